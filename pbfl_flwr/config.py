@@ -1,0 +1,314 @@
+"""The run configuration: flat kebab-case keys in, frozen objects out.
+
+This is the one place that knows keys, types and ranges. Flower refuses unknown keys but not wrong types; here
+every bad key is found at once and named with its value and what is allowed. A value ``"auto"`` means "what the
+method (or the protocol) says"; it is resolved before round 1 and the resolved value is written into the result.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from pbfl_flwr.errors import PbflError
+
+Scalar = bool | int | float | str
+Auto = Literal["auto"]
+
+
+class Group(BaseModel):
+    """Keys that belong together; subclasses are immutable and refuse unknown keys."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        alias_generator=lambda name: name.replace("_", "-"),
+        validate_by_name=True,
+        validate_by_alias=True,
+        allow_inf_nan=False,
+    )
+
+    @classmethod
+    def keys(cls) -> list[str]:
+        """Return the kebab-case keys of this group."""
+        return [name.replace("_", "-") for name in cls.model_fields]
+
+
+G = TypeVar("G", bound=Group)
+
+
+class RunSettings(Group):
+    """The federation and its rounds."""
+
+    method: str = Field("fedproto", description="one of `pbfl list methods`")
+    num_clients: int = Field(20, ge=1, le=100_000, description="clients of the federation, M")
+    num_server_rounds: int = Field(20, ge=1, le=1_000_000, description="rounds, T")
+    fraction_train: float = Field(1.0, gt=0, le=1, description="share of the clients that train in a round")
+    fraction_evaluate: float = Field(
+        1.0, ge=0, le=1, description="share of the other clients that is evaluated"
+    )
+    min_replies: int = Field(1, ge=1, description="valid training replies below which the run ends")
+    round_timeout: float = Field(3600.0, gt=0, description="seconds the server waits for a round's replies")
+    join_timeout: float = Field(180.0, gt=0, description="seconds the server waits for the clients to join")
+    seed: int = Field(0, ge=0, lt=2**31, description="seed of weights, batches and sampling")
+    protocol: Literal["clean", "htfl", "pfl", "fedproto"] = Field(
+        "clean", description="whose conventions fill the auto values of loader, evaluation and averaging"
+    )
+    run_dir: str = Field("", description="absolute directory of this run; empty: <home>/runs/<date>-<method>")
+    state_dir: str = Field("", description="where clients keep model and state; empty: <run-dir>/clients")
+    resume: bool = Field(False, description="go on from the last round that run-dir holds")
+
+
+class DataSettings(Group):
+    """The data and how it is dealt to the clients."""
+
+    dataset: str = Field("digits", description="one of `pbfl list datasets`")
+    data_dir: str = Field("", description="where the data lies; empty: <home>/data")
+    download: bool = Field(False, description="allow torchvision to download what is missing")
+    partition: Literal["dirichlet", "pathological", "way-shot", "natural", "iid"] = Field(
+        "dirichlet", description="how samples are dealt to clients"
+    )
+    dirichlet_alpha: float = Field(0.1, gt=0, description="concentration of the Dirichlet partition")
+    classes_per_client: int = Field(2, ge=1, description="classes a client holds, pathological partition")
+    ways: int = Field(5, ge=1, description="mean number of classes a client holds, way-shot partition")
+    ways_deviation: int = Field(1, ge=0, description="half-range of the number of classes")
+    shots: int = Field(100, ge=1, description="mean number of samples of a class, way-shot partition")
+    shots_deviation: int = Field(1, ge=0, description="half-range of the number of samples")
+    min_samples: int = Field(1, ge=1, description="samples that every client has at least")
+    partition_seed: int = Field(1, ge=0, lt=2**31, description="seed of the partition (references: 1)")
+    test_split: Literal["client", "official"] = Field(
+        "client", description="client: pool everything, split within the client; official: the set's own test"
+    )
+    train_share: float = Field(0.75, gt=0, lt=1, description="training share of a client, test-split client")
+
+
+class ModelSettings(Group):
+    """Architectures."""
+
+    models: str = Field(
+        "small-4", description="a family, a model, a comma list, or my_package.module:function"
+    )
+    feature_dim: int = Field(512, ge=1, le=65_536, description="d, the common width of features")
+
+
+class TrainingSettings(Group):
+    """Local training."""
+
+    local_epochs: int = Field(1, ge=1, description="E, passes over the client's data in a round")
+    batch_size: int = Field(32, ge=1, description="B")
+    learning_rate: float = Field(0.01, gt=0, description="η of plain SGD")
+    momentum: float = Field(0.0, ge=0, lt=1)
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float = Field(0.0, ge=0, description="clip the gradient's norm; 0 is off")
+    optimizer_state: Literal["fresh", "kept"] = Field("fresh", description="momentum across rounds")
+    batch_order: Literal["auto", "shuffled", "fixed"] = Field("auto", description="order of the batches")
+    drop_last: Literal["auto", "small", "always", "never"] = Field(
+        "auto",
+        description="the incomplete last batch: small drops it unless the client has less than one batch",
+    )
+    device: Literal["auto", "cpu", "cuda", "mps"] = Field(
+        "auto", description="auto: the GPU Flower gives, or CPU"
+    )
+    threads: int = Field(1, ge=1, le=1024, description="torch threads of a client on the CPU")
+
+
+class EvaluationSettings(Group):
+    """Which model is scored when, and which number is the headline."""
+
+    evaluate_moment: Literal["auto", "after", "before"] = Field(
+        "auto", description="after local training, or before it with what was just broadcast (references)"
+    )
+    predictor: Literal["auto", "head", "global", "global-local", "local"] = Field(
+        "auto", description="headline: logits, nearest global / own classes' global / local prototype"
+    )
+    eval_batch_size: int = Field(512, ge=1)
+
+
+class PrototypeSettings(Group):
+    """The stages of the prototype pipeline; ``auto`` is what the method's name stands for."""
+
+    pull_weight: float | Auto = Field("auto", description="λ, weight of the pull towards global prototypes")
+    pull_form: Literal["auto", "mse", "l2"] = Field("auto", description="mean over B·d, or the L2 norm")
+    collect: Literal["auto", "post", "trajectory"] = Field(
+        "auto", description="local prototypes after training, or averaged on the way"
+    )
+    aggregation: Literal[
+        "auto", "mean", "weighted", "weighted-shrunk", "ppa", "aps-sum", "aps-mean", "median", "trimmed-mean"
+    ] = Field("auto", description="how the server combines prototypes")
+    trim_share: float = Field(0.2, ge=0, lt=0.5, description="share trimmed on each side, trimmed-mean")
+    cps_dim: int | Auto = Field("auto", description="s, dimensions of a class that travel; 0: all (CPS off)")
+    cps_scheme: Literal["dimension", "block"] = Field(
+        "dimension", description="masks by dimension or d/K blocks"
+    )
+    cps_pull: Literal["full", "masked"] = Field(
+        "full", description="pull over all d, or inside the mask only"
+    )
+    cpkd: Literal["auto", "off", "sample", "class"] = Field("auto", description="class-proportional pull")
+    aps_scale: float | Auto = Field("auto", description="μ of adaptive prototype scaling; auto: 0.9·K/n")
+    ppa_total: Literal["reported", "known"] = Field(
+        "reported", description="n of PPA: sum of reported n_i, or total-examples times participation"
+    )
+    total_examples: int = Field(0, ge=0, description="n when ppa-total is known")
+    alignment: Literal["auto", "off", "thomson", "simplex", "lbfgs"] = Field("auto", description="PA solver")
+    upscale: float | Auto = Field("auto", description="γ of ProtoNorm's upscaling; 1 is off")
+    stale: Literal["keep", "drop"] = Field(
+        "keep", description="a class nobody sent: keep or drop its prototype"
+    )
+    wire_dtype: Literal["float32", "float16", "bfloat16", "int8"] = Field(
+        "float32", description="rows on the wire"
+    )
+
+
+GROUPS: dict[str, type[Group]] = {
+    "run": RunSettings,
+    "data": DataSettings,
+    "models": ModelSettings,
+    "training": TrainingSettings,
+    "evaluation": EvaluationSettings,
+    "prototypes": PrototypeSettings,
+}
+
+# One row a flag, one column a protocol: how the published code bases behave (the method cards name the sources).
+PROTOCOLS: dict[str, dict[str, str]] = {
+    "batch-order": {"clean": "shuffled", "htfl": "fixed", "pfl": "shuffled", "fedproto": "shuffled"},
+    "drop-last": {"clean": "small", "htfl": "always", "pfl": "always", "fedproto": "always"},
+    "collect": {"clean": "post", "htfl": "trajectory", "pfl": "trajectory", "fedproto": "trajectory"},
+    "evaluate-moment": {"clean": "auto", "htfl": "before", "pfl": "before", "fedproto": "auto"},
+}
+# What a protocol leaves to the method stays "auto" here; the method's page holds the value.
+
+
+class Settings(BaseModel):
+    """The whole run configuration.
+
+    Attributes:
+        run, data, models, training, evaluation, prototypes: the groups above, protocol already applied.
+        method_section: the keys ``<method>.<key>`` of the chosen method, without the prefix.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    run: RunSettings = RunSettings()
+    data: DataSettings = DataSettings()
+    models: ModelSettings = ModelSettings()
+    training: TrainingSettings = TrainingSettings()
+    evaluation: EvaluationSettings = EvaluationSettings()
+    prototypes: PrototypeSettings = PrototypeSettings()
+    method_section: dict[str, Scalar] = {}
+
+    def as_dict(self) -> dict[str, Scalar]:
+        """Return the configuration as flat run-config keys."""
+        flat: dict[str, Scalar] = {}
+        for name in GROUPS:
+            flat.update(getattr(self, name).model_dump(by_alias=True))
+        flat.update({f"{self.run.method}.{key}": value for key, value in self.method_section.items()})
+        return flat
+
+    def fingerprint(self) -> str:
+        """Return a hash of everything that changes results (not where they are written, nor how far to go)."""
+        neutral = {
+            "run-dir",
+            "state-dir",
+            "resume",
+            "num-server-rounds",
+            "round-timeout",
+            "join-timeout",
+            "threads",
+        }
+        relevant = {key: value for key, value in self.as_dict().items() if key not in neutral}
+        return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def parse(run_config: Mapping[str, Scalar], sections: Mapping[str, type[Group]] | None = None) -> Settings:
+    """Check a flat run configuration and apply the protocol.
+
+    Args:
+        run_config: kebab-case keys, as Flower hands them over or as a preset file gives them.
+        sections: method name -> the group of its ``<method>.<key>`` settings; keys of the methods that were not
+            chosen are checked as well, since a typo there is a typo too.
+
+    Raises:
+        PbflError: with one line for every bad key: the key, its value and what is allowed.
+    """
+    sections = sections or {}
+    top = {key: value for key, value in run_config.items() if "." not in key}
+    known = {key: name for name, group in GROUPS.items() for key in group.keys()}
+    problems = [_unknown(key, [*known, *sections]) for key in top if key not in known]
+    groups: dict[str, Any] = {}
+    for name, group in GROUPS.items():
+        mine = {key: value for key, value in top.items() if known.get(key) == name}
+        if (parsed := _parse_group(group, mine, "", problems)) is not None:
+            groups[name] = parsed
+    chosen = str(top.get("method", RunSettings().method))
+    section_values: dict[str, Scalar] = {}
+    by_section: dict[str, dict[str, Scalar]] = {}
+    for key, value in run_config.items():
+        if "." in key:
+            prefix, _, rest = key.partition(".")
+            by_section.setdefault(prefix, {})[rest] = value
+    for prefix, values in by_section.items():
+        if prefix not in sections:
+            problems.append(f"unknown section '{prefix}.'; sections are {_listed(sections)}")
+            continue
+        parsed_section = _parse_group(sections[prefix], values, f"{prefix}.", problems)
+        if prefix == chosen and parsed_section is not None:
+            section_values = parsed_section.model_dump(by_alias=True)
+    if chosen in sections and not section_values:
+        section_values = sections[chosen]().model_dump(by_alias=True)
+    if problems:
+        raise PbflError("\n".join(problems))
+    return _apply_protocol(Settings(**groups, method_section=section_values))
+
+
+def parse_section(group: type[G], settings: Settings) -> G:
+    """Return the chosen method's own settings as its typed group."""
+    return group.model_validate(settings.method_section)
+
+
+def _apply_protocol(settings: Settings) -> Settings:
+    changes: dict[str, dict[str, str]] = {"training": {}, "prototypes": {}, "evaluation": {}}
+    for key, row in PROTOCOLS.items():
+        field = key.replace("-", "_")
+        for name, changed in changes.items():
+            group = getattr(settings, name)
+            if getattr(group, field, None) == "auto":
+                changed[field] = row[settings.run.protocol]
+    resolved = {name: getattr(settings, name).model_copy(update=changed) for name, changed in changes.items()}
+    return settings.model_copy(update=resolved)
+
+
+def _parse_group(group: type[G], values: Mapping[str, Scalar], prefix: str, problems: list[str]) -> G | None:
+    try:
+        return group.model_validate(values)
+    except ValidationError as error:
+        by_key: dict[str, list[str]] = {}
+        for problem in error.errors():
+            key = str(problem["loc"][0])
+            if problem["type"] == "extra_forbidden":
+                by_key[key] = [_unknown(prefix + key, [prefix + known for known in group.keys()])]
+            else:
+                by_key.setdefault(key, []).append(problem["msg"].removeprefix("Input should be "))
+        for key, messages in by_key.items():
+            if messages[0].startswith("unknown key"):
+                problems.append(messages[0])
+            else:
+                problems.append(
+                    f"{prefix}{key} = {values[key]!r}: allowed is {' or '.join(dict.fromkeys(messages))}"
+                )
+        return None
+
+
+def _unknown(key: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(key, list(known), n=1)
+    hint = f"; did you mean '{close[0]}'?" if close else "; `pbfl list keys` shows them all"
+    return f"unknown key '{key}'{hint}"
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"'{name}'" for name in sorted(names)) or "none"

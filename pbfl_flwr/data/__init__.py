@@ -1,0 +1,129 @@
+"""The datasets, and how they get to clients: decoded once, dealt by a partition, held in memory as tensors.
+
+A dataset is one function ``(DataSettings) -> Pool`` in a file of its own and one row of :data:`DATASETS`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from functools import lru_cache
+
+from pbfl_flwr.config import DataSettings
+from pbfl_flwr.data.cache import home
+from pbfl_flwr.data.cifar import cifar10, cifar100
+from pbfl_flwr.data.clients import materialise
+from pbfl_flwr.data.contract import ClientData, Dataset, Partition, Pool, Shard, Split
+from pbfl_flwr.data.digits import digits
+from pbfl_flwr.data.image_folder import image_folder
+from pbfl_flwr.data.mnist import emnist, fashion_mnist, mnist
+from pbfl_flwr.data.npz import har, npz
+from pbfl_flwr.data.partition import partition
+from pbfl_flwr.data.pflib import export_pfl_directory, pflib
+from pbfl_flwr.data.photos import flowers102, gtsrb
+from pbfl_flwr.data.spiral import spiral
+from pbfl_flwr.data.tiny_imagenet import tiny_imagenet
+from pbfl_flwr.errors import PbflError
+
+DATASETS: dict[str, Dataset] = {
+    "digits": Dataset(
+        digits, "1,797 handwritten digits of scikit-learn, 1x16x16, 10 classes; no files needed"
+    ),
+    "spiral": Dataset(spiral, "30,000 points of six spiral arms, (2,), 6 classes; no files needed"),
+    "mnist": Dataset(mnist, "70,000 handwritten digits, 1x28x28, 10 classes"),
+    "fashion-mnist": Dataset(
+        fashion_mnist, "70,000 pieces of clothing, 1x28x28, 10 classes; also Debian's package"
+    ),
+    "emnist": Dataset(emnist, "131,600 handwritten characters (balanced split), 1x28x28, 47 classes"),
+    "cifar10": Dataset(cifar10, "60,000 images, 3x32x32, 10 classes; torchvision's files or an image folder"),
+    "cifar100": Dataset(
+        cifar100, "60,000 images, 3x32x32, 100 classes; torchvision's files or an image folder"
+    ),
+    "flowers102": Dataset(flowers102, "8,189 photographs of flowers, resized to 3x64x64, 102 classes"),
+    "gtsrb": Dataset(gtsrb, "39,270 traffic signs, resized to 3x32x32, 43 classes"),
+    "tiny-imagenet": Dataset(tiny_imagenet, "110,000 images, 3x64x64, 200 classes; not downloaded for you"),
+    "har": Dataset(
+        har, "10,299 windows of smartphone sensors, 30 people, (9, 128), 6 classes; data-dir is the .npz"
+    ),
+    "image-folder": Dataset(
+        image_folder, "images in data-dir/train/<class> and test/<class>, or data-dir/<class>"
+    ),
+    "npz": Dataset(npz, "arrays x, y and optionally client; data-dir is the .npz file"),
+    "pflib": Dataset(
+        pflib, "a PFLlib/HtFLlib dataset folder, its clients and splits as they are; data-dir is the folder"
+    ),
+}
+
+
+def load_pool(settings: DataSettings) -> Pool:
+    """Return all samples of the dataset; a process that asks again gets the same object.
+
+    Raises:
+        PbflError: if the dataset is unknown, or its files are missing or unreadable.
+    """
+    return _load_pool(
+        DataSettings(dataset=settings.dataset, data_dir=settings.data_dir, download=settings.download),
+        str(home()),
+    )
+
+
+def check_data(settings: DataSettings, num_clients: int) -> Partition:
+    """Load the data and deal it: everything that can be wrong with either is found here, before any training.
+
+    Raises:
+        PbflError: one line on what is wrong, where, and what is allowed.
+    """
+    load_pool(settings)
+    return _partition(settings, num_clients, str(home()))
+
+
+def client_data(settings: DataSettings, num_clients: int, client: int) -> ClientData:
+    """Return one client's data; the last 64 clients that a process has seen stay in its memory.
+
+    Args:
+        settings: the data and its partition.
+        num_clients: M.
+        client: 0..M-1.
+
+    Raises:
+        PbflError: as :func:`check_data`, and if there is no such client.
+    """
+    if not 0 <= client < num_clients:
+        raise PbflError(f"client {client} does not exist; allowed is 0..{num_clients - 1}")
+    return _client_data(settings, num_clients, client, str(home()))
+
+
+# The home is part of the key: a process that changes PBFL_HOME must not be answered from the old one.
+@lru_cache(maxsize=2)
+def _load_pool(settings: DataSettings, home_path: str) -> Pool:
+    if settings.dataset not in DATASETS:
+        close = difflib.get_close_matches(settings.dataset, DATASETS, n=1)
+        hint = f"did you mean '{close[0]}'?" if close else f"allowed are {', '.join(DATASETS)}"
+        raise PbflError(f"unknown dataset '{settings.dataset}'; {hint}")
+    return DATASETS[settings.dataset].load(settings)
+
+
+@lru_cache(maxsize=2)
+def _partition(settings: DataSettings, num_clients: int, home_path: str) -> Partition:
+    return partition(load_pool(settings), settings, num_clients)
+
+
+@lru_cache(maxsize=64)
+def _client_data(settings: DataSettings, num_clients: int, client: int, home_path: str) -> ClientData:
+    split = _partition(settings, num_clients, home_path).splits[client]
+    return materialise(load_pool(settings), split)
+
+
+__all__ = [
+    "DATASETS",
+    "ClientData",
+    "Dataset",
+    "Partition",
+    "Pool",
+    "Shard",
+    "Split",
+    "check_data",
+    "client_data",
+    "export_pfl_directory",
+    "load_pool",
+    "partition",
+]

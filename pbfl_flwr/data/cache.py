@@ -1,0 +1,143 @@
+"""Decode once: what a dataset's files hold, as memory maps that all processes of a machine share.
+
+A cache entry is the folder ``<home>/cache/<dataset>-<hash>`` with ``inputs.npy``, ``labels.npy``,
+``meta.json`` and, where the source has them, ``owner.npy`` and ``in_train.npy``. The hash covers path, size
+and modification time of every source file, so changed files are decoded anew. Entries may be deleted at any
+time when no run is going on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from filelock import FileLock
+from numpy.typing import DTypeLike, NDArray
+
+from pbfl_flwr.data.contract import Pool
+from pbfl_flwr.data.validation import validate
+from pbfl_flwr.errors import PbflError
+
+FORMAT = 1
+"""Counted up when what is stored changes, so that an older entry is not read."""
+
+Allocate = Callable[[tuple[int, ...], DTypeLike], NDArray[Any]]
+"""(shape, dtype) -> a writable array inside the new cache entry; large inputs go straight to disk."""
+
+log = logging.getLogger(__name__)
+
+
+def home() -> Path:
+    """Return the folder for everything this project keeps: environment variable PBFL_HOME, else ~/.pbfl."""
+    return Path(os.environ.get("PBFL_HOME") or "~/.pbfl").expanduser().absolute()
+
+
+def cached(name: str, sources: Iterable[Path], decode: Callable[[Allocate], Pool]) -> Pool:
+    """Return the pool of a dataset, decoding its files if no process of this machine has done so before.
+
+    Args:
+        name: the dataset's name.
+        sources: every file that ``decode`` reads.
+        decode: reads the files; called under a lock, by one process only.
+
+    Raises:
+        PbflError: if the cache cannot be written or is damaged, and whatever ``decode`` and the validation
+            raise.
+    """
+    entry = home() / "cache" / f"{name}-{_fingerprint(sources)}"
+    if not entry.is_dir():
+        try:
+            entry.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(entry.with_name(entry.name + ".lock")):
+                if not entry.is_dir():
+                    _fill(name, entry, decode)
+        except PermissionError as error:
+            raise PbflError(
+                f"cannot write the cache of decoded data at {entry.parent} ({error.strerror}); "
+                "the environment variable PBFL_HOME names another place"
+            ) from error
+    return _open(entry)
+
+
+def _fingerprint(sources: Iterable[Path]) -> str:
+    digest = hashlib.sha256(str(FORMAT).encode())
+    for path in sorted(sources):
+        status = path.stat()
+        digest.update(f"{path.absolute()}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def _fill(name: str, entry: Path, decode: Callable[[Allocate], Pool]) -> None:
+    partial = entry.with_name(entry.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+    partial.mkdir()
+
+    def allocate(shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
+        _need(partial, int(np.prod(shape)) * np.dtype(dtype).itemsize)
+        return np.lib.format.open_memmap(partial / "inputs.npy", mode="w+", dtype=dtype, shape=shape)
+
+    log.info("decoding %s into %s, once", name, entry)
+    try:
+        pool = decode(allocate)
+        validate(pool, name)
+        _write(pool, partial)
+        os.replace(partial, entry)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _need(folder: Path, size: int) -> None:
+    # A memory map on a full disk kills the process (SIGBUS) where a write would raise.
+    free = shutil.disk_usage(folder).free
+    if size > free:
+        raise PbflError(
+            f"decoded data needs {size / 2**20:,.0f} MiB at {folder.parent}, {free / 2**20:,.0f} MiB are "
+            "free; the environment variable PBFL_HOME names another place"
+        )
+
+
+def _write(pool: Pool, folder: Path) -> None:
+    if isinstance(pool.inputs, np.memmap):
+        pool.inputs.flush()
+    else:
+        _need(folder, pool.inputs.nbytes)
+        np.save(folder / "inputs.npy", pool.inputs)
+    np.save(folder / "labels.npy", pool.labels)
+    for column in ("owner", "in_train"):
+        values = getattr(pool, column)
+        if values is not None:
+            np.save(folder / f"{column}.npy", values)
+    meta = {key: getattr(pool, key) for key in ("label_names", "num_train", "mean", "std", "notes")}
+    (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+
+
+def _open(entry: Path) -> Pool:
+    try:
+        meta = json.loads((entry / "meta.json").read_text(encoding="utf-8"))
+        return Pool(
+            # Copy on write: pages stay shared, and torch takes a slice of it without copying.
+            inputs=np.load(entry / "inputs.npy", mmap_mode="c"),
+            labels=np.load(entry / "labels.npy"),
+            label_names=tuple(meta["label_names"]),
+            num_train=meta["num_train"],
+            owner=_column(entry / "owner.npy"),
+            in_train=_column(entry / "in_train.npy"),
+            mean=tuple(meta["mean"]) if meta["mean"] else None,
+            std=tuple(meta["std"]) if meta["std"] else None,
+            notes=tuple(meta["notes"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise PbflError(
+            f"the cache entry {entry} is damaged ({error}); delete it, it is decoded anew"
+        ) from error
+
+
+def _column(path: Path) -> Any:
+    return np.load(path) if path.exists() else None

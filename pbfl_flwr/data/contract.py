@@ -1,0 +1,147 @@
+"""What the data layer hands on: a pool of samples, its partition, and the shards of one client."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pbfl_flwr.config import DataSettings
+
+Rows = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Pool:
+    """All samples of a dataset, before they are dealt to clients.
+
+    Attributes:
+        inputs: (N, *input_shape), uint8 for images (channels first) or float32 for everything else; it may be
+            a memory map that all processes of the machine share.
+        labels: (N,) int64, 0..K-1.
+        label_names: the K names.
+        num_train: the first ``num_train`` rows are the official training part, the rest the official test
+            part; equal to N when the set has no official test part.
+        owner: (N,) int64, the natural client of every row, 0..; None when the set has no such column.
+        in_train: (N,) bool, True where a row belongs to its owner's training part; only for sources whose
+            files fix the clients and their split.
+        mean: per channel, in units of [0, 1] for images: what is fed to a model is (x/255 - mean)/std.
+        std: per channel; float32 inputs have mean 0 and std 1 and are fed as they are.
+        notes: what the reader should tell the user (images that were resized), a line each.
+    """
+
+    inputs: NDArray[Any]
+    labels: Rows
+    label_names: tuple[str, ...]
+    num_train: int
+    owner: Rows | None = None
+    in_train: NDArray[np.bool_] | None = None
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Shape of one input without the batch axis."""
+        return tuple(int(side) for side in self.inputs.shape[1:])
+
+    @property
+    def num_classes(self) -> int:
+        """K."""
+        return len(self.label_names)
+
+    def affine(self) -> tuple[Tensor, Tensor]:
+        """Return (scale, shift), float32 (C, 1, 1, ...), so that x * scale + shift is what a model is fed."""
+        channels = self.input_shape[0]
+        images = self.inputs.dtype == np.uint8
+        mean = np.asarray(self.mean or (0.5 if images else 0.0,) * channels)
+        std = np.asarray(self.std or (0.5 if images else 1.0,) * channels)
+        largest = 255.0 if images else 1.0
+        shape = (channels, *(1 for _ in self.input_shape[1:]))
+        scale = torch.from_numpy(1.0 / (largest * std)).float().reshape(shape)
+        shift = torch.from_numpy(-mean / std).float().reshape(shape)
+        return scale, shift
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """The row indices of one client; ``train`` and ``test`` are int64 and disjoint."""
+
+    train: Rows
+    test: Rows
+
+
+@dataclass(frozen=True, eq=False)
+class Partition:
+    """Who holds what.
+
+    Attributes:
+        splits: one a client, M of them.
+        counts: (M, K) int64, training and test samples together: the K_i and n_ij of the papers, which the
+            references take before they split a client's share.
+        notes: what differs from what was asked (samples moved by the repair, classes left out), a line each.
+    """
+
+    splits: tuple[Split, ...]
+    counts: NDArray[np.int64]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """Samples in memory: ``inputs`` (n, *input_shape) uint8 or float32, contiguous; ``labels`` (n,) int64."""
+
+    inputs: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return int(self.labels.shape[0])
+
+
+@dataclass(frozen=True, eq=False)
+class ClientData:
+    """One client's data.
+
+    Attributes:
+        train: training samples.
+        test: test samples; may be empty.
+        num_classes: K of the whole federation.
+        label_names: the K names.
+        scale: (C, 1, 1, ...) float32.
+        shift: (C, 1, 1, ...) float32.
+    """
+
+    train: Shard
+    test: Shard
+    num_classes: int
+    label_names: tuple[str, ...]
+    scale: Tensor
+    shift: Tensor
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Shape of one input without the batch axis."""
+        return tuple(self.train.inputs.shape[1:])
+
+    @property
+    def counts(self) -> Tensor:
+        """n_ij: training samples of every class, int64 (K,)."""
+        return torch.bincount(self.train.labels, minlength=self.num_classes)
+
+    def prepare(self, batch_inputs: Tensor) -> Tensor:
+        """Return a batch as a model is fed: float32, normalised, on the batch's own device."""
+        device = batch_inputs.device
+        return batch_inputs.float() * self.scale.to(device) + self.shift.to(device)
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A row of the table of datasets: how to load it and what it is, in a line."""
+
+    load: Callable[[DataSettings], Pool]
+    description: str

@@ -1,0 +1,157 @@
+"""The ways of dealing rows to clients: pure functions of labels and a generator.
+
+The Dirichlet and the pathological procedure are those of PFLlib, HtFLlib and
+regulationLee/{TinyProto,ProtoNorm}, draw by
+draw: NumPy's legacy generator (``RandomState(seed)`` is the stream of ``numpy.random.seed(seed)``), the same
+calls in the same order. Since a shuffle consumes randomness by length only, the counts depend on the class
+counts alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+import numpy as np
+from numpy.random import RandomState
+from numpy.typing import NDArray
+
+from pbfl_flwr.data.contract import Rows
+from pbfl_flwr.errors import PbflError
+
+MAX_TRIES = 100
+"""How often the Dirichlet procedure starts anew for clients that are too small (references: for ever)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Deal:
+    """Row indices of every client, in the order the procedure gave them, and notes on what was odd."""
+
+    rows: tuple[Rows, ...]
+    notes: tuple[str, ...] = ()
+
+
+def dirichlet_indices(
+    labels: NDArray[Any],
+    num_clients: int,
+    alpha: float,
+    min_samples: int,
+    rng: RandomState,
+    num_classes: int | None = None,
+) -> Deal:
+    """Deal every class by its own Dirichlet(alpha) draw; a client with N/M samples or more gets none.
+
+    All is drawn anew, without seeding, while the smallest client has fewer than ``min_samples``
+    (regulationLee: 1;
+    PFLlib: 40), at most ``MAX_TRIES`` times; the last draw stands and :func:`repair` does the rest. Where the
+    shares of all clients below N/M underflow to zero (the references divide by zero there), the whole class
+    goes to the smallest client: the limit of alpha -> 0.
+    """
+    total, num_classes = len(labels), _num_classes(labels, num_classes)
+    for _ in range(MAX_TRIES):
+        notes: list[str] = []
+        hands: list[list[Rows]] = [[] for _ in range(num_clients)]
+        sizes = np.zeros(num_clients, dtype=np.int64)
+        for k in range(num_classes):
+            rows = np.flatnonzero(labels == k)
+            rng.shuffle(rows)
+            shares = rng.dirichlet(np.repeat(alpha, num_clients)) * (sizes < total / num_clients)
+            if not shares.sum() > 0:
+                shares = np.eye(num_clients)[int(sizes.argmin())]
+                if len(rows):
+                    notes.append(
+                        f"class {k}: all shares are 0, its {len(rows)} samples go to client {sizes.argmin()}"
+                    )
+            shares = shares / shares.sum()
+            cuts = (np.cumsum(shares) * len(rows)).astype(int)[:-1]
+            for client, piece in enumerate(np.split(rows, cuts)):
+                hands[client].append(piece)
+                sizes[client] += len(piece)
+        if sizes.min() >= min_samples:
+            break
+    return Deal(tuple(np.concatenate(hand) for hand in hands), tuple(notes))
+
+
+def pathological_indices(
+    labels: NDArray[Any],
+    num_clients: int,
+    classes_per_client: int,
+    min_samples: int,
+    rng: RandomState,
+    num_classes: int | None = None,
+) -> Deal:
+    """Deal every client ``classes_per_client`` classes, as consecutive slices of each class in its order.
+
+    Class by class, the first ceil(M/K·C) clients that still want a class get a random size between a tenth of
+    an equal part and an equal part, the last of them the remainder. Neighbours therefore hold the same
+    classes. Where a class has fewer samples than clients (the references raise there), equal parts are dealt.
+    """
+    num_classes = _num_classes(labels, num_classes)
+    wanted = np.full(num_clients, classes_per_client)
+    hands: list[list[Rows]] = [[np.empty(0, dtype=np.int64)] for _ in range(num_clients)]
+    left_out: list[int] = []
+    for k in range(num_classes):
+        holders = np.flatnonzero(wanted > 0)[: ceil((num_clients / num_classes) * classes_per_client)]
+        rows = np.flatnonzero(labels == k)
+        if len(holders) == 0:
+            left_out += [k] if len(rows) else []
+            continue
+        part = len(rows) / len(holders)
+        low, high = int(max(part / 10, min_samples / num_classes)), int(part)
+        if low < high:
+            cuts = np.cumsum(rng.randint(low, high, len(holders) - 1))
+            pieces = np.split(rows, cuts)
+        else:
+            pieces = np.array_split(rows, len(holders))
+        for client, piece in zip(holders, pieces, strict=True):
+            hands[client].append(piece)
+            wanted[client] -= 1
+    notes: tuple[str, ...] = ()
+    if left_out:
+        notes = (f"classes {left_out} go to nobody: every client has its {classes_per_client} classes",)
+    return Deal(tuple(np.concatenate(hand) for hand in hands), notes)
+
+
+def iid_indices(total: int, num_clients: int, rng: RandomState) -> Deal:
+    """Deal shuffled rows in equal parts; sizes differ by one at most, classes are balanced by chance."""
+    return Deal(tuple(np.array_split(rng.permutation(total).astype(np.int64), num_clients)))
+
+
+def repair(deal: Deal, labels: NDArray[Any], min_samples: int) -> Deal:
+    """Move samples from the largest clients to those with fewer than ``min_samples``; say what was moved.
+
+    A donor gives from its most frequent class, at most half of that class at a time, so that it loses no
+    class if it can be helped, and never falls below ``min_samples`` itself.
+
+    Raises:
+        PbflError: if there are fewer than ``min_samples`` samples a client.
+    """
+    hands = list(deal.rows)
+    sizes = np.array([len(hand) for hand in hands])
+    if sizes.sum() < min_samples * len(hands):
+        raise PbflError(
+            f"{len(hands)} clients with min-samples = {min_samples} need {min_samples * len(hands)} samples; "
+            f"there are {sizes.sum()}"
+        )
+    notes = list(deal.notes)
+    for client in np.flatnonzero(sizes < min_samples):
+        while sizes[client] < min_samples:
+            donor = int(sizes.argmax())
+            classes, counts = np.unique(labels[hands[donor]], return_counts=True)
+            most = int(counts.argmax())
+            spare = min(int(min_samples - sizes[client]), int(sizes[donor] - min_samples))
+            moved = min(spare, max(1, int(counts[most]) // 2))
+            positions = np.flatnonzero(labels[hands[donor]] == classes[most])[-moved:]
+            hands[client] = np.concatenate([hands[client], hands[donor][positions]])
+            hands[donor] = np.delete(hands[donor], positions)
+            sizes[client] += moved
+            sizes[donor] -= moved
+            notes.append(
+                f"client {client} was too small: {moved} of class {classes[most]} moved from client {donor}"
+            )
+    return Deal(tuple(hands), tuple(notes))
+
+
+def _num_classes(labels: NDArray[Any], num_classes: int | None) -> int:
+    return num_classes if num_classes is not None else int(labels.max()) + 1

@@ -1,0 +1,22 @@
+"""1,797 real handwritten digits that scikit-learn ships; nothing is downloaded.
+
+Source: scikit-learn ``load_digits``, the test part of the UCI "Optical Recognition of Handwritten Digits". An
+image is 8x8 with values 0..16; here the values are scaled to uint8 0..255 and every pixel is repeated to 2x2,
+so that an input is 1x16x16 and every image model takes it, also one with two 5x5 convolutions without
+padding.
+"""
+
+import numpy as np
+from sklearn.datasets import load_digits
+
+from pbfl_flwr.config import DataSettings
+from pbfl_flwr.data.contract import Pool
+
+
+def digits(settings: DataSettings) -> Pool:
+    """Return 1,797 images, 1x16x16 uint8, 10 classes, no official test part."""
+    bunch = load_digits()
+    images = np.rint(bunch.images * (255 / 16)).astype(np.uint8)  # (N, 8, 8), values were 0..16
+    images = images.repeat(2, axis=1).repeat(2, axis=2)[:, None]
+    labels = bunch.target.astype(np.int64)
+    return Pool(images, labels, tuple("0123456789"), num_train=len(labels))

@@ -1,0 +1,78 @@
+"""Where files are looked for, and what is said when they are not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from filelock import FileLock
+
+from pbfl_flwr.config import DataSettings
+from pbfl_flwr.data.cache import home
+from pbfl_flwr.errors import PbflError
+
+
+def data_root(settings: DataSettings) -> Path:
+    """Return data-dir, or <home>/data when it is empty; absolute."""
+    return Path(settings.data_dir).expanduser().absolute() if settings.data_dir else home() / "data"
+
+
+def given_path(settings: DataSettings, what: str) -> Path:
+    """Return data-dir for a dataset that is nothing without it.
+
+    Raises:
+        PbflError: if data-dir is empty or nothing is there.
+    """
+    if not settings.data_dir:
+        raise PbflError(f"dataset '{settings.dataset}' needs data-dir: {what}")
+    path = data_root(settings)
+    if not path.exists():
+        raise PbflError(f"dataset '{settings.dataset}': nothing at data-dir {path}; it should be {what}")
+    return path
+
+
+def files_under(folder: Path) -> list[Path]:
+    """Return every file below a folder."""
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def missing(settings: DataSettings, looked: Sequence[Path], goes_to: Path | None) -> PbflError:
+    """Return the error for data that is not there."""
+    line = f"dataset '{settings.dataset}' not found; looked for " + ", ".join(str(path) for path in looked)
+    if goes_to is None:
+        return PbflError(line + "; it cannot be downloaded for you: put it there, or set data-dir")
+    return PbflError(line + f"; set data-dir, or download=true, which puts it at {goes_to}")
+
+
+def fetch(
+    settings: DataSettings, needed: Sequence[Path], goes_to: Path, download: Callable[[], object]
+) -> None:
+    """Make sure that files are there; download them, once for all processes, when that is allowed.
+
+    Raises:
+        PbflError: if something is missing and download is false, or if the download fails.
+    """
+    if _all_there(needed):
+        return
+    if not settings.download:
+        raise missing(settings, needed, goes_to)
+    locks = home() / "cache"
+    try:
+        locks.mkdir(parents=True, exist_ok=True)
+        goes_to.mkdir(parents=True, exist_ok=True)
+        with FileLock(locks / f"{settings.dataset}.download.lock"):
+            if not _all_there(needed):
+                download()
+    except (OSError, RuntimeError) as error:
+        raise PbflError(f"dataset '{settings.dataset}': the download to {goes_to} failed: {error}") from error
+
+
+def damaged(settings: DataSettings, path: Path, error: Exception) -> PbflError:
+    """Return the error for files that are there but cannot be read."""
+    return PbflError(
+        f"dataset '{settings.dataset}': {path} is incomplete or damaged ({error}); delete it, fetch it again"
+    )
+
+
+def _all_there(needed: Iterable[Path]) -> bool:
+    return all(path.exists() for path in needed)

@@ -1,0 +1,73 @@
+"""A folder of images, a folder a class.
+
+data-dir holds ``train/<class>/*`` and optionally ``test/<class>/*``, or just ``<class>/*``. Classes are
+numbered in the order of their names, files are taken in the order of theirs (torchvision's ``ImageFolder``).
+All images become RGB of the size of the first one; images of another size are resized (bilinear, aspect not
+kept) and their number is noted.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
+
+from pbfl_flwr.config import DataSettings
+from pbfl_flwr.data.cache import Allocate, cached
+from pbfl_flwr.data.contract import Pool
+from pbfl_flwr.data.files import given_path
+from pbfl_flwr.data.images import ImageFiles, decode_images
+from pbfl_flwr.errors import PbflError
+
+_WHAT = "a folder with train/<class>/* and optionally test/<class>/*, or <class>/*"
+
+
+def image_folder(settings: DataSettings) -> Pool:
+    """Return the images of data-dir as 3xHxW; ``test/`` is the official test part.
+
+    Raises:
+        PbflError: if there is no class folder, a class has no image, ``test/`` has a class that ``train/``
+            lacks, or an image cannot be read.
+    """
+    root = given_path(settings, _WHAT)
+    train_dir = root / "train" if (root / "train").is_dir() else root
+    train, classes = labelled_files(train_dir, settings.dataset)
+    test: list[tuple[Path, int]] = []
+    if train_dir != root and (root / "test").is_dir():
+        test, test_classes = labelled_files(root / "test", settings.dataset, classes)
+        if unknown := sorted(set(test_classes) - set(classes)):
+            raise PbflError(
+                f"dataset '{settings.dataset}': {root / 'test'} has classes that train/ lacks: {unknown[:5]}"
+            )
+
+    def decode(allocate: Allocate) -> Pool:
+        inputs, labels, notes = decode_images([ImageFiles(train), ImageFiles(test)], allocate, None, root)
+        return Pool(inputs, labels, tuple(classes), num_train=len(train), notes=notes)
+
+    return cached(settings.dataset, (path for path, _ in [*train, *test]), decode)
+
+
+def labelled_files(
+    folder: Path, dataset: str, classes: list[str] | None = None
+) -> tuple[list[tuple[Path, int]], list[str]]:
+    """Return (path, label) of every image below ``folder/<class>`` and the names of the class folders.
+
+    Args:
+        folder: what holds the class folders.
+        dataset: named in errors.
+        classes: numbers of the classes; None numbers those found, in the order of their names. With it,
+            classes may be absent.
+
+    Raises:
+        PbflError: if there is no class folder, or a class without an image.
+    """
+    try:
+        found, numbers = find_classes(str(folder))
+        if classes is not None:
+            numbers = {name: number for number, name in enumerate(classes) if name in found}
+        samples = make_dataset(str(folder), numbers, extensions=IMG_EXTENSIONS) if numbers else []
+    except FileNotFoundError as error:
+        raise PbflError(
+            f"dataset '{dataset}': {error}; {folder} should hold <class>/* with images"
+        ) from error
+    return [(Path(path), label) for path, label in samples], found

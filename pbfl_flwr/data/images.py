@@ -1,0 +1,88 @@
+"""Image files into one uint8 array."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from pbfl_flwr.data.cache import Allocate
+from pbfl_flwr.data.contract import Rows
+from pbfl_flwr.errors import PbflError
+
+
+class LabelledImages(Protocol):
+    """What torchvision's datasets are: (image, label) by index."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class ImageFiles:
+    """(image, label) by index, from a list of (path, label)."""
+
+    def __init__(self, samples: Sequence[tuple[Path, int]]) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int, /) -> tuple[Image.Image, int]:
+        path, label = self.samples[index]
+        try:
+            with Image.open(path) as image:
+                return image.convert("RGB"), label
+        except (OSError, SyntaxError) as error:
+            raise PbflError(f"{path} is not a readable image: {error}") from error
+
+
+def decode_images(
+    parts: Sequence[LabelledImages], allocate: Allocate, side: tuple[int, int] | None, where: Path
+) -> tuple[NDArray[Any], Rows, tuple[str, ...]]:
+    """Decode images as RGB, all of one size.
+
+    Args:
+        parts: training part, test part, ..., put one after the other.
+        allocate: gives the array to fill.
+        side: (width, height) in pixels; None takes the size of the very first image. Images of another size
+            are resized with PIL's bilinear filter, as torchvision's ``Resize`` does; their aspect is not
+            kept.
+        where: named in errors.
+
+    Returns:
+        inputs (N, 3, height, width) uint8, labels (N,), and a note if images were resized though no size was
+        asked.
+
+    Raises:
+        PbflError: naming an image that cannot be read.
+    """
+    total = sum(len(part) for part in parts)
+    labels = np.empty(total, dtype=np.int64)
+    inputs: NDArray[Any] | None = None
+    row, resized, wanted = 0, 0, side
+    for part in parts:
+        for index in range(len(part)):
+            try:
+                image, labels[row] = part[index]
+                image = image if image.mode == "RGB" else image.convert("RGB")
+            except OSError as error:
+                raise PbflError(f"image {index} of {where} cannot be read: {error}") from error
+            wanted = wanted or image.size
+            if inputs is None:
+                inputs = allocate((total, 3, wanted[1], wanted[0]), np.uint8)
+            if image.size != wanted:
+                image = image.resize(wanted, Image.Resampling.BILINEAR)
+                resized += 1
+            inputs[row] = np.asarray(image).transpose(2, 0, 1)
+            row += 1
+    if inputs is None or wanted is None:
+        raise PbflError(f"no image at {where}")
+    notes: tuple[str, ...] = ()
+    if side is None and resized:
+        size = f"{wanted[0]}x{wanted[1]}"
+        notes = (f"{resized} of {total} images were resized to {size}, the size of the first image",)
+    return inputs, labels, notes

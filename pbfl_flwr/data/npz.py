@@ -1,0 +1,98 @@
+"""Arrays in a NumPy archive, and the smartphone activity data (HAR) in such a file."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pbfl_flwr.config import DataSettings
+from pbfl_flwr.data.cache import Allocate, cached
+from pbfl_flwr.data.contract import Pool
+from pbfl_flwr.data.files import given_path
+from pbfl_flwr.data.validation import check_labels
+from pbfl_flwr.errors import PbflError
+
+HAR_LABELS = ("walking", "walking upstairs", "walking downstairs", "sitting", "standing", "laying")
+
+
+def npz(settings: DataSettings) -> Pool:
+    """Return the arrays ``x``, ``y`` and, where there is one, ``client`` of the .npz file data-dir.
+
+    ``x`` uint8 (N, C, H, W) or (N, H, W) are images; other numbers become float32 features and are fed as
+    they are. ``y`` are whole numbers 0..K-1 without gaps. ``client`` (whole numbers or strings) are the
+    natural clients.
+    """
+    path = given_path(settings, "the path of an .npz file with the arrays x, y and optionally client")
+    return _load(settings, path, "client", None)
+
+
+def har(settings: DataSettings) -> Pool:
+    """Return UCI Human Activity Recognition: windows (9, 128) of smartphone signals, 6 activities.
+
+    data-dir is an .npz file with the arrays ``x`` (N, 9, 128), ``y`` 0..5 and ``subject``, or a folder with a
+    har.npz. The people (``subject``) are the natural clients; there is no official test part.
+    """
+    path = given_path(settings, "the path of an .npz file with the arrays x, y and subject")
+    return _load(settings, path / "har.npz" if path.is_dir() else path, "subject", HAR_LABELS)
+
+
+def _load(settings: DataSettings, path: Path, client_key: str, label_names: tuple[str, ...] | None) -> Pool:
+    name = settings.dataset
+    if not path.is_file():
+        raise PbflError(f"dataset '{name}': {path} is not a file; allowed is an .npz file")
+
+    def decode(allocate: Allocate) -> Pool:
+        arrays = _read(path, name)
+        for key in ("x", "y", *((client_key,) if label_names else ())):
+            if key not in arrays:
+                raise PbflError(f"dataset '{name}': {path} has no array '{key}'; it has {sorted(arrays)}")
+        labels = arrays["y"]
+        check_labels(labels, name, len(label_names) if label_names else None)
+        owner = None
+        if client_key in arrays:
+            column = arrays[client_key]
+            if column.ndim != 1:
+                raise PbflError(
+                    f"dataset '{name}': array '{client_key}' has shape {column.shape}; allowed is (N,)"
+                )
+            owner = np.unique(column, return_inverse=True)[1].astype(np.int64)
+        names = label_names or tuple(str(k) for k in range(int(labels.max()) + 1))
+        return Pool(_inputs(arrays["x"], path, name), labels.astype(np.int64), names, len(labels), owner)
+
+    return cached(name, [path], decode)
+
+
+def _read(path: Path, name: str) -> dict[str, NDArray[Any]]:
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            if not isinstance(archive, np.lib.npyio.NpzFile):
+                raise PbflError(
+                    f"dataset '{name}': {path} is a single array; allowed is an .npz file with x and y"
+                )
+            return dict(archive)
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise PbflError(
+            f"dataset '{name}': {path} is not a readable .npz file of plain arrays ({error})"
+        ) from error
+
+
+def _inputs(values: NDArray[Any], path: Path, name: str) -> NDArray[Any]:
+    if values.ndim < 2 or not (np.issubdtype(values.dtype, np.number) or values.dtype == np.bool_):
+        raise PbflError(
+            f"dataset '{name}': x in {path} is {values.dtype} {values.shape}; allowed are numbers (N, ...)"
+        )
+    if np.iscomplexobj(values):
+        raise PbflError(f"dataset '{name}': x in {path} is complex; allowed are real numbers")
+    if values.dtype != np.uint8 or values.ndim not in (3, 4):
+        return np.ascontiguousarray(values, dtype=np.float32)
+    if values.ndim == 3:
+        return np.ascontiguousarray(values[:, None])
+    if values.shape[1] not in (1, 3, 4) and values.shape[3] in (1, 3, 4):
+        raise PbflError(
+            f"dataset '{name}': x in {path} has shape {values.shape}; allowed are images with channels first"
+        )
+    return np.ascontiguousarray(values)

@@ -1,0 +1,148 @@
+"""Deal a pool to clients and split each share into training and test samples."""
+
+from __future__ import annotations
+
+from math import floor
+
+import numpy as np
+from numpy.random import RandomState
+from numpy.typing import NDArray
+from sklearn.model_selection import train_test_split
+
+from pbfl_flwr.config import DataSettings
+from pbfl_flwr.data.contract import Partition, Pool, Rows, Split
+from pbfl_flwr.data.dealing import Deal, dirichlet_indices, iid_indices, pathological_indices, repair
+from pbfl_flwr.data.way_shot import way_shot_splits
+from pbfl_flwr.errors import PbflError
+
+
+def partition(pool: Pool, settings: DataSettings, num_clients: int) -> Partition:
+    """Return who holds what; the same settings give the same rows on every machine.
+
+    ``dirichlet``, ``pathological`` and ``iid`` always end with ``min_samples`` a client: what the procedure
+    leaves short is filled by :func:`~pbfl_flwr.data.dealing.repair`. ``natural`` takes the first M owners. A
+    source whose files fix clients and split is taken as it is. With ``test_split`` "client" the share of a
+    client is split at random, not stratified, ``floor(train_share · n)`` for training (scikit-learn's
+    ``train_test_split`` on the same generator, as in the references); a client with one sample trains on it
+    and tests on none. With "official" only the official training part is dealt, and the official test samples
+    of a class go to its holders in proportion to their training samples of that class, disjoint; those of
+    classes that nobody trains on are left out.
+
+    Raises:
+        PbflError: if the settings do not fit the data (a line that names the setting and what is allowed).
+    """
+    if pool.in_train is not None and pool.owner is not None:
+        return _as_in_files(pool, pool.owner, pool.in_train, num_clients)
+    if settings.partition == "way-shot":
+        splits, notes = way_shot_splits(pool, settings, num_clients)
+        return _finish(pool, settings, splits, notes)
+    official = settings.test_split == "official"
+    if official and pool.num_train == len(pool.labels):
+        raise PbflError(
+            f"dataset '{settings.dataset}' has no official test part; allowed is test-split = client"
+        )
+    rng = RandomState(settings.partition_seed)
+    labels = pool.labels[: pool.num_train] if official else pool.labels
+    deal = _deal(pool, labels, settings, num_clients, rng)
+    if official:
+        splits = _official_tests(pool, deal.rows, rng)
+    else:
+        splits = tuple(_split_share(rows, settings.train_share, rng) for rows in deal.rows)
+    return _finish(pool, settings, splits, deal.notes)
+
+
+def _deal(pool: Pool, labels: Rows, settings: DataSettings, num_clients: int, rng: RandomState) -> Deal:
+    least = settings.min_samples
+    if len(labels) < num_clients * least:
+        raise PbflError(
+            f"num-clients = {num_clients} with min-samples = {least} needs {num_clients * least} samples; "
+            f"dataset '{settings.dataset}' deals {len(labels)}, so {len(labels) // least} clients are allowed"
+        )
+    match settings.partition:
+        case "dirichlet":
+            alpha = settings.dirichlet_alpha
+            deal = dirichlet_indices(labels, num_clients, alpha, least, rng, pool.num_classes)
+        case "pathological":
+            classes = settings.classes_per_client
+            if classes > pool.num_classes:
+                raise PbflError(
+                    f"classes-per-client = {classes}; allowed is 1..{pool.num_classes}, the dataset's classes"
+                )
+            deal = pathological_indices(labels, num_clients, classes, least, rng, pool.num_classes)
+        case "iid":
+            deal = iid_indices(len(labels), num_clients, rng)
+        case _:
+            return _natural(pool, len(labels), settings, num_clients)
+    return repair(deal, labels, least)
+
+
+def _natural(pool: Pool, total: int, settings: DataSettings, num_clients: int) -> Deal:
+    if pool.owner is None:
+        raise PbflError(f"partition = natural: dataset '{settings.dataset}' has no client column")
+    owner = pool.owner[:total]
+    owners = np.unique(owner)
+    if num_clients > len(owners):
+        raise PbflError(
+            f"num-clients = {num_clients}: the dataset has {len(owners)} natural clients, no more are allowed"
+        )
+    notes = (
+        (f"the first {num_clients} of {len(owners)} natural clients",) if num_clients < len(owners) else ()
+    )
+    return Deal(tuple(np.flatnonzero(owner == who) for who in owners[:num_clients]), notes)
+
+
+def _split_share(rows: Rows, train_share: float, rng: RandomState) -> Split:
+    if len(rows) < 2:
+        return Split(rows, rows[:0])
+    train_size = max(1, floor(train_share * len(rows)))
+    train, test = train_test_split(rows, train_size=train_size, shuffle=True, random_state=rng)
+    return Split(train, test)
+
+
+def _official_tests(pool: Pool, train: tuple[Rows, ...], rng: RandomState) -> tuple[Split, ...]:
+    counts = np.stack(
+        [np.bincount(pool.labels[rows], minlength=pool.num_classes) for rows in train]
+    )  # (M, K)
+    test_labels = pool.labels[pool.num_train :]
+    hands: list[list[Rows]] = [[np.empty(0, dtype=np.int64)] for _ in train]
+    for k in np.flatnonzero(counts.sum(axis=0)):
+        rows = pool.num_train + np.flatnonzero(test_labels == k)
+        rng.shuffle(rows)
+        upto = np.cumsum(counts[:, k])
+        for client, piece in enumerate(np.split(rows, upto[:-1] * len(rows) // upto[-1])):
+            hands[client].append(piece)
+    return tuple(Split(rows, np.concatenate(hand)) for rows, hand in zip(train, hands, strict=True))
+
+
+def _as_in_files(pool: Pool, owner: Rows, in_train: NDArray[np.bool_], num_clients: int) -> Partition:
+    available = int(owner.max()) + 1
+    if num_clients > available:
+        raise PbflError(
+            f"num-clients = {num_clients}: the dataset's files hold {available} clients, no more are allowed"
+        )
+    splits = []
+    for client in range(num_clients):
+        mine = owner == client
+        splits.append(Split(np.flatnonzero(mine & in_train), np.flatnonzero(mine & ~in_train)))
+    notes = ["clients and their split are those of the files; partition settings do not apply"]
+    if num_clients < available:
+        notes.append(f"the first {num_clients} of {available} clients")
+    return Partition(tuple(splits), _counts(pool, splits), (*pool.notes, *notes))
+
+
+def _finish(
+    pool: Pool, settings: DataSettings, splits: tuple[Split, ...], notes: tuple[str, ...]
+) -> Partition:
+    counts = _counts(pool, splits)
+    smallest = int(counts.sum(axis=1).argmin())
+    if counts[smallest].sum() < settings.min_samples:
+        raise PbflError(
+            f"client {smallest} has {counts[smallest].sum()} samples, min-samples is {settings.min_samples}; "
+            f"with partition = {settings.partition} samples cannot be moved; allowed is a smaller min-samples"
+        )
+    return Partition(splits, counts, (*pool.notes, *notes))
+
+
+def _counts(pool: Pool, splits: list[Split] | tuple[Split, ...]) -> NDArray[np.int64]:
+    held = [pool.labels[np.concatenate([split.train, split.test])] for split in splits]
+    return np.stack([np.bincount(labels, minlength=pool.num_classes) for labels in held]).astype(np.int64)

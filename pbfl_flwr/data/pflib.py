@@ -1,0 +1,129 @@
+"""Dataset directories of PFLlib and HtFLlib, read and written: both tools run on the identical partition.
+
+``config.json`` has ``num_clients`` and ``num_classes``; ``train/<i>.npz`` and ``test/<i>.npz`` hold one
+pickled dict ``data`` with ``x`` (n, C, H, W) float32, normalised already, and ``y`` (n,). Client i is file i,
+and the files fix its split: partition settings do not apply.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pbfl_flwr.config import DataSettings
+from pbfl_flwr.data.cache import Allocate, cached
+from pbfl_flwr.data.clients import materialise
+from pbfl_flwr.data.contract import Partition, Pool, Rows
+from pbfl_flwr.data.files import given_path
+from pbfl_flwr.data.restricted_pickle import load_object_array
+from pbfl_flwr.errors import PbflError
+
+PARTS = ("train", "test")
+
+
+def pflib(settings: DataSettings) -> Pool:
+    """Return all clients' samples, client 0's training part first, then its test part, then client 1, ...
+
+    Raises:
+        PbflError: if a file is missing, is refused by the restricted unpickler, or has another shape than the
+            rest.
+    """
+    root = given_path(
+        settings, "a PFLlib/HtFLlib dataset folder with config.json, train/<i>.npz and test/<i>.npz"
+    )
+    num_clients, num_classes = _read_config(root / "config.json")
+    files = [root / part / f"{client}.npz" for client in range(num_clients) for part in PARTS]
+    for path in files:
+        if not path.is_file():
+            raise PbflError(
+                f"there is no {path}, though {root / 'config.json'} says num_clients = {num_clients}"
+            )
+
+    def decode(allocate: Allocate) -> Pool:
+        labels: list[Rows] = []
+        shape: tuple[int, ...] | None = None
+        for path in files:  # twice over the files, so that memory holds one of them only
+            x, y = _read_part(path)
+            shape = shape or (x.shape[1:] if len(y) else None)
+            if len(y) and x.shape[1:] != shape:
+                raise PbflError(f"{path} has inputs of shape {x.shape[1:]}; the files before have {shape}")
+            labels.append(y)
+        if shape is None:
+            raise PbflError(f"no file of {root} holds a sample")
+        sizes = [len(y) for y in labels]
+        inputs = allocate((sum(sizes), *shape), np.float32)
+        start = 0
+        for path, size in zip(files, sizes, strict=True):
+            if size:
+                inputs[start : start + size] = _read_part(path)[0]
+            start += size
+        return Pool(
+            inputs,
+            np.concatenate(labels),
+            tuple(str(k) for k in range(num_classes)),
+            num_train=sum(sizes),
+            owner=np.repeat(np.arange(len(files)) // 2, sizes),
+            in_train=np.repeat(np.arange(len(files)) % 2 == 0, sizes),
+        )
+
+    return cached(settings.dataset, [root / "config.json", *files], decode)
+
+
+def export_pfl_directory(partition: Partition, pool: Pool, path: Path) -> None:
+    """Write a partition as a dataset directory that PFLlib and HtFLlib read.
+
+    Inputs are written as a model is fed: float32, normalised.
+
+    Args:
+        partition: of ``pool``.
+        pool: the samples.
+        path: a folder that has no dataset yet; it is made.
+
+    Raises:
+        PbflError: if the folder holds a dataset already.
+    """
+    if any((path / name).exists() for name in ("config.json", *PARTS)):
+        raise PbflError(f"{path} holds a dataset already; export-path must be a new folder")
+    for part in PARTS:
+        (path / part).mkdir(parents=True)
+    for client, split in enumerate(partition.splits):
+        data = materialise(pool, split)
+        for part, shard in zip(PARTS, (data.train, data.test), strict=True):
+            content = {"x": data.prepare(shard.inputs).numpy(), "y": shard.labels.numpy()}
+            np.savez_compressed(path / part / f"{client}.npz", data=np.array(content, dtype=object))
+    table = [[[int(k), int(row[k])] for k in np.flatnonzero(row)] for row in partition.counts]
+    config = {
+        "num_clients": len(partition.splits),
+        "num_classes": pool.num_classes,
+        "Size of samples for labels in clients": table,
+    }
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def _read_config(path: Path) -> tuple[int, int]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        return int(config["num_clients"]), int(config["num_classes"])
+    except FileNotFoundError as error:
+        raise PbflError(f"there is no {path}; a PFLlib/HtFLlib dataset folder has one") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise PbflError(f"{path} must be JSON with num_clients and num_classes ({error!r})") from error
+
+
+def _read_part(path: Path) -> tuple[NDArray[Any], Rows]:
+    content = load_object_array(path, "data")
+    if not isinstance(content, dict) or not {"x", "y"} <= content.keys():
+        raise PbflError(f"{path} must hold a dict with x and y")
+    x, y = np.asarray(content["x"]), np.asarray(content["y"])
+    if x.dtype == object or not np.issubdtype(x.dtype, np.number) or x.ndim < 1 or y.shape != (len(x),):
+        raise PbflError(
+            f"{path}: x is {x.dtype} {x.shape}, y {y.shape}; allowed are numbers (n, ...) and (n,), no text"
+        )
+    whole = y.astype(np.int64)
+    if not np.array_equal(whole, y):
+        raise PbflError(f"{path}: y is not whole numbers")
+    return x, whole

@@ -1,0 +1,70 @@
+"""What every dataset must satisfy, whoever wrote its loader."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pbfl_flwr.data.contract import Pool
+from pbfl_flwr.errors import PbflError
+
+_ROWS_AT_A_TIME = 4096
+
+
+def validate(pool: Pool, name: str) -> None:
+    """Check a pool from top to bottom.
+
+    Raises:
+        PbflError: if lengths disagree, labels are not 0..K-1, K < 2, or an input is NaN or infinite.
+    """
+    rows = len(pool.labels)
+    if len(pool.inputs) != rows or rows == 0:
+        raise PbflError(
+            f"dataset '{name}' has {len(pool.inputs)} inputs and {rows} labels; allowed is as many, 1 or more"
+        )
+    if pool.owner is not None and len(pool.owner) != rows:
+        raise PbflError(
+            f"dataset '{name}' has {len(pool.owner)} entries in its client column for {rows} samples"
+        )
+    if pool.in_train is not None and pool.owner is None:
+        raise PbflError(
+            f"dataset '{name}' marks training rows but has no client column; allowed is both or neither"
+        )
+    if not pool.input_shape or min(pool.input_shape) < 1:
+        raise PbflError(
+            f"dataset '{name}' has inputs of shape {pool.input_shape}; allowed is 1 axis or more, none empty"
+        )
+    check_labels(pool.labels, name, pool.num_classes)
+    if pool.inputs.dtype == np.float32:
+        for start in range(0, rows, _ROWS_AT_A_TIME):
+            finite = np.isfinite(pool.inputs[start : start + _ROWS_AT_A_TIME]).reshape(
+                -1, int(np.prod(pool.input_shape))
+            )
+            if not finite.all():
+                row = start + int(np.argmin(finite.all(axis=1)))
+                raise PbflError(
+                    f"dataset '{name}' holds NaN or infinity, first in row {row}; allowed are finite numbers"
+                )
+
+
+def check_labels(labels: NDArray[Any], name: str, num_classes: int | None = None) -> None:
+    """Check that labels are the whole numbers 0..K-1; K is the number of distinct labels unless given.
+
+    Raises:
+        PbflError: naming the labels that were found.
+    """
+    found = np.unique(labels)
+    shown = ", ".join(str(label) for label in found[:12].tolist()) + (", ..." if len(found) > 12 else "")
+    if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
+        raise PbflError(
+            f"dataset '{name}' has labels of type {labels.dtype} and shape {labels.shape} ({shown}); "
+            "allowed are whole numbers 0..K-1 in one axis"
+        )
+    limit = len(found) if num_classes is None else num_classes
+    if limit < 2 or found[0] < 0 or found[-1] >= limit:
+        raise PbflError(
+            f"dataset '{name}' has the {len(found)} labels {shown}; allowed are 0..{max(limit, 2) - 1} "
+            "without gaps, 2 classes or more"
+        )

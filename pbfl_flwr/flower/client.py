@@ -1,0 +1,340 @@
+"""The client's side of a message: open what the client keeps, run the method, keep it, answer.
+
+A client process may be rebuilt for every message, so everything a client must keep lies in its own directory on its
+own disk. A fault in one client becomes an error reply with one readable line; it never costs another client's work.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord
+from flwr.clientapp import ClientApp
+from torch import Tensor, nn
+
+from pbfl_flwr import seeds
+from pbfl_flwr.config import Scalar, Settings, parse
+from pbfl_flwr.data import ClientData, client_data
+from pbfl_flwr.data.cache import home
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower import wire
+from pbfl_flwr.flower.store import ClientState, ClientStore
+from pbfl_flwr.method import Client, Method, Moment
+from pbfl_flwr.methods import SECTIONS, build_method
+from pbfl_flwr.models import architecture_of, build_model, check_models, count_parameters
+from pbfl_flwr.task import Task
+from pbfl_flwr.training import evaluate
+
+if sys.platform != "win32":
+    import resource
+
+CLIENT_FAULT = 2  # Flower's code for "the ClientApp raised an exception"
+
+DataSource = Callable[[Settings, int], ClientData]
+"""(settings, client id) -> the client's data; replace it to bring your own."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who this client is, from its node's own configuration.
+
+    Attributes:
+        client: 0..M-1.
+        simulated: whether it is one of the simulation's virtual nodes.
+        state_dir: where its state lies.
+    """
+
+    client: int
+    simulated: bool
+    state_dir: Path
+
+
+def identify(context: Context, settings: Settings, experiment: str) -> Identity:
+    """Return the client's identity.
+
+    In a simulation Flower deals ``partition-id``. On a device the operator gives ``client-id`` and, if wanted,
+    ``state-dir`` in --node-config; paths in the run configuration are the server's and are ignored there.
+
+    Raises:
+        PbflError: if the node has no id.
+    """
+    node: Mapping[str, Any] = context.node_config
+    simulated = "client-id" not in node and "partition-id" in node
+    number = node.get("client-id", node.get("partition-id"))
+    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+        raise PbflError(f"client-id = {number!r} in --node-config: allowed is a whole number from 0")
+    if simulated:
+        run = settings.run
+        state = Path(run.state_dir) if run.state_dir else run_directory(settings, context.run_id) / "clients"
+    else:
+        state = Path(str(node.get("state-dir") or home() / "state"))
+    return Identity(number, simulated, state / experiment)
+
+
+def run_directory(settings: Settings, run_id: int) -> Path:
+    """Return the directory of a run; without run-dir both sides find the same one by Flower's run id."""
+    return Path(settings.run.run_dir) if settings.run.run_dir else home() / "runs" / str(run_id)
+
+
+def choose_device(wanted: str) -> torch.device:
+    """Return the device of this client: what was asked for, or the GPU that Flower gave it, or the CPU.
+
+    Raises:
+        PbflError: if the device that was asked for is not there; there is no fallback.
+    """
+    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    if wanted == "cuda" and not cuda:
+        raise PbflError(
+            "device = 'cuda': this client sees no CUDA device; in a simulation Flower gives it one with "
+            "client-resources-num-gpus above 0 (pbfl run --gpus-per-client 0.25); allowed here is 'cpu' or 'auto'"
+        )
+    if wanted == "mps" and not mps:
+        raise PbflError("device = 'mps': this machine has no Metal device; allowed here is 'cpu' or 'auto'")
+    if wanted == "auto":
+        wanted = "cuda" if cuda else "cpu"
+    return torch.device(wanted)
+
+
+def make_client_app(data: DataSource | None = None) -> ClientApp:
+    """Return the ClientApp of every method.
+
+    Args:
+        data: where a client's data comes from; by default the configured dataset and partition.
+    """
+    source: DataSource = data or _configured_data
+    app = ClientApp()
+
+    @app.query()
+    def hello(message: Message, context: Context) -> Message:
+        return _guarded(_hello, message, context, source)
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        return _guarded(_train, message, context, source)
+
+    @app.evaluate()
+    def score(message: Message, context: Context) -> Message:
+        return _guarded(_evaluate, message, context, source)
+
+    return app
+
+
+def _configured_data(settings: Settings, client: int) -> ClientData:
+    return client_data(settings.data, settings.run.num_clients, client)
+
+
+def _guarded(
+    handler: Callable[[Message, Context, DataSource], Message],
+    message: Message,
+    context: Context,
+    source: DataSource,
+) -> Message:
+    """Answer, or say in one line why not."""
+    try:
+        return handler(message, context, source)
+    except PbflError as error:
+        reason = str(error)
+    except Exception as error:  # the boundary: whatever happens here must not cost another client's work
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        reason = f"{type(error).__name__}: {error} ({Path(frame.filename).name}:{frame.lineno})"
+        traceback.print_exc(file=sys.stderr)
+    return Message(Error(code=CLIENT_FAULT, reason=reason), reply_to=message)
+
+
+@dataclass(frozen=True)
+class _Open:
+    """A client with everything opened for one message."""
+
+    client: Client
+    method: Method[Any, Any, Any]
+    settings: Settings
+    store: ClientStore
+    stored: ClientState | None
+    seconds: float
+
+
+def _hello(message: Message, context: Context, source: DataSource) -> Message:
+    """Say who this is and what it brings, having tried that its architecture takes its data."""
+    settings = _settings(tuple(sorted(context.run_config.items())))
+    identity = identify(context, settings, str(message.content.config_records[wire.CONFIG]["experiment"]))
+    data = source(settings, identity.client)
+    task = Task(data.num_classes, settings.models.feature_dim, data.input_shape)
+    architecture = architecture_of(settings.models.models, identity.client)
+    _dry_forward(architecture, task)
+    body, head = _parameters(architecture, task)
+    answer = ConfigRecord(
+        {
+            "client": identity.client,
+            "simulated": identity.simulated,
+            "num-classes": task.num_classes,
+            "feature-dim": task.feature_dim,
+            "input-shape": list(task.input_shape),
+            "labels": list(data.label_names),
+            "architecture": architecture,
+            "parameters": [body, head],
+            "device": str(choose_device(settings.training.device)),
+            "num-train": len(data.train.labels),
+            "num-test": len(data.test.labels),
+        }
+    )
+    return Message(wire.content(config=answer), reply_to=message)
+
+
+def _train(message: Message, context: Context, source: DataSource) -> Message:
+    opened = _open(message, context, source)
+    method, stored, client = opened.method, opened.stored, opened.client
+    if stored is not None and stored.round == client.round:
+        return _again(stored, message, opened.settings)
+    if stored is not None and stored.round > client.round:
+        raise PbflError(f"asked for round {client.round}, but its state is already of round {stored.round}")
+    down = wire.decode(message.content.array_records[wire.PAYLOAD], method.down, client.task)
+    torch.manual_seed(seeds.derive(client.seed, "layers", client.id, client.round))  # dropout
+    before = resolved_moment(opened.settings, method) == "before"
+    evaluated = 0.0
+    if before:
+        method.install(client, down)
+        started = time.perf_counter()
+        scores = evaluate(client, method.predictors(client, down))
+        evaluated = time.perf_counter() - started
+    started = time.perf_counter()
+    update = method.local_update(client, down)
+    fitted = time.perf_counter() - started
+    if not before:
+        started = time.perf_counter()
+        scores = evaluate(client, method.predictors(replace(client, memory=update.memory), down))
+        evaluated = time.perf_counter() - started
+    participations = 1 + (stored.participations if stored else 0)
+    report = wire.Report(
+        num_train=len(client.data.train.labels),
+        num_test=scores.num_samples,
+        participations=participations,
+        correct=scores.correct,
+        test_loss=scores.loss,
+        seconds=(opened.seconds, fitted, evaluated, 0.0),
+        peak_mb=_peak_mb(),
+        metrics=update.metrics,
+    )
+    payload = wire.encode(update.payload, opened.settings.prototypes.wire_dtype)
+    started = time.perf_counter()
+    state = ClientState(
+        client.round,
+        participations,
+        _state_of(client.model),
+        update.memory,
+        update.payload.to_tensors(),
+        _plain(report.to_record()),
+    )
+    opened.store.save(state)
+    seconds = (opened.seconds, fitted, evaluated, time.perf_counter() - started)
+    return Message(wire.content(payload, replace(report, seconds=seconds).to_record()), reply_to=message)
+
+
+def _evaluate(message: Message, context: Context, source: DataSource) -> Message:
+    """Score what this client has, with what was broadcast; nothing is trained and nothing stored."""
+    opened = _open(message, context, source)
+    method, client = opened.method, opened.client
+    down = wire.decode(message.content.array_records[wire.PAYLOAD], method.down, client.task)
+    if resolved_moment(opened.settings, method) == "before":
+        method.install(client, down)
+    started = time.perf_counter()
+    scores = evaluate(client, method.predictors(client, down))
+    report = wire.Report(
+        num_train=len(client.data.train.labels),
+        num_test=scores.num_samples,
+        participations=opened.stored.participations if opened.stored else 0,
+        correct=scores.correct,
+        test_loss=scores.loss,
+        seconds=(opened.seconds, 0.0, time.perf_counter() - started, 0.0),
+        peak_mb=_peak_mb(),
+    )
+    return Message(wire.content(report=report.to_record()), reply_to=message)
+
+
+def _again(stored: ClientState, message: Message, settings: Settings) -> Message:
+    """Answer a question that was answered before, without training twice."""
+
+    payload = wire.encode_tensors(stored.reply, settings.prototypes.wire_dtype)
+    return Message(wire.content(payload, MetricRecord(dict(stored.report))), reply_to=message)
+
+
+def _open(message: Message, context: Context, source: DataSource) -> _Open:
+    started = time.perf_counter()
+    settings = _settings(tuple(sorted(context.run_config.items())))
+    torch.set_num_threads(settings.training.threads)
+    asked = message.content.config_records[wire.CONFIG]
+    experiment, number = str(asked["experiment"]), int(str(asked["round"]))
+    identity = identify(context, settings, experiment)
+    data = source(settings, identity.client)
+    task = Task(data.num_classes, settings.models.feature_dim, data.input_shape)
+    architecture = architecture_of(settings.models.models, identity.client)
+    store = ClientStore(identity.state_dir, experiment, identity.client, architecture)
+    stored = store.load()
+    device = choose_device(settings.training.device)
+    seed = seeds.derive(settings.run.seed, "weights", architecture)
+    model, initial = _network(architecture, task, seed, str(device))
+    model.load_state_dict(dict(stored.model) if stored else initial)
+    client = Client(
+        identity.client,
+        number,
+        task,
+        model,
+        data,
+        settings.training,
+        settings.evaluation,
+        settings.run.seed,
+        stored.memory if stored else {},
+    )
+    return _Open(client, build_method(settings), settings, store, stored, time.perf_counter() - started)
+
+
+def resolved_moment(settings: Settings, method: Method[Any, Any, Any]) -> Moment:
+    """Return when clients are scored: what the configuration says, else the method's own habit."""
+    moment = settings.evaluation.evaluate_moment
+    return method.moment if moment == "auto" else moment
+
+
+@lru_cache(maxsize=4)
+def _settings(run_config: tuple[tuple[str, Scalar], ...]) -> Settings:
+    return parse(dict(run_config), SECTIONS)
+
+
+@lru_cache(maxsize=16)
+def _network(architecture: str, task: Task, seed: int, device: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Build an architecture once a worker; clients' weights are copied in."""
+    model = build_model(architecture, task, seed).to(device)
+    if len(task.input_shape) == 3:
+        model = model.to(memory_format=torch.channels_last)
+    return model, {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+@lru_cache(maxsize=64)
+def _dry_forward(architecture: str, task: Task) -> None:
+    check_models(architecture, task)
+
+
+@lru_cache(maxsize=64)
+def _parameters(architecture: str, task: Task) -> tuple[int, int]:
+    return count_parameters(build_model(architecture, task, 0))
+
+
+def _state_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
+
+
+def _plain(record: MetricRecord) -> dict[str, float | list[float]]:
+    return {key: [*value] if isinstance(value, list) else value for key, value in record.items()}
+
+
+def _peak_mb() -> float:
+    if sys.platform == "win32":
+        return 0.0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (1024**2 if sys.platform == "darwin" else 1024)

@@ -1,0 +1,169 @@
+"""What every round did, in files that other programs can read.
+
+::
+
+    <run-dir>/run.json                resolved configuration, versions, seeds, roster
+              rounds.jsonl            one line a round: accuracies, loss, bytes, seconds, failures, the server's figures
+              clients.jsonl           one line a round: every client's counters
+              partition.json          samples of each class on each client, before the train/test split (simulation)
+              prototypes.safetensors  what the server broadcasts after the last round
+              checkpoint.safetensors  the server's whole state after the last round
+              clients/<experiment>/   the clients' own models (simulation)
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower.store import load_tensors, save_tensors, write_atomically
+from pbfl_flwr.flower.wire import Report
+from pbfl_flwr.method import PREDICTORS
+from pbfl_flwr.payloads import Payload
+from pbfl_flwr.task import Task
+
+PACKAGES = ("pbfl-flwr", "flwr", "ray", "torch", "torchvision", "numpy", "scipy")
+
+
+def summarise(reports: Mapping[int, Report]) -> dict[str, dict[str, float]]:
+    """Return predictor -> accuracy over clients.
+
+    ``weighted`` is correct samples over all samples (what most published tables show), ``mean`` the plain mean over
+    clients, ``std`` their population deviation, ``worst`` the mean of the worst decile (at least one client). Clients
+    without test samples are left out; a predictor is summarised when every scored client could be asked, or those
+    that could (then ``clients`` says how many).
+    """
+    found: dict[str, dict[str, float]] = {}
+    scored = {i: report for i, report in reports.items() if report.num_test}
+    for name in PREDICTORS:
+        asked = [report for report in scored.values() if report.correct and name in report.correct]
+        if not asked:
+            continue
+        correct = np.array([(report.correct or {})[name] for report in asked], dtype=float)
+        samples = np.array([report.num_test for report in asked], dtype=float)
+        each = np.sort(correct / samples)
+        worst = each[: max(1, len(each) // 10)]
+        found[name] = {
+            "weighted": float(correct.sum() / samples.sum()),
+            "mean": float(each.mean()),
+            "std": float(each.std()),
+            "worst": float(worst.mean()),
+            "clients": len(asked),
+        }
+    return found
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """The files of one run."""
+
+    path: Path
+
+    def start(self, configuration: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+        """Write run.json.
+
+        Raises:
+            PbflError: if the directory already holds a run.
+        """
+        if (self.path / "run.json").exists():
+            raise PbflError(f"run-dir = '{self.path}' already holds a run; choose another one, or resume it")
+        versions = {name: _version(name) for name in PACKAGES}
+        about = {"python": platform.python_version(), "machine": platform.platform(), **versions}
+        self._write("run.json", {"configuration": dict(configuration), "versions": about, **facts})
+
+    def read(self) -> dict[str, Any]:
+        """Return run.json.
+
+        Raises:
+            PbflError: if there is no run here.
+        """
+        file = self.path / "run.json"
+        if not file.exists():
+            raise PbflError(f"'{self.path}' is no run directory: it has no run.json")
+        found: dict[str, Any] = json.loads(file.read_text())
+        return found
+
+    def rounds(self) -> list[dict[str, Any]]:
+        """Return the rounds so far."""
+        return _lines(self.path / "rounds.jsonl")
+
+    def add_round(self, line: Mapping[str, Any], clients: Mapping[str, Any]) -> None:
+        """Append one round to both histories."""
+        for name, entry in (("clients.jsonl", clients), ("rounds.jsonl", line)):
+            with (self.path / name).open("a") as file:
+                file.write(json.dumps(entry) + "\n")
+
+    def write_partition(self, counts: Sequence[Sequence[int]], notes: Sequence[str]) -> None:
+        """Write the samples of each class on each client."""
+        self._write("partition.json", {"counts": counts, "notes": notes})
+
+    def partition_counts(self) -> list[list[int]] | None:
+        """Return the samples of each class on each client, None where they are not known."""
+        file = self.path / "partition.json"
+        return json.loads(file.read_text())["counts"] if file.exists() else None
+
+    def save_checkpoint(
+        self, state: Payload, broadcast: Payload, server_round: int, fingerprint: str
+    ) -> None:
+        """Write the server's state after a round, and the broadcast for others to read."""
+        save_tensors(
+            self.path / "prototypes.safetensors", broadcast.to_tensors(), {"round": str(server_round)}
+        )
+        metadata = {"round": str(server_round), "fingerprint": fingerprint}
+        save_tensors(self.path / "checkpoint.safetensors", state.to_tensors(), metadata)
+
+    def resume(self, state: type[Payload], task: Task, fingerprint: str) -> tuple[Payload, int] | None:
+        """Return (state, finished rounds) of the checkpoint, None if no round was finished.
+
+        What the histories hold beyond the checkpoint was never acknowledged by it and is cut off.
+
+        Raises:
+            PbflError: if the checkpoint was made with a configuration that gives other results.
+        """
+        try:
+            tensors, metadata = load_tensors(self.path / "checkpoint.safetensors")
+        except FileNotFoundError:
+            self._cut(0)
+            return None
+        if metadata["fingerprint"] != fingerprint:
+            raise PbflError(
+                f"run-dir = '{self.path}' was made with another configuration (see its run.json); only "
+                "num-server-rounds and the timeouts may differ when a run is resumed"
+            )
+        done = int(metadata["round"])
+        self._cut(done)
+        return state.from_tensors(tensors, task), done
+
+    def _cut(self, done: int) -> None:
+        for name in ("rounds.jsonl", "clients.jsonl"):
+            kept = [entry for entry in _lines(self.path / name) if entry["round"] <= done]
+            if (self.path / name).exists():
+                write_atomically(
+                    self.path / name, "".join(json.dumps(entry) + "\n" for entry in kept).encode()
+                )
+
+    def _write(self, name: str, content: Mapping[str, Any]) -> None:
+        write_atomically(self.path / name, (json.dumps(content, indent=1) + "\n").encode())
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    """Return the complete lines of a JSONL file; a torn last line was never acknowledged."""
+    if not file.exists():
+        return []
+    complete = file.read_text().rpartition("\n")[0]
+    return [json.loads(line) for line in complete.splitlines() if line]
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,190 @@
+"""Who takes part: node id <-> client id, what every client brings, and who is asked in a round."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from flwr.app import ConfigRecord, Message
+from flwr.serverapp import Grid
+
+from pbfl_flwr import seeds
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower import wire
+from pbfl_flwr.payloads import RejectedPayload
+from pbfl_flwr.task import Task
+
+POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class Member:
+    """What a client said in the hello round."""
+
+    client: int
+    node: int
+    simulated: bool
+    task: Task
+    labels: tuple[str, ...]
+    architecture: str
+    parameters: tuple[int, int]
+    device: str
+    num_train: int
+    num_test: int
+
+    @classmethod
+    def from_reply(cls, node: int, record: ConfigRecord) -> Member:
+        """Read one hello.
+
+        Raises:
+            RejectedPayload: if a field is missing or of the wrong type.
+        """
+        try:
+            shape, sizes = record["input-shape"], record["parameters"]
+            labels = record["labels"]
+            assert isinstance(shape, list) and isinstance(sizes, list) and isinstance(labels, list)
+            return cls(
+                client=int(str(record["client"])),
+                node=node,
+                simulated=bool(record["simulated"]),
+                task=Task(
+                    int(str(record["num-classes"])),
+                    int(str(record["feature-dim"])),
+                    tuple(int(str(side)) for side in shape),
+                ),
+                labels=tuple(str(label) for label in labels),
+                architecture=str(record["architecture"]),
+                parameters=(int(str(sizes[0])), int(str(sizes[1]))),
+                device=str(record["device"]),
+                num_train=int(str(record["num-train"])),
+                num_test=int(str(record["num-test"])),
+            )
+        except (KeyError, ValueError, AssertionError, IndexError) as error:
+            raise RejectedPayload(f"its hello cannot be read: {error}") from None
+
+
+@dataclass(frozen=True)
+class Roster:
+    """All clients of the federation that said hello, in ascending client order."""
+
+    members: Mapping[int, Member]
+
+    @property
+    def task(self) -> Task:
+        """What they agree on."""
+        return next(iter(self.members.values())).task
+
+    @property
+    def architectures(self) -> list[str]:
+        """The architectures, one a client."""
+        return [member.architecture for member in self.members.values()]
+
+    def sample(self, fraction: float, seed: int, server_round: int) -> list[int]:
+        """Return the clients that train in a round: round(fraction·M), at least one, by our own generator."""
+        clients = sorted(self.members)
+        size = max(1, round(fraction * len(clients)))
+        rng = np.random.default_rng(seeds.derive(seed, "sample", server_round))
+        return sorted(int(client) for client in rng.choice(clients, size, replace=False))
+
+
+def wait_for_nodes(grid: Grid, wanted: int, timeout: float) -> list[int]:
+    """Return the node ids once enough of them have joined; in a simulation they join during the first seconds.
+
+    Raises:
+        PbflError: if too few have joined when the time is over.
+    """
+    end = time.monotonic() + timeout
+    while len(nodes := sorted(grid.get_node_ids())) < wanted:
+        if time.monotonic() > end:
+            raise PbflError(
+                f"num-clients = {wanted}, but only {len(nodes)} nodes joined within {timeout:.0f} s; a simulation "
+                f"needs --federation-config 'num-supernodes={wanted}' (pbfl run passes it), a deployment needs "
+                f"{wanted} running SuperNodes"
+            )
+        time.sleep(POLL_SECONDS)
+    return nodes
+
+
+def meet(grid: Grid, num_clients: int, experiment: str, timeout: float, join_timeout: float) -> Roster:
+    """Say hello to every node and check that what they bring fits together, before any training starts.
+
+    Raises:
+        PbflError: naming the clients that could not answer and why, or both sides of a disagreement.
+    """
+    nodes = wait_for_nodes(grid, num_clients, join_timeout)
+    asked = [
+        Message(
+            wire.content(config=ConfigRecord({"experiment": experiment})),
+            dst_node_id=node,
+            message_type="query",
+            group_id="hello",
+        )
+        for node in nodes
+    ]
+    replies = list(grid.send_and_receive(asked, timeout=timeout))
+    node_of = {message.metadata.message_id: message.metadata.dst_node_id for message in asked}
+    members: list[Member] = []
+    refused: list[str] = []
+    for reply in replies:
+        node = node_of.get(reply.metadata.reply_to_message_id, 0)
+        if reply.has_error():
+            refused.append(reason_of(reply))
+            continue
+        try:
+            members.append(Member.from_reply(node, reply.content.config_records[wire.CONFIG]))
+        except RejectedPayload as error:
+            refused.append(str(error))
+    if len(replies) < len(asked):
+        refused.append(f"{len(asked) - len(replies)} nodes did not answer within {timeout:.0f} s")
+    if refused:
+        lines = [f"{count} of {len(asked)} clients: {reason}" for reason, count in Counter(refused).items()]
+        raise PbflError("\n".join(lines))
+    return agreed(members)
+
+
+def agreed(members: Iterable[Member]) -> Roster:
+    """Return the roster if all members fit together.
+
+    Raises:
+        PbflError: if a client id is taken twice, or if two clients differ in K, d, input shape or label names.
+    """
+    by_client: dict[int, Member] = {}
+    for member in sorted(members, key=lambda m: (m.client, m.node)):
+        if member.client in by_client:
+            raise PbflError(
+                f"client-id {member.client} is used by two nodes, {by_client[member.client].node} and {member.node}"
+            )
+        by_client[member.client] = member
+    first, *others = by_client.values()
+    for other in others:
+        for what, mine, theirs in (
+            ("num classes K", first.task.num_classes, other.task.num_classes),
+            ("feature-dim d", first.task.feature_dim, other.task.feature_dim),
+            ("input shape", first.task.input_shape, other.task.input_shape),
+            ("label names", first.labels, other.labels),
+        ):
+            if mine != theirs:
+                raise PbflError(
+                    f"clients disagree in {what}: client {first.client} has {mine}, {other.client} has {theirs}"
+                )
+    return Roster(by_client)
+
+
+def reason_of(reply: Message) -> str:
+    """Return the readable line of an error reply: ours as it is, of a traceback the last line."""
+    text = (reply.error.reason or f"error code {reply.error.code}").strip()
+    if worker_died(reply):
+        return "its simulation worker died"
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if "Traceback" in text else text
+
+
+def worker_died(reply: Message) -> bool:
+    """Whether Ray lost the process that ran the client; Flower keeps such a worker in its pool for ever."""
+    text = reply.error.reason or ""
+    return "ray.exceptions." in text and (
+        "ActorDied" in text or "ActorUnavailable" in text or "RayActorError" in text
+    )

@@ -1,0 +1,181 @@
+"""State on disk: each client's own model and memory, and the server's checkpoints.
+
+One file an owner, safetensors, so that other tools can read it and nothing in it can run. A file is written beside
+its place, flushed to the disk and renamed; a checksum and a schema version are checked when it is read. A damaged or
+foreign file is an error that names it, and is never overwritten.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from pbfl_flwr.errors import PbflError
+
+SCHEMA = "1"
+
+
+class DamagedState(PbflError):
+    """A state file that cannot be trusted; the text names the file, the fault and what to do."""
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write a file so that it is either the old one or the new one, whatever happens in between."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write tensors and metadata with schema version and checksum."""
+    kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    full = {**metadata, "schema": SCHEMA}
+    full["checksum"] = _checksum(kept, full)
+    write_atomically(path, save(kept, full))
+
+
+def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Read a file written by :func:`save_tensors`.
+
+    Raises:
+        FileNotFoundError: if there is none.
+        DamagedState: if it is no such file, of another schema, or its checksum does not fit.
+    """
+    if not path.exists():
+        raise FileNotFoundError(path)
+    advice = "move it away to start afresh"
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = dict(file.metadata() or {})
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+    except (SafetensorError, OSError, ValueError) as error:
+        raise DamagedState(f"state file {path} cannot be read ({error}); {advice}") from None
+    if metadata.get("schema") != SCHEMA:
+        raise DamagedState(
+            f"state file {path} has schema {metadata.get('schema')!r}, expected {SCHEMA!r}; {advice}"
+        )
+    checksum = metadata.pop("checksum", "")
+    if checksum != _checksum(tensors, metadata):
+        raise DamagedState(f"state file {path} is damaged: its checksum does not fit; {advice}")
+    return tensors, metadata
+
+
+def _checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    digest = hashlib.sha256(json.dumps(dict(metadata), sort_keys=True).encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class ClientState:
+    """What a client keeps from round to round.
+
+    Attributes:
+        round: the server round after which this was saved.
+        participations: how many rounds the client has trained in.
+        model: the network's whole state, buffers included.
+        memory: what the method kept.
+        reply: the encoded payload of that round, to answer the same question again.
+        report: the metrics of that round, likewise.
+    """
+
+    round: int
+    participations: int
+    model: Mapping[str, Tensor]
+    memory: Mapping[str, Tensor] = field(default_factory=dict)
+    reply: Mapping[str, Tensor] = field(default_factory=dict)
+    report: Mapping[str, float | list[float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ClientStore:
+    """One client's file, keyed by experiment and client id.
+
+    Attributes:
+        directory: the client's own directory on its own disk.
+        experiment: id of the run; a file of another one is foreign.
+        client: client id.
+        architecture: the network's name; weights of another one are foreign too.
+    """
+
+    directory: Path
+    experiment: str
+    client: int
+    architecture: str
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self.directory / f"client-{self.client:05d}.safetensors"
+
+    def load(self) -> ClientState | None:
+        """Return the client's state, None if it never took part.
+
+        Raises:
+            DamagedState: if the file is damaged, or of another experiment, client or architecture.
+        """
+        try:
+            tensors, metadata = load_tensors(self.path)
+        except FileNotFoundError:
+            return None
+        for key, expected in self._identity().items():
+            if metadata.get(key) != expected:
+                raise DamagedState(
+                    f"state file {self.path} is of {key} {metadata.get(key)!r}, expected {expected!r}; "
+                    "choose another state-dir or move the file away"
+                )
+
+        def under(prefix: str) -> dict[str, Tensor]:
+            return {
+                key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)
+            }
+
+        return ClientState(
+            int(metadata["round"]),
+            int(metadata["participations"]),
+            under("model."),
+            under("memory."),
+            under("reply."),
+            json.loads(metadata["report"]),
+        )
+
+    def save(self, state: ClientState) -> None:
+        """Write the client's state in one piece: model, memory and reply are of the same round or not at all."""
+        tensors = {f"model.{name}": tensor for name, tensor in state.model.items()}
+        tensors |= {f"memory.{name}": tensor for name, tensor in state.memory.items()}
+        tensors |= {f"reply.{name}": tensor for name, tensor in state.reply.items()}
+        metadata = {
+            **self._identity(),
+            "round": str(state.round),
+            "participations": str(state.participations),
+            "report": json.dumps(dict(state.report)),
+        }
+        save_tensors(self.path, tensors, metadata)
+
+    def _identity(self) -> dict[str, str]:
+        return {"experiment": self.experiment, "client": str(self.client), "architecture": self.architecture}

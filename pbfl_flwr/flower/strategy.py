@@ -1,0 +1,428 @@
+"""Every method as a Flower strategy: sample, broadcast, decode, aggregate, and say who failed.
+
+::
+
+    start -> hello round (who is there, does it fit together) -> for every round:
+             configure_train -> grid -> aggregate_train -> aggregate_fit(server_round, uploads)
+
+A client trains and is scored in one message; clients that do not train in a round are scored in the same phase.
+Training happens nowhere here, and ``aggregate_fit`` needs neither grid nor node: it can be called in a unit test.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from logging import INFO, WARNING
+from pathlib import Path
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.common import log
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
+
+from pbfl_flwr.config import Settings
+from pbfl_flwr.data import check_data
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower import wire
+from pbfl_flwr.flower.client import resolved_moment
+from pbfl_flwr.flower.history import RunDirectory, summarise
+from pbfl_flwr.flower.roster import Roster, meet, reason_of, worker_died
+from pbfl_flwr.method import Method, Moment, Round
+from pbfl_flwr.methods import build_method
+from pbfl_flwr.payloads import Payload, RejectedPayload
+from pbfl_flwr.seeds import derive
+from pbfl_flwr.task import Task
+
+
+class RunEnded(PbflError):
+    """The run cannot go on; everything up to the last finished round is on disk and can be resumed."""
+
+
+@dataclass(frozen=True)
+class _Phase:
+    """What was sent in a phase and is waited for.
+
+    Flower fills in the ids of messages when it sends, on these very objects; they are read when replies come.
+    """
+
+    messages: list[tuple[Message, int]]  # with the client each one went to
+    training: set[int]
+    down: dict[int, wire.Traffic]
+    started: float
+
+
+@dataclass
+class _Outcome:
+    """What came of a phase."""
+
+    uploads: dict[int, Payload] = field(default_factory=dict)
+    reports: dict[int, wire.Report] = field(default_factory=dict)
+    failures: dict[int, str] = field(default_factory=dict)
+    up: dict[int, wire.Traffic] = field(default_factory=dict)
+    scalars_up: int = 0
+
+
+class MethodStrategy(Strategy):
+    """One method of METHODS as a Flower strategy.
+
+    Args:
+        settings: the run configuration.
+        directory: where the run is written; None keeps everything in memory.
+        method: by default the one that the settings name.
+
+    Attributes:
+        state: the method's state after the last finished round.
+        history: what rounds.jsonl holds, one dictionary a round.
+    """
+
+    def __init__(
+        self, settings: Settings, directory: Path | None = None, method: Method[Any, Any, Any] | None = None
+    ) -> None:
+        self.settings = settings
+        self.method = method or build_method(settings)
+        self.run = RunDirectory(directory) if directory else None
+        self.state: Any = None
+        self.roster: Roster | None = None
+        self.history: list[dict[str, Any]] = []
+        self.done = 0
+        self.experiment = f"{settings.fingerprint()}-{uuid.uuid4().hex[:8]}"
+        self.moment: Moment = resolved_moment(settings, self.method)
+        wanted = settings.evaluation.predictor
+        self.headline = self.method.headline if wanted == "auto" else wanted
+        self.task: Task | None = None
+        self._phase: _Phase | None = None
+        self._clients: dict[str, Any] = {}
+        self._round_started = 0.0
+        self._num_rounds = settings.run.num_server_rounds
+
+    # Before the first round ---------------------------------------------------------------------------------
+
+    def summary(self) -> None:
+        """Log what is about to happen, one line."""
+        run, models = self.settings.run, self.settings.models
+        log(
+            INFO,
+            "%s: %s clients, %s, d=%s",
+            self.method.name,
+            run.num_clients,
+            models.models,
+            models.feature_dim,
+        )
+
+    def prepare(self, grid: Grid) -> None:
+        """Meet the clients, check that all fits, start or resume the run directory.
+
+        Raises:
+            PbflError: before anything was trained, naming everything that does not fit.
+        """
+        run = self.settings.run
+        previous = self._previous()
+        self.roster = meet(grid, run.num_clients, self.experiment, run.round_timeout, run.join_timeout)
+        task = self.roster.task
+        self.method.check(task, self.roster.architectures)
+        self.begin(task)
+        if run.min_replies > len(self.roster.members):
+            raise PbflError(
+                f"min-replies = {run.min_replies}: allowed is up to {len(self.roster.members)}, the clients"
+            )
+        if self.run is None:
+            return
+        if previous is None:
+            members = [
+                {**asdict(member), "node": str(member.node)} for member in self.roster.members.values()
+            ]
+            facts = {
+                "experiment": self.experiment,
+                "headline": self.headline,
+                "moment": self.moment,
+                "clients": members,
+            }
+            self.run.start(self.settings.as_dict(), facts)
+            if all(member.simulated for member in self.roster.members.values()):
+                partition = check_data(self.settings.data, run.num_clients)
+                self.run.write_partition(partition.counts.tolist(), list(partition.notes))
+        elif (resumed := self.run.resume(self.method.state, task, self.settings.fingerprint())) is not None:
+            self.state, self.done = resumed
+            self.history = self.run.rounds()
+            log(INFO, "resumed after round %s", self.done)
+
+    def begin(self, task: Task) -> None:
+        """Take the method's initial state; :meth:`prepare` does this, a test without a grid does it itself."""
+        self.task = task
+        self.state = self.method.init(task, derive(self.settings.run.seed, "server"))
+
+    def _previous(self) -> dict[str, Any] | None:
+        if self.run is None or not self.settings.run.resume:
+            return None
+        about = self.run.read()
+        self.experiment = str(about["experiment"])
+        return about
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord | None = None,
+        num_rounds: int | None = None,
+        timeout: float | None = None,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+    ) -> Result:
+        """Run the federation.
+
+        Args:
+            grid: Flower's.
+            initial_arrays: not used: the method's own initial state is what clients get first.
+            num_rounds: rounds in all; by default num-server-rounds. A resumed run makes those that are missing.
+            timeout: seconds to wait for a round's replies; by default round-timeout.
+            train_config, evaluate_config: not used: messages carry the round and the experiment.
+            evaluate_fn: called after each round with the broadcast arrays.
+
+        Raises:
+            PbflError: before round 1, if something does not fit.
+            RunEnded: if fewer than min-replies clients answered a round, or a simulation worker died.
+        """
+        self.summary()
+        self._num_rounds = num_rounds or self.settings.run.num_server_rounds
+        timeout = timeout or self.settings.run.round_timeout
+        if self.roster is None:
+            self.prepare(grid)
+        result = Result()
+        nothing, unused = ArrayRecord(), ConfigRecord()
+        for server_round in range(self.done + 1, self._num_rounds + 1):
+            asked = list(self.configure_train(server_round, nothing, unused, grid))
+            arrays, metrics = self.aggregate_train(
+                server_round, grid.send_and_receive(asked, timeout=timeout)
+            )
+            if arrays is not None:
+                result.arrays = arrays
+            if metrics is not None:
+                result.train_metrics_clientapp[server_round] = metrics
+            asked = list(self.configure_evaluate(server_round, nothing, unused, grid))
+            if asked:
+                scored = self.aggregate_evaluate(server_round, grid.send_and_receive(asked, timeout=timeout))
+                if scored is not None:
+                    result.evaluate_metrics_clientapp[server_round] = scored
+            self._finish_round(server_round)
+            if evaluate_fn and (found := evaluate_fn(server_round, result.arrays)) is not None:
+                result.evaluate_metrics_serverapp[server_round] = found
+        return result
+
+    # A round ------------------------------------------------------------------------------------------------
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Return a training message for every sampled client and an evaluation message for (some of) the others."""
+        if self.roster is None:
+            self.prepare(grid)
+        assert self.roster is not None
+        self._round_started = time.perf_counter()
+        run = self.settings.run
+        chosen = set(self.roster.sample(run.fraction_train, run.seed, server_round))
+        others = [client for client in self.roster.members if client not in chosen]
+        scored = set(others[: round(run.fraction_evaluate * len(others))])
+        return self._ask(
+            {**dict.fromkeys(chosen, "train"), **dict.fromkeys(scored, "evaluate")}, server_round
+        )
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Return nothing, but after the last round of runs that score before training: one last scoring."""
+        if self.moment != "before" or server_round != self._num_rounds or self.roster is None:
+            return []
+        return self._ask(dict.fromkeys(self.roster.members, "evaluate"), server_round)
+
+    def _ask(self, kinds: Mapping[int, str], server_round: int) -> list[Message]:
+        assert self.roster is not None
+        messages, down = [], {}
+        encoded: dict[int, ArrayRecord] = {}  # one encoding for a broadcast that is the same object for all
+        clients = sorted(kinds)
+        for client in clients:
+            payload = self.method.broadcast(self.state, client)
+            if id(payload) not in encoded:
+                encoded[id(payload)] = wire.encode(payload, self.settings.prototypes.wire_dtype)
+            config = ConfigRecord({"round": server_round, "experiment": self.experiment})
+            message = Message(
+                wire.content(encoded[id(payload)], config=config),
+                dst_node_id=self.roster.members[client].node,
+                message_type=kinds[client],
+                group_id=str(server_round),
+            )
+            down[client] = wire.weigh(message)
+            messages.append(message)
+        training = {client for client, kind in kinds.items() if kind == "train"}
+        self._phase = _Phase(list(zip(messages, clients, strict=True)), training, down, time.perf_counter())
+        return messages
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Drop and name the bad replies, aggregate the rest, keep the books.
+
+        Raises:
+            RunEnded: see :meth:`start`.
+        """
+        received = list(replies)
+        assert self._phase is not None, "configure_train comes first"
+        phase, outcome = self._phase, self._read(received)
+        valid = len(outcome.uploads)
+        started = time.perf_counter()
+        if valid >= self.settings.run.min_replies:
+            self.aggregate_fit(server_round, outcome.uploads)
+        aggregated = time.perf_counter() - started
+        line = self._line(server_round, phase, outcome, aggregated)
+        for client, reason in outcome.failures.items():
+            log(WARNING, "round %s: client %s failed: %s", server_round, client, reason)
+        self.history = [entry for entry in self.history if entry["round"] < server_round] + [line]
+        self._clients = self._columns(server_round, phase, outcome)
+        if any(worker_died(reply) for reply in received if reply.has_error()):
+            raise RunEnded(
+                f"round {server_round}: a simulation worker died (client "
+                f"{', '.join(str(c) for c in outcome.failures)}); Flower cannot replace it. Rounds up to "
+                f"{server_round - 1} are kept and can be resumed"
+            )
+        if valid < self.settings.run.min_replies:
+            reasons = "; ".join(
+                f"client {client}: {reason}" for client, reason in list(outcome.failures.items())[:5]
+            )
+            raise RunEnded(
+                f"round {server_round}: {valid} valid replies, min-replies is {self.settings.run.min_replies} ({reasons})"
+            )
+        broadcast = self.method.broadcast(self.state, min(phase.training))
+        figures = MetricRecord(
+            {"bytes-up": line["bytes_up"]["total"], "bytes-down": line["bytes_down"]["total"]}
+        )
+        for name, found in line["accuracy"].items():
+            figures[f"accuracy-{name}"] = found["weighted"]
+        return wire.encode(broadcast), figures
+
+    def aggregate_fit(self, server_round: int, uploads: Mapping[int, Payload]) -> Any:
+        """Run the method's server half on typed uploads and return the new state.
+
+        Args:
+            server_round: from 1.
+            uploads: client id -> upload, already validated.
+        """
+        assert self.task is not None, "begin(task) or prepare(grid) comes first"
+        at = Round(server_round, self.task, self.settings.run.num_clients, self.settings.run.seed)
+        self.state = self.method.aggregate(self.state, dict(sorted(uploads.items())), at)
+        return self.state
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Add the scores of a last evaluation to the round."""
+        assert self._phase is not None
+        outcome = self._read(list(replies))
+        accuracy = summarise(outcome.reports)
+        self.history[-1]["final"] = {"accuracy": accuracy, "failures": _named(outcome.failures)}
+        return MetricRecord({f"accuracy-{name}": found["weighted"] for name, found in accuracy.items()})
+
+    # Reading and writing ------------------------------------------------------------------------------------
+
+    def _read(self, replies: list[Message]) -> _Outcome:
+        assert self._phase is not None and self.task is not None
+        phase, task = self._phase, self.task
+        by_client = wire.ordered(replies, {m.metadata.message_id: client for m, client in phase.messages})
+        outcome = _Outcome()
+        for _, client in phase.messages:
+            reply = by_client.get(client)
+            if reply is None:
+                waited = time.perf_counter() - phase.started
+                outcome.failures[client] = f"no answer within {waited:.0f} s"
+                continue
+            if reply.has_error():
+                outcome.failures[client] = reason_of(reply)
+                continue
+            outcome.up[client] = wire.weigh(reply)
+            try:
+                report = wire.Report.from_record(reply.content.metric_records[wire.METRICS])
+                if client in phase.training:
+                    upload = wire.decode(reply.content.array_records[wire.PAYLOAD], self.method.up, task)
+                    self.method.validate(upload, self.state, task)
+                    outcome.uploads[client] = upload
+                    outcome.scalars_up += upload.scalars()
+                outcome.reports[client] = report
+            except RejectedPayload as error:
+                outcome.failures[client] = f"upload rejected: {error}"
+            except KeyError as error:
+                outcome.failures[client] = f"upload rejected: record {error} is missing"
+        return outcome
+
+    def _line(self, server_round: int, phase: _Phase, outcome: _Outcome, aggregated: float) -> dict[str, Any]:
+        trained = [outcome.reports[client] for client in outcome.uploads]
+        weights = [report.num_train for report in trained]
+        names = sorted({name for report in trained for name in report.metrics or {}})
+        metrics = {
+            name: _mean([(report.metrics or {}).get(name) for report in trained], weights) for name in names
+        }
+        reports = list(outcome.reports.values())
+        seconds = {
+            name: sum(report.seconds[i] for report in reports)
+            for i, name in enumerate(("open", "fit", "evaluate", "save"))
+        }
+        scalars_down = sum(self.method.broadcast(self.state, client).scalars() for client in phase.training)
+        return {
+            "round": server_round,
+            "accuracy": summarise(outcome.reports),
+            "accuracy_of_round": server_round - 1 if self.moment == "before" else server_round,
+            "test_loss": _mean(
+                [report.test_loss for report in reports], [report.num_test for report in reports]
+            ),
+            "clients": metrics,
+            "server": self.method.report(self.state),
+            "trained": sorted(outcome.uploads),
+            "failures": _named(outcome.failures),
+            "bytes_up": _traffic(outcome.up),
+            "bytes_down": _traffic(phase.down),
+            "scalars": {"up": outcome.scalars_up, "down": scalars_down},
+            "seconds": {"total": 0.0, "aggregate": aggregated, "clients": seconds},
+            "peak_mb": max((report.peak_mb for report in reports), default=0.0),
+        }
+
+    def _columns(self, server_round: int, phase: _Phase, outcome: _Outcome) -> dict[str, Any]:
+        reports = outcome.reports
+        return {
+            "round": server_round,
+            "client": list(reports),
+            "num_train": [report.num_train for report in reports.values()],
+            "num_test": [report.num_test for report in reports.values()],
+            "participations": [report.participations for report in reports.values()],
+            "correct": [dict(report.correct or {}) for report in reports.values()],
+            "test_loss": [report.test_loss for report in reports.values()],
+            "metrics": [dict(report.metrics or {}) for report in reports.values()],
+            "seconds": [list(report.seconds) for report in reports.values()],
+            "bytes_up": [asdict(outcome.up[client]) for client in reports],
+            "bytes_down": [asdict(phase.down[client]) for client in reports],
+        }
+
+    def _finish_round(self, server_round: int) -> None:
+        self.history[-1]["seconds"]["total"] = time.perf_counter() - self._round_started
+        self.done = server_round
+        if self.run is not None:
+            self.run.add_round(self.history[-1], self._clients)
+            broadcast = self.method.broadcast(self.state, 0)
+            self.run.save_checkpoint(self.state, broadcast, server_round, self.settings.fingerprint())
+
+
+def _traffic(per_client: Mapping[int, wire.Traffic]) -> dict[str, int]:
+    return asdict(sum(per_client.values(), wire.Traffic()))
+
+
+def _named(failures: Mapping[int, str]) -> list[dict[str, Any]]:
+    return [{"client": client, "reason": reason} for client, reason in failures.items()]
+
+
+def _mean(values: list[float | None], weights: list[int]) -> float | None:
+    """Return the weighted mean of what is there; None if nothing is, since JSON knows no NaN."""
+    pairs = [(value, weight) for value, weight in zip(values, weights, strict=True) if value is not None]
+    total = sum(weight for _, weight in pairs)
+    if not total:
+        return None
+    mean = math.fsum(value * weight for value, weight in pairs) / total
+    return mean if math.isfinite(mean) else None

@@ -1,0 +1,218 @@
+"""Payloads on the wire, and what they weigh.
+
+A payload travels as one array of bytes in the safetensors format: ragged, without pickle, checked in full before
+anything is rebuilt from it. One array, because Flower spends about 600 bytes on each. Bytes are counted here, where
+messages are encoded, so that no method can flatter itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from pbfl_flwr.method import PREDICTORS
+from pbfl_flwr.payloads import Payload, RejectedPayload
+from pbfl_flwr.task import Task
+
+P = TypeVar("P", bound=Payload)
+WireDtype = Literal["float32", "float16", "bfloat16", "int8"]
+
+PAYLOAD, METRICS, CONFIG = "p", "m", "c"  # record names: short, they travel with every message
+MAX_BYTES = 2**31  # of one payload; Flower's own frame limit
+_SCALE = "#scale"
+_CAST = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def encode(payload: Payload, dtype: WireDtype = "float32") -> ArrayRecord:
+    """Return the payload as a record of at most one array.
+
+    Args:
+        payload: what travels; an empty one gives an empty record.
+        dtype: of its floating-point tensors on the wire. int8 quantises each row of a matrix symmetrically with
+            its own float32 scale, max|row|/127; vectors stay float32.
+    """
+    return encode_tensors(payload.to_tensors(), dtype)
+
+
+def encode_tensors(tensors: Mapping[str, Tensor], dtype: WireDtype = "float32") -> ArrayRecord:
+    """Return tensors that were taken from a payload as a record; see :func:`encode`."""
+    if not tensors:
+        return ArrayRecord()
+    sent: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            sent[name] = tensor
+        elif dtype != "int8":
+            sent[name] = tensor.to(_CAST[dtype])
+        elif tensor.dim() < 2:
+            sent[name] = tensor.to(torch.float32)
+        else:
+            scale = tensor.flatten(1).abs().amax(dim=1).to(torch.float32) / 127
+            divisor = torch.where(scale > 0, scale, torch.ones_like(scale)).reshape(
+                -1, *[1] * (tensor.dim() - 1)
+            )
+            sent[name] = (tensor / divisor).round().to(torch.int8)
+            sent[name + _SCALE] = scale
+    data = save({name: tensor.contiguous() for name, tensor in sent.items()})
+    return ArrayRecord({"s": Array(np.frombuffer(data, dtype=np.uint8))})
+
+
+def decode(record: ArrayRecord, payload: type[P], task: Task) -> P:
+    """Rebuild a payload.
+
+    Raises:
+        RejectedPayload: if the bytes are no safetensors file, too many, or not what the payload's type allows.
+    """
+    arrays = list(record.values())
+    if len(arrays) > 1:
+        raise RejectedPayload(f"{len(arrays)} arrays, expected one")
+    if not arrays:
+        return payload.from_tensors({}, task)
+    if len(arrays[0].data) > MAX_BYTES:
+        raise RejectedPayload(f"{len(arrays[0].data)} bytes, allowed are {MAX_BYTES}")
+    try:
+        # Flower's own reader refuses pickled arrays; the shape and type are checked right here.
+        data = arrays[0].numpy()
+    except (ValueError, TypeError, EOFError) as error:
+        raise RejectedPayload(f"not a Flower array: {error}") from None
+    if data.dtype != np.uint8 or data.ndim != 1:
+        raise RejectedPayload(f"expected a list of bytes, found {data.dtype} of shape {data.shape}")
+    try:
+        tensors = load(data.tobytes())
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise RejectedPayload(f"not a safetensors payload: {error}") from None
+    return payload.from_tensors(_dequantised(tensors), task)
+
+
+def _dequantised(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    plain = {name: tensor for name, tensor in tensors.items() if not name.endswith(_SCALE)}
+    for name, scale in tensors.items():
+        if not name.endswith(_SCALE):
+            continue
+        base = name.removesuffix(_SCALE)
+        rows = plain.get(base)
+        if rows is None or rows.dtype is not torch.int8 or rows.dim() < 2 or scale.shape != rows.shape[:1]:
+            raise RejectedPayload(f"the scales of '{base}' do not fit its rows")
+        plain[base] = rows.to(torch.float32) * scale.reshape(-1, *[1] * (rows.dim() - 1))
+    return plain
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a client says about its round beside the payload: counters, never samples.
+
+    Attributes:
+        num_train, num_test: samples.
+        participations: rounds this client has trained in, this one included.
+        correct: predictor -> correctly predicted test samples; only predictors that could be asked.
+        test_loss: mean cross-entropy on the test samples.
+        seconds: open (data, model, state), fit, evaluate, save.
+        peak_mb: the worker's peak resident memory.
+        metrics: what the method reports.
+    """
+
+    num_train: int
+    num_test: int
+    participations: int = 0
+    correct: Mapping[str, int] | None = None
+    test_loss: float = 0.0
+    seconds: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+    peak_mb: float = 0.0
+    metrics: Mapping[str, float] | None = None
+
+    def to_record(self) -> MetricRecord:
+        """Return the compact record: lists with a fixed layout, since every key costs bytes."""
+        correct = self.correct or {}
+        fixed: dict[str, float | list[int] | list[float]] = {
+            "n": [self.num_train, self.num_test, self.participations],
+            "c": [correct.get(name, -1) for name in PREDICTORS],
+            "t": [self.test_loss, *self.seconds, self.peak_mb],
+        }
+        return MetricRecord({**(self.metrics or {}), **fixed})
+
+    @classmethod
+    def from_record(cls, record: MetricRecord) -> Report:
+        """Rebuild a report.
+
+        Raises:
+            RejectedPayload: if a field is missing or of a wrong length, or a counter contradicts another.
+        """
+        num_train, num_test, participations = (int(value) for value in _list(record, "n", 3))
+        correct = [int(value) for value in _list(record, "c", len(PREDICTORS))]
+        loss, opened, fitted, evaluated, saved, peak_mb = _list(record, "t", 6)
+        if min(num_train, num_test) < 0 or max(correct) > num_test:
+            raise RejectedPayload("its counters contradict each other")
+        scored = {name: value for name, value in zip(PREDICTORS, correct, strict=True) if value >= 0}
+        metrics = {str(key): float(value) for key, value in record.items() if isinstance(value, (int, float))}
+        seconds = (opened, fitted, evaluated, saved)
+        return cls(num_train, num_test, participations, scored, loss, seconds, peak_mb, metrics)
+
+
+def _list(record: MetricRecord, key: str, length: int) -> list[float]:
+    values = record.get(key)
+    if not isinstance(values, list) or len(values) != length:
+        raise RejectedPayload(f"its report lacks '{key}' of length {length}")
+    if not np.isfinite(values).all():
+        raise RejectedPayload(f"its report holds NaN or infinity in '{key}'")
+    return [float(value) for value in values]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of one message.
+
+    Attributes:
+        payload: the encoded payload.
+        ours: payload, report and configuration, as encoded.
+        total: all of Flower's objects for this message, before transport headers and encryption.
+    """
+
+    payload: int = 0
+    ours: int = 0
+    total: int = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.payload + other.payload, self.ours + other.ours, self.total + other.total)
+
+
+def weigh(message: Message) -> Traffic:
+    """Return the bytes of one message."""
+    if not message.has_content():
+        return Traffic()
+    content = message.content
+    payload = sum(len(array.data) for record in content.array_records.values() for array in record.values())
+    beside = [*content.metric_records.values(), *content.config_records.values()]
+    ours = payload + sum(len(record.deflate()) for record in beside)
+    total = sum(len(item.deflate()) for item in get_all_nested_objects(message).values())
+    return Traffic(payload, ours, total)
+
+
+def content(
+    payload: ArrayRecord | None = None, report: MetricRecord | None = None, config: ConfigRecord | None = None
+) -> RecordDict:
+    """Return a message's content under the names that both sides use."""
+    named = {PAYLOAD: payload, METRICS: report, CONFIG: config}
+    return RecordDict({name: record for name, record in named.items() if record is not None})
+
+
+def ordered(replies: Iterable[Message], sent: Mapping[str, int]) -> dict[int, Message]:
+    """Return client id -> reply, in ascending client order whatever the order of arrival.
+
+    Args:
+        replies: as Flower hands them over; errors made by Flower itself come from "node 1", so the reply is found by
+            the message it answers.
+        sent: message id -> client id.
+    """
+    by_client = {
+        sent[m.metadata.reply_to_message_id]: m for m in replies if m.metadata.reply_to_message_id in sent
+    }
+    return dict(sorted(by_client.items()))

@@ -1,0 +1,220 @@
+"""The contract that every method follows: a page with both halves of a round.
+
+::
+
+    server   init(task) ----> state --broadcast--> Down
+    client                                          |-> local_update(client, down) -> Up, memory
+    server   state <--------- aggregate(state, uploads, at)
+
+State goes in and comes out; nothing passes by file name, global or mutation. The one thing that is changed in
+place is ``client.model``, the network into which the client's own weights were copied for this update; the
+caller stores it afterwards.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Generic, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from pbfl_flwr import seeds
+from pbfl_flwr.config import EvaluationSettings, TrainingSettings
+from pbfl_flwr.data import ClientData
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.payloads import Payload
+from pbfl_flwr.task import Task
+
+StateT = TypeVar("StateT", bound=Payload)
+DownT = TypeVar("DownT", bound=Payload)
+UpT = TypeVar("UpT", bound=Payload)
+UpT_co = TypeVar("UpT_co", bound=Payload, covariant=True)
+
+Moment = Literal["after", "before"]
+PREDICTORS = ("head", "global", "global-local", "local")
+Predictor = Callable[[Tensor, Tensor], Tensor]
+"""(features (B, d), logits (B, K)) -> finite scores (B, K); the class with the highest score is predicted."""
+
+EXCLUDED = -1e30
+"""Score of a class that is no candidate: finite, so that nothing downstream meets an infinity."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """Where the federation stands, for the server's half.
+
+    Attributes:
+        number: 1 for the first round.
+        task: what all clients agree on.
+        num_clients: M, all clients of the federation, whether they answered or not.
+        seed: the run's seed.
+    """
+
+    number: int
+    task: Task
+    num_clients: int
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Client:
+    """A client during one update: its data, its own network, what it kept from last time.
+
+    Attributes:
+        id: 0..M-1, stable over the run.
+        round: number of the server's round, from 1.
+        task: what all clients agree on.
+        model: this client's network on its device; ``features(x)`` and ``head(features)``.
+        data: its shards.
+        training: settings of the local training.
+        evaluation: settings of the evaluation.
+        seed: the run's seed; use :meth:`generator` rather than this.
+        memory: what the method kept at this client's last participation; empty at first.
+    """
+
+    id: int
+    round: int
+    task: Task
+    model: nn.Module
+    data: ClientData
+    training: TrainingSettings = field(default_factory=TrainingSettings)
+    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
+    seed: int = 0
+    memory: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the network."""
+        return next(self.model.parameters()).device
+
+    def generator(self, purpose: str) -> torch.Generator:
+        """Return a generator that depends on run, client, round and purpose alone."""
+        return seeds.generator(self.seed, purpose, self.id, self.round)
+
+
+@dataclass(frozen=True)
+class Update(Generic[UpT_co]):
+    """What a client's half gives back.
+
+    Attributes:
+        payload: travels to the server.
+        memory: stays on the client until its next participation (safetensors on its disk).
+        metrics: what the round's log shows, e.g. the mean of every loss term.
+    """
+
+    payload: UpT_co
+    memory: Mapping[str, Tensor] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Method(ABC, Generic[StateT, DownT, UpT]):
+    """One method of federated learning. Subclasses are immutable: parameters in, no state inside.
+
+    Attributes:
+        name: its name in METHODS.
+        state, down, up: the payload types of the server's state and of what travels.
+        headline: the predictor the paper reports.
+        moment: when the paper scores a client, relative to its local training.
+        same_architecture: whether every client must have the same network.
+    """
+
+    name: str
+    state: type[StateT]
+    down: type[DownT]
+    up: type[UpT]
+    headline: str = "head"
+    moment: Moment = "after"
+    same_architecture: ClassVar[bool] = False
+
+    @abstractmethod
+    def init(self, task: Task, seed: int) -> StateT:
+        """Return the server's state before round 1."""
+
+    def broadcast(self, state: StateT, client: int) -> DownT:
+        """Return what travels to one client; by default the state itself."""
+        if not isinstance(state, self.down):
+            raise TypeError(f"{type(self).__name__} must say how its state becomes {self.down.__name__}")
+        return state
+
+    @abstractmethod
+    def local_update(self, client: Client, down: DownT) -> Update[UpT]:
+        """Train the client's network in place and return what travels and what stays."""
+
+    @abstractmethod
+    def aggregate(self, state: StateT, uploads: Mapping[int, UpT], at: Round) -> StateT:
+        """Return the new state; ``uploads`` come in ascending client order and are already validated.
+
+        The old state and the uploads are left as they are.
+        """
+
+    def install(self, client: Client, down: DownT) -> None:  # noqa: B027  a hook, empty for most methods
+        """Put what was broadcast into the client's network, for scoring before local training."""
+
+    def predictors(self, client: Client, down: DownT) -> dict[str, Predictor]:
+        """Return the predictions that can be made, by name out of PREDICTORS."""
+        return {"head": head_scores}
+
+    def validate(self, upload: UpT, state: StateT, task: Task) -> None:  # noqa: B027  a hook
+        """Check one upload against the state.
+
+        Raises:
+            RejectedPayload: if it cannot be aggregated; the text says why.
+        """
+
+    def check(self, task: Task, architectures: Sequence[str]) -> None:
+        """Check before round 1 that the method fits the task and the clients' architectures.
+
+        Raises:
+            PbflError: naming the method, what was found and what it needs.
+        """
+        different = sorted(set(architectures))
+        if self.same_architecture and len(different) > 1:
+            raise PbflError(
+                f"method '{self.name}' averages weights and needs one architecture on all clients, "
+                f"found {', '.join(different)}; set models to one of them"
+            )
+
+    def report(self, state: StateT) -> dict[str, float]:
+        """Return what the log of a round says about the server's half."""
+        return {}
+
+    def paper_scalars(
+        self, task: Task, class_counts: Sequence[int], parameters: Sequence[tuple[int, int]]
+    ) -> float:
+        """Return the papers' cost: scalars a round, both directions, summed over all clients.
+
+        Args:
+            task: K and d.
+            class_counts: K_i of every client, before the train/test split.
+            parameters: (body, head) parameters of every client's network.
+        """
+        return 0.0
+
+
+def head_scores(features: Tensor, logits: Tensor) -> Tensor:
+    """Predictor ``head``: the logits."""
+    return logits
+
+
+def nearest(prototypes: Tensor, candidates: Tensor) -> Predictor:
+    """Return a predictor by the nearest prototype.
+
+    Args:
+        prototypes: (K, d).
+        candidates: (K,) bool, the classes that may be predicted.
+
+    Returns:
+        A function whose scores are negative squared distances, EXCLUDED for classes that are no candidates.
+    """
+
+    def scores(features: Tensor, logits: Tensor) -> Tensor:
+        table = prototypes.to(features.device, features.dtype)
+        distance = torch.cdist(
+            features, table, compute_mode="donot_use_mm_for_euclid_dist"
+        ).square()  # (B, K)
+        return torch.where(candidates.to(features.device), -distance, torch.full_like(distance, EXCLUDED))
+
+    return scores

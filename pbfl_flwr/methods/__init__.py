@@ -1,0 +1,56 @@
+"""The table of contents: every method is one page, and this is where it is found."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pbfl_flwr.config import Group, Settings
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.method import Method
+from pbfl_flwr.methods import fedavg, fedproto, fedtgp, local, protonorm, tinyproto
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One method.
+
+    Attributes:
+        summary: one line for ``pbfl list methods``.
+        build: the page's builder.
+        section: the method's own settings, ``<name>.<key>``; None if it has none.
+    """
+
+    summary: str
+    build: Callable[[Settings], Method[Any, Any, Any]]
+    section: type[Group] | None = None
+
+
+METHODS: dict[str, Entry] = {
+    "local": Entry("every client for itself; nothing travels", local.build),
+    "fedavg": Entry("weights averaged by samples; one architecture", fedavg.build, fedavg.Config),
+    "fedproto": Entry("class means averaged, features pulled towards them", fedproto.build),
+    "fedtgp": Entry("prototypes trained on the server with an adaptive margin", fedtgp.build, fedtgp.Config),
+    "tinyproto": Entry(
+        "sparse prototypes with adaptive scaling, on FedProto or FedTGP", tinyproto.build, tinyproto.Config
+    ),
+    "protonorm": Entry("prototypes aligned on the sphere, upscaled by the client", protonorm.build),
+}
+
+SECTIONS: dict[str, type[Group]] = {name: entry.section for name, entry in METHODS.items() if entry.section}
+
+
+def build_method(settings: Settings) -> Method[Any, Any, Any]:
+    """Return the method that the configuration names.
+
+    Raises:
+        PbflError: if there is none of that name, or if its settings contradict each other.
+    """
+    name = settings.run.method
+    if name not in METHODS:
+        close = difflib.get_close_matches(name, METHODS, n=1)
+        hint = f" (did you mean '{close[0]}'?)" if close else ""
+        raise PbflError(f"method = '{name}': allowed is one of {', '.join(METHODS)}{hint}")
+    return METHODS[name].build(settings)

@@ -1,0 +1,54 @@
+"""FedTGP: the global prototypes are trained on the server, with an adaptive margin.
+
+Zhang et al., "FedTGP: Trainable Global Prototypes with Adaptive-Margin-Enhanced Contrastive Learning for Data and
+Model Heterogeneity in Federated Learning", AAAI 2024.
+
+Round: the client's half is FedProto's. The server trains a generator (an embedding of the classes through two
+linear layers) for S epochs over all uploaded prototypes: cross-entropy over -(distance + δ·[own class]), where the
+margin δ = min(max_j min_k |Q_j - Q_k|, τ) is measured anew each round on the class means Q of the uploads.
+Travels: up K_i·d, down K·d numbers a client.
+Predicts: the class of the nearest trained prototype.
+Differs from the paper: nothing in the equations; the margin is the largest nearest-neighbour gap, as the code has
+it. Differs from the reference: classes that nobody ever sent are left out of prediction and pull
+(fedtgp.absent="keep" is the reference); the square root of a distance is clamped, where the reference can give NaN.
+With PPA or APS each upload is first brought back to the scale of features, by (K/n)·|N_j| or μ·|N_j|.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from pbfl_flwr.config import Auto, Group, Settings, parse_section
+from pbfl_flwr.prototypes.pipeline import Pipeline, ServerTraining, pipeline
+
+
+class Config(Group):
+    """Settings ``fedtgp.*``, also used by TinyProto-FT."""
+
+    server_epochs: int = Field(100, ge=1, le=100_000, description="S, server epochs a round")
+    server_batch_size: int | Auto = Field("auto", description="auto: batch-size")
+    server_learning_rate: float | Auto = Field("auto", description="auto: learning-rate")
+    server_momentum: float = Field(0.0, ge=0, lt=1)
+    margin_cap: float = Field(100.0, gt=0, description="τ, upper bound of the margin")
+    absent: Literal["exclude", "keep"] = Field("exclude", description="classes that nobody ever sent")
+
+
+def server_training(config: Config, settings: Settings) -> ServerTraining:
+    """Return the server's half with every "auto" resolved."""
+    batch, rate = config.server_batch_size, config.server_learning_rate
+    return ServerTraining(
+        epochs=config.server_epochs,
+        batch_size=settings.training.batch_size if batch == "auto" else batch,
+        learning_rate=settings.training.learning_rate if rate == "auto" else rate,
+        momentum=config.server_momentum,
+        margin_cap=config.margin_cap,
+        absent=config.absent,
+    )
+
+
+def build(settings: Settings) -> Pipeline:
+    """Return the method."""
+    training = server_training(parse_section(Config, settings), settings)
+    return pipeline(settings, "fedtgp", headline="global", server_training=training)

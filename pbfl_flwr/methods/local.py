@@ -1,0 +1,48 @@
+"""Local: every client for itself.
+
+Round: each client runs E epochs of SGD on cross-entropy over its own data; its model persists. The server only
+keeps the books. It shows whether a federation adds anything.
+Travels: nothing.
+Predicts: the logits of the client's own model.
+Differs from the reference: nothing known; the references sample clients twice a round, which has no effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pbfl_flwr.config import Settings
+from pbfl_flwr.method import Client, Method, Round, Update
+from pbfl_flwr.payloads import Nothing
+from pbfl_flwr.task import Task
+from pbfl_flwr.training import classification, fit
+
+
+@dataclass(frozen=True)
+class Local(Method[Nothing, Nothing, Nothing]):
+    """See the module."""
+
+    name: str = "local"
+
+    state = Nothing
+    down = Nothing
+    up = Nothing
+
+    def init(self, task: Task, seed: int) -> Nothing:
+        """Return nothing."""
+        return Nothing()
+
+    def local_update(self, client: Client, down: Nothing) -> Update[Nothing]:
+        """Cross-entropy alone."""
+        report = fit(client, classification(client.model))
+        return Update(Nothing(), report.optimizer, report.metrics())
+
+    def aggregate(self, state: Nothing, uploads: Mapping[int, Nothing], at: Round) -> Nothing:
+        """Return the state."""
+        return state
+
+
+def build(settings: Settings) -> Local:
+    """Return the method."""
+    return Local()

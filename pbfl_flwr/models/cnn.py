@@ -1,0 +1,57 @@
+"""Plain convolutional networks: two 5x5 convolutions without padding, a hidden layer, a classifier.
+
+Both impose d as the width of the hidden layer instead of pooling to d: that is what the costs published for
+the 4-layer CNN at d = 500 imply. Features are after a ReLU, hence never negative.
+"""
+
+from torch import nn
+
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.models.contract import SplitModel
+from pbfl_flwr.models.layers import image_shape, linear_head
+from pbfl_flwr.task import Task
+
+SMALLEST_BLOCK_INPUT = 6  # 5x5 convolution: 2x2, max-pooling: 1x1
+
+
+def cnn4(task: Task) -> SplitModel:
+    """4-layer CNN (FedAvgCNN): 5x5 convolutions to 32 and 64 channels, hidden layer d; from 16x16 pixels."""
+    channels = image_shape("cnn4", task)[0]
+    height, width = _map_after_two_blocks("cnn4", task)
+    stages = [
+        nn.Sequential(nn.Conv2d(channels, 32, 5), nn.ReLU(inplace=True), nn.MaxPool2d(2)),
+        nn.Sequential(nn.Conv2d(32, 64, 5), nn.ReLU(inplace=True), nn.MaxPool2d(2)),
+    ]
+    return SplitModel(task, stages, _hidden_layer(64 * height * width, task), linear_head(task))
+
+
+def cnn2(task: Task) -> SplitModel:
+    """CNN of FedProto and GFPL: 5x5 convolutions to 10 and 20 channels, hidden layer d; from 16x16 pixels.
+
+    As in FedProto's code the features are taken before the last dropout, which therefore stands in the head.
+    At d = 50 on 28x28 grey images it has 21,330 body parameters.
+    """
+    channels = image_shape("cnn2", task)[0]
+    height, width = _map_after_two_blocks("cnn2", task)
+    stages = [
+        nn.Sequential(nn.Conv2d(channels, 10, 5), nn.MaxPool2d(2), nn.ReLU(inplace=True)),
+        nn.Sequential(nn.Conv2d(10, 20, 5), nn.Dropout2d(0.5), nn.MaxPool2d(2), nn.ReLU(inplace=True)),
+    ]
+    return SplitModel(task, stages, _hidden_layer(20 * height * width, task), linear_head(task, dropout=0.5))
+
+
+def _hidden_layer(width: int, task: Task) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(width, task.feature_dim), nn.ReLU(inplace=True))
+
+
+def _map_after_two_blocks(name: str, task: Task) -> tuple[int, int]:
+    _, height, width = image_shape(name, task)
+    for block in range(2):
+        if min(height, width) < SMALLEST_BLOCK_INPUT:
+            raise PbflError(
+                f"model '{name}', layer stages.{block} (5x5 convolution, 2x2 max-pooling): expected a map of "
+                f"at least {SMALLEST_BLOCK_INPUT}x{SMALLEST_BLOCK_INPUT}, found {height}x{width} (input "
+                f"shape {task.input_shape}); {name} takes images from 16x16 pixels"
+            )
+        height, width = (height - 4) // 2, (width - 4) // 2
+    return height, width

@@ -1,0 +1,86 @@
+"""The one contract every model answers: features, then head."""
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from pbfl_flwr.task import Task
+
+HEAD_PREFIX = "head."
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+class SplitModel(nn.Module):
+    """A network cut at the penultimate activation: f_i = head(φ_i) ∘ body(θ_i).
+
+    The body is ``stages`` followed by ``neck``. Clients may differ in all of it; d and K are common to all.
+
+    Attributes:
+        feature_dim: d, the width of the features.
+        num_classes: K.
+        stages: the body's own block boundaries; each one maps a feature map to the next.
+        neck: what turns the last map into features: pooling, flattening, a hidden layer, the width d.
+        head: the classifier, (B, d) -> (B, K).
+    """
+
+    def __init__(self, task: Task, stages: Sequence[nn.Module], neck: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.feature_dim = task.feature_dim
+        self.num_classes = task.num_classes
+        self.stages = nn.ModuleList(stages)
+        self.neck = neck
+        self.head = head
+
+    def feature_maps(self, inputs: Tensor) -> list[Tensor]:
+        """Return the output of each stage, F^1 to F^L.
+
+        Args:
+            inputs: (B, *input_shape).
+        """
+        maps = []
+        for stage in self.stages:
+            inputs = stage(inputs)
+            maps.append(inputs)
+        return maps
+
+    def features(self, inputs: Tensor) -> Tensor:
+        """Return the penultimate activation z, (B, d).
+
+        Args:
+            inputs: (B, *input_shape).
+        """
+        for stage in self.stages:
+            inputs = stage(inputs)
+        features: Tensor = self.neck(inputs)
+        return features
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return the logits, (B, K)."""
+        logits: Tensor = self.head(self.features(inputs))
+        return logits
+
+
+def body_names(model: nn.Module) -> list[str]:
+    """Return the names of the body's parameters θ_i (no buffers), in the model's order."""
+    return [name for name, _ in model.named_parameters() if not name.startswith(HEAD_PREFIX)]
+
+
+def head_names(model: nn.Module) -> list[str]:
+    """Return the names of the head's parameters φ_i, in the model's order."""
+    return [name for name, _ in model.named_parameters() if name.startswith(HEAD_PREFIX)]
+
+
+def count_parameters(model: nn.Module) -> tuple[int, int]:
+    """Return how many parameters (no buffers) body and head have, |θ_i| and |φ_i|."""
+    body = head = 0
+    for name, parameter in model.named_parameters():
+        if name.startswith(HEAD_PREFIX):
+            head += parameter.numel()
+        else:
+            body += parameter.numel()
+    return body, head
+
+
+def has_batch_norm(model: nn.Module) -> bool:
+    """Return whether training depends on the batch's statistics (then a batch of one sample may fail)."""
+    return any(isinstance(module, BATCH_NORMS) for module in model.modules())

@@ -1,0 +1,114 @@
+"""One forward pass before round 1: a shape that does not fit is one clear line and not a failed round."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.models.contract import SplitModel
+from pbfl_flwr.task import Task
+
+BATCH = 2
+# What torch raises when a layer gets what it does not take.
+SHAPE_ERRORS = (RuntimeError, ValueError, IndexError, TypeError)
+
+
+@dataclass(frozen=True)
+class _Call:
+    name: str
+    layer: nn.Module
+    found: str
+
+
+def dry_forward(name: str, model: SplitModel, task: Task) -> None:
+    """Send a batch of two random inputs through the model, in evaluation mode and without gradients.
+
+    The global random state is not touched; the model is left in evaluation mode.
+
+    Args:
+        name: the model's name, for the error.
+        model: anything that answers ``features`` and ``head``.
+        task: says what goes in and what must come out.
+
+    Raises:
+        PbflError: naming model and layer with expected and found shape, if a layer refuses its input, if
+            features are not (2, d) or logits not (2, K), or if either holds NaN or infinity.
+    """
+    model.eval()
+    inputs = torch.randn(BATCH, *task.input_shape, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode(), _running_layers(model) as running:
+        for step, expected in (("features", task.feature_dim), ("head", task.num_classes)):
+            try:
+                outputs = getattr(model, step)(inputs)
+            except SHAPE_ERRORS as error:
+                raise PbflError(_refusal(name, step, running, inputs, error)) from error
+            if not isinstance(outputs, Tensor) or outputs.shape != (BATCH, expected):
+                raise PbflError(
+                    f"model '{name}', {step}: expected output {(BATCH, expected)}, found {_shape(outputs)}"
+                )
+            if not bool(torch.isfinite(outputs).all()):
+                raise PbflError(f"model '{name}', {step}: expected finite numbers, found NaN or infinity")
+            inputs = outputs
+
+
+@contextmanager
+def _running_layers(model: nn.Module) -> Iterator[list[_Call]]:
+    """Keep the stack of submodules that are running; after an error its last entry is where it happened."""
+    running: list[_Call] = []
+    handles = []
+    for name, layer in model.named_modules():
+        if not name:
+            continue
+
+        def enter(layer: nn.Module, args: tuple[object, ...], name: str = name) -> None:
+            running.append(_Call(name, layer, _shape(args[0]) if args else "no positional input"))
+
+        def leave(layer: nn.Module, args: tuple[object, ...], output: object) -> None:
+            # A layer whose error was caught inside the model may still lie above.
+            while running.pop().layer is not layer:
+                pass
+
+        handles += [layer.register_forward_pre_hook(enter), layer.register_forward_hook(leave)]
+    try:
+        yield running
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _refusal(name: str, step: str, running: list[_Call], inputs: Tensor, error: Exception) -> str:
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if not running:
+        return f"model '{name}', {step}: does not take input of shape {_shape(inputs)} ({reason})"
+    call = running[-1]
+    expected = _expected(call.layer)
+    wish = (
+        f"expected {expected}, found {call.found}"
+        if expected
+        else f"does not take input of shape {call.found}"
+    )
+    return f"model '{name}', layer {call.name} ({type(call.layer).__name__}): {wish} ({reason})"
+
+
+def _expected(layer: nn.Module) -> str:
+    match layer:
+        case nn.Conv1d() | nn.Conv2d() | nn.Conv3d():
+            sides = []
+            for axis, kernel in enumerate(layer.kernel_size):
+                padding = 0 if isinstance(layer.padding, str) else layer.padding[axis]
+                sides.append(f"{max(1, layer.dilation[axis] * (kernel - 1) + 1 - 2 * padding)} or more")
+            return f"({', '.join(['B', str(layer.in_channels), *sides])})"
+        case nn.BatchNorm1d():
+            return f"(B, {layer.num_features}) or (B, {layer.num_features}, length)"
+        case nn.BatchNorm2d():
+            return f"(B, {layer.num_features}, height, width)"
+        case nn.Linear():
+            return f"(B, {layer.in_features})"
+    return ""
+
+
+def _shape(value: object) -> str:
+    return str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__

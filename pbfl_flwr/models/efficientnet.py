@@ -1,0 +1,19 @@
+"""EfficientNet-B0 of torchvision. Features are averages after a SiLU, hence above -0.28."""
+
+from torchvision.models import efficientnet_b0 as torchvision_efficientnet_b0
+
+from pbfl_flwr.models.contract import SplitModel
+from pbfl_flwr.models.layers import global_average, image_shape, input_convolution, linear_head
+from pbfl_flwr.task import Task
+
+
+def efficientnet_b0(task: Task) -> SplitModel:
+    """EfficientNet-B0 of torchvision, no pretrained weights; a = 1280, 4,007,548 body parameters.
+
+    As in the references its Dropout(0.2) stands in the head. Not in place as in torchvision: the features are
+    needed undropped beside the logits.
+    """
+    channels, _, _ = image_shape("efficientnet-b0", task)
+    stages = torchvision_efficientnet_b0(weights=None, num_classes=1).features
+    stages[0][0] = input_convolution(stages[0][0], channels, fan_out=True)
+    return SplitModel(task, list(stages), global_average(1280, task), linear_head(task, dropout=0.2))

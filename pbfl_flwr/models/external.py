@@ -1,0 +1,55 @@
+"""Somebody else's model, named in the configuration as ``my_package.module:function``."""
+
+import importlib
+import re
+from collections.abc import Callable
+from typing import cast
+
+from torch import nn
+
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.models.contract import SplitModel
+from pbfl_flwr.task import Task
+
+SPEC = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+
+def is_external(name: str) -> bool:
+    """Return whether the name has the form ``my_package.module:function``; imports nothing."""
+    return SPEC.fullmatch(name) is not None
+
+
+def build_external(spec: str, task: Task) -> SplitModel:
+    """Import the module, call the function with the task and check what it returns.
+
+    The module is somebody's code and runs with all rights; it is only ever imported because the configuration
+    names it. What the function itself raises is passed on as it is.
+
+    Returns:
+        The model as the function made it. Only ``features`` and ``head`` are promised: without ``stages``
+        there are no feature maps, and logits are ``head(features(x))`` whatever its ``forward`` does.
+
+    Raises:
+        PbflError: if module or function are not there, or the model answers no ``features`` or ``head``.
+    """
+    module_name, _, function_name = spec.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise PbflError(f"models = '{spec}': cannot import '{module_name}' ({error})") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise PbflError(f"models = '{spec}': '{module_name}' has no function '{function_name}'")
+    model = cast(Callable[[Task], object], function)(task)
+    if not isinstance(model, nn.Module):
+        raise PbflError(
+            f"models = '{spec}': the function returned {type(model).__name__}, expected a torch.nn.Module"
+        )
+    if not callable(getattr(model, "features", None)):
+        raise PbflError(f"model '{spec}' has no method features(x) that answers (B, {task.feature_dim})")
+    if not isinstance(getattr(model, "head", None), nn.Module):
+        raise PbflError(
+            f"model '{spec}' has no submodule head that maps (B, {task.feature_dim}) to "
+            f"(B, {task.num_classes})"
+        )
+    return cast(SplitModel, model)

@@ -1,0 +1,66 @@
+"""What the families share: the input's channels, the width d, the classifier."""
+
+from torch import nn
+
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.task import Task
+
+
+def image_shape(model: str, task: Task) -> tuple[int, int, int]:
+    """Return (channels, height, width) of the task's input.
+
+    Raises:
+        PbflError: if the input is not an image.
+    """
+    if len(task.input_shape) != 3:
+        raise PbflError(
+            f"model '{model}', first layer: expected images (channels, height, width), found input shape "
+            f"{task.input_shape}"
+        )
+    channels, height, width = task.input_shape
+    return channels, height, width
+
+
+def input_convolution(conv: nn.Conv2d, channels: int, *, fan_out: bool) -> nn.Conv2d:
+    """Return the first convolution for another number of input channels.
+
+    Args:
+        conv: the architecture's own first convolution (no bias, padding of half the kernel); returned as it
+            is when the channels agree.
+        channels: of the task's images.
+        fan_out: whether the architecture initialises convolutions by Kaiming's rule with fan-out.
+    """
+    if conv.in_channels == channels:
+        return conv
+    new = nn.Conv2d(
+        channels,
+        conv.out_channels,
+        (conv.kernel_size[0], conv.kernel_size[1]),
+        (conv.stride[0], conv.stride[1]),
+        (conv.kernel_size[0] // 2, conv.kernel_size[1] // 2),
+        bias=False,
+    )
+    if fan_out:
+        nn.init.kaiming_normal_(new.weight, mode="fan_out", nonlinearity="relu")
+    return new
+
+
+def impose_width(width: int, feature_dim: int) -> list[nn.Module]:
+    """Return what brings a penultimate vector of ``width`` values to d, without a parameter.
+
+    As in HtFLlib: AdaptiveAvgPool1d(d) on the flattened vector. With a values, output t is the mean of inputs
+    floor(t·a/d) .. ceil((t+1)·a/d)-1; a < d duplicates values. Nothing for a = d.
+    """
+    return [] if width == feature_dim else [nn.AdaptiveAvgPool1d(feature_dim)]
+
+
+def global_average(width: int, task: Task, dropout: float = 0.0) -> nn.Sequential:
+    """Return the neck (B, width, h, w) -> (B, d): global average pooling, dropout if any, width d."""
+    drop = [nn.Dropout(dropout)] if dropout else []
+    return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), *drop, *impose_width(width, task.feature_dim))
+
+
+def linear_head(task: Task, dropout: float = 0.0) -> nn.Module:
+    """Return the classifier (B, d) -> (B, K): a linear layer with bias, dropout before it if any."""
+    linear = nn.Linear(task.feature_dim, task.num_classes)
+    return nn.Sequential(nn.Dropout(dropout), linear) if dropout else linear

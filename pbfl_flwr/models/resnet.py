@@ -1,0 +1,66 @@
+"""Residual networks with torchvision's stem (7x7 stride 2, BatchNorm, ReLU, 3x3 max-pooling stride 2).
+
+resnet4, resnet6 and resnet8 have one BasicBlock a width: 64; 64-128; 64-128-256. ResNet-8 is client 0 of
+HtFLlib's heterogeneous family. Features are averages after a ReLU, hence never negative.
+"""
+
+from torch import nn
+from torchvision.models import resnet18 as torchvision_resnet18
+from torchvision.models.resnet import BasicBlock, conv1x1
+
+from pbfl_flwr.models.contract import SplitModel
+from pbfl_flwr.models.layers import global_average, image_shape, input_convolution, linear_head
+from pbfl_flwr.task import Task
+
+
+def resnet4(task: Task) -> SplitModel:
+    """ResNet-4: stem and one residual block of width 64; a = 64."""
+    return _one_block_each("resnet4", (64,), task)
+
+
+def resnet6(task: Task) -> SplitModel:
+    """ResNet-6: stem and residual blocks of width 64 and 128; a = 128."""
+    return _one_block_each("resnet6", (64, 128), task)
+
+
+def resnet8(task: Task) -> SplitModel:
+    """ResNet-8: stem and residual blocks of width 64, 128 and 256; a = 256, 1,232,704 body parameters."""
+    return _one_block_each("resnet8", (64, 128, 256), task)
+
+
+def resnet18(task: Task) -> SplitModel:
+    """ResNet-18 of torchvision, no pretrained weights; a = 512, 11,176,512 body parameters."""
+    channels, _, _ = image_shape("resnet18", task)
+    net = torchvision_resnet18(weights=None, num_classes=1)
+    stem = nn.Sequential(input_convolution(net.conv1, channels, fan_out=True), net.bn1, net.relu, net.maxpool)
+    stages = [stem, net.layer1, net.layer2, net.layer3, net.layer4]
+    return SplitModel(task, stages, global_average(512, task), linear_head(task))
+
+
+def _one_block_each(name: str, widths: tuple[int, ...], task: Task) -> SplitModel:
+    channels, _, _ = image_shape(name, task)
+    stem = nn.Sequential(
+        nn.Conv2d(channels, 64, 7, 2, 3, bias=False),
+        nn.BatchNorm2d(64),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(3, 2, 1),
+    )
+    stages: list[nn.Module] = [stem]
+    before = 64
+    for width in widths:
+        stages.append(_block(before, width))
+        before = width
+    for stage in stages:
+        for module in stage.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+    return SplitModel(task, stages, global_average(before, task), linear_head(task))
+
+
+def _block(before: int, width: int) -> nn.Module:
+    if before == width:
+        block: nn.Module = BasicBlock(before, width)
+    else:
+        shortcut = nn.Sequential(conv1x1(before, width, 2), nn.BatchNorm2d(width))
+        block = BasicBlock(before, width, 2, shortcut)
+    return block

@@ -1,0 +1,214 @@
+"""What travels between server and clients: frozen dataclasses with fixed shapes.
+
+In memory a payload is dense: K rows, absent classes are zero rows with ``present`` False, never lists and
+never infinities. On the wire it is ragged: ``to_tensors`` keeps only the rows of present classes and
+``from_tensors`` checks everything that arrives before anybody can use it. What is encoded is what is counted:
+``scalars`` is the paper's measure (numbers that carry information), bytes are counted in ``flower/wire.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from pbfl_flwr.task import Task
+
+MAX_MAGNITUDE = 1e8  # larger entries are a fault or an attack: a count-scaled feature stays far below
+
+
+class RejectedPayload(ValueError):
+    """A payload that must not touch the state; the text names the first fault found."""
+
+
+class Payload(Protocol):
+    """What every payload can do; the apps encode and decode without knowing the method."""
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """Return the named tensors that travel, ragged and contiguous."""
+        ...
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], task: Task) -> Self:
+        """Rebuild the dense payload.
+
+        Raises:
+            RejectedPayload: if a tensor is missing, of a wrong shape, not finite or contradicts another one.
+        """
+        ...
+
+    def scalars(self) -> int:
+        """Return how many numbers travel, the papers' measure of cost (no labels, no counts)."""
+        ...
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """The empty payload: the method has nothing to say in this direction."""
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """Return no tensors."""
+        return {}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], task: Task) -> Nothing:
+        """Return the empty payload; anything sent along is a fault."""
+        if tensors:
+            raise RejectedPayload(f"expected an empty payload, got {sorted(tensors)}")
+        return cls()
+
+    def scalars(self) -> int:
+        """Return 0."""
+        return 0
+
+
+@dataclass(frozen=True)
+class Prototypes:
+    """One vector a class, in the width that travels: d, or s under class-wise sparsification.
+
+    Attributes:
+        values: (K, width) float32; rows of absent classes are zero. Local prototypes are c̄_ij (or n_ij·c̄_ij
+            where the method scales them), global ones c_j.
+        present: (K,) bool; which classes have a prototype.
+        counts: (K,) int64 n_ij, or None when the rule does not need them (then they never travel).
+        num_examples: n_i, or None when the rule does not need it.
+    """
+
+    values: Tensor
+    present: Tensor
+    counts: Tensor | None = None
+    num_examples: int | None = None
+
+    max_magnitude: ClassVar[float] = MAX_MAGNITUDE
+
+    @classmethod
+    def empty(cls, num_classes: int, width: int) -> Prototypes:
+        """Return a table in which no class is present."""
+        return cls(torch.zeros(num_classes, width), torch.zeros(num_classes, dtype=torch.bool))
+
+    @property
+    def num_present(self) -> int:
+        """How many classes have a prototype."""
+        return int(self.present.sum())
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """Return labels (present classes, ascending), their rows, and counts where they are part of it."""
+        labels = self.present.nonzero().flatten()
+        small = self.present.numel() <= 256
+        tensors = {
+            "labels": labels.to(torch.uint8 if small else torch.int32),
+            "rows": self.values[labels].contiguous(),
+        }
+        if self.counts is not None:
+            tensors["counts"] = self.counts[labels].contiguous()
+        if self.num_examples is not None:
+            tensors["n"] = torch.tensor([self.num_examples])
+        return tensors
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], task: Task) -> Prototypes:
+        """Rebuild the dense table from labels and rows; see :class:`Payload`."""
+        labels = _whole_numbers(tensors, "labels")
+        rows = _floats(tensors, "rows", dimensions=2, limit=cls.max_magnitude)
+        K = task.num_classes
+        if len(labels) != len(rows):
+            raise RejectedPayload(f"{len(labels)} labels for {len(rows)} rows")
+        if not 1 <= rows.shape[1] <= task.feature_dim:
+            raise RejectedPayload(f"rows are {rows.shape[1]} wide, allowed is 1..{task.feature_dim}")
+        if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < K:
+            raise RejectedPayload(f"class id {_first_outside(labels, K)} is outside 0..{K - 1}")
+        if len(labels.unique()) != len(labels):
+            raise RejectedPayload("a class is sent twice")
+        values = torch.zeros(K, rows.shape[1])
+        values[labels] = rows
+        present = torch.zeros(K, dtype=torch.bool)
+        present[labels] = True
+        counts = None
+        if "counts" in tensors:
+            sent = _whole_numbers(tensors, "counts")
+            if len(sent) != len(labels):
+                raise RejectedPayload(f"{len(sent)} counts for {len(labels)} rows")
+            if len(sent) and int(sent.min()) < 1:
+                raise RejectedPayload("a row with a count of zero or less")
+            counts = torch.zeros(K, dtype=torch.int64)
+            counts[labels] = sent
+        total = None
+        if "n" in tensors:
+            n = _whole_numbers(tensors, "n")
+            if len(n) != 1 or not 0 <= int(n[0]) < 2**40:
+                raise RejectedPayload("the number of examples must be one whole number from 0")
+            total = int(n[0])
+        _no_others(tensors, {"labels", "rows", "counts", "n"})
+        return cls(values, present, counts, total)
+
+    def scalars(self) -> int:
+        """Return K_present · width."""
+        return self.num_present * int(self.values.shape[1])
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Named floating-point tensors of a network or of a part of it (never BatchNorm counters).
+
+    Attributes:
+        tensors: name -> tensor, in the network's own naming.
+        num_examples: n_i, the weight of this upload in the average; 0 on the way down.
+    """
+
+    tensors: Mapping[str, Tensor]
+    num_examples: int = 0
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors under ``w.<name>`` and n_i."""
+        sent = {f"w.{name}": tensor.detach().contiguous() for name, tensor in self.tensors.items()}
+        return {**sent, "n": torch.tensor([self.num_examples])}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], task: Task) -> Weights:
+        """Rebuild the mapping; every tensor must be finite. See :class:`Payload`."""
+        n = _whole_numbers(tensors, "n")
+        if len(n) != 1 or not 0 <= int(n[0]) < 2**40:
+            raise RejectedPayload("the number of examples must be one whole number from 0")
+        named = {key: value for key, value in tensors.items() if key.startswith("w.")}
+        _no_others(tensors, {"n", *named})
+        return cls({key[2:]: _floats(named, key, None, MAX_MAGNITUDE) for key in named}, int(n[0]))
+
+    def scalars(self) -> int:
+        """Return the number of weights."""
+        return sum(tensor.numel() for tensor in self.tensors.values())
+
+
+def _floats(tensors: Mapping[str, Tensor], name: str, dimensions: int | None, limit: float) -> Tensor:
+    if name not in tensors:
+        raise RejectedPayload(f"'{name}' is missing")
+    tensor = tensors[name]
+    if not tensor.is_floating_point():
+        raise RejectedPayload(f"'{name}' is {tensor.dtype}, expected floating point")
+    if dimensions is not None and tensor.dim() != dimensions:
+        raise RejectedPayload(f"'{name}' has {tensor.dim()} dimensions, expected {dimensions}")
+    if not bool(torch.isfinite(tensor).all()):
+        raise RejectedPayload(f"'{name}' holds NaN or infinity")
+    if tensor.numel() and float(tensor.abs().max()) > limit:
+        raise RejectedPayload(f"'{name}' holds {float(tensor.abs().max()):.3g}, allowed is up to {limit:.0e}")
+    return tensor.to(torch.float32)
+
+
+def _whole_numbers(tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    if name not in tensors:
+        raise RejectedPayload(f"'{name}' is missing")
+    tensor = tensors[name]
+    if tensor.is_floating_point() or tensor.dtype is torch.bool or tensor.dim() != 1:
+        raise RejectedPayload(f"'{name}' must be a list of whole numbers")
+    return tensor.to(torch.int64)
+
+
+def _first_outside(labels: Tensor, num_classes: int) -> int:
+    return int(labels[(labels < 0) | (labels >= num_classes)][0])
+
+
+def _no_others(tensors: Mapping[str, Tensor], known: set[str]) -> None:
+    if others := set(tensors) - known:
+        raise RejectedPayload(f"unexpected tensors {sorted(others)}")

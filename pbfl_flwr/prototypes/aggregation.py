@@ -1,0 +1,262 @@
+"""How the server combines local prototypes: sums that stream, and two robust rules per class.
+
+Every rule takes the uploads of one round, dense (K, width) with ``present``, and returns the global
+prototypes c_j in float32 (sums run in float64). A class that nobody sent is a zero row with ``present``
+False; N_j is the set of clients that sent class j. The sums need O(K·width) memory however many clients there
+are, so uploads may come from a generator; the robust rules need all of them at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.payloads import Prototypes
+
+
+def mean(uploads: Iterable[Prototypes]) -> Prototypes:
+    """Return c_j = (1/|N_j|) Σ_{i in N_j} c̄_ij.
+
+    Source: CPS paper, Eq. 4; ProtoNorm, Eq. 7; TinyProto, Eq. 9; all published code. The server learns no
+    count, only which classes a client holds.
+
+    Raises:
+        ValueError: if there is no upload or the shapes differ.
+    """
+    return mean_and_holders(uploads)[0]
+
+
+def mean_and_holders(uploads: Iterable[Prototypes]) -> tuple[Prototypes, Tensor]:
+    """Return :func:`mean` and |N_j| (K,) int64 in one pass."""
+    total = _Sum()
+    for upload in uploads:
+        total.add(upload, None)
+    return total.result(1 / total.holders.clamp_min(1)), total.holders
+
+
+def weighted(uploads: Iterable[Prototypes]) -> Prototypes:
+    """Return c_j = Σ_{i in N_j} (n_ij / Σ_i n_ij) c̄_ij, the mean over all samples of the class.
+
+    Source: FedProto (Tan et al. 2022) as meant; CPS paper, Eq. 9 without its factor 1/|N_j|. The server
+    learns every n_ij, a client's whole class distribution.
+
+    Raises:
+        ValueError: if an upload has no counts, or a class that it holds has the count 0.
+    """
+    total = _weighted_sum(uploads)
+    return total.result(1 / total.weights.clamp_min(1))
+
+
+def weighted_shrunk(uploads: Iterable[Prototypes]) -> Prototypes:
+    """Return c_j = (1/|N_j|) Σ_{i in N_j} (n_ij / Σ_i n_ij) c̄_ij, to the letter of the printed equation.
+
+    Source: CPS paper, Eq. 9; ProtoNorm, Eq. 3; TinyProto, Eq. 4. Weights that already sum to one are divided
+    by |N_j| once more, which shrinks a prototype by the number of its holders. The server learns every n_ij.
+
+    Raises:
+        ValueError: if an upload has no counts, or a class that it holds has the count 0.
+    """
+    total = _weighted_sum(uploads)
+    return total.result(1 / (total.weights.clamp_min(1) * total.holders.clamp_min(1)))
+
+
+def ppa(uploads: Iterable[Prototypes], num_classes: int, num_examples: float) -> Prototypes:
+    """Return c_j = (K/n) Σ_{i in N_j} u_ij, where the clients sent u_ij = n_ij·c̄_ij.
+
+    Source: PPA, Eq. 10 and 11. The server learns no count, only the constants K and n; the sum could run
+    under secure aggregation. (The norm of u_ij still hints at n_ij.) With n_j = Σ_i n_ij this is K·n_j/n
+    times the mean over
+    all samples of the class: exactly that mean where classes are balanced, else scaled by the class's size.
+
+    Args:
+        uploads: count-scaled local prototypes.
+        num_classes: K.
+        num_examples: n, samples of all clients that take part in this sum, or its expectation.
+
+    Raises:
+        PbflError: if n is not positive.
+    """
+    if not num_examples > 0:
+        raise PbflError(
+            f"PPA divides by the number of examples, which is {num_examples}; it must be positive"
+        )
+    return _scaled_sum(uploads, num_classes / num_examples)
+
+
+def aps(uploads: Iterable[Prototypes], scale: float, form: Literal["sum", "mean"] = "sum") -> Prototypes:
+    """Return APS's global prototypes of count-scaled uploads u_ij = n_ij·c̄_ij.
+
+    "sum" is c_j = μ Σ_{i in N_j} u_ij, what the published code does (it multiplies the mean by |N_j|·μ) and
+    the only form for which the published μ gives prototypes of the features' size. "mean" is c_j = (μ/|N_j|)
+    Σ u_ij, TinyProto, Eq. 10 with the client's μ of Eq. 11 already applied; pass ``scale=1`` where the client
+    applies it. "sum" with μ = K/n is PPA. The server learns no count.
+
+    Args:
+        uploads: count-scaled local prototypes.
+        scale: μ > 0.
+        form: "sum" or "mean".
+
+    Raises:
+        PbflError: if μ is not positive and finite, or the form is unknown.
+    """
+    if not (scale > 0 and math.isfinite(scale)):
+        raise PbflError(f"aps-scale is {scale}; it must be positive and finite")
+    if form == "sum":
+        return _scaled_sum(uploads, scale)
+    if form == "mean":
+        total = _Sum()
+        for upload in uploads:
+            total.add(upload, None)
+        return total.result(scale / total.holders.clamp_min(1))
+    raise PbflError(f"the form of APS is '{form}'; allowed is 'sum' or 'mean'")
+
+
+def coordinate_median(uploads: Iterable[Prototypes]) -> Prototypes:
+    """Return the median of every coordinate over the clients that hold the class.
+
+    Source: Yin et al. 2018 (Byzantine-robust distributed learning), taken per class, so that absent classes
+    are not zeros that vote. Of an even number of holders the two middle values are averaged; with two holders
+    it is the mean. The server learns no count.
+    """
+    return _per_class(uploads, _median)
+
+
+def trimmed_mean(uploads: Iterable[Prototypes], share: float) -> Prototypes:
+    """Return the mean of every coordinate without its ⌊share·|N_j|⌋ smallest and largest values.
+
+    Source: Yin et al. 2018, taken per class over its holders. A class with fewer than 1/share holders loses
+    nothing. The server learns no count.
+
+    Args:
+        uploads: local prototypes.
+        share: of the holders trimmed on each side, 0 <= share < 0.5.
+
+    Raises:
+        PbflError: if the share is outside its range.
+    """
+    if not 0 <= share < 0.5:
+        raise PbflError(f"trim-share is {share}; allowed is 0 <= trim-share < 0.5")
+
+    def trimmed(rows: Tensor) -> Tensor:
+        cut = math.floor(share * len(rows) + 1e-9)  # 0.3·10 is 2.9999999999999996
+        return rows.sort(dim=0).values[cut : len(rows) - cut].mean(0)
+
+    return _per_class(uploads, trimmed)
+
+
+def keep_stale(
+    previous: Prototypes | None,
+    fresh: Prototypes,
+    ages: Tensor | None = None,
+    mode: Literal["keep", "drop"] = "keep",
+) -> tuple[Prototypes, Tensor]:
+    """Merge this round's prototypes into the server's table.
+
+    Under partial participation a class may be sent by nobody. "keep" overwrites only the classes that were
+    sent, "drop"
+    is the published code: the table is this round's, the others vanish.
+
+    Args:
+        previous: the table so far, or None in the first round.
+        fresh: this round's global prototypes.
+        ages: (K,) int64 of the table so far, as returned by the previous call; None if unknown.
+        mode: "keep" or "drop".
+
+    Returns:
+        The new table, and its ages (K,) int64: 0 for a class of this round, the number of rounds since its
+        last upload for a kept one, -1 for a class without a prototype.
+
+    Raises:
+        PbflError: if the mode is unknown.
+    """
+    if mode not in ("keep", "drop"):
+        raise PbflError(f"stale is '{mode}'; allowed is 'keep' or 'drop'")
+    new_ages = torch.where(fresh.present, 0, -1)
+    if previous is None or mode == "drop":
+        return Prototypes(fresh.values.clone(), fresh.present.clone()), new_ages
+    kept = previous.present & ~fresh.present
+    values = torch.where(kept.unsqueeze(1), previous.values, fresh.values)
+    known = ages if ages is not None else torch.where(previous.present, 0, -1)
+    return Prototypes(values, previous.present | fresh.present), torch.where(kept, known + 1, new_ages)
+
+
+class _Sum:
+    """Σ_i w_ij·c̄_ij, Σ_i w_ij and |N_j| in float64, upload by upload."""
+
+    def __init__(self) -> None:
+        self.rows = torch.zeros(0, 0, dtype=torch.float64)
+        self.weights = torch.zeros(0, dtype=torch.float64)
+        self.holders = torch.zeros(0, dtype=torch.int64)
+        self.empty = True
+
+    def add(self, upload: Prototypes, weights: Tensor | None) -> None:
+        if self.empty:
+            self.rows = torch.zeros(upload.values.shape, dtype=torch.float64)
+            self.weights = torch.zeros(len(upload.present), dtype=torch.float64)
+            self.holders = torch.zeros(len(upload.present), dtype=torch.int64)
+            self.empty = False
+        _check_shape(upload, self.rows.shape)
+        labels = upload.present.nonzero().flatten()
+        rows = upload.values[labels].to("cpu", torch.float64)
+        labels = labels.cpu()
+        self.holders[labels] += 1
+        if weights is None:
+            self.rows[labels] += rows
+        else:
+            chosen = weights.to("cpu", torch.float64)[labels]
+            self.rows[labels] += rows * chosen.unsqueeze(1)
+            self.weights[labels] += chosen
+
+    def result(self, factors: Tensor) -> Prototypes:
+        if self.empty:
+            raise ValueError("no uploads to aggregate")
+        return Prototypes((self.rows * factors.unsqueeze(1)).to(torch.float32), self.holders > 0)
+
+
+def _weighted_sum(uploads: Iterable[Prototypes]) -> _Sum:
+    total = _Sum()
+    for index, upload in enumerate(uploads):
+        if upload.counts is None:
+            raise ValueError(f"upload {index} has no counts, which count-weighted aggregation needs")
+        if bool((upload.present & (upload.counts < 1)).any()):
+            raise ValueError(f"upload {index} has a prototype with a count below 1")
+        total.add(upload, upload.counts)
+    return total
+
+
+def _scaled_sum(uploads: Iterable[Prototypes], factor: float) -> Prototypes:
+    total = _Sum()
+    for upload in uploads:
+        total.add(upload, None)
+    return total.result(torch.full(total.holders.shape, factor, dtype=torch.float64))
+
+
+def _per_class(uploads: Iterable[Prototypes], rule: Callable[[Tensor], Tensor]) -> Prototypes:
+    everything = list(uploads)
+    if not everything:
+        raise ValueError("no uploads to aggregate")
+    shape = everything[0].values.shape
+    for upload in everything:
+        _check_shape(upload, shape)
+    present = torch.stack([upload.present.cpu() for upload in everything])
+    values = torch.zeros(shape)
+    for label in present.any(0).nonzero().flatten().tolist():
+        holders = present[:, label].nonzero().flatten().tolist()
+        rows = torch.stack([everything[holder].values[label].to("cpu", torch.float64) for holder in holders])
+        values[label] = rule(rows).to(torch.float32)
+    return Prototypes(values, present.any(0))
+
+
+def _median(rows: Tensor) -> Tensor:
+    ordered = rows.sort(dim=0).values
+    return (ordered[(len(rows) - 1) // 2] + ordered[len(rows) // 2]) / 2
+
+
+def _check_shape(upload: Prototypes, shape: torch.Size) -> None:
+    if upload.values.shape != shape:
+        raise ValueError(f"an upload has shape {tuple(upload.values.shape)}, others have {tuple(shape)}")

@@ -1,0 +1,391 @@
+"""ProtoNorm's Prototype Alignment (PA): spread the global prototypes over the unit sphere.
+
+Source: ProtoNorm, Section 4.1 and Algorithm 1, and its published code (repository ProtoNorm). The energy is
+E = Σ_{j<k} ln(1/‖C_j - C_k‖) over unit rows C, the force F_j = -∂E/∂C_j = Σ_{k!=j} (C_j - C_k)/‖C_j - C_k‖².
+
+On the sphere F_j·C_j = (K-1)/2 whatever the configuration. The mean force that the published stopping rule
+watches is therefore a constant plus a second-order term: it freezes once the tangential force is below about
+sqrt((K-1)·5e-5), after 20 to 30 steps, however far the optimum still is.
+
+For K <= d + 1 the optimum is known: the regular simplex (all distances sqrt(2K/(K-1)), E =
+-(K(K-1)/4)·ln(2K/(K-1))). By Jensen's inequality nothing is below it, since ln is concave and Σ_{j<k} ‖C_j -
+C_k‖² = K² - ‖Σ_j C_j‖² <= K².
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.optimize import minimize
+from torch import Tensor
+
+from pbfl_flwr.errors import PbflError
+
+Solver = Literal["thomson", "simplex", "lbfgs"]
+
+SOFTENING = 1e-10  # added to squared distances in the force, as in the published code
+COINCIDENT = 1e-7  # rows nearer than this are taken for identical and get a jitter of JITTER
+JITTER = 1e-6
+PAIRS_AT_ONCE = 4096
+
+
+@dataclass(frozen=True)
+class AlignmentSettings:
+    """Settings of the three solvers; the defaults are the published ones where there are any.
+
+    Attributes:
+        step: η, multiplied by ``step_decay`` in step 0 and every ``decay_every`` steps after it.
+        step_decay: factor on η ("95 % decay" in the text).
+        decay_every: steps between two decays.
+        momentum: μ.
+        max_steps: bound on the steps (the published code's default; the text gives none).
+        first_test: step from which mean forces are compared; the published code looks from t > 10.
+        patience: stop after this many consecutive steps without a change.
+        tolerance: None compares mean forces rounded to 4 decimals, as the published code; a number is the
+            text's ε: no change is a change below it.
+        tangential: move along the sphere only, without momentum, until the force is stationary: a better
+            solver where there is no simplex (K > d + 1). Replaces all of the above by the next three.
+        tangential_step: the step is 2·this/(K - 1).
+        tangential_tolerance: stop when max_j ‖F_tan,j‖ / ((K - 1)/2) is below.
+        tangential_max_steps: bound on the steps.
+        lbfgs_max_iterations: of SciPy's L-BFGS-B.
+        lbfgs_memory: its number of corrections.
+        lbfgs_tolerance: stop when the largest gradient entry, as a share of (K - 1)/2, is below.
+    """
+
+    step: float = 0.1
+    step_decay: float = 0.95
+    decay_every: int = 10
+    momentum: float = 0.9
+    max_steps: int = 500
+    first_test: int = 10
+    patience: int = 10
+    tolerance: float | None = None
+    tangential: bool = False
+    tangential_step: float = 0.5
+    tangential_tolerance: float = 1e-6
+    tangential_max_steps: int = 2000
+    lbfgs_max_iterations: int = 1000
+    lbfgs_memory: int = 20
+    lbfgs_tolerance: float = 1e-8
+
+
+PUBLISHED = AlignmentSettings()
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How spread out unit prototypes are; all zero with fewer than two of them.
+
+    Attributes:
+        energy: E.
+        min_distance, mean_distance, max_distance: of all pairs.
+        margin: the largest distance of a prototype to its nearest neighbour (FedTGP's δ before the cap,
+            ProtoNorm's "maximum margin"); the smallest such distance is ``min_distance``.
+    """
+
+    energy: float = 0.0
+    min_distance: float = 0.0
+    mean_distance: float = 0.0
+    max_distance: float = 0.0
+    margin: float = 0.0
+
+
+@dataclass(frozen=True)
+class AlignmentReport:
+    """What an alignment did, for the round's history.
+
+    Attributes:
+        solver: its name.
+        iterations: steps taken (lbfgs: Thomson steps and its own together); 0 for the closed form.
+        converged: whether a stopping rule ended it, not the bound on the steps.
+        replaced: rows that had no direction, or shared one, and were given (another) one at random.
+        before: geometry of the normalised prototypes, after such replacements.
+        after: geometry of the result.
+    """
+
+    solver: str
+    iterations: int
+    converged: bool
+    replaced: int
+    before: Geometry
+    after: Geometry
+
+    def figures(self) -> dict[str, float]:
+        """Return everything but the name as flat numbers for the history."""
+        figures = {
+            "alignment-iterations": float(self.iterations),
+            "alignment-converged": float(self.converged),
+            "alignment-replaced": float(self.replaced),
+        }
+        for moment, shape in (("before", self.before), ("after", self.after)):
+            for name, value in asdict(shape).items():
+                figures[f"alignment-{name.replace('_', '-')}-{moment}"] = value
+        return figures
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """Aligned prototypes: (K, d) float32, unit rows for present classes and zero rows for absent ones."""
+
+    values: Tensor
+    report: AlignmentReport
+
+
+def align(
+    prototypes: Tensor,
+    present: Tensor,
+    solver: Solver = "thomson",
+    settings: AlignmentSettings = PUBLISHED,
+    *,
+    seed: int = 0,
+) -> Alignment:
+    """Spread the prototypes of the present classes over the unit sphere.
+
+    "thomson" is Algorithm 1 as published, with a Gram matrix instead of all K² differences: memory O(K² +
+    K·d) and, since forces never leave the span of the start, iterations on K·min(K, d) numbers. It runs in
+    float64 on the CPU (in float32 the rounded mean force can freeze at another step) and in float32
+    elsewhere. "simplex" is the regular simplex nearest to the normalised prototypes. "lbfgs" goes on from the
+    Thomson result with SciPy's L-BFGS-B.
+
+    Absent classes take no part; the input is left as it is.
+
+    Args:
+        prototypes: (K, d) aggregated prototypes c_j.
+        present: (K,) bool.
+        solver: "thomson", "simplex" or "lbfgs".
+        settings: of the solvers.
+        seed: of the vectors that replace zero rows and of the jitter on identical ones.
+
+    Returns:
+        Unit prototypes on the input's device, and the report.
+
+    Raises:
+        PbflError: if the solver is unknown, or "simplex" is asked of more than d + 1 classes.
+    """
+    if solver not in ("thomson", "simplex", "lbfgs"):
+        raise PbflError(f"alignment is '{solver}'; allowed is 'thomson', 'simplex' or 'lbfgs'")
+    device = prototypes.device
+    rows = prototypes.detach()[present].to("cpu", torch.float64)
+    num_rows, dim = rows.shape
+    if solver == "simplex" and num_rows > dim + 1:
+        raise PbflError(
+            f"alignment simplex needs at most feature-dim + 1 classes, but there are {num_rows} classes and "
+            f"feature-dim is {dim}; use thomson or lbfgs"
+        )
+    start, replaced = _unit_rows(rows, seed)
+    steps, converged = 0, True
+    if num_rows < 2:
+        units = start
+    elif solver == "simplex":
+        units = _nearest_simplex(start)
+    else:
+        basis, coordinates = _span(start)
+        working = coordinates.to(device, torch.float64 if device.type == "cpu" else torch.float32)
+        moved, steps, converged = (_tangential if settings.tangential else _thomson)(working, settings)
+        moved = moved.to("cpu", torch.float64)
+        if solver == "lbfgs":
+            moved, more, converged = _lbfgs(moved, settings)
+            steps += more
+        units = moved if basis is None else moved @ basis.T
+    values = torch.zeros(prototypes.shape, dtype=torch.float32)
+    values[present.cpu()] = units.to(torch.float32)
+    report = AlignmentReport(solver, steps, converged, replaced, geometry(start), geometry(units))
+    return Alignment(values.to(device), report)
+
+
+def geometry(units: Tensor) -> Geometry:
+    """Return energy and distances of unit rows (K, d), in float64."""
+    num_rows = len(units)
+    if num_rows < 2:
+        return Geometry()
+    squared = _squared_distances(units.detach().to("cpu", torch.float64)).clamp_min_(1e-300)
+    nearest = squared.clone().fill_diagonal_(math.inf).min(dim=1).values.sqrt()
+    squared.fill_diagonal_(1.0)
+    energy = -0.25 * float(squared.log().sum())  # each pair stands twice, and ln D = ½ ln D²
+    distances = squared.sqrt_().fill_diagonal_(0.0)
+    return Geometry(
+        energy=energy,
+        min_distance=float(nearest.min()),
+        mean_distance=float(distances.sum()) / (num_rows * (num_rows - 1)),
+        max_distance=float(distances.max()),
+        margin=float(nearest.max()),
+    )
+
+
+def forces(units: Tensor) -> Tensor:
+    """Return F_j = Σ_{k!=j} (C_j - C_k) / (‖C_j - C_k‖² + 1e-10) (ProtoNorm, Eq. 11) in O(K² + K·d) memory.
+
+    F is W's graph Laplacian times C, with W_jk = 1/(‖C_j - C_k‖² + 1e-10). Both that product and the squared
+    distances lose digits when rows are close, so rows are centred first, which mends a table whose rows are
+    all close together, and single close pairs are computed from their difference.
+    """
+    centred, squared, close = _distances_and_close_pairs(units)
+    squared.add_(SOFTENING).fill_diagonal_(math.inf)
+    inverse = squared.reciprocal_()
+    if close is not None:
+        inverse[close[0], close[1]] = 0
+        inverse[close[1], close[0]] = 0
+    total = torch.addmm(inverse.sum(1, keepdim=True) * centred, inverse, centred, alpha=-1)
+    if close is not None:
+        for j, k in _chunks(close):
+            difference = units[j] - units[k]
+            push = difference / ((difference**2).sum(1, keepdim=True) + SOFTENING)
+            total.index_add_(0, j, push).index_add_(0, k, push, alpha=-1)
+    return total
+
+
+def _squared_distances(units: Tensor) -> Tensor:
+    _, squared, close = _distances_and_close_pairs(units)
+    if close is not None:
+        for j, k in _chunks(close):
+            exact = ((units[j] - units[k]) ** 2).sum(1)
+            squared[j, k] = exact
+            squared[k, j] = exact
+    return squared
+
+
+def _distances_and_close_pairs(units: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
+    """Return centred rows, squared distances by Gram matrix, and the pairs j < k where those lost digits."""
+    centred = units - units.mean(0)
+    squares = (centred * centred).sum(1)
+    squared = torch.addmm(squares.unsqueeze(1) + squares, centred, centred.T, alpha=-2)
+    # A Gram distance errs by some eps·(‖x_j‖² + ‖x_k‖²); below this it has fewer than half of its digits.
+    limit = 2 * squares.max() * math.sqrt(torch.finfo(units.dtype).eps)
+    squared.fill_diagonal_(math.inf)
+    near = squared < limit
+    close = None
+    if bool(near.any()):
+        j, k = near.triu().nonzero(as_tuple=True)
+        close = (j, k)
+    return centred, squared.fill_diagonal_(0.0), close
+
+
+def _chunks(pairs: tuple[Tensor, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    for first in range(0, len(pairs[0]), PAIRS_AT_ONCE):
+        yield pairs[0][first : first + PAIRS_AT_ONCE], pairs[1][first : first + PAIRS_AT_ONCE]
+
+
+def _unit_rows(rows: Tensor, seed: int) -> tuple[Tensor, int]:
+    """Normalise; zero rows get a random direction, rows that coincide with an earlier one a jitter."""
+    random = torch.Generator().manual_seed(seed)
+    norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+    empty = norms.flatten() == 0
+    if bool(empty.any()):
+        rows = rows.clone()
+        rows[empty] = torch.randn(int(empty.sum()), rows.shape[1], generator=random, dtype=rows.dtype)
+        norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+    units = rows / norms
+    replaced = int(empty.sum())
+    if len(units) > 1:
+        coincident = (_squared_distances(units) < COINCIDENT**2).tril(-1).any(1)
+        if bool(coincident.any()):
+            noise = torch.randn(int(coincident.sum()), rows.shape[1], generator=random, dtype=rows.dtype)
+            units[coincident] += JITTER * noise / torch.linalg.vector_norm(noise, dim=1, keepdim=True)
+            units /= torch.linalg.vector_norm(units, dim=1, keepdim=True)
+            replaced += int((coincident & ~empty).sum())
+    return units, replaced
+
+
+def _span(units: Tensor) -> tuple[Tensor | None, Tensor]:
+    """Return an orthonormal basis (d, K) of the rows' span and their coordinates in it; no basis if K >= d."""
+    if len(units) >= units.shape[1]:
+        return None, units
+    basis, triangle = torch.linalg.qr(units.T)
+    return basis, triangle.T.contiguous()
+
+
+def _normalise(rows: Tensor) -> Tensor:
+    units: Tensor = rows / torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+    return units
+
+
+def _thomson(units: Tensor, settings: AlignmentSettings) -> tuple[Tensor, int, bool]:
+    """Algorithm 1 with the published schedule and stopping rule."""
+    velocity = torch.zeros_like(units)
+    step = settings.step
+    previous, unchanged = math.nan, 0
+    for t in range(settings.max_steps):
+        force = forces(units)
+        velocity.mul_(settings.momentum).add_(force, alpha=step)
+        units = _normalise(units + velocity)
+        if t % settings.decay_every == 0:
+            step *= settings.step_decay
+        if t >= settings.first_test:
+            size = float(torch.linalg.vector_norm(force, dim=1).mean())
+            if settings.tolerance is None:
+                size = round(size, 4)
+                same = size == previous
+            else:
+                same = abs(size - previous) < settings.tolerance
+            unchanged = unchanged + 1 if same else 0
+            previous = size
+            if unchanged == settings.patience:
+                return units, t + 1, True
+    return units, settings.max_steps, False
+
+
+def _tangential(units: Tensor, settings: AlignmentSettings) -> tuple[Tensor, int, bool]:
+    """Descend along the sphere: C <- normalise(C + step·(F - (F·C)C))."""
+    radial = (len(units) - 1) / 2
+    for t in range(settings.tangential_max_steps):
+        force = forces(units)
+        force -= (force * units).sum(1, keepdim=True) * units
+        if float(torch.linalg.vector_norm(force, dim=1).max()) / radial < settings.tangential_tolerance:
+            return units, t, True
+        units = _normalise(units + settings.tangential_step / radial * force)
+    return units, settings.tangential_max_steps, False
+
+
+def _nearest_simplex(units: Tensor) -> Tensor:
+    """Return the regular simplex that maximises Σ_j C*_j·C_j (orthogonal Procrustes).
+
+    Every regular simplex is sqrt(K/(K-1))·H·Qᵀ, with H (K, K-1) any orthonormal basis of the complement of
+    the ones vector and Q (d, K-1) orthonormal; the best Q is the orthogonal factor of Hᵀ·C. Its SVD yields
+    full orthonormal factors at any rank, so prototypes in a lower-dimensional subspace need no special case.
+    """
+    num_rows = len(units)
+    order = torch.arange(1, num_rows, dtype=units.dtype)
+    helmert = torch.tril(
+        torch.ones(num_rows - 1, num_rows, dtype=units.dtype)
+    )  # rows (1, .., 1, -i, 0, .., 0)
+    helmert[torch.arange(num_rows - 1), torch.arange(1, num_rows)] = -order
+    helmert /= torch.sqrt(order * (order + 1)).unsqueeze(1)
+    left, _, right = torch.linalg.svd(helmert @ units, full_matrices=False)
+    simplex: Tensor = math.sqrt(num_rows / (num_rows - 1)) * (helmert.T @ (left @ right))
+    return simplex
+
+
+def _lbfgs(units: Tensor, settings: AlignmentSettings) -> tuple[Tensor, int, bool]:
+    """Minimise E over unconstrained Y with C = Y/‖Y‖, whose gradient is -F_tan/‖Y‖."""
+    shape = units.shape
+    radial = (len(units) - 1) / 2
+
+    def objective(flat: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
+        rows = torch.from_numpy(flat).reshape(shape)
+        norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+        points = rows / norms
+        force = forces(points)
+        gradient = ((force * points).sum(1, keepdim=True) * points - force) / norms
+        return geometry(points).energy / radial, (gradient / radial).flatten().numpy()
+
+    found = minimize(
+        objective,
+        units.flatten().numpy(),
+        jac=True,
+        method="L-BFGS-B",
+        options={
+            "maxiter": settings.lbfgs_max_iterations,
+            "maxfun": 2 * settings.lbfgs_max_iterations,
+            "maxcor": settings.lbfgs_memory,
+            "ftol": 0.0,
+            "gtol": settings.lbfgs_tolerance,
+        },
+    )
+    return _normalise(torch.from_numpy(found.x).reshape(shape)), int(found.nit), bool(found.success)

@@ -1,0 +1,140 @@
+"""The pull towards global prototypes: what a client adds to its cross-entropy, and how FedCPD contrasts.
+
+Gradients flow into the features only. A class without a prototype pulls nothing and is never a NaN.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pbfl_flwr.errors import PbflError
+
+SMALLEST_NORM = 1e-8
+
+
+def pull(
+    features: Tensor,
+    labels: Tensor,
+    prototypes: Tensor,
+    present: Tensor,
+    *,
+    form: Literal["mse", "l2"] = "mse",
+    class_weights: Tensor | None = None,
+    per_class: bool = False,
+    masks: Tensor | None = None,
+) -> Tensor:
+    """Return the regulariser R(z, y, c), to be multiplied by λ.
+
+    With T_b = c_{y_b}, or the detached z_b itself if class y_b has no prototype (zero error and zero
+    gradient, still counted in every denominator), and weights β (1 without ``class_weights``):
+
+    ======  =========  ======================================================================================
+    form    per_class  R
+    ======  =========  ======================================================================================
+    mse     False      (1/(B·d)) Σ_b β_{y_b} ‖z_b - T_b‖²: all published code; CPKD weighs ∝ n_ij² then
+    mse     True       mean over the classes j of the batch of β_j · mean over its samples of ‖z_b - T_b‖²/d
+    l2      False      (1/B) Σ_b β_{y_b} ‖z_b - T_b‖₂
+    l2      True       Σ over the classes j of the batch of β_j ‖z̄_j - c_j‖₂, z̄_j the batch's class mean
+    ======  =========  ======================================================================================
+
+    The last row is FedProto's regulariser to the letter (CPS paper, Eq. 6 and 12; TinyProto, Eq. 6; ProtoNorm,
+    Eq. 15) with the batch's class means for the local prototypes, which SGD cannot know.
+    λ belongs to its form: the published runs used λ = 10 with "mse", the texts' λ = 0.1 and 1 belong to "l2".
+
+    Args:
+        features: (B, d) z with a graph.
+        labels: (B,) y.
+        prototypes: (K, d) c, already expanded and scaled.
+        present: (K,) bool; which rows of ``prototypes`` are prototypes.
+        form: "mse" or "l2".
+        class_weights: (K,) β_ij of CPKD, or None.
+        per_class: average within a class first.
+        masks: (K, d) bool; count only the errors inside the class's mask (CPS paper with CPKD). None counts
+            all d, so that outside the mask features are pulled to the zeros of the expanded prototype
+            (published code). The denominators stay B·d either way.
+
+    Returns:
+        A scalar with a graph.
+
+    Raises:
+        PbflError: if the form is unknown.
+    """
+    if form not in ("mse", "l2"):
+        raise PbflError(f"pull-form is '{form}'; allowed is 'mse' or 'l2'")
+    prototypes = prototypes.detach().to(features)
+    present = present.to(features.device)
+    targets = torch.where(present[labels].unsqueeze(1), prototypes[labels], features.detach())
+    errors = features - targets
+    if masks is not None:
+        errors = errors * masks.to(features.device)[labels].to(features.dtype)
+    weights = features.new_ones(len(prototypes)) if class_weights is None else class_weights.to(features)
+    if not per_class:
+        sizes = (errors**2).mean(1) if form == "mse" else torch.linalg.vector_norm(errors, dim=1)
+        return (weights[labels] * sizes).mean()
+    counts = torch.bincount(labels, minlength=len(prototypes)).to(features.dtype)
+    shares = (1 / counts.clamp_min(1))[labels]  # 1 / samples of this sample's class in the batch
+    if form == "mse":
+        return (weights[labels] * shares * (errors**2).mean(1)).sum() / (counts > 0).sum()
+    means = torch.zeros_like(prototypes).index_add(0, labels, errors * shares.unsqueeze(1))
+    distances: Tensor = weights * torch.linalg.vector_norm(means, dim=1)
+    return distances.sum()
+
+
+def proportional_weights(counts: Tensor) -> Tensor:
+    """Return CPKD's β_ij = p_ij / max_k p_ik = n_ij / max_k n_ik (K,) float32; all zero if there is no
+    sample.
+
+    Source: CPKD, Eq. 12. Counts are the client's own training counts and never leave it.
+
+    Args:
+        counts: (K,) n_ij.
+    """
+    wide = counts.to(torch.float32)
+    return wide / wide.max().clamp_min(1)
+
+
+def contrast(
+    features: Tensor, labels: Tensor, prototypes: Tensor, present: Tensor, temperature: float
+) -> Tensor:
+    """Return FedCPD's L_pcl = mean_b -log(e^{s(z_b,P_y)/τ} / Σ_{c available} e^{s(z_b,P_c)/τ}), s the cosine.
+
+    A class without a prototype is not in the denominator; its samples take no part in the mean. With one
+    available class the loss is 0, with none it is a 0 that has a graph. Norms are clamped at 1e-8.
+
+    Args:
+        features: (B, d) z with a graph.
+        labels: (B,) y.
+        prototypes: (K, d) P.
+        present: (K,) bool.
+        temperature: τ > 0.
+
+    Raises:
+        PbflError: if τ is not positive.
+    """
+    if not temperature > 0:
+        raise PbflError(f"the temperature of the contrast is {temperature}; it must be positive")
+    present = present.to(features.device)
+    usable = present[labels]
+    if not bool(usable.any()):
+        return features.sum() * 0
+    units = F.normalize(prototypes.detach().to(features), dim=1, eps=SMALLEST_NORM)
+    cosines = F.normalize(features[usable], dim=1, eps=SMALLEST_NORM) @ units[present].T
+    column = present.cumsum(0) - 1  # class -> its column among the available ones
+    return F.cross_entropy(cosines / temperature, column[labels[usable]])
+
+
+def alignment_pull(features: Tensor, labels: Tensor, prototypes: Tensor, present: Tensor) -> Tensor:
+    """Return FedCPD's L_align = mean_b ‖z_b - P_{y_b}‖₂², summed over dimensions; see :func:`pull` for absent
+    classes.
+
+    Args:
+        features: (B, d) z with a graph.
+        labels: (B,) y.
+        prototypes: (K, d) P.
+        present: (K,) bool.
+    """
+    return pull(features, labels, prototypes, present) * features.shape[1]

@@ -1,0 +1,428 @@
+"""The prototype pipeline: one slot a stage, and every method of the family is a setting of the slots.
+
+::
+
+    client   fit (cross-entropy + λ·pull) -> class sums, counts -> means c̄_ij
+                                       -> [scale by n_ij] -> [mask: compress to s]        ~~Prototypes~~>
+    server   combine (mean | weighted | PPA | APS | median | trimmed mean) -> [keep stale]
+             -> [train: FedTGP] -> [align: PA] -> [mask: compress to s]                   ~~Prototypes~~>
+    client   [mask: expand to d] -> [scale: γ of PU, μ of APS] -> pull (next loss), nearest (prediction)
+
+Which stages fit together is checked when the pipeline is built. The server's stages after ``combine`` work in d
+dimensions (zeros outside the mask), so that PA and FedTGP mean the same with and without sparsification; what
+leaves the mask there does not travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from pbfl_flwr import seeds
+from pbfl_flwr.config import PrototypeSettings, Settings
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.method import Client, Method, Moment, Predictor, Round, Update, head_scores, nearest
+from pbfl_flwr.payloads import Prototypes, RejectedPayload
+from pbfl_flwr.prototypes import aggregation, distillation, masks, scaling
+from pbfl_flwr.prototypes.alignment import Solver, align
+from pbfl_flwr.prototypes.statistics import ClassSums
+from pbfl_flwr.prototypes.trainable import TrainableState, initial_state, stack_uploads, train_prototypes
+from pbfl_flwr.task import Task
+from pbfl_flwr.training import each_feature, fit, forward
+
+APS_RULES = ("aps-sum", "aps-mean")
+SCALED_RULES = ("ppa", *APS_RULES)
+WEIGHTED_RULES = ("weighted", "weighted-shrunk")
+SOLVERS: dict[str, Solver] = {"thomson": "thomson", "simplex": "simplex", "lbfgs": "lbfgs"}
+
+
+@dataclass(frozen=True)
+class ServerTraining:
+    """Settings of FedTGP's server-trained prototypes.
+
+    Attributes:
+        epochs: S, passes over the uploaded prototypes in a round.
+        batch_size, learning_rate, momentum: of the server's SGD.
+        margin_cap: τ, upper bound of the adaptive margin.
+        absent: whether a class that nobody ever sent takes part in prediction and pull ("keep") or not.
+    """
+
+    epochs: int = 100
+    batch_size: int = 32
+    learning_rate: float = 0.01
+    momentum: float = 0.0
+    margin_cap: float = 100.0
+    absent: Literal["exclude", "keep"] = "exclude"
+
+
+@dataclass(frozen=True)
+class PipelineState:
+    """What the server knows.
+
+    Attributes:
+        broadcast: the global prototypes as they travel, (K, s).
+        combined: the aggregate of the uploads before training and alignment, (K, s); the cache for classes
+            that nobody sends in a round.
+        ages: (K,) int64, rounds since a class was last uploaded.
+        trained: FedTGP's generator, None without it.
+        figures: what the last aggregation reported.
+    """
+
+    broadcast: Prototypes
+    combined: Prototypes
+    ages: Tensor
+    trained: TrainableState | None
+    figures: Mapping[str, float]
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """Return everything under prefixed names; see :class:`pbfl_flwr.payloads.Payload`."""
+        tensors = {f"broadcast.{name}": tensor for name, tensor in self.broadcast.to_tensors().items()}
+        tensors |= {f"combined.{name}": tensor for name, tensor in self.combined.to_tensors().items()}
+        if self.trained is not None:
+            tensors |= {f"trained.{name}": tensor for name, tensor in self.trained.tensors.items()}
+        tensors |= {
+            f"figure.{name}": torch.tensor(value, dtype=torch.float64) for name, value in self.figures.items()
+        }
+        return {**tensors, "ages": self.ages}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], task: Task) -> PipelineState:
+        """Rebuild the state of a checkpoint."""
+
+        def under(prefix: str) -> dict[str, Tensor]:
+            return {
+                key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)
+            }
+
+        trained = under("trained.")
+        return cls(
+            Prototypes.from_tensors(under("broadcast."), task),
+            Prototypes.from_tensors(under("combined."), task),
+            tensors["ages"],
+            TrainableState(trained) if trained else None,
+            {name: float(value) for name, value in under("figure.").items()},
+        )
+
+    def scalars(self) -> int:
+        """Return the scalars of the broadcast."""
+        return self.broadcast.scalars()
+
+
+@dataclass(frozen=True)
+class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
+    """A method made of the stages above. Build it with :func:`pipeline`.
+
+    Attributes:
+        stages: the resolved settings; nothing in it is "auto" but aps-scale.
+        server_training: FedTGP's settings, or None.
+        mask_seed: seed of the masks, the only thing about them that clients must agree on.
+    """
+
+    name: str
+    stages: PrototypeSettings
+    server_training: ServerTraining | None = None
+    mask_seed: int = 0
+    headline: str = "global"
+    moment: Moment = "after"
+
+    state = PipelineState
+    down = Prototypes
+    up = Prototypes
+
+    # Client -----------------------------------------------------------------------------------------------
+
+    def local_update(self, client: Client, down: Prototypes) -> Update[Prototypes]:
+        """Fit with the pull towards the global prototypes, then answer the local ones."""
+        K, stages = client.task.num_classes, self.stages
+        targets = self._targets(client, down)  # (K, d)
+        present = down.present.to(client.device)
+        beta = distillation.proportional_weights(client.data.counts) if stages.cpkd != "off" else None  # β_i
+        inside = self._masks(client.task) if stages.cps_pull == "masked" else None
+        on_the_way = ClassSums(K, client.task.feature_dim)
+
+        def loss(inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            features, logits = forward(client.model, inputs)
+            if stages.collect == "trajectory":
+                on_the_way.add(features.detach(), labels)
+            terms = {"ce": nn.functional.cross_entropy(logits, labels)}
+            if down.num_present:
+                terms["pull"] = self._pull_weight * distillation.pull(
+                    features,
+                    labels,
+                    targets,
+                    present,
+                    form="l2" if stages.pull_form == "l2" else "mse",
+                    class_weights=beta,
+                    per_class=stages.cpkd == "class",
+                    masks=inside,
+                )
+            return terms
+
+        report = fit(client, loss)
+        sums = on_the_way
+        if stages.collect == "post":
+            sums = ClassSums(K, client.task.feature_dim)
+            for features, labels in each_feature(client, client.data.train):
+                sums.add(features, labels)
+        values, held, _ = sums.means()
+        memory = {"prototypes": values, "held": held, **report.optimizer}
+        return Update(self._upload(client, values, held), memory, report.metrics())
+
+    def predictors(self, client: Client, down: Prototypes) -> dict[str, Predictor]:
+        """Head; nearest global prototype, over all classes and over the client's own; nearest local one."""
+        found: dict[str, Predictor] = {"head": head_scores}
+        own = client.data.counts > 0
+        if down.num_present:
+            targets = self._targets(client, down)
+            found["global"] = nearest(targets, down.present)
+            if bool((down.present & own).any()):
+                found["global-local"] = nearest(targets, down.present & own)
+        if "held" in client.memory and bool(client.memory["held"].any()):
+            found["local"] = nearest(client.memory["prototypes"], client.memory["held"])
+        return found
+
+    def _upload(self, client: Client, values: Tensor, held: Tensor) -> Prototypes:
+        counts = client.data.counts  # n_ij
+        held = held & (counts > 0)
+        if self.stages.aggregation in SCALED_RULES:
+            values = scaling.scale_by_counts(values, counts)
+        if (table := self._masks(client.task)) is not None:
+            values = masks.compress(values, table)
+        values = torch.where(held[:, None], values, torch.zeros_like(values))
+        needs_total = self.stages.aggregation == "ppa" and self.stages.ppa_total == "reported"
+        needs_total |= self.stages.aggregation in APS_RULES and self.stages.aps_scale == "auto"
+        return Prototypes(
+            values,
+            held,
+            counts * held if self.stages.aggregation in WEIGHTED_RULES else None,
+            int(counts.sum()) if needs_total else None,
+        )
+
+    def _targets(self, client: Client, down: Prototypes) -> Tensor:
+        """Global prototypes in d dimensions at the scale of the pull: γ·c_j (PU), μ·c_j (APS) or c_j."""
+        table = self._masks(client.task)
+        values = down.values if table is None else masks.expand(down.values, table)
+        if self.stages.alignment != "off":
+            factor = self._upscale
+        elif self.stages.aggregation in APS_RULES and self.server_training is None:
+            factor = self._upscale * self._mu(client.task, down.num_examples)
+        else:
+            factor = self._upscale
+        return scaling.upscale(values, factor).to(client.device)
+
+    # Server -----------------------------------------------------------------------------------------------
+
+    def init(self, task: Task, seed: int) -> PipelineState:
+        """No class has a prototype yet; FedTGP's generator starts from its own seed."""
+        nobody = Prototypes.empty(task.num_classes, self._width(task))
+        trained = None
+        if self.server_training is not None:
+            trained = initial_state(task.num_classes, task.feature_dim, seeds.derive(seed, "fedtgp"))
+        return PipelineState(nobody, nobody, torch.zeros(task.num_classes, dtype=torch.int64), trained, {})
+
+    def broadcast(self, state: PipelineState, client: int) -> Prototypes:
+        """The global prototypes."""
+        return state.broadcast
+
+    def aggregate(self, state: PipelineState, uploads: Mapping[int, Prototypes], at: Round) -> PipelineState:
+        """Combine, keep what nobody sent, train, align, compress."""
+        task, stages = at.task, self.stages
+        fresh = self._combine(uploads, at)
+        combined, ages = aggregation.keep_stale(state.combined, fresh, state.ages, stages.stale)
+        combined = replace(combined, num_examples=fresh.num_examples)
+        table = self._masks(task)
+        values = combined.values if table is None else masks.expand(combined.values, table)
+        present, trained, figures = combined.present, state.trained, {"oldest-prototype": float(ages.max())}
+        if self.server_training is not None and trained is not None:
+            trained, values, shown = self._train(trained, uploads, at)
+            figures |= shown
+            if self.server_training.absent == "keep":
+                present = torch.ones_like(present)
+        if stages.alignment != "off":
+            aligned = align(values, present, SOLVERS[stages.alignment], seed=seeds.derive(at.seed, "alignment"))
+            values = aligned.values
+            figures |= aligned.report.figures()
+        values = torch.where(present[:, None], values, torch.zeros_like(values))
+        rows = values if table is None else masks.compress(values, table)
+        down = Prototypes(rows.to(torch.float32), present, None, combined.num_examples)
+        return PipelineState(down, combined, ages, trained, figures)
+
+    def _combine(self, uploads: Mapping[int, Prototypes], at: Round) -> Prototypes:
+        """Return the aggregate; its num_examples is n_t where the clients scale by it."""
+        K, rule, sent = at.task.num_classes, self.stages.aggregation, list(uploads.values())
+        if not sent:
+            return Prototypes.empty(K, self._width(at.task))
+        if rule == "mean":
+            return aggregation.mean(sent)
+        if rule == "weighted":
+            return aggregation.weighted(sent)
+        if rule == "weighted-shrunk":
+            return aggregation.weighted_shrunk(sent)
+        if rule == "median":
+            return aggregation.coordinate_median(sent)
+        if rule == "trimmed-mean":
+            return aggregation.trimmed_mean(sent, self.stages.trim_share)
+        if rule == "ppa":
+            return aggregation.ppa(sent, K, self._total(uploads, at))
+        form: Literal["sum", "mean"] = "sum" if rule == "aps-sum" else "mean"
+        n_t = self._total(uploads, at) if self.stages.aps_scale == "auto" else None
+        return replace(aggregation.aps(sent, 1.0, form), num_examples=n_t)  # μ is applied by the client
+
+    def _train(
+        self, trained: TrainableState, uploads: Mapping[int, Prototypes], at: Round
+    ) -> tuple[TrainableState, Tensor, dict[str, float]]:
+        """FedTGP over all uploaded vectors, brought back to the scale of features where they are n-scaled."""
+        assert self.server_training is not None
+        task, settings = at.task, self.server_training
+        scale = None
+        if self.stages.aggregation == "ppa":
+            scale = task.num_classes / self._total(uploads, at)  # K/n
+        elif self.stages.aggregation in APS_RULES:
+            scale = self._mu(task, self._total(uploads, at) if self.stages.aps_scale == "auto" else None)
+        table = self._masks(task)
+        dense = [
+            up if table is None else replace(up, values=masks.expand(up.values, table))
+            for up in uploads.values()
+        ]
+        vectors, labels = stack_uploads(dense, scale)
+        trained, values, report = train_prototypes(
+            trained,
+            vectors,
+            labels,
+            epochs=settings.epochs,
+            batch_size=settings.batch_size,
+            learning_rate=settings.learning_rate,
+            momentum=settings.momentum,
+            margin_cap=settings.margin_cap,
+            generator=seeds.generator(at.seed, "fedtgp", at.number),
+        )
+        return trained, values, report.figures()
+
+    def _total(self, uploads: Mapping[int, Prototypes], at: Round) -> int:
+        """n_t, the training samples behind this round's uploads."""
+        if self.stages.ppa_total == "known":
+            return max(1, round(self.stages.total_examples * len(uploads) / at.num_clients))
+        return max(1, sum(upload.num_examples or 0 for upload in uploads.values()))
+
+    def validate(self, upload: Prototypes, state: PipelineState, task: Task) -> None:
+        """Width, and exactly the counts that the rule needs."""
+        width, rule = self._width(task), self.stages.aggregation
+        if upload.values.shape[1] != width:
+            raise RejectedPayload(f"rows are {upload.values.shape[1]} wide, this run sends {width}")
+        if (upload.counts is not None) != (rule in WEIGHTED_RULES):
+            raise RejectedPayload(
+                f"counts are {'missing' if upload.counts is None else 'not part'} of rule '{rule}'"
+            )
+
+    def report(self, state: PipelineState) -> dict[str, float]:
+        """Figures of the last aggregation: solver, margin, training, ages."""
+        return dict(state.figures)
+
+    # Both -------------------------------------------------------------------------------------------------
+
+    def check(self, task: Task, architectures: Sequence[str]) -> None:
+        """Masks must exist and the solver must be able to place K prototypes in d dimensions."""
+        self._masks(task)
+        if self.stages.alignment == "simplex" and task.num_classes > task.feature_dim + 1:
+            raise PbflError(
+                f"alignment = 'simplex' needs num classes <= feature-dim + 1, found K={task.num_classes} and "
+                f"feature-dim={task.feature_dim}; allowed are 'thomson' and 'lbfgs'"
+            )
+
+    def paper_scalars(
+        self, task: Task, class_counts: Sequence[int], parameters: Sequence[tuple[int, int]]
+    ) -> float:
+        """Σ_i (K_i + K)·s: up K_i rows, down K rows, to each of M clients."""
+        return float(sum(held + task.num_classes for held in class_counts) * self._width(task))
+
+    def _width(self, task: Task) -> int:
+        table = self._masks(task)
+        return task.feature_dim if table is None else int(table[0].sum())
+
+    def _masks(self, task: Task) -> Tensor | None:
+        s = self.stages.cps_dim
+        if s == "auto" or s == 0 or s == task.feature_dim:
+            return None
+        return _allocated(task.num_classes, task.feature_dim, s, self.stages.cps_scheme, self.mask_seed)
+
+    def _mu(self, task: Task, num_examples: int | None) -> float:
+        if self.stages.aps_scale != "auto":
+            return self.stages.aps_scale
+        return scaling.default_aps_scale(task.num_classes, num_examples) if num_examples else 1.0
+
+    @cached_property
+    def _pull_weight(self) -> float:
+        return _number(self.stages.pull_weight)
+
+    @cached_property
+    def _upscale(self) -> float:
+        return _number(self.stages.upscale)
+
+
+def pipeline(
+    settings: Settings,
+    name: str,
+    *,
+    headline: str = "global",
+    server_training: ServerTraining | None = None,
+    pull_weight: float = 10.0,
+    aggregation: str = "mean",
+    cps_dim: int = 0,
+    alignment: str = "off",
+    upscale: float = 1.0,
+) -> Pipeline:
+    """Return the method: what its name stands for, where the configuration says "auto".
+
+    The default λ = 10 belongs to the form that is a mean over B·d elements, which every released code base uses;
+    the λ = 1 or 0.1 of the papers' texts belongs to a norm (``pull-form="l2"``).
+
+    Raises:
+        PbflError: if two stages do not fit together.
+    """
+    means: dict[str, float | int | str] = {
+        "pull_weight": pull_weight,
+        "pull_form": "mse",
+        "collect": "post",
+        "aggregation": aggregation,
+        "cps_dim": cps_dim,
+        "cpkd": "off",
+        "alignment": alignment,
+        "upscale": upscale,
+    }
+    given = settings.prototypes
+    stages = given.model_copy(
+        update={key: value for key, value in means.items() if getattr(given, key) == "auto"}
+    )
+    if stages.aggregation == "ppa" and stages.ppa_total == "known" and stages.total_examples < 1:
+        raise PbflError(
+            "ppa-total = 'known' needs total-examples, the training samples of all clients together, >= 1"
+        )
+    for key in ("pull_weight", "upscale", "aps_scale"):
+        value = getattr(stages, key)
+        if value != "auto" and value < 0:
+            raise PbflError(f"{key.replace('_', '-')} = {value}: allowed is a number from 0 or 'auto'")
+    if stages.cps_dim != "auto" and stages.cps_dim < 0:
+        raise PbflError(f"cps-dim = {stages.cps_dim}: allowed is 0 (off), 1..feature-dim or 'auto'")
+    if stages.cps_dim != "auto" and stages.cps_dim > settings.models.feature_dim:
+        raise PbflError(
+            f"cps-dim = {stages.cps_dim}: allowed is up to feature-dim = {settings.models.feature_dim}"
+        )
+    return Pipeline(name, stages, server_training, seeds.derive(settings.run.seed, "masks"), headline)
+
+
+@lru_cache(maxsize=8)
+def _allocated(
+    num_classes: int, feature_dim: int, size: int, scheme: Literal["dimension", "block"], seed: int
+) -> Tensor:
+    return masks.allocate_masks(num_classes, feature_dim, size, scheme=scheme, seed=seed)
+
+
+def _number(value: float | Literal["auto"]) -> float:
+    if value == "auto":
+        raise PbflError("a pipeline is built with pipeline(), which resolves every 'auto'")
+    return float(value)

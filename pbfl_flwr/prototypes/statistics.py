@@ -1,0 +1,60 @@
+"""Class sums and counts -> local prototypes c̄_ij = (1/n_ij) Σ_{x in D_ij} f_i(x) (FedProto, Eq. 3)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def class_sums(features: Tensor, labels: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
+    """Sum the features of every class in one scatter, without a loop over samples.
+
+    Args:
+        features: (B, d) floating point; half-precision features are summed in float32.
+        labels: (B,) whole numbers 0..K-1.
+        num_classes: K.
+
+    Returns:
+        sums (K, d) in float32 or float64, and counts (K,) int64; both on the features' device. A class
+        without a sample has a zero row and the count 0.
+    """
+    wide = features.detach()
+    if wide.dtype not in (torch.float32, torch.float64):
+        wide = wide.to(torch.float32)
+    labels = labels.to(wide.device, torch.int64)
+    sums = wide.new_zeros(num_classes, wide.shape[1]).index_add_(0, labels, wide)
+    counts = torch.zeros(num_classes, dtype=torch.int64, device=wide.device)
+    return sums, counts.index_add_(0, labels, torch.ones_like(labels))
+
+
+def class_means(sums: Tensor, counts: Tensor) -> Tensor:
+    """Return sums / counts (K, d) in the dtype of the sums; a class with count 0 keeps a zero row."""
+    means = sums / counts.clamp_min(1).to(sums.dtype).unsqueeze(1)
+    return means * (counts > 0).to(sums.dtype).unsqueeze(1)
+
+
+class ClassSums:
+    """Class sums and counts over many batches, accumulated in float64 on the CPU.
+
+    The sum over batches is exact to float32 however many samples a class has, so that the prototypes do not
+    depend on the batch size beyond rounding.
+
+    Args:
+        num_classes: K.
+        feature_dim: d.
+    """
+
+    def __init__(self, num_classes: int, feature_dim: int) -> None:
+        self.sums = torch.zeros(num_classes, feature_dim, dtype=torch.float64)
+        self.counts = torch.zeros(num_classes, dtype=torch.int64)
+
+    def add(self, features: Tensor, labels: Tensor) -> None:
+        """Add one batch: features (B, d) of any floating dtype and device, labels (B,)."""
+        sums, counts = class_sums(features, labels, len(self.counts))
+        self.sums += sums.to("cpu", torch.float64)
+        self.counts += counts.cpu()
+
+    def means(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return c̄_ij (K, d) float32, which classes are present (K,) bool, and n_ij (K,) int64."""
+        means = class_means(self.sums, self.counts).to(torch.float32)
+        return means, self.counts > 0, self.counts.clone()

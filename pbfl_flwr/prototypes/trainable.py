@@ -1,0 +1,213 @@
+"""FedTGP's trainable global prototypes: a small network on the server whose outputs are the prototypes.
+
+Source: FedTGP (Zhang et al. 2024), adaptive-margin-enhanced contrastive learning, as in its published code
+(repository FedTGP).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pbfl_flwr.payloads import Prototypes
+
+CONVERGED_LOSS = 1e-3  # FedTGP's README: the final server loss should be below this
+MOMENTUM = "momentum."  # prefix of the optimiser's buffers in the state's tensors
+
+
+class PrototypeGenerator(nn.Module):
+    """TGP: one embedding a class through Linear -> ReLU -> Linear, all of width d; K·d + 2(d² + d)
+    parameters.
+
+    Args:
+        num_classes: K.
+        feature_dim: d.
+    """
+
+    def __init__(self, num_classes: int, feature_dim: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(num_classes, feature_dim)  # N(0, 1)
+        self.hidden = nn.Linear(feature_dim, feature_dim)
+        self.output = nn.Linear(feature_dim, feature_dim)
+
+    def forward(self) -> Tensor:
+        """Return the prototypes of all classes, (K, d)."""
+        prototypes: Tensor = self.output(F.relu(self.hidden(self.embedding.weight)))
+        return prototypes
+
+
+@dataclass(frozen=True)
+class TrainableState:
+    """What the server keeps from round to round.
+
+    Attributes:
+        tensors: the generator's parameters under their own names; with a momentum above 0, after the first
+            training, also the optimiser's buffers as ``momentum.<name>``. Never changed in place.
+    """
+
+    tensors: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class TrainingReport:
+    """How the server's training of one round ended.
+
+    Attributes:
+        loss: mean loss over the vectors in the last epoch.
+        margin: δ of this round.
+        converged: whether the loss is below 1e-3, as FedTGP's README asks; False is to be said aloud.
+        epochs: epochs trained, 0 if nobody sent a prototype.
+    """
+
+    loss: float
+    margin: float
+    converged: bool
+    epochs: int
+
+    def figures(self) -> dict[str, float]:
+        """Return the report as flat numbers for the history."""
+        return {
+            "server-loss": self.loss,
+            "server-margin": self.margin,
+            "server-converged": float(self.converged),
+            "server-epochs": float(self.epochs),
+        }
+
+
+def initial_state(num_classes: int, feature_dim: int, seed: int) -> TrainableState:
+    """Return a freshly initialised generator (PyTorch's defaults); global randomness is untouched."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        network = PrototypeGenerator(num_classes, feature_dim)
+    return TrainableState({name: tensor.detach().clone() for name, tensor in network.state_dict().items()})
+
+
+def stack_uploads(uploads: Iterable[Prototypes], scale: float | None = None) -> tuple[Tensor, Tensor]:
+    """Collect all local prototypes of a round as training vectors.
+
+    Under PPA and APS the uploads are n_ij·c̄_ij and must come back to the features' size: each is multiplied
+    by scale·|N_j|, with scale K/n (PPA on FedTGP, CPS paper's appendix) or μ (APS). The mean over the holders
+    of a class is then exactly the PPA (APS) prototype, hence the factor |N_j|.
+
+    Args:
+        uploads: local prototypes, full or expanded to (K, d).
+        scale: K/n or μ; None takes the vectors as they are.
+
+    Returns:
+        vectors (N, d) float32 and labels (N,) int64, in the order of uploads, then of classes.
+
+    Raises:
+        ValueError: if there is no upload.
+    """
+    tables = list(uploads)
+    if not tables:
+        raise ValueError("no uploads to train prototypes on")
+    labels = torch.cat([table.present.nonzero().flatten() for table in tables])
+    vectors = torch.cat([table.values[table.present] for table in tables])
+    if scale is not None:
+        holders = torch.stack([table.present for table in tables]).sum(0)
+        vectors = (vectors.double() * (scale * holders[labels]).unsqueeze(1)).to(torch.float32)
+    return vectors, labels
+
+
+def adaptive_margin(means: Tensor, present: Tensor, cap: float) -> float:
+    """Return δ = min(max_j min_{k != j} ‖Q_j - Q_k‖₂, τ), over the classes present.
+
+    The published code takes the largest distance to a *nearest* neighbour (also ProtoNorm's reading, Section
+    6.1), not the largest distance of all pairs. With fewer than two classes there is no neighbour and δ = τ.
+
+    Args:
+        means: (K, d) Q_j, the clients' mean prototype of every class.
+        present: (K,) bool.
+        cap: τ.
+    """
+    rows = means[present].double()
+    if len(rows) < 2:
+        return cap
+    distances = torch.cdist(rows, rows, compute_mode="donot_use_mm_for_euclid_dist")
+    distances.fill_diagonal_(math.inf)
+    return min(float(distances.min(dim=1).values.max()), cap)
+
+
+def margin_logits(vectors: Tensor, prototypes: Tensor, labels: Tensor, margin: float) -> Tensor:
+    """Return -(‖c̄_b - P_k‖₂ + δ·[k = y_b]) (B, K): the true class's logit is lowered by exactly δ.
+
+    Squared distances come from a Gram matrix as in the published code, but clamped at 1e-12 before the root:
+    rounding can make them negative and the root's slope at zero is infinite.
+    """
+    squared = (vectors**2).sum(1, keepdim=True) + (prototypes**2).sum(1) - 2 * vectors @ prototypes.T
+    distances = squared.clamp_min(1e-12).sqrt()
+    return -(distances + margin * F.one_hot(labels, len(prototypes)).to(distances.dtype))
+
+
+def train_prototypes(
+    state: TrainableState,
+    vectors: Tensor,
+    labels: Tensor,
+    *,
+    epochs: int = 100,
+    batch_size: int,
+    learning_rate: float,
+    margin_cap: float = 100.0,
+    momentum: float = 0.0,
+    generator: torch.Generator,
+) -> tuple[TrainableState, Tensor, TrainingReport]:
+    """Train the generator on this round's local prototypes and read off the global ones.
+
+    Each epoch shuffles all (c̄_ij, j), takes batches (the incomplete last one too) and steps on the
+    cross-entropy of :func:`margin_logits` over all K outputs, so a class that nobody holds is trained as a
+    negative only. The published optimiser is a fresh plain SGD each round; a momentum above 0 keeps its
+    buffers in the state.
+
+    Args:
+        state: of the previous round, left as it is.
+        vectors: (N, d) local prototypes; none leaves the generator as it is.
+        labels: (N,) their classes.
+        epochs: S.
+        batch_size: of the server.
+        learning_rate: of the server.
+        margin_cap: τ.
+        momentum: of SGD.
+        generator: draws the order of the vectors; on the CPU the result depends on it and the arguments
+            alone.
+
+    Returns:
+        The new state, the prototypes (K, d) float32 of all K classes, and the report.
+    """
+    num_classes, feature_dim = state.tensors["embedding.weight"].shape
+    network = PrototypeGenerator(num_classes, feature_dim)
+    network.load_state_dict({k: v.clone() for k, v in state.tensors.items() if not k.startswith(MOMENTUM)})
+    vectors = vectors.detach().to(torch.float32)
+    labels = labels.to(torch.int64)
+    sums = torch.zeros(num_classes, feature_dim, dtype=torch.float64).index_add_(0, labels, vectors.double())
+    holders = torch.bincount(labels, minlength=num_classes)
+    margin = adaptive_margin(sums / holders.clamp_min(1).unsqueeze(1), holders > 0, margin_cap)
+    optimizer = torch.optim.SGD(network.parameters(), lr=learning_rate, momentum=momentum)
+    if momentum > 0:
+        for name, parameter in network.named_parameters():
+            if MOMENTUM + name in state.tensors:
+                optimizer.state[parameter]["momentum_buffer"] = state.tensors[MOMENTUM + name].clone()
+    loss, trained = 0.0, epochs if len(vectors) else 0
+    for _ in range(trained):
+        loss = 0.0
+        for batch in torch.split(torch.randperm(len(vectors), generator=generator), batch_size):
+            logits = margin_logits(vectors[batch], network(), labels[batch], margin)
+            batch_loss = F.cross_entropy(logits, labels[batch])
+            optimizer.zero_grad()
+            torch.autograd.backward(batch_loss)
+            optimizer.step()
+            loss += float(batch_loss.detach()) * len(batch) / len(vectors)
+    tensors = {name: tensor.detach().clone() for name, tensor in network.state_dict().items()}
+    if momentum > 0:
+        for name, parameter in network.named_parameters():
+            if (buffer := optimizer.state[parameter].get("momentum_buffer")) is not None:
+                tensors[MOMENTUM + name] = buffer.clone()
+    with torch.no_grad():
+        prototypes = network()
+    report = TrainingReport(loss, margin, trained > 0 and loss < CONVERGED_LOSS, trained)
+    return TrainableState(tensors), prototypes, report

@@ -1,0 +1,20 @@
+"""Seeds are a function of what they are for, never of who asked first.
+
+Every random choice (weights, batches, sampling, masks) takes its seed from the run's seed and the names and
+numbers that describe it, so the same run gives the same bits with one worker or with many.
+"""
+
+import hashlib
+
+import torch
+
+
+def derive(*parts: int | str) -> int:
+    """Return a 63-bit seed from what the randomness is for, e.g. ``derive(seed, "batches", client, round)``."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def generator(*parts: int | str) -> torch.Generator:
+    """Return a torch CPU generator seeded by :func:`derive`."""
+    return torch.Generator().manual_seed(derive(*parts))

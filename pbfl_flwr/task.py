@@ -1,0 +1,31 @@
+"""What all clients of one federation agree on."""
+
+from dataclasses import dataclass
+
+from pbfl_flwr.errors import PbflError
+
+
+@dataclass(frozen=True)
+class Task:
+    """The common ground: everything else (architecture, data, device) may differ from client to client.
+
+    Attributes:
+        num_classes: K, the number of classes of the whole federation; labels are 0..K-1.
+        feature_dim: d, the width of the penultimate activation that every model is made to answer.
+        input_shape: shape of one input without the batch axis, e.g. (3, 32, 32).
+
+    Raises:
+        PbflError: if K < 2, d < 1 or a side of the input is not positive.
+    """
+
+    num_classes: int
+    feature_dim: int
+    input_shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.num_classes < 2:
+            raise PbflError(f"num_classes is {self.num_classes}; a classification task needs at least 2")
+        if self.feature_dim < 1:
+            raise PbflError(f"feature-dim is {self.feature_dim}; allowed are whole numbers from 1")
+        if not self.input_shape or min(self.input_shape) < 1:
+            raise PbflError(f"input shape {self.input_shape} has an empty side")

@@ -1,0 +1,234 @@
+"""The one SGD loop, the one pass over features, the one evaluation: every method uses these.
+
+A client's shard is a contiguous tensor; batches are cut by index, normalised on the device, and nothing here
+handles a single sample in Python.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from pbfl_flwr.config import TrainingSettings
+from pbfl_flwr.data import ClientData, Shard
+from pbfl_flwr.method import Client, Predictor
+from pbfl_flwr.models import has_batch_norm
+
+Loss = Callable[[Tensor, Tensor], Mapping[str, Tensor]]
+"""(inputs (B, ...), labels (B,)) -> named terms; their sum is what the optimiser descends."""
+
+
+class Diverged(RuntimeError):
+    """A loss that is not finite any more: the client's update is worthless and must not be stored."""
+
+
+@dataclass(frozen=True)
+class FitReport:
+    """What a call of :func:`fit` did.
+
+    Attributes:
+        steps: optimiser steps.
+        samples: samples seen, all epochs together.
+        losses: mean of every loss term over the steps.
+        optimizer: the momentum buffers, by parameter name, for the settings that keep them.
+    """
+
+    steps: int
+    samples: int
+    losses: dict[str, float]
+    optimizer: dict[str, Tensor]
+
+    def metrics(self) -> dict[str, float]:
+        """Return the losses under the names that the log shows."""
+        return {f"loss.{name}": value for name, value in self.losses.items()}
+
+
+def forward(model: nn.Module, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (features (B, d), logits (B, K)) of a network that follows the model contract."""
+    features: Tensor = model.features(inputs)  # type: ignore[operator]  # nn.Module.__getattr__ is untyped
+    logits: Tensor = model.head(features)  # type: ignore[operator]
+    return features, logits
+
+
+def classification(model: nn.Module) -> Loss:
+    """Return the plain loss: cross-entropy of the logits, mean over the batch."""
+
+    def loss(inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"ce": nn.functional.cross_entropy(forward(model, inputs)[1], labels)}
+
+    return loss
+
+
+def fit(
+    client: Client,
+    loss: Loss,
+    *,
+    parameters: Iterable[nn.Parameter] | None = None,
+    epochs: int | None = None,
+    phase: str = "fit",
+    learning_rate: float | None = None,
+) -> FitReport:
+    """Train with plain SGD over the client's data.
+
+    Args:
+        client: its network is changed in place.
+        loss: the named terms of one batch.
+        parameters: what to update; by default the whole network. Everything else is left as it is, though its
+            BatchNorm statistics move with the data, as they do in the references.
+        epochs: passes over the data; by default local-epochs.
+        phase: names this pass, so that two passes of a round draw different batches.
+        learning_rate: by default the setting of that name.
+
+    Raises:
+        Diverged: if a loss term is not finite.
+    """
+    settings, data, model = client.training, client.data, client.model
+    chosen = list(model.parameters() if parameters is None else parameters)
+    if not chosen:
+        return FitReport(0, 0, {}, {})
+    optimizer = torch.optim.SGD(
+        chosen,
+        lr=settings.learning_rate if learning_rate is None else learning_rate,
+        momentum=settings.momentum,
+        weight_decay=settings.weight_decay,
+        fused=chosen[0].device.type in ("cpu", "cuda"),
+    )
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    if settings.optimizer_state == "kept":
+        _restore_momentum(optimizer, chosen, names, client.memory)
+    updated = {id(parameter) for parameter in chosen}
+    frozen = [p for p in model.parameters() if p.requires_grad and id(p) not in updated]
+    order = client.generator(phase)
+    model.train()
+    totals: dict[str, Tensor] = {}
+    steps = samples = 0
+    smallest = 2 if has_batch_norm(model) else 1
+    try:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        for _ in range(settings.local_epochs if epochs is None else epochs):
+            for index in batches(len(data.train.labels), settings, order):
+                if len(index) < smallest:
+                    continue  # BatchNorm has no variance over one sample
+                inputs, labels = take(data, data.train, index, client.device)
+                terms = loss(inputs, labels)
+                optimizer.zero_grad(set_to_none=True)
+                torch.stack(list(terms.values())).sum().backward()
+                if settings.max_grad_norm > 0:
+                    nn.utils.clip_grad_norm_(chosen, settings.max_grad_norm)
+                optimizer.step()
+                steps, samples = steps + 1, samples + len(index)
+                for name, value in terms.items():
+                    totals[name] = totals.get(name, torch.zeros((), device=value.device)) + value.detach()
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+    losses = {name: float(total) / steps for name, total in totals.items()}
+    if bad := [name for name, value in losses.items() if not math.isfinite(value)]:
+        raise Diverged(
+            f"loss term '{bad[0]}' is not finite after {steps} steps; lower learning-rate or its weight"
+        )
+    return FitReport(steps, samples, losses, _momentum(optimizer, chosen, names))
+
+
+def batches(num_samples: int, settings: TrainingSettings, order: torch.Generator) -> Iterator[Tensor]:
+    """Yield the index tensors of one epoch.
+
+    ``batch-order`` fixed keeps the stored order; ``drop-last`` small drops an incomplete last batch unless the
+    client has less than one batch, always drops it (a small client then makes no step), never keeps it.
+    """
+    fixed = settings.batch_order == "fixed"
+    index = torch.arange(num_samples) if fixed else torch.randperm(num_samples, generator=order)
+    complete = num_samples - num_samples % settings.batch_size
+    drop = settings.drop_last == "always" or (settings.drop_last != "never" and complete > 0)
+    kept = index[:complete] if drop else index
+    if len(kept):
+        yield from kept.split(settings.batch_size)
+
+
+def take(
+    data: ClientData, shard: Shard, index: Tensor | slice, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return (normalised float inputs, labels) of the chosen samples on the device."""
+    inputs = data.prepare(shard.inputs[index].to(device))
+    if inputs.dim() == 4:
+        inputs = inputs.contiguous(memory_format=torch.channels_last)
+    return inputs, shard.labels[index].to(device)
+
+
+@torch.no_grad()
+def each_feature(client: Client, shard: Shard) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield (features (B, d), labels (B,)) over a shard in evaluation mode, in large batches."""
+    client.model.eval()
+    size = client.evaluation.eval_batch_size
+    for start in range(0, len(shard.labels), size):
+        inputs, labels = take(client.data, shard, slice(start, start + size), client.device)
+        yield client.model.features(inputs), labels  # type: ignore[operator]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """One pass over a client's test data.
+
+    Attributes:
+        num_samples: test samples.
+        correct: predictor -> correctly predicted samples.
+        loss: mean cross-entropy of the head, 0 without samples.
+    """
+
+    num_samples: int
+    correct: dict[str, int]
+    loss: float
+
+
+@torch.inference_mode()
+def evaluate(client: Client, predictors: Mapping[str, Predictor]) -> Scores:
+    """Score all predictors in one pass over the client's test shard.
+
+    Raises:
+        ValueError: if a predictor answers another shape than (B, K) or scores that are not finite.
+    """
+    client.model.eval()
+    shard, size = client.data.test, client.evaluation.eval_batch_size
+    correct = dict.fromkeys(predictors, 0)
+    loss = 0.0
+    for start in range(0, len(shard.labels), size):
+        inputs, labels = take(client.data, shard, slice(start, start + size), client.device)
+        features, logits = forward(client.model, inputs)
+        loss += float(nn.functional.cross_entropy(logits, labels, reduction="sum"))
+        for name, predictor in predictors.items():
+            scores = predictor(features, logits)
+            if scores.shape != (len(labels), client.task.num_classes):
+                raise ValueError(f"predictor '{name}' answers {tuple(scores.shape)}, expected (B, K)")
+            if not bool(torch.isfinite(scores).all()):
+                raise Diverged(f"predictor '{name}' gives scores that are not finite")
+            correct[name] += int((scores.argmax(dim=1) == labels).sum())
+    n = len(shard.labels)
+    return Scores(n, correct, loss / n if n else 0.0)
+
+
+def _momentum(
+    optimizer: torch.optim.SGD, chosen: list[nn.Parameter], names: Mapping[int, str]
+) -> dict[str, Tensor]:
+    buffers = {}
+    for parameter in chosen:
+        buffer = optimizer.state.get(parameter, {}).get("momentum_buffer")
+        if buffer is not None and id(parameter) in names:
+            buffers[f"momentum.{names[id(parameter)]}"] = buffer
+    return buffers
+
+
+def _restore_momentum(
+    optimizer: torch.optim.SGD,
+    chosen: list[nn.Parameter],
+    names: Mapping[int, str],
+    memory: Mapping[str, Tensor],
+) -> None:
+    for parameter in chosen:
+        kept = memory.get(f"momentum.{names.get(id(parameter), '')}")
+        if kept is not None:
+            optimizer.state[parameter]["momentum_buffer"] = kept.to(parameter.device)

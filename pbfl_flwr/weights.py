@@ -1,0 +1,66 @@
+"""Weights of networks as they travel: collected by name, checked against the state, averaged.
+
+Parameters only: BatchNorm's running statistics and counters are buffers, stay on the client and never become
+averaged floats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from pbfl_flwr.payloads import RejectedPayload, Weights
+
+Weighting = Literal["samples", "uniform"]
+
+
+def parameters_of(model: nn.Module, names: Collection[str] | None = None) -> dict[str, Tensor]:
+    """Return copies of the parameters, all of them or those named, on the CPU."""
+    return {
+        name: parameter.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, parameter in model.named_parameters()
+        if names is None or name in names
+    }
+
+
+@torch.no_grad()
+def load_parameters(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Copy the named tensors into the network.
+
+    Raises:
+        KeyError: if the network has no parameter of a name.
+    """
+    parameters = dict(model.named_parameters())
+    for name, tensor in tensors.items():
+        parameters[name].copy_(tensor)
+
+
+def average(state: Weights, uploads: Mapping[int, Weights], weighting: Weighting) -> Weights:
+    """Return Σ_i (n_i/Σn)·w_i, or the plain mean; the state itself if nobody brings weight."""
+    share = {i: float(up.num_examples if weighting == "samples" else 1) for i, up in uploads.items()}
+    total = sum(share.values())
+    if total == 0:
+        return state
+    sums = {name: torch.zeros(tensor.shape, dtype=torch.float64) for name, tensor in state.tensors.items()}
+    for i, upload in uploads.items():
+        for name, tensor in upload.tensors.items():
+            sums[name].add_(tensor, alpha=share[i] / total)
+    return Weights({name: tensor.to(torch.float32) for name, tensor in sums.items()})
+
+
+def same_shapes(upload: Weights, state: Weights) -> None:
+    """Check that an upload has every tensor of the state, in its shape, and no other.
+
+    Raises:
+        RejectedPayload: naming the first difference.
+    """
+    if different := set(upload.tensors) ^ set(state.tensors):
+        raise RejectedPayload(f"tensor '{min(different)}' is missing or unexpected")
+    for name, tensor in upload.tensors.items():
+        if tensor.shape != state.tensors[name].shape:
+            raise RejectedPayload(
+                f"tensor '{name}' has shape {tuple(tensor.shape)}, expected {tuple(state.tensors[name].shape)}"
+            )

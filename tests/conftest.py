@@ -1,0 +1,5 @@
+"""What every test relies on."""
+
+import torch
+
+torch.set_num_threads(1)

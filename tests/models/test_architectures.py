@@ -1,0 +1,186 @@
+"""Each family against the numbers published for it."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.models import build_model, count_parameters
+from pbfl_flwr.models.layers import impose_width
+from pbfl_flwr.task import Task
+
+RGB = (3, 32, 32)
+GREY = (1, 28, 28)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "d", "body"),
+    [
+        ("resnet8", RGB, 500, 1_232_704),
+        ("resnet18", RGB, 500, 11_176_512),
+        ("shufflenet-v2", RGB, 500, 1_253_604),
+        ("mobilenet-v2", RGB, 500, 2_223_872),
+        ("efficientnet-b0", RGB, 500, 4_007_548),
+        # stem 7·7·3·64 + 2·64 = 9,536; block 2·(3·3·64·64 + 2·64) = 73,984
+        ("resnet4", RGB, 500, 9_536 + 73_984),
+        # + block 64->128: 9·64·128 + 9·128·128 + 64·128 (shortcut) + 3·2·128 = 230,144
+        ("resnet6", RGB, 500, 9_536 + 73_984 + 230_144),
+        # 25·c·32 + 32, 25·32·64 + 64, F·d + d with F = 64·5·5, 64·4·4, 64·13·13
+        ("cnn4", RGB, 512, 873_408),
+        ("cnn4", GREY, 512, 576_896),
+        ("cnn4", (3, 64, 64), 512, 5_592_000),
+        ("cnn4", RGB, 500, 854_196),
+        # 25·10 + 10, 25·10·20 + 20, 320·50 + 50
+        ("cnn2", GREY, 50, 21_330),
+        # 2·16 + 16, 16·8 + 8, 8·4 + 4, 4·2 + 2
+        ("mlp5", (2,), 2, 230),
+        # 9·9·32 + 32, 5·32·64 + 64, 3·64·128 + 128, 128·64 + 64
+        ("har-cnn", (9, 128), 64, 45_888),
+    ],
+)
+def test_body_parameters(name: str, shape: tuple[int, ...], d: int, body: int) -> None:
+    model = build_model(name, Task(num_classes=10, feature_dim=d, input_shape=shape), seed=0)
+    assert count_parameters(model) == (body, 10 * d + 10)
+
+
+def test_cnn4_has_582_026_parameters_in_all() -> None:
+    model = build_model("cnn4", Task(num_classes=10, feature_dim=512, input_shape=GREY), seed=0)
+    assert sum(p.numel() for p in model.parameters()) == 582_026
+
+
+@pytest.mark.parametrize(
+    ("name", "buffers"),
+    [("resnet8", 2_697), ("mobilenet-v2", 34_164), ("shufflenet-v2", 16_236), ("efficientnet-b0", 42_065)],
+)
+def test_batch_norm_buffers(name: str, buffers: int) -> None:
+    model = build_model(name, Task(num_classes=10, feature_dim=500, input_shape=RGB), seed=0)
+    assert sum(b.numel() for b in model.buffers()) == buffers
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        # 32x32: the stem quarters the side, each further width halves it
+        ("resnet8", [(64, 8), (64, 8), (128, 4), (256, 2)]),
+        ("resnet18", [(64, 8), (64, 8), (128, 4), (256, 2), (512, 1)]),
+        ("shufflenet-v2", [(24, 8), (116, 4), (232, 2), (464, 1), (1024, 1)]),
+        (
+            "mobilenet-v2",
+            [(32, 16), (16, 16), (24, 8), (32, 4), (64, 2), (96, 2), (160, 1), (320, 1), (1280, 1)],
+        ),
+        (
+            "efficientnet-b0",
+            [(32, 16), (16, 16), (24, 8), (40, 4), (80, 2), (112, 2), (192, 1), (320, 1), (1280, 1)],
+        ),
+        ("cnn4", [(32, 14), (64, 5)]),
+        ("cnn2", [(10, 14), (20, 5)]),
+    ],
+)
+def test_feature_maps_of_32x32(name: str, sizes: list[tuple[int, int]]) -> None:
+    model = build_model(name, Task(num_classes=10, feature_dim=64, input_shape=RGB), seed=0).eval()
+    with torch.no_grad():
+        maps = model.feature_maps(torch.zeros(2, *RGB))
+    assert [tuple(m.shape) for m in maps] == [(2, channels, side, side) for channels, side in sizes]
+
+
+@pytest.mark.parametrize(
+    ("a", "d"), [(1024, 500), (1280, 500), (256, 500), (256, 512), (64, 50), (7, 3), (3, 7), (5, 1)]
+)
+def test_pooling_to_d_is_the_loop_of_the_references(a: int, d: int) -> None:
+    vectors = torch.randn(2, a, generator=torch.Generator().manual_seed(a), dtype=torch.float64)
+    expected = torch.zeros(2, d, dtype=torch.float64)
+    for t in range(d):
+        start, end = math.floor(t * a / d), math.ceil((t + 1) * a / d)
+        expected[:, t] = vectors[:, start:end].mean(dim=1)
+
+    (pooling,) = impose_width(a, d)
+    torch.testing.assert_close(pooling(vectors), expected, rtol=0, atol=1e-12)
+
+
+def test_pooling_256_to_512_copies_each_value_twice_and_equal_widths_need_none() -> None:
+    (pooling,) = impose_width(256, 512)
+    vectors = torch.arange(256.0).repeat(2, 1)
+    assert torch.equal(pooling(vectors), vectors.repeat_interleave(2, dim=1))
+    assert impose_width(256, 256) == []
+
+
+def test_d_is_imposed_after_the_penultimate_activation_with_nothing_between() -> None:
+    wide = build_model("resnet8", Task(num_classes=10, feature_dim=256, input_shape=RGB), seed=3).eval()
+    narrow = build_model("resnet8", Task(num_classes=10, feature_dim=100, input_shape=RGB), seed=3).eval()
+    x = torch.randn(2, *RGB, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.equal(nn.AdaptiveAvgPool1d(100)(wide.features(x)), narrow.features(x))
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [("mobilenet-v2", ["neck.2"]), ("efficientnet-b0", ["head.0"]), ("cnn2", ["stages.1.1", "head.0"])],
+)
+def test_dropout_stands_where_the_references_have_it(name: str, where: list[str]) -> None:
+    model = build_model(name, Task(num_classes=10, feature_dim=50, input_shape=GREY), seed=0)
+    dropouts = [n for n, m in model.named_modules() if isinstance(m, nn.Dropout | nn.Dropout2d)]
+    assert dropouts == where
+
+
+@pytest.mark.parametrize("name", ["resnet8", "resnet18", "mobilenet-v2", "efficientnet-b0"])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_first_convolution_is_drawn_by_fan_out(name: str, channels: int) -> None:
+    model = build_model(name, Task(num_classes=10, feature_dim=50, input_shape=(channels, 32, 32)), seed=0)
+    first = next(m for m in model.modules() if isinstance(m, nn.Conv2d))
+    assert first.in_channels == channels
+    # Kaiming: variance 2 / (out channels · kernel area), whatever the input channels
+    expected = math.sqrt(2 / (first.out_channels * first.kernel_size[0] * first.kernel_size[1]))
+    assert float(first.weight.detach().std()) == pytest.approx(expected, rel=0.15)
+
+
+def test_mlp5_features_take_both_signs_and_cnn4_features_do_not() -> None:
+    x = torch.randn(64, 1, 28, 28, generator=torch.Generator().manual_seed(0))
+    task = Task(num_classes=6, feature_dim=8, input_shape=GREY)
+    with torch.no_grad():
+        assert float(build_model("mlp5", task, seed=0).features(x).min()) < 0
+        assert float(build_model("cnn4", task, seed=0).features(x).min()) >= 0
+
+
+@pytest.mark.parametrize("name", ["cnn4", "cnn2"])
+@pytest.mark.parametrize(
+    ("shape", "layer", "found"),
+    # 8 -> (8-4)/2 = 2, 15 -> (15-4)//2 = 5: both below the 6 that a 5x5 convolution and a 2x2 pooling need
+    [
+        ((1, 8, 8), "stages.1", "found 2x2"),
+        ((1, 15, 16), "stages.1", "found 5x6"),
+        ((1, 4, 9), "stages.0", "found 4x9"),
+    ],
+)
+def test_too_small_images_are_one_clear_line(
+    name: str, shape: tuple[int, ...], layer: str, found: str
+) -> None:
+    with pytest.raises(PbflError) as caught:
+        build_model(name, Task(num_classes=10, feature_dim=50, input_shape=shape), seed=0)
+    for part in (f"'{name}'", layer, "at least 6x6", found, str(shape), "from 16x16"):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["resnet4", "resnet18", "shufflenet-v2", "mobilenet-v2", "efficientnet-b0", "cnn4"]
+)
+def test_image_models_name_an_input_that_is_no_image(name: str) -> None:
+    with pytest.raises(
+        PbflError, match=rf"'{name}', first layer: expected images .* found input shape \(9, 128\)"
+    ):
+        build_model(name, Task(num_classes=10, feature_dim=50, input_shape=(9, 128)), seed=0)
+
+
+@pytest.mark.parametrize("shape", [(9,), (9, 4), (3, 32, 32)])
+def test_sensor_model_names_an_input_that_is_no_window(shape: tuple[int, ...]) -> None:
+    with pytest.raises(PbflError, match=r"'har-cnn', first layer: expected windows .* found input shape"):
+        build_model("har-cnn", Task(num_classes=6, feature_dim=50, input_shape=shape), seed=0)
+
+
+def test_sensor_model_reads_both_layouts_alike() -> None:
+    x = torch.randn(2, 9, 40, generator=torch.Generator().manual_seed(0))
+    flat = build_model("har-cnn", Task(num_classes=6, feature_dim=16, input_shape=(9, 40)), seed=0)
+    tall = build_model("har-cnn", Task(num_classes=6, feature_dim=16, input_shape=(9, 1, 40)), seed=0)
+    with torch.no_grad():
+        assert torch.equal(flat(x), tall(x.unsqueeze(2)))

@@ -1,0 +1,106 @@
+"""Every model of the table answers features, then head. A new model needs no edit here if it takes images."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from pbfl_flwr.models import (
+    MODELS,
+    SplitModel,
+    body_names,
+    build_model,
+    count_parameters,
+    description,
+    has_batch_norm,
+    head_names,
+)
+from pbfl_flwr.task import Task
+
+B, K = 3, 7
+OTHER_SHAPES = {
+    "mlp5": [(2,), (1, 8, 8)],
+    "har-cnn": [(9, 128), (9, 1, 128), (3, 50)],
+    "cnn2": [(1, 16, 16), (3, 32, 32), (1, 20, 28)],
+    "cnn4": [(1, 16, 16), (3, 32, 32), (1, 20, 28)],
+}
+IMAGE_SHAPES = [(1, 8, 8), (3, 32, 32), (4, 20, 28)]
+CASES = [(name, shape) for name in MODELS for shape in OTHER_SHAPES.get(name, IMAGE_SHAPES)]
+
+
+@pytest.mark.parametrize(("name", "shape"), CASES)
+def test_features_then_head(name: str, shape: tuple[int, ...]) -> None:
+    task = Task(num_classes=K, feature_dim=33, input_shape=shape)
+    model = build_model(name, task, seed=1).eval()
+    x = torch.randn(B, *shape, generator=torch.Generator().manual_seed(2))
+
+    with torch.no_grad():
+        features = model.features(x)
+        logits = model(x)
+        maps = model.feature_maps(x)
+        from_maps = model.neck(maps[-1])
+
+    assert isinstance(model, SplitModel)
+    assert (model.feature_dim, model.num_classes) == (33, K)
+    assert features.shape == (B, 33)
+    assert logits.shape == (B, K)
+    assert torch.isfinite(logits).all()
+    assert torch.equal(logits, model.head(features))
+    assert torch.equal(features, from_maps)
+    assert len(maps) == len(model.stages) >= 2
+    for before, after in pairwise(maps):
+        assert after.dim() == before.dim()
+        assert after.shape[2:].numel() <= before.shape[2:].numel(), "maps must not grow"
+    # A stage that works in place would change the map before it.
+    with torch.no_grad():
+        current = x.clone()
+        for stage, found in zip(model.stages, maps, strict=True):
+            current = stage(current.clone())
+            assert torch.equal(current, found)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_parameter_learns_and_features_stay_as_they_were(name: str) -> None:
+    shape = OTHER_SHAPES.get(name, IMAGE_SHAPES)[-1]
+    task = Task(num_classes=K, feature_dim=512, input_shape=shape)
+    model = build_model(name, task, seed=1).train()
+    x = torch.randn(4, *shape, generator=torch.Generator().manual_seed(2))
+
+    features = model.features(x)
+    kept = features.detach().clone()
+    logits = model.head(features)
+    assert torch.equal(features, kept), "a head that drops in place would change the features"
+    (nn.functional.cross_entropy(logits, torch.tensor([0, 1, 2, 3])) + features.square().mean()).backward()
+
+    assert [n for n, p in model.named_parameters() if p.grad is None] == []
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_names_tell_body_and_head_apart(name: str) -> None:
+    shape = OTHER_SHAPES.get(name, IMAGE_SHAPES)[0]
+    model = build_model(name, Task(num_classes=K, feature_dim=20, input_shape=shape), seed=1)
+
+    parameters = dict(model.named_parameters())
+    assert sorted(body_names(model) + head_names(model)) == sorted(parameters)
+    # The head is one linear layer with bias: K·d + K numbers.
+    assert sorted(tuple(parameters[n].shape) for n in head_names(model)) == [(K,), (K, 20)]
+    assert {k for k in model.state_dict() if k.startswith("head.")} == set(head_names(model))
+    head = {id(p) for p in model.head.parameters()}
+    assert {n for n, p in parameters.items() if id(p) in head} == set(head_names(model))
+    assert count_parameters(model)[1] == K * 20 + K
+    assert sum(count_parameters(model)) == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_batch_norm_is_reported(name: str) -> None:
+    shape = OTHER_SHAPES.get(name, IMAGE_SHAPES)[0]
+    model = build_model(name, Task(num_classes=K, feature_dim=20, input_shape=shape), seed=1)
+    assert has_batch_norm(model) == any("running_mean" in key for key in model.state_dict())
+    assert has_batch_norm(model) == (name not in {"cnn2", "cnn4", "mlp5", "har-cnn"})
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_description_is_one_line_of_its_own(name: str) -> None:
+    assert description(name).endswith(".")
+    assert [other for other in MODELS if description(other) == description(name)] == [name]

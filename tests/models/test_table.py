@@ -1,0 +1,304 @@
+"""Names to architectures, architectures to models, and the dry forward before round 1."""
+
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.models import (
+    FAMILIES,
+    MODELS,
+    SplitModel,
+    architecture_of,
+    architectures,
+    body_names,
+    build_model,
+    check_models,
+    count_parameters,
+    dry_forward,
+    head_names,
+)
+from pbfl_flwr.task import Task
+
+TASK = Task(num_classes=10, feature_dim=24, input_shape=(1, 16, 16))
+
+
+def test_families_are_made_of_models_and_no_name_means_two_things() -> None:
+    assert FAMILIES["heterogeneous-4"] == ("resnet8", "mobilenet-v2", "shufflenet-v2", "efficientnet-b0")
+    assert FAMILIES["small-4"] == ("cnn4", "resnet4", "resnet6", "resnet8")
+    assert {name for family in FAMILIES.values() for name in family} <= set(MODELS)
+    assert not set(FAMILIES) & set(MODELS)
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ("small-4", ("cnn4", "resnet4", "resnet6", "resnet8")),
+        ("resnet18", ("resnet18",)),
+        ("cnn4, resnet8,cnn4", ("cnn4", "resnet8", "cnn4")),
+        ("nets.zoo:build", ("nets.zoo:build",)),
+        ("cnn2,nets:build", ("cnn2", "nets:build")),
+    ],
+)
+def test_specs(spec: str, expected: tuple[str, ...]) -> None:
+    assert architectures(spec) == expected
+
+
+def test_clients_take_the_list_in_turn() -> None:
+    assert [architecture_of("small-4", i) for i in range(6)] == [
+        "cnn4", "resnet4", "resnet6", "resnet8", "cnn4", "resnet4",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("spec", "parts"),
+    [
+        ("resnet-8", ["unknown model 'resnet-8'", "did you mean 'resnet8'?", "heterogeneous-4", "cnn4"]),
+        ("smal-4", ["did you mean 'small-4'?"]),
+        ("cnn4,,resnet8", ["unknown model ''", "cnn4,,resnet8"]),
+        ("nets.zoo:", ["unknown model 'nets.zoo:'", "my_package.module:function"]),
+        ("../nets:build", ["unknown model '../nets:build'"]),
+        ("", ["unknown model ''"]),
+    ],
+)
+def test_unknown_names_say_what_is_allowed(spec: str, parts: list[str]) -> None:
+    with pytest.raises(PbflError) as caught:
+        architectures(spec)
+    assert "\n" not in str(caught.value)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_a_family_is_not_one_model() -> None:
+    with pytest.raises(PbflError, match="unknown model 'small-4'"):
+        build_model("small-4", TASK, seed=0)
+
+
+@pytest.mark.parametrize("name", ["cnn4", "resnet8", "shufflenet-v2", "mobilenet-v2", "efficientnet-b0"])
+def test_equal_seeds_give_equal_weights_and_the_global_state_stays(name: str) -> None:
+    torch.manual_seed(123)
+    before = torch.get_rng_state()
+    first = build_model(name, TASK, seed=5).state_dict()
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(456)
+    again = build_model(name, TASK, seed=5).state_dict()
+    other = build_model(name, TASK, seed=6).state_dict()
+
+    assert list(first) == list(again)
+    assert all(torch.equal(first[key], again[key]) for key in first)
+    head = "head.weight" if "head.weight" in first else "head.1.weight"
+    body = next(key for key in first if first[key].dim() > 1)
+    assert not torch.equal(first[head], other[head])
+    assert not torch.equal(first[body], other[body])
+
+
+@pytest.mark.parametrize("spec", ["small-4", "heterogeneous-4", "cnn2,mlp5"])
+def test_dry_forward_passes_where_everything_fits(spec: str) -> None:
+    before = torch.get_rng_state()
+    check_models(spec, TASK)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_dry_forward_names_a_model_that_cannot_take_the_input() -> None:
+    with pytest.raises(PbflError, match=r"'cnn4', layer stages\.1 .* found 2x2 \(input shape \(1, 8, 8\)\)"):
+        check_models("resnet8,cnn4", Task(num_classes=10, feature_dim=24, input_shape=(1, 8, 8)))
+
+
+@pytest.mark.parametrize(
+    ("layer", "replacement", "parts"),
+    [
+        # 16x16 grey: conv 32x12x12, pool 6x6, conv 64x2x2, pool 1x1, flat 64, hidden 24
+        (
+            "stages.0.0",
+            nn.Conv2d(3, 32, 5),
+            ["(Conv2d)", "expected (B, 3, 5 or more, 5 or more)", "(2, 1, 16, 16)"],
+        ),
+        (
+            "stages.1.0",
+            nn.Conv2d(32, 64, 7),
+            ["expected (B, 32, 7 or more, 7 or more)", "found (2, 32, 6, 6)"],
+        ),
+        ("stages.1.1", nn.BatchNorm2d(9), ["(BatchNorm2d)", "(B, 9, height, width)", "found (2, 64, 2, 2)"]),
+        ("neck.1", nn.Linear(65, 24), ["(Linear)", "expected (B, 65)", "found (2, 64)"]),
+        ("head", nn.Linear(25, 10), ["layer head (Linear)", "expected (B, 25)", "found (2, 24)"]),
+        ("stages.0.2", nn.MaxPool2d(99), ["(MaxPool2d)", "does not take input of shape (2, 32, 12, 12)"]),
+    ],
+)
+def test_dry_forward_names_layer_expected_and_found(
+    layer: str, replacement: nn.Module, parts: list[str]
+) -> None:
+    model = build_model("cnn4", TASK, seed=0)
+    parent, _, child = layer.rpartition(".")
+    setattr(model.get_submodule(parent), child, replacement)
+    with pytest.raises(PbflError) as caught:
+        dry_forward("cnn4", model, TASK)
+    assert "\n" not in str(caught.value)
+    for part in [f"model 'cnn4', layer {layer} ", *parts]:
+        assert part in str(caught.value)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+class _Raises(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise ValueError("wants something else")
+
+
+class _Recovers(nn.Module):
+    """Tries one layer, falls back to another, as optional fast paths do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fast = _Raises()
+        self.slow = nn.Flatten()
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            result: Tensor = self.fast(x)
+        except ValueError:
+            result = self.slow(x)
+        return result
+
+
+class _FailsBetweenLayers(SplitModel):
+    def features(self, inputs: Tensor) -> Tensor:
+        super().features(inputs)
+        raise RuntimeError("no layer of mine")
+
+
+def test_dry_forward_blames_no_layer_for_what_happens_between_layers() -> None:
+    model = _FailsBetweenLayers(TASK, [_Recovers()], nn.Linear(256, 24), nn.Linear(24, 10))
+    message = r"model 'own', features: does not take input of shape \(2, 1, 16, 16\) \(no layer of mine\)"
+    with pytest.raises(PbflError, match=message):
+        dry_forward("own", model, TASK)
+
+
+def test_dry_forward_blames_the_layer_that_failed_not_one_that_recovered() -> None:
+    model = SplitModel(TASK, [_Recovers()], nn.Linear(7, 24), nn.Linear(24, 10))
+    with pytest.raises(PbflError, match=r"layer neck \(Linear\): expected \(B, 7\), found \(2, 256\)"):
+        dry_forward("own", model, TASK)
+
+
+@pytest.mark.parametrize(
+    ("neck", "head", "message"),
+    [
+        (nn.Linear(256, 23), nn.Linear(23, 10), r"features: expected output \(2, 24\), found \(2, 23\)"),
+        (nn.Linear(256, 24), nn.Linear(24, 9), r"head: expected output \(2, 10\), found \(2, 9\)"),
+        (nn.LSTM(256, 24), nn.Linear(24, 10), r"features: expected output \(2, 24\), found tuple"),
+    ],
+)
+def test_dry_forward_names_wrong_widths(neck: nn.Module, head: nn.Module, message: str) -> None:
+    with pytest.raises(PbflError, match=message):
+        dry_forward("own", SplitModel(TASK, [nn.Flatten()], neck, head), TASK)
+
+
+@pytest.mark.parametrize(("step", "layer"), [("features", "neck.1"), ("head", "head")])
+def test_dry_forward_refuses_numbers_that_are_not_finite(step: str, layer: str) -> None:
+    model = build_model("cnn4", TASK, seed=0)
+    with torch.no_grad():
+        model.get_submodule(layer).bias.fill_(float("inf"))
+    with pytest.raises(PbflError, match=f"'cnn4', {step}: expected finite numbers"):
+        dry_forward("cnn4", model, TASK)
+
+
+EXTERNAL = """
+    import torch
+    from torch import nn
+
+
+    class Net(nn.Module):
+        def __init__(self, task):
+            super().__init__()
+            self.head = nn.Linear(task.feature_dim, task.num_classes)
+            self.hidden = nn.Linear(256, task.feature_dim)
+
+        def features(self, x):
+            return self.hidden(x.flatten(1)).tanh()
+
+
+    def build(task):
+        return Net(task)
+
+
+    def without_features(task):
+        return nn.Sequential(nn.Flatten(), nn.Linear(256, task.num_classes))
+
+
+    def without_head(task):
+        net = Net(task)
+        del net.head
+        return net
+
+
+    def narrow(task):
+        net = Net(task)
+        net.hidden = nn.Linear(200, task.feature_dim)
+        return net
+
+
+    def nothing(task):
+        return None
+
+
+    value = 3
+"""
+
+
+@pytest.fixture
+def external(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    (tmp_path / "somebodys_nets.py").write_text(textwrap.dedent(EXTERNAL))
+    (tmp_path / "somebodys_broken_nets.py").write_text("import a_package_that_is_not_there\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield "somebodys_nets"
+    sys.modules.pop("somebodys_nets", None)
+
+
+def test_external_model_by_module_and_function(external: str) -> None:
+    spec = f"cnn4,{external}:build"
+    check_models(spec, TASK)
+    name = architecture_of(spec, 1)
+    model = build_model(name, TASK, seed=4)
+    again = build_model(name, TASK, seed=4)
+
+    assert torch.equal(model.head.weight, again.head.weight)
+    assert model.head(model.features(torch.zeros(2, 1, 16, 16))).shape == (2, 10)
+    assert head_names(model) == ["head.weight", "head.bias"]
+    assert body_names(model) == ["hidden.weight", "hidden.bias"]
+    assert count_parameters(model) == (256 * 24 + 24, 24 * 10 + 10)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("{}:without_features", r"has no method features\(x\) that answers \(B, 24\)"),
+        ("{}:without_head", r"has no submodule head that maps \(B, 24\) to \(B, 10\)"),
+        ("{}:nothing", "returned NoneType, expected a torch.nn.Module"),
+        ("{}:narrow", r"layer hidden \(Linear\): expected \(B, 200\), found \(2, 256\)"),
+        ("{}:misspelt", "'{}' has no function 'misspelt'"),
+        ("{}:value", "'{}' has no function 'value'"),
+        ("package_that_is_not_there:build", "cannot import 'package_that_is_not_there'"),
+        (
+            "somebodys_broken_nets:build",
+            "cannot import 'somebodys_broken_nets' .*a_package_that_is_not_there",
+        ),
+    ],
+)
+def test_external_models_that_do_not_answer(external: str, spec: str, message: str) -> None:
+    with pytest.raises(PbflError, match=message.replace("{}", external)) as caught:
+        check_models(spec.format(external), TASK)
+    assert spec.format(external) in str(caught.value)
+
+
+def test_no_code_is_imported_unless_named(external: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> None:
+        raise AssertionError(f"imported {name}")
+
+    monkeypatch.setattr("importlib.import_module", refuse)
+    assert architectures(f"{external}:build") == (f"{external}:build",)
+    build_model("cnn4", TASK, seed=0)
+    with pytest.raises(AssertionError, match=f"imported {external}"):
+        build_model(f"{external}:build", TASK, seed=0)
