@@ -35,7 +35,7 @@ class Group(BaseModel):
     )
 
     @classmethod
-    def keys(cls) -> list[str]:
+    def key_names(cls) -> list[str]:
         """Return the kebab-case keys of this group."""
         return [name.replace("_", "-") for name in cls.model_fields]
 
@@ -118,6 +118,20 @@ class TrainingSettings(Group):
     threads: int = Field(1, ge=1, le=1024, description="torch threads of a client on the CPU")
 
 
+class ConventionSettings(Group):
+    """Where papers and code bases disagree and a result must say which it followed."""
+
+    weighting: Literal["auto", "samples", "uniform"] = Field(
+        "auto", description="averages of weights: by n_i, or each client the same"
+    )
+    kl_reduction: Literal["auto", "batchmean", "mean"] = Field(
+        "auto", description="of distillation: mean over B, or over B·K as torch's default"
+    )
+    detach_teacher: Literal["auto", "yes", "no"] = Field(
+        "auto", description="whether gradients stop at the other network's output"
+    )
+
+
 class EvaluationSettings(Group):
     """Which model is scored when, and which number is the headline."""
 
@@ -171,6 +185,7 @@ GROUPS: dict[str, type[Group]] = {
     "models": ModelSettings,
     "training": TrainingSettings,
     "evaluation": EvaluationSettings,
+    "conventions": ConventionSettings,
     "prototypes": PrototypeSettings,
 }
 
@@ -180,6 +195,9 @@ PROTOCOLS: dict[str, dict[str, str]] = {
     "drop-last": {"clean": "small", "htfl": "always", "pfl": "always", "fedproto": "always"},
     "collect": {"clean": "post", "htfl": "trajectory", "pfl": "trajectory", "fedproto": "trajectory"},
     "evaluate-moment": {"clean": "auto", "htfl": "before", "pfl": "before", "fedproto": "auto"},
+    "weighting": {"clean": "auto", "htfl": "auto", "pfl": "auto", "fedproto": "uniform"},
+    "kl-reduction": {"clean": "batchmean", "htfl": "mean", "pfl": "mean", "fedproto": "batchmean"},
+    "detach-teacher": {"clean": "yes", "htfl": "no", "pfl": "no", "fedproto": "yes"},
 }
 # What a protocol leaves to the method stays "auto" here; the method's page holds the value.
 
@@ -188,7 +206,7 @@ class Settings(BaseModel):
     """The whole run configuration.
 
     Attributes:
-        run, data, models, training, evaluation, prototypes: the groups above, protocol already applied.
+        run, data, models, training, evaluation, conventions, prototypes: the groups above, protocol already applied.
         method_section: the keys ``<method>.<key>`` of the chosen method, without the prefix.
     """
 
@@ -199,6 +217,7 @@ class Settings(BaseModel):
     models: ModelSettings = ModelSettings()
     training: TrainingSettings = TrainingSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
+    conventions: ConventionSettings = ConventionSettings()
     prototypes: PrototypeSettings = PrototypeSettings()
     method_section: dict[str, Scalar] = {}
 
@@ -238,7 +257,7 @@ def parse(run_config: Mapping[str, Scalar], sections: Mapping[str, type[Group]] 
     """
     sections = sections or {}
     top = {key: value for key, value in run_config.items() if "." not in key}
-    known = {key: name for name, group in GROUPS.items() for key in group.keys()}
+    known = {key: name for name, group in GROUPS.items() for key in group.key_names()}
     problems = [_unknown(key, [*known, *sections]) for key in top if key not in known]
     groups: dict[str, Any] = {}
     for name, group in GROUPS.items():
@@ -272,7 +291,12 @@ def parse_section(group: type[G], settings: Settings) -> G:
 
 
 def _apply_protocol(settings: Settings) -> Settings:
-    changes: dict[str, dict[str, str]] = {"training": {}, "prototypes": {}, "evaluation": {}}
+    changes: dict[str, dict[str, str]] = {
+        "training": {},
+        "prototypes": {},
+        "evaluation": {},
+        "conventions": {},
+    }
     for key, row in PROTOCOLS.items():
         field = key.replace("-", "_")
         for name, changed in changes.items():
@@ -291,7 +315,7 @@ def _parse_group(group: type[G], values: Mapping[str, Scalar], prefix: str, prob
         for problem in error.errors():
             key = str(problem["loc"][0])
             if problem["type"] == "extra_forbidden":
-                by_key[key] = [_unknown(prefix + key, [prefix + known for known in group.keys()])]
+                by_key[key] = [_unknown(prefix + key, [prefix + known for known in group.key_names()])]
             else:
                 by_key.setdefault(key, []).append(problem["msg"].removeprefix("Input should be "))
         for key, messages in by_key.items():

@@ -150,14 +150,14 @@ class Method(ABC, Generic[StateT, DownT, UpT]):
         The old state and the uploads are left as they are.
         """
 
-    def install(self, client: Client, down: DownT) -> None:  # noqa: B027  a hook, empty for most methods
+    def install(self, client: Client, down: DownT) -> None:
         """Put what was broadcast into the client's network, for scoring before local training."""
 
     def predictors(self, client: Client, down: DownT) -> dict[str, Predictor]:
         """Return the predictions that can be made, by name out of PREDICTORS."""
         return {"head": head_scores}
 
-    def validate(self, upload: UpT, state: StateT, task: Task) -> None:  # noqa: B027  a hook
+    def validate(self, upload: UpT, state: StateT, task: Task) -> None:
         """Check one upload against the state.
 
         Raises:

@@ -181,6 +181,19 @@ class Weights:
         return sum(tensor.numel() for tensor in self.tensors.values())
 
 
+def joined(**parts: Payload) -> dict[str, Tensor]:
+    """Return the tensors of several payloads as one, each under ``<name>.``; for payloads made of payloads."""
+    return {
+        f"{name}.{key}": tensor for name, part in parts.items() for key, tensor in part.to_tensors().items()
+    }
+
+
+def under(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+    """Return the tensors of one part of a joined payload, by their own names."""
+    prefix = f"{name}."
+    return {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
+
+
 def _floats(tensors: Mapping[str, Tensor], name: str, dimensions: int | None, limit: float) -> Tensor:
     if name not in tensors:
         raise RejectedPayload(f"'{name}' is missing")

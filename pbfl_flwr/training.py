@@ -7,7 +7,7 @@ handles a single sample in Python.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -63,67 +63,105 @@ def classification(model: nn.Module) -> Loss:
     return loss
 
 
+@dataclass(frozen=True)
+class Part:
+    """Parameters that are updated together.
+
+    Attributes:
+        parameters: of the client's network or of a companion of it.
+        learning_rate: None is the setting of that name.
+        max_grad_norm: bound on the norm of their gradient; None is the setting of that name, 0 is off.
+    """
+
+    parameters: tuple[nn.Parameter, ...]
+    learning_rate: float | None = None
+    max_grad_norm: float | None = None
+
+
+def part(module: nn.Module, learning_rate: float | None = None, max_grad_norm: float | None = None) -> Part:
+    """Return all parameters of a module as one part."""
+    return Part(tuple(module.parameters()), learning_rate, max_grad_norm)
+
+
 def fit(
     client: Client,
     loss: Loss,
     *,
-    parameters: Iterable[nn.Parameter] | None = None,
+    parts: Sequence[Part] | None = None,
+    companions: Sequence[nn.Module] = (),
+    source: tuple[Tensor, Tensor] | None = None,
     epochs: int | None = None,
+    max_steps: int | None = None,
     phase: str = "fit",
-    learning_rate: float | None = None,
+    after_step: Callable[[], None] | None = None,
 ) -> FitReport:
     """Train with plain SGD over the client's data.
 
     Args:
         client: its network is changed in place.
         loss: the named terms of one batch.
-        parameters: what to update; by default the whole network. Everything else is left as it is, though its
-            BatchNorm statistics move with the data, as they do in the references.
+        parts: what is updated; by default the client's network. The rest of the client's network gets no gradient,
+            though its BatchNorm statistics move with the data, as they do in the references.
+        companions: other networks that take part, put into training mode with the client's.
+        source: (inputs, labels) on the client's device to train on as they are, instead of the client's data.
         epochs: passes over the data; by default local-epochs.
+        max_steps: stop after so many steps, whatever the epochs; None is no bound.
         phase: names this pass, so that two passes of a round draw different batches.
-        learning_rate: by default the setting of that name.
+        after_step: called after every optimiser step.
 
     Raises:
         Diverged: if a loss term is not finite.
     """
     settings, data, model = client.training, client.data, client.model
-    chosen = list(model.parameters() if parameters is None else parameters)
-    if not chosen:
+    chosen = list(parts) if parts is not None else [part(model)]
+    groups = [_Group(p, settings) for p in chosen if p.parameters]
+    if not groups:
         return FitReport(0, 0, {}, {})
+    updated = [parameter for group in groups for parameter in group.parameters]
     optimizer = torch.optim.SGD(
-        chosen,
-        lr=settings.learning_rate if learning_rate is None else learning_rate,
+        [{"params": group.parameters, "lr": group.learning_rate} for group in groups],
         momentum=settings.momentum,
         weight_decay=settings.weight_decay,
-        fused=chosen[0].device.type in ("cpu", "cuda"),
+        fused=updated[0].device.type in ("cpu", "cuda"),
     )
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     if settings.optimizer_state == "kept":
-        _restore_momentum(optimizer, chosen, names, client.memory)
-    updated = {id(parameter) for parameter in chosen}
-    frozen = [p for p in model.parameters() if p.requires_grad and id(p) not in updated]
+        _restore_momentum(optimizer, updated, names, client.memory)
+    known = {id(parameter) for parameter in updated}
+    frozen = [p for p in model.parameters() if p.requires_grad and id(p) not in known]
     order = client.generator(phase)
-    model.train()
+    for network in (model, *companions):
+        network.train()
+    smallest = 2 if any(has_batch_norm(network) for network in (model, *companions)) else 1
+    num_samples = len(data.train.labels) if source is None else len(source[1])
     totals: dict[str, Tensor] = {}
     steps = samples = 0
-    smallest = 2 if has_batch_norm(model) else 1
     try:
         for parameter in frozen:
             parameter.requires_grad_(False)
-        for _ in range(settings.local_epochs if epochs is None else epochs):
-            for index in batches(len(data.train.labels), settings, order):
-                if len(index) < smallest:
-                    continue  # BatchNorm has no variance over one sample
+        for index in _passes(
+            num_samples, settings, order, settings.local_epochs if epochs is None else epochs
+        ):
+            if len(index) < smallest:
+                continue  # BatchNorm has no variance over one sample
+            if steps == max_steps:
+                break
+            if source is None:
                 inputs, labels = take(data, data.train, index, client.device)
-                terms = loss(inputs, labels)
-                optimizer.zero_grad(set_to_none=True)
-                torch.stack(list(terms.values())).sum().backward()
-                if settings.max_grad_norm > 0:
-                    nn.utils.clip_grad_norm_(chosen, settings.max_grad_norm)
-                optimizer.step()
-                steps, samples = steps + 1, samples + len(index)
-                for name, value in terms.items():
-                    totals[name] = totals.get(name, torch.zeros((), device=value.device)) + value.detach()
+            else:
+                inputs, labels = source[0][index], source[1][index]
+            terms = loss(inputs, labels)
+            optimizer.zero_grad(set_to_none=True)
+            torch.stack(list(terms.values())).sum().backward()
+            for group in groups:
+                if group.max_grad_norm > 0:
+                    nn.utils.clip_grad_norm_(group.parameters, group.max_grad_norm)
+            optimizer.step()
+            if after_step is not None:
+                after_step()
+            steps, samples = steps + 1, samples + len(index)
+            for name, value in terms.items():
+                totals[name] = totals.get(name, torch.zeros((), device=value.device)) + value.detach()
     finally:
         for parameter in frozen:
             parameter.requires_grad_(True)
@@ -132,7 +170,23 @@ def fit(
         raise Diverged(
             f"loss term '{bad[0]}' is not finite after {steps} steps; lower learning-rate or its weight"
         )
-    return FitReport(steps, samples, losses, _momentum(optimizer, chosen, names))
+    return FitReport(steps, samples, losses, _momentum(optimizer, updated, names))
+
+
+class _Group:
+    """A part with the settings filled in."""
+
+    def __init__(self, part: Part, settings: TrainingSettings) -> None:
+        self.parameters = list(part.parameters)
+        self.learning_rate = settings.learning_rate if part.learning_rate is None else part.learning_rate
+        self.max_grad_norm = settings.max_grad_norm if part.max_grad_norm is None else part.max_grad_norm
+
+
+def _passes(
+    num_samples: int, settings: TrainingSettings, order: torch.Generator, epochs: int
+) -> Iterator[Tensor]:
+    for _ in range(epochs):
+        yield from batches(num_samples, settings, order)
 
 
 def batches(num_samples: int, settings: TrainingSettings, order: torch.Generator) -> Iterator[Tensor]:

@@ -12,9 +12,15 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from pbfl_flwr.config import Settings
 from pbfl_flwr.payloads import RejectedPayload, Weights
 
 Weighting = Literal["samples", "uniform"]
+
+
+def weighting_of(settings: Settings, habit: Weighting) -> Weighting:
+    """Return how averages are weighted: what the configuration (or its protocol) says, else the method's habit."""
+    return habit if settings.conventions.weighting == "auto" else settings.conventions.weighting
 
 
 def parameters_of(model: nn.Module, names: Collection[str] | None = None) -> dict[str, Tensor]:

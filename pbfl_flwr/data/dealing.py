@@ -56,7 +56,7 @@ def dirichlet_indices(
         for k in range(num_classes):
             rows = np.flatnonzero(labels == k)
             rng.shuffle(rows)
-            shares = rng.dirichlet(np.repeat(alpha, num_clients)) * (sizes < total / num_clients)
+            shares = np.where(sizes < total / num_clients, rng.dirichlet(np.repeat(alpha, num_clients)), 0.0)
             if not shares.sum() > 0:
                 shares = np.eye(num_clients)[int(sizes.argmin())]
                 if len(rows):

@@ -65,6 +65,8 @@ def fetch(
                 download()
     except (OSError, RuntimeError) as error:
         raise PbflError(f"dataset '{settings.dataset}': the download to {goes_to} failed: {error}") from error
+    if not _all_there(needed):
+        raise missing(settings, needed, None)
 
 
 def damaged(settings: DataSettings, path: Path, error: Exception) -> PbflError:

@@ -260,7 +260,6 @@ def _evaluate(message: Message, context: Context, source: DataSource) -> Message
 
 def _again(stored: ClientState, message: Message, settings: Settings) -> Message:
     """Answer a question that was answered before, without training twice."""
-
     payload = wire.encode_tensors(stored.reply, settings.prototypes.wire_dtype)
     return Message(wire.content(payload, MetricRecord(dict(stored.report))), reply_to=message)
 

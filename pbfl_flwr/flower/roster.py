@@ -43,9 +43,7 @@ class Member:
             RejectedPayload: if a field is missing or of the wrong type.
         """
         try:
-            shape, sizes = record["input-shape"], record["parameters"]
-            labels = record["labels"]
-            assert isinstance(shape, list) and isinstance(sizes, list) and isinstance(labels, list)
+            shape, sizes, labels = (_items(record, key) for key in ("input-shape", "parameters", "labels"))
             return cls(
                 client=int(str(record["client"])),
                 node=node,
@@ -53,17 +51,24 @@ class Member:
                 task=Task(
                     int(str(record["num-classes"])),
                     int(str(record["feature-dim"])),
-                    tuple(int(str(side)) for side in shape),
+                    tuple(int(side) for side in shape),
                 ),
-                labels=tuple(str(label) for label in labels),
+                labels=tuple(labels),
                 architecture=str(record["architecture"]),
-                parameters=(int(str(sizes[0])), int(str(sizes[1]))),
+                parameters=(int(sizes[0]), int(sizes[1])),
                 device=str(record["device"]),
                 num_train=int(str(record["num-train"])),
                 num_test=int(str(record["num-test"])),
             )
-        except (KeyError, ValueError, AssertionError, IndexError) as error:
+        except (KeyError, ValueError, IndexError, PbflError) as error:
             raise RejectedPayload(f"its hello cannot be read: {error}") from None
+
+
+def _items(record: ConfigRecord, key: str) -> list[str]:
+    value = record[key]
+    if not isinstance(value, list):
+        raise ValueError(f"'{key}' is no list")
+    return [str(item) for item in value]
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.payloads import under
 
 SCHEMA = "1"
 
@@ -69,7 +70,7 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     try:
         with safe_open(path, framework="pt") as file:
             metadata = dict(file.metadata() or {})
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
+            tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
     except (SafetensorError, OSError, ValueError) as error:
         raise DamagedState(f"state file {path} cannot be read ({error}); {advice}") from None
     if metadata.get("schema") != SCHEMA:
@@ -150,17 +151,12 @@ class ClientStore:
                     "choose another state-dir or move the file away"
                 )
 
-        def under(prefix: str) -> dict[str, Tensor]:
-            return {
-                key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)
-            }
-
         return ClientState(
             int(metadata["round"]),
             int(metadata["participations"]),
-            under("model."),
-            under("memory."),
-            under("reply."),
+            under(tensors, "model"),
+            under(tensors, "memory"),
+            under(tensors, "reply"),
             json.loads(metadata["report"]),
         )
 

@@ -53,6 +53,7 @@ class _Phase:
     messages: list[tuple[Message, int]]  # with the client each one went to
     training: set[int]
     down: dict[int, wire.Traffic]
+    scalars_down: int
     started: float
 
 
@@ -180,7 +181,8 @@ class MethodStrategy(Strategy):
             initial_arrays: not used: the method's own initial state is what clients get first.
             num_rounds: rounds in all; by default num-server-rounds. A resumed run makes those that are missing.
             timeout: seconds to wait for a round's replies; by default round-timeout.
-            train_config, evaluate_config: not used: messages carry the round and the experiment.
+            train_config: not used: messages carry the round and the experiment.
+            evaluate_config: not used, likewise.
             evaluate_fn: called after each round with the broadcast arrays.
 
         Raises:
@@ -241,7 +243,7 @@ class MethodStrategy(Strategy):
 
     def _ask(self, kinds: Mapping[int, str], server_round: int) -> list[Message]:
         assert self.roster is not None
-        messages, down = [], {}
+        messages, down, scalars = [], {}, 0
         encoded: dict[int, ArrayRecord] = {}  # one encoding for a broadcast that is the same object for all
         clients = sorted(kinds)
         for client in clients:
@@ -256,9 +258,11 @@ class MethodStrategy(Strategy):
                 group_id=str(server_round),
             )
             down[client] = wire.weigh(message)
+            scalars += payload.scalars()
             messages.append(message)
         training = {client for client, kind in kinds.items() if kind == "train"}
-        self._phase = _Phase(list(zip(messages, clients, strict=True)), training, down, time.perf_counter())
+        sent = list(zip(messages, clients, strict=True))
+        self._phase = _Phase(sent, training, down, scalars, time.perf_counter())
         return messages
 
     def aggregate_train(
@@ -293,7 +297,7 @@ class MethodStrategy(Strategy):
                 f"client {client}: {reason}" for client, reason in list(outcome.failures.items())[:5]
             )
             raise RunEnded(
-                f"round {server_round}: {valid} valid replies, min-replies is {self.settings.run.min_replies} ({reasons})"
+                f"round {server_round}: {valid} valid replies, min-replies is {self.settings.run.min_replies}; {reasons}"
             )
         broadcast = self.method.broadcast(self.state, min(phase.training))
         figures = MetricRecord(
@@ -326,7 +330,8 @@ class MethodStrategy(Strategy):
     # Reading and writing ------------------------------------------------------------------------------------
 
     def _read(self, replies: list[Message]) -> _Outcome:
-        assert self._phase is not None and self.task is not None
+        assert self._phase is not None
+        assert self.task is not None
         phase, task = self._phase, self.task
         by_client = wire.ordered(replies, {m.metadata.message_id: client for m, client in phase.messages})
         outcome = _Outcome()
@@ -366,7 +371,6 @@ class MethodStrategy(Strategy):
             name: sum(report.seconds[i] for report in reports)
             for i, name in enumerate(("open", "fit", "evaluate", "save"))
         }
-        scalars_down = sum(self.method.broadcast(self.state, client).scalars() for client in phase.training)
         return {
             "round": server_round,
             "accuracy": summarise(outcome.reports),
@@ -380,7 +384,7 @@ class MethodStrategy(Strategy):
             "failures": _named(outcome.failures),
             "bytes_up": _traffic(outcome.up),
             "bytes_down": _traffic(phase.down),
-            "scalars": {"up": outcome.scalars_up, "down": scalars_down},
+            "scalars": {"up": outcome.scalars_up, "down": phase.scalars_down},
             "seconds": {"total": 0.0, "aggregate": aggregated, "clients": seconds},
             "peak_mb": max((report.peak_mb for report in reports), default=0.0),
         }

@@ -30,7 +30,7 @@ class Entry:
 
 METHODS: dict[str, Entry] = {
     "local": Entry("every client for itself; nothing travels", local.build),
-    "fedavg": Entry("weights averaged by samples; one architecture", fedavg.build, fedavg.Config),
+    "fedavg": Entry("weights averaged by samples; one architecture", fedavg.build),
     "fedproto": Entry("class means averaged, features pulled towards them", fedproto.build),
     "fedtgp": Entry("prototypes trained on the server with an adaptive margin", fedtgp.build, fedtgp.Config),
     "tinyproto": Entry(

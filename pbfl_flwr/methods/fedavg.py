@@ -7,7 +7,7 @@ The server averages them, w <- Σ_i (n_i/Σn)·w_i.
 Travels: all parameters, both ways, and n_i. BatchNorm's buffers stay on the client.
 Predicts: the logits of the global model, scored when it arrives, before local training.
 Differs from the references: PFLlib and HtFLlib do the same; Flower's own FedAvg and FedProto's repository
-average the BatchNorm buffers too. ``fedavg.weighting="uniform"`` is the latter's unweighted mean.
+average the BatchNorm buffers too. ``weighting="uniform"`` is the latter's unweighted mean.
 """
 
 from __future__ import annotations
@@ -15,21 +15,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pydantic import Field
-
-from pbfl_flwr.config import Group, Settings, parse_section
+from pbfl_flwr.config import Settings
 from pbfl_flwr.method import Client, Method, Moment, Round, Update
 from pbfl_flwr.models import architectures, build_model
 from pbfl_flwr.payloads import Weights
 from pbfl_flwr.task import Task
 from pbfl_flwr.training import classification, fit
-from pbfl_flwr.weights import Weighting, average, load_parameters, parameters_of, same_shapes
-
-
-class Config(Group):
-    """Settings ``fedavg.*``."""
-
-    weighting: Weighting = Field("samples", description="weights of the average")
+from pbfl_flwr.weights import Weighting, average, load_parameters, parameters_of, same_shapes, weighting_of
 
 
 @dataclass(frozen=True)
@@ -78,4 +70,4 @@ class FedAvg(Method[Weights, Weights, Weights]):
 
 def build(settings: Settings) -> FedAvg:
     """Return the method."""
-    return FedAvg(architectures(settings.models.models)[0], parse_section(Config, settings).weighting)
+    return FedAvg(architectures(settings.models.models)[0], weighting_of(settings, "samples"))

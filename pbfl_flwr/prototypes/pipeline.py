@@ -27,7 +27,7 @@ from pbfl_flwr import seeds
 from pbfl_flwr.config import PrototypeSettings, Settings
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client, Method, Moment, Predictor, Round, Update, head_scores, nearest
-from pbfl_flwr.payloads import Prototypes, RejectedPayload
+from pbfl_flwr.payloads import Prototypes, RejectedPayload, joined, under
 from pbfl_flwr.prototypes import aggregation, distillation, masks, scaling
 from pbfl_flwr.prototypes.alignment import Solver, align
 from pbfl_flwr.prototypes.statistics import ClassSums
@@ -81,8 +81,7 @@ class PipelineState:
 
     def to_tensors(self) -> dict[str, Tensor]:
         """Return everything under prefixed names; see :class:`pbfl_flwr.payloads.Payload`."""
-        tensors = {f"broadcast.{name}": tensor for name, tensor in self.broadcast.to_tensors().items()}
-        tensors |= {f"combined.{name}": tensor for name, tensor in self.combined.to_tensors().items()}
+        tensors = joined(broadcast=self.broadcast, combined=self.combined)
         if self.trained is not None:
             tensors |= {f"trained.{name}": tensor for name, tensor in self.trained.tensors.items()}
         tensors |= {
@@ -93,19 +92,13 @@ class PipelineState:
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], task: Task) -> PipelineState:
         """Rebuild the state of a checkpoint."""
-
-        def under(prefix: str) -> dict[str, Tensor]:
-            return {
-                key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)
-            }
-
-        trained = under("trained.")
+        trained = under(tensors, "trained")
         return cls(
-            Prototypes.from_tensors(under("broadcast."), task),
-            Prototypes.from_tensors(under("combined."), task),
+            Prototypes.from_tensors(under(tensors, "broadcast"), task),
+            Prototypes.from_tensors(under(tensors, "combined"), task),
             tensors["ages"],
             TrainableState(trained) if trained else None,
-            {name: float(value) for name, value in under("figure.").items()},
+            {name: float(value) for name, value in under(tensors, "figure").items()},
         )
 
     def scalars(self) -> int:
@@ -244,7 +237,9 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
             if self.server_training.absent == "keep":
                 present = torch.ones_like(present)
         if stages.alignment != "off":
-            aligned = align(values, present, SOLVERS[stages.alignment], seed=seeds.derive(at.seed, "alignment"))
+            aligned = align(
+                values, present, SOLVERS[stages.alignment], seed=seeds.derive(at.seed, "alignment")
+            )
             values = aligned.values
             figures |= aligned.report.figures()
         values = torch.where(present[:, None], values, torch.zeros_like(values))
@@ -412,7 +407,7 @@ def pipeline(
         raise PbflError(
             f"cps-dim = {stages.cps_dim}: allowed is up to feature-dim = {settings.models.feature_dim}"
         )
-    return Pipeline(name, stages, server_training, seeds.derive(settings.run.seed, "masks"), headline)
+    return Pipeline(name, stages, server_training, seeds.derive(settings.run.seed, "masks") % 2**32, headline)
 
 
 @lru_cache(maxsize=8)

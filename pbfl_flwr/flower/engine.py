@@ -1,0 +1,305 @@
+"""One run on Flower's simulation engine: an own SuperLink, ``flwr run``, its outcome, and nothing left behind.
+
+``flwr run`` on its own starts a detached SuperLink that stays for ever, keeps the environment and the working
+directory of whoever came first, and exits with 0 whatever became of the run. So the SuperLink is started here: own
+FLWR_HOME, own port, an empty working directory (Ray puts it first on the workers' path), own Ray directory; all its
+processes are one process group, which is ended with the engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from pbfl_flwr.config import Scalar
+from pbfl_flwr.errors import PbflError
+
+LOG = "flower.log"
+ENDED = ("finished:completed", "finished:failed", "finished:stopped")
+START_SECONDS = 60.0
+CLI_SECONDS = 120.0
+GRACE_SECONDS = 10.0
+ATTEMPTS = 3  # another process may take the free port before the SuperLink does
+
+# On Linux the SuperLink gets SIGTERM when this process dies, even by SIGKILL; the request survives exec.
+_FOLLOW_PARENT = (
+    "import ctypes, os, signal, sys; "
+    "sys.platform == 'linux' and ctypes.CDLL(None).prctl(1, signal.SIGTERM); "
+    "os.execv(sys.argv[1], sys.argv[1:])"
+)
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What the simulation's workers get.
+
+    Attributes:
+        cpus_per_client: whole CPUs that Ray reserves for a client.
+        gpus_per_client: share of a GPU; 0 hides GPUs from the clients.
+        workers: worker processes; None leaves it to Ray, one for every ``cpus_per_client`` CPUs.
+    """
+
+    cpus_per_client: int = 1
+    gpus_per_client: float = 0.0
+    workers: int | None = None
+
+    def federation(self, num_clients: int) -> str:
+        """Return the value of ``flwr run --federation-config``."""
+        settings = {
+            "num-supernodes": num_clients,
+            "client-resources-num-cpus": self.cpus_per_client,
+            "client-resources-num-gpus": float(self.gpus_per_client),
+        }
+        if self.workers is not None:
+            settings["init-args-num-cpus"] = self.workers * self.cpus_per_client
+        return " ".join(f"{key}={value}" for key, value in settings.items())
+
+
+def toml(config: Mapping[str, Scalar]) -> str:
+    """Return flat keys as TOML; JSON's strings, numbers and booleans are TOML's as well."""
+    return "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in config.items())
+
+
+class Engine:
+    """A SuperLink of one's own with its simulation engine, as a context manager.
+
+    Args:
+        run_dir: absolute; Flower's log and, while the engine lives, its home are written there.
+
+    Raises:
+        PbflError: on entering, if Flower is not installed here or its SuperLink does not start.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self.log = run_dir / LOG
+        self._home = run_dir / ".flower"
+        self._neutral = self._home / "empty"
+        self._ray = Path()
+        self._superlink: subprocess.Popen[bytes] | None = None
+        self._follower: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Engine:
+        self._neutral.mkdir(parents=True, exist_ok=True)
+        # Ray's sockets lie below it and their paths have an upper limit of about 100 characters.
+        self._ray = Path(tempfile.mkdtemp(prefix="pbfl-", dir="/tmp" if os.name == "posix" else None))
+        try:
+            for attempt in range(1, ATTEMPTS + 1):
+                if self._start():
+                    return self
+                self._end_processes()
+                if attempt == ATTEMPTS:
+                    raise PbflError(
+                        f"Flower's SuperLink did not start; the last lines of {self.log}:\n{self.tail()}"
+                    )
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        raise AssertionError("unreachable")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end_processes()
+        shutil.rmtree(self._home, ignore_errors=True)
+        shutil.rmtree(self._ray, ignore_errors=True)
+
+    def submit(self, app: Path, config: Mapping[str, Scalar], num_clients: int, resources: Resources) -> str:
+        """Hand the app over and return Flower's id of the run.
+
+        Args:
+            app: directory of the Flower app.
+            config: keys of the run configuration that differ from the app's defaults.
+            num_clients: M, virtual nodes.
+            resources: of the workers.
+
+        Raises:
+            PbflError: if Flower refuses the run.
+        """
+        file = self._home / "run-config.toml"
+        file.write_text(toml(config), encoding="utf-8")
+        federation = resources.federation(num_clients)
+        answer = self._flwr(
+            "run", str(app), "--run-config", str(file), "--federation-config", federation, "--format", "json"
+        )
+        run_id = str(answer["run-id"])
+        self._follow(run_id)
+        return run_id
+
+    def ended(self, run_id: str) -> bool:
+        """Whether the run seems to be over; :meth:`outcome` says for certain."""
+        assert self._superlink is not None and self._follower is not None
+        return self._follower.poll() is not None or self._superlink.poll() is not None
+
+    def outcome(self, run_id: str) -> tuple[str, str]:
+        """Return (status, details) as Flower tells them; goes on following a run that has not ended.
+
+        Raises:
+            PbflError: if the SuperLink has died.
+        """
+        assert self._superlink is not None
+        if self._superlink.poll() is not None:
+            raise PbflError(f"Flower's SuperLink ended with code {self._superlink.returncode} during the run")
+        found = self._flwr("list", "--run-id", run_id, "--format", "json")["runs"][0]
+        status = str(found["status"])
+        if status not in ENDED:
+            self._follow(run_id)
+        return status, str(found.get("status-details") or "")
+
+    def stop(self, run_id: str) -> None:
+        """Ask Flower to stop the run, in vain if it is over or the SuperLink is gone."""
+        with contextlib.suppress(PbflError):
+            self._flwr("stop", run_id, "--format", "json")
+
+    def tail(self, lines: int = 15) -> str:
+        """Return the last lines of Flower's log."""
+        text = self.log.read_text(encoding="utf-8", errors="replace") if self.log.exists() else ""
+        return "\n".join([line for line in text.splitlines() if line.strip()][-lines:])
+
+    # Processes ----------------------------------------------------------------------------------------------
+
+    def _start(self) -> bool:
+        """Start the SuperLink and wait until it answers; False if it ended or did not answer in time."""
+        port = _free_port()
+        connection = f'[superlink]\ndefault = "own"\n\n[superlink.own]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
+        (self._home / "config.toml").write_text(connection, encoding="utf-8")
+        command = [_executable("flower-superlink"), "--insecure", "--simulation", "--isolation", "subprocess"]
+        command += ["--host", "127.0.0.1", "--port", str(port), "--disable-runtime-dependency-installation"]
+        with self.log.open("ab") as log:
+            self._superlink = subprocess.Popen(
+                [sys.executable, "-c", _FOLLOW_PARENT, *command],
+                cwd=self._neutral,
+                env=self._environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        end = time.monotonic() + START_SECONDS
+        while time.monotonic() < end and self._superlink.poll() is None:
+            if _healthy(port):
+                return True
+            time.sleep(0.1)
+        return False
+
+    def _follow(self, run_id: str) -> None:
+        """Start `flwr log --stream`, which ends with the run: cheaper than asking every second."""
+        self._follower = subprocess.Popen(
+            [_executable("flwr"), "log", run_id, "--stream"],
+            cwd=self._neutral,
+            env=self._environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def _flwr(self, *arguments: str) -> dict[str, Any]:
+        try:
+            done = subprocess.run(
+                [_executable("flwr"), *arguments],
+                cwd=self._neutral,
+                env=self._environment(),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=CLI_SECONDS,
+                start_new_session=True,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise PbflError(f"flwr {arguments[0]} did not answer within {CLI_SECONDS:.0f} s") from None
+        try:
+            answer: dict[str, Any] = json.loads(done.stdout)
+        except json.JSONDecodeError:
+            answer = {}
+        if done.returncode or not answer.get("success", bool(answer)):
+            said = (
+                answer.get("error-message")
+                or (done.stdout + done.stderr).strip()
+                or f"exit code {done.returncode}"
+            )
+            raise PbflError(f"flwr {arguments[0]}: {said}")
+        return answer
+
+    def _environment(self) -> dict[str, str]:
+        loopback = ",".join(filter(None, [os.environ.get("NO_PROXY"), "127.0.0.1,localhost"]))
+        kept = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+        return {
+            **kept,
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
+            "FLWR_HOME": str(self._home),
+            "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+            "FLWR_DISABLE_UPDATE_CHECK": "1",
+            "FLWR_TELEMETRY_ENABLED": "0",
+            "NO_PROXY": loopback,
+            "no_proxy": loopback,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+            "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",
+            "RAY_TMPDIR": str(self._ray),
+            "RAY_USAGE_STATS_ENABLED": "0",
+        }
+
+    def _end_processes(self) -> None:
+        for process in (self._follower, self._superlink):
+            if process is not None:
+                _end_group(process)
+        self._follower = self._superlink = None
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    """End a process and what it started: politely, then for certain."""
+    if os.name != "posix":
+        process.kill()
+        process.wait()
+        return
+    for number, seconds in ((signal.SIGTERM, GRACE_SECONDS), (signal.SIGKILL, GRACE_SECONDS)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            process.poll()  # reaps it, so that only what it started keeps the group alive
+            try:
+                os.killpg(process.pid, 0)
+            except ProcessLookupError:
+                return
+            time.sleep(0.1)
+
+
+def _executable(name: str) -> str:
+    """Return one of Flower's commands, from the environment that runs this."""
+    path = Path(sys.executable).parent / name
+    if not path.exists():
+        raise PbflError(f"'{path}' is missing: install Flower with its simulation engine, flwr[simulation]")
+    return str(path)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _healthy(port: int) -> bool:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=1)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()

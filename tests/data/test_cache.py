@@ -1,0 +1,144 @@
+import os
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pbfl_flwr.data import cache
+from pbfl_flwr.data.contract import Pool
+from pbfl_flwr.errors import PbflError
+
+
+class Decoder:
+    """Counts how often it is asked."""
+
+    def __init__(self, wait: float = 0.0) -> None:
+        self.calls = 0
+        self.wait = threading.Event()
+        self.seconds = wait
+
+    def __call__(self, allocate: cache.Allocate) -> Pool:
+        self.calls += 1
+        self.wait.wait(self.seconds)
+        inputs = allocate((4, 2, 3), np.uint8)
+        inputs[:] = np.arange(24).reshape(4, 2, 3)
+        return Pool(
+            inputs, np.array([0, 1, 0, 1]), ("no", "yes"), 3,
+            owner=np.array([0, 0, 1, 1]), mean=(0.1, 0.2), std=(0.3, 0.4), notes=("a note",),
+        )  # fmt: skip
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "source.bin"
+    path.write_bytes(b"12345678")
+    return path
+
+
+def test_home_is_the_environment_variable_or_a_folder_of_the_user(monkeypatch):
+    monkeypatch.setenv("PBFL_HOME", "/somewhere")
+    assert cache.home() == Path("/somewhere")
+    monkeypatch.delenv("PBFL_HOME")
+    assert cache.home() == Path("~/.pbfl").expanduser()
+
+
+def test_decoded_once_and_read_back_as_a_memory_map(source, home):
+    decode = Decoder()
+    first = cache.cached("set", [source], decode)
+    again = cache.cached("set", [source], decode)
+    assert decode.calls == 1
+    for pool in (first, again):
+        assert isinstance(pool.inputs, np.memmap)
+        assert np.array_equal(pool.inputs, np.arange(24).reshape(4, 2, 3))
+        assert pool.labels.tolist() == [0, 1, 0, 1]
+        assert pool.owner is not None
+        assert pool.owner.tolist() == [0, 0, 1, 1]
+        assert (pool.label_names, pool.num_train, pool.in_train) == (("no", "yes"), 3, None)
+        assert (pool.mean, pool.std, pool.notes) == ((0.1, 0.2), (0.3, 0.4), ("a note",))
+    folders = [path for path in (home / "cache").iterdir() if path.is_dir()]
+    assert len(folders) == 1
+    assert folders[0].name.startswith("set-")
+    assert sorted(path.name for path in folders[0].iterdir()) == [
+        "inputs.npy",
+        "labels.npy",
+        "meta.json",
+        "owner.npy",
+    ]
+
+
+def test_a_changed_source_is_decoded_anew(source):
+    decode = Decoder()
+    cache.cached("set", [source], decode)
+    source.write_bytes(b"123456789")  # another size
+    cache.cached("set", [source], decode)
+    os.utime(source, (1, 1))  # another modification time
+    cache.cached("set", [source], decode)
+    shutil.copy2(source, source.with_name("other.bin"))  # another path
+    cache.cached("set", [source.with_name("other.bin")], decode)
+    assert decode.calls == 4
+
+
+def test_many_at_once_decode_once(source):
+    decode = Decoder(wait=0.2)
+    barrier = threading.Barrier(4)
+
+    def work(_: int) -> int:
+        barrier.wait()
+        return int(cache.cached("set", [source], decode).inputs.sum())
+
+    with ThreadPoolExecutor(4) as workers:
+        assert list(workers.map(work, range(4))) == [276] * 4  # 0 + ... + 23
+    assert decode.calls == 1
+
+
+def test_a_decoder_that_fails_leaves_nothing_and_can_be_tried_again(source, home):
+    def broken(allocate: cache.Allocate) -> Pool:
+        allocate((2, 2), np.float32)
+        raise PbflError("no good")
+
+    with pytest.raises(PbflError, match="no good"):
+        cache.cached("set", [source], broken)
+    assert not [path for path in (home / "cache").iterdir() if path.is_dir()]
+    assert len(cache.cached("set", [source], Decoder()).labels) == 4
+
+
+def test_the_rest_of_a_killed_process_is_swept_away(source, home):
+    entry = home / "cache" / f"set-{cache._fingerprint([source])}"
+    leftover = entry.with_name(entry.name + ".partial")
+    leftover.mkdir(parents=True)
+    (leftover / "inputs.npy").write_bytes(b"half")
+    assert len(cache.cached("set", [source], Decoder()).labels) == 4
+    assert not leftover.exists()
+
+
+def test_a_damaged_entry_is_named(source, home):
+    cache.cached("set", [source], Decoder())
+    entry = next(path for path in (home / "cache").iterdir() if path.is_dir())
+    (entry / "inputs.npy").write_bytes(b"garbage")
+    with pytest.raises(PbflError, match=f"{entry} is damaged"):
+        cache.cached("set", [source], Decoder())
+
+
+def test_a_full_disk_is_said_before_anything_is_written(source):
+    def huge(allocate: cache.Allocate) -> Pool:
+        inputs = allocate((10**12, 10**4), np.uint8)
+        return Pool(inputs, np.zeros(10**12, np.int64), ("a", "b"), 1)
+
+    with pytest.raises(PbflError, match=r"MiB are\s+free; the environment variable PBFL_HOME"):
+        cache.cached("set", [source], huge)
+
+
+def test_a_shard_of_neighbouring_rows_is_not_a_copy(source):
+    from pbfl_flwr.data.clients import materialise
+    from pbfl_flwr.data.contract import Split
+
+    pool = cache.cached("set", [source], Decoder())
+    near = materialise(pool, Split(np.array([1, 2]), np.array([3, 0])))
+    assert near.train.inputs.data_ptr() == pool.inputs[1:].ctypes.data
+    assert near.train.inputs.tolist() == pool.inputs[1:3].tolist()
+    assert near.test.inputs.tolist() == pool.inputs[[3, 0]].tolist()
+    near.train.inputs[:] = 0  # a view of a private mapping: the cache stays as it is
+    assert cache.cached("set", [source], Decoder()).inputs[1].tolist() == [[6, 7, 8], [9, 10, 11]]

@@ -1,0 +1,206 @@
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.random import RandomState
+from sklearn.model_selection import train_test_split
+
+from pbfl_flwr.data.dealing import Deal, dirichlet_indices, iid_indices, pathological_indices, repair
+from pbfl_flwr.errors import PbflError
+
+CIFAR10 = [6000] * 10
+CIFAR100 = [600] * 100
+FASHION = [7000] * 10
+MNIST = [6903, 7877, 6990, 7141, 6824, 6313, 6876, 7293, 6825, 6958]  # train + test of every digit
+
+
+def labels_of(counts):
+    return np.repeat(np.arange(len(counts)), counts)
+
+
+def table(deal, labels, num_classes):
+    return np.stack([np.bincount(labels[rows], minlength=num_classes) for rows in deal.rows])
+
+
+# Sums of K_i as printed for the published partitions (seed 1). PFLlib asks for 40 samples a client, TinyProto for 1;
+# the smallest client of all of these has more than 40, so both give the same partition.
+@pytest.mark.parametrize("least", [1, 40])
+@pytest.mark.parametrize(
+    ("counts", "held", "smallest"),
+    [
+        (CIFAR10, 102, 1164),
+        (CIFAR100, 921, 2607),
+        ([550] * 200, 1853, 4805),
+        (MNIST, 95, 499),
+        (FASHION, 106, 82),
+    ],
+)
+def test_dirichlet_gives_the_published_number_of_classes(counts, held, smallest, least):
+    labels = labels_of(counts)
+    counted = table(dirichlet_indices(labels, 20, 0.1, least, RandomState(1)), labels, len(counts))
+    assert (counted > 0).sum() == held
+    assert counted.sum(axis=1).min() == smallest
+
+
+@pytest.mark.parametrize(
+    ("counts", "clients", "alpha", "held"),
+    [
+        (CIFAR10, 20, 0.01, 34),  # after 37 tries
+        (CIFAR10, 20, 0.5, 176),
+        (CIFAR10, 100, 0.1, 400),
+        (CIFAR100, 20, 0.01, 249),
+        (CIFAR100, 20, 1.0, 1881),
+        (CIFAR100, 50, 0.1, 1920),
+    ],
+)
+def test_dirichlet_gives_the_published_number_of_classes_elsewhere(counts, clients, alpha, held):
+    labels = labels_of(counts)
+    assert (
+        table(dirichlet_indices(labels, clients, alpha, 1, RandomState(1)), labels, len(counts)) > 0
+    ).sum() == held
+
+
+def test_redrawing_follows_the_smallest_size_that_is_asked_for():
+    # AG News, 4 x 31,900: the first draw has a client of 23 samples; 40 needs 12 tries and gives other counts.
+    labels = labels_of([31_900] * 4)
+    first = table(dirichlet_indices(labels, 20, 0.1, 1, RandomState(1)), labels, 4)
+    later = table(dirichlet_indices(labels, 20, 0.1, 40, RandomState(1)), labels, 4)
+    assert ((first > 0).sum(), first.sum(axis=1).min()) == (46, 23)
+    assert (later > 0).sum() == 45
+    assert later.sum(axis=1).min() >= 40
+
+
+def test_the_cifar10_table_does_not_depend_on_the_order_of_the_samples():
+    sorted_labels = labels_of(CIFAR10)
+    shuffled = RandomState(7).permutation(sorted_labels)
+    for labels in (sorted_labels, shuffled):
+        counted = table(dirichlet_indices(labels, 20, 0.1, 1, RandomState(1)), labels, 10)
+        assert counted[0].tolist() == [0, 9, 0, 668, 476, 287, 5, 167, 0, 9]
+        assert counted[17].tolist() == [0, 3175, 0, 0, 0, 0, 0, 0, 0, 0]
+        assert counted.sum(axis=1).max() == 5994
+
+
+def test_dirichlet_is_the_reference_loop_row_by_row():
+    labels = RandomState(3).permutation(labels_of([90, 70, 120, 40, 80]))
+    np.random.seed(1)  # the references seed the global generator
+    least, smallest = 5, 0
+    while smallest < least:
+        held: list[list[int]] = [[] for _ in range(6)]
+        for k in range(5):
+            rows = np.where(labels == k)[0]
+            np.random.shuffle(rows)
+            shares = np.random.dirichlet(np.repeat(0.5, 6))
+            shares = np.array([p * (len(h) < len(labels) / 6) for p, h in zip(shares, held, strict=True)])
+            shares = shares / shares.sum()
+            cuts = (np.cumsum(shares) * len(rows)).astype(int)[:-1]
+            held = [h + piece.tolist() for h, piece in zip(held, np.split(rows, cuts), strict=True)]
+        smallest = min(len(h) for h in held)
+    expected_split = train_test_split(np.array(held[0]), train_size=0.75, shuffle=True)
+    rng = RandomState(1)
+    deal = dirichlet_indices(labels, 6, 0.5, least, rng)
+    assert [rows.tolist() for rows in deal.rows] == held
+    # and the generator stands where the references' generator stands
+    split = train_test_split(deal.rows[0], train_size=0.75, shuffle=True, random_state=rng)
+    assert [part.tolist() for part in split] == [part.tolist() for part in expected_split]
+
+
+def test_pathological_gives_neighbours_the_same_classes():
+    labels = labels_of(CIFAR10)
+    counted = table(pathological_indices(labels, 20, 2, 1, RandomState(1)), labels, 10)
+    for client in range(20):
+        block = client // 4  # ceil(20/10 · 2) = 4 clients a class: 0-3 hold {0, 1}, 4-7 {2, 3}, ...
+        assert np.flatnonzero(counted[client]).tolist() == [2 * block, 2 * block + 1]
+    assert counted.sum() == 60_000
+
+
+def test_pathological_is_the_reference_loop():
+    labels = RandomState(3).permutation(labels_of([90, 70, 120, 40]))
+    np.random.seed(1)
+    wanted, expected = [2] * 6, [[] for _ in range(6)]
+    for k in range(4):
+        rows = np.where(labels == k)[0]
+        chosen = [client for client in range(6) if wanted[client] > 0][:3]  # ceil(6/4 · 2) = 3
+        part = len(rows) / len(chosen)
+        sizes = np.random.randint(max(part / 10, 10 / 4), part, len(chosen) - 1).tolist()
+        sizes.append(len(rows) - sum(sizes))
+        start = 0
+        for client, size in zip(chosen, sizes, strict=True):
+            expected[client] += rows[start : start + size].tolist()
+            start += size
+            wanted[client] -= 1
+    deal = pathological_indices(labels, 6, 2, 10, RandomState(1))
+    assert [rows.tolist() for rows in deal.rows] == expected
+
+
+def test_pathological_says_which_classes_are_left_out():
+    # 3 clients, 2 of 10 classes each: ceil(.6) = 1 client a class, so 6 classes are dealt and 4 are left.
+    deal = pathological_indices(labels_of([5] * 10), 3, 2, 1, RandomState(1))
+    assert sum(len(rows) for rows in deal.rows) == 30
+    assert "[6, 7, 8, 9]" in deal.notes[0]
+
+
+def test_iid_parts_are_equal_and_disjoint():
+    deal = iid_indices(10, 3, RandomState(1))
+    assert sorted(len(rows) for rows in deal.rows) == [3, 3, 4]
+    assert sorted(np.concatenate(deal.rows)) == list(range(10))
+
+
+def test_a_tiny_alpha_ends_and_the_repair_says_what_it_moved():
+    labels = labels_of([30, 30, 30])  # 3 classes cannot reach 50 clients when a class goes to one client
+    deal = dirichlet_indices(labels, 50, 0.001, 1, RandomState(1))
+    assert min(len(rows) for rows in deal.rows) == 0
+    mended = repair(deal, labels, 1)
+    assert min(len(rows) for rows in mended.rows) == 1
+    assert sorted(np.concatenate(mended.rows)) == list(range(90))
+    empty = [client for client, rows in enumerate(deal.rows) if len(rows) == 0]
+    said = [int(note.split()[1]) for note in mended.notes if "moved from" in note]
+    assert said == empty
+
+
+def test_the_repair_takes_from_the_largest_clients_largest_class():
+    labels = np.array([0, 0, 0, 0, 1, 1, 2])
+    deal = Deal((np.array([0, 1, 2, 3, 4]), np.array([5, 6]), np.array([], dtype=np.int64)))
+    mended = repair(deal, labels, 2)
+    # client 0 has four of class 0: two of them, the last ones, are half of the class
+    assert [rows.tolist() for rows in mended.rows] == [[0, 1, 4], [5, 6], [2, 3]]
+    assert mended.notes == ("client 2 was too small: 2 of class 0 moved from client 0",)
+
+
+def test_the_repair_refuses_the_impossible():
+    with pytest.raises(PbflError, match="need 9 samples; there are 7"):
+        repair(Deal((np.arange(7), *[np.arange(0)] * 2)), np.zeros(7, dtype=int), 3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    counts=st.lists(st.integers(0, 40), min_size=2, max_size=6),
+    clients=st.integers(1, 12),
+    alpha=st.sampled_from([0.0005, 0.01, 0.1, 1.0, 100.0]),
+    least=st.integers(1, 4),
+    seed=st.integers(0, 1000),
+    way=st.sampled_from(["dirichlet", "pathological", "iid"]),
+)
+def test_no_sample_is_dealt_twice_or_lost_and_everyone_has_enough(counts, clients, alpha, least, seed, way):
+    labels = RandomState(seed).permutation(labels_of(counts))
+    rng = RandomState(seed)
+    if way == "dirichlet":
+        deal = dirichlet_indices(labels, clients, alpha, least, rng, len(counts))
+    elif way == "pathological":
+        classes = random.Random(seed).randint(1, len(counts))
+        deal = pathological_indices(labels, clients, classes, least, rng, len(counts))
+        assert max(len(np.unique(labels[rows])) for rows in deal.rows) <= classes
+    else:
+        deal = iid_indices(len(labels), clients, rng)
+    dealt = np.concatenate(deal.rows)
+    assert len(np.unique(dealt)) == len(dealt)
+    if not any("go to nobody" in note for note in deal.notes):
+        assert len(dealt) == len(labels)
+    if len(dealt) < least * clients:
+        with pytest.raises(PbflError):
+            repair(deal, labels, least)
+        return
+    mended = repair(deal, labels, least)
+    assert sorted(np.concatenate(mended.rows)) == sorted(dealt)
+    assert min(len(rows) for rows in mended.rows) >= least

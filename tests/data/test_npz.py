@@ -1,0 +1,94 @@
+import numpy as np
+import pytest
+
+from pbfl_flwr.config import DataSettings
+from pbfl_flwr.data import check_data, client_data, load_pool
+from pbfl_flwr.errors import PbflError
+
+
+@pytest.fixture
+def save(tmp_path):
+    def write(name="set.npz", **arrays):
+        np.savez(tmp_path / name, **arrays)
+        return DataSettings(dataset="npz", data_dir=str(tmp_path / name), partition="iid")
+
+    return write
+
+
+def test_a_client_column_gives_natural_clients(save):
+    settings = save(
+        x=np.arange(16, dtype=np.float64).reshape(8, 2), y=np.array([0, 1] * 4, dtype=np.int8),
+        client=np.array(["zoe", "ada", "zoe", "ada", "bob", "bob", "bob", "bob"]),
+    ).model_copy(update={"partition": "natural"})  # fmt: skip
+    part = check_data(settings, 3)
+    assert part.counts.sum(axis=1).tolist() == [2, 4, 2]  # ada, bob, zoe
+    zoe = client_data(settings, 3, 2)
+    held = np.concatenate([zoe.train.inputs.numpy(), zoe.test.inputs.numpy()])
+    assert sorted(held.tolist()) == [[0, 1], [4, 5]]
+    assert zoe.prepare(zoe.train.inputs).equal(zoe.train.inputs)  # features are fed as they are
+
+
+def test_bytes_are_images(save):
+    images = np.arange(5 * 4 * 3, dtype=np.uint8).reshape(5, 4, 3)
+    pool = load_pool(save(x=images, y=np.array([0, 1, 2, 0, 1])))
+    assert pool.inputs.shape == (5, 1, 4, 3)
+    assert pool.inputs.dtype == np.uint8
+    assert np.array_equal(pool.inputs[:, 0], images)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"x": np.zeros((4, 2))}, "has no array 'y'"),
+        (
+            {"x": np.zeros((4, 2)), "y": np.array([1, 2, 3, 1])},
+            "3 labels 1, 2, 3; allowed are 0..2 without gaps",
+        ),
+        ({"x": np.zeros((4, 2)), "y": np.array([0, 2, 0, 2])}, "2 labels 0, 2; allowed are 0..1"),
+        ({"x": np.zeros((4, 2)), "y": np.array([-1, 0, 1, 1])}, "labels -1, 0, 1"),
+        ({"x": np.zeros((4, 2)), "y": np.array([0.0, 1.0, 0.5, 1.0])}, "labels of type float64"),
+        ({"x": np.zeros((4, 2)), "y": np.array(["a", "b", "a", "b"])}, "labels of type <U1"),
+        ({"x": np.zeros((4, 2)), "y": np.zeros(4, dtype=int)}, "2 classes or more"),
+        ({"x": np.zeros((3, 2)), "y": np.array([0, 1, 0, 1])}, "3 inputs and 4 labels"),
+        (
+            {"x": np.array([[0.0], [np.nan], [1.0], [2.0]]), "y": np.array([0, 1, 0, 1])},
+            "NaN .* first in row 1",
+        ),
+        ({"x": np.array([[0.0], [1.0], [1.0], [-np.inf]]), "y": np.array([0, 1, 0, 1])}, "first in row 3"),
+        (
+            {"x": np.array([[object()]] * 2), "y": np.array([0, 1])},
+            "not a readable .npz file of plain arrays",
+        ),
+        ({"x": np.array([["a"]] * 2), "y": np.array([0, 1])}, "allowed are numbers"),
+        ({"x": np.zeros((2, 8, 8, 3), dtype=np.uint8), "y": np.array([0, 1])}, "channels first"),
+        (
+            {"x": np.zeros((2, 1)), "y": np.array([0, 1]), "client": np.zeros(3)},
+            "3 entries in its client column",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said(save, arrays, message):
+    with pytest.raises(PbflError, match=message):
+        check_data(save(**arrays), 1)
+
+
+def test_a_file_that_is_no_archive_is_named(tmp_path):
+    (tmp_path / "set.npz").write_bytes(b"not a zip")
+    with pytest.raises(PbflError, match=r"set.npz is not a readable .npz file"):
+        load_pool(DataSettings(dataset="npz", data_dir=str(tmp_path / "set.npz")))
+
+
+def test_har_clients_are_the_people(tmp_path):
+    rng = np.random.default_rng(0)
+    subject = np.repeat([4, 7, 9], 8).astype(np.int8)
+    np.savez(
+        tmp_path / "har.npz", x=rng.normal(size=(24, 9, 128)).astype(np.float16),
+        y=np.tile(np.arange(6), 4).astype(np.int8), subject=subject,
+    )  # fmt: skip
+    for place in (tmp_path, tmp_path / "har.npz"):
+        settings = DataSettings(dataset="har", data_dir=str(place), partition="natural")
+        assert check_data(settings, 3).counts.sum(axis=1).tolist() == [8, 8, 8]
+    data = client_data(settings, 3, 0)
+    assert data.input_shape == (9, 128)
+    assert data.scale.shape == (9, 1)
+    assert data.label_names[5] == "laying"

@@ -1,0 +1,167 @@
+import random
+
+import numpy as np
+import pytest
+
+from pbfl_flwr.config import DataSettings
+from pbfl_flwr.data import check_data, client_data, load_pool
+from pbfl_flwr.data.partition import partition
+from pbfl_flwr.errors import PbflError
+
+
+def everything(part):
+    return np.concatenate([np.concatenate([split.train, split.test]) for split in part.splits])
+
+
+@pytest.mark.parametrize("way", ["dirichlet", "pathological", "iid"])
+def test_the_same_seed_gives_the_same_rows_and_another_one_others(way):
+    pool = load_pool(DataSettings())
+    first, again, other = (
+        partition(pool, DataSettings(partition=way, partition_seed=seed), 20) for seed in (1, 1, 2)
+    )
+    for a, b in zip(first.splits, again.splits, strict=True):
+        assert np.array_equal(a.train, b.train)
+        assert np.array_equal(a.test, b.test)
+    assert any(not np.array_equal(a.train, b.train) for a, b in zip(first.splits, other.splits, strict=True))
+    assert sorted(everything(first)) == list(range(1797))
+    assert first.counts.sum() == 1797
+
+
+def test_a_share_is_split_three_to_one_rounded_down():
+    for split in check_data(DataSettings(), 20).splits:
+        total = len(split.train) + len(split.test)
+        assert len(split.train) == (3 * total) // 4 if total > 1 else 1
+
+
+def test_a_client_with_one_sample_trains_on_it(pool_of):
+    part = partition(pool_of([2, 1]), DataSettings(partition="iid"), 3)
+    assert [(len(split.train), len(split.test)) for split in part.splits] == [(1, 0)] * 3
+
+
+def test_the_official_test_part_follows_the_training_counts(pool_of):
+    pool = pool_of([40, 20], test_counts=[20, 10])
+    settings = DataSettings(partition="pathological", classes_per_client=1, test_split="official")
+    part = partition(pool, settings, 4)  # 2 clients a class
+    rows = everything(part)
+    assert len(np.unique(rows)) == len(rows) == 90
+    for split in part.splits:
+        assert split.train.max() < 60 <= split.test.min()
+        share = len(split.train) / (40 if split.train[0] < 40 else 20)
+        available = 20 if split.train[0] < 40 else 10
+        assert abs(len(split.test) - share * available) < 1
+        assert np.unique(pool.labels[split.test]).tolist() == np.unique(pool.labels[split.train]).tolist()
+
+
+def test_the_official_test_part_must_exist():
+    with pytest.raises(PbflError, match="no official test part; allowed is test-split = client"):
+        check_data(DataSettings(test_split="official"), 5)
+
+
+def test_natural_clients_are_the_owners_in_order(pool_of):
+    pool = pool_of([4, 4], owner=np.array([2, 0, 2, 0, 1, 1, 2, 1]))
+    part = partition(pool, DataSettings(partition="natural"), 3)
+    held = [sorted([*split.train, *split.test]) for split in part.splits]
+    assert held == [[1, 3], [4, 5, 7], [0, 2, 6]]
+    assert part.notes == ()
+    fewer = partition(pool, DataSettings(partition="natural"), 2)
+    assert fewer.notes == ("the first 2 of 3 natural clients",)
+    with pytest.raises(PbflError, match="num-clients = 4: the dataset has 3 natural clients"):
+        partition(pool, DataSettings(partition="natural"), 4)
+    with pytest.raises(PbflError, match="client 0 has 2 samples, min-samples is 3"):
+        partition(pool, DataSettings(partition="natural", min_samples=3), 2)
+    with pytest.raises(PbflError, match="no client column"):
+        partition(pool_of([4, 4]), DataSettings(partition="natural"), 2)
+
+
+def test_way_shot_blocks_are_disjoint_and_sized(pool_of):
+    pool = pool_of([600] * 6, test_counts=[80] * 6)
+    settings = DataSettings(partition="way-shot", ways=3, ways_deviation=1, shots=20, shots_deviation=2)
+    part = partition(pool, settings, 5)  # 5 · 110 <= 600: blocks at i·110
+    rows = everything(part)
+    assert len(np.unique(rows)) == len(rows)
+    for client, split in enumerate(part.splits):
+        classes, shots = np.unique(pool.labels[split.train], return_counts=True)
+        assert 2 <= len(classes) <= 4
+        assert len(set(shots)) == 1
+        assert 19 <= shots[0] <= 22  # s̄-ŝ+1 .. s̄+ŝ
+        assert split.train[0] == classes[0] * 600 + client * 110
+        assert split.test[0] == 3600 + classes[0] * 80 + client * 15
+        assert np.unique(pool.labels[split.test], return_counts=True)[1].tolist() == [15] * len(classes)
+
+
+def test_way_shot_draws_are_those_of_the_reference(pool_of):
+    np.random.seed(1234)
+    ways = np.random.randint(max(2, 3 - 1), min(10, 3 + 1 + 1), 20)
+    shots = np.random.randint(100 - 2 + 1, 100 + 2 + 1, 20)
+    random.seed(1234)
+    classes = [sorted(random.sample(range(10), n)) for n in ways]
+    pool = pool_of([2200] * 10, test_counts=[300] * 10)
+    settings = DataSettings(partition="way-shot", ways=3, shots=100, shots_deviation=2, partition_seed=1234)
+    part = partition(pool, settings, 20)
+    for split, held, size in zip(part.splits, classes, shots, strict=True):
+        found, counts = np.unique(pool.labels[split.train], return_counts=True)
+        assert found.tolist() == held
+        assert set(counts.tolist()) == {size}
+    assert part.notes == ()
+
+
+def test_way_shot_deals_small_classes_among_their_holders(pool_of):
+    pool = pool_of([100] * 4)  # no official test part: 75 of a class are for training, 25 for testing
+    settings = DataSettings(partition="way-shot", ways=2, ways_deviation=0, shots=10, shots_deviation=0)
+    part = partition(pool, settings, 6)
+    rows = everything(part)
+    assert len(np.unique(rows)) == len(rows)
+    for split in part.splits:
+        assert np.unique(pool.labels[split.train], return_counts=True)[1].tolist() == [10, 10]
+        assert (split.train % 100 < 75).all()
+        assert (split.test % 100 >= 75).all()
+    assert any("test samples a client instead of 15" in note for note in part.notes)
+    with pytest.raises(PbflError, match="has 75 training samples and its"):
+        partition(pool, settings.model_copy(update={"shots": 60}), 6)
+
+
+@pytest.mark.parametrize(
+    ("change", "clients", "message"),
+    [
+        (
+            {"partition": "pathological", "classes_per_client": 11},
+            5,
+            "classes-per-client = 11; allowed is 1..10",
+        ),
+        ({"partition": "way-shot", "ways": 11}, 5, "ways = 11; the dataset has 10 classes"),
+        ({"partition": "way-shot", "ways": 1}, 5, "ways = 1"),
+        ({"partition": "way-shot", "shots": 2, "shots_deviation": 3}, 5, "shots-deviation = 3"),
+        ({}, 1798, "num-clients = 1798 .* 1797 clients are allowed"),
+        (
+            {"min_samples": 100},
+            20,
+            "needs 2000 samples; dataset 'digits' deals 1797, so 17 clients are allowed",
+        ),
+        ({"dataset": "digit"}, 5, "unknown dataset 'digit'; did you mean 'digits'?"),
+        ({"dataset": "xyzzy"}, 5, "unknown dataset 'xyzzy'; allowed are digits, spiral"),
+    ],
+)
+def test_settings_that_do_not_fit_are_one_clear_line(change, clients, message):
+    with pytest.raises(PbflError, match=message) as caught:
+        check_data(DataSettings(**change), clients)
+    assert "\n" not in str(caught.value)
+
+
+def test_min_samples_is_kept_and_what_was_moved_is_said():
+    part = check_data(DataSettings(dirichlet_alpha=0.001, min_samples=5), 50)
+    assert part.counts.sum(axis=1).min() >= 5
+    assert part.counts.sum() == 1797
+    assert any("moved from client" in note for note in part.notes)
+
+
+def test_client_data_is_what_the_partition_says():
+    settings = DataSettings()
+    pool, part = load_pool(settings), check_data(settings, 20)
+    data = client_data(settings, 20, 3)
+    assert np.array_equal(data.train.inputs.numpy(), pool.inputs[part.splits[3].train])
+    assert np.array_equal(data.test.labels.numpy(), pool.labels[part.splits[3].test])
+    assert data.counts.tolist() == np.bincount(pool.labels[part.splits[3].train], minlength=10).tolist()
+    assert data.train.inputs.is_contiguous()
+    assert client_data(settings, 20, 3) is data  # a worker that sees the client again does not load again
+    with pytest.raises(PbflError, match=r"client 20 does not exist; allowed is 0\.\.19"):
+        client_data(settings, 20, 20)

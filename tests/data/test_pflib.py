@@ -1,0 +1,144 @@
+import json
+import os
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+
+from pbfl_flwr.config import DataSettings
+from pbfl_flwr.data import check_data, client_data, export_pfl_directory, load_pool
+from pbfl_flwr.data.restricted_pickle import load_object_array
+from pbfl_flwr.errors import PbflError
+
+
+class Malicious:
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.marker),)
+
+
+def write_client(folder, client, train, test):
+    for part, (x, y) in (("train", train), ("test", test)):
+        (folder / part).mkdir(parents=True, exist_ok=True)
+        with (folder / part / f"{client}.npz").open("wb") as file:  # as the references write it
+            np.savez_compressed(file, data={"x": x, "y": y})
+
+
+@pytest.fixture
+def directory(tmp_path):
+    rng = np.random.default_rng(0)
+    folder = tmp_path / "set"
+    for client, size in enumerate((8, 5)):
+        x = rng.uniform(-1, 1, (size, 1, 4, 4)).astype(np.float32)
+        y = np.arange(size) % 3
+        write_client(folder, client, (x[:-2], y[:-2]), (x[-2:], y[-2:]))
+    (folder / "config.json").write_text(json.dumps({"num_clients": 2, "num_classes": 4, "partition": "dir"}))
+    return folder
+
+
+def test_clients_are_the_files(directory):
+    settings = DataSettings(dataset="pflib", data_dir=str(directory))
+    part = check_data(settings, 2)
+    assert part.counts.tolist() == [[3, 3, 2, 0], [2, 2, 1, 0]]  # labels 0,1,2,0,1,... of 8 and 5 samples
+    for client, size in enumerate((6, 3)):
+        with np.load(directory / "train" / f"{client}.npz", allow_pickle=True) as archive:
+            content = archive["data"].tolist()
+        data = client_data(settings, 2, client)
+        assert np.array_equal(data.train.inputs.numpy(), content["x"])
+        assert data.train.labels.tolist() == content["y"].tolist()
+        assert (len(data.train), len(data.test)) == (size, 2)
+        assert data.prepare(data.train.inputs).equal(data.train.inputs)
+        assert data.num_classes == 4
+    assert "partition settings do not apply" in part.notes[0]
+    assert check_data(settings, 1).notes[1] == "the first 1 of 2 clients"
+    with pytest.raises(PbflError, match="num-clients = 3: the dataset's files hold 2 clients"):
+        check_data(settings, 3)
+
+
+@pytest.mark.parametrize("dataset", ["digits", "spiral"])
+def test_what_is_exported_comes_back_identical(tmp_path, dataset):
+    settings = DataSettings(dataset=dataset, dirichlet_alpha=0.3)
+    pool, part = load_pool(settings), check_data(settings, 12)
+    export_pfl_directory(part, pool, tmp_path / "out")
+    back = DataSettings(dataset="pflib", data_dir=str(tmp_path / "out"))
+    assert np.array_equal(check_data(back, 12).counts, part.counts)
+    for client in range(12):
+        ours, theirs = client_data(settings, 12, client), client_data(back, 12, client)
+        for mine, other in ((ours.train, theirs.train), (ours.test, theirs.test)):
+            assert torch.equal(ours.prepare(mine.inputs), theirs.prepare(other.inputs))
+            assert torch.equal(mine.labels, other.labels)
+            assert other.inputs.dtype == torch.float32
+    # and as the other tools read it
+    with np.load(tmp_path / "out" / "train" / "0.npz", allow_pickle=True) as archive:
+        assert archive["data"].tolist()["y"].tolist() == client_data(settings, 12, 0).train.labels.tolist()
+    with pytest.raises(PbflError, match="holds a dataset already"):
+        export_pfl_directory(part, pool, tmp_path / "out")
+
+
+def test_a_client_with_an_empty_test_part_survives(tmp_path):
+    write_client(
+        tmp_path, 0, (np.zeros((2, 3), "f4"), np.array([0, 1])), (np.zeros((0, 3), "f4"), np.zeros(0, int))
+    )
+    (tmp_path / "config.json").write_text('{"num_clients": 1, "num_classes": 2}')
+    data = client_data(DataSettings(dataset="pflib", data_dir=str(tmp_path)), 1, 0)
+    assert (len(data.train), len(data.test)) == (2, 0)
+    assert data.test.inputs.shape == (0, 3)
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_a_pickle_that_wants_to_run_something_is_refused(directory, tmp_path, protocol):
+    import pickle
+
+    marker = tmp_path / "was-run"
+    path = directory / "train" / "0.npz"
+    header = np.lib.format.magic(1, 0) + (118).to_bytes(2, "little")
+    header += "{'descr': '|O', 'fortran_order': False, 'shape': (), }".ljust(117).encode() + b"\n"
+    evil = pickle.dumps({"x": Malicious(marker), "y": np.zeros(3)}, protocol=protocol)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("data.npy", header + evil)
+    with pytest.raises(
+        PbflError, match=r"train/0.npz is refused: .*mkdir, and only NumPy arrays are allowed"
+    ):
+        load_pool(DataSettings(dataset="pflib", data_dir=str(directory)))
+    assert not marker.exists()
+
+
+def test_a_pickle_inside_an_object_array_is_refused_as_well(tmp_path):
+    marker = tmp_path / "was-run"
+    np.savez(tmp_path / "0.npz", data={"x": np.array([Malicious(marker)], dtype=object)})
+    with pytest.raises(PbflError, match="refused"):
+        load_object_array(tmp_path / "0.npz", "data")
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda d: (d / "config.json").unlink(), "there is no .*config.json"),
+        (lambda d: (d / "config.json").write_text("{"), "must be JSON with num_clients"),
+        (
+            lambda d: (d / "config.json").write_text('{"num_clients": 3, "num_classes": 4}'),
+            "there is no .*train/2.npz",
+        ),
+        (
+            lambda d: (d / "config.json").write_text('{"num_clients": 2, "num_classes": 2}'),
+            "allowed are 0..1",
+        ),
+        (
+            lambda d: (d / "test" / "1.npz").write_bytes(b"PK"),
+            "test/1.npz is refused: File is not a zip file",
+        ),
+        (lambda d: np.savez(d / "test" / "1.npz", other=1), "has no array 'data'"),
+        (lambda d: np.savez(d / "test" / "1.npz", data=np.zeros(3)), "one pickled object is expected"),
+        (lambda d: np.savez(d / "test" / "1.npz", data={"x": 1}), "must hold a dict with x and y"),
+        (lambda d: write_client(d, 1, *[(np.zeros((2, 5)), np.zeros(2, int))] * 2), "the files before have"),
+        (lambda d: write_client(d, 1, *[(np.array(["a", "b"]), np.zeros(2, int))] * 2), "no text"),
+    ],
+)
+def test_a_damaged_directory_is_named(directory, damage, message):
+    damage(directory)
+    with pytest.raises(PbflError, match=message):
+        load_pool(DataSettings(dataset="pflib", data_dir=str(directory)))
