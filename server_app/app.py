@@ -5,7 +5,10 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from pbfl_flwr.config import parse
+from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.client import run_directory
+from pbfl_flwr.flower.history import ERROR
+from pbfl_flwr.flower.store import write_atomically
 from pbfl_flwr.flower.strategy import MethodStrategy
 from pbfl_flwr.methods import SECTIONS
 
@@ -14,7 +17,13 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Check the configuration, then run the method's strategy."""
+    """Check the configuration, then run the method's strategy; why it ended early stands in the run directory."""
     settings = parse(context.run_config, SECTIONS)
     torch.set_num_threads(settings.training.threads)
-    MethodStrategy(settings, run_directory(settings, context.run_id)).start(grid)
+    directory = run_directory(settings, context.run_id)
+    (directory / ERROR).unlink(missing_ok=True)
+    try:
+        MethodStrategy(settings, directory).start(grid)
+    except PbflError as error:
+        write_atomically(directory / ERROR, f"{error}\n".encode())
+        raise

@@ -14,8 +14,8 @@ from pbfl_flwr.data.cifar import cifar10, cifar100
 from pbfl_flwr.data.clients import materialise
 from pbfl_flwr.data.contract import ClientData, Dataset, Partition, Pool, Shard, Split
 from pbfl_flwr.data.digits import digits
-from pbfl_flwr.data.image_folder import image_folder
 from pbfl_flwr.data.idx_files import emnist, fashion_mnist, mnist
+from pbfl_flwr.data.image_folder import image_folder
 from pbfl_flwr.data.npz import har, npz
 from pbfl_flwr.data.partition import partition
 from pbfl_flwr.data.pflib import export_pfl_directory, pflib

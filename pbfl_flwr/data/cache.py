@@ -58,9 +58,9 @@ def cached(name: str, sources: Iterable[Path], decode: Callable[[Allocate], Pool
             with FileLock(entry.with_name(entry.name + ".lock")):
                 if not entry.is_dir():
                     _fill(name, entry, decode)
-        except PermissionError as error:
+        except OSError as error:
             raise PbflError(
-                f"cannot write the cache of decoded data at {entry.parent} ({error.strerror}); "
+                f"cannot write the cache of decoded data at {entry.parent} ({error}); "
                 "the environment variable PBFL_HOME names another place"
             ) from error
     return _open(entry)

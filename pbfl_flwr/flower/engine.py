@@ -1,9 +1,10 @@
 """One run on Flower's simulation engine: an own SuperLink, ``flwr run``, its outcome, and nothing left behind.
 
 ``flwr run`` on its own starts a detached SuperLink that stays for ever, keeps the environment and the working
-directory of whoever came first, and exits with 0 whatever became of the run. So the SuperLink is started here: own
-FLWR_HOME, own port, an empty working directory (Ray puts it first on the workers' path), own Ray directory; all its
-processes are one process group, which is ended with the engine.
+directory of whoever came first, and exits with 0 whatever became of the run. So SuperLink and SuperExec are started
+here: own FLWR_HOME, own port, an empty working directory (Ray puts it first on the workers' path), own Ray directory.
+Each of the two leads a process group; the SuperExec's holds the simulation and all of Ray. Both are ended with the
+engine.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from pbfl_flwr.config import Scalar
 from pbfl_flwr.errors import PbflError
@@ -87,13 +91,21 @@ class Engine:
     def __init__(self, run_dir: Path) -> None:
         self.log = run_dir / LOG
         self._home = run_dir / ".flower"
+        self._lock = FileLock(run_dir / ".flower.lock")
         self._neutral = self._home / "empty"
-        self._ray = Path()
+        self._ray = self._home / "ray"
         self._superlink: subprocess.Popen[bytes] | None = None
+        self._superexec: subprocess.Popen[bytes] | None = None
         self._follower: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Engine:
-        self._neutral.mkdir(parents=True, exist_ok=True)
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            raise PbflError(f"run-dir = '{self.log.parent}' is in use by another run") from None
+        shutil.rmtree(self._home, ignore_errors=True)  # of a run that was killed
+        self._neutral.mkdir(parents=True)
         # Ray's sockets lie below it and their paths have an upper limit of about 100 characters.
         self._ray = Path(tempfile.mkdtemp(prefix="pbfl-", dir="/tmp" if os.name == "posix" else None))
         try:
@@ -113,9 +125,11 @@ class Engine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._end_processes()
-        shutil.rmtree(self._home, ignore_errors=True)
-        shutil.rmtree(self._ray, ignore_errors=True)
+        with _deaf():
+            self._end_processes()
+            shutil.rmtree(self._home, ignore_errors=True)
+            shutil.rmtree(self._ray, ignore_errors=True)
+            self._lock.release()
 
     def submit(self, app: Path, config: Mapping[str, Scalar], num_clients: int, resources: Resources) -> str:
         """Hand the app over and return Flower's id of the run.
@@ -176,11 +190,21 @@ class Engine:
         port = _free_port()
         connection = f'[superlink]\ndefault = "own"\n\n[superlink.own]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
         (self._home / "config.toml").write_text(connection, encoding="utf-8")
-        command = [_executable("flower-superlink"), "--insecure", "--simulation", "--isolation", "subprocess"]
-        command += ["--host", "127.0.0.1", "--port", str(port), "--disable-runtime-dependency-installation"]
+        address = f"127.0.0.1:{port}"
+        options = ["--insecure", "--simulation", "--isolation", "process", "--host", "127.0.0.1", "--port", str(port)]
+        self._superlink = self._spawn("flower-superlink", *options)
+        end = time.monotonic() + START_SECONDS
+        while time.monotonic() < end and self._superlink.poll() is None:
+            if _healthy(port):
+                self._superexec = self._spawn("flower-superexec", "--insecure", "--runtime-api-address", address)
+                return True
+            time.sleep(0.1)
+        return False
+
+    def _spawn(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
         with self.log.open("ab") as log:
-            self._superlink = subprocess.Popen(
-                [sys.executable, "-c", _FOLLOW_PARENT, *command],
+            return subprocess.Popen(
+                [sys.executable, "-c", _FOLLOW_PARENT, _executable(name), *arguments],
                 cwd=self._neutral,
                 env=self._environment(),
                 stdin=subprocess.DEVNULL,
@@ -188,24 +212,10 @@ class Engine:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        end = time.monotonic() + START_SECONDS
-        while time.monotonic() < end and self._superlink.poll() is None:
-            if _healthy(port):
-                return True
-            time.sleep(0.1)
-        return False
 
     def _follow(self, run_id: str) -> None:
         """Start `flwr log --stream`, which ends with the run: cheaper than asking every second."""
-        self._follower = subprocess.Popen(
-            [_executable("flwr"), "log", run_id, "--stream"],
-            cwd=self._neutral,
-            env=self._environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        self._follower = self._spawn("flwr", "log", run_id, "--stream")
 
     def _flwr(self, *arguments: str) -> dict[str, Any]:
         try:
@@ -255,10 +265,24 @@ class Engine:
         }
 
     def _end_processes(self) -> None:
-        for process in (self._follower, self._superlink):
+        for process in (self._follower, self._superexec, self._superlink):
             if process is not None:
                 _end_group(process)
-        self._follower = self._superlink = None
+        self._follower = self._superexec = self._superlink = None
+
+
+@contextlib.contextmanager
+def _deaf() -> Iterator[None]:
+    """Let nobody interrupt the clearing up: a second Ctrl-C would leave processes behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:

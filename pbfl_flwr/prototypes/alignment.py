@@ -71,9 +71,9 @@ class AlignmentSettings:
     tangential_step: float = 0.5
     tangential_tolerance: float = 1e-6
     tangential_max_steps: int = 2000
-    lbfgs_max_iterations: int = 1000
-    lbfgs_memory: int = 20
-    lbfgs_tolerance: float = 1e-8
+    lbfgs_max_iterations: int = 500
+    lbfgs_memory: int = 10
+    lbfgs_tolerance: float = 1e-7
 
 
 PUBLISHED = AlignmentSettings()

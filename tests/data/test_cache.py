@@ -131,6 +131,15 @@ def test_a_full_disk_is_said_before_anything_is_written(source):
         cache.cached("set", [source], huge)
 
 
+def test_a_home_that_cannot_be_written_is_named(source, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("not a folder")
+    monkeypatch.setenv("PBFL_HOME", str(tmp_path / "file"))
+    with pytest.raises(
+        PbflError, match=r"cannot write the cache of decoded data at .*PBFL_HOME names another place"
+    ):
+        cache.cached("set", [source], Decoder())
+
+
 def test_a_shard_of_neighbouring_rows_is_not_a_copy(source):
     from pbfl_flwr.data.clients import materialise
     from pbfl_flwr.data.contract import Split

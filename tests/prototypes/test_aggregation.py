@@ -1,0 +1,242 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.payloads import Prototypes
+from pbfl_flwr.prototypes import aggregation
+from pbfl_flwr.prototypes.scaling import scale_by_counts
+
+
+def upload(rows, counts=None):
+    """rows: class -> vector; classes 0..3, width 2."""
+    values, present = torch.zeros(4, 2), torch.zeros(4, dtype=torch.bool)
+    for label, row in rows.items():
+        values[label], present[label] = torch.tensor(row), True
+    table = None
+    if counts is not None:
+        table = torch.zeros(4, dtype=torch.int64)
+        for label, count in counts.items():
+            table[label] = count
+    return Prototypes(values, present, table)
+
+
+# Class 0: both clients, class 1: the first, class 2: the second, class 3: nobody.
+FIRST = upload({0: [1.0, 2.0], 1: [5.0, 5.0]}, {0: 1, 1: 7})
+SECOND = upload({0: [4.0, 8.0], 2: [-1.0, 0.0]}, {0: 2, 2: 3})
+UPLOADS = [FIRST, SECOND]
+
+
+def scaled(one):
+    return Prototypes(scale_by_counts(one.values, one.counts), one.present)
+
+
+RULES = {
+    "mean": aggregation.mean,
+    "weighted": aggregation.weighted,
+    "weighted-shrunk": aggregation.weighted_shrunk,
+    "ppa": lambda uploads: aggregation.ppa(uploads, 4, 13),
+    "aps-sum": lambda uploads: aggregation.aps(uploads, 0.5),
+    "aps-mean": lambda uploads: aggregation.aps(uploads, 0.5, "mean"),
+    "median": aggregation.coordinate_median,
+    "trimmed-mean": lambda uploads: aggregation.trimmed_mean(uploads, 0.2),
+}
+
+
+def test_mean_by_hand():
+    result = aggregation.mean(UPLOADS)
+    assert result.values.tolist() == [[2.5, 5.0], [5, 5], [-1, 0], [0, 0]]
+    assert result.present.tolist() == [True, True, True, False]
+
+
+def test_mean_and_holders():
+    result, holders = aggregation.mean_and_holders(UPLOADS)
+    assert torch.equal(result.values, aggregation.mean(UPLOADS).values)
+    assert holders.tolist() == [2, 1, 1, 0]
+
+
+def test_weighted_by_hand():
+    result = aggregation.weighted(UPLOADS)
+    assert result.values.tolist() == [[3, 6], [5, 5], [-1, 0], [0, 0]]  # (1·1 + 2·4)/3, (1·2 + 2·8)/3
+
+
+def test_weighted_shrunk_divides_once_more():
+    result = aggregation.weighted_shrunk(UPLOADS)
+    assert result.values.tolist() == [[1.5, 3], [5, 5], [-1, 0], [0, 0]]
+
+
+def test_ppa_by_hand():
+    # K/n = 4/13; class 0: 1·(1,2) + 2·(4,8) = (9,18)
+    result = aggregation.ppa([scaled(one) for one in UPLOADS], 4, 13)
+    expected = torch.tensor([[9.0, 18], [35, 35], [-3, 0], [0, 0]]) * 4 / 13
+    torch.testing.assert_close(result.values, expected)
+    assert result.present.tolist() == [True, True, True, False]
+
+
+def test_aps_by_hand_and_its_relation_to_ppa():
+    uploads = [scaled(one) for one in UPLOADS]
+    assert aggregation.aps(uploads, 0.5).values.tolist() == [[4.5, 9], [17.5, 17.5], [-1.5, 0], [0, 0]]
+    assert aggregation.aps(uploads, 0.5, "mean").values[0].tolist() == [2.25, 4.5]
+    assert torch.equal(aggregation.aps(uploads, 4 / 13).values, aggregation.ppa(uploads, 4, 13).values)
+
+
+def random_uploads(seed, clients, share=0.6, classes=5, width=3):
+    random = torch.Generator().manual_seed(seed)
+    uploads = []
+    for _ in range(clients):
+        present = torch.rand(classes, generator=random) < share
+        values = torch.randn(classes, width, generator=random) * present[:, None]
+        counts = torch.randint(1, 50, (classes,), generator=random) * present
+        uploads.append(Prototypes(values, present, counts))
+    return uploads
+
+
+def test_ppa_is_the_simple_mean_where_everything_is_balanced():
+    # Remark 1 of the CPS paper: all clients hold all classes, equal n_i, uniform classes
+    uploads = [
+        replace(one, counts=torch.full((5,), 6), values=torch.randn(5, 3))
+        for one in random_uploads(0, 4, share=2.0)
+    ]
+    n = 4 * 5 * 6
+    ppa = aggregation.ppa([scaled(one) for one in uploads], 5, n)
+    torch.testing.assert_close(ppa.values, aggregation.mean(uploads).values)
+    torch.testing.assert_close(ppa.values, 4 * aggregation.weighted_shrunk(uploads).values)
+
+
+def test_ppa_is_the_sample_mean_times_relative_class_size():
+    uploads = random_uploads(3, 6)
+    per_class = torch.stack([one.counts for one in uploads]).sum(0)  # n_j
+    n = int(per_class.sum())
+    ppa = aggregation.ppa([scaled(one) for one in uploads], 5, n)
+    expected = aggregation.weighted(uploads).values * (5 * per_class / n)[:, None]
+    torch.testing.assert_close(ppa.values, expected.float())
+
+
+def test_scaled_uploads_keep_the_mass_of_the_counts():
+    # prototypes of ones: the APS sum with μ = 1 is n_j in every coordinate
+    uploads = [replace(one, values=one.present[:, None].float().expand(5, 3)) for one in random_uploads(5, 7)]
+    sums = aggregation.aps([scaled(one) for one in uploads], 1.0)
+    per_class = torch.stack([one.counts for one in uploads]).sum(0)
+    assert torch.equal(sums.values, per_class[:, None].float().expand(5, 3))
+
+
+@pytest.mark.parametrize(
+    ("rows", "median", "trimmed"),
+    [
+        ([1.0], 1.0, 1.0),
+        ([1.0, 3.0], 2.0, 2.0),
+        ([1.0, 2.0, 90.0], 2.0, 31.0),  # ⌊0.25·3⌋ = 0: nothing is trimmed
+        ([1.0, 2.0, 4.0, 90.0], 3.0, 3.0),  # one off each side
+        ([-70.0, 1.0, 2.0, 4.0, 90.0], 2.0, 7 / 3),
+    ],
+)
+def test_robust_rules_by_hand(rows, median, trimmed):
+    # an extra client that lacks class 0 must not vote with its zero row
+    uploads = [upload({0: [value, -value]}) for value in rows] + [upload({1: [7.0, 7.0]})]
+    for result, expected in (
+        (aggregation.coordinate_median(uploads), median),
+        (aggregation.trimmed_mean(uploads, 0.25), trimmed),
+    ):
+        torch.testing.assert_close(result.values[0], torch.tensor([expected, -expected]))
+        assert result.values[1].tolist() == [7, 7]
+        assert result.present.tolist() == [True, True, False, False]
+
+
+def test_robust_rules_ignore_one_wild_client_in_five():
+    honest = [upload({0: [1.0, 1.0]}) for _ in range(4)]
+    wild = upload({0: [1e8, -1e8]})
+    for rule in (aggregation.coordinate_median, lambda uploads: aggregation.trimmed_mean(uploads, 0.2)):
+        assert rule([*honest, wild]).values[0].tolist() == [1, 1]
+
+
+def test_trimming_counts_decimal_shares_exactly():
+    # 0.3·10 is 2.9999999999999996 in floating point, three are meant: 3..6 remain
+    uploads = [upload({0: [float(value), 0.0]}) for value in [0, 1, 2, 3, 4, 5, 6, 700, 800, 900]]
+    assert aggregation.trimmed_mean(uploads, 0.3).values[0, 0] == 4.5
+
+
+@pytest.mark.parametrize("name", RULES)
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 2**31 - 1), st.integers(1, 6), st.randoms(use_true_random=False))
+def test_order_of_clients_does_not_matter(name, seed, clients, shuffler):
+    uploads = random_uploads(seed, clients)
+    first = RULES[name](uploads)
+    assert torch.equal(first.values, RULES[name](list(uploads)).values)  # the same order: the same bits
+    shuffler.shuffle(uploads)
+    second = RULES[name](uploads)
+    torch.testing.assert_close(first.values, second.values, atol=1e-6, rtol=1e-6)
+    assert torch.equal(first.present, second.present)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_absent_classes_are_zero_rows_and_inputs_stay(name):
+    before = [one.values.clone() for one in UPLOADS]
+    result = RULES[name](iter(UPLOADS))  # a generator will do
+    assert result.values.dtype == torch.float32
+    assert torch.isfinite(result.values).all()
+    assert result.present.tolist() == [True, True, True, False]
+    assert result.values[3].tolist() == [0, 0]
+    assert all(torch.equal(old, one.values) for old, one in zip(before, UPLOADS, strict=True))
+    nobody = RULES[name]([replace(FIRST, values=torch.zeros(4, 2), present=torch.zeros(4, dtype=torch.bool))])
+    assert not nobody.present.any()
+    assert torch.equal(nobody.values, torch.zeros(4, 2))
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rows_of_absent_classes_are_never_read(name):
+    dirty = replace(FIRST, values=FIRST.values.clone())
+    dirty.values[3] = float("nan")
+    assert torch.equal(RULES[name]([dirty, SECOND]).values, RULES[name](UPLOADS).values)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_no_upload_and_different_shapes_are_refused(name):
+    with pytest.raises(ValueError, match="no uploads"):
+        RULES[name]([])
+    with pytest.raises(ValueError, match=r"shape \(4, 3\), others have \(4, 2\)"):
+        RULES[name]([FIRST, replace(SECOND, values=torch.zeros(4, 3))])
+
+
+@pytest.mark.parametrize("rule", [aggregation.weighted, aggregation.weighted_shrunk])
+def test_weighting_needs_counts(rule):
+    with pytest.raises(ValueError, match="upload 1 has no counts"):
+        rule([FIRST, replace(SECOND, counts=None)])
+    with pytest.raises(ValueError, match="upload 0 has a prototype with a count below 1"):
+        rule([replace(FIRST, counts=torch.zeros(4, dtype=torch.int64))])
+
+
+def test_bad_settings_are_named():
+    with pytest.raises(PbflError, match="number of examples, which is 0"):
+        aggregation.ppa(UPLOADS, 4, 0)
+    with pytest.raises(PbflError, match="aps-scale is 0"):
+        aggregation.aps(UPLOADS, 0)
+    with pytest.raises(PbflError, match=r"trim-share is 0\.5"):
+        aggregation.trimmed_mean(UPLOADS, 0.5)
+    with pytest.raises(PbflError, match="'sum' or 'mean'"):
+        aggregation.aps(UPLOADS, 1.0, "total")
+    with pytest.raises(PbflError, match="'keep' or 'drop'"):
+        aggregation.keep_stale(None, FIRST, None, "forget")
+
+
+def test_keep_stale_overwrites_only_what_was_sent():
+    table, ages = aggregation.keep_stale(None, FIRST)
+    assert ages.tolist() == [0, 0, -1, -1]
+    table, ages = aggregation.keep_stale(table, SECOND, ages)
+    assert table.values.tolist() == [[4, 8], [5, 5], [-1, 0], [0, 0]]
+    assert table.present.tolist() == [True, True, True, False]
+    assert ages.tolist() == [0, 1, 0, -1]
+    table, ages = aggregation.keep_stale(table, SECOND, ages)
+    assert ages.tolist() == [0, 2, 0, -1]
+    table, ages = aggregation.keep_stale(table, FIRST, ages)
+    assert ages.tolist() == [0, 0, 1, -1]
+    assert FIRST.values.tolist() == [[1, 2], [5, 5], [0, 0], [0, 0]]
+
+
+def test_dropping_forgets_what_was_not_sent():
+    table, ages = aggregation.keep_stale(FIRST, SECOND, torch.tensor([0, 0, -1, -1]), "drop")
+    assert torch.equal(table.values, SECOND.values)
+    assert torch.equal(table.present, SECOND.present)
+    assert ages.tolist() == [0, -1, 0, -1]

@@ -1,0 +1,314 @@
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.prototypes.alignment import AlignmentSettings, align, forces, geometry
+
+TANGENTIAL = AlignmentSettings(tangential=True)
+
+
+def relu_like(num_classes, dim, seed=0):
+    """Starts like aggregated ReLU features: non-negative, with a common part."""
+    random = torch.Generator().manual_seed(seed)
+    common, spread = torch.rand(dim, generator=random), torch.rand(dim, generator=random)
+    return torch.randn(num_classes, dim, generator=random).relu() * spread + 0.5 * common
+
+
+def gaussian(num_classes, dim, seed=0):
+    return torch.randn(num_classes, dim, generator=torch.Generator().manual_seed(seed))
+
+
+def everybody(rows):
+    return torch.ones(len(rows), dtype=torch.bool)
+
+
+def literal_forces(units):
+    """Eq. 11 as it stands: all K² differences."""
+    difference = units.unsqueeze(1) - units.unsqueeze(0)
+    inverse = 1 / ((difference**2).sum(-1) + 1e-10)
+    inverse.fill_diagonal_(0)
+    return (inverse.unsqueeze(-1) * difference).sum(1)
+
+
+def literal_alignment(prototypes, max_steps=500):
+    """Algorithm 1 with the published schedule and stopping rule, in broadcast form; also returns the steps."""
+    units = prototypes / prototypes.norm(dim=1, keepdim=True)
+    velocity, step = torch.zeros_like(units), 0.1
+    previous, unchanged = None, 0
+    for t in range(max_steps):
+        force = literal_forces(units)
+        velocity = 0.9 * velocity + step * force
+        units = units + velocity
+        units = units / units.norm(dim=1, keepdim=True)
+        if t % 10 == 0:
+            step *= 0.95
+        mean_force = f"{float(force.norm(dim=1).mean()):.4f}"
+        if t > 10:
+            unchanged = unchanged + 1 if mean_force == previous else 0
+            if unchanged == 10:
+                return units, t + 1
+        previous = mean_force
+    return units, max_steps
+
+
+def literal_energy(units):
+    units = units.double()
+    return sum(
+        -math.log(float((units[j] - units[k]).norm()))
+        for j in range(len(units))
+        for k in range(j + 1, len(units))
+    )
+
+
+def simplex_energy(num_classes):
+    return -num_classes * (num_classes - 1) / 4 * math.log(2 * num_classes / (num_classes - 1))
+
+
+@pytest.mark.parametrize(("num_classes", "dtype"), [(10, "float32"), (10, "float64"), (100, "float32")])
+def test_thomson_agrees_with_the_published_algorithm(num_classes, dtype):
+    start = relu_like(num_classes, 512)
+    expected, steps = literal_alignment(start.to(getattr(torch, dtype)))
+    result = align(start, everybody(start))
+    assert result.report.iterations == steps
+    assert 20 <= steps <= 40
+    assert result.report.converged
+    torch.testing.assert_close(result.values, expected.float(), atol=1e-5, rtol=0)
+    assert result.report.after.energy == pytest.approx(literal_energy(expected), abs=1e-4)
+    assert result.report.before.energy == pytest.approx(
+        literal_energy(start / start.norm(dim=1)[:, None]), abs=1e-4
+    )
+
+
+def test_thomson_agrees_with_the_published_algorithm_at_200_classes():
+    start = relu_like(200, 512)
+    expected, steps = literal_alignment(start)
+    result = align(start, everybody(start))
+    assert result.report.iterations == steps
+    torch.testing.assert_close(result.values, expected, atol=1e-5, rtol=0)
+    assert result.report.after.energy == pytest.approx(literal_energy(expected), abs=1e-4)
+
+
+def test_thomson_agrees_when_there_are_more_classes_than_dimensions():
+    start = gaussian(12, 4).double()
+    expected, steps = literal_alignment(start, 40)
+    result = align(start, everybody(start), settings=AlignmentSettings(max_steps=40))
+    assert result.report.iterations == steps
+    torch.testing.assert_close(result.values, expected.float(), atol=1e-5, rtol=0)
+
+
+def test_tolerance_replaces_rounding_and_the_bound_is_reported():
+    start = gaussian(12, 4)
+    bounded = align(start, everybody(start), settings=AlignmentSettings(max_steps=3))
+    assert bounded.report.iterations == 3
+    assert not bounded.report.converged
+    loose = align(start, everybody(start), settings=AlignmentSettings(tolerance=1e9))
+    assert (
+        loose.report.iterations == 21
+    )  # the first comparison is in step 11, ten of them end it after step 20
+    strict = align(start, everybody(start), settings=AlignmentSettings(tolerance=1e-12))
+    assert strict.report.iterations > loose.report.iterations
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(2, 12), st.integers(2, 12), st.integers(0, 10_000))
+def test_forces_are_eq_11_and_their_radial_part_is_constant(num_classes, dim, seed):
+    units = gaussian(num_classes, dim, seed).double()
+    units /= units.norm(dim=1, keepdim=True)
+    force = forces(units)
+    expected = literal_forces(units)
+    assert float((force - expected).norm()) <= 1e-9 * float(expected.norm())
+    radial = (force * units).sum(1)
+    torch.testing.assert_close(radial, torch.full_like(radial, (num_classes - 1) / 2), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("gap", [1e-1, 1e-2, 1e-3, 1e-4, 1e-6])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-8), (torch.float32, 2e-3)])
+def test_forces_of_close_pairs_are_exact(gap, dtype, tolerance):
+    units = relu_like(8, 64).double()
+    units[1] = units[0] + gap * gaussian(1, 64, 5).double()[0] / 8
+    units[6:8] = units[5] + gap * gaussian(2, 64, 6).double() / 8
+    units = (units / units.norm(dim=1, keepdim=True)).to(dtype)
+    expected = literal_forces(units.double())  # of the very same rounded points
+    error = (forces(units).double() - expected).norm(dim=1)
+    assert bool((error <= tolerance * expected.norm(dim=1)).all())
+
+
+def test_forces_of_a_table_that_is_one_cluster_are_exact():
+    units = relu_like(1, 64).double() + 1e-4 * gaussian(40, 64).double()
+    units /= units.norm(dim=1, keepdim=True)
+    expected = literal_forces(units)
+    torch.testing.assert_close(forces(units), expected, rtol=1e-7, atol=1e-7 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("gap", [1e-1, 1e-3, 1e-5, 1e-8, 0.0])
+@pytest.mark.parametrize("solver", ["thomson", "simplex", "lbfgs"])
+def test_near_coincident_prototypes_do_not_blow_up(gap, solver):
+    start = relu_like(10, 64).double()
+    start[1] = start[0] + gap * gaussian(1, 64, 1).double()[0]
+    report = align(start, everybody(start), solver).report
+    assert math.isfinite(report.before.energy)
+    assert report.after.energy < simplex_energy(10) + 0.2
+    assert report.after.min_distance > 1.35
+    assert report.replaced == (1 if gap < 1e-7 else 0)
+
+
+def test_zero_rows_get_a_seeded_direction():
+    start = relu_like(5, 16)
+    start[[1, 3]] = 0
+    first = align(start, everybody(start), seed=4)
+    assert first.report.replaced == 2
+    torch.testing.assert_close(first.values.norm(dim=1), torch.ones(5))
+    assert torch.equal(first.values, align(start, everybody(start), seed=4).values)
+    assert not torch.equal(first.values, align(start, everybody(start), seed=5).values)
+    assert start[1].abs().sum() == 0
+
+
+@pytest.mark.parametrize("solver", ["thomson", "simplex", "lbfgs"])
+def test_absent_classes_take_no_part(solver):
+    start = relu_like(8, 32)
+    present = torch.tensor([True, False, True, True, False, True, True, False])
+    start[~present] = float("nan")
+    result = align(start, present, solver)
+    alone = align(start[present], everybody(start[present]), solver)
+    assert torch.equal(result.values[present], alone.values)
+    assert torch.equal(result.values[~present], torch.zeros(3, 32))
+    assert result.report == alone.report
+    assert result.values.dtype == torch.float32
+
+
+@pytest.mark.parametrize("solver", ["thomson", "simplex", "lbfgs"])
+def test_one_class_or_none_is_left_in_its_direction(solver):
+    start = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
+    one = align(start, torch.tensor([True, False]), solver)
+    torch.testing.assert_close(one.values, torch.tensor([[0.6, 0.8], [0.0, 0.0]]))
+    assert one.report.iterations == 0
+    none = align(start, torch.tensor([False, False]), solver)
+    assert none.values.abs().sum() == 0
+    assert none.report.after.energy == 0
+
+
+@pytest.mark.parametrize(
+    ("num_classes", "dim", "distance", "energy"),
+    [
+        (2, 512, 2.0, -math.log(2)),
+        (3, 2, math.sqrt(3), -3 * math.log(math.sqrt(3))),  # K = d + 1: the triangle
+        (10, 512, 1.490712, -17.96642),
+        (100, 512, 1.421338, -1740.41385),
+        (102, 512, math.sqrt(204 / 101), -1810.57515),
+        (200, 512, 1.417763, -6946.68924),
+        (65, 64, math.sqrt(130 / 64), None),
+    ],
+)
+def test_simplex_is_regular(num_classes, dim, distance, energy):
+    start = relu_like(num_classes, dim)
+    result = align(start, everybody(start), "simplex")
+    distances = torch.pdist(result.values.double())
+    assert float(distances.min()) == pytest.approx(distance, abs=1e-6)
+    assert float(distances.max()) == pytest.approx(distance, abs=1e-6)
+    torch.testing.assert_close(result.values.norm(dim=1), torch.ones(num_classes), atol=1e-6, rtol=0)
+    assert float(result.values.sum(0).abs().max()) < 1e-5
+    expected = simplex_energy(num_classes) if energy is None else energy
+    assert result.report.after.energy == pytest.approx(expected, abs=1e-5)
+    assert result.report.after.margin == pytest.approx(distance, abs=1e-6)
+
+
+def test_simplex_is_the_nearest_one():
+    start = relu_like(6, 9).double()
+    start /= start.norm(dim=1, keepdim=True)
+    best = align(start, everybody(start), "simplex").values.double()
+    closeness = float((best * start).sum())
+    for seed in range(20):  # turned by a rotation of any size, it is never closer
+        generator = gaussian(9, 9, seed).double() * 0.3 ** (seed % 5)
+        rotation = torch.linalg.matrix_exp(generator - generator.T)
+        assert float((best @ rotation * start).sum()) <= closeness + 1e-6
+    torch.testing.assert_close(align(best, everybody(best), "simplex").values, best.float())  # a fixed point
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4])
+def test_simplex_of_prototypes_in_a_subspace(rank):
+    start = gaussian(6, rank) @ gaussian(rank, 9, 1)
+    result = align(start, everybody(start), "simplex")
+    torch.testing.assert_close(torch.pdist(result.values), torch.full((15,), math.sqrt(12 / 5)))
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(2, 9), st.integers(8, 20), st.integers(0, 1000))
+def test_no_solver_is_below_the_simplex(num_classes, dim, seed):
+    start = gaussian(num_classes, dim, seed)
+    lowest = align(start, everybody(start), "simplex").report.after.energy
+    for solver, chosen in (
+        ("thomson", AlignmentSettings()),
+        ("thomson", TANGENTIAL),
+        ("lbfgs", AlignmentSettings()),
+    ):
+        assert lowest <= align(start, everybody(start), solver, chosen).report.after.energy + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("num_classes", "dim", "energy", "smallest"),
+    [(6, 2, -5.3753, 1.0), (6, 3, -6.2383, math.sqrt(2))],  # regular hexagon, octahedron
+)
+def test_known_optima_with_more_classes_than_a_simplex_has(num_classes, dim, energy, smallest):
+    start = gaussian(num_classes, dim)
+    for solver, chosen in (("thomson", TANGENTIAL), ("lbfgs", AlignmentSettings())):
+        report = align(start, everybody(start), solver, chosen).report
+        assert report.converged
+        assert report.after.energy == pytest.approx(energy, abs=1e-4)
+        assert report.after.min_distance == pytest.approx(smallest, abs=1e-4)
+    published = align(start, everybody(start)).report.after.energy
+    assert published >= align(start, everybody(start), "lbfgs").report.after.energy - 1e-9
+
+
+def test_lbfgs_goes_on_from_thomson():
+    start = gaussian(20, 5)
+    thomson = align(start, everybody(start)).report
+    refined = align(start, everybody(start), "lbfgs").report
+    assert refined.before == thomson.before
+    assert refined.after.energy < thomson.after.energy
+    assert refined.iterations > thomson.iterations
+
+
+def test_geometry_by_hand():
+    # a square on the unit circle: 4 sides of √2, 2 diagonals of 2
+    square = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0], [0.0, -1.0]])
+    shape = geometry(square)
+    assert shape.energy == pytest.approx(-4 * math.log(math.sqrt(2)) - 2 * math.log(2))
+    assert shape.min_distance == pytest.approx(math.sqrt(2))
+    assert shape.mean_distance == pytest.approx((4 * math.sqrt(2) + 2 * 2) / 6)
+    assert shape.max_distance == pytest.approx(2)
+    # without (0, -1), (-1, 0) and (1, 0) and (0, 1): every nearest neighbour is √2 away; one alone moves the margin
+    lopsided = torch.tensor([[1.0, 0.0], [0.8, 0.6], [-1.0, 0.0]])
+    assert geometry(lopsided).margin == pytest.approx(math.sqrt(1.8**2 + 0.6**2))  # of (-1, 0), to (0.8, 0.6)
+    assert geometry(lopsided).min_distance == pytest.approx(math.sqrt(0.2**2 + 0.6**2))
+
+
+def test_figures_are_flat_numbers():
+    start = relu_like(4, 8)
+    report = align(start, everybody(start)).report
+    figures = report.figures()
+    assert figures["alignment-energy-after"] == report.after.energy
+    assert figures["alignment-min-distance-before"] == report.before.min_distance
+    assert figures["alignment-iterations"] == report.iterations
+    assert all(isinstance(value, float) for value in figures.values())
+
+
+def test_the_input_is_left_alone_and_the_result_is_reproducible():
+    start = relu_like(10, 64)
+    copy = start.clone()
+    for solver in ("thomson", "simplex", "lbfgs"):
+        first = align(start, everybody(start), solver)
+        assert torch.equal(first.values, align(start, everybody(start), solver).values)
+    assert torch.equal(start, copy)
+    assert replace(first.report) == first.report
+
+
+def test_user_errors_are_named():
+    with pytest.raises(PbflError, match="6 classes and feature-dim is 4"):
+        align(gaussian(6, 4), everybody(gaussian(6, 4)), "simplex")
+    with pytest.raises(PbflError, match="alignment is 'newton'"):
+        align(gaussian(3, 4), everybody(gaussian(3, 4)), "newton")

@@ -1,0 +1,171 @@
+import math
+from itertools import combinations
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.prototypes.masks import (
+    allocate_masks,
+    compress,
+    expand,
+    maximal_total_hamming,
+    smallest_hamming,
+    total_hamming,
+)
+
+
+def pairwise(masks):
+    """The definition: count the differing positions of every pair."""
+    return [int((masks[j] != masks[k]).sum()) for j, k in combinations(range(len(masks)), 2)]
+
+
+@pytest.mark.parametrize(
+    ("num_classes", "feature_dim", "size", "total"),
+    [
+        (10, 500, 50, 4_500),  # disjoint masks: 45 pairs · 100
+        (10, 500, 250, 12_500),
+        (43, 500, 50, 83_100),  # loads 4 and 5: 350·4·39 + 150·5·38
+        (100, 500, 50, 450_000),
+        (102, 500, 50, 468_100),
+        (200, 500, 50, 1_800_000),
+        (200, 500, 250, 5_000_000),
+        (6, 2, 1, 18),  # 3 masks each way: 3·3 pairs · 2
+    ],
+)
+def test_totals_are_the_maximum(num_classes, feature_dim, size, total):
+    masks = allocate_masks(num_classes, feature_dim, size, seed=0, swaps=100)
+    assert maximal_total_hamming(num_classes, feature_dim, size) == total
+    assert total_hamming(masks) == total
+
+
+@pytest.mark.parametrize(
+    ("num_classes", "dealt_and_published"),
+    [(43, 0), (100, 74), (200, 72)],  # 74 and 72: a balanced deal without orbits and swaps
+)
+def test_smallest_distance_beats_a_plain_deal(num_classes, dealt_and_published):
+    masks = allocate_masks(num_classes, 500, 50, seed=1)
+    assert smallest_hamming(masks) >= max(dealt_and_published + 10, 84)
+
+
+def test_block_codes_beat_the_greedy_search():
+    # K = 200, d = 500: blocks of 2, p = 20 of 200 blocks; the published greedy search ended at 26 blocks
+    masks = allocate_masks(200, 500, 50, scheme="block", seed=0)
+    assert smallest_hamming(masks) >= 32 * 2
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(2, 24), st.integers(1, 24), st.data())
+def test_every_allocation_is_balanced_and_maximal(num_classes, feature_dim, data):
+    size = data.draw(st.integers(1, feature_dim))
+    masks = allocate_masks(num_classes, feature_dim, size, seed=data.draw(st.integers(0, 99)), swaps=30)
+    assert masks.shape == (num_classes, feature_dim)
+    assert masks.dtype == torch.bool
+    assert masks.sum(1).tolist() == [size] * num_classes
+    loads = masks.sum(0)
+    assert int(loads.max() - loads.min()) <= 1
+    distances = pairwise(masks)
+    assert sum(distances) == total_hamming(masks) == maximal_total_hamming(num_classes, feature_dim, size)
+    assert min(distances) == smallest_hamming(masks)
+    if math.comb(feature_dim, size) >= num_classes:
+        assert min(distances) > 0
+
+
+@pytest.mark.parametrize(
+    ("num_classes", "feature_dim", "size"),
+    [(10, 5, 2), (20, 6, 3), (35, 7, 3), (34, 7, 3), (70, 8, 4), (69, 8, 4), (6, 6, 5), (5, 6, 1)],
+)
+def test_distinct_masks_even_when_every_subset_is_needed(num_classes, feature_dim, size):
+    for seed in range(5):
+        masks = allocate_masks(num_classes, feature_dim, size, seed=seed)
+        assert len(masks.unique(dim=0)) == num_classes
+        assert total_hamming(masks) == maximal_total_hamming(num_classes, feature_dim, size)
+
+
+def test_swaps_never_lower_the_smallest_distance():
+    for num_classes, feature_dim, size in [(60, 40, 8), (30, 50, 9), (40, 40, 12)]:
+        for seed in range(3):
+            plain = allocate_masks(num_classes, feature_dim, size, seed=seed, swaps=0)
+            spread = allocate_masks(num_classes, feature_dim, size, seed=seed, swaps=400)
+            assert smallest_hamming(spread) >= smallest_hamming(plain)
+            assert total_hamming(spread) == total_hamming(plain)
+
+
+def test_swaps_help_where_everything_is_dealt():
+    plain = allocate_masks(120, 100, 10, seed=0, swaps=0)
+    assert smallest_hamming(allocate_masks(120, 100, 10, seed=0)) > smallest_hamming(plain)
+
+
+def test_the_seed_alone_decides():
+    torch.manual_seed(1)
+    first = allocate_masks(43, 100, 10, seed=7)
+    torch.manual_seed(2)
+    assert torch.equal(first, allocate_masks(43, 100, 10, seed=7))
+    assert not torch.equal(first, allocate_masks(43, 100, 10, seed=8))
+
+
+def test_these_masks_are_what_seed_3_means():
+    # Clients draw their masks themselves: a change of these rows breaks running federations.
+    masks = allocate_masks(4, 6, 2, seed=3)
+    assert ["".join(str(int(bit)) for bit in row) for row in masks] == [
+        "101000",
+        "001010",
+        "010001",
+        "010100",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("num_classes", "size", "expected", "unused"),
+    [(43, 50, 44, 27), (102, 50, 40, 92), (200, 50, 40, 100), (200, 250, 200, 100), (10, 50, 50, 0)],
+)
+def test_block_scheme_has_the_effective_size_of_the_published_code(num_classes, size, expected, unused):
+    masks = allocate_masks(num_classes, 500, size, scheme="block", seed=0, swaps=50)
+    assert set(masks.sum(1).tolist()) == {expected}
+    width = 500 // num_classes
+    used = num_classes * width
+    assert 500 - used == unused
+    assert not masks[:, used:].any()
+    blocks = masks[:, :used].reshape(num_classes, num_classes, width)
+    assert torch.equal(blocks.all(2), blocks.any(2))  # a block is used as a whole
+    assert set(blocks.any(2).sum(0).tolist()) == {expected // width}  # every block by p classes
+
+
+def test_bad_sizes_are_named():
+    with pytest.raises(PbflError, match=r"cps-dim is 0; allowed is 1\.\.8"):
+        allocate_masks(4, 8, 0, seed=0)
+    with pytest.raises(PbflError, match=r"cps-dim is 9; allowed is 1\.\.8"):
+        allocate_masks(4, 8, 9, seed=0)
+    with pytest.raises(PbflError, match="9 classes and feature-dim is 8"):
+        allocate_masks(9, 8, 4, scheme="block", seed=0)
+    with pytest.raises(PbflError, match=r"cps-dim is 1, less than one of the 4 blocks .* 2\.\.8"):
+        allocate_masks(4, 8, 1, scheme="block", seed=0)
+    assert int(allocate_masks(4, 8, 2, scheme="block", seed=0).sum()) == 4 * 2
+
+
+@settings(deadline=None)
+@given(st.integers(1, 8), st.integers(1, 12), st.integers(0, 99), st.data())
+@example(3, 5, 0, None)
+def test_compress_and_expand_are_inverses_on_the_support(num_classes, feature_dim, seed, data):
+    size = data.draw(st.integers(1, feature_dim)) if data else 2
+    masks = allocate_masks(num_classes, feature_dim, size, seed=seed)
+    values = torch.randn(num_classes, feature_dim, generator=torch.Generator().manual_seed(seed))
+    rows = compress(values, masks)
+    assert rows.shape == (num_classes, size)
+    for j in range(num_classes):
+        assert torch.equal(rows[j], values[j][masks[j]])
+    assert torch.equal(expand(rows, masks), values * masks)
+    assert torch.equal(compress(expand(rows, masks), masks), rows)
+
+
+def test_compress_takes_increasing_indices():
+    masks = torch.tensor([[True, False, True], [False, True, True]])
+    values = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+    assert compress(values, masks).tolist() == [[1, 3], [5, 6]]
+    assert expand(torch.tensor([[1.0, 3.0], [5.0, 6.0]]), masks).tolist() == [[1, 0, 3], [0, 5, 6]]
+
+
+def test_one_class_has_no_pair():
+    assert smallest_hamming(allocate_masks(1, 4, 2, seed=0)) == 0

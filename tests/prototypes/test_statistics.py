@@ -1,0 +1,54 @@
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pbfl_flwr.prototypes.statistics import ClassSums, class_means, class_sums
+
+
+def test_sums_counts_and_means_by_hand():
+    features = torch.tensor([[1.0, 2.0], [3.0, 4.0], [10.0, 20.0]])
+    sums, counts = class_sums(features, torch.tensor([2, 2, 0]), 4)
+    assert sums.tolist() == [[10, 20], [0, 0], [4, 6], [0, 0]]  # 1+3, 2+4
+    assert counts.tolist() == [1, 0, 2, 0]
+    assert class_means(sums, counts).tolist() == [[10, 20], [0, 0], [2, 3], [0, 0]]
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**31 - 1), st.integers(1, 40), st.integers(1, 5))
+def test_any_batching_equals_the_loop_over_samples(seed, samples, batch):
+    random = torch.Generator().manual_seed(seed)
+    features = torch.randn(samples, 3, generator=random)
+    labels = torch.randint(5, (samples,), generator=random)
+    table = ClassSums(5, 3)
+    for first in range(0, samples, batch):
+        table.add(features[first : first + batch], labels[first : first + batch])
+    values, present, counts = table.means()
+    assert values.dtype == torch.float32
+    assert int(counts.sum()) == samples
+    for label in range(5):
+        mine = [features[i].double() for i in range(samples) if int(labels[i]) == label]
+        assert bool(present[label]) == bool(mine)
+        assert int(counts[label]) == len(mine)
+        expected = torch.stack(mine).mean(0) if mine else torch.zeros(3)
+        torch.testing.assert_close(values[label], expected.float(), atol=1e-6, rtol=1e-6)
+
+
+def test_half_precision_features_are_summed_wide():
+    features = torch.ones(4096, 1, dtype=torch.float16)  # a float16 sum of ones sticks at 2048
+    sums, counts = class_sums(features, torch.zeros(4096, dtype=torch.int64), 2)
+    assert sums.dtype == torch.float32
+    assert sums[0, 0] == 4096
+    assert counts.tolist() == [4096, 0]
+
+
+def test_sums_carry_no_graph():
+    features = torch.ones(2, 2, requires_grad=True)
+    assert not class_sums(features, torch.tensor([0, 1]), 2)[0].requires_grad
+
+
+def test_the_returned_counts_are_a_copy():
+    table = ClassSums(2, 1)
+    table.add(torch.ones(1, 1), torch.tensor([0]))
+    counts = table.means()[2]
+    table.add(torch.ones(1, 1), torch.tensor([0]))
+    assert counts.tolist() == [1, 0]

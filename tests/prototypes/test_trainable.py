@@ -1,0 +1,188 @@
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from pbfl_flwr.payloads import Prototypes
+from pbfl_flwr.prototypes import aggregation
+from pbfl_flwr.prototypes.trainable import (
+    PrototypeGenerator,
+    adaptive_margin,
+    initial_state,
+    margin_logits,
+    stack_uploads,
+    train_prototypes,
+)
+
+
+def vectors_of_three_classes():
+    random = torch.Generator().manual_seed(0)
+    labels = torch.tensor([0, 1, 2, 0, 1, 2, 0])
+    return torch.eye(3, 6)[labels] * 4 + 0.1 * torch.randn(7, 6, generator=random), labels
+
+
+def train(state, vectors, labels, seed=0, **changes):
+    options = {"epochs": 5, "batch_size": 3, "learning_rate": 0.05, **changes}
+    return train_prototypes(state, vectors, labels, generator=torch.Generator().manual_seed(seed), **options)
+
+
+def same(first, second):
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_generator_has_the_published_size():
+    network = PrototypeGenerator(10, 6)
+    assert sum(p.numel() for p in network.parameters()) == 10 * 6 + 2 * (6 * 6 + 6)
+    assert network().shape == (10, 6)
+
+
+def test_adaptive_margin_is_the_largest_nearest_neighbour_gap():
+    # on a line at 0, 1, 4: gaps 1, 1, 3; the largest distance of all, 4, is not the margin
+    means = torch.tensor([[0.0], [1.0], [4.0], [99.0]])
+    present = torch.tensor([True, True, True, False])
+    assert adaptive_margin(means, present, 100) == 3
+    assert adaptive_margin(means, present, 2.5) == 2.5
+    assert adaptive_margin(means, torch.tensor([True, False, False, False]), 100) == 100
+    assert adaptive_margin(means, torch.zeros(4, dtype=torch.bool), 100) == 100
+    literal = max(min(abs(a - b) for b in (0, 1, 4) if b != a) for a in (0, 1, 4))
+    assert adaptive_margin(means, present, 100) == literal
+
+
+def test_the_true_logit_is_lowered_by_exactly_the_margin():
+    vectors = torch.tensor([[0.0, 0.0], [3.0, 4.0]])
+    prototypes = torch.tensor([[3.0, 4.0], [0.0, 1.0], [0.0, -2.0]])
+    plain = margin_logits(vectors, prototypes, torch.tensor([0, 2]), 0.0)
+    shifted = margin_logits(vectors, prototypes, torch.tensor([0, 2]), 2.0)
+    # distances: 5, 1, 2 and 0, √18, √45
+    torch.testing.assert_close(
+        -plain, torch.tensor([[5.0, 1, 2], [0, math.sqrt(18), math.sqrt(45)]]), atol=2e-6, rtol=1e-6
+    )
+    torch.testing.assert_close(plain - shifted, torch.tensor([[2.0, 0, 0], [0, 0, 2]]))
+
+
+def test_a_vector_on_its_prototype_has_a_finite_gradient():
+    prototypes = torch.full((2, 3), 0.1, requires_grad=True)
+    logits = margin_logits(torch.full((1, 3), 0.1), prototypes, torch.tensor([0]), 1.0)
+    torch.autograd.backward(logits.sum())
+    assert prototypes.grad is not None
+    assert torch.isfinite(prototypes.grad).all()
+
+
+def test_one_step_is_the_step_written_out():
+    vectors, labels = vectors_of_three_classes()
+    state = initial_state(4, 6, seed=1)
+    after, prototypes, report = train(state, vectors, labels, epochs=1, batch_size=7, learning_rate=0.1)
+    weights = {name: tensor.clone().requires_grad_() for name, tensor in state.tensors.items()}
+
+    def generate():
+        hidden = (weights["embedding.weight"] @ weights["hidden.weight"].T + weights["hidden.bias"]).relu()
+        return hidden @ weights["output.weight"].T + weights["output.bias"]
+
+    means = torch.stack([vectors[labels == j].mean(0) for j in range(3)])
+    gaps = [min(float((means[j] - means[k]).norm()) for k in range(3) if k != j) for j in range(3)]
+    loss = torch.tensor(0.0)
+    for vector, label in zip(vectors, labels.tolist(), strict=True):
+        distances = torch.stack([(vector - row).norm() for row in generate()])
+        logits = -(distances + max(gaps) * F.one_hot(torch.tensor(label), 4))
+        loss = loss - F.log_softmax(logits, dim=0)[label] / 7
+    torch.autograd.backward(loss)
+    assert report.margin == pytest.approx(max(gaps), rel=1e-5)
+    assert report.loss == pytest.approx(float(loss.detach()), rel=1e-5)
+    for name, tensor in weights.items():
+        torch.testing.assert_close(
+            after.tensors[name], tensor.detach() - 0.1 * tensor.grad, atol=1e-5, rtol=1e-4
+        )
+    network = PrototypeGenerator(4, 6)
+    network.load_state_dict(dict(after.tensors))
+    torch.testing.assert_close(prototypes, network().detach())
+
+
+def test_training_is_pure_and_reproducible():
+    vectors, labels = vectors_of_three_classes()
+    state = initial_state(4, 6, seed=1)
+    copy = {name: tensor.clone() for name, tensor in state.tensors.items()}
+    torch.manual_seed(0)
+    first = train(state, vectors, labels)
+    torch.manual_seed(1)  # global randomness plays no part
+    second = train(state, vectors, labels)
+    assert same(state.tensors, copy)
+    assert same(first[0].tensors, second[0].tensors)
+    assert torch.equal(first[1], second[1])
+    assert first[2] == second[2]
+    assert not torch.equal(first[1], train(state, vectors, labels, seed=2)[1])  # another order of the vectors
+
+
+def test_the_initial_state_depends_on_its_seed_only():
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    first = initial_state(3, 4, seed=1)
+    assert torch.equal(torch.rand(1), expected)
+    assert same(first.tensors, initial_state(3, 4, seed=1).tensors)
+    assert not same(first.tensors, initial_state(3, 4, seed=2).tensors)
+
+
+def test_training_separates_the_classes_and_says_when_it_has_not_converged():
+    vectors, labels = vectors_of_three_classes()
+    state = initial_state(3, 6, seed=0)
+    short = train(state, vectors, labels, epochs=1)[2]
+    assert not short.converged
+    assert short.epochs == 1
+    # the margin never exceeds a nearest-neighbour gap, so the loss can fall below 1e-3 only far out
+    state, prototypes, long = train(state, vectors * 20, labels, epochs=600, margin_cap=5.0)
+    assert long.converged
+    assert long.loss < 1e-3
+    assert long.margin == 5.0
+    assert torch.equal(torch.cdist(vectors * 20, prototypes).argmin(1), labels)
+    assert long.figures() == {
+        "server-loss": long.loss,
+        "server-margin": 5.0,
+        "server-converged": 1.0,
+        "server-epochs": 600.0,
+    }
+
+
+def test_momentum_buffers_live_in_the_state():
+    vectors, labels = vectors_of_three_classes()
+    state = initial_state(3, 6, seed=0)
+    options = {"momentum": 0.9, "batch_size": 7, "learning_rate": 0.01}
+    once = train(state, vectors, labels, epochs=2, **options)[0]
+    halfway = train(state, vectors, labels, epochs=1, **options)[0]
+    assert "momentum.hidden.weight" in halfway.tensors
+    twice = train(halfway, vectors, labels, epochs=1, **options)[
+        0
+    ]  # a batch of everything: order is irrelevant
+    for name, tensor in once.tensors.items():
+        torch.testing.assert_close(twice.tensors[name], tensor)
+    plain = train(state, vectors, labels, epochs=1, batch_size=7, learning_rate=0.01)[0]
+    assert plain.tensors.keys() == state.tensors.keys()
+
+
+def test_nobody_sent_anything():
+    state = initial_state(3, 6, seed=0)
+    after, prototypes, report = train(state, torch.zeros(0, 6), torch.zeros(0, dtype=torch.int64))
+    assert same(after.tensors, state.tensors)
+    assert torch.isfinite(prototypes).all()
+    assert report.epochs == 0
+    assert not report.converged
+
+
+def test_rescaled_uploads_have_the_ppa_prototype_as_their_mean():
+    # CPS paper, appendix: the factor (K/n)·|N_j|
+    random = torch.Generator().manual_seed(3)
+    uploads = []
+    for _ in range(4):
+        present = torch.tensor([True, False, True, True]) & (torch.rand(4, generator=random) < 0.9)
+        values = torch.randn(4, 5, generator=random) * present[:, None] * 30
+        uploads.append(Prototypes(values, present))
+    vectors, labels = stack_uploads(uploads, scale=4 / 90)
+    ppa = aggregation.ppa(uploads, 4, 90)
+    for label in range(4):
+        if ppa.present[label]:
+            torch.testing.assert_close(vectors[labels == label].mean(0), ppa.values[label])
+    plain, same_labels = stack_uploads(uploads)
+    assert torch.equal(labels, same_labels)
+    assert torch.equal(plain[0], uploads[0].values[labels[0]])
+    with pytest.raises(ValueError, match="no uploads"):
+        stack_uploads([])
