@@ -11,7 +11,7 @@ import difflib
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -138,8 +138,9 @@ class EvaluationSettings(Group):
     evaluate_moment: Literal["auto", "after", "before"] = Field(
         "auto", description="after local training, or before it with what was just broadcast (references)"
     )
-    predictor: Literal["auto", "head", "global", "global-local", "local"] = Field(
-        "auto", description="headline: logits, nearest global / own classes' global / local prototype"
+    predictor: Literal["auto", "head", "global", "global-local", "local", "etf"] = Field(
+        "auto",
+        description="headline: logits, nearest global / own classes' global / local prototype, GFPL's fixed frame",
     )
     eval_batch_size: int = Field(512, ge=1)
 
@@ -147,7 +148,9 @@ class EvaluationSettings(Group):
 class PrototypeSettings(Group):
     """The stages of the prototype pipeline; ``auto`` is what the method's name stands for."""
 
-    pull_weight: float | Auto = Field("auto", description="λ, weight of the pull towards global prototypes")
+    pull_weight: Annotated[float, Field(ge=0)] | Auto = Field(
+        "auto", description="λ, weight of the pull towards global prototypes"
+    )
     pull_form: Literal["auto", "mse", "l2"] = Field("auto", description="mean over B·d, or the L2 norm")
     collect: Literal["auto", "post", "trajectory"] = Field(
         "auto", description="local prototypes after training, or averaged on the way"
@@ -156,7 +159,9 @@ class PrototypeSettings(Group):
         "auto", "mean", "weighted", "weighted-shrunk", "ppa", "aps-sum", "aps-mean", "median", "trimmed-mean"
     ] = Field("auto", description="how the server combines prototypes")
     trim_share: float = Field(0.2, ge=0, lt=0.5, description="share trimmed on each side, trimmed-mean")
-    cps_dim: int | Auto = Field("auto", description="s, dimensions of a class that travel; 0: all (CPS off)")
+    cps_dim: Annotated[int, Field(ge=0)] | Auto = Field(
+        "auto", description="s, dimensions of a class that travel; 0: all (CPS off)"
+    )
     cps_scheme: Literal["dimension", "block"] = Field(
         "dimension", description="masks by dimension or d/K blocks"
     )
@@ -164,13 +169,17 @@ class PrototypeSettings(Group):
         "full", description="pull over all d, or inside the mask only"
     )
     cpkd: Literal["auto", "off", "sample", "class"] = Field("auto", description="class-proportional pull")
-    aps_scale: float | Auto = Field("auto", description="μ of adaptive prototype scaling; auto: 0.9·K/n")
+    aps_scale: Annotated[float, Field(ge=0)] | Auto = Field(
+        "auto", description="μ of adaptive prototype scaling; auto: 0.9·K/n"
+    )
     ppa_total: Literal["reported", "known"] = Field(
         "reported", description="n of PPA: sum of reported n_i, or total-examples times participation"
     )
     total_examples: int = Field(0, ge=0, description="n when ppa-total is known")
     alignment: Literal["auto", "off", "thomson", "simplex", "lbfgs"] = Field("auto", description="PA solver")
-    upscale: float | Auto = Field("auto", description="γ of ProtoNorm's upscaling; 1 is off")
+    upscale: Annotated[float, Field(ge=0)] | Auto = Field(
+        "auto", description="γ of ProtoNorm's upscaling; 1 is off"
+    )
     stale: Literal["keep", "drop"] = Field(
         "keep", description="a class nobody sent: keep or drop its prototype"
     )
@@ -308,24 +317,23 @@ def _apply_protocol(settings: Settings) -> Settings:
 
 
 def _parse_group(group: type[G], values: Mapping[str, Scalar], prefix: str, problems: list[str]) -> G | None:
+    names = group.key_names()
+    unknown = [
+        key for key in values if key not in names
+    ]  # the field's own name is one of Python's, not a key
+    problems += [_unknown(prefix + key, [prefix + name for name in names]) for key in unknown]
     try:
-        return group.model_validate(values)
+        found = group.model_validate({key: value for key, value in values.items() if key in names})
     except ValidationError as error:
         by_key: dict[str, list[str]] = {}
         for problem in error.errors():
-            key = str(problem["loc"][0])
-            if problem["type"] == "extra_forbidden":
-                by_key[key] = [_unknown(prefix + key, [prefix + known for known in group.key_names()])]
-            else:
-                by_key.setdefault(key, []).append(problem["msg"].removeprefix("Input should be "))
+            message = problem["msg"].removeprefix("Input should be ")
+            by_key.setdefault(str(problem["loc"][0]), []).append(message)
         for key, messages in by_key.items():
-            if messages[0].startswith("unknown key"):
-                problems.append(messages[0])
-            else:
-                problems.append(
-                    f"{prefix}{key} = {values[key]!r}: allowed is {' or '.join(dict.fromkeys(messages))}"
-                )
+            allowed = " or ".join(dict.fromkeys(messages))
+            problems.append(f"{prefix}{key} = {values[key]!r}: allowed is {allowed}")
         return None
+    return None if unknown else found
 
 
 def _unknown(key: str, known: Iterable[str]) -> str:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Generic, Literal, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ UpT = TypeVar("UpT", bound=Payload)
 UpT_co = TypeVar("UpT_co", bound=Payload, covariant=True)
 
 Moment = Literal["after", "before"]
-PREDICTORS = ("head", "global", "global-local", "local")
+PREDICTORS = ("head", "global", "global-local", "local", "etf")
 Predictor = Callable[[Tensor, Tensor], Tensor]
 """(features (B, d), logits (B, K)) -> finite scores (B, K); the class with the highest score is predicted."""
 
@@ -127,7 +127,7 @@ class Method(ABC, Generic[StateT, DownT, UpT]):
     up: type[UpT]
     headline: str = "head"
     moment: Moment = "after"
-    same_architecture: ClassVar[bool] = False
+    same_architecture: bool = False
 
     @abstractmethod
     def init(self, task: Task, seed: int) -> StateT:

@@ -8,7 +8,7 @@ never infinities. On the wire it is ragged: ``to_tensors`` keeps only the rows o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, Self
 
@@ -18,6 +18,9 @@ from torch import Tensor
 from pbfl_flwr.task import Task
 
 MAX_MAGNITUDE = 1e8  # larger entries are a fault or an attack: a count-scaled feature stays far below
+MAX_COUNT = 2**40  # of samples
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class RejectedPayload(ValueError):
@@ -85,7 +88,12 @@ class Prototypes:
     max_magnitude: ClassVar[float] = MAX_MAGNITUDE
 
     @classmethod
-    def empty(cls, num_classes: int, width: int) -> Prototypes:
+    def widths(cls, task: Task) -> tuple[int, int]:
+        """Return the narrowest and the widest row that may travel: 1..d."""
+        return 1, task.feature_dim
+
+    @classmethod
+    def empty(cls, num_classes: int, width: int) -> Self:
         """Return a table in which no class is present."""
         return cls(torch.zeros(num_classes, width), torch.zeros(num_classes, dtype=torch.bool))
 
@@ -109,15 +117,16 @@ class Prototypes:
         return tensors
 
     @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor], task: Task) -> Prototypes:
+    def from_tensors(cls, tensors: Mapping[str, Tensor], task: Task) -> Self:
         """Rebuild the dense table from labels and rows; see :class:`Payload`."""
         labels = _whole_numbers(tensors, "labels")
         rows = _floats(tensors, "rows", dimensions=2, limit=cls.max_magnitude)
         K = task.num_classes
         if len(labels) != len(rows):
             raise RejectedPayload(f"{len(labels)} labels for {len(rows)} rows")
-        if not 1 <= rows.shape[1] <= task.feature_dim:
-            raise RejectedPayload(f"rows are {rows.shape[1]} wide, allowed is 1..{task.feature_dim}")
+        narrowest, widest = cls.widths(task)
+        if not narrowest <= rows.shape[1] <= widest:
+            raise RejectedPayload(f"rows are {rows.shape[1]} wide, allowed is {narrowest}..{widest}")
         if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < K:
             raise RejectedPayload(f"class id {_first_outside(labels, K)} is outside 0..{K - 1}")
         if len(labels.unique()) != len(labels):
@@ -133,20 +142,32 @@ class Prototypes:
                 raise RejectedPayload(f"{len(sent)} counts for {len(labels)} rows")
             if len(sent) and int(sent.min()) < 1:
                 raise RejectedPayload("a row with a count of zero or less")
+            if len(sent) and int(sent.max()) >= MAX_COUNT:
+                raise RejectedPayload(f"a count of {int(sent.max())}, allowed is less than {MAX_COUNT}")
             counts = torch.zeros(K, dtype=torch.int64)
             counts[labels] = sent
-        total = None
-        if "n" in tensors:
-            n = _whole_numbers(tensors, "n")
-            if len(n) != 1 or not 0 <= int(n[0]) < 2**40:
-                raise RejectedPayload("the number of examples must be one whole number from 0")
-            total = int(n[0])
+        total = _num_examples(tensors) if "n" in tensors else None
         _no_others(tensors, {"labels", "rows", "counts", "n"})
         return cls(values, present, counts, total)
 
     def scalars(self) -> int:
         """Return K_present · width."""
         return self.num_present * int(self.values.shape[1])
+
+
+@dataclass(frozen=True)
+class Logits(Prototypes):
+    """One vector of class scores a class: prototypes in the space of outputs, of width K.
+
+    Attributes:
+        values: (K, K) float32; row c is what networks answer to samples of class c, logits or probabilities.
+        present: (K,) bool; which classes have a row.
+    """
+
+    @classmethod
+    def widths(cls, task: Task) -> tuple[int, int]:
+        """Return K..K."""
+        return task.num_classes, task.num_classes
 
 
 @dataclass(frozen=True)
@@ -169,16 +190,104 @@ class Weights:
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], task: Task) -> Weights:
         """Rebuild the mapping; every tensor must be finite. See :class:`Payload`."""
-        n = _whole_numbers(tensors, "n")
-        if len(n) != 1 or not 0 <= int(n[0]) < 2**40:
-            raise RejectedPayload("the number of examples must be one whole number from 0")
+        n = _num_examples(tensors)
         named = {key: value for key, value in tensors.items() if key.startswith("w.")}
         _no_others(tensors, {"n", *named})
-        return cls({key[2:]: _floats(named, key, None, MAX_MAGNITUDE) for key in named}, int(n[0]))
+        return cls({key[2:]: _floats(named, key, None, MAX_MAGNITUDE) for key in named}, n)
 
     def scalars(self) -> int:
         """Return the number of weights."""
         return sum(tensor.numel() for tensor in self.tensors.values())
+
+
+@dataclass(frozen=True)
+class Mixtures:
+    """Gaussian mixtures with diagonal covariance, any number of components a class; ragged in memory too.
+
+    Attributes:
+        labels: (N,) int64, the class each component belongs to.
+        weights: (N,) float32 w > 0: the component's share of its class, or of its class's samples.
+        means: (N, d) float32 μ.
+        stds: (N, d) float32 σ >= 0, the roots of the covariance's diagonal.
+    """
+
+    labels: Tensor
+    weights: Tensor
+    means: Tensor
+    stds: Tensor
+
+    max_components: ClassVar[int] = 2**20
+
+    @classmethod
+    def empty(cls, width: int) -> Mixtures:
+        """Return mixtures without components; nothing of them travels."""
+        rows = torch.zeros(0, width)
+        return cls(torch.zeros(0, dtype=torch.int64), torch.zeros(0), rows, rows)
+
+    @classmethod
+    def concatenated(cls, parts: Iterable[Mixtures], width: int) -> Mixtures:
+        """Return all components of the parts, in their order."""
+        found = [cls.empty(width), *parts]
+        names = ("labels", "weights", "means", "stds")
+        return cls(*(torch.cat([getattr(part, name) for part in found]) for name in names))
+
+    @property
+    def num_components(self) -> int:
+        """N."""
+        return len(self.labels)
+
+    def chosen(self, index: Tensor) -> Mixtures:
+        """Return the components of an index or a mask."""
+        return Mixtures(self.labels[index], self.weights[index], self.means[index], self.stds[index])
+
+    def present(self, num_classes: int) -> Tensor:
+        """Return (K,) bool: which classes have a component."""
+        return torch.bincount(self.labels, minlength=num_classes) > 0
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """Return the four tensors, or none of them when there is no component."""
+        if not self.num_components:
+            return {}
+        small = int(self.labels.max()) < 256
+        return {
+            "labels": self.labels.to(torch.uint8 if small else torch.int32),
+            "weights": self.weights.contiguous(),
+            "means": self.means.contiguous(),
+            "stds": self.stds.contiguous(),
+        }
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], task: Task) -> Mixtures:
+        """Rebuild the components; see :class:`Payload`."""
+        d = task.feature_dim
+        if not tensors:
+            return cls.empty(d)
+        labels = _whole_numbers(tensors, "labels")
+        weights = _floats(tensors, "weights", dimensions=1, limit=MAX_MAGNITUDE)
+        means = _floats(tensors, "means", dimensions=2, limit=MAX_MAGNITUDE)
+        stds = _floats(tensors, "stds", dimensions=2, limit=MAX_MAGNITUDE)
+        _no_others(tensors, {"labels", "weights", "means", "stds"})
+        N = len(labels)
+        if not 1 <= N <= cls.max_components:
+            raise RejectedPayload(f"{N} components, allowed are 1..{cls.max_components}")
+        if len(weights) != N:
+            raise RejectedPayload(f"{len(weights)} weights for {N} components")
+        for name, rows in (("means", means), ("stds", stds)):
+            if rows.shape != (N, d):
+                raise RejectedPayload(f"'{name}' has shape {tuple(rows.shape)}, expected ({N}, {d})")
+        if not 0 <= int(labels.min()) <= int(labels.max()) < task.num_classes:
+            raise RejectedPayload(
+                f"class id {_first_outside(labels, task.num_classes)} is outside 0..{task.num_classes - 1}"
+            )
+        if float(weights.min()) <= 0:
+            raise RejectedPayload(f"a component's weight is {float(weights.min()):.3g}, it must be positive")
+        if float(stds.min()) < 0:
+            raise RejectedPayload(f"a standard deviation is {float(stds.min()):.3g}, it must not be negative")
+        return cls(labels, weights, means, stds)
+
+    def scalars(self) -> int:
+        """Return N·(2d + 1)."""
+        return self.num_components * (2 * int(self.means.shape[1]) + 1)
 
 
 def joined(**parts: Payload) -> dict[str, Tensor]:
@@ -194,12 +303,25 @@ def under(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
     return {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
 
 
+def separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors contiguous on the CPU, copied where two share memory: a safetensors file holds no views."""
+    found: dict[str, Tensor] = {}
+    taken: set[int] = set()
+    for name, tensor in tensors.items():
+        own = tensor.detach().cpu().contiguous()
+        if own.untyped_storage().data_ptr() in taken:
+            own = own.clone()
+        taken.add(own.untyped_storage().data_ptr())
+        found[name] = own
+    return found
+
+
 def _floats(tensors: Mapping[str, Tensor], name: str, dimensions: int | None, limit: float) -> Tensor:
     if name not in tensors:
         raise RejectedPayload(f"'{name}' is missing")
     tensor = tensors[name]
-    if not tensor.is_floating_point():
-        raise RejectedPayload(f"'{name}' is {tensor.dtype}, expected floating point")
+    if tensor.dtype not in _FLOATS:
+        raise RejectedPayload(f"'{name}' is {tensor.dtype}, expected floating point of 16 to 64 bits")
     if dimensions is not None and tensor.dim() != dimensions:
         raise RejectedPayload(f"'{name}' has {tensor.dim()} dimensions, expected {dimensions}")
     if not bool(torch.isfinite(tensor).all()):
@@ -213,9 +335,16 @@ def _whole_numbers(tensors: Mapping[str, Tensor], name: str) -> Tensor:
     if name not in tensors:
         raise RejectedPayload(f"'{name}' is missing")
     tensor = tensors[name]
-    if tensor.is_floating_point() or tensor.dtype is torch.bool or tensor.dim() != 1:
+    if tensor.dtype not in _INTEGERS or tensor.dim() != 1:
         raise RejectedPayload(f"'{name}' must be a list of whole numbers")
     return tensor.to(torch.int64)
+
+
+def _num_examples(tensors: Mapping[str, Tensor]) -> int:
+    n = _whole_numbers(tensors, "n")
+    if len(n) != 1 or not 0 <= int(n[0]) < MAX_COUNT:
+        raise RejectedPayload("the number of examples must be one whole number from 0")
+    return int(n[0])
 
 
 def _first_outside(labels: Tensor, num_classes: int) -> int:

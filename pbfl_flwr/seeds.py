@@ -5,13 +5,16 @@ numbers that describe it, so the same run gives the same bits with one worker or
 """
 
 import hashlib
+import operator
 
 import torch
 
 
 def derive(*parts: int | str) -> int:
     """Return a 63-bit seed from what the randomness is for, e.g. ``derive(seed, "batches", client, round)``."""
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    # A NumPy integer is written as the number that it is; a float would be a seed by accident.
+    plain = tuple(part if isinstance(part, str) else operator.index(part) for part in parts)
+    digest = hashlib.blake2b(repr(plain).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 

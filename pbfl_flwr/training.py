@@ -46,6 +46,15 @@ class FitReport:
         """Return the losses under the names that the log shows."""
         return {f"loss.{name}": value for name, value in self.losses.items()}
 
+    def then(self, later: FitReport) -> FitReport:
+        """Return the report of two passes; of what both name the later one counts."""
+        return FitReport(
+            self.steps + later.steps,
+            self.samples + later.samples,
+            {**self.losses, **later.losses},
+            {**self.optimizer, **later.optimizer},
+        )
+
 
 def forward(model: nn.Module, inputs: Tensor) -> tuple[Tensor, Tensor]:
     """Return (features (B, d), logits (B, K)) of a network that follows the model contract."""
@@ -110,7 +119,7 @@ def fit(
         after_step: called after every optimiser step.
 
     Raises:
-        Diverged: if a loss term is not finite.
+        Diverged: if a loss term or, in the end, a weight is not finite.
     """
     settings, data, model = client.training, client.data, client.model
     chosen = list(parts) if parts is not None else [part(model)]
@@ -126,7 +135,7 @@ def fit(
     )
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     if settings.optimizer_state == "kept":
-        _restore_momentum(optimizer, updated, names, client.memory)
+        _restore_momentum(optimizer, names, client.memory)
     known = {id(parameter) for parameter in updated}
     frozen = [p for p in model.parameters() if p.requires_grad and id(p) not in known]
     order = client.generator(phase)
@@ -170,6 +179,8 @@ def fit(
         raise Diverged(
             f"loss term '{bad[0]}' is not finite after {steps} steps; lower learning-rate or its weight"
         )
+    if not all(bool(torch.isfinite(parameter).all()) for parameter in updated):
+        raise Diverged(f"a weight is not finite after {steps} steps; lower learning-rate")
     return FitReport(steps, samples, losses, _momentum(optimizer, updated, names))
 
 
@@ -231,7 +242,7 @@ class Scores:
     Attributes:
         num_samples: test samples.
         correct: predictor -> correctly predicted samples.
-        loss: mean cross-entropy of the head, 0 without samples.
+        loss: mean cross-entropy of the predictor ``head``, 0 without samples.
     """
 
     num_samples: int
@@ -253,7 +264,8 @@ def evaluate(client: Client, predictors: Mapping[str, Predictor]) -> Scores:
     for start in range(0, len(shard.labels), size):
         inputs, labels = take(client.data, shard, slice(start, start + size), client.device)
         features, logits = forward(client.model, inputs)
-        loss += float(nn.functional.cross_entropy(logits, labels, reduction="sum"))
+        answered = predictors["head"](features, logits) if "head" in predictors else logits
+        loss += float(nn.functional.cross_entropy(answered, labels, reduction="sum"))
         for name, predictor in predictors.items():
             scores = predictor(features, logits)
             if scores.shape != (len(labels), client.task.num_classes):
@@ -277,12 +289,13 @@ def _momentum(
 
 
 def _restore_momentum(
-    optimizer: torch.optim.SGD,
-    chosen: list[nn.Parameter],
-    names: Mapping[int, str],
-    memory: Mapping[str, Tensor],
+    optimizer: torch.optim.SGD, names: Mapping[int, str], memory: Mapping[str, Tensor]
 ) -> None:
-    for parameter in chosen:
-        kept = memory.get(f"momentum.{names.get(id(parameter), '')}")
-        if kept is not None:
-            optimizer.state[parameter]["momentum_buffer"] = kept.to(parameter.device)
+    for group in optimizer.param_groups:
+        kept = {id(p): memory.get(f"momentum.{names.get(id(p), '')}") for p in group["params"]}
+        if all(buffer is None for buffer in kept.values()):
+            continue
+        for parameter in group["params"]:
+            # A buffer of zeros is what a parameter without one starts from; torch wants all of a group or none.
+            buffer, own = kept[id(parameter)], torch.zeros_like(parameter, requires_grad=False)
+            optimizer.state[parameter]["momentum_buffer"] = own if buffer is None else own.copy_(buffer)

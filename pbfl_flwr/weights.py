@@ -13,9 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from pbfl_flwr.config import Settings
+from pbfl_flwr.models import body_names, head_names
 from pbfl_flwr.payloads import RejectedPayload, Weights
 
 Weighting = Literal["samples", "uniform"]
+Share = Literal["all", "body", "stages", "head"]
+"""A part of the network: ``stages`` is the body without its neck, i.e. without a hidden layer before the head."""
 
 
 def weighting_of(settings: Settings, habit: Weighting) -> Weighting:
@@ -23,25 +26,59 @@ def weighting_of(settings: Settings, habit: Weighting) -> Weighting:
     return habit if settings.conventions.weighting == "auto" else settings.conventions.weighting
 
 
-def parameters_of(model: nn.Module, names: Collection[str] | None = None) -> dict[str, Tensor]:
-    """Return copies of the parameters, all of them or those named, on the CPU."""
+def shared_parameters(model: nn.Module, share: Share) -> dict[str, nn.Parameter]:
+    """Return the network's own parameters that are shared, by the name under which they travel.
+
+    The names are the network's own. Those of a head lose what lies between (``head.1.weight`` is ``head.weight``) if
+    they stay different, so that heads with and without a dropout before the same linear layer fit together.
+    """
+    parameters = dict(model.named_parameters())
+    if share == "all":
+        return parameters
+    if share == "body":
+        return {name: parameters[name] for name in body_names(model)}
+    if share == "stages":
+        return {name: parameter for name, parameter in parameters.items() if name.startswith("stages.")}
+    names = head_names(model)
+    short = ["head." + name.rpartition(".")[2] for name in names]
+    travelling = short if len(set(short)) == len(short) else names
+    return {sent: parameters[name] for sent, name in zip(travelling, names, strict=True)}
+
+
+def copies(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return detached, contiguous copies on the CPU."""
     return {
-        name: parameter.detach().cpu().clone(memory_format=torch.contiguous_format)
-        for name, parameter in model.named_parameters()
-        if names is None or name in names
+        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, tensor in parameters.items()
     }
 
 
 @torch.no_grad()
+def copy_into(parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]) -> None:
+    """Copy every tensor into the parameter of its name.
+
+    Raises:
+        KeyError: if there is no parameter of a name.
+    """
+    for name, tensor in tensors.items():
+        parameters[name].copy_(tensor)
+
+
+def parameters_of(model: nn.Module, names: Collection[str] | None = None) -> dict[str, Tensor]:
+    """Return copies of the parameters, all of them or those named, on the CPU."""
+    chosen = {
+        name: parameter for name, parameter in model.named_parameters() if names is None or name in names
+    }
+    return copies(chosen)
+
+
 def load_parameters(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Copy the named tensors into the network.
 
     Raises:
         KeyError: if the network has no parameter of a name.
     """
-    parameters = dict(model.named_parameters())
-    for name, tensor in tensors.items():
-        parameters[name].copy_(tensor)
+    copy_into(dict(model.named_parameters()), tensors)
 
 
 def average(state: Weights, uploads: Mapping[int, Weights], weighting: Weighting) -> Weights:

@@ -6,6 +6,7 @@ own disk. A fault in one client becomes an error reply with one readable line; i
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 import traceback
@@ -64,8 +65,10 @@ def identify(context: Context, settings: Settings, experiment: str) -> Identity:
     ``state-dir`` in --node-config; paths in the run configuration are the server's and are ignored there.
 
     Raises:
-        PbflError: if the node has no id.
+        PbflError: if the node has no id, or the experiment's name is none that a directory may have.
     """
+    if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", experiment):
+        raise PbflError(f"experiment = {experiment[:100]!r}: allowed are letters, digits, '-' and '_'")
     node: Mapping[str, Any] = context.node_config
     simulated = "client-id" not in node and "partition-id" in node
     number = node.get("client-id", node.get("partition-id"))
@@ -103,13 +106,15 @@ def choose_device(wanted: str) -> torch.device:
     return torch.device(wanted)
 
 
-def make_client_app(data: DataSource | None = None) -> ClientApp:
+def make_client_app(data: DataSource | None = None, settings: Settings | None = None) -> ClientApp:
     """Return the ClientApp of every method.
 
     Args:
         data: where a client's data comes from; by default the configured dataset and partition.
+        settings: for apps that do not declare this project's run-config keys: the settings of their strategy
+            (``TinyProto(...).settings``). By default the run configuration is read.
     """
-    source: DataSource = data or _configured_data
+    source = _Source(data or _configured_data, settings)
     app = ClientApp()
 
     @app.query()
@@ -127,15 +132,26 @@ def make_client_app(data: DataSource | None = None) -> ClientApp:
     return app
 
 
+@dataclass(frozen=True)
+class _Source:
+    """Where this app's clients take their data and settings from."""
+
+    data: DataSource
+    settings: Settings | None
+
+    def settings_of(self, context: Context) -> Settings:
+        return self.settings or _settings(tuple(sorted(context.run_config.items())))
+
+
 def _configured_data(settings: Settings, client: int) -> ClientData:
     return client_data(settings.data, settings.run.num_clients, client)
 
 
 def _guarded(
-    handler: Callable[[Message, Context, DataSource], Message],
+    handler: Callable[[Message, Context, _Source], Message],
     message: Message,
     context: Context,
-    source: DataSource,
+    source: _Source,
 ) -> Message:
     """Answer, or say in one line why not."""
     try:
@@ -144,7 +160,8 @@ def _guarded(
         reason = str(error)
     except Exception as error:  # the boundary: whatever happens here must not cost another client's work
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        reason = f"{type(error).__name__}: {error} ({Path(frame.filename).name}:{frame.lineno})"
+        said = " ".join(str(error).split())
+        reason = f"{type(error).__name__}: {said} ({Path(frame.filename).name}:{frame.lineno})"
         traceback.print_exc(file=sys.stderr)
     return Message(Error(code=CLIENT_FAULT, reason=reason), reply_to=message)
 
@@ -161,11 +178,11 @@ class _Open:
     seconds: float
 
 
-def _hello(message: Message, context: Context, source: DataSource) -> Message:
+def _hello(message: Message, context: Context, source: _Source) -> Message:
     """Say who this is and what it brings, having tried that its architecture takes its data."""
-    settings = _settings(tuple(sorted(context.run_config.items())))
+    settings = source.settings_of(context)
     identity = identify(context, settings, str(message.content.config_records[wire.CONFIG]["experiment"]))
-    data = source(settings, identity.client)
+    data = source.data(settings, identity.client)
     task = Task(data.num_classes, settings.models.feature_dim, data.input_shape)
     architecture = architecture_of(settings.models.models, identity.client)
     _dry_forward(architecture, task)
@@ -174,6 +191,7 @@ def _hello(message: Message, context: Context, source: DataSource) -> Message:
         {
             "client": identity.client,
             "simulated": identity.simulated,
+            "configured-data": source.data is _configured_data,
             "num-classes": task.num_classes,
             "feature-dim": task.feature_dim,
             "input-shape": list(task.input_shape),
@@ -188,7 +206,7 @@ def _hello(message: Message, context: Context, source: DataSource) -> Message:
     return Message(wire.content(config=answer), reply_to=message)
 
 
-def _train(message: Message, context: Context, source: DataSource) -> Message:
+def _train(message: Message, context: Context, source: _Source) -> Message:
     opened = _open(message, context, source)
     method, stored, client = opened.method, opened.stored, opened.client
     if stored is not None and stored.round == client.round:
@@ -237,7 +255,7 @@ def _train(message: Message, context: Context, source: DataSource) -> Message:
     return Message(wire.content(payload, replace(report, seconds=seconds).to_record()), reply_to=message)
 
 
-def _evaluate(message: Message, context: Context, source: DataSource) -> Message:
+def _evaluate(message: Message, context: Context, source: _Source) -> Message:
     """Score what this client has, with what was broadcast; nothing is trained and nothing stored."""
     opened = _open(message, context, source)
     method, client = opened.method, opened.client
@@ -264,22 +282,22 @@ def _again(stored: ClientState, message: Message, settings: Settings) -> Message
     return Message(wire.content(payload, MetricRecord(dict(stored.report))), reply_to=message)
 
 
-def _open(message: Message, context: Context, source: DataSource) -> _Open:
+def _open(message: Message, context: Context, source: _Source) -> _Open:
     started = time.perf_counter()
-    settings = _settings(tuple(sorted(context.run_config.items())))
+    settings = source.settings_of(context)
     torch.set_num_threads(settings.training.threads)
     asked = message.content.config_records[wire.CONFIG]
     experiment, number = str(asked["experiment"]), int(str(asked["round"]))
     identity = identify(context, settings, experiment)
-    data = source(settings, identity.client)
+    data = source.data(settings, identity.client)
     task = Task(data.num_classes, settings.models.feature_dim, data.input_shape)
     architecture = architecture_of(settings.models.models, identity.client)
     store = ClientStore(identity.state_dir, experiment, identity.client, architecture)
     stored = store.load()
     device = choose_device(settings.training.device)
-    seed = seeds.derive(settings.run.seed, "weights", architecture)
-    model, initial = _network(architecture, task, seed, str(device))
+    model, initial = _network(architecture, task, settings.run.seed, str(device))
     model.load_state_dict(dict(stored.model) if stored else initial)
+    model.eval()  # whatever mode the last client of this process left behind
     client = Client(
         identity.client,
         number,

@@ -10,18 +10,14 @@ engine.
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import os
 import shutil
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -31,20 +27,14 @@ from filelock import FileLock, Timeout
 
 from pbfl_flwr.config import Scalar
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower.processes import deaf, end_group, executable, free_port, healthy, spawn
 
 LOG = "flower.log"
+ERROR = "error.txt"  # why a run ended early, in the words of the ServerApp
 ENDED = ("finished:completed", "finished:failed", "finished:stopped")
 START_SECONDS = 60.0
 CLI_SECONDS = 120.0
-GRACE_SECONDS = 10.0
 ATTEMPTS = 3  # another process may take the free port before the SuperLink does
-
-# On Linux the SuperLink gets SIGTERM when this process dies, even by SIGKILL; the request survives exec.
-_FOLLOW_PARENT = (
-    "import ctypes, os, signal, sys; "
-    "sys.platform == 'linux' and ctypes.CDLL(None).prctl(1, signal.SIGTERM); "
-    "os.execv(sys.argv[1], sys.argv[1:])"
-)
 
 
 @dataclass(frozen=True)
@@ -125,7 +115,7 @@ class Engine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with _deaf():
+        with deaf():
             self._end_processes()
             shutil.rmtree(self._home, ignore_errors=True)
             shutil.rmtree(self._ray, ignore_errors=True)
@@ -153,20 +143,21 @@ class Engine:
         self._follow(run_id)
         return run_id
 
-    def ended(self, run_id: str) -> bool:
+    def ended(self) -> bool:
         """Whether the run seems to be over; :meth:`outcome` says for certain."""
-        assert self._superlink is not None and self._follower is not None
-        return self._follower.poll() is not None or self._superlink.poll() is not None
+        return any(process is None or process.poll() is not None for process in self._processes())
 
     def outcome(self, run_id: str) -> tuple[str, str]:
         """Return (status, details) as Flower tells them; goes on following a run that has not ended.
 
         Raises:
-            PbflError: if the SuperLink has died.
+            PbflError: if SuperLink or SuperExec have died.
         """
-        assert self._superlink is not None
-        if self._superlink.poll() is not None:
-            raise PbflError(f"Flower's SuperLink ended with code {self._superlink.returncode} during the run")
+        for name, process in (("SuperLink", self._superlink), ("SuperExec", self._superexec)):
+            if process is None or process.poll() is not None:
+                raise PbflError(
+                    f"Flower's {name} ended during the run; the last lines of {self.log}:\n{self.tail()}"
+                )
         found = self._flwr("list", "--run-id", run_id, "--format", "json")["runs"][0]
         status = str(found["status"])
         if status not in ENDED:
@@ -187,31 +178,34 @@ class Engine:
 
     def _start(self) -> bool:
         """Start the SuperLink and wait until it answers; False if it ended or did not answer in time."""
-        port = _free_port()
+        port = free_port()
         connection = f'[superlink]\ndefault = "own"\n\n[superlink.own]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
         (self._home / "config.toml").write_text(connection, encoding="utf-8")
         address = f"127.0.0.1:{port}"
-        options = ["--insecure", "--simulation", "--isolation", "process", "--host", "127.0.0.1", "--port", str(port)]
+        options = [
+            "--insecure",
+            "--simulation",
+            "--isolation",
+            "process",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+        ]
         self._superlink = self._spawn("flower-superlink", *options)
         end = time.monotonic() + START_SECONDS
         while time.monotonic() < end and self._superlink.poll() is None:
-            if _healthy(port):
-                self._superexec = self._spawn("flower-superexec", "--insecure", "--runtime-api-address", address)
+            if healthy(port):
+                self._superexec = self._spawn(
+                    "flower-superexec", "--insecure", "--runtime-api-address", address
+                )
                 return True
             time.sleep(0.1)
         return False
 
     def _spawn(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
         with self.log.open("ab") as log:
-            return subprocess.Popen(
-                [sys.executable, "-c", _FOLLOW_PARENT, _executable(name), *arguments],
-                cwd=self._neutral,
-                env=self._environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            return spawn([executable(name), *arguments], self._neutral, self._environment(), log)
 
     def _follow(self, run_id: str) -> None:
         """Start `flwr log --stream`, which ends with the run: cheaper than asking every second."""
@@ -220,7 +214,7 @@ class Engine:
     def _flwr(self, *arguments: str) -> dict[str, Any]:
         try:
             done = subprocess.run(
-                [_executable("flwr"), *arguments],
+                [executable("flwr"), *arguments],
                 cwd=self._neutral,
                 env=self._environment(),
                 stdin=subprocess.DEVNULL,
@@ -264,66 +258,11 @@ class Engine:
             "RAY_USAGE_STATS_ENABLED": "0",
         }
 
+    def _processes(self) -> tuple[subprocess.Popen[bytes] | None, ...]:
+        return self._follower, self._superexec, self._superlink
+
     def _end_processes(self) -> None:
-        for process in (self._follower, self._superexec, self._superlink):
+        for process in self._processes():
             if process is not None:
-                _end_group(process)
+                end_group(process)
         self._follower = self._superexec = self._superlink = None
-
-
-@contextlib.contextmanager
-def _deaf() -> Iterator[None]:
-    """Let nobody interrupt the clearing up: a second Ctrl-C would leave processes behind."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """End a process and what it started: politely, then for certain."""
-    if os.name != "posix":
-        process.kill()
-        process.wait()
-        return
-    for number, seconds in ((signal.SIGTERM, GRACE_SECONDS), (signal.SIGKILL, GRACE_SECONDS)):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            process.poll()  # reaps it, so that only what it started keeps the group alive
-            try:
-                os.killpg(process.pid, 0)
-            except ProcessLookupError:
-                return
-            time.sleep(0.1)
-
-
-def _executable(name: str) -> str:
-    """Return one of Flower's commands, from the environment that runs this."""
-    path = Path(sys.executable).parent / name
-    if not path.exists():
-        raise PbflError(f"'{path}' is missing: install Flower with its simulation engine, flwr[simulation]")
-    return str(path)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _healthy(port: int) -> bool:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=1)
-    try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import math
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,12 +25,16 @@ from typing import Any
 import numpy as np
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower.store import load_tensors, save_tensors, write_atomically
+from pbfl_flwr.flower.store import DamagedState, load_tensors, save_tensors, write_atomically
 from pbfl_flwr.flower.wire import Report
 from pbfl_flwr.method import PREDICTORS
-from pbfl_flwr.payloads import Payload
+from pbfl_flwr.payloads import Payload, RejectedPayload
 from pbfl_flwr.task import Task
 
+OTHER_CONFIGURATION = (
+    "run-dir = '{}' was made with another configuration (see its run.json); only num-server-rounds and the timeouts "
+    "may differ when a run is resumed"
+)
 PACKAGES = ("pbfl-flwr", "flwr", "ray", "torch", "torchvision", "numpy", "scipy")
 
 
@@ -88,7 +93,12 @@ class RunDirectory:
         file = self.path / "run.json"
         if not file.exists():
             raise PbflError(f"'{self.path}' is no run directory: it has no run.json")
-        found: dict[str, Any] = json.loads(file.read_text())
+        try:
+            found = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise PbflError(f"{file} is damaged ({error})") from None
+        if not isinstance(found, dict) or not {"configuration", "experiment"} <= set(found):
+            raise PbflError(f"{file} is damaged: it lacks 'configuration' or 'experiment'")
         return found
 
     def rounds(self) -> list[dict[str, Any]]:
@@ -126,21 +136,26 @@ class RunDirectory:
         What the histories hold beyond the checkpoint was never acknowledged by it and is cut off.
 
         Raises:
-            PbflError: if the checkpoint was made with a configuration that gives other results.
+            PbflError: if the checkpoint was made with a configuration that gives other results, if it is lost while
+                the history holds several rounds, or if it is damaged.
         """
+        file = self.path / "checkpoint.safetensors"
         try:
-            tensors, metadata = load_tensors(self.path / "checkpoint.safetensors")
+            tensors, metadata = load_tensors(file)
         except FileNotFoundError:
+            if (finished := len(self.rounds())) > 1:  # a round is written down before its checkpoint
+                raise DamagedState(f"{file} is missing, but the history holds {finished} rounds") from None
             self._cut(0)
             return None
-        if metadata["fingerprint"] != fingerprint:
-            raise PbflError(
-                f"run-dir = '{self.path}' was made with another configuration (see its run.json); only "
-                "num-server-rounds and the timeouts may differ when a run is resumed"
-            )
+        if metadata.get("fingerprint") != fingerprint:
+            raise PbflError(OTHER_CONFIGURATION.format(self.path))
         done = int(metadata["round"])
+        try:
+            resumed = state.from_tensors(tensors, task)
+        except (RejectedPayload, KeyError) as error:
+            raise DamagedState(f"{file} holds no state of this method: {error}") from None
         self._cut(done)
-        return state.from_tensors(tensors, task), done
+        return resumed, done
 
     def _cut(self, done: int) -> None:
         for name in ("rounds.jsonl", "clients.jsonl"):
@@ -154,12 +169,26 @@ class RunDirectory:
         write_atomically(self.path / name, (json.dumps(content, indent=1) + "\n").encode())
 
 
+def finite(figures: Mapping[str, float]) -> dict[str, float | None]:
+    """Return the figures with None for what is NaN or infinite: JSON knows neither."""
+    return {name: float(value) if math.isfinite(value) else None for name, value in figures.items()}
+
+
 def _lines(file: Path) -> list[dict[str, Any]]:
-    """Return the complete lines of a JSONL file; a torn last line was never acknowledged."""
+    """Return the complete lines of a JSONL file; a torn last line was never acknowledged.
+
+    Raises:
+        DamagedState: if a complete line is no JSON.
+    """
     if not file.exists():
         return []
-    complete = file.read_text().rpartition("\n")[0]
-    return [json.loads(line) for line in complete.splitlines() if line]
+    found = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n")[:-1], start=1):
+        try:
+            found.append(json.loads(line))
+        except ValueError as error:
+            raise DamagedState(f"{file}, line {number} is damaged ({error})") from None
+    return found
 
 
 def _version(package: str) -> str:

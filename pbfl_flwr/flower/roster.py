@@ -18,15 +18,27 @@ from pbfl_flwr.payloads import RejectedPayload
 from pbfl_flwr.task import Task
 
 POLL_SECONDS = 0.2
+LONGEST_REASON = 500  # characters; what a client says goes into logs and histories
 
 
 @dataclass(frozen=True)
 class Member:
-    """What a client said in the hello round."""
+    """What a client said in the hello round.
+
+    Attributes:
+        client, node: its id, and the id of the node that it runs on.
+        simulated: whether it is one of the simulation's virtual nodes.
+        configured_data: whether it takes the configured dataset and partition, not an app's own data.
+        task, labels: K, d, input shape and the names of the classes.
+        architecture, parameters: its network, and (body, head) parameters of it.
+        device: where it trains.
+        num_train, num_test: samples.
+    """
 
     client: int
     node: int
     simulated: bool
+    configured_data: bool
     task: Task
     labels: tuple[str, ...]
     architecture: str
@@ -48,6 +60,7 @@ class Member:
                 client=int(str(record["client"])),
                 node=node,
                 simulated=bool(record["simulated"]),
+                configured_data=bool(record["configured-data"]),
                 task=Task(
                     int(str(record["num-classes"])),
                     int(str(record["feature-dim"])),
@@ -139,9 +152,11 @@ def meet(grid: Grid, num_clients: int, experiment: str, timeout: float, join_tim
             refused.append(reason_of(reply))
             continue
         try:
+            if not reply.has_content() or wire.CONFIG not in reply.content.config_records:
+                raise RejectedPayload("its hello is empty")
             members.append(Member.from_reply(node, reply.content.config_records[wire.CONFIG]))
         except RejectedPayload as error:
-            refused.append(str(error))
+            refused.append(str(error)[:LONGEST_REASON])
     if len(replies) < len(asked):
         refused.append(f"{len(asked) - len(replies)} nodes did not answer within {timeout:.0f} s")
     if refused:
@@ -180,11 +195,13 @@ def agreed(members: Iterable[Member]) -> Roster:
 
 def reason_of(reply: Message) -> str:
     """Return the readable line of an error reply: ours as it is, of a traceback the last line."""
-    text = (reply.error.reason or f"error code {reply.error.code}").strip()
     if worker_died(reply):
         return "its simulation worker died"
+    text = reply.error.reason or ""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if "Traceback" in text else text
+    if not lines:
+        return f"error code {reply.error.code}"
+    return (lines[-1] if "Traceback" in text else "; ".join(lines))[:LONGEST_REASON]
 
 
 def worker_died(reply: Message) -> bool:

@@ -20,7 +20,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.payloads import under
+from pbfl_flwr.payloads import separate, under
 
 SCHEMA = "1"
 
@@ -51,7 +51,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """Write tensors and metadata with schema version and checksum."""
-    kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    kept = separate(tensors)
     full = {**metadata, "schema": SCHEMA}
     full["checksum"] = _checksum(kept, full)
     write_atomically(path, save(kept, full))

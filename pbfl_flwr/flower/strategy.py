@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import time
+import traceback
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -20,6 +21,7 @@ from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
 
+import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.common import log
 from flwr.serverapp import Grid
@@ -30,12 +32,11 @@ from pbfl_flwr.data import check_data
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import wire
 from pbfl_flwr.flower.client import resolved_moment
-from pbfl_flwr.flower.history import RunDirectory, summarise
-from pbfl_flwr.flower.roster import Roster, meet, reason_of, worker_died
+from pbfl_flwr.flower.history import OTHER_CONFIGURATION, RunDirectory, finite, summarise
+from pbfl_flwr.flower.roster import LONGEST_REASON, Roster, meet, reason_of, worker_died
 from pbfl_flwr.method import Method, Moment, Round
 from pbfl_flwr.methods import build_method
 from pbfl_flwr.payloads import Payload, RejectedPayload
-from pbfl_flwr.seeds import derive
 from pbfl_flwr.task import Task
 
 
@@ -144,7 +145,7 @@ class MethodStrategy(Strategy):
                 "clients": members,
             }
             self.run.start(self.settings.as_dict(), facts)
-            if all(member.simulated for member in self.roster.members.values()):
+            if all(member.simulated and member.configured_data for member in self.roster.members.values()):
                 partition = check_data(self.settings.data, run.num_clients)
                 self.run.write_partition(partition.counts.tolist(), list(partition.notes))
         elif (resumed := self.run.resume(self.method.state, task, self.settings.fingerprint())) is not None:
@@ -155,13 +156,16 @@ class MethodStrategy(Strategy):
     def begin(self, task: Task) -> None:
         """Take the method's initial state; :meth:`prepare` does this, a test without a grid does it itself."""
         self.task = task
-        self.state = self.method.init(task, derive(self.settings.run.seed, "server"))
+        self.state = self.method.init(task, self.settings.run.seed)
 
     def _previous(self) -> dict[str, Any] | None:
         if self.run is None or not self.settings.run.resume:
             return None
         about = self.run.read()
         self.experiment = str(about["experiment"])
+        # The checkpoint says so too, but there may be none yet while clients have already trained.
+        if not self.experiment.startswith(f"{self.settings.fingerprint()}-"):
+            raise PbflError(OTHER_CONFIGURATION.format(self.run.path))
         return about
 
     def start(
@@ -244,15 +248,17 @@ class MethodStrategy(Strategy):
     def _ask(self, kinds: Mapping[int, str], server_round: int) -> list[Message]:
         assert self.roster is not None
         messages, down, scalars = [], {}, 0
-        encoded: dict[int, ArrayRecord] = {}  # one encoding for a broadcast that is the same object for all
+        # One encoding for a broadcast that is the same object for all; kept beside it, since the id of an object that
+        # is gone may be another's.
+        encoded: dict[int, tuple[Payload, ArrayRecord]] = {}
         clients = sorted(kinds)
         for client in clients:
             payload = self.method.broadcast(self.state, client)
             if id(payload) not in encoded:
-                encoded[id(payload)] = wire.encode(payload, self.settings.prototypes.wire_dtype)
+                encoded[id(payload)] = payload, wire.encode(payload, self.settings.prototypes.wire_dtype)
             config = ConfigRecord({"round": server_round, "experiment": self.experiment})
             message = Message(
-                wire.content(encoded[id(payload)], config=config),
+                wire.content(encoded[id(payload)][1], config=config),
                 dst_node_id=self.roster.members[client].node,
                 message_type=kinds[client],
                 group_id=str(server_round),
@@ -313,10 +319,15 @@ class MethodStrategy(Strategy):
         Args:
             server_round: from 1.
             uploads: client id -> upload, already validated.
+
+        Raises:
+            RunEnded: if the aggregate is not finite; the old state stays.
         """
         assert self.task is not None, "begin(task) or prepare(grid) comes first"
         at = Round(server_round, self.task, self.settings.run.num_clients, self.settings.run.seed)
-        self.state = self.method.aggregate(self.state, dict(sorted(uploads.items())), at)
+        state = self.method.aggregate(self.state, dict(sorted(uploads.items())), at)
+        _finite_broadcast(self.method, state, uploads, server_round)
+        self.state = state
         return self.state
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
@@ -344,20 +355,32 @@ class MethodStrategy(Strategy):
             if reply.has_error():
                 outcome.failures[client] = reason_of(reply)
                 continue
-            outcome.up[client] = wire.weigh(reply)
+            upload: Payload | None = None
             try:
-                report = wire.Report.from_record(reply.content.metric_records[wire.METRICS])
+                traffic, report = wire.weigh(reply), _report_of(reply)
                 if client in phase.training:
-                    upload = wire.decode(reply.content.array_records[wire.PAYLOAD], self.method.up, task)
-                    self.method.validate(upload, self.state, task)
-                    outcome.uploads[client] = upload
-                    outcome.scalars_up += upload.scalars()
-                outcome.reports[client] = report
+                    upload = self._upload_of(reply, task)
+                scalars = upload.scalars() if upload is not None else 0
             except RejectedPayload as error:
-                outcome.failures[client] = f"upload rejected: {error}"
-            except KeyError as error:
-                outcome.failures[client] = f"upload rejected: record {error} is missing"
+                outcome.failures[client] = f"upload rejected: {error}"[:LONGEST_REASON]
+            except Exception as error:  # the boundary: whatever a client sends must not end the others' run
+                frame = traceback.extract_tb(error.__traceback__)[-1]
+                said = f"{type(error).__name__}: {' '.join(str(error).split())}"[:LONGEST_REASON]
+                where = f"{Path(frame.filename).name}:{frame.lineno}"
+                outcome.failures[client] = f"upload rejected: {said} ({where})"
+            else:
+                outcome.up[client], outcome.reports[client] = traffic, report
+                outcome.scalars_up += scalars
+                if upload is not None:
+                    outcome.uploads[client] = upload
         return outcome
+
+    def _upload_of(self, reply: Message, task: Task) -> Payload:
+        if wire.PAYLOAD not in reply.content.array_records:
+            raise RejectedPayload("its payload is missing")
+        upload: Payload = wire.decode(reply.content.array_records[wire.PAYLOAD], self.method.up, task)
+        self.method.validate(upload, self.state, task)
+        return upload
 
     def _line(self, server_round: int, phase: _Phase, outcome: _Outcome, aggregated: float) -> dict[str, Any]:
         trained = [outcome.reports[client] for client in outcome.uploads]
@@ -379,7 +402,7 @@ class MethodStrategy(Strategy):
                 [report.test_loss for report in reports], [report.num_test for report in reports]
             ),
             "clients": metrics,
-            "server": self.method.report(self.state),
+            "server": finite(self.method.report(self.state)),
             "trained": sorted(outcome.uploads),
             "failures": _named(outcome.failures),
             "bytes_up": _traffic(outcome.up),
@@ -410,8 +433,26 @@ class MethodStrategy(Strategy):
         self.done = server_round
         if self.run is not None:
             self.run.add_round(self.history[-1], self._clients)
-            broadcast = self.method.broadcast(self.state, 0)
+            broadcast = self.method.broadcast(self.state, min(self.roster.members) if self.roster else 0)
             self.run.save_checkpoint(self.state, broadcast, server_round, self.settings.fingerprint())
+
+
+def _finite_broadcast(
+    method: Method[Any, Any, Any], state: Any, uploads: Mapping[int, Payload], server_round: int
+) -> None:
+    broadcast = method.broadcast(state, min(uploads, default=0))
+    for name, tensor in broadcast.to_tensors().items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise RunEnded(
+                f"round {server_round}: after aggregation '{name}' of the broadcast holds NaN or infinity; lower the "
+                f"learning rates. Rounds up to {server_round - 1} are kept"
+            )
+
+
+def _report_of(reply: Message) -> wire.Report:
+    if not reply.has_content() or wire.METRICS not in reply.content.metric_records:
+        raise RejectedPayload("its report is missing")
+    return wire.Report.from_record(reply.content.metric_records[wire.METRICS])
 
 
 def _traffic(per_client: Mapping[int, wire.Traffic]) -> dict[str, int]:

@@ -7,11 +7,11 @@ messages are encoded, so that no method can flatter itself.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
@@ -19,8 +19,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import PREDICTORS
-from pbfl_flwr.payloads import Payload, RejectedPayload
+from pbfl_flwr.payloads import MAX_COUNT, Payload, RejectedPayload, separate
 from pbfl_flwr.task import Task
 
 P = TypeVar("P", bound=Payload)
@@ -28,6 +29,9 @@ WireDtype = Literal["float32", "float16", "bfloat16", "int8"]
 
 PAYLOAD, METRICS, CONFIG = "p", "m", "c"  # record names: short, they travel with every message
 MAX_BYTES = 2**31  # of one payload; Flower's own frame limit
+MAX_METRICS = 100  # of one report
+FORMAT = "safetensors"  # how the one array says what its bytes are; Flower hands unknown ones on as they are
+_LARGEST_FLOAT = 1e40  # beyond float32: no loss, no time and no memory is that large
 _SCALE = "#scale"
 _CAST = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -39,6 +43,9 @@ def encode(payload: Payload, dtype: WireDtype = "float32") -> ArrayRecord:
         payload: what travels; an empty one gives an empty record.
         dtype: of its floating-point tensors on the wire. int8 quantises each row of a matrix symmetrically with
             its own float32 scale, max|row|/127; vectors stay float32.
+
+    Raises:
+        PbflError: if a number is too large for float16.
     """
     return encode_tensors(payload.to_tensors(), dtype)
 
@@ -52,7 +59,7 @@ def encode_tensors(tensors: Mapping[str, Tensor], dtype: WireDtype = "float32") 
         if not tensor.is_floating_point():
             sent[name] = tensor
         elif dtype != "int8":
-            sent[name] = tensor.to(_CAST[dtype])
+            sent[name] = _cast(name, tensor, dtype)
         elif tensor.dim() < 2:
             sent[name] = tensor.to(torch.float32)
         else:
@@ -62,8 +69,18 @@ def encode_tensors(tensors: Mapping[str, Tensor], dtype: WireDtype = "float32") 
             )
             sent[name] = (tensor / divisor).round().to(torch.int8)
             sent[name + _SCALE] = scale
-    data = save({name: tensor.contiguous() for name, tensor in sent.items()})
-    return ArrayRecord({"s": Array(np.frombuffer(data, dtype=np.uint8))})
+    data = save(separate(sent))
+    return ArrayRecord({"s": Array("uint8", (len(data),), FORMAT, data)})
+
+
+def _cast(name: str, tensor: Tensor, dtype: Literal["float32", "float16", "bfloat16"]) -> Tensor:
+    cast = tensor.to(_CAST[dtype])
+    if dtype == "float16" and bool((cast.isinf() & tensor.isfinite()).any()):
+        raise PbflError(
+            f"wire-dtype = 'float16': '{name}' holds {float(tensor.abs().max()):.3g}, float16 ends at 65504; "
+            "allowed here are 'float32', 'bfloat16' and 'int8'"
+        )
+    return cast
 
 
 def decode(record: ArrayRecord, payload: type[P], task: Task) -> P:
@@ -77,20 +94,21 @@ def decode(record: ArrayRecord, payload: type[P], task: Task) -> P:
         raise RejectedPayload(f"{len(arrays)} arrays, expected one")
     if not arrays:
         return payload.from_tensors({}, task)
-    if len(arrays[0].data) > MAX_BYTES:
-        raise RejectedPayload(f"{len(arrays[0].data)} bytes, allowed are {MAX_BYTES}")
+    data = arrays[0].data
+    if arrays[0].stype != FORMAT:
+        raise RejectedPayload(f"an array of format '{arrays[0].stype[:40]}', expected '{FORMAT}'")
+    if len(data) > MAX_BYTES:
+        raise RejectedPayload(f"{len(data)} bytes, allowed are {MAX_BYTES}")
     try:
-        # Flower's own reader refuses pickled arrays; the shape and type are checked right here.
-        data = arrays[0].numpy()
-    except (ValueError, TypeError, EOFError) as error:
-        raise RejectedPayload(f"not a Flower array: {error}") from None
-    if data.dtype != np.uint8 or data.ndim != 1:
-        raise RejectedPayload(f"expected a list of bytes, found {data.dtype} of shape {data.shape}")
-    try:
-        tensors = load(data.tobytes())
-    except (SafetensorError, ValueError, KeyError) as error:
-        raise RejectedPayload(f"not a safetensors payload: {error}") from None
+        tensors = load(data)
+    # Beside its own error the reader lets through what torch says about absurd shapes and unknown types.
+    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, AssertionError) as error:
+        raise RejectedPayload(f"not a safetensors payload: {_one_line(error)}") from None
     return payload.from_tensors(_dequantised(tensors), task)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
 
 
 def _dequantised(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -100,7 +118,8 @@ def _dequantised(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             continue
         base = name.removesuffix(_SCALE)
         rows = plain.get(base)
-        if rows is None or rows.dtype is not torch.int8 or rows.dim() < 2 or scale.shape != rows.shape[:1]:
+        fits = rows is not None and rows.dtype is torch.int8 and rows.dim() >= 2
+        if rows is None or not fits or scale.dtype is not torch.float32 or scale.shape != rows.shape[:1]:
             raise RejectedPayload(f"the scales of '{base}' do not fit its rows")
         plain[base] = rows.to(torch.float32) * scale.reshape(-1, *[1] * (rows.dim() - 1))
     return plain
@@ -149,10 +168,14 @@ class Report:
         num_train, num_test, participations = (int(value) for value in _list(record, "n", 3))
         correct = [int(value) for value in _list(record, "c", len(PREDICTORS))]
         loss, opened, fitted, evaluated, saved, peak_mb = _list(record, "t", 6)
-        if min(num_train, num_test) < 0 or max(correct) > num_test:
+        if min(num_train, num_test, participations) < 0 or max(correct) > num_test:
             raise RejectedPayload("its counters contradict each other")
+        if max(num_train, num_test, participations) >= MAX_COUNT:
+            raise RejectedPayload(f"its report counts {max(num_train, num_test, participations)} samples")
+        if len(record) > MAX_METRICS:
+            raise RejectedPayload(f"its report has {len(record)} entries, allowed are {MAX_METRICS}")
         scored = {name: value for name, value in zip(PREDICTORS, correct, strict=True) if value >= 0}
-        metrics = {str(key): float(value) for key, value in record.items() if isinstance(value, (int, float))}
+        metrics = {key: _checked(key, value) for key, value in record.items() if not isinstance(value, list)}
         seconds = (opened, fitted, evaluated, saved)
         return cls(num_train, num_test, participations, scored, loss, seconds, peak_mb, metrics)
 
@@ -161,9 +184,15 @@ def _list(record: MetricRecord, key: str, length: int) -> list[float]:
     values = record.get(key)
     if not isinstance(values, list) or len(values) != length:
         raise RejectedPayload(f"its report lacks '{key}' of length {length}")
-    if not np.isfinite(values).all():
-        raise RejectedPayload(f"its report holds NaN or infinity in '{key}'")
-    return [float(value) for value in values]
+    return [_checked(key, value) for value in values]
+
+
+def _checked(key: str, value: float) -> float:
+    # Python compares whole numbers of any size, and NaN with nothing.
+    if not -_LARGEST_FLOAT <= value <= _LARGEST_FLOAT:
+        found = value if isinstance(value, float) and not math.isfinite(value) else "a number beyond 1e40"
+        raise RejectedPayload(f"its report holds {found} in '{key[:40]}'")
+    return float(value)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,19 @@ from typing import Any
 from pbfl_flwr.config import Group, Settings
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Method
-from pbfl_flwr.methods import fedavg, fedproto, fedtgp, local, protonorm, tinyproto
+from pbfl_flwr.methods import (
+    fedavg,
+    fedgh,
+    fedper,
+    fedproto,
+    fedprox,
+    fedrep,
+    fedtgp,
+    lg_fedavg,
+    local,
+    protonorm,
+    tinyproto,
+)
 
 
 @dataclass(frozen=True)
@@ -31,6 +43,11 @@ class Entry:
 METHODS: dict[str, Entry] = {
     "local": Entry("every client for itself; nothing travels", local.build),
     "fedavg": Entry("weights averaged by samples; one architecture", fedavg.build),
+    "fedprox": Entry("FedAvg with a spring to the received weights", fedprox.build, fedprox.Config),
+    "fedper": Entry("the body averaged, heads at home", fedper.build, fedper.Config),
+    "fedrep": Entry("as FedPer, head and body trained one after the other", fedrep.build, fedrep.Config),
+    "lg-fedavg": Entry("the classifier averaged, bodies at home", lg_fedavg.build),
+    "fedgh": Entry("the server trains the classifier on prototypes", fedgh.build, fedgh.Config),
     "fedproto": Entry("class means averaged, features pulled towards them", fedproto.build),
     "fedtgp": Entry("prototypes trained on the server with an adaptive margin", fedtgp.build, fedtgp.Config),
     "tinyproto": Entry(

@@ -8,7 +8,7 @@ from torch import nn
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models.contract import SplitModel
-from pbfl_flwr.models.layers import image_shape, linear_head
+from pbfl_flwr.models.layers import image_shape, linear_head, replaced_classifier
 from pbfl_flwr.task import Task
 
 SMALLEST_BLOCK_INPUT = 6  # 5x5 convolution: 2x2, max-pooling: 1x1
@@ -22,7 +22,9 @@ def cnn4(task: Task) -> SplitModel:
         nn.Sequential(nn.Conv2d(channels, 32, 5), nn.ReLU(inplace=True), nn.MaxPool2d(2)),
         nn.Sequential(nn.Conv2d(32, 64, 5), nn.ReLU(inplace=True), nn.MaxPool2d(2)),
     ]
-    return SplitModel(task, stages, _hidden_layer(64 * height * width, task), linear_head(task))
+    hidden = _hidden_layer(64 * height * width, task)
+    replaced_classifier(task.feature_dim, task)
+    return SplitModel(task, stages, hidden, linear_head(task))
 
 
 def cnn2(task: Task) -> SplitModel:

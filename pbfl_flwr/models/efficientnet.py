@@ -14,6 +14,6 @@ def efficientnet_b0(task: Task) -> SplitModel:
     needed undropped beside the logits.
     """
     channels, _, _ = image_shape("efficientnet-b0", task)
-    stages = torchvision_efficientnet_b0(weights=None, num_classes=1).features
+    stages = torchvision_efficientnet_b0(weights=None, num_classes=task.num_classes).features
     stages[0][0] = input_convolution(stages[0][0], channels, fan_out=True)
     return SplitModel(task, list(stages), global_average(1280, task), linear_head(task, dropout=0.2))

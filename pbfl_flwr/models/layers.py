@@ -64,3 +64,13 @@ def linear_head(task: Task, dropout: float = 0.0) -> nn.Module:
     """Return the classifier (B, d) -> (B, K): a linear layer with bias, dropout before it if any."""
     linear = nn.Linear(task.feature_dim, task.num_classes)
     return nn.Sequential(nn.Dropout(dropout), linear) if dropout else linear
+
+
+def replaced_classifier(width: int, task: Task) -> None:
+    """Draw and drop the classifier that an architecture has of its own.
+
+    HtFLlib builds the whole network and then replaces its classifier by pooling to d and a linear layer. Drawing it
+    here too, at the same place, gives the same initial weights for the same seed, so that runs can be compared
+    beyond the noise of the initialisation.
+    """
+    nn.Linear(width, task.num_classes)

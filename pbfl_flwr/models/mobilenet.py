@@ -16,7 +16,7 @@ def mobilenet_v2(task: Task) -> SplitModel:
     As in the references its Dropout(0.2) stands inside the body, so features are noisy in training mode.
     """
     channels, _, _ = image_shape("mobilenet-v2", task)
-    layers = torchvision_mobilenet_v2(weights=None, num_classes=1).features
+    layers = torchvision_mobilenet_v2(weights=None, num_classes=task.num_classes).features
     layers[0][0] = input_convolution(layers[0][0], channels, fan_out=True)
     stages = []
     start = 0

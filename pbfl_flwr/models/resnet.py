@@ -9,7 +9,7 @@ from torchvision.models import resnet18 as torchvision_resnet18
 from torchvision.models.resnet import BasicBlock, conv1x1
 
 from pbfl_flwr.models.contract import SplitModel
-from pbfl_flwr.models.layers import global_average, image_shape, input_convolution, linear_head
+from pbfl_flwr.models.layers import global_average, image_shape, input_convolution, linear_head, replaced_classifier
 from pbfl_flwr.task import Task
 
 
@@ -31,7 +31,7 @@ def resnet8(task: Task) -> SplitModel:
 def resnet18(task: Task) -> SplitModel:
     """ResNet-18 of torchvision, no pretrained weights; a = 512, 11,176,512 body parameters."""
     channels, _, _ = image_shape("resnet18", task)
-    net = torchvision_resnet18(weights=None, num_classes=1)
+    net = torchvision_resnet18(weights=None, num_classes=task.num_classes)
     stem = nn.Sequential(input_convolution(net.conv1, channels, fan_out=True), net.bn1, net.relu, net.maxpool)
     stages = [stem, net.layer1, net.layer2, net.layer3, net.layer4]
     return SplitModel(task, stages, global_average(512, task), linear_head(task))
@@ -50,6 +50,7 @@ def _one_block_each(name: str, widths: tuple[int, ...], task: Task) -> SplitMode
     for width in widths:
         stages.append(_block(before, width))
         before = width
+    replaced_classifier(before, task)
     for stage in stages:
         for module in stage.modules():
             if isinstance(module, nn.Conv2d):

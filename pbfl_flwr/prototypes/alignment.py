@@ -179,24 +179,22 @@ def align(
             f"alignment simplex needs at most feature-dim + 1 classes, but there are {num_rows} classes and "
             f"feature-dim is {dim}; use thomson or lbfgs"
         )
-    start, replaced = _unit_rows(rows, seed)
+    basis, start, replaced = _prepare(rows, seed)
     steps, converged = 0, True
     if num_rows < 2:
-        units = start
+        moved = start
     elif solver == "simplex":
-        units = _nearest_simplex(start)
+        moved = _nearest_simplex(start)
     else:
-        basis, coordinates = _span(start)
-        working = coordinates.to(device, torch.float64 if device.type == "cpu" else torch.float32)
+        working = start.to(device, torch.float64 if device.type == "cpu" else torch.float32)
         moved, steps, converged = (_tangential if settings.tangential else _thomson)(working, settings)
         moved = moved.to("cpu", torch.float64)
         if solver == "lbfgs":
             moved, more, converged = _lbfgs(moved, settings)
             steps += more
-        units = moved if basis is None else moved @ basis.T
     values = torch.zeros(prototypes.shape, dtype=torch.float32)
-    values[present.cpu()] = units.to(torch.float32)
-    report = AlignmentReport(solver, steps, converged, replaced, geometry(start), geometry(units))
+    values[present.cpu()] = (moved if basis is None else moved @ basis.T).to(torch.float32)
+    report = AlignmentReport(solver, steps, converged, replaced, geometry(start), geometry(moved))
     return Alignment(values.to(device), report)
 
 
@@ -257,12 +255,10 @@ def _distances_and_close_pairs(units: Tensor) -> tuple[Tensor, Tensor, tuple[Ten
     squares = (centred * centred).sum(1)
     squared = torch.addmm(squares.unsqueeze(1) + squares, centred, centred.T, alpha=-2)
     # A Gram distance errs by some eps·(‖x_j‖² + ‖x_k‖²); below this it has fewer than half of its digits.
-    limit = 2 * squares.max() * math.sqrt(torch.finfo(units.dtype).eps)
-    squared.fill_diagonal_(math.inf)
-    near = squared < limit
+    limit = 2 * float(squares.max()) * math.sqrt(torch.finfo(units.dtype).eps)
     close = None
-    if bool(near.any()):
-        j, k = near.triu().nonzero(as_tuple=True)
+    if float(squared.fill_diagonal_(math.inf).amin()) < limit:
+        j, k = (squared < limit).triu().nonzero(as_tuple=True)
         close = (j, k)
     return centred, squared.fill_diagonal_(0.0), close
 
@@ -272,29 +268,35 @@ def _chunks(pairs: tuple[Tensor, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         yield pairs[0][first : first + PAIRS_AT_ONCE], pairs[1][first : first + PAIRS_AT_ONCE]
 
 
-def _unit_rows(rows: Tensor, seed: int) -> tuple[Tensor, int]:
-    """Normalise; zero rows get a random direction, rows that coincide with an earlier one a jitter."""
+def _prepare(rows: Tensor, seed: int) -> tuple[Tensor | None, Tensor, int]:
+    """Make unit rows of which no two coincide, in as few coordinates as hold them.
+
+    Zero rows get a random direction, rows that coincide with an earlier one a jitter.
+
+    Returns:
+        An orthonormal basis (d, K) of the rows' span, the rows' coordinates (K, K) in it, and how many rows were
+        replaced. With K >= d there is no basis and the coordinates are the rows themselves.
+    """
     random = torch.Generator().manual_seed(seed)
-    norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
-    empty = norms.flatten() == 0
+    empty = ~rows.any(1)
     if bool(empty.any()):
         rows = rows.clone()
         rows[empty] = torch.randn(int(empty.sum()), rows.shape[1], generator=random, dtype=rows.dtype)
-        norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
-    units = rows / norms
+    units = _normalise(rows)
+    basis, coordinates = _span(units)
     replaced = int(empty.sum())
-    if len(units) > 1:
-        coincident = (_squared_distances(units) < COINCIDENT**2).tril(-1).any(1)
-        if bool(coincident.any()):
-            noise = torch.randn(int(coincident.sum()), rows.shape[1], generator=random, dtype=rows.dtype)
-            units[coincident] += JITTER * noise / torch.linalg.vector_norm(noise, dim=1, keepdim=True)
-            units /= torch.linalg.vector_norm(units, dim=1, keepdim=True)
-            replaced += int((coincident & ~empty).sum())
-    return units, replaced
+    if len(units) < 2:
+        return basis, coordinates, replaced
+    coincident = (_squared_distances(coordinates) < COINCIDENT**2).tril(-1).any(1)
+    if bool(coincident.any()):
+        noise = torch.randn(int(coincident.sum()), rows.shape[1], generator=random, dtype=rows.dtype)
+        units[coincident] += JITTER * _normalise(noise)
+        basis, coordinates = _span(_normalise(units))
+        replaced += int((coincident & ~empty).sum())
+    return basis, coordinates, replaced
 
 
 def _span(units: Tensor) -> tuple[Tensor | None, Tensor]:
-    """Return an orthonormal basis (d, K) of the rows' span and their coordinates in it; no basis if K >= d."""
     if len(units) >= units.shape[1]:
         return None, units
     basis, triangle = torch.linalg.qr(units.T)

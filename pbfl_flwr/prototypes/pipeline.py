@@ -41,6 +41,14 @@ WEIGHTED_RULES = ("weighted", "weighted-shrunk")
 SOLVERS: dict[str, Solver] = {"thomson": "thomson", "simplex": "simplex", "lbfgs": "lbfgs"}
 
 
+def class_sums_of(client: Client) -> ClassSums:
+    """Return the sums of the features of every class, over the client's training data in evaluation mode."""
+    sums = ClassSums(client.task.num_classes, client.task.feature_dim)
+    for features, labels in each_feature(client, client.data.train):
+        sums.add(features, labels)
+    return sums
+
+
 @dataclass(frozen=True)
 class ServerTraining:
     """Settings of FedTGP's server-trained prototypes.
@@ -159,9 +167,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         report = fit(client, loss)
         sums = on_the_way
         if stages.collect == "post":
-            sums = ClassSums(K, client.task.feature_dim)
-            for features, labels in each_feature(client, client.data.train):
-                sums.add(features, labels)
+            sums = class_sums_of(client)
         values, held, _ = sums.means()
         memory = {"prototypes": values, "held": held, **report.optimizer}
         return Update(self._upload(client, values, held), memory, report.metrics())

@@ -1,0 +1,164 @@
+"""The ``pbfl`` command: run, show, list."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+import pbfl_flwr
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments.figures import say
+
+# The commands import what they need when they run: torch and Flower take seconds, --help should not.
+
+COMPLETED, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
+
+app = typer.Typer(
+    help="Prototype-based federated learning on Flower.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+
+
+class Topic(StrEnum):
+    """What ``pbfl list`` can list."""
+
+    methods = "methods"
+    models = "models"
+    datasets = "datasets"
+    presets = "presets"
+    keys = "keys"
+
+
+COLUMNS = {
+    Topic.methods: ("method", "what it does"),
+    Topic.models: ("model", "what it is"),
+    Topic.datasets: ("dataset", "what it is"),
+    Topic.presets: ("preset",),
+    Topic.keys: ("key", "default", "allowed: meaning"),
+}
+
+
+@app.command()
+def run(
+    preset: Annotated[
+        str | None,
+        typer.Argument(metavar="[PRESET.toml]", help="A TOML file, or one of `pbfl list presets`."),
+    ] = None,
+    assignments: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="A key of the run configuration; may be repeated."),
+    ] = None,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option("--run-dir", help="Where the run is written; default runs/<date>-<method>-<dataset>."),
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option("--resume", metavar="RUN", help="Go on with the run of this directory.")
+    ] = None,
+    gpus_per_client: Annotated[
+        float, typer.Option("--gpus-per-client", min=0, help="Share of a GPU that a client gets, e.g. 0.25.")
+    ] = 0.0,
+    cpus_per_client: Annotated[
+        int, typer.Option("--cpus-per-client", min=1, help="CPUs that Ray reserves for a client.")
+    ] = 1,
+    workers: Annotated[
+        int | None, typer.Option("--workers", min=1, help="Worker processes; default one for every CPU.")
+    ] = None,
+    app_dir: Annotated[
+        Path | None,
+        typer.Option("--app", help="Directory of the Flower app; default this package's checkout."),
+    ] = None,
+) -> None:
+    """Run a federation on this machine, on Flower's simulation engine."""
+    from pbfl_flwr.experiments import configuration, tables
+    from pbfl_flwr.experiments.runner import simulate
+    from pbfl_flwr.flower.engine import Resources
+
+    console = Console()
+    resources = Resources(cpus_per_client, gpus_per_client, workers)
+    try:
+        source = checkout(app_dir)
+        wishes = configuration.gather(preset, assignments or [])
+        if resume is None:
+            settings = configuration.check(wishes)
+            directory = configuration.run_directory(settings, run_dir)
+        elif run_dir is None:
+            directory = resume.expanduser().absolute()
+            wishes = configuration.resumed(directory, wishes)
+            settings = configuration.check(wishes)
+        else:
+            raise PbflError(
+                "--resume and --run-dir: a resumed run stays in its directory; give one of the two"
+            )
+        partition = configuration.preflight(settings, resources)
+    except PbflError as error:
+        raise _ended(error, REFUSED) from None
+    for note in partition.notes:
+        say(console, f"data: {note}")
+    num_clients, num_rounds = settings.run.num_clients, settings.run.num_server_rounds
+    try:
+        code = simulate(source, directory, wishes.values, num_clients, num_rounds, resources, console)
+    except PbflError as error:
+        raise _ended(error, FAILED) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+    if code == COMPLETED:
+        tables.show(directory, console)
+    raise typer.Exit(code)
+
+
+@app.command()
+def show(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]) -> None:
+    """Print the tables of a run."""
+    from pbfl_flwr.experiments import tables
+
+    try:
+        tables.show(run, Console())
+    except PbflError as error:
+        raise _ended(error, REFUSED) from None
+
+
+@app.command("list")
+def list_(topic: Annotated[Topic, typer.Argument(help="What to list.")]) -> None:
+    """Tell what there is: methods, models, datasets, presets, keys of the run configuration."""
+    from pbfl_flwr.experiments import catalogue, tables
+
+    rows = catalogue.ROWS[topic.value]()
+    Console().print(tables.listing(topic.value, COLUMNS[topic], rows))
+
+
+def checkout(given: Path | None) -> Path:
+    """Return the directory of the Flower app: where pyproject.toml and the packages lie side by side.
+
+    Raises:
+        PbflError: if there is none; an installed wheel has the packages only.
+    """
+    path = (given or Path(pbfl_flwr.__file__).parent.parent).expanduser().absolute()
+    for part in ("pyproject.toml", "pbfl_flwr", "client_app", "server_app"):
+        if not (path / part).exists():
+            raise PbflError(
+                f"'{path}' is no checkout of this project, '{part}' is missing; pbfl run hands the checkout to Flower: "
+                "install with pip install -e, or give its directory with --app"
+            )
+    return path
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
+
+
+def _ended(error: PbflError, code: int) -> typer.Exit:
+    for line in str(error).splitlines():
+        say(Console(stderr=True), f"error: {line}")
+    return typer.Exit(code)
+
+
+if __name__ == "__main__":
+    main()

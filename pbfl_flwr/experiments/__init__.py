@@ -1,0 +1,1 @@
+"""What the command line needs around a run: presets, configurations, following a run, tables."""

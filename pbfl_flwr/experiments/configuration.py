@@ -1,0 +1,225 @@
+"""From a preset and ``--set`` to a configuration that is known to work, before anything is started."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pbfl_flwr.config import DataSettings, Scalar, Settings, parse
+from pbfl_flwr.data import DATASETS, Partition, check_data, load_pool
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower.engine import Resources
+from pbfl_flwr.flower.history import RunDirectory
+from pbfl_flwr.methods import METHODS, SECTIONS, build_method
+from pbfl_flwr.models import architecture_of, architectures, check_models
+from pbfl_flwr.task import Task
+
+PATHS = ("run-dir", "state-dir", "data-dir")
+PRESETS = "experiments/presets"
+
+
+def presets() -> list[str]:
+    """Return the names of the presets that come with the package."""
+    folder = files("pbfl_flwr").joinpath(PRESETS)
+    return sorted(item.name.removesuffix(".toml") for item in folder.iterdir() if item.name.endswith(".toml"))
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What a person asked for: the keys that differ from the defaults, and what could not be read.
+
+    Attributes:
+        values: flat kebab-case keys.
+        problems: one line each.
+    """
+
+    values: dict[str, Scalar]
+    problems: tuple[str, ...] = ()
+
+
+def gather(preset: str | None, assignments: Iterable[str]) -> Wishes:
+    """Return the preset's keys, overridden by ``key=value`` assignments.
+
+    Args:
+        preset: a TOML file, or the name of a preset that comes with the package; nested tables become a.b.
+        assignments: a value is read as a TOML scalar; a bare word is a string.
+
+    Raises:
+        PbflError: if the preset cannot be read.
+    """
+    found = flatten(_read(preset)) if preset else {}
+    problems = []
+    for assignment in assignments:
+        key, equals, value = assignment.partition("=")
+        if not equals or not key.strip():
+            problems.append(f"--set {assignment}: allowed is key=value, e.g. --set num-server-rounds=5")
+            continue
+        found[key.strip()] = _value(value.strip())
+    values: dict[str, Scalar] = {}
+    for key, value in found.items():
+        if not isinstance(value, bool | int | float | str):
+            problems.append(f"{key} = {value!r}: allowed is one number, true, false or text")
+        elif key in PATHS and isinstance(value, str) and value:
+            values[key] = str(Path(value).expanduser().absolute())  # the workers run elsewhere
+        else:
+            values[key] = value
+    return Wishes(values, tuple(problems))
+
+
+def check(wishes: Wishes) -> Settings:
+    """Return the parsed configuration; all bad keys and unknown names are found at once.
+
+    Raises:
+        PbflError: one line each.
+    """
+    config, problems = wishes.values, list(wishes.problems)
+    settings = Settings()
+    try:
+        settings = parse(config, SECTIONS)
+        build_method(settings)
+    except PbflError as error:
+        problems.append(str(error))
+    if not any(line.startswith("method = ") for line in problems):
+        problems += _unknown_method(config.get("method"))
+    problems += _unknown_dataset(config.get("dataset")) + _unknown_model(config.get("models"))
+    if problems:
+        raise PbflError("\n".join(problems))
+    return settings
+
+
+def preflight(settings: Settings, resources: Resources) -> Partition:
+    """Load and deal the data, try every architecture on it, and return the partition.
+
+    Raises:
+        PbflError: one line on what does not fit.
+    """
+    clients = settings.run.num_clients
+    _check_resources(settings, resources)
+    partition = check_data(settings.data, clients)
+    pool = load_pool(settings.data)
+    task = Task(pool.num_classes, settings.models.feature_dim, pool.input_shape)
+    check_models(settings.models.models, task)
+    names = [architecture_of(settings.models.models, client) for client in range(clients)]
+    build_method(settings).check(task, names)
+    return partition
+
+
+def resumed(run: Path, wishes: Wishes) -> Wishes:
+    """Return the configuration of a run that is to go on.
+
+    Args:
+        run: its directory.
+        wishes: what is to differ; only how far to go and how long to wait may.
+
+    Raises:
+        PbflError: if there is no run, or if the changes would give other results.
+    """
+    recorded: dict[str, Scalar] = RunDirectory(run).read()["configuration"]
+    changed = Wishes({**recorded, **wishes.values, "run-dir": str(run), "resume": True}, wishes.problems)
+    if check(changed).fingerprint() != check(Wishes(recorded)).fingerprint():
+        different = [f"{key} = {value}" for key, value in wishes.values.items() if recorded.get(key) != value]
+        raise PbflError(
+            f"{', '.join(different)}: a resumed run keeps what changes its results; allowed are num-server-rounds, "
+            "round-timeout, join-timeout and threads"
+        )
+    return changed
+
+
+def run_directory(settings: Settings, wanted: Path | None) -> Path:
+    """Return where a new run is written, absolute.
+
+    Raises:
+        PbflError: if there is a run already.
+    """
+    chosen = wanted or (Path(settings.run.run_dir) if settings.run.run_dir else None)
+    if chosen is None:
+        name = f"{datetime.now():%Y%m%d-%H%M%S}-{settings.run.method}-{settings.data.dataset}"
+        chosen = Path("runs") / name
+    path = chosen.expanduser().absolute()
+    if (path / "run.json").exists():
+        raise PbflError(f"run-dir = '{path}' already holds a run; choose another one, or --resume {path}")
+    return path
+
+
+def flatten(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested tables as flat keys a.b, as Flower does."""
+    flat: dict[str, Any] = {}
+    for key, value in tables.items():
+        if isinstance(value, Mapping):
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def _check_resources(settings: Settings, resources: Resources) -> None:
+    """Refuse what Flower would only answer with an empty pool of workers."""
+    if settings.training.device == "cuda" and not resources.gpus_per_client:
+        raise PbflError("device = 'cuda': clients see no GPU; add --gpus-per-client, e.g. 0.25")
+    if resources.gpus_per_client and not torch.cuda.device_count():
+        raise PbflError(f"--gpus-per-client {resources.gpus_per_client}: this machine has no CUDA device")
+    cpus = os.cpu_count() or 1
+    if resources.workers is None and resources.cpus_per_client > cpus:
+        raise PbflError(
+            f"--cpus-per-client {resources.cpus_per_client}: allowed is up to {cpus}, the CPUs here"
+        )
+    if settings.run.min_replies > settings.run.num_clients:
+        raise PbflError(
+            f"min-replies = {settings.run.min_replies}: allowed is up to {settings.run.num_clients}, the clients"
+        )
+
+
+def _unknown_method(name: object) -> list[str]:
+    if not isinstance(name, str) or name in METHODS:
+        return []
+    return _complaint(lambda: build_method(parse({"method": name})))
+
+
+def _unknown_dataset(name: object) -> list[str]:
+    if not isinstance(name, str) or name in DATASETS:
+        return []
+    return _complaint(lambda: load_pool(DataSettings(dataset=name)))
+
+
+def _unknown_model(spec: object) -> list[str]:
+    return _complaint(lambda: architectures(spec)) if isinstance(spec, str) else []
+
+
+def _complaint(ask: Callable[[], object]) -> list[str]:
+    try:
+        ask()
+    except PbflError as error:
+        return [str(error)]
+    return []
+
+
+def _read(preset: str) -> dict[str, Any]:
+    path = Path(preset).expanduser()
+    if path.is_file():
+        text = path.read_text(encoding="utf-8")
+    elif preset in presets():
+        text = files("pbfl_flwr").joinpath(PRESETS, f"{preset}.toml").read_text(encoding="utf-8")
+    else:
+        raise PbflError(
+            f"preset '{preset}': no such file; allowed is a TOML file or one of {', '.join(presets())}"
+        )
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise PbflError(f"preset '{preset}' is no TOML: {error}") from None
+
+
+def _value(text: str) -> Any:
+    try:
+        read = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    return read["value"] if read.keys() == {"value"} else text

@@ -1,0 +1,197 @@
+"""Start a run on the simulation engine, say what happens, and return what became of it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+
+from pbfl_flwr.config import Scalar
+from pbfl_flwr.experiments.figures import clock, kilobytes, percent, say
+from pbfl_flwr.flower.engine import ENDED, ERROR, Engine, Resources
+from pbfl_flwr.flower.history import RunDirectory
+
+COMPLETED, FAILED, INTERRUPTED = 0, 1, 130
+POLL_SECONDS = 0.3
+
+
+def simulate(
+    app: Path,
+    run_dir: Path,
+    config: Mapping[str, Scalar],
+    num_clients: int,
+    num_rounds: int,
+    resources: Resources,
+    console: Console,
+) -> int:
+    """Run the federation and print a line a round.
+
+    Args:
+        app: directory of the Flower app.
+        run_dir: absolute.
+        config: keys that differ from the defaults.
+        num_clients: M.
+        num_rounds: T, rounds in all.
+        resources: of the workers.
+        console: where the lines go.
+
+    Returns:
+        0 if Flower says completed and all rounds are there, 1 if not, 130 if it was interrupted.
+
+    Raises:
+        PbflError: if Flower cannot be started or refuses the run.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / ERROR).unlink(missing_ok=True)
+    follower = Follower(run_dir, num_rounds, console)
+    say(console, f"run {run_dir}")
+    with _interruptible(), Engine(run_dir) as engine:
+        run_id = engine.submit(app, {**config, "run-dir": str(run_dir)}, num_clients, resources)
+        say(console, "starting the workers")
+        try:
+            status, details = _wait(engine, run_id, follower)
+        except KeyboardInterrupt:
+            say(console, "stopping")
+            engine.stop(run_id)
+            follower.look()
+            say(console, f"interrupted; go on with: pbfl run --resume {run_dir}")
+            return INTERRUPTED
+        follower.look()
+    present = {line["round"] for line in RunDirectory(run_dir).rounds()}
+    missing = num_rounds - len(present & set(range(1, num_rounds + 1)))
+    if status == "finished:completed" and not missing:
+        return COMPLETED
+    reason = _reason(run_dir, engine, status, details)
+    if status == "finished:completed":
+        reason = f"{missing} of {num_rounds} rounds are missing though Flower says {status}\n{reason}"
+    say(console, f"the run failed: {reason}", "red")
+    return FAILED
+
+
+class Follower:
+    """Prints what is new in a run directory.
+
+    Args:
+        run_dir: the run's.
+        num_rounds: T.
+        console: where the lines go.
+    """
+
+    def __init__(self, run_dir: Path, num_rounds: int, console: Console) -> None:
+        self._run = RunDirectory(run_dir)
+        self._num_rounds = num_rounds
+        self._console = console
+        # By content: a resumed run first cuts off rounds that its checkpoint does not know, then makes them again.
+        self._seen = {json.dumps(line) for line in self._run.rounds()}
+        self._introduced = False
+        self._size = -1
+        self._seconds: list[float] = []
+
+    def look(self) -> None:
+        """Print the lines of the rounds that have come since the last look."""
+        if not self._introduced and (self._run.path / "run.json").exists():
+            self._introduced = True
+            say(self._console, introduction(self._run.read()))
+        file = self._run.path / "rounds.jsonl"
+        size = file.stat().st_size if file.exists() else 0
+        if size == self._size:
+            return
+        self._size = size
+        for line in self._run.rounds():
+            if (text := json.dumps(line)) not in self._seen:
+                self._seen.add(text)
+                self._round(line)
+
+    def _round(self, line: Mapping[str, Any]) -> None:
+        self._seconds.append(line["seconds"]["total"])
+        left = median(self._seconds[-5:]) * (self._num_rounds - line["round"])
+        say(
+            self._console,
+            f"{round_line(line, self._num_rounds, self._run.read()['headline'])}  left {clock(left)}",
+        )
+        for failure in [*line["failures"], *line.get("final", {}).get("failures", [])]:
+            say(self._console, f"  client {failure['client']} failed: {failure['reason']}", "yellow")
+
+
+def introduction(about: Mapping[str, Any]) -> str:
+    """Return one line on who takes part: clients, networks, devices, data.
+
+    Args:
+        about: what run.json holds.
+    """
+    members = about["clients"]
+    task = members[0]["task"]
+    networks = Counter(member["architecture"] for member in members)
+    devices = Counter(member["device"] for member in members)
+    return (
+        f"{len(members)} clients ({', '.join(f'{name} x{count}' for name, count in networks.items())}) "
+        f"on {', '.join(f'{name}' if len(devices) == 1 else f'{name} x{count}' for name, count in devices.items())}; "
+        f"inputs {'x'.join(map(str, task['input_shape']))}, K = {task['num_classes']}, d = {task['feature_dim']}"
+    )
+
+
+def round_line(line: Mapping[str, Any], num_rounds: int, headline: str) -> str:
+    """Return a round's line: accuracy, loss, bytes of all messages up and down, seconds.
+
+    Args:
+        line: an entry of rounds.jsonl.
+        num_rounds: T.
+        headline: the predictor that is reported; before there are prototypes, another one is named instead.
+    """
+    accuracy = line["accuracy"]
+    predictor = headline if headline in accuracy else next(iter(accuracy), None)
+    score = (
+        f"{percent(accuracy[predictor]['weighted'])} ({predictor}, weighted)" if predictor else "not scored"
+    )
+    if line["accuracy_of_round"] != line["round"]:
+        score += " before training"
+    loss = "-" if line["test_loss"] is None else f"{line['test_loss']:.3f}"
+    width = len(str(num_rounds))
+    text = (
+        f"round {line['round']:>{width}}/{num_rounds}  accuracy {score}  loss {loss}  "
+        f"up {kilobytes(line['bytes_up']['total'])}  down {kilobytes(line['bytes_down']['total'])}  "
+        f"{line['seconds']['total']:.1f} s"
+    )
+    final = line.get("final", {}).get("accuracy", {}).get(predictor)
+    return text if final is None else f"{text}  then {percent(final['weighted'])}"
+
+
+def _wait(engine: Engine, run_id: str, follower: Follower) -> tuple[str, str]:
+    while True:
+        while not engine.ended():
+            follower.look()
+            time.sleep(POLL_SECONDS)
+        status, details = engine.outcome(run_id)
+        if status in ENDED:
+            return status, details
+
+
+def _reason(run_dir: Path, engine: Engine, status: str, details: str) -> str:
+    said = run_dir / ERROR
+    if said.exists():
+        return said.read_text(encoding="utf-8").strip()
+    about = f"{status}, {details}" if details not in ("", "N/A") else status
+    return f"{about}; the last lines of {engine.log}:\n{engine.tail()}"
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Treat SIGTERM like Ctrl-C, so that both clear up."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

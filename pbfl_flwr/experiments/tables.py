@@ -1,0 +1,198 @@
+"""What a run came to, as tables for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from pbfl_flwr.config import parse
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments.figures import kilobytes, say
+from pbfl_flwr.flower.engine import ERROR
+from pbfl_flwr.flower.history import RunDirectory
+from pbfl_flwr.method import PREDICTORS
+from pbfl_flwr.methods import SECTIONS, build_method
+from pbfl_flwr.task import Task
+
+STATISTICS = ("weighted", "mean", "std", "worst")
+
+
+@dataclass(frozen=True)
+class Scores:
+    """A predictor's accuracies over the run.
+
+    Attributes:
+        last: (round, statistics) of the last round.
+        best: (round, statistics) of the round with the highest sample-weighted accuracy.
+    """
+
+    last: tuple[int, Mapping[str, float]]
+    best: tuple[int, Mapping[str, float]]
+
+
+def scores(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Scores]:
+    """Return predictor -> scores.
+
+    Args:
+        rounds: what rounds.jsonl holds. Where clients are scored before their training, an entry's accuracy is the
+            round's before it (round 0: the initial models) and the last entry holds the last round's as "final".
+    """
+    series = [(entry["accuracy_of_round"], entry["accuracy"]) for entry in rounds]
+    if rounds and "final" in rounds[-1]:
+        series.append((rounds[-1]["round"], rounds[-1]["final"]["accuracy"]))
+    found = {}
+    for name in PREDICTORS:
+        points = [(number, accuracy[name]) for number, accuracy in series if name in accuracy]
+        if points:
+            found[name] = Scores(points[-1], max(points, key=lambda point: point[1]["weighted"]))
+    return found
+
+
+def show(run_dir: Path, console: Console) -> None:
+    """Print a run's settings, accuracies, costs and failures.
+
+    Args:
+        run_dir: its directory.
+        console: where to.
+
+    Raises:
+        PbflError: if there is no run.
+    """
+    run = RunDirectory(run_dir)
+    about, rounds = run.read(), run.rounds()
+    say(console, str(run_dir), "bold")
+    say(console, settings_line(about))
+    if rounds:
+        console.print(accuracy_table(scores(rounds), about["headline"]))
+        console.print(cost_table(about, rounds, run.partition_counts()))
+        for line in failure_lines(rounds):
+            say(console, line, "yellow")
+    wanted = about["configuration"]["num-server-rounds"]
+    if len(rounds) < wanted:
+        say(console, f"{len(rounds)} of {wanted} rounds; go on with: pbfl run --resume {run_dir}")
+    if (error := run_dir / ERROR).exists():
+        say(console, f"it ended with: {error.read_text(encoding='utf-8').strip()}", "red")
+
+
+def settings_line(about: Mapping[str, Any]) -> str:
+    """Return what was run, in a line.
+
+    Args:
+        about: what run.json holds.
+    """
+    config = about["configuration"]
+    detail = {
+        "dirichlet": f"({config['dirichlet-alpha']})",
+        "pathological": f"({config['classes-per-client']} classes)",
+        "way-shot": f"({config['ways']} ways, {config['shots']} shots)",
+    }.get(config["partition"], "")
+    return (
+        f"{config['method']} on {config['dataset']}, {config['partition']}{detail}, {config['num-clients']} clients, "
+        f"models {config['models']}, d = {config['feature-dim']}, {config['num-server-rounds']} rounds, "
+        f"protocol {config['protocol']}, seed {config['seed']}, scored {about['moment']} local training"
+    )
+
+
+def accuracy_table(found: Mapping[str, Scores], headline: str) -> Table:
+    """Return the table of accuracies, last and best round of every predictor."""
+    table = Table(title="accuracy on the clients' test data, %", title_justify="left")
+    table.add_column("predictor")
+    table.add_column("round", justify="right")
+    for name in ("weighted", "mean", "std", "worst decile"):
+        table.add_column(name, justify="right")
+    for name, score in found.items():
+        style = "bold" if name == headline else ""
+        label = f"{name} (headline)" if name == headline else name
+        number, last = score.last
+        table.add_row(label, str(number), *(f"{100 * last[key]:.2f}" for key in STATISTICS), style=style)
+        number, best = score.best
+        values = (f"{100 * best[key]:.2f}" for key in STATISTICS)
+        table.add_row("  best (chosen on test data)", str(number), *values, style=style, end_section=True)
+    return table
+
+
+def cost_table(
+    about: Mapping[str, Any], rounds: Sequence[Mapping[str, Any]], counts: Sequence[Sequence[int]] | None
+) -> Table:
+    """Return the table of costs: bytes a round and client, numbers that travel, seconds.
+
+    Args:
+        about: what run.json holds.
+        rounds: what rounds.jsonl holds, at least one entry.
+        counts: samples of each class on each client; None where they are not known.
+    """
+    clients = len(about["clients"])
+    table = Table(title="cost of a round, mean over the rounds", title_justify="left")
+    for name in ("", "up", "down", "both"):
+        table.add_column(name, justify="right" if name else "left")
+    labels = {
+        "payload": "bytes a client, payload",
+        "ours": "  with reports",
+        "total": "  with Flower's objects",
+    }
+    for key, label in labels.items():
+        up, down = (
+            fmean(entry[way][key] for entry in rounds) / clients for way in ("bytes_up", "bytes_down")
+        )
+        table.add_row(label, kilobytes(up), kilobytes(down), kilobytes(up + down))
+    last = rounds[-1]["scalars"]
+    table.add_row(
+        "scalars of all clients, last round",
+        f"{last['up']:,}",
+        f"{last['down']:,}",
+        f"{last['up'] + last['down']:,}",
+    )
+    table.add_row("  by the paper's formula", "", "", paper_scalars(about, counts))
+    mean = fmean(entry["seconds"]["total"] for entry in rounds)
+    table.add_row("seconds", "", "", f"{mean:.2f}", end_section=True)
+    spent = {
+        key: fmean(entry["seconds"]["clients"][key] for entry in rounds)
+        for key in rounds[0]["seconds"]["clients"]
+    }
+    table.add_row(f"  clients' own work ({', '.join(spent)})", "", "", f"{sum(spent.values()):.2f}")
+    table.add_row("  peak memory of a worker", "", "", f"{max(entry['peak_mb'] for entry in rounds):.0f} MB")
+    return table
+
+
+def paper_scalars(about: Mapping[str, Any], counts: Sequence[Sequence[int]] | None) -> str:
+    """Return the paper's count of the scalars that travel in a round, or why it is not known."""
+    if counts is None:
+        return "unknown (K_i are the devices' own)"
+    members = about["clients"]
+    task = members[0]["task"]
+    held = [sum(count > 0 for count in row) for row in counts]
+    parameters = [(int(member["parameters"][0]), int(member["parameters"][1])) for member in members]
+    try:
+        method = build_method(parse(about["configuration"], SECTIONS))
+    except PbflError:
+        return "unknown (keys of another version)"
+    agreed = Task(task["num_classes"], task["feature_dim"], tuple(task["input_shape"]))
+    return f"{method.paper_scalars(agreed, held, parameters):,.0f}"
+
+
+def failure_lines(rounds: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a line for every client and reason."""
+    found: dict[tuple[int, str], list[int]] = {}
+    for entry in rounds:
+        for failure in [*entry["failures"], *entry.get("final", {}).get("failures", [])]:
+            found.setdefault((failure["client"], failure["reason"]), []).append(entry["round"])
+    for (client, reason), numbers in sorted(found.items()):
+        where = f"round {numbers[0]}" if len(numbers) == 1 else f"{len(numbers)} rounds, first {numbers[0]}"
+        yield f"client {client} failed in {where}: {reason}"
+
+
+def listing(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """Return a plain table."""
+    table = Table(title=title, title_justify="left")
+    for number, column in enumerate(columns):
+        table.add_column(column, no_wrap=number == 0, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    return table

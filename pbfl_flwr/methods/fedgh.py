@@ -1,0 +1,120 @@
+"""FedGH: the server trains the global classifier on the clients' prototypes.
+
+Yi et al., "FedGH: Heterogeneous Federated Learning with Generalized Global Header", ACM MM 2023.
+
+Round: each client copies the global head φ, runs E epochs of SGD on cross-entropy over its whole network, and answers
+c̄_ij, the mean feature of each of its classes. The server goes on training φ by SGD on the cross-entropy of all
+received pairs (c̄_ij, j), S epochs in shuffled batches.
+Travels: down the head (K·d + K), up K_i·d numbers a client; no counts, no weights.
+Predicts: the logits of the own body under the head that was just broadcast, before local training.
+Differs from the paper: its code steps an optimiser that holds a client's network, so that the header never
+changes; here the header is what is optimised, as in HtFLlib. The loss is a mean over prototypes, not over clients' batch
+means.
+Differs from the reference: prototypes are taken over all training samples; HtFLlib leaves out the incomplete last
+batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from pydantic import Field
+from torch import nn
+
+from pbfl_flwr import seeds
+from pbfl_flwr.config import Auto, Group, Settings, parse_section
+from pbfl_flwr.method import Client, Method, Moment, Round, Update
+from pbfl_flwr.methods.sharing import check_heads, initial, plain, receive
+from pbfl_flwr.models import architectures
+from pbfl_flwr.payloads import Prototypes, RejectedPayload, Weights
+from pbfl_flwr.prototypes.pipeline import class_sums_of
+from pbfl_flwr.prototypes.trainable import stack_uploads
+from pbfl_flwr.task import Task
+
+
+class Config(Group):
+    """Settings ``fedgh.*``."""
+
+    server_epochs: int = Field(1, ge=1, le=100_000, description="S, server epochs a round")
+    server_learning_rate: float = Field(0.01, gt=0, description="of the server's SGD")
+    server_batch_size: int | Auto = Field("auto", description="prototypes a batch; auto: batch-size")
+
+
+@dataclass(frozen=True)
+class FedGH(Method[Weights, Weights, Prototypes]):
+    """See the module."""
+
+    architecture: str
+    epochs: int = 1
+    learning_rate: float = 0.01
+    batch_size: int = 32
+    name: str = "fedgh"
+    moment: Moment = "before"
+
+    state = Weights
+    down = Weights
+    up = Prototypes
+
+    def init(self, task: Task, seed: int) -> Weights:
+        """Return the head of a fresh network."""
+        return initial(self.architecture, task, seed, "head")
+
+    def install(self, client: Client, down: Weights) -> None:
+        """Head <- φ."""
+        receive(client, down, "head")
+
+    def local_update(self, client: Client, down: Weights) -> Update[Prototypes]:
+        """Head <- φ, cross-entropy, class means of the trained network."""
+        self.install(client, down)
+        report = plain(client, down)
+        values, held, _ = class_sums_of(client).means()
+        return Update(Prototypes(values, held), report.optimizer, report.metrics())
+
+    def aggregate(self, state: Weights, uploads: Mapping[int, Prototypes], at: Round) -> Weights:
+        """Train the head on the prototypes; it stays as it is if nobody sent one."""
+        if not any(upload.num_present for upload in uploads.values()):
+            return state
+        vectors, labels = stack_uploads(uploads.values())  # (N, d), (N,)
+        order = seeds.generator(at.seed, "fedgh", at.number)
+        weight = state.tensors["head.weight"].clone().requires_grad_()
+        bias = state.tensors["head.bias"].clone().requires_grad_()
+        optimizer = torch.optim.SGD([weight, bias], lr=self.learning_rate)
+        for _ in range(self.epochs):
+            for batch in torch.randperm(len(labels), generator=order).split(self.batch_size):
+                logits = nn.functional.linear(vectors[batch], weight, bias)
+                optimizer.zero_grad()
+                torch.autograd.backward(nn.functional.cross_entropy(logits, labels[batch]))
+                optimizer.step()
+        return Weights({"head.weight": weight.detach(), "head.bias": bias.detach()})
+
+    def validate(self, upload: Prototypes, state: Weights, task: Task) -> None:
+        """Rows of width d, no counts."""
+        if upload.values.shape[1] != task.feature_dim:
+            raise RejectedPayload(f"rows are {upload.values.shape[1]} wide, expected {task.feature_dim}")
+        if upload.counts is not None or upload.num_examples is not None:
+            raise RejectedPayload("counts are not part of FedGH")
+
+    def check(self, task: Task, architectures: Sequence[str]) -> None:
+        """All heads must have the same tensors."""
+        check_heads(self.name, task, architectures)
+
+    def paper_scalars(
+        self, task: Task, class_counts: Sequence[int], parameters: Sequence[tuple[int, int]]
+    ) -> float:
+        """Σ_i (K_i·d + K·d + K)."""
+        d, K = task.feature_dim, task.num_classes
+        return float(sum(held * d + K * d + K for held in class_counts))
+
+
+def build(settings: Settings) -> FedGH:
+    """Return the method."""
+    config = parse_section(Config, settings)
+    batch = config.server_batch_size
+    return FedGH(
+        architectures(settings.models.models)[0],
+        config.server_epochs,
+        config.server_learning_rate,
+        settings.training.batch_size if batch == "auto" else batch,
+    )

@@ -1,0 +1,67 @@
+"""FedProx: FedAvg with a spring to the received weights.
+
+Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020.
+
+Round: each client copies the global weights w_t, minimises cross-entropy + (μ/2)·‖w - w_t‖² over all parameters with
+w_t constant, and answers its weights. The server averages them, w <- Σ_i (n_i/Σn)·w_i.
+Travels: all parameters, both ways, and n_i. BatchNorm's buffers stay on the client and out of the norm.
+Predicts: the logits of the global model, scored when it arrives, before local training.
+Differs from the paper: no stragglers are simulated. Nothing that was read states the μ of GFPL's and FedCPD's FedProx
+rows; 0.001 is PFLlib's former example value.
+Differs from the references: PFLlib makes the same step (it reports another loss); FedProto's repository detaches both
+weights, so that its FedProx is FedAvg. Flower's documentation shows the norm without its square.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from pbfl_flwr.config import Group, Settings, parse_section
+from pbfl_flwr.method import Client
+from pbfl_flwr.methods.sharing import SharedWeights
+from pbfl_flwr.models import architectures
+from pbfl_flwr.payloads import Weights
+from pbfl_flwr.training import FitReport, classification, fit
+from pbfl_flwr.weights import weighting_of
+
+
+class Config(Group):
+    """Settings ``fedprox.*``."""
+
+    mu: float = Field(0.001, ge=0, description="μ, stiffness of the spring to the received weights")
+
+
+@dataclass(frozen=True)
+class Proximal:
+    """FedProx's training."""
+
+    mu: float
+
+    def __call__(self, client: Client, received: Weights) -> FitReport:
+        """Cross-entropy + (μ/2)·‖w - w_t‖²."""
+        ce = classification(client.model)
+        anchored = [
+            (parameter, received.tensors[name].to(parameter.device))
+            for name, parameter in client.model.named_parameters()
+        ]
+
+        def loss(inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            distance = torch.stack([(w - w_t).square().sum() for w, w_t in anchored]).sum()
+            return {**ce(inputs, labels), "prox": self.mu / 2 * distance}
+
+        return fit(client, loss)
+
+
+def build(settings: Settings) -> SharedWeights:
+    """Return the method."""
+    return SharedWeights(
+        "fedprox",
+        architectures(settings.models.models)[0],
+        "all",
+        Proximal(parse_section(Config, settings).mu),
+        weighting_of(settings, "samples"),
+    )

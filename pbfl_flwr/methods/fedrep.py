@@ -1,0 +1,92 @@
+"""FedRep: the body is averaged, the head is private, and they are trained one after the other.
+
+Collins et al., "Exploiting Shared Representations for Personalized Federated Learning", ICML 2021.
+
+Round: each client copies the global body θ, runs τ_h epochs of SGD on its head φ_i with the body frozen, then E epochs
+on the body with the head frozen, both on cross-entropy. It answers the body; the server averages,
+θ <- Σ_i (n_i/Σn)·θ_i.
+Travels: the body's parameters, both ways, and n_i. BatchNorm's buffers stay on the client.
+Predicts: the logits of the received body under the client's own head, scored before local training.
+Differs from the paper: τ_h = 1 as in PFLlib and, by its "one local epoch", FedCPD; the paper takes 10 or more.
+Differs from the references: none from PFLlib's equations. In both phases BatchNorm's running statistics move with the
+data, as there. Flower's baseline averages them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pydantic import Field
+from torch import Tensor, nn
+
+from pbfl_flwr.config import Group, Settings, parse_section
+from pbfl_flwr.method import Client
+from pbfl_flwr.methods.fedper import Shared, shared_part
+from pbfl_flwr.methods.sharing import SharedWeights
+from pbfl_flwr.models import architectures
+from pbfl_flwr.payloads import Weights
+from pbfl_flwr.training import FitReport, Loss, Part, classification, fit, part
+from pbfl_flwr.weights import Share, shared_parameters, weighting_of
+
+
+class Config(Group):
+    """Settings ``fedrep.*``."""
+
+    head_epochs: int = Field(1, ge=0, description="τ_h, epochs on the head before those on the body")
+    shared: Shared = Field(
+        "auto", description="body, or stages: also a hidden layer private; auto: by protocol"
+    )
+
+
+@dataclass(frozen=True)
+class HeadThenBody:
+    """FedRep's training: what is private, then what is shared.
+
+    Attributes:
+        head_epochs: τ_h.
+        share: what is shared; the rest is trained first.
+    """
+
+    head_epochs: int = 1
+    share: Share = "body"
+
+    def __call__(self, client: Client, received: Weights) -> FitReport:
+        """Both phases on cross-entropy."""
+        head = self.head_phase(client)
+        return head.then(self.body_phase(client, classification(client.model)))
+
+    def head_phase(self, client: Client) -> FitReport:
+        """Train the private part with the shared one frozen; the loss is logged as ``head-ce``."""
+        shared = {id(parameter) for parameter in shared_parameters(client.model, self.share).values()}
+        private = tuple(p for p in client.model.parameters() if id(p) not in shared)
+        ce = classification(client.model)
+
+        def loss(inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            return {"head-ce": ce(inputs, labels)["ce"]}
+
+        return fit(client, loss, parts=[Part(private)], epochs=self.head_epochs, phase="head")
+
+    def body_phase(
+        self,
+        client: Client,
+        loss: Loss,
+        companions: Sequence[nn.Module] = (),
+    ) -> FitReport:
+        """Train the shared part, and companions of it, with the private one frozen."""
+        shared = Part(tuple(shared_parameters(client.model, self.share).values()))
+        parts = [shared, *(part(module) for module in companions)]
+        return fit(client, loss, parts=parts, companions=companions, phase="body")
+
+
+def build(settings: Settings) -> SharedWeights:
+    """Return the method."""
+    config = parse_section(Config, settings)
+    share = shared_part(config.shared, settings)
+    return SharedWeights(
+        "fedrep",
+        architectures(settings.models.models)[0],
+        share,
+        HeadThenBody(config.head_epochs, share),
+        weighting_of(settings, "samples"),
+    )

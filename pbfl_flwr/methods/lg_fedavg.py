@@ -1,0 +1,50 @@
+"""LG-FedAvg: the classifier is averaged, every client keeps its own feature extractor.
+
+Liang et al., "Think Locally, Act Globally: Federated Learning with Local and Global Representations", 2020.
+
+Round: each client copies the global head φ, runs E epochs of SGD on cross-entropy over its body and the head
+together, and answers its head. The server averages, φ <- Σ_i (n_i/Σn)·φ_i.
+Travels: the head (weight K·d, bias K), both ways, and n_i. Bodies may differ in everything but the width d.
+Predicts: the logits of the own body under the head that was just broadcast, before local training.
+Differs from the paper: training starts from scratch, not from a FedAvg checkpoint; averages are weighted by samples
+where the paper's code takes the plain mean (weighting="uniform"); no client keeps its own best model.
+Differs from the reference: nothing known; heads with and without a dropout before the linear layer are paired by
+role (weight, bias), which is what HtFLlib's order of parameters comes to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pbfl_flwr.config import Settings
+from pbfl_flwr.methods.sharing import SharedWeights, check_heads
+from pbfl_flwr.models import architectures
+from pbfl_flwr.task import Task
+from pbfl_flwr.weights import weighting_of
+
+
+@dataclass(frozen=True)
+class LGFedAvg(SharedWeights):
+    """See the module."""
+
+    def check(self, task: Task, architectures: Sequence[str]) -> None:
+        """All heads must have the same tensors."""
+        check_heads(self.name, task, architectures)
+
+    def paper_scalars(
+        self, task: Task, class_counts: Sequence[int], parameters: Sequence[tuple[int, int]]
+    ) -> float:
+        """2·M·d·K; the papers leave the biases out."""
+        return float(2 * len(parameters) * task.feature_dim * task.num_classes)
+
+
+def build(settings: Settings) -> LGFedAvg:
+    """Return the method."""
+    return LGFedAvg(
+        "lg-fedavg",
+        architectures(settings.models.models)[0],
+        "head",
+        weighting=weighting_of(settings, "samples"),
+        same_architecture=False,
+    )

@@ -1,0 +1,149 @@
+"""What methods have in common whose server averages weights.
+
+::
+
+    server   w ----------------------------------------------------------> every client
+    client   shared part of the network <- w, train, answer the shared part and n_i
+    server   w <- Σ_i (n_i/Σn)·w_i   (or the plain mean)
+
+A method of this kind is which part of the network is shared (all, body, stages or head) and how a client trains;
+its page gives both to :class:`SharedWeights`. Everything else of a client's network, BatchNorm's buffers included,
+is its own and persists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.method import Client, Method, Moment, Round, Update
+from pbfl_flwr.models import build_model
+from pbfl_flwr.models.external import is_external
+from pbfl_flwr.payloads import Weights
+from pbfl_flwr.task import Task
+from pbfl_flwr.training import FitReport, classification, fit
+from pbfl_flwr.weights import (
+    Share,
+    Weighting,
+    average,
+    copies,
+    copy_into,
+    same_shapes,
+    shared_parameters,
+)
+
+Train = Callable[[Client, Weights], FitReport]
+"""(client whose network already holds what was broadcast, the broadcast) -> what the training did."""
+
+
+def plain(client: Client, received: Weights) -> FitReport:
+    """Cross-entropy over the whole network."""
+    return fit(client, classification(client.model))
+
+
+def receive(client: Client, received: Weights, share: Share) -> None:
+    """Copy what was broadcast into the shared part of the client's network."""
+    copy_into(shared_parameters(client.model, share), received.tensors)
+
+
+def answer(client: Client, share: Share) -> Weights:
+    """Return copies of the shared part, with n_i."""
+    return Weights(copies(shared_parameters(client.model, share)), len(client.data.train.labels))
+
+
+def initial(architecture: str, task: Task, seed: int, share: Share) -> Weights:
+    """Return the shared part of a freshly initialised network."""
+    return Weights(copies(shared_parameters(build_model(architecture, task, seed), share)))
+
+
+def check_heads(method: str, task: Task, architectures: Sequence[str]) -> None:
+    """Check that a head can pass from one architecture to any other.
+
+    The heads of the project's own models are linear layers from d to K; those of somebody else's models are compared
+    with them, tensor by tensor.
+
+    Raises:
+        PbflError: naming the method, the architecture and the tensors of its head.
+    """
+    expected = {"head.weight": (task.num_classes, task.feature_dim), "head.bias": (task.num_classes,)}
+    for name in dict.fromkeys(architectures):
+        if not is_external(name):
+            continue
+        head = shared_parameters(build_model(name, task, 0), "head")
+        found = {key: tuple(tensor.shape) for key, tensor in head.items()}
+        if found != expected:
+            raise PbflError(
+                f"method '{method}' exchanges classifiers and needs a linear head {expected} in every model, "
+                f"found {found} in '{name}'"
+            )
+
+
+def shared_scalars(architecture: str, task: Task, num_clients: int, share: Share) -> float:
+    """Return 2·M·|shared part|: down and up, all clients, biases counted."""
+    shared = shared_parameters(build_model(architecture, task, 0), share)
+    return float(2 * num_clients * sum(parameter.numel() for parameter in shared.values()))
+
+
+@dataclass(frozen=True)
+class SharedWeights(Method[Weights, Weights, Weights]):
+    """A method that averages a part of the network.
+
+    Attributes:
+        name: its name in METHODS.
+        architecture: the network whose weights the server starts from.
+        share: the part that travels.
+        train: the client's training.
+        weighting: how the average is weighted.
+        moment: when the reference scores a client; "before" is with what was just broadcast.
+        same_architecture: False only where the shared part is the same in different networks.
+    """
+
+    name: str
+    architecture: str
+    share: Share
+    train: Train = plain
+    weighting: Weighting = "samples"
+    moment: Moment = "before"
+    same_architecture: bool = True
+
+    state = Weights
+    down = Weights
+    up = Weights
+
+    def init(self, task: Task, seed: int) -> Weights:
+        """Return the shared part of a fresh network."""
+        return initial(self.architecture, task, seed, self.share)
+
+    def install(self, client: Client, down: Weights) -> None:
+        """Shared part <- w."""
+        receive(client, down, self.share)
+
+    def local_update(self, client: Client, down: Weights) -> Update[Weights]:
+        """Shared part <- w, train, answer the shared part."""
+        self.install(client, down)
+        report = self.train(client, down)
+        return Update(answer(client, self.share), report.optimizer, report.metrics())
+
+    def check(self, task: Task, architectures: Sequence[str]) -> None:
+        """One architecture, and something in it that is shared."""
+        super().check(task, architectures)
+        if not initial(self.architecture, task, 0, self.share).tensors:
+            raise PbflError(
+                f"method '{self.name}' shares the {self.share} of a network, and '{self.architecture}' has none; "
+                "allowed is 'body' or another model"
+            )
+
+    def aggregate(self, state: Weights, uploads: Mapping[int, Weights], at: Round) -> Weights:
+        """Average."""
+        return average(state, uploads, self.weighting)
+
+    def validate(self, upload: Weights, state: Weights, task: Task) -> None:
+        """Every tensor of the state, in its shape, and no other."""
+        same_shapes(upload, state)
+
+    def paper_scalars(
+        self, task: Task, class_counts: Sequence[int], parameters: Sequence[tuple[int, int]]
+    ) -> float:
+        """2·M·|shared part|."""
+        return shared_scalars(self.architecture, task, len(class_counts), self.share)

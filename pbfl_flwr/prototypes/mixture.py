@@ -1,0 +1,247 @@
+"""GFPL's prototypes: Gaussian mixtures of features, fused by Bhattacharyya distance, sampled as pseudo-features.
+
+Source: GFPL, Section 3.3 (mixtures), 3.4 (distance), Algorithm 1 (fusion), Section 4.2 (pseudo-features).
+
+EM is scikit-learn's ``GaussianMixture``. A batched EM in torch (all classes at once, k-means++ start) was measured
+against it on one core, 4 components: 4 classes of 100 samples at d = 50 in 3 ms instead of 7, 10 classes of 2,000
+at d = 512 in 2,300 ms instead of 370, and always at a worse log-likelihood (4.3 against 14.0 a sample in the first
+case), because scikit-learn starts from k-means; its own k-means++ start is no faster and worse (11.3). A client fits
+once every few rounds, so that the milliseconds do not show, and features are small enough to leave a GPU for it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.mixture import GaussianMixture
+from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
+from torch import Tensor
+
+from pbfl_flwr import seeds
+from pbfl_flwr.payloads import Mixtures
+
+STD_FLOOR = 1e-3  # ReLU features are often constant within a class
+MAX_ITERATIONS = 100
+TOLERANCE = 1e-3  # on the mean log-likelihood
+PAIR_ELEMENTS = 2**22  # pairs times d held at once by the distance, 32 MB
+
+Floats = NDArray[np.float64]
+Weight = Literal["count", "pi"]
+Distance = Literal["sum", "per-dimension"]
+
+
+@dataclass(frozen=True)
+class MixtureFit:
+    """A client's mixtures and how they came about.
+
+    Attributes:
+        mixtures: components of the classes that have samples, in ascending class order.
+        reduced: classes with fewer components than asked for: too few different samples.
+        not_converged: classes whose EM still moved after MAX_ITERATIONS.
+    """
+
+    mixtures: Mixtures
+    reduced: int
+    not_converged: int
+
+    def figures(self) -> dict[str, float]:
+        """Return the figures as the round's log shows them."""
+        return {
+            "mixture-components": float(self.mixtures.num_components),
+            "mixture-classes-reduced": float(self.reduced),
+            "mixture-classes-not-converged": float(self.not_converged),
+        }
+
+
+def fit_mixtures(
+    features: Tensor, labels: Tensor, components: int, *, seed: int, weight: Weight = "count"
+) -> MixtureFit:
+    """Fit one mixture with diagonal covariance to the features of every class, by EM (Eq. 4 to 6).
+
+    A class with fewer different samples than components gets one component a different sample. A component that
+    rests on a single sample has no spread of its own: it takes the pooled within-class deviation of this client,
+    so that what is drawn from it is not that sample. No deviation is below STD_FLOOR.
+
+    Args:
+        features: (N, d), finite.
+        labels: (N,) whole numbers from 0.
+        components: n.
+        seed: of the k-means start; every class has a start of its own.
+        weight: "count" gives component c of class j the weight π_c·n_j, so that the components of several clients
+            together are the mixture of the pooled samples; "pi" gives π_c and keeps n_j at home.
+    """
+    X = features.detach().to("cpu", torch.float64).numpy()
+    y = labels.cpu().numpy()
+    pooled = _pooled_std(X, y)
+    parts: list[Mixtures] = []
+    reduced = not_converged = 0
+    # Summed by several threads, k-means rounds differently from run to run.
+    with threadpool_limits(limits=1):
+        for label in np.unique(y):
+            rows = X[y == label]
+            n = min(components, len(np.unique(rows, axis=0)))
+            em = GaussianMixture(
+                n,
+                covariance_type="diag",
+                reg_covar=STD_FLOOR**2,
+                tol=TOLERANCE,
+                max_iter=MAX_ITERATIONS,
+                random_state=seeds.derive(seed, "mixture", int(label)) % 2**32,
+            )
+            parts.append(_fitted(em, rows, int(label), pooled, weight))
+            reduced += n < components
+            not_converged += not em.converged_
+    return MixtureFit(Mixtures.concatenated(parts, X.shape[1]), reduced, not_converged)
+
+
+def _fitted(em: GaussianMixture, rows: Floats, label: int, pooled: Floats, weight: Weight) -> Mixtures:
+    if len(rows) == 1:  # scikit-learn refuses to fit a single sample
+        em.converged_ = True
+        pi, means, stds = np.ones(1), rows, np.zeros_like(rows)
+    else:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)  # reported as a figure instead
+            em.fit(rows)
+        pi, means, stds = em.weights_, em.means_, np.sqrt(em.covariances_)
+    alone = pi * len(rows) < 1.5
+    stds = np.maximum(np.where(alone[:, None], pooled, stds), STD_FLOOR)
+    kept = pi * len(rows) > 1e-6  # EM may leave a component without samples
+    scale = len(rows) if weight == "count" else 1
+    return Mixtures(
+        torch.full((int(kept.sum()),), label, dtype=torch.int64),
+        torch.from_numpy(pi[kept] / pi[kept].sum() * scale).to(torch.float32),
+        torch.from_numpy(means[kept]).to(torch.float32),
+        torch.from_numpy(stds[kept]).to(torch.float32),
+    )
+
+
+def _pooled_std(X: Floats, y: NDArray[np.int64]) -> Floats:
+    """Return (d,) the within-class deviation over all classes; 0 where no class has two samples."""
+    squares, freedom = np.zeros(X.shape[1]), 0
+    for label in np.unique(y):
+        rows = X[y == label]
+        squares += np.square(rows - rows.mean(0)).sum(0)
+        freedom += len(rows) - 1
+    pooled: Floats = np.sqrt(squares / max(1, freedom))
+    return pooled
+
+
+def bhattacharyya(means_a: Floats, stds_a: Floats, means_b: Floats, stds_b: Floats) -> Floats:
+    """Return the Bhattacharyya distances of diagonal Gaussians (n, m), in float64.
+
+    D_B = Σ_l [ (μ_a - μ_b)_l² / (8·s_l) + ½·ln(s_l / (σ_a·σ_b)_l) ] with s = (σ_a² + σ_b²)/2: Eq. 8 for diagonal
+    covariances. Deviations below STD_FLOOR count as STD_FLOOR.
+
+    Args:
+        means_a: (n, d).
+        stds_a: (n, d).
+        means_b: (m, d).
+        stds_b: (m, d).
+    """
+    a, b = np.maximum(stds_a, STD_FLOOR), np.maximum(stds_b, STD_FLOOR)
+    log_a, log_b = np.log(a).sum(1), np.log(b).sum(1)
+    distances = np.empty((len(a), len(b)))
+    step = max(1, PAIR_ELEMENTS // max(1, b.size))
+    for start in range(0, len(a), step):
+        block = slice(start, start + step)
+        s = (np.square(a[block, None]) + np.square(b[None])) / 2  # (step, m, d)
+        shift = np.square(means_a[block, None] - means_b[None]) / s
+        distances[block] = shift.sum(2) / 8 + (np.log(s).sum(2) - log_a[block, None] - log_b) / 2
+    return distances
+
+
+def clusters(close: NDArray[np.bool_]) -> list[NDArray[np.int64]]:
+    """Return Algorithm 1's clusters, lines 2 to 11: disjoint indices that cover all components.
+
+    A cluster starts with the first component left. As printed, every component that is close to *all* present
+    members joins, all of them at once (those that join together need not be close to one another); the test is
+    repeated with the grown cluster until nobody joins.
+
+    Args:
+        close: (N, N) symmetric, D_B < S_C.
+    """
+    left = np.ones(len(close), dtype=bool)
+    found = []
+    while left.any():
+        seed = int(left.argmax())
+        members = [np.array([seed])]
+        left[seed] = False
+        joining = left & close[seed]
+        while joining.any():
+            new = np.flatnonzero(joining)
+            members.append(new)
+            left[new] = False
+            joining &= left & close[new].all(0)
+        found.append(np.concatenate(members))
+    return found
+
+
+def fuse(
+    mixtures: Iterable[Mixtures], width: int, *, threshold: float, distance: Distance = "sum"
+) -> Mixtures:
+    """Cluster the components of every class and replace each cluster by one with the same moments (Algorithm 1).
+
+    w = Σw_c, μ = Σw_c·μ_c/w, σ² = Σw_c·[σ_c² + (μ_c - μ)²]/w: the diagonal of the printed covariance. Weight, mean
+    and second moment of every class are those of the uploads. The components are first sorted by weight (heaviest
+    first; ties by means, then deviations), so that seeds, and with them the result, do not depend on the order of
+    the uploads.
+
+    Args:
+        mixtures: the uploads.
+        width: d.
+        threshold: S_C.
+        distance: "sum" compares D_B itself, as printed, which grows with d; "per-dimension" compares D_B/d.
+    """
+    pooled = Mixtures.concatenated(mixtures, width)
+    parts: list[Mixtures] = []
+    for label in pooled.labels.unique().tolist():
+        of_class = pooled.chosen(pooled.labels == label)
+        w, means, stds = (
+            tensor.to(torch.float64).numpy() for tensor in (of_class.weights, of_class.means, of_class.stds)
+        )
+        order = np.lexsort([*stds.T[::-1], *means.T[::-1], -w])
+        w, means, stds = w[order], means[order], stds[order]
+        measured = bhattacharyya(means, stds, means, stds) / (width if distance == "per-dimension" else 1)
+        parts.extend(_merged(label, w[c], means[c], stds[c]) for c in clusters(measured < threshold))
+    return Mixtures.concatenated(parts, width)
+
+
+def _merged(label: int, w: Floats, means: Floats, stds: Floats) -> Mixtures:
+    total = w.sum()
+    mean = w @ means / total
+    variance = w @ (np.square(stds) + np.square(means - mean)) / total
+    return Mixtures(
+        torch.tensor([label]),
+        torch.tensor([total], dtype=torch.float32),
+        torch.from_numpy(mean[None]).to(torch.float32),
+        torch.from_numpy(np.sqrt(variance)[None]).to(torch.float32),
+    )
+
+
+def sample(mixtures: Mixtures, per_class: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Draw pseudo-features: for every class that has a mixture r times a component by its weight, then μ + σ·N(0, I).
+
+    Args:
+        mixtures: global prototypes.
+        per_class: r.
+        generator: on the CPU.
+
+    Returns:
+        features (r·K', d) float32 and labels (r·K',), shuffled; K' is the number of classes that have a mixture.
+    """
+    rows = []
+    for label in mixtures.labels.unique().tolist():
+        own = (mixtures.labels == label).nonzero().flatten()
+        drawn = torch.multinomial(mixtures.weights[own], per_class, replacement=True, generator=generator)
+        rows.append(own[drawn])
+    index = torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64)
+    index = index[torch.randperm(len(index), generator=generator)]
+    noise = torch.randn(len(index), mixtures.means.shape[1], generator=generator)
+    return mixtures.means[index] + mixtures.stds[index] * noise, mixtures.labels[index]

@@ -1,0 +1,67 @@
+"""Small clients for the methods' tests: 16x16 grey images, so that every architecture takes them."""
+
+import pytest
+import torch
+
+from pbfl_flwr.config import parse
+from pbfl_flwr.data import ClientData, Shard
+from pbfl_flwr.method import Client
+from pbfl_flwr.methods import SECTIONS, build_method
+from pbfl_flwr.models import build_model
+from pbfl_flwr.task import Task
+
+TASK = Task(num_classes=4, feature_dim=6, input_shape=(1, 16, 16))
+
+
+def settings_of(method, **keys):
+    """Settings from run-config keys with underscores; own settings of the method as ``own={...}``."""
+    own = {f"{method}.{key.replace('_', '-')}": value for key, value in keys.pop("own", {}).items()}
+    flat = {key.replace("_", "-"): value for key, value in keys.items()}
+    return parse({"method": method, "feature-dim": 6, "batch-size": 4, **flat, **own}, SECTIONS)
+
+
+@pytest.fixture
+def task():
+    return TASK
+
+
+@pytest.fixture
+def make_settings():
+    return settings_of
+
+
+@pytest.fixture
+def make_method():
+    """Return a method by name: ``make_method("fml", own={"alpha": 1.0}, protocol="htfl")``."""
+    return lambda method, **keys: build_method(settings_of(method, **keys))
+
+
+@pytest.fixture
+def make_client():
+    """Return a client; equal arguments give equal clients (weights by architecture, data by id)."""
+
+    def make(id=0, architecture="mlp5", labels=(0, 0, 1, 1, 2, 2, 0, 1), round=1, memory=None, **training):
+        random = torch.Generator().manual_seed(100 + id)
+        y = torch.tensor(labels)
+        x = torch.randn(len(y), 1, 16, 16, generator=random) + y[:, None, None, None]
+        data = ClientData(
+            Shard(x, y),
+            Shard(x[:3], y[:3]),
+            4,
+            ("a", "b", "c", "d"),
+            torch.ones(1, 1, 1),
+            torch.zeros(1, 1, 1),
+        )
+        settings = settings_of("local", **training).training
+        return Client(
+            id,
+            round,
+            TASK,
+            build_model(architecture, TASK, 7),
+            data,
+            settings,
+            seed=0,
+            memory=memory or {},
+        )
+
+    return make

@@ -1,0 +1,98 @@
+import pytest
+import torch
+
+from pbfl_flwr import seeds
+from pbfl_flwr.method import Round
+from pbfl_flwr.payloads import Prototypes, RejectedPayload, Weights
+from pbfl_flwr.task import Task
+from pbfl_flwr.training import take
+
+
+def zero_head():
+    return Weights({"head.weight": torch.zeros(4, 6), "head.bias": torch.zeros(4)})
+
+
+def one_prototype(label, value):
+    table = Prototypes.empty(4, 6)
+    values, present = table.values.clone(), table.present.clone()
+    values[label], present[label] = value, True
+    return Prototypes(values, present)
+
+
+def test_cost_formula(make_method):
+    # two clients of K_i = 2 and 3 classes, d = 500, K = 10: (2 + 3)·500 + 2·(10·500 + 10)
+    cost = make_method("fedgh").paper_scalars(Task(10, 500, (3, 32, 32)), [2, 3], [(1, 1)] * 2)
+    assert cost == 2_500 + 2 * 5_010
+
+
+def test_upload_is_the_class_means_after_training(make_method, make_client, task):
+    method, client = make_method("fedgh"), make_client(labels=(0, 0, 2, 2, 2, 0, 2, 2))
+    state = method.init(task, 3)
+    upload = method.local_update(client, state).payload
+    assert upload.present.tolist() == [True, False, True, False]
+    assert upload.counts is None
+    assert set(upload.to_tensors()) == {"labels", "rows"}
+    inputs, labels = take(client.data, client.data.train, slice(None), client.device)
+    with torch.no_grad():
+        features = client.model.eval().features(inputs)
+    for label in (0, 2):
+        assert torch.allclose(upload.values[label], features[labels == label].mean(0), atol=1e-6)
+    assert not torch.equal(client.model.head.weight, state.tensors["head.weight"])  # trained on from φ
+
+
+def test_one_server_step_by_hand(make_method, task):
+    # Zero head, one prototype e_0 of class 1: p = 1/4, gradient of the bias p - y, of the weight (p - y)·e_0.
+    # With rate 0.8 the bias becomes -0.2 for the others and +0.6 for class 1, and so does column 0 of the weight.
+    method = make_method("fedgh", own={"server_learning_rate": 0.8})
+    sent = {0: one_prototype(1, torch.eye(6)[0])}
+    state = zero_head()
+    head = method.aggregate(state, sent, Round(1, task, 1)).tensors
+    expected = torch.tensor([-0.2, 0.6, -0.2, -0.2])
+    assert torch.allclose(head["head.bias"], expected)
+    assert torch.allclose(head["head.weight"][:, 0], expected)
+    assert not head["head.weight"][:, 1:].any()
+    assert not state.tensors["head.bias"].any()
+
+
+def test_server_follows_a_literal_loop_over_shuffled_batches(make_method, task):
+    method = make_method(
+        "fedgh", own={"server_epochs": 3, "server_batch_size": 2, "server_learning_rate": 0.1}
+    )
+    random = torch.Generator().manual_seed(0)
+    sent = {i: Prototypes(torch.randn(4, 6, generator=random), torch.tensor([True] * 4)) for i in (0, 1)}
+    found = method.aggregate(method.init(task, 1), sent, Round(5, task, 2, seed=9)).tensors
+
+    head = torch.nn.Linear(6, 4)
+    head.load_state_dict({k.removeprefix("head."): v for k, v in method.init(task, 1).tensors.items()})
+    pairs = [(sent[i].values[j], j) for i in (0, 1) for j in range(4)]
+    order = seeds.generator(9, "fedgh", 5)
+    for _ in range(3):
+        shuffled = torch.randperm(8, generator=order).tolist()
+        for start in range(0, 8, 2):
+            chosen = [pairs[n] for n in shuffled[start : start + 2]]
+            logits = head(torch.stack([vector for vector, _ in chosen]))
+            loss = torch.nn.functional.cross_entropy(logits, torch.tensor([label for _, label in chosen]))
+            head.zero_grad()
+            loss.backward()
+            with torch.no_grad():
+                for parameter in head.parameters():
+                    parameter -= 0.1 * parameter.grad
+    assert torch.allclose(found["head.weight"], head.weight, atol=1e-6)
+    assert torch.allclose(found["head.bias"], head.bias, atol=1e-6)
+
+
+def test_nobody_sent_anything_keeps_the_head(make_method, task):
+    method = make_method("fedgh")
+    state = method.init(task, 3)
+    assert method.aggregate(state, {0: Prototypes.empty(4, 6)}, Round(1, task, 1)) is state
+
+
+def test_uploads_are_checked(make_method, task):
+    method = make_method("fedgh")
+    state = method.init(task, 3)
+    with pytest.raises(RejectedPayload, match="5 wide, expected 6"):
+        method.validate(Prototypes.empty(4, 5), state, task)
+    with pytest.raises(RejectedPayload, match="counts are not part"):
+        method.validate(
+            Prototypes(torch.zeros(4, 6), torch.zeros(4).bool(), torch.zeros(4).long()), state, task
+        )

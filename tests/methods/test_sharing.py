@@ -1,0 +1,103 @@
+"""The base of all methods that average weights, and FedAvg and FedPer, which are little else."""
+
+import pytest
+import torch
+
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.method import Round
+from pbfl_flwr.models import body_names, build_model, head_names
+from pbfl_flwr.payloads import RejectedPayload, Weights
+from pbfl_flwr.task import Task
+from pbfl_flwr.weights import average, shared_parameters
+
+
+def test_average_weighs_by_samples_or_not():
+    state = Weights({"w": torch.zeros(1)})
+    uploads = {0: Weights({"w": torch.tensor([1.0])}, 1), 1: Weights({"w": torch.tensor([5.0])}, 3)}
+    assert float(average(state, uploads, "samples").tensors["w"]) == 4.0  # (1·1 + 3·5)/4
+    assert float(average(state, uploads, "uniform").tensors["w"]) == 3.0
+    assert average(state, {}, "samples") is state
+    assert average(state, {0: Weights({"w": torch.ones(1)}, 0)}, "samples") is state
+
+
+def test_the_three_parts_of_a_network():
+    task = Task(10, 50, (1, 28, 28))
+    model = build_model("cnn2", task, 0)
+    numbers = {
+        share: sum(p.numel() for p in shared_parameters(model, share).values())
+        for share in ("all", "body", "stages", "head")
+    }
+    # convolutions 10·25+10 and 20·10·25+20; hidden layer 320·50+50; head 50·10+10
+    assert numbers == {"all": 21_840, "body": 21_330, "stages": 5_280, "head": 510}
+    assert list(shared_parameters(model, "head")) == [
+        "head.weight",
+        "head.bias",
+    ]  # a dropout stands before it
+
+
+@pytest.mark.parametrize(
+    ("share", "published"), [("body", 34_936_320), ("stages", 2 * 20 * (2_432 + 51_264))]
+)
+def test_cost_of_fedper_on_cifar10(make_method, share, published):
+    method = make_method("fedper", own={"shared": share}, feature_dim=512)
+    task = Task(10, 512, (3, 32, 32))
+    assert method.paper_scalars(task, [10] * 20, [(873_408, 5_130)] * 20) == published  # 873,408·40
+
+
+def test_cost_of_fedavg(make_method):
+    # 4-layer CNN, 20 clients, both ways: FMNIST 23.28M, CIFAR-10 35.14M, CIFAR-100 36.99M
+    for shape, K, published in [
+        ((1, 28, 28), 10, 23.28e6),
+        ((3, 32, 32), 10, 35.14e6),
+        ((3, 32, 32), 100, 36.99e6),
+    ]:
+        method = make_method("fedavg", feature_dim=512)
+        cost = method.paper_scalars(Task(K, 512, shape), [K] * 20, [(0, 0)] * 20)
+        assert cost == pytest.approx(published, abs=5e3)
+
+
+def test_cost_of_fedper_one_way_in_the_protocol_of_fedproto(make_method):
+    task = Task(10, 50, (1, 28, 28))
+    method = make_method("fedper", protocol="fedproto", models="cnn2", feature_dim=50)
+    assert method.paper_scalars(task, [4] * 20, [(0, 0)] * 20) / 2 == 20 * 5_280  # published: 106·10³
+
+
+def test_fedper_keeps_the_head_and_copies_the_body(make_method, make_client, task):
+    method, client = make_method("fedper"), make_client(architecture="cnn4")
+    state = method.init(task, 11)
+    assert set(state.tensors) == set(body_names(client.model))
+    before = {name: p.clone() for name, p in client.model.named_parameters()}
+    method.install(client, state)
+    for name, parameter in client.model.named_parameters():
+        assert torch.equal(parameter, state.tensors[name] if name in state.tensors else before[name])
+    update = method.local_update(client, state)
+    assert update.payload.num_examples == 8
+    assert update.payload.scalars() == state.scalars()
+    for name in head_names(client.model):
+        assert not torch.equal(dict(client.model.named_parameters())[name], before[name])  # trained jointly
+    state_after = method.aggregate(state, {0: update.payload}, Round(1, task, 1))
+    for name, tensor in update.payload.tensors.items():
+        assert torch.equal(state_after.tensors[name], tensor)  # one client: its body
+
+
+def test_batchnorm_buffers_never_travel(make_method, make_client, task):
+    method, client = make_method("fedavg", models="resnet4"), make_client(architecture="resnet4")
+    update = method.local_update(client, method.init(task, 0))
+    assert set(update.payload.tensors) == {name for name, _ in client.model.named_parameters()}
+    assert not any("running" in name or "tracked" in name for name in update.payload.tensors)
+
+
+def test_other_shapes_and_names_are_rejected(make_method, task):
+    method = make_method("fedavg")
+    state = method.init(task, 0)
+    missing = Weights({name: t for name, t in state.tensors.items() if name != "head.bias"})
+    with pytest.raises(RejectedPayload, match=r"head\.bias"):
+        method.validate(missing, state, task)
+    with pytest.raises(RejectedPayload, match=r"head\.bias.*\(5,\)"):
+        method.validate(Weights({**state.tensors, "head.bias": torch.zeros(5)}), state, task)
+
+
+def test_different_architectures_are_refused_before_round_1(make_method, task):
+    for name in ("fedavg", "fedprox", "fedper", "fedrep"):
+        with pytest.raises(PbflError, match=f"'{name}'.*cnn4, resnet4"):
+            make_method(name).check(task, ["cnn4", "resnet4"])
