@@ -40,7 +40,7 @@ COLUMNS = {
     Topic.models: ("model", "what it is"),
     Topic.datasets: ("dataset", "what it is"),
     Topic.presets: ("preset",),
-    Topic.keys: ("key", "default", "allowed: meaning"),
+    Topic.keys: ("key", "default", "meaning, and what is allowed"),
 }
 
 

@@ -11,9 +11,10 @@ import difflib
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from pbfl_flwr.errors import PbflError
 
@@ -43,6 +44,15 @@ class Group(BaseModel):
 G = TypeVar("G", bound=Group)
 
 
+def _absolute(path: str) -> str:
+    if path and not Path(path).is_absolute():
+        raise ValueError("an absolute path or nothing, since workers run in other directories")
+    return path
+
+
+AbsolutePath = Annotated[str, AfterValidator(_absolute)]
+
+
 class RunSettings(Group):
     """The federation and its rounds."""
 
@@ -60,8 +70,12 @@ class RunSettings(Group):
     protocol: Literal["clean", "htfl", "pfl", "fedproto"] = Field(
         "clean", description="whose conventions fill the auto values of loader, evaluation and averaging"
     )
-    run_dir: str = Field("", description="absolute directory of this run; empty: <home>/runs/<date>-<method>")
-    state_dir: str = Field("", description="where clients keep model and state; empty: <run-dir>/clients")
+    run_dir: AbsolutePath = Field(
+        "", description="absolute directory of this run; empty: <home>/runs/<date>-<method>"
+    )
+    state_dir: AbsolutePath = Field(
+        "", description="where clients keep model and state; empty: <run-dir>/clients"
+    )
     resume: bool = Field(False, description="go on from the last round that run-dir holds")
 
 
@@ -69,7 +83,7 @@ class DataSettings(Group):
     """The data and how it is dealt to the clients."""
 
     dataset: str = Field("digits", description="one of `pbfl list datasets`")
-    data_dir: str = Field("", description="where the data lies; empty: <home>/data")
+    data_dir: AbsolutePath = Field("", description="where the data lies; empty: <home>/data")
     download: bool = Field(False, description="allow torchvision to download what is missing")
     partition: Literal["dirichlet", "pathological", "way-shot", "natural", "iid"] = Field(
         "dirichlet", description="how samples are dealt to clients"
@@ -114,6 +128,10 @@ class TrainingSettings(Group):
     )
     device: Literal["auto", "cpu", "cuda", "mps"] = Field(
         "auto", description="auto: the GPU Flower gives, or CPU"
+    )
+    layout: Literal["auto", "channels-last", "contiguous"] = Field(
+        "auto",
+        description="of images in memory: channels-last is faster, contiguous is the references' arithmetic",
     )
     threads: int = Field(1, ge=1, le=1024, description="torch threads of a client on the CPU")
 
@@ -202,6 +220,7 @@ GROUPS: dict[str, type[Group]] = {
 PROTOCOLS: dict[str, dict[str, str]] = {
     "batch-order": {"clean": "shuffled", "htfl": "fixed", "pfl": "shuffled", "fedproto": "shuffled"},
     "drop-last": {"clean": "small", "htfl": "always", "pfl": "always", "fedproto": "always"},
+    "layout": {"clean": "channels-last", "htfl": "contiguous", "pfl": "contiguous", "fedproto": "contiguous"},
     "collect": {"clean": "post", "htfl": "trajectory", "pfl": "trajectory", "fedproto": "trajectory"},
     "evaluate-moment": {"clean": "auto", "htfl": "before", "pfl": "before", "fedproto": "auto"},
     "weighting": {"clean": "auto", "htfl": "auto", "pfl": "auto", "fedproto": "uniform"},
@@ -327,7 +346,7 @@ def _parse_group(group: type[G], values: Mapping[str, Scalar], prefix: str, prob
     except ValidationError as error:
         by_key: dict[str, list[str]] = {}
         for problem in error.errors():
-            message = problem["msg"].removeprefix("Input should be ")
+            message = problem["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
             by_key.setdefault(str(problem["loc"][0]), []).append(message)
         for key, messages in by_key.items():
             allowed = " or ".join(dict.fromkeys(messages))

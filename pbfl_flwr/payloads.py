@@ -290,6 +290,38 @@ class Mixtures:
         return self.num_components * (2 * int(self.means.shape[1]) + 1)
 
 
+@dataclass(frozen=True)
+class WeightsAndPrototypes:
+    """Weights of a network or of a part of it, beside one vector a class.
+
+    Attributes:
+        weights: see :class:`Weights`.
+        prototypes: see :class:`Prototypes`.
+    """
+
+    weights: Weights
+    prototypes: Prototypes
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of both, under ``weights.`` and ``prototypes.``."""
+        return joined(weights=self.weights, prototypes=self.prototypes)
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], task: Task) -> Self:
+        """Rebuild both; see :class:`Payload`."""
+        weights, prototypes = under(tensors, "weights"), under(tensors, "prototypes")
+        if len(weights) + len(prototypes) != len(tensors):
+            known = ("weights.", "prototypes.")
+            raise RejectedPayload(
+                f"unexpected tensors {sorted(n for n in tensors if not n.startswith(known))}"
+            )
+        return cls(Weights.from_tensors(weights, task), Prototypes.from_tensors(prototypes, task))
+
+    def scalars(self) -> int:
+        """Return the scalars of both."""
+        return self.weights.scalars() + self.prototypes.scalars()
+
+
 def joined(**parts: Payload) -> dict[str, Tensor]:
     """Return the tensors of several payloads as one, each under ``<name>.``; for payloads made of payloads."""
     return {

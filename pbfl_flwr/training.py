@@ -156,7 +156,7 @@ def fit(
             if steps == max_steps:
                 break
             if source is None:
-                inputs, labels = take(data, data.train, index, client.device)
+                inputs, labels = take(data, data.train, index, client.device, settings.layout)
             else:
                 inputs, labels = source[0][index], source[1][index]
             terms = loss(inputs, labels)
@@ -216,11 +216,11 @@ def batches(num_samples: int, settings: TrainingSettings, order: torch.Generator
 
 
 def take(
-    data: ClientData, shard: Shard, index: Tensor | slice, device: torch.device
+    data: ClientData, shard: Shard, index: Tensor | slice, device: torch.device, layout: str = "contiguous"
 ) -> tuple[Tensor, Tensor]:
     """Return (normalised float inputs, labels) of the chosen samples on the device."""
     inputs = data.prepare(shard.inputs[index].to(device))
-    if inputs.dim() == 4:
+    if inputs.dim() == 4 and layout == "channels-last":
         inputs = inputs.contiguous(memory_format=torch.channels_last)
     return inputs, shard.labels[index].to(device)
 
@@ -231,7 +231,8 @@ def each_feature(client: Client, shard: Shard) -> Iterator[tuple[Tensor, Tensor]
     client.model.eval()
     size = client.evaluation.eval_batch_size
     for start in range(0, len(shard.labels), size):
-        inputs, labels = take(client.data, shard, slice(start, start + size), client.device)
+        batch = slice(start, start + size)
+        inputs, labels = take(client.data, shard, batch, client.device, client.training.layout)
         yield client.model.features(inputs), labels  # type: ignore[operator]
 
 
@@ -262,7 +263,8 @@ def evaluate(client: Client, predictors: Mapping[str, Predictor]) -> Scores:
     correct = dict.fromkeys(predictors, 0)
     loss = 0.0
     for start in range(0, len(shard.labels), size):
-        inputs, labels = take(client.data, shard, slice(start, start + size), client.device)
+        batch = slice(start, start + size)
+        inputs, labels = take(client.data, shard, batch, client.device, client.training.layout)
         features, logits = forward(client.model, inputs)
         answered = predictors["head"](features, logits) if "head" in predictors else logits
         loss += float(nn.functional.cross_entropy(answered, labels, reduction="sum"))

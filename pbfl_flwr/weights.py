@@ -45,11 +45,11 @@ def shared_parameters(model: nn.Module, share: Share) -> dict[str, nn.Parameter]
     return {sent: parameters[name] for sent, name in zip(travelling, names, strict=True)}
 
 
-def copies(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return detached, contiguous copies on the CPU."""
     return {
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-        for name, tensor in parameters.items()
+        for name, tensor in tensors.items()
     }
 
 

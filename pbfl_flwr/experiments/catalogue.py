@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, Literal, get_args, get_origin
+from collections.abc import Callable, Iterable, Iterator
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -14,6 +14,7 @@ from pbfl_flwr.methods import METHODS, SECTIONS
 from pbfl_flwr.models import FAMILIES, MODELS, description
 
 Rows = list[tuple[str, ...]]
+TYPES = {int: "whole number", float: "number", str: "text", bool: "true or false"}
 SYMBOLS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 
@@ -39,7 +40,7 @@ def shipped() -> Rows:
 
 
 def keys() -> Rows:
-    """Return (key, default, what is allowed and what it means) of every key of the run configuration."""
+    """Return (key, default, what it means and what is allowed) of every key of the run configuration."""
     rows: Rows = []
     for group in GROUPS.values():
         rows.extend(_keys(group, ""))
@@ -50,32 +51,39 @@ def keys() -> Rows:
 
 def allowed(field: FieldInfo) -> str:
     """Return what a key takes: its choices, or its type and range."""
-    bounds = [f"{SYMBOLS[name]} {limit}" for name, limit in _bounds(field)]
-    return ", ".join(_alternatives(field.annotation)) + (f" {' and '.join(bounds)}" if bounds else "")
+    return ", ".join(_alternatives(field.annotation, field.metadata))
 
 
 def _keys(group: type[Group], prefix: str) -> Iterator[tuple[str, ...]]:
     for key, field in zip(group.key_names(), group.model_fields.values(), strict=True):
         default = str(field.default).lower() if isinstance(field.default, bool) else str(field.default)
-        meaning = f"{allowed(field)}: {field.description}" if field.description else allowed(field)
-        yield prefix + key, default or '""', meaning
+        yield (
+            prefix + key,
+            default or '""',
+            "\n".join(filter(None, [field.description, f"  {allowed(field)}"])),
+        )
 
 
-def _bounds(field: FieldInfo) -> Iterator[tuple[str, Any]]:
-    for constraint in field.metadata:
-        for name in SYMBOLS:
-            if (limit := getattr(constraint, name, None)) is not None:
-                yield name, limit
-
-
-def _alternatives(annotation: Any) -> list[str]:
+def _alternatives(annotation: Any, constraints: Iterable[Any]) -> list[str]:
+    if get_origin(annotation) is Annotated:
+        base, *extras = get_args(annotation)
+        inner = [
+            item for extra in extras for item in (extra.metadata if isinstance(extra, FieldInfo) else [extra])
+        ]
+        return _alternatives(base, [*constraints, *inner])
     if get_origin(annotation) is Literal:
         return [str(choice) for choice in get_args(annotation)]
     if parts := get_args(annotation):
-        return [name for part in parts for name in _alternatives(part)]
-    return [
-        {"int": "whole number", "float": "number", "str": "text", "bool": "true, false"}[annotation.__name__]
-    ]
+        return [name for part in parts for name in _alternatives(part, constraints)]
+    bounds = " and ".join(_bounds(constraints))
+    return [f"{TYPES[annotation]} {bounds}".rstrip()]
+
+
+def _bounds(constraints: Iterable[Any]) -> Iterator[str]:
+    for constraint in constraints:
+        for name, symbol in SYMBOLS.items():
+            if (limit := getattr(constraint, name, None)) is not None:
+                yield f"{symbol} {limit}"
 
 
 ROWS: dict[str, Callable[[], Rows]] = {

@@ -67,11 +67,19 @@ def gather(preset: str | None, assignments: Iterable[str]) -> Wishes:
     for key, value in found.items():
         if not isinstance(value, bool | int | float | str):
             problems.append(f"{key} = {value!r}: allowed is one number, true, false or text")
-        elif key in PATHS and isinstance(value, str) and value:
-            values[key] = str(Path(value).expanduser().absolute())  # the workers run elsewhere
         else:
             values[key] = value
-    return Wishes(values, tuple(problems))
+    return Wishes(absolute(values), tuple(problems))
+
+
+def absolute(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
+    """Return the keys with paths made absolute, since the workers run in other directories."""
+    return {
+        key: str(Path(value).expanduser().absolute())
+        if key in PATHS and isinstance(value, str) and value
+        else value
+        for key, value in values.items()
+    }
 
 
 def check(wishes: Wishes) -> Settings:

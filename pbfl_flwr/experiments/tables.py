@@ -68,7 +68,7 @@ def show(run_dir: Path, console: Console) -> None:
     run = RunDirectory(run_dir)
     about, rounds = run.read(), run.rounds()
     say(console, str(run_dir), "bold")
-    say(console, settings_line(about))
+    say(console, settings_line(about, len(rounds)))
     if rounds:
         console.print(accuracy_table(scores(rounds), about["headline"]))
         console.print(cost_table(about, rounds, run.partition_counts()))
@@ -81,11 +81,12 @@ def show(run_dir: Path, console: Console) -> None:
         say(console, f"it ended with: {error.read_text(encoding='utf-8').strip()}", "red")
 
 
-def settings_line(about: Mapping[str, Any]) -> str:
+def settings_line(about: Mapping[str, Any], num_rounds: int) -> str:
     """Return what was run, in a line.
 
     Args:
         about: what run.json holds.
+        num_rounds: rounds that were finished.
     """
     config = about["configuration"]
     detail = {
@@ -95,7 +96,7 @@ def settings_line(about: Mapping[str, Any]) -> str:
     }.get(config["partition"], "")
     return (
         f"{config['method']} on {config['dataset']}, {config['partition']}{detail}, {config['num-clients']} clients, "
-        f"models {config['models']}, d = {config['feature-dim']}, {config['num-server-rounds']} rounds, "
+        f"models {config['models']}, d = {config['feature-dim']}, {num_rounds} rounds, "
         f"protocol {config['protocol']}, seed {config['seed']}, scored {about['moment']} local training"
     )
 
@@ -103,9 +104,9 @@ def settings_line(about: Mapping[str, Any]) -> str:
 def accuracy_table(found: Mapping[str, Scores], headline: str) -> Table:
     """Return the table of accuracies, last and best round of every predictor."""
     table = Table(title="accuracy on the clients' test data, %", title_justify="left")
-    table.add_column("predictor")
+    table.add_column("predictor", no_wrap=True)
     table.add_column("round", justify="right")
-    for name in ("weighted", "mean", "std", "worst decile"):
+    for name in ("weighted", "mean", "std", "worst 10%"):
         table.add_column(name, justify="right")
     for name, score in found.items():
         style = "bold" if name == headline else ""
@@ -114,7 +115,7 @@ def accuracy_table(found: Mapping[str, Scores], headline: str) -> Table:
         table.add_row(label, str(number), *(f"{100 * last[key]:.2f}" for key in STATISTICS), style=style)
         number, best = score.best
         values = (f"{100 * best[key]:.2f}" for key in STATISTICS)
-        table.add_row("  best (chosen on test data)", str(number), *values, style=style, end_section=True)
+        table.add_row("best (chosen on test data)", str(number), *values, style=style, end_section=True)
     return table
 
 
@@ -131,7 +132,7 @@ def cost_table(
     clients = len(about["clients"])
     table = Table(title="cost of a round, mean over the rounds", title_justify="left")
     for name in ("", "up", "down", "both"):
-        table.add_column(name, justify="right" if name else "left")
+        table.add_column(name, justify="right" if name else "left", no_wrap=not name)
     labels = {
         "payload": "bytes a client, payload",
         "ours": "  with reports",
@@ -144,7 +145,7 @@ def cost_table(
         table.add_row(label, kilobytes(up), kilobytes(down), kilobytes(up + down))
     last = rounds[-1]["scalars"]
     table.add_row(
-        "scalars of all clients, last round",
+        "scalars, all clients, last round",
         f"{last['up']:,}",
         f"{last['down']:,}",
         f"{last['up'] + last['down']:,}",
@@ -156,7 +157,7 @@ def cost_table(
         key: fmean(entry["seconds"]["clients"][key] for entry in rounds)
         for key in rounds[0]["seconds"]["clients"]
     }
-    table.add_row(f"  clients' own work ({', '.join(spent)})", "", "", f"{sum(spent.values()):.2f}")
+    table.add_row("  of clients, summed", "", "", f"{sum(spent.values()):.2f}")
     table.add_row("  peak memory of a worker", "", "", f"{max(entry['peak_mb'] for entry in rounds):.0f} MB")
     return table
 

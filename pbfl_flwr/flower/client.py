@@ -295,7 +295,7 @@ def _open(message: Message, context: Context, source: _Source) -> _Open:
     store = ClientStore(identity.state_dir, experiment, identity.client, architecture)
     stored = store.load()
     device = choose_device(settings.training.device)
-    model, initial = _network(architecture, task, settings.run.seed, str(device))
+    model, initial = _network(architecture, task, settings.run.seed, str(device), settings.training.layout)
     model.load_state_dict(dict(stored.model) if stored else initial)
     model.eval()  # whatever mode the last client of this process left behind
     client = Client(
@@ -324,10 +324,12 @@ def _settings(run_config: tuple[tuple[str, Scalar], ...]) -> Settings:
 
 
 @lru_cache(maxsize=16)
-def _network(architecture: str, task: Task, seed: int, device: str) -> tuple[nn.Module, dict[str, Tensor]]:
+def _network(
+    architecture: str, task: Task, seed: int, device: str, layout: str
+) -> tuple[nn.Module, dict[str, Tensor]]:
     """Build an architecture once a worker; clients' weights are copied in."""
     model = build_model(architecture, task, seed).to(device)
-    if len(task.input_shape) == 3:
+    if len(task.input_shape) == 3 and layout == "channels-last":
         model = model.to(memory_format=torch.channels_last)
     return model, {name: tensor.clone() for name, tensor in model.state_dict().items()}
 

@@ -303,7 +303,8 @@ class MethodStrategy(Strategy):
                 f"client {client}: {reason}" for client, reason in list(outcome.failures.items())[:5]
             )
             raise RunEnded(
-                f"round {server_round}: {valid} valid replies, min-replies is {self.settings.run.min_replies}; {reasons}"
+                f"round {server_round}: {valid} valid replies, min-replies is {self.settings.run.min_replies}: "
+                f"{reasons}"
             )
         broadcast = self.method.broadcast(self.state, min(phase.training))
         figures = MetricRecord(

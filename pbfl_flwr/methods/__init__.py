@@ -12,12 +12,16 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Method
 from pbfl_flwr.methods import (
     fedavg,
+    fedcpd,
+    feddistill,
     fedgh,
     fedper,
     fedproto,
     fedprox,
     fedrep,
     fedtgp,
+    fml,
+    gfpl,
     lg_fedavg,
     local,
     protonorm,
@@ -48,12 +52,18 @@ METHODS: dict[str, Entry] = {
     "fedrep": Entry("as FedPer, head and body trained one after the other", fedrep.build, fedrep.Config),
     "lg-fedavg": Entry("the classifier averaged, bodies at home", lg_fedavg.build),
     "fedgh": Entry("the server trains the classifier on prototypes", fedgh.build, fedgh.Config),
+    "feddistill": Entry("class means of outputs averaged and distilled", feddistill.build, feddistill.Config),
+    "fml": Entry("mutual learning with an averaged auxiliary network", fml.build, fml.Config),
     "fedproto": Entry("class means averaged, features pulled towards them", fedproto.build),
     "fedtgp": Entry("prototypes trained on the server with an adaptive margin", fedtgp.build, fedtgp.Config),
     "tinyproto": Entry(
         "sparse prototypes with adaptive scaling, on FedProto or FedTGP", tinyproto.build, tinyproto.Config
     ),
     "protonorm": Entry("prototypes aligned on the sphere, upscaled by the client", protonorm.build),
+    "fedcpd": Entry("FedRep with prototypes and a memory of feature maps", fedcpd.build, fedcpd.Config),
+    "gfpl": Entry(
+        "Gaussian mixtures fused by distance, heads retrained on samples of them", gfpl.build, gfpl.Config
+    ),
 }
 
 SECTIONS: dict[str, type[Group]] = {name: entry.section for name, entry in METHODS.items() if entry.section}

@@ -8,8 +8,8 @@ received pairs (c̄_ij, j), S epochs in shuffled batches.
 Travels: down the head (K·d + K), up K_i·d numbers a client; no counts, no weights.
 Predicts: the logits of the own body under the head that was just broadcast, before local training.
 Differs from the paper: its code steps an optimiser that holds a client's network, so that the header never
-changes; here the header is what is optimised, as in HtFLlib. The loss is a mean over prototypes, not over clients' batch
-means.
+changes; here the header is what is optimised, as in HtFLlib. The loss is a mean over prototypes, not over the batch
+means of clients.
 Differs from the reference: prototypes are taken over all training samples; HtFLlib leaves out the incomplete last
 batch.
 """

@@ -5,10 +5,12 @@ Source: GFPL, Section 3.2 and 4.1.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from functools import lru_cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pbfl_flwr import seeds
@@ -33,14 +35,15 @@ def equiangular_frame(num_classes: int, feature_dim: int, seed: int) -> Tensor:
     K, d = num_classes, feature_dim
     if d < K:
         raise PbflError(
-            f"feature-dim = {d} with {K} classes: an equiangular tight frame is built from {K} orthogonal "
-            f"vectors; allowed is feature-dim >= {K}"
+            f"feature-dim = {d}: an equiangular tight frame of {K} classes is built from {K} orthogonal vectors; "
+            f"allowed is feature-dim >= {K}"
         )
     A = torch.randn(d, K, generator=seeds.generator(seed, "etf"), dtype=torch.float64)
     Q, R = torch.linalg.qr(A)
     Q = Q * R.diagonal().sign()
     centred = torch.eye(K, dtype=torch.float64) - 1 / K
-    return ((K / (K - 1)) ** 0.5 * Q @ centred).to(torch.float32)
+    Z: Tensor = math.sqrt(K / (K - 1)) * Q @ centred
+    return Z.to(torch.float32)
 
 
 def frame_scores(projected: Tensor, frame: Tensor) -> Tensor:
@@ -50,7 +53,8 @@ def frame_scores(projected: Tensor, frame: Tensor) -> Tensor:
         projected: ĥ (B, d).
         frame: Z (d, K).
     """
-    return F.normalize(projected, dim=1) @ frame
+    scores: Tensor = F.normalize(projected, dim=1) @ frame
+    return scores
 
 
 def dot_regression(projected: Tensor, labels: Tensor, frame: Tensor) -> Tensor:
@@ -63,3 +67,19 @@ def dot_regression(projected: Tensor, labels: Tensor, frame: Tensor) -> Tensor:
     """
     own = frame_scores(projected, frame).gather(1, labels[:, None])
     return (own - 1).square().mean() / 2
+
+
+def projection_layer(feature_dim: int, seed: int, kept: Mapping[str, Tensor]) -> nn.Linear:
+    """Return the layer l(ω3), d to d, that stands between non-negative sparse features and the dense frame.
+
+    Args:
+        feature_dim: d.
+        seed: of the first weights, the same for all clients; torch's global random state is left alone.
+        kept: the state of last time; empty at first.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seeds.derive(seed, "projection"))
+        layer = nn.Linear(feature_dim, feature_dim)
+    if kept:
+        layer.load_state_dict(dict(kept))
+    return layer

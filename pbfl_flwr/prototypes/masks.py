@@ -29,7 +29,7 @@ def allocate_masks(
     *,
     scheme: Literal["dimension", "block"] = "dimension",
     seed: int,
-    swaps: int = 1500,
+    swaps: int = 1000,
 ) -> Tensor:
     """Allocate the K masks with the largest total pairwise Hamming distance, then raise the smallest one.
 

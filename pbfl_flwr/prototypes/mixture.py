@@ -12,8 +12,8 @@ once every few rounds, so that the milliseconds do not show, and features are sm
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -25,7 +25,8 @@ from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 from torch import Tensor
 
 from pbfl_flwr import seeds
-from pbfl_flwr.payloads import Mixtures
+from pbfl_flwr.payloads import Mixtures, RejectedPayload, joined, under
+from pbfl_flwr.task import Task
 
 STD_FLOOR = 1e-3  # ReLU features are often constant within a class
 MAX_ITERATIONS = 100
@@ -61,7 +62,11 @@ class MixtureFit:
 
 
 def fit_mixtures(
-    features: Tensor, labels: Tensor, components: int, *, seed: int, weight: Weight = "count"
+    batches: Iterable[tuple[Tensor, Tensor]],
+    width: int,
+    components: int,
+    seed: int,
+    weight: Weight = "count",
 ) -> MixtureFit:
     """Fit one mixture with diagonal covariance to the features of every class, by EM (Eq. 4 to 6).
 
@@ -70,15 +75,18 @@ def fit_mixtures(
     so that what is drawn from it is not that sample. No deviation is below STD_FLOOR.
 
     Args:
-        features: (N, d), finite.
-        labels: (N,) whole numbers from 0.
+        batches: features (B, d), finite, and labels (B,), whole numbers from 0.
+        width: d.
         components: n.
         seed: of the k-means start; every class has a start of its own.
         weight: "count" gives component c of class j the weight π_c·n_j, so that the components of several clients
             together are the mixture of the pooled samples; "pi" gives π_c and keeps n_j at home.
     """
-    X = features.detach().to("cpu", torch.float64).numpy()
-    y = labels.cpu().numpy()
+    columns = [(features.detach().cpu(), labels.cpu()) for features, labels in batches]
+    if not columns:
+        return MixtureFit(Mixtures.empty(width), 0, 0)
+    X = torch.cat([features for features, _ in columns]).to(torch.float64).numpy()
+    y = torch.cat([labels for _, labels in columns]).numpy()
     pooled = _pooled_std(X, y)
     parts: list[Mixtures] = []
     reduced = not_converged = 0
@@ -98,7 +106,7 @@ def fit_mixtures(
             parts.append(_fitted(em, rows, int(label), pooled, weight))
             reduced += n < components
             not_converged += not em.converged_
-    return MixtureFit(Mixtures.concatenated(parts, X.shape[1]), reduced, not_converged)
+    return MixtureFit(Mixtures.concatenated(parts, width), reduced, not_converged)
 
 
 def _fitted(em: GaussianMixture, rows: Floats, label: int, pooled: Floats, weight: Weight) -> Mixtures:
@@ -245,3 +253,60 @@ def sample(mixtures: Mixtures, per_class: int, generator: torch.Generator) -> tu
     index = index[torch.randperm(len(index), generator=generator)]
     noise = torch.randn(len(index), mixtures.means.shape[1], generator=generator)
     return mixtures.means[index] + mixtures.stds[index] * noise, mixtures.labels[index]
+
+
+@dataclass(frozen=True)
+class MixtureState:
+    """What a server of mixtures knows.
+
+    Attributes:
+        broadcast: the fused mixtures after an exchange, empty after any other round.
+        held: the last upload of every client.
+        owners: (N,) int64, the client of each component held.
+    """
+
+    broadcast: Mixtures
+    held: Mixtures
+    owners: Tensor
+
+    @classmethod
+    def empty(cls, width: int) -> MixtureState:
+        """Return a state in which nobody has sent anything."""
+        return cls(Mixtures.empty(width), Mixtures.empty(width), torch.zeros(0, dtype=torch.int64))
+
+    def silent(self) -> MixtureState:
+        """Return the state with nothing to broadcast."""
+        return replace(self, broadcast=Mixtures.empty(self.held.means.shape[1]))
+
+    def received(self, uploads: Mapping[int, Mixtures], stale: Literal["keep", "drop"]) -> MixtureState:
+        """Return the state with these uploads in the place of their clients' last ones.
+
+        Args:
+            uploads: by client.
+            stale: whether the last uploads of other clients are kept.
+        """
+        other = ~torch.isin(self.owners, torch.tensor(list(uploads), dtype=torch.int64))
+        if stale == "drop":
+            other = torch.zeros_like(other)
+        parts = [self.held.chosen(other), *uploads.values()]
+        owners = [torch.full((up.num_components,), client) for client, up in uploads.items()]
+        held = Mixtures.concatenated(parts, self.held.means.shape[1])
+        return replace(self, held=held, owners=torch.cat([self.owners[other], *owners]))
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """Return everything under prefixed names; see :class:`pbfl_flwr.payloads.Payload`."""
+        return {**joined(broadcast=self.broadcast, held=self.held), "owners": self.owners}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], task: Task) -> MixtureState:
+        """Rebuild the state of a checkpoint."""
+        broadcast, held = (
+            Mixtures.from_tensors(under(tensors, name), task) for name in ("broadcast", "held")
+        )
+        if len(owners := tensors["owners"]) != held.num_components:
+            raise RejectedPayload(f"{len(owners)} owners for {held.num_components} components")
+        return cls(broadcast, held, owners)
+
+    def scalars(self) -> int:
+        """Return the scalars of the broadcast."""
+        return self.broadcast.scalars()

@@ -1,0 +1,297 @@
+"""Several runs on the same data side by side, resumable run by run, and one table of them.
+
+A comparison is a TOML file: what all runs share, and a table a run with what it changes.
+
+::
+
+    title = "The prototype family on CIFAR-10"
+    [common]
+    dataset = "cifar10"
+    [runs.FedProto]
+    method = "fedproto"
+    [runs.TinyProto-FT]
+    method = "tinyproto"
+    tinyproto.base = "fedtgp"
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import Any
+
+from pbfl_flwr.config import Scalar
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments import configuration
+from pbfl_flwr.experiments.figures import kilobytes
+from pbfl_flwr.experiments.tables import paper_scalars, scores
+from pbfl_flwr.flower.history import RunDirectory
+from pbfl_flwr.flower.store import write_atomically
+from pbfl_flwr.method import PREDICTORS
+
+FOLDER = "experiments/comparisons"
+Start = Callable[[configuration.Wishes, Path, bool], int]
+"""(keys, run directory, whether it goes on) -> exit code of the run."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One run of a comparison.
+
+    Attributes:
+        label: its row in the table.
+        seed: of the run.
+        wishes: its keys.
+        directory: where it is written.
+    """
+
+    label: str
+    seed: int
+    wishes: configuration.Wishes
+    directory: Path
+
+
+def comparisons() -> list[str]:
+    """Return the names of the comparisons that come with the package."""
+    folder = files("pbfl_flwr").joinpath(FOLDER)
+    return sorted(item.name.removesuffix(".toml") for item in folder.iterdir() if item.name.endswith(".toml"))
+
+
+def read(name: str) -> tuple[str, dict[str, dict[str, Scalar]]]:
+    """Return (title, label -> keys) of a comparison.
+
+    Args:
+        name: a TOML file, or one of :func:`comparisons`.
+
+    Raises:
+        PbflError: if there is none, or it is not of the form above.
+    """
+    path = Path(name).expanduser()
+    if path.is_file():
+        text = path.read_text(encoding="utf-8")
+    elif name in comparisons():
+        text = files("pbfl_flwr").joinpath(FOLDER, f"{name}.toml").read_text(encoding="utf-8")
+    else:
+        raise PbflError(
+            f"comparison '{name}': no such file; allowed is a TOML file or one of {', '.join(comparisons())}"
+        )
+    try:
+        found = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise PbflError(f"comparison '{name}' is no TOML: {error}") from None
+    if unknown := set(found) - {"title", "common", "runs"}:
+        raise PbflError(
+            f"comparison '{name}': unknown part '{min(unknown)}'; allowed are title, common and runs"
+        )
+    if not found.get("runs"):
+        raise PbflError(f"comparison '{name}': it has no [runs.<label>] table")
+    common = configuration.flatten(found.get("common", {}))
+    return str(found.get("title", name)), {
+        label: {**common, **configuration.flatten(keys)} for label, keys in found["runs"].items()
+    }
+
+
+def plan(
+    runs: Mapping[str, Mapping[str, Scalar]],
+    assignments: Iterable[str],
+    seeds: Sequence[int],
+    only: Sequence[str],
+    out: Path,
+) -> list[Planned]:
+    """Return every run with its checked keys, before any of them starts.
+
+    Args:
+        runs: label -> keys.
+        assignments: ``key=value`` for all runs.
+        seeds: one run a label and seed; without any, the seed that the keys give.
+        only: labels; empty is all.
+        out: directory of the comparison.
+
+    Raises:
+        PbflError: one line for every bad key of every run, and for labels that do not exist.
+    """
+    if unknown := [label for label in only if label not in runs]:
+        raise PbflError(f"--only {unknown[0]}: allowed are {', '.join(runs)}")
+    given = configuration.gather(None, assignments)
+    planned, problems = [], []
+    for label, keys in runs.items():
+        if only and label not in only:
+            continue
+        for seed in seeds or [int(given.values.get("seed", keys.get("seed", 0)))]:
+            values = configuration.absolute({**keys, **given.values, "seed": seed})
+            wishes = configuration.Wishes(values, given.problems)
+            try:
+                configuration.check(wishes)
+            except PbflError as error:
+                problems += [f"{label}: {line}" for line in str(error).splitlines()]
+            planned.append(Planned(label, seed, wishes, out / f"{label}-seed{seed}"))
+    if problems:
+        raise PbflError("\n".join(dict.fromkeys(problems)))
+    return planned
+
+
+def finished(run: Planned) -> bool:
+    """Whether all rounds of a run are there."""
+    if not (run.directory / "run.json").exists():
+        return False
+    directory = RunDirectory(run.directory)
+    return len(directory.rounds()) >= int(directory.read()["configuration"]["num-server-rounds"])
+
+
+def make(planned: Sequence[Planned], start: Start) -> list[str]:
+    """Make the runs that are not finished, one after the other, and return what failed.
+
+    A run that was interrupted goes on where it stopped; a run that fails does not stop the others.
+    """
+    failed = []
+    for run in planned:
+        if finished(run):
+            continue
+        goes_on = (run.directory / "run.json").exists()
+        wishes = configuration.resumed(run.directory, run.wishes) if goes_on else run.wishes
+        if start(wishes, run.directory, goes_on):
+            failed.append(f"{run.label}, seed {run.seed}")
+    return failed
+
+
+@dataclass(frozen=True)
+class Row:
+    """One label, all its seeds.
+
+    Attributes:
+        label, headline: of the runs.
+        seeds, rounds: how many seeds, and how many rounds each.
+        last, best: headline accuracies (sample-weighted, %), one a seed.
+        others: predictor -> last accuracies.
+        spread: deviation over clients, last round.
+        up, down: bytes a client and round, payload.
+        total: bytes a round, all clients and both ways, Flower's objects included.
+        paper: scalars by the paper's formula.
+        seconds: a round.
+    """
+
+    label: str
+    headline: str
+    seeds: int
+    rounds: int
+    last: list[float]
+    best: list[float]
+    others: dict[str, list[float]]
+    spread: list[float]
+    up: float
+    down: float
+    total: float
+    paper: str
+    seconds: float
+
+
+def rows(planned: Sequence[Planned]) -> list[Row]:
+    """Return a row for every label that has a finished run."""
+    found = []
+    for label in dict.fromkeys(run.label for run in planned):
+        done = [RunDirectory(run.directory) for run in planned if run.label == label and finished(run)]
+        if done:
+            found.append(_row(label, done))
+    return found
+
+
+def _row(label: str, runs: Sequence[RunDirectory]) -> Row:
+    abouts, histories = [run.read() for run in runs], [run.rounds() for run in runs]
+    headline = str(abouts[0]["headline"])
+    all_scores = [scores(history) for history in histories]
+    entries: list[Mapping[str, Any]] = [entry for history in histories for entry in history]
+    clients = len(abouts[0]["clients"])
+    return Row(
+        label,
+        headline,
+        len(runs),
+        len(histories[0]),
+        [100 * found[headline].last[1]["weighted"] for found in all_scores],
+        [100 * found[headline].best[1]["weighted"] for found in all_scores],
+        {
+            name: [100 * found[name].last[1]["weighted"] for found in all_scores if name in found]
+            for name in PREDICTORS
+            if any(name in found for found in all_scores)
+        },
+        [100 * found[headline].last[1]["std"] for found in all_scores],
+        fmean(entry["bytes_up"]["payload"] for entry in entries) / clients,
+        fmean(entry["bytes_down"]["payload"] for entry in entries) / clients,
+        fmean(entry["bytes_up"]["total"] + entry["bytes_down"]["total"] for entry in entries),
+        paper_scalars(abouts[0], runs[0].partition_counts()),
+        fmean(entry["seconds"]["total"] for entry in entries),
+    )
+
+
+def markdown(title: str, found: Sequence[Row]) -> str:
+    """Return the table: accuracies in %, sample-weighted over all clients; deviations over seeds where there are several."""
+    names = [name for name in PREDICTORS if any(name in row.others for row in found)]
+    head = ["run", "headline", "last", "best (on test data)", "std over clients", *names]
+    head += ["payload up", "payload down", "all bytes a round", "paper's scalars", "s a round"]
+    lines = [f"**{title}**", "", "| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for row in found:
+        cells = [row.label, row.headline, _figure(row.last), _figure(row.best), _figure(row.spread)]
+        cells += [_figure(row.others[name]) if name in row.others else "-" for name in names]
+        cells += [
+            kilobytes(row.up),
+            kilobytes(row.down),
+            kilobytes(row.total),
+            row.paper,
+            f"{row.seconds:.1f}",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    rounds = sorted({row.rounds for row in found})
+    lines += [
+        "",
+        f"Rounds: {', '.join(map(str, rounds))}. Seeds: {max((row.seeds for row in found), default=0)}. ",
+    ]
+    lines[-1] += "The columns named after predictors are last-round accuracies; payload is a client's mean."
+    return "\n".join(lines) + "\n"
+
+
+def write(out: Path, title: str, found: Sequence[Row]) -> None:
+    """Write table.md and table.csv."""
+    write_atomically(out / "table.md", markdown(title, found).encode())
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(
+        [
+            "run",
+            "headline",
+            "seeds",
+            "rounds",
+            "last",
+            "best",
+            "std",
+            "up",
+            "down",
+            "total",
+            "paper",
+            "seconds",
+        ]
+    )
+    for row in found:
+        figures = [fmean(row.last), fmean(row.best), fmean(row.spread), row.up, row.down, row.total]
+        writer.writerow(
+            [
+                row.label,
+                row.headline,
+                row.seeds,
+                row.rounds,
+                *(f"{value:.4f}" for value in figures),
+                row.paper,
+            ]
+            + [f"{row.seconds:.2f}"]
+        )
+    write_atomically(out / "table.csv", text.getvalue().encode())
+
+
+def _figure(values: Sequence[float]) -> str:
+    if len(values) == 1:
+        return f"{values[0]:.2f}"
+    return f"{fmean(values):.2f} ± {pstdev(values):.2f}"

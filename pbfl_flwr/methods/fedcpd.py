@@ -1,0 +1,213 @@
+"""FedCPD: FedRep with a memory of the client's own feature maps, and global prototypes to align with.
+
+Jin et al., "FedCPD: Personalized Federated Learning with Prototype-Enhanced Representation and Memory Distillation",
+IJCAI 2025.
+
+Round: each client copies the global body θ, trains its head φ_i on cross-entropy (body frozen), then its body (head
+frozen) on CE + α·‖z - P_y‖² + β·(InfoNCE over cosine(z, P)/τ) + γ·L_fd, where L_fd compares attention and feature maps,
+fused across layers, with those of its own body at the end of its last participation. It answers body and class means;
+the server averages both, θ <- Σ_i (n_i/Σn)·θ_i and P_j <- the mean over the holders of class j.
+Travels: body and K_i·d numbers up, body and K·d numbers down. Head, attention, fusion and the memory stay.
+Predicts: the logits of the received body under the client's own head, scored before local training.
+Differs from the paper: what it leaves open is a setting. Weights α = 0.02 (10/d of its CNN, FedProto's tuned pull),
+β = γ = 1 and τ = 0.5; L_fd takes the mean over a map's elements and the sum over levels (Algorithm 1 overwrites it
+level by level); all maps with places are levels. The head phase uses cross-entropy alone, since nothing else depends on
+the head. "K iterations, alternating" is read as Algorithm 1 and FedRep have it: one phase after the other.
+Differs from the reference: no code was published.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, cast
+
+from pydantic import Field
+from torch import Tensor, nn
+
+from pbfl_flwr import seeds
+from pbfl_flwr.config import Group, Settings, parse_section
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.method import Client, Method, Moment, Round, Update
+from pbfl_flwr.methods.fedrep import HeadThenBody
+from pbfl_flwr.methods.sharing import answer, initial, receive, shared_scalars
+from pbfl_flwr.models import SplitModel, architectures, build_model
+from pbfl_flwr.models.attention import MapDistillation, MapMemory, convolutional, map_channels
+from pbfl_flwr.payloads import Prototypes, RejectedPayload, WeightsAndPrototypes, under
+from pbfl_flwr.prototypes.aggregation import keep_stale, mean
+from pbfl_flwr.prototypes.distillation import alignment_pull, contrast
+from pbfl_flwr.prototypes.pipeline import class_sums_of
+from pbfl_flwr.task import Task
+from pbfl_flwr.training import Loss, forward
+from pbfl_flwr.weights import Weighting, average, copies, same_shapes, weighting_of
+
+
+class Config(Group):
+    """Settings ``fedcpd.*``; a weight of 0 switches its component off, all three off is FedRep."""
+
+    align_weight: float = Field(0.02, ge=0, description="α, pull towards the class's global prototype")
+    contrast_weight: float = Field(1.0, ge=0, description="β, contrast between global prototypes")
+    distill_weight: float = Field(1.0, ge=0, description="γ, memory of the last own feature maps")
+    temperature: float = Field(0.5, gt=0, description="τ of the contrast")
+    map_reduction: Literal["mean", "sum"] = Field(
+        "mean", description="of a map's squared error, over its elements"
+    )
+    fusion_width: int = Field(64, ge=1, le=4096, description="common channels of the fusion")
+    attention_ratio: int = Field(16, ge=1, description="r of the attention's channel gate")
+    attention_kernel: Literal[3, 5, 7] = Field(7, description="side of the attention's spatial gate")
+    head_epochs: int = Field(1, ge=0, description="τ_h, epochs of the head phase")
+
+
+@dataclass(frozen=True)
+class FedCPD(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndPrototypes]):
+    """See the module."""
+
+    architecture: str
+    config: Config = field(default_factory=Config)
+    weighting: Weighting = "samples"
+    stale: Literal["keep", "drop"] = "keep"
+    name: str = "fedcpd"
+    moment: Moment = "before"
+
+    state = WeightsAndPrototypes
+    down = WeightsAndPrototypes
+    up = WeightsAndPrototypes
+    same_architecture = True
+
+    # Client -----------------------------------------------------------------------------------------------
+
+    def install(self, client: Client, down: WeightsAndPrototypes) -> None:
+        """Body <- θ."""
+        receive(client, down.weights, "body")
+
+    def local_update(self, client: Client, down: WeightsAndPrototypes) -> Update[WeightsAndPrototypes]:
+        """Body <- θ, head phase, body phase, class means; remember what makes the maps."""
+        self.install(client, down)
+        distillation = self._distillation(client)
+        kept = under(client.memory, "teacher")
+        teacher = None
+        if distillation is not None and kept:
+            teacher = MapMemory(cast(SplitModel, client.model).stages, kept, distillation)
+        phases = HeadThenBody(self.config.head_epochs)
+        head = phases.head_phase(client)
+        loss = self._loss(client, down.prototypes, distillation, teacher)
+        report = head.then(
+            phases.body_phase(client, loss, [distillation] if teacher and distillation else [])
+        )
+        memory = dict(report.optimizer)
+        if distillation is not None:
+            stages = cast(SplitModel, client.model).stages
+            memory |= {f"teacher.{name}": tensor for name, tensor in copies(stages.state_dict()).items()}
+            memory |= {f"distillation.{name}": t for name, t in copies(distillation.state_dict()).items()}
+        upload = WeightsAndPrototypes(answer(client, "body"), self._prototypes(client))
+        return Update(upload, memory, report.metrics())
+
+    def _loss(
+        self,
+        client: Client,
+        prototypes: Prototypes,
+        distillation: MapDistillation | None,
+        teacher: MapMemory | None,
+    ) -> Loss:
+        """L_ce + α·L_align + β·L_pcl + γ·L_fd; a term that is off or has nothing to go by is left out."""
+        config, model = self.config, cast(SplitModel, client.model)
+        values, present = prototypes.values.to(client.device), prototypes.present.to(client.device)
+        known = prototypes.num_present > 0
+
+        def loss(inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            terms: dict[str, Tensor] = {}
+            if teacher is None or distillation is None:
+                features, logits = forward(model, inputs)
+            else:
+                maps = model.feature_maps(inputs)
+                features = model.neck(maps[-1])
+                logits = model.head(features)
+                difference = distillation(
+                    convolutional(maps), *teacher(inputs), config.map_reduction == "sum"
+                )
+                terms["memory"] = config.distill_weight * difference
+            if config.align_weight and known:
+                terms["align"] = config.align_weight * alignment_pull(features, labels, values, present)
+            if config.contrast_weight and known:
+                cosines = contrast(features, labels, values, present, config.temperature)
+                terms["contrast"] = config.contrast_weight * cosines
+            return {"ce": nn.functional.cross_entropy(logits, labels), **terms}
+
+        return loss
+
+    def _distillation(self, client: Client) -> MapDistillation | None:
+        """Return attention and fusion as this client left them; None if γ = 0."""
+        config = self.config
+        if not config.distill_weight:
+            return None
+        module = MapDistillation(
+            map_channels(client.model, client.task),
+            width=config.fusion_width,
+            ratio=config.attention_ratio,
+            kernel=config.attention_kernel,
+            seed=seeds.derive(client.seed, "fedcpd", client.id),
+        )
+        if kept := under(client.memory, "distillation"):
+            module.load_state_dict(kept)
+        return module.to(client.device)
+
+    def _prototypes(self, client: Client) -> Prototypes:
+        """Class means of the trained body; nobody asks for them if α = β = 0."""
+        if not (self.config.align_weight or self.config.contrast_weight):
+            return Prototypes.empty(client.task.num_classes, client.task.feature_dim)
+        values, held, _ = class_sums_of(client).means()
+        return Prototypes(values, held)
+
+    # Server -----------------------------------------------------------------------------------------------
+
+    def init(self, task: Task, seed: int) -> WeightsAndPrototypes:
+        """A fresh body; no class has a prototype."""
+        body = initial(self.architecture, task, seed, "body")
+        return WeightsAndPrototypes(body, Prototypes.empty(task.num_classes, task.feature_dim))
+
+    def aggregate(
+        self, state: WeightsAndPrototypes, uploads: Mapping[int, WeightsAndPrototypes], at: Round
+    ) -> WeightsAndPrototypes:
+        """Average bodies by samples and prototypes by holders; a class nobody sent keeps its prototype."""
+        if not uploads:
+            return state
+        weights = average(state.weights, {i: up.weights for i, up in uploads.items()}, self.weighting)
+        fresh = mean(up.prototypes for up in uploads.values())
+        return WeightsAndPrototypes(weights, keep_stale(state.prototypes, fresh, mode=self.stale)[0])
+
+    def validate(self, upload: WeightsAndPrototypes, state: WeightsAndPrototypes, task: Task) -> None:
+        """The body's tensors, prototypes of width d."""
+        same_shapes(upload.weights, state.weights)
+        if upload.prototypes.values.shape[1] != task.feature_dim:
+            width = upload.prototypes.values.shape[1]
+            raise RejectedPayload(f"prototypes are {width} wide, expected {task.feature_dim}")
+
+    # Both -------------------------------------------------------------------------------------------------
+
+    def check(self, task: Task, architectures: Sequence[str]) -> None:
+        """One architecture; with memory distillation it needs maps."""
+        super().check(task, architectures)
+        if self.config.distill_weight and not map_channels(build_model(self.architecture, task, 0), task):
+            raise PbflError(
+                f"method 'fedcpd' distils feature maps, and model '{self.architecture}' has none; allowed are "
+                "convolutional models with stages, or fedcpd.distill-weight = 0"
+            )
+
+    def paper_scalars(
+        self, task: Task, class_counts: Sequence[int], parameters: Sequence[tuple[int, int]]
+    ) -> float:
+        """2·M·|θ| + Σ_i (K_i + K)·d."""
+        cost = shared_scalars(self.architecture, task, len(class_counts), "body")
+        if self.config.align_weight or self.config.contrast_weight:
+            cost += sum(held + task.num_classes for held in class_counts) * task.feature_dim
+        return cost
+
+
+def build(settings: Settings) -> FedCPD:
+    """Return the method."""
+    return FedCPD(
+        architectures(settings.models.models)[0],
+        parse_section(Config, settings),
+        weighting_of(settings, "samples"),
+        settings.prototypes.stale,
+    )

@@ -1,0 +1,194 @@
+"""FedDistill (federated distillation, FD): class means of outputs are averaged and distilled.
+
+Jeong et al., "Communication-Efficient On-Device Machine Learning: Federated Distillation and Augmentation under Non-IID
+Private Data", 2018.
+
+Round: each client minimises CE(z, y) + γ·D(z, s_y), where s_y is the other clients' mean output for the sample's class
+(its own detached output where there is none), and answers, for every class that it trained on, the mean of the outputs
+it saw on the way. The server averages over the holders of a class.
+Travels: up K_i·K, down K·K numbers a client.
+Predicts: the logits of the own model.
+Differs from the paper: feddistill.loss = "paper" is its form: outputs are probabilities, D is the cross-entropy, and a
+client's own contribution is taken out of what it is taught. The paper assumes full participation; a class that nobody
+sent in a round keeps its row (stale="drop" forgets it).
+Differs from the references: under protocol "htfl" and "pfl" outputs are logits and D is the cross-entropy with
+softmax(s), own contribution included ("ce-soft"); "mse" is the square error of their first versions. Their present
+cross-entropy with raw logits is left out: its gradient p·Σs - s does not vanish at z = s, and training diverges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from pbfl_flwr.config import Group, Settings, parse_section
+from pbfl_flwr.method import Client, Method, Round, Update
+from pbfl_flwr.payloads import Logits, RejectedPayload, joined, under
+from pbfl_flwr.prototypes import aggregation
+from pbfl_flwr.prototypes.statistics import ClassSums
+from pbfl_flwr.task import Task
+from pbfl_flwr.training import fit, forward
+
+Form = Literal["paper", "ce-soft", "mse"]
+
+
+class Config(Group):
+    """Settings ``feddistill.*``."""
+
+    distillation_weight: float = Field(1.0, ge=0, description="γ, weight of the distillation term")
+    loss: Literal["auto", "paper", "ce-soft", "mse"] = Field(
+        "auto", description="what is averaged and distilled; auto: paper under protocol clean, else ce-soft"
+    )
+
+
+@dataclass(frozen=True)
+class DistillState:
+    """What the server knows.
+
+    Attributes:
+        table: mean outputs over the holders of each class, (K, K).
+        holders: (K,) int64 |N_c|, the clients behind each row.
+        sent: client -> its rows in the mean, where the loss takes them out again; else empty.
+    """
+
+    table: Logits
+    holders: Tensor
+    sent: Mapping[int, Logits] = field(default_factory=dict)
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """Return everything under prefixed names; see :class:`pbfl_flwr.payloads.Payload`."""
+        own = joined(**{f"sent-{client}": rows for client, rows in self.sent.items()})
+        return {**joined(table=self.table), "holders": self.holders, **own}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], task: Task) -> DistillState:
+        """Rebuild the state of a checkpoint."""
+        names = {key.partition(".")[0] for key in tensors if key.startswith("sent-")}
+        sent = {
+            int(name.removeprefix("sent-")): Logits.from_tensors(under(tensors, name), task) for name in names
+        }
+        table = Logits.from_tensors(under(tensors, "table"), task)
+        return cls(table, tensors["holders"], dict(sorted(sent.items())))
+
+    def scalars(self) -> int:
+        """Return the scalars of the broadcast."""
+        return self.table.scalars()
+
+
+def distillation(logits: Tensor, labels: Tensor, taught: Logits, form: Form) -> Tensor:
+    """Return D(z, s_y), mean over the batch; a sample whose class has no row gives no gradient.
+
+    Args:
+        logits: (B, K) z with a graph.
+        labels: (B,) y.
+        taught: (K, K) probabilities ("paper") or logits, on the device of the logits.
+        form: cross-entropy with the probabilities, or with softmax(s), or mean square over B·K.
+    """
+    rows, own = taught.values, logits.detach()
+    if form != "mse":
+        rows, own = (rows if form == "paper" else rows.softmax(dim=1)), own.softmax(dim=1)
+    targets = torch.where(taught.present[labels].unsqueeze(1), rows[labels], own)  # (B, K)
+    return (
+        nn.functional.mse_loss(logits, targets)
+        if form == "mse"
+        else nn.functional.cross_entropy(logits, targets)
+    )
+
+
+@dataclass(frozen=True)
+class FedDistill(Method[DistillState, Logits, Logits]):
+    """See the module."""
+
+    weight: float = 1.0
+    form: Form = "paper"
+    stale: Literal["keep", "drop"] = "keep"
+    name: str = "feddistill"
+
+    state = DistillState
+    down = Logits
+    up = Logits
+
+    def init(self, task: Task, seed: int) -> DistillState:
+        """No class has a row yet."""
+        K = task.num_classes
+        return DistillState(Logits.empty(K, K), torch.zeros(K, dtype=torch.int64))
+
+    def broadcast(self, state: DistillState, client: int) -> Logits:
+        """The mean of the outputs; in the paper's form of the other clients' outputs."""
+        if client not in state.sent:
+            return state.table
+        own, others = state.sent[client], state.holders - state.sent[client].present.long()
+        total = state.table.values.double() * state.holders.unsqueeze(1) - own.values
+        present = others > 0
+        rows = torch.where(present.unsqueeze(1), total / others.clamp_min(1).unsqueeze(1), 0.0)
+        return Logits(rows.clamp_min(0).to(torch.float32), present)
+
+    def local_update(self, client: Client, down: Logits) -> Update[Logits]:
+        """Cross-entropy and distillation; the outputs of every batch are summed before its step."""
+        K = client.task.num_classes
+        taught = Logits(down.values.to(client.device), down.present.to(client.device))
+        outputs = ClassSums(K, K)
+
+        def loss(inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            logits = forward(client.model, inputs)[1]
+            seen = logits.detach()
+            outputs.add(seen.softmax(dim=1) if self.form == "paper" else seen, labels)
+            terms = {"ce": nn.functional.cross_entropy(logits, labels)}
+            if down.num_present:
+                terms["distillation"] = self.weight * distillation(logits, labels, taught, self.form)
+            return terms
+
+        report = fit(client, loss)
+        values, held, _ = outputs.means()
+        return Update(Logits(values, held), report.optimizer, report.metrics())
+
+    def aggregate(self, state: DistillState, uploads: Mapping[int, Logits], at: Round) -> DistillState:
+        """Average every class over the clients that sent it."""
+        if not uploads:
+            return state
+        fresh, holders = aggregation.mean_and_holders(uploads.values())
+        table, _ = aggregation.keep_stale(state.table, fresh, mode=self.stale)
+        kept = table.present & ~fresh.present
+        sent: dict[int, Logits] = {}
+        if self.form == "paper":
+            nothing = self.init(at.task, 0).table
+            for client in sorted({*state.sent, *uploads}):
+                old, new = state.sent.get(client, nothing), uploads.get(client, nothing)
+                rows = torch.where(kept.unsqueeze(1), old.values, new.values)
+                present = torch.where(kept, old.present, new.present)
+                if bool(present.any()):
+                    sent[client] = Logits(rows, present)
+        return DistillState(
+            Logits(table.values, table.present), torch.where(kept, state.holders, holders), sent
+        )
+
+    def validate(self, upload: Logits, state: DistillState, task: Task) -> None:
+        """No counts; in the paper's form every row is a distribution."""
+        if upload.counts is not None or upload.num_examples is not None:
+            raise RejectedPayload("counts are not part of FedDistill")
+        rows = upload.values[upload.present]
+        # loose, since rows may have been rounded to int8 on the wire
+        if self.form == "paper" and (
+            bool((rows < -0.01).any()) or bool(((rows.sum(1) - 1).abs() > 0.5).any())
+        ):
+            raise RejectedPayload("a row is no probability distribution")
+
+    def paper_scalars(
+        self, task: Task, class_counts: Sequence[int], parameters: Sequence[tuple[int, int]]
+    ) -> float:
+        """Σ_i K·(K_i + K)."""
+        return float(sum(task.num_classes * (held + task.num_classes) for held in class_counts))
+
+
+def build(settings: Settings) -> FedDistill:
+    """Return the method."""
+    config = parse_section(Config, settings)
+    form: Form = "paper" if settings.run.protocol == "clean" else "ce-soft"
+    return FedDistill(
+        config.distillation_weight, form if config.loss == "auto" else config.loss, settings.prototypes.stale
+    )

@@ -1,0 +1,113 @@
+"""What methods have in common in which every client trains an auxiliary network beside its own.
+
+::
+
+    server   a ---------------------------------------------------------> every client
+    client   own network w_i and a teach each other on every batch: L(w_i | a) + L(a | w_i), one step each
+    server   a <- mean of a_i
+
+The auxiliary network has one architecture everywhere; clients' own networks are free and never leave. Buffers of
+the auxiliary network (BatchNorm's) stay on the client, in its memory under ``aux.``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from pbfl_flwr.config import Settings
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.method import Client
+from pbfl_flwr.models import SplitModel, architectures, build_model, check_models, count_parameters
+from pbfl_flwr.payloads import under
+from pbfl_flwr.task import Task
+from pbfl_flwr.weights import load_parameters
+
+AUXILIARY = "aux"
+CLIP = 10.0  # of both gradients, "prevents divergence on specific tasks" in HtFLlib and PFLlib
+
+
+@dataclass(frozen=True)
+class Conventions:
+    """Where the code bases disagree about mutual distillation.
+
+    Attributes:
+        reduction: "batchmean" sums over classes; "mean" divides by K as well, as torch's default does.
+        detach: whether gradients stop at the teacher's output.
+    """
+
+    reduction: Literal["batchmean", "mean"] = "batchmean"
+    detach: bool = True
+
+    def teacher(self, output: Tensor) -> Tensor:
+        """Return what the student is compared with: the output, cut off from its network or not."""
+        return output.detach() if self.detach else output
+
+    def divergence(self, student: Tensor, teacher: Tensor) -> Tensor:
+        """Return KL(p(teacher) ‖ p(student)) of two logits (B, K)."""
+        target = self.teacher(teacher).softmax(dim=1)
+        summed = nn.functional.kl_div(student.log_softmax(dim=1), target, reduction="batchmean")
+        return summed if self.reduction == "batchmean" else summed / student.shape[1]
+
+
+def conventions_of(settings: Settings) -> Conventions:
+    """Return what the configuration, or its protocol, says."""
+    given = settings.conventions
+    return Conventions("mean" if given.kl_reduction == "mean" else "batchmean", given.detach_teacher != "no")
+
+
+def one_architecture(key: str, value: str) -> str:
+    """Return the name of the one auxiliary architecture.
+
+    Raises:
+        PbflError: if the value names none or several.
+    """
+    names = architectures(value)
+    if len(names) != 1:
+        raise PbflError(f"{key} = '{value}': allowed is one architecture, found {', '.join(names)}")
+    return names[0]
+
+
+def auxiliary_network(architecture: str, client: Client, parameters: Mapping[str, Tensor]) -> SplitModel:
+    """Return the auxiliary network on the client's device: the given weights, the client's own buffers.
+
+    Raises:
+        PbflError: if the weights are not those of the architecture.
+    """
+    network = build_model(architecture, client.task, 0)
+    expected = {name: p.shape for name, p in network.named_parameters()}
+    if expected != {name: tensor.shape for name, tensor in parameters.items()}:
+        raise PbflError(f"the received weights are not those of the auxiliary network '{architecture}'")
+    load_parameters(network, parameters)
+    kept = under(client.memory, AUXILIARY)
+    with torch.no_grad():
+        for name, buffer in network.named_buffers():
+            if name in kept:
+                buffer.copy_(kept[name])
+    return network.to(client.device)
+
+
+def buffers_of(network: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers of the auxiliary network for the client's memory."""
+    return {f"{AUXILIARY}.{name}": buffer.detach().clone() for name, buffer in network.named_buffers()}
+
+
+def check_auxiliary(key: str, architecture: str, task: Task) -> None:
+    """Check before round 1 that the auxiliary network takes the task's inputs.
+
+    Raises:
+        PbflError: naming the key and what does not fit.
+    """
+    try:
+        check_models(architecture, task)
+    except PbflError as error:
+        raise PbflError(f"{key}: {error}") from None
+
+
+def auxiliary_scalars(architecture: str, task: Task) -> int:
+    """Return |θ_a| + |φ_a|, the parameters of the auxiliary network."""
+    return sum(count_parameters(build_model(architecture, task, 0)))

@@ -1,0 +1,187 @@
+"""What FedCPD distils: attention over feature maps, and their fusion across layers.
+
+Works on the maps that any model answers with ``feature_maps``: (B, C, H, W), or (B, C, length), which is taken as an
+image of height 1.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pbfl_flwr.models.contract import SplitModel
+from pbfl_flwr.task import Task
+
+
+class CBAM(nn.Module):
+    """Convolutional block attention module (Woo et al. 2018): a gate for channels, then one for places.
+
+    Channel gate σ(MLP(mean over places) + MLP(maximum over places)), with one perceptron C -> C/r -> C for both; then
+    spatial gate σ(convolution of [mean over channels; maximum over channels]).
+
+    Args:
+        channels: C.
+        ratio: r; the hidden layer has max(1, C // r) units.
+        kernel: side of the spatial gate's convolution, odd.
+    """
+
+    def __init__(self, channels: int, ratio: int = 16, kernel: int = 7) -> None:
+        super().__init__()
+        hidden = max(1, channels // ratio)
+        self.channel_gate = nn.Sequential(nn.Linear(channels, hidden), nn.ReLU(), nn.Linear(hidden, channels))
+        self.spatial_gate = nn.Conv2d(2, 1, kernel, padding=kernel // 2, bias=False)
+
+    def forward(self, maps: Tensor) -> Tensor:
+        """Return A = CBAM(F), in the shape of F, (B, C, H, W)."""
+        summaries = self.channel_gate(maps.mean((2, 3))) + self.channel_gate(maps.amax((2, 3)))  # (B, C)
+        gated = maps * summaries.sigmoid()[:, :, None, None]
+        places = torch.stack([gated.mean(1), gated.amax(1)], dim=1)  # (B, 2, H, W)
+        attended: Tensor = gated * self.spatial_gate(places).sigmoid()
+        return attended
+
+
+class CrossLayerFusion(nn.Module):
+    """X^{l,*} = Cv2^l(up(Cv1^{l+1}(X^{l+1})) + Cv1^l(X^l) + Cv3^l(X^l)); the last level has no term from above.
+
+    Source: FedCPD, section 3.3. Cv1 is 1x1 and Cv3 3x3, from C_l channels to the common width; Cv2 is 3x3, back to C_l;
+    ``up`` is bilinear.
+
+    Args:
+        channels: C_1 to C_L.
+        width: the common number of channels.
+    """
+
+    def __init__(self, channels: Sequence[int], width: int = 64) -> None:
+        super().__init__()
+        self.unify = nn.ModuleList(nn.Conv2d(c, width, 1) for c in channels)  # Cv1
+        self.smooth = nn.ModuleList(nn.Conv2d(width, c, 3, padding=1) for c in channels)  # Cv2
+        self.enhance = nn.ModuleList(nn.Conv2d(c, width, 3, padding=1) for c in channels)  # Cv3
+
+    def forward(self, maps: Sequence[Tensor]) -> list[Tensor]:
+        """Return the fused maps, each in the shape of its own level."""
+        unified = [convolution(x) for convolution, x in zip(self.unify, maps, strict=True)]
+        fused = []
+        for level, (own, x) in enumerate(zip(unified, maps, strict=True)):
+            mixed = own + self.enhance[level](x)
+            if level + 1 < len(unified):
+                mixed = mixed + F.interpolate(
+                    unified[level + 1], size=x.shape[2:], mode="bilinear", align_corners=False
+                )
+            fused.append(self.smooth[level](mixed))
+        return fused
+
+
+class MapDistillation(nn.Module):
+    """FedCPD's L_fd = Σ_l ‖A_s^{l,*} - A_t^l‖² + ‖F_s^{l,*} - F_t^l‖², with everything in it that learns.
+
+    The student's maps are fused across layers, the teacher's are not. Attention and fusion stand beside the network and
+    do not alter its features.
+
+    Args:
+        channels: C_1 to C_L of the network's maps.
+        width: of the fusion.
+        ratio, kernel: of the attention.
+        seed: of the initial weights; torch's global random state is left as it is.
+    """
+
+    def __init__(
+        self, channels: Sequence[int], *, width: int = 64, ratio: int = 16, kernel: int = 7, seed: int = 0
+    ) -> None:
+        super().__init__()
+        with _seeded(seed):
+            self.attention = nn.ModuleList(CBAM(c, ratio, kernel) for c in channels)
+            self.fuse_attention = CrossLayerFusion(channels, width)
+            self.fuse_maps = CrossLayerFusion(channels, width)
+
+    def attend(self, maps: Sequence[Tensor]) -> list[Tensor]:
+        """Return A^l = CBAM^l(F^l) of every level."""
+        return [attention(x) for attention, x in zip(self.attention, maps, strict=True)]
+
+    def forward(
+        self,
+        student: Sequence[Tensor],
+        teacher: Sequence[Tensor],
+        attended: Sequence[Tensor],
+        summed: bool = False,
+    ) -> Tensor:
+        """Return L_fd.
+
+        Args:
+            student: F_s^l with a graph.
+            teacher: F_t^l.
+            attended: A_t^l, by the attention that the teacher froze.
+            summed: take the squared norm of a sample's map, mean over the batch; by default the mean over all elements,
+                which does not depend on the size of maps.
+        """
+        student, teacher, attended = as_images(student), as_images(teacher), as_images(attended)
+        pairs = [
+            *zip(self.fuse_attention(self.attend(student)), attended, strict=True),
+            *zip(self.fuse_maps(student), teacher, strict=True),
+        ]
+        errors = [(fused - target.detach()).square() for fused, target in pairs]
+        return torch.stack([e.sum() / len(e) if summed else e.mean() for e in errors]).sum()
+
+
+class MapMemory:
+    """The teacher of :class:`MapDistillation`: a network's stages as they once were, with their attention, frozen.
+
+    Args:
+        stages: of the network; copied.
+        kept: their state then.
+        distillation: its attention is copied.
+    """
+
+    def __init__(
+        self, stages: nn.ModuleList, kept: Mapping[str, Tensor], distillation: MapDistillation
+    ) -> None:
+        self.stages, self.attention = copy.deepcopy(stages), copy.deepcopy(distillation)
+        self.stages.load_state_dict(dict(kept))
+        for module in (self.stages, self.attention):
+            module.eval().requires_grad_(False)
+
+    @torch.no_grad()
+    def __call__(self, inputs: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Return F_t^l and A_t^l of every level."""
+        maps = []
+        for stage in self.stages:
+            inputs = stage(inputs)
+            maps.append(inputs)
+        levels = convolutional(maps)
+        return levels, self.attention.attend(levels)
+
+
+def map_channels(model: nn.Module, task: Task) -> list[int]:
+    """Return the channels of the maps that have places, C_1 to C_L; none of a model without stages.
+
+    The model, its mode and its buffers are as before afterwards.
+    """
+    if not isinstance(model, SplitModel):
+        return []
+    was_training, some = model.training, next(model.parameters())
+    model.eval()
+    with torch.no_grad():
+        maps = convolutional(model.feature_maps(torch.zeros(1, *task.input_shape, device=some.device)))
+    model.train(was_training)
+    return [x.shape[1] for x in maps]
+
+
+def convolutional(maps: Sequence[Tensor]) -> list[Tensor]:
+    """Return the maps that have places beside channels, as images (B, C, H, W)."""
+    return as_images([x for x in maps if x.dim() in (3, 4)])
+
+
+def as_images(maps: Sequence[Tensor]) -> list[Tensor]:
+    """Return maps (B, C, length) as (B, C, 1, length), images as they are."""
+    return [x.unsqueeze(2) if x.dim() == 3 else x for x in maps]
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield

@@ -1,0 +1,303 @@
+"""A federation in one process: real Flower messages through the real ClientApp and strategy, no Ray, no port.
+
+Everything that travels goes through Flower's own serialisation, replies come in any order, and a fault can be put
+into any client's reply of any round.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
+from flwr.supercore.task_identity import TaskIdentity
+from torch import Tensor
+
+from pbfl_flwr.config import DataSettings, Scalar, Settings, parse
+from pbfl_flwr.data import ClientData, Shard, load_pool
+from pbfl_flwr.flower import client as client_module
+from pbfl_flwr.flower import wire
+from pbfl_flwr.flower.client import DataSource, make_client_app
+from pbfl_flwr.flower.strategy import MethodStrategy
+from pbfl_flwr.methods import METHODS, SECTIONS
+
+TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
+
+FIRST_NODE = 7_000_000_000
+# Training samples and test samples of each class. Client 2 has one training sample (its resnet4 has BatchNorm where
+# two architectures are dealt by client id), client 3 one class; class 9 is held by nobody and tested by client 0.
+SPLITS: tuple[tuple[dict[int, int], dict[int, int]], ...] = (
+    ({0: 9, 1: 6, 2: 5}, {0: 3, 1: 3, 9: 2}),
+    ({0: 1}, {0: 2, 4: 1}),
+    ({1: 12, 3: 6, 4: 4, 5: 3}, {1: 4, 3: 2}),
+    ({6: 10}, {6: 4}),
+    ({5: 7, 7: 8, 8: 6, 2: 2}, {5: 2, 7: 2, 8: 2}),
+)
+NUM_CLIENTS = len(SPLITS)
+
+Answer = Callable[[], Message]
+Fault = Callable[[Message, Answer], Message | None]
+
+
+@lru_cache(maxsize=16)
+def tiny_client(client: int) -> ClientData:
+    """Digits, dealt as SPLITS says; the same samples every time."""
+    pool = load_pool(DataSettings(dataset="digits"))
+    labels = torch.from_numpy(pool.labels)
+
+    def shard(wanted: Mapping[int, int], skip: int) -> Shard:
+        rows = [(labels == j).nonzero().flatten()[skip : skip + n] for j, n in wanted.items()]
+        index = torch.cat(rows)
+        return Shard(torch.from_numpy(pool.inputs)[index].contiguous(), labels[index])
+
+    train, test = SPLITS[client]
+    scale, shift = pool.affine()
+    # Clients take different samples of a class that two of them hold.
+    return ClientData(
+        shard(train, 20 * client), shard(test, 100 + 5 * client), 10, pool.label_names, scale, shift
+    )
+
+
+def tiny_data(settings: Settings, client: int) -> ClientData:
+    return tiny_client(client)
+
+
+def configuration(directory: Path, method: str = "fedproto", **keys: Scalar) -> dict[str, Scalar]:
+    """Return the run configuration of a tiny run: five clients, cnn4 and resnet4, d = 64, two rounds."""
+    one = METHODS[method].build(
+        parse({"method": method, "models": "resnet4", "feature-dim": 64}, SECTIONS)
+    ).same_architecture
+    base: dict[str, Scalar] = {
+        "method": method,
+        "num-clients": NUM_CLIENTS,
+        "num-server-rounds": 2,
+        "models": "resnet4" if one else "cnn4,resnet4",
+        "feature-dim": 64,
+        "batch-size": 8,
+        "run-dir": str(directory / "run"),
+        "join-timeout": 0.5,
+    }
+    return {**base, **{key.replace("_", "-"): value for key, value in keys.items()}}
+
+
+def flower_error(reason: str, code: int = 3) -> Fault:
+    """What Flower itself answers for a client; such a reply comes from "node 1"."""
+
+    def fault(message: Message, answer: Answer) -> Message:
+        reply = Message(Error(code=code, reason=reason), reply_to=message)
+        reply.metadata.__dict__["_src_node_id"] = 1
+        return reply
+
+    return fault
+
+
+def silent(message: Message, answer: Answer) -> None:
+    """The client never gets the message."""
+
+
+def lost(message: Message, answer: Answer) -> None:
+    """The client trains, but its reply does not arrive."""
+    answer()
+
+
+def raises(message: Message, answer: Answer) -> Message:
+    """The method trains the network and then raises, within the ClientApp."""
+    build = client_module.build_method
+
+    def exploding(settings: Settings) -> Any:
+        method = build(settings)
+        update = type(method).local_update
+
+        def local_update(client: Any, down: Any) -> Any:
+            update(method, client, down)
+            raise ZeroDivisionError("boom\nin the middle of the round")
+
+        object.__setattr__(method, "local_update", local_update)
+        return method
+
+    with patch.object(client_module, "build_method", exploding):
+        return answer()
+
+
+def altered(change: Callable[[RecordDict], RecordDict | None]) -> Fault:
+    """The reply's content is changed on its way; a function that answers None has changed it in place."""
+
+    def fault(message: Message, answer: Answer) -> Message:
+        reply = answer()
+        return Message(change(reply.content) or reply.content, reply_to=message)
+
+    return fault
+
+
+def upload(tensors: Mapping[str, Tensor]) -> Fault:
+    """The upload is replaced by these tensors, encoded as ours are."""
+
+    def change(content: RecordDict) -> None:
+        content[wire.PAYLOAD] = wire.encode_tensors(tensors)
+
+    return altered(change)
+
+
+class InProcessGrid:
+    """Flower's grid, as far as a strategy uses it.
+
+    Args:
+        app: the ClientApp.
+        config: the run configuration that every client sees.
+        nodes: the node ids; the n-th runs client n unless ``partitions`` says otherwise.
+        order: seed of the order in which clients run and replies arrive; None is the order of asking.
+        faults: (client, round) -> what goes wrong. The hello is round 0, the final evaluation round -1.
+        partitions: the client id of every node.
+    """
+
+    def __init__(
+        self,
+        app: ClientApp,
+        config: Mapping[str, Scalar],
+        num_clients: int = NUM_CLIENTS,
+        *,
+        order: int | None = None,
+        faults: Mapping[tuple[int, int], Fault] | None = None,
+        partitions: Sequence[int] | None = None,
+        nodes: Sequence[int] | None = None,
+    ) -> None:
+        self.app, self.config = app, dict(config)
+        self.partitions = list(partitions if partitions is not None else range(num_clients))
+        self.nodes = list(nodes or (FIRST_NODE + 13 * n for n in range(len(self.partitions))))
+        self.order = None if order is None else random.Random(order)
+        self.faults = dict(faults or {})
+        self.asked: list[tuple[int, int, str]] = []  # (client, round, kind) in the order of asking
+        self._sent = 0
+
+    def get_node_ids(self) -> Iterable[int]:
+        return list(self.nodes)
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        pending = list(messages)
+        for message in pending:
+            self._sent += 1
+            message.metadata.__dict__["_message_id"] = f"message-{self._sent}"
+        if self.order is not None:
+            self.order.shuffle(pending)
+        replies = [reply for message in pending if (reply := self._ask(message)) is not None]
+        if self.order is not None:
+            self.order.shuffle(replies)
+        return replies
+
+    def _ask(self, message: Message) -> Message | None:
+        client = self.partitions[self.nodes.index(message.metadata.dst_node_id)]
+        kind = message.metadata.message_type
+        number = int(str(message.content[wire.CONFIG].get("round", 0)))
+        self.asked.append((client, number, kind))
+        received = Message(through_flower(message.content), metadata=message.metadata)
+        context = Context(
+            run_id=1,
+            node_id=message.metadata.dst_node_id,
+            node_config={"partition-id": client, "num-partitions": len(self.nodes)},
+            state=RecordDict(),
+            run_config=dict(self.config),
+        )
+
+        def answer() -> Message:
+            reply = self.app(received, context)
+            if reply.has_content():
+                reply = Message(through_flower(reply.content), reply_to=message)
+            return reply
+
+        fault = self.faults.get((client, number if kind != "evaluate" else -1))
+        return fault(message, answer) if fault else answer()
+
+
+def through_flower(content: RecordDict) -> RecordDict:
+    """Return what arrives at the other end of Flower's serialisation."""
+    objects = {name: item.deflate() for name, item in get_all_nested_objects(content).items()}
+    return inflate_object_from_contents(content.object_id, objects)  # type: ignore[return-value]
+
+
+@dataclass
+class Federation:
+    """A strategy and the grid it runs on."""
+
+    strategy: MethodStrategy
+    grid: InProcessGrid
+    config: dict[str, Scalar]
+
+    def run(self) -> Federation:
+        self.strategy.start(self.grid)  # type: ignore[arg-type]
+        return self
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the server's state and of every client's counters: equal bits, equal fingerprint."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.strategy.state.to_tensors().items()):
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        for line in self.strategy.history:
+            digest.update(repr((line["accuracy"], line["test_loss"], line["clients"], line["scalars"])).encode())
+        return digest.hexdigest()
+
+
+def federation(
+    directory: Path,
+    method: str = "fedproto",
+    *,
+    data: DataSource = tiny_data,
+    strategy: type[MethodStrategy] = MethodStrategy,
+    on_disk: bool = False,
+    order: int | None = None,
+    faults: Mapping[tuple[int, int], Fault] | None = None,
+    partitions: Sequence[int] | None = None,
+    nodes: Sequence[int] | None = None,
+    **keys: Scalar,
+) -> Federation:
+    """Return a federation that has not run yet."""
+    config = configuration(directory, method, **keys)
+    num_clients = int(config["num-clients"])
+    grid = InProcessGrid(
+        make_client_app(data), config, num_clients, order=order, faults=faults, partitions=partitions, nodes=nodes
+    )
+    place = Path(str(config["run-dir"])) if on_disk else None
+    return Federation(strategy(parse(config, SECTIONS), place), grid, config)
+
+
+def tensors_in(thing: Any, name: str = "") -> dict[str, Tensor]:
+    """Return every tensor within dataclasses, mappings and sequences, by path."""
+    if isinstance(thing, Tensor):
+        return {name: thing}
+    if is_dataclass(thing) and not isinstance(thing, type):
+        inner = [(field.name, getattr(thing, field.name)) for field in fields(thing)]
+    elif isinstance(thing, Mapping):
+        inner = [(str(key), value) for key, value in thing.items()]
+    elif isinstance(thing, (list, tuple)):
+        inner = [(str(index), value) for index, value in enumerate(thing)]
+    else:
+        return {}
+    found: dict[str, Tensor] = {}
+    for key, value in inner:
+        found |= tensors_in(value, f"{name}.{key}")
+    return found
+
+
+def copies(thing: Any) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors_in(thing).items()}
+
+
+def same_tensors(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
+    """Whether names, dtypes, shapes and bits agree."""
+    return set(left) == set(right) and all(
+        left[name].dtype == right[name].dtype
+        and left[name].shape == right[name].shape
+        and torch.equal(left[name], right[name])
+        for name in left
+    )

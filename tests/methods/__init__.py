@@ -1,0 +1,1 @@
+"""Tests; a package, so that its helpers can be imported."""

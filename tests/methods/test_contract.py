@@ -1,0 +1,290 @@
+"""What every method of METHODS must do; a new one is found by its entry and needs no edit here.
+
+Two rounds are run in one process with five clients of two architectures (of one, where the method needs that): one
+client has a single class, one a single training sample, a class is tested that nobody holds.
+"""
+
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower import client as client_module
+from pbfl_flwr.flower import wire
+from pbfl_flwr.flower.store import load_tensors, save_tensors
+from pbfl_flwr.flower.strategy import MethodStrategy
+from pbfl_flwr.method import PREDICTORS, Client, Method, Predictor, Round
+from pbfl_flwr.methods import METHODS
+from pbfl_flwr.payloads import Payload, RejectedPayload
+from pbfl_flwr.training import Scores
+from tests.flower.inprocess import (
+    NUM_CLIENTS,
+    Federation,
+    copies,
+    federation,
+    raises,
+    same_tensors,
+    tensors_in,
+    tiny_client,
+)
+
+# The largest relative error of a rounded number: half a unit in the last of 11 and of 8 binary digits.
+RELATIVE = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+
+
+@dataclass
+class Aggregation:
+    """One call of a method's aggregate, with copies of what went in and of what was there afterwards."""
+
+    state: Any
+    uploads: dict[int, Payload]
+    at: Round
+    before: dict[str, Tensor]
+    after: dict[str, Tensor]
+    result: Any
+
+
+class Recorder(MethodStrategy):
+    """Keeps what goes through ``aggregate_fit``."""
+
+    def aggregate_fit(self, server_round: int, uploads: Mapping[int, Payload]) -> Any:
+        state, before = self.state, copies((self.state, uploads))
+        result = super().aggregate_fit(server_round, uploads)
+        assert self.task is not None
+        at = Round(server_round, self.task, self.settings.run.num_clients, self.settings.run.seed)
+        seen = Aggregation(state, dict(uploads), at, before, copies((state, uploads)), result)
+        self.__dict__.setdefault("aggregations", []).append(seen)
+        return result
+
+
+@dataclass
+class Played:
+    """A finished run and what was seen in it."""
+
+    name: str
+    federation: Federation
+    scored: list[tuple[int, str, Tensor]] = field(default_factory=list)  # client, predictor, scores
+
+    @property
+    def method(self) -> Method[Any, Any, Any]:
+        return self.federation.strategy.method
+
+    @property
+    def aggregations(self) -> list[Aggregation]:
+        found: list[Aggregation] = self.federation.strategy.__dict__["aggregations"]
+        return found
+
+
+@pytest.fixture(scope="module", params=list(METHODS))
+def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
+    seen = Played(request.param, federation(tmp_path_factory.mktemp("run"), request.param, strategy=Recorder))
+    evaluate = client_module.evaluate
+
+    def watching(client: Client, predictors: Mapping[str, Predictor]) -> Scores:
+        def watched(name: str, predictor: Predictor) -> Callable[[Tensor, Tensor], Tensor]:
+            def scores(features: Tensor, logits: Tensor) -> Tensor:
+                found = predictor(features, logits)
+                seen.scored.append((client.id, name, found))
+                assert found.shape == (len(features), client.task.num_classes)
+                return found
+
+            return scores
+
+        return evaluate(client, {name: watched(name, p) for name, p in predictors.items()})
+
+    with patch.object(client_module, "evaluate", watching):
+        seen.federation.run()
+    yield seen
+
+
+def test_every_client_takes_part_in_every_round(played: Played) -> None:
+    for line in played.federation.strategy.history:
+        assert line["failures"] == []
+        assert line["trained"] == list(range(NUM_CLIENTS))
+        assert all(math.isfinite(value) for value in line["clients"].values())
+        assert line["accuracy"], "no predictor was scored"
+
+
+def test_scores_are_finite_and_of_shape_b_by_k(played: Played) -> None:
+    assert {client for client, _, _ in played.scored} == set(range(NUM_CLIENTS))
+    for client, name, scores in played.scored:
+        assert name in PREDICTORS
+        assert scores.shape == (len(tiny_client(client).test), 10)
+        assert torch.isfinite(scores).all(), (client, name)
+    headline = played.federation.strategy.headline
+    assert headline in played.federation.strategy.history[-1]["accuracy"]
+
+
+def test_everything_that_stays_and_travels_is_finite(played: Played) -> None:
+    for aggregation in played.aggregations:
+        for upload in aggregation.uploads.values():
+            assert all(torch.isfinite(tensor).all() for tensor in upload.to_tensors().values())
+        for client in range(NUM_CLIENTS):
+            down = played.method.broadcast(aggregation.result, client)
+            assert all(torch.isfinite(tensor).all() for tensor in down.to_tensors().values())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8"])
+def test_payloads_cross_the_wire(played: Played, dtype: Any) -> None:
+    last = played.aggregations[-1]
+    for client, upload in last.uploads.items():
+        back = wire.decode(wire.encode(upload, dtype), played.method.up, last.at.task)
+        played.method.validate(back, last.state, last.at.task)
+        assert back.scalars() == upload.scalars()
+        _close(upload, back, dtype, f"up {client}")
+        down = played.method.broadcast(last.result, client)
+        _close(down, wire.decode(wire.encode(down, dtype), played.method.down, last.at.task), dtype, "down")
+
+
+def _close(sent: Payload, received: Payload, dtype: str, what: str) -> None:
+    ours, theirs = sent.to_tensors(), received.to_tensors()
+    assert set(ours) == set(theirs)
+    for name, tensor in ours.items():
+        assert theirs[name].shape == tensor.shape
+        if not tensor.is_floating_point():
+            assert torch.equal(theirs[name], tensor), (what, name)
+            continue
+        allowed = tensor.abs() * RELATIVE.get(dtype, 0.0) + (2.0**-25 if dtype == "float16" else 0.0)
+        if dtype == "int8" and tensor.dim() >= 2 and len(tensor):
+            # Half a step of the row's largest entry / 127, and float32's own rounding.
+            row = tensor.flatten(1).abs().amax(dim=1) / 254 * (1 + 1e-5)
+            allowed = row.reshape(-1, *[1] * (tensor.dim() - 1)).expand_as(tensor)
+        assert bool(((theirs[name] - tensor).abs() <= allowed).all()), (what, name, dtype)
+
+
+def test_aggregate_leaves_its_input_alone(played: Played) -> None:
+    for aggregation in played.aggregations:
+        assert same_tensors(aggregation.before, aggregation.after)
+        # The next round must not have changed it either.
+        assert same_tensors(copies((aggregation.state, aggregation.uploads)), aggregation.before)
+
+
+def test_aggregate_is_a_function_of_its_input(played: Played) -> None:
+    last = played.aggregations[-1]
+    torch.manual_seed(12345)  # nothing may hang on the global generator
+    again = played.method.aggregate(deepcopy(last.state), deepcopy(last.uploads), last.at)
+    assert same_tensors(tensors_in(again), tensors_in(last.result))
+
+
+def test_a_checkpoint_continues_with_the_same_bits(played: Played, tmp_path: Path) -> None:
+    method, task = played.method, played.aggregations[0].at.task
+    fresh = method.init(task, played.federation.strategy.settings.run.seed)
+    for state in (fresh, *(aggregation.result for aggregation in played.aggregations)):
+        restored = method.state.from_tensors(_through_a_file(state, tmp_path), task)
+        assert same_tensors(restored.to_tensors(), state.to_tensors())
+        for client in range(NUM_CLIENTS):
+            down = method.broadcast(restored, client).to_tensors()
+            assert same_tensors(down, method.broadcast(state, client).to_tensors())
+        assert method.report(restored) == pytest.approx(method.report(state), nan_ok=True)
+    last = played.aggregations[-1]
+    restored = method.state.from_tensors(_through_a_file(last.state, tmp_path), task)
+    went_on = method.aggregate(restored, last.uploads, last.at)
+    assert same_tensors(went_on.to_tensors(), last.result.to_tensors())
+
+
+def _through_a_file(state: Payload, directory: Path) -> dict[str, Tensor]:
+    save_tensors(directory / "state.safetensors", state.to_tensors(), {})
+    return load_tensors(directory / "state.safetensors")[0]
+
+
+def test_the_papers_cost_is_a_number(played: Played) -> None:
+    roster = played.federation.strategy.roster
+    assert roster is not None
+    parameters = [member.parameters for member in roster.members.values()]
+    cost = played.method.paper_scalars(roster.task, [3, 1, 4, 1, 4], parameters)
+    assert math.isfinite(cost)
+    assert cost >= 0
+
+
+def test_same_seed_same_bits_in_any_order(played: Played, tmp_path: Path) -> None:
+    again = federation(tmp_path, played.name, order=99).run()
+    assert again.fingerprint == played.federation.fingerprint
+
+
+def test_a_client_that_fails_harms_nobody(played: Played, tmp_path: Path) -> None:
+    """Client 2 raises in mid-round; what the others upload has the same bits as if it had not."""
+    faulty = federation(
+        tmp_path, played.name, strategy=Recorder, faults={(2, 1): raises}, num_server_rounds=1
+    ).run()
+    (line,) = faulty.strategy.history
+    assert line["trained"] == [0, 1, 3, 4]
+    (failure,) = line["failures"]
+    assert failure["client"] == 2
+    assert "boom" in failure["reason"]
+    assert "\n" not in failure["reason"]
+    expected, found = played.aggregations[0].uploads, faulty.strategy.__dict__["aggregations"][0].uploads
+    for client in (0, 1, 3, 4):
+        assert same_tensors(found[client].to_tensors(), expected[client].to_tensors())
+
+
+def test_no_upload_crashes_the_server(played: Played) -> None:
+    """Mutated uploads are rejected or harmless; nothing but RejectedPayload comes out, no NaN goes in."""
+    rng = random.Random(played.name)
+    last, method = played.aggregations[-1], played.method
+    victim = max(last.uploads, key=lambda client: last.uploads[client].scalars())
+    tensors = last.uploads[victim].to_tensors()
+    aggregated = 0
+    for _ in range(120):
+        mutant = _mutated(tensors, rng)
+        try:
+            upload = method.up.from_tensors(mutant, last.at.task)
+            method.validate(upload, last.state, last.at.task)
+            upload.scalars()
+        except RejectedPayload as error:
+            assert str(error)
+            continue
+        assert all(bool(torch.isfinite(t).all()) for t in upload.to_tensors().values()), sorted(mutant)
+        if aggregated < 6:
+            aggregated += 1
+            state = method.aggregate(last.state, {**last.uploads, victim: upload}, last.at)
+            method.report(state)
+            method.broadcast(state, 0).scalars()
+
+
+def _mutated(tensors: Mapping[str, Tensor], rng: random.Random) -> dict[str, Tensor]:
+    mutant = {name: tensor.clone() for name, tensor in tensors.items()}
+    kind = rng.choice(["drop", "add", "value", "value", "shape", "dtype", "rows", "empty"])
+    if not mutant or kind == "add":
+        return {**mutant, "something": torch.ones(3)}
+    name = rng.choice(sorted(mutant))
+    tensor = mutant[name]
+    if kind == "drop":
+        del mutant[name]
+    elif kind == "value" and tensor.numel():
+        flat = tensor.flatten()
+        where = rng.randrange(flat.numel())
+        if tensor.is_floating_point():
+            flat[where] = rng.choice([math.nan, math.inf, -math.inf, 1e30, -1e30, 0.0, -1.0, 9e7])
+        else:
+            flat[where] = rng.choice([0, 1, 255 if tensor.dtype is torch.uint8 else -1, int(flat[0])])
+        mutant[name] = flat.reshape(tensor.shape)
+    elif kind == "shape":
+        mutant[name] = rng.choice([tensor[None], tensor.flatten(), tensor.flatten()[:1].reshape(())])
+    elif kind == "dtype":
+        wanted = [torch.float32, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.uint16]
+        mutant[name] = tensor.to(torch.float32).to(rng.choice(wanted))
+    elif kind == "rows" and tensor.dim():
+        mutant[name] = rng.choice([tensor[:-1], torch.cat([tensor, tensor[:1]])])
+    elif kind == "empty":
+        mutant[name] = tensor[:0] if tensor.dim() else torch.zeros(0)
+    return mutant
+
+
+@pytest.mark.parametrize("name", list(METHODS))
+def test_one_architecture_is_asked_for_before_round_1(name: str, tmp_path: Path) -> None:
+    if not federation(tmp_path, name).strategy.method.same_architecture:
+        pytest.skip("takes any architectures")
+    mixed = federation(tmp_path, name, models="cnn4,resnet4")
+    with pytest.raises(PbflError, match=r"needs one architecture.*cnn4, resnet4") as error:
+        mixed.run()
+    assert "\n" not in str(error.value)
+    assert {kind for _, _, kind in mixed.grid.asked} == {"query"}

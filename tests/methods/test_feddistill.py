@@ -1,0 +1,137 @@
+import pytest
+import torch
+
+from pbfl_flwr.method import Round
+from pbfl_flwr.methods.feddistill import DistillState, distillation
+from pbfl_flwr.payloads import Logits, RejectedPayload
+from pbfl_flwr.task import Task
+from pbfl_flwr.training import batches, take
+
+
+def rows(**given):
+    """Logits with the rows given as c0=[...]."""
+    table = Logits.empty(4, 4)
+    values, present = table.values.clone(), table.present.clone()
+    for name, row in given.items():
+        values[int(name[1:])], present[int(name[1:])] = torch.tensor(row), True
+    return Logits(values, present)
+
+
+def gradient(form, z, taught, label=0):
+    logits = torch.tensor([z], requires_grad=True)
+    distillation(logits, torch.tensor([label]), taught, form).backward()
+    return logits.grad[0]
+
+
+def test_published_costs_to_the_printed_digit(make_method):
+    # Σ_i K·(K_i + K), M = 20, ΣK_i = 102, 921, 1853: 10·(102 + 200), 100·(921 + 2000), 200·(1853 + 4000)
+    method = make_method("feddistill")
+    for K, held, expected in ((10, 102, 3_020), (100, 921, 292_100), (200, 1853, 1_170_600)):
+        per_client = [held // 20] * 19
+        per_client.append(held - sum(per_client))
+        assert method.paper_scalars(Task(K, 500, (3, 32, 32)), per_client, [(1, 1)] * 20) == expected
+
+
+def test_gradients_by_hand():
+    # At z = 0, s = (5, -3, -2): cross-entropy with softmax(s) has the gradient p(z) - p(s), bounded by 1. Raw logits
+    # as targets would give p(z)·Σs - s = (-5, 3, 2).
+    s = [5.0, -3.0, -2.0]
+    taught = Logits(torch.tensor([s, s, s]), torch.tensor([True, True, True]))
+    uniform = torch.full((3,), 1 / 3)
+    assert torch.allclose(gradient("ce-soft", [0.0] * 3, taught), uniform - torch.tensor(s).softmax(0))
+    raw = torch.zeros(1, 3, requires_grad=True)
+    torch.nn.functional.cross_entropy(raw, torch.tensor([s])).backward()
+    assert torch.allclose(raw.grad[0], torch.tensor([-5.0, 3.0, 2.0]), atol=1e-6)
+    # mean square over B·K = 3 entries: 2·(z - s)/3
+    assert torch.allclose(gradient("mse", [0.0] * 3, taught), -2 * torch.tensor(s) / 3)
+    # probabilities as they are: p(z) - s
+    half = Logits(torch.tensor([[0.5, 0.5, 0.0]] * 3), torch.tensor([True] * 3))
+    assert torch.allclose(gradient("paper", [0.0] * 3, half), uniform - torch.tensor([0.5, 0.5, 0.0]))
+
+
+@pytest.mark.parametrize("form", ["paper", "ce-soft", "mse"])
+def test_a_class_without_a_row_gives_no_gradient(form):
+    taught = rows(c1=[0.25, 0.25, 0.25, 0.25])
+    assert gradient(form, [1.0, -2.0, 0.5, 0.0], taught, label=0).abs().max() < 1e-7
+    assert gradient(form, [1.0, -2.0, 0.5, 0.0], taught, label=1).abs().max() > 1e-2
+
+
+def test_first_round_is_plain_cross_entropy(make_method, make_client, task):
+    distilled, alone = make_client(), make_client()
+    method, local = make_method("feddistill"), make_method("local")
+    update = method.local_update(distilled, method.broadcast(method.init(task, 0), 0))
+    local.local_update(alone, local.init(task, 0))
+    assert set(update.metrics) == {"loss.ce"}
+    for one, other in zip(distilled.model.parameters(), alone.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("protocol", ["clean", "htfl"])
+def test_outputs_are_collected_on_the_way_before_each_step(make_method, make_client, task, protocol):
+    method = make_method("feddistill", protocol=protocol)
+    training = {"local_epochs": 2, "protocol": protocol, "learning_rate": 0.5}
+    client, oracle = make_client(**training), make_client(**training)
+    upload = method.local_update(client, Logits.empty(4, 4)).payload
+    seen = {0: [], 1: [], 2: []}
+    order = oracle.generator("fit")
+    for _ in range(2):
+        for index in batches(8, oracle.training, order):
+            x, y = take(oracle.data, oracle.data.train, index, oracle.device)
+            z = oracle.model(x)
+            for output, label in zip(z.detach(), y.tolist(), strict=True):
+                seen[label].append(output.softmax(0) if protocol == "clean" else output)
+            oracle.model.zero_grad()
+            torch.nn.functional.cross_entropy(z, y).backward()
+            with torch.no_grad():
+                for parameter in oracle.model.parameters():
+                    parameter -= 0.5 * parameter.grad
+    assert upload.present.tolist() == [True, True, True, False]
+    for label, outputs in seen.items():
+        assert torch.allclose(upload.values[label], torch.stack(outputs).mean(0), atol=1e-5)
+
+
+def test_mean_over_holders_and_the_own_part_taken_out(make_method, task):
+    # Class 0: clients 0 and 1 hold it; class 1: client 1 alone.
+    one, other = [1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]
+    uploads = {0: rows(c0=one), 1: rows(c0=other, c1=other)}
+    soft, paper = make_method("feddistill", protocol="htfl"), make_method("feddistill")
+    state = soft.aggregate(soft.init(task, 0), uploads, Round(1, task, 3))
+    assert state.table.values[0].tolist() == [0.5, 0.5, 0.0, 0.0]
+    assert soft.broadcast(state, 0) is state.table
+    state = paper.aggregate(paper.init(task, 0), uploads, Round(1, task, 3))
+    assert paper.broadcast(state, 2) is state.table  # sent nothing: the mean of all
+    to_0, to_1 = paper.broadcast(state, 0), paper.broadcast(state, 1)
+    assert to_0.values[0].tolist() == other
+    assert to_0.values[1].tolist() == other
+    assert to_1.values[0].tolist() == one
+    assert to_1.present.tolist() == [True, False, False, False]  # of class 1 it is the only holder
+    assert not to_1.values[1].any()
+    again = DistillState.from_tensors(state.to_tensors(), task)
+    assert torch.equal(paper.broadcast(again, 1).values, to_1.values)
+
+
+def test_a_class_nobody_sent_is_kept_with_its_holders_or_dropped(make_method, task):
+    one, other = [1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]
+    for stale, expected in (("keep", [True, True, False, False]), ("drop", [False, True, False, False])):
+        method = make_method("feddistill", stale=stale)
+        state = method.init(task, 0)
+        state = method.aggregate(state, {0: rows(c0=one), 1: rows(c0=other)}, Round(1, task, 2))
+        state = method.aggregate(state, {0: rows(c1=one)}, Round(2, task, 2))
+        assert state.table.present.tolist() == expected
+        if stale == "keep":
+            assert method.broadcast(state, 0).values[0].tolist() == other
+            assert method.broadcast(state, 1).values[0].tolist() == one
+
+
+def test_a_client_that_makes_no_step_sends_nothing(make_method, make_client):
+    method, client = make_method("feddistill", protocol="htfl"), make_client(labels=(0, 1), protocol="htfl")
+    assert method.local_update(client, Logits.empty(4, 4)).payload.num_present == 0
+
+
+def test_uploads_are_checked(make_method, task):
+    paper = make_method("feddistill")
+    with pytest.raises(RejectedPayload, match="no probability distribution"):
+        paper.validate(rows(c0=[2.0, 0.0, 0.0, 0.0]), paper.init(task, 0), task)
+    narrow = {"labels": torch.tensor([0], dtype=torch.uint8), "rows": torch.zeros(1, 3)}
+    with pytest.raises(RejectedPayload, match=r"3 wide, allowed is 4\.\.4"):
+        Logits.from_tensors(narrow, task)

@@ -1,0 +1,141 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.method import Round
+from pbfl_flwr.methods.mutual import Conventions
+from pbfl_flwr.models import build_model
+from pbfl_flwr.payloads import RejectedPayload, Weights
+from pbfl_flwr.task import Task
+from pbfl_flwr.training import batches, take
+from pbfl_flwr.weights import load_parameters
+
+
+def test_published_costs_to_the_printed_digit(make_method):
+    # 4-layer CNN at 32x32: 2,432 + 51,264 + 1600·d + d, head (d+1)·K; 2·20·(...)
+    method = make_method("fml")
+    cost = {
+        (d, K): method.paper_scalars(Task(K, d, (3, 32, 32)), [K] * 20, [(1, 1)] * 20)
+        for d, K in ((500, 43), (500, 102), (512, 100))
+    }
+    assert cost[500, 43] == 40 * (854_196 + 501 * 43)
+    assert f"{cost[500, 43] / 1e6:.2f}" == "35.03"  # GTSRB
+    assert f"{cost[500, 102] / 1e6:.2f}" == "36.21"  # Flowers-102
+    assert f"{cost[512, 100] / 1e6:.2f}" == "36.99"  # CIFAR-100 in FedTGP's table
+
+
+def test_divergence_and_its_reductions():
+    # K = 2, student (0, 0), teacher (ln 3, 0): p = (3/4, 1/4); KL(p ‖ 1/2) = 3/4·ln(3/2) + 1/4·ln(1/2) = 0.130812
+    student, teacher = torch.zeros(1, 2), torch.tensor([[3.0, 1.0]]).log()
+    batchmean, mean = Conventions("batchmean"), Conventions("mean")
+    assert float(batchmean.divergence(student, teacher)) == pytest.approx(0.130812, abs=1e-6)
+    z, u = torch.randn(5, 10), torch.randn(5, 10)
+    assert torch.allclose(mean.divergence(z, u) * 10, batchmean.divergence(z, u))
+
+
+@pytest.mark.parametrize("detach", [True, False])
+def test_whether_the_teacher_learns(detach):
+    student = torch.randn(3, 4, requires_grad=True)
+    teacher = torch.randn(3, 4, requires_grad=True)
+    Conventions(detach=detach).divergence(student, teacher).backward()
+    assert student.grad.abs().max() > 0
+    if detach:
+        assert teacher.grad is None
+    else:
+        assert teacher.grad.abs().max() > 0
+
+
+def test_protocols_choose_the_conventions(make_method):
+    assert make_method("fml").conventions == Conventions("batchmean", True)
+    assert make_method("fml", protocol="htfl").conventions == Conventions("mean", False)
+    mixed = make_method("fml", protocol="htfl", kl_reduction="batchmean")
+    assert mixed.conventions == Conventions("batchmean", False)
+
+
+def test_alpha_and_beta_1_equal_local(make_method, make_client, task):
+    mutual, local = make_method("fml", own={"alpha": 1.0, "beta": 1.0}), make_method("local")
+    together, alone = make_client(), make_client()
+    state = mutual.init(task, 0)
+    for number in (1, 2, 3):
+        together, alone = replace(together, round=number), replace(alone, round=number)
+        update = mutual.local_update(together, state)
+        state = mutual.aggregate(state, {0: update.payload}, Round(number, task, 1))
+        local.local_update(alone, local.init(task, 0))
+    for one, other in zip(together.model.parameters(), alone.model.parameters(), strict=True):
+        assert torch.allclose(one, other, atol=1e-7)
+
+
+def test_a_round_follows_the_reference_loop(make_method, make_client, task):
+    """Two optimisers, both losses backpropagated before either steps, both norms clipped on their own."""
+    keys = {"protocol": "htfl", "learning_rate": 0.1}
+    method = make_method("fml", own={"alpha": 0.3, "beta": 0.6, "max_grad_norm": 0.5}, **keys)
+    client, oracle = make_client(**keys), make_client(**keys)
+    state = method.init(task, 5)
+    upload = method.local_update(client, state).payload
+
+    w, a = oracle.model, build_model("cnn4", task, 0)
+    load_parameters(a, state.tensors)
+    step_w, step_a = torch.optim.SGD(w.parameters(), lr=0.1), torch.optim.SGD(a.parameters(), lr=0.1)
+
+    def kl(log_student, teacher):
+        return F.kl_div(log_student, teacher, reduction="none").mean()  # over B·K
+
+    for index in batches(8, oracle.training, oracle.generator("fit")):
+        x, y = take(oracle.data, oracle.data.train, index, oracle.device)
+        z, u = w(x), a(x)
+        loss_w = 0.3 * F.cross_entropy(z, y) + 0.7 * kl(F.log_softmax(z, 1), F.softmax(u, 1))
+        loss_a = 0.6 * F.cross_entropy(u, y) + 0.4 * kl(F.log_softmax(u, 1), F.softmax(z, 1))
+        step_w.zero_grad()
+        step_a.zero_grad()
+        loss_w.backward(retain_graph=True)
+        loss_a.backward()
+        for network in (w, a):
+            nn.utils.clip_grad_norm_(network.parameters(), 0.5)
+        step_w.step()
+        step_a.step()
+    for name, parameter in a.named_parameters():
+        assert torch.allclose(upload.tensors[name], parameter, atol=1e-6)
+    for one, other in zip(client.model.parameters(), w.parameters(), strict=True):
+        assert torch.allclose(one, other, atol=1e-6)
+
+
+def test_buffers_of_the_auxiliary_network_stay_on_the_client(make_method, make_client, task):
+    method, client = make_method("fml", own={"auxiliary": "resnet4"}), make_client()
+    state = method.init(task, 0)
+    update = method.local_update(client, state)
+    names = set(dict(build_model("resnet4", task, 0).named_parameters()))
+    assert set(update.payload.tensors) == names == set(state.tensors)
+    running = {name for name in update.memory if name.endswith("running_mean")}
+    assert running
+    assert all(name.startswith("aux.") for name in running)
+    later = replace(client, round=2, memory=update.memory)
+    again = method.local_update(later, method.aggregate(state, {0: update.payload}, Round(1, task, 1)))
+    tracked = next(name for name in again.memory if name.endswith("num_batches_tracked"))
+    assert int(update.memory[tracked]) == 2  # 8 samples in batches of 4
+    assert int(again.memory[tracked]) == 4
+
+
+def test_the_average_is_uniform(make_method, task):
+    method = make_method("fml", own={"auxiliary": "mlp5"})
+    state = method.init(task, 0)
+    uploads = {
+        i: Weights({name: torch.full_like(t, float(i)) for name, t in state.tensors.items()}, 10 ** (i + 1))
+        for i in (0, 1)
+    }
+    mean = method.aggregate(state, uploads, Round(1, task, 2))
+    assert all(bool((tensor == 0.5).all()) for tensor in mean.tensors.values())
+
+
+def test_what_does_not_fit_is_refused(make_method, task):
+    with pytest.raises(PbflError, match=r"fml\.auxiliary = 'small-4': allowed is one architecture"):
+        make_method("fml", own={"auxiliary": "small-4"})
+    with pytest.raises(PbflError, match=r"fml\.auxiliary: model 'cnn4'"):
+        make_method("fml").check(Task(4, 6, (2,)), ["mlp5"])
+    method = make_method("fml")
+    state = method.init(task, 0)
+    with pytest.raises(RejectedPayload, match="missing or unexpected"):
+        method.validate(Weights({"head.bias": torch.zeros(4)}), state, task)

@@ -1,0 +1,302 @@
+import itertools
+
+import pytest
+import torch
+
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower import wire
+from pbfl_flwr.method import Round
+from pbfl_flwr.models import body_names
+from pbfl_flwr.payloads import Mixtures, RejectedPayload
+from pbfl_flwr.prototypes.frame import equiangular_frame
+from pbfl_flwr.task import Task
+from pbfl_flwr.training import evaluate
+
+OFF = {"dual_classifier": False, "pseudo_features": False}
+SOON = {"start": 1, "interval": 1}
+
+
+def weights(client):
+    return {name: tensor.clone() for name, tensor in client.model.state_dict().items()}
+
+
+def equal(first, second):
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def mixtures(*labels, width=6):
+    """One component at 3·e_label a label."""
+    means = torch.zeros(len(labels), width)
+    for row, label in enumerate(labels):
+        means[row, label] = 3.0
+    return Mixtures(torch.tensor(labels), torch.ones(len(labels)), means, torch.full_like(means, 0.1))
+
+
+def rounds(method, task, make_client, count, clients):
+    """Run a federation; yields (round, state, uploads) after every round."""
+    state, memories = method.init(task, 0), {}
+    kept = {}
+    for number in range(1, count + 1):
+        uploads = {}
+        for i, labels in enumerate(clients):
+            client = make_client(i, labels=labels, round=number, memory=memories.get(i))
+            if i in kept:
+                client.model.load_state_dict(kept[i])
+            update = method.local_update(client, method.broadcast(state, i))
+            method.validate(update.payload, state, task)
+            uploads[i], memories[i], kept[i] = update.payload, dict(update.memory), weights(client)
+        state = method.aggregate(state, uploads, Round(number, task, len(clients)))
+        yield number, state, uploads
+
+
+# When and what ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        ({}, [10, 20, 30]),
+        ({"start": 15}, [20, 30]),  # Algorithm 2: t >= t1 and t mod S_T = 0
+        ({"start": 1, "interval": 12}, [12, 24]),
+        ({"pseudo_features": False}, []),
+    ],
+)
+def test_rounds_of_exchange(make_method, own, expected):
+    method = make_method("gfpl", own=own)
+    assert [t for t in range(1, 31) if method.exchanges(t)] == expected
+
+
+def test_only_rounds_of_exchange_carry_components(make_method, make_client, task):
+    method = make_method("gfpl", own={"start": 2, "interval": 2, "components": 2})
+    holders = [(0, 0, 0, 1, 1, 1), (1, 1, 1, 1, 2, 2)]
+    for number, state, uploads in rounds(method, task, make_client, 5, holders):
+        exchange = number in (2, 4)
+        up = [wire.encode(upload) for upload in uploads.values()]
+        sizes = [sum(len(array.data) for array in record.values()) for record in up]
+        assert all(size > 0 for size in sizes) if exchange else sizes == [0, 0]
+        assert (state.broadcast.num_components > 0) == exchange
+        assert len(wire.encode(method.broadcast(state, 0))) == int(exchange)
+        # two classes a client, two components a class, 2·6 + 1 numbers each
+        assert [u.scalars() for u in uploads.values()] == ([4 * 13, 4 * 13] if exchange else [0, 0])
+        report = method.report(state)
+        assert report["components-held"] == (0 if number < 2 else 8)
+        assert report["classes-held"] == (0 if number < 2 else 3)
+
+
+def test_cost_is_the_printed_one(make_method):
+    # The paper's MNIST column: n(2d+1)·w̄·M/S_T = 4·101·4·20/10
+    task, counts, networks = Task(10, 50, (1, 28, 28)), [4] * 20, [(21_330, 510)] * 20
+    assert make_method("gfpl").paper_scalars(task, counts, networks) == 3232
+    assert make_method("gfpl", own={"pseudo_features": False}).paper_scalars(task, counts, networks) == 0
+
+
+# Switches ---------------------------------------------------------------------------------------------------
+
+
+def test_with_both_parts_off_it_is_local_training_bit_for_bit(make_method, make_client, task):
+    client, alone = (make_client(architecture="cnn4", local_epochs=2, momentum=0.5) for _ in range(2))
+    update = make_method("gfpl", own=OFF).local_update(client, Mixtures.empty(6))
+    other = make_method("local").local_update(alone, make_method("local").init(task, 0))
+    assert equal(weights(client), weights(alone))
+    assert update.metrics == other.metrics
+    assert update.payload.num_components == 0
+    assert equal(dict(update.memory), dict(other.memory))
+    assert set(make_method("gfpl", own=OFF).predictors(client, Mixtures.empty(6))) == {"head"}
+
+
+def test_without_the_dual_classifier_pseudo_features_train_the_head_by_cross_entropy(
+    make_method, make_client
+):
+    method = make_method("gfpl", own={"dual_classifier": False, **SOON})
+    update = method.local_update(make_client(), mixtures(0, 3))
+    assert {"retrain-loss.ce", "loss.ce"} <= set(update.metrics)
+    assert not any("dot" in name for name in update.metrics)
+    assert update.payload.num_components > 0
+    assert not update.memory
+
+
+def test_without_pseudo_features_the_loss_is_dual_and_nothing_travels(make_method, make_client):
+    update = make_method("gfpl", own={"pseudo_features": False, **SOON}).local_update(
+        make_client(), Mixtures.empty(6)
+    )
+    assert {"loss.ce", "loss.dot"} == set(update.metrics)
+    assert update.payload.num_components == 0
+    assert set(update.memory) == {"projection.weight", "projection.bias"}
+
+
+def test_the_dot_regression_moves_the_extractor_and_lambda_scales_it(make_method, make_client):
+    found = {}
+    for weight in (0.0, 2.0, 4.0):
+        client = make_client(batch_size=8)  # one step
+        method = make_method("gfpl", own={"dot_weight": weight})
+        found[weight] = method.local_update(client, Mixtures.empty(6)).metrics, weights(client)
+    assert found[4.0][0]["loss.dot"] == pytest.approx(2 * found[2.0][0]["loss.dot"])
+    assert found[0.0][0]["loss.dot"] == 0
+    alone = make_client(batch_size=8)
+    make_method("gfpl", own=OFF).local_update(alone, Mixtures.empty(6))
+    assert equal(found[0.0][1], weights(alone))
+    body = body_names(alone.model)
+    assert any(not torch.equal(found[2.0][1][name], found[0.0][1][name]) for name in body)
+
+
+# Retraining -------------------------------------------------------------------------------------------------
+
+
+def retrained(method, client, down):
+    """The pass over pseudo-features alone, and the projection's weights after it."""
+    dual = method._dual(client) if method.config.dual_classifier else None
+    report = method._train(client, dual, down)
+    return report, dual[0].weight.detach().clone() if dual else None
+
+
+@pytest.mark.parametrize("architecture", ["mlp5", "resnet4"])
+def test_retraining_leaves_the_extractor_alone(make_method, make_client, architecture):
+    method, client = (
+        make_method("gfpl"),
+        make_client(architecture=architecture, weight_decay=0.1, momentum=0.5),
+    )
+    before, projection = weights(client), method._dual(client)[0].weight
+    report, after = retrained(method, client, mixtures(0, 1, 2))
+    changed = {name for name, tensor in weights(client).items() if not torch.equal(tensor, before[name])}
+    assert changed == {"head.weight", "head.bias"} or changed == {"head.1.weight", "head.1.bias"}
+    assert not torch.equal(after, projection)
+    assert report.samples == 3 * 16
+    assert report.steps == 12  # batches of 4
+
+
+def test_retraining_the_projection_only(make_method, make_client):
+    method, client = make_method("gfpl", own={"retrain": "projection"}), make_client()
+    before, projection = weights(client), method._dual(client)[0].weight
+    _, after = retrained(method, client, mixtures(0, 1))
+    assert equal(weights(client), before)
+    assert not torch.equal(after, projection)
+    with pytest.raises(PbflError, match=r"gfpl\.retrain = 'projection'"):
+        make_method("gfpl", own={"retrain": "projection", "dual_classifier": False})
+
+
+def test_retraining_teaches_classes_that_the_client_does_not_hold(make_method, make_client):
+    method = make_method("gfpl", own={"samples": 64, "retrain_epochs": 20})
+    client = make_client(labels=(0, 0, 1, 1), learning_rate=0.1)
+    down = mixtures(0, 1, 2, 3)
+    retrained(method, client, down)
+    with torch.no_grad():
+        assert client.model.head(down.means).argmax(1).tolist() == [0, 1, 2, 3]
+
+
+def test_it_comes_before_the_local_epochs(make_method, make_client):
+    method, down = make_method("gfpl"), mixtures(0, 1, 2, 3)
+    client, by_hand = make_client(), make_client()
+    update = method.local_update(client, down)
+    dual = method._dual(by_hand)
+    method._train(by_hand, dual, down)
+    method._train(by_hand, dual)
+    assert equal(weights(client), weights(by_hand))
+    assert torch.equal(update.memory["projection.weight"], dual[0].weight)
+
+
+def test_clamping_keeps_pseudo_features_non_negative(make_method, make_client, monkeypatch):
+    seen = []
+    client = make_client()
+    head = client.model.head
+    head.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0].min().item()))
+    down = mixtures(0, 1)
+    retrained(make_method("gfpl", own={"clamp": True}), client, down)
+    assert min(seen) == 0
+    seen.clear()
+    retrained(make_method("gfpl"), client, down)
+    assert min(seen) < 0
+
+
+# Prediction and memory --------------------------------------------------------------------------------------
+
+
+def test_the_projection_is_kept_and_predicts(make_method, make_client, task):
+    method = make_method("gfpl")
+    assert set(method.predictors(make_client(), Mixtures.empty(6))) == {"head"}
+    Z = equiangular_frame(4, 6, 0)
+    memory = {"projection.weight": torch.eye(6), "projection.bias": torch.zeros(6)}
+    client = make_client(memory=memory)
+    scores = method.predictors(client, Mixtures.empty(6))["etf"](9 * Z.T, torch.zeros(4, 4))
+    torch.testing.assert_close(scores, 4 / 3 * torch.eye(4) - 1 / 3, atol=1e-6, rtol=0)
+    assert set(evaluate(client, method.predictors(client, Mixtures.empty(6))).correct) == {"head", "etf"}
+
+
+def test_same_seed_same_bits_and_other_clients_share_the_first_projection(make_method, make_client):
+    method = make_method("gfpl", own=SOON)
+    first, second = (method.local_update(make_client(), mixtures(0, 1)) for _ in range(2))
+    assert equal(dict(first.memory), dict(second.memory))
+    assert equal(first.payload.to_tensors(), second.payload.to_tensors())
+    a, b = (method._dual(make_client(id))[0].weight for id in (0, 3))
+    assert torch.equal(a, b)
+
+
+# Server -----------------------------------------------------------------------------------------------------
+
+
+def test_the_order_of_clients_does_not_matter(make_method, make_client, task):
+    method = make_method("gfpl", own={**SOON, "threshold": 20.0})
+    sent = [method.local_update(make_client(i), Mixtures.empty(6)).payload for i in range(4)]
+    fused = []
+    for order in itertools.islice(itertools.permutations(range(4)), 0, 24, 5):
+        uploads = {i: sent[k] for i, k in enumerate(order)}
+        fused.append(method.aggregate(method.init(task, 0), uploads, Round(1, task, 4)).broadcast)
+    assert fused[0].num_components < sum(s.num_components for s in sent)
+    assert all(equal(fused[0].to_tensors(), other.to_tensors()) for other in fused[1:])
+
+
+@pytest.mark.parametrize(("stale", "expected"), [("keep", [0, 3]), ("drop", [3])])
+def test_a_client_that_is_silent_keeps_its_say_unless_dropped(make_method, task, stale, expected):
+    method = make_method("gfpl", own=SOON, stale=stale)
+    state = method.aggregate(method.init(task, 0), {0: mixtures(0), 1: mixtures(1, 2)}, Round(1, task, 2))
+    assert state.broadcast.labels.tolist() == [0, 1, 2]
+    state = method.aggregate(state, {1: mixtures(3)}, Round(2, task, 2))
+    assert state.broadcast.labels.tolist() == expected
+
+
+def test_what_comes_up_between_exchanges_is_not_used(make_method, task):
+    method = make_method("gfpl")
+    state = method.aggregate(method.init(task, 0), {0: mixtures(0)}, Round(9, task, 1))
+    assert state.held.num_components == state.broadcast.num_components == 0
+
+
+def test_uploads_are_validated(make_method, task):
+    state = make_method("gfpl").init(task, 0)
+    with pytest.raises(RejectedPayload, match="5 components of a class, allowed are 4"):
+        make_method("gfpl").validate(mixtures(1, 1, 1, 1, 1), state, task)
+    by_share = make_method("gfpl", own={"weight": "pi"})
+    by_share.validate(mixtures(0, 1), state, task)
+    by_share.validate(Mixtures.empty(6), state, task)
+    with pytest.raises(RejectedPayload, match="add up to 1"):
+        by_share.validate(mixtures(0, 1, 1), state, task)
+
+
+def test_the_frame_needs_as_many_dimensions_as_classes(make_method):
+    narrow = Task(num_classes=7, feature_dim=6, input_shape=(1, 16, 16))
+    with pytest.raises(PbflError, match=r"feature-dim = 6: .* allowed is feature-dim >= 7"):
+        make_method("gfpl").check(narrow, ["mlp5"])
+    make_method("gfpl", own={"dual_classifier": False}).check(narrow, ["mlp5"])
+    make_method("gfpl").check(Task(6, 6, (1, 16, 16)), ["mlp5"])
+
+
+# Edges ------------------------------------------------------------------------------------------------------
+
+
+def test_one_class_few_samples_none_and_a_class_nobody_holds(make_method, make_client, task):
+    method = make_method("gfpl", own=SOON)
+    holders = [(1,) * 6, (0, 0, 2), (2,), ()]  # nobody holds class 3
+    for number, state, uploads in rounds(method, task, make_client, 3, holders):
+        for upload in uploads.values():
+            assert all(bool(torch.isfinite(t).all()) for t in upload.to_tensors().values())
+        assert uploads[3].num_components == 0
+        assert uploads[1].labels.tolist() == [0, 0, 2]  # fewer samples than components
+        assert uploads[2].labels.tolist() == [2]
+        assert state.broadcast.labels.unique().tolist() == [0, 1, 2]
+        assert method.report(state)["classes-held"] == 3, number
+
+
+def test_a_line_says_what_was_reduced(make_method, make_client):
+    update = make_method("gfpl", own=SOON).local_update(
+        make_client(labels=(0, 0, 2, 2, 2, 2, 2, 2)), Mixtures.empty(6)
+    )
+    assert update.metrics["mixture-classes-reduced"] == 1
+    assert update.metrics["mixture-components"] == 2 + 4

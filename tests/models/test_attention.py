@@ -1,0 +1,129 @@
+import pytest
+import torch
+from torch import nn
+
+from pbfl_flwr.models import MODELS, build_model
+from pbfl_flwr.models.attention import (
+    CBAM,
+    CrossLayerFusion,
+    MapDistillation,
+    MapMemory,
+    convolutional,
+    map_channels,
+)
+from pbfl_flwr.task import Task
+
+IMAGES = Task(4, 6, (3, 16, 16))
+WINDOWS = Task(4, 6, (9, 32))
+CONVOLUTIONAL = [(name, WINDOWS if name == "har-cnn" else IMAGES) for name in MODELS if name != "mlp5"]
+
+
+def maps_of(name, task, batch=2):
+    model = build_model(name, task, 0)
+    inputs = torch.randn(batch, *task.input_shape, generator=torch.Generator().manual_seed(1))
+    return model, inputs, convolutional(model.feature_maps(inputs))
+
+
+@pytest.mark.parametrize(("name", "task"), CONVOLUTIONAL)
+def test_attention_has_the_shape_of_the_map_for_every_convolutional_model(name, task):
+    model, _, maps = maps_of(name, task)
+    assert [x.shape[1] for x in maps] == map_channels(model, task)
+    for x in maps:
+        assert CBAM(x.shape[1])(x).shape == x.shape
+
+
+@pytest.mark.parametrize(("name", "task"), CONVOLUTIONAL)
+def test_distillation_trains_every_stage_and_itself(name, task):
+    model, inputs, maps = maps_of(name, task)
+    distillation = MapDistillation(map_channels(model, task), width=8)
+    teacher = MapMemory(model.stages, build_model(name, task, 1).stages.state_dict(), distillation)
+    distillation(maps, *teacher(inputs)).backward()
+    assert [n for n, p in model.stages.named_parameters() if p.grad is None] == []
+    assert [n for n, p in distillation.named_parameters() if p.grad is None] == []
+    assert all(p.grad is None and not p.requires_grad for p in teacher.stages.parameters())
+
+
+def test_cnn4_on_28x28_has_the_published_maps():
+    _, _, maps = maps_of("cnn4", Task(10, 512, (1, 28, 28)))
+    assert [tuple(x.shape[1:]) for x in maps] == [(32, 12, 12), (64, 4, 4)]
+    hidden = [CBAM(c).channel_gate[0].out_features for c in (32, 64, 10)]
+    assert hidden == [2, 4, 1]  # C/16, at least one
+
+
+def test_cbam_against_a_literal_loop():
+    torch.manual_seed(0)
+    block, x = CBAM(3, ratio=2, kernel=3), torch.randn(2, 3, 4, 5)
+    first, _, second = block.channel_gate
+
+    def mlp(vector):
+        return second.weight @ torch.relu(first.weight @ vector + first.bias) + second.bias
+
+    for b in range(2):
+        mean, largest = x[b].mean((1, 2)), x[b].flatten(1).max(1).values
+        gated = x[b] * torch.sigmoid(mlp(mean) + mlp(largest)).reshape(3, 1, 1)
+        summary = torch.stack([gated.mean(0), gated.max(0).values])  # (2, 4, 5)
+        padded = nn.functional.pad(summary, (1, 1, 1, 1))
+        for row in range(4):
+            for column in range(5):
+                window = padded[:, row : row + 3, column : column + 3]
+                gate = torch.sigmoid((window * block.spatial_gate.weight[0]).sum())
+                torch.testing.assert_close(block(x)[b, :, row, column], gated[:, row, column] * gate)
+
+
+def test_cbam_of_zero_weights_is_a_quarter():
+    block, x = CBAM(2), torch.randn(1, 2, 3, 3)
+    for parameter in block.parameters():
+        nn.init.zeros_(parameter)
+    torch.testing.assert_close(block(x), x / 4)  # σ(0)·σ(0)
+
+
+def deltas(fusion):
+    """Make every convolution the identity: its centre is 1, the rest and the biases are 0."""
+    for module in fusion.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.zeros_(module.weight)
+            nn.init.zeros_(module.bias)
+            module.weight.data[:, :, module.kernel_size[0] // 2, module.kernel_size[1] // 2] = 1
+
+
+def test_fusion_by_hand():
+    fusion = CrossLayerFusion([1, 1], width=1)
+    deltas(fusion)
+    low, high = torch.full((1, 1, 4, 4), 2.0), torch.full((1, 1, 2, 2), 3.0)
+    fused = fusion([low, high])
+    torch.testing.assert_close(fused[0], torch.full((1, 1, 4, 4), 7.0))  # up(3) + 2 + 2
+    torch.testing.assert_close(fused[1], torch.full((1, 1, 2, 2), 6.0))  # 3 + 3, nothing above
+
+
+@torch.no_grad()
+def test_distillation_by_hand():
+    # Attention of zero weights quarters a map; fusions are the identity, so that one level gives 2·X.
+    distillation = MapDistillation([1], width=1)
+    for parameter in distillation.attention.parameters():
+        nn.init.zeros_(parameter)
+    deltas(distillation.fuse_attention)
+    deltas(distillation.fuse_maps)
+    student, teacher = [torch.full((2, 1, 2, 3), 4.0)], [torch.full((2, 1, 2, 3), 1.0)]
+    attended = distillation.attend(teacher)  # 0.25
+    # A: 2·(4/4) - 0.25 = 1.75; F: 2·4 - 1 = 7; 1.75² + 7² = 52.0625; summed over 6 places of a sample
+    assert float(distillation(student, teacher, attended)) == pytest.approx(52.0625)
+    assert float(distillation(student, teacher, attended, summed=True)) == pytest.approx(6 * 52.0625)
+
+
+def test_seeded_and_without_a_trace_in_the_global_state():
+    before = torch.random.get_rng_state()
+    one, two, other = (MapDistillation([2, 3], width=4, seed=s) for s in (1, 1, 2))
+    assert torch.equal(torch.random.get_rng_state(), before)
+    first, second, third = (dict(m.named_parameters())["fuse_maps.unify.0.weight"] for m in (one, two, other))
+    assert torch.equal(first, second)
+    assert not torch.equal(first, third)
+
+
+def test_looking_at_maps_changes_nothing():
+    model = build_model("resnet4", IMAGES, 0).train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert map_channels(model, IMAGES) == [64, 64]
+    assert model.training
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert map_channels(build_model("mlp5", IMAGES, 0), IMAGES) == []
+    assert map_channels(nn.Linear(2, 2), IMAGES) == []

@@ -1,0 +1,307 @@
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from pbfl_flwr.cli import app
+from pbfl_flwr.config import parse
+from pbfl_flwr.data import DATASETS
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments import configuration, tables
+from pbfl_flwr.experiments.figures import clock, kilobytes
+from pbfl_flwr.experiments.runner import round_line
+from pbfl_flwr.flower.engine import Resources, toml
+from pbfl_flwr.methods import METHODS, SECTIONS
+from pbfl_flwr.models import FAMILIES, MODELS
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setenv("PBFL_HOME", str(tmp_path / "home"))
+
+
+def pbfl(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_all_bad_keys_are_told_at_once_and_nothing_starts(tmp_path: Path) -> None:
+    wrong = [
+        "lerning-rate=3",
+        "seed=abc",
+        "fraction-train=1.5",
+        "fedtgp.epochs=3",
+        "method=fedprot",
+        "dataset=digit",
+        "models=cnn5",
+        "batch-size=[1, 2]",
+        "nonsense",
+    ]
+    result = pbfl("run", *(word for assignment in wrong for word in ("--set", assignment)))
+    assert result.exit_code == 2
+    lines = result.stderr.splitlines()
+    assert len(lines) == len(wrong)
+    for name in (
+        "learning-rate",
+        "seed",
+        "fraction-train",
+        "fedtgp.epochs",
+        "fedproto",
+        "digits",
+        "cnn4",
+        "batch-size",
+    ):
+        assert any(name in line for line in lines), name
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nowhere.toml"], "preset 'nowhere.toml'"),
+        (["--set", "dataset=npz", "--set", "data-dir=nowhere.npz"], "nowhere.npz"),
+        (["--set", "models=har-cnn"], "har-cnn"),
+        (["--set", "method=fedavg"], "one architecture"),
+        (["--set", "min-replies=21"], "min-replies = 21"),
+        (["--set", "device=cuda"], "--gpus-per-client"),
+        (["--cpus-per-client", "5000"], "--cpus-per-client 5000"),
+        (["--resume", "nowhere"], "no run.json"),
+        (["--resume", "nowhere", "--run-dir", "there"], "--resume and --run-dir"),
+        (["--app", "."], "is no checkout"),
+    ],
+)
+def test_what_cannot_run_is_one_line(arguments: list[str], said: str) -> None:
+    result = pbfl("run", *arguments)
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_values_are_toml_scalars_and_bare_words() -> None:
+    assignments = [
+        "a=3",
+        "b=0.5",
+        "c=true",
+        "d=fedproto",
+        "e='x y'",
+        "f=cnn4,resnet8",
+        "g=",
+        "h=1e-3",
+        "i=a=b",
+    ]
+    assert configuration.gather(None, assignments).values == {
+        "a": 3,
+        "b": 0.5,
+        "c": True,
+        "d": "fedproto",
+        "e": "x y",
+        "f": "cnn4,resnet8",
+        "g": "",
+        "h": 0.001,
+        "i": "a=b",
+    }
+
+
+def test_set_overrides_the_preset_and_tables_are_flattened(tmp_path: Path) -> None:
+    preset = tmp_path / "mine.toml"
+    preset.write_text('seed = 4\nmethod = "tinyproto"\ndata-dir = "there"\n[tinyproto]\nbase = "fedtgp"\n')
+    assert configuration.gather(str(preset), ["seed=5"]).values == {
+        "seed": 5,
+        "method": "tinyproto",
+        "data-dir": str(tmp_path / "there"),
+        "tinyproto.base": "fedtgp",
+    }
+
+
+@pytest.mark.parametrize("name", configuration.presets())
+def test_shipped_presets_are_valid(name: str) -> None:
+    configuration.check(configuration.gather(name, []))
+
+
+def test_configuration_survives_the_toml_that_flower_reads() -> None:
+    config = {"a": 'qu"ote\\ \n ü', "b": True, "c": 1e-5, "d": 7, "tinyproto.base": "fedproto"}
+    assert configuration.flatten(tomllib.loads(toml(config))) == config
+
+
+def test_federation_config() -> None:
+    assert Resources(2, 0.25, 3).federation(7) == (
+        "num-supernodes=7 client-resources-num-cpus=2 client-resources-num-gpus=0.25 init-args-num-cpus=6"
+    )
+
+
+@pytest.mark.parametrize(
+    ("topic", "names"),
+    [
+        ("methods", list(METHODS)),
+        ("models", [*MODELS, *FAMILIES]),
+        ("datasets", list(DATASETS)),
+        ("presets", configuration.presets()),
+        ("keys", [*parse({}).as_dict(), *(f"{section}." for section in SECTIONS)]),
+    ],
+)
+def test_lists_name_everything(topic: str, names: list[str]) -> None:
+    result = pbfl("list", topic)
+    assert result.exit_code == 0
+    assert names
+    assert [name for name in names if name not in result.stdout] == []
+
+
+def entry(number: int, heads: float, globals_: float | None, **more: Any) -> dict[str, Any]:
+    """One line of rounds.jsonl: two clients, 100 bytes up and 300 down each."""
+
+    def statistics(weighted: float) -> dict[str, float]:
+        return {"weighted": weighted, "mean": weighted, "std": 0.125, "worst": weighted - 0.125, "clients": 2}
+
+    accuracy = {"head": statistics(heads)} | ({} if globals_ is None else {"global": statistics(globals_)})
+    return {
+        "round": number,
+        "accuracy": accuracy,
+        "accuracy_of_round": number,
+        "test_loss": 0.25,
+        "clients": {},
+        "server": {},
+        "trained": [0, 1],
+        "failures": [],
+        "bytes_up": {"payload": 200, "ours": 220, "total": 400},
+        "bytes_down": {"payload": 600, "ours": 620, "total": 800},
+        "scalars": {"up": 12, "down": 20},
+        "seconds": {
+            "total": 2.0,
+            "aggregate": 0.1,
+            "clients": {"open": 0.1, "fit": 1.0, "evaluate": 0.2, "save": 0.1},
+        },
+        "peak_mb": 512.0,
+        **more,
+    }
+
+
+def write_run(path: Path, rounds: list[dict[str, Any]], **changes: Any) -> Path:
+    config = parse(
+        {"num-clients": 2, "num-server-rounds": len(rounds), "feature-dim": 4, **changes}, SECTIONS
+    ).as_dict()
+    member = {
+        "node": "1",
+        "simulated": True,
+        "task": {"num_classes": 3, "feature_dim": 4, "input_shape": [1, 16, 16]},
+        "labels": ["a", "b", "c"],
+        "architecture": "cnn4",
+        "parameters": [50, 15],
+        "device": "cpu",
+        "num_train": 6,
+        "num_test": 2,
+    }
+    about = {
+        "configuration": config,
+        "versions": {},
+        "experiment": "x",
+        "headline": "global",
+        "moment": "after",
+        "clients": [{"client": 0, **member}, {"client": 1, **member}],
+    }
+    path.mkdir()
+    (path / "run.json").write_text(json.dumps(about))
+    (path / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in rounds))
+    (path / "partition.json").write_text(json.dumps({"counts": [[5, 3, 0], [0, 0, 8]], "notes": []}))
+    return path
+
+
+def test_show(tmp_path: Path) -> None:
+    rounds = [
+        entry(1, 0.25, None),
+        entry(2, 0.75, 0.875, failures=[{"client": 1, "reason": "out of paper"}]),
+        entry(3, 0.5, 0.625, failures=[{"client": 1, "reason": "out of paper"}]),
+    ]
+    result = pbfl("show", write_run(tmp_path / "run", rounds))
+    assert result.exit_code == 0
+    text = result.stdout
+    rows = [
+        [cell.strip() for cell in line.strip("│┃ ").split("│")] for line in text.splitlines() if "│" in line
+    ]
+    assert ["head", "3", "50.00", "50.00", "12.50", "37.50"] in rows
+    assert ["global (headline)", "3", "62.50", "62.50", "12.50", "50.00"] in rows
+    assert ["best (chosen on test data)", "2", "87.50", "87.50", "12.50", "75.00"] in rows
+    assert ["bytes a client, payload", "100 B", "300 B", "400 B"] in rows
+    assert ["with Flower's objects", "200 B", "400 B", "600 B"] in rows
+    assert ["scalars, all clients, last round", "12", "20", "32"] in rows
+    # FedProto: (K_1 + K)·d + (K_2 + K)·d = (2 + 3)·4 + (1 + 3)·4
+    assert ["by the paper's formula", "", "", "36"] in rows
+    assert "client 1 failed in 2 rounds, first 2: out of paper" in text
+    assert "go on with" not in text
+
+
+def test_show_where_clients_are_scored_before_training() -> None:
+    # An entry's accuracy is the round's before it; the last one also holds its own.
+    rounds = [
+        entry(1, 0.125, None, accuracy_of_round=0),
+        entry(2, 0.5, None, accuracy_of_round=1),
+        entry(
+            3,
+            0.25,
+            None,
+            accuracy_of_round=2,
+            final={"accuracy": {"head": {"weighted": 0.375}}, "failures": []},
+        ),
+    ]
+    head = tables.scores(rounds)["head"]
+    assert (head.last[0], head.last[1]["weighted"]) == (3, 0.375)
+    assert (head.best[0], head.best[1]["weighted"]) == (1, 0.5)
+
+
+def test_show_says_how_an_unfinished_run_ended(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [entry(1, 0.25, 0.5)], **{"num-server-rounds": 9})
+    (run / "error.txt").write_text("round 2: 0 valid replies\n")
+    text = pbfl("show", run).stdout
+    assert "1 of 9 rounds" in text
+    assert "round 2: 0 valid replies" in text
+
+
+def test_show_of_something_else(tmp_path: Path) -> None:
+    result = pbfl("show", tmp_path)
+    assert result.exit_code == 2
+    assert "no run.json" in result.stderr
+
+
+def test_round_line() -> None:
+    assert round_line(entry(7, 0.25, 0.8125), 20, "global") == (
+        "round  7/20  accuracy 81.2 % (global, weighted)  loss 0.250  up 400 B  down 800 B  2.0 s"
+    )
+    assert "25.0 % (head, weighted) before training" in round_line(
+        entry(1, 0.25, None, accuracy_of_round=0), 9, "global"
+    )
+
+
+def test_figures() -> None:
+    assert [kilobytes(n) for n in (999, 41_234, 999_960, 3_100_000)] == [
+        "999 B",
+        "41.2 kB",
+        "1.0 MB",
+        "3.1 MB",
+    ]
+    assert [clock(s) for s in (42.4, 59.6, 3723)] == ["0:42", "1:00", "1:02:03"]
+
+
+def test_a_resumed_run_keeps_what_changes_results(tmp_path: Path) -> None:
+    run = write_run(
+        tmp_path / "run",
+        [entry(1, 0.25, 0.5)],
+        method="tinyproto",
+        **{"tinyproto.base": "fedtgp", "cps-dim": 2},
+    )
+    wishes = configuration.resumed(run, configuration.Wishes({"num-server-rounds": 30}))
+    settings = configuration.check(wishes)
+    assert settings.run.resume
+    assert settings.run.num_server_rounds == 30
+    assert settings.method_section["base"] == "fedtgp"
+    with pytest.raises(PbflError, match="seed = 4"):
+        configuration.resumed(run, configuration.Wishes({"seed": 4}))
+
+
+def test_a_directory_that_holds_a_run_is_refused(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [entry(1, 0.25, 0.5)])
+    result = pbfl("run", "--run-dir", run)
+    assert result.exit_code == 2
+    assert "already holds a run" in result.stderr

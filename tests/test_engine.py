@@ -1,0 +1,126 @@
+"""Real runs: `pbfl run` as a person starts it, on Flower's simulation engine with Ray."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower.engine import Engine
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+SMALL = ["num-clients=4", "num-server-rounds=2", "models=cnn4", "feature-dim=16"]
+MARK = "PBFL_TEST_RUN"
+
+
+def start(run_dir: Path, home: Path, *settings: str) -> subprocess.Popen[str]:
+    return pbfl(run_dir, home, "--run-dir", str(run_dir), *sets(*SMALL, *settings))
+
+
+def sets(*settings: str) -> list[str]:
+    return [word for setting in settings for word in ("--set", setting)]
+
+
+def pbfl(run_dir: Path, home: Path, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "pbfl_flwr.cli", "run", "--workers", "2", *arguments],
+        env={**os.environ, MARK: str(run_dir), "PBFL_HOME": str(home), "COLUMNS": "160"},
+        cwd=Path(__file__).parents[1],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def left_behind(run_dir: Path) -> list[str]:
+    """Return the command lines of living processes that inherited the run's mark."""
+    if not sys.platform.startswith("linux"):
+        pytest.skip("reads /proc")
+    mark = f"{MARK}={run_dir}".encode()
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark in (process / "environ").read_bytes().split(b"\0"):
+                found.append((process / "cmdline").read_text().replace("\0", " "))
+        except OSError:
+            continue  # it ended, or it is somebody else's
+    return found
+
+
+def wait_for_rounds(run_dir: Path, wanted: int) -> None:
+    file = run_dir / "rounds.jsonl"
+    end = time.monotonic() + 300
+    while not file.exists() or len(file.read_text().splitlines()) < wanted:
+        assert time.monotonic() < end, "no rounds came"
+        time.sleep(0.2)
+
+
+def test_a_run(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = start(run_dir, tmp_path / "home")
+    said, _ = process.communicate(timeout=500)
+    assert process.returncode == 0, said
+    rounds = [json.loads(line) for line in (run_dir / "rounds.jsonl").read_text().splitlines()]
+    assert [line["round"] for line in rounds] == [1, 2]
+    assert [line["trained"] for line in rounds] == [[0, 1, 2, 3]] * 2
+    assert "round 2/2  accuracy" in said
+    assert "best (chosen on test data)" in said
+    assert left_behind(run_dir) == []
+    assert not (run_dir / ".flower").exists()
+    assert "Starting Flower Simulation" in (run_dir / "flower.log").read_text()
+
+
+def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    (tmp_path / "a-file").touch()
+    process = start(
+        run_dir, tmp_path / "home", f"state-dir={tmp_path / 'a-file'}"
+    )  # only the clients find out
+    said, _ = process.communicate(timeout=500)
+    assert process.returncode == 1, said
+    assert "the run failed: round 1: 0 valid replies, min-replies is 1" in said
+    assert "client 0:" in said
+    assert "a-file" in said
+    assert left_behind(run_dir) == []
+
+
+def test_a_run_that_is_stopped_can_be_resumed(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = start(run_dir, tmp_path / "home", "num-server-rounds=10000")
+    wait_for_rounds(run_dir, 1)
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, said
+    assert left_behind(run_dir) == []
+    done = len((run_dir / "rounds.jsonl").read_text().splitlines())
+    rest = sets(f"num-server-rounds={done + 1}")
+    process = pbfl(run_dir, tmp_path / "home", "--resume", str(run_dir), *rest)
+    said, _ = process.communicate(timeout=500)
+    assert process.returncode == 0, said
+    rounds = [json.loads(line)["round"] for line in (run_dir / "rounds.jsonl").read_text().splitlines()]
+    assert rounds == list(range(1, done + 2))
+    assert left_behind(run_dir) == []
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's parent-death signal")
+def test_a_killed_command_line_leaves_nothing(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = start(run_dir, tmp_path / "home", "num-server-rounds=10000")
+    wait_for_rounds(run_dir, 1)
+    process.kill()
+    process.communicate(timeout=60)
+    end = time.monotonic() + 60
+    while left_behind(run_dir) and time.monotonic() < end:
+        time.sleep(0.5)
+    assert left_behind(run_dir) == []
+
+
+def test_one_run_directory_is_used_once(tmp_path: Path) -> None:
+    with Engine(tmp_path), pytest.raises(PbflError, match="in use"), Engine(tmp_path):
+        pass
