@@ -9,7 +9,7 @@ never infinities. On the wire it is ragged: ``to_tensors`` keeps only the rows o
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Protocol, Self
 
 import torch
@@ -320,6 +320,102 @@ class WeightsAndPrototypes:
     def scalars(self) -> int:
         """Return the scalars of both."""
         return self.weights.scalars() + self.prototypes.scalars()
+
+
+@dataclass(frozen=True)
+class Factors:
+    """A truncated decomposition; leading axes are a batch of matrices with a common k.
+
+    Attributes:
+        u: (..., P, k).
+        sigma: (..., k), singular values, descending.
+        v: (..., k, Q), rows are right singular vectors.
+    """
+
+    u: Tensor
+    sigma: Tensor
+    v: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of what it stands for, (..., P, Q)."""
+        return (*self.u.shape[:-1], self.v.shape[-1])
+
+    def product(self) -> Tensor:
+        """Return U·diag(σ)·V, (..., P, Q) float32."""
+        return ((self.u.double() * self.sigma.double().unsqueeze(-2)) @ self.v.double()).to(torch.float32)
+
+    def scalars(self) -> int:
+        """Return how many numbers it has."""
+        return self.u.numel() + self.sigma.numel() + self.v.numel()
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """Named tensors of a network, some as they are and some factorised.
+
+    Attributes:
+        dense: name -> tensor.
+        factors: name -> factors; a convolution's may be those of its (O, I·h·w) matrix.
+        base: what the tensors are to be added to: the version of the weights that the receiver must hold; -1 if
+            they stand for themselves.
+        version: the weights that the receiver holds afterwards (down), or was given (up).
+        num_examples: n_i; 0 on the way down.
+    """
+
+    dense: Mapping[str, Tensor]
+    factors: Mapping[str, Factors] = field(default_factory=dict)
+    base: int = -1
+    version: int = 0
+    num_examples: int = 0
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """Return ``d.<name>``, or ``u.``, ``s.`` and ``v.<name>``, and the three whole numbers."""
+        sent = {f"d.{name}": tensor.detach().contiguous() for name, tensor in self.dense.items()}
+        for name, factors in self.factors.items():
+            sent[f"u.{name}"] = factors.u.contiguous()
+            sent[f"s.{name}"] = factors.sigma.contiguous()
+            sent[f"v.{name}"] = factors.v.contiguous()
+        return {**sent, "about": torch.tensor([self.base, self.version, self.num_examples])}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], task: Task) -> LowRank:
+        """Rebuild the payload; every triple must be whole and fit together. See :class:`Payload`."""
+        about = _whole_numbers(tensors, "about").tolist()
+        if len(about) != 3 or about[0] < -1 or min(about[1:]) < 0 or max(about) >= 2**40:
+            raise RejectedPayload(f"'about' is {about}, expected base >= -1, version >= 0 and n >= 0")
+        names: dict[str, set[str]] = {kind: set() for kind in "dusv"}
+        for key in tensors:
+            kind, dot, name = key.partition(".")
+            if key != "about" and (not dot or kind not in names):
+                raise RejectedPayload(f"unexpected tensor '{key}'")
+            if key != "about":
+                names[kind].add(name)
+        if broken := (names["u"] ^ names["s"]) | (names["u"] ^ names["v"]):
+            raise RejectedPayload(f"the factors of '{min(broken)}' are not complete")
+        if twice := names["d"] & names["u"]:
+            raise RejectedPayload(f"'{min(twice)}' is sent twice")
+        dense = {name: _floats(tensors, f"d.{name}", None, MAX_MAGNITUDE) for name in sorted(names["d"])}
+        factors = {name: _factors(tensors, name) for name in sorted(names["u"])}
+        return cls(dense, factors, *about)
+
+    def scalars(self) -> int:
+        """Return how many numbers travel, dense ones and factors."""
+        whole = sum(tensor.numel() for tensor in self.dense.values())
+        return whole + sum(factors.scalars() for factors in self.factors.values())
+
+
+def _factors(tensors: Mapping[str, Tensor], name: str) -> Factors:
+    u, sigma, v = (_floats(tensors, f"{kind}.{name}", None, MAX_MAGNITUDE) for kind in "usv")
+    fits = u.dim() >= 2 and v.dim() == u.dim() and sigma.dim() == u.dim() - 1
+    fits = fits and u.shape[:-2] == v.shape[:-2] == sigma.shape[:-1]
+    if not fits or not u.shape[-1] == sigma.shape[-1] == v.shape[-2]:
+        raise RejectedPayload(
+            f"the factors of '{name}' do not fit: {tuple(u.shape)}, {tuple(sigma.shape)}, {tuple(v.shape)}"
+        )
+    if bool((sigma < 0).any()):
+        raise RejectedPayload(f"'{name}' has a negative singular value")
+    return Factors(u, sigma, v)
 
 
 def joined(**parts: Payload) -> dict[str, Tensor]:

@@ -103,6 +103,7 @@ def fit(
     max_steps: int | None = None,
     phase: str = "fit",
     after_step: Callable[[], None] | None = None,
+    after_epoch: Callable[[], None] | None = None,
 ) -> FitReport:
     """Train with plain SGD over the client's data.
 
@@ -117,6 +118,7 @@ def fit(
         max_steps: stop after so many steps, whatever the epochs; None is no bound.
         phase: names this pass, so that two passes of a round draw different batches.
         after_step: called after every optimiser step.
+        after_epoch: called after every pass.
 
     Raises:
         Diverged: if a loss term or, in the end, a weight is not finite.
@@ -148,29 +150,30 @@ def fit(
     try:
         for parameter in frozen:
             parameter.requires_grad_(False)
-        for index in _passes(
-            num_samples, settings, order, settings.local_epochs if epochs is None else epochs
-        ):
-            if len(index) < smallest:
-                continue  # BatchNorm has no variance over one sample
-            if steps == max_steps:
-                break
-            if source is None:
-                inputs, labels = take(data, data.train, index, client.device, settings.layout)
-            else:
-                inputs, labels = source[0][index], source[1][index]
-            terms = loss(inputs, labels)
-            optimizer.zero_grad(set_to_none=True)
-            torch.stack(list(terms.values())).sum().backward()
-            for group in groups:
-                if group.max_grad_norm > 0:
-                    nn.utils.clip_grad_norm_(group.parameters, group.max_grad_norm)
-            optimizer.step()
-            if after_step is not None:
-                after_step()
-            steps, samples = steps + 1, samples + len(index)
-            for name, value in terms.items():
-                totals[name] = totals.get(name, torch.zeros((), device=value.device)) + value.detach()
+        for _ in range(settings.local_epochs if epochs is None else epochs):
+            for index in batches(num_samples, settings, order):
+                if len(index) < smallest:
+                    continue  # BatchNorm has no variance over one sample
+                if steps == max_steps:
+                    break
+                if source is None:
+                    inputs, labels = take(data, data.train, index, client.device, settings.layout)
+                else:
+                    inputs, labels = source[0][index], source[1][index]
+                terms = loss(inputs, labels)
+                optimizer.zero_grad(set_to_none=True)
+                torch.stack(list(terms.values())).sum().backward()
+                for group in groups:
+                    if group.max_grad_norm > 0:
+                        nn.utils.clip_grad_norm_(group.parameters, group.max_grad_norm)
+                optimizer.step()
+                if after_step is not None:
+                    after_step()
+                steps, samples = steps + 1, samples + len(index)
+                for name, value in terms.items():
+                    totals[name] = totals.get(name, torch.zeros((), device=value.device)) + value.detach()
+            if after_epoch is not None:
+                after_epoch()
     finally:
         for parameter in frozen:
             parameter.requires_grad_(True)
@@ -191,13 +194,6 @@ class _Group:
         self.parameters = list(part.parameters)
         self.learning_rate = settings.learning_rate if part.learning_rate is None else part.learning_rate
         self.max_grad_norm = settings.max_grad_norm if part.max_grad_norm is None else part.max_grad_norm
-
-
-def _passes(
-    num_samples: int, settings: TrainingSettings, order: torch.Generator, epochs: int
-) -> Iterator[Tensor]:
-    for _ in range(epochs):
-        yield from batches(num_samples, settings, order)
 
 
 def batches(num_samples: int, settings: TrainingSettings, order: torch.Generator) -> Iterator[Tensor]:
@@ -266,8 +262,7 @@ def evaluate(client: Client, predictors: Mapping[str, Predictor]) -> Scores:
         batch = slice(start, start + size)
         inputs, labels = take(client.data, shard, batch, client.device, client.training.layout)
         features, logits = forward(client.model, inputs)
-        answered = predictors["head"](features, logits) if "head" in predictors else logits
-        loss += float(nn.functional.cross_entropy(answered, labels, reduction="sum"))
+        answered = logits
         for name, predictor in predictors.items():
             scores = predictor(features, logits)
             if scores.shape != (len(labels), client.task.num_classes):
@@ -275,6 +270,9 @@ def evaluate(client: Client, predictors: Mapping[str, Predictor]) -> Scores:
             if not bool(torch.isfinite(scores).all()):
                 raise Diverged(f"predictor '{name}' gives scores that are not finite")
             correct[name] += int((scores.argmax(dim=1) == labels).sum())
+            if name == "head":
+                answered = scores
+        loss += float(nn.functional.cross_entropy(answered, labels, reduction="sum"))
     n = len(shard.labels)
     return Scores(n, correct, loss / n if n else 0.0)
 

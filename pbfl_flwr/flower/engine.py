@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -27,7 +26,7 @@ from filelock import FileLock, Timeout
 
 from pbfl_flwr.config import Scalar
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower.processes import deaf, end_group, executable, free_port, healthy, spawn
+from pbfl_flwr.flower.processes import Processes, deaf, executable, free_port, healthy
 
 LOG = "flower.log"
 ERROR = "error.txt"  # why a run ended early, in the words of the ServerApp
@@ -72,7 +71,7 @@ class Engine:
     """A SuperLink of one's own with its simulation engine, as a context manager.
 
     Args:
-        run_dir: absolute; Flower's log and, while the engine lives, its home are written there.
+        run_dir: absolute; Flower's log is written there, all else into a directory that goes with the engine.
 
     Raises:
         PbflError: on entering, if Flower is not installed here or its SuperLink does not start.
@@ -80,10 +79,9 @@ class Engine:
 
     def __init__(self, run_dir: Path) -> None:
         self.log = run_dir / LOG
-        self._home = run_dir / ".flower"
-        self._lock = FileLock(run_dir / ".flower.lock")
-        self._neutral = self._home / "empty"
-        self._ray = self._home / "ray"
+        self._lock = FileLock(run_dir / ".lock")
+        self._scratch = Path()
+        self._processes: Processes | None = None
         self._superlink: subprocess.Popen[bytes] | None = None
         self._superexec: subprocess.Popen[bytes] | None = None
         self._follower: subprocess.Popen[bytes] | None = None
@@ -94,31 +92,27 @@ class Engine:
             self._lock.acquire(timeout=0)
         except Timeout:
             raise PbflError(f"run-dir = '{self.log.parent}' is in use by another run") from None
-        shutil.rmtree(self._home, ignore_errors=True)  # of a run that was killed
-        self._neutral.mkdir(parents=True)
-        # Ray's sockets lie below it and their paths have an upper limit of about 100 characters.
-        self._ray = Path(tempfile.mkdtemp(prefix="pbfl-", dir="/tmp" if os.name == "posix" else None))
+        # Not in the run directory: Ray's sockets lie below it and their paths may have about 100 characters.
+        self._scratch = Path(tempfile.mkdtemp(prefix="pbfl-", dir="/tmp" if os.name == "posix" else None))
+        self._processes = Processes(self._scratch)
         try:
-            for attempt in range(1, ATTEMPTS + 1):
-                if self._start():
-                    return self
-                self._end_processes()
-                if attempt == ATTEMPTS:
-                    raise PbflError(
-                        f"Flower's SuperLink did not start; the last lines of {self.log}:\n{self.tail()}"
-                    )
+            for name in ("home", "empty", "ray"):
+                (self._scratch / name).mkdir()
+            if not any(self._start() for _ in range(ATTEMPTS)):
+                raise PbflError(
+                    f"Flower's SuperLink did not start; the last lines of {self.log}:\n{self.tail()}"
+                )
         except BaseException:
             self.__exit__(None, None, None)
             raise
-        raise AssertionError("unreachable")
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with deaf():
-            self._end_processes()
-            shutil.rmtree(self._home, ignore_errors=True)
-            shutil.rmtree(self._ray, ignore_errors=True)
+            if self._processes is not None:
+                self._processes.close()
             self._lock.release()
 
     def submit(self, app: Path, config: Mapping[str, Scalar], num_clients: int, resources: Resources) -> str:
@@ -133,7 +127,7 @@ class Engine:
         Raises:
             PbflError: if Flower refuses the run.
         """
-        file = self._home / "run-config.toml"
+        file = self._scratch / "home" / "run-config.toml"
         file.write_text(toml(config), encoding="utf-8")
         federation = resources.federation(num_clients)
         answer = self._flwr(
@@ -145,7 +139,8 @@ class Engine:
 
     def ended(self) -> bool:
         """Whether the run seems to be over; :meth:`outcome` says for certain."""
-        return any(process is None or process.poll() is not None for process in self._processes())
+        watched = (self._follower, self._superexec, self._superlink)
+        return any(process is None or process.poll() is not None for process in watched)
 
     def outcome(self, run_id: str) -> tuple[str, str]:
         """Return (status, details) as Flower tells them; goes on following a run that has not ended.
@@ -180,7 +175,7 @@ class Engine:
         """Start the SuperLink and wait until it answers; False if it ended or did not answer in time."""
         port = free_port()
         connection = f'[superlink]\ndefault = "own"\n\n[superlink.own]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
-        (self._home / "config.toml").write_text(connection, encoding="utf-8")
+        (self._scratch / "home" / "config.toml").write_text(connection, encoding="utf-8")
         address = f"127.0.0.1:{port}"
         options = [
             "--insecure",
@@ -201,11 +196,15 @@ class Engine:
                 )
                 return True
             time.sleep(0.1)
+        if self._processes is not None:
+            self._processes.end()
         return False
 
     def _spawn(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
+        assert self._processes is not None, "the engine has not been entered"
         with self.log.open("ab") as log:
-            return spawn([executable(name), *arguments], self._neutral, self._environment(), log)
+            command = [executable(name), *arguments]
+            return self._processes.start(command, self._scratch / "empty", self._environment(), log)
 
     def _follow(self, run_id: str) -> None:
         """Start `flwr log --stream`, which ends with the run: cheaper than asking every second."""
@@ -215,7 +214,7 @@ class Engine:
         try:
             done = subprocess.run(
                 [executable("flwr"), *arguments],
-                cwd=self._neutral,
+                cwd=self._scratch / "empty",
                 env=self._environment(),
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
@@ -245,7 +244,7 @@ class Engine:
         return {
             **kept,
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
-            "FLWR_HOME": str(self._home),
+            "FLWR_HOME": str(self._scratch / "home"),
             "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
             "FLWR_DISABLE_UPDATE_CHECK": "1",
             "FLWR_TELEMETRY_ENABLED": "0",
@@ -254,15 +253,6 @@ class Engine:
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
             "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",
-            "RAY_TMPDIR": str(self._ray),
+            "RAY_TMPDIR": str(self._scratch / "ray"),
             "RAY_USAGE_STATS_ENABLED": "0",
         }
-
-    def _processes(self) -> tuple[subprocess.Popen[bytes] | None, ...]:
-        return self._follower, self._superexec, self._superlink
-
-    def _end_processes(self) -> None:
-        for process in self._processes():
-            if process is not None:
-                end_group(process)
-        self._follower = self._superexec = self._superlink = None

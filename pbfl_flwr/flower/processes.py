@@ -5,41 +5,82 @@ from __future__ import annotations
 import contextlib
 import http.client
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 from pbfl_flwr.errors import PbflError
-
-GRACE_SECONDS = 10.0
-
-# On Linux a process gets SIGTERM when the one that started it dies, even by SIGKILL; the request survives exec.
-_FOLLOW_PARENT = (
-    "import ctypes, os, signal, sys; "
-    "sys.platform == 'linux' and ctypes.CDLL(None).prctl(1, signal.SIGTERM); "
-    "os.execv(sys.argv[1], sys.argv[1:])"
-)
+from pbfl_flwr.flower import warden
 
 
-def spawn(
-    command: Sequence[str], directory: Path, environment: Mapping[str, str], output: BinaryIO
-) -> subprocess.Popen[bytes]:
-    """Start a process that leads a group of its own, so that Ctrl-C reaches only us."""
-    return subprocess.Popen(
-        [sys.executable, "-c", _FOLLOW_PARENT, *command],
-        cwd=directory,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
+class Processes:
+    """Processes that were started together and end together, even if this process is killed.
+
+    Args:
+        scratch: directories that are removed with them.
+    """
+
+    def __init__(self, *scratch: Path) -> None:
+        self._scratch = scratch
+        self._started: list[subprocess.Popen[bytes]] = []
+        self._warden: subprocess.Popen[bytes] | None = None
+        if os.name == "posix":
+            self._warden = subprocess.Popen(
+                [sys.executable, "-I", warden.__file__, *map(str, scratch)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+
+    def start(
+        self, command: Sequence[str], directory: Path, environment: Mapping[str, str], output: BinaryIO
+    ) -> subprocess.Popen[bytes]:
+        """Start a process that leads a group of its own, so that Ctrl-C reaches only us."""
+        process = subprocess.Popen(
+            command,
+            cwd=directory,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._started.append(process)
+        self._tell(str(process.pid))
+        return process
+
+    def end(self) -> None:
+        """End them all, the last one first, with everything they started."""
+        for process in reversed(self._started):
+            if os.name == "posix":
+                warden.end_group(process.pid, process.poll)
+            else:
+                process.kill()
+                process.wait()
+        self._started = []
+
+    def close(self) -> None:
+        """End them all and remove the scratch directories."""
+        self.end()
+        for directory in self._scratch:
+            shutil.rmtree(directory, ignore_errors=True)
+        if self._warden is not None and self._warden.stdin is not None:
+            self._tell("done")
+            self._warden.stdin.close()
+            self._warden.wait()
+
+    def _tell(self, line: str) -> None:
+        if self._warden is not None and self._warden.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._warden.stdin.write(f"{line}\n".encode())
+                self._warden.stdin.flush()
 
 
 @contextlib.contextmanager
@@ -54,25 +95,6 @@ def deaf() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def end_group(process: subprocess.Popen[bytes]) -> None:
-    """End a process and what it started: politely, then for certain."""
-    if os.name != "posix":
-        process.kill()
-        process.wait()
-        return
-    for number, seconds in ((signal.SIGTERM, GRACE_SECONDS), (signal.SIGKILL, GRACE_SECONDS)):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            process.poll()  # reaps it, so that only what it started keeps the group alive
-            try:
-                os.killpg(process.pid, 0)
-            except ProcessLookupError:
-                return
-            time.sleep(0.1)
 
 
 def executable(name: str) -> str:

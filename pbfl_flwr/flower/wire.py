@@ -14,7 +14,7 @@ from typing import Literal, TypeVar
 
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
-from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, no_object_id_recompute
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
@@ -221,7 +221,8 @@ def weigh(message: Message) -> Traffic:
     payload = sum(len(array.data) for record in content.array_records.values() for array in record.values())
     beside = [*content.metric_records.values(), *content.config_records.values()]
     ours = payload + sum(len(record.deflate()) for record in beside)
-    total = sum(len(item.deflate()) for item in get_all_nested_objects(message).values())
+    with no_object_id_recompute():  # each level's hash is asked for several times
+        total = sum(len(item.deflate()) for item in get_all_nested_objects(message).values())
     return Traffic(payload, ours, total)
 
 

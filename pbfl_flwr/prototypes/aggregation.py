@@ -143,7 +143,7 @@ def trimmed_mean(uploads: Iterable[Prototypes], share: float) -> Prototypes:
         raise PbflError(f"trim-share is {share}; allowed is 0 <= trim-share < 0.5")
 
     def trimmed(rows: Tensor) -> Tensor:
-        cut = math.floor(share * len(rows) + 1e-9)  # 0.3·10 is 2.9999999999999996
+        cut = math.floor(share * len(rows) + 1e-9)  # 0.29·100 is 28.999999999999996
         return rows.sort(dim=0).values[cut : len(rows) - cut].mean(0)
 
     return _per_class(uploads, trimmed)

@@ -116,8 +116,9 @@ def _fitted(em: GaussianMixture, rows: Floats, label: int, pooled: Floats, weigh
     else:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)  # reported as a figure instead
-            em.fit(rows)
-        pi, means, stds = em.weights_, em.means_, np.sqrt(em.covariances_)
+            centre = rows.mean(0)  # EM takes variances as E[x²] - E[x]², which cancels far from 0
+            em.fit(rows - centre)
+        pi, means, stds = em.weights_, em.means_ + centre, np.sqrt(em.covariances_)
     alone = pi * len(rows) < 1.5
     stds = np.maximum(np.where(alone[:, None], pooled, stds), STD_FLOOR)
     kept = pi * len(rows) > 1e-6  # EM may leave a component without samples

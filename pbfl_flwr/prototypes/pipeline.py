@@ -15,7 +15,7 @@ leaves the mask there does not travel.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal
@@ -41,11 +41,16 @@ WEIGHTED_RULES = ("weighted", "weighted-shrunk")
 SOLVERS: dict[str, Solver] = {"thomson": "thomson", "simplex": "simplex", "lbfgs": "lbfgs"}
 
 
-def class_sums_of(client: Client) -> ClassSums:
-    """Return the sums of the features of every class, over the client's training data in evaluation mode."""
+def class_sums_of(client: Client, transform: Callable[[Tensor], Tensor] | None = None) -> ClassSums:
+    """Return the sums of the features of every class, over the client's training data in evaluation mode.
+
+    Args:
+        client: whose network and data.
+        transform: applied to the features (B, d) before they are added, e.g. to give them unit length.
+    """
     sums = ClassSums(client.task.num_classes, client.task.feature_dim)
     for features, labels in each_feature(client, client.data.train):
-        sums.add(features, labels)
+        sums.add(features if transform is None else transform(features), labels)
     return sums
 
 
@@ -145,6 +150,8 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         beta = distillation.proportional_weights(client.data.counts) if stages.cpkd != "off" else None  # β_i
         inside = self._masks(client.task) if stages.cps_pull == "masked" else None
         on_the_way = ClassSums(K, client.task.feature_dim)
+        # The texts' norm is between class means; CPKD's sample form keeps it between samples.
+        per_class = stages.cpkd == "class" or (stages.pull_form == "l2" and stages.cpkd == "off")
 
         def loss(inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
             features, logits = forward(client.model, inputs)
@@ -159,7 +166,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
                     present,
                     form="l2" if stages.pull_form == "l2" else "mse",
                     class_weights=beta,
-                    per_class=stages.cpkd == "class",
+                    per_class=per_class,
                     masks=inside,
                 )
             return terms

@@ -16,7 +16,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from flwr.app import Context, Error, Message, RecordDict
+from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
@@ -30,12 +30,14 @@ from pbfl_flwr.flower import wire
 from pbfl_flwr.flower.client import DataSource, make_client_app
 from pbfl_flwr.flower.strategy import MethodStrategy
 from pbfl_flwr.methods import METHODS, SECTIONS
+from pbfl_flwr.payloads import Payload
+from pbfl_flwr.task import Task
 
 TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
 
 FIRST_NODE = 7_000_000_000
-# Training samples and test samples of each class. Client 2 has one training sample (its resnet4 has BatchNorm where
-# two architectures are dealt by client id), client 3 one class; class 9 is held by nobody and tested by client 0.
+# Training samples and test samples of each class. Client 1 has one training sample (and resnet4, with BatchNorm),
+# client 3 one class; class 9 is held by nobody and tested by client 0.
 SPLITS: tuple[tuple[dict[int, int], dict[int, int]], ...] = (
     ({0: 9, 1: 6, 2: 5}, {0: 3, 1: 3, 9: 2}),
     ({0: 1}, {0: 2, 4: 1}),
@@ -72,16 +74,18 @@ def tiny_data(settings: Settings, client: int) -> ClientData:
     return tiny_client(client)
 
 
+def needs_one_architecture(method: str) -> bool:
+    settings = parse({"method": method, "models": "resnet4", "feature-dim": 64}, SECTIONS)
+    return METHODS[method].build(settings).same_architecture
+
+
 def configuration(directory: Path, method: str = "fedproto", **keys: Scalar) -> dict[str, Scalar]:
     """Return the run configuration of a tiny run: five clients, cnn4 and resnet4, d = 64, two rounds."""
-    one = METHODS[method].build(
-        parse({"method": method, "models": "resnet4", "feature-dim": 64}, SECTIONS)
-    ).same_architecture
     base: dict[str, Scalar] = {
         "method": method,
         "num-clients": NUM_CLIENTS,
         "num-server-rounds": 2,
-        "models": "resnet4" if one else "cnn4,resnet4",
+        "models": "resnet4" if needs_one_architecture(method) else "cnn4,resnet4",
         "feature-dim": 64,
         "batch-size": 8,
         "run-dir": str(directory / "run"),
@@ -182,11 +186,15 @@ class InProcessGrid:
     def get_node_ids(self) -> Iterable[int]:
         return list(self.nodes)
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
         pending = list(messages)
         for message in pending:
             self._sent += 1
-            message.metadata.__dict__["_message_id"] = f"message-{self._sent}"
+            message.metadata.__dict__["_message_id"] = (
+                f"message-{self._sent:012d}"  # as long as any other, as Flower's are
+            )
         if self.order is not None:
             self.order.shuffle(pending)
         replies = [reply for message in pending if (reply := self._ask(message)) is not None]
@@ -218,6 +226,68 @@ class InProcessGrid:
         return fault(message, answer) if fault else answer()
 
 
+Script = Callable[[int, int], RecordDict | Message | None]
+
+
+class ScriptedGrid:
+    """A grid without clients: what a client answers in a round of training is written down beforehand.
+
+    Args:
+        task: what the clients bring.
+        answers: (client, round) -> the content of the reply, or None for none at all.
+    """
+
+    def __init__(self, task: Task, answers: Script, num_clients: int = 4) -> None:
+        self.task, self.answers, self.num_clients = task, answers, num_clients
+        self._sent = 0
+
+    def get_node_ids(self) -> Iterable[int]:
+        return range(100, 100 + self.num_clients)
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+        replies = []
+        for message in messages:
+            self._sent += 1
+            message.metadata.__dict__["_message_id"] = f"scripted-{self._sent:012d}"
+            client = message.metadata.dst_node_id - 100
+            answer: RecordDict | Message | None
+            if message.metadata.message_type == "query":
+                answer = wire.content(config=ConfigRecord(hello(client, self.task)))
+            else:
+                answer = self.answers(client, int(str(message.content[wire.CONFIG]["round"])))
+            if isinstance(answer, RecordDict):
+                answer = Message(answer, reply_to=message)
+            elif answer is not None:
+                answer.metadata.__dict__["_reply_to_message_id"] = message.metadata.message_id
+            if answer is not None:
+                replies.append(answer)
+        return replies[::-1]
+
+
+def hello(client: int, task: Task) -> dict[str, Any]:
+    """What a client says in the hello round."""
+    return {
+        "client": client,
+        "simulated": True,
+        "configured-data": False,
+        "num-classes": task.num_classes,
+        "feature-dim": task.feature_dim,
+        "input-shape": list(task.input_shape),
+        "labels": [str(j) for j in range(task.num_classes)],
+        "architecture": "cnn4",
+        "parameters": [100, 10],
+        "device": "cpu",
+        "num-train": 10,
+        "num-test": 4,
+    }
+
+
+def reply_of(payload: Payload, report: wire.Report | None = None) -> RecordDict:
+    """Return the content of a client's reply."""
+    sent = report or wire.Report(10, 4, 1, {"head": 2}, 0.5, metrics={"loss.ce": 1.0})
+    return wire.content(wire.encode(payload), sent.to_record())
+
+
 def through_flower(content: RecordDict) -> RecordDict:
     """Return what arrives at the other end of Flower's serialisation."""
     objects = {name: item.deflate() for name, item in get_all_nested_objects(content).items()}
@@ -244,7 +314,9 @@ class Federation:
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             digest.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
         for line in self.strategy.history:
-            digest.update(repr((line["accuracy"], line["test_loss"], line["clients"], line["scalars"])).encode())
+            digest.update(
+                repr((line["accuracy"], line["test_loss"], line["clients"], line["scalars"])).encode()
+            )
         return digest.hexdigest()
 
 
@@ -265,7 +337,13 @@ def federation(
     config = configuration(directory, method, **keys)
     num_clients = int(config["num-clients"])
     grid = InProcessGrid(
-        make_client_app(data), config, num_clients, order=order, faults=faults, partitions=partitions, nodes=nodes
+        make_client_app(data),
+        config,
+        num_clients,
+        order=order,
+        faults=faults,
+        partitions=partitions,
+        nodes=nodes,
     )
     place = Path(str(config["run-dir"])) if on_disk else None
     return Federation(strategy(parse(config, SECTIONS), place), grid, config)

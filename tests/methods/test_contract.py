@@ -6,7 +6,7 @@ client has a single class, one a single training sample, a class is tested that 
 
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +31,7 @@ from tests.flower.inprocess import (
     Federation,
     copies,
     federation,
+    needs_one_architecture,
     raises,
     same_tensors,
     tensors_in,
@@ -85,7 +86,7 @@ class Played:
 
 
 @pytest.fixture(scope="module", params=list(METHODS))
-def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
+def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Played:
     seen = Played(request.param, federation(tmp_path_factory.mktemp("run"), request.param, strategy=Recorder))
     evaluate = client_module.evaluate
 
@@ -103,7 +104,7 @@ def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
     with patch.object(client_module, "evaluate", watching):
         seen.federation.run()
-    yield seen
+    return seen
 
 
 def test_every_client_takes_part_in_every_round(played: Played) -> None:
@@ -239,8 +240,7 @@ def test_no_upload_crashes_the_server(played: Played) -> None:
             upload = method.up.from_tensors(mutant, last.at.task)
             method.validate(upload, last.state, last.at.task)
             upload.scalars()
-        except RejectedPayload as error:
-            assert str(error)
+        except RejectedPayload:
             continue
         assert all(bool(torch.isfinite(t).all()) for t in upload.to_tensors().values()), sorted(mutant)
         if aggregated < 6:
@@ -279,10 +279,8 @@ def _mutated(tensors: Mapping[str, Tensor], rng: random.Random) -> dict[str, Ten
     return mutant
 
 
-@pytest.mark.parametrize("name", list(METHODS))
+@pytest.mark.parametrize("name", [name for name in METHODS if needs_one_architecture(name)])
 def test_one_architecture_is_asked_for_before_round_1(name: str, tmp_path: Path) -> None:
-    if not federation(tmp_path, name).strategy.method.same_architecture:
-        pytest.skip("takes any architectures")
     mixed = federation(tmp_path, name, models="cnn4,resnet4")
     with pytest.raises(PbflError, match=r"needs one architecture.*cnn4, resnet4") as error:
         mixed.run()

@@ -75,7 +75,7 @@ def test_the_loss_is_the_papers(make_method, make_client, task):
     received = make_client(0, "cnn4", CLIENTS[0], 2, **settings)
     method.install(received, state)
     inputs, labels, P = received.data.train.inputs, received.data.train.labels, state.prototypes.values
-    z = received.model.features(inputs)
+    z = received.model.features(inputs).detach()
     align = sum(float((z[b] - P[labels[b]]).square().sum()) for b in range(8)) / 8
     pcl = 0.0
     for b in range(8):
@@ -84,7 +84,8 @@ def test_the_loss_is_the_papers(make_method, make_client, task):
     distillation = MapDistillation([32, 64], width=4)
     distillation.load_state_dict(under(memories[0], "distillation"))
     teacher = MapMemory(received.model.stages, under(memories[0], "teacher"), distillation)
-    memory = float(distillation(convolutional(received.model.feature_maps(inputs)), *teacher(inputs)))
+    with torch.no_grad():
+        memory = float(distillation(convolutional(received.model.feature_maps(inputs)), *teacher(inputs)))
     metrics = method.local_update(client, state).metrics
     assert metrics["loss.align"] == pytest.approx(0.3 * align, rel=1e-4)
     assert metrics["loss.contrast"] == pytest.approx(0.7 * pcl, rel=1e-4)

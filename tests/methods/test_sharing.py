@@ -1,11 +1,10 @@
-"""The base of all methods that average weights, and FedAvg and FedPer, which are little else."""
+"""The base of all methods that average weights, and FedAvg, which is little else."""
 
 import pytest
 import torch
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.method import Round
-from pbfl_flwr.models import body_names, build_model, head_names
+from pbfl_flwr.models import build_model
 from pbfl_flwr.payloads import RejectedPayload, Weights
 from pbfl_flwr.task import Task
 from pbfl_flwr.weights import average, shared_parameters
@@ -35,15 +34,6 @@ def test_the_three_parts_of_a_network():
     ]  # a dropout stands before it
 
 
-@pytest.mark.parametrize(
-    ("share", "published"), [("body", 34_936_320), ("stages", 2 * 20 * (2_432 + 51_264))]
-)
-def test_cost_of_fedper_on_cifar10(make_method, share, published):
-    method = make_method("fedper", own={"shared": share}, feature_dim=512)
-    task = Task(10, 512, (3, 32, 32))
-    assert method.paper_scalars(task, [10] * 20, [(873_408, 5_130)] * 20) == published  # 873,408·40
-
-
 def test_cost_of_fedavg(make_method):
     # 4-layer CNN, 20 clients, both ways: FMNIST 23.28M, CIFAR-10 35.14M, CIFAR-100 36.99M
     for shape, K, published in [
@@ -54,30 +44,6 @@ def test_cost_of_fedavg(make_method):
         method = make_method("fedavg", feature_dim=512)
         cost = method.paper_scalars(Task(K, 512, shape), [K] * 20, [(0, 0)] * 20)
         assert cost == pytest.approx(published, abs=5e3)
-
-
-def test_cost_of_fedper_one_way_in_the_protocol_of_fedproto(make_method):
-    task = Task(10, 50, (1, 28, 28))
-    method = make_method("fedper", protocol="fedproto", models="cnn2", feature_dim=50)
-    assert method.paper_scalars(task, [4] * 20, [(0, 0)] * 20) / 2 == 20 * 5_280  # published: 106·10³
-
-
-def test_fedper_keeps_the_head_and_copies_the_body(make_method, make_client, task):
-    method, client = make_method("fedper"), make_client(architecture="cnn4")
-    state = method.init(task, 11)
-    assert set(state.tensors) == set(body_names(client.model))
-    before = {name: p.clone() for name, p in client.model.named_parameters()}
-    method.install(client, state)
-    for name, parameter in client.model.named_parameters():
-        assert torch.equal(parameter, state.tensors[name] if name in state.tensors else before[name])
-    update = method.local_update(client, state)
-    assert update.payload.num_examples == 8
-    assert update.payload.scalars() == state.scalars()
-    for name in head_names(client.model):
-        assert not torch.equal(dict(client.model.named_parameters())[name], before[name])  # trained jointly
-    state_after = method.aggregate(state, {0: update.payload}, Round(1, task, 1))
-    for name, tensor in update.payload.tensors.items():
-        assert torch.equal(state_after.tensors[name], tensor)  # one client: its body
 
 
 def test_batchnorm_buffers_never_travel(make_method, make_client, task):

@@ -227,7 +227,7 @@ def test_em_is_the_papers_from_the_same_start(monkeypatch):
     def from_this_start(n, **options):
         options |= {"reg_covar": 0.0, "tol": 1e-12, "max_iter": 500}
         return GaussianMixture(
-            n, weights_init=start[0], means_init=start[1], precisions_init=1 / start[2], **options
+            n, weights_init=start[0], means_init=start[1] - X.mean(0), precisions_init=1 / start[2], **options
         )
 
     monkeypatch.setattr(mixture, "GaussianMixture", from_this_start)
@@ -313,6 +313,13 @@ def test_constant_features_and_repeated_samples():
     torch.testing.assert_close(fit.mixtures.stds, torch.full((2, 3), STD_FLOOR))
     constant = fit_mixtures([(torch.ones(6, 3), torch.zeros(6, dtype=torch.int64))], 3, 4, seed=0).mixtures
     torch.testing.assert_close(constant.means, torch.ones(1, 3))
+
+
+def test_features_far_from_zero_keep_their_spread():
+    features, labels = blobs(400)
+    near = fit_mixtures([(features.double(), labels)], 2, 2, seed=0).mixtures
+    far = fit_mixtures([(features.double() + 1e7, labels)], 2, 2, seed=0).mixtures
+    torch.testing.assert_close(far.stds, near.stds, rtol=1e-3, atol=0)
 
 
 def test_no_samples_no_components_and_a_slow_fit_is_reported(monkeypatch):

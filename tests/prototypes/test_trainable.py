@@ -62,8 +62,8 @@ def test_the_true_logit_is_lowered_by_exactly_the_margin():
 
 
 def test_a_vector_on_its_prototype_has_a_finite_gradient():
-    prototypes = torch.full((2, 3), 0.1, requires_grad=True)
-    logits = margin_logits(torch.full((1, 3), 0.1), prototypes, torch.tensor([0]), 1.0)
+    prototypes = torch.ones(2, 3, requires_grad=True)  # the squared distance 3 + 3 - 6 is exactly 0
+    logits = margin_logits(torch.ones(1, 3), prototypes, torch.tensor([0]), 1.0)
     torch.autograd.backward(logits.sum())
     assert prototypes.grad is not None
     assert torch.isfinite(prototypes.grad).all()

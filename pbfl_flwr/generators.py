@@ -1,0 +1,335 @@
+"""Networks that the server trains and that answer features for labels: G(y, ε) -> (B, d).
+
+Their whole state is a payload: parameters and BatchNorm statistics, with the optimiser's moments beside them where
+training goes on from round to round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.method import Client
+from pbfl_flwr.payloads import Prototypes, RejectedPayload, Weights, joined, under
+from pbfl_flwr.task import Task
+from pbfl_flwr.weights import copies
+
+
+class FeatureGenerator(nn.Module):
+    """[ε, one-hot(y)] -> Linear -> BatchNorm -> ReLU -> Linear -> d; ε is uniform on [0, 1).
+
+    (noise + K)·hidden + 3·hidden + (hidden + 1)·d parameters.
+
+    Args:
+        num_classes: K.
+        feature_dim: d.
+        noise_dim: width of ε.
+        hidden_dim: width of the hidden layer.
+        positive: end in a ReLU, for features that are never negative.
+    """
+
+    def __init__(
+        self, num_classes: int, feature_dim: int, noise_dim: int, hidden_dim: int, positive: bool = False
+    ) -> None:
+        super().__init__()
+        self.num_classes = num_classes
+        self.noise_dim = noise_dim
+        self.positive = positive
+        self.hidden = nn.Sequential(
+            nn.Linear(noise_dim + num_classes, hidden_dim), nn.BatchNorm1d(hidden_dim), nn.ReLU()
+        )
+        self.output = nn.Linear(hidden_dim, feature_dim)
+
+    def forward(self, labels: Tensor, noise: Tensor) -> Tensor:
+        """Return features (B, d) for labels (B,) and noise (B, noise_dim)."""
+        onehot = nn.functional.one_hot(labels, self.num_classes).to(noise.dtype)
+        features: Tensor = self.output(self.hidden(torch.cat([noise, onehot], dim=1)))
+        return features.relu() if self.positive else features
+
+    def draw(self, labels: Tensor, random: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Return features for labels, and the noise that was drawn on the CPU for them."""
+        noise = torch.rand(len(labels), self.noise_dim, generator=random).to(labels.device)
+        return self(labels, noise), noise
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Settings of a generator that clients and server share.
+
+    Attributes:
+        noise_dim: width of ε.
+        hidden_dim: width of the hidden layer.
+        positive: whether features are never negative.
+    """
+
+    noise_dim: int
+    hidden_dim: int
+    positive: bool = False
+
+    def build(self, task: Task, seed: int = 0) -> FeatureGenerator:
+        """Return a fresh generator; global randomness is untouched."""
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            return FeatureGenerator(
+                task.num_classes, task.feature_dim, self.noise_dim, self.hidden_dim, self.positive
+            )
+
+    def load(self, task: Task, tensors: Mapping[str, Tensor]) -> FeatureGenerator:
+        """Return the generator with the tensors of :func:`tensors_of`.
+
+        Raises:
+            PbflError: if they are not this generator's.
+        """
+        network = self.build(task)
+        expected = {name: tuple(tensor.shape) for name, tensor in tensors_of(network).items()}
+        if expected != {name: tuple(tensor.shape) for name, tensor in tensors.items()}:
+            raise PbflError("the received generator is not of the configured shape")
+        network.load_state_dict(dict(tensors), strict=False)  # counters of BatchNorm do not travel
+        return network
+
+    def parameters(self, task: Task) -> int:
+        """Return |Θ|, parameters without buffers."""
+        return sum(parameter.numel() for parameter in self.build(task).parameters())
+
+
+def tensors_of(network: nn.Module) -> dict[str, Tensor]:
+    """Return copies of the parameters and of BatchNorm's running mean and variance, without its counters."""
+    return copies({name: t for name, t in network.state_dict().items() if t.is_floating_point()})
+
+
+@dataclass(frozen=True)
+class GeneratorState:
+    """A generator in training.
+
+    Attributes:
+        tensors: of :func:`tensors_of`.
+        moments: Adam's, as ``<parameter>.exp_avg``, ``.exp_avg_sq`` and ``.step``; empty before the first training.
+    """
+
+    tensors: Mapping[str, Tensor]
+    moments: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def trained(self) -> bool:
+        """Whether it was ever trained."""
+        return bool(self.moments)
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """Return everything under prefixed names; see :class:`pbfl_flwr.payloads.Payload`."""
+        return joined(network=Weights(self.tensors), moments=Weights(self.moments))
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], task: Task) -> GeneratorState:
+        """Rebuild the state of a checkpoint."""
+        network = Weights.from_tensors(under(tensors, "network"), task)
+        return cls(network.tensors, Weights.from_tensors(under(tensors, "moments"), task).tensors)
+
+    def scalars(self) -> int:
+        """Return the scalars of the network."""
+        return sum(tensor.numel() for tensor in self.tensors.values())
+
+
+@dataclass(frozen=True)
+class Adam:
+    """Settings of the server's optimiser.
+
+    Attributes:
+        steps: a round.
+        learning_rate: of Adam.
+        weight_decay: of Adam.
+        keep: whether its moments go on from round to round.
+    """
+
+    steps: int
+    learning_rate: float
+    weight_decay: float = 0.0
+    keep: bool = True
+
+
+def train_generator(
+    state: GeneratorState, network: FeatureGenerator, adam: Adam, loss: Callable[[FeatureGenerator], Tensor]
+) -> tuple[GeneratorState, float]:
+    """Train a generator by Adam and return the new state and the mean loss.
+
+    Args:
+        state: left as it is.
+        network: loaded from the state; changed in place.
+        adam: the optimiser's settings.
+        loss: of one step, on samples that it draws itself.
+
+    Raises:
+        PbflError: if the loss is not finite.
+    """
+    named = dict(network.named_parameters())
+    optimizer = torch.optim.Adam(
+        named.values(), lr=adam.learning_rate, weight_decay=adam.weight_decay, betas=(0.9, 0.999)
+    )
+    for name, parameter in named.items():
+        kept = under(state.moments, name)
+        if kept and adam.keep:
+            optimizer.state[parameter] = {key: tensor.clone() for key, tensor in kept.items()}
+    network.train()
+    total = 0.0
+    for _ in range(adam.steps):
+        value = loss(network)
+        optimizer.zero_grad()
+        torch.autograd.backward(value)
+        optimizer.step()
+        total += float(value.detach())
+    if not torch.isfinite(torch.tensor(total)):
+        raise PbflError("the server's generator diverged: its loss is not finite; lower its learning rate")
+    moments = {
+        f"{name}.{key}": tensor.detach().clone()
+        for name, parameter in named.items()
+        for key, tensor in optimizer.state[parameter].items()
+    }
+    return GeneratorState(tensors_of(network), moments), total / adam.steps
+
+
+@dataclass(frozen=True)
+class Taught:
+    """What a client receives: weights, and a generator with what to ask it for.
+
+    Attributes:
+        weights: the shared part of the network.
+        generator: of :func:`tensors_of`; empty while clients are not to use one.
+        label_counts: (K,) int64, how often each class is drawn, in proportion.
+        prototypes: global prototypes, or None where the method has none.
+    """
+
+    weights: Weights
+    generator: Weights
+    label_counts: Tensor
+    prototypes: Prototypes | None = None
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """Return everything under prefixed names; see :class:`pbfl_flwr.payloads.Payload`."""
+        table = {} if self.prototypes is None else joined(prototypes=self.prototypes)
+        sent = joined(weights=self.weights, generator=self.generator)
+        return {**sent, **table, "label-counts": self.label_counts}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], task: Task) -> Taught:
+        """Rebuild the payload; see :class:`pbfl_flwr.payloads.Payload`."""
+        table = under(tensors, "prototypes")
+        return cls(
+            Weights.from_tensors(under(tensors, "weights"), task),
+            Weights.from_tensors(under(tensors, "generator"), task),
+            label_counts_from(tensors, task),
+            Prototypes.from_tensors(table, task) if table else None,
+        )
+
+    def scalars(self) -> int:
+        """Return weights, generator and prototypes; counts are not scalars of the papers."""
+        table = 0 if self.prototypes is None else self.prototypes.scalars()
+        return self.weights.scalars() + self.generator.scalars() + table
+
+
+@dataclass(frozen=True)
+class GenerativeState:
+    """What the server knows.
+
+    Attributes:
+        taught: what travels next.
+        generator: in training.
+        clients: client -> its label counts, as last reported; empty where they are not kept.
+        loss: mean loss of the last training.
+    """
+
+    taught: Taught
+    generator: GeneratorState
+    clients: Mapping[int, Tensor] = field(default_factory=dict)
+    loss: float = 0.0
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """Return everything under prefixed names; see :class:`pbfl_flwr.payloads.Payload`."""
+        counts = {f"client.{client}": tensor for client, tensor in self.clients.items()}
+        parts = joined(taught=self.taught, generator=self.generator)
+        return {**parts, **counts, "loss": torch.tensor(self.loss, dtype=torch.float64)}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], task: Task) -> GenerativeState:
+        """Rebuild the state of a checkpoint."""
+        clients = {int(client): counts for client, counts in under(tensors, "client").items()}
+        return cls(
+            Taught.from_tensors(under(tensors, "taught"), task),
+            GeneratorState.from_tensors(under(tensors, "generator"), task),
+            dict(sorted(clients.items())),
+            float(tensors["loss"]),
+        )
+
+    def scalars(self) -> int:
+        """Return the scalars of the broadcast."""
+        return self.taught.scalars()
+
+    def report(self) -> dict[str, float]:
+        """Return figures for the log."""
+        return {"generator-loss": self.loss} if self.generator.trained else {}
+
+
+def initial_state(
+    weights: Weights, shape: Shape, task: Task, seed: int, *, used: bool, prototypes: Prototypes | None = None
+) -> GenerativeState:
+    """Return the state before round 1.
+
+    Args:
+        weights: the shared part of a fresh network.
+        shape: of the generator.
+        task: K and d.
+        seed: of the generator.
+        used: whether clients already use the untrained generator.
+        prototypes: an empty table where the method has one.
+    """
+    tensors = tensors_of(shape.build(task, seed))
+    nothing = torch.zeros(task.num_classes, dtype=torch.int64)
+    return GenerativeState(
+        Taught(weights, Weights(tensors if used else {}), nothing, prototypes), GeneratorState(tensors)
+    )
+
+
+def label_counts_from(tensors: Mapping[str, Tensor], task: Task) -> Tensor:
+    """Return the ``label-counts`` of a payload, (K,) int64.
+
+    Raises:
+        RejectedPayload: if they are no list of K whole numbers from 0.
+    """
+    counts = tensors.get("label-counts")
+    if counts is None or counts.is_floating_point() or counts.dtype is torch.bool:
+        raise RejectedPayload("'label-counts' must be a list of whole numbers")
+    if counts.shape != (task.num_classes,) or int(counts.min()) < 0 or int(counts.max()) >= 2**40:
+        raise RejectedPayload(f"'label-counts' must be {task.num_classes} numbers from 0")
+    return counts.to(torch.int64)
+
+
+def draw_labels(counts: Tensor, size: int, random: torch.Generator) -> Tensor:
+    """Return labels (size,) drawn in proportion to the counts (K,), on the CPU."""
+    return torch.multinomial(counts.double(), size, replacement=True, generator=random)
+
+
+Sampler = Callable[[], tuple[Tensor, Tensor]]
+
+
+def sampler(shape: Shape, client: Client, taught: Taught, size: int) -> Sampler | None:
+    """Return what draws ``size`` generated features (size, d) and their labels, detached, on the client's device.
+
+    The generator normalises by the batch it draws, as in the references; a batch of one by its running statistics.
+
+    Returns:
+        None if the client has no generator, or nothing to ask it for.
+    """
+    if not taught.generator.tensors or not bool(taught.label_counts.any()):
+        return None
+    network = shape.load(client.task, taught.generator.tensors).to(client.device)
+    network.train(size > 1)
+    random = client.generator("generator")
+
+    @torch.no_grad()
+    def draw() -> tuple[Tensor, Tensor]:
+        labels = draw_labels(taught.label_counts, size, random).to(client.device)
+        return network.draw(labels, random)[0], labels
+
+    return draw

@@ -1,0 +1,146 @@
+"""FedALA: each client learns, weight by weight, how much of the global head to take over.
+
+Zhang et al., "FedALA: Adaptive Local Aggregation for Personalized Federated Learning", AAAI 2023.
+
+Round: the lower tensors of the client's network become the global ones; of the last p tensors it takes
+θ̂ = θ_i + (θ - θ_i)⊙A. A (start 1, clipped to [0, 1]) descends the cross-entropy of the network with θ̂ on a random
+slice of the client's data: until the loss stands still the first time, one pass a round afterwards. Then E epochs of
+SGD on cross-entropy over the whole network. The server averages, w <- Σ_i (n_i/Σn)·w_i.
+Travels: all parameters, both ways, and n_i. A and the client's own last tensors stay.
+Predicts: the logits of the network after this initialisation, before local training.
+Differs from the paper: p counts parameter tensors from the end as in the published code, 2 being the last linear layer;
+convergence is given up after fedala.max-epochs passes, where paper and code have no bound.
+Differs from the references: PFLlib runs this on all clients every round and keeps the result, here only for clients
+that train; it asks whether the first tensors are equal to see its first round, here the client's memory says so.
+BatchNorm statistics of the passes on A are dropped. Scoring before training and training each derive A, from the same
+seed.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from pbfl_flwr import seeds
+from pbfl_flwr.config import Group, Settings, parse_section
+from pbfl_flwr.method import Client, Update
+from pbfl_flwr.methods.sharing import SharedWeights, answer, plain
+from pbfl_flwr.models import architectures, has_batch_norm
+from pbfl_flwr.payloads import Weights, under
+from pbfl_flwr.training import classification, take
+from pbfl_flwr.weights import copies, load_parameters, weighting_of
+
+
+class Config(Group):
+    """Settings ``fedala.*``."""
+
+    tensors: int = Field(2, ge=0, description="p, parameter tensors from the end that are mixed; 0: all")
+    sample_share: float = Field(0.8, gt=0, le=1, description="s, share of the client's samples A learns from")
+    rate: float = Field(1.0, ge=0, description="η_A, learning rate of A")
+    threshold: float = Field(0.1, gt=0, description="deviation of the last losses below which A stands still")
+    window: int = Field(10, ge=2, description="how many last losses")
+    max_epochs: int = Field(100, ge=1, description="passes on A at most, the first time")
+
+
+def mix(
+    own: Mapping[str, Tensor], received: Mapping[str, Tensor], amounts: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return θ̂ = θ_i + (θ - θ_i)⊙A, exactly θ where A is 1 and exactly θ_i where it is 0."""
+    return {name: tensor.lerp(received[name], amounts[name]) for name, tensor in own.items()}
+
+
+@dataclass(frozen=True)
+class FedALA(SharedWeights):
+    """See the module."""
+
+    config: Config = field(default_factory=Config)
+
+    def install(self, client: Client, down: Weights) -> None:
+        """w_i <- w below, θ̂ above."""
+        self._initialise(client, down)
+
+    def local_update(self, client: Client, down: Weights) -> Update[Weights]:
+        """Initialise, train, remember A and the own tensors."""
+        amounts, figures = self._initialise(client, down)
+        report = plain(client, down)
+        upload = answer(client, self.share)
+        own = {name: upload.tensors[name] for name in self._mixed(client)}
+        memory = {**{f"own.{name}": tensor for name, tensor in own.items()}, **report.optimizer}
+        memory |= {f"ala.{name}": tensor for name, tensor in copies(amounts).items()}
+        return Update(upload, memory, {**report.metrics(), **figures})
+
+    def _mixed(self, client: Client) -> list[str]:
+        return [name for name, _ in client.model.named_parameters()][-self.config.tensors :]
+
+    def _initialise(self, client: Client, down: Weights) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """Change the client's network as described; return A (empty before the second participation) and figures."""
+        load_parameters(client.model, down.tensors)
+        own = {name: t.to(client.device) for name, t in under(client.memory, "own").items()}
+        if not own:
+            return {}, {}
+        received = {name: down.tensors[name].to(client.device) for name in own}
+        known = under(client.memory, "ala")
+        amounts = {
+            name: known[name].to(client.device) if known else torch.ones_like(tensor)
+            for name, tensor in own.items()
+        }
+        devices = [client.device] if client.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(seeds.derive(client.seed, "ala-layers", client.id, client.round))  # dropout
+            passes = self._learn(client, own, received, amounts, once=bool(known))
+        load_parameters(client.model, mix(own, received, amounts))
+        mean = torch.cat([a.flatten() for a in amounts.values()]).mean()
+        return amounts, {"ala.mean": float(mean), "ala.passes": float(passes)}
+
+    def _learn(
+        self,
+        client: Client,
+        own: Mapping[str, Tensor],
+        received: Mapping[str, Tensor],
+        amounts: dict[str, Tensor],
+        once: bool,
+    ) -> int:
+        """Descend on A in place; return how many passes it took."""
+        config, size = self.config, client.training.batch_size
+        trial = copy.deepcopy(client.model).train().requires_grad_(False)
+        upper = {name: p.requires_grad_(True) for name, p in trial.named_parameters() if name in own}
+        load_parameters(trial, mix(own, received, amounts))
+        n = len(client.data.train.labels)
+        count = int(config.sample_share * n) or n
+        start = int(torch.randint(n - count + 1, (1,), generator=client.generator("ala")))
+        stops = range(start, start + count, size)
+        slices = [slice(stop, min(stop + size, start + count)) for stop in stops]
+        if has_batch_norm(trial):
+            slices = [s for s in slices if s.stop - s.start > 1]
+        ce, losses = classification(trial), list[float]()
+        while slices and len(losses) < (1 if once else config.max_epochs):
+            for chosen in slices:
+                loss = ce(
+                    *take(client.data, client.data.train, chosen, client.device, client.training.layout)
+                )["ce"]
+                gradients = torch.autograd.grad(loss, list(upper.values()))
+                for name, gradient in zip(upper, gradients, strict=True):
+                    change = config.rate * gradient * (received[name] - own[name])
+                    amounts[name] = (amounts[name] - change).clamp(0, 1)
+                load_parameters(trial, mix(own, received, amounts))
+            losses.append(float(loss.detach()))
+            if len(losses) > config.window and statistics.pstdev(losses[-config.window :]) < config.threshold:
+                break
+        return len(losses)
+
+
+def build(settings: Settings) -> FedALA:
+    """Return the method."""
+    return FedALA(
+        "fedala",
+        architectures(settings.models.models)[0],
+        "all",
+        weighting=weighting_of(settings, "samples"),
+        config=parse_section(Config, settings),
+    )

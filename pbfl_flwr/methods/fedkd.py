@@ -1,0 +1,318 @@
+"""FedKD: a large private mentor and a small shared mentee teach each other; the mentee travels compressed.
+
+Wu et al., "Communication-efficient federated learning via knowledge distillation", Nature Communications 2022.
+
+Round: on every batch h, z are the mentor's features and logits, h_a, u the mentee's, and D = CE(z, y) + CE(u, y). The
+mentor descends CE(z, y) + [KL(p(u) ‖ p(z)) + |h - W·h_a|²]/D, the mentee CE(u, y) + [KL(p(z) ‖ p(u)) + |h - W·h_a|²]/D,
+with a private map W (d, d). The server averages what the clients answer, and both ways every matrix is cut to the
+singular values that hold the share T_start + (T_end - T_start)·t/T of its energy.
+Travels: the mentee's parameters as factors; the mentor, W and BatchNorm's buffers stay.
+Predicts: the logits of the mentor.
+Differs from the paper: a tensor travels as it is where factors would not be smaller. A client that was not there in
+the round before receives the whole mentee, since an update says nothing to it.
+Differs from the references: by default updates are factorised, as in the paper; protocol "htfl" and "pfl" factorise the
+parameters themselves (fedkd.compression = "as-coded"), whose spectrum is flat, convolutions kernel by kernel, and a
+tensor that needs its full rank becomes zero. D and the teachers are cut off unless detach-teacher = "no".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from pbfl_flwr.config import Auto, Group, Settings, parse_section
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.lowrank import Scheme, check_shapes, compress, expand
+from pbfl_flwr.method import Client, Method, Round, Update
+from pbfl_flwr.methods.mutual import (
+    CLIP,
+    Conventions,
+    auxiliary_network,
+    auxiliary_scalars,
+    buffers_of,
+    check_auxiliary,
+    conventions_of,
+    one_architecture,
+)
+from pbfl_flwr.methods.sharing import initial
+from pbfl_flwr.models import build_model
+from pbfl_flwr.payloads import LowRank, RejectedPayload, Weights, joined, under
+from pbfl_flwr.task import Task
+from pbfl_flwr.training import fit, forward, part
+from pbfl_flwr.weights import Weighting, average, parameters_of, weighting_of
+
+PUBLISHED_RATIO = 0.8932  # of payload and parameters, the constant behind all published costs of FedKD
+SMALLEST_LOSS = 1e-6  # of D: a client of one class can reach a cross-entropy of exactly zero
+
+
+class Config(Group):
+    """Settings ``fedkd.*``."""
+
+    auxiliary: str = Field("cnn4", description="architecture of the mentee, on all clients")
+    auxiliary_learning_rate: float | Auto = Field("auto", description="of the mentee; auto: learning-rate")
+    energy_start: float = Field(0.95, gt=0, le=1, description="T_start, share of Σσ² kept at first")
+    energy_end: float = Field(0.98, gt=0, le=1, description="T_end, share kept at last")
+    schedule_rounds: int | Auto = Field(
+        "auto", description="rounds from start to end; auto: num-server-rounds"
+    )
+    compression: Literal["auto", "safe", "as-coded"] = Field(
+        "auto", description="of updates, or of parameters as HtFLlib has it; auto: safe in clean and fedproto"
+    )
+    max_grad_norm: float = Field(CLIP, ge=0, description="clip the three gradients' norms; 0 is off")
+
+
+@dataclass(frozen=True)
+class MenteeState:
+    """What the server knows.
+
+    Attributes:
+        weights: the mentee that clients hold once they have received this state.
+        update: what brings it to a client that holds the version before; None before round 1.
+        version: of the weights; 0 before round 1.
+        holders: the clients that are known to hold the version before.
+    """
+
+    weights: Weights
+    update: LowRank | None = None
+    version: int = 0
+    holders: tuple[int, ...] = ()
+
+    @cached_property
+    def whole(self) -> LowRank:
+        """The weights uncompressed, for everybody else."""
+        return LowRank(self.weights.tensors, version=self.version)
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """Shape of every tensor."""
+        return {name: tensor.shape for name, tensor in self.weights.tensors.items()}
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """Return everything under prefixed names; see :class:`pbfl_flwr.payloads.Payload`."""
+        update = {} if self.update is None else joined(update=self.update)
+        holders = torch.tensor(self.holders, dtype=torch.int64)
+        return {
+            **joined(weights=self.weights),
+            **update,
+            "holders": holders,
+            "at": torch.tensor([self.version]),
+        }
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], task: Task) -> MenteeState:
+        """Rebuild the state of a checkpoint."""
+        update = under(tensors, "update")
+        return cls(
+            Weights.from_tensors(under(tensors, "weights"), task),
+            LowRank.from_tensors(update, task) if update else None,
+            int(tensors["at"]),
+            tuple(tensors["holders"].tolist()),
+        )
+
+    def scalars(self) -> int:
+        """Return the scalars of the broadcast."""
+        return (self.whole if self.update is None else self.update).scalars()
+
+
+@dataclass(frozen=True)
+class FedKD(Method[MenteeState, LowRank, LowRank]):
+    """See the module."""
+
+    config: Config
+    auxiliary: str
+    conventions: Conventions
+    scheme: Scheme
+    rounds: int
+    weighting: Weighting = "uniform"
+    name: str = "fedkd"
+
+    state = MenteeState
+    down = LowRank
+    up = LowRank
+
+    def init(self, task: Task, seed: int) -> MenteeState:
+        """Return a fresh mentee."""
+        return MenteeState(initial(self.auxiliary, task, seed, "all"))
+
+    def broadcast(self, state: MenteeState, client: int) -> LowRank:
+        """The compressed mentee, or its compressed update to those who hold what it updates."""
+        if state.update is None or (state.update.base >= 0 and client not in state.holders):
+            return state.whole
+        return state.update
+
+    def energy(self, number: int) -> float:
+        """Return the share of Σσ² kept in a round, T_start + (T_end - T_start)·t/T with t = 0 in the first."""
+        progress = min(1.0, (number - 1) / self.rounds)
+        return self.config.energy_start + (self.config.energy_end - self.config.energy_start) * progress
+
+    # Client -----------------------------------------------------------------------------------------------
+
+    def local_update(self, client: Client, down: LowRank) -> Update[LowRank]:
+        """Mentor and mentee learn from the labels, from each other's logits and from each other's features."""
+        received = self._received(client, down)
+        mentor, mentee = client.model, auxiliary_network(self.auxiliary, client, received)
+        projection = self._projection(client)
+        teacher, divergence = self.conventions.teacher, self.conventions.divergence
+        distance, cross_entropy = nn.functional.mse_loss, nn.functional.cross_entropy
+
+        def loss(inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            (h, z), (h_a, u) = forward(mentor, inputs), forward(mentee, inputs)
+            ce, ce_a = cross_entropy(z, labels), cross_entropy(u, labels)
+            D = teacher(ce + ce_a).clamp_min(SMALLEST_LOSS)
+            return {
+                "ce": ce,
+                "distillation": divergence(z, u) / D,
+                "hidden": distance(h, projection(teacher(h_a))) / D,
+                "aux-ce": ce_a,
+                "aux-distillation": divergence(u, z) / D,
+                "aux-hidden": distance(teacher(h), projection(h_a)) / D,
+            }
+
+        clip, rate = self.config.max_grad_norm, self.config.auxiliary_learning_rate
+        parts = [
+            part(mentor, max_grad_norm=clip),
+            part(mentee, None if rate == "auto" else rate, clip),
+            part(projection, max_grad_norm=clip),
+        ]
+        report = fit(client, loss, parts=parts, companions=[mentee])
+        upload = self._upload(client, parameters_of(mentee), received, down.version)
+        memory = {
+            **buffers_of(mentee),
+            **report.optimizer,
+            "projection": projection.weight.detach().cpu().clone(),
+        }
+        if self.scheme == "safe":
+            memory |= {f"held.{name}": tensor for name, tensor in received.items()}
+            memory["held-version"] = torch.tensor([down.version])
+        sent = {"sent-share": upload.scalars() / sum(tensor.numel() for tensor in received.values())}
+        return Update(upload, memory, {**report.metrics(), **sent})
+
+    def _received(self, client: Client, down: LowRank) -> dict[str, Tensor]:
+        """Return the mentee's parameters: those of the message, or those kept plus the message."""
+        reference = build_model(self.auxiliary, client.task, 0)
+        change = expand(down, {name: p.shape for name, p in reference.named_parameters()})
+        if down.base < 0:
+            return change
+        held = under(client.memory, "held")
+        version = int(client.memory["held-version"]) if held else -1
+        if version == down.version:
+            return held  # it was there before, and only the answer was lost
+        if version != down.base:
+            raise PbflError(
+                f"client {client.id} received an update of mentee version {down.base}, but holds "
+                f"{version if held else 'none'}; the server sends the whole mentee in the next round"
+            )
+        return {name: held[name] + change[name] for name in change}
+
+    def _upload(
+        self, client: Client, trained: Mapping[str, Tensor], received: Mapping[str, Tensor], version: int
+    ) -> LowRank:
+        safe = self.scheme == "safe"
+        return compress(
+            {name: trained[name] - received[name] for name in trained} if safe else trained,
+            self.energy(client.round),
+            self.scheme,
+            base=version if safe else -1,
+            version=version,
+            num_examples=len(client.data.train.labels),
+        )
+
+    def _projection(self, client: Client) -> nn.Linear:
+        """Return W, as it was or fresh."""
+        d = client.task.feature_dim
+        with torch.random.fork_rng(devices=[]):  # what the layer draws for itself is overwritten
+            projection = nn.Linear(d, d, bias=False)
+        with torch.no_grad():
+            if "projection" in client.memory:
+                projection.weight.copy_(client.memory["projection"])
+            else:
+                fresh = client.generator("projection")
+                nn.init.kaiming_uniform_(projection.weight, a=math.sqrt(5), generator=fresh)
+        return projection.to(client.device)
+
+    # Server -----------------------------------------------------------------------------------------------
+
+    def aggregate(self, state: MenteeState, uploads: Mapping[int, LowRank], at: Round) -> MenteeState:
+        """Average, compress, and take what everybody can rebuild for the new mentee."""
+        if not uploads:
+            return state
+        expanded = {i: Weights(expand(up, state.shapes), up.num_examples) for i, up in uploads.items()}
+        nobody = Weights({name: torch.zeros_like(tensor) for name, tensor in state.weights.tensors.items()})
+        mean = average(nobody, expanded, self.weighting).tensors
+        safe = self.scheme == "safe"
+        update = compress(
+            mean,
+            self.energy(at.number),
+            self.scheme,
+            base=state.version if safe else -1,
+            version=at.number,
+        )
+        rebuilt = expand(update, state.shapes)
+        if safe:
+            rebuilt = {name: state.weights.tensors[name] + rebuilt[name] for name in rebuilt}
+        return MenteeState(Weights(rebuilt), update, at.number, tuple(uploads))
+
+    def validate(self, upload: LowRank, state: MenteeState, task: Task) -> None:
+        """Every tensor of the mentee, relative to the version that was sent."""
+        check_shapes(upload, state.shapes)
+        expected = state.version if self.scheme == "safe" else -1
+        if upload.base != expected:
+            raise RejectedPayload(f"relative to version {upload.base}, expected {expected}")
+
+    def report(self, state: MenteeState) -> dict[str, float]:
+        """The share of the mentee's parameters that a compressed broadcast is, and tensors cut to nothing."""
+        if state.update is None:
+            return {}
+        lost = sum(factors.sigma.shape[-1] == 0 for factors in state.update.factors.values())
+        return {"sent-share": state.update.scalars() / state.weights.scalars(), "zeroed-tensors": float(lost)}
+
+    def check(self, task: Task, architectures: Sequence[str]) -> None:
+        """The mentee must take the task's inputs and, as coded, have matrices and 2-d convolutions only."""
+        check_auxiliary("fedkd.auxiliary", self.auxiliary, task)
+        if self.scheme == "as-coded":
+            for name, parameter in build_model(self.auxiliary, task, 0).named_parameters():
+                if parameter.dim() not in (1, 2, 4):
+                    raise PbflError(
+                        f"fedkd.compression = 'as-coded' cannot factorise '{name}' of '{self.auxiliary}' with "
+                        f"{parameter.dim()} axes; allowed is 'safe'"
+                    )
+
+    def paper_scalars(
+        self, task: Task, class_counts: Sequence[int], parameters: Sequence[tuple[int, int]]
+    ) -> float:
+        """2·M·(|θ_a| + |φ_a|)·0.8932; the share that this run sends is in its log."""
+        return 2 * len(parameters) * auxiliary_scalars(self.auxiliary, task) * PUBLISHED_RATIO
+
+
+def build(settings: Settings) -> FedKD:
+    """Return the method.
+
+    Raises:
+        PbflError: if compressed updates would be rounded on the wire, where rounding adds up.
+    """
+    config = parse_section(Config, settings)
+    habit: Scheme = "as-coded" if settings.run.protocol in ("htfl", "pfl") else "safe"
+    scheme = habit if config.compression == "auto" else config.compression
+    if scheme == "safe" and settings.prototypes.wire_dtype != "float32":
+        raise PbflError(
+            f"wire-dtype = '{settings.prototypes.wire_dtype}': fedkd.compression = 'safe' sends updates, whose "
+            "rounding would add up from round to round; allowed is 'float32', or fedkd.compression 'as-coded'"
+        )
+    rounds = settings.run.num_server_rounds if config.schedule_rounds == "auto" else config.schedule_rounds
+    if rounds < 1:
+        raise PbflError(f"fedkd.schedule-rounds = {rounds}: allowed is a whole number from 1 or 'auto'")
+    return FedKD(
+        config,
+        one_architecture("fedkd.auxiliary", config.auxiliary),
+        conventions_of(settings),
+        scheme,
+        rounds,
+        weighting_of(settings, "uniform"),
+    )

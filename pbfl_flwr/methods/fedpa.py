@@ -1,0 +1,296 @@
+"""FedPA: averaged weights, class prototypes and an adversarial feature generator.
+
+Repository FedPA (threeStoneLei1), "prototype adversarial" learning; its code is the authority, no paper was at hand.
+
+Round t = 0, 1, ...: each client copies the weights w and minimises CE(g(z), y) + a_t·CE(g(G(ŷ, ε)), ŷ) + b_t·mean over
+B·d of (z - P_y)², z = f(x), a_t = max(1e-4, 25·0.98^t), b_t = max(0.15, 5·0.98^t), the last two from round 1 on.
+It answers w_i and the class means of the features seen on the way. The server averages both by samples and trains G
+by Adam on a_t·Σ_k mean_b[ω_k,y·CE(g_k(G(y, ε)), y)] - 0.15·MSE(G, P_y) + Div, which pushes generated features away
+from the prototypes and apart from each other.
+Travels: down w, G and P; up w_i, class means and n_ij, which the server thereby learns.
+Predicts: the logits of the locally trained network; published scores cannot be those of the averaged one.
+Differs from the reference: a round is local-epochs instead of 20 batches (fedpa.local-steps); class means weigh by the
+samples really seen, where a class that was held but not drawn enters as zeros; clients ask G only for classes it was
+trained on, and a class without a prototype pulls nothing. Features end as the architecture has them; G ends in a ReLU
+(fedpa.generator-output), as the CNN's features do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from pbfl_flwr import seeds
+from pbfl_flwr.config import Group, Settings, parse_section
+from pbfl_flwr.generators import (
+    Adam,
+    FeatureGenerator,
+    GenerativeState,
+    Shape,
+    Taught,
+    draw_labels,
+    initial_state,
+    sampler,
+    train_generator,
+)
+from pbfl_flwr.method import Client, Method, Round, Update
+from pbfl_flwr.methods.sharing import answer, check_heads, initial, receive
+from pbfl_flwr.models import architectures
+from pbfl_flwr.payloads import Prototypes, RejectedPayload, Weights, joined, under
+from pbfl_flwr.prototypes import aggregation, distillation
+from pbfl_flwr.prototypes.statistics import ClassSums
+from pbfl_flwr.task import Task
+from pbfl_flwr.training import fit, forward, part
+from pbfl_flwr.weights import Weighting, average, same_shapes, weighting_of
+
+
+class Config(Group):
+    """Settings ``fedpa.*``."""
+
+    noise_dim: int = Field(64, ge=1, le=65_536, description="width of the noise ε")
+    hidden_dim: int = Field(512, ge=1, le=65_536, description="hidden width of the generator")
+    generator_output: Literal["relu", "linear"] = Field("relu", description="how generated features end")
+    server_steps: int = Field(50, ge=1, le=1_000_000, description="steps of Adam a round")
+    server_learning_rate: float = Field(1e-4, gt=0, description="of Adam in the first round")
+    server_weight_decay: float = Field(0.01, ge=0, description="of Adam")
+    server_rate_decay: float = Field(0.98, gt=0, le=1, description="of Adam's rate, a round")
+    client_rate_decay: float = Field(0.99, gt=0, le=1, description="of learning-rate, a round")
+    local_steps: int = Field(0, ge=0, description="batches a round instead of local-epochs; 0 is off")
+    adversarial_weight: float = Field(0.15, ge=0, description="push of generated features off prototypes")
+
+
+def generation_weight(t: int) -> float:
+    """Return a_t = max(1e-4, 25·0.98^t), t = 0 in the first round."""
+    return max(1e-4, 25 * 0.98**t)
+
+
+def prototype_weight(t: int) -> float:
+    """Return b_t = max(0.15, 5·0.98^t)."""
+    return max(0.15, 5 * 0.98**t)
+
+
+def teaching_weights(counts: Tensor) -> Tensor:
+    """Return ω (M, K) = (1 + n_kc)/Σ_k (1 + n_kc) for counts (M, K): who teaches the generator a class."""
+    ones = 1 + counts.double()
+    return (ones / ones.sum(0)).to(torch.float32)
+
+
+def diversity(features: Tensor, noise: Tensor, labels: Tensor) -> Tensor:
+    """Return exp(-mean over pairs of d_ε·d_h): near 1 where different noise gives the same features.
+
+    d_ε is the mean square, d_h the mean absolute difference of a pair; pairs of one label count as zero.
+    """
+    apart = (labels.unsqueeze(0) != labels.unsqueeze(1)).to(features.dtype)  # (B, B)
+    noises = (noise.unsqueeze(0) - noise.unsqueeze(1)).square().mean(2)
+    distances = (features.unsqueeze(0) - features.unsqueeze(1)).abs().mean(2)
+    return (-(noises * distances * apart)).mean().exp()
+
+
+def linear_head_of(weights: Weights) -> tuple[Tensor, Tensor]:
+    """Return weight (K, d) and bias (K,) of the head among a network's tensors, whatever dropout lies before it."""
+    head = {name.rpartition(".")[2]: t for name, t in weights.tensors.items() if name.startswith("head.")}
+    return head["weight"], head["bias"]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a client answers.
+
+    Attributes:
+        weights: w_i and n_i.
+        prototypes: (K, d) class means with the samples behind them.
+    """
+
+    weights: Weights
+    prototypes: Prototypes
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """Return both under prefixed names; see :class:`pbfl_flwr.payloads.Payload`."""
+        return joined(weights=self.weights, prototypes=self.prototypes)
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], task: Task) -> Trained:
+        """Rebuild the payload; see :class:`pbfl_flwr.payloads.Payload`."""
+        weights = Weights.from_tensors(under(tensors, "weights"), task)
+        return cls(weights, Prototypes.from_tensors(under(tensors, "prototypes"), task))
+
+    def scalars(self) -> int:
+        """Return weights and prototypes."""
+        return self.weights.scalars() + self.prototypes.scalars()
+
+
+@dataclass(frozen=True)
+class FedPA(Method[GenerativeState, Taught, Trained]):
+    """See the module."""
+
+    config: Config
+    architecture: str
+    shape: Shape
+    batch_size: int
+    weighting: Weighting = "samples"
+    name: str = "fedpa"
+    same_architecture: bool = True
+
+    state = GenerativeState
+    down = Taught
+    up = Trained
+
+    def init(self, task: Task, seed: int) -> GenerativeState:
+        """Return fresh weights, a fresh generator that does not travel yet, no prototypes."""
+        nobody = Prototypes.empty(task.num_classes, task.feature_dim)
+        weights = initial(self.architecture, task, seed, "all")
+        seed = seeds.derive(seed, "generator")
+        return initial_state(weights, self.shape, task, seed, used=False, prototypes=nobody)
+
+    def broadcast(self, state: GenerativeState, client: int) -> Taught:
+        """Weights, generator, the classes it was trained on, prototypes."""
+        return state.taught
+
+    def install(self, client: Client, down: Taught) -> None:
+        """w_i <- w."""
+        receive(client, down.weights, "all")
+
+    def local_update(self, client: Client, down: Taught) -> Update[Trained]:
+        """Cross-entropy on samples and on generated features, and the pull towards the prototypes."""
+        self.install(client, down)
+        K, d, t = client.task.num_classes, client.task.feature_dim, client.round - 1
+        draw = sampler(self.shape, client, down, client.training.batch_size)
+        table = down.prototypes or Prototypes.empty(K, d)
+        seen = ClassSums(K, d)
+
+        def loss(inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            z, logits = forward(client.model, inputs)
+            seen.add(z, labels)
+            terms = {"ce": nn.functional.cross_entropy(logits, labels)}
+            if draw is not None:
+                features, drawn = draw()
+                scores: Tensor = client.model.head(features)  # type: ignore[operator]  # untyped __getattr__
+                terms["generated"] = generation_weight(t) * nn.functional.cross_entropy(scores, drawn)
+            if table.num_present:
+                pull = distillation.pull(z, labels, table.values, table.present, form="mse")
+                terms["pull"] = prototype_weight(t) * pull
+            return terms
+
+        steps = self.config.local_steps or None
+        rate = client.training.learning_rate * self.config.client_rate_decay**t
+        report = fit(client, loss, parts=[part(client.model, rate)], epochs=steps, max_steps=steps)
+        values, held, counts = seen.means()
+        upload = Trained(answer(client, "all"), Prototypes(values, held, counts))
+        return Update(upload, report.optimizer, report.metrics())
+
+    def aggregate(self, state: GenerativeState, uploads: Mapping[int, Trained], at: Round) -> GenerativeState:
+        """Average weights and prototypes, then train the generator against the clients' heads."""
+        if not any(upload.prototypes.num_present for upload in uploads.values()):
+            return state
+        old = state.taught
+        weights = average(old.weights, {i: up.weights for i, up in uploads.items()}, self.weighting)
+        fresh = aggregation.weighted(upload.prototypes for upload in uploads.values())
+        table, _ = aggregation.keep_stale(old.prototypes, fresh)
+        network = self.shape.load(at.task, state.generator.tensors)
+        loss = self._generator_loss(uploads, table, fresh.present, at)
+        rate = self.config.server_learning_rate * self.config.server_rate_decay ** (at.number - 1)
+        adam = Adam(self.config.server_steps, rate, self.config.server_weight_decay)
+        generator, mean_loss = train_generator(state.generator, network, adam, loss)
+        generated = torch.maximum(old.label_counts, fresh.present.long())
+        taught = Taught(weights, Weights(generator.tensors), generated, table)
+        return replace(state, taught=taught, generator=generator, loss=mean_loss)
+
+    def _generator_loss(
+        self, uploads: Mapping[int, Trained], table: Prototypes, classes: Tensor, at: Round
+    ) -> GeneratorLoss:
+        sent = list(uploads.values())
+        heads = [linear_head_of(up.weights) for up in sent]
+        counts = torch.stack([self._counts(up) for up in sent])  # (M, K)
+        return GeneratorLoss(
+            heads=heads,
+            teaching=teaching_weights(counts),
+            table=table,
+            classes=classes,
+            size=max(2, self.batch_size),
+            generation=generation_weight(at.number - 1),
+            adversarial=self.config.adversarial_weight if at.number > 1 else 0.0,
+            random=seeds.generator(at.seed, "fedpa", at.number),
+        )
+
+    @staticmethod
+    def _counts(upload: Trained) -> Tensor:
+        counts = upload.prototypes.counts
+        return torch.zeros(len(upload.prototypes.present), dtype=torch.int64) if counts is None else counts
+
+    def validate(self, upload: Trained, state: GenerativeState, task: Task) -> None:
+        """Every tensor of the network; rows of width d with counts."""
+        same_shapes(upload.weights, state.taught.weights)
+        if upload.prototypes.values.shape[1] != task.feature_dim or upload.prototypes.counts is None:
+            raise RejectedPayload(f"prototypes must be {task.feature_dim} wide and come with counts")
+
+    def check(self, task: Task, architectures: Sequence[str]) -> None:
+        """One architecture, with a linear head."""
+        super().check(task, architectures)
+        check_heads(self.name, task, architectures)
+
+    def report(self, state: GenerativeState) -> dict[str, float]:
+        """The generator's loss."""
+        return state.report()
+
+    def paper_scalars(
+        self, task: Task, class_counts: Sequence[int], parameters: Sequence[tuple[int, int]]
+    ) -> float:
+        """2·M·|w| + M·|G| + Σ_i [(K_i + K)·d + K_i], the last for the counts."""
+        own = sum(2 * (body + head) + self.shape.parameters(task) for body, head in parameters)
+        return float(own + sum((held + task.num_classes) * task.feature_dim + held for held in class_counts))
+
+
+@dataclass(frozen=True)
+class GeneratorLoss:
+    """What the server's generator descends; see the module.
+
+    Attributes:
+        heads: (weight, bias) of every uploaded network.
+        teaching: (M, K) ω.
+        table: P, (K, d).
+        classes: (K,) bool, those that a client of this round has seen.
+        size: B, labels a step.
+        generation: a_t.
+        adversarial: weight of the distance to prototypes.
+        random: draws labels and noise.
+    """
+
+    heads: Sequence[tuple[Tensor, Tensor]]
+    teaching: Tensor
+    table: Prototypes
+    classes: Tensor
+    size: int
+    generation: float
+    adversarial: float
+    random: torch.Generator
+
+    def __call__(self, network: FeatureGenerator) -> Tensor:
+        """Return the loss of one step on labels drawn uniformly from the classes."""
+        labels = draw_labels(self.classes.long(), self.size, self.random)
+        features, noise = network.draw(labels, self.random)
+        total = diversity(features, noise, labels)
+        for (weight, bias), omega in zip(self.heads, self.teaching, strict=True):
+            each = nn.functional.cross_entropy(
+                nn.functional.linear(features, weight, bias), labels, reduction="none"
+            )
+            total = total + self.generation * (omega[labels] * each).mean()
+        if self.adversarial:
+            total = total - self.adversarial * nn.functional.mse_loss(features, self.table.values[labels])
+        return total
+
+
+def build(settings: Settings) -> FedPA:
+    """Return the method."""
+    config = parse_section(Config, settings)
+    return FedPA(
+        config,
+        architectures(settings.models.models)[0],
+        Shape(config.noise_dim, config.hidden_dim, config.generator_output == "relu"),
+        settings.training.batch_size,
+        weighting_of(settings, "samples"),
+    )

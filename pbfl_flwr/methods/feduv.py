@@ -1,0 +1,92 @@
+"""FedUV: FedAvg whose clients keep their outputs varied and their features spread.
+
+Son et al., "FedUV: Uniformity and Variance for Heterogeneous Federated Learning", CVPR 2024.
+
+Round: each client copies w and minimises CE + a·V + b·U. V = mean over classes of max(0, 1/√K - std over the batch of
+the class's probability); U = mean over pairs of exp(-‖z_b - z_b'‖²/σ²), σ² the median of the non-zero squared distances
+of the batch. The server averages, w <- Σ_i (n_i/Σn)·w_i.
+Travels: all parameters, both ways, and n_i.
+Predicts: the logits of the client's locally trained network, which is what ProtoNorm's comparison agrees with; scored
+before training (evaluate-moment="before") it is the global model.
+Differs from the paper: nothing known. Its code calls the weight of V λ and that of U μ, ProtoNorm's text the other way
+round; the values, 2.5 and 0.5, are the same.
+Differs from the reference: σ² carries a gradient, as there (feduv.detach-sigma stops it). A batch of one sample has
+neither term, a batch of equal features no U, where the code would give NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from pbfl_flwr.config import Group, Settings, parse_section
+from pbfl_flwr.method import Client
+from pbfl_flwr.methods.sharing import SharedWeights
+from pbfl_flwr.models import architectures
+from pbfl_flwr.payloads import Weights
+from pbfl_flwr.training import FitReport, fit, forward
+from pbfl_flwr.weights import weighting_of
+
+
+class Config(Group):
+    """Settings ``feduv.*``."""
+
+    variance_weight: float = Field(2.5, ge=0, description="a, weight of V on the classifier's outputs")
+    uniformity_weight: float = Field(0.5, ge=0, description="b, weight of U on the features")
+    detach_sigma: bool = Field(False, description="stop the gradient through the median σ²")
+
+
+def variance(logits: Tensor) -> Tensor:
+    """Return V = mean_k max(0, 1/√K - std_b softmax(o)_bk), the unbiased deviation over the batch (B >= 2).
+
+    1/√K is that deviation of a column of the identity of size K.
+    """
+    deviations = logits.softmax(dim=1).std(dim=0)  # (K,)
+    return (1 / math.sqrt(logits.shape[1]) - deviations).clamp_min(0).mean()
+
+
+def uniformity(features: Tensor, detach_sigma: bool = False) -> Tensor:
+    """Return U = mean over pairs b < b' of exp(-‖z_b - z_b'‖²/σ²); 0 if all rows are equal."""
+    squared = torch.pdist(features).square()  # (B·(B-1)/2,)
+    different = squared[squared > 0]
+    if not len(different):
+        return features.sum() * 0
+    sigma = different.median()
+    return torch.exp(-squared / (sigma.detach() if detach_sigma else sigma)).mean()
+
+
+@dataclass(frozen=True)
+class Spread:
+    """FedUV's training."""
+
+    config: Config
+
+    def __call__(self, client: Client, received: Weights) -> FitReport:
+        """CE + a·V + b·U."""
+
+        def loss(inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            features, logits = forward(client.model, inputs)
+            terms = {"ce": nn.functional.cross_entropy(logits, labels)}
+            if len(labels) > 1:
+                terms["variance"] = self.config.variance_weight * variance(logits)
+                spread = uniformity(features, self.config.detach_sigma)
+                terms["uniformity"] = self.config.uniformity_weight * spread
+            return terms
+
+        return fit(client, loss)
+
+
+def build(settings: Settings) -> SharedWeights:
+    """Return the method."""
+    return SharedWeights(
+        "feduv",
+        architectures(settings.models.models)[0],
+        "all",
+        Spread(parse_section(Config, settings)),
+        weighting_of(settings, "samples"),
+        moment="after",
+    )

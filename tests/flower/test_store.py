@@ -1,0 +1,218 @@
+"""State on disk: either the old file or the new one, checked when it is read, never overwritten when in doubt."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from pbfl_flwr.flower import store
+from pbfl_flwr.flower.store import (
+    ClientState,
+    ClientStore,
+    DamagedState,
+    load_tensors,
+    save_tensors,
+    write_atomically,
+)
+
+STATE = ClientState(
+    round=3,
+    participations=2,
+    model={"a": torch.randn(3, 4), "steps": torch.tensor(7), "flag": torch.tensor([True, False])},
+    memory={"momentum.a": torch.randn(3, 4), "none": torch.zeros(0, 5)},
+    reply={"rows": torch.randn(2, 4), "labels": torch.tensor([1, 2], dtype=torch.uint8)},
+    report={"n": [1, 2, 3], "loss.ce": 0.5},
+)
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> ClientStore:
+    return ClientStore(tmp_path / "clients", "experiment-1", 4, "cnn4")
+
+
+def test_state_comes_back_bit_for_bit(client: ClientStore) -> None:
+    assert client.load() is None
+    client.save(STATE)
+    found = client.load()
+    assert found is not None
+    assert (found.round, found.participations, found.report) == (3, 2, STATE.report)
+    for part in ("model", "memory", "reply"):
+        kept, expected = getattr(found, part), getattr(STATE, part)
+        assert set(kept) == set(expected)
+        for name, tensor in expected.items():
+            assert kept[name].dtype == tensor.dtype
+            assert torch.equal(kept[name], tensor)
+    assert [file.name for file in client.directory.iterdir()] == ["client-00004.safetensors"]
+
+
+def test_views_and_strides_are_no_obstacle(client: ClientStore) -> None:
+    rows = torch.randn(4, 6)
+    image = torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
+    client.save(replace(STATE, memory={"a": rows, "b": rows, "row": rows[1], "t": rows.T, "image": image}))
+    found = client.load()
+    assert found is not None
+    assert torch.equal(found.memory["t"], rows.T)
+    assert torch.equal(found.memory["row"], rows[1])
+    assert torch.equal(found.memory["image"], image)
+
+
+def test_other_tools_can_read_it(client: ClientStore) -> None:
+    client.save(STATE)
+    assert torch.equal(load_file(client.path)["model.a"], STATE.model["a"])
+    with safe_open(client.path, framework="pt") as file:
+        metadata = file.metadata()
+    assert metadata["client"] == "4"
+    assert json.loads(metadata["report"]) == STATE.report
+
+
+# Atomic writing ---------------------------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """The process ends here; no handler of ours runs in its stead."""
+
+
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+def test_a_kill_before_the_rename_leaves_the_old_file(
+    client: ClientStore, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    client.save(STATE)
+    before = client.path.read_bytes()
+
+    def killed(*args: object, **keys: object) -> None:
+        raise Killed
+
+    monkeypatch.setattr(os, "fsync", killed) if step == "fsync" else monkeypatch.setattr(
+        Path, "replace", killed
+    )
+    with pytest.raises(Killed):
+        client.save(replace(STATE, round=4))
+    monkeypatch.undo()
+
+    assert client.path.read_bytes() == before
+    found = client.load()
+    assert found is not None
+    assert found.round == 3
+    client.save(replace(STATE, round=4))  # what was left behind is in nobody's way
+    again = client.load()
+    assert again is not None
+    assert again.round == 4
+
+
+def test_a_full_disk_leaves_the_old_file_and_no_rubbish(
+    client: ClientStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client.save(STATE)
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        client.save(replace(STATE, round=4))
+    monkeypatch.undo()
+    assert [file.name for file in client.directory.iterdir()] == ["client-00004.safetensors"]
+    found = client.load()
+    assert found is not None
+    assert found.round == 3
+
+
+def test_the_data_is_on_the_disk_before_the_name_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[str] = []
+    fsync, rename = os.fsync, Path.replace
+
+    def watched_sync(descriptor: int) -> None:
+        steps.append("fsync")
+        fsync(descriptor)
+
+    def watched_rename(self: Path, target: Path) -> Path:
+        steps.append("rename")
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", watched_sync)
+    monkeypatch.setattr(Path, "replace", watched_rename)
+    write_atomically(tmp_path / "new" / "file", b"content")
+    assert steps == ["fsync", "rename", "fsync"]  # the file, its name, its directory
+    assert (tmp_path / "new" / "file").read_bytes() == b"content"
+
+
+# Damage and strangers ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "damage", ["empty", "half", "rubbish", "flipped", "directory", "unsigned", "relabelled"]
+)
+def test_a_damaged_file_is_named_and_stays_as_it_is(client: ClientStore, damage: str) -> None:
+    client.save(STATE)
+    data = bytearray(client.path.read_bytes())
+    if damage == "directory":
+        client.path.unlink()
+        client.path.mkdir()
+    elif damage == "unsigned":
+        save_file(STATE.model, client.path)
+    elif damage == "relabelled":  # a header that was edited: the checksum covers it too
+        client.path.write_bytes(bytes(data).replace(b'"round":"3"', b'"round":"9"'))
+    else:
+        data[-3] ^= 16
+        content = {
+            "empty": b"",
+            "half": bytes(data[: len(data) // 2]),
+            "rubbish": b"x" * 500,
+            "flipped": bytes(data),
+        }
+        client.path.write_bytes(content[damage])
+    before = None if damage == "directory" else client.path.read_bytes()
+
+    with pytest.raises(DamagedState) as error:
+        client.load()
+
+    assert str(client.path) in str(error.value)
+    assert "\n" not in str(error.value)
+    assert "move it away" in str(error.value)
+    assert before is None or client.path.read_bytes() == before
+
+
+def test_another_schema_is_refused(client: ClientStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "SCHEMA", "0")
+    client.save(STATE)
+    monkeypatch.undo()
+    with pytest.raises(DamagedState, match="has schema '0', expected '1'"):
+        client.load()
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"experiment": "experiment-2"}, "is of experiment 'experiment-1', expected 'experiment-2'"),
+        ({"architecture": "resnet8"}, "is of architecture 'cnn4', expected 'resnet8'"),
+    ],
+)
+def test_a_foreign_file_is_refused(client: ClientStore, change: dict[str, str], text: str) -> None:
+    client.save(STATE)
+    with pytest.raises(DamagedState, match=text):
+        replace(client, **change).load()  # type: ignore[arg-type]
+
+
+def test_another_clients_file_is_refused(client: ClientStore) -> None:
+    client.save(STATE)
+    other = replace(client, client=5)
+    client.path.rename(other.path)
+    with pytest.raises(DamagedState, match=r"is of client '4', expected '5'"):
+        other.load()
+
+
+def test_plain_tensors_and_metadata(tmp_path: Path) -> None:
+    file = tmp_path / "x.safetensors"
+    with pytest.raises(FileNotFoundError):
+        load_tensors(file)
+    save_tensors(file, {"a": torch.ones(2)}, {"round": "1"})
+    tensors, metadata = load_tensors(file)
+    assert torch.equal(tensors["a"], torch.ones(2))
+    assert metadata == {"round": "1", "schema": "1"}

@@ -1,0 +1,828 @@
+"""The strategy: aggregation, failures and poison, sampling, resuming. Most rounds here have no training in them."""
+
+import json
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.serverapp.strategy import Strategy
+from torch import Tensor
+
+from pbfl_flwr.config import Scalar, parse
+from pbfl_flwr.data import check_data
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower import wire
+from pbfl_flwr.flower.client import make_client_app
+from pbfl_flwr.flower.roster import LONGEST_REASON, Member, agreed
+from pbfl_flwr.flower.store import DamagedState
+from pbfl_flwr.flower.strategy import MethodStrategy, RunEnded
+from pbfl_flwr.method import Method, Round, Update
+from pbfl_flwr.methods import SECTIONS
+from pbfl_flwr.payloads import Prototypes, Weights
+from pbfl_flwr.prototypes.pipeline import Pipeline
+from pbfl_flwr.task import Task
+from tests.flower.inprocess import (
+    NUM_CLIENTS,
+    Answer,
+    Fault,
+    Federation,
+    InProcessGrid,
+    ScriptedGrid,
+    altered,
+    federation,
+    flower_error,
+    hello,
+    lost,
+    raises,
+    reply_of,
+    same_tensors,
+    silent,
+    tiny_client,
+    upload,
+)
+
+TASK = Task(num_classes=4, feature_dim=6, input_shape=(1, 16, 16))
+
+
+def strategy_of(**keys: Scalar) -> MethodStrategy:
+    config = {"num-clients": 4, "num-server-rounds": 1, "feature-dim": 6, "join-timeout": 0.2}
+    given = {key.replace("_", "-"): value for key, value in keys.items()}
+    return MethodStrategy(parse({**config, **given}, SECTIONS))
+
+
+def prototypes(seed: int, labels: list[int], counts: list[int] | None = None) -> Prototypes:
+    values = torch.zeros(4, 6)
+    values[labels] = torch.randn(len(labels), 6, generator=torch.Generator().manual_seed(seed))
+    present = torch.zeros(4, dtype=torch.bool)
+    present[labels] = True
+    table = None
+    if counts is not None:
+        table = torch.zeros(4, dtype=torch.int64)
+        table[labels] = torch.tensor(counts)
+    return Prototypes(values, present, table)
+
+
+# Aggregation against NumPy ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", ["mean", "weighted"])
+def test_prototypes_are_averaged_as_numpy_does(rule: str) -> None:
+    held = {0: [0, 1], 1: [1, 2], 2: [1, 3]}
+    n = {0: [5, 1], 1: [9, 4], 2: [2, 7]}  # class 1 is held by three clients with 1, 9 and 2 samples
+    weighted = rule == "weighted"
+    uploads = {i: prototypes(i, held[i], n[i] if weighted else None) for i in held}
+    strategy = strategy_of(method="fedproto", aggregation=rule)
+    strategy.begin(TASK)
+
+    state = strategy.aggregate_fit(1, uploads)
+
+    for j in range(4):
+        holders = [i for i in held if j in held[i]]
+        rows = np.array([uploads[i].values[j].numpy() for i in holders], dtype=np.float64)
+        w = np.array([n[i][held[i].index(j)] if weighted else 1.0 for i in holders])
+        expected = (w[:, None] * rows).sum(0) / w.sum()
+        np.testing.assert_allclose(state.broadcast.values[j].numpy(), expected, atol=1e-6)
+    assert strategy.state is state
+
+
+def test_the_two_averages_differ() -> None:
+    uploads = {0: prototypes(0, [1], [1]), 1: prototypes(1, [1], [9])}
+    found = {}
+    for rule in ("mean", "weighted"):
+        strategy = strategy_of(method="fedproto", aggregation=rule)
+        strategy.begin(TASK)
+        sent = uploads if rule == "weighted" else {i: replace(up, counts=None) for i, up in uploads.items()}
+        found[rule] = strategy.aggregate_fit(1, sent).broadcast.values[1]
+    # (a + 9b)/10 lies four fifths of the way from the mean (a + b)/2 to b
+    b = uploads[1].values[1]
+    torch.testing.assert_close(found["weighted"] - found["mean"], 0.8 * (b - found["mean"]))
+    assert float((found["weighted"] - found["mean"]).abs().max()) > 0.1
+
+
+@pytest.mark.parametrize("weighting", ["samples", "uniform"])
+def test_weights_are_averaged_as_numpy_does(weighting: str) -> None:
+    strategy = strategy_of(method="fedavg", models="cnn2", weighting=weighting)
+    strategy.begin(TASK)
+    n = {0: 1, 1: 30, 2: 3}
+    uploads = {}
+    for i in n:
+        g = torch.Generator().manual_seed(i)
+        named = {name: torch.randn(t.shape, generator=g) for name, t in strategy.state.tensors.items()}
+        uploads[i] = Weights(named, n[i])
+    share = {i: (n[i] if weighting == "samples" else 1.0) for i in n}
+
+    state = strategy.aggregate_fit(1, uploads)
+
+    for name in state.tensors:
+        stacked = np.stack([share[i] * uploads[i].tensors[name].double().numpy() for i in n])
+        np.testing.assert_allclose(state.tensors[name], stacked.sum(0) / sum(share.values()), atol=1e-6)
+
+
+def test_an_aggregate_that_is_not_finite_ends_the_run_and_keeps_the_state() -> None:
+    strategy = strategy_of(method="fedproto")
+    strategy.begin(TASK)
+    before = strategy.state
+    bad = replace(prototypes(0, [1]), values=torch.full((4, 6), float("nan")))
+    with pytest.raises(RunEnded, match="round 1: after aggregation 'rows' of the broadcast holds NaN"):
+        strategy.aggregate_fit(1, {0: bad})
+    assert strategy.state is before
+
+
+# Poison -----------------------------------------------------------------------------------------------------
+
+ROWS = torch.arange(12, dtype=torch.float32).reshape(2, 6)
+LABELS = torch.tensor([0, 2], dtype=torch.uint8)
+COUNTS = torch.tensor([3, 4])
+
+
+def tampered(value: float) -> Tensor:
+    rows = ROWS.clone()
+    rows[1, 3] = value
+    return rows
+
+
+POISON: dict[str, tuple[str, dict[str, Tensor], str]] = {
+    "nan": ("mean", {"labels": LABELS, "rows": tampered(float("nan"))}, "'rows' holds NaN or infinity"),
+    "inf": ("mean", {"labels": LABELS, "rows": tampered(float("inf"))}, "'rows' holds NaN or infinity"),
+    "huge": (
+        "mean",
+        {"labels": LABELS, "rows": tampered(1e30)},
+        "'rows' holds 1e+30, allowed is up to 1e+08",
+    ),
+    "narrow": ("mean", {"labels": LABELS, "rows": ROWS[:, :5]}, "rows are 5 wide, this run sends 6"),
+    "wide": ("mean", {"labels": LABELS, "rows": torch.ones(2, 7)}, "rows are 7 wide, allowed is 1..6"),
+    "flat": ("mean", {"labels": LABELS, "rows": ROWS.flatten()}, "'rows' has 1 dimensions, expected 2"),
+    "class out of range": (
+        "mean",
+        {"labels": torch.tensor([0, 4], dtype=torch.uint8), "rows": ROWS},
+        "class id 4 is outside 0..3",
+    ),
+    "negative class": (
+        "mean",
+        {"labels": torch.tensor([-1, 2]), "rows": ROWS},
+        "class id -1 is outside 0..3",
+    ),
+    "doubled class": ("mean", {"labels": torch.tensor([2, 2]), "rows": ROWS}, "a class is sent twice"),
+    "labels without rows": ("mean", {"labels": LABELS, "rows": ROWS[:1]}, "2 labels for 1 rows"),
+    "no rows at all": ("mean", {"labels": LABELS}, "'rows' is missing"),
+    "zero count": (
+        "weighted",
+        {"labels": LABELS, "rows": ROWS, "counts": torch.tensor([3, 0])},
+        "a row with a count of zero or less",
+    ),
+    "counts without rows": (
+        "weighted",
+        {"labels": LABELS[:1], "rows": ROWS[:1], "counts": COUNTS},
+        "2 counts for 1 rows",
+    ),
+    "no counts": ("weighted", {"labels": LABELS, "rows": ROWS}, "counts are missing of rule 'weighted'"),
+    "enormous count": (
+        "weighted",
+        {"labels": LABELS, "rows": ROWS, "counts": torch.tensor([3, 2**62])},
+        f"a count of {2**62}",
+    ),
+    "unwanted counts": (
+        "mean",
+        {"labels": LABELS, "rows": ROWS, "counts": COUNTS},
+        "counts are not part of rule 'mean'",
+    ),
+    "counts as fractions": (
+        "weighted",
+        {"labels": LABELS, "rows": ROWS, "counts": torch.tensor([3.0, 4.0])},
+        "'counts' must be a list of whole numbers",
+    ),
+    "complex": ("mean", {"labels": LABELS, "rows": ROWS.to(torch.complex64)}, "'rows' is torch.complex64"),
+    "float8": ("mean", {"labels": LABELS, "rows": ROWS.to(torch.float8_e4m3fn)}, "'rows' is torch.float8"),
+    "something else": (
+        "mean",
+        {"labels": LABELS, "rows": ROWS, "extra": COUNTS},
+        "unexpected tensors ['extra']",
+    ),
+}
+
+
+def scripted(rule: str, poison: RecordDict | Message | None) -> MethodStrategy:
+    """Run one round of four clients; client 2 answers with the poison."""
+
+    def answer(client: int, server_round: int) -> RecordDict | Message | None:
+        if client == 2:
+            return poison
+        return reply_of(prototypes(client, [client % 4, 3], [2, 1 + client] if rule == "weighted" else None))
+
+    strategy = strategy_of(method="fedproto", aggregation=rule)
+    strategy.start(ScriptedGrid(TASK, answer))  # type: ignore[arg-type]
+    return strategy
+
+
+@pytest.mark.parametrize("name", list(POISON))
+def test_poison_is_rejected_and_named_and_the_aggregate_unharmed(name: str) -> None:
+    rule, tensors, reason = POISON[name]
+    report = wire.Report(10, 4, 1, {"head": 2}, 0.5).to_record()
+    record = ArrayRecord()
+    # float8 and complex cannot be encoded by our side
+    data = _saved(tensors)
+    record["s"] = wire.Array("uint8", (len(data),), wire.FORMAT, data)
+
+    poisoned, without = scripted(rule, wire.content(record, report)), scripted(rule, None)
+
+    (failure,) = poisoned.history[0]["failures"]
+    assert failure["client"] == 2
+    assert failure["reason"].startswith("upload rejected: ")
+    assert reason in failure["reason"]
+    assert "\n" not in failure["reason"]
+    assert poisoned.history[0]["trained"] == [0, 1, 3]
+    assert poisoned.history[0]["accuracy"] == without.history[0]["accuracy"]
+    assert same_tensors(poisoned.state.to_tensors(), without.state.to_tensors())
+
+
+def _saved(tensors: Mapping[str, Tensor]) -> bytes:
+    from safetensors.torch import save
+
+    return save({name: tensor.contiguous() for name, tensor in tensors.items()})
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"n": [10, 4]}, "lacks 'n' of length 3"),
+        ({"n": [10, -4, 1]}, "its counters contradict each other"),
+        ({"n": [10, 1, 1]}, "its counters contradict each other"),
+        ({"n": [2**62, 4, 1]}, "its report counts 4611686018427387904 samples"),
+        ({"n": [1e308, 4.0, 1.0]}, "a number beyond 1e40"),
+        ({"c": [1, 2]}, "lacks 'c'"),
+        ({"t": [float("nan"), 0.0, 0.0, 0.0, 0.0, 0.0]}, "its report holds nan in 't'"),
+        ({"loss.ce": float("inf")}, "its report holds inf in 'loss.ce'"),
+        ({"loss.ce": -1e300}, "a number beyond 1e40 in 'loss.ce'"),
+        ({f"metric-{i}": 0.0 for i in range(200)}, "allowed are 100"),
+    ],
+)
+def test_a_report_that_cannot_be_is_rejected(change: dict[str, Any], reason: str) -> None:
+    record = wire.Report(10, 4, 1, {"head": 2}, 0.5, metrics={"loss.ce": 1.0}).to_record()
+    forged = MetricRecord({**dict(record), **change})
+    strategy = scripted("mean", wire.content(wire.encode(prototypes(2, [0])), forged))
+    (failure,) = strategy.history[0]["failures"]
+    assert failure["client"] == 2
+    assert reason in failure["reason"]
+    json.dumps(strategy.history, allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (RecordDict(), "its report is missing"),
+        (RecordDict({"p": ConfigRecord({"a": 1})}), "its report is missing"),
+        (wire.content(report=wire.Report(10, 4).to_record()), "its payload is missing"),
+        (wire.content(ArrayRecord(), wire.Report(10, 4).to_record()), "'labels' is missing"),
+        (
+            wire.content(ArrayRecord({"s": wire.Array(np.ones(3))}), wire.Report(10, 4).to_record()),
+            "an array of format 'numpy.ndarray', expected 'safetensors'",
+        ),
+    ],
+)
+def test_a_reply_without_its_parts_is_rejected(content: RecordDict, reason: str) -> None:
+    (failure,) = scripted("mean", content).history[0]["failures"]
+    assert failure == {"client": 2, "reason": f"upload rejected: {reason}"}
+
+
+def test_random_replies_never_crash_the_server() -> None:
+    """300 mutations of a good reply: bytes flipped and cut, records swapped, dropped and filled with nonsense."""
+    good = reply_of(prototypes(2, [0, 2]))
+    rng = random.Random(5)
+
+    def answer(client: int, server_round: int) -> RecordDict:
+        return _mangled(good, rng) if client == 2 else reply_of(prototypes(client, [client]))
+
+    strategy = strategy_of(method="fedproto", num_server_rounds=300)
+    strategy.start(ScriptedGrid(TASK, answer))  # type: ignore[arg-type]
+
+    failures = [failure for line in strategy.history for failure in line["failures"]]
+    assert len(strategy.history) == 300
+    assert len(failures) > 200
+    for line in strategy.history:
+        assert set(line["trained"]) | {failure["client"] for failure in line["failures"]} == {0, 1, 2, 3}
+    for failure in failures:
+        assert failure["client"] == 2
+        assert "\n" not in failure["reason"]
+        assert len(failure["reason"]) < 2 * LONGEST_REASON
+    assert torch.isfinite(strategy.state.broadcast.values).all()
+    json.dumps(strategy.history, allow_nan=False)
+    # What the others sent came through in every round.
+    for client in (0, 1, 3):
+        expected = prototypes(client, [client]).values[client]
+        assert torch.equal(strategy.state.combined.values[client], expected)
+
+
+def _mangled(good: RecordDict, rng: random.Random) -> RecordDict:
+    array = good.array_records["p"]["s"]
+    data = bytearray(array.data)
+    record, report = good.array_records["p"].copy(), MetricRecord(dict(good.metric_records["m"]))
+    content = RecordDict({"p": record, "m": report})
+    kind = rng.randrange(9)
+    if kind == 0:
+        for _ in range(rng.randrange(1, 6)):
+            data[rng.randrange(min(len(data), 150))] ^= 1 << rng.randrange(8)
+    elif kind == 1:
+        data = data[: rng.randrange(len(data))]
+    elif kind == 2:
+        data = bytearray(rng.randbytes(rng.randrange(300)))
+    elif kind == 3:  # absurd headers
+        header: Any = {
+            "rows": {
+                "dtype": rng.choice(["F32", "F8_E4M3", "C64", "F4", "U64", "BOOL", "I8", "X"]),
+                "shape": rng.choice([[0, 2**63], [2**62, 4], [1, 6], [2, 3], [], [-1], "x", None, [0, 0]]),
+                "data_offsets": rng.choice([[0, 0], [0, 24], [24, 0], [0, 2**63]]),
+            }
+        }
+        text = json.dumps(header).encode()
+        length = rng.choice([len(text), len(text), 2**62, 0])
+        data = bytearray(length.to_bytes(8, "little") + text + bytes(rng.choice([0, 24])))
+    elif kind == 4:
+        del content[rng.choice(["p", "m"])]
+        return content
+    elif kind == 5:
+        content[rng.choice(["p", "m"])] = ConfigRecord({"x": rng.choice(["y", 1, b"z"])})
+        return content
+    elif kind == 6:
+        nonsense = [0, -(2**62), 2**62, 1e300, float("nan"), [], [1e300] * 3, [-5] * 4, [float("inf")] * 6]
+        report[rng.choice(["n", "c", "t", "loss.ce"])] = rng.choice(nonsense)
+        return content
+    elif kind == 7:
+        record["second"] = array
+        return content
+    else:
+        record["s"] = wire.Array(
+            rng.choice(["uint8", "", "O"]), (1,), rng.choice(["numpy.ndarray", "", "x"]), b"\x80"
+        )
+        return content
+    record["s"] = wire.Array("uint8", (len(data),), wire.FORMAT, bytes(data))
+    return content
+
+
+def test_a_flood_of_words_is_cut() -> None:
+    strategy = _named(flower_error("line one\n" + "x" * 100_000))
+    (failure,) = strategy.history[0]["failures"]
+    assert failure["reason"].startswith("line one; xxx")
+    assert len(failure["reason"]) == LONGEST_REASON
+
+
+@pytest.mark.parametrize("reason", ["", "  \n "])
+def test_an_error_without_words_is_named_by_its_code(reason: str) -> None:
+    assert _named(flower_error(reason, code=7)).history[0]["failures"] == [
+        {"client": 2, "reason": "error code 7"}
+    ]
+
+
+def test_of_a_traceback_the_last_line_is_shown() -> None:
+    text = 'Traceback (most recent call last):\n  File "x.py", line 1\nValueError: the reason\n'
+    assert _named(flower_error(text)).history[0]["failures"] == [
+        {"client": 2, "reason": "ValueError: the reason"}
+    ]
+
+
+def _named(fault: Fault) -> MethodStrategy:
+    asked = Message(RecordDict(), dst_node_id=100, message_type="train")
+    return scripted("mean", fault(asked, lambda: asked))
+
+
+# Failures of real clients -----------------------------------------------------------------------------------
+
+
+def test_failing_clients_are_named_and_the_others_unharmed(tmp_path: Path) -> None:
+    """In round 2 client 4 raises after its training, client 2's file is damaged, client 3 never answers.
+
+    What the server and the others have after round 3 has the same bits as in a run in which these clients were
+    simply not reached in the same rounds.
+    """
+    rounds: dict[str, Scalar] = {"num_server_rounds": 3, "min_replies": 2}
+    faulty = federation(tmp_path / "a", **rounds)
+    directory = tmp_path / "a" / "run" / "clients" / faulty.strategy.experiment
+    file = directory / "client-00002.safetensors"
+    half: list[bytes] = []
+
+    def damaged(message: Message, answer: Answer) -> Message:
+        half.append(file.read_bytes()[: file.stat().st_size // 2])
+        file.write_bytes(half[0])
+        return answer()
+
+    faulty.grid.faults = {(4, 2): raises, (2, 2): damaged, (3, 2): silent}
+    faulty.run()
+    quiet = {(4, 2): silent, (2, 2): silent, (2, 3): silent, (3, 2): silent}
+    reference = federation(tmp_path / "b", faults=quiet, **rounds).run()
+
+    second, third = faulty.strategy.history[1:]
+    reasons = {failure["client"]: failure["reason"] for failure in second["failures"]}
+    assert set(reasons) == {2, 3, 4}
+    assert reasons[4].startswith("ZeroDivisionError: boom in the middle of the round (")
+    assert "client-00002.safetensors cannot be read" in reasons[2]
+    assert "move it away to start afresh" in reasons[2]
+    assert reasons[3].startswith("no answer within ")
+    assert second["trained"] == [0, 1]
+    assert third["trained"] == [0, 1, 3, 4]
+    assert [failure["client"] for failure in third["failures"]] == [2]
+    assert same_tensors(faulty.strategy.state.to_tensors(), reference.strategy.state.to_tensors())
+    for line, expected in zip(faulty.strategy.history, reference.strategy.history, strict=True):
+        assert line["accuracy"] == expected["accuracy"]
+        assert line["clients"] == expected["clients"]
+    assert file.read_bytes() == half[0], "a damaged file is not overwritten"
+
+
+def test_flowers_own_errors_come_from_another_node_and_are_still_ascribed(tmp_path: Path) -> None:
+    found = federation(
+        tmp_path, faults={(4, 1): flower_error("no such node")}, num_server_rounds=1, order=1
+    ).run()
+    assert found.strategy.history[0]["failures"] == [{"client": 4, "reason": "no such node"}]
+    assert found.strategy.history[0]["trained"] == [0, 1, 2, 3]
+
+
+def test_too_few_replies_end_the_run_with_the_reasons(tmp_path: Path) -> None:
+    faults = {(0, 2): raises, (1, 2): flower_error("the node was switched off")}
+    found = federation(tmp_path, faults=faults, min_replies=4, on_disk=True)
+    with pytest.raises(RunEnded) as error:
+        found.run()
+    text = str(error.value)
+    assert text.startswith("round 2: 3 valid replies, min-replies is 4: client 0: ZeroDivisionError: boom")
+    assert "client 1: the node was switched off" in text
+    assert "\n" not in text
+    assert [line["round"] for line in found.strategy.run.rounds()] == [1]  # type: ignore[union-attr]
+
+
+def test_more_replies_than_clients_cannot_be_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(PbflError, match="min-replies = 6: allowed is up to 5, the clients"):
+        federation(tmp_path, min_replies=6).run()
+
+
+def test_a_dead_worker_ends_the_run_which_can_be_resumed(tmp_path: Path) -> None:
+    died = flower_error(
+        "ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task."
+    )
+    broken = federation(tmp_path / "a", faults={(3, 2): died}, on_disk=True)
+    with pytest.raises(RunEnded, match=r"round 2: a simulation worker died \(client 3\).*up to 1 are kept"):
+        broken.run()
+    resumed = federation(tmp_path / "a", on_disk=True, resume=True).run()
+    whole = federation(tmp_path / "b").run()
+    assert resumed.strategy.done == 2
+    assert resumed.fingerprint == whole.fingerprint
+
+
+# Before round 1 ---------------------------------------------------------------------------------------------
+
+
+def test_two_nodes_with_one_client_id_are_named(tmp_path: Path) -> None:
+    found = federation(tmp_path, partitions=[0, 1, 1, 3, 4], nodes=[11, 12, 13, 14, 15])
+    with pytest.raises(PbflError, match="client-id 1 is used by two nodes, 12 and 13"):
+        found.run()
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"num-classes": 5}, "num classes K: client 0 has 4, 2 has 5"),
+        ({"feature-dim": 7}, "feature-dim d: client 0 has 6, 2 has 7"),
+        ({"input-shape": [3, 8, 8]}, "input shape: client 0 has (1, 16, 16), 2 has (3, 8, 8)"),
+        ({"labels": ["0", "1", "3", "2"]}, "label names: client 0 has ('0', '1', '2', '3'), 2 has"),
+    ],
+)
+def test_a_disagreement_names_both_sides(change: dict[str, Any], text: str) -> None:
+    said = [{**hello(client, TASK), **(change if client == 2 else {})} for client in range(3)]
+    with pytest.raises(PbflError) as error:
+        agreed(Member.from_reply(node, ConfigRecord(record)) for node, record in enumerate(said))
+    assert f"clients disagree in {text}" in str(error.value)
+
+
+def test_clients_that_cannot_start_are_counted_by_reason_before_training(tmp_path: Path) -> None:
+    def some_data(settings: Any, client: int) -> Any:
+        if client in (1, 3):
+            raise PbflError("the data is not there; it belongs at /data/x")
+        return tiny_client(client)
+
+    found = federation(tmp_path, data=some_data)
+    with pytest.raises(PbflError, match=r"^2 of 5 clients: the data is not there; it belongs at /data/x$"):
+        found.run()
+    assert {kind for _, _, kind in found.grid.asked} == {"query"}
+
+
+def emptied(content: RecordDict) -> None:
+    content.clear()
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        (silent, "1 nodes did not answer within"),
+        (altered(emptied), "its hello is empty"),
+        (
+            altered(lambda content: wire.content(config=ConfigRecord({"client": 1}))),
+            "its hello cannot be read",
+        ),
+        (flower_error(""), "error code 3"),
+    ],
+)
+def test_a_hello_that_goes_wrong_is_one_line(tmp_path: Path, fault: Fault, text: str) -> None:
+    with pytest.raises(PbflError) as error:
+        federation(tmp_path, faults={(1, 0): fault}, round_timeout=1.0).run()
+    assert text in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_too_few_nodes_say_how_many_are_wanted(tmp_path: Path) -> None:
+    with pytest.raises(PbflError, match=r"num-clients = 5, but only 3 nodes joined within 0 s"):
+        federation(tmp_path, partitions=[0, 1, 2], join_timeout=0.2).run()
+
+
+def test_an_experiment_that_is_no_name_of_a_directory_is_refused(tmp_path: Path) -> None:
+    found = federation(tmp_path)
+    found.strategy.experiment = "../../elsewhere"
+    with pytest.raises(PbflError, match=r"experiment = '\.\./\.\./elsewhere': allowed are letters"):
+        found.run()
+
+
+# The same question twice ------------------------------------------------------------------------------------
+
+
+def test_the_same_round_is_answered_again_without_training_again(tmp_path: Path) -> None:
+    calls: list[int] = []
+    update = Pipeline.local_update
+
+    def counting(self: Pipeline, client: Any, down: Any) -> Any:
+        calls.append(client.id)
+        return update(self, client, down)
+
+    def twice(message: Message, answer: Answer) -> Message:
+        first, second = answer(), answer()
+        assert first.content.array_records["p"]["s"].data == second.content.array_records["p"]["s"].data
+        reports = [dict(reply.content.metric_records["m"]) for reply in (first, second)]
+        loss_and_seconds = [report.pop("t") for report in reports]
+        assert reports[0] == reports[1]
+        assert "loss.ce" in reports[0]
+        assert loss_and_seconds[0][0] == loss_and_seconds[1][0]
+        return second
+
+    with patch.object(Pipeline, "local_update", counting):
+        asked_twice = federation(tmp_path / "a", faults={(2, 1): twice, (2, 2): twice}).run()
+    assert calls.count(2) == 2
+    assert asked_twice.fingerprint == federation(tmp_path / "b").run().fingerprint
+
+
+def test_an_older_round_than_the_clients_own_is_refused(tmp_path: Path) -> None:
+    def backwards(message: Message, answer: Answer) -> Message:
+        answer()
+        message.content[wire.CONFIG] = ConfigRecord(
+            {**message.content.config_records[wire.CONFIG], "round": 1}
+        )
+        return grid._ask(message) or message
+
+    found = federation(tmp_path, faults={(0, 2): backwards})
+    grid = found.grid
+    found.run()
+    (failure,) = found.strategy.history[1]["failures"]
+    assert failure == {"client": 0, "reason": "asked for round 1, but its state is already of round 2"}
+
+
+# Resuming ---------------------------------------------------------------------------------------------------
+
+
+def lines(run: Federation) -> list[dict[str, Any]]:
+    """Return the history on disk without what a clock or the memory says."""
+    found = run.strategy.run.rounds()  # type: ignore[union-attr]
+    return [{k: v for k, v in line.items() if k not in ("seconds", "peak_mb")} for line in found]
+
+
+@pytest.mark.parametrize("method", ["fedproto", "fedtgp"])
+def test_resumed_is_uninterrupted(tmp_path: Path, method: str) -> None:
+    keys: dict[str, Scalar] = {"momentum": 0.5, "optimizer_state": "kept"}
+    if method == "fedtgp":
+        keys["fedtgp.server-momentum"] = 0.5
+    whole = federation(tmp_path / "a", method, on_disk=True, num_server_rounds=4, **keys).run()
+    federation(tmp_path / "b", method, on_disk=True, num_server_rounds=2, **keys).run()
+    second = federation(tmp_path / "b", method, on_disk=True, num_server_rounds=4, resume=True, **keys).run()
+    assert same_tensors(second.strategy.state.to_tensors(), whole.strategy.state.to_tensors())
+    assert lines(second) == lines(whole)
+    assert second.strategy.history == second.strategy.run.rounds()  # type: ignore[union-attr]
+
+
+@pytest.fixture
+def two_rounds(tmp_path: Path) -> Federation:
+    return federation(tmp_path, "local", on_disk=True).run()
+
+
+def again(tmp_path: Path, **keys: Scalar) -> Federation:
+    return federation(tmp_path, "local", on_disk=True, resume=True, **keys)
+
+
+def test_history_ahead_of_the_checkpoint_is_cut_back(tmp_path: Path, two_rounds: Federation) -> None:
+    run = tmp_path / "run"
+    before = lines(two_rounds)
+    for name in ("rounds.jsonl", "clients.jsonl"):
+        with (run / name).open("a") as file:
+            file.write(json.dumps({"round": 3, "accuracy": {}}) + '\n{"round": 4, "accu')
+    resumed = again(tmp_path, num_server_rounds=2).run()
+    assert lines(resumed) == before
+    text = (run / "clients.jsonl").read_text()
+    assert [json.loads(line)["round"] for line in text.splitlines()] == [1, 2]
+
+
+def test_another_configuration_is_not_resumed(tmp_path: Path, two_rounds: Federation) -> None:
+    with pytest.raises(PbflError, match="was made with another configuration"):
+        again(tmp_path, learning_rate=0.5).run()
+    # Nor is it when clients have trained but no round was finished.
+    (tmp_path / "run" / "checkpoint.safetensors").unlink()
+    with pytest.raises(PbflError, match="was made with another configuration"):
+        again(tmp_path, learning_rate=0.5).run()
+
+
+def test_a_lost_or_damaged_checkpoint_is_said_and_nothing_is_cut(
+    tmp_path: Path, two_rounds: Federation
+) -> None:
+    file = tmp_path / "run" / "checkpoint.safetensors"
+    file.write_bytes(file.read_bytes()[:-3])
+    with pytest.raises(DamagedState, match=r"checkpoint\.safetensors"):
+        again(tmp_path).run()
+    file.unlink()
+    with pytest.raises(DamagedState, match="is missing, but the history holds 2 rounds"):
+        again(tmp_path).run()
+    assert len(lines(two_rounds)) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("run.json", '{"experiment": '), ("run.json", "{}"), ("run.json", "[1]"), ("rounds.jsonl", "{x\n")],
+)
+def test_damaged_records_are_named(tmp_path: Path, two_rounds: Federation, name: str, text: str) -> None:
+    (tmp_path / "run" / name).write_text(text)
+    with pytest.raises(PbflError, match=name) as error:
+        again(tmp_path).run()
+    assert "\n" not in str(error.value)
+
+
+def test_a_directory_with_a_run_is_not_used_again(tmp_path: Path, two_rounds: Federation) -> None:
+    with pytest.raises(PbflError, match="already holds a run"):
+        federation(tmp_path, "local", on_disk=True).run()
+    with pytest.raises(PbflError, match=r"is no run directory: it has no run.json"):
+        again(tmp_path / "elsewhere").run()
+
+
+# Sampling, evaluation, files --------------------------------------------------------------------------------
+
+
+def kinds(found: Federation, server_round: int) -> dict[int, str]:
+    return {client: kind for client, number, kind in found.grid.asked if number == server_round}
+
+
+def test_a_fraction_trains_and_the_others_are_scored(tmp_path: Path) -> None:
+    keys = {"fraction_train": 0.4, "num_server_rounds": 4}
+    one = federation(tmp_path / "a", "local", **keys).run()
+    # Other node ids in another order, replies in another order: the same clients, the same bits.
+    other = federation(
+        tmp_path / "b", "local", nodes=[900, 5, 77, 31, 8], order=3, partitions=[3, 1, 4, 0, 2], **keys
+    ).run()
+    trained = []
+    for line, twin in zip(one.strategy.history, other.strategy.history, strict=True):
+        asked = kinds(one, line["round"])
+        assert sorted(asked.values()) == ["evaluate"] * 3 + ["train"] * 2
+        assert line["trained"] == sorted(c for c, kind in asked.items() if kind == "train") == twin["trained"]
+        assert line["accuracy"]["head"]["clients"] == NUM_CLIENTS
+        trained.append(tuple(line["trained"]))
+    assert len(set(trained)) > 1
+    assert one.fingerprint == other.fingerprint
+    reseeded = federation(tmp_path / "c", "local", seed=1, **keys).run()
+    assert [tuple(line["trained"]) for line in reseeded.strategy.history] != trained
+
+
+def test_no_one_else_is_scored_when_the_fraction_is_zero(tmp_path: Path) -> None:
+    found = federation(
+        tmp_path, "local", fraction_train=0.4, fraction_evaluate=0.0, num_server_rounds=1
+    ).run()
+    assert sorted(kinds(found, 1).values()) == ["train", "train"]
+
+
+def test_scoring_before_training_ends_with_a_last_scoring(tmp_path: Path) -> None:
+    found = federation(tmp_path, "fedproto", evaluate_moment="before", on_disk=True).run()
+    after = federation(tmp_path / "after", "fedproto").run()
+    history = found.strategy.history
+    assert [line["accuracy_of_round"] for line in history] == [0, 1]
+    assert "final" not in history[0]
+    final = history[1]["final"]
+    assert final["failures"] == []
+    assert final["accuracy"]["head"]["clients"] == NUM_CLIENTS
+    # Before round 1 nobody has a prototype, so only the head can be asked.
+    assert set(history[0]["accuracy"]) == {"head"}
+    # The head's scores before round 2 are those after round 1, as are those of the end.
+    head = [line["accuracy"]["head"] for line in after.strategy.history]
+    assert [history[1]["accuracy"]["head"], final["accuracy"]["head"]] == head
+    assert [kind for _, number, kind in found.grid.asked if number == 2] == ["train"] * 5 + ["evaluate"] * 5
+    assert lines(found)[1]["final"] == final
+
+
+def test_the_partition_is_written_where_the_server_can_deal_it(tmp_path: Path) -> None:
+    found = federation(
+        tmp_path / "a", "local", on_disk=True, num_clients=3, num_server_rounds=1, min_samples=4
+    )
+    found.grid = InProcessGrid(make_client_app(), found.config, 3)
+    found.run()
+    written = found.strategy.run.partition_counts()  # type: ignore[union-attr]
+    assert written == check_data(found.strategy.settings.data, 3).counts.tolist()
+    assert sum(map(sum, written)) == 1797
+    # An app's own data is not the configured partition, and nothing is claimed about it.
+    own = federation(tmp_path / "b", "local", on_disk=True, num_server_rounds=1).run()
+    assert own.strategy.run.partition_counts() is None  # type: ignore[union-attr]
+
+
+def test_the_run_directory_is_readable_by_others(tmp_path: Path, two_rounds: Federation) -> None:
+    run = tmp_path / "run"
+
+    def strict(text: str) -> Any:
+        return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+    about = strict((run / "run.json").read_text())
+    assert about["configuration"]["method"] == "local"
+    assert [member["client"] for member in about["clients"]] == [0, 1, 2, 3, 4]
+    for name in ("rounds.jsonl", "clients.jsonl"):
+        assert [strict(line)["round"] for line in (run / name).read_text().splitlines()] == [1, 2]
+    assert len(list((run / "clients" / about["experiment"]).glob("client-*.safetensors"))) == NUM_CLIENTS
+    assert not list(run.rglob("*.tmp"))
+
+
+# What is sent -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Personal(Method[Prototypes, Prototypes, Prototypes]):
+    """Every client gets a table of its own, made when it is sent."""
+
+    name: str = "personal"
+    state = Prototypes
+    down = Prototypes
+    up = Prototypes
+
+    def init(self, task: Task, seed: int) -> Prototypes:
+        return prototypes(0, [0, 1, 2, 3])
+
+    def broadcast(self, state: Prototypes, client: int) -> Prototypes:
+        return replace(state, values=state.values + client)
+
+    def local_update(self, client: Any, down: Prototypes) -> Update[Prototypes]:
+        return Update(down)
+
+    def aggregate(self, state: Prototypes, uploads: Mapping[int, Prototypes], at: Round) -> Prototypes:
+        return state
+
+
+def test_every_client_gets_what_is_meant_for_it() -> None:
+    settings = parse({"num-clients": 40, "feature-dim": 6}, SECTIONS)
+    strategy = MethodStrategy(settings, method=Personal())
+    answers: Callable[[int, int], None] = lambda client, server_round: None  # noqa: E731
+    grid = ScriptedGrid(TASK, answers, num_clients=40)
+    messages = list(strategy.configure_train(1, ArrayRecord(), ConfigRecord(), grid))  # type: ignore[arg-type]
+    assert len(messages) == 40
+    for message in messages:
+        client = message.metadata.dst_node_id - 100
+        found = wire.decode(message.content.array_records["p"], Prototypes, TASK)
+        assert torch.equal(found.values, strategy.state.values + client)
+
+
+def test_it_is_a_flower_strategy_and_its_bytes_are_counted(tmp_path: Path) -> None:
+    found = federation(tmp_path, num_server_rounds=1)
+    assert isinstance(found.strategy, Strategy)
+    seen: list[tuple[str, int]] = []
+    send = found.grid.send_and_receive
+
+    def weighing(messages: Any, *, timeout: float | None = None) -> Any:
+        sent = list(messages)
+        replies = list(send(sent, timeout=timeout))
+        if sent[0].metadata.message_type == "train":
+            seen.extend(("down", len(m.content.array_records["p"]["s"].data)) for m in sent)
+            seen.extend(("up", len(m.content.array_records["p"]["s"].data)) for m in replies)
+        return replies
+
+    found.grid.send_and_receive = weighing  # type: ignore[method-assign]
+    found.run()
+    line = found.strategy.history[0]
+    for way in ("up", "down"):
+        assert line[f"bytes_{way}"]["payload"] == sum(size for name, size in seen if name == way)
+        assert line[f"bytes_{way}"]["payload"] < line[f"bytes_{way}"]["ours"] < line[f"bytes_{way}"]["total"]
+    held = [3, 1, 4, 1, 4]  # classes of the five clients' training samples
+    assert line["scalars"] == {"up": sum(held) * 64, "down": 0}
+
+
+def test_lost_replies_do_not_lose_the_clients_work(tmp_path: Path) -> None:
+    found = federation(tmp_path, faults={(0, 1): lost}).run()
+    assert found.strategy.history[0]["trained"] == [1, 2, 3, 4]
+    assert found.strategy.history[1]["trained"] == [0, 1, 2, 3, 4]
+    assert found.strategy._clients["participations"] == [2, 2, 2, 2, 2]
+
+
+def test_an_upload_through_the_clientapp_is_replaced_and_rejected(tmp_path: Path) -> None:
+    fault = upload({"labels": LABELS, "rows": torch.full((2, 64), float("nan"))})
+    poisoned = federation(tmp_path / "a", faults={(4, 1): fault, (4, 2): silent}).run()
+    without = federation(tmp_path / "b", faults={(4, 1): silent, (4, 2): silent}).run()
+    assert poisoned.strategy.history[0]["failures"] == [
+        {"client": 4, "reason": "upload rejected: 'rows' holds NaN or infinity"}
+    ]
+    assert same_tensors(poisoned.strategy.state.to_tensors(), without.strategy.state.to_tensors())

@@ -1,0 +1,323 @@
+"""The wire: rounding within its bounds, rubbish rejected, overhead measured."""
+
+import json
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pbfl_flwr.config import parse
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower import wire
+from pbfl_flwr.flower.strategy import MethodStrategy
+from pbfl_flwr.flower.wire import Report, Traffic, decode, encode, encode_tensors, ordered, weigh
+from pbfl_flwr.method import PREDICTORS
+from pbfl_flwr.methods import SECTIONS
+from pbfl_flwr.payloads import Nothing, Prototypes, RejectedPayload, Weights
+from pbfl_flwr.task import Task
+from tests.flower.inprocess import through_flower
+
+TASK = Task(num_classes=6, feature_dim=8, input_shape=(2,))
+
+
+def table(seed: int = 0, scale: float = 1.0) -> Prototypes:
+    values = torch.randn(6, 8, generator=torch.Generator().manual_seed(seed)) * scale
+    present = torch.tensor([True, False, True, True, False, True])
+    return Prototypes(values * present[:, None], present)
+
+
+@given(seed=st.integers(0, 10**6), exponent=st.integers(-6, 4))
+@settings(deadline=None, max_examples=60)
+def test_int8_is_off_by_half_a_step_of_its_row_at_most(seed: int, exponent: int) -> None:
+    sent = table(seed, 10.0**exponent)
+    back = decode(encode(sent, "int8"), Prototypes, TASK)
+    step = sent.values.abs().amax(dim=1, keepdim=True) / 127
+    assert bool(((back.values - sent.values).abs() <= step / 2 * (1 + 1e-5)).all())
+    assert torch.equal(back.present, sent.present)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "relative"), [("float32", 0.0), ("float16", 2.0**-11), ("bfloat16", 2.0**-8)]
+)
+def test_floats_are_off_by_half_a_digit_at_most(dtype: Any, relative: float) -> None:
+    sent = table(3)
+    back = decode(encode(sent, dtype), Prototypes, TASK)
+    assert back.values.dtype == torch.float32
+    assert bool(((back.values - sent.values).abs() <= relative * sent.values.abs() + 2.0**-25).all())
+    assert (back.values != sent.values).any() == (relative > 0)
+
+
+def test_int8_sends_a_quarter_of_the_bytes() -> None:
+    present = torch.ones(6, dtype=torch.bool)
+    task = Task(6, 4096, (2,))
+    sent = Prototypes(torch.randn(6, 4096), present)
+    size = {d: len(encode(sent, d)["s"].data) for d in ("float32", "float16", "bfloat16", "int8")}  # type: ignore[arg-type]
+    assert size["float16"] == size["bfloat16"]
+    assert size["float32"] / size["float16"] == pytest.approx(2, rel=0.01)
+    assert size["float32"] / size["int8"] == pytest.approx(4, rel=0.01)
+    assert decode(encode(sent, "int8"), Prototypes, task).values.shape == (6, 4096)
+
+
+def test_int8_of_zero_rows_and_of_convolutions() -> None:
+    zero = decode(encode(Prototypes(torch.zeros(6, 8), table().present), "int8"), Prototypes, TASK)
+    assert zero.num_present == 4
+    assert not zero.values.any()
+    weights = Weights({"conv": torch.randn(3, 2, 5, 5), "bias": torch.randn(3), "none": torch.zeros(0, 4)}, 2)
+    back = decode(encode(weights, "int8"), Weights, TASK)
+    assert torch.equal(back.tensors["bias"], weights.tensors["bias"]), "vectors stay float32"
+    error = (back.tensors["conv"] - weights.tensors["conv"]).abs().flatten(1).amax(1)
+    assert bool((error <= weights.tensors["conv"].abs().flatten(1).amax(1) / 254 * (1 + 1e-5)).all())
+    assert back.tensors["none"].shape == (0, 4)
+
+
+def test_nan_is_not_hidden_by_rounding() -> None:
+    for bad in (float("nan"), float("inf")):
+        sent = Prototypes(torch.full((6, 8), bad), table().present)
+        for dtype in ("float32", "float16", "bfloat16", "int8"):
+            with pytest.raises(RejectedPayload, match="'rows' holds NaN or infinity"):
+                decode(encode(sent, dtype), Prototypes, TASK)  # type: ignore[arg-type]
+
+
+def test_float16_says_when_a_number_does_not_fit() -> None:
+    big = Prototypes(torch.full((6, 8), 7e4), table().present)
+    with pytest.raises(
+        PbflError, match=r"wire-dtype = 'float16': 'rows' holds 7e\+04, float16 ends at 65504"
+    ) as error:
+        encode(big, "float16")
+    assert "\n" not in str(error.value)
+    assert decode(encode(big, "bfloat16"), Prototypes, TASK).num_present == 4
+
+
+def test_empty_payloads_are_empty_records() -> None:
+    assert len(encode(Nothing())) == 0
+    assert decode(encode(Nothing()), Nothing, TASK) == Nothing()
+    empty = decode(encode(Prototypes.empty(6, 3), "int8"), Prototypes, TASK)
+    assert empty.num_present == 0
+    assert empty.values.shape == (6, 3)
+
+
+def test_payloads_survive_flowers_own_serialisation() -> None:
+    for record in (encode(Nothing()), encode(table()), encode(Prototypes.empty(6, 3))):
+        back = through_flower(wire.content(record, Report(3, 2).to_record(), ConfigRecord({"round": 1})))
+        assert back.array_records["p"] == record
+        assert Report.from_record(back.metric_records["m"]).num_train == 3
+
+
+def test_tensors_that_share_memory_can_be_sent() -> None:
+    rows = torch.randn(3, 4)
+    back = decode(encode(Weights({"a": rows, "b": rows, "c": rows[0]}, 1)), Weights, TASK)
+    assert torch.equal(back.tensors["c"], rows[0])
+
+
+# Rubbish ----------------------------------------------------------------------------------------------------
+
+
+def raw(data: bytes) -> ArrayRecord:
+    return ArrayRecord({"s": Array("uint8", (len(data),), wire.FORMAT, data)})
+
+
+def forged(header: Any, body: bytes = b"") -> bytes:
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + body
+
+
+@dataclass
+class Pickled:
+    """What a pickle would build."""
+
+    name: str = "x"
+
+
+GOOD = encode(table())["s"].data
+
+
+def as_one(name: str, dtype: str, shape: Any, body: bytes) -> bytes:
+    return forged({name: {"dtype": dtype, "shape": shape, "data_offsets": [0, len(body)]}}, body)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"rubbish",
+        b"\x93NUMPY\x01\x00",
+        b"PK\x03\x04" + bytes(50),
+        b"\x80\x04\x95" + bytes(50),
+        GOOD[:-1],
+        GOOD[:40],
+        GOOD + b"x",
+        struct.pack("<Q", 2**63) + b"{}",
+        struct.pack("<Q", 2) + b"[]",
+        struct.pack("<Q", 2**20) + b"{" * 2**20,
+        as_one("rows", "F4", [2], b"a"),
+        as_one("rows", "F8_E4M3", [1, 8], bytes(8)),
+        as_one("rows", "C64", [1, 1], bytes(8)),
+        as_one("rows", "U8", [0, 2**64 - 1], b""),
+        as_one("rows", "U8", [0, 2**62, 4], b""),
+        as_one("rows", "U8", [-1], b""),
+        as_one("rows", "NONSENSE", [1], b"a"),
+    ],
+)
+def test_rubbish_is_rejected_in_one_short_line(data: bytes) -> None:
+    with pytest.raises(RejectedPayload) as error:
+        decode(raw(data), Prototypes, TASK)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        Array("object", (1,), "numpy.ndarray", np.array([Pickled()], dtype=object).dumps()),
+        Array(np.frombuffer(GOOD, dtype=np.uint8)),
+        Array(np.frombuffer(GOOD + bytes(-len(GOOD) % 2), dtype=np.uint8).reshape(2, -1)),
+        Array(
+            "uint8", (10**15,), "numpy.ndarray", b"\x93NUMPY\x01\x00v\x00{'descr': '|u1', 'shape': (10**15,)}"
+        ),
+    ],
+)
+def test_arrays_of_another_format_are_rejected_unread(array: Array) -> None:
+    with pytest.raises(RejectedPayload, match=r"an array of format 'numpy\.ndarray', expected 'safetensors'"):
+        decode(ArrayRecord({"s": array}), Prototypes, TASK)
+
+
+def test_a_message_holds_one_array() -> None:
+    array = encode(table())["s"]
+    with pytest.raises(RejectedPayload, match="2 arrays, expected one"):
+        decode(ArrayRecord({"s": array, "t": array}), Prototypes, TASK)
+
+
+def test_more_bytes_than_allowed_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "MAX_BYTES", len(GOOD) - 1)
+    with pytest.raises(RejectedPayload, match=f"{len(GOOD)} bytes, allowed are {len(GOOD) - 1}"):
+        decode(raw(GOOD), Prototypes, TASK)
+
+
+@given(st.binary(max_size=300))
+@settings(deadline=None, max_examples=150)
+def test_any_bytes_are_a_payload_or_rejected(data: bytes) -> None:
+    for kind in (Prototypes, Weights):
+        with pytest.raises(RejectedPayload):
+            decode(raw(data), kind, TASK)
+
+
+@given(st.integers(0, len(GOOD) - 1), st.integers(0, 7))
+@settings(deadline=None, max_examples=200)
+def test_a_flipped_bit_gives_a_valid_payload_or_is_rejected(place: int, bit: int) -> None:
+    data = bytearray(GOOD)
+    data[place] ^= 1 << bit
+    try:
+        found = decode(raw(bytes(data)), Prototypes, TASK)
+    except RejectedPayload:
+        return
+    assert torch.isfinite(found.values).all()
+    assert found.values.shape[0] == 6
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [
+        torch.ones(4, dtype=torch.float64),
+        torch.ones(4, dtype=torch.float8_e4m3fn),
+        torch.ones(3),
+        torch.ones(4, 1),
+        torch.ones(()),
+    ],
+)
+def test_scales_fit_their_rows(scale: torch.Tensor) -> None:
+    labels, rows = torch.tensor([0, 1, 2, 3], dtype=torch.uint8), torch.ones(4, 8, dtype=torch.int8)
+    record = encode_tensors({"labels": labels, "rows": rows})
+    assert decode_error(record) == "'rows' is torch.int8, expected floating point of 16 to 64 bits"
+    from safetensors.torch import save
+
+    data = save({"labels": labels, "rows": rows, "rows#scale": scale})
+    assert decode_error(raw(data)) == "the scales of 'rows' do not fit its rows"
+    assert decode_error(raw(save({"labels": labels, "x#scale": torch.ones(4)}))).startswith(
+        "the scales of 'x'"
+    )
+
+
+def decode_error(record: ArrayRecord) -> str:
+    with pytest.raises(RejectedPayload) as error:
+        decode(record, Prototypes, TASK)
+    return str(error.value)
+
+
+# Reports ----------------------------------------------------------------------------------------------------
+
+
+def test_a_report_comes_back_as_it_was() -> None:
+    sent = Report(10, 4, 3, {"head": 2, "local": 0}, 0.5, (1.0, 2.0, 3.0, 4.0), 99.5, {"loss.ce": 0.25})
+    assert Report.from_record(sent.to_record()) == sent
+
+
+def test_a_report_of_a_wrong_length_or_type_is_rejected() -> None:
+    good = dict(Report(10, 4).to_record())
+    for key in ("n", "c", "t"):
+        for bad in (None, 3, [1] * 50):
+            record = MetricRecord({k: v for k, v in good.items() if k != key})
+            if bad is not None:
+                record[key] = bad
+            with pytest.raises(RejectedPayload, match=f"its report lacks '{key}' of length"):
+                Report.from_record(record)
+
+
+def test_replies_are_sorted_by_client_whatever_their_order() -> None:
+    asked = [
+        Message(wire.content(encode(table())), dst_node_id=9 - c, message_type="train") for c in range(3)
+    ]
+    for client, message in enumerate(asked):
+        message.metadata.__dict__["_message_id"] = f"id-{client}"
+    replies = [Message(wire.content(), reply_to=message) for message in asked]
+    found = ordered([replies[2], replies[0], replies[1]], {"id-0": 5, "id-1": 3, "id-2": 4, "id-9": 7})
+    assert list(found) == [3, 4, 5]
+    assert found[5] is replies[0]
+    assert ordered(replies, {}) == {}
+
+
+# Overhead ---------------------------------------------------------------------------------------------------
+
+
+def test_what_we_add_is_under_three_percent_of_the_rows(record_property: Any) -> None:
+    """K = 100 classes, s = 50, all classes present: the rows are 4·100·50 = 20,000 bytes, 3 % are 600."""
+    K, s = 100, 50
+    rows = 4 * K * s
+    keys = {"method": "tinyproto", "cps-dim": s, "num-clients": 3}
+    strategy = MethodStrategy(parse(keys, SECTIONS))
+    present = torch.ones(K, dtype=torch.bool)
+    # What TinyProto sends up: n_i beside the rows; every predictor scored, two loss terms reported.
+    up = Prototypes(torch.randn(K, s), present, None, 12_345)
+    correct = dict.fromkeys(PREDICTORS, 1_000)
+    report = Report(
+        12_345, 4_115, 999, correct, 1.234, (0.1, 9.8, 1.2, 0.4), 987.6, {"loss.ce": 1.2, "loss.pull": 3.4}
+    )
+    config = ConfigRecord({"round": 999, "experiment": strategy.experiment})
+    contents = {
+        "up": wire.content(encode(up), report.to_record()),
+        "down": wire.content(encode(up), config=config),
+    }
+    for way, content in contents.items():
+        message = Message(content, dst_node_id=2**62, message_type="train", group_id="999")
+        message.metadata.__dict__["_message_id"] = "0" * 64
+        traffic = weigh(message)
+        beside = traffic.ours - rows
+        flowers = traffic.total - traffic.ours
+        print(f"{way}: {beside} bytes of ours beside {rows} ({beside / rows:.2%}), {flowers} of Flower's")
+        record_property(f"{way}-beside", beside)
+        assert 0 < beside < 0.03 * rows
+        assert traffic.payload < traffic.ours < traffic.total
+        assert flowers < 2_500, "Flower's own objects are reported beside ours"
+
+
+def test_bytes_add_up() -> None:
+    assert Traffic(1, 2, 3) + Traffic(10, 20, 30) == Traffic(11, 22, 33)
+    message = Message(wire.content(encode(table())), dst_node_id=1, message_type="train")
+    found = weigh(message)
+    assert found.payload == found.ours == len(GOOD)
+    assert found == weigh(message)

@@ -1,0 +1,122 @@
+import pytest
+import torch
+
+from pbfl_flwr.methods.fedala import mix
+from pbfl_flwr.weights import copies
+
+UPPER = ("head.weight", "head.bias")
+
+
+def with_memory(make_client, amount, own=None, round=2, **training):
+    """A client whose own head and A are given: A is ``amount`` everywhere."""
+    fresh = make_client(architecture="cnn4")
+    own = own or {name: tensor + 1.0 for name, tensor in copies(dict(fresh.model.named_parameters())).items()}
+    memory = {f"own.{name}": own[name] for name in UPPER}
+    memory |= {f"ala.{name}": torch.full_like(own[name], amount) for name in UPPER}
+    return make_client(architecture="cnn4", round=round, memory=memory, **training), own
+
+
+@pytest.mark.parametrize("amount", [0.0, 1.0])
+def test_a_of_one_is_the_global_model_and_of_zero_the_own_head(make_method, make_client, task, amount):
+    method = make_method("fedala", models="cnn4", own={"rate": 0.0})  # A does not move
+    client, own = with_memory(make_client, amount)
+    received = method.init(task, 5)
+    method.install(client, received)
+    for name, parameter in client.model.named_parameters():
+        expected = own[name] if name in UPPER and amount == 0.0 else received.tensors[name]
+        assert torch.equal(parameter, expected)  # lower tensors are always the global ones
+
+
+def test_mix_by_hand():
+    # θ_i = 2, θ = 6, A = 0.25: 2 + (6 - 2)·0.25 = 3
+    mixed = mix({"w": torch.tensor([2.0])}, {"w": torch.tensor([6.0])}, {"w": torch.tensor([0.25])})
+    assert mixed["w"].tolist() == [3.0]
+
+
+def test_first_participation_takes_the_global_model(make_method, make_client, task):
+    method = make_method("fedala", models="cnn4")
+    client, received = make_client(architecture="cnn4"), method.init(task, 5)
+    method.install(client, received)
+    for name, parameter in client.model.named_parameters():
+        assert torch.equal(parameter, received.tensors[name])
+    update = method.local_update(client, received)
+    assert {name for name in update.memory if name.startswith("ala.")} == set()
+    for name in UPPER:
+        assert torch.equal(update.memory[f"own.{name}"], update.payload.tensors[name])
+
+
+def test_one_step_on_a_by_hand(make_method, make_client, task):
+    # All samples are one batch: A <- clip(A - η_A·∇_θ̂ CE ⊙ (θ - θ_i), 0, 1), then θ̂ from the new A.
+    method = make_method("fedala", models="cnn4", own={"rate": 20.0, "sample_share": 1.0})
+    client, own = with_memory(make_client, 0.5, batch_size=8)
+    received = method.init(task, 5)
+    twin = make_client(architecture="cnn4").model
+    start = dict(received.tensors)
+    for name in UPPER:
+        start[name] = own[name] + (received.tensors[name] - own[name]) * 0.5
+    twin.load_state_dict(start)
+    data = client.data.train
+    torch.nn.functional.cross_entropy(twin(data.inputs), data.labels).backward()
+    expected = {}
+    for name, parameter in twin.named_parameters():
+        if name in UPPER:
+            change = received.tensors[name] - own[name]
+            amount = (0.5 - 20.0 * parameter.grad * change).clamp(0, 1)
+            assert 0.0 < amount.mean() < 1.0
+            expected[name] = own[name] + change * amount
+    method.install(client, received)
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            dict(client.model.named_parameters())[name].detach(), value, atol=1e-5, rtol=1e-4
+        )
+
+
+def test_first_time_until_the_loss_stands_still_then_one_pass(make_method, make_client, task):
+    own = {"window": 3, "threshold": 1e9}  # stands still at once: more than 3 passes are made, that is 4
+    method = make_method("fedala", models="cnn4", own=own)
+    state = method.init(task, 5)
+    first = method.local_update(make_client(architecture="cnn4", round=1), state)
+    second = method.local_update(make_client(architecture="cnn4", round=2, memory=first.memory), state)
+    third = method.local_update(make_client(architecture="cnn4", round=3, memory=second.memory), state)
+    assert "ala.passes" not in first.metrics
+    assert second.metrics["ala.passes"] == 4.0
+    assert third.metrics["ala.passes"] == 1.0
+    restless = make_method("fedala", models="cnn4", own={"threshold": 1e-30, "max_epochs": 15})
+    again = restless.local_update(make_client(architecture="cnn4", round=2, memory=first.memory), state)
+    assert again.metrics["ala.passes"] == 15.0
+
+
+def test_scoring_before_training_does_not_apply_it_twice(make_method, make_client, task):
+    method = make_method("fedala", models="cnn2", own={"max_epochs": 3})  # cnn2 has dropout
+    state = method.init(task, 5)
+    memory = method.local_update(make_client(architecture="cnn2"), state).memory
+    uploads = []
+    for scored_before in (False, True):
+        client = make_client(architecture="cnn2", round=2, memory=memory)
+        if scored_before:
+            method.install(client, state)
+        torch.manual_seed(0)
+        uploads.append(method.local_update(client, state).payload.tensors)
+    assert all(torch.equal(tensor, uploads[1][name]) for name, tensor in uploads[0].items())
+
+
+@pytest.mark.parametrize("labels", [(2,), (1, 1, 1)])
+def test_a_tiny_client_with_batchnorm(make_method, make_client, task, labels):
+    method = make_method("fedala", models="resnet4", own={"max_epochs": 2})
+    state, memory = method.init(task, 5), {}
+    for number in (1, 2, 3):
+        update = method.local_update(make_client(0, "resnet4", labels, number, memory), state)
+        memory = update.memory
+        assert all(bool(torch.isfinite(t).all()) for t in update.payload.tensors.values())
+
+
+def test_all_tensors_can_be_mixed_and_buffers_are_left_alone(make_method, make_client, task):
+    method = make_method("fedala", models="resnet4", own={"tensors": 0, "max_epochs": 2})
+    state = method.init(task, 5)
+    client = make_client(architecture="resnet4")
+    memory = method.local_update(client, state).memory
+    assert {name[4:] for name in memory} == {name for name, _ in client.model.named_parameters()}
+    client = make_client(architecture="resnet4", round=2, memory=memory)
+    buffers = {name: buffer.clone() for name, buffer in client.model.named_buffers()}
+    method.install(client, state)
+    assert all(torch.equal(buffer, buffers[name]) for name, buffer in client.model.named_buffers())

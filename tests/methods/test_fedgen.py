@@ -1,0 +1,102 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from pbfl_flwr.method import Round
+from pbfl_flwr.methods.fedgen import LabelledHead
+from pbfl_flwr.payloads import RejectedPayload, Weights
+from pbfl_flwr.task import Task
+
+SMALL = {"noise_dim": 3, "hidden_dim": 8, "server_steps": 60, "server_learning_rate": 0.05}
+
+
+def answer(value, counts, n=1):
+    head = {"head.weight": torch.full((4, 6), float(value)), "head.bias": torch.full((4,), float(value))}
+    return LabelledHead(Weights(head, n), torch.tensor(counts))
+
+
+def test_published_cost_to_the_printed_digit(make_method):
+    # CIFAR-100, d = 512, M = 20: 20·(2·(512·100 + 100) + 331,776) = 8,687,520, FedTGP's 8.69M
+    cost = make_method("fedgen").paper_scalars(Task(100, 512, (3, 32, 32)), [1] * 20, [(1, 51_300)] * 20)
+    assert cost == 8_687_520
+    assert f"{cost / 1e6:.2f}" == "8.69"
+
+
+def test_heads_are_averaged_and_counts_of_all_known_clients_added(make_method, task):
+    method = make_method("fedgen", own=SMALL)
+    state = method.init(task, 0)
+    first = method.aggregate(
+        state, {0: answer(0, [1, 0, 2, 0], 3), 1: answer(4, [0, 1, 0, 0])}, Round(1, task, 3)
+    )
+    assert torch.equal(first.taught.weights.tensors["head.bias"], torch.ones(4))  # (3·0 + 1·4)/4
+    assert first.taught.label_counts.tolist() == [1, 1, 2, 0]
+    second = method.aggregate(first, {1: answer(4, [0, 5, 0, 0])}, Round(2, task, 3))
+    assert second.taught.label_counts.tolist() == [1, 5, 2, 0]
+    assert state.taught.label_counts.tolist() == [0, 0, 0, 0]
+
+
+def test_the_generator_learns_what_the_averaged_head_recognises(make_method, task):
+    method = make_method("fedgen", own=SMALL, batch_size=32)
+    state = method.init(task, 0)
+    assert method.broadcast(state, 0).generator.tensors == {}  # clients use it once it was trained
+    head = {"head.weight": torch.eye(4, 6), "head.bias": torch.zeros(4)}
+    uploads = {0: LabelledHead(Weights(head, 1), torch.tensor([5, 5, 5, 0]))}
+    losses = []
+    for number in (1, 2, 3):
+        state = method.aggregate(state, uploads, Round(number, task, 1))
+        losses.append(method.report(state)["generator-loss"])
+    assert losses[2] < losses[0] / 2
+    network = method.shape.load(task, method.broadcast(state, 0).generator.tensors)
+    labels = torch.tensor([0, 1, 2] * 10)
+    features, _ = network.draw(labels, torch.Generator().manual_seed(1))
+    assert float((features[:, :4].argmax(1) == labels).float().mean()) > 0.9
+
+
+def test_the_ensemble_of_linear_heads_is_the_averaged_head():
+    heads, shares = [nn.Linear(6, 4) for _ in range(3)], (0.5, 0.3, 0.2)
+    z = torch.randn(7, 6)
+    ensemble = sum(share * head(z) for share, head in zip(shares, heads, strict=True))
+    weight = sum(share * head.weight for share, head in zip(shares, heads, strict=True))
+    bias = sum(share * head.bias for share, head in zip(shares, heads, strict=True))
+    assert torch.allclose(ensemble, nn.functional.linear(z, weight, bias), atol=1e-6)
+
+
+def test_generated_features_teach_the_head_classes_that_the_client_lacks(make_method, make_client, task):
+    method = make_method("fedgen", own=SMALL)
+    state = method.init(task, 0)
+    head = {"head.weight": torch.eye(4, 6) * 3, "head.bias": torch.zeros(4)}
+    sent = {0: LabelledHead(Weights(head, 1), torch.tensor([0, 0, 0, 8]))}
+    state = method.aggregate(state, sent, Round(1, task, 1))
+    client = replace(make_client(labels=(0, 0, 0, 0, 1, 1, 1, 1), learning_rate=0.1), round=2)
+    update = method.local_update(client, method.broadcast(state, 0))
+    assert set(update.metrics) == {"loss.ce", "loss.generated"}
+    assert update.payload.label_counts.tolist() == [4, 4, 0, 0]
+    alone = replace(make_client(labels=(0, 0, 0, 0, 1, 1, 1, 1), learning_rate=0.1), round=2)
+    plain = method.local_update(alone, replace(method.broadcast(state, 0), generator=Weights({})))
+    assert set(plain.metrics) == {"loss.ce"}
+    change = update.payload.weights.tensors["head.bias"][3] - plain.payload.weights.tensors["head.bias"][3]
+    assert change > 0  # class 3 is drawn by the generator alone
+
+
+def test_without_persistence_clients_always_see_the_initial_generator(make_method, make_client, task):
+    method = make_method("fedgen", own={**SMALL, "persist": False})
+    state = method.init(task, 0)
+    start = dict(method.broadcast(state, 0).generator.tensors)
+    assert start
+    later = method.aggregate(state, {0: answer(1, [1, 1, 1, 1])}, Round(1, task, 1))
+    assert all(torch.equal(later.taught.generator.tensors[name], tensor) for name, tensor in start.items())
+    assert method.report(later) == {}
+    assert "loss.generated" in method.local_update(make_client(), method.broadcast(later, 0)).metrics
+
+
+def test_uploads_are_checked(make_method, task):
+    method = make_method("fedgen", own=SMALL)
+    state = method.init(task, 0)
+    with pytest.raises(RejectedPayload, match="missing or unexpected"):
+        method.validate(LabelledHead(Weights({}), torch.zeros(4).long()), state, task)
+    sent = answer(1, [1, 2, 3, 4]).to_tensors()
+    assert LabelledHead.from_tensors(sent, task).label_counts.tolist() == [1, 2, 3, 4]
+    with pytest.raises(RejectedPayload, match="label-counts"):
+        LabelledHead.from_tensors({**sent, "label-counts": torch.tensor([-1, 0, 0, 0])}, task)

@@ -1,0 +1,232 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.lowrank import expand
+from pbfl_flwr.method import Round
+from pbfl_flwr.methods.fedkd import MenteeState
+from pbfl_flwr.models import build_model
+from pbfl_flwr.payloads import LowRank, RejectedPayload
+from pbfl_flwr.task import Task
+from pbfl_flwr.training import batches, take
+from pbfl_flwr.weights import load_parameters
+
+WHOLE = {"energy_start": 1.0, "energy_end": 1.0}
+
+
+def same(one, other, atol=0.0):
+    return one.keys() == other.keys() and all(
+        torch.allclose(one[n], other[n], rtol=0, atol=atol) for n in one
+    )
+
+
+def test_published_costs_to_the_printed_digit(make_method):
+    # FML's cost times 0.8932
+    method = make_method("fedkd")
+    for d, K, printed in ((500, 43, "31.29"), (500, 102, "32.34"), (512, 100, "33.04")):
+        cost = method.paper_scalars(Task(K, d, (3, 32, 32)), [K] * 20, [(1, 1)] * 20)
+        assert f"{cost / 1e6:.2f}" == printed
+
+
+def test_energy_moves_from_start_to_end(make_method):
+    # T = 4 rounds: 0.95 + 0.03·t/4, t = 0..3, and the end value beyond
+    method = make_method("fedkd", num_server_rounds=4)
+    assert [round(method.energy(number), 6) for number in (1, 2, 3, 4, 5, 6)] == [
+        0.95,
+        0.9575,
+        0.965,
+        0.9725,
+        0.98,
+        0.98,
+    ]
+    assert make_method("fedkd", own={"schedule_rounds": 2}).energy(2) == pytest.approx(0.965)
+
+
+def test_protocols_choose_the_compression(make_method):
+    assert make_method("fedkd").scheme == "safe"
+    assert make_method("fedkd", protocol="htfl").scheme == "as-coded"
+    assert make_method("fedkd", protocol="htfl", own={"compression": "safe"}).scheme == "safe"
+
+
+@pytest.mark.parametrize("protocol", ["clean", "htfl"])
+def test_a_round_follows_the_equations(make_method, make_client, task, protocol):
+    keys = {"protocol": protocol, "learning_rate": 0.1}
+    own = {**WHOLE, "compression": "safe", "auxiliary_learning_rate": 0.05, "max_grad_norm": 0.7}
+    method = make_method("fedkd", own={**own, "auxiliary": "mlp5"}, **keys)
+    client, oracle = make_client(architecture="cnn4", **keys), make_client(architecture="cnn4", **keys)
+    state = method.init(task, 5)
+    update = method.local_update(client, method.broadcast(state, 0))
+    upload = update.payload
+
+    detached = protocol == "clean"
+    w, a = oracle.model, build_model("mlp5", task, 0)
+    load_parameters(a, state.weights.tensors)
+    W = nn.Linear(6, 6, bias=False)
+    nn.init.kaiming_uniform_(W.weight, a=5**0.5, generator=oracle.generator("projection"))
+    steps = [(w, 0.1), (a, 0.05), (W, 0.1)]
+    optimisers = [torch.optim.SGD(network.parameters(), lr=rate) for network, rate in steps]
+    cut = (lambda t: t.detach()) if detached else (lambda t: t)
+
+    def kl(student, teacher):
+        pointwise = F.kl_div(F.log_softmax(student, 1), F.softmax(cut(teacher), 1), reduction="none")
+        return pointwise.sum(1).mean() if detached else pointwise.mean()
+
+    for index in batches(8, oracle.training, oracle.generator("fit")):
+        x, y = take(oracle.data, oracle.data.train, index, oracle.device)
+        h, h_a = w.features(x), a.features(x)
+        z, u = w.head(h), a.head(h_a)
+        D = cut(F.cross_entropy(z, y) + F.cross_entropy(u, y))
+        loss_w = F.cross_entropy(z, y) + kl(z, u) / D + F.mse_loss(h, W(cut(h_a))) / D
+        loss_a = F.cross_entropy(u, y) + kl(u, z) / D + F.mse_loss(cut(h), W(h_a)) / D
+        for optimiser in optimisers:
+            optimiser.zero_grad()
+        loss_w.backward(retain_graph=True)
+        loss_a.backward()
+        for network, _ in steps:
+            nn.utils.clip_grad_norm_(network.parameters(), 0.7)
+        for optimiser in optimisers:
+            optimiser.step()
+    for one, other in zip(client.model.parameters(), w.parameters(), strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
+    assert torch.allclose(update.memory["projection"], W.weight, atol=1e-5)
+    assert upload.base == 0
+    change = expand(upload, state.shapes)  # at energy 1 the exact update
+    for name, parameter in a.named_parameters():
+        assert torch.allclose(change[name], parameter - state.weights.tensors[name], atol=1e-5)
+
+
+def rounds(method, make_client, task, numbers, present):
+    """Run rounds in which the listed clients take part; return the states and every client's last memory."""
+    states, memories, received = [method.init(task, 1)], {}, {}
+    for number in numbers:
+        uploads = {}
+        for i in present(number):
+            client = make_client(i, round=number, memory=memories.get(i), learning_rate=0.1)
+            down = LowRank.from_tensors(method.broadcast(states[-1], i).to_tensors(), task)
+            received[number, i] = down
+            update = method.local_update(client, down)
+            memories[i] = update.memory
+            upload = LowRank.from_tensors(update.payload.to_tensors(), task)
+            method.validate(upload, states[-1], task)
+            uploads[i] = upload
+        states.append(method.aggregate(states[-1], uploads, Round(number, task, 2)))
+    return states, memories, received
+
+
+def test_at_full_energy_it_is_uncompressed_averaging(make_method, make_client, task):
+    method = make_method("fedkd", own=WHOLE)
+    states, memories, _ = rounds(method, make_client, task, [1], lambda _: (0, 1))
+    trained = []
+    for i in (0, 1):
+        update = method.local_update(make_client(i, learning_rate=0.1), method.broadcast(states[0], i))
+        change = expand(update.payload, states[0].shapes)
+        trained.append({name: states[0].weights.tensors[name] + change[name] for name in change})
+    mean = {name: (trained[0][name] + trained[1][name]) / 2 for name in trained[0]}
+    assert same(states[1].weights.tensors, mean, atol=1e-6)
+    assert states[1].update.factors == {}
+    assert memories[0].keys() == memories[1].keys()
+
+
+def test_clients_rebuild_exactly_what_the_server_holds(make_method, make_client, task):
+    method = make_method("fedkd", own={"auxiliary": "cnn4", "energy_start": 0.6, "energy_end": 0.6})
+    states, memories, received = rounds(method, make_client, task, [1, 2, 3], lambda _: (0, 1))
+    assert received[1, 0].base == -1
+    assert [received[number, 0].base for number in (2, 3)] == [0, 1]
+    assert received[3, 0].factors
+    assert received[3, 0].scalars() < states[0].weights.scalars()
+    for i in (0, 1):
+        held = {n.removeprefix("held."): t for n, t in memories[i].items() if n.startswith("held.")}
+        assert same(held, dict(states[2].weights.tensors))
+        assert int(memories[i]["held-version"]) == 2
+
+
+def test_who_missed_a_round_gets_the_whole_mentee(make_method, make_client, task):
+    method = make_method("fedkd", own={"energy_start": 0.6})
+    states, memories, received = rounds(
+        method, make_client, task, [1, 2, 3], lambda number: (0,) if number == 2 else (0, 1)
+    )
+    assert received[3, 0].base == 1
+    assert received[3, 1].base == -1
+    assert same(dict(received[3, 1].dense), dict(states[2].weights.tensors))
+    held = {n.removeprefix("held."): t for n, t in memories[1].items() if n.startswith("held.")}
+    assert same(held, dict(states[2].weights.tensors))
+
+
+def test_an_update_to_something_else_is_refused_and_a_repeated_one_is_not_applied_twice(
+    make_method, make_client, task
+):
+    method = make_method("fedkd", own={"energy_start": 0.6})
+    states, memories, received = rounds(method, make_client, task, [1, 2], lambda _: (0, 1))
+    with pytest.raises(PbflError, match="update of mentee version 0, but holds none"):
+        method.local_update(make_client(0, round=2), received[2, 0])
+    later = method.aggregate(states[2], {}, Round(3, task, 2))
+    assert later is states[2]
+    repeated = make_client(0, round=3, memory=memories[0])
+    update = method.local_update(repeated, received[2, 0])  # its answer to round 2 was lost on the way
+    assert same(
+        {n: t for n, t in update.memory.items() if n.startswith("held.")},
+        {n: t for n, t in memories[0].items() if n.startswith("held.")},
+    )
+
+
+def test_as_coded_sends_parameters_and_stands_for_itself(make_method, make_client, task):
+    method = make_method("fedkd", protocol="htfl", own={"energy_start": 0.5, "energy_end": 0.5})
+    states, memories, received = rounds(method, make_client, task, [1, 2], lambda _: (0, 1))
+    assert received[2, 0].base == -1
+    assert set(received[2, 0].factors) == {
+        name for name, tensor in states[0].weights.tensors.items() if tensor.dim() > 1
+    }
+    assert not [name for name in memories[0] if name.startswith("held")]
+    assert {"sent-share", "zeroed-tensors"} == set(method.report(states[1]))
+
+
+def test_states_survive_a_checkpoint(make_method, make_client, task):
+    method = make_method("fedkd", own={"energy_start": 0.6})
+    states, _, _ = rounds(method, make_client, task, [1], lambda _: (0,))
+    for state in states:
+        again = MenteeState.from_tensors(state.to_tensors(), task)
+        assert again.holders == state.holders
+        for client in (0, 1):
+            one, other = method.broadcast(state, client), method.broadcast(again, client)
+            assert same(one.to_tensors(), other.to_tensors())
+
+
+def test_buffers_of_the_mentee_stay(make_method, make_client, task):
+    method, client = make_method("fedkd", own={"auxiliary": "resnet4"}), make_client()
+    update = method.local_update(client, method.broadcast(method.init(task, 0), 0))
+    assert not [name for name in update.payload.to_tensors() if "running" in name or "tracked" in name]
+    assert [name for name in update.memory if name.startswith("aux.") and name.endswith("running_var")]
+    again = method.local_update(
+        replace(client, round=2, memory=update.memory), method.broadcast(method.init(task, 0), 0)
+    )
+    tracked = next(name for name in again.memory if name.endswith("num_batches_tracked"))
+    assert int(again.memory[tracked]) == 4
+
+
+def test_a_saturated_client_does_not_divide_by_zero(make_method, make_client, task):
+    method, client = make_method("fedkd", own={"auxiliary": "mlp5"}), make_client(labels=(1,) * 8)
+    state = method.init(task, 0)
+    biased = {**state.weights.tensors, "head.bias": torch.tensor([0.0, 1e4, 0.0, 0.0])}
+    with torch.no_grad():
+        client.model.head.bias.copy_(biased["head.bias"])
+    update = method.local_update(client, LowRank(biased))
+    assert update.metrics["loss.ce"] == 0
+    assert all(bool(torch.isfinite(parameter).all()) for parameter in client.model.parameters())
+
+
+def test_what_does_not_fit_is_refused(make_method, task):
+    with pytest.raises(PbflError, match=r"wire-dtype = 'int8'.*allowed is 'float32'"):
+        make_method("fedkd", wire_dtype="int8")
+    coded = make_method("fedkd", protocol="htfl", own={"auxiliary": "har-cnn"})
+    with pytest.raises(PbflError, match="'as-coded' cannot factorise"):
+        coded.check(Task(4, 6, (3, 50)), ["har-cnn"])
+    with pytest.raises(PbflError, match=r"fedkd\.auxiliary = 'small-4'"):
+        make_method("fedkd", own={"auxiliary": "small-4"})
+    method = make_method("fedkd")
+    state = method.init(task, 0)
+    with pytest.raises(RejectedPayload, match="relative to version -1, expected 0"):
+        method.validate(LowRank(state.weights.tensors), state, task)

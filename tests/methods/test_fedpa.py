@@ -1,0 +1,163 @@
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.method import Round
+from pbfl_flwr.methods.fedpa import (
+    GeneratorLoss,
+    Trained,
+    diversity,
+    generation_weight,
+    linear_head_of,
+    prototype_weight,
+    teaching_weights,
+)
+from pbfl_flwr.models import build_model
+from pbfl_flwr.payloads import Prototypes, RejectedPayload, Weights
+from pbfl_flwr.task import Task
+from pbfl_flwr.weights import parameters_of
+
+SMALL = {"noise_dim": 3, "hidden_dim": 8, "server_steps": 5}
+
+
+def test_cost_formula(make_method):
+    # one client, |w| = 100 + 30, K_i = 2, K = 10, d = 5; G: (3 + 10)·8 + 8, 2·8, 8·5 + 5
+    cost = make_method("fedpa", own=SMALL).paper_scalars(Task(10, 5, (1, 16, 16)), [2], [(100, 30)])
+    assert cost == 2 * 130 + (112 + 16 + 45) + (2 + 10) * 5 + 2
+
+
+def test_schedules():
+    assert [generation_weight(0), generation_weight(1), generation_weight(1000)] == [25, 24.5, 1e-4]
+    assert [prototype_weight(0), prototype_weight(1), prototype_weight(500)] == [5, 4.9, 0.15]
+
+
+def test_who_teaches_a_class():
+    # n = (2, 0) and (0, 0): class 0: 3/4 and 1/4, class 1: halves
+    assert teaching_weights(torch.tensor([[2, 0], [0, 0]])).tolist() == [[0.75, 0.5], [0.25, 0.5]]
+
+
+def test_diversity_is_the_literal_loop_over_pairs():
+    random = torch.Generator().manual_seed(0)
+    features, noise = torch.randn(4, 6, generator=random), torch.rand(4, 3, generator=random)
+    labels = torch.tensor([0, 1, 0, 2])
+    total = 0.0
+    for i in range(4):
+        for j in range(4):
+            if labels[i] != labels[j]:
+                apart = float(((noise[i] - noise[j]) ** 2).mean())
+                total -= apart * float((features[i] - features[j]).abs().mean())
+    assert float(diversity(features, noise, labels)) == pytest.approx(math.exp(total / 16), rel=1e-5)
+    assert float(diversity(torch.zeros(4, 6), noise, labels)) == 1
+
+
+def test_generator_loss_is_its_three_terms(make_method, task):
+    method = make_method("fedpa", own=SMALL)
+    network = method.shape.build(task, 1)
+    random = torch.Generator().manual_seed(0)
+    heads = [(torch.randn(4, 6, generator=random), torch.randn(4, generator=random)) for _ in range(2)]
+    omega = teaching_weights(torch.tensor([[2, 0, 1, 0], [0, 3, 0, 0]]))
+    table = Prototypes(torch.randn(4, 6, generator=random), torch.ones(4).bool())
+    classes = torch.tensor([True, True, True, False])
+    loss = GeneratorLoss(heads, omega, table, classes, 8, 2.0, 0.15, torch.Generator().manual_seed(5))
+    found = float(loss(network).detach())
+
+    again = torch.Generator().manual_seed(5)
+    labels = torch.multinomial(classes.double(), 8, replacement=True, generator=again)
+    assert 3 not in labels.tolist()
+    noise = torch.rand(8, 3, generator=again)
+    with torch.no_grad():
+        h = network(labels, noise)
+        expected = float(diversity(h, noise, labels)) - 0.15 * float(F.mse_loss(h, table.values[labels]))
+        for k, (weight, bias) in enumerate(heads):
+            for b, y in enumerate(labels.tolist()):
+                nll = -float((h[b] @ weight.T + bias).log_softmax(0)[y])
+                expected += 2.0 * float(omega[k, y]) * nll / 8
+    assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_first_round_is_cross_entropy_then_generator_and_pull_join(make_method, make_client, task):
+    method = make_method("fedpa", own=SMALL)
+    architecture = {"architecture": "cnn4"}
+    method = replace(method, architecture="cnn4")
+    state = method.init(task, 0)
+    first = method.local_update(make_client(**architecture), method.broadcast(state, 0))
+    assert set(first.metrics) == {"loss.ce"}
+    counts = first.payload.prototypes.counts
+    assert counts is not None
+    assert counts.tolist() == [3, 3, 2, 0]
+    state = method.aggregate(state, {0: first.payload}, Round(1, task, 1))
+    assert state.taught.label_counts.tolist() == [
+        1,
+        1,
+        1,
+        0,
+    ]  # clients ask for no class it was not trained on
+    second = method.local_update(make_client(round=2, **architecture), method.broadcast(state, 0))
+    assert set(second.metrics) == {"loss.ce", "loss.generated", "loss.pull"}
+
+
+def test_means_weigh_by_the_samples_seen(make_method, task):
+    # class 0: (1·3 + 5·1)/4 = 2; class 1 of client 1 alone; weights by n_i: (3·0 + 1·4)/4 = 1
+    method = make_method("fedpa", own=SMALL)
+    state = method.init(task, 0)
+    present = torch.tensor([[True, False, False, False], [True, True, False, False]])
+    counts = torch.tensor([[3, 0, 0, 0], [1, 2, 0, 0]])
+    uploads = {}
+    for i, value in ((0, 1.0), (1, 5.0)):
+        weights = {n: torch.full_like(t, 4.0 * i) for n, t in state.taught.weights.tensors.items()}
+        rows = torch.full((4, 6), value) * present[i].unsqueeze(1)
+        uploads[i] = Trained(Weights(weights, 3 - 2 * i), Prototypes(rows, present[i], counts[i]))
+    new = method.aggregate(state, uploads, Round(1, task, 2))
+    table = new.taught.prototypes
+    assert table is not None
+    assert table.values[:, 0].tolist() == [2, 5, 0, 0]
+    assert table.present.tolist() == [True, True, False, False]
+    assert all(bool((tensor == 1).all()) for tensor in new.taught.weights.tensors.values())
+    assert method.report(state) == {}
+    assert method.report(new)["generator-loss"] > 0
+
+
+def test_local_steps_replace_epochs_and_the_rate_decays(make_method, make_client, task):
+    one = make_method("fedpa", own={**SMALL, "local_steps": 5})
+    client = make_client(labels=(0, 1) * 4, learning_rate=0.1)
+    update = one.local_update(
+        client, replace(one.init(task, 0), taught=_weights_of(client, one, task)).taught
+    )
+    assert int(update.payload.prototypes.counts.sum()) == 5 * 4
+    # the same step in round 1 and, with half the rate, in round 2
+    steps = {}
+    for number, decay in ((1, 0.5), (2, 0.5)):
+        method = make_method("fedpa", own={**SMALL, "local_steps": 1, "client_rate_decay": decay})
+        client = make_client(round=number, learning_rate=0.1, batch_order="fixed")
+        before = parameters_of(client.model)
+        method.local_update(client, _weights_of(client, method, task))
+        steps[number] = {n: t - before[n] for n, t in parameters_of(client.model).items()}
+    for name, step in steps[1].items():
+        assert torch.allclose(steps[2][name], step / 2, atol=1e-6)
+
+
+def _weights_of(client, method, task):
+    taught = method.init(task, 0).taught
+    return replace(taught, weights=Weights(parameters_of(client.model)))
+
+
+def test_heads_are_found_behind_a_dropout(task):
+    weights = Weights(parameters_of(build_model("cnn2", task, 0)))
+    weight, bias = linear_head_of(weights)
+    assert weight.shape == (4, 6)
+    assert bias.shape == (4,)
+
+
+def test_what_does_not_fit_is_refused(make_method, task):
+    method = make_method("fedpa", own=SMALL)
+    with pytest.raises(PbflError, match="'fedpa' averages weights and needs one architecture"):
+        method.check(task, ["cnn4", "resnet4"])
+    state = method.init(task, 0)
+    with pytest.raises(RejectedPayload, match="come with counts"):
+        method.validate(Trained(state.taught.weights, Prototypes.empty(4, 6)), state, task)
+    sent = Trained(state.taught.weights, Prototypes.empty(4, 6)).to_tensors()
+    assert Trained.from_tensors(sent, task).scalars() == state.taught.weights.scalars()

@@ -1,0 +1,72 @@
+import math
+
+import pytest
+import torch
+
+from pbfl_flwr.methods.feduv import uniformity, variance
+
+
+def test_variance_of_one_hot_outputs_is_zero_and_of_equal_ones_gamma():
+    # γ_K = 1/√K is the deviation of a column of the K x K identity: K = 10 gives 0.316228
+    assert math.sqrt(torch.eye(10)[:, 0].var()) == pytest.approx(0.316228, abs=1e-6)
+    assert float(variance(1e4 * torch.eye(10))) == pytest.approx(0.0, abs=1e-7)
+    assert float(variance(torch.zeros(4, 10))) == pytest.approx(0.316228, abs=1e-6)
+
+
+def test_variance_by_hand():
+    # K = 2, two samples with probabilities (0.8, 0.2) and (0.4, 0.6): unbiased deviations √0.08 = 0.282843 each;
+    # V = 1/√2 - 0.282843 = 0.424264
+    logits = torch.tensor([[0.8, 0.2], [0.4, 0.6]]).log()
+    assert float(variance(logits)) == pytest.approx(0.424264, abs=1e-6)
+
+
+def test_uniformity_by_hand():
+    # Points 0, 1, 3 on a line: squared distances 1, 9, 4; median 4. U = (e^-1/4 + e^-9/4 + e^-1)/3
+    z = torch.tensor([[0.0, 0.0], [1.0, 0.0], [3.0, 0.0]])
+    expected = (math.exp(-0.25) + math.exp(-2.25) + math.exp(-1)) / 3
+    assert float(uniformity(z)) == pytest.approx(expected, rel=1e-6)
+
+
+def test_uniformity_against_a_literal_loop():
+    z = torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
+    squared = [float((z[a] - z[b]).square().sum()) for a in range(7) for b in range(a + 1, 7)]
+    sigma = sorted(squared)[(len(squared) - 1) // 2]
+    assert float(uniformity(z)) == pytest.approx(sum(math.exp(-s / sigma) for s in squared) / 21, rel=1e-5)
+
+
+def test_sigma_carries_a_gradient_unless_detached():
+    z = torch.randn(6, 3, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    attached = torch.autograd.grad(uniformity(z), z)[0]
+    detached = torch.autograd.grad(uniformity(z, detach_sigma=True), z)[0]
+    assert not torch.allclose(attached, detached)
+    # With σ² attached U does not change when all features are scaled: the gradient is orthogonal to z.
+    assert float((attached * z.detach()).sum()) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_equal_features_have_no_uniformity_and_no_nan():
+    z = torch.ones(3, 2, requires_grad=True)
+    uniformity(z).backward()
+    assert z.grad.tolist() == [[0.0, 0.0]] * 3
+    some = torch.tensor([[1.0, 1.0], [1.0, 1.0], [0.0, 1.0]], requires_grad=True)
+    uniformity(some).backward()
+    assert bool(torch.isfinite(some.grad).all())
+
+
+def test_without_weights_it_is_fedavg(make_method, make_client, task):
+    off = make_method("feduv", models="cnn4", own={"variance_weight": 0.0, "uniformity_weight": 0.0})
+    plain = make_method("fedavg", models="cnn4")
+    one, other = (
+        m.local_update(make_client(architecture="cnn4"), m.init(task, 0)).payload.tensors
+        for m in (off, plain)
+    )
+    for name, tensor in one.items():
+        torch.testing.assert_close(tensor, other[name], atol=1e-6, rtol=1e-5)
+
+
+def test_one_sample_and_one_class(make_method, make_client, task):
+    method = make_method("feduv", models="cnn4")
+    state = method.init(task, 0)
+    assert set(method.local_update(make_client(0, "cnn4", (1,)), state).metrics) == {"loss.ce"}
+    update = method.local_update(make_client(0, "cnn4", (1, 1, 1, 1)), state)
+    assert set(update.metrics) == {"loss.ce", "loss.variance", "loss.uniformity"}
+    assert all(bool(torch.isfinite(t).all()) for t in update.payload.tensors.values())

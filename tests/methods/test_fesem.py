@@ -1,0 +1,95 @@
+import pytest
+import torch
+
+from pbfl_flwr.method import Round
+from pbfl_flwr.methods.fesem import Centres
+from pbfl_flwr.payloads import RejectedPayload, Weights
+
+
+def weights(value, n=1):
+    return Weights({"body": torch.zeros(3), "head.weight": torch.tensor([float(value), 0.0])}, n)
+
+
+START = Centres((weights(0),), torch.zeros(0, dtype=torch.int64))
+
+
+def values(state):
+    return [float(centre.tensors["head.weight"][0]) for centre in state.weights]
+
+
+@pytest.mark.parametrize("distance", ["all", "head"])
+def test_em_by_hand(make_method, task, distance):
+    method = make_method("fesem", models="cnn4", own={"distance": distance})
+    uploads = {0: weights(1), 1: weights(2, n=100), 3: weights(10), 4: weights(12)}
+    first = method.aggregate(START, uploads, Round(1, task, 6))
+    # two clusters of the first trained weights: {1, 2} and {10, 12}, plain means 1.5 and 11
+    assert sorted(values(first)) == [1.5, 11.0]
+    low = values(first).index(1.5)
+    assert first.assigned.tolist() == [low, low, -1, 1 - low, 1 - low, -1]
+    assert method.broadcast(first, 4) is first.weights[1 - low]
+    # E-step: 7 is nearer to 11 than to 1.5, client 1 changes; M-step: centre of {7, 9} is 8, of {1} is 1
+    second = method.aggregate(first, {0: weights(1), 1: weights(7), 3: weights(9)}, Round(2, task, 6))
+    assert sorted(values(second)) == [1.0, 8.0]
+    assert second.assigned.tolist() == [low, 1 - low, -1, 1 - low, 1 - low, -1]  # client 4 keeps its centre
+    assert values(first) != values(second)  # the old state is as it was
+    assert first.assigned.tolist()[1] == low
+
+
+def test_a_client_that_never_answered_follows_the_most(make_method, task):
+    state = Centres((weights(1), weights(2)), torch.tensor([1, 1, 0, -1]))
+    assert make_method("fesem", models="cnn4").broadcast(state, 3) is state.weights[1]
+
+
+def test_an_empty_centre_stays(make_method, task):
+    method = make_method("fesem", models="cnn4")
+    state = Centres((weights(0), weights(100)), torch.tensor([0, 1]))
+    after = method.aggregate(state, {0: weights(2), 1: weights(4)}, Round(2, task, 2))
+    assert values(after) == [3.0, 100.0]
+    assert after.assigned.tolist() == [0, 0]
+    assert method.aggregate(state, {}, Round(3, task, 2)) is state
+
+
+def test_fewer_clients_than_centres(make_method, task):
+    method = make_method("fesem", models="cnn4", own={"centres": 4})
+    state = method.aggregate(START, {0: weights(1), 1: weights(5), 2: weights(5)}, Round(1, task, 3))
+    assert sorted(values(state)) == [0.0, 0.0, 1.0, 5.0]  # two different clients; the rest stays w_0
+    assert state.assigned[1] == state.assigned[2] != state.assigned[0]
+    assert method.report(state) == {
+        f"centre-{k}.clients": float(v) for k, v in enumerate(state.sizes().tolist())
+    }
+
+
+def test_one_centre_is_the_plain_mean(make_method, make_client, task):
+    method, plain = make_method("fesem", own={"centres": 1}), make_method("fedavg", weighting="uniform")
+    state, other = method.init(task, 4), plain.init(task, 4)
+    uploads = {
+        i: method.local_update(make_client(i, "cnn4"), method.broadcast(state, i)).payload for i in range(3)
+    }
+    found = method.aggregate(state, uploads, Round(1, task, 3)).weights[0].tensors
+    expected = plain.aggregate(other, uploads, Round(1, task, 3)).tensors
+    assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
+
+
+def test_clusters_of_a_network_are_those_of_its_weights(make_method, make_client, task):
+    # Two groups with different labels end in two clusters, from a common start.
+    method = make_method("fesem", models="cnn4")
+    state = method.init(task, 4)
+    groups = {0: (0, 0, 0, 0), 1: (2, 2, 2, 2), 2: (0, 0, 0, 0), 3: (2, 2, 2, 2)}
+    uploads = {
+        i: method.local_update(
+            make_client(i, "cnn4", labels, local_epochs=3), method.broadcast(state, i)
+        ).payload
+        for i, labels in groups.items()
+    }
+    after = method.aggregate(state, uploads, Round(1, task, 4))
+    assert after.assigned[0] == after.assigned[2] != after.assigned[1] == after.assigned[3]
+
+
+def test_state_goes_through_a_checkpoint(task):
+    state = Centres((weights(1), weights(2)), torch.tensor([0, -1, 1]))
+    again = Centres.from_tensors(state.to_tensors(), task)
+    assert values(again) == [1.0, 2.0]
+    assert again.assigned.tolist() == [0, -1, 1]
+    assert again.scalars() == 2 * 5
+    with pytest.raises(RejectedPayload, match=r"outside 0\.\.1"):
+        Centres.from_tensors({**state.to_tensors(), "assigned": torch.tensor([2])}, task)

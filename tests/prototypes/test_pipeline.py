@@ -1,0 +1,284 @@
+"""The pipeline's slots in every combination, run and by hand."""
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from pbfl_flwr.config import Scalar, parse
+from pbfl_flwr.data import ClientData, Shard
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.method import Client, Round
+from pbfl_flwr.methods import SECTIONS, build_method
+from pbfl_flwr.models import build_model
+from pbfl_flwr.payloads import Prototypes, RejectedPayload
+from pbfl_flwr.prototypes import masks
+from pbfl_flwr.prototypes.pipeline import Pipeline
+from pbfl_flwr.task import Task
+from tests.flower.inprocess import federation
+
+TASK = Task(num_classes=4, feature_dim=8, input_shape=(1, 16, 16))
+HELD = {0: [0, 1], 1: [1, 2], 2: [1, 3]}
+COUNTS = {0: [5, 1], 1: [9, 4], 2: [2, 7]}
+N = {i: sum(n) for i, n in COUNTS.items()}  # 6, 13, 9
+
+
+def method(name: str = "fedproto", **keys: Scalar) -> Pipeline:
+    given = {key.replace("_", "-"): value for key, value in keys.items()}
+    found = build_method(parse({"method": name, "feature-dim": 8, **given}, SECTIONS))
+    assert isinstance(found, Pipeline)
+    return found
+
+
+def uploads(width: int = 8, scaled: bool = False, total: bool = False) -> dict[int, Prototypes]:
+    """The clients' means (or n_ij times them), 1, 9 and 2 samples of class 1."""
+    found = {}
+    for i, held in HELD.items():
+        values = torch.zeros(4, width)
+        rows = torch.randn(2, width, generator=torch.Generator().manual_seed(i))
+        values[held] = rows * torch.tensor(COUNTS[i])[:, None] if scaled else rows
+        present = torch.zeros(4, dtype=torch.bool)
+        present[held] = True
+        found[i] = Prototypes(values, present, None, N[i] if total else None)
+    return found
+
+
+def at(number: int = 1) -> Round:
+    return Round(number, TASK, num_clients=3, seed=0)
+
+
+def run(found: Pipeline, sent: dict[int, Prototypes]) -> Prototypes:
+    state = found.aggregate(found.init(TASK, 0), sent, at())
+    return found.broadcast(state, 0)
+
+
+def client(counts: list[int] = [3, 2, 0, 0]) -> Client:  # noqa: B006
+    labels = torch.tensor([j for j, n in enumerate(counts) for _ in range(n)])
+    shard = Shard(torch.randn(len(labels), 1, 16, 16, generator=torch.Generator().manual_seed(5)), labels)
+    data = ClientData(shard, shard, 4, ("a", "b", "c", "d"), torch.ones(1, 1, 1), torch.zeros(1, 1, 1))
+    return Client(0, 2, TASK, build_model("cnn2", TASK, 0), data, parse({}).training)
+
+
+# All combinations -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("base", ["fedproto", "fedtgp"])
+@pytest.mark.parametrize(("cps", "ppa", "cpkd"), list(itertools.product([False, True], repeat=3)))
+def test_every_combination_runs(tmp_path: Path, base: str, cps: bool, ppa: bool, cpkd: bool) -> None:
+    keys: dict[str, Scalar] = {
+        "cps_dim": 16 if cps else 0,
+        "aggregation": "ppa" if ppa else "mean",
+        "cpkd": "sample" if cpkd else "off",
+    }
+    if base == "fedtgp":
+        keys["fedtgp.server-epochs"] = 3
+    found = federation(tmp_path, base, num_clients=3, **keys).run()
+    history, state = found.strategy.history, found.strategy.state
+    assert [line["failures"] for line in history] == [[], []]
+    assert history[1]["clients"]["loss.pull"] > 0
+    assert "loss.pull" not in history[0]["clients"]
+    width = 16 if cps else 64
+    held = [3, 1, 4]  # classes 0, 1, 2; 0; 1, 3, 4, 5
+    assert state.broadcast.values.shape == (10, width)
+    assert state.broadcast.present.tolist() == [True] * 6 + [False] * 4
+    assert history[1]["scalars"] == {"up": sum(held) * width, "down": 3 * 6 * width}
+    assert (state.broadcast.num_examples is None) or ppa
+    assert ("server-loss" in history[1]["server"]) == (base == "fedtgp")
+
+
+@pytest.mark.parametrize("base", ["fedproto", "fedtgp"])
+def test_tinyproto_on_both_bases(tmp_path: Path, base: str) -> None:
+    keys: dict[str, Scalar] = {"tinyproto.base": base, "tinyproto.server-epochs": 3, "cps_dim": 16}
+    found = federation(tmp_path, "tinyproto", num_clients=3, **keys).run()
+    assert [line["failures"] for line in found.strategy.history] == [[], []]
+    assert found.strategy.headline == "local"
+    assert (found.strategy.state.trained is not None) == (base == "fedtgp")
+
+
+def test_settings_change_what_they_name(tmp_path: Path) -> None:
+    def state(name: str, **keys: Scalar) -> Tensor:
+        found = federation(tmp_path / name, "fedproto", num_clients=3, num_server_rounds=3, **keys).run()
+        values: Tensor = found.strategy.state.combined.values
+        return values
+
+    base = state("base")
+    for key, value in (("cpkd", "sample"), ("cpkd", "class"), ("pull_form", "l2"), ("collect", "trajectory")):
+        assert not torch.equal(base, state(f"{key}-{value}", **{key: value})), (key, value)
+
+
+# Against NumPy ----------------------------------------------------------------------------------------------
+
+
+def summed(sent: dict[int, Prototypes]) -> np.ndarray:
+    total: np.ndarray = np.sum([up.values.double().numpy() for up in sent.values()], axis=0)
+    return total
+
+
+def test_ppa_is_k_over_n_times_the_sum() -> None:
+    sent = uploads(scaled=True, total=True)
+    expected = 4 / (6 + 13 + 9) * summed(sent)  # K/n
+    np.testing.assert_allclose(run(method(aggregation="ppa"), sent).values, expected, atol=1e-6)
+
+
+def test_ppa_with_a_known_total_takes_the_share_that_answered() -> None:
+    sent = uploads(scaled=True)
+    known = method(aggregation="ppa", ppa_total="known", total_examples=60)
+    np.testing.assert_allclose(run(known, sent).values, 4 / 60 * summed(sent), atol=1e-6)
+    del sent[2]  # two of three clients: n is 60·2/3 = 40
+    np.testing.assert_allclose(run(known, sent).values, 4 / 40 * summed(sent), atol=1e-6)
+
+
+@pytest.mark.parametrize(("form", "divisor"), [("aps-sum", [1, 1, 1, 1]), ("aps-mean", [1, 3, 1, 1])])
+def test_aps_sums_or_averages_and_the_client_scales(form: str, divisor: list[int]) -> None:
+    sent = uploads(scaled=True, total=True)
+    found = method(aggregation=form)
+    down = run(found, sent)
+    total = summed(sent) / np.array(divisor)[:, None]
+    np.testing.assert_allclose(down.values, total, atol=1e-5)
+    assert down.num_examples == 28
+    mine = client()
+    features = torch.randn(3, 8, generator=torch.Generator().manual_seed(9))
+    # μ is 0.9·K/n = 0.9·4/28 where nothing is said, else what is said
+    for scale, mu in (("auto", 0.9 * 4 / 28), (0.5, 0.5)):
+        scaled = method(aggregation=form, aps_scale=scale)
+        scores = scaled.predictors(mine, down)["global"](features, torch.zeros(3, 4))
+        expected = -((features.numpy()[:, None] - mu * total[None]) ** 2).sum(-1)
+        np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_what_a_client_sends_is_scaled_and_masked() -> None:
+    """The upload is n_ij·c̄_ij within the mask of class j, where c̄_ij is what the client remembers."""
+    mine = client([3, 2, 0, 0])
+    found = method(aggregation="ppa", cps_dim=2)
+    update = found.local_update(mine, Prototypes.empty(4, 2))
+    table = masks.allocate_masks(4, 8, 2, scheme="dimension", seed=found.mask_seed)
+    assert update.payload.present.tolist() == [True, True, False, False]
+    assert update.payload.num_examples == 5
+    assert update.payload.counts is None
+    for j, n in ((0, 3), (1, 2)):
+        expected = n * update.memory["prototypes"][j][table[j]]
+        torch.testing.assert_close(update.payload.values[j], expected)
+
+
+def test_weighted_rules_send_counts_and_others_do_not() -> None:
+    for rule, sends in (("weighted", True), ("weighted-shrunk", True), ("mean", False), ("median", False)):
+        update = method(aggregation=rule).local_update(client(), Prototypes.empty(4, 8))
+        assert (update.payload.counts is not None) == sends
+        assert update.payload.num_examples is None
+        if update.payload.counts is not None:
+            assert update.payload.counts.tolist() == [3, 2, 0, 0]
+
+
+# Alignment with sparsification ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("solver", ["thomson", "simplex", "lbfgs"])
+def test_alignment_works_in_all_dimensions_and_sends_the_mask(solver: str) -> None:
+    dense = run(method("protonorm", alignment=solver), uploads())
+    rows = dense.values[dense.present]
+    torch.testing.assert_close(rows.norm(dim=1), torch.ones(4), atol=1e-5, rtol=0)
+    distances = torch.cdist(rows, rows)[~torch.eye(4, dtype=torch.bool)]
+    # four points far apart on the sphere: the regular simplex, sqrt(2·4/3)
+    torch.testing.assert_close(distances, torch.full((12,), (8 / 3) ** 0.5), atol=2e-2, rtol=0)
+
+    sparse = method("protonorm", alignment=solver, cps_dim=6)
+    down = run(sparse, uploads(6))
+    assert down.values.shape == (4, 6)
+    table = masks.allocate_masks(4, 8, 6, scheme="dimension", seed=sparse.mask_seed)
+    expanded = masks.expand(down.values, table)
+    assert bool((expanded.norm(dim=1) <= 1 + 1e-5).all())
+    assert bool((expanded[~table] == 0).all())
+
+
+def test_the_simplex_has_room_for_one_class_more_than_dimensions() -> None:
+    found = method("protonorm", alignment="simplex")
+    found.check(Task(9, 8, (1,)), ["cnn4"])
+    with pytest.raises(
+        PbflError, match=r"alignment = 'simplex' needs num classes <= feature-dim \+ 1, found K=10"
+    ):
+        found.check(Task(10, 8, (1,)), ["cnn4"])
+    method("protonorm").check(Task(10, 8, (1,)), ["cnn4"])
+
+
+def test_upscaling_is_the_clients() -> None:
+    down = run(method("protonorm", alignment="simplex"), uploads())
+    scores = method("protonorm", alignment="simplex", upscale=7.0).predictors(client(), down)["global"]
+    features = torch.randn(2, 8, generator=torch.Generator().manual_seed(1))
+    expected = -(torch.cdist(features, 7 * down.values) ** 2)
+    torch.testing.assert_close(scores(features, torch.zeros(2, 4)), expected, rtol=1e-4, atol=1e-4)
+
+
+# Classes that nobody sends ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stale", ["keep", "drop"])
+def test_a_class_nobody_sends_is_kept_or_dropped(stale: str) -> None:
+    found = method(stale=stale)
+    first = found.aggregate(found.init(TASK, 0), uploads(), at(1))
+    second = found.aggregate(first, {0: uploads()[0]}, at(2))  # classes 0 and 1 only
+    kept = stale == "keep"
+    assert second.broadcast.present.tolist() == [True, True, kept, kept]
+    assert second.ages.tolist() == ([0, 0, 1, 1] if kept else [0, 0, -1, -1])
+    assert torch.equal(second.broadcast.values[2], first.broadcast.values[2] if kept else torch.zeros(8))
+
+
+def test_local_predictions_are_of_own_classes_only() -> None:
+    mine = client([3, 0, 2, 0])
+    down = run(method(), {0: uploads()[0]})  # global prototypes of classes 0 and 1
+    found = method().predictors(mine, down)
+    assert set(found) == {"head", "global", "global-local"}
+    features, logits = torch.randn(5, 8), torch.zeros(5, 4)
+    assert set(found["global"](features, logits).argmax(1).tolist()) <= {0, 1}
+    assert set(found["global-local"](features, logits).argmax(1).tolist()) == {0}
+    assert set(method().predictors(mine, Prototypes.empty(4, 8))) == {"head"}
+
+
+# What does not fit ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        ({"aggregation": "ppa", "ppa_total": "known"}, "ppa-total = 'known' needs total-examples"),
+        ({"cps_dim": 9}, "cps-dim = 9: allowed is up to feature-dim = 8"),
+    ],
+)
+def test_stages_that_do_not_fit_are_refused_when_built(keys: dict[str, Scalar], text: str) -> None:
+    with pytest.raises(PbflError) as error:
+        method(**keys)
+    assert text in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_uploads_are_checked_against_the_rule() -> None:
+    sparse, weighted = method(cps_dim=2), method(aggregation="weighted")
+    with pytest.raises(RejectedPayload, match="rows are 8 wide, this run sends 2"):
+        sparse.validate(uploads()[0], sparse.init(TASK, 0), TASK)
+    with pytest.raises(RejectedPayload, match="counts are missing of rule 'weighted'"):
+        weighted.validate(uploads()[0], weighted.init(TASK, 0), TASK)
+
+
+# Published costs --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("num_classes", "sum_held", "dense", "sparse"),
+    [
+        (10, 102, 0.151, 0.0151),  # CIFAR-10, 20 clients: Σ(K_i + K) = 102 + 20·10 = 302
+        (100, 921, 1.4605, 0.14605),  # CIFAR-100: Σ(K_i + K) = 921 + 20·100 = 2921
+    ],
+)
+def test_the_published_costs_come_out(num_classes: int, sum_held: int, dense: float, sparse: float) -> None:
+    task = Task(num_classes, 500, (3, 32, 32))
+    held = [sum_held // 20] * 19
+    held.append(sum_held - sum(held))
+    parameters = [(1_000, 10)] * 20
+    costs = {}
+    for s in (0, 50):
+        config: dict[str, Scalar] = {"method": "fedproto", "feature-dim": 500, "cps-dim": s}
+        costs[s] = build_method(parse(config, SECTIONS)).paper_scalars(task, held, parameters) / 1e6
+    assert costs[0] == pytest.approx(dense, abs=1e-9)
+    assert costs[50] == pytest.approx(sparse, abs=1e-9)

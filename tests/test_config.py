@@ -1,0 +1,208 @@
+"""The run configuration: every bad key at once, strict types, ranges, protocols, fingerprint."""
+
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from pydantic import Field
+
+from pbfl_flwr.config import GROUPS, PROTOCOLS, Auto, Group, Scalar, Settings, TrainingSettings, parse
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.methods import METHODS, SECTIONS, build_method
+
+
+class Own(Group):
+    batch_size: int | Auto = Field("auto")
+    rate: float = Field(0.5, gt=0)
+    kind: Literal["a", "b"] = "a"
+
+
+def refused(config: dict[str, Any]) -> list[str]:
+    with pytest.raises(PbflError) as error:
+        parse(config, {"fedtgp": Own})
+    return str(error.value).splitlines()
+
+
+def test_every_bad_key_is_named_at_once() -> None:
+    found = refused(
+        {
+            "num-clients": 0,
+            "learning-rate": "fast",
+            "batchsize": 8,
+            "partition": "random",
+            "fedtgp.rate": -1.0,
+            "fedtgp.knd": "a",
+            "fedtgx.rate": 1.0,
+            "alignment": "off",
+        }
+    )
+    assert found == [
+        "unknown key 'batchsize'; did you mean 'batch-size'?",
+        "num-clients = 0: allowed is greater than or equal to 1",
+        "partition = 'random': allowed is 'dirichlet', 'pathological', 'way-shot', 'natural' or 'iid'",
+        "learning-rate = 'fast': allowed is a valid number",
+        "unknown key 'fedtgp.knd'; did you mean 'fedtgp.kind'?",
+        "fedtgp.rate = -1.0: allowed is greater than 0",
+        "unknown section 'fedtgx.'; sections are 'fedtgp'",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num-clients", 5.0),
+        ("num-clients", True),
+        ("num-clients", "5"),
+        ("momentum", "0.5"),
+        ("momentum", True),
+        ("download", 1),
+        ("download", "true"),
+        ("method", 3),
+        ("cps-dim", 1.5),
+        ("cps-dim", "all"),
+    ],
+)
+def test_types_are_strict(key: str, value: Scalar) -> None:
+    (line,) = refused({key: value})
+    assert line.startswith(f"{key} = {value!r}: allowed is ")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("fraction-train", 0.0),
+        ("fraction-train", 1.1),
+        ("momentum", 1.0),
+        ("trim-share", 0.5),
+        ("seed", -1),
+        ("batch-size", 0),
+        ("learning-rate", float("nan")),
+        ("learning-rate", float("inf")),
+        ("pull-weight", -1.0),
+        ("pull-weight", float("nan")),
+        ("upscale", -0.5),
+        ("aps-scale", -1.0),
+        ("cps-dim", -1),
+        ("train-share", 1.0),
+    ],
+)
+def test_ranges(key: str, value: Scalar) -> None:
+    (line,) = refused({key: value})
+    assert line.startswith(f"{key} = {value!r}: allowed is ")
+
+
+def test_a_whole_number_is_a_number() -> None:
+    assert parse({"learning-rate": 1, "pull-weight": 2}).training.learning_rate == 1
+
+
+@pytest.mark.parametrize("key", ["num_clients", "fedtgp.batch_size"])
+def test_keys_are_kebab_case_only(key: str) -> None:
+    (line,) = refused({key: 5})
+    assert line.startswith(f"unknown key '{key}'; did you mean '{key.replace('_', '-')}'?")
+
+
+def test_sections_of_other_methods_are_checked_but_not_kept() -> None:
+    settings = parse({"method": "local", "fedtgp.rate": 0.25}, {"fedtgp": Own})
+    assert settings.method_section == {}
+    assert refused({"method": "local", "fedtgp.rate": 0.0}) == [
+        "fedtgp.rate = 0.0: allowed is greater than 0"
+    ]
+    chosen = parse({"method": "fedtgp", "fedtgp.rate": 0.25}, {"fedtgp": Own})
+    assert chosen.method_section == {"batch-size": "auto", "rate": 0.25, "kind": "a"}
+    assert parse({"method": "fedtgp"}, {"fedtgp": Own}).method_section["rate"] == 0.5
+
+
+def test_keys_stand_in_one_group_only() -> None:
+    names = [key for group in GROUPS.values() for key in group.key_names()]
+    assert len(names) == len(set(names))
+    assert not [key for key in names if "_" in key or "." in key]
+
+
+# Protocols --------------------------------------------------------------------------------------------------
+
+
+def test_the_protocol_table_is_complete_and_its_values_are_allowed() -> None:
+    protocols = {"clean", "htfl", "pfl", "fedproto"}
+    for key, row in PROTOCOLS.items():
+        assert set(row) == protocols
+        for protocol, value in row.items():
+            if value != "auto":
+                parse({key: value})
+            found = parse({"protocol": protocol}).as_dict()
+            assert found[key] == value
+
+
+def test_what_is_given_beats_the_protocol() -> None:
+    settings = parse({"protocol": "htfl", "batch-order": "shuffled"})
+    assert settings.training.batch_order == "shuffled"
+    assert settings.training.drop_last == "always"
+    assert settings.evaluation.evaluate_moment == "before"
+    assert settings.prototypes.collect == "trajectory"
+
+
+def test_nothing_of_the_loader_stays_open() -> None:
+    for protocol in ("clean", "htfl", "pfl", "fedproto"):
+        settings = parse({"protocol": protocol})
+        assert "auto" not in (settings.training.batch_order, settings.training.drop_last)
+
+
+# Fingerprint ------------------------------------------------------------------------------------------------
+
+
+def test_the_fingerprint_knows_what_changes_results(tmp_path: Path) -> None:
+    base = parse({}).fingerprint()
+    for same in (
+        {"run-dir": str(tmp_path)},
+        {"state-dir": str(tmp_path)},
+        {"resume": True},
+        {"num-server-rounds": 99},
+        {"round-timeout": 5.0},
+        {"join-timeout": 5.0},
+        {"threads": 2},
+    ):
+        assert parse(same).fingerprint() == base, same
+    others: list[dict[str, Scalar]] = [
+        {"seed": 1},
+        {"learning-rate": 0.02},
+        {"method": "fedtgp"},
+        {"wire-dtype": "float16"},
+        {"num-clients": 21},
+        {"protocol": "pfl"},
+    ]
+    assert len({base, *(parse(other).fingerprint() for other in others)}) == 1 + len(others)
+    of_a_method = {
+        parse({"method": "fedtgp", "fedtgp.margin-cap": c}, SECTIONS).fingerprint() for c in (1.0, 2.0)
+    }
+    assert len(of_a_method) == 2
+
+
+def test_a_configuration_survives_its_flat_form() -> None:
+    for name in METHODS:
+        settings = parse({"method": name, "momentum": 0.9}, SECTIONS)
+        assert parse(settings.as_dict(), SECTIONS) == settings
+
+
+def test_settings_cannot_be_changed() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        Settings().training.batch_size = 3  # type: ignore[misc]
+    assert TrainingSettings(batch_size=3).batch_size == 3
+
+
+def test_an_unknown_method_is_answered_with_the_closest() -> None:
+    with pytest.raises(
+        PbflError, match=r"method = 'fedprot': allowed is one of .*did you mean 'fedproto'"
+    ) as error:
+        build_method(parse({"method": "fedprot"}, SECTIONS))
+    assert "\n" not in str(error.value)
+
+
+def test_pyproject_declares_every_key_with_its_default() -> None:
+    """Flower takes only the keys that stand there; the list stands twice, so it is compared."""
+    file = Path(__file__).resolve().parents[1] / "pyproject.toml"
+    declared = tomllib.loads(file.read_text(encoding="utf-8"))["tool"]["flwr"]["app"]["config"]
+    flat = {key: value for key, value in declared.items() if not isinstance(value, dict)}
+    expected = {k: v for group in GROUPS.values() for k, v in group().model_dump(by_alias=True).items()}
+    assert flat == expected
+    sections = {key: value for key, value in declared.items() if isinstance(value, dict)}
+    assert sections == {name: group().model_dump(by_alias=True) for name, group in SECTIONS.items()}

@@ -1,0 +1,96 @@
+"""Imports point down, Flower lives in one folder: read from the source, so that nothing has to be loaded."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+APPS = ("client_app", "server_app")
+# A module may import what stands before its own line, and its own line.
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("errors", "seeds"),
+    ("task", "config", "payloads"),
+    ("models", "data"),
+    ("method", "weights", "lowrank", "generators"),
+    ("training",),
+    ("prototypes",),
+    ("methods",),
+    ("flower",),
+    ("strategies",),
+    ("experiments",),
+    ("cli",),
+)
+RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+FILES = sorted(file for top in ("pbfl_flwr", *APPS) for file in (ROOT / top).rglob("*.py"))
+
+
+def imported(file: Path) -> Iterator[str]:
+    """Yield the full names of what a file imports, also within functions."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative imports hide where they point"
+            assert node.module is not None
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def layer(name: str) -> str | None:
+    """Return the layer of a module of pbfl_flwr, None for the package itself and for strangers."""
+    parts = name.split(".")
+    return parts[1] if parts[0] == "pbfl_flwr" and len(parts) > 1 and parts[1] != "__version__" else None
+
+
+def home(file: Path) -> str | None:
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return None if parts[-1] == "__init__" and len(parts) == 2 else layer(".".join(parts))
+
+
+def test_there_is_something_to_read() -> None:
+    assert len(FILES) > 40
+    assert {home(file) for file in FILES} >= {
+        "errors",
+        "training",
+        "method",
+        "prototypes",
+        "methods",
+        "flower",
+    }
+
+
+def test_every_module_has_a_layer() -> None:
+    assert {found for file in FILES if (found := home(file))} <= set(RANK)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_imports_point_down(file: Path) -> None:
+    top = file.relative_to(ROOT).parts[0]
+    own = home(file)
+    for name in imported(file):
+        first = name.split(".")[0]
+        target = layer(name)
+        if first in APPS:
+            assert top == first, f"{file.name} imports {name}; apps are imported by nobody"
+        if first == "flwr":
+            assert own == "flower" or top in APPS, (
+                f"{file.name} imports {name}; only flower/ and the apps may"
+            )
+        if target is None:
+            continue
+        if top in APPS:
+            assert target not in ("experiments", "cli"), f"{file.name} imports {name}"
+        elif own is None:
+            raise AssertionError(f"the package itself imports {name}")
+        else:
+            assert RANK[target] <= RANK[own], f"{own} imports {name}, which lies above it"
+        if target == "experiments":
+            assert own in ("experiments", "cli"), f"{file.name} imports {name}; only the command line may"
+
+
+def test_an_upward_import_would_be_found(tmp_path: Path) -> None:
+    file = tmp_path / "x.py"
+    file.write_text("def f():\n    from pbfl_flwr.methods import METHODS\nimport flwr.app\n")
+    assert set(imported(file)) == {"pbfl_flwr.methods.METHODS", "flwr.app"}
+    assert RANK["methods"] > RANK["training"]

@@ -1,0 +1,385 @@
+"""The one SGD loop: what it trains on, in which order, what it leaves alone, and what it refuses to hand on."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pbfl_flwr.config import EvaluationSettings, TrainingSettings, parse
+from pbfl_flwr.data import ClientData, Shard
+from pbfl_flwr.method import EXCLUDED, Client, nearest
+from pbfl_flwr.methods import SECTIONS, build_method
+from pbfl_flwr.models import build_model
+from pbfl_flwr.payloads import Prototypes
+from pbfl_flwr.task import Task
+from pbfl_flwr.training import (
+    Diverged,
+    FitReport,
+    Part,
+    batches,
+    classification,
+    each_feature,
+    evaluate,
+    fit,
+    forward,
+    part,
+)
+
+TASK = Task(num_classes=3, feature_dim=5, input_shape=(4,))
+SETTINGS = TrainingSettings(batch_size=4, learning_rate=0.1, batch_order="shuffled", drop_last="small")
+
+
+class Net(nn.Module):
+    """The smallest network of the contract; with a BatchNorm if asked."""
+
+    def __init__(self, normalised: bool = False) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            norm: list[nn.Module] = [nn.BatchNorm1d(5)] if normalised else []
+            self.body = nn.Sequential(nn.Linear(4, 5), *norm, nn.ReLU())
+            self.head = nn.Linear(5, 3)
+
+    def features(self, inputs: Tensor) -> Tensor:
+        found: Tensor = self.body(inputs)
+        return found
+
+
+def data(n: int = 10, test: int = 6) -> ClientData:
+    g = torch.Generator().manual_seed(1)
+    labels = torch.arange(n + test) % 3
+    inputs = torch.randn(n + test, 4, generator=g)
+    one, zero = torch.ones(4), torch.zeros(4)
+    return ClientData(
+        Shard(inputs[:n], labels[:n]), Shard(inputs[n:], labels[n:]), 3, ("a", "b", "c"), one, zero
+    )
+
+
+def client(model: nn.Module | None = None, n: int = 10, round: int = 1, **keys: object) -> Client:
+    settings = SETTINGS.model_copy(update=keys)
+    return Client(0, round, TASK, model or Net(), data(n), settings, EvaluationSettings(), seed=3)
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def changed(before: dict[str, Tensor], model: nn.Module) -> set[str]:
+    return {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
+
+
+# Batches ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("n", "rule", "sizes"),
+    [
+        (10, "small", [4, 4]),  # the incomplete batch of 2 is dropped
+        (10, "always", [4, 4]),
+        (10, "never", [4, 4, 2]),
+        (3, "small", [3]),  # fewer than one batch: kept
+        (3, "always", []),
+        (3, "never", [3]),
+        (8, "small", [4, 4]),
+        (8, "never", [4, 4]),
+        (0, "small", []),
+        (0, "never", []),
+    ],
+)
+def test_the_incomplete_batch(n: int, rule: str, sizes: list[int]) -> None:
+    settings = SETTINGS.model_copy(update={"drop_last": rule})
+    found = list(batches(n, settings, torch.Generator().manual_seed(0)))
+    assert [len(index) for index in found] == sizes
+    used = torch.cat(found).tolist() if found else []
+    assert len(set(used)) == len(used)
+
+
+def test_a_fixed_order_is_the_stored_one() -> None:
+    fixed = SETTINGS.model_copy(update={"batch_order": "fixed"})
+    order = torch.Generator().manual_seed(0)
+    before = order.get_state()
+    for _ in range(2):
+        assert torch.cat(list(batches(10, fixed, order))).tolist() == list(range(8))
+    assert torch.equal(order.get_state(), before)
+    epochs = [torch.cat(list(batches(10, SETTINGS, order))).tolist() for _ in range(2)]
+    assert epochs[0] != epochs[1] != list(range(8))
+
+
+def test_the_order_depends_on_client_round_and_phase_only() -> None:
+    def weights_after(who: Client, phase: str = "fit") -> Tensor:
+        torch.rand(1)  # the global generator does not matter
+        fit(who, classification(who.model), phase=phase)
+        return next(who.model.parameters()).detach().clone()
+
+    base = weights_after(client())
+    assert torch.equal(base, weights_after(client()))
+    assert not torch.equal(base, weights_after(client(round=2)))
+    assert not torch.equal(base, weights_after(replace(client(), id=1)))
+    assert not torch.equal(base, weights_after(replace(client(), seed=4)))
+    assert not torch.equal(base, weights_after(client(), "second"))
+
+
+def test_batchnorm_never_meets_a_single_sample() -> None:
+    for normalised, steps in ((False, 2), (True, 1)):  # 5 samples in batches of 4 and 1
+        who = client(Net(normalised), n=5, drop_last="never")
+        report = fit(who, classification(who.model))
+        assert (report.steps, report.samples) == (steps, 5 if steps == 2 else 4)
+    alone = client(Net(True), n=1)
+    assert fit(alone, classification(alone.model)) == FitReport(0, 0, {}, {})
+    # A companion with BatchNorm counts as well.
+    plain = client(n=1)
+    assert fit(plain, classification(plain.model), companions=[Net(True)]).steps == 0
+
+
+def test_epochs_steps_and_another_source() -> None:
+    who = client(local_epochs=3)
+    assert fit(who, classification(who.model)).steps == 6
+    assert fit(who, classification(who.model), epochs=1).steps == 2
+    assert fit(who, classification(who.model), max_steps=5).steps == 5
+    assert fit(who, classification(who.model), max_steps=0).steps == 0
+    seen: list[int] = []
+    source = (torch.randn(20, 4), torch.zeros(20, dtype=torch.int64))
+    report = fit(who, classification(who.model), source=source, epochs=1, after_step=lambda: seen.append(1))
+    assert (report.steps, report.samples, len(seen)) == (5, 20, 5)
+
+
+# What is trained --------------------------------------------------------------------------------------------
+
+
+def test_frozen_parts_keep_their_bits() -> None:
+    who = client(weight_decay=0.1, momentum=0.9)
+    before = weights(who.model)
+    fit(who, classification(who.model), parts=[part(who.model.head)])  # type: ignore[arg-type]
+    assert changed(before, who.model) == {"head.weight", "head.bias"}
+    assert all(parameter.requires_grad for parameter in who.model.parameters())
+    assert fit(who, classification(who.model), parts=[]) == FitReport(0, 0, {}, {})
+
+
+def test_frozen_parts_are_thawed_after_an_error() -> None:
+    who = client()
+
+    def broken(inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        assert not who.model.body[0].weight.requires_grad  # type: ignore[union-attr, index]
+        raise OSError("boom")
+
+    with pytest.raises(OSError, match="boom"):
+        fit(who, broken, parts=[part(who.model.head)])  # type: ignore[arg-type]
+    assert all(parameter.requires_grad for parameter in who.model.parameters())
+
+
+def test_what_was_frozen_before_stays_frozen() -> None:
+    who = client()
+    who.model.body[0].bias.requires_grad_(False)  # type: ignore[union-attr, index]
+    fit(who, classification(who.model), parts=[part(who.model.head)])  # type: ignore[arg-type]
+    assert not who.model.body[0].bias.requires_grad  # type: ignore[union-attr, index]
+
+
+def test_parts_have_their_own_rates() -> None:
+    who = client(n=4)
+    before = weights(who.model)
+    head = tuple(who.model.head.parameters())  # type: ignore[union-attr]
+    fit(who, classification(who.model), parts=[part(who.model.body, 0.0), Part(head)])  # type: ignore[arg-type]
+    assert changed(before, who.model) == {"head.weight", "head.bias"}
+
+
+def norm_of_step(bound: float, per_part: float | None = None) -> float:
+    who = client(n=4, max_grad_norm=bound)
+    before = nn.utils.parameters_to_vector(who.model.parameters()).detach().clone()
+
+    def steep(inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"ce": 1000 * classification(who.model)(inputs, labels)["ce"]}
+
+    fit(who, steep, parts=[part(who.model, None, per_part)])
+    after = nn.utils.parameters_to_vector(who.model.parameters()).detach()
+    return float((after - before).norm())
+
+
+def test_the_gradient_is_clipped() -> None:
+    # One step of η = 0.1 along a gradient of norm c moves the weights by 0.1·c.
+    assert norm_of_step(0.0) > 10
+    assert norm_of_step(0.5) == pytest.approx(0.05, rel=1e-3)
+    assert norm_of_step(0.5, per_part=2.0) == pytest.approx(0.2, rel=1e-3)
+    assert norm_of_step(0.5, per_part=0.0) > 10
+
+
+# Momentum ---------------------------------------------------------------------------------------------------
+
+
+def test_kept_momentum_is_one_uninterrupted_sgd() -> None:
+    model = Net()
+    memory: dict[str, Tensor] = {}
+    for number in (1, 2, 3):
+        who = replace(
+            client(model, round=number, momentum=0.9, optimizer_state="kept", weight_decay=0.01),
+            memory=memory,
+        )
+        memory = fit(who, classification(model)).optimizer
+    assert set(memory) == {f"momentum.{name}" for name, _ in model.named_parameters()}
+
+    twin = Net()
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    shard = data().train
+    for number in (1, 2, 3):
+        for index in torch.randperm(10, generator=client(round=number).generator("fit"))[:8].split(4):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(forward(twin, shard.inputs[index])[1], shard.labels[index]).backward()
+            optimizer.step()
+    for (name, found), expected in zip(model.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, msg=name)
+
+    fresh = Net()
+    for number in (1, 2, 3):
+        fit(client(fresh, round=number, momentum=0.9, weight_decay=0.01), classification(fresh))
+    assert not torch.allclose(fresh.head.weight, twin.head.weight, atol=1e-3)
+
+
+def test_what_the_client_remembers_is_not_changed_by_training() -> None:
+    model = Net()
+    first = fit(client(model, momentum=0.9, optimizer_state="kept"), classification(model)).optimizer
+    kept = {name: tensor.clone() for name, tensor in first.items()}
+    second = replace(client(model, round=2, momentum=0.9, optimizer_state="kept"), memory=first)
+    fit(second, classification(model))
+    assert all(torch.equal(first[name], tensor) for name, tensor in kept.items())
+
+
+def test_momentum_of_a_part_of_the_parameters_can_be_gone_on_with() -> None:
+    """A buffer of zeros is what SGD starts from, so parameters without one are as in a first step."""
+    model = Net()
+    head = fit(
+        client(model, momentum=0.9, optimizer_state="kept"),
+        classification(model),
+        parts=[part(model.head)],
+    ).optimizer
+    assert set(head) == {"momentum.head.weight", "momentum.head.bias"}
+    who = replace(client(model, n=4, round=2, momentum=0.9, optimizer_state="kept"), memory=head)
+    twin = Net()
+    twin.load_state_dict(model.state_dict())
+    fit(who, classification(model))
+    fit(client(twin, n=4, round=2), classification(twin))  # one step of plain SGD
+    torch.testing.assert_close(model.body[0].weight, twin.body[0].weight)
+    assert not torch.allclose(model.head.weight, twin.head.weight)
+
+
+# Divergence -------------------------------------------------------------------------------------------------
+
+
+def test_a_loss_that_is_not_finite_is_refused() -> None:
+    who = client(n=4)
+
+    def split(inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        ce = classification(who.model)(inputs, labels)["ce"]
+        return {"ce": ce, "extra": ce * float("nan")}
+
+    with pytest.raises(Diverged, match=r"loss term 'extra' is not finite after 1 steps; lower learning-rate"):
+        fit(who, split)
+
+
+def test_a_last_step_into_infinity_is_refused_as_well() -> None:
+    who = client(n=4, learning_rate=3e38)  # the only loss is finite, the weights after it are not
+
+    def steep(inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"ce": 1e4 * classification(who.model)(inputs, labels)["ce"]}
+
+    with pytest.raises(Diverged, match="a weight is not finite after 1 steps; lower learning-rate"):
+        fit(who, steep)
+
+
+# The pull ---------------------------------------------------------------------------------------------------
+
+
+def pulled(down: Prototypes, weight: float) -> tuple[dict[str, float], dict[str, Tensor]]:
+    task = Task(3, 8, (1, 16, 16))
+    g = torch.Generator().manual_seed(0)
+    shard = Shard(torch.randn(4, 1, 16, 16, generator=g), torch.tensor([0, 1, 1, 2]))
+    held = ClientData(shard, shard, 3, ("a", "b", "c"), torch.ones(1, 1, 1), torch.zeros(1, 1, 1))
+    model = build_model("cnn2", task, seed=1)
+    settings = parse(
+        {"method": "fedproto", "pull-weight": weight, "feature-dim": 8, "batch-size": 4}, SECTIONS
+    )
+    who = Client(0, 2, task, model, held, settings.training, settings.evaluation, seed=0)
+    torch.manual_seed(0)  # dropout
+    update = build_method(settings).local_update(who, down)
+    return dict(update.metrics), {name: p.detach() for name, p in model.named_parameters()}
+
+
+def test_the_pull_moves_the_extractor_from_the_first_broadcast_on() -> None:
+    """One step of SGD: the body's step contains λ's gradient, the head's does not."""
+    nobody = Prototypes.empty(3, 8)
+    everybody = Prototypes(torch.ones(3, 8), torch.ones(3, dtype=torch.bool))
+    first, _ = pulled(nobody, 10.0)
+    assert set(first) == {"loss.ce"}
+    found = {weight: pulled(everybody, weight) for weight in (0.0, 1.0, 10.0)}
+    assert found[0.0][0]["loss.pull"] == 0
+    assert found[1.0][0]["loss.pull"] > 0
+    assert found[10.0][0]["loss.pull"] == pytest.approx(10 * found[1.0][0]["loss.pull"], rel=1e-5)
+    for name, start in found[0.0][1].items():
+        one, ten = found[1.0][1][name] - start, found[10.0][1][name] - start
+        if name.startswith("head."):
+            assert not one.any()
+            assert not ten.any()
+        else:
+            assert one.any(), name
+            torch.testing.assert_close(ten, 10 * one, rtol=1e-2, atol=1e-5)
+
+
+# Evaluation -------------------------------------------------------------------------------------------------
+
+
+def test_one_pass_scores_every_predictor() -> None:
+    who = client()
+    who = replace(who, evaluation=EvaluationSettings(eval_batch_size=4))
+    perfect = {label: iter_of(data().test.labels, 4) for label in ("global",)}
+
+    def oracle(features: Tensor, logits: Tensor) -> Tensor:
+        return nn.functional.one_hot(next(perfect["global"]), 3).float()
+
+    def never(features: Tensor, logits: Tensor) -> Tensor:
+        return torch.full((len(features), 3), EXCLUDED)  # ties: class 0 wins
+
+    found = evaluate(who, {"head": lambda features, logits: logits, "global": oracle, "local": never})
+    assert found.num_samples == 6
+    assert found.correct["global"] == 6
+    assert found.correct["local"] == int((data().test.labels == 0).sum())
+    with torch.no_grad():
+        logits = forward(who.model, data().test.inputs)[1]
+    assert found.correct["head"] == int((logits.argmax(1) == data().test.labels).sum())
+    assert found.loss == pytest.approx(
+        float(nn.functional.cross_entropy(logits, data().test.labels)), rel=1e-5
+    )
+
+
+def iter_of(labels: Tensor, size: int) -> "Iterable[Tensor]":
+    return iter(labels.split(size))
+
+
+def test_scores_must_be_finite_and_of_shape_b_by_k() -> None:
+    with pytest.raises(Diverged, match="predictor 'head' gives scores that are not finite"):
+        evaluate(client(), {"head": lambda features, logits: logits * float("nan")})
+    with pytest.raises(ValueError, match=r"predictor 'head' answers \(6, 2\), expected \(B, K\)"):
+        evaluate(client(), {"head": lambda features, logits: logits[:, :2]})
+
+
+def test_without_test_samples_nothing_is_scored() -> None:
+    who = replace(client(), data=data(10, 0))
+    found = evaluate(who, {"head": lambda features, logits: logits})
+    assert (found.num_samples, found.correct, found.loss) == (0, {"head": 0}, 0.0)
+
+
+def test_features_come_in_order_and_in_evaluation_mode() -> None:
+    who = client(Net(normalised=True), n=9)
+    who = replace(who, evaluation=EvaluationSettings(eval_batch_size=4))
+    before = weights(who.model)
+    parts = list(each_feature(who, who.data.train))
+    assert [len(labels) for _, labels in parts] == [4, 4, 1]
+    assert torch.equal(torch.cat([labels for _, labels in parts]), data(9).train.labels)
+    assert not changed(before, who.model)
+    assert not any(features.requires_grad for features, _ in parts)
+
+
+def test_nearest_prefers_the_nearest_candidate() -> None:
+    table = torch.tensor([[0.0, 0.0], [3.0, 4.0], [1.0, 0.0]])
+    scores = nearest(table, torch.tensor([True, True, False]))(torch.tensor([[1.0, 0.0]]), torch.zeros(1, 3))
+    # squared distances of (1, 0): 1, 4 + 16 = 20, and 0 for the class that is no candidate
+    assert scores.tolist() == [[-1.0, -20.0, pytest.approx(EXCLUDED)]]
