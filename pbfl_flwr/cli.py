@@ -32,6 +32,7 @@ class Topic(StrEnum):
     models = "models"
     datasets = "datasets"
     presets = "presets"
+    comparisons = "comparisons"
     keys = "keys"
 
 
@@ -40,6 +41,7 @@ COLUMNS = {
     Topic.models: ("model", "what it is"),
     Topic.datasets: ("dataset", "what it is"),
     Topic.presets: ("preset",),
+    Topic.comparisons: ("comparison", "title"),
     Topic.keys: ("key", "default", "meaning, and what is allowed"),
 }
 
@@ -122,6 +124,70 @@ def show(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run director
         tables.show(run, Console())
     except PbflError as error:
         raise _ended(error, REFUSED) from None
+
+
+@app.command()
+def compare(
+    name: Annotated[
+        str, typer.Argument(metavar="COMPARISON", help="A TOML file, or one of `pbfl list comparisons`.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Where runs and table go; default runs/<name>.")
+    ] = None,
+    assignments: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="A key for all runs; may be repeated."),
+    ] = None,
+    seeds: Annotated[str, typer.Option("--seeds", help="One run a seed, e.g. 0,1,2.")] = "",
+    only: Annotated[str, typer.Option("--only", help="Labels, separated by commas.")] = "",
+    gpus_per_client: Annotated[
+        float, typer.Option("--gpus-per-client", min=0, help="Share of a GPU that a client gets, e.g. 0.25.")
+    ] = 0.0,
+    app_dir: Annotated[
+        Path | None,
+        typer.Option("--app", help="Directory of the Flower app; default this package's checkout."),
+    ] = None,
+) -> None:
+    """Make several runs on the same data and print one table; started again, it goes on where it stopped."""
+    from pbfl_flwr.experiments import compare as comparison
+    from pbfl_flwr.experiments import configuration
+    from pbfl_flwr.experiments.runner import simulate
+    from pbfl_flwr.flower.engine import Resources
+
+    console = Console()
+    resources = Resources(1, gpus_per_client, None)
+    try:
+        source = checkout(app_dir)
+        title, runs = comparison.read(name)
+        directory = (out or Path("runs") / Path(name).stem).expanduser().absolute()
+        chosen = comparison.numbers("--seeds", seeds)
+        labels = [label.strip() for label in only.split(",") if label.strip()]
+        planned = comparison.plan(runs, assignments or [], chosen, labels, directory)
+        for wishes in {str(sorted(run.wishes.values.items())): run.wishes for run in planned}.values():
+            configuration.preflight(configuration.check(wishes), resources)
+    except PbflError as error:
+        raise _ended(error, REFUSED) from None
+
+    def start(wishes: configuration.Wishes, run_dir: Path) -> int:
+        run = configuration.check(wishes).run
+        say(console, f"{run_dir.name}: {run.method}")
+        return simulate(
+            source, run_dir, wishes.values, run.num_clients, run.num_server_rounds, resources, console
+        )
+
+    try:
+        failed = comparison.make(planned, start)
+    except PbflError as error:
+        raise _ended(error, FAILED) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+    found = comparison.rows(planned)
+    comparison.write(directory, title, found)
+    say(console, comparison.markdown(title, found))
+    say(console, f"written to {directory / 'table.md'}")
+    for label in failed:
+        say(console, f"failed: {label}", "red")
+    raise typer.Exit(FAILED if failed else COMPLETED)
 
 
 @app.command("list")

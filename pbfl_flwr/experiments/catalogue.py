@@ -9,6 +9,7 @@ from pydantic.fields import FieldInfo
 
 from pbfl_flwr.config import GROUPS, Group
 from pbfl_flwr.data import DATASETS
+from pbfl_flwr.experiments.compare import comparisons, read
 from pbfl_flwr.experiments.configuration import presets
 from pbfl_flwr.methods import METHODS, SECTIONS
 from pbfl_flwr.models import FAMILIES, MODELS, description
@@ -37,6 +38,11 @@ def datasets() -> Rows:
 def shipped() -> Rows:
     """Return (name,) of the presets."""
     return [(name,) for name in presets()]
+
+
+def side_by_side() -> Rows:
+    """Return (name, title) of the comparisons."""
+    return [(name, read(name)[0]) for name in comparisons()]
 
 
 def keys() -> Rows:
@@ -91,5 +97,6 @@ ROWS: dict[str, Callable[[], Rows]] = {
     "models": models,
     "datasets": datasets,
     "presets": shipped,
+    "comparisons": side_by_side,
     "keys": keys,
 }

@@ -36,8 +36,9 @@ from pbfl_flwr.flower.store import write_atomically
 from pbfl_flwr.method import PREDICTORS
 
 FOLDER = "experiments/comparisons"
-Start = Callable[[configuration.Wishes, Path, bool], int]
-"""(keys, run directory, whether it goes on) -> exit code of the run."""
+INTERRUPTED = 130
+Start = Callable[[configuration.Wishes, Path], int]
+"""(keys, run directory) -> exit code of the run."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,21 @@ def plan(
     return planned
 
 
+def numbers(option: str, text: str) -> list[int]:
+    """Return a comma list of whole numbers from 0.
+
+    Raises:
+        PbflError: if it is none.
+    """
+    try:
+        found = [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        found = [-1]
+    if any(number < 0 for number in found):
+        raise PbflError(f"{option} {text}: allowed are whole numbers from 0, separated by commas")
+    return found
+
+
 def finished(run: Planned) -> bool:
     """Whether all rounds of a run are there."""
     if not (run.directory / "run.json").exists():
@@ -148,6 +164,10 @@ def make(planned: Sequence[Planned], start: Start) -> list[str]:
     """Make the runs that are not finished, one after the other, and return what failed.
 
     A run that was interrupted goes on where it stopped; a run that fails does not stop the others.
+
+    Raises:
+        KeyboardInterrupt: if a run was interrupted.
+        PbflError: if a run that is there was made with other keys.
     """
     failed = []
     for run in planned:
@@ -155,7 +175,10 @@ def make(planned: Sequence[Planned], start: Start) -> list[str]:
             continue
         goes_on = (run.directory / "run.json").exists()
         wishes = configuration.resumed(run.directory, run.wishes) if goes_on else run.wishes
-        if start(wishes, run.directory, goes_on):
+        code = start(wishes, run.directory)
+        if code == INTERRUPTED:
+            raise KeyboardInterrupt
+        if code:
             failed.append(f"{run.label}, seed {run.seed}")
     return failed
 
@@ -229,10 +252,21 @@ def _row(label: str, runs: Sequence[RunDirectory]) -> Row:
 
 
 def markdown(title: str, found: Sequence[Row]) -> str:
-    """Return the table: accuracies in %, sample-weighted over all clients; deviations over seeds where there are several."""
+    """Return the table: accuracies in %, sample-weighted over all clients; ± over seeds where there are several."""
     names = [name for name in PREDICTORS if any(name in row.others for row in found)]
-    head = ["run", "headline", "last", "best (on test data)", "std over clients", *names]
-    head += ["payload up", "payload down", "all bytes a round", "paper's scalars", "s a round"]
+    head = [
+        "run",
+        "headline",
+        "last",
+        "best (on test data)",
+        "std over clients",
+        *names,
+        "payload up",
+        "payload down",
+        "all bytes a round",
+        "paper's scalars",
+        "s a round",
+    ]
     lines = [f"**{title}**", "", "| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for row in found:
         cells = [row.label, row.headline, _figure(row.last), _figure(row.best), _figure(row.spread)]
@@ -277,17 +311,8 @@ def write(out: Path, title: str, found: Sequence[Row]) -> None:
     )
     for row in found:
         figures = [fmean(row.last), fmean(row.best), fmean(row.spread), row.up, row.down, row.total]
-        writer.writerow(
-            [
-                row.label,
-                row.headline,
-                row.seeds,
-                row.rounds,
-                *(f"{value:.4f}" for value in figures),
-                row.paper,
-            ]
-            + [f"{row.seconds:.2f}"]
-        )
+        identity = (row.label, row.headline, row.seeds, row.rounds)
+        writer.writerow((*identity, *(f"{value:.4f}" for value in figures), row.paper, f"{row.seconds:.2f}"))
     write_atomically(out / "table.csv", text.getvalue().encode())
 
 

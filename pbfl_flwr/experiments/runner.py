@@ -66,14 +66,16 @@ def simulate(
             say(console, f"interrupted; go on with: pbfl run --resume {run_dir}")
             return INTERRUPTED
         follower.look()
-    present = {line["round"] for line in RunDirectory(run_dir).rounds()}
-    missing = num_rounds - len(present & set(range(1, num_rounds + 1)))
-    if status == "finished:completed" and not missing:
-        return COMPLETED
-    reason = _reason(run_dir, engine, status, details)
+        present = {line["round"] for line in RunDirectory(run_dir).rounds()}
+        missing = num_rounds - len(present & set(range(1, num_rounds + 1)))
+        if status == "finished:completed" and not missing:
+            return COMPLETED
+        reason = _reason(run_dir, engine, status, details)
     if status == "finished:completed":
         reason = f"{missing} of {num_rounds} rounds are missing though Flower says {status}\n{reason}"
     say(console, f"the run failed: {reason}", "red")
+    if present:
+        say(console, f"{len(present)} rounds are kept; go on with: pbfl run --resume {run_dir}")
     return FAILED
 
 

@@ -9,7 +9,13 @@ from torchvision.models import resnet18 as torchvision_resnet18
 from torchvision.models.resnet import BasicBlock, conv1x1
 
 from pbfl_flwr.models.contract import SplitModel
-from pbfl_flwr.models.layers import global_average, image_shape, input_convolution, linear_head, replaced_classifier
+from pbfl_flwr.models.layers import (
+    global_average,
+    image_shape,
+    input_convolution,
+    linear_head,
+    replaced_classifier,
+)
 from pbfl_flwr.task import Task
 
 
