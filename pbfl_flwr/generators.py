@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client
-from pbfl_flwr.payloads import Prototypes, RejectedPayload, Weights, joined, under
+from pbfl_flwr.payloads import Prototypes, Weights, class_counts, joined, under
 from pbfl_flwr.task import Task
 from pbfl_flwr.weights import copies
 
@@ -219,7 +219,7 @@ class Taught:
         return cls(
             Weights.from_tensors(under(tensors, "weights"), task),
             Weights.from_tensors(under(tensors, "generator"), task),
-            label_counts_from(tensors, task),
+            class_counts(tensors, "label-counts", task),
             Prototypes.from_tensors(table, task) if table else None,
         )
 
@@ -289,20 +289,6 @@ def initial_state(
     return GenerativeState(
         Taught(weights, Weights(tensors if used else {}), nothing, prototypes), GeneratorState(tensors)
     )
-
-
-def label_counts_from(tensors: Mapping[str, Tensor], task: Task) -> Tensor:
-    """Return the ``label-counts`` of a payload, (K,) int64.
-
-    Raises:
-        RejectedPayload: if they are no list of K whole numbers from 0.
-    """
-    counts = tensors.get("label-counts")
-    if counts is None or counts.is_floating_point() or counts.dtype is torch.bool:
-        raise RejectedPayload("'label-counts' must be a list of whole numbers")
-    if counts.shape != (task.num_classes,) or int(counts.min()) < 0 or int(counts.max()) >= 2**40:
-        raise RejectedPayload(f"'label-counts' must be {task.num_classes} numbers from 0")
-    return counts.to(torch.int64)
 
 
 def draw_labels(counts: Tensor, size: int, random: torch.Generator) -> Tensor:

@@ -415,7 +415,21 @@ def _factors(tensors: Mapping[str, Tensor], name: str) -> Factors:
         )
     if bool((sigma < 0).any()):
         raise RejectedPayload(f"'{name}' has a negative singular value")
+    if any(side.numel() and float(side.abs().max()) > 1.01 for side in (u, v)):
+        raise RejectedPayload(f"'{name}' has a singular vector that is longer than 1")
     return Factors(u, sigma, v)
+
+
+def class_counts(tensors: Mapping[str, Tensor], name: str, task: Task) -> Tensor:
+    """Return a tensor that holds one count a class, (K,) int64.
+
+    Raises:
+        RejectedPayload: if it is missing, or not K whole numbers from 0.
+    """
+    counts = _whole_numbers(tensors, name)
+    if len(counts) != task.num_classes or int(counts.min()) < 0 or int(counts.max()) >= MAX_COUNT:
+        raise RejectedPayload(f"'{name}' must be {task.num_classes} whole numbers from 0")
+    return counts
 
 
 def joined(**parts: Payload) -> dict[str, Tensor]:

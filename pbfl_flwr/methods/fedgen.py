@@ -35,14 +35,13 @@ from pbfl_flwr.generators import (
     Taught,
     draw_labels,
     initial_state,
-    label_counts_from,
     sampler,
     train_generator,
 )
 from pbfl_flwr.method import Client, Method, Moment, Round, Update
 from pbfl_flwr.methods.sharing import answer, check_heads, initial, receive
 from pbfl_flwr.models import architectures
-from pbfl_flwr.payloads import Weights, joined, under
+from pbfl_flwr.payloads import Weights, class_counts, joined, under
 from pbfl_flwr.task import Task
 from pbfl_flwr.training import fit, forward
 from pbfl_flwr.weights import Weighting, average, same_shapes, weighting_of
@@ -79,7 +78,9 @@ class LabelledHead:
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], task: Task) -> LabelledHead:
         """Rebuild the payload; see :class:`pbfl_flwr.payloads.Payload`."""
-        return cls(Weights.from_tensors(under(tensors, "weights"), task), label_counts_from(tensors, task))
+        return cls(
+            Weights.from_tensors(under(tensors, "weights"), task), class_counts(tensors, "label-counts", task)
+        )
 
     def scalars(self) -> int:
         """Return the head's; counts are not scalars of the papers."""

@@ -31,7 +31,6 @@ from pbfl_flwr.task import Task
 STD_FLOOR = 1e-3  # ReLU features are often constant within a class
 MAX_ITERATIONS = 100
 TOLERANCE = 1e-3  # on the mean log-likelihood
-PAIR_ELEMENTS = 2**22  # pairs times d held at once by the distance, 32 MB
 
 Floats = NDArray[np.float64]
 Weight = Literal["count", "pi"]
@@ -154,41 +153,34 @@ def bhattacharyya(means_a: Floats, stds_a: Floats, means_b: Floats, stds_b: Floa
         means_b: (m, d).
         stds_b: (m, d).
     """
-    a, b = np.maximum(stds_a, STD_FLOOR), np.maximum(stds_b, STD_FLOOR)
-    log_a, log_b = np.log(a).sum(1), np.log(b).sum(1)
-    distances = np.empty((len(a), len(b)))
-    step = max(1, PAIR_ELEMENTS // max(1, b.size))
-    for start in range(0, len(a), step):
-        block = slice(start, start + step)
-        s = (np.square(a[block, None]) + np.square(b[None])) / 2  # (step, m, d)
-        shift = np.square(means_a[block, None] - means_b[None]) / s
-        distances[block] = shift.sum(2) / 8 + (np.log(s).sum(2) - log_a[block, None] - log_b) / 2
+    a, b = np.maximum(stds_a, STD_FLOOR)[:, None], np.maximum(stds_b, STD_FLOOR)[None]
+    s = (np.square(a) + np.square(b)) / 2  # (n, m, d)
+    shift = np.square(means_a[:, None] - means_b[None]) / s
+    distances: Floats = (shift / 8 + np.log(s / (a * b)) / 2).sum(2)
     return distances
 
 
-def clusters(close: NDArray[np.bool_]) -> list[NDArray[np.int64]]:
+def clusters(means: Floats, stds: Floats, threshold: float) -> list[NDArray[np.int64]]:
     """Return Algorithm 1's clusters, lines 2 to 11: disjoint indices that cover all components.
 
-    A cluster starts with the first component left. As printed, every component that is close to *all* present
-    members joins, all of them at once (those that join together need not be close to one another); the test is
-    repeated with the grown cluster until nobody joins.
+    A cluster starts with the first component left. As printed, every component that is nearer than S_C to *all*
+    present members joins, all of them at once, and the test is repeated with the grown cluster. The first pass already
+    takes everything near the seed, and who is not near the seed fails every later one: a cluster is the seed and what
+    is left near it, whether or not those are near one another.
 
     Args:
-        close: (N, N) symmetric, D_B < S_C.
+        means: (N, d).
+        stds: (N, d).
+        threshold: S_C.
     """
-    left = np.ones(len(close), dtype=bool)
+    left = np.arange(len(means))
     found = []
-    while left.any():
-        seed = int(left.argmax())
-        members = [np.array([seed])]
-        left[seed] = False
-        joining = left & close[seed]
-        while joining.any():
-            new = np.flatnonzero(joining)
-            members.append(new)
-            left[new] = False
-            joining &= left & close[new].all(0)
-        found.append(np.concatenate(members))
+    while len(left):
+        seed = left[:1]
+        near = bhattacharyya(means[seed], stds[seed], means[left], stds[left])[0] < threshold
+        near[0] = True
+        found.append(left[near])
+        left = left[~near]
     return found
 
 
@@ -217,8 +209,8 @@ def fuse(
         )
         order = np.lexsort([*stds.T[::-1], *means.T[::-1], -w])
         w, means, stds = w[order], means[order], stds[order]
-        measured = bhattacharyya(means, stds, means, stds) / (width if distance == "per-dimension" else 1)
-        parts.extend(_merged(label, w[c], means[c], stds[c]) for c in clusters(measured < threshold))
+        limit = threshold * width if distance == "per-dimension" else threshold
+        parts.extend(_merged(label, w[c], means[c], stds[c]) for c in clusters(means, stds, limit))
     return Mixtures.concatenated(parts, width)
 
 

@@ -826,3 +826,20 @@ def test_an_upload_through_the_clientapp_is_replaced_and_rejected(tmp_path: Path
         {"client": 4, "reason": "upload rejected: 'rows' holds NaN or infinity"}
     ]
     assert same_tensors(poisoned.strategy.state.to_tensors(), without.strategy.state.to_tensors())
+
+
+def test_a_fault_of_the_methods_own_check_costs_one_upload_only() -> None:
+    """Whatever validation raises on what one client sent, the round goes on with the others."""
+    validate = Pipeline.validate
+
+    def faulty(self: Pipeline, upload: Prototypes, state: Any, task: Task) -> None:
+        validate(self, upload, state, task)
+        if bool(upload.present[0]):
+            raise KeyError("no such\nthing")
+
+    with patch.object(Pipeline, "validate", faulty):
+        strategy = scripted("mean", reply_of(prototypes(2, [1])))
+    (failure,) = strategy.history[0]["failures"]
+    assert failure["client"] == 0
+    assert failure["reason"].startswith("upload rejected: KeyError: 'no such\\nthing' (test_strategy.py:")
+    assert strategy.history[0]["trained"] == [1, 2, 3]

@@ -194,6 +194,17 @@ def test_it_comes_before_the_local_epochs(make_method, make_client):
     assert torch.equal(update.memory["projection.weight"], dual[0].weight)
 
 
+def test_retraining_starts_without_the_momentum_that_the_local_epochs_kept(make_method, make_client):
+    method, down = make_method("gfpl"), mixtures(0, 1)
+    found = []
+    for memory in ({}, {"momentum.head.weight": torch.ones(4, 6), "momentum.head.bias": torch.ones(4)}):
+        client = make_client(memory=memory, momentum=0.9, optimizer_state="kept")
+        assert set(dict(client.model.named_parameters())) >= {"head.weight", "head.bias"}
+        retrained(method, client, down)
+        found.append(weights(client))
+    assert equal(*found)
+
+
 def test_clamping_keeps_pseudo_features_non_negative(make_method, make_client, monkeypatch):
     seen = []
     client = make_client()
