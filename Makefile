@@ -18,7 +18,7 @@ $(STAMP): pyproject.toml
 	touch $@
 
 run: install
-	$(BIN)/pbfl run
+	$(BIN)/pbfl run fedproto-digits
 
 test: lint
 	$(BIN)/python -m pytest

@@ -175,7 +175,7 @@ class _Open:
     settings: Settings
     store: ClientStore
     stored: ClientState | None
-    seconds: float
+    seconds: tuple[float, float]  # getting the data, opening everything else
 
 
 def _hello(message: Message, context: Context, source: _Source) -> Message:
@@ -236,7 +236,7 @@ def _train(message: Message, context: Context, source: _Source) -> Message:
         participations=participations,
         correct=scores.correct,
         test_loss=scores.loss,
-        seconds=(opened.seconds, fitted, evaluated, 0.0),
+        seconds=(*opened.seconds, fitted, evaluated, 0.0),
         peak_mb=_peak_mb(),
         metrics=update.metrics,
     )
@@ -251,7 +251,7 @@ def _train(message: Message, context: Context, source: _Source) -> Message:
         _plain(report.to_record()),
     )
     opened.store.save(state)
-    seconds = (opened.seconds, fitted, evaluated, time.perf_counter() - started)
+    seconds = (*opened.seconds, fitted, evaluated, time.perf_counter() - started)
     return Message(wire.content(payload, replace(report, seconds=seconds).to_record()), reply_to=message)
 
 
@@ -270,7 +270,7 @@ def _evaluate(message: Message, context: Context, source: _Source) -> Message:
         participations=opened.stored.participations if opened.stored else 0,
         correct=scores.correct,
         test_loss=scores.loss,
-        seconds=(opened.seconds, 0.0, time.perf_counter() - started, 0.0),
+        seconds=(*opened.seconds, 0.0, time.perf_counter() - started, 0.0),
         peak_mb=_peak_mb(),
     )
     return Message(wire.content(report=report.to_record()), reply_to=message)
@@ -289,7 +289,9 @@ def _open(message: Message, context: Context, source: _Source) -> _Open:
     asked = message.content.config_records[wire.CONFIG]
     experiment, number = str(asked["experiment"]), int(str(asked["round"]))
     identity = identify(context, settings, experiment)
+    asked_for_data = time.perf_counter()
     data = source.data(settings, identity.client)
+    getting = time.perf_counter() - asked_for_data
     task = Task(data.num_classes, settings.models.feature_dim, data.input_shape)
     architecture = architecture_of(settings.models.models, identity.client)
     store = ClientStore(identity.state_dir, experiment, identity.client, architecture)
@@ -309,7 +311,9 @@ def _open(message: Message, context: Context, source: _Source) -> _Open:
         settings.run.seed,
         stored.memory if stored else {},
     )
-    return _Open(client, build_method(settings), settings, store, stored, time.perf_counter() - started)
+    method = build_method(settings)
+    opening = time.perf_counter() - started - getting
+    return _Open(client, method, settings, store, stored, (getting, opening))
 
 
 def resolved_moment(settings: Settings, method: Method[Any, Any, Any]) -> Moment:

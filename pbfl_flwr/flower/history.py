@@ -84,6 +84,10 @@ class RunDirectory:
         about = {"python": platform.python_version(), "machine": platform.platform(), **versions}
         self._write("run.json", {"configuration": dict(configuration), "versions": about, **facts})
 
+    def go_on(self, configuration: Mapping[str, Any]) -> None:
+        """Record the configuration under which a run goes on: how far it goes may have changed."""
+        self._write("run.json", {**self.read(), "configuration": dict(configuration)})
+
     def read(self) -> dict[str, Any]:
         """Return run.json.
 

@@ -148,10 +148,12 @@ class MethodStrategy(Strategy):
             if all(member.simulated and member.configured_data for member in self.roster.members.values()):
                 partition = check_data(self.settings.data, run.num_clients)
                 self.run.write_partition(partition.counts.tolist(), list(partition.notes))
-        elif (resumed := self.run.resume(self.method.state, task, self.settings.fingerprint())) is not None:
+            return
+        if (resumed := self.run.resume(self.method.state, task, self.settings.fingerprint())) is not None:
             self.state, self.done = resumed
             self.history = self.run.rounds()
             log(INFO, "resumed after round %s", self.done)
+        self.run.go_on(self.settings.as_dict())
 
     def begin(self, task: Task) -> None:
         """Take the method's initial state; :meth:`prepare` does this, a test without a grid does it itself."""
@@ -391,10 +393,7 @@ class MethodStrategy(Strategy):
             name: _mean([(report.metrics or {}).get(name) for report in trained], weights) for name in names
         }
         reports = list(outcome.reports.values())
-        seconds = {
-            name: sum(report.seconds[i] for report in reports)
-            for i, name in enumerate(("open", "fit", "evaluate", "save"))
-        }
+        seconds = {name: sum(report.seconds[i] for report in reports) for i, name in enumerate(wire.SPENT)}
         return {
             "round": server_round,
             "accuracy": summarise(outcome.reports),

@@ -29,6 +29,7 @@ WireDtype = Literal["float32", "float16", "bfloat16", "int8"]
 
 PAYLOAD, METRICS, CONFIG = "p", "m", "c"  # record names: short, they travel with every message
 MAX_BYTES = 2**31  # of one payload; Flower's own frame limit
+SPENT = ("data", "open", "fit", "evaluate", "save")  # data: its own shards; open: network, state and settings
 MAX_METRICS = 100  # of one report
 FORMAT = "safetensors"  # how the one array says what its bytes are; Flower hands unknown ones on as they are
 _LARGEST_FLOAT = 1e40  # beyond float32: no loss, no time and no memory is that large
@@ -134,7 +135,7 @@ class Report:
         participations: rounds this client has trained in, this one included.
         correct: predictor -> correctly predicted test samples; only predictors that could be asked.
         test_loss: mean cross-entropy on the test samples.
-        seconds: open (data, model, state), fit, evaluate, save.
+        seconds: what the client spent its time on, in the order of SPENT.
         peak_mb: the worker's peak resident memory.
         metrics: what the method reports.
     """
@@ -144,7 +145,7 @@ class Report:
     participations: int = 0
     correct: Mapping[str, int] | None = None
     test_loss: float = 0.0
-    seconds: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+    seconds: tuple[float, float, float, float, float] = (0.0, 0.0, 0.0, 0.0, 0.0)
     peak_mb: float = 0.0
     metrics: Mapping[str, float] | None = None
 
@@ -167,7 +168,7 @@ class Report:
         """
         num_train, num_test, participations = (int(value) for value in _list(record, "n", 3))
         correct = [int(value) for value in _list(record, "c", len(PREDICTORS))]
-        loss, opened, fitted, evaluated, saved, peak_mb = _list(record, "t", 6)
+        loss, data, opened, fitted, evaluated, saved, peak_mb = _list(record, "t", 7)
         if min(num_train, num_test, participations) < 0 or max(correct) > num_test:
             raise RejectedPayload("its counters contradict each other")
         if max(num_train, num_test, participations) >= MAX_COUNT:
@@ -176,7 +177,7 @@ class Report:
             raise RejectedPayload(f"its report has {len(record)} entries, allowed are {MAX_METRICS}")
         scored = {name: value for name, value in zip(PREDICTORS, correct, strict=True) if value >= 0}
         metrics = {key: _checked(key, value) for key, value in record.items() if not isinstance(value, list)}
-        seconds = (opened, fitted, evaluated, saved)
+        seconds = (data, opened, fitted, evaluated, saved)
         return cls(num_train, num_test, participations, scored, loss, seconds, peak_mb, metrics)
 
 

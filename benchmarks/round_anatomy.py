@@ -1,0 +1,97 @@
+"""Where the seconds of a round go: training, data, our own bookkeeping, Flower.
+
+    python benchmarks/round_anatomy.py --set dataset=fashion-mnist --set models=heterogeneous-4 \\
+        --set num-server-rounds=3
+
+Runs the configuration through ``pbfl run`` on the simulation engine and reads the history. A worker's seconds are
+divided by the number of workers; what is left of the wall clock is Flower, Ray, waiting for the slowest worker and
+the machine's other work. The first round (caches, first touch of the data) is left out when there are several.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="assignments")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--run", type=Path, help="read this finished run instead of making one")
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    arguments = parser.parse_args()
+    if arguments.run:
+        figures = anatomy(arguments.run, arguments.workers)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            run = Path(folder) / "run"
+            command = [sys.executable, "-m", "pbfl_flwr.cli", "run", "--run-dir", str(run)]
+            command += ["--workers", str(arguments.workers)]
+            for assignment in arguments.assignments:
+                command += ["--set", assignment]
+            if code := subprocess.run(command, check=False).returncode:
+                return code
+            figures = anatomy(run, arguments.workers)
+    table(figures)
+    if arguments.out:
+        arguments.out.write_text(json.dumps(figures, indent=1) + "\n")
+    return 0
+
+
+def anatomy(run: Path, workers: int) -> dict[str, float | str | int]:
+    """Return the medians over rounds, in seconds of wall clock."""
+    rounds = [json.loads(line) for line in (run / "rounds.jsonl").read_text().splitlines()]
+    rounds = rounds[1:] or rounds
+    config = json.loads((run / "run.json").read_text())["configuration"]
+
+    def middle(pick: Callable[[dict[str, Any]], float]) -> float:
+        return median(pick(entry["seconds"]) for entry in rounds)
+
+    total = middle(lambda s: s["total"])
+    training = middle(lambda s: (s["clients"]["fit"] + s["clients"]["evaluate"]) / workers)
+    data = middle(lambda s: s["clients"]["data"] / workers)
+    ours = middle(lambda s: (s["clients"]["open"] + s["clients"]["save"]) / workers + s["aggregate"])
+    return {
+        "method": config["method"],
+        "dataset": config["dataset"],
+        "models": config["models"],
+        "rounds": len(rounds),
+        "workers": workers,
+        "total": total,
+        "training and evaluation": training,
+        "data": data,
+        "our bookkeeping": ours,
+        "Flower, Ray and waiting": total - training - data - ours,
+        "peak memory of a worker, MB": max(entry["peak_mb"] for entry in rounds),
+        "torch": torch.__version__,
+        "machine": platform.processor() or platform.machine(),
+    }
+
+
+def table(figures: dict[str, float | str | int]) -> None:
+    about = ", ".join(
+        f"{key} {figures[key]}" for key in ("method", "dataset", "models", "rounds", "workers", "torch")
+    )
+    print(f"\n{about}\n")
+    total = float(figures["total"])
+    for key in ("training and evaluation", "data", "our bookkeeping", "Flower, Ray and waiting", "total"):
+        seconds = float(figures[key])
+        print(f"{key:<28}{seconds:9.3f} s{100 * seconds / total:8.1f} %")
+    print(f"{'peak memory of a worker':<28}{float(figures['peak memory of a worker, MB']):9.0f} MB")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
