@@ -73,17 +73,15 @@ class Gfpl(Method[MixtureState, Mixtures, Mixtures]):
         dual = self._dual(client) if config.dual_classifier else None
         metrics: dict[str, float] = {}
         if down.num_components:
-            retrained = self._train(client, dual, down).metrics()
-            metrics = {f"retrain-{name}": value for name, value in retrained.items()}
+            metrics = {f"retrain-{k}": v for k, v in self._train(client, dual, down).metrics().items()}
         report = self._train(client, dual)
-        metrics |= report.metrics()
         upload = Mixtures.empty(d)
         if self.exchanges(client.round):
             batches, random = each_feature(client, client.data.train), client.generator("mixtures")
             fitted = fit_mixtures(batches, d, config.components, random.initial_seed(), config.weight)
             upload, metrics = fitted.mixtures, metrics | fitted.figures()
         kept = dual[0].state_dict(prefix="projection.") if dual else {}
-        return Update(upload, {**kept, **report.optimizer}, metrics)
+        return Update(upload, {**kept, **report.optimizer}, {**metrics, **report.metrics()})
 
     def _train(self, client: Client, dual: Dual | None, down: Mixtures | None = None) -> FitReport:
         """L_train on the data (Eq. 13), or L_retrain on pseudo-features (Eq. 14), which pass by the extractor."""
@@ -101,13 +99,13 @@ class Gfpl(Method[MixtureState, Mixtures, Mixtures]):
         if down is None:
             return fit(client, loss, parts=parts, companions=companions)
         features, labels = sample(down, config.samples, client.generator("pseudo-features"))
-        features = features.clamp_min(0) if config.clamp else features
+        z = features.clamp_min(0) if config.clamp else features
         return fit(
             replace(client, memory={}),  # momentum kept from the local epochs is not the retraining's
             loss,
             parts=parts if config.retrain == "both" else parts[1:],
             companions=companions,
-            source=(features.to(client.device), labels.to(client.device)),
+            source=(z.to(client.device), labels.to(client.device)),
             epochs=config.retrain_epochs,
             phase="retrain",
         )
@@ -115,9 +113,8 @@ class Gfpl(Method[MixtureState, Mixtures, Mixtures]):
     def _dual(self, client: Client) -> Dual:
         """The projection l(ω3) as this client keeps it, and Z."""
         d = client.task.feature_dim
-        projection = projection_layer(d, client.seed, under(client.memory, "projection"))
-        Z = equiangular_frame(client.task.num_classes, d, client.seed)
-        return projection.to(client.device), Z.to(client.device)
+        projection = projection_layer(d, client.seed, under(client.memory, "projection")).to(client.device)
+        return projection, equiangular_frame(client.task.num_classes, d, client.seed).to(client.device)
 
     def predictors(self, client: Client, down: Mixtures) -> dict[str, Predictor]:
         """Head; the fixed frame, once there is a projection."""
@@ -159,8 +156,8 @@ class Gfpl(Method[MixtureState, Mixtures, Mixtures]):
 
     def exchanges(self, number: int) -> bool:
         """Return whether mixtures go up in a round: t >= t1 and t mod S_T = 0."""
-        due = number >= self.config.start and number % self.config.interval == 0
-        return self.config.pseudo_features and due
+        c = self.config
+        return c.pseudo_features and number >= c.start and number % c.interval == 0
 
     def check(self, task: Task, architectures: Sequence[str]) -> None:
         """The frame must exist."""
@@ -176,11 +173,7 @@ class Gfpl(Method[MixtureState, Mixtures, Mixtures]):
 
 
 def build(settings: Settings) -> Gfpl:
-    """Return the method.
-
-    Raises:
-        PbflError: if there is nothing to retrain.
-    """
+    """Return the method; a PbflError says so if its settings leave nothing to retrain."""
     config = parse_section(Config, settings)
     if config.retrain == "projection" and not config.dual_classifier:
         raise PbflError("gfpl.retrain = 'projection': gfpl.dual-classifier = false has none; use 'both'")

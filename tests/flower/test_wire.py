@@ -23,6 +23,7 @@ from pbfl_flwr.payloads import Nothing, Prototypes, RejectedPayload, Weights
 from pbfl_flwr.task import Task
 from tests.flower.inprocess import through_flower
 
+SECONDS: Any = tuple(0.5 + i for i in range(len(Report(0, 0).seconds)))
 TASK = Task(num_classes=6, feature_dim=8, input_shape=(2,))
 
 
@@ -253,7 +254,7 @@ def decode_error(record: ArrayRecord) -> str:
 
 
 def test_a_report_comes_back_as_it_was() -> None:
-    sent = Report(10, 4, 3, {"head": 2, "local": 0}, 0.5, (1.0, 2.0, 3.0, 4.0), 99.5, {"loss.ce": 0.25})
+    sent = Report(10, 4, 3, {"head": 2, "local": 0}, 0.5, SECONDS, 99.5, {"loss.ce": 0.25})
     assert Report.from_record(sent.to_record()) == sent
 
 
@@ -294,9 +295,7 @@ def test_what_we_add_is_under_three_percent_of_the_rows(record_property: Any) ->
     # What TinyProto sends up: n_i beside the rows; every predictor scored, two loss terms reported.
     up = Prototypes(torch.randn(K, s), present, None, 12_345)
     correct = dict.fromkeys(PREDICTORS, 1_000)
-    report = Report(
-        12_345, 4_115, 999, correct, 1.234, (0.1, 9.8, 1.2, 0.4), 987.6, {"loss.ce": 1.2, "loss.pull": 3.4}
-    )
+    report = Report(12_345, 4_115, 999, correct, 1.234, SECONDS, 987.6, {"loss.ce": 1.2, "loss.pull": 3.4})
     config = ConfigRecord({"round": 999, "experiment": strategy.experiment})
     contents = {
         "up": wire.content(encode(up), report.to_record()),

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from pbfl_flwr import seeds
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.prototypes.frame import dot_regression, equiangular_frame, frame_scores, projection_layer
 
@@ -18,6 +19,18 @@ def test_inner_products_are_those_of_a_simplex(K, d):
 def test_the_frame_is_its_seed():
     assert torch.equal(equiangular_frame(3, 5, 0), equiangular_frame(3, 5, 0))
     assert not torch.equal(equiangular_frame(3, 5, 0), equiangular_frame(3, 5, 1))
+
+
+def test_the_frame_is_that_of_gram_and_schmidt():
+    A = torch.randn(5, 3, generator=seeds.generator(7, "etf"), dtype=torch.float64)
+    Q: list[torch.Tensor] = []
+    for column in A.T:
+        rest = column - sum((q @ column) * q for q in Q)
+        Q.append(rest / rest.norm())
+    expected = (3 / 2) ** 0.5 * torch.stack(
+        [q - sum(Q) / 3 for q in Q], dim=1
+    )  # Q(I - 11ᵀ/K): the mean taken off
+    torch.testing.assert_close(equiangular_frame(3, 5, seed=7), expected.float(), atol=1e-6, rtol=0)
 
 
 def test_more_classes_than_dimensions_are_refused():
