@@ -25,6 +25,18 @@ app = typer.Typer(
 )
 
 
+Assignments = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="A key of the run configuration; may be repeated."),
+]
+Gpus = Annotated[
+    float, typer.Option("--gpus-per-client", min=0, help="Share of a GPU that a client gets, e.g. 0.25.")
+]
+AppDirectory = Annotated[
+    Path | None, typer.Option("--app", help="Directory of the Flower app; default this package's checkout.")
+]
+
+
 class Topic(StrEnum):
     """What ``pbfl list`` can list."""
 
@@ -52,10 +64,7 @@ def run(
         str | None,
         typer.Argument(metavar="[PRESET.toml]", help="A TOML file, or one of `pbfl list presets`."),
     ] = None,
-    assignments: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="A key of the run configuration; may be repeated."),
-    ] = None,
+    assignments: Assignments = None,
     run_dir: Annotated[
         Path | None,
         typer.Option("--run-dir", help="Where the run is written; default runs/<date>-<method>-<dataset>."),
@@ -63,19 +72,14 @@ def run(
     resume: Annotated[
         Path | None, typer.Option("--resume", metavar="RUN", help="Go on with the run of this directory.")
     ] = None,
-    gpus_per_client: Annotated[
-        float, typer.Option("--gpus-per-client", min=0, help="Share of a GPU that a client gets, e.g. 0.25.")
-    ] = 0.0,
+    gpus_per_client: Gpus = 0.0,
     cpus_per_client: Annotated[
         int, typer.Option("--cpus-per-client", min=1, help="CPUs that Ray reserves for a client.")
     ] = 1,
     workers: Annotated[
         int | None, typer.Option("--workers", min=1, help="Worker processes; default one for every CPU.")
     ] = None,
-    app_dir: Annotated[
-        Path | None,
-        typer.Option("--app", help="Directory of the Flower app; default this package's checkout."),
-    ] = None,
+    app_dir: AppDirectory = None,
 ) -> None:
     """Run a federation on this machine, on Flower's simulation engine."""
     from pbfl_flwr.experiments import configuration, tables
@@ -134,19 +138,11 @@ def compare(
     out: Annotated[
         Path | None, typer.Option("--out", help="Where runs and table go; default runs/<name>.")
     ] = None,
-    assignments: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="A key for all runs; may be repeated."),
-    ] = None,
+    assignments: Assignments = None,
     seeds: Annotated[str, typer.Option("--seeds", help="One run a seed, e.g. 0,1,2.")] = "",
     only: Annotated[str, typer.Option("--only", help="Labels, separated by commas.")] = "",
-    gpus_per_client: Annotated[
-        float, typer.Option("--gpus-per-client", min=0, help="Share of a GPU that a client gets, e.g. 0.25.")
-    ] = 0.0,
-    app_dir: Annotated[
-        Path | None,
-        typer.Option("--app", help="Directory of the Flower app; default this package's checkout."),
-    ] = None,
+    gpus_per_client: Gpus = 0.0,
+    app_dir: AppDirectory = None,
 ) -> None:
     """Make several runs on the same data and print one table; started again, it goes on where it stopped."""
     from pbfl_flwr.experiments import compare as comparison

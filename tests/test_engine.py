@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.engine import Engine
@@ -19,8 +21,8 @@ SMALL = ["num-clients=4", "num-server-rounds=2", "models=cnn4", "feature-dim=16"
 MARK = "PBFL_TEST_RUN"
 
 
-def start(run_dir: Path, home: Path, *settings: str) -> subprocess.Popen[str]:
-    return pbfl(run_dir, home, "--run-dir", str(run_dir), *sets(*SMALL, *settings))
+def start(run_dir: Path, home: Path, *settings: str, workers: str = "2") -> subprocess.Popen[str]:
+    return pbfl(run_dir, home, "--workers", workers, "--run-dir", str(run_dir), *sets(*SMALL, *settings))
 
 
 def sets(*settings: str) -> list[str]:
@@ -29,7 +31,7 @@ def sets(*settings: str) -> list[str]:
 
 def pbfl(run_dir: Path, home: Path, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "pbfl_flwr.cli", "run", "--workers", "2", *arguments],
+        [sys.executable, "-m", "pbfl_flwr.cli", "run", *arguments],
         env={**os.environ, MARK: str(run_dir), "PBFL_HOME": str(home), "COLUMNS": "160"},
         cwd=Path(__file__).parents[1],
         stdout=subprocess.PIPE,
@@ -73,6 +75,24 @@ def test_a_run(tmp_path: Path) -> None:
     assert "best (chosen on test data)" in said
     assert left_behind(run_dir) == []
     assert "Starting Flower Simulation" in (run_dir / "flower.log").read_text()
+
+
+def test_one_worker_and_two_give_the_same_bits(tmp_path: Path) -> None:
+    found = []
+    for workers in ("1", "2"):
+        run_dir = tmp_path / workers
+        process = start(run_dir, tmp_path / "home", workers=workers)
+        said, _ = process.communicate(timeout=500)
+        assert process.returncode == 0, said
+        clients = [json.loads(line) for line in (run_dir / "clients.jsonl").read_text().splitlines()]
+        prototypes = load_file(run_dir / "prototypes.safetensors")
+        found.append(
+            (prototypes, [(line["correct"], line["test_loss"], line["metrics"]) for line in clients])
+        )
+    (one, scores_of_one), (two, scores_of_two) = found
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert scores_of_one == scores_of_two
 
 
 def test_a_run_that_fails_says_why(tmp_path: Path) -> None:

@@ -18,10 +18,8 @@ from __future__ import annotations
 
 import csv
 import io
-import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
@@ -60,8 +58,7 @@ class Planned:
 
 def comparisons() -> list[str]:
     """Return the names of the comparisons that come with the package."""
-    folder = files("pbfl_flwr").joinpath(FOLDER)
-    return sorted(item.name.removesuffix(".toml") for item in folder.iterdir() if item.name.endswith(".toml"))
+    return configuration.shipped(FOLDER)
 
 
 def read(name: str) -> tuple[str, dict[str, dict[str, Scalar]]]:
@@ -73,19 +70,7 @@ def read(name: str) -> tuple[str, dict[str, dict[str, Scalar]]]:
     Raises:
         PbflError: if there is none, or it is not of the form above.
     """
-    path = Path(name).expanduser()
-    if path.is_file():
-        text = path.read_text(encoding="utf-8")
-    elif name in comparisons():
-        text = files("pbfl_flwr").joinpath(FOLDER, f"{name}.toml").read_text(encoding="utf-8")
-    else:
-        raise PbflError(
-            f"comparison '{name}': no such file; allowed is a TOML file or one of {', '.join(comparisons())}"
-        )
-    try:
-        found = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise PbflError(f"comparison '{name}' is no TOML: {error}") from None
+    found = configuration.read_toml("comparison", name, FOLDER)
     if unknown := set(found) - {"title", "common", "runs"}:
         raise PbflError(
             f"comparison '{name}': unknown part '{min(unknown)}'; allowed are title, common and runs"

@@ -28,8 +28,7 @@ PRESETS = "experiments/presets"
 
 def presets() -> list[str]:
     """Return the names of the presets that come with the package."""
-    folder = files("pbfl_flwr").joinpath(PRESETS)
-    return sorted(item.name.removesuffix(".toml") for item in folder.iterdir() if item.name.endswith(".toml"))
+    return shipped(PRESETS)
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ def gather(preset: str | None, assignments: Iterable[str]) -> Wishes:
     Raises:
         PbflError: if the preset cannot be read.
     """
-    found = flatten(_read(preset)) if preset else {}
+    found = flatten(read_toml("preset", preset, PRESETS)) if preset else {}
     problems = []
     for assignment in assignments:
         key, equals, value = assignment.partition("=")
@@ -209,20 +208,35 @@ def _complaint(ask: Callable[[], object]) -> list[str]:
     return []
 
 
-def _read(preset: str) -> dict[str, Any]:
-    path = Path(preset).expanduser()
+def shipped(folder: str) -> list[str]:
+    """Return the names of the TOML files that come with the package in a folder of it."""
+    items = files("pbfl_flwr").joinpath(folder).iterdir()
+    return sorted(item.name.removesuffix(".toml") for item in items if item.name.endswith(".toml"))
+
+
+def read_toml(kind: str, name: str, folder: str) -> dict[str, Any]:
+    """Return a TOML file's tables.
+
+    Args:
+        kind: what it is, for messages.
+        name: a path, or the name of one that comes with the package.
+        folder: where those lie in the package.
+
+    Raises:
+        PbflError: if there is none, or it is no TOML.
+    """
+    path = Path(name).expanduser()
     if path.is_file():
         text = path.read_text(encoding="utf-8")
-    elif preset in presets():
-        text = files("pbfl_flwr").joinpath(PRESETS, f"{preset}.toml").read_text(encoding="utf-8")
+    elif name in shipped(folder):
+        text = files("pbfl_flwr").joinpath(folder, f"{name}.toml").read_text(encoding="utf-8")
     else:
-        raise PbflError(
-            f"preset '{preset}': no such file; allowed is a TOML file or one of {', '.join(presets())}"
-        )
+        allowed = ", ".join(shipped(folder))
+        raise PbflError(f"{kind} '{name}': no such file; allowed is a TOML file or one of {allowed}")
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise PbflError(f"preset '{preset}' is no TOML: {error}") from None
+        raise PbflError(f"{kind} '{name}' is no TOML: {error}") from None
 
 
 def _value(text: str) -> Any:

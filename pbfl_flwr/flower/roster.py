@@ -162,7 +162,12 @@ def meet(grid: Grid, num_clients: int, experiment: str, timeout: float, join_tim
     if refused:
         lines = [f"{count} of {len(asked)} clients: {reason}" for reason, count in Counter(refused).items()]
         raise PbflError("\n".join(lines))
-    return agreed(members)
+    roster = agreed(members)
+    if beyond := [client for client in roster.members if client >= num_clients]:
+        raise PbflError(
+            f"client-id {beyond[0]} is beyond num-clients = {num_clients}: allowed are 0 to {num_clients - 1}"
+        )
+    return roster
 
 
 def agreed(members: Iterable[Member]) -> Roster:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from pydantic import Field
@@ -39,7 +40,9 @@ class Config(Group):
 
     server_epochs: int = Field(1, ge=1, le=100_000, description="S, server epochs a round")
     server_learning_rate: float = Field(0.01, gt=0, description="of the server's SGD")
-    server_batch_size: int | Auto = Field("auto", description="prototypes a batch; auto: batch-size")
+    server_batch_size: Annotated[int, Field(ge=1)] | Auto = Field(
+        "auto", description="prototypes a batch; auto: batch-size"
+    )
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
@@ -56,10 +56,12 @@ class Config(Group):
     """Settings ``fedkd.*``."""
 
     auxiliary: str = Field("cnn4", description="architecture of the mentee, on all clients")
-    auxiliary_learning_rate: float | Auto = Field("auto", description="of the mentee; auto: learning-rate")
+    auxiliary_learning_rate: Annotated[float, Field(gt=0)] | Auto = Field(
+        "auto", description="of the mentee; auto: learning-rate"
+    )
     energy_start: float = Field(0.95, gt=0, le=1, description="T_start, share of Σσ² kept at first")
     energy_end: float = Field(0.98, gt=0, le=1, description="T_end, share kept at last")
-    schedule_rounds: int | Auto = Field(
+    schedule_rounds: Annotated[int, Field(ge=1)] | Auto = Field(
         "auto", description="rounds from start to end; auto: num-server-rounds"
     )
     compression: Literal["auto", "safe", "as-coded"] = Field(

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from pydantic import Field
@@ -52,7 +53,9 @@ class Config(Group):
     """Settings ``fednh.*``."""
 
     smoothing: float = Field(0.9, ge=0, le=1, description="ρ, share of the old row")
-    scale: float | Auto = Field("auto", description="s at the start; auto: 20 for resnet*, else 1")
+    scale: Annotated[float, Field(gt=0)] | Auto = Field(
+        "auto", description="s at the start; auto: 20 for resnet*, else 1"
+    )
 
 
 def spread_rows(num_classes: int, feature_dim: int, seed: int) -> Tensor:

@@ -16,7 +16,7 @@ With PPA or APS each upload is first brought back to the scale of features, by (
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -28,8 +28,10 @@ class Config(Group):
     """Settings ``fedtgp.*``, also used by TinyProto-FT."""
 
     server_epochs: int = Field(100, ge=1, le=100_000, description="S, server epochs a round")
-    server_batch_size: int | Auto = Field("auto", description="auto: batch-size")
-    server_learning_rate: float | Auto = Field("auto", description="auto: learning-rate")
+    server_batch_size: Annotated[int, Field(ge=1)] | Auto = Field("auto", description="auto: batch-size")
+    server_learning_rate: Annotated[float, Field(gt=0)] | Auto = Field(
+        "auto", description="auto: learning-rate"
+    )
     server_momentum: float = Field(0.0, ge=0, lt=1)
     margin_cap: float = Field(100.0, gt=0, description="τ, upper bound of the margin")
     absent: Literal["exclude", "keep"] = Field("exclude", description="classes that nobody ever sent")

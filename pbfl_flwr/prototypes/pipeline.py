@@ -200,13 +200,11 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         if (table := self._masks(client.task)) is not None:
             values = masks.compress(values, table)
         values = torch.where(held[:, None], values, torch.zeros_like(values))
-        needs_total = self.stages.aggregation == "ppa" and self.stages.ppa_total == "reported"
-        needs_total |= self.stages.aggregation in APS_RULES and self.stages.aps_scale == "auto"
         return Prototypes(
             values,
             held,
             counts * held if self.stages.aggregation in WEIGHTED_RULES else None,
-            int(counts.sum()) if needs_total else None,
+            int(counts.sum()) if self._needs_total else None,
         )
 
     def _targets(self, client: Client, down: Prototypes) -> Tensor:
@@ -313,7 +311,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
 
     def _total(self, uploads: Mapping[int, Prototypes], at: Round) -> int:
         """n_t, the training samples behind this round's uploads."""
-        if self.stages.ppa_total == "known":
+        if not self._needs_total:
             return max(1, round(self.stages.total_examples * len(uploads) / at.num_clients))
         return max(1, sum(upload.num_examples or 0 for upload in uploads.values()))
 
@@ -326,6 +324,9 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
             raise RejectedPayload(
                 f"counts are {'missing' if upload.counts is None else 'not part'} of rule '{rule}'"
             )
+        if (upload.num_examples is not None) != self._needs_total:
+            said = "missing" if upload.num_examples is None else "not part"
+            raise RejectedPayload(f"the number of examples is {said} of rule '{rule}'")
 
     def report(self, state: PipelineState) -> dict[str, float]:
         """Figures of the last aggregation: solver, margin, training, ages."""
@@ -362,6 +363,13 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         if self.stages.aps_scale != "auto":
             return self.stages.aps_scale
         return scaling.default_aps_scale(task.num_classes, num_examples) if num_examples else 1.0
+
+    @cached_property
+    def _needs_total(self) -> bool:
+        """Whether uploads carry n_i."""
+        if self.stages.aggregation == "ppa":
+            return self.stages.ppa_total == "reported"
+        return self.stages.aggregation in APS_RULES and self.stages.aps_scale == "auto"
 
     @cached_property
     def _pull_weight(self) -> float:

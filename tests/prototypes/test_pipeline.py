@@ -1,6 +1,7 @@
 """The pipeline's slots in every combination, run and by hand."""
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -259,6 +260,12 @@ def test_uploads_are_checked_against_the_rule() -> None:
         sparse.validate(uploads()[0], sparse.init(TASK, 0), TASK)
     with pytest.raises(RejectedPayload, match="counts are missing of rule 'weighted'"):
         weighted.validate(uploads()[0], weighted.init(TASK, 0), TASK)
+    private = method(aggregation="ppa")
+    with pytest.raises(RejectedPayload, match="the number of examples is missing of rule 'ppa'"):
+        private.validate(replace(uploads()[0], num_examples=None), private.init(TASK, 0), TASK)
+    plain = method()
+    with pytest.raises(RejectedPayload, match="the number of examples is not part of rule 'mean'"):
+        plain.validate(replace(uploads()[0], num_examples=3), plain.init(TASK, 0), TASK)
 
 
 # Published costs --------------------------------------------------------------------------------------------

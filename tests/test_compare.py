@@ -1,0 +1,146 @@
+"""Comparisons: plans are checked before anything starts, finished runs are kept, the table is what the runs say."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from pbfl_flwr.cli import app
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments import compare
+from pbfl_flwr.experiments.configuration import Wishes
+from tests.test_cli import entry, write_run
+
+FILE = """
+title = "Two methods"
+[common]
+num-clients = 2
+num-server-rounds = 2
+feature-dim = 4
+[runs.A]
+method = "fedproto"
+[runs.B]
+method = "tinyproto"
+tinyproto.base = "fedtgp"
+cps-dim = 2
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "two.toml"
+    path.write_text(FILE)
+    return path
+
+
+@pytest.mark.parametrize("name", compare.comparisons())
+def test_shipped_comparisons_are_valid(name: str, tmp_path: Path) -> None:
+    title, runs = compare.read(name)
+    assert title
+    assert compare.plan(runs, [], [], [], tmp_path)
+
+
+def test_common_keys_and_labels(file: Path, tmp_path: Path) -> None:
+    title, runs = compare.read(str(file))
+    assert title == "Two methods"
+    assert runs["B"]["tinyproto.base"] == "fedtgp"
+    planned = compare.plan(runs, ["learning-rate=0.5"], [3, 4], ["B"], tmp_path)
+    assert [(run.label, run.seed, run.directory.name) for run in planned] == [
+        ("B", 3, "B-seed3"),
+        ("B", 4, "B-seed4"),
+    ]
+    assert planned[0].wishes.values["learning-rate"] == 0.5
+    assert planned[0].wishes.values["seed"] == 3
+
+
+def test_every_bad_key_of_every_run_is_named_at_once(file: Path, tmp_path: Path) -> None:
+    file.write_text(
+        FILE.replace('base = "fedtgp"', 'base = "nobody"').replace("num-clients = 2", "num-clients = 0")
+    )
+    with pytest.raises(PbflError) as caught:
+        compare.plan(compare.read(str(file))[1], [], [], [], tmp_path)
+    said = str(caught.value).splitlines()
+    assert any(line.startswith("A: num-clients = 0") for line in said)
+    assert any(line.startswith("B: tinyproto.base = 'nobody'") for line in said)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[common]\nseed = 1", "it has no \\[runs"),
+        ("[other]\na = 1", "unknown part 'other'"),
+        ("x =", "is no TOML"),
+    ],
+)
+def test_files_that_are_no_comparison(text: str, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_text(text)
+    with pytest.raises(PbflError, match=reason):
+        compare.read(str(path))
+
+
+def test_only_and_seeds_are_checked(file: Path, tmp_path: Path) -> None:
+    with pytest.raises(PbflError, match="--only C: allowed are A, B"):
+        compare.plan(compare.read(str(file))[1], [], [], ["C"], tmp_path)
+    with pytest.raises(PbflError, match="--seeds 1,x: allowed are whole numbers"):
+        compare.numbers("--seeds", "1,x")
+    assert compare.numbers("--seeds", "0, 2") == [0, 2]
+
+
+def test_finished_runs_are_kept_and_a_failure_stops_nobody(file: Path, tmp_path: Path) -> None:
+    planned = compare.plan(compare.read(str(file))[1], [], [0, 1], [], tmp_path)
+    write_run(planned[0].directory, [entry(1, 0.5, 0.5), entry(2, 0.5, 0.5)])
+    started: list[str] = []
+
+    def start(wishes: Wishes, directory: Path) -> int:
+        started.append(directory.name)
+        return 1 if directory.name == "A-seed1" else 0
+
+    assert compare.make(planned, start) == ["A, seed 1"]
+    assert started == ["A-seed1", "B-seed0", "B-seed1"]
+
+
+def test_an_interrupted_run_goes_on_and_an_interruption_ends_the_comparison(
+    file: Path, tmp_path: Path
+) -> None:
+    planned = compare.plan(compare.read(str(file))[1], [], [], [], tmp_path)
+    write_run(planned[0].directory, [entry(1, 0.5, 0.5)], **{"num-server-rounds": 2})
+    seen: list[Wishes] = []
+
+    def start(wishes: Wishes, directory: Path) -> int:
+        seen.append(wishes)
+        return compare.INTERRUPTED
+
+    with pytest.raises(KeyboardInterrupt):
+        compare.make(planned, start)
+    assert len(seen) == 1
+    assert seen[0].values["resume"] is True
+
+
+def test_the_table(file: Path, tmp_path: Path) -> None:
+    planned = compare.plan(compare.read(str(file))[1], [], [0, 1], ["A"], tmp_path)
+    write_run(planned[0].directory, [entry(1, 0.5, 0.75), entry(2, 0.5, 0.25)])
+    write_run(planned[1].directory, [entry(1, 0.5, 0.5), entry(2, 0.25, 0.75)])
+    (row,) = compare.rows(planned)
+    assert row.last == [25.0, 75.0]
+    assert row.best == [75.0, 75.0]
+    assert (row.up, row.down, row.total) == (100.0, 300.0, 1200.0)  # 200/2, 600/2, 400+800
+    compare.write(tmp_path, "Two methods", [row])
+    text = (tmp_path / "table.md").read_text()
+    assert "| A | global | 50.00 ± 25.00 | 75.00 ± 0.00 |" in text  # (25+75)/2, half their distance
+    assert "Rounds: 2. Seeds: 2." in text
+    assert (
+        (tmp_path / "table.csv")
+        .read_text()
+        .splitlines()[1]
+        .startswith("A,global,2,2,50.0000,75.0000,12.5000,")
+    )
+
+
+def test_the_command_refuses_before_it_starts(file: Path, tmp_path: Path) -> None:
+    result = CliRunner().invoke(
+        app, ["compare", str(file), "--out", str(tmp_path / "out"), "--set", "nonsense=1"]
+    )
+    assert result.exit_code == 2
+    assert "A: unknown key 'nonsense'" in result.output
+    assert not (tmp_path / "out").exists()
