@@ -1,0 +1,136 @@
+"""One row a class: prototypes, logits, and class counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from pbfl_flwr.payloads.contract import (
+    MAX_COUNT,
+    MAX_MAGNITUDE,
+    RejectedPayload,
+    first_outside,
+    floats,
+    no_others,
+    num_examples_of,
+    whole_numbers,
+)
+from pbfl_flwr.task import Task
+
+
+@dataclass(frozen=True)
+class Prototypes:
+    """One vector a class, in the width that travels: d, or s under class-wise sparsification.
+
+    Attributes:
+        values: (K, width) float32; rows of absent classes are zero. Local prototypes are c̄_ij (or n_ij·c̄_ij
+            where the method scales them), global ones c_j.
+        present: (K,) bool; which classes have a prototype.
+        counts: (K,) int64 n_ij, or None when the rule does not need them (then they never travel).
+        num_examples: n_i, or None when the rule does not need it.
+    """
+
+    values: Tensor
+    present: Tensor
+    counts: Tensor | None = None
+    num_examples: int | None = None
+
+    max_magnitude: ClassVar[float] = MAX_MAGNITUDE
+
+    @classmethod
+    def widths(cls, task: Task) -> tuple[int, int]:
+        """Return the narrowest and the widest row that may travel: 1..d."""
+        return 1, task.feature_dim
+
+    @classmethod
+    def empty(cls, num_classes: int, width: int) -> Self:
+        """Return a table in which no class is present."""
+        return cls(torch.zeros(num_classes, width), torch.zeros(num_classes, dtype=torch.bool))
+
+    @property
+    def num_present(self) -> int:
+        """How many classes have a prototype."""
+        return int(self.present.sum())
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """Return labels (present classes, ascending), their rows, and counts where they are part of it."""
+        labels = self.present.nonzero().flatten()
+        small = self.present.numel() <= 256
+        tensors = {
+            "labels": labels.to(torch.uint8 if small else torch.int32),
+            "rows": self.values[labels].contiguous(),
+        }
+        if self.counts is not None:
+            tensors["counts"] = self.counts[labels].contiguous()
+        if self.num_examples is not None:
+            tensors["n"] = torch.tensor([self.num_examples])
+        return tensors
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], task: Task) -> Self:
+        """Rebuild the dense table from labels and rows; see :class:`Payload`."""
+        labels = whole_numbers(tensors, "labels")
+        rows = floats(tensors, "rows", dimensions=2, limit=cls.max_magnitude)
+        K = task.num_classes
+        if len(labels) != len(rows):
+            raise RejectedPayload(f"{len(labels)} labels for {len(rows)} rows")
+        narrowest, widest = cls.widths(task)
+        if not narrowest <= rows.shape[1] <= widest:
+            raise RejectedPayload(f"rows are {rows.shape[1]} wide, allowed is {narrowest}..{widest}")
+        if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < K:
+            raise RejectedPayload(f"class id {first_outside(labels, K)} is outside 0..{K - 1}")
+        if len(labels.unique()) != len(labels):
+            raise RejectedPayload("a class is sent twice")
+        values = torch.zeros(K, rows.shape[1])
+        values[labels] = rows
+        present = torch.zeros(K, dtype=torch.bool)
+        present[labels] = True
+        counts = None
+        if "counts" in tensors:
+            sent = whole_numbers(tensors, "counts")
+            if len(sent) != len(labels):
+                raise RejectedPayload(f"{len(sent)} counts for {len(labels)} rows")
+            if len(sent) and int(sent.min()) < 1:
+                raise RejectedPayload("a row with a count of zero or less")
+            if len(sent) and int(sent.max()) >= MAX_COUNT:
+                raise RejectedPayload(f"a count of {int(sent.max())}, allowed is less than {MAX_COUNT}")
+            counts = torch.zeros(K, dtype=torch.int64)
+            counts[labels] = sent
+        total = num_examples_of(tensors) if "n" in tensors else None
+        no_others(tensors, {"labels", "rows", "counts", "n"})
+        return cls(values, present, counts, total)
+
+    def scalars(self) -> int:
+        """Return K_present · width."""
+        return self.num_present * int(self.values.shape[1])
+
+
+@dataclass(frozen=True)
+class Logits(Prototypes):
+    """One vector of class scores a class: prototypes in the space of outputs, of width K.
+
+    Attributes:
+        values: (K, K) float32; row c is what networks answer to samples of class c, logits or probabilities.
+        present: (K,) bool; which classes have a row.
+    """
+
+    @classmethod
+    def widths(cls, task: Task) -> tuple[int, int]:
+        """Return K..K."""
+        return task.num_classes, task.num_classes
+
+
+def class_counts(tensors: Mapping[str, Tensor], name: str, task: Task) -> Tensor:
+    """Return a tensor that holds one count a class, (K,) int64.
+
+    Raises:
+        RejectedPayload: if it is missing, or not K whole numbers from 0.
+    """
+    counts = whole_numbers(tensors, name)
+    if len(counts) != task.num_classes or int(counts.min()) < 0 or int(counts.max()) >= MAX_COUNT:
+        raise RejectedPayload(f"'{name}' must be {task.num_classes} whole numbers from 0")
+    return counts

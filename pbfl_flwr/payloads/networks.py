@@ -1,0 +1,183 @@
+"""Weights of networks: whole, with prototypes beside them, or as products of small matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from pbfl_flwr.payloads.classes import Prototypes
+from pbfl_flwr.payloads.contract import (
+    MAX_MAGNITUDE,
+    RejectedPayload,
+    floats,
+    joined,
+    no_others,
+    num_examples_of,
+    under,
+    whole_numbers,
+)
+from pbfl_flwr.task import Task
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Named floating-point tensors of a network or of a part of it (never BatchNorm counters).
+
+    Attributes:
+        tensors: name -> tensor, in the network's own naming.
+        num_examples: n_i, the weight of this upload in the average; 0 on the way down.
+    """
+
+    tensors: Mapping[str, Tensor]
+    num_examples: int = 0
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors under ``w.<name>`` and n_i."""
+        sent = {f"w.{name}": tensor.detach().contiguous() for name, tensor in self.tensors.items()}
+        return {**sent, "n": torch.tensor([self.num_examples])}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], task: Task) -> Weights:
+        """Rebuild the mapping; every tensor must be finite. See :class:`Payload`."""
+        n = num_examples_of(tensors)
+        named = {key: value for key, value in tensors.items() if key.startswith("w.")}
+        no_others(tensors, {"n", *named})
+        return cls({key[2:]: floats(named, key, None, MAX_MAGNITUDE) for key in named}, n)
+
+    def scalars(self) -> int:
+        """Return the number of weights."""
+        return sum(tensor.numel() for tensor in self.tensors.values())
+
+
+@dataclass(frozen=True)
+class WeightsAndPrototypes:
+    """Weights of a network or of a part of it, beside one vector a class.
+
+    Attributes:
+        weights: see :class:`Weights`.
+        prototypes: see :class:`Prototypes`.
+    """
+
+    weights: Weights
+    prototypes: Prototypes
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of both, under ``weights.`` and ``prototypes.``."""
+        return joined(weights=self.weights, prototypes=self.prototypes)
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], task: Task) -> Self:
+        """Rebuild both; see :class:`Payload`."""
+        weights, prototypes = under(tensors, "weights"), under(tensors, "prototypes")
+        if len(weights) + len(prototypes) != len(tensors):
+            known = ("weights.", "prototypes.")
+            raise RejectedPayload(
+                f"unexpected tensors {sorted(n for n in tensors if not n.startswith(known))}"
+            )
+        return cls(Weights.from_tensors(weights, task), Prototypes.from_tensors(prototypes, task))
+
+    def scalars(self) -> int:
+        """Return the scalars of both."""
+        return self.weights.scalars() + self.prototypes.scalars()
+
+
+@dataclass(frozen=True)
+class Factors:
+    """A truncated decomposition; leading axes are a batch of matrices with a common k.
+
+    Attributes:
+        u: (..., P, k).
+        sigma: (..., k), singular values, descending.
+        v: (..., k, Q), rows are right singular vectors.
+    """
+
+    u: Tensor
+    sigma: Tensor
+    v: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of what it stands for, (..., P, Q)."""
+        return (*self.u.shape[:-1], self.v.shape[-1])
+
+    def product(self) -> Tensor:
+        """Return U·diag(σ)·V, (..., P, Q) float32."""
+        return ((self.u.double() * self.sigma.double().unsqueeze(-2)) @ self.v.double()).to(torch.float32)
+
+    def scalars(self) -> int:
+        """Return how many numbers it has."""
+        return self.u.numel() + self.sigma.numel() + self.v.numel()
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """Named tensors of a network, some as they are and some factorised.
+
+    Attributes:
+        dense: name -> tensor.
+        factors: name -> factors; a convolution's may be those of its (O, I·h·w) matrix.
+        base: what the tensors are to be added to: the version of the weights that the receiver must hold; -1 if
+            they stand for themselves.
+        version: the weights that the receiver holds afterwards (down), or was given (up).
+        num_examples: n_i; 0 on the way down.
+    """
+
+    dense: Mapping[str, Tensor]
+    factors: Mapping[str, Factors] = field(default_factory=dict)
+    base: int = -1
+    version: int = 0
+    num_examples: int = 0
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """Return ``d.<name>``, or ``u.``, ``s.`` and ``v.<name>``, and the three whole numbers."""
+        sent = {f"d.{name}": tensor.detach().contiguous() for name, tensor in self.dense.items()}
+        for name, factors in self.factors.items():
+            sent[f"u.{name}"] = factors.u.contiguous()
+            sent[f"s.{name}"] = factors.sigma.contiguous()
+            sent[f"v.{name}"] = factors.v.contiguous()
+        return {**sent, "about": torch.tensor([self.base, self.version, self.num_examples])}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], task: Task) -> LowRank:
+        """Rebuild the payload; every triple must be whole and fit together. See :class:`Payload`."""
+        about = whole_numbers(tensors, "about").tolist()
+        if len(about) != 3 or about[0] < -1 or min(about[1:]) < 0 or max(about) >= 2**40:
+            raise RejectedPayload(f"'about' is {about}, expected base >= -1, version >= 0 and n >= 0")
+        names: dict[str, set[str]] = {kind: set() for kind in "dusv"}
+        for key in tensors:
+            kind, dot, name = key.partition(".")
+            if key != "about" and (not dot or kind not in names):
+                raise RejectedPayload(f"unexpected tensor '{key}'")
+            if key != "about":
+                names[kind].add(name)
+        if broken := (names["u"] ^ names["s"]) | (names["u"] ^ names["v"]):
+            raise RejectedPayload(f"the factors of '{min(broken)}' are not complete")
+        if twice := names["d"] & names["u"]:
+            raise RejectedPayload(f"'{min(twice)}' is sent twice")
+        dense = {name: floats(tensors, f"d.{name}", None, MAX_MAGNITUDE) for name in sorted(names["d"])}
+        factors = {name: _factors(tensors, name) for name in sorted(names["u"])}
+        return cls(dense, factors, *about)
+
+    def scalars(self) -> int:
+        """Return how many numbers travel, dense ones and factors."""
+        whole = sum(tensor.numel() for tensor in self.dense.values())
+        return whole + sum(factors.scalars() for factors in self.factors.values())
+
+
+def _factors(tensors: Mapping[str, Tensor], name: str) -> Factors:
+    u, sigma, v = (floats(tensors, f"{kind}.{name}", None, MAX_MAGNITUDE) for kind in "usv")
+    fits = u.dim() >= 2 and v.dim() == u.dim() and sigma.dim() == u.dim() - 1
+    fits = fits and u.shape[:-2] == v.shape[:-2] == sigma.shape[:-1]
+    if not fits or not u.shape[-1] == sigma.shape[-1] == v.shape[-2]:
+        raise RejectedPayload(
+            f"the factors of '{name}' do not fit: {tuple(u.shape)}, {tuple(sigma.shape)}, {tuple(v.shape)}"
+        )
+    if bool((sigma < 0).any()):
+        raise RejectedPayload(f"'{name}' has a negative singular value")
+    if any(side.numel() and float(side.abs().max()) > 1.01 for side in (u, v)):
+        raise RejectedPayload(f"'{name}' has a singular vector that is longer than 1")
+    return Factors(u, sigma, v)
