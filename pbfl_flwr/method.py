@@ -181,6 +181,10 @@ class Method(ABC, Generic[StateT, DownT, UpT]):
         """Return what the log of a round says about the server's half."""
         return {}
 
+    def notes(self, state: StateT) -> list[str]:
+        """Return what a person should hear about the server's half of a round; empty if all is well."""
+        return []
+
     def paper_scalars(
         self, task: Task, class_counts: Sequence[int], parameters: Sequence[tuple[int, int]]
     ) -> float:

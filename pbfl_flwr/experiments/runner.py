@@ -97,6 +97,7 @@ class Follower:
         self._introduced = False
         self._size = -1
         self._seconds: list[float] = []
+        self._notes: set[str] = set()
 
     def look(self) -> None:
         """Print the lines of the rounds that have come since the last look."""
@@ -120,6 +121,10 @@ class Follower:
             self._console,
             f"{round_line(line, self._num_rounds, self._run.read()['headline'])}  left {clock(left)}",
         )
+        for note in line.get("notes", []):
+            if note not in self._notes:  # once a run is enough; the history has every round's
+                self._notes.add(note)
+                say(self._console, f"  note: {note}", "yellow")
         for failure in [*line["failures"], *line.get("final", {}).get("failures", [])]:
             say(self._console, f"  client {failure['client']} failed: {failure['reason']}", "yellow")
 

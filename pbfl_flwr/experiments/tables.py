@@ -72,6 +72,8 @@ def show(run_dir: Path, console: Console) -> None:
     if rounds:
         console.print(accuracy_table(scores(rounds), about["headline"]))
         console.print(cost_table(about, rounds, run.partition_counts()))
+        for note in rounds[-1].get("notes", []):
+            say(console, f"last round: {note}", "yellow")
         for line in failure_lines(rounds):
             say(console, line, "yellow")
     wanted = about["configuration"]["num-server-rounds"]

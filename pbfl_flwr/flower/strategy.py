@@ -11,12 +11,10 @@ Training happens nowhere here, and ``aggregate_fit`` needs neither grid nor node
 
 from __future__ import annotations
 
-import math
 import time
-import traceback
 import uuid
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
@@ -31,42 +29,18 @@ from pbfl_flwr.config import Settings
 from pbfl_flwr.data import check_data
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import wire
+from pbfl_flwr.flower.books import Outcome, Phase, client_columns, named, read, round_line
 from pbfl_flwr.flower.client import resolved_moment
-from pbfl_flwr.flower.history import OTHER_CONFIGURATION, RunDirectory, finite, summarise
-from pbfl_flwr.flower.roster import LONGEST_REASON, Roster, meet, reason_of, worker_died
+from pbfl_flwr.flower.history import OTHER_CONFIGURATION, RunDirectory, summarise
+from pbfl_flwr.flower.roster import Roster, meet, worker_died
 from pbfl_flwr.method import Method, Moment, Round
 from pbfl_flwr.methods import build_method
-from pbfl_flwr.payloads import Payload, RejectedPayload
+from pbfl_flwr.payloads import Payload
 from pbfl_flwr.task import Task
 
 
 class RunEnded(PbflError):
     """The run cannot go on; everything up to the last finished round is on disk and can be resumed."""
-
-
-@dataclass(frozen=True)
-class _Phase:
-    """What was sent in a phase and is waited for.
-
-    Flower fills in the ids of messages when it sends, on these very objects; they are read when replies come.
-    """
-
-    messages: list[tuple[Message, int]]  # with the client each one went to
-    training: set[int]
-    down: dict[int, wire.Traffic]
-    scalars_down: int
-    started: float
-
-
-@dataclass
-class _Outcome:
-    """What came of a phase."""
-
-    uploads: dict[int, Payload] = field(default_factory=dict)
-    reports: dict[int, wire.Report] = field(default_factory=dict)
-    failures: dict[int, str] = field(default_factory=dict)
-    up: dict[int, wire.Traffic] = field(default_factory=dict)
-    scalars_up: int = 0
 
 
 class MethodStrategy(Strategy):
@@ -97,7 +71,7 @@ class MethodStrategy(Strategy):
         wanted = settings.evaluation.predictor
         self.headline = self.method.headline if wanted == "auto" else wanted
         self.task: Task | None = None
-        self._phase: _Phase | None = None
+        self._phase: Phase | None = None
         self._clients: dict[str, Any] = {}
         self._round_started = 0.0
         self._num_rounds = settings.run.num_server_rounds
@@ -270,7 +244,7 @@ class MethodStrategy(Strategy):
             messages.append(message)
         training = {client for client, kind in kinds.items() if kind == "train"}
         sent = list(zip(messages, clients, strict=True))
-        self._phase = _Phase(sent, training, down, scalars, time.perf_counter())
+        self._phase = Phase(sent, training, down, scalars, time.perf_counter())
         return messages
 
     def aggregate_train(
@@ -289,11 +263,13 @@ class MethodStrategy(Strategy):
         if valid >= self.settings.run.min_replies:
             self.aggregate_fit(server_round, outcome.uploads)
         aggregated = time.perf_counter() - started
-        line = self._line(server_round, phase, outcome, aggregated)
+        line = round_line(server_round, phase, outcome, self.method, self.state, self.moment, aggregated)
         for client, reason in outcome.failures.items():
             log(WARNING, "round %s: client %s failed: %s", server_round, client, reason)
+        for note in line["notes"]:
+            log(WARNING, "round %s: %s", server_round, note)
         self.history = [entry for entry in self.history if entry["round"] < server_round] + [line]
-        self._clients = self._columns(server_round, phase, outcome)
+        self._clients = client_columns(server_round, phase, outcome)
         if any(worker_died(reply) for reply in received if reply.has_error()):
             raise RunEnded(
                 f"round {server_round}: a simulation worker died (client "
@@ -338,95 +314,13 @@ class MethodStrategy(Strategy):
         assert self._phase is not None
         outcome = self._read(list(replies))
         accuracy = summarise(outcome.reports)
-        self.history[-1]["final"] = {"accuracy": accuracy, "failures": _named(outcome.failures)}
+        self.history[-1]["final"] = {"accuracy": accuracy, "failures": named(outcome.failures)}
         return MetricRecord({f"accuracy-{name}": found["weighted"] for name, found in accuracy.items()})
 
-    # Reading and writing ------------------------------------------------------------------------------------
-
-    def _read(self, replies: list[Message]) -> _Outcome:
+    def _read(self, replies: list[Message]) -> Outcome:
         assert self._phase is not None
         assert self.task is not None
-        phase, task = self._phase, self.task
-        by_client = wire.ordered(replies, {m.metadata.message_id: client for m, client in phase.messages})
-        outcome = _Outcome()
-        for _, client in phase.messages:
-            reply = by_client.get(client)
-            if reply is None:
-                waited = time.perf_counter() - phase.started
-                outcome.failures[client] = f"no answer within {waited:.0f} s"
-                continue
-            if reply.has_error():
-                outcome.failures[client] = reason_of(reply)
-                continue
-            upload: Payload | None = None
-            try:
-                traffic, report = wire.weigh(reply), _report_of(reply)
-                if client in phase.training:
-                    upload = self._upload_of(reply, task)
-                scalars = upload.scalars() if upload is not None else 0
-            except RejectedPayload as error:
-                outcome.failures[client] = f"upload rejected: {error}"[:LONGEST_REASON]
-            except Exception as error:  # the boundary: whatever a client sends must not end the others' run
-                frame = traceback.extract_tb(error.__traceback__)[-1]
-                said = f"{type(error).__name__}: {' '.join(str(error).split())}"[:LONGEST_REASON]
-                where = f"{Path(frame.filename).name}:{frame.lineno}"
-                outcome.failures[client] = f"upload rejected: {said} ({where})"
-            else:
-                outcome.up[client], outcome.reports[client] = traffic, report
-                outcome.scalars_up += scalars
-                if upload is not None:
-                    outcome.uploads[client] = upload
-        return outcome
-
-    def _upload_of(self, reply: Message, task: Task) -> Payload:
-        if wire.PAYLOAD not in reply.content.array_records:
-            raise RejectedPayload("its payload is missing")
-        upload: Payload = wire.decode(reply.content.array_records[wire.PAYLOAD], self.method.up, task)
-        self.method.validate(upload, self.state, task)
-        return upload
-
-    def _line(self, server_round: int, phase: _Phase, outcome: _Outcome, aggregated: float) -> dict[str, Any]:
-        trained = [outcome.reports[client] for client in outcome.uploads]
-        weights = [report.num_train for report in trained]
-        names = sorted({name for report in trained for name in report.metrics or {}})
-        metrics = {
-            name: _mean([(report.metrics or {}).get(name) for report in trained], weights) for name in names
-        }
-        reports = list(outcome.reports.values())
-        seconds = {name: sum(report.seconds[i] for report in reports) for i, name in enumerate(wire.SPENT)}
-        return {
-            "round": server_round,
-            "accuracy": summarise(outcome.reports),
-            "accuracy_of_round": server_round - 1 if self.moment == "before" else server_round,
-            "test_loss": _mean(
-                [report.test_loss for report in reports], [report.num_test for report in reports]
-            ),
-            "clients": metrics,
-            "server": finite(self.method.report(self.state)),
-            "trained": sorted(outcome.uploads),
-            "failures": _named(outcome.failures),
-            "bytes_up": _traffic(outcome.up),
-            "bytes_down": _traffic(phase.down),
-            "scalars": {"up": outcome.scalars_up, "down": phase.scalars_down},
-            "seconds": {"total": 0.0, "aggregate": aggregated, "clients": seconds},
-            "peak_mb": max((report.peak_mb for report in reports), default=0.0),
-        }
-
-    def _columns(self, server_round: int, phase: _Phase, outcome: _Outcome) -> dict[str, Any]:
-        reports = outcome.reports
-        return {
-            "round": server_round,
-            "client": list(reports),
-            "num_train": [report.num_train for report in reports.values()],
-            "num_test": [report.num_test for report in reports.values()],
-            "participations": [report.participations for report in reports.values()],
-            "correct": [dict(report.correct or {}) for report in reports.values()],
-            "test_loss": [report.test_loss for report in reports.values()],
-            "metrics": [dict(report.metrics or {}) for report in reports.values()],
-            "seconds": [list(report.seconds) for report in reports.values()],
-            "bytes_up": [asdict(outcome.up[client]) for client in reports],
-            "bytes_down": [asdict(phase.down[client]) for client in reports],
-        }
+        return read(replies, self._phase, self.method, self.state, self.task)
 
     def _finish_round(self, server_round: int) -> None:
         self.history[-1]["seconds"]["total"] = time.perf_counter() - self._round_started
@@ -447,27 +341,3 @@ def _finite_broadcast(
                 f"round {server_round}: after aggregation '{name}' of the broadcast holds NaN or infinity; lower the "
                 f"learning rates. Rounds up to {server_round - 1} are kept"
             )
-
-
-def _report_of(reply: Message) -> wire.Report:
-    if not reply.has_content() or wire.METRICS not in reply.content.metric_records:
-        raise RejectedPayload("its report is missing")
-    return wire.Report.from_record(reply.content.metric_records[wire.METRICS])
-
-
-def _traffic(per_client: Mapping[int, wire.Traffic]) -> dict[str, int]:
-    return asdict(sum(per_client.values(), wire.Traffic()))
-
-
-def _named(failures: Mapping[int, str]) -> list[dict[str, Any]]:
-    return [{"client": client, "reason": reason} for client, reason in failures.items()]
-
-
-def _mean(values: list[float | None], weights: list[int]) -> float | None:
-    """Return the weighted mean of what is there; None if nothing is, since JSON knows no NaN."""
-    pairs = [(value, weight) for value, weight in zip(values, weights, strict=True) if value is not None]
-    total = sum(weight for _, weight in pairs)
-    if not total:
-        return None
-    mean = math.fsum(value * weight for value, weight in pairs) / total
-    return mean if math.isfinite(mean) else None

@@ -332,6 +332,18 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         """Figures of the last aggregation: solver, margin, training, ages."""
         return dict(state.figures)
 
+    def notes(self, state: PipelineState) -> list[str]:
+        """Say that the server's training or the solver has not converged."""
+        found = []
+        if state.figures.get("server-converged") == 0:
+            found.append(
+                "the server's prototypes are not trained to the end: their loss is not below 0.001 (server-loss); "
+                "more server-epochs or rounds may help"
+            )
+        if state.figures.get("alignment-converged") == 0:
+            found.append("the alignment's solver stopped at its bound on steps (alignment-iterations)")
+        return found
+
     # Both -------------------------------------------------------------------------------------------------
 
     def check(self, task: Task, architectures: Sequence[str]) -> None:

@@ -289,3 +289,14 @@ def test_the_published_costs_come_out(num_classes: int, sum_held: int, dense: fl
         costs[s] = build_method(parse(config, SECTIONS)).paper_scalars(task, held, parameters) / 1e6
     assert costs[0] == pytest.approx(dense, abs=1e-9)
     assert costs[50] == pytest.approx(sparse, abs=1e-9)
+
+
+def test_what_has_not_converged_is_said() -> None:
+    plain = method()
+    state = plain.init(TASK, 0)
+    assert plain.notes(state) == []
+    assert plain.notes(replace(state, figures={"server-converged": 1.0, "alignment-converged": 1.0})) == []
+    (said,) = plain.notes(replace(state, figures={"server-converged": 0.0}))
+    assert "their loss is not below 0.001" in said
+    (said,) = plain.notes(replace(state, figures={"alignment-converged": 0.0}))
+    assert "stopped at its bound" in said
