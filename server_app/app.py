@@ -6,7 +6,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower.client import run_directory
+from pbfl_flwr.flower.device import run_directory
 from pbfl_flwr.flower.engine import ERROR
 from pbfl_flwr.flower.store import write_atomically
 from pbfl_flwr.flower.strategy import MethodStrategy

@@ -6,11 +6,10 @@ own disk. A fault in one client becomes an error reply with one readable line; i
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -24,9 +23,9 @@ from torch import Tensor, nn
 from pbfl_flwr import seeds
 from pbfl_flwr.config import Scalar, Settings, parse
 from pbfl_flwr.data import ClientData, client_data
-from pbfl_flwr.data.cache import home
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import wire
+from pbfl_flwr.flower.device import Identity, choose_device, identify, own_settings
 from pbfl_flwr.flower.store import ClientState, ClientStore
 from pbfl_flwr.method import Client, Method, Moment
 from pbfl_flwr.methods import SECTIONS, build_method
@@ -41,69 +40,6 @@ CLIENT_FAULT = 2  # Flower's code for "the ClientApp raised an exception"
 
 DataSource = Callable[[Settings, int], ClientData]
 """(settings, client id) -> the client's data; replace it to bring your own."""
-
-
-@dataclass(frozen=True)
-class Identity:
-    """Who this client is, from its node's own configuration.
-
-    Attributes:
-        client: 0..M-1.
-        simulated: whether it is one of the simulation's virtual nodes.
-        state_dir: where its state lies.
-    """
-
-    client: int
-    simulated: bool
-    state_dir: Path
-
-
-def identify(context: Context, settings: Settings, experiment: str) -> Identity:
-    """Return the client's identity.
-
-    In a simulation Flower deals ``partition-id``. On a device the operator gives ``client-id`` and, if wanted,
-    ``state-dir`` in --node-config; paths in the run configuration are the server's and are ignored there.
-
-    Raises:
-        PbflError: if the node has no id, or the experiment's name is none that a directory may have.
-    """
-    if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", experiment):
-        raise PbflError(f"experiment = {experiment[:100]!r}: allowed are letters, digits, '-' and '_'")
-    node: Mapping[str, Any] = context.node_config
-    simulated = "client-id" not in node and "partition-id" in node
-    number = node.get("client-id", node.get("partition-id"))
-    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-        raise PbflError(f"client-id = {number!r} in --node-config: allowed is a whole number from 0")
-    if simulated:
-        run = settings.run
-        state = Path(run.state_dir) if run.state_dir else run_directory(settings, context.run_id) / "clients"
-    else:
-        state = Path(str(node.get("state-dir") or home() / "state"))
-    return Identity(number, simulated, state / experiment)
-
-
-def run_directory(settings: Settings, run_id: int) -> Path:
-    """Return the directory of a run; without run-dir both sides find the same one by Flower's run id."""
-    return Path(settings.run.run_dir) if settings.run.run_dir else home() / "runs" / str(run_id)
-
-
-def choose_device(wanted: str) -> torch.device:
-    """Return the device of this client: what was asked for, or the GPU that Flower gave it, or the CPU.
-
-    Raises:
-        PbflError: if the device that was asked for is not there; there is no fallback.
-    """
-    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
-    if wanted == "cuda" and not cuda:
-        raise PbflError(
-            "device = 'cuda': this client sees no CUDA device; in a simulation Flower gives it one with "
-            "client-resources-num-gpus above 0 (pbfl run --gpus-per-client 0.25); allowed here is 'cpu' or 'auto'"
-        )
-    if wanted == "mps" and not mps:
-        raise PbflError("device = 'mps': this machine has no Metal device; allowed here is 'cpu' or 'auto'")
-    if wanted == "auto":
-        wanted = "cuda" if cuda else "cpu"
-    return torch.device(wanted)
 
 
 def make_client_app(data: DataSource | None = None, settings: Settings | None = None) -> ClientApp:
@@ -140,7 +76,15 @@ class _Source:
     settings: Settings | None
 
     def settings_of(self, context: Context) -> Settings:
-        return self.settings or _settings(tuple(sorted(context.run_config.items())))
+        """Return the run's settings, with what this node's own configuration says instead."""
+        common = self.settings or _settings(tuple(sorted(context.run_config.items())))
+        return _own_settings(common.model_dump_json(), tuple(sorted(context.node_config.items())))
+
+    def data_of(self, settings: Settings, identity: Identity) -> ClientData:
+        """Return the client's shards."""
+        if identity.own_data and self.data is _configured_data:
+            return client_data(settings.data, 1, 0)
+        return self.data(settings, identity.client)
 
 
 def _configured_data(settings: Settings, client: int) -> ClientData:
@@ -182,7 +126,7 @@ def _hello(message: Message, context: Context, source: _Source) -> Message:
     """Say who this is and what it brings, having tried that its architecture takes its data."""
     settings = source.settings_of(context)
     identity = identify(context, settings, str(message.content.config_records[wire.CONFIG]["experiment"]))
-    data = source.data(settings, identity.client)
+    data = source.data_of(settings, identity)
     task = Task(data.num_classes, settings.models.feature_dim, data.input_shape)
     architecture = architecture_of(settings.models.models, identity.client)
     _dry_forward(architecture, task)
@@ -290,7 +234,7 @@ def _open(message: Message, context: Context, source: _Source) -> _Open:
     experiment, number = str(asked["experiment"]), int(str(asked["round"]))
     identity = identify(context, settings, experiment)
     asked_for_data = time.perf_counter()
-    data = source.data(settings, identity.client)
+    data = source.data_of(settings, identity)
     getting = time.perf_counter() - asked_for_data
     task = Task(data.num_classes, settings.models.feature_dim, data.input_shape)
     architecture = architecture_of(settings.models.models, identity.client)
@@ -325,6 +269,11 @@ def resolved_moment(settings: Settings, method: Method[Any, Any, Any]) -> Moment
 @lru_cache(maxsize=4)
 def _settings(run_config: tuple[tuple[str, Scalar], ...]) -> Settings:
     return parse(dict(run_config), SECTIONS)
+
+
+@lru_cache(maxsize=64)
+def _own_settings(settings: str, node: tuple[tuple[str, Scalar], ...]) -> Settings:
+    return own_settings(Settings.model_validate_json(settings), dict(node))
 
 
 @lru_cache(maxsize=16)

@@ -1,0 +1,128 @@
+"""Who a client is and what its own machine brings: id, data, architecture, device, state directory.
+
+In a simulation all of it follows from the run configuration and Flower's ``partition-id``. On a device the operator's
+``--node-config`` speaks, and the run configuration, which is the server's, can neither name paths nor import code.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from flwr.app import Context
+
+from pbfl_flwr.config import Scalar, Settings, parse
+from pbfl_flwr.data.cache import home
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.methods import SECTIONS
+from pbfl_flwr.models import architectures
+from pbfl_flwr.models.external import is_external
+
+# What an operator may say in --node-config -> the run-config key that it replaces for this device ("" for none).
+NODE_KEYS = {
+    "client-id": "",
+    "state-dir": "",
+    "data-path": "data-dir",
+    "dataset": "dataset",
+    "model": "models",
+    "batch-size": "batch-size",
+    "device": "device",
+}
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who this client is, from its node's own configuration.
+
+    Attributes:
+        client: 0..M-1.
+        simulated: whether it is one of the simulation's virtual nodes.
+        own_data: whether all of the data at its data-path is its own, instead of a share of a common dataset.
+        state_dir: where its state lies.
+    """
+
+    client: int
+    simulated: bool
+    own_data: bool
+    state_dir: Path
+
+
+def identify(context: Context, settings: Settings, experiment: str) -> Identity:
+    """Return the client's identity.
+
+    Raises:
+        PbflError: if the node has no id, or the experiment's name is none that a directory may have.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", experiment):
+        raise PbflError(f"experiment = {experiment[:100]!r}: allowed are letters, digits, '-' and '_'")
+    node: Mapping[str, Any] = context.node_config
+    number = node.get("client-id", node.get("partition-id"))
+    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+        raise PbflError(f"client-id = {number!r} in --node-config: allowed is a whole number from 0")
+    if simulated(node):
+        run = settings.run
+        state = Path(run.state_dir) if run.state_dir else run_directory(settings, context.run_id) / "clients"
+        return Identity(number, True, False, state / experiment)
+    state = Path(str(node.get("state-dir") or home() / "state"))
+    return Identity(number, False, "data-path" in node, state / experiment)
+
+
+def simulated(node: Mapping[str, Any]) -> bool:
+    """Whether a node's configuration was dealt by the simulation engine."""
+    return "client-id" not in node and "partition-id" in node
+
+
+def own_settings(settings: Settings, node: Mapping[str, Any]) -> Settings:
+    """Return the settings of this client: the run's, with what its own machine says instead.
+
+    A device with a ``data-path`` brings its own data, all of it: an ``.npz`` file, an image folder, or what
+    ``dataset`` names.
+
+    Raises:
+        PbflError: if --node-config has a key or value that is not allowed, or if the run configuration names code.
+    """
+    if simulated(node):
+        return settings
+    if unknown := sorted(set(node) - set(NODE_KEYS) - {"partition-id", "num-partitions"}):
+        raise PbflError(f"--node-config: unknown key '{unknown[0]}'; allowed are {', '.join(NODE_KEYS)}")
+    if "model" not in node and any(is_external(name) for name in architectures(settings.models.models)):
+        raise PbflError(
+            f"models = '{settings.models.models}' names code to import; a device imports only what its own "
+            "--node-config names as model"
+        )
+    changed: dict[str, Scalar] = {"data-dir": "", "download": False}
+    changed |= {key: node[name] for name, key in NODE_KEYS.items() if key and name in node}
+    if "data-path" in node:
+        path = Path(str(node["data-path"]))
+        changed["partition"] = "iid"  # of one client: everything is its own
+        if "dataset" not in node:
+            changed["dataset"] = "npz" if path.suffix == ".npz" else "image-folder"
+    return parse({**settings.as_dict(), **changed}, SECTIONS)
+
+
+def run_directory(settings: Settings, run_id: int) -> Path:
+    """Return the directory of a run; without run-dir both sides find the same one by Flower's run id."""
+    return Path(settings.run.run_dir) if settings.run.run_dir else home() / "runs" / str(run_id)
+
+
+def choose_device(wanted: str) -> torch.device:
+    """Return the device of this client: what was asked for, or the GPU that Flower gave it, or the CPU.
+
+    Raises:
+        PbflError: if the device that was asked for is not there; there is no fallback.
+    """
+    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    if wanted == "cuda" and not cuda:
+        raise PbflError(
+            "device = 'cuda': this client sees no CUDA device; in a simulation Flower gives it one with "
+            "client-resources-num-gpus above 0 (pbfl run --gpus-per-client 0.25); allowed here is 'cpu' or 'auto'"
+        )
+    if wanted == "mps" and not mps:
+        raise PbflError("device = 'mps': this machine has no Metal device; allowed here is 'cpu' or 'auto'")
+    if wanted == "auto":
+        wanted = "cuda" if cuda else "cpu"
+    return torch.device(wanted)
