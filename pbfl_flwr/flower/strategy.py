@@ -325,6 +325,18 @@ class MethodStrategy(Strategy):
     def _finish_round(self, server_round: int) -> None:
         self.history[-1]["seconds"]["total"] = time.perf_counter() - self._round_started
         self.done = server_round
+        line = self.history[-1]
+        scored = line.get("final", line)["accuracy"].get(self.headline)
+        log(
+            INFO,
+            "round %s/%s: accuracy %s (%s), %s clients trained, %.1f s",
+            server_round,
+            self._num_rounds,
+            f"{100 * scored['weighted']:.1f} %" if scored else "not scored yet",
+            self.headline,
+            len(line["trained"]),
+            line["seconds"]["total"],
+        )
         if self.run is not None:
             self.run.add_round(self.history[-1], self._clients)
             broadcast = self.method.broadcast(self.state, min(self.roster.members) if self.roster else 0)
