@@ -19,12 +19,13 @@ from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pbfl_flwr import seeds
 from pbfl_flwr.config import EvaluationSettings, TrainingSettings
 from pbfl_flwr.data import ClientData
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.models import SplitModel
 from pbfl_flwr.payloads import Payload
 from pbfl_flwr.task import Task
 
@@ -78,7 +79,7 @@ class Client:
     id: int
     round: int
     task: Task
-    model: nn.Module
+    model: SplitModel
     data: ClientData
     training: TrainingSettings = field(default_factory=TrainingSettings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)

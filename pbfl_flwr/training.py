@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from pbfl_flwr.config import TrainingSettings
 from pbfl_flwr.data import ClientData, Shard
 from pbfl_flwr.method import Client, Predictor
-from pbfl_flwr.models import has_batch_norm
+from pbfl_flwr.models import SplitModel, has_batch_norm
 
 Loss = Callable[[Tensor, Tensor], Mapping[str, Tensor]]
 """(inputs (B, ...), labels (B,)) -> named terms; their sum is what the optimiser descends."""
@@ -56,14 +56,14 @@ class FitReport:
         )
 
 
-def forward(model: nn.Module, inputs: Tensor) -> tuple[Tensor, Tensor]:
+def forward(model: SplitModel, inputs: Tensor) -> tuple[Tensor, Tensor]:
     """Return (features (B, d), logits (B, K)) of a network that follows the model contract."""
-    features: Tensor = model.features(inputs)  # type: ignore[operator]  # nn.Module.__getattr__ is untyped
-    logits: Tensor = model.head(features)  # type: ignore[operator]
+    features: Tensor = model.features(inputs)
+    logits: Tensor = model.head(features)
     return features, logits
 
 
-def classification(model: nn.Module) -> Loss:
+def classification(model: SplitModel) -> Loss:
     """Return the plain loss: cross-entropy of the logits, mean over the batch."""
 
     def loss(inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
@@ -229,7 +229,7 @@ def each_feature(client: Client, shard: Shard) -> Iterator[tuple[Tensor, Tensor]
     for start in range(0, len(shard.labels), size):
         batch = slice(start, start + size)
         inputs, labels = take(client.data, shard, batch, client.device, client.training.layout)
-        yield client.model.features(inputs), labels  # type: ignore[operator]
+        yield client.model.features(inputs), labels
 
 
 @dataclass(frozen=True)

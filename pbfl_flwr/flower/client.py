@@ -29,7 +29,7 @@ from pbfl_flwr.flower.device import Identity, choose_device, identify, own_setti
 from pbfl_flwr.flower.store import ClientState, ClientStore
 from pbfl_flwr.method import Client, Method, Moment
 from pbfl_flwr.methods import SECTIONS, build_method
-from pbfl_flwr.models import architecture_of, build_model, check_models, count_parameters
+from pbfl_flwr.models import SplitModel, architecture_of, build_model, check_models, count_parameters
 from pbfl_flwr.task import Task
 from pbfl_flwr.training import evaluate
 
@@ -279,7 +279,7 @@ def _own_settings(settings: str, node: tuple[tuple[str, Scalar], ...]) -> Settin
 @lru_cache(maxsize=16)
 def _network(
     architecture: str, task: Task, seed: int, device: str, layout: str
-) -> tuple[nn.Module, dict[str, Tensor]]:
+) -> tuple[SplitModel, dict[str, Tensor]]:
     """Build an architecture once a worker; clients' weights are copied in."""
     model = build_model(architecture, task, seed).to(device)
     if len(task.input_shape) == 3 and layout == "channels-last":

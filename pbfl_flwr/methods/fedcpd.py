@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, cast
+from typing import Literal
 
 from pydantic import Field
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client, Method, Moment, Round, Update
 from pbfl_flwr.methods.fedrep import HeadThenBody
 from pbfl_flwr.methods.sharing import answer, initial, receive, shared_scalars
-from pbfl_flwr.models import SplitModel, architectures, build_model
+from pbfl_flwr.models import architectures, build_model
 from pbfl_flwr.models.attention import MapDistillation, MapMemory, convolutional, map_channels
 from pbfl_flwr.payloads import Prototypes, RejectedPayload, WeightsAndPrototypes, under
 from pbfl_flwr.prototypes.aggregation import keep_stale, mean
@@ -87,7 +87,7 @@ class FedCPD(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndProtot
         kept = under(client.memory, "teacher")
         teacher = None
         if distillation is not None and kept:
-            teacher = MapMemory(cast(SplitModel, client.model).stages, kept, distillation)
+            teacher = MapMemory(client.model.stages, kept, distillation)
         phases = HeadThenBody(self.config.head_epochs)
         head = phases.head_phase(client)
         loss = self._loss(client, down.prototypes, distillation, teacher)
@@ -96,7 +96,7 @@ class FedCPD(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndProtot
         )
         memory = dict(report.optimizer)
         if distillation is not None:
-            stages = cast(SplitModel, client.model).stages
+            stages = client.model.stages
             memory |= {f"teacher.{name}": tensor for name, tensor in copies(stages.state_dict()).items()}
             memory |= {f"distillation.{name}": t for name, t in copies(distillation.state_dict()).items()}
         upload = WeightsAndPrototypes(answer(client, "body"), self._prototypes(client))
@@ -110,7 +110,7 @@ class FedCPD(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndProtot
         teacher: MapMemory | None,
     ) -> Loss:
         """L_ce + α·L_align + β·L_pcl + γ·L_fd; a term that is off or has nothing to go by is left out."""
-        config, model = self.config, cast(SplitModel, client.model)
+        config, model = self.config, client.model
         values, present = prototypes.values.to(client.device), prototypes.present.to(client.device)
         known = prototypes.num_present > 0
 

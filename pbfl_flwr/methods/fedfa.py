@@ -122,7 +122,7 @@ class FedFA(SharedWeights):
         config, model = self.config, client.model
         anchors = down.tensors[ANCHORS].to(client.device)  # A, fixed in this round
         running = RunningAnchors(anchors, config.anchor_momentum, config.anchor_mean == "all-batches")
-        classifier = list(model.head.parameters())  # type: ignore[union-attr]
+        classifier = list(model.head.parameters())
         adam = torch.optim.Adam(classifier, lr=config.calibration_rate)
         every_class = torch.arange(len(anchors), device=client.device)
 
@@ -134,7 +134,7 @@ class FedFA(SharedWeights):
 
         def calibrate() -> None:
             if config.calibration_rate:
-                scores: Tensor = model.head(anchors)  # type: ignore[operator]
+                scores: Tensor = model.head(anchors)
                 adam.zero_grad(set_to_none=True)
                 nn.functional.cross_entropy(scores, every_class).backward()
                 adam.step()

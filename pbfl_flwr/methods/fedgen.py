@@ -126,7 +126,7 @@ class FedGen(Method[GenerativeState, Taught, LabelledHead]):
             terms = {"ce": nn.functional.cross_entropy(forward(client.model, inputs)[1], labels)}
             if draw is not None:
                 features, drawn = draw()
-                scores: Tensor = client.model.head(features)  # type: ignore[operator]  # untyped __getattr__
+                scores: Tensor = client.model.head(features)
                 terms["generated"] = nn.functional.cross_entropy(scores, drawn)
             return terms
 

@@ -118,7 +118,7 @@ class FedNH(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndPrototy
         rows = down.prototypes.values.to(client.device)  # W
 
         def loss(inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
-            features: Tensor = client.model.features(inputs)  # type: ignore[operator]  # nn.Module.__getattr__
+            features: Tensor = client.model.features(inputs)
             logits = scale * F.linear(F.normalize(features, dim=1), rows)
             return {"ce": F.cross_entropy(logits, labels)}
 

@@ -169,7 +169,7 @@ class FedPA(Method[GenerativeState, Taught, Trained]):
             terms = {"ce": nn.functional.cross_entropy(logits, labels)}
             if draw is not None:
                 features, drawn = draw()
-                scores: Tensor = client.model.head(features)  # type: ignore[operator]  # untyped __getattr__
+                scores: Tensor = client.model.head(features)
                 terms["generated"] = generation_weight(t) * nn.functional.cross_entropy(scores, drawn)
             if table.num_present:
                 pull = distillation.pull(z, labels, table.values, table.present, form="mse")

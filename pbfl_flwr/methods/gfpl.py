@@ -88,7 +88,7 @@ class Gfpl(Method[MixtureState, Mixtures, Mixtures]):
         config, model = self.config, client.model
 
         def loss(inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
-            features, logits = forward(model, inputs) if down is None else (inputs, model.head(inputs))  # type: ignore[operator]
+            features, logits = forward(model, inputs) if down is None else (inputs, model.head(inputs))
             terms = {"ce": nn.functional.cross_entropy(logits, labels)}
             if dual:
                 terms["dot"] = config.dot_weight * dot_regression(dual[0](features), labels, dual[1])
