@@ -1,0 +1,65 @@
+"""The methods as strategies of somebody else's Flower app: own data, own run configuration, no key of ours in it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower.client import make_client_app
+from pbfl_flwr.flower.strategy import MethodStrategy
+from pbfl_flwr.payloads import Prototypes
+from pbfl_flwr.strategies import FedProto, FedTGP, ProtoNorm, TinyProto
+from pbfl_flwr.task import Task
+from tests.flower.inprocess import NUM_CLIENTS, InProcessGrid, tiny_data
+
+
+def strategies(directory: Path) -> list[MethodStrategy]:
+    common = {"models": "cnn4", "feature_dim": 20, "num_server_rounds": 2}
+    where = str(directory / "state")
+    return [
+        FedProto(
+            num_clients=NUM_CLIENTS, cps_dim=5, aggregation="ppa", cpkd="sample", state_dir=where, **common
+        ),
+        FedTGP(num_clients=NUM_CLIENTS, server_epochs=2, state_dir=where, **common),
+        TinyProto(num_clients=NUM_CLIENTS, base="fedtgp", cps_dim=4, state_dir=where, **common),
+        ProtoNorm(num_clients=NUM_CLIENTS, upscale=10.0, alignment="simplex", state_dir=where, **common),
+    ]
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_in_another_app(number: int, tmp_path: Path) -> None:
+    strategy = strategies(tmp_path)[number]
+    app = make_client_app(tiny_data, strategy.settings)
+    result = strategy.start(InProcessGrid(app, {"their-own-key": 1}, NUM_CLIENTS))
+    assert strategy.done == 2
+    assert not strategy.history[-1]["failures"]
+    assert sorted(result.train_metrics_clientapp) == [1, 2]
+    assert result.arrays  # the global prototypes, encoded
+    assert not (tmp_path / "run.json").exists()
+
+
+def test_keywords_reach_the_method(tmp_path: Path) -> None:
+    sparse, trained, tiny, aligned = strategies(tmp_path)
+    assert (sparse.method.stages.cps_dim, sparse.method.stages.aggregation) == (5, "ppa")
+    assert trained.method.server_training.epochs == 2
+    assert tiny.method.server_training is not None
+    assert (aligned.method.stages.alignment, aligned.method.stages.upscale) == ("simplex", 10.0)
+
+
+def test_aggregate_fit_needs_no_grid() -> None:
+    strategy = FedProto(num_clients=2, feature_dim=2)
+    strategy.begin(Task(2, 2, (1, 16, 16)))
+    one = Prototypes(torch.tensor([[1.0, 3.0], [0.0, 0.0]]), torch.tensor([True, False]))
+    two = Prototypes(torch.tensor([[3.0, 5.0], [7.0, 7.0]]), torch.tensor([True, True]))
+    state = strategy.aggregate_fit(1, {0: one, 1: two})
+    assert state.broadcast.values.tolist() == [[2.0, 4.0], [7.0, 7.0]]  # (1+3)/2, (3+5)/2; one holder
+
+
+def test_wrong_keywords_are_named_at_once() -> None:
+    with pytest.raises(PbflError) as caught:
+        TinyProto(num_clients=0, cps_dim=-1, batchsize=3)
+    said = str(caught.value)
+    assert "num-clients = 0" in said
+    assert "cps-dim = -1" in said
+    assert "unknown key 'batchsize'; did you mean 'batch-size'?" in said
