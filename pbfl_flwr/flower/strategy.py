@@ -127,6 +127,10 @@ class MethodStrategy(Strategy):
             self.state, self.done = resumed
             self.history = self.run.rounds()
             log(INFO, "resumed after round %s", self.done)
+        if self.done > self._num_rounds:
+            raise PbflError(
+                f"num-server-rounds = {self._num_rounds}: the run has {self.done} rounds already; allowed is from there"
+            )
         self.run.go_on(self.settings.as_dict())
 
     def begin(self, task: Task) -> None:

@@ -631,6 +631,13 @@ def test_history_ahead_of_the_checkpoint_is_cut_back(tmp_path: Path, two_rounds:
     assert [json.loads(line)["round"] for line in text.splitlines()] == [1, 2]
 
 
+def test_a_run_does_not_go_back(tmp_path: Path, two_rounds: Federation) -> None:
+    with pytest.raises(PbflError, match="num-server-rounds = 1: the run has 2 rounds already"):
+        again(tmp_path, num_server_rounds=1).run()
+    assert len(lines(two_rounds)) == 2
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["configuration"]["num-server-rounds"] == 2
+
+
 def test_another_configuration_is_not_resumed(tmp_path: Path, two_rounds: Federation) -> None:
     with pytest.raises(PbflError, match="was made with another configuration"):
         again(tmp_path, learning_rate=0.5).run()
