@@ -1,6 +1,7 @@
 """The pipeline's slots in every combination, run and by hand."""
 
 import itertools
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -271,24 +272,50 @@ def test_uploads_are_checked_against_the_rule() -> None:
 # Published costs --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("num_classes", "sum_held", "dense", "sparse"),
-    [
-        (10, 102, 0.151, 0.0151),  # CIFAR-10, 20 clients: Σ(K_i + K) = 102 + 20·10 = 302
-        (100, 921, 1.4605, 0.14605),  # CIFAR-100: Σ(K_i + K) = 921 + 20·100 = 2921
-    ],
-)
-def test_the_published_costs_come_out(num_classes: int, sum_held: int, dense: float, sparse: float) -> None:
+def published_cost(num_classes: int, sum_held: int, s: int, name: str, **keys: Scalar) -> float:
+    """Millions of scalars a round: 20 clients that hold ``sum_held`` classes together, d = 500."""
     task = Task(num_classes, 500, (3, 32, 32))
     held = [sum_held // 20] * 19
     held.append(sum_held - sum(held))
-    parameters = [(1_000, 10)] * 20
-    costs = {}
-    for s in (0, 50):
-        config: dict[str, Scalar] = {"method": "fedproto", "feature-dim": 500, "cps-dim": s}
-        costs[s] = build_method(parse(config, SECTIONS)).paper_scalars(task, held, parameters) / 1e6
-    assert costs[0] == pytest.approx(dense, abs=1e-9)
-    assert costs[50] == pytest.approx(sparse, abs=1e-9)
+    config: dict[str, Scalar] = {"method": name, "feature-dim": 500, "cps-dim": s, **keys}
+    return build_method(parse(config, SECTIONS)).paper_scalars(task, held, [(1_000, 10)] * 20) / 1e6
+
+
+@pytest.mark.parametrize(
+    ("num_classes", "sum_held", "dense", "sparse", "half"),
+    [  # Σ(K_i + K)·s with ΣK_i of the Dirichlet(0.1) partitions; what the tables of CPS and TinyProto print
+        (10, 102, "0.15", "0.02", "0.08"),  # CIFAR-10: 302
+        (43, 332, "0.60", "0.06", None),  # GTSRB: 1192
+        (100, 921, "1.46", "0.15", "0.73"),  # CIFAR-100: 2921
+        (102, 691, "1.37", "0.14", None),  # Flowers-102: 2731
+        (200, 1853, "2.93", "0.29", "1.46"),  # Tiny-ImageNet: 5853
+    ],
+)
+def test_the_published_costs_come_out(
+    num_classes: int, sum_held: int, dense: str, sparse: str, half: str | None
+) -> None:
+    for name in ("fedproto", "fedtgp"):
+        assert printed(published_cost(num_classes, sum_held, 0, name)) == dense
+        assert printed(published_cost(num_classes, sum_held, 50, name)) == sparse
+        if half is not None:
+            assert printed(published_cost(num_classes, sum_held, 250, name)) == half
+    for base in ("fedproto", "fedtgp"):
+        assert (
+            printed(published_cost(num_classes, sum_held, 50, "tinyproto", **{"tinyproto.base": base}))
+            == sparse
+        )
+    assert printed(published_cost(num_classes, sum_held, 0, "protonorm")) == dense
+
+
+def printed(millions: float) -> str:
+    """Two decimals, halves up, as in the tables."""
+    return f"{math.floor(millions * 100 + 0.5) / 100:.2f}"
+
+
+def test_costs_that_are_printed_with_three_decimals() -> None:
+    assert published_cost(10, 102, 0, "fedproto") == pytest.approx(0.151, abs=1e-9)
+    assert published_cost(4, 46, 0, "fedproto") == pytest.approx(0.063, abs=1e-9)  # AG News: 46 + 80 = 126
+    assert published_cost(4, 46, 50, "fedproto") == pytest.approx(0.0063, abs=1e-9)
 
 
 def test_what_has_not_converged_is_said() -> None:
