@@ -2,11 +2,11 @@
 
 Repository FedPA (threeStoneLei1), "prototype adversarial" learning; its code is the authority, no paper was at hand.
 
-Round t = 0, 1, ...: each client copies the weights w and minimises CE(g(z), y) + a_t·CE(g(G(ŷ, ε)), ŷ) + b_t·mean over
-B·d of (z - P_y)², z = f(x), a_t = max(1e-4, 25·0.98^t), b_t = max(0.15, 5·0.98^t), the last two from round 1 on.
-It answers w_i and the class means of the features seen on the way. The server averages both by samples and trains G
-by Adam on a_t·Σ_k mean_b[ω_k,y·CE(g_k(G(y, ε)), y)] - 0.15·MSE(G, P_y) + Div, which pushes generated features away
-from the prototypes and apart from each other.
+Round: in round t = 0, 1, ... each client copies the weights w and minimises CE(g(z), y) + a_t·CE(g(G(ŷ, ε)), ŷ) +
+b_t·mean over B·d of (z - P_y)², z = f(x), a_t = max(1e-4, 25·0.98^t), b_t = max(0.15, 5·0.98^t), the last two from
+round 1 on. It answers w_i and the class means of the features seen on the way. The server averages both by samples and
+trains G by Adam on a_t·Σ_k mean_b[ω_k,y·CE(g_k(G(y, ε)), y)] - 0.15·MSE(G, P_y) + Div, which pushes generated features
+away from the prototypes and apart from each other.
 Travels: down w, G and P; up w_i, class means and n_ij, which the server thereby learns.
 Predicts: the logits of the locally trained network; published scores cannot be those of the averaged one.
 Differs from the reference: a round is local-epochs instead of 20 batches (fedpa.local-steps); class means weigh by the

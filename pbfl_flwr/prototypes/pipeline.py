@@ -211,12 +211,10 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         """Global prototypes in d dimensions at the scale of the pull: γ·c_j (PU), μ·c_j (APS) or c_j."""
         table = self._masks(client.task)
         values = down.values if table is None else masks.expand(down.values, table)
-        if self.stages.alignment != "off":
-            factor = self._upscale
-        elif self.stages.aggregation in APS_RULES and self.server_training is None:
-            factor = self._upscale * self._mu(client.task, down.num_examples)
-        else:
-            factor = self._upscale
+        factor = self._upscale
+        summed = self.stages.aggregation in APS_RULES and self.server_training is None
+        if summed and self.stages.alignment == "off" and down.num_present:
+            factor *= self._mu(client.task, down.num_examples)
         return scaling.upscale(values, factor).to(client.device)
 
     # Server -----------------------------------------------------------------------------------------------
@@ -374,7 +372,9 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
     def _mu(self, task: Task, num_examples: int | None) -> float:
         if self.stages.aps_scale != "auto":
             return self.stages.aps_scale
-        return scaling.default_aps_scale(task.num_classes, num_examples) if num_examples else 1.0
+        if not num_examples:
+            raise RejectedPayload("aps-scale = 'auto' needs n, the samples behind the sums, and none came")
+        return scaling.default_aps_scale(task.num_classes, num_examples)
 
     @cached_property
     def _needs_total(self) -> bool:

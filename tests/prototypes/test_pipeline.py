@@ -327,3 +327,10 @@ def test_what_has_not_converged_is_said() -> None:
     assert "their loss is not below 0.001" in said
     (said,) = plain.notes(replace(state, figures={"alignment-converged": 0.0}))
     assert "stopped at its bound" in said
+
+
+def test_an_automatic_scale_is_never_guessed() -> None:
+    summed = method(aggregation="aps-sum")
+    assert summed._mu(TASK, 90) == pytest.approx(0.9 * TASK.num_classes / 90)
+    with pytest.raises(RejectedPayload, match="needs n"):
+        summed._mu(TASK, None)

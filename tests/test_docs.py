@@ -1,0 +1,76 @@
+"""What the documentation tells people to type is accepted, and what it links to is there."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from pbfl_flwr.config import parse
+from pbfl_flwr.experiments import compare, configuration
+from pbfl_flwr.methods import METHODS, SECTIONS, build_method
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+
+
+def commands(name: str) -> list[tuple[str, str]]:
+    """(page, command line) of every line that calls ``pbfl <name>``, continued lines joined."""
+    found = []
+    for page in PAGES:
+        text = page.read_text().replace("\\\n", " ")
+        lines = re.findall(rf"^\s*(pbfl {name} [^\n]*)", text, re.MULTILINE)
+        found.extend((str(page.relative_to(ROOT)), line.split("   #")[0].strip()) for line in lines)
+    return found
+
+
+def assignments(line: str) -> list[str]:
+    words = shlex.split(line.replace("<", "").replace(">", ""))
+    return [words[i + 1] for i, word in enumerate(words) if word == "--set"]
+
+
+@pytest.mark.parametrize(("page", "line"), commands("run"))
+def test_documented_runs_have_keys_that_are_allowed(page: str, line: str) -> None:
+    first = line.split()[2]
+    preset = first if first in configuration.presets() else None
+    configuration.check(configuration.gather(preset, assignments(line)))
+
+
+@pytest.mark.parametrize(("page", "line"), commands("compare"))
+def test_documented_comparisons_are_there(page: str, line: str, tmp_path: Path) -> None:
+    _, runs = compare.read(line.split()[2])
+    assert compare.plan(runs, assignments(line), [], [], tmp_path)
+
+
+def test_the_readmes_flwr_run_has_keys_that_are_allowed() -> None:
+    text = (ROOT / "README.md").read_text()
+    found = re.findall(r'--run-config "([^"]*)"', text)
+    assert len(found) == 2
+    for config in found:
+        build_method(parse(configuration.gather(None, shlex.split(config)).values, SECTIONS))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
+    assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_has_its_page_and_says_how_it_differs(name: str) -> None:
+    page = (ROOT / "docs" / "methods" / f"{name}.md").read_text()
+    module = METHODS[name].build.__module__
+    source = (ROOT / (module.replace(".", "/") + ".py")).read_text()
+    for word in ("Round:", "Travels:", "Predicts:", "Differs from"):
+        assert word in source, f"{module} does not say '{word}'"
+    assert re.search(rf"^\s*pbfl (run .*(method=)?{name}|compare {name})", page, re.MULTILINE), (
+        "it has no command"
+    )
+    section = METHODS[name].section
+    own = [] if section is None else section.key_names()
+    assert [key for key in own if key not in page] == []
+
+
+def test_the_readme_lists_every_method() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert [name for name in METHODS if f"`{name}`" not in text] == []
