@@ -1,4 +1,4 @@
-"""The ``pbfl`` command: run, show, list."""
+"""``pbfl run``, ``compare``, ``show`` and ``list``: experiments on this machine."""
 
 from __future__ import annotations
 
@@ -9,32 +9,20 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-import pbfl_flwr
+from pbfl_flwr.cli.common import (
+    COMPLETED,
+    FAILED,
+    INTERRUPTED,
+    REFUSED,
+    AppDirectory,
+    Assignments,
+    Gpus,
+    RunDir,
+    checkout,
+    ended,
+)
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.figures import say
-
-# The commands import what they need when they run: torch and Flower take seconds, --help should not.
-
-COMPLETED, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
-
-app = typer.Typer(
-    help="Prototype-based federated learning on Flower.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_show_locals=False,
-)
-
-
-Assignments = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="A key of the run configuration; may be repeated."),
-]
-Gpus = Annotated[
-    float, typer.Option("--gpus-per-client", min=0, help="Share of a GPU that a client gets, e.g. 0.25.")
-]
-AppDirectory = Annotated[
-    Path | None, typer.Option("--app", help="Directory of the Flower app; default this package's checkout.")
-]
 
 
 class Topic(StrEnum):
@@ -58,7 +46,6 @@ COLUMNS = {
 }
 
 
-@app.command()
 def run(
     preset: Annotated[
         str | None,
@@ -104,14 +91,14 @@ def run(
             )
         partition = configuration.preflight(settings, resources)
     except PbflError as error:
-        raise _ended(error, REFUSED) from None
+        raise ended(error, REFUSED) from None
     for note in partition.notes:
         say(console, f"data: {note}")
     num_clients, num_rounds = settings.run.num_clients, settings.run.num_server_rounds
     try:
         code = simulate(source, directory, wishes.values, num_clients, num_rounds, resources, console)
     except PbflError as error:
-        raise _ended(error, FAILED) from None
+        raise ended(error, FAILED) from None
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
     if code == COMPLETED:
@@ -119,18 +106,16 @@ def run(
     raise typer.Exit(code)
 
 
-@app.command()
-def show(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]) -> None:
+def show(run: RunDir) -> None:
     """Print the tables of a run."""
     from pbfl_flwr.experiments import tables
 
     try:
         tables.show(run, Console())
     except PbflError as error:
-        raise _ended(error, REFUSED) from None
+        raise ended(error, REFUSED) from None
 
 
-@app.command()
 def compare(
     name: Annotated[
         str, typer.Argument(metavar="COMPARISON", help="A TOML file, or one of `pbfl list comparisons`.")
@@ -162,7 +147,7 @@ def compare(
         for wishes in {str(sorted(run.wishes.values.items())): run.wishes for run in planned}.values():
             configuration.preflight(configuration.check(wishes), resources)
     except PbflError as error:
-        raise _ended(error, REFUSED) from None
+        raise ended(error, REFUSED) from None
 
     def start(wishes: configuration.Wishes, run_dir: Path) -> int:
         run = configuration.check(wishes).run
@@ -174,7 +159,7 @@ def compare(
     try:
         failed = comparison.make(planned, start)
     except PbflError as error:
-        raise _ended(error, FAILED) from None
+        raise ended(error, FAILED) from None
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
     found = comparison.rows(planned)
@@ -186,41 +171,9 @@ def compare(
     raise typer.Exit(FAILED if failed else COMPLETED)
 
 
-@app.command("list")
 def list_(topic: Annotated[Topic, typer.Argument(help="What to list.")]) -> None:
     """Tell what there is: methods, models, datasets, presets, keys of the run configuration."""
     from pbfl_flwr.experiments import catalogue, tables
 
     rows = catalogue.ROWS[topic.value]()
     Console().print(tables.listing(topic.value, COLUMNS[topic], rows))
-
-
-def checkout(given: Path | None) -> Path:
-    """Return the directory of the Flower app: where pyproject.toml and the packages lie side by side.
-
-    Raises:
-        PbflError: if there is none; an installed wheel has the packages only.
-    """
-    path = (given or Path(pbfl_flwr.__file__).parent.parent).expanduser().absolute()
-    for part in ("pyproject.toml", "pbfl_flwr", "client_app", "server_app"):
-        if not (path / part).exists():
-            raise PbflError(
-                f"'{path}' is no checkout of this project, '{part}' is missing; pbfl run hands the checkout to Flower: "
-                "install with pip install -e, or give its directory with --app"
-            )
-    return path
-
-
-def main() -> None:
-    """Run the command line."""
-    app()
-
-
-def _ended(error: PbflError, code: int) -> typer.Exit:
-    for line in str(error).splitlines():
-        say(Console(stderr=True), f"error: {line}")
-    return typer.Exit(code)
-
-
-if __name__ == "__main__":
-    main()

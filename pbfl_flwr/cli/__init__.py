@@ -1,0 +1,34 @@
+"""The ``pbfl`` command. A module a topic; the table below is the order of ``pbfl --help``.
+
+The commands import what they need when they run: torch and Flower take seconds, ``--help`` should not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import typer
+
+from pbfl_flwr.cli import experiments
+
+app = typer.Typer(
+    help="Prototype-based federated learning on Flower.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+
+COMMANDS: dict[str, Callable[..., None]] = {
+    "run": experiments.run,
+    "compare": experiments.compare,
+    "show": experiments.show,
+    "list": experiments.list_,
+}
+
+for name, command in COMMANDS.items():
+    app.command(name)(command)
+
+
+def main() -> None:
+    """Run the command line."""
+    app()

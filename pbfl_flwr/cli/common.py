@@ -1,0 +1,50 @@
+"""What the commands share: exit codes, common options, how an error is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+import pbfl_flwr
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments.figures import say
+
+COMPLETED, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
+
+Assignments = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="A key of the run configuration; may be repeated."),
+]
+Gpus = Annotated[
+    float, typer.Option("--gpus-per-client", min=0, help="Share of a GPU that a client gets, e.g. 0.25.")
+]
+AppDirectory = Annotated[
+    Path | None, typer.Option("--app", help="Directory of the Flower app; default this package's checkout.")
+]
+RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
+
+
+def ended(error: PbflError, code: int = REFUSED) -> typer.Exit:
+    """Print an error, one line each of its lines, and return the exit."""
+    for line in str(error).splitlines():
+        say(Console(stderr=True), f"error: {line}")
+    return typer.Exit(code)
+
+
+def checkout(given: Path | None) -> Path:
+    """Return the directory of the Flower app: where pyproject.toml and the packages lie side by side.
+
+    Raises:
+        PbflError: if there is none; an installed wheel has the packages only.
+    """
+    path = (given or Path(pbfl_flwr.__file__).parent.parent).expanduser().absolute()
+    for part in ("pyproject.toml", "pbfl_flwr", "client_app", "server_app"):
+        if not (path / part).exists():
+            raise PbflError(
+                f"'{path}' is no checkout of this project, '{part}' is missing; pbfl run hands the checkout to Flower: "
+                "install with pip install -e, or give its directory with --app"
+            )
+    return path
