@@ -74,6 +74,7 @@ class Client:
         evaluation: settings of the evaluation.
         seed: the run's seed; use :meth:`generator` rather than this.
         memory: what the method kept at this client's last participation; empty at first.
+        name: of a client that has one; its seeds then depend on it and not on who else takes part.
     """
 
     id: int
@@ -85,6 +86,12 @@ class Client:
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     seed: int = 0
     memory: Mapping[str, Tensor] = field(default_factory=dict)
+    name: str = ""
+
+    @property
+    def key(self) -> int | str:
+        """What seeds that are this client's own depend on: its name, or its number."""
+        return self.name or self.id
 
     @property
     def device(self) -> torch.device:
@@ -93,7 +100,7 @@ class Client:
 
     def generator(self, purpose: str) -> torch.Generator:
         """Return a generator that depends on run, client, round and purpose alone."""
-        return seeds.generator(self.seed, purpose, self.id, self.round)
+        return seeds.generator(self.seed, purpose, self.key, self.round)
 
 
 @dataclass(frozen=True)

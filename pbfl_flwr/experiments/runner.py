@@ -126,7 +126,8 @@ class Follower:
                 self._notes.add(note)
                 say(self._console, f"  note: {note}", "yellow")
         for failure in [*line["failures"], *line.get("final", {}).get("failures", [])]:
-            say(self._console, f"  client {failure['client']} failed: {failure['reason']}", "yellow")
+            who = failure.get("name", failure["client"])
+            say(self._console, f"  client {who} failed: {failure['reason']}", "yellow")
 
 
 def introduction(about: Mapping[str, Any]) -> str:

@@ -182,11 +182,12 @@ def paper_scalars(about: Mapping[str, Any], counts: Sequence[Sequence[int]] | No
 
 def failure_lines(rounds: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield a line for every client and reason."""
-    found: dict[tuple[int, str], list[int]] = {}
+    found: dict[tuple[int, str, str], list[int]] = {}
     for entry in rounds:
         for failure in [*entry["failures"], *entry.get("final", {}).get("failures", [])]:
-            found.setdefault((failure["client"], failure["reason"]), []).append(entry["round"])
-    for (client, reason), numbers in sorted(found.items()):
+            who = failure["client"], failure.get("name", str(failure["client"])), failure["reason"]
+            found.setdefault(who, []).append(entry["round"])
+    for (_, client, reason), numbers in sorted(found.items()):
         where = f"round {numbers[0]}" if len(numbers) == 1 else f"{len(numbers)} rounds, first {numbers[0]}"
         yield f"client {client} failed in {where}: {reason}"
 

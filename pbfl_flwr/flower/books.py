@@ -32,6 +32,7 @@ class Phase:
     down: dict[int, wire.Traffic]
     scalars_down: int
     started: float
+    names: dict[int, str] = field(default_factory=dict)  # of the clients that have one
 
 
 @dataclass
@@ -126,7 +127,7 @@ def round_line(
         "server": finite(method.report(state)),
         "trained": sorted(outcome.uploads),
         "notes": method.notes(state),
-        "failures": named(outcome.failures),
+        "failures": named(outcome.failures, phase.names),
         "bytes_up": _traffic(outcome.up),
         "bytes_down": _traffic(phase.down),
         "scalars": {"up": outcome.scalars_up, "down": phase.scalars_down},
@@ -138,9 +139,11 @@ def round_line(
 def client_columns(server_round: int, phase: Phase, outcome: Outcome) -> dict[str, Any]:
     """Return a round's line of clients.jsonl: one column a counter, one entry a client."""
     reports = outcome.reports
+    names = {"name": [phase.names.get(client, "") for client in reports]} if phase.names else {}
     return {
         "round": server_round,
         "client": list(reports),
+        **names,
         "num_train": [report.num_train for report in reports.values()],
         "num_test": [report.num_test for report in reports.values()],
         "participations": [report.participations for report in reports.values()],
@@ -171,9 +174,12 @@ def _traffic(per_client: Mapping[int, wire.Traffic]) -> dict[str, int]:
     return asdict(sum(per_client.values(), wire.Traffic()))
 
 
-def named(failures: Mapping[int, str]) -> list[dict[str, Any]]:
-    """Return failures as the history writes them."""
-    return [{"client": client, "reason": reason} for client, reason in failures.items()]
+def named(failures: Mapping[int, str], names: Mapping[int, str]) -> list[dict[str, Any]]:
+    """Return failures as the history writes them: number, name where there is one, reason."""
+    return [
+        {"client": client, **({"name": names[client]} if client in names else {}), "reason": reason}
+        for client, reason in failures.items()
+    ]
 
 
 def _mean(values: list[float | None], weights: list[int]) -> float | None:

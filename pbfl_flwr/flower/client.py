@@ -81,9 +81,20 @@ class _Source:
         return _own_settings(common.model_dump_json(), tuple(sorted(context.node_config.items())))
 
     def data_of(self, settings: Settings, identity: Identity) -> ClientData:
-        """Return the client's shards."""
-        if identity.own_data and self.data is _configured_data:
+        """Return the client's shards.
+
+        Raises:
+            PbflError: if it has a name and no data of its own, and whatever the data source raises.
+        """
+        own = self.data is _configured_data
+        if identity.own_data and own:
             return client_data(settings.data, 1, 0)
+        if isinstance(identity.client, str):
+            need = "data-path in --node-config" if own else "a client-id that is a number"
+            raise PbflError(
+                f"client-id = '{identity.client}': a name is for devices that bring their own data; this one needs "
+                f"{need}{', or a number instead, which takes that share of the common dataset' * own}"
+            )
         return self.data(settings, identity.client)
 
 
@@ -128,7 +139,7 @@ def _hello(message: Message, context: Context, source: _Source) -> Message:
     identity = identify(context, settings, str(message.content.config_records[wire.CONFIG]["experiment"]))
     data = source.data_of(settings, identity)
     task = Task(data.num_classes, settings.models.feature_dim, data.input_shape)
-    architecture = architecture_of(settings.models.models, identity.client)
+    architecture = _architecture(settings, identity)
     _dry_forward(architecture, task)
     body, head = _parameters(architecture, task)
     answer = ConfigRecord(
@@ -158,7 +169,7 @@ def _train(message: Message, context: Context, source: _Source) -> Message:
     if stored is not None and stored.round > client.round:
         raise PbflError(f"asked for round {client.round}, but its state is already of round {stored.round}")
     down = wire.decode(message.content.array_records[wire.PAYLOAD], method.down, client.task)
-    torch.manual_seed(seeds.derive(client.seed, "layers", client.id, client.round))  # dropout
+    torch.manual_seed(seeds.derive(client.seed, "layers", client.key, client.round))  # dropout
     before = resolved_moment(opened.settings, method) == "before"
     evaluated = 0.0
     if before:
@@ -237,15 +248,16 @@ def _open(message: Message, context: Context, source: _Source) -> _Open:
     data = source.data_of(settings, identity)
     getting = time.perf_counter() - asked_for_data
     task = Task(data.num_classes, settings.models.feature_dim, data.input_shape)
-    architecture = architecture_of(settings.models.models, identity.client)
+    architecture = _architecture(settings, identity)
     store = ClientStore(identity.state_dir, experiment, identity.client, architecture)
     stored = store.load()
     device = choose_device(settings.training.device)
     model, initial = _network(architecture, task, settings.run.seed, str(device), settings.training.layout)
     model.load_state_dict(dict(stored.model) if stored else initial)
     model.eval()  # whatever mode the last client of this process left behind
+    name = identity.client if isinstance(identity.client, str) else ""
     client = Client(
-        identity.client,
+        int(str(asked["client"])) if isinstance(identity.client, str) else identity.client,
         number,
         task,
         model,
@@ -254,10 +266,16 @@ def _open(message: Message, context: Context, source: _Source) -> _Open:
         settings.evaluation,
         settings.run.seed,
         stored.memory if stored else {},
+        name,
     )
     method = build_method(settings)
     opening = time.perf_counter() - started - getting
     return _Open(client, method, settings, store, stored, (getting, opening))
+
+
+def _architecture(settings: Settings, identity: Identity) -> str:
+    """Return the client's architecture; that of a named one is the only one that its settings name."""
+    return architecture_of(settings.models.models, 0 if isinstance(identity.client, str) else identity.client)
 
 
 def resolved_moment(settings: Settings, method: Method[Any, Any, Any]) -> Moment:

@@ -1,12 +1,14 @@
 """Who a client is and what its own machine brings: id, data, architecture, device, state directory.
 
 In a simulation all of it follows from the run configuration and Flower's ``partition-id``. On a device the operator's
-``--node-config`` speaks, and the run configuration, which is the server's, can neither name paths nor import code.
+``--node-config`` speaks, and the run configuration, which is the server's, can neither name paths nor import code. The
+simulation's workers are Ray actors; any other process is a device, whatever its node configuration says.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,10 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.models import architectures
 from pbfl_flwr.models.external import is_external
+
+# A name is no number: client-id='0' would otherwise be another client than client-id=0.
+NAME = re.compile(r"(?!\d+$)[A-Za-z0-9._-]{1,64}")
+ALLOWED_ID = "a whole number from 0, or a name of 1 to 64 letters, digits, '.', '_', '-' that is no number"
 
 # What an operator may say in --node-config -> the run-config key that it replaces for this device ("" for none).
 NODE_KEYS = {
@@ -39,13 +45,13 @@ class Identity:
     """Who this client is, from its node's own configuration.
 
     Attributes:
-        client: 0..M-1.
+        client: 0..M-1, or the name of a device that brings its own data.
         simulated: whether it is one of the simulation's virtual nodes.
         own_data: whether all of the data at its data-path is its own, instead of a share of a common dataset.
         state_dir: where its state lies.
     """
 
-    client: int
+    client: int | str
     simulated: bool
     own_data: bool
     state_dir: Path
@@ -60,20 +66,31 @@ def identify(context: Context, settings: Settings, experiment: str) -> Identity:
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", experiment):
         raise PbflError(f"experiment = {experiment[:100]!r}: allowed are letters, digits, '-' and '_'")
     node: Mapping[str, Any] = context.node_config
-    number = node.get("client-id", node.get("partition-id"))
-    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-        raise PbflError(f"client-id = {number!r} in --node-config: allowed is a whole number from 0")
+    client = node.get("client-id", node.get("partition-id"))
+    if not is_number(client) and not (isinstance(client, str) and NAME.fullmatch(client)):
+        raise PbflError(f"client-id = {client!r} in --node-config: allowed is {ALLOWED_ID}")
     if simulated(node):
         run = settings.run
         state = Path(run.state_dir) if run.state_dir else run_directory(settings, context.run_id) / "clients"
-        return Identity(number, True, False, state / experiment)
+        return Identity(client, True, False, state / experiment)
     state = Path(str(node.get("state-dir") or home() / "state"))
-    return Identity(number, False, "data-path" in node, state / experiment)
+    return Identity(client, False, "data-path" in node, state / experiment)
+
+
+def is_number(client: object) -> bool:
+    """Whether a client id is a whole number from 0."""
+    return isinstance(client, int) and not isinstance(client, bool) and client >= 0
 
 
 def simulated(node: Mapping[str, Any]) -> bool:
-    """Whether a node's configuration was dealt by the simulation engine."""
-    return "client-id" not in node and "partition-id" in node
+    """Whether this is one of the simulation's virtual nodes; its keys prove nothing, an operator may write them too."""
+    return "client-id" not in node and "partition-id" in node and in_worker()
+
+
+def in_worker() -> bool:
+    """Whether this process is a worker of the simulation engine: a Ray actor. A device's process never is."""
+    ray = sys.modules.get("ray")  # a worker has it; a device need not even have it installed
+    return bool(ray and ray.is_initialized() and ray.get_runtime_context().get_actor_id())
 
 
 def own_settings(settings: Settings, node: Mapping[str, Any]) -> Settings:
@@ -101,7 +118,14 @@ def own_settings(settings: Settings, node: Mapping[str, Any]) -> Settings:
         changed["partition"] = "iid"  # of one client: everything is its own
         if "dataset" not in node:
             changed["dataset"] = "npz" if path.suffix == ".npz" else "image-folder"
-    return parse({**settings.as_dict(), **changed}, SECTIONS)
+    own = parse({**settings.as_dict(), **changed}, SECTIONS)
+    networks = dict.fromkeys(architectures(own.models.models))
+    if isinstance(node.get("client-id"), str) and len(networks) > 1:
+        raise PbflError(
+            f"client-id = '{node['client-id']}' in --node-config: models = '{own.models.models}' deals "
+            f"{', '.join(networks)} by number and a name has none; add model='{next(iter(networks))}', or another"
+        )
+    return own
 
 
 def run_directory(settings: Settings, run_id: int) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from flwr.app import ConfigRecord, Message
@@ -14,6 +14,7 @@ from flwr.serverapp import Grid
 from pbfl_flwr import seeds
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import wire
+from pbfl_flwr.flower.device import NAME, is_number
 from pbfl_flwr.payloads import RejectedPayload
 from pbfl_flwr.task import Task
 
@@ -26,7 +27,8 @@ class Member:
     """What a client said in the hello round.
 
     Attributes:
-        client, node: its id, and the id of the node that it runs on.
+        client, node: its number 0..M-1, and the id of the node that it runs on.
+        name: of a device that has one; then the server gives the number, and -1 stands until it has.
         simulated: whether it is one of the simulation's virtual nodes.
         configured_data: whether it takes the configured dataset and partition, not an app's own data.
         task, labels: K, d, input shape and the names of the classes.
@@ -36,6 +38,7 @@ class Member:
     """
 
     client: int
+    name: str
     node: int
     simulated: bool
     configured_data: bool
@@ -56,8 +59,13 @@ class Member:
         """
         try:
             shape, sizes, labels = (_items(record, key) for key in ("input-shape", "parameters", "labels"))
+            client = record["client"]
+            name = client if isinstance(client, str) else ""
+            if not (NAME.fullmatch(name) if name else is_number(client)):
+                raise ValueError(f"client {str(client)[:100]!r} is neither a number from 0 nor a name")
             return cls(
-                client=int(str(record["client"])),
+                client=-1 if name else int(str(client)),
+                name=name,
                 node=node,
                 simulated=bool(record["simulated"]),
                 configured_data=bool(record["configured-data"]),
@@ -75,6 +83,11 @@ class Member:
             )
         except (KeyError, ValueError, IndexError, PbflError) as error:
             raise RejectedPayload(f"its hello cannot be read: {error}") from None
+
+    @property
+    def label(self) -> str:
+        """How a person calls this client: its name, or its number."""
+        return self.name or str(self.client)
 
 
 def _items(record: ConfigRecord, key: str) -> list[str]:
@@ -99,6 +112,11 @@ class Roster:
     def architectures(self) -> list[str]:
         """The architectures, one a client."""
         return [member.architecture for member in self.members.values()]
+
+    @property
+    def names(self) -> dict[int, str]:
+        """Number -> name, of the clients that have one."""
+        return {client: member.name for client, member in self.members.items() if member.name}
 
     def sample(self, fraction: float, seed: int, server_round: int) -> list[int]:
         """Return the clients that train in a round: round(fraction·M), at least one, by our own generator."""
@@ -126,8 +144,23 @@ def wait_for_nodes(grid: Grid, wanted: int, timeout: float) -> list[int]:
     return nodes
 
 
-def meet(grid: Grid, num_clients: int, experiment: str, timeout: float, join_timeout: float) -> Roster:
+def meet(
+    grid: Grid,
+    num_clients: int,
+    experiment: str,
+    timeout: float,
+    join_timeout: float,
+    known: Mapping[str, int] | None = None,
+) -> Roster:
     """Say hello to every node and check that what they bring fits together, before any training starts.
+
+    Args:
+        grid: Flower's.
+        num_clients: M.
+        experiment: id of the run.
+        timeout: seconds to wait for the answers.
+        join_timeout: seconds to wait for the nodes.
+        known: name -> number, as the run gave them when it began.
 
     Raises:
         PbflError: naming the clients that could not answer and why, or both sides of a disagreement.
@@ -162,12 +195,38 @@ def meet(grid: Grid, num_clients: int, experiment: str, timeout: float, join_tim
     if refused:
         lines = [f"{count} of {len(asked)} clients: {reason}" for reason, count in Counter(refused).items()]
         raise PbflError("\n".join(lines))
-    roster = agreed(members)
+    roster = agreed(numbered(members, num_clients, known or {}))
     if beyond := [client for client in roster.members if client >= num_clients]:
         raise PbflError(
             f"client-id {beyond[0]} is beyond num-clients = {num_clients}: allowed are 0 to {num_clients - 1}"
         )
     return roster
+
+
+def numbered(members: Iterable[Member], num_clients: int, known: Mapping[str, int]) -> list[Member]:
+    """Return the members with numbers for those that have names.
+
+    A name keeps the number that it had in the run; new ones take, in ascending order, the lowest numbers that are free.
+
+    Args:
+        members: what came, in any order.
+        num_clients: M.
+        known: name -> number, of a run that goes on.
+
+    Raises:
+        PbflError: if there are more names than free numbers.
+    """
+    found = list(members)
+    new = sorted({member.name for member in found if member.name} - set(known))
+    taken = {member.client for member in found if not member.name} | set(known.values())
+    free = [number for number in range(num_clients) if number not in taken]
+    if len(new) > len(free):
+        beyond = f"client-id '{new[len(free)]}' has no place among num-clients = {num_clients}"
+        if known:
+            raise PbflError(f"{beyond}: this run goes on with {', '.join(sorted(known))}")
+        raise PbflError(f"{beyond}; {len(found)} clients came: {', '.join(sorted(m.label for m in found))}")
+    numbers = {**known, **dict(zip(new, free, strict=False))}
+    return [replace(m, client=numbers[m.name]) if m.name else m for m in found]
 
 
 def agreed(members: Iterable[Member]) -> Roster:
@@ -178,10 +237,11 @@ def agreed(members: Iterable[Member]) -> Roster:
     """
     by_client: dict[int, Member] = {}
     for member in sorted(members, key=lambda m: (m.client, m.node)):
-        if member.client in by_client:
-            raise PbflError(
-                f"client-id {member.client} is used by two nodes, {by_client[member.client].node} and {member.node}"
-            )
+        if (other := by_client.get(member.client)) is not None:
+            which = f"client-id {member.label}"
+            if member.name != other.name:
+                which = f"number {member.client} (of client-ids {other.label} and {member.label})"
+            raise PbflError(f"{which} is used by two nodes, {other.node} and {member.node}")
         by_client[member.client] = member
     first, *others = by_client.values()
     for other in others:
@@ -193,7 +253,7 @@ def agreed(members: Iterable[Member]) -> Roster:
         ):
             if mine != theirs:
                 raise PbflError(
-                    f"clients disagree in {what}: client {first.client} has {mine}, {other.client} has {theirs}"
+                    f"clients disagree in {what}: client {first.label} has {mine}, {other.label} has {theirs}"
                 )
     return Roster(by_client)
 

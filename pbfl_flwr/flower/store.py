@@ -120,19 +120,20 @@ class ClientStore:
     Attributes:
         directory: the client's own directory on its own disk.
         experiment: id of the run; a file of another one is foreign.
-        client: client id.
+        client: its number or its name.
         architecture: the network's name; weights of another one are foreign too.
     """
 
     directory: Path
     experiment: str
-    client: int
+    client: int | str
     architecture: str
 
     @property
     def path(self) -> Path:
         """The file."""
-        return self.directory / f"client-{self.client:05d}.safetensors"
+        stem = f"named-{self.client}" if isinstance(self.client, str) else f"client-{self.client:05d}"
+        return self.directory / f"{stem}.safetensors"
 
     def load(self) -> ClientState | None:
         """Return the client's state, None if it never took part.

@@ -98,7 +98,8 @@ class MethodStrategy(Strategy):
         """
         run = self.settings.run
         previous = self._previous()
-        self.roster = meet(grid, run.num_clients, self.experiment, run.round_timeout, run.join_timeout)
+        known = {m["name"]: m["client"] for m in (previous or {}).get("clients", []) if m.get("name")}
+        self.roster = meet(grid, run.num_clients, self.experiment, run.round_timeout, run.join_timeout, known)
         task = self.roster.task
         self.method.check(task, self.roster.architectures)
         self.begin(task)
@@ -227,7 +228,7 @@ class MethodStrategy(Strategy):
 
     def _ask(self, kinds: Mapping[int, str], server_round: int) -> list[Message]:
         assert self.roster is not None
-        messages, down, scalars = [], {}, 0
+        messages, down, scalars, names = [], {}, 0, self.roster.names
         # One encoding for a broadcast that is the same object for all; kept beside it, since the id of an object that
         # is gone may be another's.
         encoded: dict[int, tuple[Payload, ArrayRecord]] = {}
@@ -237,6 +238,8 @@ class MethodStrategy(Strategy):
             if id(payload) not in encoded:
                 encoded[id(payload)] = payload, wire.encode(payload, self.settings.prototypes.wire_dtype)
             config = ConfigRecord({"round": server_round, "experiment": self.experiment})
+            if client in names:
+                config["client"] = client  # a numbered one knows
             message = Message(
                 wire.content(encoded[id(payload)][1], config=config),
                 dst_node_id=self.roster.members[client].node,
@@ -248,7 +251,7 @@ class MethodStrategy(Strategy):
             messages.append(message)
         training = {client for client, kind in kinds.items() if kind == "train"}
         sent = list(zip(messages, clients, strict=True))
-        self._phase = Phase(sent, training, down, scalars, time.perf_counter())
+        self._phase = Phase(sent, training, down, scalars, time.perf_counter(), names)
         return messages
 
     def aggregate_train(
@@ -262,6 +265,7 @@ class MethodStrategy(Strategy):
         received = list(replies)
         assert self._phase is not None, "configure_train comes first"
         phase, outcome = self._phase, self._read(received)
+        called = {client: phase.names.get(client, str(client)) for client in outcome.failures}
         valid = len(outcome.uploads)
         started = time.perf_counter()
         if valid >= self.settings.run.min_replies:
@@ -269,7 +273,7 @@ class MethodStrategy(Strategy):
         aggregated = time.perf_counter() - started
         line = round_line(server_round, phase, outcome, self.method, self.state, self.moment, aggregated)
         for client, reason in outcome.failures.items():
-            log(WARNING, "round %s: client %s failed: %s", server_round, client, reason)
+            log(WARNING, "round %s: client %s failed: %s", server_round, called[client], reason)
         for note in line["notes"]:
             log(WARNING, "round %s: %s", server_round, note)
         self.history = [entry for entry in self.history if entry["round"] < server_round] + [line]
@@ -277,12 +281,12 @@ class MethodStrategy(Strategy):
         if any(worker_died(reply) for reply in received if reply.has_error()):
             raise RunEnded(
                 f"round {server_round}: a simulation worker died (client "
-                f"{', '.join(str(c) for c in outcome.failures)}); Flower cannot replace it. Rounds up to "
+                f"{', '.join(called.values())}); Flower cannot replace it. Rounds up to "
                 f"{server_round - 1} are kept and can be resumed"
             )
         if valid < self.settings.run.min_replies:
             reasons = "; ".join(
-                f"client {client}: {reason}" for client, reason in list(outcome.failures.items())[:5]
+                f"client {called[client]}: {reason}" for client, reason in list(outcome.failures.items())[:5]
             )
             raise RunEnded(
                 f"round {server_round}: {valid} valid replies, min-replies is {self.settings.run.min_replies}: "
@@ -318,7 +322,10 @@ class MethodStrategy(Strategy):
         assert self._phase is not None
         outcome = self._read(list(replies))
         accuracy = summarise(outcome.reports)
-        self.history[-1]["final"] = {"accuracy": accuracy, "failures": named(outcome.failures)}
+        self.history[-1]["final"] = {
+            "accuracy": accuracy,
+            "failures": named(outcome.failures, self._phase.names),
+        }
         return MetricRecord({f"accuracy-{name}": found["weighted"] for name, found in accuracy.items()})
 
     def _read(self, replies: list[Message]) -> Outcome:

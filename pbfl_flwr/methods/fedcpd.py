@@ -145,7 +145,7 @@ class FedCPD(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndProtot
             width=config.fusion_width,
             ratio=config.attention_ratio,
             kernel=config.attention_kernel,
-            seed=seeds.derive(client.seed, "fedcpd", client.id),
+            seed=seeds.derive(client.seed, "fedcpd", client.key),
         )
         if kept := under(client.memory, "distillation"):
             module.load_state_dict(kept)

@@ -26,7 +26,7 @@ from torch import Tensor
 from pbfl_flwr.config import DataSettings, Scalar, Settings, parse
 from pbfl_flwr.data import ClientData, Shard, load_pool
 from pbfl_flwr.flower import client as client_module
-from pbfl_flwr.flower import wire
+from pbfl_flwr.flower import device, wire
 from pbfl_flwr.flower.client import DataSource, make_client_app
 from pbfl_flwr.flower.strategy import MethodStrategy
 from pbfl_flwr.methods import METHODS, SECTIONS
@@ -162,6 +162,7 @@ class InProcessGrid:
         order: seed of the order in which clients run and replies arrive; None is the order of asking.
         faults: (client, round) -> what goes wrong. The hello is round 0, the final evaluation round -1.
         partitions: the client id of every node.
+        node_configs: what the operators of devices wrote; by default the nodes are the simulation's.
     """
 
     def __init__(
@@ -174,7 +175,9 @@ class InProcessGrid:
         faults: Mapping[tuple[int, int], Fault] | None = None,
         partitions: Sequence[int] | None = None,
         nodes: Sequence[int] | None = None,
+        node_configs: Sequence[Mapping[str, Scalar]] | None = None,
     ) -> None:
+        self.node_configs = node_configs
         self.app, self.config = app, dict(config)
         self.partitions = list(partitions if partitions is not None else range(num_clients))
         self.nodes = list(nodes or (FIRST_NODE + 13 * n for n in range(len(self.partitions))))
@@ -211,13 +214,18 @@ class InProcessGrid:
         context = Context(
             run_id=1,
             node_id=message.metadata.dst_node_id,
-            node_config={"partition-id": client, "num-partitions": len(self.nodes)},
+            node_config=(
+                dict(self.node_configs[client])
+                if self.node_configs
+                else {"partition-id": client, "num-partitions": len(self.nodes)}
+            ),
             state=RecordDict(),
             run_config=dict(self.config),
         )
 
         def answer() -> Message:
-            reply = self.app(received, context)
+            with patch.object(device, "in_worker", lambda: self.node_configs is None):
+                reply = self.app(received, context)
             if reply.has_content():
                 reply = Message(through_flower(reply.content), reply_to=message)
             return reply
@@ -324,13 +332,14 @@ def federation(
     directory: Path,
     method: str = "fedproto",
     *,
-    data: DataSource = tiny_data,
+    data: DataSource | None = tiny_data,
     strategy: type[MethodStrategy] = MethodStrategy,
     on_disk: bool = False,
     order: int | None = None,
     faults: Mapping[tuple[int, int], Fault] | None = None,
     partitions: Sequence[int] | None = None,
     nodes: Sequence[int] | None = None,
+    node_configs: Sequence[Mapping[str, Scalar]] | None = None,
     **keys: Scalar,
 ) -> Federation:
     """Return a federation that has not run yet."""
@@ -344,6 +353,7 @@ def federation(
         faults=faults,
         partitions=partitions,
         nodes=nodes,
+        node_configs=node_configs,
     )
     place = Path(str(config["run-dir"])) if on_disk else None
     return Federation(strategy(parse(config, SECTIONS), place), grid, config)

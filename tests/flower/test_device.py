@@ -10,7 +10,9 @@ from flwr.app import Context, RecordDict
 
 from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower.device import choose_device, identify, own_settings
+from pbfl_flwr.flower import device
+from pbfl_flwr.flower.device import choose_device, identify, in_worker, own_settings
+from pbfl_flwr.flower.store import ClientStore
 from pbfl_flwr.methods import SECTIONS
 
 RUN = parse(
@@ -23,12 +25,46 @@ def context(node: dict[str, Any]) -> Context:
     return Context(run_id=7, node_id=1, node_config=node, state=RecordDict(), run_config={})
 
 
-def test_in_a_simulation_the_run_configuration_speaks() -> None:
+def test_in_a_simulation_the_run_configuration_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "in_worker", lambda: True)
     node = {"partition-id": 2, "num-partitions": 3}
     assert own_settings(RUN, node) == RUN
     identity = identify(context(node), RUN, "e")
     assert (identity.client, identity.simulated, identity.own_data) == (2, True, False)
     assert identity.state_dir == Path("/server/run/clients/e")
+
+
+def test_a_partition_id_alone_makes_no_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flower's pages start SuperNodes so; this process is no worker of Ray and the server's paths are not for it."""
+    monkeypatch.setenv("PBFL_HOME", "/device/home")
+    node = {"partition-id": 2, "num-partitions": 3}
+    assert own_settings(RUN, node).data.data_dir == ""
+    identity = identify(context(node), RUN, "e")
+    assert (identity.client, identity.simulated) == (2, False)
+    assert identity.state_dir == Path("/device/home/state/e")
+    external = parse({"models": "os:getcwd"}, SECTIONS)
+    with pytest.raises(PbflError, match="names code to import"):
+        own_settings(external, node)
+
+
+@pytest.mark.slow
+def test_only_a_worker_of_ray_is_one(tmp_path: Path) -> None:
+    import ray
+
+    ray.init(num_cpus=1, include_dashboard=False, logging_level="error", log_to_driver=False)
+    try:
+
+        @ray.remote
+        class Worker:
+            def is_one(self) -> bool:
+                from pbfl_flwr.flower.device import in_worker
+
+                return in_worker()
+
+        assert ray.get(Worker.remote().is_one.remote())  # type: ignore[attr-defined]
+        assert not in_worker()  # a process that merely talks to Ray
+    finally:
+        ray.shutdown()
 
 
 def test_on_a_device_the_servers_paths_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,10 +117,30 @@ def test_what_a_node_may_not_say(node: dict[str, Any], said: str) -> None:
         own_settings(RUN, node)
 
 
-@pytest.mark.parametrize("number", ["site-a", -1, True, None])
-def test_a_client_id_is_a_whole_number(number: Any) -> None:
-    with pytest.raises(PbflError, match=r"client-id = .* allowed is a whole number from 0"):
-        identify(context({"client-id": number}), RUN, "e")
+@pytest.mark.parametrize(
+    "client", [-1, True, None, 1.5, "", "0", "17", "a b", "a/b", "..\\x", "é", "x" * 65, "a\n"]
+)
+def test_a_client_id_is_a_whole_number_or_a_name(client: Any) -> None:
+    with pytest.raises(
+        PbflError, match=r"client-id = .* allowed is a whole number from 0, or a name of 1 to 64"
+    ):
+        identify(context({"client-id": client}), RUN, "e")
+
+
+@pytest.mark.parametrize("name", ["site-a", "St.Mary_3", "0x", "x" * 64, ".."])
+def test_a_device_may_have_a_name(name: str) -> None:
+    identity = identify(context({"client-id": name, "data-path": "/d", "state-dir": "/s"}), RUN, "e")
+    assert (identity.client, identity.simulated, identity.own_data) == (name, False, True)
+    assert ClientStore(identity.state_dir, "e", name, "cnn4").path == Path(f"/s/e/named-{name}.safetensors")
+
+
+def test_a_name_has_one_architecture() -> None:
+    node = {"client-id": "site-a", "data-path": "/d"}
+    with pytest.raises(
+        PbflError, match=r"models = 'cnn4,resnet4' deals cnn4, resnet4 by number .* add model='cnn4'"
+    ):
+        own_settings(RUN, node)
+    assert own_settings(RUN, {**node, "model": "resnet4"}).models.models == "resnet4"
 
 
 def test_the_server_cannot_make_a_device_import_code() -> None:

@@ -1,0 +1,175 @@
+"""Devices with names: numbers, seeds, state and books, in a federation of real messages."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ConfigRecord
+
+from pbfl_flwr.config import Scalar
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments.tables import failure_lines
+from pbfl_flwr.flower.roster import Member, numbered
+from pbfl_flwr.flower.store import load_tensors
+from pbfl_flwr.method import Client
+from pbfl_flwr.task import Task
+from tests.flower.inprocess import FIRST_NODE, Federation, federation, flower_error, hello, tiny_data
+
+
+def write_site(folder: Path, seed: int, samples: int = 24) -> Path:
+    """An .npz of three classes of bright and dark squares."""
+    rng = np.random.default_rng(seed)
+    y = np.arange(samples) % 3
+    x = rng.integers(0, 60, (samples, 16, 16)) + 60 * y[:, None, None]
+    folder.mkdir(parents=True, exist_ok=True)
+    np.savez(folder / "data.npz", x=x.astype(np.uint8), y=y)
+    return folder / "data.npz"
+
+
+def sites(tmp_path: Path, *names: str | int) -> list[dict[str, Scalar]]:
+    return [
+        {
+            "client-id": name,
+            "data-path": str(write_site(tmp_path / str(name), sum(map(ord, str(name))))),
+            "state-dir": str(tmp_path / "state"),
+        }
+        for name in names
+    ]
+
+
+def run(tmp_path: Path, nodes: list[dict[str, Scalar]], place: str = "run", **keys: Any) -> Federation:
+    base: dict[str, Any] = {"models": "cnn4", "num_clients": len(nodes), "run_dir": str(tmp_path / place)}
+    return federation(
+        tmp_path,
+        data=None,
+        on_disk=True,
+        node_configs=nodes,
+        partitions=range(len(nodes)),
+        **{**base, **keys},
+    )
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PBFL_HOME", str(tmp_path / "home"))
+
+
+def member(client: int | str, node: int = 1) -> Member:
+    task = Task(3, 4, (2,))
+    return Member.from_reply(node, ConfigRecord({**hello(0, task), "client": client}))
+
+
+@pytest.mark.parametrize(
+    ("came", "known", "numbers"),
+    [
+        (["b", "c", "a"], {}, {"a": 0, "b": 1, "c": 2}),
+        (["b", 0, "a"], {}, {"a": 1, "b": 2, "0": 0}),  # a number is its own, names take what is free
+        (["b", 1, "a"], {}, {"a": 0, "b": 2, "1": 1}),
+        (["A", "a", "B"], {}, {"A": 0, "B": 1, "a": 2}),  # the order of code points
+        (["b", "a", "c"], {"c": 0, "a": 1, "b": 2}, {"c": 0, "a": 1, "b": 2}),
+        (["b", "d"], {"b": 2, "c": 0}, {"b": 2, "d": 1}),  # one that is away keeps its number
+    ],
+)
+def test_who_gets_which_number(came: list[str | int], known: dict[str, int], numbers: dict[str, int]) -> None:
+    found = numbered([member(client) for client in came], 3, known)
+    assert {m.label: m.client for m in found} == numbers
+
+
+def test_more_names_than_numbers() -> None:
+    four = [member(name) for name in "abcd"]
+    with pytest.raises(
+        PbflError, match=r"client-id 'd' has no place among num-clients = 3; 4 clients came: a, b, c, d"
+    ):
+        numbered(four, 3, {})
+    with pytest.raises(
+        PbflError, match=r"'d' has no place among num-clients = 3: this run goes on with a, b, c"
+    ):
+        numbered(four[1:], 3, {"a": 0, "b": 1, "c": 2})
+
+
+def test_names_are_in_the_books(tmp_path: Path) -> None:
+    fed = run(
+        tmp_path,
+        sites(tmp_path, "zoe", "Ada", "bob.3"),
+        num_server_rounds=2,
+        faults={(0, 2): flower_error("x")},
+    )
+    fed.run()
+    about = json.loads((tmp_path / "run/run.json").read_text())
+    assert {m["name"]: m["client"] for m in about["clients"]} == {"Ada": 0, "bob.3": 1, "zoe": 2}
+    lines = [json.loads(line) for line in (tmp_path / "run/rounds.jsonl").read_text().splitlines()]
+    assert lines[1]["failures"] == [{"client": 2, "name": "zoe", "reason": "x"}]
+    assert list(failure_lines(lines)) == ["client zoe failed in round 2: x"]
+    columns = [json.loads(line) for line in (tmp_path / "run/clients.jsonl").read_text().splitlines()]
+    assert columns[0]["name"] == ["Ada", "bob.3", "zoe"]
+    assert sorted(path.name for path in (tmp_path / "state").rglob("*.safetensors")) == [
+        "named-Ada.safetensors",
+        "named-bob.3.safetensors",
+        "named-zoe.safetensors",
+    ]
+
+
+def test_a_name_is_taken_once(tmp_path: Path) -> None:
+    nodes = sites(tmp_path, "a", "b")
+    fed = run(tmp_path, [*nodes, nodes[0]])
+    with pytest.raises(
+        PbflError, match=f"client-id a is used by two nodes, {FIRST_NODE} and {FIRST_NODE + 26}"
+    ):
+        fed.run()
+
+
+def test_a_name_without_data_is_one_line(tmp_path: Path) -> None:
+    nodes = sites(tmp_path, "a", "b")
+    del nodes[1]["data-path"]
+    with pytest.raises(
+        PbflError, match=r"client-id = 'b': a name is for devices that bring their own data; .* data-path"
+    ):
+        run(tmp_path, nodes).run()
+    fed = federation(
+        tmp_path, data=tiny_data, node_configs=nodes, partitions=[0, 1], num_clients=2, models="cnn4"
+    )
+    with pytest.raises(PbflError, match=r"client-id = 'a': .* needs a client-id that is a number"):
+        fed.run()
+
+
+def state_of(tmp_path: Path, name: str, folder: str = "state") -> Mapping[str, torch.Tensor]:
+    (file,) = (tmp_path / folder).rglob(f"named-{name}.safetensors")
+    return load_tensors(file)[0]
+
+
+def test_what_a_named_client_draws_depends_on_its_name_alone(tmp_path: Path) -> None:
+    """The same data under one name, as number 0 and as number 1, and under another name."""
+    results = []
+    for place, names in (("one", ("bob", "zoe")), ("two", ("Ada", "bob")), ("three", ("eve", "zoe"))):
+        nodes = sites(tmp_path / place, *names)
+        for node in nodes:
+            if node["client-id"] in ("bob", "eve"):
+                node["data-path"] = str(write_site(tmp_path / place / "same", 5))
+        run(tmp_path / place, nodes, num_server_rounds=1).run()
+        results.append(state_of(tmp_path / place, "eve" if place == "three" else "bob"))
+    one, two, three = ({k: v for k, v in r.items() if k.startswith("model.")} for r in results)
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert not all(torch.equal(one[name], three[name]) for name in one)
+
+
+def test_numbers_and_seeds_of_numbered_clients_are_as_they_were(tmp_path: Path) -> None:
+    client = Client(3, 1, Task(2, 2, (1,)), None, None)  # type: ignore[arg-type]
+    assert (client.key, Client(3, 1, client.task, None, None, name="a").key) == (3, "a")  # type: ignore[arg-type]
+
+
+def test_a_resumed_run_keeps_the_numbers(tmp_path: Path) -> None:
+    nodes = sites(tmp_path, "a", "c")
+    run(tmp_path, nodes, num_server_rounds=1).run()
+    # 'c' came back on another node; with the names alone 'b' would take its number
+    fed = run(tmp_path, list(reversed(nodes)), num_server_rounds=2, resume=True).run()
+    assert fed.strategy.roster is not None
+    assert fed.strategy.roster.names == {0: "a", 1: "c"}
+    stranger = [nodes[0], *sites(tmp_path, "b")]
+    with pytest.raises(
+        PbflError, match="client-id 'b' has no place among num-clients = 2: this run goes on with a, c"
+    ):
+        run(tmp_path, stranger, num_server_rounds=3, resume=True).run()
