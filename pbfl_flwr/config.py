@@ -100,6 +100,9 @@ class DataSettings(Group):
         "client", description="client: pool everything, split within the client; official: the set's own test"
     )
     train_share: float = Field(0.75, gt=0, lt=1, description="training share of a client, test-split client")
+    validation_share: float = Field(
+        0.0, ge=0, lt=1, description="share of a client's training data held out to choose a round by"
+    )
 
 
 class ModelSettings(Group):

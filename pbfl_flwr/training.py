@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -234,28 +234,37 @@ def each_feature(client: Client, shard: Shard) -> Iterator[tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Scores:
-    """One pass over a client's test data.
+    """One pass over a client's test data, and over what it holds out for validation.
 
     Attributes:
         num_samples: test samples.
         correct: predictor -> correctly predicted samples.
         loss: mean cross-entropy of the predictor ``head``, 0 without samples.
+        validation: the same on the held-out samples, None without any.
     """
 
     num_samples: int
     correct: dict[str, int]
     loss: float
+    validation: Scores | None = None
 
 
 @torch.inference_mode()
 def evaluate(client: Client, predictors: Mapping[str, Predictor]) -> Scores:
-    """Score all predictors in one pass over the client's test shard.
+    """Score all predictors in one pass over the client's test shard, then the validation shard.
 
     Raises:
         ValueError: if a predictor answers another shape than (B, K) or scores that are not finite.
     """
     client.model.eval()
-    shard, size = client.data.test, client.evaluation.eval_batch_size
+    scores = _scores(client, client.data.test, predictors)
+    if client.data.validation is None:
+        return scores
+    return replace(scores, validation=_scores(client, client.data.validation, predictors))
+
+
+def _scores(client: Client, shard: Shard, predictors: Mapping[str, Predictor]) -> Scores:
+    size = client.evaluation.eval_batch_size
     correct = dict.fromkeys(predictors, 0)
     loss = 0.0
     for start in range(0, len(shard.labels), size):

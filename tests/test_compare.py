@@ -125,9 +125,9 @@ def test_the_table(file: Path, tmp_path: Path) -> None:
     assert row.last == [25.0, 75.0]
     assert row.best == [75.0, 75.0]
     assert (row.up, row.down, row.total) == (100.0, 300.0, 1200.0)  # 200/2, 600/2, 400+800
-    compare.write(tmp_path, "Two methods", [row])
+    compare.write(tmp_path, "Two methods", [row], compare.groups(planned))
     text = (tmp_path / "table.md").read_text()
-    assert "| A | global | 50.00 ± 25.00 | 75.00 ± 0.00 |" in text  # (25+75)/2, half their distance
+    assert "| A | global | 50.00 ± 35.36 | 75.00 ± 0.00 |" in text  # (25+75)/2, 50/√2
     assert "Rounds: 2. Seeds: 2." in text
     assert (
         (tmp_path / "table.csv")
@@ -135,6 +135,8 @@ def test_the_table(file: Path, tmp_path: Path) -> None:
         .splitlines()[1]
         .startswith("A,global,2,2,50.0000,75.0000,12.5000,")
     )
+    assert r"A & global & 50.00 $\pm$ 35.36 &" in (tmp_path / "table.tex").read_text()
+    assert {path.name for path in tmp_path.glob("paired.*")} == {"paired.md", "paired.csv", "paired.tex"}
 
 
 def test_the_command_refuses_before_it_starts(file: Path, tmp_path: Path) -> None:

@@ -163,9 +163,12 @@ def compare(
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
     found = comparison.rows(planned)
-    comparison.write(directory, title, found)
-    say(console, comparison.markdown(title, found))
-    say(console, f"written to {directory / 'table.md'}")
+    groups = comparison.groups(planned)
+    comparison.write(directory, title, found, groups)
+    say(console, comparison.table(title, found).markdown())
+    if len(groups) > 1:
+        say(console, (directory / "paired.md").read_text(encoding="utf-8"))
+    say(console, f"written to {directory}: table and paired, each as .md, .csv and .tex")
     for label in failed:
         say(console, f"failed: {label}", "red")
     raise typer.Exit(FAILED if failed else COMPLETED)

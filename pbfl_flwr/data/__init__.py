@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 from functools import lru_cache
 
+from pbfl_flwr import seeds
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data.cache import home
 from pbfl_flwr.data.cifar import cifar10, cifar100
@@ -110,7 +111,8 @@ def _partition(settings: DataSettings, num_clients: int, home_path: str) -> Part
 @lru_cache(maxsize=64)
 def _client_data(settings: DataSettings, num_clients: int, client: int, home_path: str) -> ClientData:
     split = _partition(settings, num_clients, home_path).splits[client]
-    return materialise(load_pool(settings), split)
+    seed = seeds.derive(settings.partition_seed, "validation", client)
+    return materialise(load_pool(settings), split, settings.validation_share, seed)
 
 
 __all__ = [

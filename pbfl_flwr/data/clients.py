@@ -11,21 +11,37 @@ from numpy.typing import NDArray
 from pbfl_flwr.data.contract import ClientData, Pool, Rows, Shard, Split
 
 
-def materialise(pool: Pool, split: Split) -> ClientData:
+def materialise(pool: Pool, split: Split, validation_share: float = 0.0, seed: int = 0) -> ClientData:
     """Return one client's data as contiguous tensors.
+
+    Args:
+        pool: all samples.
+        split: this client's rows.
+        validation_share: ``floor`` of this share of the training rows, drawn at random, is held out of them.
+        seed: of that draw.
 
     Rows that lie next to each other in the pool (a source with fixed clients) are not copied: the tensor is a
     view of the memory map, shared with other processes until somebody writes to it.
     """
     scale, shift = pool.affine()
+    train, held_out = hold_out(split.train, validation_share, seed)
     return ClientData(
-        train=_shard(pool, split.train),
+        train=_shard(pool, train),
         test=_shard(pool, split.test),
         num_classes=pool.num_classes,
         label_names=pool.label_names,
         scale=scale,
         shift=shift,
+        validation=_shard(pool, held_out) if len(held_out) else None,
     )
+
+
+def hold_out(rows: Rows, share: float, seed: int) -> tuple[Rows, Rows]:
+    """Return (rows that are left for training, rows held out), both in their order."""
+    chosen = np.zeros(len(rows), dtype=bool)
+    generator = np.random.default_rng(seed)
+    chosen[generator.permutation(len(rows))[: int(share * len(rows))]] = True
+    return rows[~chosen], rows[chosen]
 
 
 def _shard(pool: Pool, rows: Rows) -> Shard:

@@ -114,6 +114,7 @@ class ClientData:
         label_names: the K names.
         scale: (C, 1, 1, ...) float32.
         shift: (C, 1, 1, ...) float32.
+        validation: samples held out of the training data to choose a round by; None is none.
     """
 
     train: Shard
@@ -122,6 +123,7 @@ class ClientData:
     label_names: tuple[str, ...]
     scale: Tensor
     shift: Tensor
+    validation: Shard | None = None
 
     @property
     def input_shape(self) -> tuple[int, ...]:

@@ -16,18 +16,19 @@ A comparison is a TOML file: what all runs share, and a table a run with what it
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, pstdev
+from statistics import fmean
 from typing import Any
 
 from pbfl_flwr.config import Scalar
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import configuration
 from pbfl_flwr.experiments.figures import kilobytes
+from pbfl_flwr.experiments.records import Group, Record
+from pbfl_flwr.experiments.sheets import Sheet, figure
+from pbfl_flwr.experiments.summaries import paired_sheet
 from pbfl_flwr.experiments.tables import paper_scalars, scores
 from pbfl_flwr.flower.history import RunDirectory
 from pbfl_flwr.flower.store import write_atomically
@@ -177,7 +178,9 @@ class Row:
         seeds, rounds: how many seeds, and how many rounds each.
         last, best: headline accuracies (sample-weighted, %), one a seed.
         others: predictor -> last accuracies.
+        chosen: the same at the validation-chosen round; empty without validation data.
         spread: deviation over clients, last round.
+        worst: mean of the worst tenth of the clients, last round.
         up, down: bytes a client and round, payload.
         total: bytes a round, all clients and both ways, Flower's objects included.
         paper: scalars by the paper's formula.
@@ -190,8 +193,10 @@ class Row:
     rounds: int
     last: list[float]
     best: list[float]
+    chosen: list[float]
     others: dict[str, list[float]]
     spread: list[float]
+    worst: list[float]
     up: float
     down: float
     total: float
@@ -222,12 +227,14 @@ def _row(label: str, runs: Sequence[RunDirectory]) -> Row:
         len(histories[0]),
         [100 * found[headline].last[1]["weighted"] for found in all_scores],
         [100 * found[headline].best[1]["weighted"] for found in all_scores],
+        [100 * at[1]["weighted"] for found in all_scores if (at := found[headline].chosen) is not None],
         {
             name: [100 * found[name].last[1]["weighted"] for found in all_scores if name in found]
             for name in PREDICTORS
             if any(name in found for found in all_scores)
         },
         [100 * found[headline].last[1]["std"] for found in all_scores],
+        [100 * found[headline].last[1]["worst"] for found in all_scores],
         fmean(entry["bytes_up"]["payload"] for entry in entries) / clients,
         fmean(entry["bytes_down"]["payload"] for entry in entries) / clients,
         fmean(entry["bytes_up"]["total"] + entry["bytes_down"]["total"] for entry in entries),
@@ -236,72 +243,50 @@ def _row(label: str, runs: Sequence[RunDirectory]) -> Row:
     )
 
 
-def markdown(title: str, found: Sequence[Row]) -> str:
+def table(title: str, found: Sequence[Row]) -> Sheet:
     """Return the table: accuracies in %, sample-weighted over all clients; ± over seeds where there are several."""
     names = [name for name in PREDICTORS if any(name in row.others for row in found)]
-    head = [
-        "run",
-        "headline",
-        "last",
-        "best (on test data)",
-        "std over clients",
-        *names,
-        "payload up",
-        "payload down",
-        "all bytes a round",
-        "paper's scalars",
-        "s a round",
-    ]
-    lines = [f"**{title}**", "", "| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    chosen = any(row.chosen for row in found)
+    head = ["run", "headline", "last", "best (on test data)", *(["validation-chosen"] if chosen else [])]
+    head += ["std over clients", "worst decile", *names]
+    head += ["payload up", "payload down", "all bytes a round", "paper's scalars", "s a round"]
+    lines = []
     for row in found:
-        cells = [row.label, row.headline, _figure(row.last), _figure(row.best), _figure(row.spread)]
-        cells += [_figure(row.others[name]) if name in row.others else "-" for name in names]
-        cells += [
-            kilobytes(row.up),
-            kilobytes(row.down),
-            kilobytes(row.total),
-            row.paper,
-            f"{row.seconds:.1f}",
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
+        cells = [row.label, row.headline, figure(row.last), figure(row.best)]
+        cells += [figure(row.chosen)] if chosen else []
+        cells += [figure(row.spread), figure(row.worst)]
+        cells += [figure(row.others.get(name, [])) for name in names]
+        cells += [kilobytes(row.up), kilobytes(row.down), kilobytes(row.total), row.paper]
+        lines.append((*cells, f"{row.seconds:.1f}"))
     rounds = sorted({row.rounds for row in found})
-    lines += [
-        "",
-        f"Rounds: {', '.join(map(str, rounds))}. Seeds: {max((row.seeds for row in found), default=0)}. ",
-    ]
-    lines[-1] += "The columns named after predictors are last-round accuracies; payload is a client's mean."
-    return "\n".join(lines) + "\n"
+    note = f"Rounds: {', '.join(map(str, rounds))}. Seeds: {max((row.seeds for row in found), default=0)}. "
+    note += "The columns named after predictors are last-round accuracies; payload is a client's mean. "
+    note += "± is the sample deviation over seeds."
+    return Sheet(title, tuple(head), tuple(lines), (note,), text_columns=2)
 
 
-def write(out: Path, title: str, found: Sequence[Row]) -> None:
-    """Write table.md and table.csv."""
-    write_atomically(out / "table.md", markdown(title, found).encode())
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(
-        [
-            "run",
-            "headline",
-            "seeds",
-            "rounds",
-            "last",
-            "best",
-            "std",
-            "up",
-            "down",
-            "total",
-            "paper",
-            "seconds",
-        ]
-    )
+def write(out: Path, title: str, found: Sequence[Row], groups: Sequence[Group]) -> None:
+    """Write table.md, table.tex and table.csv (plain numbers), and the comparison of pairs as paired.*."""
+    sheet = table(title, found)
+    write_atomically(out / "table.md", sheet.markdown().encode())
+    write_atomically(out / "table.tex", sheet.latex().encode())
+    columns = ["run", "headline", "seeds", "rounds", "last", "best", "std", "worst", "up", "down", "total"]
+    rows = []
     for row in found:
-        figures = [fmean(row.last), fmean(row.best), fmean(row.spread), row.up, row.down, row.total]
-        identity = (row.label, row.headline, row.seeds, row.rounds)
-        writer.writerow((*identity, *(f"{value:.4f}" for value in figures), row.paper, f"{row.seconds:.2f}"))
-    write_atomically(out / "table.csv", text.getvalue().encode())
+        accuracies = [fmean(row.last), fmean(row.best), fmean(row.spread), fmean(row.worst)]
+        numbers = [*accuracies, row.up, row.down, row.total]
+        identity = (row.label, row.headline, str(row.seeds), str(row.rounds))
+        rows.append((*identity, *(f"{value:.4f}" for value in numbers), row.paper, f"{row.seconds:.2f}"))
+    plain = Sheet(title, (*columns, "paper", "seconds"), tuple(rows))
+    write_atomically(out / "table.csv", plain.csv().encode())
+    paired_sheet(groups, f"{title}: pairs").write(out / "paired")
 
 
-def _figure(values: Sequence[float]) -> str:
-    if len(values) == 1:
-        return f"{values[0]:.2f}"
-    return f"{fmean(values):.2f} ± {pstdev(values):.2f}"
+def groups(planned: Sequence[Planned]) -> list[Group]:
+    """Return the finished runs of every label that has one."""
+    found = []
+    for label in dict.fromkeys(run.label for run in planned):
+        done = [run.directory for run in planned if run.label == label and finished(run)]
+        if done:
+            found.append(Group(label, tuple(Record.load(directory) for directory in done)))
+    return found

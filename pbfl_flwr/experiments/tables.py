@@ -31,27 +31,44 @@ class Scores:
     Attributes:
         last: (round, statistics) of the last round.
         best: (round, statistics) of the round with the highest sample-weighted accuracy.
+        chosen: (round, statistics) on the test data of the round with the highest sample-weighted accuracy on the
+            clients' validation samples; None where nothing was held out.
     """
 
     last: tuple[int, Mapping[str, float]]
     best: tuple[int, Mapping[str, float]]
+    chosen: tuple[int, Mapping[str, float]] | None = None
+
+
+def series(rounds: Sequence[Mapping[str, Any]], on: str = "accuracy") -> list[tuple[int, Mapping[str, Any]]]:
+    """Return (round, predictor -> statistics) in the order of the rounds.
+
+    Args:
+        rounds: what rounds.jsonl holds. Where clients are scored before their training, an entry's accuracy is the
+            round's before it (round 0: the initial models) and the last entry holds the last round's as "final".
+        on: "accuracy" (on test data) or "validation".
+    """
+    found = [(entry["accuracy_of_round"], entry.get(on, {})) for entry in rounds]
+    if rounds and "final" in rounds[-1]:
+        found.append((rounds[-1]["round"], rounds[-1]["final"].get(on, {})))
+    return found
 
 
 def scores(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Scores]:
     """Return predictor -> scores.
 
     Args:
-        rounds: what rounds.jsonl holds. Where clients are scored before their training, an entry's accuracy is the
-            round's before it (round 0: the initial models) and the last entry holds the last round's as "final".
+        rounds: what rounds.jsonl holds.
     """
-    series = [(entry["accuracy_of_round"], entry["accuracy"]) for entry in rounds]
-    if rounds and "final" in rounds[-1]:
-        series.append((rounds[-1]["round"], rounds[-1]["final"]["accuracy"]))
     found = {}
+    validated = dict(series(rounds, "validation"))
     for name in PREDICTORS:
-        points = [(number, accuracy[name]) for number, accuracy in series if name in accuracy]
+        points = [(number, accuracy[name]) for number, accuracy in series(rounds) if name in accuracy]
+        held_out = {at: validated[at][name]["weighted"] for at, _ in points if name in validated.get(at, {})}
+        chosen = max(held_out, key=lambda at: held_out[at], default=None)
         if points:
-            found[name] = Scores(points[-1], max(points, key=lambda point: point[1]["weighted"]))
+            best = max(points, key=lambda point: point[1]["weighted"])
+            found[name] = Scores(points[-1], best, None if chosen is None else (chosen, dict(points)[chosen]))
     return found
 
 
@@ -115,9 +132,11 @@ def accuracy_table(found: Mapping[str, Scores], headline: str) -> Table:
         label = f"{name} (headline)" if name == headline else name
         number, last = score.last
         table.add_row(label, str(number), *(f"{100 * last[key]:.2f}" for key in STATISTICS), style=style)
-        number, best = score.best
-        values = (f"{100 * best[key]:.2f}" for key in STATISTICS)
-        table.add_row("best (chosen on test data)", str(number), *values, style=style, end_section=True)
+        for title, point in (("best (chosen on test data)", score.best), ("validation-chosen", score.chosen)):
+            if point is not None:
+                values = (f"{100 * point[1][key]:.2f}" for key in STATISTICS)
+                table.add_row(title, str(point[0]), *values, style=style)
+        table.add_section()
     return table
 
 

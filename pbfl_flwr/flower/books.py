@@ -13,7 +13,7 @@ from typing import Any
 from flwr.app import Message
 
 from pbfl_flwr.flower import wire
-from pbfl_flwr.flower.history import finite, summarise
+from pbfl_flwr.flower.history import finite, on_validation, summarise
 from pbfl_flwr.flower.roster import LONGEST_REASON, reason_of
 from pbfl_flwr.method import Method, Moment
 from pbfl_flwr.payloads import Payload, RejectedPayload
@@ -118,9 +118,11 @@ def round_line(
     }
     reports = list(outcome.reports.values())
     seconds = {name: sum(report.seconds[i] for report in reports) for i, name in enumerate(wire.SPENT)}
+    held_out = on_validation(outcome.reports)
     return {
         "round": server_round,
         "accuracy": summarise(outcome.reports),
+        **({"validation": summarise(held_out)} if held_out else {}),
         "accuracy_of_round": server_round - 1 if moment == "before" else server_round,
         "test_loss": _mean([report.test_loss for report in reports], [report.num_test for report in reports]),
         "clients": metrics,
@@ -148,6 +150,8 @@ def client_columns(server_round: int, phase: Phase, outcome: Outcome) -> dict[st
         "num_test": [report.num_test for report in reports.values()],
         "participations": [report.participations for report in reports.values()],
         "correct": [dict(report.correct or {}) for report in reports.values()],
+        "num_validation": [report.num_validation for report in reports.values()],
+        "validated": [dict(report.validation or {}) for report in reports.values()],
         "test_loss": [report.test_loss for report in reports.values()],
         "metrics": [dict(report.metrics or {}) for report in reports.values()],
         "seconds": [list(report.seconds) for report in reports.values()],

@@ -31,7 +31,7 @@ from pbfl_flwr.method import Client, Method, Moment
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.models import SplitModel, architecture_of, build_model, check_models, count_parameters
 from pbfl_flwr.task import Task
-from pbfl_flwr.training import evaluate
+from pbfl_flwr.training import Scores, evaluate
 
 if sys.platform != "win32":
     import resource
@@ -194,6 +194,7 @@ def _train(message: Message, context: Context, source: _Source) -> Message:
         seconds=(*opened.seconds, fitted, evaluated, 0.0),
         peak_mb=_peak_mb(),
         metrics=update.metrics,
+        **_validated(scores),
     )
     payload = wire.encode(update.payload, opened.settings.prototypes.wire_dtype)
     started = time.perf_counter()
@@ -227,8 +228,16 @@ def _evaluate(message: Message, context: Context, source: _Source) -> Message:
         test_loss=scores.loss,
         seconds=(*opened.seconds, 0.0, time.perf_counter() - started, 0.0),
         peak_mb=_peak_mb(),
+        **_validated(scores),
     )
     return Message(wire.content(report=report.to_record()), reply_to=message)
+
+
+def _validated(scores: Scores) -> dict[str, Any]:
+    """Return the report's fields on held-out samples."""
+    if scores.validation is None:
+        return {}
+    return {"num_validation": scores.validation.num_samples, "validation": scores.validation.correct}
 
 
 def _again(stored: ClientState, message: Message, settings: Settings) -> Message:

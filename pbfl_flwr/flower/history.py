@@ -4,7 +4,7 @@
 
     <run-dir>/run.json                resolved configuration, versions, seeds, roster
               rounds.jsonl            one line a round: accuracies, loss, bytes, seconds, failures, the server's figures
-              clients.jsonl           one line a round: every client's counters
+              clients.jsonl           one line a round: every client's counters; "final" of the last: a last scoring
               partition.json          samples of each class on each client, before the train/test split (simulation)
               prototypes.safetensors  what the server broadcasts after the last round
               checkpoint.safetensors  the server's whole state after the last round
@@ -18,7 +18,7 @@ import json
 import math
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,15 @@ def summarise(reports: Mapping[int, Report]) -> dict[str, dict[str, float]]:
     return found
 
 
+def on_validation(reports: Mapping[int, Report]) -> dict[int, Report]:
+    """Return the reports with what was held out for validation in the place of the test data."""
+    return {
+        client: replace(report, num_test=report.num_validation, correct=report.validation)
+        for client, report in reports.items()
+        if report.num_validation
+    }
+
+
 @dataclass(frozen=True)
 class RunDirectory:
     """The files of one run."""
@@ -108,6 +117,10 @@ class RunDirectory:
     def rounds(self) -> list[dict[str, Any]]:
         """Return the rounds so far."""
         return _lines(self.path / "rounds.jsonl")
+
+    def client_rounds(self) -> list[dict[str, Any]]:
+        """Return every client's counters, a line a round."""
+        return _lines(self.path / "clients.jsonl")
 
     def add_round(self, line: Mapping[str, Any], clients: Mapping[str, Any]) -> None:
         """Append one round to both histories."""

@@ -31,7 +31,7 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import wire
 from pbfl_flwr.flower.books import Outcome, Phase, client_columns, named, read, round_line
 from pbfl_flwr.flower.client import resolved_moment
-from pbfl_flwr.flower.history import OTHER_CONFIGURATION, RunDirectory, summarise
+from pbfl_flwr.flower.history import OTHER_CONFIGURATION, RunDirectory, on_validation, summarise
 from pbfl_flwr.flower.roster import Roster, meet, worker_died
 from pbfl_flwr.method import Method, Moment, Round
 from pbfl_flwr.methods import build_method
@@ -321,11 +321,14 @@ class MethodStrategy(Strategy):
         """Add the scores of a last evaluation to the round."""
         assert self._phase is not None
         outcome = self._read(list(replies))
-        accuracy = summarise(outcome.reports)
+        accuracy, held_out = summarise(outcome.reports), on_validation(outcome.reports)
         self.history[-1]["final"] = {
             "accuracy": accuracy,
             "failures": named(outcome.failures, self._phase.names),
         }
+        if held_out:
+            self.history[-1]["final"]["validation"] = summarise(held_out)
+        self._clients["final"] = client_columns(server_round, self._phase, outcome)
         return MetricRecord({f"accuracy-{name}": found["weighted"] for name, found in accuracy.items()})
 
     def _read(self, replies: list[Message]) -> Outcome:

@@ -138,6 +138,8 @@ class Report:
         seconds: what the client spent its time on, in the order of SPENT.
         peak_mb: the worker's peak resident memory.
         metrics: what the method reports.
+        num_validation: samples held out for validation.
+        validation: predictor -> correctly predicted ones of them; None without any.
     """
 
     num_train: int
@@ -148,15 +150,18 @@ class Report:
     seconds: tuple[float, float, float, float, float] = (0.0, 0.0, 0.0, 0.0, 0.0)
     peak_mb: float = 0.0
     metrics: Mapping[str, float] | None = None
+    num_validation: int = 0
+    validation: Mapping[str, int] | None = None
 
     def to_record(self) -> MetricRecord:
         """Return the compact record: lists with a fixed layout, since every key costs bytes."""
-        correct = self.correct or {}
         fixed: dict[str, float | list[int] | list[float]] = {
             "n": [self.num_train, self.num_test, self.participations],
-            "c": [correct.get(name, -1) for name in PREDICTORS],
+            "c": _in_order(self.correct),
             "t": [self.test_loss, *self.seconds, self.peak_mb],
         }
+        if self.num_validation:
+            fixed["v"] = [self.num_validation, *_in_order(self.validation)]
         return MetricRecord({**(self.metrics or {}), **fixed})
 
     @classmethod
@@ -168,17 +173,39 @@ class Report:
         """
         num_train, num_test, participations = (int(value) for value in _list(record, "n", 3))
         correct = [int(value) for value in _list(record, "c", len(PREDICTORS))]
+        held_out = _list(record, "v", 1 + len(PREDICTORS)) if "v" in record else [0] * (1 + len(PREDICTORS))
+        num_validation, *validated = (int(value) for value in held_out)
         loss, data, opened, fitted, evaluated, saved, peak_mb = _list(record, "t", 7)
-        if min(num_train, num_test, participations) < 0 or max(correct) > num_test:
+        counters = (num_train, num_test, participations, num_validation)
+        if min(counters) < 0 or max(correct) > num_test or max(validated) > num_validation:
             raise RejectedPayload("its counters contradict each other")
-        if max(num_train, num_test, participations) >= MAX_COUNT:
-            raise RejectedPayload(f"its report counts {max(num_train, num_test, participations)} samples")
+        if max(counters) >= MAX_COUNT:
+            raise RejectedPayload(f"its report counts {max(counters)} samples")
         if len(record) > MAX_METRICS:
             raise RejectedPayload(f"its report has {len(record)} entries, allowed are {MAX_METRICS}")
-        scored = {name: value for name, value in zip(PREDICTORS, correct, strict=True) if value >= 0}
+        scored, by_validation = _named(correct), _named(validated) if num_validation else None
         metrics = {key: _checked(key, value) for key, value in record.items() if not isinstance(value, list)}
         seconds = (data, opened, fitted, evaluated, saved)
-        return cls(num_train, num_test, participations, scored, loss, seconds, peak_mb, metrics)
+        return cls(
+            num_train,
+            num_test,
+            participations,
+            scored,
+            loss,
+            seconds,
+            peak_mb,
+            metrics,
+            num_validation,
+            by_validation,
+        )
+
+
+def _in_order(correct: Mapping[str, int] | None) -> list[int]:
+    return [(correct or {}).get(name, -1) for name in PREDICTORS]
+
+
+def _named(correct: list[int]) -> dict[str, int]:
+    return {name: value for name, value in zip(PREDICTORS, correct, strict=True) if value >= 0}
 
 
 def _list(record: MetricRecord, key: str, length: int) -> list[float]:

@@ -1,0 +1,189 @@
+"""Run directories, read for statistics and pictures; runs that differ in their seed alone are one group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pbfl_flwr.config import DataSettings
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments.tables import series
+from pbfl_flwr.flower.history import RunDirectory
+
+NEUTRAL = frozenset(
+    {"seed", "run-dir", "state-dir", "resume", "round-timeout", "join-timeout", "threads", "device"}
+)
+LONGEST_LABEL = 40
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """One run with at least one finished round.
+
+    Attributes:
+        directory: its files.
+        about: run.json.
+        rounds: rounds.jsonl.
+        clients: clients.jsonl.
+        counts: samples of each class on each client (M, K), None where they are the devices' own.
+    """
+
+    directory: RunDirectory
+    about: Mapping[str, Any]
+    rounds: Sequence[Mapping[str, Any]]
+    clients: Sequence[Mapping[str, Any]]
+    counts: NDArray[np.int64] | None
+
+    @classmethod
+    def load(cls, path: Path) -> Record:
+        """Read a run directory.
+
+        Raises:
+            PbflError: if there is no run, it is damaged, or no round is finished.
+        """
+        directory = RunDirectory(path)
+        about, rounds = directory.read(), directory.rounds()
+        if not rounds:
+            raise PbflError(f"'{path}' has no finished round yet; there is nothing to report")
+        counts = directory.partition_counts()
+        table = None if counts is None else np.array(counts, dtype=np.int64)
+        return cls(directory, about, rounds, directory.client_rounds(), table)
+
+    @property
+    def path(self) -> Path:
+        """Its directory."""
+        return self.directory.path
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The resolved configuration, flat."""
+        found: Mapping[str, Any] = self.about["configuration"]
+        return found
+
+    @property
+    def headline(self) -> str:
+        """The predictor that is reported."""
+        return str(self.about["headline"])
+
+    @property
+    def seed(self) -> int:
+        """The run's."""
+        return int(self.config["seed"])
+
+    @cached_property
+    def label_names(self) -> tuple[str, ...]:
+        """The K names; numbers where clients gave none."""
+        member = self.about["clients"][0]
+        names = member.get("labels") or range(member["task"]["num_classes"])
+        return tuple(str(name) for name in names)
+
+    def accuracies(self, predictor: str | None = None) -> dict[int, float]:
+        """Return client -> share of correct test samples in the last round, of the clients that were scored.
+
+        Args:
+            predictor: by default the headline.
+        """
+        if not self.clients:
+            return {}
+        line = self.clients[-1].get("final", self.clients[-1])
+        name = predictor or self.headline
+        return {
+            client: correct[name] / tests
+            for client, correct, tests in zip(line["client"], line["correct"], line["num_test"], strict=True)
+            if tests and name in correct
+        }
+
+    def curve(self, predictor: str | None = None) -> list[tuple[int, float]]:
+        """Return (round, sample-weighted accuracy) as far as the predictor was scored."""
+        name = predictor or self.headline
+        return [(at, found[name]["weighted"]) for at, found in series(self.rounds) if name in found]
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """The runs of one configuration, a seed each.
+
+    Attributes:
+        label: its name in tables and pictures.
+        records: at least one.
+    """
+
+    label: str
+    records: tuple[Record, ...]
+
+    @property
+    def first(self) -> Record:
+        """The run that stands for the group where only one can be shown."""
+        return self.records[0]
+
+    def by_seed(self) -> dict[int, Record]:
+        """Return seed -> run."""
+        return {record.seed: record for record in self.records}
+
+
+def load(paths: Iterable[Path]) -> list[Group]:
+    """Read runs and group those that differ in the seed alone.
+
+    Raises:
+        PbflError: for a path that holds no run with a finished round, or stands there twice.
+    """
+    places = [path.expanduser().absolute() for path in paths]
+    if twice := [place for number, place in enumerate(places) if place in places[:number]]:
+        raise PbflError(f"'{twice[0]}' is given twice; once is enough")
+    keyed: dict[tuple[object, int], list[Record]] = {}
+    for place in places:
+        record = Record.load(place)
+        key = frozenset(item for item in record.config.items() if item[0] not in NEUTRAL)
+        repetition = 0  # the same seed again is no further seed, but a group of its own
+        while any(record.seed == other.seed for other in keyed.get((key, repetition), [])):
+            repetition += 1
+        keyed.setdefault((key, repetition), []).append(record)
+    found = [tuple(sorted(records, key=lambda record: record.seed)) for records in keyed.values()]
+    return [Group(label, records) for label, records in zip(_labels(found), found, strict=True)]
+
+
+def same_data(one: Record, other: Record) -> bool:
+    """Whether two runs hold the same samples on the same clients, as far as their files say."""
+    keys = [*DataSettings.key_names(), "num-clients"]
+    if any(one.config.get(key) != other.config.get(key) for key in keys):
+        return False
+    if one.counts is None or other.counts is None:
+        return one.counts is other.counts
+    return np.array_equal(one.counts, other.counts)
+
+
+def mean_over_seeds(group: Group, seeds: Iterable[int]) -> dict[int, float]:
+    """Return client -> last accuracy, mean over those runs, of the clients that all of them scored."""
+    runs = group.by_seed()
+    each = [runs[seed].accuracies() for seed in seeds]
+    shared = set.intersection(*(set(found) for found in each)) if each else set()
+    return {client: fmean(found[client] for found in each) for client in sorted(shared)}
+
+
+def _labels(groups: Sequence[tuple[Record, ...]]) -> list[str]:
+    """Return the method's name where it tells groups apart, else with the keys that do, else directory names."""
+    labels = []
+    for records in groups:
+        config = records[0].config
+        alike = [other[0].config for other in groups if other[0].config["method"] == config["method"]]
+        keys = sorted(
+            key
+            for key in config
+            if key not in NEUTRAL and any(other.get(key) != config[key] for other in alike)
+        )
+        told = ", ".join(f"{key}={config[key]}" for key in keys)
+        labels.append(f"{config['method']} ({told})" if told else str(config["method"]))
+    usable = len(set(labels)) == len(labels) and all(len(label) <= LONGEST_LABEL for label in labels)
+    if usable:
+        return labels
+    names = [records[0].path.name for records in groups]
+    if len(set(names)) == len(names):
+        return names
+    return [f"{records[0].path.parent.name}/{records[0].path.name}" for records in groups]

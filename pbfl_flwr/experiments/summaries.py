@@ -1,0 +1,150 @@
+"""Runs as tables of statistics: a row a method, and a row a pair of methods on the same clients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+
+from pbfl_flwr.experiments.records import Group, mean_over_seeds, same_data
+from pbfl_flwr.experiments.sheets import Sheet, figure
+from pbfl_flwr.experiments.statistics import CONFIDENCE, Paired, fairness, holm, paired
+from pbfl_flwr.experiments.tables import scores
+
+SUMMARY_NOTES = (
+    "Accuracies in % of the headline predictor; last, best and validation-chosen are weighted by samples. "
+    "± is the sample deviation over seeds.",
+    "“Best” is chosen on the test data and therefore too high; the validation-chosen round needs "
+    "validation-share.",
+    "Over clients: plain mean, population deviation (0 is perfectly fair), mean of the worst and of the best "
+    "tenth (at least one client), lowest client; last round.",
+)
+PAIRED_NOTES = (
+    "Difference: first minus second, in percentage points of the last round's headline accuracy; interval: "
+    f"{CONFIDENCE:.0%} percentile bootstrap of the mean difference, 10,000 resamples, seeded; p: two-sided Wilcoxon "
+    "signed-rank test, beside it adjusted for the number of rows of its kind (Holm).",
+    "Over clients: each client once, its accuracy the mean over the common seeds. Clients of one run learn from each "
+    "other, so this speaks of this partition and these seeds only. Over seeds: the run's sample-weighted accuracy.",
+)
+
+
+def summary_sheet(groups: Sequence[Group], title: str = "Accuracy and fairness") -> Sheet:
+    """Return a row a group: last, best and validation-chosen accuracy, and how even clients are served."""
+    rows = []
+    for group in groups:
+        found = [scores(record.rounds)[record.headline] for record in group.records if _scored(group)]
+        even = [
+            fairness(list(record.accuracies().values())) for record in group.records if record.accuracies()
+        ]
+        chosen = [score.chosen for score in found if score.chosen is not None]
+        rounds = sorted({len(record.rounds) for record in group.records})
+        cells = [
+            figure([100 * score.last[1]["weighted"] for score in found]),
+            figure([100 * score.best[1]["weighted"] for score in found]),
+            figure([100 * at[1]["weighted"] for at in chosen]),
+            figure([100 * one.mean for one in even]),
+            figure([100 * one.deviation for one in even]),
+            figure([100 * one.worst_decile for one in even]),
+            figure([100 * one.best_decile for one in even]),
+            figure([100 * one.lowest for one in even]),
+        ]
+        seeds = str(len(group.records))
+        rows.append((group.label, group.first.headline, seeds, "–".join(map(str, rounds)), *cells))
+    columns = (
+        "run",
+        "headline",
+        "seeds",
+        "rounds",
+        "last",
+        "best (on test data)",
+        "validation-chosen",
+        "mean of clients",
+        "std over clients",
+        "worst decile",
+        "best decile",
+        "lowest client",
+    )
+    return Sheet(title, columns, tuple(rows), SUMMARY_NOTES, text_columns=2)
+
+
+def paired_sheet(groups: Sequence[Group], title: str = "Paired comparison") -> Sheet:
+    """Return the comparison of every pair of groups on the same partition: over clients, and over seeds."""
+    rows: list[tuple[str, str, Paired]] = []
+    notes = []
+    for one, other in combinations(groups, 2):
+        label = f"{one.label} − {other.label}"
+        if not same_data(one.first, other.first):
+            notes.append(f"{label}: not on the same partition, so not compared.")
+            continue
+        if one.first.headline != other.first.headline:
+            notes.append(
+                f"{label}: different headline predictors ({one.first.headline}, {other.first.headline})."
+            )
+        seeds = sorted(set(one.by_seed()) & set(other.by_seed()))
+        # A partition seed that follows the run's would give every seed other clients; it is a key of its own.
+        first, second = mean_over_seeds(one, seeds), mean_over_seeds(other, seeds)
+        if clients := sorted(set(first) & set(second)):
+            found = paired([first[client] for client in clients], [second[client] for client in clients])
+            rows.append((label, "clients", found))
+        if len(seeds) > 1 and _scored(one) and _scored(other):
+            last = [[_last(group, seed) for seed in seeds] for group in (one, other)]
+            rows.append((label, "seeds", paired(*last)))
+        elif seeds:
+            notes.append(f"{label}: one common seed, so nothing is said about seeds.")
+        else:
+            notes.append(f"{label}: no common seed, so not compared.")
+    adjusted: dict[int, float | None] = {}
+    for kind in ("clients", "seeds"):
+        chosen = [number for number, row in enumerate(rows) if row[1] == kind]
+        adjusted |= dict(zip(chosen, holm([rows[number][2].p for number in chosen]), strict=True))
+    columns = (
+        "first − second",
+        "over",
+        "n",
+        "difference",
+        f"{CONFIDENCE:.0%} interval",
+        "p",
+        "p (Holm)",
+        "better / equal / worse",
+        "remark",
+    )
+    cells = tuple(_paired_row(row, adjusted[number]) for number, row in enumerate(rows))
+    return Sheet(title, columns, cells, (*PAIRED_NOTES, *notes), text_columns=2)
+
+
+def probability(p: float | None) -> str:
+    """Return a p-value as people read it."""
+    if p is None:
+        return "-"
+    return "< 0.001" if p < 0.001 else f"{p:.3f}"
+
+
+def _paired_row(row: tuple[str, str, Paired], adjusted: float | None) -> tuple[str, ...]:
+    label, over, found = row
+    interval = "-"
+    if found.low is not None and found.high is not None:
+        interval = f"{100 * found.low:+.2f} to {100 * found.high:+.2f}"
+    remark = ""
+    if found.p is None:
+        remark = "no pair differs"
+    elif found.too_few:
+        remark = f"too few pairs that differ: p cannot be below {found.smallest_p:.3g}; says nothing"
+    return (
+        label,
+        over,
+        str(found.n),
+        f"{100 * found.difference:+.2f}",
+        interval,
+        probability(found.p),
+        probability(adjusted),
+        f"{found.better} / {found.equal} / {found.worse}",
+        remark,
+    )
+
+
+def _scored(group: Group) -> bool:
+    return all(record.headline in scores(record.rounds) for record in group.records)
+
+
+def _last(group: Group, seed: int) -> float:
+    record = group.by_seed()[seed]
+    return scores(record.rounds)[record.headline].last[1]["weighted"]

@@ -1,0 +1,118 @@
+"""What run directories come to: groups of seeds, fairness, pairs on the same clients."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments import records
+from pbfl_flwr.experiments.summaries import paired_sheet, summary_sheet
+from pbfl_flwr.experiments.tables import scores
+from tests.test_cli import entry, write_run
+
+
+def client_line(number: int, correct: list[int], tests: int = 4) -> dict[str, Any]:
+    """One line of clients.jsonl: predictor global, the same number of test samples each."""
+    return {
+        "round": number,
+        "client": list(range(len(correct))),
+        "num_test": [tests] * len(correct),
+        "correct": [{"global": value} for value in correct],
+    }
+
+
+def run(path: Path, weighted: float, correct: list[int], **changes: Any) -> Path:
+    write_run(path, [entry(1, 0.25, weighted)], **changes)
+    (path / "clients.jsonl").write_text(json.dumps(client_line(1, correct)) + "\n")
+    return path
+
+
+def test_runs_that_differ_in_the_seed_are_one_row(tmp_path: Path) -> None:
+    places = [
+        run(tmp_path / "a0", 0.5, [1, 3]),
+        run(tmp_path / "a1", 0.75, [2, 4], seed=1),
+        run(tmp_path / "b0", 0.25, [0, 2], method="tinyproto"),
+    ]
+    groups = records.load(places)
+    assert [(group.label, len(group.records)) for group in groups] == [("fedproto", 2), ("tinyproto", 1)]
+    sheet = summary_sheet(groups)
+    found = dict(zip(sheet.columns, sheet.rows[0], strict=True))
+    assert found["last"] == "62.50 ± 17.68"  # 25/√2
+    assert found["validation-chosen"] == "-"
+    assert found["std over clients"] == "25.00 ± 0.00"  # (1/4, 3/4) and (2/4, 4/4)
+    assert found["worst decile"] == "37.50 ± 17.68"
+
+
+def test_pairs_on_the_same_clients(tmp_path: Path) -> None:
+    groups = records.load(
+        [
+            run(tmp_path / "a", 0.5, [1, 3, 4]),
+            run(tmp_path / "b", 0.25, [0, 3, 2], method="tinyproto"),
+            run(tmp_path / "c", 0.25, [0, 3, 2], method="protonorm", **{"partition-seed": 5}),
+        ]
+    )
+    sheet = paired_sheet(groups)
+    (row,) = sheet.rows
+    found = dict(zip(sheet.columns, row, strict=True))
+    assert found["first − second"] == "fedproto − tinyproto"
+    assert (found["n"], found["difference"]) == ("3", "+25.00")  # (1/4 + 0 + 2/4)/3
+    assert found["better / equal / worse"] == "2 / 1 / 0"
+    assert "says nothing" in found["remark"]
+    assert "fedproto − protonorm: not on the same partition, so not compared." in sheet.notes
+    assert "fedproto − tinyproto: one common seed, so nothing is said about seeds." in sheet.notes
+
+
+def test_clients_are_averaged_over_the_common_seeds(tmp_path: Path) -> None:
+    groups = records.load(
+        [
+            run(tmp_path / "a0", 0.5, [1, 3]),
+            run(tmp_path / "a1", 0.75, [3, 3], seed=1),
+            run(tmp_path / "a2", 0.75, [4, 4], seed=2),
+            run(tmp_path / "b0", 0.25, [0, 2], method="tinyproto"),
+            run(tmp_path / "b1", 0.25, [0, 4], method="tinyproto", seed=1),
+        ]
+    )
+    over_clients, over_seeds = paired_sheet(groups).rows
+    assert over_clients[1:4] == ("clients", "2", "+25.00")  # ((4 - 0)/8 + (6 - 6)/8)/2
+    assert over_seeds[1:4] == ("seeds", "2", "+37.50")  # (0.25 + 0.5)/2
+
+
+def test_labels_say_what_differs(tmp_path: Path) -> None:
+    groups = records.load(
+        [
+            run(tmp_path / "a", 0.5, [1]),
+            run(tmp_path / "b", 0.5, [1], **{"cps-dim": 2}),
+            run(tmp_path / "c", 0.5, [1]),
+        ]
+    )
+    # The third is the first again, the same seed: names of directories are all that tells them apart.
+    assert [group.label for group in groups] == ["a", "b", "c"]
+    assert [group.label for group in records.load([tmp_path / "a", tmp_path / "b"])] == [
+        "fedproto (cps-dim=auto)",
+        "fedproto (cps-dim=2)",
+    ]
+
+
+def test_what_cannot_be_reported_is_said(tmp_path: Path) -> None:
+    with pytest.raises(PbflError, match="is given twice"):
+        records.load([run(tmp_path / "a", 0.5, [1]), tmp_path / "a"])
+    with pytest.raises(PbflError, match="no finished round"):
+        records.load([write_run(tmp_path / "empty", [], **{"num-server-rounds": 1})])
+
+
+def test_the_validation_chosen_round() -> None:
+    def held_out(weighted: float) -> dict[str, Any]:
+        return {"global": {"weighted": weighted}}
+
+    rounds = [
+        entry(1, 0.5, 0.5, validation=held_out(0.25)),
+        entry(2, 0.5, 0.75, validation=held_out(0.875)),
+        entry(3, 0.5, 0.875, validation=held_out(0.75)),
+    ]
+    found = scores(rounds)["global"]
+    assert found.chosen is not None
+    assert (found.chosen[0], found.chosen[1]["weighted"]) == (2, 0.75)
+    assert found.best[0] == 3
+    assert scores(rounds)["head"].chosen is None
