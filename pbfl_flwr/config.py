@@ -173,8 +173,8 @@ class PrototypeSettings(Group):
         "auto", description="λ, weight of the pull towards global prototypes"
     )
     pull_form: Literal["auto", "mse", "l2"] = Field("auto", description="mean over B·d, or the L2 norm")
-    collect: Literal["auto", "post", "trajectory"] = Field(
-        "auto", description="local prototypes after training, or averaged on the way"
+    collect: Literal["auto", "post", "trajectory", "before"] = Field(
+        "auto", description="local prototypes after training, averaged on the way, or before training"
     )
     aggregation: Literal[
         "auto", "mean", "weighted", "weighted-shrunk", "ppa", "aps-sum", "aps-mean", "median", "trimmed-mean"
@@ -220,11 +220,14 @@ GROUPS: dict[str, type[Group]] = {
 }
 
 # One row a flag, one column a protocol: how the published code bases behave (the method cards name the sources).
+# A row "<method>.<key>" is how they treat that method, where it is not what they do elsewhere.
 PROTOCOLS: dict[str, dict[str, str]] = {
     "batch-order": {"clean": "shuffled", "htfl": "fixed", "pfl": "shuffled", "fedproto": "shuffled"},
     "drop-last": {"clean": "small", "htfl": "always", "pfl": "always", "fedproto": "always"},
     "layout": {"clean": "channels-last", "htfl": "contiguous", "pfl": "contiguous", "fedproto": "contiguous"},
     "collect": {"clean": "post", "htfl": "trajectory", "pfl": "trajectory", "fedproto": "trajectory"},
+    "fedtgp.collect": {"clean": "post", "htfl": "before", "pfl": "post", "fedproto": "post"},
+    "protonorm.collect": {"clean": "post", "htfl": "post", "pfl": "post", "fedproto": "post"},
     "evaluate-moment": {"clean": "auto", "htfl": "before", "pfl": "before", "fedproto": "auto"},
     "weighting": {"clean": "auto", "htfl": "auto", "pfl": "auto", "fedproto": "uniform"},
     "kl-reduction": {"clean": "batchmean", "htfl": "mean", "pfl": "mean", "fedproto": "batchmean"},
@@ -328,7 +331,8 @@ def _apply_protocol(settings: Settings) -> Settings:
         "evaluation": {},
         "conventions": {},
     }
-    for key, row in PROTOCOLS.items():
+    for key, usual in PROTOCOLS.items():
+        row = PROTOCOLS.get(f"{settings.run.method}.{key}", usual)
         field = key.replace("-", "_")
         for name, changed in changes.items():
             group = getattr(settings, name)

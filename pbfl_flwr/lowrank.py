@@ -62,9 +62,9 @@ def truncated(tensor: Tensor, energy: float, scheme: Scheme) -> Factors | None:
     wide = tensor.detach().cpu().double()
     matrices = wide if scheme == "as-coded" else wide.flatten(1)
     u, sigma, v = torch.linalg.svd(matrices, full_matrices=False)
-    squares = sigma.square().reshape(-1, sigma.shape[-1]).sum(0)  # over all matrices of a batch
-    enough = squares.cumsum(0) > energy * squares.sum()
-    rank = len(squares)
+    held = sigma.square().reshape(-1, sigma.shape[-1]).sum(0).cumsum(0)  # over all matrices of a batch
+    enough = held > energy * held[-1]  # at energy 1 never, whatever the rounding of another sum
+    rank = len(held)
     if scheme == "as-coded":
         first = enough[:-1].nonzero()
         k = int(first[0]) + 1 if len(first) else 0

@@ -124,13 +124,27 @@ def test_keys_stand_in_one_group_only() -> None:
 
 def test_the_protocol_table_is_complete_and_its_values_are_allowed() -> None:
     protocols = {"clean", "htfl", "pfl", "fedproto"}
-    for key, row in PROTOCOLS.items():
+    for name, row in PROTOCOLS.items():
+        method, _, key = name.rpartition(".")
         assert set(row) == protocols
         for protocol, value in row.items():
             if value != "auto":
                 parse({key: value})
-            found = parse({"protocol": protocol}).as_dict()
+            found = parse({"protocol": protocol, "method": method or "fedproto"}).as_dict()
             assert found[key] == value
+
+
+def test_a_method_may_have_a_row_of_its_own() -> None:
+    collected = {
+        name: parse({"protocol": "htfl", "method": name}).prototypes.collect
+        for name in ("fedproto", "fedtgp", "protonorm", "tinyproto")
+    }
+    assert collected == {
+        "fedproto": "trajectory",
+        "fedtgp": "before",
+        "protonorm": "post",
+        "tinyproto": "trajectory",
+    }
 
 
 def test_what_is_given_beats_the_protocol() -> None:

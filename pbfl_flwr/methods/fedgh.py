@@ -10,8 +10,8 @@ Predicts: the logits of the own body under the head that was just broadcast, bef
 Differs from the paper: its code steps an optimiser that holds a client's network, so that the header never
 changes; here the header is what is optimised, as in HtFLlib. The loss is a mean over prototypes, not over the batch
 means of clients.
-Differs from the reference: prototypes are taken over all training samples; HtFLlib leaves out the incomplete last
-batch.
+Differs from the reference: the order in which the server sees the prototypes. Prototypes are taken over all training
+samples; protocol "htfl" and "pfl" leave out the incomplete last batch (drop-last), as HtFLlib does.
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ tensor that needs its full rank becomes zero. D and the teachers are cut off unl
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -227,16 +226,14 @@ class FedKD(Method[MenteeState, LowRank, LowRank]):
         )
 
     def _projection(self, client: Client) -> nn.Linear:
-        """Return W, as it was or fresh."""
+        """Return W as it was, or fresh: from the run's seed, as every network."""
         d = client.task.feature_dim
-        with torch.random.fork_rng(devices=[]):  # what the layer draws for itself is overwritten
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(client.seed)
             projection = nn.Linear(d, d, bias=False)
-        with torch.no_grad():
-            if "projection" in client.memory:
+        if "projection" in client.memory:
+            with torch.no_grad():
                 projection.weight.copy_(client.memory["projection"])
-            else:
-                fresh = client.generator("projection")
-                nn.init.kaiming_uniform_(projection.weight, a=math.sqrt(5), generator=fresh)
         return projection.to(client.device)
 
     # Server -----------------------------------------------------------------------------------------------

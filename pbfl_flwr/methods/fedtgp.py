@@ -11,6 +11,8 @@ Predicts: the class of the nearest trained prototype.
 Differs from the paper: nothing in the equations; the margin is the largest nearest-neighbour gap, as the code has
 it. Differs from the reference: classes that nobody ever sent are left out of prediction and pull
 (fedtgp.absent="keep" is the reference); the square root of a distance is clamped, where the reference can give NaN.
+HtFLlib collects prototypes from the network as it was stored before the round's training: collect="before", which
+protocol "htfl" sets; otherwise they are the trained network's, as the paper says.
 With PPA or APS each upload is first brought back to the scale of features, by (K/n)·|N_j| or μ·|N_j|.
 """
 

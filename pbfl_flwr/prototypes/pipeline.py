@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from pbfl_flwr import seeds
 from pbfl_flwr.config import PrototypeSettings, Settings
+from pbfl_flwr.data import Shard
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client, Method, Moment, Predictor, Round, Update, head_scores, nearest
 from pbfl_flwr.payloads import Prototypes, RejectedPayload, joined, under
@@ -44,12 +45,18 @@ SOLVERS: dict[str, Solver] = {"thomson": "thomson", "simplex": "simplex", "lbfgs
 def class_sums_of(client: Client, transform: Callable[[Tensor], Tensor] | None = None) -> ClassSums:
     """Return the sums of the features of every class, over the client's training data in evaluation mode.
 
+    What ``drop-last`` "always" keeps from training is left out here as well: the last n_i mod B samples as stored.
+
     Args:
         client: whose network and data.
         transform: applied to the features (B, d) before they are added, e.g. to give them unit length.
     """
     sums = ClassSums(client.task.num_classes, client.task.feature_dim)
-    for features, labels in each_feature(client, client.data.train):
+    shard, settings = client.data.train, client.training
+    if settings.drop_last == "always":
+        complete = len(shard) - len(shard) % settings.batch_size
+        shard = Shard(shard.inputs[:complete], shard.labels[:complete])
+    for features, labels in each_feature(client, shard):
         sums.add(features if transform is None else transform(features), labels)
     return sums
 
@@ -171,8 +178,8 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
                 )
             return terms
 
+        sums = class_sums_of(client) if stages.collect == "before" else on_the_way
         report = fit(client, loss)
-        sums = on_the_way
         if stages.collect == "post":
             sums = class_sums_of(client)
         values, held, _ = sums.means()
@@ -224,7 +231,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         nobody = Prototypes.empty(task.num_classes, self._width(task))
         trained = None
         if self.server_training is not None:
-            trained = initial_state(task.num_classes, task.feature_dim, seeds.derive(seed, "fedtgp"))
+            trained = initial_state(task.num_classes, task.feature_dim, seed)
         return PipelineState(nobody, nobody, torch.zeros(task.num_classes, dtype=torch.int64), trained, {})
 
     def broadcast(self, state: PipelineState, client: int) -> Prototypes:

@@ -65,8 +65,9 @@ def test_a_round_follows_the_equations(make_method, make_client, task, protocol)
     detached = protocol == "clean"
     w, a = oracle.model, build_model("mlp5", task, 0)
     load_parameters(a, state.weights.tensors)
-    W = nn.Linear(6, 6, bias=False)
-    nn.init.kaiming_uniform_(W.weight, a=5**0.5, generator=oracle.generator("projection"))
+    with torch.random.fork_rng():
+        torch.manual_seed(oracle.seed)  # W is the same on every client at first
+        W = nn.Linear(6, 6, bias=False)
     steps = [(w, 0.1), (a, 0.05), (W, 0.1)]
     optimisers = [torch.optim.SGD(network.parameters(), lr=rate) for network, rate in steps]
     cut = (lambda t: t.detach()) if detached else (lambda t: t)

@@ -111,6 +111,46 @@ def test_settings_change_what_they_name(tmp_path: Path) -> None:
         assert not torch.equal(base, state(f"{key}-{value}", **{key: value})), (key, value)
 
 
+# When prototypes are collected ------------------------------------------------------------------------------
+
+
+def class_means(network: torch.nn.Module, shard: Shard, samples: int) -> Tensor:
+    """The plain means, in evaluation mode, over the first so many samples."""
+    with torch.no_grad():
+        features = network.eval().features(shard.inputs[:samples])
+    rows = [features[shard.labels[:samples] == j].mean(0) for j in range(2)]
+    return torch.stack(rows)
+
+
+def test_prototypes_of_the_network_before_or_after_its_training() -> None:
+    for collect in ("before", "post"):
+        found, one = method(collect=collect), client()
+        fresh = build_model("cnn2", TASK, 0)
+        sent = found.local_update(one, Prototypes.empty(4, 8)).payload
+        expected = class_means(fresh if collect == "before" else one.model, one.data.train, 5)
+        assert torch.allclose(sent.values[:2], expected, atol=1e-6), collect
+    assert not torch.allclose(class_means(fresh, one.data.train, 5), expected, atol=1e-6)
+
+
+def test_the_last_samples_that_are_never_trained_on_are_not_collected_either() -> None:
+    # 3 + 2 samples in batches of 2: the fifth, of class 1, is left out where drop-last is "always"
+    for protocol, samples in (("htfl", 4), ("clean", 5)):
+        given = parse({"protocol": protocol, "batch-size": 2}).training
+        one = replace(client(), training=given)
+        sent = method(collect="before").local_update(one, Prototypes.empty(4, 8)).payload
+        expected = class_means(build_model("cnn2", TASK, 0), one.data.train, samples)
+        assert torch.allclose(sent.values[:2], expected, atol=1e-6), protocol
+
+
+def test_fedtgps_generator_is_drawn_from_the_runs_seed_as_networks_are() -> None:
+    state = method("fedtgp").init(TASK, 7)
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        embedding = torch.nn.Embedding(4, 8)
+    assert state.trained is not None
+    assert torch.equal(state.trained.tensors["embedding.weight"], embedding.weight)
+
+
 # Against NumPy ----------------------------------------------------------------------------------------------
 
 
