@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[1]
 APPS = ("client_app", "server_app")
 # A module may import what stands before its own line, and its own line.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "seeds"),
+    ("errors", "seeds", "allocator"),
     ("task", "config", "payloads"),
     ("models", "data"),
     ("method", "weights", "lowrank", "generators"),

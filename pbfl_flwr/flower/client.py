@@ -21,6 +21,7 @@ from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 
 from pbfl_flwr import seeds
+from pbfl_flwr.allocator import keep_freed_memory
 from pbfl_flwr.config import Scalar, Settings, parse
 from pbfl_flwr.data import ClientData, client_data
 from pbfl_flwr.errors import PbflError
@@ -29,7 +30,7 @@ from pbfl_flwr.flower.device import Identity, choose_device, identify, own_setti
 from pbfl_flwr.flower.store import ClientState, ClientStore
 from pbfl_flwr.method import Client, Method, Moment
 from pbfl_flwr.methods import SECTIONS, build_method
-from pbfl_flwr.models import SplitModel, architecture_of, build_model, check_models, count_parameters
+from pbfl_flwr.models import SplitModel, architecture_of, arrange, build_model, check_models, count_parameters
 from pbfl_flwr.task import Task
 from pbfl_flwr.training import Scores, evaluate
 
@@ -250,6 +251,7 @@ def _open(message: Message, context: Context, source: _Source) -> _Open:
     started = time.perf_counter()
     settings = source.settings_of(context)
     torch.set_num_threads(settings.training.threads)
+    keep_freed_memory()
     asked = message.content.config_records[wire.CONFIG]
     experiment, number = str(asked["experiment"]), int(str(asked["round"]))
     identity = identify(context, settings, experiment)
@@ -308,9 +310,7 @@ def _network(
     architecture: str, task: Task, seed: int, device: str, layout: str
 ) -> tuple[SplitModel, dict[str, Tensor]]:
     """Build an architecture once a worker; clients' weights are copied in."""
-    model = build_model(architecture, task, seed).to(device)
-    if len(task.input_shape) == 3 and layout == "channels-last":
-        model = model.to(memory_format=torch.channels_last)
+    model = arrange(build_model(architecture, task, seed), layout).to(device)
     return model, {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 

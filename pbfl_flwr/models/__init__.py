@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.models.arrangement import arrange
 from pbfl_flwr.models.cnn import cnn2, cnn4
 from pbfl_flwr.models.contract import SplitModel, body_names, count_parameters, has_batch_norm, head_names
 from pbfl_flwr.models.dry_forward import dry_forward
@@ -52,6 +53,7 @@ __all__ = [
     "SplitModel",
     "architecture_of",
     "architectures",
+    "arrange",
     "body_names",
     "build_model",
     "check_models",

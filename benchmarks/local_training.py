@@ -1,0 +1,185 @@
+"""A client's local training: this project's workers against a plain loop, on the same data and architectures.
+
+    python benchmarks/local_training.py [--workers 2] [--rounds 3] [--only cnn4] [--out local_training.json]
+
+Both sides do a round of FedProto for every client: one epoch of SGD on cross-entropy plus the pull towards global
+prototypes, then a pass that collects the client's prototypes. The plain loop is what research code does: one process
+with torch's own number of threads and memory layout, a DataLoader over (image, label) pairs, a fresh model for every
+client, prototypes handled sample by sample. Ours is the method's own ``local_update`` in worker processes of one
+thread each. The two sides take turns, so that a busy machine disturbs both. Images are random: only time is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from pbfl_flwr.allocator import keep_freed_memory
+from pbfl_flwr.config import TrainingSettings, parse
+from pbfl_flwr.data import ClientData, Shard
+from pbfl_flwr.method import Client
+from pbfl_flwr.methods import SECTIONS, build_method
+from pbfl_flwr.models import FAMILIES, SplitModel, arrange, build_model
+from pbfl_flwr.payloads import Prototypes
+from pbfl_flwr.task import Task
+
+CASES: dict[str, tuple[tuple[str, ...], tuple[int, int, int], int]] = {
+    "heterogeneous-4": (FAMILIES["heterogeneous-4"], (3, 32, 32), 32),
+    "small-4": (FAMILIES["small-4"], (1, 28, 28), 32),
+    "cnn4": (("cnn4",) * 4, (1, 28, 28), 10),
+}
+K, D = 10, 512
+SAMPLES = 480  # a client
+
+
+def samples(shape: tuple[int, int, int], client: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(client)
+    images = torch.randint(0, 256, (SAMPLES, *shape), generator=generator, dtype=torch.uint8)
+    return images, torch.randint(0, K, (SAMPLES,), generator=generator)
+
+
+def targets() -> Tensor:
+    return torch.randn(K, D, generator=torch.Generator().manual_seed(0))
+
+
+# The plain loop ---------------------------------------------------------------------------------------------
+
+
+def plain_round(architecture: str, shape: tuple[int, int, int], batch_size: int, client: int) -> None:
+    images, labels = samples(shape, client)
+    pairs = [((image.float() / 255 - 0.5) / 0.5, label) for image, label in zip(images, labels, strict=True)]
+    model = build_model(architecture, Task(K, D, shape), 0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    global_prototypes = dict(enumerate(targets()))
+    model.train()
+    for x, y in DataLoader(pairs, batch_size, shuffle=True, drop_last=True):
+        features = model.features(x)
+        loss = nn.functional.cross_entropy(model.head(features), y)
+        wanted = features.detach().clone()
+        for row, label in enumerate(y):
+            wanted[row] = global_prototypes[label.item()]
+        loss = loss + 0.1 * nn.functional.mse_loss(wanted, features)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    collected: dict[int, list[Tensor]] = {}
+    model.eval()
+    with torch.no_grad():
+        for x, y in DataLoader(pairs, batch_size):
+            features = model.features(x)
+            for row, label in enumerate(y):
+                collected.setdefault(label.item(), []).append(features[row])
+    for vectors in collected.values():
+        torch.stack(vectors).mean(dim=0)
+
+
+def plain(case: str, clients: int) -> float:
+    architectures, shape, batch_size = CASES[case]
+    begin = time.perf_counter()
+    for client in range(clients):
+        plain_round(architectures[client % len(architectures)], shape, batch_size, client)
+    return time.perf_counter() - begin
+
+
+# Ours -------------------------------------------------------------------------------------------------------
+
+NETWORKS: dict[tuple[str, tuple[int, ...]], SplitModel] = {}  # of a worker process
+
+
+def start_worker() -> None:
+    torch.set_num_threads(1)
+    keep_freed_memory()
+
+
+def our_round(architecture: str, shape: tuple[int, int, int], batch_size: int, client: int) -> float:
+    task = Task(K, D, shape)
+    if (architecture, shape) not in NETWORKS:
+        NETWORKS[architecture, shape] = arrange(build_model(architecture, task, 0), "channels-last")
+    images, labels = samples(shape, client)
+    data = ClientData(
+        Shard(images, labels),
+        Shard(images[:0], labels[:0]),
+        K,
+        tuple(map(str, range(K))),
+        torch.full((shape[0], 1, 1), 1 / 127.5),
+        torch.full((shape[0], 1, 1), -1.0),
+    )
+    training = TrainingSettings(batch_size=batch_size, layout="channels-last")
+    method = build_method(parse({"method": "fedproto"}, SECTIONS))
+    down = Prototypes(targets(), torch.ones(K, dtype=torch.bool), None, None)
+    method.local_update(Client(client, 1, task, NETWORKS[architecture, shape], data, training), down)
+    return time.process_time()
+
+
+def ours(case: str, clients: int, pool: ProcessPoolExecutor) -> float:
+    architectures, shape, batch_size = CASES[case]
+    begin = time.perf_counter()
+    jobs = [
+        pool.submit(our_round, architectures[client % len(architectures)], shape, batch_size, client)
+        for client in range(clients)
+    ]
+    for job in jobs:
+        job.result()
+    return time.perf_counter() - begin
+
+
+def measure(case: str, clients: int, rounds: int, pool: ProcessPoolExecutor) -> dict[str, float | int | str]:
+    """Return samples a second of both sides, medians over the rounds that follow a first one."""
+    ours(case, clients, pool)
+    plain(case, clients)
+    pairs = [(plain(case, clients), ours(case, clients, pool)) for _ in range(rounds)]
+    total = clients * SAMPLES
+    return {
+        "case": case,
+        "plain": total / median(theirs for theirs, _ in pairs),
+        "ours": total / median(mine for _, mine in pairs),
+        "ratio": median(theirs / mine for theirs, mine in pairs),
+        "rounds": rounds,
+        "clients": clients,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--only", choices=sorted(CASES))
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    chosen = parser.parse_args(arguments)
+    print(
+        f"torch {torch.__version__}, plain loop: {torch.get_num_threads()} threads in one process, "
+        f"ours: {chosen.workers} processes of one thread, {torch.backends.cpu.get_cpu_capability()}"
+    )
+    print(f"{'case':<18}{'plain, samples/s':>18}{'ours, samples/s':>18}{'ratio':>8}")
+    found = []
+    with ProcessPoolExecutor(chosen.workers, get_context("spawn"), start_worker) as pool:
+        for case in [chosen.only] if chosen.only else CASES:
+            found.append(measure(case, chosen.clients, chosen.rounds, pool))
+            row = found[-1]
+            print(f"{case:<18}{row['plain']:>18.0f}{row['ours']:>18.0f}{row['ratio']:>8.2f}", flush=True)
+    if chosen.out:
+        about = {"torch": torch.__version__, "machine": platform.processor() or platform.machine()}
+        chosen.out.write_text(
+            json.dumps({**about, "workers": chosen.workers, "cases": found}, indent=1) + "\n"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

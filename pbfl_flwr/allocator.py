@@ -1,0 +1,29 @@
+"""Memory that a training process gives back to the system only to ask for it again in the next batch."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from functools import cache
+
+# mallopt(3), <malloc.h>
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
+LARGEST_INT = 2**31 - 1
+TOP_PAD_BYTES = 64 * 2**20
+
+
+@cache
+def keep_freed_memory() -> bool:
+    """Make glibc keep freed memory in this process, for good.
+
+    By default glibc maps every large tensor anew and unmaps it when it is freed, so each batch pays for zeroed pages
+    again. The peak stays that of the largest batch; what is freed is not returned to the system.
+
+    Returns:
+        Whether the process runs on glibc and it took the settings; elsewhere nothing is changed.
+    """
+    if platform.system() != "Linux" or platform.libc_ver()[0] != "glibc":
+        return False
+    mallopt = ctypes.CDLL(None).mallopt
+    wanted = {M_MMAP_THRESHOLD: LARGEST_INT, M_TRIM_THRESHOLD: LARGEST_INT, M_TOP_PAD: TOP_PAD_BYTES}
+    return all(mallopt(parameter, value) == 1 for parameter, value in wanted.items())

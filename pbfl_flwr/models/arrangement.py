@@ -1,0 +1,111 @@
+"""How a network's arithmetic is arranged on a CPU: memory layout, and convolutions that libraries are slow at.
+
+Same parameters, same names, same function; only the order of floating-point sums differs. On the CPU the backward
+pass of a depthwise convolution over a map of a few pixels takes up to ninety times as long as its arithmetic needs
+(benchmarks/convolutions.py), and the deeper half of MobileNet and EfficientNet at 32x32 consists of such maps.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+FEW_PIXELS = 4  # of the input map; above that the library's convolution is the faster one
+
+
+def arrange(model: ModuleT, layout: str) -> ModuleT:
+    """Arrange a network in place and return it.
+
+    Args:
+        model: any network; layers of its own kinds stay as they are.
+        layout: ``channels-last`` stores images as (B, h, w, C), and replaces pointwise convolutions by matrix
+            products and depthwise ones over few pixels by sums; ``contiguous`` leaves everything as it was built.
+    """
+    if layout == "contiguous":
+        return model
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if type(child) is nn.Conv2d and (replacement := _replacement(child)) is not None:
+                setattr(parent, name, replacement)
+    return model.to(memory_format=torch.channels_last)
+
+
+class PointwiseConv2d(nn.Conv2d):
+    """A 1x1 convolution as the matrix product that it is; in channels-last layout nothing has to be copied."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return (B, C_out, h, w) for (B, C_in, h, w)."""
+        if input.device.type != "cpu":
+            return super().forward(input)
+        product = nn.functional.linear(input.permute(0, 2, 3, 1), self.weight.flatten(1), self.bias)
+        return product.permute(0, 3, 1, 2)
+
+
+class DepthwiseConv2d(nn.Conv2d):
+    """A depthwise convolution that writes itself out where the map has at most FEW_PIXELS pixels.
+
+    With p over input pixels and q over output pixels, out[b, q, c] = Σ_p in[b, p, c]·w[c, p - q]: which element of the
+    kernel stands between p and q is the same for all channels, so it is one small table.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return (B, C, h', w') for (B, C, h, w)."""
+        batch, channels, height, width = input.shape
+        if input.device.type != "cpu" or height * width > FEW_PIXELS:
+            return super().forward(input)
+        (kernel, _), (stride, _) = self.kernel_size, self.stride
+        table, rows, columns = _taps(height, width, kernel, stride, int(self.padding[0]))
+        table = table.to(input.dtype)
+        weights = (table @ self.weight.flatten(1).t()).view(height * width, rows * columns, channels)
+        pixels = input.permute(0, 2, 3, 1).reshape(batch, height * width, 1, channels)
+        total = (pixels * weights).sum(dim=1)  # (B, h'w', C)
+        if self.bias is not None:
+            total = total + self.bias
+        return total.view(batch, rows, columns, channels).permute(0, 3, 1, 2)
+
+
+def _replacement(conv: nn.Conv2d) -> nn.Conv2d | None:
+    """Return the same convolution with the same parameters as one of ours, None if the library's is as good."""
+    padding = conv.padding
+    if isinstance(padding, str) or conv.padding_mode != "zeros" or {*conv.dilation} != {1}:
+        return None
+    if not len({*conv.kernel_size}) == len({*conv.stride}) == len({*padding}) == 1:
+        return None
+    kind: type[nn.Conv2d]
+    if conv.kernel_size == conv.stride == (1, 1) and padding[0] == 0 and conv.groups == 1:
+        kind = PointwiseConv2d
+    elif conv.groups == conv.in_channels == conv.out_channels:
+        kind = DepthwiseConv2d
+    else:
+        return None
+    replacement = kind(
+        conv.in_channels,
+        conv.out_channels,
+        (conv.kernel_size[0], conv.kernel_size[1]),
+        (conv.stride[0], conv.stride[1]),
+        padding[0],
+        groups=conv.groups,
+        bias=conv.bias is not None,
+        device="meta",  # nothing is drawn: the parameters are the other's
+    )
+    replacement.weight, replacement.bias = conv.weight, conv.bias
+    return replacement.train(conv.training)
+
+
+@lru_cache(maxsize=64)
+def _taps(height: int, width: int, kernel: int, stride: int, padding: int) -> tuple[Tensor, int, int]:
+    """Return (h·w·h'·w', kernel²), one where an element of the kernel joins an input and an output pixel; h', w'."""
+    rows, columns = ((side + 2 * padding - kernel) // stride + 1 for side in (height, width))
+    table = torch.zeros(height, width, rows, columns, kernel, kernel)
+    for row in range(rows):
+        for column in range(columns):
+            for i in range(kernel):
+                for j in range(kernel):
+                    y, x = row * stride + i - padding, column * stride + j - padding
+                    if 0 <= y < height and 0 <= x < width:
+                        table[y, x, row, column, i, j] = 1.0
+    return table.reshape(-1, kernel * kernel), rows, columns

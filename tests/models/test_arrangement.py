@@ -1,0 +1,114 @@
+"""Arranged networks are the same functions with the same parameters; the oracle is torch's own convolution."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pbfl_flwr.allocator import keep_freed_memory
+from pbfl_flwr.models import MODELS, arrange, build_model
+from pbfl_flwr.models.arrangement import FEW_PIXELS, DepthwiseConv2d, PointwiseConv2d
+from pbfl_flwr.task import Task
+
+TASK = Task(5, 24, (3, 32, 32))
+
+
+def replaced(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, DepthwiseConv2d | PointwiseConv2d)]
+
+
+def gradients(function: nn.Module, inputs: Tensor) -> list[Tensor]:
+    inputs = inputs.clone().requires_grad_()
+    outputs = function(inputs)
+    weights = torch.linspace(-1, 1, outputs.numel(), dtype=outputs.dtype).view(outputs.shape)
+    return [outputs, *torch.autograd.grad((outputs * weights).sum(), [inputs, *function.parameters()])]
+
+
+@pytest.mark.parametrize("side", [1, 2, 3, 4])
+@pytest.mark.parametrize(("kernel", "stride"), [(3, 1), (3, 2), (5, 1), (5, 2), (1, 2)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_depthwise_convolution_keeps_its_values_and_gradients(
+    side: int, kernel: int, stride: int, bias: bool
+) -> None:
+    torch.manual_seed(0)
+    conv = nn.Conv2d(6, 6, kernel, stride, kernel // 2, groups=6, bias=bias).double()
+    model = nn.Sequential(conv)
+    inputs = torch.randn(3, 6, side, side, dtype=torch.float64)
+    expected = gradients(conv, inputs)
+    arrange(model, "channels-last")
+    assert isinstance(model[0], DepthwiseConv2d)
+    for found, wanted in zip(gradients(model[0], inputs), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+
+
+def test_a_depthwise_convolution_over_one_pixel_by_hand() -> None:
+    conv = nn.Conv2d(2, 2, 3, padding=1, groups=2, bias=False)
+    with torch.no_grad():
+        conv.weight.copy_(torch.arange(18.0).view(2, 1, 3, 3))
+    model = arrange(nn.Sequential(conv), "channels-last")
+    # Only the middle of the kernel meets the pixel: 4 for the first channel, 13 for the second.
+    assert model(torch.tensor([[[[2.0]], [[3.0]]]])).flatten().tolist() == [8.0, 39.0]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_pointwise_convolution_keeps_its_values_and_gradients(bias: bool) -> None:
+    torch.manual_seed(0)
+    conv = nn.Conv2d(6, 4, 1, bias=bias).double()
+    model = nn.Sequential(conv)
+    inputs = torch.randn(3, 6, 5, 4, dtype=torch.float64)
+    expected = gradients(conv, inputs)
+    arrange(model, "channels-last")
+    assert isinstance(model[0], PointwiseConv2d)
+    for found, wanted in zip(gradients(model[0], inputs), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "conv",
+    [
+        nn.Conv2d(4, 4, 3, padding=1),
+        nn.Conv2d(4, 8, 3, padding=1, groups=4),
+        nn.Conv2d(4, 4, 3, padding="same", groups=4),
+        nn.Conv2d(4, 4, 3, padding=2, dilation=2, groups=4),
+        nn.Conv2d(4, 4, 3, padding=1, groups=4, padding_mode="circular"),
+        nn.Conv2d(4, 4, (3, 1), padding=(1, 0), groups=4),
+        nn.Conv2d(4, 4, 1, stride=2),
+        nn.Conv2d(4, 4, 1, padding=1),
+    ],
+)
+def test_other_convolutions_stay_the_librarys(conv: nn.Conv2d) -> None:
+    model = nn.Sequential(conv)
+    arrange(model, "channels-last")
+    assert model[0] is conv
+
+
+@pytest.mark.parametrize("name", sorted(set(MODELS) - {"har-cnn"}))
+def test_every_architecture_stays_the_same_function(name: str) -> None:
+    plain, arranged = build_model(name, TASK, 0), arrange(build_model(name, TASK, 0), "channels-last")
+    assert list(plain.state_dict()) == list(arranged.state_dict())
+    for ours, theirs in zip(arranged.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    inputs = torch.randn(4, *TASK.input_shape, generator=torch.Generator().manual_seed(1))
+    plain.double().eval()
+    arranged.double().eval()
+    torch.testing.assert_close(arranged.features(inputs.double()), plain.features(inputs.double()))
+
+
+@pytest.mark.parametrize("name", ["mobilenet-v2", "efficientnet-b0"])
+def test_deep_networks_meet_small_maps(name: str) -> None:
+    model = arrange(build_model(name, TASK, 0), "channels-last").eval()
+    sizes: list[int] = []
+    for module in model.modules():
+        if isinstance(module, DepthwiseConv2d):
+            module.register_forward_pre_hook(lambda _, given: sizes.append(given[0][0, 0].numel()))
+    model.features(torch.zeros(1, *TASK.input_shape))
+    assert sum(size <= FEW_PIXELS for size in sizes) >= 7
+
+
+def test_contiguous_leaves_a_network_as_it_was_built() -> None:
+    model = arrange(build_model("mobilenet-v2", TASK, 0), "contiguous")
+    assert not replaced(model)
+    assert next(model.parameters()).is_contiguous()
+
+
+def test_the_allocator_says_what_it_did() -> None:
+    assert keep_freed_memory() is keep_freed_memory()
