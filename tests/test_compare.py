@@ -6,9 +6,13 @@ import pytest
 from typer.testing import CliRunner
 
 from pbfl_flwr.cli import app
+from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import compare
 from pbfl_flwr.experiments.configuration import Wishes
+from pbfl_flwr.methods import METHODS, SECTIONS, build_method
+from pbfl_flwr.models import architecture_of
+from pbfl_flwr.task import Task
 from tests.test_cli import entry, write_run
 
 FILE = """
@@ -38,6 +42,35 @@ def test_shipped_comparisons_are_valid(name: str, tmp_path: Path) -> None:
     title, runs = compare.read(name)
     assert title
     assert compare.plan(runs, [], [], [], tmp_path)
+
+
+def checked(name: str) -> set[str]:
+    """Return the methods of a comparison, each of them accepted on Fashion-MNIST by its 20 clients' networks."""
+    found = set()
+    for keys in compare.read(name)[1].values():
+        settings = parse(keys, SECTIONS)
+        task = Task(10, settings.models.feature_dim, (1, 28, 28))
+        clients = range(settings.run.num_clients)
+        build_method(settings).check(task, [architecture_of(settings.models.models, i) for i in clients])
+        found.add(settings.run.method)
+    return found
+
+
+def test_every_method_is_in_the_comparison_of_all_of_them() -> None:
+    assert checked("all-methods-fashion-mnist") == set(METHODS)
+
+
+def test_every_method_for_different_architectures_is_in_theirs() -> None:
+    different = {
+        name for name in METHODS if not build_method(parse({"method": name}, SECTIONS)).same_architecture
+    }
+    assert checked("heterogeneous-fashion-mnist") == different
+
+
+def test_both_comparisons_of_methods_differ_in_the_architectures_alone() -> None:
+    every, some = (compare.read(f"{name}-fashion-mnist")[1] for name in ("all-methods", "heterogeneous"))
+    for label, keys in some.items():
+        assert {**keys, "models": "cnn4"} == every[label]
 
 
 def test_common_keys_and_labels(file: Path, tmp_path: Path) -> None:
