@@ -11,7 +11,7 @@ APPS = ("client_app", "server_app")
 # A module may import what stands before its own line, and its own line.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "seeds", "allocator"),
-    ("task", "config", "payloads"),
+    ("task", "config", "payloads", "security"),
     ("models", "data"),
     ("method", "weights", "lowrank", "generators"),
     ("training",),

@@ -1,0 +1,338 @@
+"""Certificates for the server, key pairs for the devices, and what a TLS handshake says when it is refused.
+
+The certificates are X.509 on the curve P-256, the devices' keys OpenSSH's on P-384, which is what Flower's SuperNode
+authentication reads. Nothing here needs Flower.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import socket
+import ssl
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+    load_pem_private_key,
+    load_ssh_private_key,
+)
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from pbfl_flwr.errors import PbflError
+
+CA_CERTIFICATE, CA_KEY = "ca.pem", "ca.key"
+SERVER_CERTIFICATE, SERVER_KEY = "server.pem", "server.key"
+NODE_CURVES = (ec.SECP256R1, ec.SECP384R1, ec.SECP521R1)
+BACKDATED = timedelta(days=1)  # a device whose clock is a little behind must not refuse a new certificate
+LABEL = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)")
+
+
+# Certificates ---------------------------------------------------------------------------------------------------
+
+
+def make_certificates(directory: Path, hosts: Sequence[str], days: int, *, force: bool = False) -> None:
+    """Write a new certificate authority and a server certificate signed by it.
+
+    Args:
+        directory: made if it is not there; gets ca.pem, ca.key, server.pem, server.key (keys readable by the owner).
+        hosts: names and IP addresses under which devices reach the server; they become the subject's alternatives.
+        days: of validity, of both certificates.
+        force: replace what is there; every device then needs the new ca.pem.
+
+    Raises:
+        PbflError: if a host is no name or address, or if a file is there already.
+    """
+    names = _alternatives(hosts)
+    files = [directory / name for name in (CA_CERTIFICATE, CA_KEY, SERVER_CERTIFICATE, SERVER_KEY)]
+    if not force:
+        _refuse_existing(
+            files, "--force replaces them, --renew keeps the CA and replaces the server's certificate"
+        )
+    ca_key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"pbfl CA {os.urandom(4).hex()}")])
+    ca = (
+        _builder(subject, subject, ca_key.public_key(), ca_key.public_key(), days)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_usage(signs_certificates=True), critical=True)
+        .sign(ca_key, hashes.SHA256())
+    )
+    directory.mkdir(parents=True, exist_ok=True)
+    write_private(directory / CA_KEY, _pem(ca_key))
+    (directory / CA_CERTIFICATE).write_bytes(ca.public_bytes(Encoding.PEM))
+    _write_server(directory, names, days, ca, ca_key)
+
+
+def renew_certificate(directory: Path, hosts: Sequence[str], days: int) -> None:
+    """Replace the server's certificate and key; the authority, and so what the devices hold, stays.
+
+    Raises:
+        PbflError: if a host is no name or address, or if the authority's files are not there or do not fit.
+    """
+    names = _alternatives(hosts)
+    ca = read_certificate(directory / CA_CERTIFICATE)
+    try:
+        key = load_pem_private_key(_read(directory / CA_KEY), None)
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise PbflError(f"{directory / CA_KEY} is no private key ({error})") from None
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != ca.public_key():
+        raise PbflError(f"{directory / CA_KEY} is not the key of {directory / CA_CERTIFICATE}")
+    _write_server(directory, names, days, ca, key)
+
+
+def read_certificate(path: Path) -> x509.Certificate:
+    """Return the first certificate of a PEM file.
+
+    Raises:
+        PbflError: if there is none.
+    """
+    try:
+        return x509.load_pem_x509_certificate(_read(path))
+    except ValueError as error:
+        raise PbflError(f"{path} holds no PEM certificate ({error})") from None
+
+
+def alternatives(certificate: x509.Certificate) -> list[str]:
+    """Return the names and addresses that a certificate is for."""
+    try:
+        found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return []
+    return [str(name.value) for name in found]
+
+
+def _write_server(
+    directory: Path,
+    names: Sequence[x509.GeneralName],
+    days: int,
+    ca: x509.Certificate,
+    ca_key: ec.EllipticCurvePrivateKey,
+) -> None:
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, str(names[0].value)[:64])])
+    usage = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH])
+    certificate = (
+        _builder(subject, ca.subject, key.public_key(), ca_key.public_key(), days)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_usage(signs_certificates=False), critical=True)
+        .add_extension(usage, critical=False)
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+        .sign(ca_key, hashes.SHA256())
+    )
+    write_private(directory / SERVER_KEY, _pem(key))
+    (directory / SERVER_CERTIFICATE).write_bytes(certificate.public_bytes(Encoding.PEM))
+
+
+def _builder(
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePublicKey,
+    issuer_key: ec.EllipticCurvePublicKey,
+    days: int,
+) -> x509.CertificateBuilder:
+    now = datetime.now(UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - BACKDATED)
+        .not_valid_after(now + timedelta(days=days))
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key), critical=False)
+    )
+
+
+def _usage(signs_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs_certificates,
+        key_cert_sign=signs_certificates,
+        crl_sign=signs_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _alternatives(hosts: Sequence[str]) -> list[x509.GeneralName]:
+    if not hosts:
+        raise PbflError("--host is missing: the names and IP addresses under which devices reach the server")
+    found: list[x509.GeneralName] = []
+    for host in dict.fromkeys(hosts):
+        try:
+            found.append(x509.IPAddress(ipaddress.ip_address(host)))
+        except ValueError:
+            if len(host) > 253 or not all(LABEL.fullmatch(part) for part in host.split(".")):
+                allowed = "a name like fl.example.org or an IP address, without a port"
+                raise PbflError(f"--host {host!r}: allowed is {allowed}") from None
+            found.append(x509.DNSName(host))
+    return found
+
+
+# Keys of devices ------------------------------------------------------------------------------------------------
+
+
+def make_keys(directory: Path, names: Sequence[str]) -> None:
+    """Write a key pair for every device: NAME (private, readable by the owner) and NAME.pub.
+
+    Raises:
+        PbflError: if a name is none that a file may have, or if a file is there already; nothing is written then.
+    """
+    for name in names:
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", name) or name.endswith(".pub"):
+            allowed = "letters, digits, '.', '-' and '_', not ending in .pub"
+            raise PbflError(f"name {name!r}: allowed are {allowed}")
+    if len(set(names)) < len(names):
+        raise PbflError(f"names {', '.join(names)}: each may stand there once")
+    files = [directory / file for name in names for file in (name, f"{name}.pub")]
+    _refuse_existing(files, "keys are not replaced; choose another name or directory")
+    directory.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        key = ec.generate_private_key(ec.SECP384R1())
+        private = key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
+        public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
+        write_private(directory / name, private)
+        (directory / f"{name}.pub").write_bytes(public + f" {name}\n".encode())
+
+
+def read_node_key(path: Path) -> ec.EllipticCurvePrivateKey:
+    """Return a SuperNode's private key.
+
+    Raises:
+        PbflError: if it is not there or not one that Flower takes.
+    """
+    allowed = "an OpenSSH private key on a NIST curve, without a passphrase, as pbfl keys writes it"
+    try:
+        key = load_ssh_private_key(_read(path), None)
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise PbflError(f"{path} cannot be used as a key ({error}); allowed is {allowed}") from None
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or not isinstance(key.curve, NODE_CURVES):
+        raise PbflError(f"{path} is of another kind of key; allowed is {allowed}")
+    return key
+
+
+def readable_by_others(path: Path) -> bool:
+    """Whether a private file may be read by somebody else than its owner."""
+    return os.name == "posix" and bool(path.stat().st_mode & 0o077)
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Write a file that only its owner may read, from its first byte on; what was there is replaced."""
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(data)
+
+
+def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise PbflError(f"{path} cannot be read ({error.strerror})") from None
+
+
+def _refuse_existing(files: Iterable[Path], advice: str) -> None:
+    if there := [str(file) for file in files if file.exists()]:
+        raise PbflError(f"{', '.join(there)}: there already; {advice}")
+
+
+# A handshake ----------------------------------------------------------------------------------------------------
+
+# OpenSSL's codes (x509_vfy.h) -> what it means for somebody who has never heard of them.
+REFUSALS: Mapping[int, str] = {
+    9: "the certificate is not valid yet: this machine's clock is behind, or the server's was ahead when it was made",
+    10: "the certificate has expired: make a new one with pbfl certs --renew, or set this machine's clock",
+    **dict.fromkeys(
+        (18, 19, 20, 21), "a foreign CA: the certificate was not signed by the CA given with --ca"
+    ),
+    **dict.fromkeys((62, 64), "a wrong host name: the certificate is not for this name"),
+}
+
+
+@dataclass(frozen=True)
+class Handshake:
+    """What a TLS handshake came to.
+
+    Attributes:
+        refusal: one line on why it was refused, None if it was not.
+        certificate: the server's, as far as it was shown.
+    """
+
+    refusal: str | None
+    certificate: x509.Certificate | None
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Return (host, port) of HOST:PORT or [IPv6]:PORT.
+
+    Raises:
+        PbflError: if it is no such address.
+    """
+    host, _, port = address.rpartition(":")
+    host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise PbflError(f"address {address!r}: allowed is HOST:PORT, e.g. fl.example.org:9092")
+    return host, int(port)
+
+
+def shake_hands(address: str, ca: Path | None, timeout: float = 10.0) -> Handshake:
+    """Connect with TLS and verify the server's certificate.
+
+    Args:
+        address: HOST:PORT.
+        ca: PEM file of the authority; None means the system's.
+        timeout: seconds, for connecting and for each answer.
+
+    Raises:
+        PbflError: if the address cannot be reached, or if ``ca`` is no certificate.
+    """
+    if ca is not None:
+        read_certificate(ca)
+    try:
+        _connect(address, ssl.create_default_context(cafile=ca), timeout)
+        refusal = None
+    except ssl.SSLCertVerificationError as error:
+        refusal = REFUSALS.get(error.verify_code, error.verify_message)
+    except (ssl.SSLError, ConnectionResetError, TimeoutError) as error:
+        said = getattr(error, "reason", None) or type(error).__name__
+        return Handshake(
+            f"the server speaks no TLS at this port ({said}): is it started with --insecure?", None
+        )
+    unverified = ssl.create_default_context()
+    unverified.check_hostname, unverified.verify_mode = False, ssl.CERT_NONE
+    certificate = x509.load_der_x509_certificate(_connect(address, unverified, timeout))
+    if refusal == REFUSALS[62]:
+        host = split_address(address)[0]
+        names = ", ".join(alternatives(certificate)) or "nothing"
+        refusal = f"a wrong host name: the certificate is for {names}, not for {host}"
+    return Handshake(refusal, certificate)
+
+
+def _connect(address: str, context: ssl.SSLContext, timeout: float) -> bytes:
+    """Return the server's certificate (DER) once the context has accepted it."""
+    host, port = split_address(address)
+    context.set_alpn_protocols(["h2", "http/1.1"])  # gRPC hangs up on those who do not offer HTTP/2
+    try:
+        plain = socket.create_connection((host, port), timeout)
+    except OSError as error:
+        raise PbflError(f"{address} cannot be reached ({error.strerror or error})") from None
+    with plain, context.wrap_socket(plain, server_hostname=host) as secured:
+        return secured.getpeercert(binary_form=True) or b""

@@ -1,0 +1,172 @@
+"""Certificates and keys, seen by others than their makers: OpenSSL through Python's ssl, Flower's own loaders."""
+
+import os
+import socket
+import ssl
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+
+from pbfl_flwr import security
+from pbfl_flwr.errors import PbflError
+
+
+@contextmanager
+def server(directory: Path, *, talks_tls: bool = True) -> Iterator[str]:
+    """A server on the loopback interface that shakes hands with everybody and says nothing more."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(directory / "server.pem", directory / "server.key")
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        while True:
+            try:
+                plain, _ = listener.accept()
+            except OSError:
+                return
+            with plain:
+                try:
+                    if talks_tls:
+                        context.wrap_socket(plain, server_side=True).close()
+                    else:
+                        plain.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+                except OSError:
+                    continue
+
+    threading.Thread(target=serve, daemon=True).start()
+    try:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_a_certificate_is_accepted_under_its_names_with_its_ca(tmp_path: Path) -> None:
+    security.make_certificates(tmp_path, ["fl.example.org", "127.0.0.1", "::1"], 30)
+    with server(tmp_path) as address:
+        hands = security.shake_hands(address, tmp_path / "ca.pem")
+    assert hands.refusal is None
+    assert hands.certificate is not None
+    assert security.alternatives(hands.certificate) == ["fl.example.org", "127.0.0.1", "::1"]
+    left = hands.certificate.not_valid_after_utc - datetime.now(UTC)
+    assert timedelta(days=29) < left <= timedelta(days=30)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="file modes are POSIX's")
+def test_private_files_are_the_owners(tmp_path: Path) -> None:
+    security.make_certificates(tmp_path, ["localhost"], 30)
+    security.make_keys(tmp_path, ["a", "b"])
+    assert {name: mode(tmp_path / name) for name in ("ca.key", "server.key", "a", "b")} == dict.fromkeys(
+        ("ca.key", "server.key", "a", "b"), 0o600
+    )
+    (tmp_path / "a").chmod(0o640)
+    assert security.readable_by_others(tmp_path / "a")
+    assert not security.readable_by_others(tmp_path / "b")
+
+
+def test_refusals_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good, foreign, elsewhere, old = (tmp_path / name for name in ("good", "foreign", "elsewhere", "old"))
+    security.make_certificates(good, ["127.0.0.1"], 30)
+    security.make_certificates(foreign, ["127.0.0.1"], 30)
+    security.make_certificates(elsewhere, ["fl.example.org", "10.0.0.5"], 30)
+    monkeypatch.setattr(security, "BACKDATED", timedelta(days=9))
+    security.make_certificates(old, ["127.0.0.1"], -2)
+    with server(good) as address:
+        assert "a foreign CA" in str(security.shake_hands(address, foreign / "ca.pem").refusal)
+        assert "a foreign CA" in str(security.shake_hands(address, None).refusal)
+    with server(elsewhere) as address:
+        said = security.shake_hands(address, elsewhere / "ca.pem").refusal
+    assert said == "a wrong host name: the certificate is for fl.example.org, 10.0.0.5, not for 127.0.0.1"
+    with server(old) as address:
+        assert "has expired" in str(security.shake_hands(address, old / "ca.pem").refusal)
+    monkeypatch.setattr(security, "BACKDATED", timedelta(days=-1))
+    security.make_certificates(tmp_path / "early", ["127.0.0.1"], 30)
+    with server(tmp_path / "early") as address:
+        assert "not valid yet" in str(security.shake_hands(address, tmp_path / "early" / "ca.pem").refusal)
+    with server(good, talks_tls=False) as address:
+        assert "speaks no TLS" in str(security.shake_hands(address, good / "ca.pem").refusal)
+
+
+def test_a_renewed_certificate_is_accepted_by_devices_that_hold_the_old_ca(tmp_path: Path) -> None:
+    security.make_certificates(tmp_path, ["fl.example.org"], 30)
+    ca = (tmp_path / "ca.pem").read_bytes()
+    security.renew_certificate(tmp_path, ["127.0.0.1"], 60)
+    assert (tmp_path / "ca.pem").read_bytes() == ca
+    with server(tmp_path) as address:
+        assert security.shake_hands(address, tmp_path / "ca.pem").refusal is None
+    other = tmp_path / "other"
+    security.make_certificates(other, ["127.0.0.1"], 30)
+    (other / "ca.key").replace(tmp_path / "ca.key")
+    with pytest.raises(PbflError, match="is not the key of"):
+        security.renew_certificate(tmp_path, ["127.0.0.1"], 60)
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    security.make_certificates(tmp_path, ["localhost"], 30)
+    security.make_keys(tmp_path, ["a"])
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    with pytest.raises(PbflError, match="--force"):
+        security.make_certificates(tmp_path, ["localhost"], 30)
+    with pytest.raises(PbflError, match="keys are not replaced"):
+        security.make_keys(tmp_path, ["b", "a"])
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+    security.make_certificates(tmp_path, ["localhost"], 30, force=True)
+    assert (tmp_path / "ca.pem").read_bytes() != before["ca.pem"]
+
+
+def test_keys_are_read_as_flower_reads_them(tmp_path: Path) -> None:
+    security.make_keys(tmp_path, ["site-a"])
+    private = serialization.load_ssh_private_key((tmp_path / "site-a").read_bytes(), None)
+    public = serialization.load_ssh_public_key((tmp_path / "site-a.pub").read_bytes())
+    assert isinstance(private, ec.EllipticCurvePrivateKey)
+    assert private.public_key() == public
+    assert security.read_node_key(tmp_path / "site-a").curve.name == "secp384r1"
+
+
+def test_other_keys_are_refused_in_a_line(tmp_path: Path) -> None:
+    other = ed25519.Ed25519PrivateKey.generate().private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
+    )
+    (tmp_path / "ed25519").write_bytes(other)
+    (tmp_path / "text").write_text("hello")
+    for name, said in (("ed25519", "another kind"), ("text", "cannot be used"), ("none", "cannot be read")):
+        with pytest.raises(PbflError, match=said) as found:
+            security.read_node_key(tmp_path / name)
+        assert "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize("host", ["", "a b", "-x.org", "host:9092", "https://x.org", "x" * 64, "*.org"])
+def test_hosts_are_names_or_addresses(host: str, tmp_path: Path) -> None:
+    with pytest.raises(PbflError, match="--host"):
+        security.make_certificates(tmp_path / "new", [host], 30)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("name", ["../a", "a/b", "", ".a", "a.pub", "-a"])
+def test_names_of_keys_are_names_of_files(name: str, tmp_path: Path) -> None:
+    with pytest.raises(PbflError, match="name"):
+        security.make_keys(tmp_path, [name])
+
+
+def test_addresses() -> None:
+    assert security.split_address("fl.example.org:9092") == ("fl.example.org", 9092)
+    assert security.split_address("[::1]:9092") == ("::1", 9092)
+    for wrong in ("fl.example.org", ":9092", "x:0", "x:65536", "x:port"):
+        with pytest.raises(PbflError, match="HOST:PORT"):
+            security.split_address(wrong)
+    free = socket.create_server(("127.0.0.1", 0))
+    port = free.getsockname()[1]
+    free.close()
+    with pytest.raises(PbflError, match="cannot be reached"):
+        security.shake_hands(f"127.0.0.1:{port}", None)
