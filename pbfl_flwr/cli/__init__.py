@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import typer
 
-from pbfl_flwr.cli import experiments
+from pbfl_flwr.cli import deployment, experiments
 
 app = typer.Typer(
     help="Prototype-based federated learning on Flower.",
@@ -23,10 +23,14 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "compare": experiments.compare,
     "show": experiments.show,
     "list": experiments.list_,
+    "certs": deployment.certs,
+    "keys": deployment.keys,
+    "doctor": deployment.doctor,
 }
 
 for name, command in COMMANDS.items():
     app.command(name)(command)
+app.add_typer(deployment.deploy, name="deploy")
 
 
 def main() -> None:

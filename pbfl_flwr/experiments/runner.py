@@ -1,4 +1,4 @@
-"""Start a run on the simulation engine, say what happens, and return what became of it."""
+"""Start a run on the simulation engine or on SuperNodes, say what happens, and return what became of it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -17,7 +17,7 @@ from rich.console import Console
 
 from pbfl_flwr.config import Scalar
 from pbfl_flwr.experiments.figures import clock, kilobytes, percent, say
-from pbfl_flwr.flower.engine import ENDED, ERROR, Engine, Resources
+from pbfl_flwr.flower.engine import ENDED, ERROR, Engine, Link, Resources
 from pbfl_flwr.flower.history import RunDirectory
 
 COMPLETED, FAILED, INTERRUPTED = 0, 1, 130
@@ -50,32 +50,58 @@ def simulate(
     Raises:
         PbflError: if Flower cannot be started or refuses the run.
     """
+    engine = Engine(run_dir)
+
+    def submit() -> str:
+        run_id = engine.submit(app, {**config, "run-dir": str(run_dir)}, num_clients, resources)
+        say(console, "starting the workers")
+        return run_id
+
+    return attend(engine, submit, num_rounds, console, f"pbfl run --resume {run_dir}")
+
+
+def attend(link: Link, submit: Callable[[], str], num_rounds: int, console: Console, go_on: str) -> int:
+    """Start a link, follow its run to the end and say what became of it.
+
+    Args:
+        link: not entered yet.
+        submit: hands the run over and returns its id.
+        num_rounds: T, rounds in all.
+        console: where the lines go.
+        go_on: the command that resumes the run.
+
+    Returns:
+        See :func:`simulate`.
+
+    Raises:
+        PbflError: if Flower cannot be started or refuses the run.
+    """
+    run_dir = link.run_dir
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / ERROR).unlink(missing_ok=True)
     follower = Follower(run_dir, num_rounds, console)
     say(console, f"run {run_dir}")
-    with _interruptible(), Engine(run_dir) as engine:
-        run_id = engine.submit(app, {**config, "run-dir": str(run_dir)}, num_clients, resources)
-        say(console, "starting the workers")
+    with _interruptible(), link:
+        run_id = submit()
         try:
-            status, details = _wait(engine, run_id, follower)
+            status, details = _wait(link, run_id, follower)
         except KeyboardInterrupt:
             say(console, "stopping")
-            engine.stop(run_id)
+            link.stop(run_id)
             follower.look()
-            say(console, f"interrupted; go on with: pbfl run --resume {run_dir}")
+            say(console, f"interrupted; go on with: {go_on}")
             return INTERRUPTED
         follower.look()
         present = {line["round"] for line in RunDirectory(run_dir).rounds()}
         missing = num_rounds - len(present & set(range(1, num_rounds + 1)))
         if status == "finished:completed" and not missing:
             return COMPLETED
-        reason = _reason(run_dir, engine, status, details)
+        reason = _reason(run_dir, link, status, details)
     if status == "finished:completed":
         reason = f"{missing} of {num_rounds} rounds are missing though Flower says {status}\n{reason}"
     say(console, f"the run failed: {reason}", "red")
     if present:
-        say(console, f"{len(present)} rounds are kept; go on with: pbfl run --resume {run_dir}")
+        say(console, f"{len(present)} rounds are kept; go on with: {go_on}")
     return FAILED
 
 
@@ -173,22 +199,22 @@ def round_line(line: Mapping[str, Any], num_rounds: int, headline: str) -> str:
     return text if final is None else f"{text}  then {percent(final['weighted'])}"
 
 
-def _wait(engine: Engine, run_id: str, follower: Follower) -> tuple[str, str]:
+def _wait(link: Link, run_id: str, follower: Follower) -> tuple[str, str]:
     while True:
-        while not engine.ended():
+        while not link.ended():
             follower.look()
             time.sleep(POLL_SECONDS)
-        status, details = engine.outcome(run_id)
+        status, details = link.outcome(run_id)
         if status in ENDED:
             return status, details
 
 
-def _reason(run_dir: Path, engine: Engine, status: str, details: str) -> str:
+def _reason(run_dir: Path, link: Link, status: str, details: str) -> str:
     said = run_dir / ERROR
     if said.exists():
         return said.read_text(encoding="utf-8").strip()
     about = f"{status}, {details}" if details not in ("", "N/A") else status
-    return f"{about}; the last lines of {engine.log}:\n{engine.tail()}"
+    return f"{about}; the last lines of {link.log}:\n{link.tail()}"
 
 
 @contextmanager

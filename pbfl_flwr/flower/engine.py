@@ -1,10 +1,10 @@
-"""One run on Flower's simulation engine: an own SuperLink, ``flwr run``, its outcome, and nothing left behind.
+"""One run on a SuperLink of one's own: ``flwr run``, its outcome, and nothing left behind.
 
 ``flwr run`` on its own starts a detached SuperLink that stays for ever, keeps the environment and the working
 directory of whoever came first, and exits with 0 whatever became of the run. So SuperLink and SuperExec are started
 here: own FLWR_HOME, own port, an empty working directory (Ray puts it first on the workers' path), own Ray directory.
-Each of the two leads a process group; the SuperExec's holds the simulation and all of Ray. Both are ended with the
-engine.
+Each of the two leads a process group; the SuperExec's holds the ServerApp, or the simulation and all of Ray. Both are
+ended with the link. :class:`Engine` is the simulation engine, :mod:`pbfl_flwr.flower.deployment` has SuperNodes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from filelock import FileLock, Timeout
 
@@ -33,6 +33,7 @@ ERROR = "error.txt"  # why a run ended early, in the words of the ServerApp
 ENDED = ("finished:completed", "finished:failed", "finished:stopped")
 START_SECONDS = 60.0
 CLI_SECONDS = 120.0
+CONNECTION = "own"  # the SuperLink's name in config.toml
 ATTEMPTS = 3  # another process may take the free port before the SuperLink does
 
 
@@ -67,17 +68,24 @@ def toml(config: Mapping[str, Scalar]) -> str:
     return "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in config.items())
 
 
-class Engine:
-    """A SuperLink of one's own with its simulation engine, as a context manager.
+def connection(name: str, address: str, ca: Path | None) -> str:
+    """Return the config.toml with which ``flwr`` finds a SuperLink's Control API; ``ca`` None means without TLS."""
+    trust = f"root-certificates = {json.dumps(str(ca))}" if ca else "insecure = true"
+    return f'[superlink]\ndefault = "{name}"\n\n[superlink.{name}]\naddress = "{address}"\n{trust}\n'
+
+
+class Link:
+    """A SuperLink of one's own with its SuperExec, as a context manager.
 
     Args:
-        run_dir: absolute; Flower's log is written there, all else into a directory that goes with the engine.
+        run_dir: absolute; Flower's log is written there, all else into a directory that goes with the link.
 
     Raises:
         PbflError: on entering, if Flower is not installed here or its SuperLink does not start.
     """
 
     def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
         self.log = run_dir / LOG
         self._lock = FileLock(run_dir / ".lock")
         self._scratch = Path()
@@ -86,7 +94,7 @@ class Engine:
         self._superexec: subprocess.Popen[bytes] | None = None
         self._follower: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> Engine:
+    def __enter__(self) -> Self:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         try:
             self._lock.acquire(timeout=0)
@@ -98,10 +106,12 @@ class Engine:
         try:
             for name in ("home", "empty", "ray"):
                 (self._scratch / name).mkdir()
+            self._prepare()
             if not any(self._start() for _ in range(ATTEMPTS)):
                 raise PbflError(
                     f"Flower's SuperLink did not start; the last lines of {self.log}:\n{self.tail()}"
                 )
+            self._complete()
         except BaseException:
             self.__exit__(None, None, None)
             raise
@@ -114,28 +124,6 @@ class Engine:
             if self._processes is not None:
                 self._processes.close()
             self._lock.release()
-
-    def submit(self, app: Path, config: Mapping[str, Scalar], num_clients: int, resources: Resources) -> str:
-        """Hand the app over and return Flower's id of the run.
-
-        Args:
-            app: directory of the Flower app.
-            config: keys of the run configuration that differ from the app's defaults.
-            num_clients: M, virtual nodes.
-            resources: of the workers.
-
-        Raises:
-            PbflError: if Flower refuses the run.
-        """
-        file = self._scratch / "home" / "run-config.toml"
-        file.write_text(toml(config), encoding="utf-8")
-        federation = resources.federation(num_clients)
-        answer = self._flwr(
-            "run", str(app), "--run-config", str(file), "--federation-config", federation, "--format", "json"
-        )
-        run_id = str(answer["run-id"])
-        self._follow(run_id)
-        return run_id
 
     def ended(self) -> bool:
         """Whether the run seems to be over; :meth:`outcome` says for certain."""
@@ -155,7 +143,7 @@ class Engine:
                 )
         found = self._flwr("list", "--run-id", run_id, "--format", "json")["runs"][0]
         status = str(found["status"])
-        if status not in ENDED:
+        if status not in ENDED and (self._follower is None or self._follower.poll() is not None):
             self._follow(run_id)
         return status, str(found.get("status-details") or "")
 
@@ -171,40 +159,62 @@ class Engine:
 
     # Processes ----------------------------------------------------------------------------------------------
 
+    def _prepare(self) -> None:
+        """Make what the SuperLink needs before it starts."""
+
+    def _complete(self) -> None:
+        """Start what belongs to the SuperLink, once it answers."""
+
+    def _options(self) -> list[str]:
+        """Return the SuperLink's options of its kind."""
+        raise NotImplementedError
+
+    @property
+    def _ca(self) -> Path | None:
+        """The authority that signed the SuperLink's certificate; None without TLS."""
+        return None
+
     def _start(self) -> bool:
         """Start the SuperLink and wait until it answers; False if it ended or did not answer in time."""
         port = free_port()
-        connection = f'[superlink]\ndefault = "own"\n\n[superlink.own]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
-        (self._scratch / "home" / "config.toml").write_text(connection, encoding="utf-8")
         address = f"127.0.0.1:{port}"
-        options = [
-            "--insecure",
-            "--simulation",
-            "--isolation",
-            "process",
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(port),
-        ]
+        (self._scratch / "home" / "config.toml").write_text(
+            connection(CONNECTION, address, self._ca), encoding="utf-8"
+        )
+        options = [*self._options(), "--isolation", "process", "--host", "127.0.0.1", "--port", str(port)]
         self._superlink = self._spawn("flower-superlink", *options)
         end = time.monotonic() + START_SECONDS
         while time.monotonic() < end and self._superlink.poll() is None:
-            if healthy(port):
-                self._superexec = self._spawn(
-                    "flower-superexec", "--insecure", "--runtime-api-address", address
-                )
+            if healthy(port, self._ca):
+                trust = ["--root-certificates", str(self._ca)] if self._ca else ["--insecure"]
+                self._superexec = self._spawn("flower-superexec", *trust, "--runtime-api-address", address)
                 return True
             time.sleep(0.1)
         if self._processes is not None:
             self._processes.end()
         return False
 
-    def _spawn(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
-        assert self._processes is not None, "the engine has not been entered"
-        with self.log.open("ab") as log:
+    def _run(self, app: Path, config: Mapping[str, Scalar], *more: str) -> str:
+        """Hand the app over, follow the run and return Flower's id of it.
+
+        Raises:
+            PbflError: if Flower refuses the run.
+        """
+        file = self._scratch / "home" / "run-config.toml"
+        file.write_text(toml(config), encoding="utf-8")
+        answer = self._flwr("run", str(app), "--run-config", str(file), *more, "--format", "json")
+        run_id = str(answer["run-id"])
+        self._follow(run_id)
+        return run_id
+
+    def _spawn(
+        self, name: str, *arguments: str, log: Path | None = None, home: str = "home"
+    ) -> subprocess.Popen[bytes]:
+        assert self._processes is not None, "the link has not been entered"
+        environment = {**self._environment(), "FLWR_HOME": str(self._scratch / home)}
+        with (log or self.log).open("ab") as output:
             command = [executable(name), *arguments]
-            return self._processes.start(command, self._scratch / "empty", self._environment(), log)
+            return self._processes.start(command, self._scratch / "empty", environment, output)
 
     def _follow(self, run_id: str) -> None:
         """Start `flwr log --stream`, which ends with the run: cheaper than asking every second."""
@@ -256,3 +266,24 @@ class Engine:
             "RAY_TMPDIR": str(self._scratch / "ray"),
             "RAY_USAGE_STATS_ENABLED": "0",
         }
+
+
+class Engine(Link):
+    """The simulation engine."""
+
+    def submit(self, app: Path, config: Mapping[str, Scalar], num_clients: int, resources: Resources) -> str:
+        """Hand the app over and return Flower's id of the run.
+
+        Args:
+            app: directory of the Flower app.
+            config: keys of the run configuration that differ from the app's defaults.
+            num_clients: M, virtual nodes.
+            resources: of the workers.
+
+        Raises:
+            PbflError: if Flower refuses the run.
+        """
+        return self._run(app, config, "--federation-config", resources.federation(num_clients))
+
+    def _options(self) -> list[str]:
+        return ["--insecure", "--simulation"]

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -116,9 +117,15 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def healthy(port: int) -> bool:
-    """Whether Flower's HTTP endpoint answers on this port."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=1)
+def healthy(port: int, ca: Path | None = None) -> bool:
+    """Whether Flower's HTTP endpoint answers on this port of the loopback interface; with TLS if a CA is given."""
+    connection = (
+        http.client.HTTPSConnection(
+            "127.0.0.1", port, timeout=1, context=ssl.create_default_context(cafile=ca)
+        )
+        if ca
+        else http.client.HTTPConnection("127.0.0.1", port, timeout=1)
+    )
     try:
         connection.request("GET", "/health")
         return connection.getresponse().status == 200

@@ -1,0 +1,189 @@
+"""``pbfl certs``, ``keys``, ``doctor`` and ``deploy``: federations of real devices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from pbfl_flwr.cli.common import (
+    COMPLETED,
+    FAILED,
+    INTERRUPTED,
+    REFUSED,
+    AppDirectory,
+    Assignments,
+    checkout,
+    ended,
+)
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments.figures import say
+
+deploy = typer.Typer(help="Federations of SuperLink and SuperNodes.", no_args_is_help=True)
+
+
+def certs(
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the files go.")],
+    hosts: Annotated[
+        list[str],
+        typer.Option(
+            "--host",
+            metavar="NAME_OR_IP",
+            help="How devices reach the server, without port; may be repeated.",
+        ),
+    ],
+    days: Annotated[int, typer.Option("--days", min=1, max=3650, help="How long they are valid.")] = 365,
+    renew: Annotated[
+        bool, typer.Option("--renew", help="Keep the CA of DIR, replace the server's certificate and key.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace everything in DIR.")] = False,
+) -> None:
+    """Make a certificate authority and a server certificate for TLS."""
+    from pbfl_flwr import security
+
+    console = Console()
+    try:
+        if renew and force:
+            raise PbflError(
+                "--renew and --force: one keeps the CA, the other replaces it; give one of the two"
+            )
+        if renew:
+            security.renew_certificate(out, hosts, days)
+        else:
+            security.make_certificates(out, hosts, days, force=force)
+        server = security.read_certificate(out / security.SERVER_CERTIFICATE)
+    except PbflError as error:
+        raise ended(error, REFUSED) from None
+    names = ", ".join(security.alternatives(server))
+    say(console, f"certificate for {names}, valid until {server.not_valid_after_utc:%Y-%m-%d}")
+    for file, place in (
+        (security.CA_CERTIFICATE, "to every device and to whoever calls flwr; not secret"),
+        (security.SERVER_CERTIFICATE, "stays on the server; not secret"),
+        (security.SERVER_KEY, "stays on the server; secret"),
+        (security.CA_KEY, "off the server, to a safe place; secret, needed for --renew only"),
+    ):
+        say(console, f"  {out / file}: {place}")
+
+
+def keys(
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the files go.")],
+    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="A name for each device.")],
+) -> None:
+    """Make a key pair for each device, for Flower's SuperNode authentication."""
+    from pbfl_flwr import security
+
+    console = Console()
+    try:
+        security.make_keys(out, names)
+    except PbflError as error:
+        raise ended(error, REFUSED) from None
+    for name in names:
+        say(console, f"  {out / name}: to device {name} and nowhere else; secret")
+        say(console, f"  {out / name}.pub: to the server: flwr supernode register {out / name}.pub")
+
+
+def doctor(
+    superlink: Annotated[
+        str | None,
+        typer.Option("--superlink", metavar="HOST:PORT", help="Fleet API, where SuperNodes connect."),
+    ] = None,
+    ca: Annotated[Path | None, typer.Option("--ca", metavar="FILE", help="ca.pem of pbfl certs.")] = None,
+    key: Annotated[
+        Path | None, typer.Option("--key", metavar="FILE", help="This device's private key, of pbfl keys.")
+    ] = None,
+    control: Annotated[
+        str | None,
+        typer.Option("--control", metavar="HOST:PORT", help="Control API; only the server should reach it."),
+    ] = None,
+    state_dir: Annotated[
+        Path | None, typer.Option("--state-dir", metavar="DIR", help="Where this device keeps its state.")
+    ] = None,
+    device: Annotated[
+        str, typer.Option("--device", help="What training should run on: auto, cpu, cuda, mps.")
+    ] = "auto",
+    insecure: Annotated[bool, typer.Option("--insecure", help="Expect a SuperLink without TLS.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON list instead of the table.")] = False,
+) -> None:
+    """Look whether this machine can take part: versions, address, TLS, key, clock, disk, memory, GPU."""
+    import json
+    from dataclasses import asdict
+
+    from rich.table import Table
+    from rich.text import Text
+
+    from pbfl_flwr.flower.doctor import Status, Wanted, examine
+
+    found = examine(Wanted(superlink, ca, key, control, state_dir, device, insecure))
+    if as_json:
+        typer.echo(json.dumps([asdict(finding) for finding in found], indent=1))
+    else:
+        colours = {Status.OK: "green", Status.WARNING: "yellow", Status.FAILED: "red"}
+        table = Table("what", "", "found", "what to do")
+        for finding in found:
+            mark = Text(finding.status, colours[finding.status])
+            table.add_row(finding.what, mark, Text(finding.said), Text(finding.advice))
+        Console().print(table)
+    failed = any(finding.status is Status.FAILED for finding in found)
+    raise typer.Exit(FAILED if failed else COMPLETED)
+
+
+@deploy.command()
+def local(
+    count: Annotated[
+        int | None, typer.Option("-n", "--supernodes", min=1, help="SuperNodes, one a client.")
+    ] = None,
+    preset: Annotated[
+        str | None, typer.Option("--preset", metavar="PRESET.toml", help="As in pbfl run.")
+    ] = None,
+    assignments: Assignments = None,
+    method: Annotated[
+        str | None, typer.Option("--method", help="The same as --set method=..., see pbfl list methods.")
+    ] = None,
+    nodes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--node",
+            metavar="CONFIG",
+            help="What a SuperNode brings, e.g. \"model='resnet8' data-path='a.npz'\"; repeated, in order.",
+        ),
+    ] = None,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option("--run-dir", help="Where the run is written; default runs/<date>-<method>-<dataset>."),
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option("--resume", metavar="RUN", help="Go on with the run of this directory.")
+    ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Without TLS and keys; to compare and to look for faults.")
+    ] = False,
+    app_dir: AppDirectory = None,
+) -> None:
+    """Run a whole secured federation on this machine: SuperLink and SuperNodes as processes of their own."""
+    from pbfl_flwr.experiments import deployment, tables
+
+    console = Console()
+    try:
+        source = checkout(app_dir)
+        wanted = [*(assignments or []), *([f"method={method}"] if method else [])]
+        if resume is None:
+            plan = deployment.plan(preset, wanted, nodes or [], count, run_dir, secure=not insecure)
+        elif nodes or count or preset or run_dir or insecure:
+            raise PbflError(
+                "--resume: a resumed federation keeps its SuperNodes; only --set may stand beside it"
+            )
+        else:
+            plan = deployment.resumed(resume, wanted)
+    except PbflError as error:
+        raise ended(error, REFUSED) from None
+    try:
+        code = deployment.start(source, plan, console)
+    except PbflError as error:
+        raise ended(error, FAILED) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+    if code == COMPLETED:
+        tables.show(plan.run_dir, console)
+    raise typer.Exit(code)

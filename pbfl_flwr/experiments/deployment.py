@@ -1,0 +1,138 @@
+"""``pbfl deploy local``: what is started, checked before anything is; and the run itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from pbfl_flwr.config import Scalar, Settings
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments import configuration
+from pbfl_flwr.experiments.figures import say
+from pbfl_flwr.experiments.runner import attend
+from pbfl_flwr.flower.deployment import Deployment, check, complete, node_config
+from pbfl_flwr.flower.engine import Resources
+
+NODES = "nodes.json"
+DEFAULT_COUNT = 3
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A federation that can be started.
+
+    Attributes:
+        run_dir: absolute.
+        config: run-config keys that differ from the defaults.
+        settings: the same, checked.
+        nodes: configuration of every SuperNode.
+        secure: TLS and SuperNodes by key only.
+    """
+
+    run_dir: Path
+    config: Mapping[str, Scalar]
+    settings: Settings
+    nodes: Sequence[Mapping[str, Scalar]]
+    secure: bool
+
+
+def plan(
+    preset: str | None,
+    assignments: Iterable[str],
+    nodes: Sequence[str],
+    count: int | None,
+    run_dir: Path | None,
+    *,
+    secure: bool = True,
+) -> Plan:
+    """Return the federation that was asked for.
+
+    Args:
+        preset: see :func:`pbfl_flwr.experiments.configuration.gather`.
+        assignments: likewise.
+        nodes: what the first SuperNodes bring, as ``--node-config`` takes it.
+        count: SuperNodes; None takes num-clients where it was given, else as many as ``nodes``, else three.
+        run_dir: where the run is written, None for the default.
+        secure: TLS and SuperNodes by key only.
+
+    Raises:
+        PbflError: one line each on what does not fit.
+    """
+    wishes = configuration.gather(preset, assignments)
+    wanted = wishes.values.get("num-clients")
+    if count is not None and wanted not in (None, count):
+        raise PbflError(
+            f"-n {count} and num-clients = {wanted}: every client has one SuperNode; give one of the two"
+        )
+    wishes.values["num-clients"] = count or wanted or len(nodes) or DEFAULT_COUNT
+    settings = configuration.check(wishes)
+    directory = configuration.run_directory(settings, run_dir)
+    configured = [node_config(text) for text in nodes]
+    full = complete(configured, settings.run.num_clients, directory / "clients")
+    _check(settings, full)
+    return Plan(directory, wishes.values, settings, full, secure)
+
+
+def resumed(run: Path, assignments: Iterable[str]) -> Plan:
+    """Return a federation that is to go on.
+
+    Args:
+        run: its directory.
+        assignments: how far to go and how long to wait.
+
+    Raises:
+        PbflError: if there is none, or if the changes would give other results.
+    """
+    directory = run.expanduser().absolute()
+    wishes = configuration.resumed(directory, configuration.gather(None, assignments))
+    settings = configuration.check(wishes)
+    file = directory / NODES
+    if not file.exists():
+        raise PbflError(
+            f"'{directory}' was not made by pbfl deploy local: it has no {NODES}; try pbfl run --resume"
+        )
+    kept = json.loads(file.read_text(encoding="utf-8"))
+    _check(settings, kept["nodes"])
+    return Plan(directory, wishes.values, settings, kept["nodes"], kept["secure"])
+
+
+def start(app: Path, plan: Plan, console: Console) -> int:
+    """Run the federation and print a line a round.
+
+    Args:
+        app: directory of the Flower app.
+        plan: what to start.
+        console: where the lines go.
+
+    Returns:
+        As :func:`pbfl_flwr.experiments.runner.simulate`.
+
+    Raises:
+        PbflError: if Flower cannot be started, refuses the run, or a SuperNode ends before the first round.
+    """
+    plan.run_dir.mkdir(parents=True, exist_ok=True)
+    kept = {"nodes": list(plan.nodes), "secure": plan.secure}
+    (plan.run_dir / NODES).write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    guard = "TLS, SuperNodes by key" if plan.secure else "insecure"
+    deployment = Deployment(
+        plan.run_dir, plan.nodes, secure=plan.secure, tell=lambda line: say(console, line, "yellow")
+    )
+
+    def submit() -> str:
+        run_id = deployment.submit(app, {**plan.config, "run-dir": str(plan.run_dir)})
+        say(console, f"SuperLink {deployment.fleet_address} ({guard}), {len(plan.nodes)} SuperNodes")
+        return run_id
+
+    rounds = plan.settings.run.num_server_rounds
+    return attend(deployment, submit, rounds, console, f"pbfl deploy local --resume {plan.run_dir}")
+
+
+def _check(settings: Settings, nodes: Sequence[Mapping[str, Scalar]]) -> None:
+    """Check every SuperNode's configuration; where nobody brings data, also that the common data can be dealt."""
+    check(settings, nodes)
+    if not any("data-path" in node or "model" in node for node in nodes):
+        configuration.preflight(settings, Resources())

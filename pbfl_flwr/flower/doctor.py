@@ -1,0 +1,460 @@
+"""What can be found out about a device, or the server, before a federation starts: ``pbfl doctor``.
+
+Every check is a function that returns findings: what was looked at, how it is, and what to do. Nothing is changed, and
+asking the SuperLink about a key leaves the SuperLink as it is.
+"""
+
+from __future__ import annotations
+
+import http.client
+import importlib.metadata
+import ipaddress
+import os
+import platform
+import shutil
+import socket
+import ssl
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from email.utils import parsedate_to_datetime
+from enum import StrEnum
+from pathlib import Path
+
+import grpc
+import torch
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from flwr.common.constant import (
+    PUBLIC_KEY_HEADER,
+    SIGNATURE_HEADER,
+    SYSTEM_TIME_TOLERANCE,
+    TIMESTAMP_HEADER,
+    TIMESTAMP_TOLERANCE,
+)
+from flwr.proto.fleet_pb2 import ActivateNodeRequest
+from flwr.proto.fleet_pb2_grpc import FleetStub
+from flwr.supercore.error import FlowerError
+from flwr.supercore.grpc import create_channel
+from flwr.supercore.interceptors import RuntimeVersionClientInterceptor
+from flwr.supercore.primitives.asymmetric import public_key_to_bytes, sign_message
+from packaging.requirements import Requirement
+
+from pbfl_flwr import security
+from pbfl_flwr.errors import PbflError
+
+EXPIRES_SOON = timedelta(days=30)
+LITTLE_DISK, NO_DISK = 1e9, 1e8  # bytes
+LITTLE_MEMORY = 1e9  # bytes; a client that trains a small network on a CPU takes about as much
+ANSWER_SECONDS = 10.0
+UNKNOWN_KEY, BAD_INTERVAL, OTHER_VERSION = 2004, 2003, 1001  # Flower's ApiErrorCode
+
+
+class Status(StrEnum):
+    """How a thing is."""
+
+    OK = "ok"
+    WARNING = "warning"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the table.
+
+    Attributes:
+        what: was looked at.
+        status: how it is.
+        said: what was found.
+        advice: what to do, empty if nothing.
+    """
+
+    what: str
+    status: Status
+    said: str
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to look at; None leaves a thing out.
+
+    Attributes:
+        superlink: HOST:PORT of the Fleet API.
+        ca: certificate of the authority that signed the SuperLink's.
+        key: the device's private key.
+        control: HOST:PORT of the Control API.
+        state_dir: where the device keeps its state.
+        device: what training should run on, as the run-config key.
+        insecure: expect a SuperLink without TLS.
+    """
+
+    superlink: str | None = None
+    ca: Path | None = None
+    key: Path | None = None
+    control: str | None = None
+    state_dir: Path | None = None
+    device: str = "auto"
+    insecure: bool = False
+
+
+def examine(wanted: Wanted) -> list[Finding]:
+    """Return all findings, in the order in which a person would look."""
+    found = versions()
+    found += network(wanted)
+    if wanted.state_dir is not None:
+        found += disk(wanted.state_dir)
+    return [*found, memory(), accelerator(wanted.device)]
+
+
+# This machine ---------------------------------------------------------------------------------------------------
+
+
+def versions() -> list[Finding]:
+    """Python, and every library that this package asks for, against what it asks for."""
+    allowed = importlib.metadata.metadata("pbfl-flwr")["Requires-Python"]
+    python = platform.python_version()
+    fits = Requirement(f"python{allowed}").specifier.contains(python)
+    found = [
+        Finding("python", Status.OK, python)
+        if fits
+        else Finding("python", Status.FAILED, f"{python}, allowed is {allowed}", "install another Python")
+    ]
+    for line in importlib.metadata.requires("pbfl-flwr") or ():
+        requirement = Requirement(line)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            there = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            there = ""
+        if not requirement.specifier.contains(there or "0", prereleases=True):
+            said = f"{there or 'not installed'}, allowed is {requirement.specifier}"
+            found.append(
+                Finding(
+                    requirement.name,
+                    Status.FAILED,
+                    said,
+                    f"pip install '{requirement.name}{requirement.specifier}'",
+                )
+            )
+        elif requirement.name in ("flwr", "torch"):
+            found.append(Finding(requirement.name, Status.OK, there))
+    own = importlib.metadata.version("pbfl-flwr")
+    return [*found, Finding("pbfl-flwr", Status.OK, own)]
+
+
+def disk(directory: Path) -> list[Finding]:
+    """Whether the state directory can be written, and how much is free there."""
+    what = "state-dir"
+    place = directory
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    try:
+        with tempfile.NamedTemporaryFile(dir=place) as file:
+            file.write(b"\0" * 4096)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        advice = f"give it to the user who runs the SuperNode: install -d -o USER {directory}"
+        return [Finding(what, Status.FAILED, f"{place} cannot be written ({error.strerror})", advice)]
+    where = f"{directory}" if place == directory else f"{directory} can be made in {place}"
+    free = shutil.disk_usage(place).free
+    said = f"{where}, {free / 1e9:.1f} GB free"
+    if free < NO_DISK:
+        return [
+            Finding(what, Status.FAILED, said, "make room: a client's state takes a few times its network")
+        ]
+    if free < LITTLE_DISK:
+        return [Finding(what, Status.WARNING, said, "make room: data caches and logs lie there too")]
+    return [Finding(what, Status.OK, said)]
+
+
+def memory() -> Finding:
+    """What is available now."""
+    available = _available_memory()
+    if available is None:
+        return Finding("memory", Status.OK, "not known on this system")
+    said = f"{available / 1e9:.1f} GB available"
+    if available < LITTLE_MEMORY:
+        return Finding("memory", Status.WARNING, said, "training a small network takes about 1 GB; add swap")
+    return Finding("memory", Status.OK, said)
+
+
+def _available_memory() -> int | None:
+    """Return bytes: Linux's own estimate, which counts caches that can be dropped, and the control group's limit."""
+    information = Path("/proc/meminfo")
+    if not information.exists():
+        return None
+    fields = dict(line.split(":", 1) for line in information.read_text().splitlines())
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists() and (most := limit.read_text().strip()) != "max":
+        available = min(available, max(0, int(most) - int(used.read_text())))
+    return available
+
+
+def accelerator(wanted: str) -> Finding:
+    """Which GPU torch sees."""
+    what = "gpu"
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        name = torch.cuda.get_device_name()
+        return Finding(what, Status.OK, f"{name}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free")
+    if torch.backends.mps.is_available():
+        return Finding(what, Status.OK, "Metal")
+    if wanted in ("cuda", "mps"):
+        said = f"torch {torch.__version__} sees none, and device='{wanted}' is wanted"
+        return Finding(
+            what, Status.FAILED, said, "install the driver and a torch build for it, or use the CPU"
+        )
+    return Finding(what, Status.OK, f"none; training uses the CPU ({os.cpu_count()} cores)")
+
+
+# The SuperLink --------------------------------------------------------------------------------------------------
+
+
+def network(wanted: Wanted) -> list[Finding]:
+    """Address, TLS, key and clock, each only if what it builds on is there."""
+    found: list[Finding] = []
+    key: ec.EllipticCurvePrivateKey | None = None
+    if wanted.key is not None:
+        try:
+            key = security.read_node_key(wanted.key)
+        except PbflError as error:
+            found.append(Finding("key", Status.FAILED, str(error), "pbfl keys makes one"))
+        else:
+            if security.readable_by_others(wanted.key):
+                advice = f"chmod 600 {wanted.key}"
+                found.append(Finding("key", Status.WARNING, f"{wanted.key} is readable by others", advice))
+    certificate = None
+    if wanted.superlink is not None:
+        reached = reachable("superlink", wanted.superlink)
+        found.append(reached)
+        if reached.status is Status.OK:
+            usable, certificate, lines = transport(wanted.superlink, wanted.ca, wanted.insecure)
+            found += lines
+            if usable:
+                ca = None if wanted.insecure or wanted.ca is None else wanted.ca.read_bytes()
+                with Fleet(wanted.superlink, ca, insecure=wanted.insecure, key=key) as fleet:
+                    found += [fleet.about_key()] if key else []
+                    found.append(fleet.about_clock())
+    if certificate is not None:
+        found.append(clock_by_certificate(certificate))
+    if wanted.control is not None:
+        found += control(wanted.control, wanted.ca, wanted.insecure)
+    return found
+
+
+def reachable(what: str, address: str) -> Finding:
+    """Whether a name is found and a port answers."""
+    try:
+        host, port = security.split_address(address)
+        ip = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
+    except PbflError as error:
+        return Finding(what, Status.FAILED, str(error))
+    except socket.gaierror as error:
+        advice = "check the spelling, DNS, or /etc/hosts"
+        return Finding(what, Status.FAILED, f"the name '{host}' is not found ({error.strerror})", advice)
+    try:
+        socket.create_connection((host, port), ANSWER_SECONDS).close()
+    except ConnectionRefusedError:
+        advice = "is the SuperLink running, is the port right, does it listen on more than 127.0.0.1?"
+        return Finding(what, Status.FAILED, f"{address} ({ip}) refuses connections", advice)
+    except OSError as error:
+        advice = "a firewall or a wrong route; open this port on the server for this device"
+        return Finding(what, Status.FAILED, f"{address} ({ip}) does not answer ({error})", advice)
+    return Finding(what, Status.OK, f"{address} ({ip}) answers")
+
+
+def transport(
+    address: str, ca: Path | None, insecure: bool
+) -> tuple[bool, x509.Certificate | None, list[Finding]]:
+    """Return (whether one can go on, the server's certificate, findings) of TLS, or of doing without."""
+    try:
+        hands = security.shake_hands(address, ca, ANSWER_SECONDS)
+    except PbflError as error:
+        return False, None, [Finding("tls", Status.FAILED, str(error))]
+    if insecure:
+        if hands.certificate is not None:
+            advice = "leave out --insecure and give --ca"
+            return (
+                False,
+                None,
+                [Finding("tls", Status.FAILED, "--insecure, but the server speaks TLS", advice)],
+            )
+        said = "not used: everybody on the way can read and change what is sent"
+        return True, None, [Finding("tls", Status.WARNING, said, "for trying only; see pbfl certs")]
+    if hands.refusal is not None or hands.certificate is None:
+        advice = "" if hands.certificate is None else "on the server: pbfl certs; on the device: its ca.pem"
+        return (
+            False,
+            hands.certificate,
+            [Finding("tls", Status.FAILED, hands.refusal or "no certificate", advice)],
+        )
+    end = hands.certificate.not_valid_after_utc
+    said = f"verified, for {', '.join(security.alternatives(hands.certificate))}, until {end:%Y-%m-%d}"
+    if end - datetime.now(UTC) < EXPIRES_SOON:
+        return (
+            True,
+            hands.certificate,
+            [Finding("tls", Status.WARNING, said, "pbfl certs --renew on the server")],
+        )
+    return True, hands.certificate, [Finding("tls", Status.OK, said)]
+
+
+class Fleet:
+    """The SuperLink's Fleet API, asked in a way that changes nothing.
+
+    A SuperNode joins with ActivateNode. Flower looks at the signature's time first, then at the key, then at the
+    heartbeat interval; an interval of zero is refused, so the answer tells how far the request came and no node joins.
+
+    Args:
+        address: HOST:PORT.
+        ca: PEM; None means the system's authorities.
+        insecure: without TLS.
+        key: the device's; a throwaway one is used if it is None.
+    """
+
+    def __init__(
+        self, address: str, ca: bytes | None, *, insecure: bool, key: ec.EllipticCurvePrivateKey | None
+    ) -> None:
+        self._key = key or ec.generate_private_key(ec.SECP384R1())
+        self._public = public_key_to_bytes(self._key.public_key())
+        version = RuntimeVersionClientInterceptor(component_name="SuperNode")
+        self._channel = create_channel(address, insecure, ca, interceptors=[version])
+        self._stub = FleetStub(self._channel)
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._channel.close()
+
+    def about_key(self) -> Finding:
+        """Whether the SuperLink knows the key."""
+        answer = self._ask()
+        if answer == BAD_INTERVAL:
+            return Finding("key", Status.OK, "registered (asked the Fleet API with this key's signature)")
+        if answer == UNKNOWN_KEY:
+            advice = (
+                "on the server: flwr supernode register KEY.pub; a SuperLink without --database forgets keys when it "
+                "is started again"
+            )
+            return Finding(
+                "key", Status.FAILED, "the SuperLink does not know it: it is not registered", advice
+            )
+        if answer == "Invalid timestamp":
+            return Finding(
+                "key", Status.WARNING, "not known whether it is registered: the clock is refused first"
+            )
+        return Finding("key", Status.FAILED, f"the Fleet API says: {answer}")
+
+    def about_clock(self) -> Finding:
+        """How far this clock is from the SuperLink's, by the timestamps that it takes."""
+        advice = "set the clock: timedatectl set-ntp true"
+        answer = self._ask()
+        if answer == "Invalid timestamp":
+            said = (
+                f"refused: more than {SYSTEM_TIME_TOLERANCE} s ahead of the SuperLink's clock, or more than "
+                f"{TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE} s behind"
+            )
+            return Finding("clock", Status.FAILED, said, advice)
+        if answer not in (BAD_INTERVAL, UNKNOWN_KEY):
+            advice = "the SuperNode needs the SuperLink's Flower" if answer == OTHER_VERSION else ""
+            return Finding("clock", Status.FAILED, f"the Fleet API says: {answer}", advice)
+        ahead = -latest_accepted(self._accepts) + SYSTEM_TIME_TOLERANCE
+        side = "ahead of" if ahead > 0 else "behind"
+        said = f"{abs(ahead):.1f} s {side} the SuperLink's (by the timestamps that its Fleet API takes)"
+        if abs(ahead) > SYSTEM_TIME_TOLERANCE / 2:
+            return Finding("clock", Status.WARNING, said, advice)
+        return Finding("clock", Status.OK, said)
+
+    def _accepts(self, shift: float) -> bool:
+        return self._ask(shift) != "Invalid timestamp"
+
+    def _ask(self, shift: float = 0.0) -> int | str:
+        """Return Flower's error code, or its words, for a request signed ``shift`` seconds in the future."""
+        stamp = (datetime.now(UTC) + timedelta(seconds=shift)).isoformat()
+        metadata = (
+            (PUBLIC_KEY_HEADER, self._public),
+            (TIMESTAMP_HEADER, stamp),
+            (SIGNATURE_HEADER, sign_message(self._key, stamp.encode("ascii"))),
+        )
+        request = ActivateNodeRequest(public_key=self._public, heartbeat_interval=0.0)
+        try:
+            self._stub.ActivateNode(request, metadata=metadata, timeout=ANSWER_SECONDS)
+        except grpc.RpcError as error:
+            details = str(error.details())
+            known = FlowerError.from_json(details)
+            return details if known is None else known.code
+        return "a node without heartbeat was let in"
+
+
+def latest_accepted(accepts: Callable[[float], bool], precision: float = 0.1) -> float:
+    """Return the largest shift (seconds) of a timestamp that is accepted, given that 0 is.
+
+    Args:
+        accepts: whether a timestamp shifted by so much is accepted; true up to a bound and false beyond.
+        precision: seconds.
+    """
+    low, high = 0.0, float(TIMESTAMP_TOLERANCE + 4 * SYSTEM_TIME_TOLERANCE)
+    while high - low > precision:
+        middle = (low + high) / 2
+        low, high = (middle, high) if accepts(middle) else (low, middle)
+    return (low + high) / 2
+
+
+def clock_by_certificate(certificate: x509.Certificate) -> Finding:
+    """Whether this clock is at least past the making of the server's certificate: a bound that needs no SuperLink."""
+    made, now = certificate.not_valid_before_utc, datetime.now(UTC)
+    said = f"this clock says {now:%Y-%m-%d %H:%M} UTC, the server's certificate is valid from {made:%Y-%m-%d %H:%M}"
+    if now < made:
+        return Finding("date", Status.FAILED, said, "set the clock: timedatectl set-ntp true")
+    return Finding("date", Status.OK, said)
+
+
+def control(address: str, ca: Path | None, insecure: bool) -> list[Finding]:
+    """Whether the Control API can be reached from here, and whether it should be; its Date gives the clock's offset."""
+    what = "control-api"
+    reached = reachable(what, address)
+    if reached.status is not Status.OK:
+        return [reached]
+    host, port = security.split_address(address)
+    try:
+        answer = _head(host, port, ca, insecure)
+    except (OSError, http.client.HTTPException) as error:
+        advice = "is it the SuperLink's --port, and is --insecure (not) meant?"
+        return [Finding(what, Status.FAILED, f"{address} is no Control API ({error})", advice)]
+    found = []
+    address_of = ipaddress.ip_address(socket.getaddrinfo(host, port)[0][4][0])
+    if address_of.is_loopback:
+        found.append(Finding(what, Status.OK, f"{address} answers"))
+    else:
+        said = f"{address} answers to this machine: whoever reaches it can run code on server and devices"
+        found.append(Finding(what, Status.WARNING, said, "on the server: --host 127.0.0.1, or a firewall"))
+    if answer is not None:
+        offset = (datetime.now(UTC) - answer).total_seconds()
+        status = Status.OK if abs(offset) <= SYSTEM_TIME_TOLERANCE else Status.WARNING
+        direction = "ahead of" if offset > 0 else "behind"
+        said = f"{abs(offset):.0f} s {direction} the Control API's (by its HTTP Date, to the second)"
+        found.append(Finding("clock", status, said))
+    return found
+
+
+def _head(host: str, port: int, ca: Path | None, insecure: bool) -> datetime | None:
+    """Return the Date of the Control API's answer."""
+    connection = (
+        http.client.HTTPConnection(host, port, timeout=ANSWER_SECONDS)
+        if insecure
+        else http.client.HTTPSConnection(
+            host, port, timeout=ANSWER_SECONDS, context=ssl.create_default_context(cafile=ca)
+        )
+    )
+    try:
+        connection.request("GET", "/health")
+        date = connection.getresponse().getheader("Date")
+    finally:
+        connection.close()
+    return parsedate_to_datetime(date) if date else None

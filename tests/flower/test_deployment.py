@@ -1,0 +1,122 @@
+"""What SuperLink and SuperNodes are started with, and what is said when one is refused. No processes."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from flwr.common.config import parse_config_args
+
+from pbfl_flwr.config import parse
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower import deployment
+from pbfl_flwr.flower.engine import connection, toml
+from pbfl_flwr.methods import SECTIONS
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "client-id=0 model='resnet8' data-path='/data/a b.npz'",
+        'batch-size=8  device="cpu"',
+        "  a=true b=0.5 c='x=y' ",
+        "",
+    ],
+)
+def test_a_node_configuration_is_read_as_flower_reads_it(text: str) -> None:
+    assert deployment.node_config(text) == parse_config_args([text])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("model=resnet8", "model='resnet8'"),
+        ("client-id = 0", "at 'client-id = 0'"),
+        ("client-id=0 and more", "at 'and more'"),
+        ("batch-size=[1]", "one number"),
+        ("data-path='/a b", "data-path='/a"),
+    ],
+)
+def test_what_flower_would_pass_over_is_refused(text: str, said: str) -> None:
+    with pytest.raises(PbflError, match="node configuration") as found:
+        deployment.node_config(text)
+    assert said in str(found.value)
+
+
+def test_a_node_configuration_survives_the_file_that_flower_reads(tmp_path: Path) -> None:
+    node = {"client-id": 1, "data-path": "/dä ta/'a'\"b\".npz", "batch-size": 8}
+    (tmp_path / "node.toml").write_text(toml(node), encoding="utf-8")
+    assert parse_config_args([str(tmp_path / "node.toml")]) == node
+
+
+def test_nodes_get_ids_directories_and_absolute_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = deployment.complete(
+        [{"data-path": "a.npz"}, {"client-id": 5, "state-dir": "s"}], 3, tmp_path / "run"
+    )
+    assert found == [
+        {"client-id": 0, "state-dir": str(tmp_path / "run" / "node-0"), "data-path": str(tmp_path / "a.npz")},
+        {"client-id": 5, "state-dir": str(tmp_path / "s")},
+        {"client-id": 2, "state-dir": str(tmp_path / "run" / "node-2")},
+    ]
+    with pytest.raises(PbflError, match="given 2 times"):
+        deployment.complete([{}, {}], 1, tmp_path)
+
+
+def test_nodes_that_would_be_refused_are_refused_before_they_start(tmp_path: Path) -> None:
+    settings = parse({"num-clients": 2}, SECTIONS)
+    with pytest.raises(PbflError, match="--node 1: --node-config: unknown key 'modle'"):
+        deployment.check(settings, deployment.complete([{}, {"modle": "cnn4"}], 2, tmp_path))
+    with pytest.raises(PbflError, match="--node 0 and --node 1: both are client-id 1"):
+        deployment.check(settings, deployment.complete([{"client-id": 1}], 2, tmp_path))
+    own, _ = deployment.check(settings, deployment.complete([{"model": "cnn4"}], 2, tmp_path))
+    assert own.models.models == "cnn4"
+
+
+def test_command_lines(tmp_path: Path) -> None:
+    files = deployment.Files(tmp_path)
+    assert deployment.superlink_options("0.0.0.0:9092", files) == [
+        *("--ssl-ca-certfile", str(tmp_path / "ca.pem")),
+        *("--ssl-certfile", str(tmp_path / "server.pem")),
+        *("--ssl-keyfile", str(tmp_path / "server.key")),
+        "--enable-supernode-auth",
+        *("--fleet-api-address", "0.0.0.0:9092"),
+    ]
+    assert deployment.superlink_options("x:1", None) == ["--insecure", "--fleet-api-address", "x:1"]
+    node = tmp_path / "node.toml"
+    assert deployment.supernode_options("x:1", 9094, node, tmp_path / "ca.pem", tmp_path / "a") == [
+        *("--root-certificates", str(tmp_path / "ca.pem")),
+        *("--auth-supernode-private-key", str(tmp_path / "a")),
+        *("--superlink", "x:1", "--port", "9094", "--node-config", str(node)),
+    ]
+    assert deployment.supernode_options("x:1", 9094, node, None, None)[0] == "--insecure"
+    assert tomllib.loads(connection("own", "x:1", tmp_path / "ca.pem")) == {
+        "superlink": {
+            "default": "own",
+            "own": {"address": "x:1", "root-certificates": str(tmp_path / "ca.pem")},
+        }
+    }
+    assert tomllib.loads(connection("own", "x:1", None))["superlink"]["own"]["insecure"] is True
+
+
+@pytest.mark.parametrize(
+    ("output", "reason"),
+    [
+        ("[code: 2004] Failed to activate SuperNode.", "does not know its key"),
+        ("[code: 2001] SuperNode authentication is enabled.", "has no key"),
+        (
+            "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: Tls handshake failed "
+            "(TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: error:1000007d:SSL routines:OPENSSL_internal:"
+            "CERTIFICATE_VERIFY_FAILED: unable to get local issuer certificate: OK",
+            "a foreign CA",
+        ),
+        ("Unable to parse the private key file.", "no private key"),
+    ],
+)
+def test_a_refused_supernode_is_one_line(output: str, reason: str) -> None:
+    said = deployment.why_ended(f"INFO: Started\n{output}\nINFO: Shutting down\n")
+    assert said is not None
+    assert reason in said
+    assert "\n" not in said
+    assert deployment.why_ended("INFO: SuperNode terminated gracefully.") is None

@@ -1,0 +1,168 @@
+"""The doctor, against Flower's own Fleet API with TLS in this process: every answer is the real one."""
+
+import json
+import socket
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from flwr.common.constant import NOOP_FLWR_AID
+from flwr.server.superlink.fleet.grpc_rere.node_auth_server_interceptor import NodeAuthServerInterceptor
+from flwr.server.superlink.linkstate import LinkStateFactory
+from flwr.supercore.constant import FLWR_IN_MEMORY_DB_NAME
+from flwr.supercore.object_store import ObjectStoreFactory
+from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+from flwr.superlink.cli.flower_superlink import _run_fleet_api_grpc_rere
+from flwr.superlink.federation import NoOpFederationManager
+from typer.testing import CliRunner
+
+from pbfl_flwr import security
+from pbfl_flwr.cli import app
+from pbfl_flwr.flower import doctor
+from pbfl_flwr.flower.doctor import Finding, Status, Wanted
+
+
+@pytest.fixture(scope="module")
+def superlink(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
+    """A Fleet API with TLS and SuperNode authentication; `known` is registered, `stranger` is not."""
+    files = tmp_path_factory.mktemp("security")
+    security.make_certificates(files, ["127.0.0.1"], 60)
+    security.make_keys(files, ["known", "stranger"])
+    objects = ObjectStoreFactory()
+    states = LinkStateFactory(FLWR_IN_MEMORY_DB_NAME, NoOpFederationManager(), objects)
+    public = security.read_node_key(files / "known").public_key()
+    node = states.state().create_node(NOOP_FLWR_AID, "", public_key_to_bytes(public), heartbeat_interval=30)
+    certificates = tuple((files / name).read_bytes() for name in ("ca.pem", "server.pem", "server.key"))
+    server = _run_fleet_api_grpc_rere(
+        "127.0.0.1:0", states, objects, True, certificates, [NodeAuthServerInterceptor(states)]
+    )
+    yield SimpleNamespace(address=server.bound_address, files=files, state=states.state(), node=node)
+    server.stop(None)
+
+
+def found(wanted: Wanted) -> dict[str, Finding]:
+    return {finding.what: finding for finding in doctor.network(wanted)}
+
+
+def test_all_is_well(superlink: SimpleNamespace) -> None:
+    files = superlink.files
+    findings = found(Wanted(superlink.address, files / "ca.pem", files / "known"))
+    assert {what: finding.status for what, finding in findings.items()} == dict.fromkeys(
+        ("superlink", "tls", "key", "clock", "date"), Status.OK
+    )
+    assert "registered" in findings["key"].said
+    # Asking has let nobody in.
+    info = superlink.state.get_node_info(node_ids=[superlink.node])
+    assert [node.status for node in info] == ["registered"]
+
+
+def test_an_unregistered_key_is_found_out(superlink: SimpleNamespace) -> None:
+    findings = found(Wanted(superlink.address, superlink.files / "ca.pem", superlink.files / "stranger"))
+    assert findings["key"].status is Status.FAILED
+    assert "not registered" in findings["key"].said
+    assert "flwr supernode register" in findings["key"].advice
+
+
+def test_a_foreign_ca_is_found_out(superlink: SimpleNamespace, tmp_path: Path) -> None:
+    security.make_certificates(tmp_path, ["127.0.0.1"], 60)
+    findings = found(Wanted(superlink.address, tmp_path / "ca.pem", superlink.files / "known"))
+    assert findings["tls"].status is Status.FAILED
+    assert findings["tls"].said.startswith("a foreign CA")
+    assert "key" not in findings  # nothing is sent to a stranger
+
+
+@pytest.mark.parametrize(
+    ("ahead", "status"),
+    [(0.0, Status.OK), (3.0, Status.WARNING), (-60.0, Status.WARNING), (30.0, Status.FAILED)],
+)
+def test_a_wrong_clock_is_measured(
+    superlink: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, ahead: float, status: Status
+) -> None:
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> datetime:
+            return datetime.now(tz) + timedelta(seconds=ahead)
+
+    monkeypatch.setattr(doctor, "datetime", Clock)
+    ca = (superlink.files / "ca.pem").read_bytes()
+    with doctor.Fleet(superlink.address, ca, insecure=False, key=None) as fleet:
+        finding = fleet.about_clock()
+    assert finding.status is status
+    if status is Status.WARNING:
+        said, _, side = finding.said.split()[:3]
+        assert float(said) == pytest.approx(abs(ahead), abs=0.5)
+        assert side == ("ahead" if ahead > 0 else "behind")
+
+
+@pytest.mark.parametrize("bound", [0.0, 5.0, 4.2, 301.7])
+def test_the_bound_is_found_by_halving(bound: float) -> None:
+    asked: list[float] = []
+
+    def accepts(shift: float) -> bool:
+        asked.append(shift)
+        return shift < bound
+
+    assert doctor.latest_accepted(accepts) == pytest.approx(bound, abs=0.1)
+    assert len(asked) < 15
+
+
+def test_addresses_that_do_not_answer() -> None:
+    taken = socket.create_server(("127.0.0.1", 0))
+    port = taken.getsockname()[1]
+    taken.close()
+    assert "refuses" in doctor.reachable("superlink", f"127.0.0.1:{port}").said
+    assert "HOST:PORT" in doctor.reachable("superlink", "127.0.0.1").said
+    assert "is not found" in doctor.reachable("superlink", "nobody.invalid:1").said
+
+
+def test_the_state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (finding,) = doctor.disk(tmp_path / "new" / "state")
+    assert "can be made" in finding.said
+    assert not (tmp_path / "new").exists()
+
+    def usage(free: float) -> Callable[[Path], SimpleNamespace]:
+        return lambda path: SimpleNamespace(free=free)
+
+    for free, status in ((5e9, Status.OK), (5e8, Status.WARNING), (5e6, Status.FAILED)):
+        monkeypatch.setattr(doctor.shutil, "disk_usage", usage(free))
+        assert doctor.disk(tmp_path)[0].status is status
+    (tmp_path / "file").touch()
+    (finding,) = doctor.disk(tmp_path / "file" / "state")
+    assert finding.status is Status.FAILED
+
+
+def test_a_date_before_the_certificate_is_wrong(
+    superlink: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> datetime:
+            return datetime(1970, 1, 2, tzinfo=UTC)
+
+    certificate = security.read_certificate(superlink.files / "server.pem")
+    assert doctor.clock_by_certificate(certificate).status is Status.OK
+    monkeypatch.setattr(doctor, "datetime", Clock)
+    assert doctor.clock_by_certificate(certificate).status is Status.FAILED
+
+
+def test_what_is_installed_fits() -> None:
+    assert {finding.what: finding.status for finding in doctor.versions()} == dict.fromkeys(
+        ("python", "flwr", "torch", "pbfl-flwr"), Status.OK
+    )
+
+
+def test_the_command_says_it_in_its_exit_code(superlink: SimpleNamespace) -> None:
+    files = superlink.files
+    common = ["doctor", "--superlink", superlink.address, "--ca", str(files / "ca.pem"), "--json"]
+    good = CliRunner().invoke(app, [*common, "--key", str(files / "known")])
+    assert good.exit_code == 0, good.output
+    bad = CliRunner().invoke(app, [*common, "--key", str(files / "stranger")])
+    assert bad.exit_code == 1
+    failed = [line for line in json.loads(bad.stdout) if line["status"] == "failed"]
+    assert [line["what"] for line in failed] == ["key"]
+    table = CliRunner().invoke(app, ["doctor", "--key", str(files / "nowhere")])
+    assert table.exit_code == 1
+    assert "cannot be read" in table.stdout.replace("\n", " ")
