@@ -209,6 +209,32 @@ class PrototypeSettings(Group):
     )
 
 
+class PrivacySettings(Group):
+    """What of a client's class table leaves the device, and in which form; ``docs/privacy.md`` explains each."""
+
+    min_class_count: Annotated[int, Field(ge=1)] | Auto = Field(
+        "auto", description="samples below which a class is not sent; auto: 2, reference protocols 1"
+    )
+    dense_uploads: bool = Field(False, description="send a row for every class, zeros for absent ones")
+    count_bucket: Annotated[int, Field(ge=2)] | Literal["off", "powers"] = Field(
+        "off", description="counts, also those that scale rows: exact, to powers of two, to multiples of b"
+    )
+    dp_clip: float = Field(0.0, ge=0, description="C, largest norm of what dp-unit clips; 0 is off")
+    dp_noise: float = Field(
+        0.0, ge=0, description="z, standard deviation of the Gaussian noise over the sensitivity; 0 is off"
+    )
+    dp_delta: float = Field(1e-5, gt=0, lt=1, description="δ at which ε is reported")
+    dp_unit: Literal["client", "sample"] = Field(
+        "client", description="what the noise hides: all data of a client, or one sample for a given network"
+    )
+    dp_randomness: Literal["system", "seed"] = Field(
+        "system", description="of the noise; seed can be predicted by the server and is for simulations only"
+    )
+    client_report: Literal["full", "none"] = Field(
+        "full", description="none: sizes, scores, losses and timings stay on the device"
+    )
+
+
 GROUPS: dict[str, type[Group]] = {
     "run": RunSettings,
     "data": DataSettings,
@@ -217,11 +243,12 @@ GROUPS: dict[str, type[Group]] = {
     "evaluation": EvaluationSettings,
     "conventions": ConventionSettings,
     "prototypes": PrototypeSettings,
+    "privacy": PrivacySettings,
 }
 
 # One row a flag, one column a protocol: how the published code bases behave (the method cards name the sources).
 # A row "<method>.<key>" is how they treat that method, where it is not what they do elsewhere.
-PROTOCOLS: dict[str, dict[str, str]] = {
+PROTOCOLS: dict[str, dict[str, str | int]] = {
     "batch-order": {"clean": "shuffled", "htfl": "fixed", "pfl": "shuffled", "fedproto": "shuffled"},
     "drop-last": {"clean": "small", "htfl": "always", "pfl": "always", "fedproto": "always"},
     "layout": {"clean": "channels-last", "htfl": "contiguous", "pfl": "contiguous", "fedproto": "contiguous"},
@@ -232,6 +259,7 @@ PROTOCOLS: dict[str, dict[str, str]] = {
     "weighting": {"clean": "auto", "htfl": "auto", "pfl": "auto", "fedproto": "uniform"},
     "kl-reduction": {"clean": "batchmean", "htfl": "mean", "pfl": "mean", "fedproto": "batchmean"},
     "detach-teacher": {"clean": "yes", "htfl": "no", "pfl": "no", "fedproto": "yes"},
+    "min-class-count": {"clean": 2, "htfl": 1, "pfl": 1, "fedproto": 1},
 }
 # What a protocol leaves to the method stays "auto" here; the method's page holds the value.
 
@@ -240,7 +268,8 @@ class Settings(BaseModel):
     """The whole run configuration.
 
     Attributes:
-        run, data, models, training, evaluation, conventions, prototypes: the groups above, protocol already applied.
+        run, data, models, training, evaluation, conventions, prototypes, privacy: the groups above, protocol already
+            applied.
         method_section: the keys ``<method>.<key>`` of the chosen method, without the prefix.
     """
 
@@ -253,6 +282,7 @@ class Settings(BaseModel):
     evaluation: EvaluationSettings = EvaluationSettings()
     conventions: ConventionSettings = ConventionSettings()
     prototypes: PrototypeSettings = PrototypeSettings()
+    privacy: PrivacySettings = PrivacySettings()
     method_section: dict[str, Scalar] = {}
 
     def as_dict(self) -> dict[str, Scalar]:
@@ -325,11 +355,12 @@ def parse_section(group: type[G], settings: Settings) -> G:
 
 
 def _apply_protocol(settings: Settings) -> Settings:
-    changes: dict[str, dict[str, str]] = {
+    changes: dict[str, dict[str, str | int]] = {
         "training": {},
         "prototypes": {},
         "evaluation": {},
         "conventions": {},
+        "privacy": {},
     }
     for key, usual in PROTOCOLS.items():
         row = PROTOCOLS.get(f"{settings.run.method}.{key}", usual)

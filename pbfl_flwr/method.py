@@ -127,6 +127,7 @@ class Method(ABC, Generic[StateT, DownT, UpT]):
         headline: the predictor the paper reports.
         moment: when the paper scores a client, relative to its local training.
         same_architecture: whether every client must have the same network.
+        protects_uploads: whether the settings of the group ``privacy`` apply to what its clients send.
     """
 
     name: str
@@ -136,6 +137,7 @@ class Method(ABC, Generic[StateT, DownT, UpT]):
     headline: str = "head"
     moment: Moment = "after"
     same_architecture: bool = False
+    protects_uploads: bool = False
 
     @abstractmethod
     def init(self, task: Task, seed: int) -> StateT:

@@ -89,6 +89,8 @@ def show(run_dir: Path, console: Console) -> None:
     if rounds:
         console.print(accuracy_table(scores(rounds), about["headline"]))
         console.print(cost_table(about, rounds, run.partition_counts()))
+        if line := privacy_line(about["configuration"], run.client_rounds()):
+            say(console, line)
         for note in rounds[-1].get("notes", []):
             say(console, f"last round: {note}", "yellow")
         for line in failure_lines(rounds):
@@ -181,6 +183,28 @@ def cost_table(
     table.add_row("  of clients, summed", "", "", f"{sum(spent.values()):.2f}")
     table.add_row("  peak memory of a worker", "", "", f"{max(entry['peak_mb'] for entry in rounds):.0f} MB")
     return table
+
+
+def privacy_line(configuration: Mapping[str, Any], clients: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return what the noise of the uploads is worth, None without noise.
+
+    Args:
+        configuration: of the run.
+        clients: what clients.jsonl holds.
+    """
+    last: dict[int, float] = {}
+    for entry in clients:
+        for client, metrics in zip(entry["client"], entry["metrics"], strict=True):
+            if "epsilon" in metrics:
+                last[client] = metrics["epsilon"]
+    if not last:
+        return None
+    worst = max(last, key=lambda client: last[client])
+    return (
+        f"differential privacy of the prototypes (clip {configuration['dp-clip']:g}, noise "
+        f"{configuration['dp-noise']:g}, unit {configuration['dp-unit']}): at δ = {configuration['dp-delta']:g} "
+        f"ε = {last[worst]:.3g} for client {worst}, {fmean(last.values()):.3g} in the mean"
+    )
 
 
 def paper_scalars(about: Mapping[str, Any], counts: Sequence[Sequence[int]] | None) -> str:

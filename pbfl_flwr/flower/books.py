@@ -128,7 +128,7 @@ def round_line(
         "clients": metrics,
         "server": finite(method.report(state)),
         "trained": sorted(outcome.uploads),
-        "notes": method.notes(state),
+        "notes": [*method.notes(state), *_held_back(outcome)],
         "failures": named(outcome.failures, phase.names),
         "bytes_up": _traffic(outcome.up),
         "bytes_down": _traffic(phase.down),
@@ -158,6 +158,16 @@ def client_columns(server_round: int, phase: Phase, outcome: Outcome) -> dict[st
         "bytes_up": [asdict(outcome.up[client]) for client in reports],
         "bytes_down": [asdict(phase.down[client]) for client in reports],
     }
+
+
+def _held_back(outcome: Outcome) -> list[str]:
+    found = [(outcome.reports[client].metrics or {}).get("held-back", 0) for client in outcome.uploads]
+    if not any(found):
+        return []
+    return [
+        f"classes held back for having fewer samples than min-class-count: {sum(found):.0f}, on "
+        f"{sum(classes > 0 for classes in found)} of {len(found)} clients"
+    ]
 
 
 def _upload_of(reply: Message, method: Method[Any, Any, Any], state: Any, task: Task) -> Payload:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -143,6 +143,7 @@ def _hello(message: Message, context: Context, source: _Source) -> Message:
     architecture = _architecture(settings, identity)
     _dry_forward(architecture, task)
     body, head = _parameters(architecture, task)
+    told = settings.privacy.client_report == "full"
     answer = ConfigRecord(
         {
             "client": identity.client,
@@ -155,8 +156,8 @@ def _hello(message: Message, context: Context, source: _Source) -> Message:
             "architecture": architecture,
             "parameters": [body, head],
             "device": str(choose_device(settings.training.device)),
-            "num-train": len(data.train.labels),
-            "num-test": len(data.test.labels),
+            "num-train": len(data.train.labels) if told else 0,
+            "num-test": len(data.test.labels) if told else 0,
         }
     )
     return Message(wire.content(config=answer), reply_to=message)
@@ -186,17 +187,8 @@ def _train(message: Message, context: Context, source: _Source) -> Message:
         scores = evaluate(client, method.predictors(replace(client, memory=update.memory), down))
         evaluated = time.perf_counter() - started
     participations = 1 + (stored.participations if stored else 0)
-    report = wire.Report(
-        num_train=len(client.data.train.labels),
-        num_test=scores.num_samples,
-        participations=participations,
-        correct=scores.correct,
-        test_loss=scores.loss,
-        seconds=(*opened.seconds, fitted, evaluated, 0.0),
-        peak_mb=_peak_mb(),
-        metrics=update.metrics,
-        **_validated(scores),
-    )
+    seconds = (*opened.seconds, fitted, evaluated, 0.0)
+    report = _report(opened, scores, participations, seconds, update.metrics)
     payload = wire.encode(update.payload, opened.settings.prototypes.wire_dtype)
     started = time.perf_counter()
     state = ClientState(
@@ -208,8 +200,9 @@ def _train(message: Message, context: Context, source: _Source) -> Message:
         _plain(report.to_record()),
     )
     opened.store.save(state)
-    seconds = (*opened.seconds, fitted, evaluated, time.perf_counter() - started)
-    return Message(wire.content(payload, replace(report, seconds=seconds).to_record()), reply_to=message)
+    if opened.settings.privacy.client_report == "full":
+        report = replace(report, seconds=(*seconds[:-1], time.perf_counter() - started))
+    return Message(wire.content(payload, report.to_record()), reply_to=message)
 
 
 def _evaluate(message: Message, context: Context, source: _Source) -> Message:
@@ -221,17 +214,33 @@ def _evaluate(message: Message, context: Context, source: _Source) -> Message:
         method.install(client, down)
     started = time.perf_counter()
     scores = evaluate(client, method.predictors(client, down))
-    report = wire.Report(
-        num_train=len(client.data.train.labels),
+    seconds = (*opened.seconds, 0.0, time.perf_counter() - started, 0.0)
+    report = _report(opened, scores, opened.stored.participations if opened.stored else 0, seconds)
+    return Message(wire.content(report=report.to_record()), reply_to=message)
+
+
+def _report(
+    opened: _Open,
+    scores: Scores,
+    participations: int,
+    seconds: tuple[float, float, float, float, float],
+    metrics: Mapping[str, float] | None = None,
+) -> wire.Report:
+    """Return what is said beside the payload; with client-report none only what says nothing about the samples."""
+    if opened.settings.privacy.client_report == "none":
+        kept = {name: value for name, value in (metrics or {}).items() if name == "epsilon"}
+        return wire.Report(0, 0, participations, metrics=kept)
+    return wire.Report(
+        num_train=len(opened.client.data.train.labels),
         num_test=scores.num_samples,
-        participations=opened.stored.participations if opened.stored else 0,
+        participations=participations,
         correct=scores.correct,
         test_loss=scores.loss,
-        seconds=(*opened.seconds, 0.0, time.perf_counter() - started, 0.0),
+        seconds=seconds,
         peak_mb=_peak_mb(),
+        metrics=metrics,
         **_validated(scores),
     )
-    return Message(wire.content(report=report.to_record()), reply_to=message)
 
 
 def _validated(scores: Scores) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from pbfl_flwr.methods import (
     protonorm,
     tinyproto,
 )
+from pbfl_flwr.prototypes.privacy import unprotected
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,14 @@ METHODS: dict[str, Entry] = {
     ),
 }
 
+PROTECTED = (
+    "fedproto",
+    "fedtgp",
+    "tinyproto",
+    "protonorm",
+    "fedgh",
+)  # methods whose uploads are prototypes alone
+
 SECTIONS: dict[str, type[Group]] = {name: entry.section for name, entry in METHODS.items() if entry.section}
 
 
@@ -98,4 +107,10 @@ def build_method(settings: Settings) -> Method[Any, Any, Any]:
         close = difflib.get_close_matches(name, METHODS, n=1)
         hint = f" (did you mean '{close[0]}'?)" if close else ""
         raise PbflError(f"method = '{name}': allowed is one of {', '.join(METHODS)}{hint}")
-    return METHODS[name].build(settings)
+    method = METHODS[name].build(settings)
+    if not method.protects_uploads and (asked := unprotected(settings.privacy)):
+        raise PbflError(
+            f"{', '.join(asked)}: method '{name}' sends {method.up.__name__}, which these settings cannot protect; "
+            f"they apply to {', '.join(PROTECTED)}"
+        )
+    return method

@@ -17,7 +17,7 @@ samples; protocol "htfl" and "pfl" leave out the incomplete last batch (drop-las
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import torch
@@ -30,7 +30,8 @@ from pbfl_flwr.method import Client, Method, Moment, Round, Update
 from pbfl_flwr.methods.sharing import check_heads, initial, plain, receive
 from pbfl_flwr.models import architectures
 from pbfl_flwr.payloads import Prototypes, RejectedPayload, Weights
-from pbfl_flwr.prototypes.pipeline import class_sums_of
+from pbfl_flwr.prototypes.pipeline import class_sums_of, released_means
+from pbfl_flwr.prototypes.privacy import Release, release
 from pbfl_flwr.prototypes.trainable import stack_uploads
 from pbfl_flwr.task import Task
 
@@ -55,6 +56,8 @@ class FedGH(Method[Weights, Weights, Prototypes]):
     batch_size: int = 32
     name: str = "fedgh"
     moment: Moment = "before"
+    release: Release = field(default_factory=Release)
+    protects_uploads = True
 
     state = Weights
     down = Weights
@@ -72,8 +75,10 @@ class FedGH(Method[Weights, Weights, Prototypes]):
         """Head <- φ, cross-entropy, class means of the trained network."""
         self.install(client, down)
         report = plain(client, down)
-        values, held, _ = class_sums_of(client).means()
-        return Update(Prototypes(values, held), report.optimizer, report.metrics())
+        values, _, seen = class_sums_of(client).means()
+        sent = self.release.table(client, released_means(client, self.release, values), seen)
+        metrics = {**report.metrics(), **sent.metrics}
+        return Update(Prototypes(sent.rows, sent.present), {**report.optimizer, **sent.memory}, metrics)
 
     def aggregate(self, state: Weights, uploads: Mapping[int, Prototypes], at: Round) -> Weights:
         """Train the head on the prototypes; it stays as it is if nobody sent one."""
@@ -120,4 +125,5 @@ def build(settings: Settings) -> FedGH:
         config.server_epochs,
         config.server_learning_rate,
         settings.training.batch_size if batch == "auto" else batch,
+        release=release(settings.privacy, "mean", trained=True, sends_total=False),
     )

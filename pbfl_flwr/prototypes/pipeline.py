@@ -3,7 +3,7 @@
 ::
 
     client   fit (cross-entropy + λ·pull) -> class sums, counts -> means c̄_ij
-                                       -> [scale by n_ij] -> [mask: compress to s]        ~~Prototypes~~>
+             -> [hold back] -> [scale by n_ij] -> [mask: compress to s] -> [clip, noise]  ~~Prototypes~~>
     server   combine (mean | weighted | PPA | APS | median | trimmed mean) -> [keep stale]
              -> [train: FedTGP] -> [align: PA] -> [mask: compress to s]                   ~~Prototypes~~>
     client   [mask: expand to d] -> [scale: γ of PU, μ of APS] -> pull (next loss), nearest (prediction)
@@ -16,7 +16,7 @@ leaves the mask there does not travel.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Literal
 
@@ -31,6 +31,7 @@ from pbfl_flwr.method import Client, Method, Moment, Predictor, Round, Update, h
 from pbfl_flwr.payloads import Prototypes, RejectedPayload, joined, under
 from pbfl_flwr.prototypes import aggregation, distillation, masks, scaling
 from pbfl_flwr.prototypes.alignment import Solver, align
+from pbfl_flwr.prototypes.privacy import Release, release
 from pbfl_flwr.prototypes.statistics import ClassSums
 from pbfl_flwr.prototypes.trainable import TrainableState, initial_state, stack_uploads, train_prototypes
 from pbfl_flwr.task import Task
@@ -59,6 +60,11 @@ def class_sums_of(client: Client, transform: Callable[[Tensor], Tensor] | None =
     for features, labels in each_feature(client, shard):
         sums.add(features if transform is None else transform(features), labels)
     return sums
+
+
+def released_means(client: Client, stage: Release, means: Tensor) -> Tensor:
+    """Return the means (K, d) that may be sent: of clipped features, in a second pass, where samples are clipped."""
+    return means if stage.of_samples is None else class_sums_of(client, stage.of_samples).means()[0]
 
 
 @dataclass(frozen=True)
@@ -134,6 +140,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         stages: the resolved settings; nothing in it is "auto" but aps-scale.
         server_training: FedTGP's settings, or None.
         mask_seed: seed of the masks, the only thing about them that clients must agree on.
+        release: what of a client's table leaves the device.
     """
 
     name: str
@@ -142,6 +149,8 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
     mask_seed: int = 0
     headline: str = "global"
     moment: Moment = "after"
+    release: Release = field(default_factory=Release)
+    protects_uploads = True
 
     state = PipelineState
     down = Prototypes
@@ -182,9 +191,20 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         report = fit(client, loss)
         if stages.collect == "post":
             sums = class_sums_of(client)
-        values, held, _ = sums.means()
-        memory = {"prototypes": values, "held": held, **report.optimizer}
-        return Update(self._upload(client, values, held), memory, report.metrics())
+        values, held, seen = sums.means()
+        sent = released_means(client, self.release, values)
+        table = self._masks(client.task)
+        released = self.release.table(
+            client, sent, seen, None if table is None else lambda rows: masks.compress(rows, table)
+        )
+        upload = Prototypes(
+            released.rows,
+            released.present,
+            released.counts if stages.aggregation in WEIGHTED_RULES else None,
+            released.num_examples if self._needs_total else None,
+        )
+        memory = {"prototypes": values, "held": held, **report.optimizer, **released.memory}
+        return Update(upload, memory, {**report.metrics(), **released.metrics})
 
     def predictors(self, client: Client, down: Prototypes) -> dict[str, Predictor]:
         """Head; nearest global prototype, over all classes and over the client's own; nearest local one."""
@@ -198,21 +218,6 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         if "held" in client.memory and bool(client.memory["held"].any()):
             found["local"] = nearest(client.memory["prototypes"], client.memory["held"])
         return found
-
-    def _upload(self, client: Client, values: Tensor, held: Tensor) -> Prototypes:
-        counts = client.data.counts  # n_ij
-        held = held & (counts > 0)
-        if self.stages.aggregation in SCALED_RULES:
-            values = scaling.scale_by_counts(values, counts)
-        if (table := self._masks(client.task)) is not None:
-            values = masks.compress(values, table)
-        values = torch.where(held[:, None], values, torch.zeros_like(values))
-        return Prototypes(
-            values,
-            held,
-            counts * held if self.stages.aggregation in WEIGHTED_RULES else None,
-            int(counts.sum()) if self._needs_total else None,
-        )
 
     def _targets(self, client: Client, down: Prototypes) -> Tensor:
         """Global prototypes in d dimensions at the scale of the pull: γ·c_j (PU), μ·c_j (APS) or c_j."""
@@ -265,9 +270,16 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
 
     def _combine(self, uploads: Mapping[int, Prototypes], at: Round) -> Prototypes:
         """Return the aggregate; its num_examples is n_t where the clients scale by it."""
-        K, rule, sent = at.task.num_classes, self.stages.aggregation, list(uploads.values())
+        sent = list(uploads.values())
         if not sent:
-            return Prototypes.empty(K, self._width(at.task))
+            return Prototypes.empty(at.task.num_classes, self._width(at.task))
+        combined = self._rule(sent, uploads, at)
+        if self.release.settings.dense_uploads:  # zero everywhere: nobody sent it
+            combined = replace(combined, present=(combined.values != 0).any(dim=1))
+        return combined
+
+    def _rule(self, sent: list[Prototypes], uploads: Mapping[int, Prototypes], at: Round) -> Prototypes:
+        K, rule = at.task.num_classes, self.stages.aggregation
         if rule == "mean":
             return aggregation.mean(sent)
         if rule == "weighted":
@@ -321,8 +333,10 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         return max(1, sum(upload.num_examples or 0 for upload in uploads.values()))
 
     def validate(self, upload: Prototypes, state: PipelineState, task: Task) -> None:
-        """Width, and exactly the counts that the rule needs."""
+        """Width, and exactly the counts and the rows that the rule needs."""
         width, rule = self._width(task), self.stages.aggregation
+        if self.release.settings.dense_uploads and not bool(upload.present.all()):
+            raise RejectedPayload(f"{upload.num_present} rows, a dense upload has {task.num_classes}")
         if upload.values.shape[1] != width:
             raise RejectedPayload(f"rows are {upload.values.shape[1]} wide, this run sends {width}")
         if (upload.counts is not None) != (rule in WEIGHTED_RULES):
@@ -363,8 +377,10 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
     def paper_scalars(
         self, task: Task, class_counts: Sequence[int], parameters: Sequence[tuple[int, int]]
     ) -> float:
-        """Σ_i (K_i + K)·s: up K_i rows, down K rows, to each of M clients."""
-        return float(sum(held + task.num_classes for held in class_counts) * self._width(task))
+        """Σ_i (K_i + K)·s: up K_i rows (K if dense), down K rows, to each of M clients."""
+        K = task.num_classes
+        up = [K if self.release.settings.dense_uploads else held for held in class_counts]
+        return float(sum(rows + K for rows in up) * self._width(task))
 
     def _width(self, task: Task) -> int:
         table = self._masks(task)
@@ -447,7 +463,17 @@ def pipeline(
         raise PbflError(
             f"cps-dim = {stages.cps_dim}: allowed is up to feature-dim = {settings.models.feature_dim}"
         )
-    return Pipeline(name, stages, server_training, seeds.derive(settings.run.seed, "masks") % 2**32, headline)
+    found = Pipeline(
+        name, stages, server_training, seeds.derive(settings.run.seed, "masks") % 2**32, headline
+    )
+    stage = release(
+        settings.privacy,
+        stages.aggregation,
+        trained=server_training is not None,
+        sends_total=found._needs_total,
+        collect=stages.collect,
+    )
+    return replace(found, release=stage)
 
 
 @lru_cache(maxsize=8)

@@ -817,7 +817,13 @@ def test_it_is_a_flower_strategy_and_its_bytes_are_counted(tmp_path: Path) -> No
     for way in ("up", "down"):
         assert line[f"bytes_{way}"]["payload"] == sum(size for name, size in seen if name == way)
         assert line[f"bytes_{way}"]["payload"] < line[f"bytes_{way}"]["ours"] < line[f"bytes_{way}"]["total"]
-    held = [3, 1, 4, 1, 4]  # classes of the five clients' training samples
+    held = [
+        3,
+        0,
+        4,
+        1,
+        4,
+    ]  # classes of the five clients' training samples; client 1 has one sample, held back
     assert line["scalars"] == {"up": sum(held) * 64, "down": 0}
 
 

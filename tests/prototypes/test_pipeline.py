@@ -74,6 +74,7 @@ def test_every_combination_runs(tmp_path: Path, base: str, cps: bool, ppa: bool,
         "cps_dim": 16 if cps else 0,
         "aggregation": "ppa" if ppa else "mean",
         "cpkd": "sample" if cpkd else "off",
+        "min_class_count": 1,
     }
     if base == "fedtgp":
         keys["fedtgp.server-epochs"] = 3

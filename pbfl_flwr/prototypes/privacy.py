@@ -1,0 +1,284 @@
+"""What leaves the device of a client's class table: too small classes held back, counts in buckets, clipping, noise.
+
+::
+
+    class means -> [hold back small classes] -> [bucket counts] -> [scale, mask] -> [clip] -> [dense] -> [noise]  ~~>
+
+Differential privacy of what is sent. One release is the table R (K, w) of a client in one round. Two data sets are
+neighbours according to ``dp-unit``, and the noise has the standard deviation z·Δ in every entry, where Δ is the largest
+Euclidean distance between the tables of neighbours:
+
+* ``client``: neighbours are any two data sets. Every row as sent is clipped to norm C, so two tables differ by at most
+  2C in each of K rows: Δ = 2C·√K. Nothing is assumed about the training: this holds although the network was trained on
+  the data, in this round and in all before it.
+* ``sample``: neighbours differ by one sample more or less, and **the network is given**. Every feature is clipped to
+  norm C, and only the row of the sample's class changes. A row that is a sum changes by the feature: Δ = C; a row that
+  is a mean changes by ‖x - mean‖/(n + 1) <= 2C/(n + 1), where n >= m samples were there before (m is
+  ``min-class-count``): Δ = 2C/(m + 1). With dense uploads the class itself may come or go at m, then the row of a sum
+  changes by up to m·C: Δ = m·C; without them the list of classes that are sent is taken as public. The network depends
+  on the data as well, which this unit does not cover.
+
+Releases over rounds. A Gaussian mechanism with noise z·Δ and T adaptively chosen releases is exactly as private as one
+with noise z·Δ/√T, so with μ = √T/z
+
+    δ(ε) = Φ(-ε/μ + μ/2) - e^ε·Φ(-ε/μ - μ/2)
+
+(Balle and Wang 2018, Theorem 8; Dong, Roth and Su 2022, Corollaries 2 and 4). This is tight, no bound on a bound, so no
+accountant is needed; that the server samples clients gives no amplification against the server.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+from scipy.optimize import brentq
+from scipy.special import log_ndtr, ndtr, ndtri
+from torch import Tensor
+
+from pbfl_flwr.config import PrivacySettings
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.method import Client
+from pbfl_flwr.prototypes.scaling import scale_by_counts
+
+SUMS = ("ppa", "aps-sum")  # rules to which a zero row adds nothing
+COUNTED = ("weighted", "weighted-shrunk")  # rules that send n_ij
+RELEASES = "releases"  # the client's own count of its noisy releases, in its memory
+
+
+def bucketed(counts: Tensor, bucket: int | Literal["off", "powers"]) -> Tensor:
+    """Return counts (K,) int64 rounded to the nearest power of two, or to the nearest multiple of b but at least b.
+
+    A count of 0 stays 0. Between two powers of two the geometric middle decides.
+    """
+    if bucket == "off":
+        return counts
+    if bucket == "powers":
+        rounded = 2 ** counts.clamp_min(1).double().log2().round().long()
+    else:
+        rounded = ((counts + bucket // 2) // bucket).clamp_min(1) * bucket
+    return torch.where(counts > 0, rounded, 0)
+
+
+def clip_norms(rows: Tensor, bound: float) -> Tensor:
+    """Return rows (N, w) with a Euclidean norm of at most C; shorter ones stay as they are."""
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+    return rows * (bound / norms.clamp_min(bound))
+
+
+def sensitivity(
+    clip: float,
+    unit: Literal["client", "sample"],
+    *,
+    scaled: bool,
+    dense: bool,
+    min_class_count: int,
+    num_classes: int,
+) -> float:
+    """Return Δ, the largest distance between the tables of neighbours; the module derives it.
+
+    Args:
+        clip: C.
+        unit: of privacy.
+        scaled: whether rows are sums n_ij·c̄_ij, not means.
+        dense: whether absent classes are sent as zero rows.
+        min_class_count: m.
+        num_classes: K.
+    """
+    if unit == "client":
+        return 2 * clip * math.sqrt(num_classes)
+    if not scaled:
+        change = 2 * clip / (min_class_count + 1)
+        return max(change, clip) if dense else change
+    return clip * min_class_count if dense else clip
+
+
+def delta_of(epsilon: float, mu: float) -> float:
+    """Return δ(ε) of a Gaussian mechanism with Δ/σ = μ."""
+    shifted = log_ndtr(-epsilon / mu - mu / 2)  # e^ε alone would overflow
+    return float(ndtr(-epsilon / mu + mu / 2) - math.exp(min(0.0, epsilon + float(shifted))))
+
+
+def epsilon_of(noise: float, releases: int, delta: float) -> float:
+    """Return the smallest ε at δ after T releases with noise z·Δ each; 0 releases cost nothing.
+
+    Args:
+        noise: z > 0.
+        releases: T.
+        delta: δ.
+    """
+    if not releases:
+        return 0.0
+    mu = math.sqrt(releases) / noise
+    if delta_of(0.0, mu) <= delta:
+        return 0.0
+    highest = mu * mu / 2 + mu * math.sqrt(2 * math.log(1 / delta)) + 1  # the zCDP bound lies below
+    return float(brentq(lambda epsilon: delta_of(epsilon, mu) - delta, 0.0, highest, xtol=1e-9))
+
+
+def gaussian(rows: int, width: int, generator: torch.Generator | None = None) -> Tensor:
+    """Return standard normal numbers (rows, width) float64.
+
+    Without a generator they come from the operating system's randomness, which nobody who knows the run's seed can
+    foretell. Each is half the sum of four, against reconstruction from the gaps between floating-point numbers
+    (Holohan and Braghin 2021; Opacus' secure mode does the same).
+    """
+    if generator is not None:
+        return torch.randn(rows, width, generator=generator, dtype=torch.float64)
+    words = np.frombuffer(os.urandom(4 * rows * width * 8), dtype=np.uint64).reshape(4, rows, width)
+    uniform = ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53  # within (0, 1)
+    return torch.from_numpy(ndtri(uniform).sum(0) / 2)
+
+
+@dataclass(frozen=True)
+class Released:
+    """A class table as it may leave the device.
+
+    Attributes:
+        rows: (K, w), zero where not present.
+        present: (K,) bool, the classes that are sent.
+        counts: (K,) int64, n_ij as they may be said, 0 for classes that are held back or absent.
+        num_examples: n_i as it may be said.
+        metrics: what the client's report says about it.
+        memory: what the client must keep.
+    """
+
+    rows: Tensor
+    present: Tensor
+    counts: Tensor
+    num_examples: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    memory: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Release:
+    """The stages above for one method. Build it with :func:`release`.
+
+    Attributes:
+        settings: with ``min-class-count`` resolved.
+        scaled: whether rows are n_ij·c̄_ij, not means.
+    """
+
+    settings: PrivacySettings = field(default_factory=lambda: PrivacySettings(min_class_count=1))
+    scaled: bool = False
+
+    @property
+    def minimum(self) -> int:
+        """m, samples below which a class is held back."""
+        assert self.settings.min_class_count != "auto", "parse() resolves it"
+        return self.settings.min_class_count
+
+    @property
+    def of_samples(self) -> Callable[[Tensor], Tensor] | None:
+        """What every feature (B, d) goes through before it is added to the sums that are sent; None for nothing."""
+        bound = self.settings.dp_clip
+        if not bound or self.settings.dp_unit != "sample":
+            return None
+        return lambda features: clip_norms(features, bound)
+
+    def table(
+        self,
+        client: Client,
+        means: Tensor,
+        seen: Tensor,
+        narrow: Callable[[Tensor], Tensor] | None = None,
+    ) -> Released:
+        """Return what of the client's class means may leave the device.
+
+        Args:
+            client: whose counts, memory and randomness are used.
+            means: (K, d) local prototypes, of clipped features where :attr:`of_samples` says so.
+            seen: (K,) int64, samples behind each mean; never taken as more than the class has.
+            narrow: (K, d) -> (K, w), the mask.
+        """
+        keys, counts = self.settings, client.data.counts
+        behind = torch.minimum(counts, seen)
+        held = behind >= self.minimum
+        shown = bucketed(counts, keys.count_bucket)
+        rows = scale_by_counts(means, shown) if self.scaled else means
+        rows = rows if narrow is None else narrow(rows)
+        if keys.dp_clip and keys.dp_unit == "client":
+            rows = clip_norms(rows, keys.dp_clip)
+        rows = torch.where(held[:, None], rows, torch.zeros_like(rows))
+        present = torch.ones_like(held) if keys.dense_uploads else held
+        metrics, memory = {}, {}
+        if held_back := int(((behind > 0) & ~held).sum()):
+            metrics["held-back"] = float(held_back)
+        if keys.dp_noise:
+            generator = client.generator("privacy") if keys.dp_randomness == "seed" else None
+            noise = self.deviation(len(rows)) * gaussian(len(rows), rows.shape[1], generator)
+            rows = (rows.double() + noise * present[:, None]).to(torch.float32)
+            releases = 1 + int(client.memory.get(RELEASES, torch.zeros(())))
+            memory[RELEASES] = torch.tensor(releases)
+            metrics["epsilon"] = epsilon_of(keys.dp_noise, releases, keys.dp_delta)
+        return Released(rows, present, shown * held, int(shown.sum()), metrics, memory)
+
+    def deviation(self, num_classes: int) -> float:
+        """Return σ = z·Δ, the noise in every entry of a table of K classes."""
+        keys = self.settings
+        return keys.dp_noise * sensitivity(
+            keys.dp_clip,
+            keys.dp_unit,
+            scaled=self.scaled,
+            dense=keys.dense_uploads,
+            min_class_count=self.minimum,
+            num_classes=num_classes,
+        )
+
+
+def release(
+    settings: PrivacySettings, rule: str, *, trained: bool, sends_total: bool, collect: str = "post"
+) -> Release:
+    """Return the stages for a method that aggregates by a rule.
+
+    Args:
+        settings: with ``min-class-count`` resolved.
+        rule: of the server.
+        trained: whether the server trains on single rows.
+        sends_total: whether uploads carry n_i.
+        collect: how the class means come about.
+
+    Raises:
+        PbflError: if a setting cannot do what it promises here.
+    """
+    if settings.dense_uploads and (trained or rule not in SUMS):
+        why = "the server trains on every row it gets" if trained else f"rule '{rule}' divides by the holders"
+        raise PbflError(
+            f"dense-uploads = true: {why}, and a zero row would count as one; allowed are aggregation = "
+            "'ppa' and 'aps-sum' without server training"
+        )
+    if not settings.dp_noise:
+        if settings.dp_clip and settings.dp_unit == "sample" and collect != "post":
+            raise PbflError(f"dp-unit = 'sample' needs collect = 'post', this run has '{collect}'")
+        return Release(settings, rule in (*SUMS, "aps-mean"))
+    if not settings.dp_clip:
+        raise PbflError("dp-noise needs dp-clip, the norm that the noise is measured by: above 0")
+    if rule in COUNTED:
+        raise PbflError(f"dp-noise: rule '{rule}' sends exact counts beside the rows; allowed are the others")
+    if sends_total:
+        raise PbflError(
+            f"dp-noise: rule '{rule}' sends n_i exactly; set ppa-total = 'known' with total-examples, or "
+            "aps-scale to a number"
+        )
+    if settings.count_bucket != "off":
+        raise PbflError("dp-noise: a bucketed count jumps by more than one sample; set count-bucket = 'off'")
+    if settings.dp_unit == "sample" and collect != "post":
+        raise PbflError(f"dp-unit = 'sample' needs collect = 'post', this run has '{collect}'")
+    return Release(settings, rule in (*SUMS, "aps-mean"))
+
+
+def unprotected(settings: PrivacySettings) -> list[str]:
+    """Return the settings that ask for more than the default, as ``key = value``, for methods that cannot keep them."""
+    plain = PrivacySettings()
+    asked = ("dense_uploads", "count_bucket", "dp_clip", "dp_noise")
+    return [
+        f"{key.replace('_', '-')} = {getattr(settings, key)!r}"
+        for key in asked
+        if getattr(settings, key) != getattr(plain, key)
+    ]

@@ -1,0 +1,120 @@
+"""Private uploads through the whole app: every method that can protect them, retries, books."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from flwr.app import Message
+
+from pbfl_flwr.config import Scalar
+from pbfl_flwr.experiments.tables import privacy_line
+from pbfl_flwr.methods import PROTECTED
+from pbfl_flwr.prototypes.privacy import epsilon_of
+from tests.flower.inprocess import NUM_CLIENTS, federation, through_flower
+
+NOISE: dict[str, Scalar] = {"dp_clip": 5.0, "dp_noise": 2.0}
+SUMS: dict[str, Scalar] = {"aggregation": "ppa", "ppa_total": "known", "total_examples": 100}
+
+
+@pytest.mark.parametrize("method", PROTECTED)
+@pytest.mark.parametrize("unit", ["client", "sample"])
+def test_noisy_uploads_of_every_method(tmp_path: Path, method: str, unit: str) -> None:
+    keys: dict[str, Scalar] = {**NOISE, "dp_unit": unit}
+    if method == "tinyproto":
+        keys |= {"aps_scale": 0.1, "cps_dim": 16}
+    if method == "fedtgp":
+        keys |= {"fedtgp.server-epochs": 2}
+    found = federation(tmp_path, method, on_disk=True, **keys).run()
+    assert [line["failures"] for line in found.strategy.history] == [[], []]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "clients.jsonl").read_text().splitlines()]
+    for releases, line in enumerate(lines, start=1):
+        assert [m["epsilon"] for m in line["metrics"]] == [epsilon_of(2.0, releases, 1e-5)] * NUM_CLIENTS
+    about = {"dp-clip": 5.0, "dp-noise": 2.0, "dp-unit": unit, "dp-delta": 1e-5}
+    assert f"ε = {epsilon_of(2.0, 2, 1e-5):.3g} for client 0" in str(privacy_line(about, lines))
+    assert privacy_line(about, []) is None
+
+
+@pytest.mark.parametrize("rule", ["ppa", "aps-sum"])
+def test_dense_uploads_give_the_same_sum(tmp_path: Path, rule: str) -> None:
+    keys: dict[str, Scalar] = {**SUMS, "aggregation": rule, "aps_scale": 0.1}
+    sparse = federation(tmp_path / "sparse", **keys).run().strategy
+    dense = federation(tmp_path / "dense", **keys, dense_uploads=True).run().strategy
+    assert torch.equal(dense.state.broadcast.values, sparse.state.broadcast.values)
+    assert torch.equal(dense.state.broadcast.present, sparse.state.broadcast.present)
+    assert dense.history[0]["scalars"]["up"] == NUM_CLIENTS * 10 * 64
+
+
+def test_dense_noise_covers_who_holds_what(tmp_path: Path) -> None:
+    found = federation(tmp_path, **SUMS, **NOISE, dense_uploads=True).run().strategy
+    assert bool(found.state.broadcast.present.all())
+    assert found.history[1]["failures"] == []
+
+
+def test_small_classes_are_held_back_and_said(tmp_path: Path) -> None:
+    found = federation(tmp_path, min_class_count=4).run().strategy
+    # of SPLITS: client 1 has one class of 1, client 2 one of 3, client 4 one of 2
+    assert found.history[0]["notes"] == [
+        "classes held back for having fewer samples than min-class-count: 3, on 3 of 5 clients"
+    ]
+    assert found.history[0]["scalars"]["up"] == (3 + 0 + 3 + 1 + 3) * 64
+    # Their owners still predict with them.
+    assert found.history[1]["accuracy"]["local"]["clients"] == NUM_CLIENTS
+
+
+def test_a_run_in_which_everything_is_held_back_goes_on(tmp_path: Path) -> None:
+    for method in ("fedproto", "fedtgp", "protonorm", "fedgh"):
+        found = federation(tmp_path / method, method, min_class_count=1000).run().strategy
+        assert [line["failures"] for line in found.history] == [[], []]
+        assert "global" not in found.history[1]["accuracy"]
+
+
+def test_the_reference_protocols_send_everything(tmp_path: Path) -> None:
+    found = federation(tmp_path, protocol="htfl").run().strategy
+    assert found.history[0]["notes"] == []
+
+
+@pytest.mark.parametrize("randomness", ["system", "seed"])
+def test_an_answer_sent_again_is_the_same_release(tmp_path: Path, randomness: str) -> None:
+    """Asked twice for the same round, a client draws no second noise: its bytes are those of the first answer."""
+    found = federation(tmp_path, **NOISE, dp_randomness=randomness, num_server_rounds=1)
+    answers: dict[int, list[bytes]] = {}
+    send = found.grid.send_and_receive
+
+    def twice(messages: list[Message], *, timeout: float | None = None) -> list[Message]:
+        replies = list(send(messages, timeout=timeout))
+        if messages[0].metadata.message_type == "train":
+            again = list(send(messages, timeout=timeout))
+            for client, pair in enumerate(zip(replies, again, strict=True)):
+                answers[client] = [through_flower(m.content).array_records["p"]["s"].data for m in pair]
+            return again
+        return replies
+
+    found.grid.send_and_receive = twice  # type: ignore[assignment,method-assign]
+    found.run()
+    assert len(answers) == NUM_CLIENTS
+    assert all(first == second for first, second in answers.values())
+
+
+def test_noise_differs_between_runs_unless_it_is_seeded(tmp_path: Path) -> None:
+    def prints(name: str, **keys: Scalar) -> str:
+        return federation(tmp_path / name, **NOISE, **keys, num_server_rounds=1).run().fingerprint
+
+    assert prints("a") != prints("b")
+    assert prints("c", dp_randomness="seed") == prints("d", dp_randomness="seed")
+
+
+def test_a_silent_client_says_nothing_of_its_samples(tmp_path: Path) -> None:
+    found = (
+        federation(tmp_path, client_report="none", fraction_train=0.6, on_disk=True, **NOISE).run().strategy
+    )
+    assert [line["failures"] for line in found.history] == [[], []]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "clients.jsonl").read_text().splitlines()]
+    for line in lines:
+        assert set(line["num_train"]) == set(line["num_test"]) == {0}
+        assert all(correct == {} for correct in line["correct"])
+        assert all(loss == 0 for loss in line["test_loss"])
+        assert all(set(metrics) <= {"epsilon"} for metrics in line["metrics"])
+        assert all(seconds == [0.0] * 5 for seconds in line["seconds"])
+    assert found.roster is not None
+    assert {member.num_train for member in found.roster.members.values()} == {0}

@@ -1,0 +1,246 @@
+"""What leaves the device: sensitivities by brute force, ε against an integral, every stage by hand."""
+
+import itertools
+import math
+import re
+from typing import Any, cast
+
+import pytest
+import torch
+from scipy import integrate, stats
+from torch import Tensor
+
+from pbfl_flwr.config import PrivacySettings, Scalar, parse
+from pbfl_flwr.data import ClientData, Shard
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.method import Client
+from pbfl_flwr.methods import PROTECTED, SECTIONS, build_method
+from pbfl_flwr.models import SplitModel
+from pbfl_flwr.prototypes.privacy import (
+    Release,
+    bucketed,
+    clip_norms,
+    delta_of,
+    epsilon_of,
+    gaussian,
+    sensitivity,
+)
+from pbfl_flwr.prototypes.statistics import class_means, class_sums
+from pbfl_flwr.task import Task
+
+C = 1.5
+TASK = Task(num_classes=2, feature_dim=2, input_shape=(1, 1, 1))
+# Features of up to twice the clipping norm in eight directions, and none at all.
+GRID = [(0.0, 0.0)] + [
+    (r * math.cos(a * math.pi / 4), r * math.sin(a * math.pi / 4)) for a in range(8) for r in (C, 2 * C)
+]
+
+
+def client_of(labels: list[int], memory: dict[str, Tensor] | None = None) -> Client:
+    shard = Shard(torch.zeros(len(labels), 1, 1, 1), torch.tensor(labels, dtype=torch.int64))
+    data = ClientData(shard, shard, 2, ("a", "b"), torch.ones(1, 1, 1), torch.zeros(1, 1, 1))
+    return Client(0, 1, TASK, cast(SplitModel, None), data, memory=memory or {})
+
+
+def table(stage: Release, samples: list[tuple[tuple[float, float], int]]) -> tuple[Tensor, Tensor]:
+    """What a client with these features and labels sends."""
+    features = torch.tensor([feature for feature, _ in samples], dtype=torch.float64).reshape(-1, 2)
+    labels = torch.tensor([label for _, label in samples], dtype=torch.int64)
+    if stage.of_samples is not None:
+        features = stage.of_samples(features)
+    sums, counts = class_sums(features, labels, 2)
+    released = stage.table(client_of(labels.tolist()), class_means(sums, counts), counts)
+    return released.rows, released.present
+
+
+def stage_of(scaled: bool, **keys: Any) -> Release:
+    return Release(PrivacySettings(**{"min_class_count": 1, "dp_clip": C, **keys}), scaled)
+
+
+@pytest.mark.parametrize("m", [1, 2, 3])
+@pytest.mark.parametrize(("scaled", "dense"), [(False, False), (True, False), (True, True), (False, True)])
+def test_one_sample_moves_a_table_by_at_most_the_sensitivity(m: int, scaled: bool, dense: bool) -> None:
+    """Every data set of up to three samples of a class, out of five features, and every one that has one more."""
+    stage = stage_of(scaled, dp_unit="sample", min_class_count=m, dense_uploads=dense)
+    allowed = sensitivity(C, "sample", scaled=scaled, dense=dense, min_class_count=m, num_classes=2)
+    points = [GRID[0], GRID[1], GRID[2], GRID[9], GRID[10]]  # 0, and C and 2C in two opposite directions
+    largest = 0.0
+    for size in range(4):
+        for base in itertools.combinations_with_replacement(points, size):
+            before = table(stage, [(point, 0) for point in base])
+            for more in points:
+                after = table(stage, [(point, 0) for point in (*base, more)])
+                if torch.equal(before[1], after[1]):
+                    largest = max(largest, float(torch.linalg.vector_norm(after[0] - before[0])))
+    assert largest == pytest.approx(allowed)  # never more, and it is reached
+
+
+def test_a_sample_changes_the_row_of_its_class_only() -> None:
+    stage = stage_of(True, dp_unit="sample")
+    base = [(GRID[3], 0), (GRID[5], 1)]
+    difference = table(stage, [*base, (GRID[9], 1)])[0] - table(stage, base)[0]
+    assert torch.equal(difference[0], torch.zeros(2, dtype=torch.float64))
+    assert float(torch.linalg.vector_norm(difference)) == pytest.approx(C)
+
+
+@pytest.mark.parametrize(("scaled", "dense"), [(False, False), (True, True)])
+def test_two_clients_differ_by_at_most_the_sensitivity(scaled: bool, dense: bool) -> None:
+    """Whatever the two hold and their networks make of it: K rows of norm C each."""
+    stage = stage_of(scaled, dense_uploads=dense)
+    allowed = sensitivity(C, "client", scaled=scaled, dense=dense, min_class_count=1, num_classes=2)
+    assert allowed == 2 * C * math.sqrt(2)
+    tables = [table(stage, [(a, 0), (b, 1)]) for a in GRID for b in GRID]
+    if dense:
+        tables += [table(stage, [(a, 0)]) for a in GRID]
+    largest = max(
+        float(torch.linalg.vector_norm(left[0] - right[0]))
+        for left, right in itertools.product(tables, repeat=2)
+    )
+    assert largest == pytest.approx(allowed)
+
+
+# Accounting -------------------------------------------------------------------------------------------------
+
+
+def integrated(epsilon: float, mu: float) -> float:
+    """∫ max(p - e^ε·q, 0) of p = N(μ, 1) and q = N(0, 1): what δ is, without the closed form."""
+    start = epsilon / mu + mu / 2  # where the two densities meet
+    return float(
+        integrate.quad(
+            lambda x: stats.norm.pdf(x, mu) - math.exp(epsilon) * stats.norm.pdf(x), start, start + 40
+        )[0]
+    )
+
+
+@pytest.mark.parametrize(("noise", "releases"), [(1.0, 1), (1.0, 20), (5.0, 20), (20.0, 300), (0.7, 3)])
+@pytest.mark.parametrize("delta", [1e-3, 1e-5])
+def test_epsilon_is_what_the_integral_says(noise: float, releases: int, delta: float) -> None:
+    epsilon = epsilon_of(noise, releases, delta)
+    assert integrated(epsilon, math.sqrt(releases) / noise) == pytest.approx(delta, rel=1e-4)
+
+
+def test_published_values() -> None:
+    # Balle and Wang's own example: ε = 1 at δ = 1e-5 needs σ = 3.730632 at sensitivity 1.
+    assert epsilon_of(3.730632, 1, 1e-5) == pytest.approx(1.0, abs=1e-5)
+    assert delta_of(0.0, 1.0) == pytest.approx(2 * stats.norm.cdf(0.5) - 1)  # total variation distance
+
+
+def test_releases_add_up() -> None:
+    assert epsilon_of(2.0, 9, 1e-5) == pytest.approx(epsilon_of(2.0 / 3, 1, 1e-5))
+    assert epsilon_of(2.0, 0, 1e-5) == 0.0
+    assert epsilon_of(1e6, 1, 1e-5) == 0.0  # δ alone covers it
+    found = [epsilon_of(1.0, releases, 1e-5) for releases in (1, 2, 10, 1000, 100_000)]
+    assert found == sorted(found)
+    assert math.isfinite(found[-1])
+
+
+# Stages -----------------------------------------------------------------------------------------------------
+
+
+def test_buckets_by_hand() -> None:
+    counts = torch.tensor([0, 1, 2, 3, 5, 6, 100])
+    assert bucketed(counts, "off") is counts
+    assert bucketed(counts, "powers").tolist() == [0, 1, 2, 4, 4, 8, 128]  # log2: 1.58, 2.32, 2.58, 6.64
+    assert bucketed(torch.tensor([0, 1, 14, 15, 26]), 10).tolist() == [0, 10, 10, 20, 30]
+
+
+def test_clipping_by_hand() -> None:
+    rows = clip_norms(torch.tensor([[3.0, 4.0], [0.3, 0.4], [0.0, 0.0]]), 2.5)
+    torch.testing.assert_close(rows, torch.tensor([[1.5, 2.0], [0.3, 0.4], [0.0, 0.0]]))
+
+
+def test_a_class_of_one_sample_stays_at_home() -> None:
+    means = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    stage = Release(PrivacySettings(min_class_count=2))
+    sent = stage.table(client_of([0, 0, 0, 1]), means, torch.tensor([3, 1]))
+    assert sent.present.tolist() == [True, False]
+    assert sent.rows.tolist() == [[1.0, 2.0], [0.0, 0.0]]
+    assert sent.counts.tolist() == [3, 0]
+    assert sent.metrics == {"held-back": 1.0}
+    # Three samples of which the training has seen one: its mean is a raw feature as well.
+    seen_once = stage.table(client_of([0, 0, 0, 1]), means, torch.tensor([1, 1]))
+    assert not seen_once.present.any()
+
+
+def test_counts_that_scale_are_bucketed() -> None:
+    stage = Release(PrivacySettings(min_class_count=1, count_bucket="powers"), scaled=True)
+    sent = stage.table(client_of([0, 0, 0, 1]), torch.ones(2, 2), torch.tensor([3, 1]))
+    assert sent.rows.tolist() == [[4.0, 4.0], [1.0, 1.0]]
+    assert sent.num_examples == 5
+
+
+def test_noise_has_its_deviation_and_is_never_the_same() -> None:
+    numbers = gaussian(400, 100)
+    assert stats.kstest(numbers.flatten().numpy(), "norm").pvalue > 1e-6
+    assert not torch.equal(numbers, gaussian(400, 100))
+    stage = stage_of(True, dp_noise=3.0, dense_uploads=True)
+    assert stage.deviation(2) == pytest.approx(3.0 * 2 * C * math.sqrt(2))
+    client, means = client_of([0, 0]), torch.zeros(2, 2)
+    first, second = (stage.table(client, means, torch.tensor([2, 0])) for _ in range(2))
+    assert not torch.equal(first.rows, second.rows)
+    assert bool((first.rows[1] != 0).all())  # the absent class is noise as well
+    seeded = stage_of(True, dp_noise=3.0, dense_uploads=True, dp_randomness="seed")
+    first, second = (seeded.table(client, means, torch.tensor([2, 0])) for _ in range(2))
+    assert torch.equal(first.rows, second.rows)
+
+
+def test_absent_classes_get_no_noise_where_they_are_not_sent() -> None:
+    sent = stage_of(False, dp_noise=3.0).table(client_of([0, 0]), torch.zeros(2, 2), torch.tensor([2, 0]))
+    assert sent.present.tolist() == [True, False]
+    assert sent.rows[1].tolist() == [0.0, 0.0]
+
+
+def test_the_client_counts_its_releases() -> None:
+    stage, memory = stage_of(False, dp_noise=3.0), dict[str, Tensor]()
+    for releases in (1, 2, 3):
+        sent = stage.table(client_of([0, 0], memory), torch.zeros(2, 2), torch.tensor([2, 0]))
+        memory = dict(sent.memory)
+        assert sent.metrics == {"epsilon": epsilon_of(3.0, releases, 1e-5)}
+
+
+# Configuration ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"dense-uploads": True}, "rule 'mean' divides by the holders"),
+        ({"dense-uploads": True, "method": "fedtgp", "aggregation": "ppa"}, "trains on every row"),
+        ({"dense-uploads": True, "method": "fedgh"}, "trains on every row"),
+        ({"dp-noise": 1.0}, "dp-noise needs dp-clip"),
+        ({"dp-noise": 1.0, "dp-clip": 1.0, "aggregation": "weighted"}, "sends exact counts"),
+        ({"dp-noise": 1.0, "dp-clip": 1.0, "aggregation": "ppa"}, "sends n_i exactly; set ppa-total"),
+        ({"dp-noise": 1.0, "dp-clip": 1.0, "method": "tinyproto"}, "sends n_i exactly; set ppa-total"),
+        ({"dp-noise": 1.0, "dp-clip": 1.0, "count-bucket": "powers"}, "set count-bucket = 'off'"),
+        (
+            {"dp-noise": 1.0, "dp-clip": 1.0, "dp-unit": "sample", "protocol": "htfl"},
+            "needs collect = 'post'",
+        ),
+        ({"dp-clip": 1.0, "dp-unit": "sample", "protocol": "htfl"}, "needs collect = 'post'"),
+        (
+            {"dp-clip": 1.0, "dp-noise": 1.0, "method": "fedavg"},
+            "dp-clip = 1.0, dp-noise = 1.0: method 'fedavg'",
+        ),
+        ({"count-bucket": 5, "method": "gfpl"}, "count-bucket = 5: method 'gfpl' sends Mixtures"),
+        ({"count-bucket": 1}, "count-bucket = 1: allowed is greater than or equal to 2 or 'off' or 'powers'"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(keys: dict[str, Scalar], said: str) -> None:
+    with pytest.raises(PbflError, match=re.escape(said)) as error:
+        build_method(parse(keys, SECTIONS))
+    assert "\n" not in str(error.value)
+
+
+def test_the_smallest_class_follows_the_protocol() -> None:
+    assert parse({}).privacy.min_class_count == 2
+    for protocol in ("htfl", "pfl", "fedproto"):
+        assert parse({"protocol": protocol}).privacy.min_class_count == 1
+    assert parse({"protocol": "htfl", "min-class-count": 5}).privacy.min_class_count == 5
+
+
+def test_the_list_of_protected_methods_is_complete() -> None:
+    from pbfl_flwr.methods import METHODS
+
+    assert set(PROTECTED) == {
+        name for name in METHODS if build_method(parse({"method": name}, SECTIONS)).protects_uploads
+    }
