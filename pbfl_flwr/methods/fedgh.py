@@ -125,5 +125,11 @@ def build(settings: Settings) -> FedGH:
         config.server_epochs,
         config.server_learning_rate,
         settings.training.batch_size if batch == "auto" else batch,
-        release=release(settings.privacy, "mean", trained=True, sends_total=False),
+        release=release(
+            settings.privacy,
+            "mean",
+            trained=True,
+            sends_total=False,
+            once=settings.training.drop_last != "always",
+        ),
     )

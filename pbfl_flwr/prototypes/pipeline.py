@@ -471,7 +471,7 @@ def pipeline(
         stages.aggregation,
         trained=server_training is not None,
         sends_total=found._needs_total,
-        collect=stages.collect,
+        once=stages.collect == "post" and settings.training.drop_last != "always",
     )
     return replace(found, release=stage)
 

@@ -232,9 +232,7 @@ class Release:
         )
 
 
-def release(
-    settings: PrivacySettings, rule: str, *, trained: bool, sends_total: bool, collect: str = "post"
-) -> Release:
+def release(settings: PrivacySettings, rule: str, *, trained: bool, sends_total: bool, once: bool) -> Release:
     """Return the stages for a method that aggregates by a rule.
 
     Args:
@@ -242,7 +240,7 @@ def release(
         rule: of the server.
         trained: whether the server trains on single rows.
         sends_total: whether uploads carry n_i.
-        collect: how the class means come about.
+        once: whether every sample is in the means, and once.
 
     Raises:
         PbflError: if a setting cannot do what it promises here.
@@ -253,9 +251,12 @@ def release(
             f"dense-uploads = true: {why}, and a zero row would count as one; allowed are aggregation = "
             "'ppa' and 'aps-sum' without server training"
         )
+    if settings.dp_clip and settings.dp_unit == "sample" and not once:
+        raise PbflError(
+            "dp-unit = 'sample' needs every sample in the means once: collect = 'post', and drop-last other than "
+            "'always'"
+        )
     if not settings.dp_noise:
-        if settings.dp_clip and settings.dp_unit == "sample" and collect != "post":
-            raise PbflError(f"dp-unit = 'sample' needs collect = 'post', this run has '{collect}'")
         return Release(settings, rule in (*SUMS, "aps-mean"))
     if not settings.dp_clip:
         raise PbflError("dp-noise needs dp-clip, the norm that the noise is measured by: above 0")
@@ -268,8 +269,6 @@ def release(
         )
     if settings.count_bucket != "off":
         raise PbflError("dp-noise: a bucketed count jumps by more than one sample; set count-bucket = 'off'")
-    if settings.dp_unit == "sample" and collect != "post":
-        raise PbflError(f"dp-unit = 'sample' needs collect = 'post', this run has '{collect}'")
     return Release(settings, rule in (*SUMS, "aps-mean"))
 
 

@@ -214,9 +214,9 @@ def test_the_client_counts_its_releases() -> None:
         ({"dp-noise": 1.0, "dp-clip": 1.0, "count-bucket": "powers"}, "set count-bucket = 'off'"),
         (
             {"dp-noise": 1.0, "dp-clip": 1.0, "dp-unit": "sample", "protocol": "htfl"},
-            "needs collect = 'post'",
+            "needs every sample in the means once",
         ),
-        ({"dp-clip": 1.0, "dp-unit": "sample", "protocol": "htfl"}, "needs collect = 'post'"),
+        ({"dp-clip": 1.0, "dp-unit": "sample", "protocol": "htfl"}, "needs every sample in the means once"),
         (
             {"dp-clip": 1.0, "dp-noise": 1.0, "method": "fedavg"},
             "dp-clip = 1.0, dp-noise = 1.0: method 'fedavg'",
