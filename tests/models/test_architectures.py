@@ -59,6 +59,19 @@ def test_batch_norm_buffers(name: str, buffers: int) -> None:
     assert sum(b.numel() for b in model.buffers()) == buffers
 
 
+@pytest.mark.parametrize("side", [32, 64])
+@pytest.mark.parametrize("name", ["resnet8", "mobilenet-v2", "shufflenet-v2", "efficientnet-b0"])
+def test_a_batch_of_one_is_no_batch_where_the_last_map_is_one_pixel(name: str, side: int) -> None:
+    # 32x32 images end in 1x1 maps in all but ResNet-8: one value a channel has no variance
+    model = build_model(name, Task(num_classes=10, feature_dim=500, input_shape=(3, side, side)), seed=0)
+    image = torch.randn(1, 3, side, side, generator=torch.Generator().manual_seed(0))
+    if side == 32 and name != "resnet8":
+        with pytest.raises(ValueError, match="more than 1 value per channel"):
+            model.train()(image)
+    else:
+        assert model.train()(image).isfinite().all()
+
+
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
