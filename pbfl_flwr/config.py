@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -51,6 +52,26 @@ def _absolute(path: str) -> str:
 
 
 AbsolutePath = Annotated[str, AfterValidator(_absolute)]
+MAX_CLASSES = 10_000
+
+
+def class_names(text: str) -> tuple[str, ...]:
+    """Return the names in ``labels``: one a line, or, on a single line, separated by commas."""
+    return tuple(name.strip() for name in (text.strip().split("\n" if "\n" in text else ",")) if text.strip())
+
+
+def _labels(text: str) -> str:
+    names = class_names(text)
+    if text and not (2 <= len(names) <= MAX_CLASSES and all(names) and len(set(names)) == len(names)):
+        raise ValueError(f"nothing, or 2 to {MAX_CLASSES} different names, separated by commas")
+    return text
+
+
+def _shape(text: str) -> str:
+    sides = text.split(",") if text else []
+    if len(sides) > 4 or not all(re.fullmatch(r"[1-9]\d{0,5}", side) for side in sides):
+        raise ValueError("nothing, or 1 to 4 whole numbers from 1, e.g. '3,64,64'")
+    return text
 
 
 class RunSettings(Group):
@@ -103,6 +124,26 @@ class DataSettings(Group):
     validation_share: float = Field(
         0.0, ge=0, lt=1, description="share of a client's training data held out to choose a round by"
     )
+    labels: Annotated[str, AfterValidator(_labels)] = Field(
+        "", description="all class names in their order, 'cat,dog'; empty: those that the data has"
+    )
+    label_column: str = Field(
+        "", description="column of a table that holds the classes; empty: 'label', else the last"
+    )
+    input_shape: Annotated[str, AfterValidator(_shape)] = Field(
+        "",
+        description="of an input, '3,64,64': images of a folder are brought to it, rows of a table reshaped",
+    )
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The names in ``labels``; none if it is empty."""
+        return class_names(self.labels)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The sides in ``input_shape``; none if it is empty."""
+        return tuple(int(side) for side in self.input_shape.split(",") if side)
 
 
 class ModelSettings(Group):

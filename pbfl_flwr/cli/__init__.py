@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import typer
 
-from pbfl_flwr.cli import deployment, experiments
+from pbfl_flwr.cli import deployment, devices, experiments
 
 app = typer.Typer(
     help="Prototype-based federated learning on Flower.",
@@ -26,6 +26,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "certs": deployment.certs,
     "keys": deployment.keys,
     "doctor": deployment.doctor,
+    "check-data": devices.check_data,
 }
 
 for name, command in COMMANDS.items():

@@ -6,6 +6,7 @@ A dataset is one function ``(DataSettings) -> Pool`` in a file of its own and on
 from __future__ import annotations
 
 import difflib
+from dataclasses import replace
 from functools import lru_cache
 
 from pbfl_flwr import seeds
@@ -17,11 +18,14 @@ from pbfl_flwr.data.contract import ClientData, Dataset, Partition, Pool, Shard,
 from pbfl_flwr.data.digits import digits
 from pbfl_flwr.data.idx_files import emnist, fashion_mnist, mnist
 from pbfl_flwr.data.image_folder import image_folder
+from pbfl_flwr.data.labels import read_names, renumbered
 from pbfl_flwr.data.npz import har, npz
+from pbfl_flwr.data.own import kind_of
 from pbfl_flwr.data.partition import partition
-from pbfl_flwr.data.pflib import export_pfl_directory, pflib
+from pbfl_flwr.data.pflib import export_pfl_directory, pflib, pflib_client
 from pbfl_flwr.data.photos import flowers102, gtsrb
 from pbfl_flwr.data.spiral import spiral
+from pbfl_flwr.data.table import table
 from pbfl_flwr.data.tiny_imagenet import tiny_imagenet
 from pbfl_flwr.errors import PbflError
 
@@ -49,6 +53,7 @@ DATASETS: dict[str, Dataset] = {
         image_folder, "images in data-dir/train/<class> and test/<class>, or data-dir/<class>"
     ),
     "npz": Dataset(npz, "arrays x, y and optionally client; data-dir is the .npz file"),
+    "table": Dataset(table, "features in a CSV or Parquet file, a column the classes; data-dir is the file"),
     "pflib": Dataset(
         pflib, "a PFLlib/HtFLlib dataset folder, its clients and splits as they are; data-dir is the folder"
     ),
@@ -62,7 +67,14 @@ def load_pool(settings: DataSettings) -> Pool:
         PbflError: if the dataset is unknown, or its files are missing or unreadable.
     """
     return _load_pool(
-        DataSettings(dataset=settings.dataset, data_dir=settings.data_dir, download=settings.download),
+        DataSettings(
+            dataset=settings.dataset,
+            data_dir=settings.data_dir,
+            download=settings.download,
+            labels=settings.labels,
+            label_column=settings.label_column,
+            input_shape=settings.input_shape,
+        ),
         str(home()),
     )
 
@@ -93,6 +105,28 @@ def client_data(settings: DataSettings, num_clients: int, client: int) -> Client
     return _client_data(settings, num_clients, client, str(home()))
 
 
+def own_pool(settings: DataSettings, files: int | None = None) -> Pool:
+    """Return what a device brings, all of it its own.
+
+    Args:
+        settings: the data; ``dataset`` is what :func:`kind_of` says of ``data_dir``, or another one.
+        files: of a PFLlib folder, whose files are meant; None takes the only ones there are.
+
+    Raises:
+        PbflError: as :func:`load_pool`.
+    """
+    return (
+        _fitting(pflib_client(settings, files), settings)
+        if settings.dataset == "pflib"
+        else load_pool(settings)
+    )
+
+
+def own_data(settings: DataSettings, files: int | None = None) -> ClientData:
+    """Return what a device brings as its shards; see :func:`own_pool`."""
+    return _own_data(settings, files, str(home()))
+
+
 # The home is part of the key: a process that changes PBFL_HOME must not be answered from the old one.
 @lru_cache(maxsize=2)
 def _load_pool(settings: DataSettings, home_path: str) -> Pool:
@@ -100,7 +134,27 @@ def _load_pool(settings: DataSettings, home_path: str) -> Pool:
         close = difflib.get_close_matches(settings.dataset, DATASETS, n=1)
         hint = f"did you mean '{close[0]}'?" if close else f"allowed are {', '.join(DATASETS)}"
         raise PbflError(f"unknown dataset '{settings.dataset}'; {hint}")
-    return DATASETS[settings.dataset].load(settings)
+    return _fitting(DATASETS[settings.dataset].load(settings), settings)
+
+
+def _fitting(pool: Pool, settings: DataSettings) -> Pool:
+    """Return the pool with the classes and the input shape that the settings name, if they do."""
+    if settings.shape and pool.input_shape != settings.shape:
+        raise PbflError(
+            f"input-shape = '{settings.input_shape}': dataset '{settings.dataset}' has inputs of shape "
+            f"{pool.input_shape}; images of a folder and rows of a table can be brought to another"
+        )
+    if not settings.classes or pool.label_names == settings.classes:
+        return pool
+    names, labels = renumbered(pool, settings.classes, f"dataset '{settings.dataset}'")
+    return replace(pool, label_names=names, labels=labels)
+
+
+@lru_cache(maxsize=64)
+def _own_data(settings: DataSettings, files: int | None, home_path: str) -> ClientData:
+    pool = own_pool(settings, files)
+    seed = seeds.derive(settings.partition_seed, "validation", 0)  # of one client
+    return materialise(pool, partition(pool, settings, 1).splits[0], settings.validation_share, seed)
 
 
 @lru_cache(maxsize=2)
@@ -126,6 +180,10 @@ __all__ = [
     "check_data",
     "client_data",
     "export_pfl_directory",
+    "kind_of",
     "load_pool",
+    "own_data",
+    "own_pool",
     "partition",
+    "read_names",
 ]

@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from pbfl_flwr.data.contract import Pool
 from pbfl_flwr.data.validation import validate
 from pbfl_flwr.errors import PbflError
 
-FORMAT = 1
+FORMAT = 2
 """Counted up when what is stored changes, so that an older entry is not read."""
 
 Allocate = Callable[[tuple[int, ...], DTypeLike], NDArray[Any]]
@@ -39,19 +39,22 @@ def home() -> Path:
     return Path(os.environ.get("PBFL_HOME") or "~/.pbfl").expanduser().absolute()
 
 
-def cached(name: str, sources: Iterable[Path], decode: Callable[[Allocate], Pool]) -> Pool:
+def cached(
+    name: str, sources: Iterable[Path], decode: Callable[[Allocate], Pool], options: Sequence[str] = ()
+) -> Pool:
     """Return the pool of a dataset, decoding its files if no process of this machine has done so before.
 
     Args:
         name: the dataset's name.
         sources: every file that ``decode`` reads.
         decode: reads the files; called under a lock, by one process only.
+        options: settings on which the result of ``decode`` depends.
 
     Raises:
         PbflError: if the cache cannot be written or is damaged, and whatever ``decode`` and the validation
             raise.
     """
-    entry = home() / "cache" / f"{name}-{_fingerprint(sources)}"
+    entry = home() / "cache" / f"{name}-{_fingerprint(sources, options)}"
     if not entry.is_dir():
         try:
             entry.parent.mkdir(parents=True, exist_ok=True)
@@ -66,8 +69,8 @@ def cached(name: str, sources: Iterable[Path], decode: Callable[[Allocate], Pool
     return _open(entry)
 
 
-def _fingerprint(sources: Iterable[Path]) -> str:
-    digest = hashlib.sha256(str(FORMAT).encode())
+def _fingerprint(sources: Iterable[Path], options: Sequence[str] = ()) -> str:
+    digest = hashlib.sha256(json.dumps([FORMAT, *options]).encode())
     for path in sorted(sources):
         status = path.stat()
         digest.update(f"{path.absolute()}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
@@ -114,7 +117,9 @@ def _write(pool: Pool, folder: Path) -> None:
         values = getattr(pool, column)
         if values is not None:
             np.save(folder / f"{column}.npy", values)
-    meta = {key: getattr(pool, key) for key in ("label_names", "num_train", "mean", "std", "notes")}
+    meta = {
+        key: getattr(pool, key) for key in ("label_names", "num_train", "mean", "std", "notes", "columns")
+    }
     (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
 
 
@@ -132,6 +137,7 @@ def _open(entry: Path) -> Pool:
             mean=tuple(meta["mean"]) if meta["mean"] else None,
             std=tuple(meta["std"]) if meta["std"] else None,
             notes=tuple(meta["notes"]),
+            columns=tuple(meta["columns"]),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise PbflError(

@@ -33,6 +33,7 @@ def materialise(pool: Pool, split: Split, validation_share: float = 0.0, seed: i
         scale=scale,
         shift=shift,
         validation=_shard(pool, held_out) if len(held_out) else None,
+        columns=pool.columns,
     )
 
 

@@ -33,6 +33,7 @@ class Pool:
         mean: per channel, in units of [0, 1] for images: what is fed to a model is (x/255 - mean)/std.
         std: per channel; float32 inputs have mean 0 and std 1 and are fed as they are.
         notes: what the reader should tell the user (images that were resized), a line each.
+        columns: names of the features, in their order, of sources that name them.
     """
 
     inputs: NDArray[Any]
@@ -44,6 +45,7 @@ class Pool:
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
     notes: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -115,6 +117,7 @@ class ClientData:
         scale: (C, 1, 1, ...) float32.
         shift: (C, 1, 1, ...) float32.
         validation: samples held out of the training data to choose a round by; None is none.
+        columns: names of the features, of sources that name them.
     """
 
     train: Shard
@@ -124,6 +127,7 @@ class ClientData:
     scale: Tensor
     shift: Tensor
     validation: Shard | None = None
+    columns: tuple[str, ...] = ()
 
     @property
     def input_shape(self) -> tuple[int, ...]:

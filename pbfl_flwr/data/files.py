@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -34,6 +35,21 @@ def given_path(settings: DataSettings, what: str) -> Path:
 def files_under(folder: Path) -> list[Path]:
     """Return every file below a folder."""
     return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def check_memory(size: int, path: Path) -> None:
+    """Refuse a file whose content is larger than this machine's memory, before it is read.
+
+    Raises:
+        PbflError: naming both sizes.
+    """
+    if not hasattr(os, "sysconf"):  # Windows does not say
+        return
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if size > memory:
+        raise PbflError(
+            f"{path} holds {size / 2**20:,.0f} MiB, more than this machine's memory of {memory / 2**20:,.0f} MiB"
+        )
 
 
 def missing(settings: DataSettings, looked: Sequence[Path], goes_to: Path | None) -> PbflError:

@@ -3,7 +3,8 @@
 data-dir holds ``train/<class>/*`` and optionally ``test/<class>/*``, or just ``<class>/*``. Classes are
 numbered in the order of their names, files are taken in the order of theirs (torchvision's ``ImageFolder``).
 All images become RGB of the size of the first one; images of another size are resized (bilinear, aspect not
-kept) and their number is noted.
+kept) and their number is noted. ``labels`` names all classes, also those without a folder here; ``input-shape``
+gives the size, and 1 channel for grey.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_datas
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data.cache import Allocate, cached
 from pbfl_flwr.data.contract import Pool
-from pbfl_flwr.data.files import given_path
+from pbfl_flwr.data.files import files_under, given_path
 from pbfl_flwr.data.images import ImageFiles, decode_images
+from pbfl_flwr.data.labels import known_classes
 from pbfl_flwr.errors import PbflError
 
 _WHAT = "a folder with train/<class>/* and optionally test/<class>/*, or <class>/*"
@@ -27,11 +29,15 @@ def image_folder(settings: DataSettings) -> Pool:
 
     Raises:
         PbflError: if there is no class folder, a class has no image, ``test/`` has a class that ``train/``
-            lacks, or an image cannot be read.
+            lacks, a class is not among ``labels``, or an image cannot be read.
     """
     root = given_path(settings, _WHAT)
     train_dir = root / "train" if (root / "train").is_dir() else root
-    train, classes = labelled_files(train_dir, settings.dataset)
+    wanted = list(settings.classes) or None
+    train, held = labelled_files(train_dir, settings.dataset, wanted)
+    if wanted:
+        known_classes(held, settings.classes, str(train_dir))
+    classes = wanted or held
     test: list[tuple[Path, int]] = []
     if train_dir != root and (root / "test").is_dir():
         test, test_classes = labelled_files(root / "test", settings.dataset, classes)
@@ -39,12 +45,32 @@ def image_folder(settings: DataSettings) -> Pool:
             raise PbflError(
                 f"dataset '{settings.dataset}': {root / 'test'} has classes that train/ lacks: {unknown[:5]}"
             )
+    channels, side = _size(settings)
 
     def decode(allocate: Allocate) -> Pool:
-        inputs, labels, notes = decode_images([ImageFiles(train), ImageFiles(test)], allocate, None, root)
+        parts = [ImageFiles(train), ImageFiles(test)]
+        inputs, labels, notes = decode_images(parts, allocate, side, root, channels)
+        folders = [train_dir / name for name in held] + (
+            [root / "test" / name for name in classes] if test else []
+        )
+        if ignored := sum(len(files_under(folder)) for folder in folders) - len(train) - len(test):
+            notes = (*notes, f"files left out that are no images ({', '.join(IMG_EXTENSIONS)}): {ignored}")
         return Pool(inputs, labels, tuple(classes), num_train=len(train), notes=notes)
 
-    return cached(settings.dataset, (path for path, _ in [*train, *test]), decode)
+    sources = (path for path, _ in [*train, *test])
+    return cached(settings.dataset, sources, decode, (*classes, "", settings.input_shape))
+
+
+def _size(settings: DataSettings) -> tuple[int, tuple[int, int] | None]:
+    """Return (channels, (width, height)) that images are brought to; None for the size of the first."""
+    if not settings.shape:
+        return 3, None
+    if len(settings.shape) != 3 or settings.shape[0] not in (1, 3):
+        raise PbflError(
+            f"input-shape = '{settings.input_shape}': images are channels,height,width with 1 or 3 channels"
+        )
+    channels, height, width = settings.shape
+    return channels, (width, height)
 
 
 def labelled_files(
@@ -65,7 +91,12 @@ def labelled_files(
         found, numbers = find_classes(str(folder))
         if classes is not None:
             numbers = {name: number for number, name in enumerate(classes) if name in found}
-        samples = make_dataset(str(folder), numbers, extensions=IMG_EXTENSIONS) if numbers else []
+        empty = classes is not None
+        samples = (
+            make_dataset(str(folder), numbers, extensions=IMG_EXTENSIONS, allow_empty=empty)
+            if numbers
+            else []
+        )
     except FileNotFoundError as error:
         raise PbflError(
             f"dataset '{dataset}': {error}; {folder} should hold <class>/* with images"

@@ -36,14 +36,19 @@ class ImageFiles:
         try:
             with Image.open(path) as image:
                 return image.convert("RGB"), label
-        except (OSError, SyntaxError) as error:
+        # A picture of absurd size, which would fill the memory, is an error of its own in PIL.
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise PbflError(f"{path} is not a readable image: {error}") from error
 
 
 def decode_images(
-    parts: Sequence[LabelledImages], allocate: Allocate, side: tuple[int, int] | None, where: Path
+    parts: Sequence[LabelledImages],
+    allocate: Allocate,
+    side: tuple[int, int] | None,
+    where: Path,
+    channels: int = 3,
 ) -> tuple[NDArray[Any], Rows, tuple[str, ...]]:
-    """Decode images as RGB, all of one size.
+    """Decode images as RGB or grey, all of one size.
 
     Args:
         parts: training part, test part, ..., put one after the other.
@@ -52,9 +57,10 @@ def decode_images(
             are resized with PIL's bilinear filter, as torchvision's ``Resize`` does; their aspect is not
             kept.
         where: named in errors.
+        channels: 3 is RGB, 1 is grey.
 
     Returns:
-        inputs (N, 3, height, width) uint8, labels (N,), and a note if images were resized though no size was
+        inputs (N, channels, height, width) uint8, labels (N,), and a note if images were resized though no size was
         asked.
 
     Raises:
@@ -64,20 +70,21 @@ def decode_images(
     labels = np.empty(total, dtype=np.int64)
     inputs: NDArray[Any] | None = None
     row, resized, wanted = 0, 0, side
+    mode = "L" if channels == 1 else "RGB"
     for part in parts:
         for index in range(len(part)):
             try:
                 image, labels[row] = part[index]
-                image = image if image.mode == "RGB" else image.convert("RGB")
+                image = image if image.mode == mode else image.convert(mode)
             except OSError as error:
                 raise PbflError(f"image {index} of {where} cannot be read: {error}") from error
             wanted = wanted or image.size
             if inputs is None:
-                inputs = allocate((total, 3, wanted[1], wanted[0]), np.uint8)
+                inputs = allocate((total, channels, wanted[1], wanted[0]), np.uint8)
             if image.size != wanted:
                 image = image.resize(wanted, Image.Resampling.BILINEAR)
                 resized += 1
-            inputs[row] = np.asarray(image).transpose(2, 0, 1)
+            inputs[row] = np.asarray(image).reshape(wanted[1], wanted[0], channels).transpose(2, 0, 1)
             row += 1
     if inputs is None or wanted is None:
         raise PbflError(f"no image at {where}")

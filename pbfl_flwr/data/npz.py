@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data.cache import Allocate, cached
-from pbfl_flwr.data.contract import Pool
-from pbfl_flwr.data.files import given_path
+from pbfl_flwr.data.contract import Pool, Rows
+from pbfl_flwr.data.files import check_memory, given_path
+from pbfl_flwr.data.labels import numbered_classes
 from pbfl_flwr.data.validation import check_labels
 from pbfl_flwr.errors import PbflError
 
@@ -23,8 +24,8 @@ def npz(settings: DataSettings) -> Pool:
     """Return the arrays ``x``, ``y`` and, where there is one, ``client`` of the .npz file data-dir.
 
     ``x`` uint8 (N, C, H, W) or (N, H, W) are images; other numbers become float32 features and are fed as
-    they are. ``y`` are whole numbers 0..K-1 without gaps. ``client`` (whole numbers or strings) are the
-    natural clients.
+    they are. ``y`` are names, or whole numbers 0..K-1, without gaps unless ``labels`` names all K. ``client``
+    (whole numbers or strings) are the natural clients.
     """
     path = given_path(settings, "the path of an .npz file with the arrays x, y and optionally client")
     return _load(settings, path, "client", None)
@@ -50,8 +51,7 @@ def _load(settings: DataSettings, path: Path, client_key: str, label_names: tupl
         for key in ("x", "y", *((client_key,) if label_names else ())):
             if key not in arrays:
                 raise PbflError(f"dataset '{name}': {path} has no array '{key}'; it has {sorted(arrays)}")
-        labels = arrays["y"]
-        check_labels(labels, name, len(label_names) if label_names else None)
+        names, labels = _labels(arrays["y"], label_names, settings, path)
         owner = None
         if client_key in arrays:
             column = arrays[client_key]
@@ -60,14 +60,27 @@ def _load(settings: DataSettings, path: Path, client_key: str, label_names: tupl
                     f"dataset '{name}': array '{client_key}' has shape {column.shape}; allowed is (N,)"
                 )
             owner = np.unique(column, return_inverse=True)[1].astype(np.int64)
-        names = label_names or tuple(str(k) for k in range(int(labels.max()) + 1))
-        return Pool(_inputs(arrays["x"], path, name), labels.astype(np.int64), names, len(labels), owner)
+        return Pool(_inputs(arrays["x"], path, name), labels, names, len(labels), owner)
 
-    return cached(name, [path], decode)
+    return cached(name, [path], decode, settings.classes)
+
+
+def _labels(
+    y: NDArray[Any], label_names: tuple[str, ...] | None, settings: DataSettings, path: Path
+) -> tuple[tuple[str, ...], Rows]:
+    """Return the names of the classes and the labels; y as whole numbers are places in the list of names."""
+    if y.dtype.kind == "U" and y.ndim == 1 and not label_names:
+        found, codes = np.unique(y, return_inverse=True)
+        return numbered_classes(found.tolist(), codes.astype(np.int64), settings.classes, str(path))
+    names = label_names or settings.classes
+    check_labels(y, settings.dataset, len(names) or None)
+    return names or tuple(str(k) for k in range(int(y.max()) + 1)), y.astype(np.int64)
 
 
 def _read(path: Path, name: str) -> dict[str, NDArray[Any]]:
     try:
+        with zipfile.ZipFile(path) as members:
+            check_memory(sum(member.file_size for member in members.infolist()), path)
         with np.load(path, allow_pickle=False) as archive:
             if not isinstance(archive, np.lib.npyio.NpzFile):
                 raise PbflError(

@@ -73,6 +73,55 @@ def pflib(settings: DataSettings) -> Pool:
     return cached(settings.dataset, [root / "config.json", *files], decode)
 
 
+def pflib_client(settings: DataSettings, client: int | None) -> Pool:
+    """Return the samples of one client of such a folder, as its only client; no other client's files need be there.
+
+    Args:
+        settings: data-dir is the folder.
+        client: number of its files; None takes the only ones there are.
+
+    Raises:
+        PbflError: as :func:`pflib`, and if it is not said which files are meant.
+    """
+    root = given_path(settings, "a PFLlib/HtFLlib dataset folder with config.json and train/<i>.npz")
+    num_classes = _read_config(root / "config.json")[1]
+    if client is None:
+        there = sorted(path.stem for path in (root / "train").glob("*.npz"))
+        if len(there) != 1 or not there[0].isdigit():
+            raise PbflError(
+                f"{root / 'train'} holds the files of {len(there)} clients; data-client (a whole number) says which"
+            )
+        client = int(there[0])
+    files = [root / part / f"{client}.npz" for part in PARTS]
+    for path in files:
+        if not path.is_file():
+            raise PbflError(
+                f"there is no {path}; data-client (a whole number) names another client of the folder"
+            )
+    names = settings.classes or tuple(str(k) for k in range(num_classes))
+    if len(names) != num_classes:
+        raise PbflError(
+            f"labels has {len(names)} names, but {root / 'config.json'} says num_classes = {num_classes}"
+        )
+
+    def decode(allocate: Allocate) -> Pool:
+        (x, y), (x_test, y_test) = (_read_part(path) for path in files)
+        if len(y_test) and x_test.shape[1:] != x.shape[1:]:
+            raise PbflError(f"{files[1]} has inputs of shape {x_test.shape[1:]}, {files[0]} {x.shape[1:]}")
+        inputs = np.concatenate([x, x_test]) if len(y_test) else x
+        labels = np.concatenate([y, y_test])
+        return Pool(
+            np.ascontiguousarray(inputs, dtype=np.float32),
+            labels,
+            names,
+            num_train=len(labels),
+            owner=np.zeros(len(labels), dtype=np.int64),
+            in_train=np.arange(len(labels)) < len(y),
+        )
+
+    return cached(settings.dataset, [root / "config.json", *files], decode, ("client", *names))
+
+
 def export_pfl_directory(partition: Partition, pool: Pool, path: Path) -> None:
     """Write a partition as a dataset directory that PFLlib and HtFLlib read.
 

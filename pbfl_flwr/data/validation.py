@@ -66,5 +66,5 @@ def check_labels(labels: NDArray[Any], name: str, num_classes: int | None = None
     if limit < 2 or found[0] < 0 or found[-1] >= limit:
         raise PbflError(
             f"dataset '{name}' has the {len(found)} labels {shown}; allowed are 0..{max(limit, 2) - 1} "
-            "without gaps, 2 classes or more"
+            "without gaps, 2 classes or more; labels names all classes, for data that lacks some"
         )

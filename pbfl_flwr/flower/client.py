@@ -6,10 +6,12 @@ own disk. A fault in one client becomes an error reply with one readable line; i
 
 from __future__ import annotations
 
+import hashlib
+import json
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -23,7 +25,7 @@ from torch import Tensor, nn
 from pbfl_flwr import seeds
 from pbfl_flwr.allocator import keep_freed_memory
 from pbfl_flwr.config import Scalar, Settings, parse
-from pbfl_flwr.data import ClientData, client_data
+from pbfl_flwr.data import ClientData, client_data, own_data
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import wire
 from pbfl_flwr.flower.device import Identity, choose_device, identify, own_settings
@@ -89,7 +91,7 @@ class _Source:
         """
         own = self.data is _configured_data
         if identity.own_data and own:
-            return client_data(settings.data, 1, 0)
+            return own_data(settings.data, identity.files)
         if isinstance(identity.client, str):
             need = "data-path in --node-config" if own else "a client-id that is a number"
             raise PbflError(
@@ -153,6 +155,7 @@ def _hello(message: Message, context: Context, source: _Source) -> Message:
             "feature-dim": task.feature_dim,
             "input-shape": list(task.input_shape),
             "labels": list(data.label_names),
+            "columns": _digest(data.columns),
             "architecture": architecture,
             "parameters": [body, head],
             "device": str(choose_device(settings.training.device)),
@@ -161,6 +164,11 @@ def _hello(message: Message, context: Context, source: _Source) -> Message:
         }
     )
     return Message(wire.content(config=answer), reply_to=message)
+
+
+def _digest(columns: Sequence[str]) -> str:
+    """Return a short hash of the features' names and order, nothing if they have no names."""
+    return hashlib.sha256(json.dumps(columns).encode()).hexdigest()[:16] if columns else ""
 
 
 def _train(message: Message, context: Context, source: _Source) -> Message:

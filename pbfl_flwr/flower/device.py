@@ -18,6 +18,7 @@ import torch
 from flwr.app import Context
 
 from pbfl_flwr.config import Scalar, Settings, parse
+from pbfl_flwr.data import kind_of, read_names
 from pbfl_flwr.data.cache import home
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.methods import SECTIONS
@@ -34,6 +35,10 @@ NODE_KEYS = {
     "state-dir": "",
     "data-path": "data-dir",
     "dataset": "dataset",
+    "data-client": "",
+    "labels": "labels",
+    "label-column": "label-column",
+    "input-shape": "input-shape",
     "model": "models",
     "batch-size": "batch-size",
     "device": "device",
@@ -48,6 +53,7 @@ class Identity:
         client: 0..M-1, or the name of a device that brings its own data.
         simulated: whether it is one of the simulation's virtual nodes.
         own_data: whether all of the data at its data-path is its own, instead of a share of a common dataset.
+        files: of a PFLlib folder at its data-path, whose files are its own; None takes the only ones there are.
         state_dir: where its state lies.
     """
 
@@ -55,6 +61,7 @@ class Identity:
     simulated: bool
     own_data: bool
     state_dir: Path
+    files: int | None = None
 
 
 def identify(context: Context, settings: Settings, experiment: str) -> Identity:
@@ -74,7 +81,10 @@ def identify(context: Context, settings: Settings, experiment: str) -> Identity:
         state = Path(run.state_dir) if run.state_dir else run_directory(settings, context.run_id) / "clients"
         return Identity(client, True, False, state / experiment)
     state = Path(str(node.get("state-dir") or home() / "state"))
-    return Identity(client, False, "data-path" in node, state / experiment)
+    files = node.get("data-client", client if is_number(client) else None)
+    if files is not None and not is_number(files):
+        raise PbflError(f"data-client = {files!r} in --node-config: allowed is a whole number from 0")
+    return Identity(client, False, "data-path" in node, state / experiment, files)
 
 
 def is_number(client: object) -> bool:
@@ -96,8 +106,8 @@ def in_worker() -> bool:
 def own_settings(settings: Settings, node: Mapping[str, Any]) -> Settings:
     """Return the settings of this client: the run's, with what its own machine says instead.
 
-    A device with a ``data-path`` brings its own data, all of it: an ``.npz`` file, an image folder, or what
-    ``dataset`` names.
+    A device with a ``data-path`` brings its own data, all of it: an ``.npz``, ``.csv`` or ``.parquet`` file, an image
+    folder, its files of a PFLlib folder, or what ``dataset`` names. Its ``labels`` may be a file with a name a line.
 
     Raises:
         PbflError: if --node-config has a key or value that is not allowed, or if the run configuration names code.
@@ -117,7 +127,9 @@ def own_settings(settings: Settings, node: Mapping[str, Any]) -> Settings:
         path = Path(str(node["data-path"]))
         changed["partition"] = "iid"  # of one client: everything is its own
         if "dataset" not in node:
-            changed["dataset"] = "npz" if path.suffix == ".npz" else "image-folder"
+            changed["dataset"] = kind_of(path)
+    if Path(labels := str(node.get("labels", ""))).is_absolute():
+        changed["labels"] = read_names(Path(labels))
     own = parse({**settings.as_dict(), **changed}, SECTIONS)
     networks = dict.fromkeys(architectures(own.models.models))
     if isinstance(node.get("client-id"), str) and len(networks) > 1:

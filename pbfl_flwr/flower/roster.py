@@ -32,6 +32,7 @@ class Member:
         simulated: whether it is one of the simulation's virtual nodes.
         configured_data: whether it takes the configured dataset and partition, not an app's own data.
         task, labels: K, d, input shape and the names of the classes.
+        columns: hash of the names of the features, nothing where they have no names.
         architecture, parameters: its network, and (body, head) parameters of it.
         device: where it trains.
         num_train, num_test: samples.
@@ -49,6 +50,7 @@ class Member:
     device: str
     num_train: int
     num_test: int
+    columns: str = ""
 
     @classmethod
     def from_reply(cls, node: int, record: ConfigRecord) -> Member:
@@ -80,6 +82,7 @@ class Member:
                 device=str(record["device"]),
                 num_train=int(str(record["num-train"])),
                 num_test=int(str(record["num-test"])),
+                columns=str(record.get("columns", ""))[:64],
             )
         except (KeyError, ValueError, IndexError, PbflError) as error:
             raise RejectedPayload(f"its hello cannot be read: {error}") from None
@@ -244,17 +247,26 @@ def agreed(members: Iterable[Member]) -> Roster:
             raise PbflError(f"{which} is used by two nodes, {other.node} and {member.node}")
         by_client[member.client] = member
     first, *others = by_client.values()
+    hint = "; labels='...' names all classes, in --node-config or in the run configuration"
     for other in others:
-        for what, mine, theirs in (
-            ("num classes K", first.task.num_classes, other.task.num_classes),
-            ("feature-dim d", first.task.feature_dim, other.task.feature_dim),
-            ("input shape", first.task.input_shape, other.task.input_shape),
-            ("label names", first.labels, other.labels),
+        for what, mine, theirs, advice in (
+            ("num classes K", first.task.num_classes, other.task.num_classes, hint),
+            ("feature-dim d", first.task.feature_dim, other.task.feature_dim, ""),
+            ("input shape", first.task.input_shape, other.task.input_shape, ""),
+            ("label names", first.labels, other.labels, hint),
         ):
             if mine != theirs:
                 raise PbflError(
-                    f"clients disagree in {what}: client {first.label} has {mine}, {other.label} has {theirs}"
+                    f"clients disagree in {what}: client {first.label} has {str(mine)[:LONGEST_REASON]}, "
+                    f"{other.label} has {str(theirs)[:LONGEST_REASON]}{advice}"
                 )
+    first, *others = [m for m in by_client.values() if m.columns] or [first]
+    for other in others:
+        if other.columns != first.columns:
+            raise PbflError(
+                f"clients disagree in feature columns: those of client {first.label} and {other.label} differ in "
+                "name or order; pbfl check-data prints them"
+            )
     return Roster(by_client)
 
 

@@ -1,0 +1,77 @@
+"""``pbfl check-data``: what a device brings."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from pbfl_flwr.cli.common import REFUSED, ended
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments.figures import say
+
+DataPath = Annotated[
+    Path,
+    typer.Argument(metavar="PATH", help="An .npz, CSV or Parquet file, an image folder, a PFLlib folder."),
+]
+Labels = Annotated[
+    str, typer.Option("--labels", help="All class names, 'a,b,c', or a file with a name a line.")
+]
+LabelColumn = Annotated[str, typer.Option("--label-column", help="Column of a table that holds the classes.")]
+InputShape = Annotated[
+    str, typer.Option("--input-shape", help="'3,64,64': images are brought to it, rows of a table reshaped.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def check_data(
+    path: DataPath,
+    dataset: Annotated[
+        str, typer.Option("--dataset", help="How it is read; default: by what lies there.")
+    ] = "",
+    labels: Labels = "",
+    label_column: LabelColumn = "",
+    input_shape: InputShape = "",
+    files: Annotated[
+        int | None, typer.Option("--data-client", min=0, help="Of a PFLlib folder, whose files.")
+    ] = None,
+    model: Annotated[str, typer.Option("--model", help="Try whether this architecture takes it.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Show what a device would bring: sizes, classes, split, and what would be refused (exit code 2)."""
+    from pbfl_flwr.data.inspection import inspect, settings_for
+    from pbfl_flwr.models import check_models
+    from pbfl_flwr.task import Task
+
+    try:
+        settings = settings_for(
+            path, dataset=dataset, labels=labels, label_column=label_column, input_shape=input_shape
+        )
+        found = inspect(settings, files)
+        if model:
+            check_models(model, Task(len(found.labels), 512, found.input_shape))
+    except PbflError as error:
+        if as_json:
+            print(json.dumps({"path": str(path), "refused": str(error)}, indent=1))
+            raise typer.Exit(REFUSED) from None
+        raise ended(PbflError(f"refused: {error}")) from None
+    if as_json:
+        print(json.dumps({**found.as_dict(), "refused": None}, indent=1))
+        return
+    for line in found.lines():
+        say(Console(), line)
+    say(
+        Console(),
+        f"ok: --node-config \"client-id='NAME' data-path='{found.path}'{_keys(labels, label_column, input_shape)}\"",
+    )
+
+
+def _keys(labels: str, label_column: str, input_shape: str) -> str:
+    """Return what belongs into --node-config beside the path."""
+    if labels and Path(labels).is_file():
+        labels = str(Path(labels).absolute())
+    given = {"labels": labels, "label-column": label_column, "input-shape": input_shape}
+    return "".join(f" {key}='{value}'" for key, value in given.items() if value)

@@ -1,0 +1,167 @@
+"""What data a device would bring, before it brings it: sizes, values, classes, and what deserves a second look."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pbfl_flwr.config import DataSettings, parse
+from pbfl_flwr.data import DATASETS, kind_of, own_pool, partition, read_names
+from pbfl_flwr.data.contract import Pool
+
+LARGE = 100.0  # of a feature; networks want inputs around 1
+BAR = 40
+_ROWS_AT_A_TIME = 4096
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What was found.
+
+    Attributes:
+        path, dataset: where it lies, and the dataset that reads it.
+        samples, input_shape, dtype: of all inputs.
+        minimum, maximum: of all values as they are stored.
+        columns: names of the features, of tables.
+        labels: names of the classes.
+        train, test: samples of each class in the split that a device would make.
+        notes: what the reader did on its own.
+        warnings: what is allowed and deserves a second look.
+    """
+
+    path: str
+    dataset: str
+    samples: int
+    input_shape: tuple[int, ...]
+    dtype: str
+    minimum: float
+    maximum: float
+    columns: tuple[str, ...]
+    labels: tuple[str, ...]
+    train: tuple[int, ...]
+    test: tuple[int, ...]
+    notes: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Samples of each class."""
+        return tuple(a + b for a, b in zip(self.train, self.test, strict=True))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything as JSON has it."""
+        return {**asdict(self), "counts": self.counts}
+
+    def lines(self) -> list[str]:
+        """Return everything as a person reads it, the classes as a bar chart."""
+        shape = "x".join(map(str, self.input_shape))
+        found = [
+            f"{self.path}: {self.dataset}, {DATASETS[self.dataset].description.partition(';')[0]}",
+            f"{self.samples} samples of shape {shape}, {self.dtype}, values {self.minimum:g} to {self.maximum:g}",
+            f"split of a device: {sum(self.train)} for training, {sum(self.test)} for testing",
+        ]
+        if self.columns:
+            found.append(f"{len(self.columns)} feature columns: {_shown(self.columns)}")
+        counts, width = self.counts, max(len(name) for name in self.labels)
+        digits, most = len(str(max(counts))), max(counts)
+        found.append(f"{len(self.labels)} classes, samples of each (training + testing):")
+        for name, train, test in zip(self.labels, self.train, self.test, strict=True):
+            bar = "█" * round(BAR * (train + test) / most) or ("▏" if train + test else "")
+            found.append(f"  {name:<{width}}  {train + test:>{digits}}  {bar} ({train} + {test})")
+        return [*found, *(f"note: {note}" for note in self.notes), *(f"warning: {w}" for w in self.warnings)]
+
+
+def settings_for(path: Path, **keys: str | float) -> DataSettings:
+    """Return the settings under which a device reads its own path.
+
+    Args:
+        path: data-path of the device.
+        keys: ``dataset``, ``labels`` (names, or a file with a name a line), ``label_column``, ``input_shape``,
+            ``train_share``; empty ones are left out.
+
+    Raises:
+        PbflError: if a value is not allowed, or the path is a file of a kind that is not read.
+    """
+    given = {key.replace("_", "-"): value for key, value in keys.items() if value}
+    if (labels := given.get("labels")) and Path(str(labels)).is_file():
+        given["labels"] = read_names(Path(str(labels)))
+    place = path.expanduser().absolute()
+    given.setdefault("dataset", kind_of(place))
+    return parse({**given, "data-dir": str(place), "partition": "iid"}).data
+
+
+def inspect(settings: DataSettings, files: int | None = None) -> Inspection:
+    """Read a device's data as the device itself would.
+
+    Args:
+        settings: see :func:`settings_for`.
+        files: of a PFLlib folder, whose files are meant.
+
+    Raises:
+        PbflError: for what a device would refuse, in the device's words.
+    """
+    pool = own_pool(settings, files)
+    split = partition(pool, settings, 1).splits[0]
+    K = pool.num_classes
+    train, test = (np.bincount(pool.labels[rows], minlength=K) for rows in (split.train, split.test))
+    low, high = _ranges(pool.inputs)
+    return Inspection(
+        settings.data_dir,
+        settings.dataset,
+        len(pool.labels),
+        pool.input_shape,
+        str(pool.inputs.dtype),
+        float(low.min()),
+        float(high.max()),
+        pool.columns,
+        pool.label_names,
+        tuple(train.tolist()),
+        tuple(test.tolist()),
+        pool.notes,
+        tuple(_warnings(pool, train, test, low, high)),
+    )
+
+
+def _ranges(inputs: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return the smallest and the largest value at every place of an input, with one pass over the memory map."""
+    blocks = [inputs[start : start + _ROWS_AT_A_TIME] for start in range(0, len(inputs), _ROWS_AT_A_TIME)]
+    return np.min([b.min(axis=0) for b in blocks], axis=0), np.max([b.max(axis=0) for b in blocks], axis=0)
+
+
+def _warnings(
+    pool: Pool, train: NDArray[Any], test: NDArray[Any], low: NDArray[Any], high: NDArray[Any]
+) -> list[str]:
+    def named(which: NDArray[np.bool_]) -> str:
+        return _shown([pool.label_names[j] for j in np.flatnonzero(which)])
+
+    counts, found = train + test, []
+    if (single := counts == 1).any():
+        found.append(
+            f"classes with one sample: {named(single)}; their prototype is that sample's own features"
+        )
+    if (absent := counts == 0).any():
+        found.append(f"classes without a sample here: {named(absent)}")
+    if (untrained := (train == 0) & (test > 0)).any():
+        found.append(f"classes that are tested and never trained on: {named(untrained)}")
+    if not test.sum():
+        found.append("no sample is left for testing; this device will not be scored")
+    if pool.inputs.dtype == np.float32:
+        largest = np.maximum(np.abs(low), np.abs(high))
+        if float(largest.max()) > LARGE:
+            place = int(largest.argmax())
+            which = f"column '{pool.columns[place]}'" if pool.columns else f"value {place} of an input"
+            found.append(
+                f"features are fed as they are, and {which} goes up to {float(largest.max()):g}; scale them alike on "
+                "all devices"
+            )
+        if constant := int((low == high).sum()):
+            found.append(f"{constant} of {low.size} values of an input are the same in every sample")
+    return found
+
+
+def _shown(names: tuple[str, ...] | list[str], most: int = 20) -> str:
+    return ", ".join(names[:most]) + (f", ... ({len(names)} in all)" if len(names) > most else "")

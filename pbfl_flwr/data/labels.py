@@ -1,0 +1,77 @@
+"""Names of classes: those that a source has, and those that the whole federation has.
+
+A device often holds some of the classes only. ``labels`` then names them all, in the order of their numbers, so that
+class j is the same class everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from pbfl_flwr.config import MAX_CLASSES
+from pbfl_flwr.data.contract import Pool, Rows
+from pbfl_flwr.errors import PbflError
+
+MAX_FILE_BYTES = 2**20
+HINT = "labels names all classes of the federation, in their order"
+
+
+def known_classes(found: Sequence[str], wanted: Sequence[str], where: str) -> None:
+    """Check that every class that was found is one of those that are wanted.
+
+    Raises:
+        PbflError: naming those that are not.
+    """
+    if unknown := sorted(set(found) - set(wanted)):
+        shown = ", ".join(f"'{name}'" for name in unknown[:5]) + (", ..." if len(unknown) > 5 else "")
+        names = ", ".join(wanted[:12]) + (", ..." if len(wanted) > 12 else "")
+        raise PbflError(f"{where} has the class {shown}; labels allows {names}")
+
+
+def numbered_classes(
+    found: Sequence[str], codes: Rows, wanted: Sequence[str], where: str
+) -> tuple[tuple[str, ...], Rows]:
+    """Return the names of the classes and the number of every sample's class.
+
+    Args:
+        found: the names in the data, all different.
+        codes: (N,) int64, index into ``found`` of every sample.
+        wanted: all names in the order of their numbers; empty: those found, in the order of their text.
+        where: named in errors.
+
+    Raises:
+        PbflError: if a name is not wanted, or if there are fewer than two or too many classes.
+    """
+    if wanted:
+        known_classes(found, wanted, where)
+    names = tuple(wanted) or tuple(sorted(found))
+    if not 2 <= len(names) <= MAX_CLASSES:
+        raise PbflError(f"{where} has {len(names)} classes; allowed are 2 to {MAX_CLASSES}; {HINT}")
+    number = {name: index for index, name in enumerate(names)}
+    return names, np.array([number[name] for name in found], dtype=np.int64)[codes]
+
+
+def renumbered(pool: Pool, wanted: Sequence[str], where: str) -> tuple[tuple[str, ...], Rows]:
+    """Return ``wanted`` and the labels of a pool under these numbers; see :func:`numbered_classes`."""
+    held = np.unique(pool.labels)
+    codes = np.searchsorted(held, pool.labels)
+    return numbered_classes([pool.label_names[j] for j in held], codes, wanted, where)
+
+
+def read_names(path: Path) -> str:
+    """Return the content of a file with the name of a class a line, as ``labels`` takes it.
+
+    Raises:
+        PbflError: if it cannot be read, or is no such file.
+    """
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise PbflError(f"labels = '{path}': the file is too large for names of classes")
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PbflError(f"labels = '{path}': no readable text file ({error})") from error
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return "\n".join(lines) + "\n"  # the last one keeps a comma inside a name from separating

@@ -1,0 +1,25 @@
+"""Data that a device brings: what lies at its path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pbfl_flwr.data import table
+from pbfl_flwr.errors import PbflError
+
+_SUFFIXES = {".npz": "npz", **dict.fromkeys(table.SUFFIXES, "table")}
+
+
+def kind_of(path: Path) -> str:
+    """Return the dataset that reads a path, by what lies there.
+
+    Raises:
+        PbflError: if it is a file of another kind.
+    """
+    if kind := _SUFFIXES.get(path.suffix.lower()):
+        return kind
+    if path.is_file():
+        raise PbflError(
+            f"{path} is no data; allowed are {', '.join(_SUFFIXES)}, a folder of images, a PFLlib folder"
+        )
+    return "pflib" if (path / "config.json").is_file() and (path / "train").is_dir() else "image-folder"

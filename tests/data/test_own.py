@@ -1,0 +1,211 @@
+"""What a device brings: kinds of data, names of classes, shapes; and what check-data says of it."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from pbfl_flwr.cli import app
+from pbfl_flwr.config import DataSettings, parse
+from pbfl_flwr.data import export_pfl_directory, kind_of, load_pool, own_data, own_pool, partition, read_names
+from pbfl_flwr.data.files import check_memory
+from pbfl_flwr.data.inspection import inspect, settings_for
+from pbfl_flwr.errors import PbflError
+
+
+@pytest.fixture
+def photos(tmp_path: Path, write_image: Callable[..., None]) -> Path:
+    """Two of three classes; squares of 10x6 pixels."""
+    (tmp_path / "photos/cat").mkdir(parents=True)
+    (tmp_path / "photos/cat/notes.txt").touch()
+    for label, colour in (("cat", (255, 0, 0)), ("emu", (0, 0, 255))):
+        for n in range(4):
+            write_image(tmp_path / "photos" / label / f"{n}.png", colour, (10, 6))
+    return tmp_path / "photos"
+
+
+def test_kinds(tmp_path: Path) -> None:
+    assert [kind_of(Path(name)) for name in ("a.npz", "a.CSV", "a.tsv", "a.parquet")] == [
+        "npz",
+        *["table"] * 3,
+    ]
+    assert kind_of(tmp_path) == "image-folder"
+    (tmp_path / "config.json").touch()
+    (tmp_path / "train").mkdir()
+    assert kind_of(tmp_path) == "pflib"
+    with pytest.raises(PbflError, match=r"config\.json is no data; allowed are \.npz, \.csv"):
+        kind_of(tmp_path / "config.json")
+
+
+def test_a_folder_that_lacks_a_class(photos: Path) -> None:
+    pool = load_pool(DataSettings(dataset="image-folder", data_dir=str(photos), labels="ant,cat,emu"))
+    assert (pool.label_names, pool.labels.tolist()) == (("ant", "cat", "emu"), [1] * 4 + [2] * 4)
+    (photos / "ant").mkdir()  # an empty folder is a class without images once the names are known
+    assert (
+        load_pool(
+            DataSettings(dataset="image-folder", data_dir=str(photos), labels="ant,cat,emu")
+        ).num_classes
+        == 3
+    )
+    with pytest.raises(PbflError, match=r"photos has the class 'ant', 'emu'; labels allows cat, dog"):
+        load_pool(DataSettings(dataset="image-folder", data_dir=str(photos), labels="cat,dog"))
+
+
+def test_one_class_alone_takes_part(tmp_path: Path, write_image: Callable[..., None]) -> None:
+    write_image(tmp_path / "p/cat/0.png", 7)
+    pool = load_pool(DataSettings(dataset="image-folder", data_dir=str(tmp_path / "p"), labels="ant,cat"))
+    assert pool.labels.tolist() == [1]
+
+
+def test_images_are_brought_to_a_shape(photos: Path) -> None:
+    found = DataSettings(dataset="image-folder", data_dir=str(photos))
+    assert load_pool(found).input_shape == (3, 6, 10)
+    small = load_pool(found.model_copy(update={"input_shape": "3,4,5"}))
+    assert small.inputs[0].transpose(1, 2, 0).tolist() == [[[255, 0, 0]] * 5] * 4
+    grey = load_pool(found.model_copy(update={"input_shape": "1,4,5"}))
+    assert np.unique(grey.inputs).tolist() == [29, 76]  # ITU-R 601: 0.114·255 and 0.299·255
+    with pytest.raises(PbflError, match="images are channels,height,width with 1 or 3 channels"):
+        load_pool(found.model_copy(update={"input_shape": "4,5"}))
+
+
+def test_arrays_with_names_and_with_gaps(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x=np.zeros((3, 2)), y=np.array(["emu", "cat", "emu"]))
+    found = DataSettings(dataset="npz", data_dir=str(tmp_path / "a.npz"))
+    assert load_pool(found).label_names == ("cat", "emu")
+    assert load_pool(found.model_copy(update={"labels": "emu,cow,cat"})).labels.tolist() == [0, 2, 0]
+    np.savez(tmp_path / "b.npz", x=np.zeros((3, 2)), y=np.array([2, 0, 2]))
+    gaps = DataSettings(dataset="npz", data_dir=str(tmp_path / "b.npz"))
+    with pytest.raises(PbflError, match=r"without gaps, .* labels names all classes"):
+        load_pool(gaps)
+    pool = load_pool(gaps.model_copy(update={"labels": "a,b,c,d"}))  # whole numbers are places in the list
+    assert (pool.label_names, pool.labels.tolist()) == (("a", "b", "c", "d"), [2, 0, 2])
+
+
+def test_any_dataset_can_be_renumbered_but_not_reshaped() -> None:
+    names = "9,8,7,6,5,4,3,2,1,0,x"
+    plain, turned = (load_pool(DataSettings(dataset="digits", labels=labels)) for labels in ("", names))
+    assert np.array_equal(turned.labels, 9 - plain.labels)
+    assert turned.num_classes == 11
+    with pytest.raises(
+        PbflError, match=r"input-shape = '3,8,8': dataset 'digits' has inputs of shape \(1, 16, 16\)"
+    ):
+        load_pool(DataSettings(dataset="digits", input_shape="3,8,8"))
+
+
+@pytest.mark.parametrize("labels", ["a", "a,,b", "a,b,a", "x\n"])
+def test_lists_of_names_that_are_none(labels: str) -> None:
+    with pytest.raises(PbflError, match=r"labels = .*: allowed is nothing, or 2 to 10000 different names"):
+        parse({"labels": labels})
+
+
+@pytest.mark.parametrize("shape", ["0,2", "a", "1,2,3,4,5", "1, 2", "-1"])
+def test_shapes_that_are_none(shape: str) -> None:
+    with pytest.raises(PbflError, match=r"input-shape = .*: allowed is nothing, or 1 to 4 whole numbers"):
+        parse({"input-shape": shape})
+
+
+def test_a_file_of_names(tmp_path: Path) -> None:
+    (tmp_path / "labels.txt").write_text("\ufeffDermatofibroma, benign\r\n\r\nNevus\r\n", encoding="utf-8")
+    text = read_names(tmp_path / "labels.txt")
+    assert DataSettings(labels=text).classes == ("Dermatofibroma, benign", "Nevus")
+    with pytest.raises(PbflError, match="no readable text file"):
+        read_names(tmp_path / "nothing.txt")
+
+
+def test_a_device_reads_its_own_files_of_a_pflib_folder(tmp_path: Path) -> None:
+    source = DataSettings(dataset="digits", partition="iid")
+    pool = load_pool(source)
+    dealt = partition(pool, source, 3)
+    export_pfl_directory(dealt, pool, tmp_path / "pfl")
+    for other in (0, 2):
+        for part in ("train", "test"):
+            (tmp_path / f"pfl/{part}/{other}.npz").unlink()
+    found = DataSettings(dataset="pflib", data_dir=str(tmp_path / "pfl"), partition="iid")
+    data = own_data(found, 1)
+    assert np.array_equal(data.train.labels.numpy(), pool.labels[dealt.splits[1].train])
+    assert np.array_equal(data.test.labels.numpy(), pool.labels[dealt.splits[1].test])
+    assert len(own_pool(found).labels) == len(own_pool(found, 1).labels)  # the only ones there are
+    with pytest.raises(PbflError, match=r"there is no .*train/0\.npz; data-client"):
+        own_data(found, 0)
+    with pytest.raises(PbflError, match=r"labels has 2 names, but .*config\.json says num_classes = 10"):
+        own_data(found.model_copy(update={"labels": "a,b"}), 1)
+    (tmp_path / "pfl/train/7.npz").touch()
+    with pytest.raises(PbflError, match="holds the files of 2 clients; data-client"):
+        own_data(found)
+
+
+def test_a_picture_that_would_fill_the_memory(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("PIL.Image.MAX_IMAGE_PIXELS", 20)
+    with pytest.raises(PbflError, match=r"0\.png is not a readable image: Image size \(60 pixels\) exceeds"):
+        load_pool(DataSettings(dataset="image-folder", data_dir=str(photos)))
+
+
+def test_a_file_that_would_fill_the_memory(tmp_path: Path) -> None:
+    with pytest.raises(PbflError, match="holds 1,099,511,627,776 MiB, more than this machine's memory"):
+        check_memory(2**60, tmp_path / "a.npz")
+
+
+# check-data -------------------------------------------------------------------------------------------------
+
+
+def test_what_is_said_of_a_table(tmp_path: Path) -> None:
+    rows = [
+        "age,bp,always,label",
+        *(f"{20 + i},{0.1 * i},5,{'ill' if i % 4 else 'well'}" for i in range(40)),
+        "900,0,5,odd",
+    ]
+    (tmp_path / "t.csv").write_text("\n".join(rows))
+    found = inspect(settings_for(tmp_path / "t.csv", labels="ill,odd,well,dead"))
+    assert (found.samples, found.input_shape, found.columns) == (41, (3,), ("age", "bp", "always"))
+    assert (found.minimum, found.maximum) == (0.0, 900.0)
+    assert found.counts == (30, 1, 10, 0)
+    assert sum(found.train) == 30  # floor(0.75 · 41)
+    text = "\n".join(found.lines())
+    assert "  ill   30  " + "█" * 40 + " (" in text
+    assert "  well  10  " + "█" * 13 + " (" in text  # 40·10/30
+    assert "warning: classes with one sample: odd" in text
+    assert "warning: classes without a sample here: dead" in text
+    assert "column 'age' goes up to 900" in text
+    assert "1 of 3 values of an input are the same in every sample" in text
+
+
+def test_the_split_is_that_of_the_device(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x=np.arange(24, dtype=np.float32).reshape(12, 2), y=np.arange(12) % 3)
+    settings = settings_for(tmp_path / "a.npz")
+    found, data = inspect(settings), own_data(settings)
+    assert found.train == tuple(data.counts.tolist())
+    assert sum(found.test) == len(data.test)
+
+
+def call(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["check-data", *arguments])
+    return result.exit_code, result.output
+
+
+def test_the_command(tmp_path: Path, photos: Path) -> None:
+    code, text = call(str(photos), "--labels", "ant,cat,emu", "--input-shape", "1,16,16", "--model", "cnn2")
+    assert code == 0, text
+    assert f"data-path='{photos}' labels='ant,cat,emu' input-shape='1,16,16'" in text.replace("\n", "")
+    code, text = call(str(photos), "--json")
+    found = json.loads(text)
+    assert (code, found["refused"], found["counts"], found["input_shape"]) == (0, None, [4, 4], [3, 6, 10])
+    assert [note.rpartition(" ")[2] for note in found["notes"]] == ["1"]  # notes.txt
+    code, text = call(str(photos), "--labels", "cat,dog", "--json")
+    assert (code, json.loads(text)["refused"]) == (2, f"{photos} has the class 'emu'; labels allows cat, dog")
+    assert call(str(photos), "--model", "har-cnn")[0] == 2
+    assert call(str(tmp_path / "nothing"))[0] == 2
+
+
+def test_it_needs_neither_flower_nor_ray(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("a,label\n1,x\n2,y\n")
+    script = (
+        "import sys; from typer.testing import CliRunner; from pbfl_flwr.cli import app\n"
+        f"assert CliRunner().invoke(app, ['check-data', {str(tmp_path / 't.csv')!r}]).exit_code == 0\n"
+        "assert not {'flwr', 'ray'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -1,0 +1,149 @@
+"""Tables of features: what is read, and the one line for everything that is not."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pbfl_flwr.config import DataSettings
+from pbfl_flwr.data import check_data, load_pool
+from pbfl_flwr.data.table import features
+from pbfl_flwr.errors import PbflError
+
+
+def settings(path: Path, **keys: str) -> DataSettings:
+    return DataSettings(dataset="table", data_dir=str(path), partition="iid", **keys)  # type: ignore[arg-type]
+
+
+def write(tmp_path: Path, text: str, name: str = "t.csv") -> Path:
+    (tmp_path / name).write_text(text)
+    return tmp_path / name
+
+
+def test_a_csv_with_a_label_column(tmp_path: Path) -> None:
+    pool = load_pool(settings(write(tmp_path, "a,label,b\n1,dog,2.5\n-3,cat,4e2\n\n5,dog,0\n")))
+    assert pool.inputs.tolist() == [[1.0, 2.5], [-3.0, 400.0], [5.0, 0.0]]
+    assert (pool.label_names, pool.labels.tolist(), pool.columns) == (("cat", "dog"), [1, 0, 1], ("a", "b"))
+    scale, shift = pool.affine()
+    assert (float(scale.max()), float(shift.max())) == (1.0, 0.0)  # fed as they are
+
+
+@pytest.mark.parametrize("separator", [";", "\t"])
+def test_the_last_column_other_separators_and_whole_classes(tmp_path: Path, separator: str) -> None:
+    text = "\ufeffa,b,kind\n1,2,1.0\n3,4,0.0\n5,6,10.0\n".replace(",", separator)
+    pool = load_pool(settings(write(tmp_path, text)))
+    assert (pool.label_names, pool.labels.tolist()) == (("0", "1", "10"), [1, 0, 2])
+
+
+def test_a_named_label_column_and_a_shape(tmp_path: Path) -> None:
+    path = write(tmp_path, "kind,a,b,c,d\nx,1,2,3,4\ny,5,6,7,8\n")
+    pool = load_pool(settings(path, label_column="kind", input_shape="1,2,2"))
+    assert pool.inputs.tolist() == [[[[1, 2], [3, 4]]], [[[5, 6], [7, 8]]]]
+    with pytest.raises(PbflError, match=r"input-shape = '3,2' takes 6 numbers, .* has 4 feature columns"):
+        load_pool(settings(path, label_column="kind", input_shape="3,2"))
+
+
+def test_all_names_of_the_federation(tmp_path: Path) -> None:
+    path = write(tmp_path, "a,label\n1,dog\n2,dog\n")
+    pool = load_pool(settings(path, labels="cat, dog,emu"))
+    assert (pool.label_names, pool.labels.tolist()) == (("cat", "dog", "emu"), [1, 1])
+    with pytest.raises(
+        PbflError, match=r"column 'label' has 1 classes; allowed are 2 to 10000; labels names all"
+    ):
+        load_pool(settings(path))
+    with pytest.raises(PbflError, match="has the class 'dog'; labels allows cat, emu"):
+        load_pool(settings(path, labels="cat,emu"))
+
+
+def test_a_client_column_gives_natural_clients(tmp_path: Path) -> None:
+    path = write(tmp_path, "a,client,label\n1,zoe,x\n2,ada,y\n3,zoe,y\n4,ada,x\n")
+    found = settings(path).model_copy(update={"partition": "natural"})
+    assert check_data(found, 2).counts.tolist() == [[1, 1], [1, 1]]
+    pool = load_pool(found)
+    assert pool.columns == ("a",)
+    assert pool.owner is not None
+    assert pool.owner.tolist() == [1, 0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "has 0 columns"),
+        ("a\n1\n", "has 1 columns; allowed are 2 or more"),
+        ("a,label\n", "has no rows"),
+        ("a,label\n1,x\n,y\n", "row 2, column 'a': the cell is empty; allowed are numbers"),
+        ("a,label\n1,x\nNaN,y\n", "row 2, column 'a': the cell is empty"),
+        ("a,label\n1,x\ninf,y\n", "row 2, column 'a': 'inf' is no finite number"),
+        ("a,label\n1,x\n1e39,y\n", "row 2, column 'a': '1e39' is no finite number"),  # beyond float32
+        ("a,b,label\n1,2,x\n3,four,y\n", "row 2, column 'b': 'four' is no finite number"),
+        ("a;b;label\n1,5;2;x\n", "row 1, column 'a': '1,5' is no finite number"),
+        ("a,label\n1,x\n2,\n", "row 2, column 'label': the cell is empty; a class is expected"),
+        ("a,label\n1,x\n2\n", "row 2: 1 cells, the first line names 2 columns"),
+        ("a,b\n1,0.5\n2,0.7\n", "column 'b' holds 0.5, which is no class; label-column names the right one"),
+        ("1.5,2,3\n1,2,3\n", "'1.5' is no name of a column"),
+        (",a,label\n0,1,x\n", "column 1 has no name; leave an index column out"),
+        ("a,a,label\n0,1,x\n", "has two columns 'a'"),
+        ("client,label\nz,x\n", "has no feature column beside 'label'"),
+        ('a,label\n"1,x\n', "is not a readable table"),
+    ],
+)
+def test_what_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(PbflError) as error:
+        load_pool(settings(write(tmp_path, text)))
+    assert said in str(error.value)
+    assert str(tmp_path / "t.csv") in str(error.value)
+
+
+def test_a_fault_far_down_is_found(tmp_path: Path) -> None:
+    rows = [f"{i},{i % 2}" for i in range(9000)]
+    rows[8500] = "?,1"
+    with pytest.raises(PbflError, match="row 8501, column 'a'"):
+        load_pool(settings(write(tmp_path, "\n".join(["a,label", *rows]))))
+
+
+def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_bytes(b"a,label\n\xff\xfe,1\n")
+    with pytest.raises(PbflError, match="is not a readable table"):
+        load_pool(settings(tmp_path / "t.csv"))
+
+
+def test_columns_are_found_by_name_for_prediction(tmp_path: Path) -> None:
+    path = write(tmp_path, "b,note,a\n1,hi,2\n3,ho,4\n")
+    assert features(path, ["a", "b"]).tolist() == [[2.0, 1.0], [4.0, 3.0]]
+    with pytest.raises(PbflError, match="has no column 'c'; it has b, note, a"):
+        features(path, ["a", "c"])
+
+
+def test_parquet_is_the_same_table(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet")
+    columns = {
+        "a": [1, -3, 5],
+        "flag": [True, False, True],
+        "b": [2.5, 400.0, 0.0],
+        "label": ["dog", "cat", "dog"],
+    }
+    pq.write_table(pa.table(columns), tmp_path / "t.parquet")
+    pool = load_pool(settings(tmp_path / "t.parquet"))
+    assert pool.inputs.tolist() == [[1.0, 1.0, 2.5], [-3.0, 0.0, 400.0], [5.0, 1.0, 0.0]]
+    assert (pool.label_names, pool.labels.tolist(), pool.columns) == (
+        ("cat", "dog"),
+        [1, 0, 1],
+        ("a", "flag", "b"),
+    )
+    for number, (column, said) in enumerate(
+        {
+            "none": ([1, None, 2], "row 2, column 'x': the cell is empty"),
+            "text": (["a", "b", "c"], "row 1, column 'x': 'a' is no finite number"),
+            "date": (np.array(["2020-01-01"] * 3, "datetime64[D]"), "column 'x': '2020-01-01"),
+            "list": ([[1], [2], [3]], "row 1, column 'x'"),
+        }.values()
+    ):
+        file = tmp_path / f"{number}.parquet"
+        pq.write_table(pa.table({"x": column, "label": ["u", "v", "u"]}), file)
+        with pytest.raises(PbflError) as error:
+            load_pool(settings(file))
+        assert said in str(error.value)
+    (tmp_path / "noise.parquet").write_bytes(b"PAR1 no such thing")
+    with pytest.raises(PbflError, match="is not a readable Parquet file"):
+        load_pool(settings(tmp_path / "noise.parquet"))
