@@ -106,6 +106,9 @@ class DataSettings(Group):
     dataset: str = Field("digits", description="one of `pbfl list datasets`")
     data_dir: AbsolutePath = Field("", description="where the data lies; empty: <home>/data")
     download: bool = Field(False, description="allow torchvision to download what is missing")
+    max_samples: int = Field(
+        0, ge=0, description="samples that are used, drawn with partition-seed before they are dealt; 0: all"
+    )
     partition: Literal["dirichlet", "pathological", "way-shot", "natural", "iid"] = Field(
         "dirichlet", description="how samples are dealt to clients"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import floor
 
 import numpy as np
@@ -19,6 +20,7 @@ from pbfl_flwr.errors import PbflError
 def partition(pool: Pool, settings: DataSettings, num_clients: int) -> Partition:
     """Return who holds what; the same settings give the same rows on every machine.
 
+    With ``max_samples`` all that follows sees that many samples, drawn at random; counts are theirs.
     ``dirichlet``, ``pathological`` and ``iid`` always end with ``min_samples`` a client: what the procedure
     leaves short is filled by :func:`~pbfl_flwr.data.dealing.repair`. ``natural`` takes the first M owners. A
     source whose files fix clients and split is taken as it is. With ``test_split`` "client" the share of a
@@ -31,6 +33,9 @@ def partition(pool: Pool, settings: DataSettings, num_clients: int) -> Partition
     Raises:
         PbflError: if the settings do not fit the data (a line that names the setting and what is allowed).
     """
+    if 0 < settings.max_samples < len(pool.labels):
+        rows = _drawn(pool, settings)
+        return _of_all(rows, partition(_thinned(pool, rows), settings, num_clients), len(pool.labels))
     if pool.in_train is not None and pool.owner is not None:
         return _as_in_files(pool, pool.owner, pool.in_train, num_clients)
     if settings.partition == "way-shot":
@@ -49,6 +54,34 @@ def partition(pool: Pool, settings: DataSettings, num_clients: int) -> Partition
     else:
         splits = tuple(_split_share(rows, settings.train_share, rng) for rows in deal.rows)
     return _finish(pool, settings, splits, deal.notes)
+
+
+def _drawn(pool: Pool, settings: DataSettings) -> Rows:
+    """Return the rows that max-samples leaves, ascending."""
+    if pool.in_train is not None:
+        raise PbflError(
+            f"max-samples = {settings.max_samples}: clients and split of dataset '{settings.dataset}' are those "
+            "of its files; allowed is 0"
+        )
+    rng = np.random.default_rng(settings.partition_seed)
+    return np.sort(rng.choice(len(pool.labels), settings.max_samples, replace=False))
+
+
+def _thinned(pool: Pool, rows: Rows) -> Pool:
+    """Return a pool of these rows without their inputs, which nobody who deals looks at."""
+    return replace(
+        pool,
+        inputs=pool.inputs[:0],
+        labels=pool.labels[rows],
+        num_train=int((rows < pool.num_train).sum()),
+        owner=None if pool.owner is None else pool.owner[rows],
+    )
+
+
+def _of_all(rows: Rows, thin: Partition, total: int) -> Partition:
+    """Return a partition of drawn rows as one of the whole pool."""
+    splits = tuple(Split(rows[split.train], rows[split.test]) for split in thin.splits)
+    return Partition(splits, thin.counts, (*thin.notes, f"{len(rows):,} of {total:,} samples are used"))
 
 
 def _deal(pool: Pool, labels: Rows, settings: DataSettings, num_clients: int, rng: RandomState) -> Deal:

@@ -1,4 +1,5 @@
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -165,3 +166,32 @@ def test_client_data_is_what_the_partition_says():
     assert client_data(settings, 20, 3) is data  # a worker that sees the client again does not load again
     with pytest.raises(PbflError, match=r"client 20 does not exist; allowed is 0\.\.19"):
         client_data(settings, 20, 20)
+
+
+def test_max_samples_deals_that_many_of_the_pools_own_rows(pool_of):
+    pool = pool_of([40, 20], test_counts=[20, 10])
+    part = partition(pool, DataSettings(partition="iid", max_samples=45), 3)
+    rows = everything(part)
+    assert len(np.unique(rows)) == len(rows) == part.counts.sum() == 45
+    assert rows.max() < 90
+    assert part.counts[0].tolist() == np.bincount(
+        pool.labels[np.concatenate([part.splits[0].train, part.splits[0].test])], minlength=2
+    ).tolist()
+    assert part.notes == ("45 of 90 samples are used",)
+    official = partition(pool, DataSettings(partition="iid", max_samples=45, test_split="official"), 3)
+    for split in official.splits:
+        assert split.train.max() < 60 <= split.test.min()
+    everyone = partition(pool, DataSettings(partition="iid", max_samples=90), 3)
+    assert everyone.notes == ()
+    assert everyone.counts.sum() == 90
+
+
+def test_max_samples_keeps_the_natural_owners_and_refuses_fixed_splits(pool_of):
+    owner = np.repeat(np.arange(3), 20)
+    pool = pool_of([30, 30], owner=owner)
+    part = partition(pool, DataSettings(partition="natural", max_samples=30), 3)
+    for client, split in enumerate(part.splits):
+        assert set(owner[np.concatenate([split.train, split.test])]) == {client}
+    fixed = replace(pool, in_train=np.ones(60, dtype=bool))
+    with pytest.raises(PbflError, match="max-samples = 30"):
+        partition(fixed, DataSettings(max_samples=30), 3)
