@@ -202,7 +202,7 @@ def write_run(path: Path, rounds: list[dict[str, Any]], **changes: Any) -> Path:
         "moment": "after",
         "clients": [{"client": 0, **member}, {"client": 1, **member}],
     }
-    path.mkdir()
+    path.mkdir(parents=True)
     (path / "run.json").write_text(json.dumps(about))
     (path / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in rounds))
     (path / "partition.json").write_text(json.dumps({"counts": [[5, 3, 0], [0, 0, 8]], "notes": []}))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import typer
 
-from pbfl_flwr.cli import deployment, devices, experiments
+from pbfl_flwr.cli import deployment, devices, experiments, reproductions
 
 app = typer.Typer(
     help="Prototype-based federated learning on Flower.",
@@ -21,6 +21,7 @@ app = typer.Typer(
 COMMANDS: dict[str, Callable[..., None]] = {
     "run": experiments.run,
     "compare": experiments.compare,
+    "reproduce": reproductions.reproduce,
     "show": experiments.show,
     "list": experiments.list_,
     "certs": deployment.certs,

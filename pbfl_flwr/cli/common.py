@@ -34,6 +34,11 @@ def ended(error: PbflError, code: int = REFUSED) -> typer.Exit:
     return typer.Exit(code)
 
 
+def words(text: str) -> list[str]:
+    """Return a comma list's entries."""
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
 def checkout(given: Path | None) -> Path:
     """Return the directory of the Flower app: where pyproject.toml and the packages lie side by side.
 

@@ -20,6 +20,7 @@ from pbfl_flwr.cli.common import (
     RunDir,
     checkout,
     ended,
+    words,
 )
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.figures import say
@@ -33,6 +34,7 @@ class Topic(StrEnum):
     datasets = "datasets"
     presets = "presets"
     comparisons = "comparisons"
+    reproductions = "reproductions"
     keys = "keys"
 
 
@@ -42,6 +44,7 @@ COLUMNS = {
     Topic.datasets: ("dataset", "what it is"),
     Topic.presets: ("preset",),
     Topic.comparisons: ("comparison", "title"),
+    Topic.reproductions: ("reproduction", "title", "blocks"),
     Topic.keys: ("key", "default", "meaning, and what is allowed"),
 }
 
@@ -132,7 +135,6 @@ def compare(
     """Make several runs on the same data and print one table; started again, it goes on where it stopped."""
     from pbfl_flwr.experiments import compare as comparison
     from pbfl_flwr.experiments import configuration
-    from pbfl_flwr.experiments.runner import simulate
     from pbfl_flwr.flower.engine import Resources
 
     console = Console()
@@ -142,22 +144,14 @@ def compare(
         title, runs = comparison.read(name)
         directory = (out or Path("runs") / Path(name).stem).expanduser().absolute()
         chosen = comparison.numbers("--seeds", seeds)
-        labels = [label.strip() for label in only.split(",") if label.strip()]
-        planned = comparison.plan(runs, assignments or [], chosen, labels, directory)
+        planned = comparison.plan(runs, assignments or [], chosen, words(only), directory)
         for wishes in {str(sorted(run.wishes.values.items())): run.wishes for run in planned}.values():
             configuration.preflight(configuration.check(wishes), resources)
     except PbflError as error:
         raise ended(error, REFUSED) from None
 
-    def start(wishes: configuration.Wishes, run_dir: Path) -> int:
-        run = configuration.check(wishes).run
-        say(console, f"{run_dir.name}: {run.method}")
-        return simulate(
-            source, run_dir, wishes.values, run.num_clients, run.num_server_rounds, resources, console
-        )
-
     try:
-        failed = comparison.make(planned, start)
+        failed = comparison.make(planned, comparison.starter(source, resources, console))
     except PbflError as error:
         raise ended(error, FAILED) from None
     except KeyboardInterrupt:

@@ -9,6 +9,7 @@ from pydantic.fields import FieldInfo
 
 from pbfl_flwr.config import GROUPS, Group
 from pbfl_flwr.data import DATASETS
+from pbfl_flwr.experiments import reproduce
 from pbfl_flwr.experiments.compare import comparisons, read
 from pbfl_flwr.experiments.configuration import presets
 from pbfl_flwr.methods import METHODS, SECTIONS
@@ -43,6 +44,12 @@ def shipped() -> Rows:
 def side_by_side() -> Rows:
     """Return (name, title) of the comparisons."""
     return [(name, read(name)[0]) for name in comparisons()]
+
+
+def published_tables() -> Rows:
+    """Return (name, title, blocks) of the reproductions."""
+    found = [(name, reproduce.read(name)) for name in reproduce.reproductions()]
+    return [(name, paper.title, ", ".join(paper.blocks)) for name, paper in found]
 
 
 def keys() -> Rows:
@@ -98,5 +105,6 @@ ROWS: dict[str, Callable[[], Rows]] = {
     "datasets": datasets,
     "presets": shipped,
     "comparisons": side_by_side,
+    "reproductions": published_tables,
     "keys": keys,
 }

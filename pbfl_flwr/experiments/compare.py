@@ -22,14 +22,18 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from rich.console import Console
+
 from pbfl_flwr.config import Scalar
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import configuration
-from pbfl_flwr.experiments.figures import kilobytes
+from pbfl_flwr.experiments.figures import kilobytes, say
 from pbfl_flwr.experiments.records import Group, Record
+from pbfl_flwr.experiments.runner import simulate
 from pbfl_flwr.experiments.sheets import Sheet, figure
 from pbfl_flwr.experiments.summaries import paired_sheet
 from pbfl_flwr.experiments.tables import paper_scalars, scores
+from pbfl_flwr.flower.engine import Resources
 from pbfl_flwr.flower.history import RunDirectory
 from pbfl_flwr.flower.store import write_atomically
 from pbfl_flwr.method import PREDICTORS
@@ -146,10 +150,36 @@ def finished(run: Planned) -> bool:
     return len(directory.rounds()) >= int(directory.read()["configuration"]["num-server-rounds"])
 
 
-def make(planned: Sequence[Planned], start: Start) -> list[str]:
+def starter(app: Path, resources: Resources, console: Console) -> Start:
+    """Return what starts a run on the simulation engine.
+
+    Args:
+        app: directory of the Flower app.
+        resources: of the workers.
+        console: where the run's lines go.
+    """
+
+    def start(wishes: configuration.Wishes, run_dir: Path) -> int:
+        run = configuration.check(wishes).run
+        say(console, f"{run_dir.name}: {run.method}")
+        return simulate(
+            app, run_dir, wishes.values, run.num_clients, run.num_server_rounds, resources, console
+        )
+
+    return start
+
+
+def make(
+    planned: Sequence[Planned], start: Start, after: Callable[[Planned], object] = lambda run: None
+) -> list[str]:
     """Make the runs that are not finished, one after the other, and return what failed.
 
     A run that was interrupted goes on where it stopped; a run that fails does not stop the others.
+
+    Args:
+        planned: in the order in which they are made.
+        start: makes a run.
+        after: called after every run that was made.
 
     Raises:
         KeyboardInterrupt: if a run was interrupted.
@@ -166,6 +196,7 @@ def make(planned: Sequence[Planned], start: Start) -> list[str]:
             raise KeyboardInterrupt
         if code:
             failed.append(f"{run.label}, seed {run.seed}")
+        after(run)
     return failed
 
 

@@ -30,7 +30,7 @@ class Scores:
 
     Attributes:
         last: (round, statistics) of the last round.
-        best: (round, statistics) of the round with the highest sample-weighted accuracy.
+        best: (round, statistics) of the round with the highest accuracy, sample-weighted unless asked otherwise.
         chosen: (round, statistics) on the test data of the round with the highest sample-weighted accuracy on the
             clients' validation samples; None where nothing was held out.
     """
@@ -54,11 +54,12 @@ def series(rounds: Sequence[Mapping[str, Any]], on: str = "accuracy") -> list[tu
     return found
 
 
-def scores(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Scores]:
+def scores(rounds: Sequence[Mapping[str, Any]], by: str = "weighted") -> dict[str, Scores]:
     """Return predictor -> scores.
 
     Args:
         rounds: what rounds.jsonl holds.
+        by: the statistic by which the best round is chosen.
     """
     found = {}
     validated = dict(series(rounds, "validation"))
@@ -67,7 +68,7 @@ def scores(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Scores]:
         held_out = {at: validated[at][name]["weighted"] for at, _ in points if name in validated.get(at, {})}
         chosen = max(held_out, key=lambda at: held_out[at], default=None)
         if points:
-            best = max(points, key=lambda point: point[1]["weighted"])
+            best = max(points, key=lambda point: point[1][by])
             found[name] = Scores(points[-1], best, None if chosen is None else (chosen, dict(points)[chosen]))
     return found
 

@@ -174,9 +174,12 @@ def test_max_samples_deals_that_many_of_the_pools_own_rows(pool_of):
     rows = everything(part)
     assert len(np.unique(rows)) == len(rows) == part.counts.sum() == 45
     assert rows.max() < 90
-    assert part.counts[0].tolist() == np.bincount(
-        pool.labels[np.concatenate([part.splits[0].train, part.splits[0].test])], minlength=2
-    ).tolist()
+    assert (
+        part.counts[0].tolist()
+        == np.bincount(
+            pool.labels[np.concatenate([part.splits[0].train, part.splits[0].test])], minlength=2
+        ).tolist()
+    )
     assert part.notes == ("45 of 90 samples are used",)
     official = partition(pool, DataSettings(partition="iid", max_samples=45, test_split="official"), 3)
     for split in official.splits:

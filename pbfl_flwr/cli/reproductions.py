@@ -1,0 +1,102 @@
+"""``pbfl reproduce``: a published table made again."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from pbfl_flwr.cli.common import (
+    COMPLETED,
+    FAILED,
+    INTERRUPTED,
+    AppDirectory,
+    Assignments,
+    Gpus,
+    checkout,
+    ended,
+    words,
+)
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments.figures import say
+
+
+class Scale(StrEnum):
+    """How much of the paper's setting is run."""
+
+    small = "small"
+    paper = "paper"
+
+
+def reproduce(
+    name: Annotated[
+        str, typer.Argument(metavar="TABLE", help="A TOML file, or one of `pbfl list reproductions`.")
+    ],
+    dataset: Annotated[str | None, typer.Option("--dataset", help="Only the blocks on this dataset.")] = None,
+    block: Annotated[str, typer.Option("--block", help="Only these blocks, separated by commas.")] = "",
+    scale: Annotated[
+        Scale, typer.Option("--scale", help="The full setting, or what a small machine does in minutes.")
+    ] = Scale.small,
+    seeds: Annotated[
+        str, typer.Option("--seeds", help="One run a seed, e.g. 0,1,2; default the paper's, one at small.")
+    ] = "",
+    only: Annotated[str, typer.Option("--only", help="Rows, separated by commas.")] = "",
+    assignments: Assignments = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Where runs and table go; default runs/<table>-<scale>.")
+    ] = None,
+    gpus_per_client: Gpus = 0.0,
+    app_dir: AppDirectory = None,
+) -> None:
+    """Make a published table again and print it beside the paper's; started again, it goes on where it stopped."""
+    from pbfl_flwr.experiments import compare, configuration
+    from pbfl_flwr.experiments import reproduce as reproduction
+    from pbfl_flwr.flower.engine import Resources
+
+    console = Console()
+    resources = Resources(1, gpus_per_client, None)
+    directory = (out or Path("runs") / f"{Path(name).stem}-{scale.value}").expanduser().absolute()
+    try:
+        source = checkout(app_dir)
+        paper = reproduction.read(name)
+        blocks = reproduction.chosen(paper, dataset, words(block))
+        numbers = compare.numbers("--seeds", seeds)
+        planned = reproduction.plans(
+            paper, blocks, scale.value, assignments or [], numbers, words(only), directory
+        )
+        missing = reproduction.absent(planned)
+        for left_out, why in missing.items():
+            say(console, f"block {left_out} is left out: {why}", "yellow")
+        planned = {key: runs for key, runs in planned.items() if key not in missing}
+        if not planned:
+            raise PbflError("no block can be run: the data is not here")
+        runs = [run for of_block in planned.values() for run in of_block]
+        for wishes in {str(sorted(run.wishes.values.items())): run.wishes for run in runs}.values():
+            configuration.preflight(configuration.check(wishes), resources)
+    except PbflError as error:
+        raise ended(error) from None
+    for line in reproduction.changes(paper, planned):
+        say(console, f"scale {scale.value}: {line}")
+    say(console, f"{sum(not compare.finished(run) for run in runs)} of {len(runs)} runs are to be made")
+
+    def table(_: compare.Planned | None = None) -> str:
+        found = reproduction.rows(paper, planned)
+        text = reproduction.markdown(paper, scale.value, planned, found, missing)
+        reproduction.write(directory, paper, text, found)
+        return text
+
+    try:
+        failed = compare.make(runs, compare.starter(source, resources, console), table)
+    except PbflError as error:
+        raise ended(error, FAILED) from None
+    except KeyboardInterrupt:
+        say(console, "what is finished is kept; the same command goes on")
+        raise typer.Exit(INTERRUPTED) from None
+    say(console, table())
+    say(console, f"written to {directory / 'table.md'} and table.csv")
+    for label in failed:
+        say(console, f"failed: {label}", "red")
+    raise typer.Exit(FAILED if failed or missing else COMPLETED)

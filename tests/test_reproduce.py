@@ -1,0 +1,212 @@
+"""Reproductions: the files say what the papers print, and the table says what the runs and the papers say."""
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from pbfl_flwr.cli import app
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments import reproduce
+from pbfl_flwr.experiments.catalogue import ROWS
+from tests.test_cli import entry, write_run
+
+FILE = """
+title = "A table"
+paper = "Somebody"
+table = "Table 9: accuracy"
+hardware = "a computer"
+accuracy = "weighted"
+round = "best"
+spread = "seeds"
+seeds = [0, 1]
+deviations = ["the moon was full"]
+[common]
+num-clients = 2
+num-server-rounds = 9
+feature-dim = 4
+[small]
+num-server-rounds = 2
+[blocks.one]
+dataset = "digits"
+learning-rate = 0.5
+[blocks.two]
+dataset = "fashion-mnist"
+remark = "Do not believe it."
+runs.B.cps-dim = 3
+[runs.A]
+method = "fedproto"
+[runs.B]
+method = "tinyproto"
+tinyproto.base = "fedtgp"
+cps-dim = 2
+[published]
+A = [[51.50, 0.25], []]
+B = [[60.00], [70.00, 1.00]]
+"""
+
+# By hand from the papers: (file, block, row, what is printed there).
+PRINTED = [
+    ("cps-table1", "cifar10", "FedTGP-s50-PPA-CPKD", [87.11, 0.08]),
+    ("cps-table1", "tiny-imagenet", "FedProto-s250", [15.70, 0.47]),
+    ("cps-table2", "cifar100", "CPS-350", [32.86, 0.34]),
+    ("cps-table2", "cifar10", "d-150", [80.58, 1.30]),
+    ("protonorm-table1", "cifar10-pathological", "FedTGP", [85.46, 0.05]),
+    ("protonorm-table1", "flowers102", "ProtoNorm", [53.83, 0.38]),
+    ("protonorm-table1", "tiny-imagenet", "FedKD", [23.08, 0.17]),
+    ("protonorm-table2", "clients-100", "ProtoNorm", [41.06, 0.17]),
+    ("protonorm-table2", "d-64", "FedDistill", [37.08, 0.12]),
+    ("protonorm-table3", "flowers102-resnet18", "FedUV", [55.36, 0.32]),
+    ("protonorm-table4", "tiny-imagenet", "gamma-1000", []),
+    ("protonorm-table4", "cifar100", "gamma-800", [46.66]),
+    ("protonorm-table5", "cifar100", "FedTGP-1.2", [47.33]),
+    ("protonorm-table5", "cifar10", "FedProto-1.4", []),
+    ("tinyproto-table1", "gtsrb", "TinyProto-FT", [97.68, 0.10]),
+    ("tinyproto-table1", "cifar100", "FedProto", [40.72, 0.84]),
+    ("tinyproto-table2", "alpha-0.01", "TinyProto-FP", [68.24, 0.34]),
+    ("tinyproto-table4", "tiny-imagenet", "FedTGP-APS", [28.40]),
+    ("gfpl-table1", "mnist-4", "FeSEM", [97.06, 2.72]),
+    ("gfpl-table1", "cifar10-3", "Local", [67.72, 9.45]),
+    ("gfpl-table1", "cifar100-5", "GFPL", [67.23, 1.55]),
+    ("gfpl-table2", "cifar100-20", "GFPL-without-DCS", [60.63, 7.23]),
+    ("fedcpd-table1", "fashion-mnist", "FedCPD", [97.83, 4.83]),
+    ("fedcpd-table1", "cifar10", "FedGH", [83.06, 20.89]),
+    ("fedcpd-table1", "cifar100-pathological", "FedALA", [67.31, 3.66]),
+    ("fedcpd-table2", "cifar10-beta-1", "FedPA", [72.16]),
+    ("fedcpd-table3", "cifar100", "align-pcl", [58.24]),
+]
+
+
+@pytest.fixture
+def paper(tmp_path: Path) -> reproduce.Reproduction:
+    (tmp_path / "nine.toml").write_text(FILE)
+    return reproduce.read(str(tmp_path / "nine.toml"))
+
+
+@pytest.mark.parametrize("name", reproduce.reproductions())
+def test_shipped_files_are_tables_of_percentages(name: str) -> None:
+    paper = reproduce.read(name)
+    assert name.split("-table")[1] in paper.title
+    figures = [cell for block in paper.blocks.values() for cell in block.published.values()]
+    assert all(0 < cell[0] < 100 for cell in figures if cell)
+    assert {len(cell) for cell in figures if cell} == ({1} if paper.spread == "none" else {2})
+    for word in [*paper.blocks, *next(iter(paper.blocks.values())).runs]:
+        assert re.fullmatch(r"[A-Za-z0-9.-]+", word), "it names a directory"
+
+
+@pytest.mark.parametrize(("name", "block", "label", "printed"), PRINTED)
+def test_what_the_papers_print(name: str, block: str, label: str, printed: list[float]) -> None:
+    assert reproduce.read(name).blocks[block].published[label] == printed
+
+
+def test_every_shipped_table_was_looked_up_by_hand() -> None:
+    assert {name for name, *_ in PRINTED} == set(reproduce.reproductions())
+
+
+def test_later_keys_win(paper: reproduce.Reproduction, tmp_path: Path) -> None:
+    assert paper.blocks["one"].runs["A"]["learning-rate"] == 0.5
+    assert paper.blocks["one"].runs["B"]["cps-dim"] == 2
+    assert paper.blocks["two"].runs["B"]["cps-dim"] == 3
+    assert paper.blocks["two"].runs["B"]["tinyproto.base"] == "fedtgp"
+    small = reproduce.plans(paper, ["one", "two"], "small", ["learning-rate=0.1"], [], ["B"], tmp_path)
+    assert [run.directory for run in small["two"]] == [tmp_path / "two" / "B-seed0"]
+    assert small["one"][0].wishes.values["num-server-rounds"] == 2
+    assert small["one"][0].wishes.values["learning-rate"] == 0.1
+    full = reproduce.plans(paper, ["one"], "paper", [], [], [], tmp_path)
+    assert [(run.label, run.seed) for run in full["one"]] == [("A", 0), ("A", 1), ("B", 0), ("B", 1)]
+    assert full["one"][0].wishes.values["num-server-rounds"] == 9
+    assert reproduce.changes(paper, full) == []
+    assert reproduce.changes(paper, small) == [
+        "num-server-rounds = 2, the full setting has 9",
+        "learning-rate = 0.1, the full setting has 0.5, default",
+        "seeds 0, the full setting has 0, 1",
+    ]
+
+
+def test_blocks_are_chosen_by_dataset_and_name(paper: reproduce.Reproduction) -> None:
+    assert reproduce.chosen(paper, None, []) == ["one", "two"]
+    assert reproduce.chosen(paper, "digits", []) == ["one"]
+    assert reproduce.chosen(paper, None, ["two"]) == ["two"]
+    for dataset, names, said in [
+        ("mnist", [], "--dataset mnist: allowed are digits, fashion-mnist"),
+        (None, ["three"], "--block three: allowed are one, two"),
+        ("digits", ["two"], "none of the blocks two"),
+    ]:
+        with pytest.raises(PbflError, match=said):
+            reproduce.chosen(paper, dataset, names)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("A = [[51.50, 0.25], []]", "A = [[51.50]]"), "published.A has 1 entries; the blocks are 2"),
+        (("A = [[51.50, 0.25], []]", "A = [[151.50], []]"), "published.A.0.0: Input should be less than"),
+        (("A = [[51.50, 0.25], []]", "C = [[1.0], []]"), "must be both in runs and in published"),
+        (("runs.B.cps-dim = 3", "runs.C.cps-dim = 3"), "blocks.two.runs.C is no run"),
+        (('hardware = "a computer"', ""), "hardware: Field required"),
+        (('round = "best"', 'round = "worst"'), "round: Input should be"),
+    ],
+)
+def test_files_that_are_no_reproduction(change: tuple[str, str], said: str, tmp_path: Path) -> None:
+    (tmp_path / "bad.toml").write_text(FILE.replace(*change))
+    with pytest.raises(PbflError, match=re.escape(said)):
+        reproduce.read(str(tmp_path / "bad.toml"))
+
+
+def test_the_table(paper: reproduce.Reproduction, tmp_path: Path) -> None:
+    planned = reproduce.plans(paper, ["one", "two"], "small", [], [0, 1], [], tmp_path)
+    write_run(planned["one"][0].directory, [entry(1, 0.5, 0.75), entry(2, 0.5, 0.25)])
+    write_run(planned["one"][1].directory, [entry(1, 0.5, 0.5), entry(2, 0.25, 0.5)])
+    write_run(planned["two"][0].directory, [entry(1, 0.5, 0.5), entry(2, 0.25, 0.5)])
+    found = reproduce.rows(paper, planned)
+    assert [(row.block, row.label) for row in found] == [("one", "A"), ("two", "A")]
+    row = found[0]
+    assert (row.best, row.last) == ([75.0, 50.0], [25.0, 50.0])
+    assert row.difference(paper) == 62.5 - 51.5
+    assert found[1].difference(paper) is None
+    text = reproduce.markdown(paper, "small", planned, found, {"three": "dataset 'x' not found"})
+    # sample deviation of two values: their distance over the root of 2, 25/1.4142 = 17.68; 62.5 - 51.5
+    assert "| A | global | 51.50 ± 0.25 | 62.50 ± 17.68 | 37.50 ± 17.68 | +11.00 |" in text
+    assert "| A | global | - | 50.00 | 50.00 | - |" in text
+    for line in (
+        "Not finished: B.",
+        "Do not believe it.",
+        "* the moon was full",
+        "**three** was left out: dataset 'x' not found",
+        "* num-server-rounds = 2, the full setting has 9",
+        "The paper's hardware: a computer.",
+    ):
+        assert line in text
+    reproduce.write(tmp_path, paper, text, found)
+    lines = (tmp_path / "table.csv").read_text().splitlines()
+    assert lines[1].startswith("one,A,global,51.50,0.25,62.5000,17.6777,37.5000,17.6777,11.0000,2,2,")
+    assert lines[2].startswith("two,A,global,,,50.0000,0.0000,50.0000,0.0000,,2,1,")
+
+
+def test_a_spread_over_clients_is_the_runs_own(paper: reproduce.Reproduction, tmp_path: Path) -> None:
+    (tmp_path / "clients.toml").write_text(FILE.replace('spread = "seeds"', 'spread = "clients"'))
+    paper = reproduce.read(str(tmp_path / "clients.toml"))
+    planned = reproduce.plans(paper, ["one"], "small", [], [0], ["A"], tmp_path)
+    write_run(planned["one"][0].directory, [entry(1, 0.5, 0.75), entry(2, 0.5, 0.25)])
+    (row,) = reproduce.rows(paper, planned)
+    spread = entry(1, 0.5, 0.75)["accuracy"]["global"]["std"]
+    assert row.best_spread == [100 * spread]
+    text = reproduce.markdown(paper, "small", planned, [row], {})
+    assert f"| A | global | 51.50 ± 0.25 | 75.00 ± {100 * spread:.2f} |" in text
+
+
+def test_missing_data_is_named_with_its_files_and_nothing_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PBFL_HOME", str(tmp_path / "home"))
+    arguments = ["reproduce", "protonorm-table1", "--block", "cifar10", "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert "block cifar10 is left out: dataset 'cifar10' not found; looked for" in result.output
+    assert "cifar-10-batches-py" in result.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_list_names_blocks() -> None:
+    assert ("fedcpd-table3", "FedCPD, Table 3", "cifar100") in ROWS["reproductions"]()

@@ -1,0 +1,143 @@
+"""Every preset, comparison and reproduction that comes with the package: read, checked, dealt, and run for a round.
+
+Data that is not on the machine is stood in for by noise with the same shape, classes and sizes.
+"""
+
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pbfl_flwr.config import DataSettings, Scalar, Settings, parse
+from pbfl_flwr.data import ClientData, Pool, Shard, partition
+from pbfl_flwr.experiments import compare, configuration, reproduce
+from pbfl_flwr.methods import SECTIONS, build_method
+from pbfl_flwr.models import architectures, check_models
+from pbfl_flwr.task import Task
+from tests.flower.inprocess import federation
+
+Keys = dict[str, Scalar]
+
+# Input shape, classes, training and test samples.
+SETS: dict[str, tuple[tuple[int, ...], int, int, int]] = {
+    "digits": ((1, 16, 16), 10, 1797, 0),
+    "mnist": ((1, 28, 28), 10, 60_000, 10_000),
+    "fashion-mnist": ((1, 28, 28), 10, 60_000, 10_000),
+    "cifar10": ((3, 32, 32), 10, 50_000, 10_000),
+    "cifar100": ((3, 32, 32), 100, 50_000, 10_000),
+    "gtsrb": ((3, 32, 32), 43, 26_640, 12_630),
+    "flowers102": ((3, 64, 64), 102, 8_189, 0),
+    "tiny-imagenet": ((3, 64, 64), 200, 110_000, 0),
+}
+# A round of one method must not take longer than all others: fewer steps where a method has many of its own, and
+# GFPL's exchange in the one round there is.
+SHORT: dict[str, Keys] = {
+    "fedtgp": {"fedtgp.server-epochs": 2},
+    "fml": {"fml.auxiliary": "cnn2"},
+    "fedkd": {"fedkd.auxiliary": "cnn2"},
+    "tinyproto": {"tinyproto.server-epochs": 2},
+    "fedpa": {"fedpa.server-steps": 2},
+    "fedala": {"fedala.max-epochs": 2},
+    "gfpl": {"gfpl.start": 1, "gfpl.interval": 1},
+}
+
+
+def shipped() -> Iterator[tuple[str, Keys]]:
+    """(where it stands, its keys) of every run of every file, reproductions at both scales."""
+    for name in configuration.presets():
+        yield f"preset {name}", configuration.gather(name, []).values
+    for name in compare.comparisons():
+        for label, keys in compare.read(name)[1].items():
+            yield f"{name} {label}", keys
+    for name in reproduce.reproductions():
+        paper = reproduce.read(name)
+        for block, column in paper.blocks.items():
+            for label, keys in column.runs.items():
+                yield f"{name} {block} {label}", keys
+                yield f"{name} {block} {label} small", {**keys, **paper.small}
+
+
+RUNS = list(shipped())
+
+
+@lru_cache(maxsize=8)
+def stand_in(dataset: str) -> Pool:
+    """As many labels as the dataset has, in its order, and no inputs."""
+    _, classes, train, test = SETS[dataset]
+    labels = np.concatenate([np.sort(np.arange(size) % classes) for size in (train, test)])
+    return Pool(np.zeros((0, 1), np.float32), labels, tuple(str(k) for k in range(classes)), train)
+
+
+def short(keys: Keys) -> Keys:
+    """The run cut down to two clients, one round, few features, and small networks of as many kinds."""
+    kinds = set(architectures(str(keys["models"])))
+    small = "resnet4" if kinds == {"resnet18"} else str(keys["models"]) if len(kinds) == 1 else "cnn4,resnet4"
+    classes = SETS[str(keys["dataset"])][1]
+    cut: Keys = {"num-clients": 2, "num-server-rounds": 1, "batch-size": 4, "models": small, "device": "cpu"}
+    cut["feature-dim"] = 16 if classes < 16 else 128
+    if keys.get("cps-dim") or (keys["method"] == "tinyproto" and "cps-dim" not in keys):
+        cut["cps-dim"] = 8
+    return {**keys, **cut, **SHORT.get(str(keys["method"]), {})}
+
+
+def distinct() -> list[tuple[str, Keys]]:
+    """The runs that differ in more than their data and in the size of numbers: the first of each."""
+    ignored = {*DataSettings.key_names(), "feature-dim", "cps-scheme", "drop-last", "local-epochs"}
+    first: dict[str, tuple[str, Keys]] = {}
+    for where, keys in RUNS:
+        cut = short(keys)
+        kinds = {k: v if isinstance(v, bool | str) else v != 0 for k, v in cut.items() if k not in ignored}
+        first.setdefault(str(sorted(kinds.items())), (where, cut))
+    return list(first.values())
+
+
+def noise(settings: Settings, client: int) -> ClientData:
+    """Twelve training and four test samples of three classes, as the configured dataset's."""
+    shape, classes, _, _ = SETS[settings.data.dataset]
+    generator = torch.Generator().manual_seed(client)
+
+    def shard(size: int) -> Shard:
+        inputs = torch.randint(0, 256, (size, *shape), dtype=torch.uint8, generator=generator)
+        return Shard(inputs, (torch.arange(size) % 3 + 2 * client) % classes)
+
+    names = tuple(str(k) for k in range(classes))
+    scale = torch.full((shape[0], 1, 1), 1 / 127.5)
+    return ClientData(shard(12), shard(4), classes, names, scale, -torch.ones(shape[0], 1, 1))
+
+
+def test_every_key_of_every_run_is_allowed() -> None:
+    for where, keys in RUNS:
+        settings = configuration.check(configuration.Wishes(keys))
+        assert settings.data.dataset in SETS, where
+        assert build_method(settings).name == keys["method"], where
+
+
+def test_every_partition_can_be_dealt() -> None:
+    settings = {(parse(keys, SECTIONS).data, int(keys["num-clients"])) for _, keys in RUNS}
+    for data, num_clients in settings:
+        counts = partition(stand_in(data.dataset), data, num_clients).counts
+        assert (counts.sum(axis=1) >= data.min_samples).all()
+
+
+def test_every_network_takes_its_data() -> None:
+    settings = [parse(keys, SECTIONS) for _, keys in RUNS]
+    wanted = {(s.models.models, *SETS[s.data.dataset][:2], s.models.feature_dim) for s in settings}
+    largest = {(models, shape): (classes, dim) for models, shape, classes, dim in sorted(wanted)}
+    for (models, shape), (classes, dim) in largest.items():
+        check_models(models, Task(classes, dim, shape))
+
+
+@pytest.mark.parametrize(
+    ("where", "keys"), distinct(), ids=lambda item: item if isinstance(item, str) else ""
+)
+def test_a_round_of_every_run(where: str, keys: Keys, tmp_path: Path) -> None:
+    run = federation(tmp_path, data=noise, **keys).run()  # type: ignore[arg-type]
+    (line,) = run.strategy.history
+    assert line["failures"] == []
+    assert line["trained"] == [0, 1]
+    accuracy = line.get("final", line)["accuracy"]
+    assert accuracy
+    assert {found["clients"] for found in accuracy.values()} == {2}
