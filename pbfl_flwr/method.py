@@ -14,7 +14,7 @@ caller stores it afterwards.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
@@ -52,12 +52,18 @@ class Round:
         task: what all clients agree on.
         num_clients: M, all clients of the federation, whether they answered or not.
         seed: the run's seed.
+        shares: client -> s_i < 1 of uploads that came too late for their own round; see :meth:`Method.streams`.
     """
 
     number: int
     task: Task
     num_clients: int
     seed: int = 0
+    shares: Mapping[int, float] = field(default_factory=dict)
+
+    def shares_of(self, uploads: Iterable[int]) -> list[float] | None:
+        """Return s_i of every upload, 1 for those in time; None if all are."""
+        return [self.shares.get(client, 1.0) for client in uploads] if self.shares else None
 
 
 @dataclass(frozen=True)
@@ -157,8 +163,17 @@ class Method(ABC, Generic[StateT, DownT, UpT]):
     def aggregate(self, state: StateT, uploads: Mapping[int, UpT], at: Round) -> StateT:
         """Return the new state; ``uploads`` come in ascending client order and are already validated.
 
-        The old state and the uploads are left as they are.
+        The old state and the uploads are left as they are. If the method :meth:`streams`, an upload is decoded each
+        time it is asked for and not kept.
         """
+
+    def streams(self) -> bool:
+        """Whether :meth:`aggregate` is a sum over the uploads, weighed by ``at.shares``.
+
+        Such a method goes through them once, so that one at a time is held in memory, and can count a late upload
+        for less (``stale-weight``).
+        """
+        return False
 
     def install(self, client: Client, down: DownT) -> None:
         """Put what was broadcast into the client's network, for scoring before local training."""

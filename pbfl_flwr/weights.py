@@ -81,17 +81,30 @@ def load_parameters(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     copy_into(dict(model.named_parameters()), tensors)
 
 
-def average(state: Weights, uploads: Mapping[int, Weights], weighting: Weighting) -> Weights:
-    """Return Σ_i (n_i/Σn)·w_i, or the plain mean; the state itself if nobody brings weight."""
-    share = {i: float(up.num_examples if weighting == "samples" else 1) for i, up in uploads.items()}
-    total = sum(share.values())
+def average(
+    state: Weights,
+    uploads: Mapping[int, Weights],
+    weighting: Weighting,
+    shares: Mapping[int, float] | None = None,
+) -> Weights:
+    """Return Σ_i (n_i/Σn)·w_i, or the plain mean; the state itself if nobody brings weight.
+
+    Args:
+        state: whose tensors are averaged.
+        uploads: by client; each is read once.
+        weighting: by n_i, or each client the same.
+        shares: client -> s_i, by which an upload's weight is multiplied; 1 for those that are not in it.
+    """
+    sums = {name: torch.zeros(tensor.shape, dtype=torch.float64) for name, tensor in state.tensors.items()}
+    total = 0.0
+    for i, upload in uploads.items():
+        weight = float(upload.num_examples if weighting == "samples" else 1) * (shares or {}).get(i, 1.0)
+        total += weight
+        for name, tensor in upload.tensors.items():
+            sums[name].add_(tensor, alpha=weight)
     if total == 0:
         return state
-    sums = {name: torch.zeros(tensor.shape, dtype=torch.float64) for name, tensor in state.tensors.items()}
-    for i, upload in uploads.items():
-        for name, tensor in upload.tensors.items():
-            sums[name].add_(tensor, alpha=share[i] / total)
-    return Weights({name: tensor.to(torch.float32) for name, tensor in sums.items()})
+    return Weights({name: (tensor / total).to(torch.float32) for name, tensor in sums.items()})
 
 
 def same_shapes(upload: Weights, state: Weights) -> None:

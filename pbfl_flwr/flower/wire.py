@@ -8,6 +8,7 @@ messages are encoded, so that no method can flatter itself.
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeVar
@@ -31,7 +32,9 @@ PAYLOAD, METRICS, CONFIG = "p", "m", "c"  # record names: short, they travel wit
 MAX_BYTES = 2**31  # of one payload; Flower's own frame limit
 SPENT = ("data", "open", "fit", "evaluate", "save")  # data: its own shards; open: network, state and settings
 MAX_METRICS = 100  # of one report
-FORMAT = "safetensors"  # how the one array says what its bytes are; Flower hands unknown ones on as they are
+MAX_NAME = 100  # characters of a metric's name
+FORMAT = "safetensors crc32="  # how the one array says what its bytes are; Flower hands unknown ones on as they are
+MAX_HEADER = 2**20  # bytes that name the tensors of a payload; those of a network with 2,000 take 200,000
 _LARGEST_FLOAT = 1e40  # beyond float32: no loss, no time and no memory is that large
 _SCALE = "#scale"
 _CAST = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -70,8 +73,16 @@ def encode_tensors(tensors: Mapping[str, Tensor], dtype: WireDtype = "float32") 
             )
             sent[name] = (tensor / divisor).round().to(torch.int8)
             sent[name + _SCALE] = scale
-    data = save(separate(sent))
-    return ArrayRecord({"s": Array("uint8", (len(data),), FORMAT, data)})
+    return sealed(save(separate(sent)))
+
+
+def sealed(data: bytes) -> ArrayRecord:
+    """Return bytes as the one array of a payload, with their checksum.
+
+    Flower hashes what it carries; the checksum also covers what happens before and after that, and a changed number in
+    a row is a number like any other.
+    """
+    return ArrayRecord({"s": Array("uint8", (len(data),), f"{FORMAT}{zlib.crc32(data):08x}", data)})
 
 
 def _cast(name: str, tensor: Tensor, dtype: Literal["float32", "float16", "bfloat16"]) -> Tensor:
@@ -84,8 +95,14 @@ def _cast(name: str, tensor: Tensor, dtype: Literal["float32", "float16", "bfloa
     return cast
 
 
-def decode(record: ArrayRecord, payload: type[P], task: Task) -> P:
-    """Rebuild a payload.
+def decode(record: ArrayRecord, payload: type[P], task: Task, max_bytes: int = MAX_BYTES) -> P:
+    """Rebuild a payload; size and checksum are looked at before anything is parsed.
+
+    Args:
+        record: as it arrived.
+        payload: the type it must be.
+        task: K, d and input shape that it must fit.
+        max_bytes: more are refused unread.
 
     Raises:
         RejectedPayload: if the bytes are no safetensors file, too many, or not what the payload's type allows.
@@ -96,10 +113,16 @@ def decode(record: ArrayRecord, payload: type[P], task: Task) -> P:
     if not arrays:
         return payload.from_tensors({}, task)
     data = arrays[0].data
-    if arrays[0].stype != FORMAT:
-        raise RejectedPayload(f"an array of format '{arrays[0].stype[:40]}', expected '{FORMAT}'")
-    if len(data) > MAX_BYTES:
-        raise RejectedPayload(f"{len(data)} bytes, allowed are {MAX_BYTES}")
+    if not arrays[0].stype.startswith(FORMAT):
+        raise RejectedPayload(f"an array of format '{arrays[0].stype[:40]}', expected '{FORMAT}...'")
+    if len(data) > max_bytes:
+        raise RejectedPayload(f"{len(data)} bytes, allowed are {max_bytes} (max-upload-mb)")
+    if arrays[0].stype != f"{FORMAT}{zlib.crc32(data):08x}":
+        raise RejectedPayload("its bytes do not fit their checksum")
+    if (header := int.from_bytes(data[:8], "little")) > MAX_HEADER:
+        raise RejectedPayload(
+            f"not a safetensors payload: a header of {header} bytes, allowed are {MAX_HEADER}"
+        )
     try:
         tensors = load(data)
     # Beside its own error the reader lets through what torch says about absurd shapes and unknown types.
@@ -183,6 +206,8 @@ class Report:
             raise RejectedPayload(f"its report counts {max(counters)} samples")
         if len(record) > MAX_METRICS:
             raise RejectedPayload(f"its report has {len(record)} entries, allowed are {MAX_METRICS}")
+        if (longest := max(map(len, record))) > MAX_NAME:
+            raise RejectedPayload(f"its report has a name of {longest} characters, allowed are {MAX_NAME}")
         scored, by_validation = _named(correct), _named(validated) if num_validation else None
         metrics = {key: _checked(key, value) for key, value in record.items() if not isinstance(value, list)}
         seconds = (data, opened, fitted, evaluated, saved)
@@ -252,6 +277,18 @@ def weigh(message: Message) -> Traffic:
     with no_object_id_recompute():  # each level's hash is asked for several times
         total = sum(len(item.deflate()) for item in get_all_nested_objects(message).values())
     return Traffic(payload, ours, total)
+
+
+def check_content(content: RecordDict, max_bytes: int) -> None:
+    """Check, before anything is parsed, that a reply holds a payload and a report at most, and few enough bytes.
+
+    Raises:
+        RejectedPayload: saying what else it holds, or how much.
+    """
+    if others := sorted(set(content) - {PAYLOAD, METRICS}):
+        raise RejectedPayload(f"unexpected record '{others[0][:40]}'")
+    if (size := sum(record.count_bytes() for record in content.values())) > max_bytes:
+        raise RejectedPayload(f"{size} bytes, allowed are {max_bytes} (max-upload-mb)")
 
 
 def content(

@@ -90,7 +90,11 @@ class FML(Method[Weights, Weights, Weights]):
 
     def aggregate(self, state: Weights, uploads: Mapping[int, Weights], at: Round) -> Weights:
         """Average."""
-        return average(state, uploads, self.weighting)
+        return average(state, uploads, self.weighting, at.shares)
+
+    def streams(self) -> bool:
+        """Yes: a weighted sum."""
+        return True
 
     def validate(self, upload: Weights, state: Weights, task: Task) -> None:
         """Every tensor of the auxiliary network, in its shape, and no other."""

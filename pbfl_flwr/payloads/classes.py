@@ -76,30 +76,28 @@ class Prototypes:
         labels = whole_numbers(tensors, "labels")
         rows = floats(tensors, "rows", dimensions=2, limit=cls.max_magnitude)
         K = task.num_classes
-        if len(labels) != len(rows):
-            raise RejectedPayload(f"{len(labels)} labels for {len(rows)} rows")
+        sent: list[int] = labels.tolist()
+        if len(sent) != rows.shape[0]:
+            raise RejectedPayload(f"{len(sent)} labels for {rows.shape[0]} rows")
         narrowest, widest = cls.widths(task)
         if not narrowest <= rows.shape[1] <= widest:
             raise RejectedPayload(f"rows are {rows.shape[1]} wide, allowed is {narrowest}..{widest}")
-        if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < K:
+        if sent and not 0 <= min(sent) <= max(sent) < K:
             raise RejectedPayload(f"class id {first_outside(labels, K)} is outside 0..{K - 1}")
-        if len(labels.unique()) != len(labels):
+        if len(set(sent)) != len(sent):
             raise RejectedPayload("a class is sent twice")
-        values = torch.zeros(K, rows.shape[1])
-        values[labels] = rows
-        present = torch.zeros(K, dtype=torch.bool)
-        present[labels] = True
+        values = torch.zeros(K, rows.shape[1]).index_copy_(0, labels, rows)
+        present = torch.zeros(K, dtype=torch.bool).index_fill_(0, labels, True)
         counts = None
         if "counts" in tensors:
-            sent = whole_numbers(tensors, "counts")
-            if len(sent) != len(labels):
-                raise RejectedPayload(f"{len(sent)} counts for {len(labels)} rows")
-            if len(sent) and int(sent.min()) < 1:
+            of_rows = whole_numbers(tensors, "counts")
+            if len(of_rows) != len(labels):
+                raise RejectedPayload(f"{len(of_rows)} counts for {len(labels)} rows")
+            if len(of_rows) and int(of_rows.min()) < 1:
                 raise RejectedPayload("a row with a count of zero or less")
-            if len(sent) and int(sent.max()) >= MAX_COUNT:
-                raise RejectedPayload(f"a count of {int(sent.max())}, allowed is less than {MAX_COUNT}")
-            counts = torch.zeros(K, dtype=torch.int64)
-            counts[labels] = sent
+            if len(of_rows) and int(of_rows.max()) >= MAX_COUNT:
+                raise RejectedPayload(f"a count of {int(of_rows.max())}, allowed is less than {MAX_COUNT}")
+            counts = torch.zeros(K, dtype=torch.int64).index_copy_(0, labels, of_rows)
         total = num_examples_of(tensors) if "n" in tensors else None
         no_others(tensors, {"labels", "rows", "counts", "n"})
         return cls(values, present, counts, total)

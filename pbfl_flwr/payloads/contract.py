@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol, Self
@@ -101,10 +102,12 @@ def floats(tensors: Mapping[str, Tensor], name: str, dimensions: int | None, lim
         raise RejectedPayload(f"'{name}' is {tensor.dtype}, expected floating point of 16 to 64 bits")
     if dimensions is not None and tensor.dim() != dimensions:
         raise RejectedPayload(f"'{name}' has {tensor.dim()} dimensions, expected {dimensions}")
-    if not bool(torch.isfinite(tensor).all()):
-        raise RejectedPayload(f"'{name}' holds NaN or infinity")
-    if tensor.numel() and float(tensor.abs().max()) > limit:
-        raise RejectedPayload(f"'{name}' holds {float(tensor.abs().max()):.3g}, allowed is up to {limit:.0e}")
+    if tensor.numel():
+        low, high = (float(end) for end in torch.aminmax(tensor))  # one pass; NaN comes through
+        if not (math.isfinite(low) and math.isfinite(high)):
+            raise RejectedPayload(f"'{name}' holds NaN or infinity")
+        if (largest := max(-low, high)) > limit:
+            raise RejectedPayload(f"'{name}' holds {largest:.3g}, allowed is up to {limit:.0e}")
     return tensor.to(torch.float32)
 
 
@@ -128,10 +131,10 @@ def num_examples_of(tensors: Mapping[str, Tensor]) -> int:
     Raises:
         RejectedPayload: if it is no whole number from 0, or absurdly large.
     """
-    n = whole_numbers(tensors, "n")
-    if len(n) != 1 or not 0 <= int(n[0]) < MAX_COUNT:
+    sent: list[int] = whole_numbers(tensors, "n").tolist()
+    if len(sent) != 1 or not 0 <= sent[0] < MAX_COUNT:
         raise RejectedPayload("the number of examples must be one whole number from 0")
-    return int(n[0])
+    return sent[0]
 
 
 def first_outside(labels: Tensor, num_classes: int) -> int:

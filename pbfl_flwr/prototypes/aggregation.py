@@ -3,13 +3,17 @@
 Every rule takes the uploads of one round, dense (K, width) with ``present``, and returns the global
 prototypes c_j in float32 (sums run in float64). A class that nobody sent is a zero row with ``present``
 False; N_j is the set of clients that sent class j. The sums need O(K·width) memory however many clients there
-are, so uploads may come from a generator; the robust rules need all of them at once.
+are, so uploads may come from a generator; the robust rules need all of them at once. Where a rule takes ``shares``,
+upload i counts s_i times, as if a share s_i of a client had sent it: the staleness weight of an upload that came too
+late for its own round.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from itertools import repeat
 from typing import Literal
 
 import torch
@@ -19,8 +23,8 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.payloads import Prototypes
 
 
-def mean(uploads: Iterable[Prototypes]) -> Prototypes:
-    """Return c_j = (1/|N_j|) Σ_{i in N_j} c̄_ij.
+def mean(uploads: Iterable[Prototypes], shares: Iterable[float] | None = None) -> Prototypes:
+    """Return c_j = (1/|N_j|) Σ_{i in N_j} c̄_ij; with shares Σ s_i·c̄_ij / Σ s_i.
 
     Source: CPS paper, Eq. 4; ProtoNorm, Eq. 7; TinyProto, Eq. 9; all published code. The server learns no
     count, only which classes a client holds.
@@ -28,18 +32,16 @@ def mean(uploads: Iterable[Prototypes]) -> Prototypes:
     Raises:
         ValueError: if there is no upload or the shapes differ.
     """
-    return mean_and_holders(uploads)[0]
+    return _Sum.of(uploads, shares).mean()
 
 
 def mean_and_holders(uploads: Iterable[Prototypes]) -> tuple[Prototypes, Tensor]:
     """Return :func:`mean` and |N_j| (K,) int64 in one pass."""
-    total = _Sum()
-    for upload in uploads:
-        total.add(upload, None)
-    return total.result(1 / total.holders.clamp_min(1)), total.holders
+    total = _Sum.of(uploads)
+    return total.mean(), total.holders
 
 
-def weighted(uploads: Iterable[Prototypes]) -> Prototypes:
+def weighted(uploads: Iterable[Prototypes], shares: Iterable[float] | None = None) -> Prototypes:
     """Return c_j = Σ_{i in N_j} (n_ij / Σ_i n_ij) c̄_ij, the mean over all samples of the class.
 
     Source: FedProto (Tan et al. 2022) as meant; CPS paper, Eq. 9 without its factor 1/|N_j|. The server
@@ -48,11 +50,10 @@ def weighted(uploads: Iterable[Prototypes]) -> Prototypes:
     Raises:
         ValueError: if an upload has no counts, or a class that it holds has the count 0.
     """
-    total = _weighted_sum(uploads)
-    return total.result(1 / total.weights.clamp_min(1))
+    return _Sum.of(uploads, shares, by_counts=True).mean()
 
 
-def weighted_shrunk(uploads: Iterable[Prototypes]) -> Prototypes:
+def weighted_shrunk(uploads: Iterable[Prototypes], shares: Iterable[float] | None = None) -> Prototypes:
     """Return c_j = (1/|N_j|) Σ_{i in N_j} (n_ij / Σ_i n_ij) c̄_ij, to the letter of the printed equation.
 
     Source: CPS paper, Eq. 9; ProtoNorm, Eq. 3; TinyProto, Eq. 4. Weights that already sum to one are divided
@@ -61,11 +62,16 @@ def weighted_shrunk(uploads: Iterable[Prototypes]) -> Prototypes:
     Raises:
         ValueError: if an upload has no counts, or a class that it holds has the count 0.
     """
-    total = _weighted_sum(uploads)
-    return total.result(1 / (total.weights.clamp_min(1) * total.holders.clamp_min(1)))
+    total = _Sum.of(uploads, shares, by_counts=True)
+    return total.result(total.rows / (total.weights * total.holders.clamp_min(1)).unsqueeze(1))
 
 
-def ppa(uploads: Iterable[Prototypes], num_classes: int, num_examples: float) -> Prototypes:
+def ppa(
+    uploads: Iterable[Prototypes],
+    num_classes: int,
+    num_examples: float | None = None,
+    shares: Iterable[float] | None = None,
+) -> Prototypes:
     """Return c_j = (K/n) Σ_{i in N_j} u_ij, where the clients sent u_ij = n_ij·c̄_ij.
 
     Source: PPA, Eq. 10 and 11. The server learns no count, only the constants K and n; the sum could run
@@ -76,44 +82,51 @@ def ppa(uploads: Iterable[Prototypes], num_classes: int, num_examples: float) ->
     Args:
         uploads: count-scaled local prototypes.
         num_classes: K.
-        num_examples: n, samples of all clients that take part in this sum, or its expectation.
+        num_examples: n, samples of all clients that take part in this sum, or its expectation; None: the sum of
+            the n_i that the uploads bring, at least 1.
+        shares: s_i; see the module.
 
     Raises:
         PbflError: if n is not positive.
     """
-    if not num_examples > 0:
-        raise PbflError(
-            f"PPA divides by the number of examples, which is {num_examples}; it must be positive"
-        )
-    return _scaled_sum(uploads, num_classes / num_examples)
+    total = _Sum.of(uploads, shares)
+    n = max(1.0, total.examples) if num_examples is None else num_examples
+    if not n > 0:
+        raise PbflError(f"PPA divides by the number of examples, which is {n}; it must be positive")
+    return total.result(total.rows * (num_classes / n))
 
 
-def aps(uploads: Iterable[Prototypes], scale: float, form: Literal["sum", "mean"] = "sum") -> Prototypes:
+def aps(
+    uploads: Iterable[Prototypes],
+    scale: float,
+    form: Literal["sum", "mean"] = "sum",
+    shares: Iterable[float] | None = None,
+) -> Prototypes:
     """Return APS's global prototypes of count-scaled uploads u_ij = n_ij·c̄_ij.
 
     "sum" is c_j = μ Σ_{i in N_j} u_ij, what the published code does (it multiplies the mean by |N_j|·μ) and
     the only form for which the published μ gives prototypes of the features' size. "mean" is c_j = (μ/|N_j|)
     Σ u_ij, TinyProto, Eq. 10 with the client's μ of Eq. 11 already applied; pass ``scale=1`` where the client
-    applies it. "sum" with μ = K/n is PPA. The server learns no count.
+    applies it. "sum" with μ = K/n is PPA. The server learns no count. ``num_examples`` of the result is n_t, the sum
+    of the n_i that the uploads bring, None if they bring none.
 
     Args:
         uploads: count-scaled local prototypes.
         scale: μ > 0.
         form: "sum" or "mean".
+        shares: s_i; see the module.
 
     Raises:
         PbflError: if μ is not positive and finite, or the form is unknown.
     """
     if not (scale > 0 and math.isfinite(scale)):
         raise PbflError(f"aps-scale is {scale}; it must be positive and finite")
-    if form == "sum":
-        return _scaled_sum(uploads, scale)
-    if form == "mean":
-        total = _Sum()
-        for upload in uploads:
-            total.add(upload, None)
-        return total.result(scale / total.holders.clamp_min(1))
-    raise PbflError(f"the form of APS is '{form}'; allowed is 'sum' or 'mean'")
+    if form not in ("sum", "mean"):
+        raise PbflError(f"the form of APS is '{form}'; allowed is 'sum' or 'mean'")
+    total = _Sum.of(uploads, shares)
+    rows = total.rows if form == "sum" else total.mean_rows()
+    n_t = max(1, round(total.examples)) if total.brings_examples else None
+    return replace(total.result(rows * scale), num_examples=n_t)
 
 
 def coordinate_median(uploads: Iterable[Prototypes]) -> Prototypes:
@@ -186,54 +199,65 @@ def keep_stale(
 
 
 class _Sum:
-    """Σ_i w_ij·c̄_ij, Σ_i w_ij and |N_j| in float64, upload by upload."""
+    """Σ_i w_ij·c̄_ij, Σ_i w_ij, |N_j| and Σ_i s_i·n_i in float64, upload by upload; w_ij = s_i, or s_i·n_ij."""
 
-    def __init__(self) -> None:
-        self.rows = torch.zeros(0, 0, dtype=torch.float64)
-        self.weights = torch.zeros(0, dtype=torch.float64)
-        self.holders = torch.zeros(0, dtype=torch.int64)
-        self.empty = True
+    def __init__(self, shape: torch.Size) -> None:
+        self.rows = torch.zeros(shape, dtype=torch.float64)
+        self.weights = torch.zeros(shape[0], dtype=torch.float64)
+        self.holders = torch.zeros(shape[0], dtype=torch.int64)
+        self.examples = 0.0
+        self.brings_examples = False
 
-    def add(self, upload: Prototypes, weights: Tensor | None) -> None:
-        if self.empty:
-            self.rows = torch.zeros(upload.values.shape, dtype=torch.float64)
-            self.weights = torch.zeros(len(upload.present), dtype=torch.float64)
-            self.holders = torch.zeros(len(upload.present), dtype=torch.int64)
-            self.empty = False
+    @classmethod
+    def of(
+        cls, uploads: Iterable[Prototypes], shares: Iterable[float] | None = None, by_counts: bool = False
+    ) -> _Sum:
+        total: _Sum | None = None
+        pairs = (
+            zip(uploads, repeat(1.0), strict=False) if shares is None else zip(uploads, shares, strict=True)
+        )
+        for index, (upload, share) in enumerate(pairs):
+            if total is None:
+                total = cls(upload.values.shape)
+            total._add(upload, share, _counts(upload, index) if by_counts else None)
+        if total is None:
+            raise ValueError("no uploads to aggregate")
+        return total
+
+    def _add(self, upload: Prototypes, share: float, counts: Tensor | None) -> None:
         _check_shape(upload, self.rows.shape)
         labels = upload.present.nonzero().flatten()
-        rows = upload.values[labels].to("cpu", torch.float64)
+        rows = upload.values.index_select(0, labels).to("cpu", torch.float64)
+        weights = torch.full((rows.shape[0],), share, dtype=torch.float64)
+        if counts is not None:
+            weights *= counts.index_select(0, labels).cpu()
         labels = labels.cpu()
-        self.holders[labels] += 1
-        if weights is None:
-            self.rows[labels] += rows
-        else:
-            chosen = weights.to("cpu", torch.float64)[labels]
-            self.rows[labels] += rows * chosen.unsqueeze(1)
-            self.weights[labels] += chosen
+        if counts is not None or share != 1.0:
+            rows *= weights.unsqueeze(1)
+        self.rows.index_add_(0, labels, rows)
+        self.weights.index_add_(0, labels, weights)
+        self.holders += upload.present.cpu()
+        if upload.num_examples is not None:
+            self.examples += share * upload.num_examples
+            self.brings_examples = True
 
-    def result(self, factors: Tensor) -> Prototypes:
-        if self.empty:
-            raise ValueError("no uploads to aggregate")
-        return Prototypes((self.rows * factors.unsqueeze(1)).to(torch.float32), self.holders > 0)
+    def mean_rows(self) -> Tensor:
+        return self.rows / torch.where(self.holders > 0, self.weights, 1).unsqueeze(1)
 
+    def mean(self) -> Prototypes:
+        return self.result(self.mean_rows())
 
-def _weighted_sum(uploads: Iterable[Prototypes]) -> _Sum:
-    total = _Sum()
-    for index, upload in enumerate(uploads):
-        if upload.counts is None:
-            raise ValueError(f"upload {index} has no counts, which count-weighted aggregation needs")
-        if bool((upload.present & (upload.counts < 1)).any()):
-            raise ValueError(f"upload {index} has a prototype with a count below 1")
-        total.add(upload, upload.counts)
-    return total
+    def result(self, rows: Tensor) -> Prototypes:
+        present = self.holders > 0
+        return Prototypes(torch.where(present.unsqueeze(1), rows, 0).to(torch.float32), present)
 
 
-def _scaled_sum(uploads: Iterable[Prototypes], factor: float) -> Prototypes:
-    total = _Sum()
-    for upload in uploads:
-        total.add(upload, None)
-    return total.result(torch.full(total.holders.shape, factor, dtype=torch.float64))
+def _counts(upload: Prototypes, index: int) -> Tensor:
+    if upload.counts is None:
+        raise ValueError(f"upload {index} has no counts, which count-weighted aggregation needs")
+    if bool((upload.present & (upload.counts < 1)).any()):
+        raise ValueError(f"upload {index} has a prototype with a count below 1")
+    return upload.counts
 
 
 def _per_class(uploads: Iterable[Prototypes], rule: Callable[[Tensor], Tensor]) -> Prototypes:

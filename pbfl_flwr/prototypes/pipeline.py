@@ -40,6 +40,7 @@ from pbfl_flwr.training import each_feature, fit, forward
 APS_RULES = ("aps-sum", "aps-mean")
 SCALED_RULES = ("ppa", *APS_RULES)
 WEIGHTED_RULES = ("weighted", "weighted-shrunk")
+ROBUST_RULES = ("median", "trimmed-mean")
 SOLVERS: dict[str, Solver] = {"thomson": "thomson", "simplex": "simplex", "lbfgs": "lbfgs"}
 
 
@@ -270,31 +271,31 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
 
     def _combine(self, uploads: Mapping[int, Prototypes], at: Round) -> Prototypes:
         """Return the aggregate; its num_examples is n_t where the clients scale by it."""
-        sent = list(uploads.values())
-        if not sent:
+        if not uploads:
             return Prototypes.empty(at.task.num_classes, self._width(at.task))
-        combined = self._rule(sent, uploads, at)
+        combined = self._rule(uploads, at)
         if self.release.settings.dense_uploads:  # zero everywhere: nobody sent it
             combined = replace(combined, present=(combined.values != 0).any(dim=1))
         return combined
 
-    def _rule(self, sent: list[Prototypes], uploads: Mapping[int, Prototypes], at: Round) -> Prototypes:
-        K, rule = at.task.num_classes, self.stages.aggregation
+    def _rule(self, uploads: Mapping[int, Prototypes], at: Round) -> Prototypes:
+        K, rule, sent = at.task.num_classes, self.stages.aggregation, uploads.values()
+        shares = at.shares_of(uploads)
         if rule == "mean":
-            return aggregation.mean(sent)
+            return aggregation.mean(sent, shares)
         if rule == "weighted":
-            return aggregation.weighted(sent)
+            return aggregation.weighted(sent, shares)
         if rule == "weighted-shrunk":
-            return aggregation.weighted_shrunk(sent)
+            return aggregation.weighted_shrunk(sent, shares)
         if rule == "median":
             return aggregation.coordinate_median(sent)
         if rule == "trimmed-mean":
             return aggregation.trimmed_mean(sent, self.stages.trim_share)
         if rule == "ppa":
-            return aggregation.ppa(sent, K, self._total(uploads, at))
+            known = None if self._needs_total else self._expected_total(uploads, at)
+            return aggregation.ppa(sent, K, known, shares)
         form: Literal["sum", "mean"] = "sum" if rule == "aps-sum" else "mean"
-        n_t = self._total(uploads, at) if self.stages.aps_scale == "auto" else None
-        return replace(aggregation.aps(sent, 1.0, form), num_examples=n_t)  # μ is applied by the client
+        return aggregation.aps(sent, 1.0, form, shares)  # μ is applied by the client
 
     def _train(
         self, trained: TrainableState, uploads: Mapping[int, Prototypes], at: Round
@@ -329,8 +330,16 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
     def _total(self, uploads: Mapping[int, Prototypes], at: Round) -> int:
         """n_t, the training samples behind this round's uploads."""
         if not self._needs_total:
-            return max(1, round(self.stages.total_examples * len(uploads) / at.num_clients))
+            return self._expected_total(uploads, at)
         return max(1, sum(upload.num_examples or 0 for upload in uploads.values()))
+
+    def _expected_total(self, uploads: Mapping[int, Prototypes], at: Round) -> int:
+        answered = sum(at.shares_of(uploads) or [1.0] * len(uploads))
+        return max(1, round(self.stages.total_examples * answered / at.num_clients))
+
+    def streams(self) -> bool:
+        """The sums do; medians, trimmed means and FedTGP's training need all uploads at once."""
+        return self.server_training is None and self.stages.aggregation not in ROBUST_RULES
 
     def validate(self, upload: Prototypes, state: PipelineState, task: Task) -> None:
         """Width, and exactly the counts and the rows that the rule needs."""
