@@ -85,6 +85,9 @@ class RunSettings(Group):
         1.0, ge=0, le=1, description="share of the other clients that is evaluated"
     )
     min_replies: int = Field(1, ge=1, description="valid training replies below which the run ends")
+    max_upload_mb: int = Field(
+        256, ge=1, le=2048, description="MiB of one client's answer; larger ones are refused unread"
+    )
     round_timeout: float = Field(3600.0, gt=0, description="seconds the server waits for a round's replies")
     join_timeout: float = Field(180.0, gt=0, description="seconds the server waits for the clients to join")
     seed: int = Field(0, ge=0, lt=2**31, description="seed of weights, batches and sampling")
@@ -346,6 +349,7 @@ class Settings(BaseModel):
             "num-server-rounds",
             "round-timeout",
             "join-timeout",
+            "max-upload-mb",
             "threads",
         }
         relevant = {key: value for key, value in self.as_dict().items() if key not in neutral}

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flwr.app import Message
+from flwr.app import ArrayRecord, Message
 
 from pbfl_flwr.flower import wire
 from pbfl_flwr.flower.history import finite, on_validation, summarise
@@ -35,11 +35,30 @@ class Phase:
     names: dict[int, str] = field(default_factory=dict)  # of the clients that have one
 
 
+class Uploads(Mapping[int, Payload]):
+    """Uploads that were found valid, in ascending client order, decoded each time one is asked for.
+
+    So the server holds the bytes that Flower handed over and one upload at a time beside them.
+    """
+
+    def __init__(self, records: Mapping[int, ArrayRecord], kind: type[Payload], task: Task) -> None:
+        self._records, self._kind, self._task = dict(sorted(records.items())), kind, task
+
+    def __getitem__(self, client: int) -> Payload:
+        return wire.decode(self._records[client], self._kind, self._task)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._records)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+
 @dataclass
 class Outcome:
     """What came of a phase."""
 
-    uploads: dict[int, Payload] = field(default_factory=dict)
+    uploads: Mapping[int, Payload] = field(default_factory=dict)
     reports: dict[int, wire.Report] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
     up: dict[int, wire.Traffic] = field(default_factory=dict)
@@ -47,7 +66,12 @@ class Outcome:
 
 
 def read(
-    replies: list[Message], phase: Phase, method: Method[Any, Any, Any], state: Any, task: Task
+    replies: list[Message],
+    phase: Phase,
+    method: Method[Any, Any, Any],
+    state: Any,
+    task: Task,
+    max_bytes: int = wire.MAX_BYTES,
 ) -> Outcome:
     """Decode and validate every reply; a bad one costs its own client only.
 
@@ -57,7 +81,11 @@ def read(
         method: decodes and validates uploads.
         state: of the server, before aggregation.
         task: what all clients agree on.
+        max_bytes: of one reply; larger ones are refused unread.
     """
+    uploads: dict[int, Payload] = {}
+    records: dict[int, ArrayRecord] = {}
+    streams = method.streams()
     by_client = wire.ordered(replies, {m.metadata.message_id: client for m, client in phase.messages})
     outcome = Outcome()
     for _, client in phase.messages:
@@ -71,10 +99,11 @@ def read(
             continue
         upload: Payload | None = None
         try:
-            traffic, report = wire.weigh(reply), _report_of(reply)
+            report = _report_of(reply, max_bytes)
             if client in phase.training:
                 upload = _upload_of(reply, method, state, task)
             scalars = upload.scalars() if upload is not None else 0
+            traffic = wire.weigh(reply)
         except RejectedPayload as error:
             outcome.failures[client] = f"upload rejected: {error}"[:LONGEST_REASON]
         except Exception as error:  # the boundary: whatever a client sends must not end the others' run
@@ -85,8 +114,11 @@ def read(
         else:
             outcome.up[client], outcome.reports[client] = traffic, report
             outcome.scalars_up += scalars
-            if upload is not None:
-                outcome.uploads[client] = upload
+            if upload is not None and streams:
+                records[client] = reply.content.array_records[wire.PAYLOAD]
+            elif upload is not None:
+                uploads[client] = upload
+    outcome.uploads = Uploads(records, method.up, task) if streams else uploads
     return outcome
 
 
@@ -178,9 +210,10 @@ def _upload_of(reply: Message, method: Method[Any, Any, Any], state: Any, task: 
     return upload
 
 
-def _report_of(reply: Message) -> wire.Report:
+def _report_of(reply: Message, max_bytes: int) -> wire.Report:
     if not reply.has_content() or wire.METRICS not in reply.content.metric_records:
         raise RejectedPayload("its report is missing")
+    wire.check_content(reply.content, max_bytes)
     return wire.Report.from_record(reply.content.metric_records[wire.METRICS])
 
 

@@ -312,7 +312,9 @@ class MethodStrategy(Strategy):
         """
         assert self.task is not None, "begin(task) or prepare(grid) comes first"
         at = Round(server_round, self.task, self.settings.run.num_clients, self.settings.run.seed)
-        state = self.method.aggregate(self.state, dict(sorted(uploads.items())), at)
+        if list(uploads) != sorted(uploads):
+            uploads = dict(sorted(uploads.items()))
+        state = self.method.aggregate(self.state, uploads, at)
         _finite_broadcast(self.method, state, uploads, server_round)
         self.state = state
         return self.state
@@ -334,7 +336,8 @@ class MethodStrategy(Strategy):
     def _read(self, replies: list[Message]) -> Outcome:
         assert self._phase is not None
         assert self.task is not None
-        return read(replies, self._phase, self.method, self.state, self.task)
+        max_bytes = self.settings.run.max_upload_mb * 2**20
+        return read(replies, self._phase, self.method, self.state, self.task, max_bytes)
 
     def _finish_round(self, server_round: int) -> None:
         self.history[-1]["seconds"]["total"] = time.perf_counter() - self._round_started

@@ -114,7 +114,7 @@ def decode(record: ArrayRecord, payload: type[P], task: Task, max_bytes: int = M
         return payload.from_tensors({}, task)
     data = arrays[0].data
     if not arrays[0].stype.startswith(FORMAT):
-        raise RejectedPayload(f"an array of format '{arrays[0].stype[:40]}', expected '{FORMAT}...'")
+        raise RejectedPayload(f"an array of format '{arrays[0].stype[:40]}', expected 'safetensors'")
     if len(data) > max_bytes:
         raise RejectedPayload(f"{len(data)} bytes, allowed are {max_bytes} (max-upload-mb)")
     if arrays[0].stype != f"{FORMAT}{zlib.crc32(data):08x}":

@@ -86,8 +86,11 @@ class Prototypes:
             raise RejectedPayload(f"class id {first_outside(labels, K)} is outside 0..{K - 1}")
         if len(set(sent)) != len(sent):
             raise RejectedPayload("a class is sent twice")
-        values = torch.zeros(K, rows.shape[1]).index_copy_(0, labels, rows)
-        present = torch.zeros(K, dtype=torch.bool).index_fill_(0, labels, True)
+        if sent == list(range(K)):  # the rows are the table: nothing to place
+            values, present = rows, torch.ones(K, dtype=torch.bool)
+        else:
+            values = torch.zeros(K, rows.shape[1]).index_copy_(0, labels, rows)
+            present = torch.zeros(K, dtype=torch.bool).index_fill_(0, labels, True)
         counts = None
         if "counts" in tensors:
             of_rows = whole_numbers(tensors, "counts")

@@ -226,17 +226,18 @@ class _Sum:
 
     def _add(self, upload: Prototypes, share: float, counts: Tensor | None) -> None:
         _check_shape(upload, self.rows.shape)
-        labels = upload.present.nonzero().flatten()
-        rows = upload.values.index_select(0, labels).to("cpu", torch.float64)
-        weights = torch.full((rows.shape[0],), share, dtype=torch.float64)
+        present = upload.present.cpu()
+        weights = present.to(torch.float64) * share
         if counts is not None:
-            weights *= counts.index_select(0, labels).cpu()
-        labels = labels.cpu()
-        if counts is not None or share != 1.0:
-            rows *= weights.unsqueeze(1)
-        self.rows.index_add_(0, labels, rows)
-        self.weights.index_add_(0, labels, weights)
-        self.holders += upload.present.cpu()
+            weights *= counts.cpu()
+        if bool(present.all()) and counts is None and share == 1.0:  # the fast way, the same bits
+            self.rows += upload.values.cpu()
+        else:
+            labels = present.nonzero().flatten()
+            rows = upload.values.cpu().index_select(0, labels).to(torch.float64)
+            self.rows.index_add_(0, labels, rows.mul_(weights[labels].unsqueeze(1)))
+        self.weights += weights
+        self.holders += present
         if upload.num_examples is not None:
             self.examples += share * upload.num_examples
             self.brings_examples = True

@@ -228,10 +228,7 @@ def scripted(rule: str, poison: RecordDict | Message | None) -> MethodStrategy:
 def test_poison_is_rejected_and_named_and_the_aggregate_unharmed(name: str) -> None:
     rule, tensors, reason = POISON[name]
     report = wire.Report(10, 4, 1, {"head": 2}, 0.5).to_record()
-    record = ArrayRecord()
-    # float8 and complex cannot be encoded by our side
-    data = _saved(tensors)
-    record["s"] = wire.Array("uint8", (len(data),), wire.FORMAT, data)
+    record = wire.sealed(_saved(tensors))  # float8 and complex cannot be encoded by our side
 
     poisoned, without = scripted(rule, wire.content(record, report)), scripted(rule, None)
 
@@ -364,7 +361,7 @@ def _mangled(good: RecordDict, rng: random.Random) -> RecordDict:
             rng.choice(["uint8", "", "O"]), (1,), rng.choice(["numpy.ndarray", "", "x"]), b"\x80"
         )
         return content
-    record["s"] = wire.Array("uint8", (len(data),), wire.FORMAT, bytes(data))
+    content["p"] = wire.sealed(bytes(data))
     return content
 
 

@@ -120,7 +120,7 @@ def test_tensors_that_share_memory_can_be_sent() -> None:
 
 
 def raw(data: bytes) -> ArrayRecord:
-    return ArrayRecord({"s": Array("uint8", (len(data),), wire.FORMAT, data)})
+    return wire.sealed(data)
 
 
 def forged(header: Any, body: bytes = b"") -> bytes:

@@ -1,0 +1,140 @@
+"""The server's share of a round with many uploads: check, decode, aggregate; seconds and peak memory.
+
+    python benchmarks/server_aggregation.py [--uploads 10000] [--out server_aggregation.json]
+
+K = 100 classes, s = 50 numbers a class, all classes present, as TinyProto sends them. Everything that the server does
+with a reply is done: ``check`` weighs it, decodes and validates it; ``decode`` is the second decoding, upload by
+upload, while the sum runs; ``aggregate`` is the sum itself. CPU seconds of one thread, median of the repeats. Memory is
+what the process grows by beside the bytes that Flower handed over; a method that needs all uploads at once
+(``median``) stands beside the sums.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from flwr.app import Message
+from flwr.supercore.task_identity import TaskIdentity
+
+from pbfl_flwr.config import parse
+from pbfl_flwr.flower import books, wire
+from pbfl_flwr.method import Round
+from pbfl_flwr.methods import SECTIONS, build_method
+from pbfl_flwr.payloads import Prototypes
+from pbfl_flwr.task import Task
+
+K, S, D = 100, 50, 500
+TASK = Task(K, D, (3, 32, 32))
+RULES = ("mean", "weighted", "ppa", "aps-sum", "median")
+
+
+def replies(rule: str, number: int) -> tuple[books.Phase, list[Message]]:
+    """Return the round's questions and answers, the answers in another order."""
+    generator = torch.Generator().manual_seed(0)
+    asked, answers = [], []
+    present = torch.ones(K, dtype=torch.bool)
+    report = wire.Report(100, 33, 1, {"head": 20, "global": 19}, 0.5, metrics={"loss.ce": 1.2})
+    for client in range(number):
+        question = Message(wire.content(), dst_node_id=client + 1, message_type="train", group_id="1")
+        question.metadata.__dict__["_message_id"] = f"{client:064d}"
+        counts = torch.randint(1, 9, (K,), generator=generator) if rule == "weighted" else None
+        total = 100 if rule in ("ppa", "aps-sum") else None
+        upload = Prototypes(torch.randn(K, S, generator=generator), present, counts, total)
+        asked.append((question, client))
+        answers.append(Message(wire.content(wire.encode(upload), report.to_record()), reply_to=question))
+    return books.Phase(asked, set(range(number)), {}, 0, time.perf_counter()), answers[::-1]
+
+
+def measure(rule: str, number: int, repeats: int) -> dict[str, Any]:
+    """Return medians over the repeats; memory is that of the first, before anything was kept for reuse."""
+    settings = parse(
+        {"method": "fedproto", "aggregation": rule, "cps-dim": S, "feature-dim": D, "num-clients": number},
+        SECTIONS,
+    )
+    method = build_method(settings)
+    state = method.init(TASK, 0)
+    phase, answers = replies(rule, number)
+    gc.collect()
+    before, grown = resident_mb(), 0.0
+    checks, both, decodes = [], [], []
+    for repeat in range(repeats):
+        begin = time.process_time()
+        outcome = books.read(answers, phase, method, state, TASK)
+        checked = time.process_time()
+        method.aggregate(state, outcome.uploads, Round(1, TASK, number))
+        ended = time.process_time()
+        if len(outcome.uploads) != number:
+            raise SystemExit(f"{rule}: {next(iter(outcome.failures.values()))}")
+        if repeat == 0:
+            grown = resident_mb() - before
+        checks.append(checked - begin)
+        both.append(ended - checked)
+        begin = time.process_time()
+        for _ in outcome.uploads.values():
+            pass
+        decodes.append(time.process_time() - begin)
+        del outcome
+    decode = median(decodes)
+    return {
+        "rule": rule,
+        "uploads": number,
+        "streams": method.streams(),
+        "check": median(checks),
+        "decode": decode,
+        "aggregate": median(both) - decode,
+        "grown_mb": grown,
+        "received_mb": sum(
+            len(array.data) for a in answers for array in a.content.array_records[wire.PAYLOAD].values()
+        )
+        / 2**20,
+    }
+
+
+def resident_mb() -> float:
+    """Return the resident memory of this process (Linux)."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096 / 2**20
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--uploads", type=int, default=10_000)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--rules", default=",".join(RULES))
+    parser.add_argument("--out", type=Path, help="write the table as JSON")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1  # messages ask for them
+    print(f"{arguments.uploads} uploads, K = {K}, s = {S}, one thread, torch {torch.__version__}")
+    print(f"{'rule':>9} {'check':>9} {'decode':>9} {'aggregate':>9} {'decode+aggregate':>17} {'memory':>9}")
+    rows = []
+    for rule in arguments.rules.split(","):
+        row = measure(rule, arguments.uploads, arguments.repeats)
+        rows.append(row)
+        print(
+            f"{rule:>9} {row['check']:>7.2f} s {row['decode']:>7.2f} s {row['aggregate']:>7.2f} s "
+            f"{row['decode'] + row['aggregate']:>15.2f} s {row['grown_mb']:>6.0f} MB"
+        )
+    if arguments.out:
+        about = {
+            "machine": platform.processor() or platform.machine(),
+            "torch": torch.__version__,
+            "threads": 1,
+        }
+        arguments.out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

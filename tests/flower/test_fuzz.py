@@ -1,0 +1,311 @@
+"""1,000 malformed uploads over several methods: the server stays up, its memory bounded, the aggregate the clean one's.
+
+Every upload here must be rejected. What is merely another number is not malformed: the checksum finds it when it came
+about on the way, nothing finds it when a client means it (the robust rules are for that).
+"""
+
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from safetensors.torch import load, save
+from torch import Tensor
+
+from pbfl_flwr.config import Scalar, parse
+from pbfl_flwr.flower import wire
+from pbfl_flwr.flower.client import _peak_mb
+from pbfl_flwr.flower.roster import LONGEST_REASON
+from pbfl_flwr.flower.strategy import MethodStrategy
+from pbfl_flwr.methods import SECTIONS
+from pbfl_flwr.payloads import Mixtures, Payload, Prototypes, Weights
+from pbfl_flwr.task import Task
+from tests.flower.inprocess import ScriptedGrid, reply_of, same_tensors
+
+TASK = Task(num_classes=6, feature_dim=8, input_shape=(1, 16, 16))
+ROUNDS, CLIENTS = 12, 21
+BAD = tuple(client for client in range(CLIENTS) if client % 3)  # 14 of 21: in 12 rounds 168 uploads a method
+COMMON: dict[str, Scalar] = {"num-clients": CLIENTS, "feature-dim": 8, "join-timeout": 0.2}
+
+Mutation = Callable[[dict[str, Tensor], random.Random], RecordDict]
+
+
+def table(seed: int, counts: bool = False, total: bool = False) -> Prototypes:
+    g = torch.Generator().manual_seed(seed)
+    present = torch.rand(6, generator=g) < 0.6
+    present[seed % 6] = True
+    values = torch.randn(6, 8, generator=g) * present[:, None]
+    n = torch.randint(1, 50, (6,), generator=g) * present
+    return Prototypes(values, present, n if counts else None, int(n.sum()) if total else None)
+
+
+def weights(strategy: MethodStrategy, seed: int) -> Weights:
+    g = torch.Generator().manual_seed(seed)
+    named = {name: torch.randn(t.shape, generator=g) for name, t in strategy.state.tensors.items()}
+    return Weights(named, 1 + seed % 7)
+
+
+def mixtures(seed: int) -> Mixtures:
+    g = torch.Generator().manual_seed(seed)
+    labels = torch.randperm(6, generator=g)[:5]
+    return Mixtures(
+        labels, torch.ones(5), torch.randn(5, 8, generator=g), torch.rand(5, 8, generator=g) + 0.1
+    )
+
+
+METHODS: dict[str, tuple[dict[str, Scalar], Callable[[MethodStrategy, int], Payload]]] = {
+    "mean": ({"method": "fedproto"}, lambda s, i: table(i)),
+    "weighted": ({"method": "fedproto", "aggregation": "weighted"}, lambda s, i: table(i, counts=True)),
+    "ppa": ({"method": "fedproto", "aggregation": "ppa"}, lambda s, i: table(i, total=True)),
+    "median": ({"method": "fedproto", "aggregation": "median"}, lambda s, i: table(i)),
+    "fedavg": ({"method": "fedavg", "models": "mlp5"}, weights),
+    "gfpl": (
+        {"method": "gfpl", "gfpl.start": 1, "gfpl.interval": 1, "gfpl.components": 2},
+        lambda s, i: mixtures(i),
+    ),
+}
+
+# Ways to spoil an upload ------------------------------------------------------------------------------------
+
+
+def report() -> MetricRecord:
+    return wire.Report(10, 4, 1, {"head": 2}, 0.5, metrics={"loss.ce": 1.0}).to_record()
+
+
+def of(data: bytes) -> RecordDict:
+    return wire.content(wire.sealed(data), report())
+
+
+def of_tensors(tensors: dict[str, Tensor]) -> RecordDict:
+    return of(save({name: tensor.contiguous() for name, tensor in tensors.items()}))
+
+
+def pick(tensors: dict[str, Tensor], rng: random.Random, floating: bool | None = None) -> str:
+    names = sorted(n for n, t in tensors.items() if floating is None or t.is_floating_point() == floating)
+    return rng.choice(names)
+
+
+def flipped(tensors: dict[str, Tensor], rng: random.Random) -> RecordDict:
+    """Bytes change on the way, after the checksum was taken."""
+    record = wire.sealed(save(tensors))
+    array = record["s"]
+    data = bytearray(array.data)
+    for _ in range(rng.randrange(1, 6)):
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    if bytes(data) == array.data:
+        data[0] ^= 1
+    return wire.content(
+        ArrayRecord({"s": Array(array.dtype, array.shape, array.stype, bytes(data))}), report()
+    )
+
+
+def truncated(tensors: dict[str, Tensor], rng: random.Random) -> RecordDict:
+    data = save(tensors)
+    return of(data[: rng.randrange(len(data))])
+
+
+def padded(tensors: dict[str, Tensor], rng: random.Random) -> RecordDict:
+    return of(save(tensors) + rng.randbytes(rng.randrange(1, 100)))
+
+
+def noise(tensors: dict[str, Tensor], rng: random.Random) -> RecordDict:
+    return of(rng.randbytes(rng.randrange(300)))
+
+
+def wrong_dtype(tensors: dict[str, Tensor], rng: random.Random) -> RecordDict:
+    name = pick(tensors, rng)
+    other = [torch.complex64, torch.bool] if rng.random() < 0.5 else [torch.float8_e4m3fn]
+    return of_tensors({**tensors, name: tensors[name].to(torch.float32).to(rng.choice(other))})
+
+
+def wrong_shape(tensors: dict[str, Tensor], rng: random.Random) -> RecordDict:
+    name = pick(tensors, rng)
+    found = tensors[name]
+    change = rng.choice(
+        [lambda t: t[None], lambda t: torch.cat([t.flatten()] * 3), lambda t: t.flatten()[:0]]
+    )
+    return of_tensors({**tensors, name: change(found)})
+
+
+def not_a_number(tensors: dict[str, Tensor], rng: random.Random) -> RecordDict:
+    name = pick(tensors, rng, floating=True)
+    found = tensors[name].clone()
+    found.view(-1)[rng.randrange(found.numel())] = rng.choice(
+        [float("nan"), float("inf"), -float("inf"), 1e30]
+    )
+    return of_tensors({**tensors, name: found})
+
+
+def missing(tensors: dict[str, Tensor], rng: random.Random) -> RecordDict:
+    gone = pick(tensors, rng)
+    return of_tensors({name: tensor for name, tensor in tensors.items() if name != gone})
+
+
+def renamed(tensors: dict[str, Tensor], rng: random.Random) -> RecordDict:
+    old = pick(tensors, rng)
+    return of_tensors({rng.choice(["x", old + "x", ""]) if n == old else n: t for n, t in tensors.items()})
+
+
+def extra(tensors: dict[str, Tensor], rng: random.Random) -> RecordDict:
+    return of_tensors({**tensors, "one-more": torch.zeros(rng.choice([0, 1, 1000]))})
+
+
+def wrong_number(tensors: dict[str, Tensor], rng: random.Random) -> RecordDict:
+    """A label out of range or negative, a count that is negative or enormous."""
+    name = pick(tensors, rng, floating=False)
+    found = tensors[name].to(torch.int64)
+    found.view(-1)[rng.randrange(found.numel())] = rng.choice([-1, -(2**62), 2**62])
+    return of_tensors({**tensors, name: found})
+
+
+def doubled(tensors: dict[str, Tensor], rng: random.Random) -> RecordDict:
+    """All rows twice; for what is no table, all names twice."""
+    if "labels" in tensors and "weights" not in tensors:
+        return of_tensors({n: torch.cat([t, t]) for n, t in tensors.items()})
+    return of_tensors({**tensors, **{n + ".again": t.clone() for n, t in tensors.items()}})
+
+
+def claimed(tensors: dict[str, Tensor], rng: random.Random) -> RecordDict:
+    """A header that claims what is not there."""
+    header: Any = {
+        name: {
+            "dtype": rng.choice(["F32", "F64", "U8", "I64", "BF16"]),
+            "shape": rng.choice([[2**62], [2**31, 2**31], [10**9, 8], [0, 2**63], [-1], [1] * 5000, None]),
+            "data_offsets": rng.choice([[0, 2**62], [0, 0], [2**40, 2**41], [8, 0], None]),
+        }
+        for name in tensors
+    }
+    text = json.dumps(header).encode()
+    length = rng.choice([len(text), 2**62, 2**64 - 1, wire.MAX_HEADER + 1, 2**26])
+    return of(length.to_bytes(8, "little") + text + bytes(rng.choice([0, 64])))
+
+
+def many_names(tensors: dict[str, Tensor], rng: random.Random) -> RecordDict:
+    header = {f"w.{i}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(20_000)}
+    text = json.dumps(header).encode()
+    return of(len(text).to_bytes(8, "little") + text)
+
+
+def wrong_array(tensors: dict[str, Tensor], rng: random.Random) -> RecordDict:
+    data = save(tensors)
+    arrays = [
+        Array(np.frombuffer(data, dtype=np.uint8)),
+        Array("object", (1,), "numpy.ndarray", np.array([{}], dtype=object).dumps()),
+        Array("uint8", (10**15,), wire.FORMAT + "00000000", data),
+        Array("uint8", (len(data),), "", data),
+    ]
+    record = ArrayRecord({"s": rng.choice(arrays)})
+    if rng.random() < 0.2:
+        record = ArrayRecord({"s": wire.sealed(data)["s"], "t": wire.sealed(data)["s"]})
+    return wire.content(record, report())
+
+
+def wrong_records(tensors: dict[str, Tensor], rng: random.Random) -> RecordDict:
+    good = of_tensors(tensors)
+    kind = rng.randrange(4)
+    if kind == 0:
+        del good[rng.choice(["p", "m"])]
+    elif kind == 1:
+        good[rng.choice(["p", "m"])] = ConfigRecord({"x": rng.choice(["y", 1, b"z", ""])})
+    elif kind == 2:
+        good[rng.choice(["q", "c", "x" * 5000])] = rng.choice(
+            [ConfigRecord({"x": b"y" * 10**6}), wire.sealed(save(tensors))]
+        )
+    else:
+        good["m"] = MetricRecord({**dict(report()), **rng.choice(REPORTS)})
+    return good
+
+
+REPORTS: list[dict[str, Any]] = [
+    {"n": [10]},
+    {"n": [-1, 4, 1]},
+    {"n": [2**62, 4, 1]},
+    {"c": [9] * 5},
+    {"c": 3},
+    {"t": [float("nan")] * 7},
+    {"loss.ce": float("inf")},
+    {"loss.ce": 10**300},
+    {"x" * 10**5: 1.0},
+    {f"metric-{i}": 0.0 for i in range(200)},
+]
+
+MUTATIONS: list[Mutation] = [
+    flipped, truncated, padded, noise, wrong_dtype, wrong_shape, not_a_number, missing, renamed, extra, wrong_number,
+    doubled, claimed, many_names, wrong_array, wrong_records,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(METHODS))
+def test_malformed_uploads_change_nothing(name: str) -> None:
+    keys, make = METHODS[name]
+    settings = parse({**COMMON, **keys, "num-server-rounds": ROUNDS}, SECTIONS)
+    rng = random.Random(f"fuzz {name}")
+    made: list[str] = []
+
+    def run(malformed: bool) -> MethodStrategy:
+        strategy = MethodStrategy(settings)
+
+        def answer(client: int, server_round: int) -> RecordDict | Message | None:
+            upload = make(strategy, 100 * server_round + client)
+            if client not in BAD:
+                return reply_of(upload)
+            if not malformed:
+                return None
+            mutation = MUTATIONS[(len(made)) % len(MUTATIONS)]
+            made.append(mutation.__name__)
+            tensors = {n: t.clone() for n, t in load(wire.encode(upload)["s"].data).items()}
+            return mutation(tensors, rng)
+
+        strategy.start(ScriptedGrid(TASK, answer, CLIENTS))  # type: ignore[arg-type]
+        return strategy
+
+    clean = run(False)
+    before = _peak_mb()
+    poisoned = run(True)
+    grown = _peak_mb() - before
+
+    assert len(made) >= ROUNDS * len(BAD)  # where a last scoring follows, there are more
+    good = [client for client in range(CLIENTS) if client not in BAD]
+    accepted = []
+    for line in poisoned.history:
+        assert line["trained"] == good, [
+            (made[len(BAD) * (line["round"] - 1) + BAD.index(c)], line["round"])
+            for c in set(line["trained"]) - set(good)
+        ]
+        accepted += [c for c in line["trained"] if c in BAD]
+        for failure in line["failures"]:
+            assert failure["reason"].startswith("upload rejected: ")
+            assert "\n" not in failure["reason"]
+            assert len(failure["reason"]) < 2 * LONGEST_REASON
+    assert accepted == []
+    assert same_tensors(poisoned.state.to_tensors(), clean.state.to_tensors())
+    json.dumps(poisoned.history, allow_nan=False)
+    assert grown < 200, f"{grown:.0f} MiB more than before"
+
+
+def test_an_answer_above_the_limit_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1 MiB is allowed; neither 2 MiB of payload nor 2 MiB beside it reach the reader."""
+    read: list[int] = []
+    reader = wire.load
+    monkeypatch.setattr(wire, "load", lambda data: read.append(len(data)) or reader(data))
+
+    def answer(client: int, server_round: int) -> RecordDict:
+        if client == 0:
+            return reply_of(table(0))
+        if client == 1:
+            return of(bytes(2 * 2**20))
+        content = reply_of(table(1))
+        content["m"] = MetricRecord({**dict(report()), "more": [0] * 2**18})
+        return content
+
+    settings = parse({**COMMON, "num-clients": 3, "num-server-rounds": 1, "max-upload-mb": 1}, SECTIONS)
+    strategy = MethodStrategy(settings)
+    strategy.start(ScriptedGrid(TASK, answer, 3))  # type: ignore[arg-type]
+    assert strategy.history[0]["trained"] == [0]
+    for failure in strategy.history[0]["failures"]:
+        assert "bytes, allowed are 1048576 (max-upload-mb)" in failure["reason"]
+    assert max(read) < 2**20
