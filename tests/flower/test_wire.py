@@ -194,10 +194,18 @@ def test_a_message_holds_one_array() -> None:
         decode(ArrayRecord({"s": array, "t": array}), Prototypes, TASK)
 
 
-def test_more_bytes_than_allowed_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "MAX_BYTES", len(GOOD) - 1)
+def test_more_bytes_than_allowed_are_not_read() -> None:
     with pytest.raises(RejectedPayload, match=f"{len(GOOD)} bytes, allowed are {len(GOOD) - 1}"):
-        decode(raw(GOOD), Prototypes, TASK)
+        decode(raw(GOOD), Prototypes, TASK, len(GOOD) - 1)
+
+
+@given(st.integers(0, len(GOOD) - 1), st.integers(0, 7))
+@settings(deadline=None, max_examples=50)
+def test_a_bit_that_flips_on_the_way_is_found(place: int, bit: int) -> None:
+    data = bytearray(GOOD)
+    data[place] ^= 1 << bit
+    array = Array("uint8", (len(GOOD),), raw(GOOD)["s"].stype, bytes(data))
+    assert decode_error(ArrayRecord({"s": array})) == "its bytes do not fit their checksum"
 
 
 @given(st.binary(max_size=300))
