@@ -1,6 +1,8 @@
 """Imports point down, Flower lives in one folder: read from the source, so that nothing has to be loaded."""
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -94,3 +96,13 @@ def test_an_upward_import_would_be_found(tmp_path: Path) -> None:
     file.write_text("def f():\n    from pbfl_flwr.methods import METHODS\nimport flwr.app\n")
     assert set(imported(file)) == {"pbfl_flwr.methods.METHODS", "flwr.app"}
     assert RANK["methods"] > RANK["training"]
+
+
+def test_a_client_process_starts_without_what_it_may_not_need() -> None:
+    """On a device every message has a new process, and these take it from seconds to tens of seconds."""
+    heavy = ("matplotlib", "ray", "sklearn", "torchvision")
+    asked = f"import sys, client_app.app; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", asked], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.strip() == "[]"

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from torchvision import datasets
 
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data.cache import Allocate, cached
@@ -20,11 +19,15 @@ from pbfl_flwr.data.image_folder import image_folder
 
 def cifar10(settings: DataSettings) -> Pool:
     """Return 60,000 images, 10 classes."""
+    from torchvision import datasets
+
     return _load(settings, datasets.CIFAR10)
 
 
 def cifar100(settings: DataSettings) -> Pool:
     """Return 60,000 images, 100 fine classes."""
+    from torchvision import datasets
+
     return _load(settings, datasets.CIFAR100)
 
 

@@ -7,7 +7,6 @@ padding.
 """
 
 import numpy as np
-from sklearn.datasets import load_digits
 
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data.contract import Pool
@@ -15,6 +14,8 @@ from pbfl_flwr.data.contract import Pool
 
 def digits(settings: DataSettings) -> Pool:
     """Return 1,797 images, 1x16x16 uint8, 10 classes, no official test part."""
+    from sklearn.datasets import load_digits
+
     bunch = load_digits()
     images = np.rint(bunch.images * (255 / 16)).astype(np.uint8)  # (N, 8, 8), values were 0..16
     images = images.repeat(2, axis=1).repeat(2, axis=2)[:, None]

@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torchvision import datasets
-from torchvision.datasets.mnist import read_image_file, read_label_file
 
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data.cache import Allocate, cached
@@ -37,6 +35,8 @@ _EMNIST_FILES = tuple(
 
 def mnist(settings: DataSettings) -> Pool:
     """Return 60,000 + 10,000 digits."""
+    from torchvision import datasets
+
     return _load(
         settings, "MNIST", _MNIST_FILES, tuple("0123456789"), lambda root: datasets.MNIST(root, download=True)
     )
@@ -44,16 +44,22 @@ def mnist(settings: DataSettings) -> Pool:
 
 def fashion_mnist(settings: DataSettings) -> Pool:
     """Return 60,000 + 10,000 pieces of clothing."""
+    from torchvision import datasets
+
     names = tuple(datasets.FashionMNIST.classes)
     return _load(settings, "FashionMNIST", _MNIST_FILES, names, _download_fashion, (DEBIAN_FASHION_MNIST,))
 
 
 def _download_fashion(root: Path) -> object:
+    from torchvision import datasets
+
     return datasets.FashionMNIST(root, download=True)
 
 
 def emnist(settings: DataSettings) -> Pool:
     """Return 112,800 + 18,800 characters, 47 classes."""
+    from torchvision import datasets
+
     names = tuple(datasets.EMNIST.classes_split_dict["balanced"])
     return _load(
         settings,
@@ -72,6 +78,8 @@ def _load(
     download: Callable[[Path], Any],
     elsewhere: tuple[Path, ...] = (),
 ) -> Pool:
+    from torchvision.datasets.mnist import read_image_file, read_label_file
+
     root = data_root(settings)
     raw = root / folder / "raw"
     places = (root, raw, *elsewhere)

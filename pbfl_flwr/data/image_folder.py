@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
-
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data.cache import Allocate, cached
 from pbfl_flwr.data.contract import Pool
@@ -87,6 +85,8 @@ def labelled_files(
     Raises:
         PbflError: if there is no class folder, or a class without an image.
     """
+    from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
+
     try:
         found, numbers = find_classes(str(folder))
         if classes is not None:

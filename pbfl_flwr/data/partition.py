@@ -8,7 +8,6 @@ from math import floor
 import numpy as np
 from numpy.random import RandomState
 from numpy.typing import NDArray
-from sklearn.model_selection import train_test_split
 
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data.contract import Partition, Pool, Rows, Split
@@ -128,6 +127,8 @@ def _split_share(rows: Rows, train_share: float, rng: RandomState) -> Split:
     if len(rows) < 2:
         return Split(rows, rows[:0])
     train_size = max(1, floor(train_share * len(rows)))
+    from sklearn.model_selection import train_test_split
+
     train, test = train_test_split(rows, train_size=train_size, shuffle=True, random_state=rng)
     return Split(train, test)
 

@@ -10,8 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torchvision import datasets
-
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data.cache import Allocate, cached
 from pbfl_flwr.data.contract import Pool
@@ -23,6 +21,8 @@ _GTSRB_CLASSES = 43
 
 def flowers102(settings: DataSettings) -> Pool:
     """Return 8,189 photographs, 3x64x64, 102 classes."""
+    from torchvision import datasets
+
     folder = data_root(settings) / "flowers-102"
     needed = [folder / name for name in ("jpg", "imagelabels.mat", "setid.mat")]
     names = tuple(getattr(datasets.Flowers102, "classes", ())) or tuple(str(k) for k in range(102))
@@ -31,6 +31,8 @@ def flowers102(settings: DataSettings) -> Pool:
 
 def gtsrb(settings: DataSettings) -> Pool:
     """Return 39,270 traffic signs, 3x32x32, 43 classes."""
+    from torchvision import datasets
+
     folder = data_root(settings) / "gtsrb"
     needed = [folder / "GTSRB" / "Training", folder / "GTSRB" / "Final_Test", folder / "GT-final_test.csv"]
     names = tuple(f"sign {k}" for k in range(_GTSRB_CLASSES))

@@ -23,7 +23,6 @@ from typing import Literal
 
 import torch
 from pydantic import Field
-from sklearn.cluster import KMeans
 from torch import Tensor
 
 from pbfl_flwr import seeds
@@ -173,6 +172,8 @@ class FeSEM(Method[Centres, Weights, Weights]):
         It runs on N coordinates with the same distances, out of the inner products, so that it costs the same for a
         network of any size.
         """
+        from sklearn.cluster import KMeans
+
         N = len(uploads)
         inner = torch.zeros(N, N, dtype=torch.float64)
         for name, origin in start.tensors.items():

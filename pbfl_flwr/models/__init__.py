@@ -2,7 +2,8 @@
 
 Every model answers ``features(x) -> (B, d)`` and ``head(features) -> (B, K)``. A new one is a function
 ``build(task) -> SplitModel`` whose docstring starts with one line about it, and an entry in ``MODELS``; the
-contract tests find it there.
+contract tests find it there. Builders import torchvision when they run: that takes seconds, and on a device every
+message has a new process.
 """
 
 import difflib

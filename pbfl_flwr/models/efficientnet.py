@@ -1,7 +1,5 @@
 """EfficientNet-B0 of torchvision. Features are averages after a SiLU, hence above -0.28."""
 
-from torchvision.models import efficientnet_b0 as torchvision_efficientnet_b0
-
 from pbfl_flwr.models.contract import SplitModel
 from pbfl_flwr.models.layers import global_average, image_shape, input_convolution, linear_head
 from pbfl_flwr.task import Task
@@ -13,7 +11,9 @@ def efficientnet_b0(task: Task) -> SplitModel:
     As in the references its Dropout(0.2) stands in the head. Not in place as in torchvision: the features are
     needed undropped beside the logits.
     """
+    from torchvision import models
+
     channels, _, _ = image_shape("efficientnet-b0", task)
-    stages = torchvision_efficientnet_b0(weights=None, num_classes=task.num_classes).features
+    stages = models.efficientnet_b0(weights=None, num_classes=task.num_classes).features
     stages[0][0] = input_convolution(stages[0][0], channels, fan_out=True)
     return SplitModel(task, list(stages), global_average(1280, task), linear_head(task, dropout=0.2))

@@ -1,7 +1,5 @@
 """MobileNetV2 of torchvision. Features are averages after a ReLU6, hence within [0, 6] in evaluation."""
 
-from torchvision.models import mobilenet_v2 as torchvision_mobilenet_v2
-
 from pbfl_flwr.models.contract import SplitModel
 from pbfl_flwr.models.layers import global_average, image_shape, input_convolution, linear_head
 from pbfl_flwr.task import Task
@@ -15,8 +13,10 @@ def mobilenet_v2(task: Task) -> SplitModel:
 
     As in the references its Dropout(0.2) stands inside the body, so features are noisy in training mode.
     """
+    from torchvision import models
+
     channels, _, _ = image_shape("mobilenet-v2", task)
-    layers = torchvision_mobilenet_v2(weights=None, num_classes=task.num_classes).features
+    layers = models.mobilenet_v2(weights=None, num_classes=task.num_classes).features
     layers[0][0] = input_convolution(layers[0][0], channels, fan_out=True)
     stages = []
     start = 0

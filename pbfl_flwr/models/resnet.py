@@ -5,8 +5,6 @@ HtFLlib's heterogeneous family. Features are averages after a ReLU, hence never 
 """
 
 from torch import nn
-from torchvision.models import resnet18 as torchvision_resnet18
-from torchvision.models.resnet import BasicBlock, conv1x1
 
 from pbfl_flwr.models.contract import SplitModel
 from pbfl_flwr.models.layers import (
@@ -36,8 +34,10 @@ def resnet8(task: Task) -> SplitModel:
 
 def resnet18(task: Task) -> SplitModel:
     """ResNet-18 of torchvision, no pretrained weights; a = 512, 11,176,512 body parameters."""
+    from torchvision import models
+
     channels, _, _ = image_shape("resnet18", task)
-    net = torchvision_resnet18(weights=None, num_classes=task.num_classes)
+    net = models.resnet18(weights=None, num_classes=task.num_classes)
     stem = nn.Sequential(input_convolution(net.conv1, channels, fan_out=True), net.bn1, net.relu, net.maxpool)
     stages = [stem, net.layer1, net.layer2, net.layer3, net.layer4]
     return SplitModel(task, stages, global_average(512, task), linear_head(task))
@@ -65,6 +65,8 @@ def _one_block_each(name: str, widths: tuple[int, ...], task: Task) -> SplitMode
 
 
 def _block(before: int, width: int) -> nn.Module:
+    from torchvision.models.resnet import BasicBlock, conv1x1
+
     if before == width:
         block: nn.Module = BasicBlock(before, width)
     else:

@@ -22,7 +22,6 @@ from typing import Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.optimize import minimize
 from torch import Tensor
 
 from pbfl_flwr.errors import PbflError
@@ -366,6 +365,8 @@ def _nearest_simplex(units: Tensor) -> Tensor:
 
 def _lbfgs(units: Tensor, settings: AlignmentSettings) -> tuple[Tensor, int, bool]:
     """Minimise E over unconstrained Y with C = Y/‖Y‖, whose gradient is -F_tan/‖Y‖."""
+    from scipy.optimize import minimize
+
     shape = units.shape
     radial = (len(units) - 1) / 2
 

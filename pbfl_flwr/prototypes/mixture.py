@@ -14,19 +14,20 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from sklearn.exceptions import ConvergenceWarning
-from sklearn.mixture import GaussianMixture
 from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from pbfl_flwr import seeds
 from pbfl_flwr.payloads import Mixtures, RejectedPayload, joined, under
 from pbfl_flwr.task import Task
+
+if TYPE_CHECKING:
+    from sklearn.mixture import GaussianMixture
 
 STD_FLOOR = 1e-3  # ReLU features are often constant within a class
 MAX_ITERATIONS = 100
@@ -81,6 +82,8 @@ def fit_mixtures(
         weight: "count" gives component c of class j the weight π_c·n_j, so that the components of several clients
             together are the mixture of the pooled samples; "pi" gives π_c and keeps n_j at home.
     """
+    from sklearn.mixture import GaussianMixture
+
     columns = [(features.detach().cpu(), labels.cpu()) for features, labels in batches]
     if not columns:
         return MixtureFit(Mixtures.empty(width), 0, 0)
@@ -109,6 +112,8 @@ def fit_mixtures(
 
 
 def _fitted(em: GaussianMixture, rows: Floats, label: int, pooled: Floats, weight: Weight) -> Mixtures:
+    from sklearn.exceptions import ConvergenceWarning
+
     if len(rows) == 1:  # scikit-learn refuses to fit a single sample
         em.converged_ = True
         pi, means, stds = np.ones(1), rows, np.zeros_like(rows)

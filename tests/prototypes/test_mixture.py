@@ -231,7 +231,7 @@ def test_em_is_the_papers_from_the_same_start(monkeypatch):
             n, weights_init=start[0], means_init=start[1] - X.mean(0), precisions_init=1 / start[2], **options
         )
 
-    monkeypatch.setattr(mixture, "GaussianMixture", from_this_start)
+    monkeypatch.setattr("sklearn.mixture.GaussianMixture", from_this_start)
     found = fit_mixtures([(torch.from_numpy(X), torch.zeros(60, dtype=torch.int64))], 2, 2, seed=0).mixtures
     np.testing.assert_allclose(found.weights, 60 * pi, rtol=1e-4)
     np.testing.assert_allclose(found.means, mu, rtol=1e-4, atol=1e-5)
