@@ -51,6 +51,8 @@ def image_folder(settings: DataSettings) -> Pool:
         folders = [train_dir / name for name in held] + (
             [root / "test" / name for name in classes] if test else []
         )
+        from torchvision.datasets.folder import IMG_EXTENSIONS
+
         if ignored := sum(len(files_under(folder)) for folder in folders) - len(train) - len(test):
             notes = (*notes, f"files left out that are no images ({', '.join(IMG_EXTENSIONS)}): {ignored}")
         return Pool(inputs, labels, tuple(classes), num_train=len(train), notes=notes)
