@@ -183,6 +183,9 @@ class TrainingSettings(Group):
         "auto",
         description="of images in memory: channels-last is faster, contiguous is the references' arithmetic",
     )
+    precision: Literal["float32", "bfloat16"] = Field(
+        "float32", description="of the products in a network's body; weights, features and head stay float32"
+    )
     threads: int = Field(1, ge=1, le=1024, description="torch threads of a client on the CPU")
 
 

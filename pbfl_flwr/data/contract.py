@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -104,6 +104,10 @@ class Shard:
     def __len__(self) -> int:
         return int(self.labels.shape[0])
 
+    def on(self, device: torch.device) -> Shard:
+        """Return the same samples in a device's memory."""
+        return Shard(self.inputs.to(device), self.labels.to(device))
+
 
 @dataclass(frozen=True, eq=False)
 class ClientData:
@@ -134,10 +138,23 @@ class ClientData:
         """Shape of one input without the batch axis."""
         return tuple(self.train.inputs.shape[1:])
 
+    def on(self, device: torch.device) -> ClientData:
+        """Return the same data in a device's own memory, so that batches need no transfer."""
+        if device == self.train.inputs.device:
+            return self
+        return replace(
+            self,
+            train=self.train.on(device),
+            test=self.test.on(device),
+            validation=None if self.validation is None else self.validation.on(device),
+            scale=self.scale.to(device),
+            shift=self.shift.to(device),
+        )
+
     @property
     def counts(self) -> Tensor:
-        """n_ij: training samples of every class, int64 (K,)."""
-        return torch.bincount(self.train.labels, minlength=self.num_classes)
+        """n_ij: training samples of every class, int64 (K,), on the CPU."""
+        return torch.bincount(self.train.labels.cpu(), minlength=self.num_classes)
 
     def prepare(self, batch_inputs: Tensor) -> Tensor:
         """Return a batch as a model is fed: float32, normalised, on the batch's own device."""

@@ -280,7 +280,8 @@ def _open(message: Message, context: Context, source: _Source) -> _Open:
     store = ClientStore(identity.state_dir, experiment, identity.client, architecture)
     stored = store.load()
     device = choose_device(settings.training.device)
-    model, initial = _network(architecture, task, settings.run.seed, str(device), settings.training.layout)
+    how = settings.training
+    model, initial = _network(architecture, task, settings.run.seed, str(device), how.layout, how.precision)
     model.load_state_dict(dict(stored.model) if stored else initial)
     model.eval()  # whatever mode the last client of this process left behind
     name = identity.client if isinstance(identity.client, str) else ""
@@ -289,7 +290,7 @@ def _open(message: Message, context: Context, source: _Source) -> _Open:
         number,
         task,
         model,
-        data,
+        data.on(device),
         settings.training,
         settings.evaluation,
         settings.run.seed,
@@ -324,10 +325,10 @@ def _own_settings(settings: str, node: tuple[tuple[str, Scalar], ...]) -> Settin
 
 @lru_cache(maxsize=16)
 def _network(
-    architecture: str, task: Task, seed: int, device: str, layout: str
+    architecture: str, task: Task, seed: int, device: str, layout: str, precision: str
 ) -> tuple[SplitModel, dict[str, Tensor]]:
     """Build an architecture once a worker; clients' weights are copied in."""
-    model = arrange(build_model(architecture, task, seed), layout).to(device)
+    model = arrange(build_model(architecture, task, seed), layout, precision).to(device)
     return model, {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 

@@ -13,18 +13,24 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from pbfl_flwr.models.contract import SplitModel
+
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 FEW_PIXELS = 4  # of the input map; above that the library's convolution is the faster one
 
 
-def arrange(model: ModuleT, layout: str) -> ModuleT:
+def arrange(model: ModuleT, layout: str, precision: str = "float32") -> ModuleT:
     """Arrange a network in place and return it.
 
     Args:
         model: any network; layers of its own kinds stay as they are.
         layout: ``channels-last`` stores images as (B, h, w, C), and replaces pointwise convolutions by matrix
             products and depthwise ones over few pixels by sums; ``contiguous`` leaves everything as it was built.
+        precision: ``bfloat16`` computes the body's products in it (torch's autocast); parameters, features and head
+            stay float32.
     """
+    if precision == "bfloat16" and isinstance(model, SplitModel):
+        model.reduced = torch.bfloat16
     if layout == "contiguous":
         return model
     for parent in list(model.modules()):

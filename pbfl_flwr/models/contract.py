@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
 from pbfl_flwr.task import Task
@@ -21,6 +22,7 @@ class SplitModel(nn.Module):
         stages: the body's own block boundaries; each one maps a feature map to the next.
         neck: what turns the last map into features: pooling, flattening, a hidden layer, the width d.
         head: the classifier, (B, d) -> (B, K).
+        reduced: the type in which the body's products are computed, None for that of its parameters.
     """
 
     def __init__(self, task: Task, stages: Sequence[nn.Module], neck: nn.Module, head: nn.Module) -> None:
@@ -30,6 +32,7 @@ class SplitModel(nn.Module):
         self.stages = nn.ModuleList(stages)
         self.neck = neck
         self.head = head
+        self.reduced: torch.dtype | None = None
 
     def feature_maps(self, inputs: Tensor) -> list[Tensor]:
         """Return the output of each stage, F^1 to F^L.
@@ -44,15 +47,17 @@ class SplitModel(nn.Module):
         return maps
 
     def features(self, inputs: Tensor) -> Tensor:
-        """Return the penultimate activation z, (B, d).
+        """Return the penultimate activation z, (B, d), in the type of the inputs.
 
         Args:
             inputs: (B, *input_shape).
         """
-        for stage in self.stages:
-            inputs = stage(inputs)
-        features: Tensor = self.neck(inputs)
-        return features
+        kind = inputs.dtype
+        with torch.autocast(inputs.device.type, self.reduced, enabled=self.reduced is not None):
+            for stage in self.stages:
+                inputs = stage(inputs)
+            features: Tensor = self.neck(inputs)
+        return features.to(kind)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the logits, (B, K)."""

@@ -112,3 +112,17 @@ def test_contiguous_leaves_a_network_as_it_was_built() -> None:
 
 def test_the_allocator_says_what_it_did() -> None:
     assert keep_freed_memory() is keep_freed_memory()
+
+
+@pytest.mark.parametrize("name", ["cnn4", "mobilenet-v2", "mlp5"])
+def test_reduced_precision_stays_close_and_hands_on_float32(name: str) -> None:
+    task = Task(5, 24, (64,)) if name == "mlp5" else TASK
+    plain = build_model(name, task, 0).eval()
+    reduced = arrange(build_model(name, task, 0), "channels-last", "bfloat16").eval()
+    inputs = torch.randn(16, *task.input_shape, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        wanted, found = plain.features(inputs), reduced.features(inputs)
+    assert found.dtype == reduced(inputs).dtype == torch.float32
+    assert not torch.equal(found, wanted)  # or nothing was reduced
+    assert float((found - wanted).norm() / wanted.norm()) < 0.05
+    assert {parameter.dtype for parameter in reduced.parameters()} == {torch.float32}
