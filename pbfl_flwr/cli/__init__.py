@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import typer
 
-from pbfl_flwr.cli import deployment, devices, experiments, reproductions
+from pbfl_flwr.cli import deployment, devices, experiments, reports, reproductions
 
 app = typer.Typer(
     help="Prototype-based federated learning on Flower.",
@@ -23,6 +23,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "compare": experiments.compare,
     "reproduce": reproductions.reproduce,
     "show": experiments.show,
+    "report": reports.report,
     "list": experiments.list_,
     "certs": deployment.certs,
     "keys": deployment.keys,

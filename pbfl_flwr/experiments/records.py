@@ -82,7 +82,7 @@ class Record:
         """The K names; numbers where clients gave none."""
         member = self.about["clients"][0]
         names = member.get("labels") or range(member["task"]["num_classes"])
-        return tuple(str(name) for name in names)
+        return tuple(" ".join(str(name).split()) for name in names)
 
     def accuracies(self, predictor: str | None = None) -> dict[int, float]:
         """Return client -> share of correct test samples in the last round, of the clients that were scored.

@@ -69,7 +69,7 @@ def summary_sheet(groups: Sequence[Group], title: str = "Accuracy and fairness")
 def paired_sheet(groups: Sequence[Group], title: str = "Paired comparison") -> Sheet:
     """Return the comparison of every pair of groups on the same partition: over clients, and over seeds."""
     rows: list[tuple[str, str, Paired]] = []
-    notes = []
+    notes, alone = [], []
     for one, other in combinations(groups, 2):
         label = f"{one.label} − {other.label}"
         if not same_data(one.first, other.first):
@@ -89,9 +89,11 @@ def paired_sheet(groups: Sequence[Group], title: str = "Paired comparison") -> S
             last = [[_last(group, seed) for seed in seeds] for group in (one, other)]
             rows.append((label, "seeds", paired(*last)))
         elif seeds:
-            notes.append(f"{label}: one common seed, so nothing is said about seeds.")
+            alone.append(label)
         else:
             notes.append(f"{label}: no common seed, so not compared.")
+    if alone:
+        notes.append(f"One common seed, so nothing is said about seeds: {'; '.join(alone)}.")
     adjusted: dict[int, float | None] = {}
     for kind in ("clients", "seeds"):
         chosen = [number for number, row in enumerate(rows) if row[1] == kind]

@@ -15,7 +15,7 @@ C_k‖² = K² - ‖Σ_j C_j‖² <= K².
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -144,6 +144,7 @@ def align(
     settings: AlignmentSettings = PUBLISHED,
     *,
     seed: int = 0,
+    watch: Callable[[Tensor], None] | None = None,
 ) -> Alignment:
     """Spread the prototypes of the present classes over the unit sphere.
 
@@ -161,6 +162,8 @@ def align(
         solver: "thomson", "simplex" or "lbfgs".
         settings: of the solvers.
         seed: of the vectors that replace zero rows and of the jitter on identical ones.
+        watch: called with the unit rows of the present classes, in coordinates of their span, before the first and
+            after every Thomson step as published.
 
     Returns:
         Unit prototypes on the input's device, and the report.
@@ -186,7 +189,10 @@ def align(
         moved = _nearest_simplex(start)
     else:
         working = start.to(device, torch.float64 if device.type == "cpu" else torch.float32)
-        moved, steps, converged = (_tangential if settings.tangential else _thomson)(working, settings)
+        if settings.tangential:
+            moved, steps, converged = _tangential(working, settings)
+        else:
+            moved, steps, converged = _thomson(working, settings, watch)
         moved = moved.to("cpu", torch.float64)
         if solver == "lbfgs":
             moved, more, converged = _lbfgs(moved, settings)
@@ -307,8 +313,12 @@ def _normalise(rows: Tensor) -> Tensor:
     return units
 
 
-def _thomson(units: Tensor, settings: AlignmentSettings) -> tuple[Tensor, int, bool]:
+def _thomson(
+    units: Tensor, settings: AlignmentSettings, watch: Callable[[Tensor], None] | None = None
+) -> tuple[Tensor, int, bool]:
     """Algorithm 1 with the published schedule and stopping rule."""
+    if watch is not None:
+        watch(units)
     velocity = torch.zeros_like(units)
     step = settings.step
     previous, unchanged = math.nan, 0
@@ -316,6 +326,8 @@ def _thomson(units: Tensor, settings: AlignmentSettings) -> tuple[Tensor, int, b
         force = forces(units)
         velocity.mul_(settings.momentum).add_(force, alpha=step)
         units = _normalise(units + velocity)
+        if watch is not None:
+            watch(units)
         if t % settings.decay_every == 0:
             step *= settings.step_decay
         if t >= settings.first_test:

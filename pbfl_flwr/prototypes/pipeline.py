@@ -222,8 +222,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
 
     def _targets(self, client: Client, down: Prototypes) -> Tensor:
         """Global prototypes in d dimensions at the scale of the pull: γ·c_j (PU), μ·c_j (APS) or c_j."""
-        table = self._masks(client.task)
-        values = down.values if table is None else masks.expand(down.values, table)
+        values = self.dense(down, client.task).values
         factor = self._upscale
         summed = self.stages.aggregation in APS_RULES and self.server_training is None
         if summed and self.stages.alignment == "off" and down.num_present:
@@ -250,8 +249,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         fresh = self._combine(uploads, at)
         combined, ages = aggregation.keep_stale(state.combined, fresh, state.ages, stages.stale)
         combined = replace(combined, num_examples=fresh.num_examples)
-        table = self._masks(task)
-        values = combined.values if table is None else masks.expand(combined.values, table)
+        values = self.dense(combined, task).values
         present, trained, figures = combined.present, state.trained, {"oldest-prototype": float(ages.max())}
         if self.server_training is not None and trained is not None:
             trained, values, shown = self._train(trained, uploads, at)
@@ -265,6 +263,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
             values = aligned.values
             figures |= aligned.report.figures()
         values = torch.where(present[:, None], values, torch.zeros_like(values))
+        table = self._masks(task)
         rows = values if table is None else masks.compress(values, table)
         down = Prototypes(rows.to(torch.float32), present, None, combined.num_examples)
         return PipelineState(down, combined, ages, trained, figures)
@@ -308,11 +307,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
             scale = task.num_classes / self._total(uploads, at)  # K/n
         elif self.stages.aggregation in APS_RULES:
             scale = self._mu(task, self._total(uploads, at) if self.stages.aps_scale == "auto" else None)
-        table = self._masks(task)
-        dense = [
-            up if table is None else replace(up, values=masks.expand(up.values, table))
-            for up in uploads.values()
-        ]
+        dense = [self.dense(up, task) for up in uploads.values()]
         vectors, labels = stack_uploads(dense, scale)
         trained, values, report = train_prototypes(
             trained,
@@ -373,6 +368,11 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         return found
 
     # Both -------------------------------------------------------------------------------------------------
+
+    def dense(self, sent: Prototypes, task: Task) -> Prototypes:
+        """Return prototypes as they travel (K, s) in d dimensions, zero outside the masks."""
+        table = self._masks(task)
+        return sent if table is None else replace(sent, values=masks.expand(sent.values, table))
 
     def check(self, task: Task, architectures: Sequence[str]) -> None:
         """Masks must exist and the solver must be able to place K prototypes in d dimensions."""

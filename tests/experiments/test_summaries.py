@@ -61,7 +61,7 @@ def test_pairs_on_the_same_clients(tmp_path: Path) -> None:
     assert found["better / equal / worse"] == "2 / 1 / 0"
     assert "says nothing" in found["remark"]
     assert "fedproto − protonorm: not on the same partition, so not compared." in sheet.notes
-    assert "fedproto − tinyproto: one common seed, so nothing is said about seeds." in sheet.notes
+    assert "One common seed, so nothing is said about seeds: fedproto − tinyproto." in sheet.notes
 
 
 def test_clients_are_averaged_over_the_common_seeds(tmp_path: Path) -> None:

@@ -1,0 +1,33 @@
+"""``pbfl report``: results to look at."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from pbfl_flwr.cli.common import REFUSED, ended
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments.figures import kilobytes, say
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")],
+    out: Annotated[Path, typer.Option("--out", help="The page that is written.")] = Path("report.html"),
+    png: Annotated[bool, typer.Option("--png", help="Write the pictures as PNG files too.")] = False,
+    svg: Annotated[bool, typer.Option("--svg", help="Write the pictures as SVG files too.")] = False,
+) -> None:
+    """Write one self-contained page about one run or several side by side: tables, statistics, pictures."""
+    from pbfl_flwr.experiments import records
+    from pbfl_flwr.experiments import report as reporting
+
+    try:
+        written = reporting.write(records.load(runs), out.expanduser().absolute(), png=png, svg=svg)
+    except PbflError as error:
+        raise ended(error, REFUSED) from None
+    console = Console()
+    say(console, f"written to {written[0]} ({kilobytes(written[0].stat().st_size)})")
+    if len(written) > 1:
+        say(console, f"{len(written) - 1} pictures in {written[-1].parent}")

@@ -1,0 +1,75 @@
+"""The papers' pictures, drawn from what run directories hold: one file a kind, and the table of all of them.
+
+A kind yields pictures, and for what it cannot draw the reason. Needs matplotlib (``pip install 'pbfl-flwr[report]'``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from matplotlib import rc_context
+
+from pbfl_flwr.experiments.artefacts import NotThere
+from pbfl_flwr.experiments.pictures import (
+    alignment,
+    distribution,
+    features,
+    personalisation,
+    progress,
+    prototypes,
+    similarity,
+)
+from pbfl_flwr.experiments.pictures.style import RC, Picture
+from pbfl_flwr.experiments.records import Group
+
+Kind = Callable[[Sequence[Group]], Iterator[Picture | NotThere]]
+
+SECTIONS: dict[str, tuple[Kind, ...]] = {
+    "Data": (distribution.label_distribution, features.data_points),
+    "Progress and cost": (
+        progress.accuracy_over_rounds,
+        progress.accuracy_of_clients,
+        progress.bytes_over_rounds,
+        progress.accuracy_against_bytes,
+    ),
+    "Prototypes": (
+        prototypes.local_heatmaps,
+        prototypes.global_heatmaps,
+        similarity.matrices,
+        similarity.per_class,
+    ),
+    "Alignment": (alignment.within_a_phase, alignment.over_rounds),
+    "Personalisation": (personalisation.head_norms, personalisation.layer_distances),
+    "Features": (features.feature_planes,),
+}
+
+
+@dataclass(frozen=True)
+class Section:
+    """The pictures of one heading.
+
+    Attributes:
+        title: the heading.
+        pictures: in the order of the table above.
+        left_out: a line for each that could not be drawn.
+    """
+
+    title: str
+    pictures: tuple[Picture, ...]
+    left_out: tuple[str, ...]
+
+
+def draw(groups: Sequence[Group]) -> list[Section]:
+    """Draw everything that the runs' files allow."""
+    sections = []
+    with rc_context(RC):
+        for title, kinds in SECTIONS.items():
+            found = [item for kind in kinds for item in kind(groups)]
+            pictures = tuple(item for item in found if isinstance(item, Picture))
+            reasons = dict.fromkeys(str(item) for item in found if not isinstance(item, Picture))
+            sections.append(Section(title, pictures, tuple(reasons)))
+    return sections
+
+
+__all__ = ["SECTIONS", "NotThere", "Picture", "Section", "draw"]

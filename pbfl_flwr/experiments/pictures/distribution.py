@@ -1,0 +1,49 @@
+"""Who holds which labels (ProtoNorm, Fig. 7 and 8; TinyProto, Fig. 3a)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from pbfl_flwr.experiments.artefacts import NotThere
+from pbfl_flwr.experiments.pictures.style import Picture, canvas, heatmap, titled
+from pbfl_flwr.experiments.records import Group, same_data
+
+TITLE = "Label distribution over clients"
+
+
+def label_distribution(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
+    """Yield a heatmap of samples, class x client, for every different partition."""
+    seen: list[Group] = []
+    for number, group in enumerate(groups):
+        record = group.first
+        if record.counts is None:
+            yield NotThere(f"{group.label}: the clients' data is their own and not counted")
+            continue
+        if any(same_data(record, other.first) for other in seen):
+            continue
+        seen.append(group)
+        sharing = [other.label for other in groups if same_data(record, other.first)]
+        counts = record.counts.astype(float)  # (M, K)
+        figure, (axes,) = canvas()
+        heatmap(
+            axes,
+            np.where(counts > 0, counts, np.nan).T,
+            xlabel="client",
+            ylabel="class",
+            unit="samples",
+            rows=record.label_names,
+        )
+        titled(figure, TITLE)
+        config = record.config
+        held = (counts > 0).sum(axis=1)
+        yield Picture(
+            f"label-distribution-{number}",
+            TITLE,
+            f"{config['dataset']}, {config['partition']} partition; training, validation and test samples together; "
+            f"blank: none. Runs: {', '.join(sharing)}.",
+            f"Heatmap of {counts.shape[1]} classes by {counts.shape[0]} clients. A client holds {held.min()} to "
+            f"{held.max()} classes and {counts.sum(axis=1).min():.0f} to {counts.sum(axis=1).max():.0f} samples.",
+            figure,
+        )

@@ -1,0 +1,177 @@
+"""The plane of features where d = 2 (ProtoNorm, Fig. 1, 2 and 6): data, prototypes, learned representations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pbfl_flwr.experiments.artefacts import (
+    NotThere,
+    client_states,
+    data_of,
+    global_prototypes,
+    network,
+    own_means,
+    target_scale,
+    task_of,
+)
+from pbfl_flwr.experiments.pictures.style import (
+    COLOURS,
+    MARKERS,
+    Picture,
+    canvas,
+    key_below,
+    lines,
+    shortened,
+    titled,
+)
+from pbfl_flwr.experiments.records import Group, Record, same_data
+
+MOST_POINTS = 500  # a picture
+SHOWN_CLIENTS = 2
+
+
+def data_points(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
+    """Yield the test samples of all clients where inputs are points of the plane."""
+    seen: list[Record] = []
+    for number, group in enumerate(groups):
+        record = group.first
+        shape = task_of(record).input_shape
+        if shape != (2,):
+            yield NotThere(
+                f"{group.label}: its inputs are {'x'.join(map(str, shape))}, not points of a plane"
+            )
+            continue
+        if any(same_data(record, other) for other in seen):
+            continue
+        try:
+            shards = [data_of(record, member["client"]).test for member in record.about["clients"]]
+        except NotThere as error:
+            yield NotThere(f"{group.label}: {error}")
+            continue
+        seen.append(record)
+        inputs, labels = torch.cat([s.inputs for s in shards]), torch.cat([s.labels for s in shards])
+        figure, (axes,) = canvas(3.6)
+        _points(axes, inputs, labels, record.label_names)
+        _plane(figure, axes, "x", "y", f"Test samples: {record.config['dataset']}", record.label_names)
+        yield Picture(
+            f"data-points-{number}",
+            f"Test samples: {record.config['dataset']}",
+            f"Up to {MOST_POINTS} of {len(labels)} test samples of all clients, by class.",
+            f"Scatter plot of {len(record.label_names)} classes in the plane.",
+            figure,
+        )
+
+
+def feature_planes(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
+    """Yield global and local prototypes of every run, and the test samples' features on its two largest clients."""
+    for number, group in enumerate(groups):
+        record = group.first
+        if (width := task_of(record).feature_dim) != 2:
+            yield NotThere(
+                f"{group.label}: features have {width} dimensions; they are drawn where feature-dim = 2"
+            )
+            continue
+        try:
+            yield _prototype_plane(record, group.label, number)
+            yield from _client_planes(record, group.label, number)
+        except NotThere as error:
+            yield NotThere(f"{group.label}: {error}")
+
+
+def _prototype_plane(record: Record, label: str, number: int) -> Picture:
+    found = global_prototypes(record)
+    scale = target_scale(record)
+    figure, (axes,) = canvas(3.6)
+    for k in found.present.nonzero().flatten().tolist():
+        x, y = (scale * found.values[k]).tolist()
+        axes.plot([0, x], [0, y], color=_colour(k), linestyle="--", linewidth=1.4)
+    means = [own_means(state) for _, state in client_states(record)]
+    points = torch.cat([values[held] for values, held in means])
+    labels = torch.cat([held.nonzero().flatten() for _, held in means])
+    near = max(_reach([points]), 1.2 * float((scale * found.values).norm(dim=1).max()))
+    inside = points.norm(dim=1) <= near
+    _points(axes, points[inside], labels[inside], record.label_names, size=16)
+    title = f"Prototypes in the plane of features: {label}"
+    _plane(figure, axes, "feature 1", "feature 2", title, record.label_names)
+    outside = f" {int((~inside).sum())} points lie far outside." if not bool(inside.all()) else ""
+    times = f", times the {scale:g} of the upscaling" if scale != 1 else ""
+    return Picture(
+        f"prototype-plane-{number}",
+        title,
+        f"Dashed: global prototypes{times}. Points: the class means of {len(means)} clients.{outside}",
+        f"Plane with {found.num_present} global prototypes as lines from the origin and local ones as points.",
+        figure,
+    )
+
+
+def _client_planes(record: Record, label: str, number: int) -> Iterator[Picture]:
+    sizes = {member["client"]: member["num_test"] for member in record.about["clients"]}
+    chosen = sorted(sizes, key=lambda client: (-sizes[client], client))[:SHOWN_CLIENTS]
+    for client, state in client_states(record):
+        if client not in chosen:
+            continue
+        model, data = network(record, client, state), data_of(record, client)
+        kept = _some(len(data.test))
+        with torch.no_grad():
+            features = model.features(data.prepare(data.test.inputs[kept]))
+        values, held = own_means(state)
+        figure, (axes,) = canvas(3.6)
+        for k in held.nonzero().flatten().tolist():
+            axes.plot([0, float(values[k, 0])], [0, float(values[k, 1])], color=_colour(k), linewidth=1.4)
+        _points(axes, features, data.test.labels[kept], record.label_names)
+        title = f"Features of client {client}: {label}"
+        _plane(figure, axes, "feature 1", "feature 2", title, record.label_names)
+        yield Picture(
+            f"features-{number}-{client}",
+            title,
+            f"Lines: the client's own class means. Points: {len(kept)} of its {len(data.test)} test samples.",
+            f"Plane with {int(held.sum())} class means as lines and test samples as points.",
+            figure,
+        )
+
+
+def _colour(k: int) -> str:
+    return COLOURS[k % len(COLOURS)]
+
+
+def _some(count: int) -> Tensor:
+    """Return at most MOST_POINTS indices, spread evenly."""
+    return torch.linspace(0, max(0, count - 1), min(count, MOST_POINTS)).long()
+
+
+def _points(axes: Axes, points: Tensor, labels: Tensor, names: Sequence[str], size: float = 7) -> None:
+    kept = _some(len(labels))
+    xy: NDArray[np.float64] = points[kept].double().numpy()
+    classes = labels[kept].numpy()
+    known = set(axes.get_legend_handles_labels()[1])
+    for k in np.unique(classes):
+        name = shortened(names[k])
+        axes.scatter(
+            xy[classes == k, 0],
+            xy[classes == k, 1],
+            s=size,
+            color=_colour(k),
+            marker=MARKERS[(k // len(COLOURS)) % len(MARKERS)],
+            linewidths=0,
+            label=None if name in known else name,
+        )
+
+
+def _plane(figure: Figure, axes: Axes, xlabel: str, ylabel: str, title: str, names: Sequence[str]) -> None:
+    lines(axes, xlabel, ylabel)
+    axes.set_aspect("equal", adjustable="datalim")
+    key_below(figure, axes, [shortened(name) for name in names], marker_scale=2.5)
+    titled(figure, title)
+
+
+def _reach(points: Sequence[Tensor]) -> float:
+    """Return a radius that holds nearly all points (n, 2): a client that went astray must not hide the others."""
+    radii = torch.linalg.vector_norm(torch.cat(list(points)).double(), dim=1)
+    return 2.5 * float(radii.median()) + 1e-6

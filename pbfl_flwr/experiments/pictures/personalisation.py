@@ -1,0 +1,196 @@
+"""How personal networks are: classifier rows against label counts (TinyProto, Fig. 3), layers against their mean."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pbfl_flwr.experiments.artefacts import NotThere, client_states
+from pbfl_flwr.experiments.pictures.style import GRID, Picture, canvas, heatmap, titled
+from pbfl_flwr.experiments.records import Group, Record
+from pbfl_flwr.models.contract import HEAD_PREFIX
+
+
+def normalised_columns(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return every column of (M, K) stretched to 0..1; a constant column becomes zero."""
+    low, high = values.min(axis=0), values.max(axis=0)
+    stretched: NDArray[np.float64] = (values - low) / np.where(high > low, high - low, 1.0)
+    return stretched
+
+
+def head_norms(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
+    """Yield the label counts, and every run's norms of the classifier's rows with the distance to those counts."""
+    shown: list[NDArray[np.float64]] = []
+    for number, group in enumerate(groups):
+        record = group.first
+        if record.counts is None:
+            yield NotThere(f"{group.label}: the clients' data is their own and not counted")
+            continue
+        try:
+            norms, clients = _head_rows(record)
+        except NotThere as error:
+            yield NotThere(f"{group.label}: {error}")
+            continue
+        counts = record.counts[clients].astype(float)
+        if not any(np.array_equal(counts, other) for other in shown):
+            shown.append(counts)
+            yield _matrix(
+                f"label-counts-{number}",
+                "Label counts, normalised",
+                normalised_columns(counts),
+                record,
+                clients,
+                "What the next pictures are compared with: samples, each class stretched to 0..1 over the clients.",
+            )
+        matrix = normalised_columns(norms)
+        distance = float(np.linalg.norm(matrix - normalised_columns(counts)))
+        yield _matrix(
+            f"head-norms-{number}",
+            f"Norms of the classifier's rows: {group.label}",
+            matrix,
+            record,
+            clients,
+            "L2 norm of the weights into each class's output, each class stretched to 0..1 over the clients. Frobenius "
+            f"distance to the label counts: {distance:.2f} (lower: the network follows its data more).",
+        )
+
+
+def layer_distances(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
+    """Yield for every run how far each layer of each client is from the mean of the clients with the same network."""
+    for number, group in enumerate(groups):
+        try:
+            found = _distances(group.first)
+        except NotThere as error:
+            yield NotThere(f"{group.label}: {error}")
+            continue
+        deepest = max(len(layers) for layers in found.values())
+        order = sorted(found, key=lambda client: (_architecture(group.first, client), client))
+        matrix = np.full((deepest, len(order)), np.nan)
+        for column, client in enumerate(order):
+            matrix[: len(found[client]), column] = found[client]
+        figure, (axes,) = canvas()
+        heatmap(
+            axes,
+            matrix,
+            xlabel="client, by architecture",
+            ylabel="layer, from the input",
+            unit="relative distance",
+            rows=[str(layer + 1) for layer in range(deepest)],
+            columns=[str(client) for client in order],
+            limits=(0.0, None),
+        )
+        names = [_architecture(group.first, client) for client in order]
+        for place in range(1, len(names)):
+            if names[place] != names[place - 1]:
+                axes.axvline(place - 0.5, color=GRID, linewidth=2)
+        title = f"Distance of layers to their mean: {group.label}"
+        titled(figure, title)
+        parts = "; ".join(f"{name} x {count}" for name, count in Counter(names).items())
+        yield Picture(
+            f"layer-distances-{number}",
+            title,
+            "Frobenius distance of a layer's weights to their mean over the clients with the same architecture, over "
+            f"the norm of that mean. From left to right: {parts}. Clients that are alone with theirs are left out; "
+            "blank: the network has no such layer.",
+            f"Heatmap of {deepest} layers by {len(order)} clients, from {np.nanmin(matrix):.2f} to "
+            f"{np.nanmax(matrix):.2f}.",
+            figure,
+        )
+
+
+def _matrix(
+    name: str, title: str, matrix: NDArray[np.float64], record: Record, clients: Sequence[int], caption: str
+) -> Picture:
+    figure, (axes,) = canvas()
+    heatmap(
+        axes,
+        matrix.T,
+        xlabel="client",
+        ylabel="class",
+        unit="normalised",
+        rows=record.label_names,
+        columns=[str(client) for client in clients],
+        limits=(0.0, 1.0),
+    )
+    titled(figure, title)
+    alt = f"Heatmap of {matrix.shape[1]} classes by {matrix.shape[0]} clients. {caption}"
+    return Picture(name, title, caption, alt, figure)
+
+
+def _head_rows(record: Record) -> tuple[NDArray[np.float64], list[int]]:
+    """Return the row norms of the last layer (M, K) and the clients they are of.
+
+    Raises:
+        NotThere: if networks are not here, or a classifier is no single matrix with a row a class.
+    """
+    rows, clients = [], []
+    for client, state in client_states(record):
+        heads = [
+            tensor
+            for name, tensor in state.model.items()
+            if name.startswith(HEAD_PREFIX) and tensor.dim() == 2
+        ]
+        if len(heads) != 1 or len(heads[0]) != len(record.label_names):
+            raise NotThere("a client's classifier is not one matrix with a row a class")
+        rows.append(torch.linalg.vector_norm(heads[0].double(), dim=1).numpy())
+        clients.append(client)
+    return np.array(rows), clients
+
+
+@dataclass
+class _Sum:
+    """Weights of one architecture, added up."""
+
+    tensors: dict[str, Tensor]
+    clients: int
+
+
+def _distances(record: Record) -> dict[int, list[float]]:
+    """Return client -> relative distance of each weight matrix to its mean; two passes, one network in memory."""
+    sums: dict[str, _Sum] = {}
+    for client, state in client_states(record):
+        weights = _matrices(state.model)
+        total = sums.setdefault(
+            _architecture(record, client), _Sum({name: torch.zeros_like(w) for name, w in weights.items()}, 0)
+        )
+        total.clients += 1
+        for name, weight in weights.items():
+            total.tensors[name] += weight
+    found = {}
+    for client, state in client_states(record):
+        total = sums[_architecture(record, client)]
+        if total.clients > 1:
+            means = {name: tensor / total.clients for name, tensor in total.tensors.items()}
+            found[client] = [
+                float((weight - means[name]).norm() / means[name].norm().clamp(min=1e-12))
+                for name, weight in _matrices(state.model).items()
+            ]
+    if not found:
+        raise NotThere("no two clients have the same architecture")
+    return found
+
+
+def _matrices(model: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights of layers, from the input to the classifier; the store keeps names in alphabetical order."""
+    names = [name for name, tensor in model.items() if tensor.dim() > 1 and tensor.is_floating_point()]
+    depth = {"stages": 0, "neck": 1, "head": 2}
+    names.sort(
+        key=lambda name: (depth.get(name.split(".")[0], 1), [_place(part) for part in name.split(".")])
+    )
+    return {name: model[name].double() for name in names}
+
+
+def _place(part: str) -> tuple[int, str]:
+    return (int(part), "") if part.isdigit() else (-1, part)
+
+
+def _architecture(record: Record, client: int) -> str:
+    return next(
+        str(member["architecture"]) for member in record.about["clients"] if member["client"] == client
+    )

@@ -1,0 +1,92 @@
+"""Prototypes dimension by dimension (TinyProto, Fig. 1): which are zero, with and without CPS."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pbfl_flwr.experiments.artefacts import NotThere, global_prototypes, local_prototypes
+from pbfl_flwr.experiments.pictures.style import Picture, canvas, heatmap, titled
+from pbfl_flwr.experiments.records import Group
+
+HOW = "Magnitude of each dimension, every row divided by its largest; blank: zero."
+
+
+def local_heatmaps(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
+    """Yield for every run the uploads of one class by all clients, and the global prototype below them."""
+    for number, group in enumerate(groups):
+        record = group.first
+        try:
+            globals_, locals_ = global_prototypes(record), local_prototypes(record)
+        except NotThere as error:
+            yield NotThere(f"{group.label}: {error}")
+            continue
+        held = np.sum([sent.present.numpy() for sent in locals_.values()], axis=0) * globals_.present.numpy()
+        chosen = int(held.argmax())
+        rows = np.array(
+            [sent.values[chosen].numpy() for sent in locals_.values()] + [globals_.values[chosen].numpy()]
+        )
+        names = [f"L{client}" for client in locals_] + ["G"]
+        zero = _zero_share(rows[-1:])
+        figure, (axes,) = canvas()
+        heatmap(
+            axes,
+            _magnitudes(rows),
+            xlabel="dimension",
+            ylabel="prototype",
+            unit="relative magnitude",
+            rows=names,
+        )
+        title = f"Prototypes of class {record.label_names[chosen]}: {group.label}"
+        titled(figure, title)
+        yield Picture(
+            f"prototypes-of-a-class-{number}",
+            title,
+            f"L: a client's last upload, G: the global prototype. {HOW} The class that most clients hold.",
+            f"Heatmap of {len(locals_)} local prototypes and the global one in {rows.shape[1]} dimensions; "
+            f"{held[chosen]} clients hold the class; {zero:.0%} of the global prototype is zero.",
+            figure,
+        )
+
+
+def global_heatmaps(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
+    """Yield for every run all global prototypes."""
+    for number, group in enumerate(groups):
+        try:
+            found = global_prototypes(group.first)
+        except NotThere as error:
+            yield NotThere(f"{group.label}: {error}")
+            continue
+        values = found.values.numpy()
+        figure, (axes,) = canvas()
+        heatmap(
+            axes,
+            _magnitudes(values),
+            xlabel="dimension",
+            ylabel="class",
+            unit="relative magnitude",
+            rows=group.first.label_names,
+        )
+        title = f"Global prototypes: {group.label}"
+        titled(figure, title)
+        yield Picture(
+            f"global-prototypes-{number}",
+            title,
+            f"After the last round. {HOW}",
+            f"Heatmap of {found.num_present} prototypes in {values.shape[1]} dimensions; "
+            f"{_zero_share(values[found.present.numpy()]):.0%} of the numbers are zero.",
+            figure,
+        )
+
+
+def _magnitudes(rows: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Return |rows| over each row's largest, NaN where it is zero."""
+    magnitude = np.abs(rows.astype(float))
+    largest = magnitude.max(axis=1, keepdims=True)
+    return np.where(magnitude > 0, magnitude / np.where(largest > 0, largest, 1.0), np.nan)
+
+
+def _zero_share(rows: NDArray[np.float32]) -> float:
+    return float((rows == 0).mean()) if rows.size else 0.0

@@ -1,0 +1,147 @@
+"""How far apart global prototypes lie: cosine (TinyProto, Fig. 2), distance and margin (ProtoNorm, Fig. 5)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from sklearn.metrics.pairwise import cosine_similarity, euclidean_distances
+
+from pbfl_flwr.experiments.artefacts import NotThere, global_prototypes
+from pbfl_flwr.experiments.pictures.style import (
+    DIVERGING,
+    Picture,
+    canvas,
+    class_axis,
+    heatmap,
+    key_below,
+    lines,
+    look,
+    titled,
+)
+from pbfl_flwr.experiments.records import Group
+
+
+def similarities(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the cosine similarity of every pair of rows (K, d), NaN on the diagonal: (K, K)."""
+    found: NDArray[np.float64] = cosine_similarity(values)
+    np.fill_diagonal(found, np.nan)
+    return found
+
+
+def distances(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the Euclidean distance of every pair of rows (K, d), NaN on the diagonal: (K, K)."""
+    found: NDArray[np.float64] = euclidean_distances(values)
+    np.fill_diagonal(found, np.nan)
+    return found
+
+
+def margins(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return every row's distance to its nearest neighbour over the largest such distance: (K,), 1 at most."""
+    nearest: NDArray[np.float64] = np.nanmin(distances(values), axis=1)
+    return nearest / nearest.max() if nearest.max() > 0 else nearest
+
+
+def matrices(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
+    """Yield for every run the matrix of cosine similarities and the one of distances."""
+    for number, group in enumerate(groups):
+        try:
+            values, names = _present(group)
+        except NotThere as error:
+            yield NotThere(f"{group.label}: {error}")
+            continue
+        cosine, distance = similarities(values), distances(values)
+        for kind, unit, matrix, limits, colours in (
+            ("Cosine similarity", "cosine similarity", cosine, (-1.0, 1.0), DIVERGING),
+            ("Distance", "Euclidean distance", distance, (0.0, None), "cividis"),
+        ):
+            figure, (axes,) = canvas(3.1)
+            heatmap(
+                axes,
+                matrix,
+                xlabel="class",
+                ylabel="class",
+                unit=unit,
+                rows=names,
+                columns=names,
+                limits=limits,
+                colours=colours,
+            )
+            class_axis(axes, names)
+            title = f"{kind} of global prototypes: {group.label}"
+            titled(figure, title)
+            yield Picture(
+                f"{kind.split()[0].lower()}-of-prototypes-{number}",
+                title,
+                "Every pair of classes after the last round, as broadcast (in all d dimensions).",
+                f"Matrix of {len(names)} by {len(names)} classes: {unit} from {np.nanmin(matrix):.2f} to "
+                f"{np.nanmax(matrix):.2f}, mean {np.nanmean(matrix):.2f}.",
+                figure,
+            )
+
+
+def per_class(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
+    """Yield, all runs together, each class's similarity to the others, and its normalised margin."""
+    found: list[tuple[Group, NDArray[np.float64], list[str]]] = []
+    for group in groups:
+        try:
+            found.append((group, *_present(group)))
+        except NotThere as error:
+            yield NotThere(f"{group.label}: {error}")
+    if not found:
+        return
+    figure, (axes,) = canvas()
+    said = []
+    for number, (group, values, _) in enumerate(found):
+        cosine = similarities(values)
+        mean = np.nanmean(cosine, axis=1)
+        axes.plot(range(len(mean)), mean, label=group.label, **look(number))
+        low, high = np.nanmin(cosine, axis=1), np.nanmax(cosine, axis=1)
+        axes.fill_between(range(len(mean)), low, high, color=look(number)["color"], alpha=0.15, linewidth=0)
+        said.append(f"{group.label} {mean.mean():.2f}")
+    lines(axes, "class", "cosine similarity to the others")
+    class_axis(axes, found[0][2])
+    key_below(figure, axes)
+    titled(figure, "Similarity of each global prototype to the others")
+    yield Picture(
+        "similarity-per-class",
+        "Similarity of each global prototype to the others",
+        "Mean cosine similarity of a class's prototype to all others; the band reaches from the least to the most "
+        "similar one. Lower is better separated.",
+        f"Curves over classes; means: {', '.join(said)}.",
+        figure,
+    )
+    figure, (axes,) = canvas()
+    said = []
+    for number, (group, values, _) in enumerate(found):
+        margin = margins(values)
+        axes.plot(range(len(margin)), margin, label=group.label, **look(number))
+        said.append(f"{group.label} {margin.min():.2f}")
+    lines(axes, "class", "margin / largest margin")
+    class_axis(axes, found[0][2])
+    axes.set_ylim(0, 1.05)
+    key_below(figure, axes)
+    titled(figure, "Normalised margin of each global prototype")
+    yield Picture(
+        "margin-per-class",
+        "Normalised margin of each global prototype",
+        "Distance to the nearest other prototype over the largest such distance of the run: all near 1 means evenly "
+        "spread.",
+        f"Curves over classes; smallest: {', '.join(said)}.",
+        figure,
+    )
+
+
+def _present(group: Group) -> tuple[NDArray[np.float64], list[str]]:
+    """Return the rows of the classes that have a prototype, and their names.
+
+    Raises:
+        NotThere: if there are not two of them.
+    """
+    found = global_prototypes(group.first)
+    if found.num_present < 2:
+        raise NotThere("fewer than two classes have a prototype")
+    present = found.present.numpy()
+    names = [name for name, there in zip(group.first.label_names, present, strict=True) if there]
+    return found.values.numpy()[present].astype(float), names

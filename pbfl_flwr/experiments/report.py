@@ -1,0 +1,291 @@
+"""One self-contained page about one or several runs: tables that sort, pictures, configuration, failures.
+
+Everything that a run directory holds may come from somebody else (a device's name, a reason for a failure): the
+template escapes all of it, and the page's own policy forbids every script but its own and every request.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments.figures import kilobytes
+from pbfl_flwr.experiments.records import NEUTRAL, Group, Record
+from pbfl_flwr.experiments.sheets import Sheet
+from pbfl_flwr.experiments.summaries import paired_sheet, summary_sheet
+from pbfl_flwr.experiments.tables import failure_lines, paper_scalars, scores, settings_line
+from pbfl_flwr.flower.engine import ERROR
+from pbfl_flwr.flower.store import write_atomically
+
+TEMPLATES = "experiments/templates"
+NEEDED = "pbfl report needs matplotlib and jinja2: pip install 'pbfl-flwr[report]'"
+
+
+@dataclass(frozen=True)
+class Overview:
+    """One run at the top of the page.
+
+    Attributes:
+        label: of its group.
+        path: its directory.
+        line: what was run.
+        warnings: how it ended, what the last round's notes say, who failed.
+    """
+
+    label: str
+    path: str
+    line: str
+    warnings: tuple[str, ...]
+
+
+def write(groups: Sequence[Group], out: Path, *, png: bool = False, svg: bool = False) -> list[Path]:
+    """Write the page, and on demand each picture as a file.
+
+    Args:
+        groups: the runs, see :func:`pbfl_flwr.experiments.records.load`.
+        out: the page; pictures go into a directory beside it, ``<stem>-pictures``.
+        png: write every picture as PNG.
+        svg: write every picture as SVG.
+
+    Returns:
+        What was written.
+
+    Raises:
+        PbflError: if matplotlib or jinja2 is not installed, or the page cannot be written.
+    """
+    try:
+        from pbfl_flwr.experiments import pictures
+        from pbfl_flwr.experiments.pictures import style
+    except ModuleNotFoundError as error:
+        raise PbflError(f"{NEEDED} ({error})") from None
+    sections = pictures.draw(groups)
+    written = [out]
+    try:
+        write_atomically(out, page(groups, sections).encode())
+        folder = out.with_name(f"{out.stem}-pictures")
+        for picture in [picture for section in sections for picture in section.pictures]:
+            if png:
+                written.append(folder / f"{picture.name}.png")
+                write_atomically(written[-1], style.png(picture))
+            if svg:
+                written.append(folder / f"{picture.name}.svg")
+                write_atomically(written[-1], style.svg(picture).encode())
+    except OSError as error:
+        raise PbflError(f"'{written[-1]}' cannot be written: {error.strerror or error}") from None
+    return written
+
+
+def page(groups: Sequence[Group], sections: Sequence[Any]) -> str:
+    """Return the page.
+
+    Args:
+        groups: the runs.
+        sections: what :func:`pbfl_flwr.experiments.pictures.draw` gives for them.
+
+    Raises:
+        PbflError: if jinja2 is not installed.
+    """
+    try:
+        from jinja2 import Environment, FunctionLoader, StrictUndefined
+    except ModuleNotFoundError as error:
+        raise PbflError(f"{NEEDED} ({error})") from None
+    from markupsafe import Markup
+
+    from pbfl_flwr.experiments.pictures.style import inline_svg
+
+    environment = Environment(
+        loader=FunctionLoader(_source),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    script = _source("report.js")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    sheets = [summary_sheet(groups), accuracy_sheet(groups), cost_sheet(groups)]
+    if len(groups) > 1:
+        sheets.insert(1, paired_sheet(groups))
+    return environment.get_template("report.html").render(
+        title=", ".join(group.label for group in groups),
+        overviews=overviews(groups),
+        sheets=sheets,
+        clients=client_sheet(groups),
+        sections=sections,
+        # matplotlib escapes the text in its drawings; nothing else on the page is taken as it is but our own files.
+        drawing=lambda picture: Markup(inline_svg(picture)),
+        style=Markup(_source("report.css")),
+        script=Markup(script),
+        script_hash=digest,
+        configuration=configuration_sheet(groups),
+        versions=version_sheet(groups),
+        numeric=is_numeric,
+    )
+
+
+def overviews(groups: Sequence[Group]) -> list[Overview]:
+    """Return what was run and what went wrong, a run each."""
+    found = []
+    for group in groups:
+        for record in group.records:
+            warnings = []
+            wanted, done = int(record.config["num-server-rounds"]), len(record.rounds)
+            if done < wanted:
+                warnings.append(f"{done} of {wanted} rounds are there")
+            if (error := record.path / ERROR).exists():
+                warnings.append(
+                    f"it ended with: {error.read_text(encoding='utf-8', errors='replace').strip()}"
+                )
+            warnings += [f"last round: {note}" for note in record.rounds[-1].get("notes", [])]
+            warnings += failure_lines(record.rounds)
+            line = settings_line(record.about, done)
+            found.append(Overview(group.label, str(record.path), line, tuple(warnings)))
+    return found
+
+
+def accuracy_sheet(groups: Sequence[Group]) -> Sheet:
+    """Return every predictor's accuracies of the first seed: last, best and validation-chosen round side by side."""
+    rows = []
+    for group in groups:
+        record = group.first
+        for name, score in scores(record.rounds).items():
+            cells = []
+            for point in (score.last, score.best, score.chosen):
+                cells += ["-", "-"] if point is None else [f"{100 * point[1]['weighted']:.2f}", str(point[0])]
+            even = (f"{100 * score.last[1][key]:.2f}" for key in ("mean", "std", "worst"))
+            predictor = f"{name} (headline)" if name == record.headline else name
+            rows.append((group.label, predictor, *cells, *even))
+    columns = (
+        "run",
+        "predictor",
+        "last",
+        "round",
+        "best (on test data)",
+        "round",
+        "validation-chosen",
+        "round",
+        "mean of clients",
+        "std over clients",
+        "worst decile",
+    )
+    notes = (
+        "Accuracy on the clients' test data in %, weighted by samples, with its round; the three on the right are of "
+        "the last round. First seed of each configuration.",
+    )
+    return Sheet("Predictors and rounds", columns, tuple(rows), notes, text_columns=2)
+
+
+def cost_sheet(groups: Sequence[Group]) -> Sheet:
+    """Return what a round costs, mean over the rounds of the first seed."""
+    rows = []
+    for group in groups:
+        record = group.first
+        clients = len(record.about["clients"])
+
+        def mean(way: str, key: str, rounds: Sequence[Mapping[str, Any]] = record.rounds) -> float:
+            return fmean(entry[way][key] for entry in rounds)
+
+        both = mean("bytes_up", "total") + mean("bytes_down", "total")
+        counts = None if record.counts is None else record.counts.tolist()
+        rows.append(
+            (
+                group.label,
+                kilobytes(mean("bytes_up", "payload") / clients),
+                kilobytes(mean("bytes_down", "payload") / clients),
+                kilobytes(both),
+                paper_scalars(record.about, counts),
+                f"{fmean(entry['seconds']['total'] for entry in record.rounds):.2f}",
+                f"{max(entry['peak_mb'] for entry in record.rounds):.0f}",
+            )
+        )
+    columns = (
+        "run",
+        "payload up, a client",
+        "payload down, a client",
+        "all of Flower's bytes",
+        "scalars by the paper's formula",
+        "seconds",
+        "peak memory of a worker, MB",
+    )
+    return Sheet("Cost of a round", columns, tuple(rows), ("Mean over the rounds, first seed.",))
+
+
+def client_sheet(groups: Sequence[Group]) -> Sheet:
+    """Return a row a client: who it is, what it holds, and its last accuracy in every run."""
+    accuracies = [group.first.accuracies() for group in groups]
+    members: dict[int, Mapping[str, Any]] = {}
+    for group in groups:
+        for member in group.first.about["clients"]:
+            members.setdefault(member["client"], member)
+    rows = []
+    for client, member in sorted(members.items()):
+        last = (f"{100 * found[client]:.2f}" if client in found else "-" for found in accuracies)
+        who = (str(client), str(member.get("name") or ""), str(member["architecture"]), str(member["device"]))
+        rows.append((*who, str(member["num_train"]), str(member["num_test"]), *last))
+    if not any(row[1] for row in rows):
+        rows = [(row[0], *row[2:]) for row in rows]
+    named = ("name",) if any(member.get("name") for member in members.values()) else ()
+    columns = (
+        "client",
+        *named,
+        "network",
+        "device",
+        "training samples",
+        "test samples",
+        *(f"{group.label}, %" for group in groups),
+    )
+    note = (
+        "Headline accuracy of the last round; networks, devices and sample counts are those of the first run "
+        "that has the client."
+    )
+    return Sheet("Clients", columns, tuple(rows), (note,), text_columns=0)
+
+
+def configuration_sheet(groups: Sequence[Group]) -> Sheet:
+    """Return the resolved configurations side by side, what differs first."""
+    configs = [group.first.config for group in groups]
+    keys = list(dict.fromkeys(key for config in configs for key in config))
+
+    def differs(key: str) -> bool:
+        return key not in NEUTRAL and len({str(config.get(key)) for config in configs}) > 1
+
+    rows = [
+        (key, *("-" if key not in config else _value(config[key]) for config in configs))
+        for key in sorted(keys, key=lambda key: not differs(key))
+    ]
+    note = f"{sum(map(differs, keys))} keys differ; they stand first."
+    title = "Configuration"
+    columns = ("key", *(group.label for group in groups))
+    return Sheet(title, columns, tuple(rows), (note,) if len(groups) > 1 else (), len(columns))
+
+
+def version_sheet(groups: Sequence[Group]) -> Sheet:
+    """Return what the runs were made with."""
+    versions = [group.first.about.get("versions", {}) for group in groups]
+    names = dict.fromkeys(name for found in versions for name in found)
+    rows = tuple((str(name), *(str(found.get(name, "-")) for found in versions)) for name in names)
+    return Sheet("Versions", ("", *(group.label for group in groups)), rows, (), 1 + len(groups))
+
+
+def is_numeric(sheet: Sheet, column: int) -> bool:
+    """Whether a column is set to the right and sorted by number."""
+    return column >= sheet.text_columns and any(row[column][:1] in "0123456789+-−." for row in sheet.rows)
+
+
+def _value(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value) if value != "" else '""'
+
+
+def _source(name: str) -> str:
+    return files("pbfl_flwr").joinpath(TEMPLATES, name).read_text(encoding="utf-8")
+
+
+__all__ = ["Overview", "Record", "page", "write"]

@@ -1,0 +1,182 @@
+"""Pictures: the numbers behind them against others' arithmetic, and what every one of them must have."""
+
+import math
+import shutil
+import xml.etree.ElementTree as ET
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("matplotlib", reason="matplotlib is not installed (the extra 'report')")
+
+from pbfl_flwr.experiments import artefacts, pictures, records
+from pbfl_flwr.experiments.pictures import alignment, personalisation, similarity, style
+from pbfl_flwr.experiments.records import Group
+from pbfl_flwr.prototypes.alignment import geometry
+
+EVERYWHERE = {
+    "label-distribution",
+    "accuracy-over-rounds",
+    "accuracy-of-clients",
+    "bytes-over-rounds",
+    "accuracy-against-bytes",
+    "prototypes-of-a-class",
+    "global-prototypes",
+    "cosine-of-prototypes",
+    "distance-of-prototypes",
+    "similarity-per-class",
+    "margin-per-class",
+    "alignment-distances",
+    "alignment-energy",
+    "alignment-over-rounds",
+    "label-counts",
+    "head-norms",
+    "layer-distances",
+}
+IN_THE_PLANE = {"data-points", "prototype-plane", "features"}
+
+
+@pytest.fixture(scope="session")
+def drawn(groups: list[Group]) -> list[pictures.Section]:
+    return pictures.draw(groups)
+
+
+def kinds(sections: list[pictures.Section]) -> Counter[str]:
+    return Counter(picture.name.rstrip("-0123456789") for section in sections for picture in section.pictures)
+
+
+def test_three_runs_show_every_picture_of_the_papers(drawn: list[pictures.Section]) -> None:
+    found = kinds(drawn)
+    assert set(found) == EVERYWHERE
+    assert {found[name] for name in ("label-distribution", "label-counts", "accuracy-over-rounds")} == {1}
+    assert {found[name] for name in ("prototypes-of-a-class", "head-norms", "layer-distances")} == {3}
+    left_out = {line for section in drawn for line in section.left_out}
+    assert "fedproto: fedproto does not align its prototypes" in left_out
+    assert "protonorm: features have 64 dimensions; they are drawn where feature-dim = 2" in left_out
+
+
+def test_the_plane(plane_run: Path) -> None:
+    sections = pictures.draw(records.load([plane_run]))
+    found = kinds(sections)
+    assert set(found) == EVERYWHERE | IN_THE_PLANE
+    assert found["features"] == 2
+    assert not [line for section in sections for line in section.left_out]
+
+
+def test_every_picture_has_title_axes_with_labels_and_words(drawn: list[pictures.Section]) -> None:
+    for section in drawn:
+        for picture in section.pictures:
+            assert picture.title, picture.name
+            assert picture.caption.endswith("."), picture.name
+            assert len(picture.alt) > 30, picture.name
+            assert picture.figure.get_suptitle(), picture.name
+            for axes in picture.figure.axes:
+                assert axes.get_ylabel(), picture.name  # colour bars have theirs on this axis too
+                assert axes.get_xlabel() or axes.get_label() == "<colorbar>", picture.name
+
+
+def test_svg_stands_alone_and_in_a_page(drawn: list[pictures.Section]) -> None:
+    identities: list[str] = []
+    for picture in [picture for section in drawn for picture in section.pictures]:
+        ET.fromstring(style.svg(picture))
+        inline = style.inline_svg(picture)
+        root = ET.fromstring(inline)
+        identities += [element.attrib["id"] for element in root.iter() if "id" in element.attrib]
+        assert "currentColor" in inline
+        assert not [colour for colour in (style.INK, style.GRID, *style.COLOURS) if colour in inline], (
+            picture.name
+        )
+        assert root.attrib["viewBox"]
+        assert "width" not in root.attrib
+    assert max(Counter(identities).values()) == 1
+
+
+def test_png_is_one(drawn: list[pictures.Section]) -> None:
+    assert style.png(drawn[0].pictures[0]).startswith(b"\x89PNG")
+
+
+def test_names_are_words_whatever_they_hold(hostile_run: Path) -> None:
+    (section, *_) = pictures.draw(records.load([hostile_run]))
+    root = ET.fromstring(style.inline_svg(section.pictures[0]))
+    assert any("$\\frac{<img" in (element.text or "") for element in root.iter())
+
+
+def test_without_the_clients_state_the_rest_is_drawn(three_runs: list[Path], tmp_path: Path) -> None:
+    path = tmp_path / "moved"
+    shutil.copytree(three_runs[0], path)
+    shutil.rmtree(path / "clients")
+    (path / "partition.json").unlink()
+    sections = pictures.draw(records.load([path]))
+    assert {"accuracy-over-rounds", "global-prototypes", "similarity-per-class"} <= set(kinds(sections))
+    reasons = [line for section in sections for line in section.left_out]
+    assert "fedproto: the clients' own state is not here (devices keep it to themselves)" in reasons
+    assert "fedproto: the clients' data is their own and not counted" in reasons
+    (path / "prototypes.safetensors").write_bytes(b"nonsense")
+    reasons = [line for section in pictures.draw(records.load([path])) for line in section.left_out]
+    assert any("prototypes.safetensors cannot be read" in line for line in reasons)
+
+
+# The numbers behind them ----------------------------------------------------------------------------------
+
+
+def test_the_alignment_redone_is_the_alignment_done(groups: list[Group]) -> None:
+    record = groups[2].first
+    found = artefacts.alignment_trajectory(record)
+    figures = record.rounds[-1]["server"]
+    assert len(found.steps) - 1 == figures["alignment-iterations"]
+    assert found.steps[0].energy == pytest.approx(figures["alignment-energy-before"], abs=1e-9)
+    assert found.steps[-1].energy == pytest.approx(figures["alignment-energy-after"], abs=1e-9)
+    sent = artefacts.global_prototypes(record)
+    assert geometry(sent.values[sent.present]).min_distance == pytest.approx(
+        found.steps[-1].min_distance, abs=1e-5
+    )
+
+
+def test_sparse_prototypes_stand_in_their_own_dimensions(groups: list[Group]) -> None:
+    sent = artefacts.global_prototypes(groups[1].first)
+    assert sent.values.shape == (10, 64)
+    assert int((sent.values != 0).sum(dim=1).max()) <= 8
+    for local in artefacts.local_prototypes(groups[1].first).values():
+        outside = (sent.values == 0) & sent.present[:, None]
+        # ReLU features are zero here and there; what is not zero lies where the server's may be.
+        assert not bool((local.values[outside] > 0).any())
+
+
+def test_simplex_and_angle() -> None:
+    # Two points: opposite, distance 2, energy ln(1/2). Three: 120°, distance √3, energy -3·ln √3.
+    assert alignment.optimum(2, 1) == pytest.approx((-math.log(2), 2.0))
+    assert alignment.optimum(3, 2) == pytest.approx((-1.5 * math.log(3), 3**0.5))
+    assert alignment.optimum(4, 2) is None
+    assert alignment.least_angle(2**0.5) == pytest.approx(90)
+    assert alignment.least_angle(3**0.5) == pytest.approx(120)
+
+
+def test_similarities_distances_margins() -> None:
+    rows = np.array([[1.0, 0.0], [0.0, 2.0], [-3.0, 0.0]])
+    assert similarity.similarities(rows)[0, 1] == pytest.approx(0)
+    assert similarity.similarities(rows)[0, 2] == pytest.approx(-1)
+    assert np.isnan(similarity.distances(rows)[1, 1])
+    assert similarity.distances(rows)[1, 2] == pytest.approx(13**0.5)
+    assert similarity.margins(rows) == pytest.approx([(5 / 13) ** 0.5, (5 / 13) ** 0.5, 1])  # √5, √5, √13
+
+
+def test_normalised_columns() -> None:
+    found = personalisation.normalised_columns(np.array([[0.0, 5.0], [2.0, 5.0], [8.0, 5.0]]))
+    assert found.tolist() == [[0.0, 0.0], [0.25, 0.0], [1.0, 0.0]]
+
+
+def test_layers_of_two_clients_are_as_far_from_their_mean(groups: list[Group]) -> None:
+    record = groups[0].first
+    found = personalisation._distances(record)
+    states = dict(artefacts.client_states(record))
+    one, two = (states[client].model["head.weight"].double() for client in (0, 1))  # both cnn4
+    expected = float((one - two).norm() / (one + two).norm())  # ‖(a-b)/2‖ / ‖(a+b)/2‖
+    assert found[0][-1] == pytest.approx(expected)
+    assert found[1][-1] == pytest.approx(expected)
+    assert len(found[0]) == sum(tensor.dim() > 1 for tensor in states[0].model.values())
+    first = states[0].model["stages.0.0.weight"].double()
+    mean = (first + states[1].model["stages.0.0.weight"].double()) / 2
+    assert found[0][0] == pytest.approx(float(torch.linalg.vector_norm(first - mean) / mean.norm()))

@@ -1,0 +1,131 @@
+"""The page: everything is on it, nothing comes from elsewhere, nobody's words become markup."""
+
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+pytest.importorskip("matplotlib", reason="matplotlib is not installed (the extra 'report')")
+pytest.importorskip("jinja2", reason="jinja2 is not installed (the extra 'report')")
+
+from pbfl_flwr.cli import app
+from pbfl_flwr.experiments import records, report
+from pbfl_flwr.experiments.records import Group
+
+
+def pbfl(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+class Reader(HTMLParser):
+    """Collects elements and text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.fixture(scope="session")
+def page(three_runs: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("report") / "report.html"
+    result = pbfl("report", *three_runs, "--out", out)
+    assert result.exit_code == 0, result.output
+    return out
+
+
+def test_everything_is_there_and_nothing_is_fetched(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert len(text.encode()) < 3_000_000
+    read = Reader(text)
+    for attribute in ("src", "href", "xlink:href"):
+        for tag, attributes in read.elements:
+            place = attributes.get(attribute)
+            assert place is None or place.startswith(("#", "data:")), (tag, place)
+    assert not re.search(r"url\((?!#|data:)", text)
+    assert "@import" not in text
+    tags = [tag for tag, _ in read.elements]
+    assert tags.count("script") == 1
+    assert tags.count("svg") == tags.count("figure") >= 20
+    for words in ("Accuracy and fairness", "Paired comparison", "Cost of a round", "learning-rate", "torch"):
+        assert words in read.text
+    identities = [attributes["id"] for _, attributes in read.elements if "id" in attributes]
+    assert len(set(identities)) == len(identities)
+    described = {attributes.get("aria-labelledby") for tag, attributes in read.elements if tag == "svg"}
+    assert described <= set(identities)
+
+
+def test_one_run_works_too(three_runs: list[Path], tmp_path: Path) -> None:
+    out = tmp_path / "one.html"
+    result = pbfl("report", three_runs[0], "--out", out, "--png", "--svg")
+    assert result.exit_code == 0, result.output
+    text = Reader(out.read_text(encoding="utf-8")).text
+    assert "Paired comparison" not in text
+    assert "validation-chosen" in text
+    files = list((tmp_path / "one-pictures").iterdir())
+    assert {file.suffix for file in files} == {".png", ".svg"}
+    assert len({file.stem for file in files}) * 2 == len(files) >= 20
+
+
+def test_what_clients_say_stays_text(hostile_run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "page.html"
+    report.write(records.load([hostile_run]), out)
+    read = Reader(out.read_text(encoding="utf-8"))
+    tags = [tag for tag, _ in read.elements]
+    assert tags.count("script") == 1
+    assert "img" not in tags
+    assert not [
+        attributes for _, attributes in read.elements if any(name.startswith("on") for name in attributes)
+    ]
+    assert "</td><script>window.hurt = 1</script>" in read.text
+    assert '"><img src=x onerror=window.hurt=1>{{ 7 * 7 }}' in read.text  # nor is it a template
+
+
+def test_the_sheets_of_the_page(groups: list[Group]) -> None:
+    predictors = report.accuracy_sheet(groups)
+    assert {len(row) for row in predictors.rows} == {len(predictors.columns)}
+    assert {row[0] for row in predictors.rows} == {"fedproto", "tinyproto", "protonorm"}
+    clients = report.client_sheet(groups)
+    assert len(clients.rows) == 4
+    assert clients.columns[-3:] == ("fedproto, %", "tinyproto, %", "protonorm, %")
+    first = groups[0].first.accuracies()
+    assert [row[-3] for row in clients.rows] == [f"{100 * first[client]:.2f}" for client in range(4)]
+    configuration = report.configuration_sheet(groups)
+    assert configuration.rows[0] == ("method", "fedproto", "tinyproto", "protonorm")
+    assert [report.is_numeric(clients, column) for column in (0, 1)] == [True, False]
+
+
+def test_warnings_are_on_top(hostile_run: Path) -> None:
+    (run,) = report.overviews(records.load([hostile_run]))
+    assert any(line.startswith("client 1 failed in 3 rounds, first 1:") for line in run.warnings)
+
+
+def test_what_cannot_be_reported_is_one_line(
+    three_runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for arguments, said in (
+        ([tmp_path], "no run.json"),
+        ([three_runs[0], three_runs[0]], "is given twice"),
+        ([three_runs[0], "--out", tmp_path], "cannot be written"),
+    ):
+        result = pbfl("report", *arguments)
+        assert result.exit_code == 2
+        assert said in result.stderr
+        assert len(result.stderr.splitlines()) == 1
+    for name in [name for name in sys.modules if name.startswith("pbfl_flwr.experiments.pictures")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr("pbfl_flwr.experiments.pictures")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = pbfl("report", three_runs[0], "--out", tmp_path / "never.html")
+    assert result.exit_code == 2
+    assert "pip install 'pbfl-flwr[report]'" in result.stderr
