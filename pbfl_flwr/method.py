@@ -133,6 +133,7 @@ class Method(ABC, Generic[StateT, DownT, UpT]):
         headline: the predictor the paper reports.
         moment: when the paper scores a client, relative to its local training.
         same_architecture: whether every client must have the same network.
+        unit_features: whether the head reads features of unit length.
         protects_uploads: whether the settings of the group ``privacy`` apply to what its clients send.
     """
 
@@ -143,6 +144,7 @@ class Method(ABC, Generic[StateT, DownT, UpT]):
     headline: str = "head"
     moment: Moment = "after"
     same_architecture: bool = False
+    unit_features: bool = False
     protects_uploads: bool = False
 
     @abstractmethod
@@ -228,22 +230,29 @@ def head_scores(features: Tensor, logits: Tensor) -> Tensor:
     return logits
 
 
-def nearest(prototypes: Tensor, candidates: Tensor) -> Predictor:
-    """Return a predictor by the nearest prototype.
+@dataclass(frozen=True, eq=False)
+class Nearest:
+    """A predictor by the nearest prototype.
 
-    Args:
+    Attributes:
         prototypes: (K, d).
         candidates: (K,) bool, the classes that may be predicted.
-
-    Returns:
-        A function whose scores are negative squared distances, EXCLUDED for classes that are no candidates.
     """
 
-    def scores(features: Tensor, logits: Tensor) -> Tensor:
-        table = prototypes.to(features.device, features.dtype)
+    prototypes: Tensor
+    candidates: Tensor
+
+    def __call__(self, features: Tensor, logits: Tensor) -> Tensor:
+        """Return negative squared distances (B, K), EXCLUDED for classes that are no candidates."""
+        table = self.prototypes.to(features.device, features.dtype)
         distance = torch.cdist(
             features, table, compute_mode="donot_use_mm_for_euclid_dist"
         ).square()  # (B, K)
-        return torch.where(candidates.to(features.device), -distance, torch.full_like(distance, EXCLUDED))
+        return torch.where(
+            self.candidates.to(features.device), -distance, torch.full_like(distance, EXCLUDED)
+        )
 
-    return scores
+
+def nearest(prototypes: Tensor, candidates: Tensor) -> Nearest:
+    """Return the predictor by the nearest of these prototypes (K, d) among the candidates (K,)."""
+    return Nearest(prototypes, candidates)

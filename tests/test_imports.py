@@ -13,14 +13,14 @@ APPS = ("client_app", "server_app")
 # A module may import what stands before its own line, and its own line.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "seeds", "allocator"),
-    ("task", "config", "payloads", "security"),
+    ("task", "config", "payloads", "security", "card"),
     ("models", "data"),
     ("method", "weights", "lowrank", "generators"),
     ("training",),
     ("prototypes",),
     ("methods",),
     ("flower",),
-    ("strategies",),
+    ("strategies", "serving"),
     ("experiments",),
     ("cli",),
 )

@@ -29,6 +29,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "keys": deployment.keys,
     "doctor": deployment.doctor,
     "check-data": devices.check_data,
+    "export": devices.export,
+    "predict": devices.predict,
 }
 
 for name, command in COMMANDS.items():

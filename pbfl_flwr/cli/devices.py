@@ -1,8 +1,9 @@
-"""``pbfl check-data``: what a device brings."""
+"""``pbfl check-data``, ``export`` and ``predict``: what a device brings, and what it takes home."""
 
 from __future__ import annotations
 
 import json
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -23,6 +24,12 @@ Labels = Annotated[
 LabelColumn = Annotated[str, typer.Option("--label-column", help="Column of a table that holds the classes.")]
 InputShape = Annotated[
     str, typer.Option("--input-shape", help="'3,64,64': images are brought to it, rows of a table reshaped.")
+]
+Code = Annotated[
+    str,
+    typer.Option(
+        "--model", help="Allow this code, my_package.module:function, to be imported for the model."
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -75,3 +82,62 @@ def _keys(labels: str, label_column: str, input_shape: str) -> str:
         labels = str(Path(labels).absolute())
     given = {"labels": labels, "label-column": label_column, "input-shape": input_shape}
     return "".join(f" {key}='{value}'" for key, value in given.items() if value)
+
+
+class Format(StrEnum):
+    """How ``pbfl predict`` answers."""
+
+    table = "table"
+    csv = "csv"
+    json = "json"
+
+
+def export(
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", help="A run, a device's state directory, or a state file.")
+    ],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="A new directory.")],
+    client: Annotated[str, typer.Option("--client", metavar="ID", help="Number or name of the client.")] = "",
+    model: Code = "",
+) -> None:
+    """Write a client's personalised model: safetensors, torch.export program, ONNX, prototypes, card."""
+    from pbfl_flwr.serving import export as room
+
+    console = Console()
+    try:
+        kept = room.read_state(room.state_file(path.expanduser(), client))
+        files = room.export(kept, out.expanduser(), model)
+    except PbflError as error:
+        raise ended(error) from None
+    card, shape = kept.card, "x".join(map(str, kept.card.input_shape))
+    say(
+        console,
+        f"client {card.client}, {card.method}, {card.architecture} after round {card.round}: inputs {shape}, "
+        f"{card.num_classes} classes, d = {card.feature_dim}",
+    )
+    say(console, f"written to {out}: {', '.join(files)}")
+    if room.ONNX not in files:
+        say(console, "no ONNX: pip install 'pbfl-flwr[onnx]'")
+
+
+def predict(
+    model_dir: Annotated[Path, typer.Argument(metavar="EXPORTED", help="What pbfl export wrote.")],
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILES...", help="Images, folders of images, .npz, CSV, Parquet.")
+    ],
+    by: Annotated[
+        str, typer.Option("--by", help="head, or nearest prototype: global, global-local, local.")
+    ] = "head",
+    form: Annotated[Format, typer.Option("--format", help="How the answer is printed.")] = Format.table,
+    model: Code = "",
+) -> None:
+    """Print class and probability for every image and every row."""
+    from pbfl_flwr.serving.predict import open_exported, written
+    from pbfl_flwr.serving.predict import predict as ask
+
+    try:
+        exported = open_exported(model_dir.expanduser(), model)
+        found = list(ask(exported, files, by))
+    except PbflError as error:
+        raise ended(error) from None
+    print(written(found, exported.card.labels, form.value), end="")

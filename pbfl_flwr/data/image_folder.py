@@ -10,6 +10,10 @@ gives the size, and 1 channel for grey.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data.cache import Allocate, cached
@@ -71,6 +75,22 @@ def _size(settings: DataSettings) -> tuple[int, tuple[int, int] | None]:
         )
     channels, height, width = settings.shape
     return channels, (width, height)
+
+
+def one_image(path: Path, channels: int, side: tuple[int, int]) -> NDArray[Any]:
+    """Return an image as one of such a folder is decoded, (channels, height, width) uint8.
+
+    Args:
+        path: the file.
+        channels: 3 is RGB, 1 is grey.
+        side: (width, height) that it is brought to.
+
+    Raises:
+        PbflError: if it cannot be read.
+    """
+    inputs, _, _ = decode_images([ImageFiles([(path, 0)])], np.empty, side, path, channels)
+    image: NDArray[Any] = inputs[0]
+    return image
 
 
 def labelled_files(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +48,7 @@ def _load(settings: DataSettings, path: Path, client_key: str, label_names: tupl
         raise PbflError(f"dataset '{name}': {path} is not a file; allowed is an .npz file")
 
     def decode(allocate: Allocate) -> Pool:
-        arrays = _read(path, name)
-        for key in ("x", "y", *((client_key,) if label_names else ())):
-            if key not in arrays:
-                raise PbflError(f"dataset '{name}': {path} has no array '{key}'; it has {sorted(arrays)}")
+        arrays = read_arrays(path, f"dataset '{name}'", ("x", "y", *((client_key,) if label_names else ())))
         names, labels = _labels(arrays["y"], label_names, settings, path)
         owner = None
         if client_key in arrays:
@@ -77,20 +75,28 @@ def _labels(
     return names or tuple(str(k) for k in range(int(y.max()) + 1)), y.astype(np.int64)
 
 
-def _read(path: Path, name: str) -> dict[str, NDArray[Any]]:
+def read_arrays(path: Path, who: str, needed: Sequence[str]) -> dict[str, NDArray[Any]]:
+    """Return the arrays of an .npz file.
+
+    Args:
+        path: the file.
+        who: begins the errors.
+        needed: arrays that must be there.
+
+    Raises:
+        PbflError: if it is no such file, holds objects, or lacks an array.
+    """
     try:
         with zipfile.ZipFile(path) as members:
             check_memory(sum(member.file_size for member in members.infolist()), path)
         with np.load(path, allow_pickle=False) as archive:
             if not isinstance(archive, np.lib.npyio.NpzFile):
-                raise PbflError(
-                    f"dataset '{name}': {path} is a single array; allowed is an .npz file with x and y"
-                )
+                raise PbflError(f"{who}: {path} is a single array; allowed is an .npz file")
+            if absent := [key for key in needed if key not in archive]:
+                raise PbflError(f"{who}: {path} has no array '{absent[0]}'; it has {sorted(archive.files)}")
             return dict(archive)
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise PbflError(
-            f"dataset '{name}': {path} is not a readable .npz file of plain arrays ({error})"
-        ) from error
+        raise PbflError(f"{who}: {path} is not a readable .npz file of plain arrays ({error})") from error
 
 
 def _inputs(values: NDArray[Any], path: Path, name: str) -> NDArray[Any]:

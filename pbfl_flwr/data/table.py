@@ -70,13 +70,19 @@ def table(settings: DataSettings) -> Pool:
     return cached(settings.dataset, [path], decode, options)
 
 
-def features(path: Path, wanted: Sequence[str]) -> NDArray[np.float32]:
+def features(path: Path, wanted: Sequence[str] | None, without: Sequence[str] = ()) -> NDArray[np.float32]:
     """Return columns of a file by their names, (N, F): what a trained model is asked about.
+
+    Args:
+        path: a CSV or Parquet file.
+        wanted: the columns, in this order; None takes all.
+        without: names that are left out where all are taken.
 
     Raises:
         PbflError: as :func:`table`.
     """
     with _opened(path) as (names, blocks):
+        wanted = [name for name in names if name not in without] if wanted is None else wanted
         if absent := [name for name in wanted if name not in names]:
             raise PbflError(f"{path} has no column '{absent[0]}'; it has {_shown(names)}")
         places = [names.index(name) for name in wanted]

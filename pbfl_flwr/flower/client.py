@@ -24,13 +24,14 @@ from torch import Tensor, nn
 
 from pbfl_flwr import seeds
 from pbfl_flwr.allocator import keep_freed_memory
+from pbfl_flwr.card import Card
 from pbfl_flwr.config import Scalar, Settings, parse
 from pbfl_flwr.data import ClientData, client_data, own_data
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import wire
 from pbfl_flwr.flower.device import Identity, choose_device, identify, own_settings
 from pbfl_flwr.flower.store import ClientState, ClientStore
-from pbfl_flwr.method import Client, Method, Moment
+from pbfl_flwr.method import Client, Method, Moment, Nearest, Predictor
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.models import SplitModel, architecture_of, arrange, build_model, check_models, count_parameters
 from pbfl_flwr.task import Task
@@ -190,9 +191,10 @@ def _train(message: Message, context: Context, source: _Source) -> Message:
     started = time.perf_counter()
     update = method.local_update(client, down)
     fitted = time.perf_counter() - started
+    predictors = method.predictors(replace(client, memory=update.memory), down)
     if not before:
         started = time.perf_counter()
-        scores = evaluate(client, method.predictors(replace(client, memory=update.memory), down))
+        scores = evaluate(client, predictors)
         evaluated = time.perf_counter() - started
     participations = 1 + (stored.participations if stored else 0)
     seconds = (*opened.seconds, fitted, evaluated, 0.0)
@@ -206,11 +208,54 @@ def _train(message: Message, context: Context, source: _Source) -> Message:
         update.memory,
         update.payload.to_tensors(),
         _plain(report.to_record()),
+        _card(opened, participations),
+        _prototypes(predictors),
     )
     opened.store.save(state)
     if opened.settings.privacy.client_report == "full":
         report = replace(report, seconds=(*seconds[:-1], time.perf_counter() - started))
     return Message(wire.content(payload, report.to_record()), reply_to=message)
+
+
+def _card(opened: _Open, participations: int) -> str:
+    """Return what one needs to know of the client's network to use it elsewhere, as JSON.
+
+    Nothing for an app's own data that is not normalised by channel or does not name its classes.
+    """
+    client, data = opened.client, opened.client.data
+    channels = client.task.input_shape[0]
+    if not data.scale.numel() == data.shift.numel() == channels or len(data.label_names) != data.num_classes:
+        return ""
+    return Card(
+        method=opened.method.name,
+        client=str(client.key),
+        architecture=opened.store.architecture,
+        round=client.round,
+        participations=participations,
+        num_classes=client.task.num_classes,
+        feature_dim=client.task.feature_dim,
+        input_shape=client.task.input_shape,
+        labels=tuple(data.label_names),
+        columns=tuple(data.columns),
+        images=data.train.inputs.dtype is torch.uint8,
+        scale=tuple(data.scale.flatten().tolist()),
+        shift=tuple(data.shift.flatten().tolist()),
+        unit_features=opened.method.unit_features,
+    ).model_dump_json()
+
+
+def _prototypes(predictors: Mapping[str, Predictor]) -> dict[str, Tensor]:
+    """Return the tables behind the predictors by nearest prototype, rows (K, d) and candidates (K,).
+
+    Rows that are the ones of ``global`` are not kept a second time.
+    """
+    tables: dict[str, Tensor] = {}
+    for name, predictor in predictors.items():
+        if isinstance(predictor, Nearest):
+            tables[f"{name}.candidates"] = predictor.candidates
+            if predictor.prototypes is not tables.get("global.rows"):
+                tables[f"{name}.rows"] = predictor.prototypes
+    return tables
 
 
 def _evaluate(message: Message, context: Context, source: _Source) -> Message:

@@ -103,6 +103,8 @@ class ClientState:
         memory: what the method kept.
         reply: the encoded payload of that round, to answer the same question again.
         report: the metrics of that round, likewise.
+        card: what one needs to know of the model to use it elsewhere, as JSON.
+        prototypes: the tables behind its predictors by nearest prototype, likewise for use elsewhere.
     """
 
     round: int
@@ -111,6 +113,8 @@ class ClientState:
     memory: Mapping[str, Tensor] = field(default_factory=dict)
     reply: Mapping[str, Tensor] = field(default_factory=dict)
     report: Mapping[str, float | list[float]] = field(default_factory=dict)
+    card: str = ""
+    prototypes: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -159,6 +163,8 @@ class ClientStore:
             under(tensors, "memory"),
             under(tensors, "reply"),
             json.loads(metadata["report"]),
+            metadata.get("card", ""),
+            under(tensors, "prototypes"),
         )
 
     def save(self, state: ClientState) -> None:
@@ -166,8 +172,10 @@ class ClientStore:
         tensors = {f"model.{name}": tensor for name, tensor in state.model.items()}
         tensors |= {f"memory.{name}": tensor for name, tensor in state.memory.items()}
         tensors |= {f"reply.{name}": tensor for name, tensor in state.reply.items()}
+        tensors |= {f"prototypes.{name}": tensor for name, tensor in state.prototypes.items()}
         metadata = {
             **self._identity(),
+            "card": state.card,
             "round": str(state.round),
             "participations": str(state.participations),
             "report": json.dumps(dict(state.report)),

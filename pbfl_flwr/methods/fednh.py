@@ -92,6 +92,7 @@ class FedNH(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndPrototy
     down = WeightsAndPrototypes
     up = WeightsAndPrototypes
     same_architecture = True
+    unit_features = True
 
     # Client -----------------------------------------------------------------------------------------------
 

@@ -1,0 +1,61 @@
+"""What one needs to know of a trained network beside its weights, to use it outside the federation."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from pbfl_flwr.task import Task
+
+MAX_VALUES = 10**8  # of one input
+
+
+class Card(BaseModel):
+    """A client's network: where it comes from, what goes in and what comes out.
+
+    Attributes:
+        method, client, architecture: of the federation; the client by its number or name.
+        round, participations: the last round in which it trained, and how often it has.
+        num_classes, feature_dim, input_shape: K, d and the shape of an input.
+        labels: the K names.
+        columns: names of the features, of tables.
+        images: whether inputs are uint8 images; else they are float32.
+        scale, shift: one number a channel (the first axis): the network is fed x·scale + shift.
+        unit_features: whether the head reads features of unit length.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    method: str
+    client: str
+    architecture: str
+    round: int = Field(ge=0)
+    participations: int = Field(ge=0)
+    num_classes: int = Field(ge=2, le=10**6)
+    feature_dim: int = Field(ge=1, le=65_536)
+    input_shape: tuple[Annotated[int, Field(ge=1)], ...] = Field(min_length=1, max_length=4)
+    labels: tuple[str, ...]
+    columns: tuple[str, ...]
+    images: bool
+    scale: tuple[float, ...]
+    shift: tuple[float, ...]
+    unit_features: bool = False
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if len(self.labels) != self.num_classes:
+            raise ValueError(f"{len(self.labels)} labels for {self.num_classes} classes")
+        if not len(self.scale) == len(self.shift) == self.input_shape[0]:
+            raise ValueError("scale and shift must have one number a channel")
+        if math.prod(self.input_shape) > MAX_VALUES:
+            raise ValueError(f"inputs of more than {MAX_VALUES} values")
+        if self.columns and len(self.columns) != math.prod(self.input_shape):
+            raise ValueError("as many columns as an input has values")
+        return self
+
+    @property
+    def task(self) -> Task:
+        """K, d and the shape of an input."""
+        return Task(self.num_classes, self.feature_dim, self.input_shape)

@@ -1,0 +1,177 @@
+"""Write a client's personalised model for use elsewhere.
+
+::
+
+    DIR/card.json               what it is: method, client, round, K, d, input shape, labels, normalisation, file hashes
+        model.safetensors       the network's state, under its own names
+        prototypes.safetensors  <predictor>.rows (K, d) and <predictor>.candidates (K,), where the method has prototypes
+        model.pt2               torch.export program: raw inputs (B, ...) float32 -> logits (B, K), features (B, d)
+        model.onnx              the same, where the packages onnx and onnxscript are installed
+
+The model is the one that the client kept after its last local training. Its global prototypes are those that it
+received for that training, its local ones those that came of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from pydantic import ValidationError
+from safetensors.torch import save
+from torch import Tensor
+
+from pbfl_flwr.card import Card
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower.history import RunDirectory
+from pbfl_flwr.flower.store import ClientStore, load_tensors, write_atomically
+from pbfl_flwr.payloads import separate, under
+from pbfl_flwr.serving.network import Served, rebuild
+
+CARD, WEIGHTS, PROTOTYPES, PROGRAM, ONNX = (
+    "card.json",
+    "model.safetensors",
+    "prototypes.safetensors",
+    "model.pt2",
+    "model.onnx",
+)
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a client keeps of its model: the card, the network's state, and the prototypes by predictor's name."""
+
+    card: Card
+    weights: dict[str, Tensor]
+    prototypes: dict[str, Tensor]
+
+
+def state_file(path: Path, client: str) -> Path:
+    """Return the state file of a client.
+
+    Args:
+        path: the file itself, a run directory, a device's state directory, or one experiment in it.
+        client: its number or name; "" takes the only one there is.
+
+    Raises:
+        PbflError: if there is none, or several fit.
+    """
+    if path.is_file():
+        return path
+    folder = _experiment(path)
+    if client:
+        who: int | str = int(client) if client.isdigit() else client
+        file = ClientStore(folder, "", who, "").path
+        if not file.is_file():
+            raise PbflError(f"{folder} holds no client {client}; it holds {_shown(folder)}")
+        return file
+    files = sorted(folder.glob("*.safetensors"))
+    if len(files) != 1:
+        raise PbflError(f"{folder} holds {_shown(folder)}; --client says which")
+    return files[0]
+
+
+def _experiment(path: Path) -> Path:
+    if (path / "run.json").is_file():
+        about = RunDirectory(path).read()
+        root = Path(about["configuration"].get("state-dir") or path / "clients")
+        return root / str(about["experiment"])
+    if not path.is_dir():
+        raise PbflError(
+            f"there is nothing at {path}; a run directory, a state directory or a state file is expected"
+        )
+    if any(path.glob("*.safetensors")):
+        return path
+    found = sorted(folder for folder in path.iterdir() if any(folder.glob("*.safetensors")))
+    if len(found) != 1:
+        names = ", ".join(folder.name for folder in found) or "nothing"
+        raise PbflError(f"{path} holds no run, or no clients' state, or that of several experiments: {names}")
+    return found[0]
+
+
+def _shown(folder: Path) -> str:
+    names = []
+    for file in sorted(folder.glob("*.safetensors")):
+        kind, _, rest = file.stem.partition("-")
+        names.append(str(int(rest)) if kind == "client" and rest.isdigit() else rest)
+    return f"the clients {', '.join(names)}" if names else "no client"
+
+
+def read_state(file: Path) -> Kept:
+    """Read a client's state file.
+
+    Raises:
+        PbflError: if it is damaged, or of a version that did not keep what is needed.
+    """
+    tensors, metadata = load_tensors(file)
+    if not metadata.get("card"):
+        raise PbflError(
+            f"{file} does not say what its model takes: it is no client's state, of an older version, or of an app "
+            "whose data has no names of classes or no normalisation by channel"
+        )
+    try:
+        card = Card.model_validate_json(metadata["card"])
+    except ValidationError as error:
+        raise PbflError(f"{file}: its card is damaged ({error.errors()[0]['msg']})") from None
+    prototypes = under(tensors, "prototypes")
+    for name in [key.removesuffix(".candidates") for key in prototypes if key.endswith(".candidates")]:
+        if f"{name}.rows" not in prototypes:
+            prototypes[f"{name}.rows"] = prototypes["global.rows"]  # kept once
+    return Kept(card, under(tensors, "model"), prototypes)
+
+
+def export(kept: Kept, directory: Path, allowed_code: str = "") -> list[str]:
+    """Write the files and return their names.
+
+    Args:
+        kept: see :func:`read_state`.
+        directory: a new or an empty folder.
+        allowed_code: see :func:`pbfl_flwr.serving.network.rebuild`.
+
+    Raises:
+        PbflError: if the directory holds files, or the network cannot be rebuilt or exported.
+    """
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise PbflError(f"--out {directory} holds files already; name a new directory")
+    served = rebuild(kept.card, kept.weights, allowed_code, str(directory))
+    directory.mkdir(parents=True, exist_ok=True)
+    write_atomically(directory / WEIGHTS, save(separate(kept.weights)))
+    if kept.prototypes:
+        write_atomically(directory / PROTOTYPES, save(separate(kept.prototypes)))
+    _programs(served, kept.card, directory)
+    hashes = {
+        file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(directory.iterdir())
+    }
+    content = {"format": FORMAT, "card": kept.card.model_dump(mode="json"), "sha256": hashes}
+    write_atomically(directory / CARD, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
+    return [CARD, *hashes]
+
+
+def has_onnx() -> bool:
+    """Whether what writes ONNX is installed."""
+    return all(importlib.util.find_spec(name) for name in ("onnx", "onnxscript"))
+
+
+def _programs(served: Served, card: Card, directory: Path) -> None:
+    example = torch.zeros(2, *card.input_shape)
+    batch = {"inputs": {0: torch.export.Dim("batch", min=1)}}
+    with warnings.catch_warnings():  # of torch about itself
+        warnings.simplefilter("ignore")
+        try:
+            program = torch.export.export(served, (example,), dynamic_shapes=batch)
+            torch.export.save(program, directory / PROGRAM)
+            if has_onnx():
+                made = torch.onnx.export(
+                    program, (), input_names=["inputs"], output_names=["logits", "features"], verbose=False
+                )
+                assert made is not None
+                made.save(directory / ONNX)
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())[:300]
+            raise PbflError(f"{card.architecture} cannot be written as a program: {reason}") from error

@@ -1,0 +1,65 @@
+"""The network as it is served: raw inputs in, logits and features out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pbfl_flwr.card import Card
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.models import SplitModel, build_model
+from pbfl_flwr.models.external import is_external
+
+
+class Served(nn.Module):
+    """A client's network with its normalisation: float32 (B, *input_shape) -> logits (B, K), features (B, d).
+
+    Images go in as they are stored, 0 to 255; other inputs as they are.
+    """
+
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(self, model: SplitModel, card: Card) -> None:
+        super().__init__()
+        self.model = model
+        self.unit_features = card.unit_features
+        shape = (card.input_shape[0], *(1 for _ in card.input_shape[1:]))
+        self.register_buffer("scale", torch.tensor(card.scale).reshape(shape))
+        self.register_buffer("shift", torch.tensor(card.shift).reshape(shape))
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (logits, features)."""
+        features: Tensor = self.model.features(inputs * self.scale + self.shift)
+        read = F.normalize(features, dim=1) if self.unit_features else features
+        logits: Tensor = self.model.head(read)
+        return logits, features
+
+
+def rebuild(card: Card, weights: Mapping[str, Tensor], allowed_code: str, where: str) -> Served:
+    """Return the network in evaluation mode, from its architecture's name and its weights.
+
+    Args:
+        card: names the architecture.
+        weights: its state, buffers included.
+        allowed_code: the one ``my_package.module:function`` that may be imported for it; "" is none.
+        where: named in errors.
+
+    Raises:
+        PbflError: if the architecture is unknown or code that was not allowed, or the weights do not fit it.
+    """
+    if is_external(card.architecture) and card.architecture != allowed_code:
+        raise PbflError(
+            f"{where}: its architecture is the code {card.architecture}, which runs with all your rights; "
+            f"--model {card.architecture} says that it may"
+        )
+    model = build_model(card.architecture, card.task, seed=0)
+    try:
+        model.load_state_dict(dict(weights))
+    except RuntimeError as error:
+        reason = str(error).splitlines()[-1].strip()
+        raise PbflError(f"{where}: the weights are not those of {card.architecture} ({reason})") from error
+    return Served(model, card).eval()

@@ -1,0 +1,255 @@
+"""Use an exported model on files: images, arrays, tables.
+
+The network is rebuilt from ``model.safetensors`` and the name of its architecture. ``model.pt2`` is for other programs:
+reading such a file may unpickle, which runs whatever the file says, so it is never read here.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load
+from torch import Tensor
+from torchvision.datasets.folder import IMG_EXTENSIONS
+
+from pbfl_flwr.card import Card
+from pbfl_flwr.data.image_folder import one_image
+from pbfl_flwr.data.npz import read_arrays
+from pbfl_flwr.data.table import CLIENT, LABEL, SUFFIXES, features
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.method import nearest
+from pbfl_flwr.payloads import under
+from pbfl_flwr.serving.export import CARD, FORMAT, PROTOTYPES, WEIGHTS
+from pbfl_flwr.serving.network import Served, rebuild
+
+HEAD = "head"
+MAX_CARD_BYTES = 2**26
+BATCH = 256
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What is predicted for one input: file, row in it (from 1; 0 for an image), class, and probabilities (K,)."""
+
+    file: str
+    row: int
+    label: str
+    probability: float
+    probabilities: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Exported:
+    """An exported model, ready to be asked.
+
+    Attributes:
+        card: what it is.
+        served: the network.
+        prototypes: predictor -> (rows (K, d), candidates (K,)).
+    """
+
+    card: Card
+    served: Served
+    prototypes: Mapping[str, tuple[Tensor, Tensor]]
+
+    @torch.inference_mode()
+    def probabilities(self, inputs: NDArray[Any], by: str = HEAD) -> Tensor:
+        """Return the probability of every class, (N, K).
+
+        Args:
+            inputs: (N, *input_shape) as stored: images 0 to 255, other numbers as they are.
+            by: ``head``, the softmax of the logits, or a predictor that has prototypes: the softmax of negative squared
+                distances to them; a class without a prototype has probability 0.
+
+        Raises:
+            PbflError: if there is no such predictor, or the outputs are not finite.
+        """
+        if by != HEAD and by not in self.prototypes:
+            raise PbflError(f"--by {by}: this model has {', '.join([HEAD, *self.prototypes])}")
+        scored = nearest(*self.prototypes[by]) if by != HEAD else None
+        found = []
+        for start in range(0, len(inputs), BATCH):
+            batch = torch.from_numpy(np.ascontiguousarray(inputs[start : start + BATCH], dtype=np.float32))
+            logits, features = self.served(batch)
+            found.append((logits if scored is None else scored(features, logits)).double().softmax(dim=1))
+        table = torch.cat(found) if found else torch.empty(0, self.card.num_classes)
+        if not bool(torch.isfinite(table).all()):
+            raise PbflError("the model's outputs are not finite for these inputs")
+        return table
+
+
+def open_exported(directory: Path, allowed_code: str = "") -> Exported:
+    """Read what export wrote.
+
+    Args:
+        directory: see :mod:`pbfl_flwr.serving.export`.
+        allowed_code: see :func:`pbfl_flwr.serving.network.rebuild`.
+
+    Raises:
+        PbflError: if something is missing, damaged or does not fit together.
+    """
+    card, hashes = _card(directory / CARD)
+    weights = _tensors(directory / WEIGHTS, hashes)
+    served = rebuild(card, weights, allowed_code, str(directory))
+    tables = _tensors(directory / PROTOTYPES, hashes) if PROTOTYPES in hashes else {}
+    prototypes = {}
+    for name in sorted(key.removesuffix(".candidates") for key in tables if key.endswith(".candidates")):
+        part = under(tables, name)
+        rows, candidates = part.get("rows"), part["candidates"]
+        expected = (card.num_classes, card.feature_dim)
+        fits = rows is not None and tuple(rows.shape) == expected and candidates.shape == expected[:1]
+        if (
+            rows is None
+            or not fits
+            or candidates.dtype is not torch.bool
+            or not bool(torch.isfinite(rows).all())
+        ):
+            raise PbflError(
+                f"{directory / PROTOTYPES}: the prototypes '{name}' are not {expected} finite numbers"
+            )
+        prototypes[name] = rows, candidates
+    return Exported(card, served, prototypes)
+
+
+def _card(path: Path) -> tuple[Card, dict[str, str]]:
+    try:
+        if path.stat().st_size > MAX_CARD_BYTES:
+            raise ValueError(f"more than {MAX_CARD_BYTES} bytes")
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["format"] != FORMAT:
+            raise ValueError(f"format {content['format']!r}, expected {FORMAT}")
+        card = Card.model_validate_json(json.dumps(content["card"]))
+        return card, {str(name): str(value) for name, value in content["sha256"].items()}
+    except FileNotFoundError:
+        raise PbflError(f"{path.parent} is no exported model: it has no {CARD}") from None
+    except ValidationError as error:
+        found = error.errors()[0]
+        raise PbflError(f"{path}: {'.'.join(map(str, found['loc'])) or 'card'}: {found['msg']}") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise PbflError(f"{path} cannot be read ({error})") from None
+
+
+def _tensors(path: Path, hashes: Mapping[str, str]) -> dict[str, Tensor]:
+    try:
+        data = path.read_bytes()
+        if hashlib.sha256(data).hexdigest() != hashes.get(path.name):
+            raise ValueError(f"its sha256 is not the one in {CARD}")
+        return load(data)
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise PbflError(f"{path} cannot be read ({error})") from None
+
+
+def predict(model: Exported, files: Sequence[Path], by: str = HEAD) -> Iterator[Prediction]:
+    """Yield a prediction for every image and every row, in the order of the files.
+
+    Args:
+        model: see :func:`open_exported`.
+        files: images, folders of images, ``.npz`` files with ``x``, CSV or Parquet files.
+        by: see :meth:`Exported.probabilities`.
+
+    Raises:
+        PbflError: for a file that cannot be read or does not fit the model's input.
+    """
+    labels = model.card.labels
+    for file, first, inputs in _inputs(model.card, files):
+        for row, found in enumerate(model.probabilities(inputs, by), start=first):
+            best = int(found.argmax())
+            yield Prediction(file, row, labels[best], float(found[best]), tuple(found.tolist()))
+
+
+def _inputs(card: Card, files: Sequence[Path]) -> Iterator[tuple[str, int, NDArray[Any]]]:
+    """Yield (file, number of the first row, inputs (N, *input_shape))."""
+    for path in files:
+        suffix = path.suffix.lower()
+        if path.is_dir():
+            images = sorted(p for p in path.rglob("*") if p.suffix.lower() in IMG_EXTENSIONS and p.is_file())
+            if not images:
+                raise PbflError(f"{path} holds no image")
+            yield from _inputs(card, images)
+        elif not path.is_file():
+            raise PbflError(f"there is no {path}")
+        elif suffix in IMG_EXTENSIONS:
+            yield str(path), 0, _image(card, path)
+        elif suffix == ".npz":
+            yield str(path), 1, _arrays(card, path)
+        elif suffix in SUFFIXES:
+            yield str(path), 1, _rows(card, path)
+        else:
+            raise PbflError(f"{path}: allowed are images, .npz, {', '.join(SUFFIXES)}, and folders of images")
+
+
+def _image(card: Card, path: Path) -> NDArray[Any]:
+    if not card.images or len(card.input_shape) != 3 or card.input_shape[0] not in (1, 3):
+        kind = "images" if card.images else "numbers"
+        raise PbflError(f"{path} is an image, but this model takes {kind} of shape {card.input_shape}")
+    return one_image(path, card.input_shape[0], (card.input_shape[2], card.input_shape[1]))[None]
+
+
+def _arrays(card: Card, path: Path) -> NDArray[Any]:
+    x = read_arrays(path, "predict", ("x",))["x"]
+    if card.images and x.ndim == 3 and card.input_shape[0] == 1:
+        x = x[:, None]
+    kinds = "u" if card.images else "biuf"
+    if x.shape[1:] != card.input_shape or x.dtype.kind not in kinds or (card.images and x.dtype != np.uint8):
+        wanted = "uint8" if card.images else "numbers"
+        raise PbflError(
+            f"{path}: x is {x.dtype} {x.shape}, this model takes {wanted} {('N', *card.input_shape)}"
+        )
+    if not np.isfinite(x).all():
+        raise PbflError(f"{path}: x holds NaN or infinity; allowed are finite numbers")
+    return x
+
+
+def _rows(card: Card, path: Path) -> NDArray[Any]:
+    if card.images:
+        raise PbflError(f"{path} is a table, but this model takes images of shape {card.input_shape}")
+    values = features(path, card.columns or None, without=(LABEL, CLIENT))
+    if values.shape[1] != math.prod(card.input_shape):
+        raise PbflError(
+            f"{path} has {values.shape[1]} columns, this model takes {math.prod(card.input_shape)} in the order of its "
+            "training"
+        )
+    return values.reshape(-1, *card.input_shape)
+
+
+def written(found: Sequence[Prediction], labels: Sequence[str], form: str) -> str:
+    """Return predictions as text.
+
+    Args:
+        found: what was predicted.
+        labels: names of the classes.
+        form: ``table`` for people; ``csv`` with a header; ``json``, a list with the probabilities of all classes.
+    """
+    if form == "json":
+        entries = [
+            {
+                **{key: value for key, value in asdict(each).items() if key != "probabilities"},
+                "probabilities": dict(zip(labels, each.probabilities, strict=True)),
+            }
+            for each in found
+        ]
+        return json.dumps(entries, indent=1, ensure_ascii=False) + "\n"
+    rows = [("file", "row", "class", "probability")]
+    rows += [(p.file, str(p.row) if p.row else "", p.label, f"{p.probability:.6f}") for p in found]
+    if form == "csv":
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows(rows)
+        return text.getvalue()
+    width = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
+    return "".join(
+        "  ".join(cell.ljust(size) for cell, size in zip(row, width, strict=True)).rstrip() + "\n"
+        for row in rows
+    )

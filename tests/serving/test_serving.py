@@ -1,0 +1,433 @@
+"""Own data in three formats, trained by real messages, exported, and used on files: the same answers everywhere."""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.datasets import load_digits, load_iris
+from torch import Tensor, nn
+from torch.nn import functional as F
+from typer.testing import CliRunner
+
+from pbfl_flwr.card import Card
+from pbfl_flwr.cli import app
+from pbfl_flwr.config import parse
+from pbfl_flwr.data import ClientData, own_data
+from pbfl_flwr.data.inspection import settings_for
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower.store import load_tensors, save_tensors
+from pbfl_flwr.methods import build_method
+from pbfl_flwr.models import build_model
+from pbfl_flwr.serving.export import Kept, export, has_onnx, read_state, state_file
+from pbfl_flwr.serving.network import Served
+from pbfl_flwr.serving.predict import Exported, open_exported, predict
+from tests.flower.inprocess import federation
+
+DIGITS = "0,1,2,3,4,5,6,7,8,9"
+SHAPE = "3,16,16"
+
+
+def pictures(
+    start: int, count: int, keep: tuple[int, ...] = tuple(range(10))
+) -> tuple[np.ndarray, np.ndarray]:
+    """Digits as uint8 (n, 16, 16), each pixel doubled."""
+    found = load_digits()
+    rows = [i for i in range(start, len(found.target)) if found.target[i] in keep][:count]
+    images = np.repeat(np.repeat(np.minimum(found.images[rows] * 16, 255), 2, axis=1), 2, axis=2)
+    return images.astype(np.uint8), found.target[rows]
+
+
+def rgb(images: np.ndarray) -> np.ndarray:
+    return np.repeat(images[:, None], 3, axis=1)
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a federation left behind."""
+
+    place: Path
+    line: dict[str, Any]  # of clients.jsonl, the last round
+    data: dict[str, ClientData]
+
+    def correct(self, name: str) -> dict[str, int]:
+        found: dict[str, int] = self.line["correct"][self.line["name"].index(name)]
+        return found
+
+    def kept(self, name: str) -> Kept:
+        return read_state(state_file(self.place / "state", name))
+
+
+def write_csv(path: Path, columns: list[str], values: np.ndarray, classes: np.ndarray) -> None:
+    rows = [
+        ",".join([*map(repr, map(float, row)), str(label)])
+        for row, label in zip(values, classes, strict=True)
+    ]
+    path.write_text("\n".join([",".join([*columns, "label"]), *rows]) + "\n")
+
+
+def ran(place: Path, nodes: list[dict[str, Any]], **keys: Any) -> Ran:
+    for node in nodes:
+        node["state-dir"] = str(place / "state")
+    fed = federation(
+        place, data=None, on_disk=True, node_configs=nodes, partitions=range(len(nodes)), num_clients=len(nodes),
+        num_server_rounds=2, **keys,
+    )  # fmt: skip
+    fed.run()
+    line = json.loads((place / "run/clients.jsonl").read_text().splitlines()[-1])
+    data = {
+        n["client-id"]: own_data(
+            settings_for(
+                Path(n["data-path"]), labels=n.get("labels", ""), input_shape=n.get("input-shape", "")
+            )
+        )
+        for n in nodes
+    }
+    return Ran(place, line, data)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    place = tmp_path_factory.mktemp("serving")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PBFL_HOME", str(place / "home"))
+        yield place
+
+
+@pytest.fixture(scope="module")
+def sites(place: Path) -> Ran:
+    """Arrays of all digits, a table of their normalised pixels, a folder with photographs of two digits only."""
+    x, y = pictures(0, 60)
+    np.savez(place / "clinic.npz", x=rgb(x), y=y)
+    x, y = pictures(60, 60)
+    names = [f"p{i}" for i in range(768)]
+    write_csv(place / "lab.csv", names, (rgb(x).reshape(-1, 768) / 255 - 0.5) / 0.5, y)
+    x, y = pictures(200, 30, (3, 7))
+    for number, (image, label) in enumerate(zip(x, y, strict=True)):
+        folder = place / "photos" / str(label)
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).resize((20, 20)).save(folder / f"{number}.png")
+    nodes: list[dict[str, Any]] = [
+        {"client-id": "clinic", "data-path": str(place / "clinic.npz"), "model": "resnet4"},
+        {"client-id": "lab", "data-path": str(place / "lab.csv"), "input-shape": SHAPE, "model": "cnn4"},
+        {"client-id": "van", "data-path": str(place / "photos"), "labels": DIGITS, "input-shape": SHAPE,
+         "model": "cnn2"},
+    ]  # fmt: skip
+    return ran(place, nodes)
+
+
+@pytest.fixture(scope="module")
+def flowers(place: Path) -> Ran:
+    (place / "flowers").mkdir()
+    iris = load_iris()
+    classes = np.array([iris.target_names[j] for j in iris.target])
+    columns = ["sepal length", "sepal width", "petal length", "petal width"]
+    write_csv(place / "flowers/iris.csv", columns, iris.data / 4 - 1, classes)
+    nodes = [{"client-id": "garden", "data-path": str(place / "flowers/iris.csv")}]
+    return ran(place / "flowers", nodes, models="mlp5", feature_dim=8, learning_rate=0.1)
+
+
+def test_three_formats_in_one_federation(sites: Ran) -> None:
+    assert sites.line["name"] == ["clinic", "lab", "van"]
+    assert sites.line["num_train"] == [45, 45, 22]
+    van = sites.kept("van").card
+    assert (van.labels, van.input_shape, van.images) == (tuple(DIGITS.split(",")), (3, 16, 16), True)
+    assert sites.data["van"].counts.nonzero().flatten().tolist() == [3, 7]
+    assert sites.kept("van").prototypes["local.candidates"].nonzero().flatten().tolist() == [3, 7]
+    assert bool(sites.kept("van").prototypes["global.candidates"].all())  # it learned of the others' classes
+
+
+def live(run: Ran, name: str, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """What the client's own network answers, by the way that training takes."""
+    kept = run.kept(name)
+    model = build_model(kept.card.architecture, kept.card.task, 5)
+    model.load_state_dict(kept.weights)
+    model.eval()
+    with torch.inference_mode():
+        features = model.features(run.data[name].prepare(inputs))
+        return model.head(features), features
+
+
+@pytest.fixture(scope="module")
+def exported(sites: Ran, flowers: Ran) -> dict[str, Path]:
+    for run, name in ((sites, "clinic"), (flowers, "garden")):
+        result = CliRunner().invoke(
+            app, ["export", str(run.place / "state"), "--client", name, "--out", str(run.place / name)]
+        )
+        assert result.exit_code == 0, result.output
+        assert f"client {name}, fedproto" in result.output
+    return {"clinic": sites.place / "clinic", "garden": flowers.place / "garden"}
+
+
+@pytest.mark.parametrize("name", ["clinic", "garden"])
+def test_the_program_answers_as_the_live_model(
+    name: str, sites: Ran, flowers: Ran, exported: dict[str, Path]
+) -> None:
+    run = sites if name == "clinic" else flowers
+    inputs = run.data[name].test.inputs
+    expected = live(run, name, inputs)
+    program = torch.export.load(exported[name] / "model.pt2").module()
+    with torch.inference_mode():
+        for rows in (slice(0, 1), slice(None)):  # any number of inputs
+            torch.testing.assert_close(program(inputs[rows].float()), tuple(part[rows] for part in expected))
+    served = open_exported(exported[name]).served
+    with torch.inference_mode():
+        torch.testing.assert_close(served(inputs.float()), expected)
+
+
+@pytest.mark.parametrize("name", ["clinic", "garden"])
+def test_onnx_answers_as_the_live_model(
+    name: str, sites: Ran, flowers: Ran, exported: dict[str, Path]
+) -> None:
+    if not has_onnx():
+        assert not (exported[name] / "model.onnx").exists()
+        pytest.skip("onnx and onnxscript are not installed")
+    runtime = pytest.importorskip("onnxruntime")
+    run = sites if name == "clinic" else flowers
+    inputs = run.data[name].test.inputs
+    session = runtime.InferenceSession(exported[name] / "model.onnx")
+    found = session.run(["logits", "features"], {"inputs": inputs.float().numpy()})
+    for part, expected in zip(found, live(run, name, inputs), strict=True):
+        np.testing.assert_allclose(part, expected.numpy(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["clinic", "garden"])
+def test_predictions_are_those_that_the_round_was_scored_by(
+    name: str, sites: Ran, flowers: Ran, exported: dict[str, Path]
+) -> None:
+    """The books of the last round hold the correct test samples of every predictor, made after the same training."""
+    run = sites if name == "clinic" else flowers
+    model, test = open_exported(exported[name]), run.data[name].test
+    assert (
+        set(run.correct(name)) == {"head", *model.prototypes} == {"head", "global", "global-local", "local"}
+    )
+    for by, correct in run.correct(name).items():
+        found = model.probabilities(test.inputs.numpy(), by)
+        assert int((found.argmax(dim=1) == test.labels).sum()) == correct, by
+        torch.testing.assert_close(found.sum(dim=1), torch.ones(len(test), dtype=torch.float64))
+
+
+def test_a_class_without_a_prototype_is_not_predicted(sites: Ran, tmp_path: Path) -> None:
+    kept = sites.kept("van")
+    weights = {name: tensor.clone() for name, tensor in kept.weights.items()}
+    export(replace(kept, weights=weights), tmp_path / "van")
+    x, _ = pictures(0, 40)
+    found = open_exported(tmp_path / "van").probabilities(rgb(x), "local")
+    assert found[:, [0, 1, 2, 4, 5, 6, 8, 9]].max() == 0
+    # by hand: softmax of -‖f - c‖² over classes 3 and 7
+    _, features = live(sites, "van", torch.from_numpy(rgb(x)))
+    rows = kept.prototypes["local.rows"][[3, 7]]
+    distance = (features[:, None].double() - rows.double()).square().sum(dim=2)
+    torch.testing.assert_close(found[:, [3, 7]], (-distance).softmax(dim=1), atol=1e-4, rtol=1e-3)
+
+
+def test_images_arrays_and_tables(
+    sites: Ran, flowers: Ran, exported: dict[str, Path], tmp_path: Path
+) -> None:
+    x, _ = pictures(300, 3)
+    Image.fromarray(rgb(x)[0].transpose(1, 2, 0)).save(tmp_path / "a.png")
+    Image.fromarray(x[1]).save(tmp_path / "b.png")  # grey becomes RGB
+    np.savez(tmp_path / "x.npz", x=rgb(x))
+    clinic = open_exported(exported["clinic"])
+    alone = list(predict(clinic, [tmp_path / "x.npz"]))
+    folder = list(predict(clinic, [tmp_path]))  # its images
+    assert [(Path(p.file).name, p.row) for p in alone + folder] == [
+        ("x.npz", 1), ("x.npz", 2), ("x.npz", 3), ("a.png", 0), ("b.png", 0)
+    ]  # fmt: skip
+    for one, other in zip(folder, alone, strict=False):
+        assert one.label == other.label
+        assert one.probabilities == pytest.approx(other.probabilities, rel=1e-4)
+    garden = open_exported(exported["garden"])
+    rows = list(predict(garden, [flowers.place / "iris.csv"]))
+    assert [row.row for row in rows] == list(range(1, 151))
+    turned = tmp_path / "turned.csv"  # columns are found by name, the label is not needed
+    turned.write_text("petal width,petal length,sepal width,sepal length\n-1,-0.5,0,0.5\n")
+    expected = live(flowers, "garden", torch.tensor([[0.5, 0.0, -0.5, -1.0]]))[0].softmax(dim=1)[0]
+    assert next(predict(garden, [turned])).probabilities == pytest.approx(expected.tolist(), rel=1e-4)
+
+
+def test_the_command_and_its_formats(exported: dict[str, Path], flowers: Ran) -> None:
+    def call(*arguments: str) -> tuple[int, str]:
+        result = CliRunner().invoke(app, ["predict", *arguments])
+        return result.exit_code, result.output
+
+    model, file = str(exported["garden"]), str(flowers.place / "iris.csv")
+    code, text = call(model, file, "--format", "csv", "--by", "global")
+    assert (code, text.splitlines()[0], len(text.splitlines())) == (0, "file,row,class,probability", 151)
+    entries = json.loads(call(model, file, "--format", "json")[1])
+    assert set(entries[0]["probabilities"]) == {"setosa", "versicolor", "virginica"}
+    assert sum(entries[7]["probabilities"].values()) == pytest.approx(1)
+    assert entries[7]["probability"] == max(entries[7]["probabilities"].values())
+    code, text = call(model, file)
+    assert (code, text.split()[:4]) == (0, ["file", "row", "class", "probability"])
+    code, text = call(model, file, "--by", "etf")
+    assert (code, "this model has head, global, global-local, local" in text) == (2, True)
+    assert call(str(flowers.place), file)[0] == 2
+
+
+def test_what_does_not_fit_is_one_line(
+    exported: dict[str, Path], sites: Ran, flowers: Ran, tmp_path: Path
+) -> None:
+    clinic, garden = (open_exported(exported[name]) for name in ("clinic", "garden"))
+    image = next((sites.place / "photos").rglob("*.png"))
+    np.savez(tmp_path / "small.npz", x=np.zeros((2, 3, 8, 8), np.uint8))
+    np.savez(tmp_path / "float.npz", x=np.zeros((2, 3, 16, 16)))
+    np.savez(tmp_path / "nan.npz", x=np.full((2, 4), np.nan))
+    np.savez(tmp_path / "y.npz", y=np.zeros(3))
+    (tmp_path / "noise.png").write_bytes(b"no picture")
+    (tmp_path / "few.csv").write_text("sepal length,petal width\n1,2\n")
+    (tmp_path / "empty").mkdir()
+    cases: list[tuple[Exported, Path, str]] = [
+        (garden, image, r"is an image, but this model takes numbers of shape \(4,\)"),
+        (
+            clinic,
+            flowers.place / "iris.csv",
+            r"is a table, but this model takes images of shape \(3, 16, 16\)",
+        ),
+        (
+            clinic,
+            tmp_path / "small.npz",
+            r"x is uint8 \(2, 3, 8, 8\), this model takes uint8 \('N', 3, 16, 16\)",
+        ),
+        (clinic, tmp_path / "float.npz", "x is float64"),
+        (garden, tmp_path / "nan.npz", "holds NaN or infinity"),
+        (garden, tmp_path / "y.npz", r"has no array 'x'; it has \['y'\]"),
+        (clinic, tmp_path / "noise.png", "is not a readable image"),
+        (garden, tmp_path / "few.csv", "has no column 'sepal width'"),
+        (clinic, tmp_path / "empty", "holds no image"),
+        (clinic, tmp_path / "nothing.png", "there is no"),
+        (clinic, exported["clinic"] / "card.json", "allowed are images"),
+    ]
+    for model, file, said in cases:
+        with pytest.raises(PbflError, match=said):
+            list(predict(model, [file]))
+
+
+def copy_of(source: Path, target: Path) -> Path:
+    target.mkdir()
+    for file in source.iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    return target
+
+
+def test_nothing_is_unpickled_and_damage_is_found(
+    exported: dict[str, Path], flowers: Ran, tmp_path: Path
+) -> None:
+    copy = copy_of(exported["garden"], tmp_path / "copy")
+    (copy / "model.pt2").write_bytes(b"a program that would run")  # never read
+    open_exported(copy)
+    for name in ("model.safetensors", "prototypes.safetensors"):
+        good = (copy / name).read_bytes()
+        (copy / name).write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+        with pytest.raises(
+            PbflError, match=rf"{name} cannot be read \(its sha256 is not the one in card.json\)"
+        ):
+            open_exported(copy)
+        (copy / name).write_bytes(good)
+    content = json.loads((copy / "card.json").read_text())
+    for change, said in (
+        ({"architecture": "har-cnn"}, "har-cnn"),
+        ({"architecture": "os:getcwd"}, "is the code os:getcwd, .* --model os:getcwd says that it may"),
+        ({"feature_dim": 9}, "the weights are not those of mlp5"),
+        ({"feature_dim": 10**9}, "feature_dim: Input should be less than or equal to 65536"),
+        ({"labels": ["a"]}, "1 labels for 3 classes"),
+        ({"scale": [1.0]}, "one number a channel"),
+        ({"surprise": 1}, "surprise: Extra inputs"),
+    ):
+        (copy / "card.json").write_text(json.dumps({**content, "card": {**content["card"], **change}}))
+        with pytest.raises(PbflError, match=said):
+            open_exported(copy)
+    for text, said in (
+        ("{", "cannot be read"),
+        ("{}", "cannot be read"),
+        ('{"format": 2}', "format 2, expected 1"),
+    ):
+        (copy / "card.json").write_text(text)
+        with pytest.raises(PbflError, match=said):
+            open_exported(copy)
+
+
+def test_where_a_state_is_looked_for(sites: Ran, tmp_path: Path) -> None:
+    folder = next((sites.place / "state").iterdir())
+    file = folder / "named-lab.safetensors"
+    assert (
+        state_file(file, "") == state_file(folder, "lab") == state_file(sites.place / "state", "lab") == file
+    )
+    with pytest.raises(PbflError, match=r"holds the clients clinic, lab, van; --client says which"):
+        state_file(folder, "")
+    with pytest.raises(PbflError, match=r"holds no client 3; it holds the clients clinic, lab, van"):
+        state_file(folder, "3")
+    with pytest.raises(PbflError, match="there is nothing at"):
+        state_file(tmp_path / "nothing", "")
+    with pytest.raises(PbflError, match="holds no run, or no clients' state"):
+        state_file(tmp_path, "")
+    run = tmp_path / "run"
+    (run / "clients/e").mkdir(parents=True)
+    (run / "run.json").write_text(json.dumps({"configuration": {"state-dir": ""}, "experiment": "e"}))
+    (run / "clients/e/client-00012.safetensors").touch()
+    assert state_file(run, "12") == state_file(run, "") == run / "clients/e/client-00012.safetensors"
+    with pytest.raises(PbflError, match="holds files already"):
+        export(sites.kept("lab"), run)
+    tensors, metadata = load_tensors(file)
+    del metadata["card"], metadata["schema"]
+    save_tensors(tmp_path / "old.safetensors", tensors, metadata)
+    with pytest.raises(PbflError, match="does not say what its model takes"):
+        read_state(tmp_path / "old.safetensors")
+
+
+CODE = """
+import torch
+class Net(torch.nn.Module):
+    def __init__(self, task):
+        super().__init__()
+        self.body = torch.nn.Linear(task.input_shape[0], task.feature_dim)
+        self.head = torch.nn.Linear(task.feature_dim, task.num_classes)
+    def features(self, x):
+        return torch.tanh(self.body(x))
+def build(task):
+    return Net(task)
+"""
+
+
+def test_somebodys_own_network_needs_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "garden_nets.py").write_text(CODE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    card = Card(
+        method="fedproto", client="3", architecture="garden_nets:build", round=1, participations=1, num_classes=2,
+        feature_dim=3, input_shape=(2,), labels=("a", "b"), columns=(), images=False, scale=(2.0, 1.0),
+        shift=(0.0, 1.0),
+    )  # fmt: skip
+    weights = build_model("garden_nets:build", card.task, 1).state_dict()
+    kept = Kept(card, dict(weights), {})
+    with pytest.raises(PbflError, match="--model garden_nets:build says that it may"):
+        export(kept, tmp_path / "out")
+    assert "card.json" in export(kept, tmp_path / "out", "garden_nets:build")
+    with pytest.raises(PbflError, match="--model garden_nets:build says that it may"):
+        open_exported(tmp_path / "out")
+    model = open_exported(tmp_path / "out", "garden_nets:build")
+    x = np.array([[1.0, -1.0]], np.float32)
+    fed = torch.tensor([[2.0, 0.0]])  # x·scale + shift
+    z = torch.tanh(fed @ weights["body.weight"].T + weights["body.bias"])
+    expected = (z @ weights["head.weight"].T + weights["head.bias"]).softmax(dim=1)
+    torch.testing.assert_close(model.probabilities(x).float(), expected)
+
+
+def test_a_head_on_unit_features() -> None:
+    """FedNH's predictor, written out, and the served network give the same logits."""
+    assert build_method(parse({"method": "fednh", "models": "mlp5"})).unit_features
+    assert not build_method(parse({"method": "fedproto"})).unit_features
+    card = Card(
+        method="fednh", client="0", architecture="mlp5", round=1, participations=1, num_classes=3, feature_dim=5,
+        input_shape=(4,), labels=("a", "b", "c"), columns=(), images=False, scale=(1.0,) * 4, shift=(0.0,) * 4,
+        unit_features=True,
+    )  # fmt: skip
+    model = build_model("mlp5", card.task, 2)
+    assert isinstance(model.head, nn.Linear)
+    nn.init.zeros_(model.head.bias)
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    logits, features = Served(model, card).eval()(x)
+    torch.testing.assert_close(logits, F.linear(F.normalize(features, dim=1), model.head.weight))
