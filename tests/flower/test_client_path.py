@@ -1,0 +1,45 @@
+"""What a device needs: not Ray, and nothing of the simulation engine."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ANSWER = """
+import sys
+
+sys.modules["ray"] = None  # as on a device: importing it raises ImportError
+sys.modules["flwr.simulation"] = None
+
+from pathlib import Path
+from client_app.app import app
+from pbfl_flwr.config import parse
+from pbfl_flwr.flower.strategy import MethodStrategy
+from pbfl_flwr.methods import SECTIONS
+from tests.flower.inprocess import InProcessGrid
+
+place = sys.argv[1]
+config = {"num-clients": 1, "num-server-rounds": 1, "models": "cnn2", "feature-dim": 16, "partition": "iid"}
+grid = InProcessGrid(app, config, 1, node_configs={0: {"client-id": 0, "state-dir": place}})
+strategy = MethodStrategy(parse(config, SECTIONS), None)
+strategy.start(grid)
+assert strategy.history[0]["trained"] == [0], strategy.history
+assert [path for path in Path(place).rglob("*") if path.is_file()]
+loaded = [name for name, module in sys.modules.items() if module and name.split(".")[0] == "ray"]
+assert not loaded, loaded
+print("answered")
+"""
+
+
+def test_a_device_answers_without_ray(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", ANSWER, str(tmp_path / "state")],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root), "PBFL_HOME": str(tmp_path / "home")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "answered\n"

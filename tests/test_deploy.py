@@ -1,0 +1,185 @@
+"""Real deployments on the loopback interface: SuperLink and SuperNodes as processes, over gRPC, with TLS and keys."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pbfl_flwr import security
+from pbfl_flwr.config import DataSettings, Scalar, parse
+from pbfl_flwr.data import load_pool
+from pbfl_flwr.flower import doctor
+from pbfl_flwr.flower.client import make_client_app
+from pbfl_flwr.flower.deployment import Deployment, complete, why_ended
+from pbfl_flwr.flower.doctor import Status, Wanted
+from pbfl_flwr.flower.engine import ENDED
+from pbfl_flwr.flower.strategy import MethodStrategy
+from pbfl_flwr.methods import SECTIONS
+from tests.flower.inprocess import InProcessGrid
+from tests.test_engine import MARK, left_behind
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+ROOT = Path(__file__).parents[1]
+MODELS = ("cnn2", "cnn4", "resnet4")
+CONFIG: dict[str, Scalar] = {
+    "num-clients": 3,
+    "num-server-rounds": 3,
+    "feature-dim": 32,
+    "batch-size": 16,
+    "local-epochs": 4,
+    "learning-rate": 0.1,
+    "join-timeout": 600.0,
+}
+
+
+def devices(directory: Path) -> list[dict[str, Scalar]]:
+    """Write three devices' own images, each lacking other digits, and return what their operators say."""
+    pool = load_pool(DataSettings(dataset="digits"))
+    found: list[dict[str, Scalar]] = []
+    for index, model in enumerate(MODELS):
+        # Every device tests all ten digits: 12 of each, of three that it hardly knows only 4.
+        few = {3 * index, 3 * index + 1, 3 * index + 2}
+        rows = [
+            np.flatnonzero(pool.labels == j)[40 * index : 40 * index + (4 if j in few else 12)]
+            for j in range(10)
+        ]
+        chosen = np.concatenate(rows)
+        place = directory / f"device-{index}"
+        place.mkdir(parents=True)
+        np.savez(place / "digits.npz", x=pool.inputs[chosen], y=pool.labels[chosen])
+        found.append({"model": model, "data-path": str(place / "digits.npz")})
+    return found
+
+
+def in_process(directory: Path, brought: list[dict[str, Scalar]]) -> list[dict[str, Any]]:
+    """The same federation without the network: the history of its rounds."""
+    nodes = complete(brought, len(brought), directory / "clients")
+    grid = InProcessGrid(make_client_app(), CONFIG, len(nodes), node_configs=dict(enumerate(nodes)))
+    strategy = MethodStrategy(parse(CONFIG, SECTIONS), None)
+    strategy.start(grid)  # type: ignore[arg-type]
+    return strategy.history
+
+
+def results(rounds: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What must not depend on the way in which messages travel; of the bytes, those that are ours."""
+    return [
+        {
+            **{key: line[key] for key in ("round", "trained", "accuracy", "test_loss", "clients", "scalars")},
+            **{key: (line[key]["payload"], line[key]["ours"]) for key in ("bytes_up", "bytes_down")},
+        }
+        for line in rounds
+    ]
+
+
+def test_three_devices_give_what_one_process_gives_and_strangers_stay_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "run"
+    monkeypatch.setenv(MARK, str(run_dir))
+    monkeypatch.setenv("PBFL_HOME", str(tmp_path / "home"))
+    brought = devices(tmp_path)
+    security.make_keys(tmp_path, ["stranger"])
+    security.make_certificates(tmp_path / "elsewhere", ["127.0.0.1"], 30)
+    foreign = tmp_path / "elsewhere" / "ca.pem"
+    nodes = complete(brought, 3, run_dir / "clients")
+    with Deployment(run_dir, nodes) as deployment:
+        run_id = deployment.submit(ROOT, {**CONFIG, "run-dir": str(run_dir)})
+        assert deployment.files is not None
+        ca, known = deployment.files.ca, deployment.files.directory / "node-0"
+        # The doctor says beforehand what a SuperNode would meet.
+        for trusted, key, what, said in (
+            (ca, tmp_path / "stranger", "key", "not registered"),
+            (foreign, known, "tls", "a foreign CA"),
+        ):
+            found = doctor.network(Wanted(deployment.fleet_address, trusted, key))
+            assert [finding.what for finding in found if finding.status is Status.FAILED] == [what]
+            assert said in next(finding.said for finding in found if finding.what == what)
+        knocking = {
+            "the SuperLink does not know its key": deployment.start_node(
+                90, {"client-id": 3}, tmp_path / "stranger", ca
+            ),
+            "a foreign CA": deployment.start_node(91, {"client-id": 4}, known, foreign),
+        }
+        for index, (said, process) in enumerate(knocking.items(), start=90):
+            assert process.wait(300) == 1
+            reason = why_ended(deployment.log_of(index).read_text())
+            assert reason is not None
+            assert reason.startswith(said)
+        while (status := deployment.outcome(run_id)[0]) not in ENDED:
+            while not deployment.ended():
+                time.sleep(0.5)
+        assert status == "finished:completed", deployment.tail()
+    assert left_behind(run_dir) == []
+    rounds = [json.loads(line) for line in (run_dir / "rounds.jsonl").read_text().splitlines()]
+    about = json.loads((run_dir / "run.json").read_text())
+    assert [(member["architecture"], member["simulated"]) for member in about["clients"]] == [
+        (model, False) for model in MODELS
+    ]
+    assert [line["trained"] for line in rounds] == [[0, 1, 2]] * 3
+    assert all(
+        line["bytes_up"]["payload"] > 3 * 4 * 10 * 32 for line in rounds
+    )  # ten float32 rows of d = 32 each
+    assert results(rounds) == results(in_process(tmp_path / "again", brought))
+
+
+def start(run_dir: Path, home: Path, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "pbfl_flwr.cli", "deploy", "local", "--run-dir", str(run_dir), *arguments],
+        env={**os.environ, MARK: str(run_dir), "PBFL_HOME": str(home), "COLUMNS": "160"},
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+
+SMALL = ["--set", "models=cnn2", "--set", "feature-dim=16", "--set", "partition=iid"]
+
+
+def test_the_command_runs_and_is_stopped_by_what_its_node_brings(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = start(
+        run_dir, tmp_path / "home", "-n", "1", "--insecure", "--set", "num-server-rounds=1", *SMALL
+    )
+    said, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, said
+    assert "(insecure), 1 SuperNodes" in said
+    assert "round 1/1  accuracy" in said
+    assert "best (chosen on test data)" in said
+    assert left_behind(run_dir) == []
+    damaged = tmp_path / "damaged.npz"
+    damaged.write_bytes(b"no archive")
+    process = start(tmp_path / "bad", tmp_path / "home", "--node", f"data-path='{damaged}'", "--insecure")
+    said, _ = process.communicate(timeout=600)
+    assert process.returncode == 1, said
+    assert "the run failed: " in said
+    assert "damaged.npz" in said
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_behind(tmp_path: Path, number: signal.Signals) -> None:
+    run_dir = tmp_path / "run"
+    process = start(run_dir, tmp_path / "home", "-n", "2", "--set", "num-server-rounds=1000", *SMALL)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("SuperLink "):
+            break
+    assert len(left_behind(run_dir)) > 4  # the command, SuperLink, SuperExec, two SuperNodes, ...
+    process.send_signal(number)
+    said, _ = process.communicate(timeout=300)
+    if number is signal.SIGKILL:
+        end = time.monotonic() + 120
+        while left_behind(run_dir) and time.monotonic() < end:
+            time.sleep(0.5)
+    else:
+        assert process.returncode == 130, said
+    assert left_behind(run_dir) == []
