@@ -3,11 +3,15 @@
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.main import get_command
 
+from pbfl_flwr.cli import app
 from pbfl_flwr.config import parse
 from pbfl_flwr.experiments import compare, configuration
+from pbfl_flwr.flower.deployment import node_config
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method
 
 ROOT = Path(__file__).parents[1]
@@ -40,6 +44,24 @@ def test_documented_runs_have_keys_that_are_allowed(page: str, line: str) -> Non
 def test_documented_comparisons_are_there(page: str, line: str, tmp_path: Path) -> None:
     _, runs = compare.read(line.split()[2])
     assert compare.plan(runs, assignments(line), [], [], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("page", "line"),
+    [found for name in ("certs", "keys", "doctor", "deploy", "check-data") for found in commands(name)],
+)
+def test_documented_commands_have_arguments_that_are_allowed(page: str, line: str) -> None:
+    command: Any = get_command(app)
+    words, context = shlex.split(line)[1:], None
+    while hasattr(command, "resolve_command"):
+        context = command.make_context("pbfl", words, parent=context, resilient_parsing=True)
+        _, command, words = command.resolve_command(context, words)
+    command.make_context("pbfl", words, parent=context)
+    local = words if " deploy local" in line else []
+    keys = [words[i + 1] for i, word in enumerate(local) if word == "--set"]
+    configuration.check(configuration.gather(None, keys))
+    for node in (words[i + 1] for i, word in enumerate(local) if word == "--node"):
+        assert node_config(node)
 
 
 def test_the_readmes_flwr_run_has_keys_that_are_allowed() -> None:

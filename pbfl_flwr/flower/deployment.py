@@ -24,7 +24,7 @@ from pbfl_flwr.flower.engine import Link, toml
 from pbfl_flwr.flower.processes import free_port
 
 KEY_VALUE = re.compile(r"""\s*([^\s=]+)=('[^']*'|"[^"]*"|\S+)(?=\s|$)""")
-PATHS = ("data-path", "state-dir")
+PATHS = ("data-path", "state-dir", "labels")  # labels: names themselves, or a file of them
 
 # What stands in a SuperNode's output -> why it was refused. The first that fits. A SuperNode that meets a wrong host
 # name, or a server without TLS, does not end: it tries again for ever and says no more; `pbfl doctor` says why.
@@ -161,7 +161,7 @@ def complete(nodes: Sequence[Mapping[str, Scalar]], count: int, directory: Path)
         if index < len(nodes):
             node |= nodes[index]
         for key in PATHS:
-            if key in node:
+            if key in node and (key != "labels" or Path(str(node[key])).expanduser().is_file()):
                 node[key] = str(Path(str(node[key])).expanduser().absolute())
         found.append(node)
     return found

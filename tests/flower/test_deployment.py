@@ -52,12 +52,20 @@ def test_nodes_get_ids_directories_and_absolute_paths(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("names.txt").touch()
     found = deployment.complete(
-        [{"data-path": "a.npz"}, {"client-id": 5, "state-dir": "s"}], 3, tmp_path / "run"
+        [{"data-path": "a.npz", "labels": "a,b"}, {"client-id": 5, "state-dir": "s", "labels": "names.txt"}],
+        3,
+        tmp_path / "run",
     )
     assert found == [
-        {"client-id": 0, "state-dir": str(tmp_path / "run" / "node-0"), "data-path": str(tmp_path / "a.npz")},
-        {"client-id": 5, "state-dir": str(tmp_path / "s")},
+        {
+            "client-id": 0,
+            "state-dir": str(tmp_path / "run" / "node-0"),
+            "data-path": str(tmp_path / "a.npz"),
+            "labels": "a,b",
+        },
+        {"client-id": 5, "state-dir": str(tmp_path / "s"), "labels": str(tmp_path / "names.txt")},
         {"client-id": 2, "state-dir": str(tmp_path / "run" / "node-2")},
     ]
     with pytest.raises(PbflError, match="given 2 times"):
