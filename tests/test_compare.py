@@ -10,9 +10,12 @@ from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import compare
 from pbfl_flwr.experiments.configuration import Wishes
+from pbfl_flwr.flower.client import make_client_app
+from pbfl_flwr.flower.strategy import MethodStrategy
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method
 from pbfl_flwr.models import architecture_of
 from pbfl_flwr.task import Task
+from tests.flower.inprocess import InProcessGrid
 from tests.test_cli import entry, write_run
 
 FILE = """
@@ -179,3 +182,27 @@ def test_the_command_refuses_before_it_starts(file: Path, tmp_path: Path) -> Non
     assert result.exit_code == 2
     assert "A: unknown key 'nonsense'" in result.output
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_all_methods_go_through_into_one_table(tmp_path: Path) -> None:
+    title, runs = compare.read("all-methods-fashion-mnist")
+    small = ["dataset=digits", "num-clients=3", "num-server-rounds=2", "feature-dim=64", "join-timeout=0.5"]
+    planned = compare.plan(runs, small, [], [], tmp_path)
+
+    def start(wishes: Wishes, directory: Path) -> int:
+        config = {**wishes.values, "run-dir": str(directory)}
+        settings = parse(config, SECTIONS)
+        grid = InProcessGrid(make_client_app(), config, settings.run.num_clients)
+        MethodStrategy(settings, directory).start(grid)  # type: ignore[arg-type]
+        return 0
+
+    assert compare.make(planned, start) == []
+    found = compare.rows(planned)
+    assert [row.label for row in found] == list(runs)
+    assert all(row.rounds == 2 and row.seconds > 0 and row.total > 0 for row in found)
+    assert [row.label for row in found if not row.up] == [
+        "Local",
+        "GFPL",
+    ]  # GFPL exchanges in its tenth round
+    assert len(compare.table(title, found).rows) == len(runs)
