@@ -26,12 +26,12 @@ from pbfl_flwr.config import EvaluationSettings, TrainingSettings
 from pbfl_flwr.data import ClientData
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models import SplitModel
-from pbfl_flwr.payloads import Payload
+from pbfl_flwr.payloads import Payload, Reveal, Upload
 from pbfl_flwr.task import Task
 
 StateT = TypeVar("StateT", bound=Payload)
 DownT = TypeVar("DownT", bound=Payload)
-UpT = TypeVar("UpT", bound=Payload)
+UpT = TypeVar("UpT", bound=Upload)
 UpT_co = TypeVar("UpT_co", bound=Payload, covariant=True)
 
 Moment = Literal["after", "before"]
@@ -203,6 +203,10 @@ class Method(ABC, Generic[StateT, DownT, UpT]):
                 f"method '{self.name}' averages weights and needs one architecture on all clients, "
                 f"found {', '.join(different)}; set models to one of them"
             )
+
+    def reveals(self) -> tuple[Reveal, ...]:
+        """Return what an upload tells the server, under this method's settings; by default what its type says."""
+        return self.up.reveals
 
     def report(self, state: StateT) -> dict[str, float]:
         """Return what the log of a round says about the server's half."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import typer
 
 from pbfl_flwr.cli import deployment, devices, experiments, reports, reproductions
+from pbfl_flwr.cli.privacy import privacy
 
 app = typer.Typer(
     help="Prototype-based federated learning on Flower.",
@@ -25,6 +26,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "show": experiments.show,
     "report": reports.report,
     "list": experiments.list_,
+    "privacy": privacy,
     "certs": deployment.certs,
     "keys": deployment.keys,
     "doctor": deployment.doctor,

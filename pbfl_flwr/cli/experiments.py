@@ -75,6 +75,7 @@ def run(
     from pbfl_flwr.experiments import configuration, tables
     from pbfl_flwr.experiments.runner import simulate
     from pbfl_flwr.flower.engine import Resources
+    from pbfl_flwr.methods import build_method, privacy_notes
 
     console = Console()
     resources = Resources(cpus_per_client, gpus_per_client, workers)
@@ -97,6 +98,8 @@ def run(
         raise ended(error, REFUSED) from None
     for note in partition.notes:
         say(console, f"data: {note}")
+    for note in privacy_notes(settings, build_method(settings)):
+        say(console, f"privacy: {note}")
     num_clients, num_rounds = settings.run.num_clients, settings.run.num_server_rounds
     try:
         code = simulate(source, directory, wishes.values, num_clients, num_rounds, resources, console)

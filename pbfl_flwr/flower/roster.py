@@ -15,10 +15,16 @@ from pbfl_flwr import seeds
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import wire
 from pbfl_flwr.flower.device import NAME, is_number
-from pbfl_flwr.payloads import RejectedPayload
+from pbfl_flwr.payloads import RejectedPayload, Reveal
 from pbfl_flwr.task import Task
 
 POLL_SECONDS = 0.2
+REVEALS = (  # what the hello round tells the server
+    Reveal("client id, or the device's name", "how the server tells clients apart", message="hello"),
+    Reveal("number of training and test samples", "said once", "client-report = 'none'", message="hello"),
+    Reveal("names of the classes, input shape", "all clients must agree on them", message="hello"),
+    Reveal("architecture, number of parameters, kind of device", "for logs and costs", message="hello"),
+)
 LONGEST_REASON = 500  # characters; what a client says goes into logs and histories
 
 

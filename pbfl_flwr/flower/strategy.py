@@ -34,7 +34,7 @@ from pbfl_flwr.flower.client import resolved_moment
 from pbfl_flwr.flower.history import OTHER_CONFIGURATION, RunDirectory, on_validation, summarise
 from pbfl_flwr.flower.roster import Roster, meet, worker_died
 from pbfl_flwr.method import Method, Moment, Round
-from pbfl_flwr.methods import build_method
+from pbfl_flwr.methods import build_method, privacy_notes
 from pbfl_flwr.payloads import Payload
 from pbfl_flwr.task import Task
 
@@ -89,6 +89,8 @@ class MethodStrategy(Strategy):
             models.models,
             models.feature_dim,
         )
+        for note in privacy_notes(self.settings, self.method):
+            log(WARNING, "%s", note)
 
     def prepare(self, grid: Grid) -> None:
         """Meet the clients, check that all fits, start or resume the run directory.

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import PREDICTORS
-from pbfl_flwr.payloads import MAX_COUNT, Payload, RejectedPayload, separate
+from pbfl_flwr.payloads import MAX_COUNT, Payload, RejectedPayload, Reveal, separate
 from pbfl_flwr.task import Task
 
 P = TypeVar("P", bound=Payload)
@@ -147,6 +147,22 @@ def _dequantised(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             raise RejectedPayload(f"the scales of '{base}' do not fit its rows")
         plain[base] = rows.to(torch.float32) * scale.reshape(-1, *[1] * (rows.dim() - 1))
     return plain
+
+
+REVEALS = tuple(  # what the report tells the server
+    Reveal(what, how, "client-report = 'none'", message="report")
+    for what, how in (
+        ("number of training and test samples", "every round"),
+        ("accuracies and test loss", "of every predictor: how easy the client's data is"),
+        ("training losses", "the mean of every term, and what else the method reports"),
+        ("timings and memory", "they grow with the number of samples and tell the hardware"),
+    )
+)
+SIZE = Reveal(
+    "size of the message",
+    "bytes grow with the rows that are sent, also for who reads encrypted traffic",
+    "dense-uploads",
+)
 
 
 @dataclass(frozen=True)

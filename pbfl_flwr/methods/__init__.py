@@ -114,3 +114,15 @@ def build_method(settings: Settings) -> Method[Any, Any, Any]:
             f"they apply to {', '.join(PROTECTED)}"
         )
     return method
+
+
+def privacy_notes(settings: Settings, method: Method[Any, Any, Any]) -> list[str]:
+    """Return a line where the default protection of the group ``privacy`` does not reach a method's uploads."""
+    least = settings.privacy.min_class_count
+    single = any("single samples" in reveal.what for reveal in method.reveals())
+    if method.protects_uploads or least == 1 or not single:
+        return []
+    return [
+        f"min-class-count = {least} does not apply: method '{method.name}' sends {method.up.__name__}, which show "
+        "single samples (pbfl privacy)"
+    ]

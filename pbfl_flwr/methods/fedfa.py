@@ -30,7 +30,7 @@ from pbfl_flwr.config import Group, Settings, parse_section
 from pbfl_flwr.method import Client, Update
 from pbfl_flwr.methods.sharing import SharedWeights, answer
 from pbfl_flwr.models import architectures
-from pbfl_flwr.payloads import Weights
+from pbfl_flwr.payloads import Reveal, Weights
 from pbfl_flwr.prototypes.statistics import class_means, class_sums
 from pbfl_flwr.task import Task
 from pbfl_flwr.training import fit, forward
@@ -115,6 +115,11 @@ class FedFA(SharedWeights):
     def install(self, client: Client, down: Weights) -> None:
         """w_i <- w."""
         load_parameters(client.model, {name: t for name, t in down.tensors.items() if name != ANCHORS})
+
+    def reveals(self) -> tuple[Reveal, ...]:
+        """Weights, and anchors that have moved towards the client's class means."""
+        moved = "the anchors move towards the mean features of the client's batches, class by class"
+        return (*self.up.reveals, Reveal("class means of features", moved))
 
     def local_update(self, client: Client, down: Weights) -> Update[Weights]:
         """Pulled training with calibration, then weights and moved anchors."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from pydantic import Field
@@ -41,7 +42,7 @@ from pbfl_flwr.generators import (
 from pbfl_flwr.method import Client, Method, Moment, Round, Update
 from pbfl_flwr.methods.sharing import answer, check_heads, initial, receive
 from pbfl_flwr.models import architectures
-from pbfl_flwr.payloads import Weights, class_counts, joined, under
+from pbfl_flwr.payloads import Reveal, Weights, class_counts, joined, under
 from pbfl_flwr.task import Task
 from pbfl_flwr.training import fit, forward
 from pbfl_flwr.weights import Weighting, average, same_shapes, weighting_of
@@ -67,6 +68,11 @@ class LabelledHead:
         weights: its head and n_i.
         label_counts: (K,) int64 n_ij.
     """
+
+    reveals: ClassVar[tuple[Reveal, ...]] = (
+        *Weights.reveals,
+        Reveal("samples of each class", "n_ij beside the head"),
+    )
 
     weights: Weights
     label_counts: Tensor

@@ -29,7 +29,7 @@ from pbfl_flwr.config import Auto, Group, Settings, parse_section
 from pbfl_flwr.method import Client, Method, Moment, Round, Update
 from pbfl_flwr.methods.sharing import check_heads, initial, plain, receive
 from pbfl_flwr.models import architectures
-from pbfl_flwr.payloads import Prototypes, RejectedPayload, Weights
+from pbfl_flwr.payloads import Prototypes, RejectedPayload, Reveal, Weights
 from pbfl_flwr.prototypes.pipeline import class_sums_of, released_means
 from pbfl_flwr.prototypes.privacy import Release, release
 from pbfl_flwr.prototypes.trainable import stack_uploads
@@ -103,6 +103,10 @@ class FedGH(Method[Weights, Weights, Prototypes]):
             raise RejectedPayload(f"rows are {upload.values.shape[1]} wide, expected {task.feature_dim}")
         if upload.counts is not None or upload.num_examples is not None:
             raise RejectedPayload("counts are not part of FedGH")
+
+    def reveals(self) -> tuple[Reveal, ...]:
+        """What the stages leave to see; prototypes are not broadcast."""
+        return self.release.reveals("mean", sends_total=False)[:-1]
 
     def check(self, task: Task, architectures: Sequence[str]) -> None:
         """All heads must have the same tensors."""

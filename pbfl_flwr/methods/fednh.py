@@ -31,7 +31,7 @@ from pbfl_flwr.config import Auto, Group, Settings, parse_section
 from pbfl_flwr.method import Client, Method, Moment, Predictor, Round, Update
 from pbfl_flwr.methods.sharing import check_heads, initial, shared_scalars
 from pbfl_flwr.models import architectures
-from pbfl_flwr.payloads import Prototypes, RejectedPayload, Weights, WeightsAndPrototypes
+from pbfl_flwr.payloads import Prototypes, RejectedPayload, Reveal, Weights, WeightsAndPrototypes
 from pbfl_flwr.prototypes.aggregation import weighted
 from pbfl_flwr.prototypes.pipeline import class_sums_of
 from pbfl_flwr.task import Task
@@ -171,6 +171,10 @@ class FedNH(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndPrototy
         """One architecture, with a linear head."""
         super().check(task, architectures)
         check_heads(self.name, task, architectures)
+
+    def reveals(self) -> tuple[Reveal, ...]:
+        """Weights, class vectors, and the counts behind them."""
+        return (*self.up.reveals, Reveal("samples of each class", "n_ij beside the class vectors"))
 
     def paper_scalars(
         self, task: Task, class_counts: Sequence[int], parameters: Sequence[tuple[int, int]]

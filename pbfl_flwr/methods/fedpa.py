@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -41,7 +41,15 @@ from pbfl_flwr.generators import (
 from pbfl_flwr.method import Client, Method, Round, Update
 from pbfl_flwr.methods.sharing import answer, check_heads, initial, receive
 from pbfl_flwr.models import architectures
-from pbfl_flwr.payloads import Prototypes, RejectedPayload, Weights, joined, under
+from pbfl_flwr.payloads import (
+    Prototypes,
+    RejectedPayload,
+    Reveal,
+    Weights,
+    WeightsAndPrototypes,
+    joined,
+    under,
+)
 from pbfl_flwr.prototypes import aggregation, distillation
 from pbfl_flwr.prototypes.statistics import ClassSums
 from pbfl_flwr.task import Task
@@ -105,6 +113,11 @@ class Trained:
         weights: w_i and n_i.
         prototypes: (K, d) class means with the samples behind them.
     """
+
+    reveals: ClassVar[tuple[Reveal, ...]] = (
+        *WeightsAndPrototypes.reveals,
+        Reveal("samples of each class", "n_ij beside the class means"),
+    )
 
     weights: Weights
     prototypes: Prototypes

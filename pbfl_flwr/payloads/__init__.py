@@ -13,12 +13,14 @@ from pbfl_flwr.payloads.contract import (
     Nothing,
     Payload,
     RejectedPayload,
+    Upload,
     joined,
     separate,
     under,
 )
 from pbfl_flwr.payloads.mixtures import Mixtures
 from pbfl_flwr.payloads.networks import Factors, LowRank, Weights, WeightsAndPrototypes
+from pbfl_flwr.payloads.reveals import Reveal
 
 __all__ = [
     "MAX_COUNT",
@@ -31,6 +33,8 @@ __all__ = [
     "Payload",
     "Prototypes",
     "RejectedPayload",
+    "Reveal",
+    "Upload",
     "Weights",
     "WeightsAndPrototypes",
     "class_counts",

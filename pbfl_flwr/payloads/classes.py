@@ -19,6 +19,7 @@ from pbfl_flwr.payloads.contract import (
     num_examples_of,
     whole_numbers,
 )
+from pbfl_flwr.payloads.reveals import MEANS, PRESENCE, SINGLE, Reveal, unprotected
 from pbfl_flwr.task import Task
 
 
@@ -40,6 +41,7 @@ class Prototypes:
     num_examples: int | None = None
 
     max_magnitude: ClassVar[float] = MAX_MAGNITUDE
+    reveals: ClassVar[tuple[Reveal, ...]] = (PRESENCE, MEANS, SINGLE)
 
     @classmethod
     def widths(cls, task: Task) -> tuple[int, int]:
@@ -118,6 +120,14 @@ class Logits(Prototypes):
         values: (K, K) float32; row c is what networks answer to samples of class c, logits or probabilities.
         present: (K,) bool; which classes have a row.
     """
+
+    reveals: ClassVar[tuple[Reveal, ...]] = (
+        *unprotected([PRESENCE]),
+        Reveal(
+            "class means of outputs", "the rows: how sure the network is of each class, and what it confuses"
+        ),
+        Reveal("outputs on single samples", "the mean of a class with one sample is that sample's output"),
+    )
 
     @classmethod
     def widths(cls, task: Task) -> tuple[int, int]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
 
+from pbfl_flwr.payloads.reveals import Reveal
 from pbfl_flwr.task import Task
 
 MAX_MAGNITUDE = 1e8  # larger entries are a fault or an attack: a count-scaled feature stays far below
@@ -43,9 +44,17 @@ class Payload(Protocol):
         ...
 
 
+class Upload(Payload, Protocol):
+    """A payload that clients send: it says what it reveals."""
+
+    reveals: ClassVar[tuple[Reveal, ...]]
+
+
 @dataclass(frozen=True)
 class Nothing:
     """The empty payload: the method has nothing to say in this direction."""
+
+    reveals: ClassVar[tuple[Reveal, ...]] = ()
 
     def to_tensors(self) -> dict[str, Tensor]:
         """Return no tensors."""

@@ -17,6 +17,7 @@ from pbfl_flwr.payloads.contract import (
     no_others,
     whole_numbers,
 )
+from pbfl_flwr.payloads.reveals import PRESENCE, Reveal, unprotected
 from pbfl_flwr.task import Task
 
 
@@ -37,6 +38,17 @@ class Mixtures:
     stds: Tensor
 
     max_components: ClassVar[int] = 2**20
+    reveals: ClassVar[tuple[Reveal, ...]] = (
+        *unprotected([PRESENCE]),
+        Reveal(
+            "distribution of features",
+            "means, deviations and shares of the components: the method itself draws features from them",
+        ),
+        Reveal(
+            "features of single samples", "a component of one sample has its feature as mean and no deviation"
+        ),
+        Reveal("samples of each class", "weights, where they are scaled by counts (gfpl.weight)"),
+    )
 
     @classmethod
     def empty(cls, width: int) -> Mixtures:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from pbfl_flwr.payloads.contract import (
     under,
     whole_numbers,
 )
+from pbfl_flwr.payloads.reveals import TOTAL, WEIGHTS, Reveal, unprotected
 from pbfl_flwr.task import Task
 
 
@@ -31,6 +32,8 @@ class Weights:
         tensors: name -> tensor, in the network's own naming.
         num_examples: n_i, the weight of this upload in the average; 0 on the way down.
     """
+
+    reveals: ClassVar[tuple[Reveal, ...]] = (WEIGHTS, TOTAL)
 
     tensors: Mapping[str, Tensor]
     num_examples: int = 0
@@ -61,6 +64,8 @@ class WeightsAndPrototypes:
         weights: see :class:`Weights`.
         prototypes: see :class:`Prototypes`.
     """
+
+    reveals: ClassVar[tuple[Reveal, ...]] = (*Weights.reveals, *unprotected(Prototypes.reveals))
 
     weights: Weights
     prototypes: Prototypes
@@ -125,6 +130,8 @@ class LowRank:
         version: the weights that the receiver holds afterwards (down), or was given (up).
         num_examples: n_i; 0 on the way down.
     """
+
+    reveals: ClassVar[tuple[Reveal, ...]] = (WEIGHTS, TOTAL)
 
     dense: Mapping[str, Tensor]
     factors: Mapping[str, Factors] = field(default_factory=dict)

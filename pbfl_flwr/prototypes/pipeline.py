@@ -28,7 +28,7 @@ from pbfl_flwr.config import PrototypeSettings, Settings
 from pbfl_flwr.data import Shard
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client, Method, Moment, Predictor, Round, Update, head_scores, nearest
-from pbfl_flwr.payloads import Prototypes, RejectedPayload, joined, under
+from pbfl_flwr.payloads import Prototypes, RejectedPayload, Reveal, joined, under
 from pbfl_flwr.prototypes import aggregation, distillation, masks, scaling
 from pbfl_flwr.prototypes.alignment import Solver, align
 from pbfl_flwr.prototypes.privacy import Release, release
@@ -350,6 +350,10 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         if (upload.num_examples is not None) != self._needs_total:
             said = "missing" if upload.num_examples is None else "not part"
             raise RejectedPayload(f"the number of examples is {said} of rule '{rule}'")
+
+    def reveals(self) -> tuple[Reveal, ...]:
+        """What the stages leave to see."""
+        return self.release.reveals(self.stages.aggregation, sends_total=self._needs_total)
 
     def report(self, state: PipelineState) -> dict[str, float]:
         """Figures of the last aggregation: solver, margin, training, ages."""

@@ -32,7 +32,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -44,6 +44,7 @@ from torch import Tensor
 from pbfl_flwr.config import PrivacySettings
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client
+from pbfl_flwr.payloads.reveals import COUNTS, HOLDER, MEANS, PRESENCE, SINGLE, TOTAL, Reveal
 from pbfl_flwr.prototypes.scaling import scale_by_counts
 
 SUMS = ("ppa", "aps-sum")  # rules to which a zero row adds nothing
@@ -230,6 +231,51 @@ class Release:
             min_class_count=self.minimum,
             num_classes=num_classes,
         )
+
+    def reveals(self, rule: str, *, sends_total: bool) -> tuple[Reveal, ...]:
+        """Return what an upload tells the server.
+
+        Args:
+            rule: of the server.
+            sends_total: whether uploads carry n_i.
+        """
+        keys = self.settings
+        noisy = (
+            f"noise of {keys.dp_noise:g} times the sensitivity, unit {keys.dp_unit}" if keys.dp_noise else ""
+        )
+        presence, rows, single, counts = PRESENCE, MEANS, SINGLE, COUNTS
+        if self.scaled:
+            rows = replace(
+                rows,
+                what="sums of features of each class",
+                how="the rows n_ij·c̄_ij; divided by n_ij, class means",
+            )
+        if keys.dense_uploads and noisy:
+            presence = presence.but("hidden", noisy)
+        elif keys.dense_uploads:
+            presence = presence.but(
+                "blurred", "a zero row is an absent class; only the message's size is the same"
+            )
+        if noisy:
+            rows, single = rows.but("blurred", noisy), single.but("blurred", noisy)
+        elif keys.dp_clip:
+            rows = replace(rows, how=f"{rows.how}; norms are clipped to {keys.dp_clip:g}")
+        if self.minimum > 1:
+            single = single.but("hidden", f"classes of fewer than {self.minimum} samples are not sent")
+        if self.scaled:
+            how = "hidden from a casual look only: the length of n_ij·c̄_ij gives most within 10 % (docs/privacy.md)"
+            how = f"{how}; {noisy}" if noisy else how
+            counts = replace(counts.but("blurred", how), hide="dp-noise, secure-aggregation, or count-bucket")
+        elif rule not in COUNTED:
+            counts = counts.but("hidden", f"rule '{rule}' sends none")
+        total = TOTAL if sends_total else TOTAL.but("hidden", "not part of the upload")
+        if keys.count_bucket != "off":
+            said = f"rounded to {'powers of two' if keys.count_bucket == 'powers' else keys.count_bucket}"
+            counts, total = (
+                one if one.state == "hidden" else one.but("blurred", f"{one.how}; {said}")
+                for one in (counts, total)
+            )
+        return presence, rows, single, counts, total, HOLDER
 
 
 def release(settings: PrivacySettings, rule: str, *, trained: bool, sends_total: bool, once: bool) -> Release:

@@ -1,0 +1,38 @@
+"""``pbfl privacy``: what a configuration reveals."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from pbfl_flwr.cli.common import Assignments, ended
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments.figures import say
+
+
+def privacy(
+    preset: Annotated[
+        str | None,
+        typer.Argument(metavar="[PRESET.toml]", help="A TOML file, or one of `pbfl list presets`."),
+    ] = None,
+    assignments: Assignments = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+) -> None:
+    """Tell what each message of a configuration reveals, and which settings hide it."""
+    from pbfl_flwr.experiments import configuration, disclosure
+
+    try:
+        settings = configuration.check(configuration.gather(preset, assignments or []))
+    except PbflError as error:
+        raise ended(error) from None
+    answer = disclosure.about(settings)
+    if as_json:
+        typer.echo(json.dumps(answer, ensure_ascii=False, indent=1))
+        return
+    console = Console()
+    console.print(disclosure.table(answer["reveals"]))
+    for line in disclosure.lines(answer):
+        say(console, line)
