@@ -305,3 +305,41 @@ def test_a_directory_that_holds_a_run_is_refused(tmp_path: Path) -> None:
     result = pbfl("run", "--run-dir", run)
     assert result.exit_code == 2
     assert "already holds a run" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["-n", "2", "--set", "num-clients=3"], "-n 2 and num-clients = 3"),
+        (["-n", "1", "--node", "model='cnn4'", "--node", "model='cnn4'"], "--node was given 2 times"),
+        (["--node", "model=cnn4"], "model='cnn4'"),
+        (["--node", "modle='cnn4'"], "--node 0: --node-config: unknown key 'modle'"),
+        (["--node", "data-path='nowhere.npz'"], "--node 0: "),
+        (["--node", "client-id=1", "--node", "client-id=1"], "--node 0 and --node 1: both are client-id 1"),
+        (["--method", "fedprot"], "fedproto"),
+        (["--resume", "nowhere"], "no run.json"),
+        (["--resume", "nowhere", "-n", "2"], "--resume: "),
+    ],
+)
+def test_a_deployment_that_cannot_run_is_one_line(arguments: list[str], said: str) -> None:
+    result = pbfl("deploy", "local", *arguments)
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert not Path("runs").exists()
+
+
+def test_certificates_and_keys_say_what_goes_where(tmp_path: Path) -> None:
+    result = pbfl("certs", "--out", tmp_path / "s", "--host", "fl.example.org", "--days", 90)
+    assert result.exit_code == 0
+    assert "certificate for fl.example.org, valid until" in result.stdout
+    assert [line.split(":")[0].strip() for line in result.stdout.splitlines()[1:]] == [
+        str(tmp_path / "s" / name) for name in ("ca.pem", "server.pem", "server.key", "ca.key")
+    ]
+    assert pbfl("certs", "--out", tmp_path / "s", "--host", "fl.example.org").exit_code == 2
+    assert pbfl("certs", "--out", tmp_path / "s", "--host", "fl.example.org", "--renew").exit_code == 0
+    assert pbfl("certs", "--out", tmp_path / "s", "--host", "x", "--renew", "--force").exit_code == 2
+    result = pbfl("keys", "--out", tmp_path / "k", "a", "b")
+    assert result.exit_code == 0
+    assert f"flwr supernode register {tmp_path / 'k' / 'b.pub'}" in result.stdout
+    assert pbfl("keys", "--out", tmp_path / "k", "b").exit_code == 2

@@ -10,12 +10,15 @@ from pathlib import Path
 from rich.console import Console
 
 from pbfl_flwr.config import Scalar, Settings
+from pbfl_flwr.data import own_data
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import configuration
 from pbfl_flwr.experiments.figures import say
 from pbfl_flwr.experiments.runner import attend
 from pbfl_flwr.flower.deployment import Deployment, check, complete, node_config
 from pbfl_flwr.flower.engine import Resources
+from pbfl_flwr.models import check_models
+from pbfl_flwr.task import Task
 
 NODES = "nodes.json"
 DEFAULT_COUNT = 3
@@ -132,7 +135,15 @@ def start(app: Path, plan: Plan, console: Console) -> int:
 
 
 def _check(settings: Settings, nodes: Sequence[Mapping[str, Scalar]]) -> None:
-    """Check every SuperNode's configuration; where nobody brings data, also that the common data can be dealt."""
-    check(settings, nodes)
+    """Check every SuperNode's configuration, its own data, and that its network takes it."""
+    for index, (own, node) in enumerate(zip(check(settings, nodes), nodes, strict=True)):
+        if "data-path" not in node:
+            continue
+        files = node.get("data-client", node["client-id"])
+        try:
+            data = own_data(own.data, files if isinstance(files, int) else None)
+            check_models(own.models.models, Task(data.num_classes, own.models.feature_dim, data.input_shape))
+        except PbflError as error:
+            raise PbflError(f"--node {index}: {error}") from None
     if not any("data-path" in node or "model" in node for node in nodes):
         configuration.preflight(settings, Resources())
