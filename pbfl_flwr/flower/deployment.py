@@ -21,6 +21,7 @@ from pbfl_flwr.config import Scalar, Settings
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.device import own_settings
 from pbfl_flwr.flower.engine import Link, toml
+from pbfl_flwr.flower.fleet import ONE_PORT
 from pbfl_flwr.flower.processes import free_port
 
 KEY_VALUE = re.compile(r"""\s*([^\s=]+)=('[^']*'|"[^"]*"|\S+)(?=\s|$)""")
@@ -80,10 +81,11 @@ def superlink_options(fleet_address: str, files: Files | None) -> list[str]:
     """Return flower-superlink's options but for its Control API (--host, --port).
 
     Args:
-        fleet_address: HOST:PORT where SuperNodes connect.
+        fleet_address: HOST:PORT where SuperNodes connect; not used by a Flower with one port for everything.
         files: certificates; None starts it insecure.
     """
-    return [*(files.options() if files else ["--insecure"]), "--fleet-api-address", fleet_address]
+    own_port = [] if ONE_PORT else ["--fleet-api-address", fleet_address]
+    return [*(files.options() if files else ["--insecure"]), *own_port]
 
 
 def supernode_options(
@@ -304,8 +306,8 @@ class Deployment(Link):
             security.make_certificates(self.files.directory, ["127.0.0.1", "localhost"], days=30)
             security.make_keys(self.files.directory, [f"node-{i}" for i in range(len(self._nodes))])
 
-    def _options(self) -> list[str]:
-        self.fleet_address = f"127.0.0.1:{free_port()}"
+    def _options(self, address: str) -> list[str]:
+        self.fleet_address = address if ONE_PORT else f"127.0.0.1:{free_port()}"
         return superlink_options(self.fleet_address, self.files)
 
     def _complete(self) -> None:

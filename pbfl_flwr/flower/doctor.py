@@ -22,33 +22,19 @@ from email.utils import parsedate_to_datetime
 from enum import StrEnum
 from pathlib import Path
 
-import grpc
 import torch
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
-from flwr.common.constant import (
-    PUBLIC_KEY_HEADER,
-    SIGNATURE_HEADER,
-    SYSTEM_TIME_TOLERANCE,
-    TIMESTAMP_HEADER,
-    TIMESTAMP_TOLERANCE,
-)
-from flwr.proto.fleet_pb2 import ActivateNodeRequest
-from flwr.proto.fleet_pb2_grpc import FleetStub
-from flwr.supercore.error import FlowerError
-from flwr.supercore.grpc import create_channel
-from flwr.supercore.interceptors import RuntimeVersionClientInterceptor
-from flwr.supercore.primitives.asymmetric import public_key_to_bytes, sign_message
+from flwr.common.constant import SYSTEM_TIME_TOLERANCE, TIMESTAMP_TOLERANCE
 from packaging.requirements import Requirement
 
 from pbfl_flwr import security
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower.fleet import ANSWER_SECONDS, BAD_INTERVAL, CLOCK, OTHER_VERSION, UNKNOWN_KEY, Fleet
 
 EXPIRES_SOON = timedelta(days=30)
 LITTLE_DISK, NO_DISK = 1e9, 1e8  # bytes
 LITTLE_MEMORY = 1e9  # bytes; a client that trains a small network on a CPU takes about as much
-ANSWER_SECONDS = 10.0
-UNKNOWN_KEY, BAD_INTERVAL, OTHER_VERSION = 2004, 2003, 1001  # Flower's ApiErrorCode
 
 
 class Status(StrEnum):
@@ -236,10 +222,9 @@ def network(wanted: Wanted) -> list[Finding]:
             usable, certificate, lines = transport(wanted.superlink, wanted.ca, wanted.insecure)
             found += lines
             if usable:
-                ca = None if wanted.insecure or wanted.ca is None else wanted.ca.read_bytes()
-                with Fleet(wanted.superlink, ca, insecure=wanted.insecure, key=key) as fleet:
-                    found += [fleet.about_key()] if key else []
-                    found.append(fleet.about_clock())
+                fleet = Fleet(wanted.superlink, wanted.ca, insecure=wanted.insecure, key=key)
+                found += [about_key(fleet)] if key else []
+                found.append(about_clock(fleet))
     if certificate is not None:
         found.append(clock_by_certificate(certificate))
     if wanted.control is not None:
@@ -304,92 +289,45 @@ def transport(
     return True, hands.certificate, [Finding("tls", Status.OK, said)]
 
 
-class Fleet:
-    """The SuperLink's Fleet API, asked in a way that changes nothing.
-
-    A SuperNode joins with ActivateNode. Flower looks at the signature's time first, then at the key, then at the
-    heartbeat interval; an interval of zero is refused, so the answer tells how far the request came and no node joins.
-
-    Args:
-        address: HOST:PORT.
-        ca: PEM; None means the system's authorities.
-        insecure: without TLS.
-        key: the device's; a throwaway one is used if it is None.
-    """
-
-    def __init__(
-        self, address: str, ca: bytes | None, *, insecure: bool, key: ec.EllipticCurvePrivateKey | None
-    ) -> None:
-        self._key = key or ec.generate_private_key(ec.SECP384R1())
-        self._public = public_key_to_bytes(self._key.public_key())
-        version = RuntimeVersionClientInterceptor(component_name="SuperNode")
-        self._channel = create_channel(address, insecure, ca, interceptors=[version])
-        self._stub = FleetStub(self._channel)
-
-    def __enter__(self) -> Fleet:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._channel.close()
-
-    def about_key(self) -> Finding:
-        """Whether the SuperLink knows the key."""
-        answer = self._ask()
-        if answer == BAD_INTERVAL:
-            return Finding("key", Status.OK, "registered (asked the Fleet API with this key's signature)")
-        if answer == UNKNOWN_KEY:
-            advice = (
-                "on the server: flwr supernode register KEY.pub; a SuperLink without --database forgets keys when it "
-                "is started again"
-            )
-            return Finding(
-                "key", Status.FAILED, "the SuperLink does not know it: it is not registered", advice
-            )
-        if answer == "Invalid timestamp":
-            return Finding(
-                "key", Status.WARNING, "not known whether it is registered: the clock is refused first"
-            )
-        return Finding("key", Status.FAILED, f"the Fleet API says: {answer}")
-
-    def about_clock(self) -> Finding:
-        """How far this clock is from the SuperLink's, by the timestamps that it takes."""
-        advice = "set the clock: timedatectl set-ntp true"
-        answer = self._ask()
-        if answer == "Invalid timestamp":
-            said = (
-                f"refused: more than {SYSTEM_TIME_TOLERANCE} s ahead of the SuperLink's clock, or more than "
-                f"{TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE} s behind"
-            )
-            return Finding("clock", Status.FAILED, said, advice)
-        if answer not in (BAD_INTERVAL, UNKNOWN_KEY):
-            advice = "the SuperNode needs the SuperLink's Flower" if answer == OTHER_VERSION else ""
-            return Finding("clock", Status.FAILED, f"the Fleet API says: {answer}", advice)
-        ahead = -latest_accepted(self._accepts) + SYSTEM_TIME_TOLERANCE
-        side = "ahead of" if ahead > 0 else "behind"
-        said = f"{abs(ahead):.1f} s {side} the SuperLink's (by the timestamps that its Fleet API takes)"
-        if abs(ahead) > SYSTEM_TIME_TOLERANCE / 2:
-            return Finding("clock", Status.WARNING, said, advice)
-        return Finding("clock", Status.OK, said)
-
-    def _accepts(self, shift: float) -> bool:
-        return self._ask(shift) != "Invalid timestamp"
-
-    def _ask(self, shift: float = 0.0) -> int | str:
-        """Return Flower's error code, or its words, for a request signed ``shift`` seconds in the future."""
-        stamp = (datetime.now(UTC) + timedelta(seconds=shift)).isoformat()
-        metadata = (
-            (PUBLIC_KEY_HEADER, self._public),
-            (TIMESTAMP_HEADER, stamp),
-            (SIGNATURE_HEADER, sign_message(self._key, stamp.encode("ascii"))),
+def about_key(fleet: Fleet) -> Finding:
+    """Whether the SuperLink knows the key."""
+    answer = fleet.ask()
+    if answer == BAD_INTERVAL:
+        return Finding("key", Status.OK, "registered (asked the Fleet API with this key's signature)")
+    if answer == UNKNOWN_KEY:
+        advice = (
+            "on the server: flwr supernode register KEY.pub; a SuperLink without --database forgets keys when it "
+            "is started again"
         )
-        request = ActivateNodeRequest(public_key=self._public, heartbeat_interval=0.0)
-        try:
-            self._stub.ActivateNode(request, metadata=metadata, timeout=ANSWER_SECONDS)
-        except grpc.RpcError as error:
-            details = str(error.details())
-            known = FlowerError.from_json(details)
-            return details if known is None else known.code
-        return "a node without heartbeat was let in"
+        return Finding("key", Status.FAILED, "the SuperLink does not know it: it is not registered", advice)
+    if answer == CLOCK:
+        return Finding(
+            "key", Status.WARNING, "not known whether it is registered: the clock is refused first"
+        )
+    return Finding("key", Status.FAILED, f"the Fleet API says: {answer}")
+
+
+def about_clock(fleet: Fleet) -> Finding:
+    """How far this clock is from the SuperLink's, by the timestamps that it takes."""
+    advice = "set the clock: timedatectl set-ntp true"
+    answer = fleet.ask()
+    if answer == CLOCK:
+        said = (
+            f"refused: more than {SYSTEM_TIME_TOLERANCE} s ahead of the SuperLink's clock, or more than "
+            f"{TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE} s behind"
+        )
+        return Finding("clock", Status.FAILED, said, advice)
+    if answer == OTHER_VERSION:
+        said = "the SuperLink's Flower is of another version than this one"
+        return Finding("flwr", Status.FAILED, said, "install the SuperLink's minor version here")
+    if answer not in (BAD_INTERVAL, UNKNOWN_KEY):
+        return Finding("clock", Status.FAILED, f"the Fleet API says: {answer}")
+    ahead = SYSTEM_TIME_TOLERANCE - latest_accepted(lambda shift: fleet.ask(shift) != CLOCK)
+    side = "ahead of" if ahead > 0 else "behind"
+    said = f"{abs(ahead):.1f} s {side} the SuperLink's (by the timestamps that its Fleet API takes)"
+    if abs(ahead) > SYSTEM_TIME_TOLERANCE / 2:
+        return Finding("clock", Status.WARNING, said, advice)
+    return Finding("clock", Status.OK, said)
 
 
 def latest_accepted(accepts: Callable[[float], bool], precision: float = 0.1) -> float:

@@ -165,8 +165,8 @@ class Link:
     def _complete(self) -> None:
         """Start what belongs to the SuperLink, once it answers."""
 
-    def _options(self) -> list[str]:
-        """Return the SuperLink's options of its kind."""
+    def _options(self, address: str) -> list[str]:
+        """Return the SuperLink's options of its kind; ``address`` is its Control API's."""
         raise NotImplementedError
 
     @property
@@ -181,7 +181,15 @@ class Link:
         (self._scratch / "home" / "config.toml").write_text(
             connection(CONNECTION, address, self._ca), encoding="utf-8"
         )
-        options = [*self._options(), "--isolation", "process", "--host", "127.0.0.1", "--port", str(port)]
+        options = [
+            *self._options(address),
+            "--isolation",
+            "process",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+        ]
         self._superlink = self._spawn("flower-superlink", *options)
         end = time.monotonic() + START_SECONDS
         while time.monotonic() < end and self._superlink.poll() is None:
@@ -285,5 +293,5 @@ class Engine(Link):
         """
         return self._run(app, config, "--federation-config", resources.federation(num_clients))
 
-    def _options(self) -> list[str]:
+    def _options(self, address: str) -> list[str]:
         return ["--insecure", "--simulation"]

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from pbfl_flwr import security
 from pbfl_flwr.cli import app
-from pbfl_flwr.flower import doctor
+from pbfl_flwr.flower import doctor, fleet
 from pbfl_flwr.flower.doctor import Finding, Status, Wanted
 
 
@@ -86,10 +86,9 @@ def test_a_wrong_clock_is_measured(
         def now(cls, tz: Any = None) -> datetime:
             return datetime.now(tz) + timedelta(seconds=ahead)
 
-    monkeypatch.setattr(doctor, "datetime", Clock)
-    ca = (superlink.files / "ca.pem").read_bytes()
-    with doctor.Fleet(superlink.address, ca, insecure=False, key=None) as fleet:
-        finding = fleet.about_clock()
+    monkeypatch.setattr(fleet, "datetime", Clock)
+    asked = fleet.Fleet(superlink.address, superlink.files / "ca.pem", insecure=False, key=None)
+    finding = doctor.about_clock(asked)
     assert finding.status is status
     if status is Status.WARNING:
         said, _, side = finding.said.split()[:3]
