@@ -283,6 +283,15 @@ class PrivacySettings(Group):
     client_report: Literal["full", "none"] = Field(
         "full", description="none: sizes, scores, losses and timings stay on the device"
     )
+    secure_aggregation: bool = Field(
+        False, description="the server gets the masked sum of all uploads and no single one"
+    )
+    secure_range: Annotated[float, Field(gt=0)] | Auto = Field(
+        "auto", description="R, entries are clipped to ±R before they are masked; auto: 100, of sums 100000"
+    )
+    secure_threshold: float = Field(
+        0.67, gt=0.5, le=1, description="share of the asked clients that must stay to the end of the protocol"
+    )
 
 
 GROUPS: dict[str, type[Group]] = {

@@ -28,7 +28,7 @@ def disclosures(settings: Settings) -> list[Reveal]:
     method = build_method(settings)
     found = [*said, *method.reveals()]
     if any(one.what == PRESENCE.what for one in found):
-        dense = settings.privacy.dense_uploads
+        dense = settings.privacy.dense_uploads or settings.privacy.secure_aggregation
         found.append(
             wire.SIZE.but("hidden", "every upload has a row for every class") if dense else wire.SIZE
         )

@@ -160,7 +160,7 @@ def round_line(
         "clients": metrics,
         "server": finite(method.report(state)),
         "trained": sorted(outcome.uploads),
-        "notes": [*method.notes(state), *_held_back(outcome)],
+        "notes": [*method.notes(state), *_held_back(outcome), *_clipped(outcome)],
         "failures": named(outcome.failures, phase.names),
         "bytes_up": _traffic(outcome.up),
         "bytes_down": _traffic(phase.down),
@@ -200,6 +200,11 @@ def _held_back(outcome: Outcome) -> list[str]:
         f"classes held back for having fewer samples than min-class-count: {sum(found):.0f}, on "
         f"{sum(classes > 0 for classes in found)} of {len(found)} clients"
     ]
+
+
+def _clipped(outcome: Outcome) -> list[str]:
+    found = [(outcome.reports[client].metrics or {}).get("secure-clipped", 0) for client in outcome.uploads]
+    return [f"{sum(found):.0f} entries of uploads were clipped to ±secure-range"] if any(found) else []
 
 
 def _upload_of(reply: Message, method: Method[Any, Any, Any], state: Any, task: Task) -> Payload:

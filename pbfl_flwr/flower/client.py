@@ -19,7 +19,10 @@ from typing import Any
 
 import torch
 from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord
+from flwr.client.mod import secaggplus_mod
 from flwr.clientapp import ClientApp
+from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS
+from flwr.compat.common.recorddict_compat import fitres_to_recorddict
 from torch import Tensor, nn
 
 from pbfl_flwr import seeds
@@ -30,6 +33,7 @@ from pbfl_flwr.data import ClientData, client_data, own_data
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import wire
 from pbfl_flwr.flower.device import Identity, choose_device, identify, own_settings
+from pbfl_flwr.flower.legacy import CONFIG, FITINS, fit_result, parameters_of, payload_of, to_be_masked
 from pbfl_flwr.flower.store import ClientState, ClientStore
 from pbfl_flwr.method import Client, Method, Moment, Nearest, Predictor
 from pbfl_flwr.methods import SECTIONS, build_method
@@ -63,7 +67,7 @@ def make_client_app(data: DataSource | None = None, settings: Settings | None = 
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        return _guarded(_train, message, context, source)
+        return _guarded(_train_as_asked, message, context, source)
 
     @app.evaluate()
     def score(message: Message, context: Context) -> Message:
@@ -170,6 +174,42 @@ def _hello(message: Message, context: Context, source: _Source) -> Message:
 def _digest(columns: Sequence[str]) -> str:
     """Return a short hash of the features' names and order, nothing if they have no names."""
     return hashlib.sha256(json.dumps(columns).encode()).hexdigest()[:16] if columns else ""
+
+
+def _train_as_asked(message: Message, context: Context, source: _Source) -> Message:
+    """Train on our own message, on one of the older interface, or within a stage of secure aggregation."""
+    secure = source.settings_of(context).privacy.secure_aggregation
+    if secure and RECORD_KEY_CONFIGS in message.content.config_records:
+        return secaggplus_mod(message, context, lambda asked, state: _train_older(asked, state, source))
+    if secure:
+        raise PbflError("secure-aggregation = true, but the server asked for an upload in clear")
+    if FITINS in message.content.array_records:
+        return _train_older(message, context, source)
+    return _train(message, context, source)
+
+
+def _train_older(message: Message, context: Context, source: _Source) -> Message:
+    """Answer FitIns with FitRes; under secure aggregation with the vector that is masked next."""
+    asked = message.content.config_records[CONFIG]
+    payload = payload_of(message.content.array_records[FITINS])
+    plain = Message(
+        wire.content(payload, config=ConfigRecord({**asked})),
+        dst_node_id=message.metadata.dst_node_id,
+        message_type=message.metadata.message_type,
+    )
+    answer = _train(plain, context, source).content
+    report, upload = answer.metric_records[wire.METRICS], answer.array_records[wire.PAYLOAD]
+    parameters = parameters_of(upload)
+    settings = source.settings_of(context)
+    if settings.privacy.secure_aggregation:
+        method = build_method(settings)
+        data = source.data_of(settings, identify(context, settings, str(asked["experiment"])))
+        task = Task(data.num_classes, settings.models.feature_dim, data.input_shape)
+        parameters, clipped = to_be_masked(wire.decode(upload, method.up, task), method)
+        if clipped:
+            report["secure-clipped"] = float(clipped)
+    result = fit_result(parameters, report)
+    return Message(fitres_to_recorddict(result, True), reply_to=message)
 
 
 def _train(message: Message, context: Context, source: _Source) -> Message:

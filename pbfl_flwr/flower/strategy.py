@@ -33,6 +33,7 @@ from pbfl_flwr.flower.books import Outcome, Phase, client_columns, named, read, 
 from pbfl_flwr.flower.client import resolved_moment
 from pbfl_flwr.flower.history import OTHER_CONFIGURATION, RunDirectory, on_validation, summarise
 from pbfl_flwr.flower.roster import Roster, meet, worker_died
+from pbfl_flwr.flower.secure import SecureRounds
 from pbfl_flwr.method import Method, Moment, Round
 from pbfl_flwr.methods import build_method, privacy_notes
 from pbfl_flwr.payloads import Payload
@@ -71,6 +72,7 @@ class MethodStrategy(Strategy):
         wanted = settings.evaluation.predictor
         self.headline = self.method.headline if wanted == "auto" else wanted
         self.task: Task | None = None
+        self._secure = SecureRounds(settings, self.method) if settings.privacy.secure_aggregation else None
         self._phase: Phase | None = None
         self._clients: dict[str, Any] = {}
         self._round_started = 0.0
@@ -185,9 +187,7 @@ class MethodStrategy(Strategy):
         nothing, unused = ArrayRecord(), ConfigRecord()
         for server_round in range(self.done + 1, self._num_rounds + 1):
             asked = list(self.configure_train(server_round, nothing, unused, grid))
-            arrays, metrics = self.aggregate_train(
-                server_round, grid.send_and_receive(asked, timeout=timeout)
-            )
+            arrays, metrics = self.aggregate_train(server_round, self._exchange(grid, asked, timeout))
             if arrays is not None:
                 result.arrays = arrays
             if metrics is not None:
@@ -271,7 +271,8 @@ class MethodStrategy(Strategy):
         valid = len(outcome.uploads)
         started = time.perf_counter()
         if valid >= self.settings.run.min_replies:
-            self.aggregate_fit(server_round, outcome.uploads)
+            uploads = outcome.uploads if self._secure is None else self._secure.one_for_all(outcome.uploads)
+            self.aggregate_fit(server_round, uploads)
         aggregated = time.perf_counter() - started
         line = round_line(server_round, phase, outcome, self.method, self.state, self.moment, aggregated)
         for client, reason in outcome.failures.items():
@@ -335,11 +336,19 @@ class MethodStrategy(Strategy):
         self._clients["final"] = client_columns(server_round, self._phase, outcome)
         return MetricRecord({f"accuracy-{name}": found["weighted"] for name, found in accuracy.items()})
 
+    def _exchange(self, grid: Grid, asked: list[Message], timeout: float) -> Iterable[Message]:
+        if self._secure is None:
+            return grid.send_and_receive(asked, timeout=timeout)
+        assert self._phase is not None
+        return self._secure.exchange(grid, self._phase, timeout)
+
     def _read(self, replies: list[Message]) -> Outcome:
         assert self._phase is not None
         assert self.task is not None
         max_bytes = self.settings.run.max_upload_mb * 2**20
-        return read(replies, self._phase, self.method, self.state, self.task, max_bytes)
+        if self._secure is None:
+            return read(replies, self._phase, self.method, self.state, self.task, max_bytes)
+        return self._secure.read(replies, self._phase, self.state, self.task, max_bytes)
 
     def _finish_round(self, server_round: int) -> None:
         self.history[-1]["seconds"]["total"] = time.perf_counter() - self._round_started

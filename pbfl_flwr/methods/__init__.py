@@ -36,6 +36,7 @@ from pbfl_flwr.methods import (
     tinyproto,
 )
 from pbfl_flwr.prototypes.privacy import unprotected
+from pbfl_flwr.prototypes.sums import MOST_CLIENTS
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,12 @@ def build_method(settings: Settings) -> Method[Any, Any, Any]:
         raise PbflError(
             f"{', '.join(asked)}: method '{name}' sends {method.up.__name__}, which these settings cannot protect; "
             f"they apply to {', '.join(PROTECTED)}"
+        )
+    asked_clients = max(1, round(settings.run.fraction_train * settings.run.num_clients))
+    if settings.privacy.secure_aggregation and not 3 <= asked_clients <= MOST_CLIENTS:
+        raise PbflError(
+            f"secure-aggregation = true needs at least 3 clients in a round and at most {MOST_CLIENTS}, found "
+            f"{asked_clients} (num-clients, fraction-train)"
         )
     return method
 

@@ -29,7 +29,7 @@ from pbfl_flwr.data import Shard
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client, Method, Moment, Predictor, Round, Update, head_scores, nearest
 from pbfl_flwr.payloads import Prototypes, RejectedPayload, Reveal, joined, under
-from pbfl_flwr.prototypes import aggregation, distillation, masks, scaling
+from pbfl_flwr.prototypes import aggregation, distillation, masks, scaling, sums
 from pbfl_flwr.prototypes.alignment import Solver, align
 from pbfl_flwr.prototypes.privacy import Release, release
 from pbfl_flwr.prototypes.statistics import ClassSums
@@ -331,6 +331,28 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
     def _expected_total(self, uploads: Mapping[int, Prototypes], at: Round) -> int:
         answered = sum(at.shares_of(uploads) or [1.0] * len(uploads))
         return max(1, round(self.stages.total_examples * answered / at.num_clients))
+
+    @property
+    def bound(self) -> float:
+        """R of this rule under secure aggregation."""
+        given = self.release.settings.secure_range
+        return sums.RANGES[self.stages.aggregation] if given == "auto" else given
+
+    def summed(self, total: sums.Total, task: Task, num_clients: int) -> Prototypes:
+        """Return the upload that gives, alone, what the rule makes of all the uploads in a sum.
+
+        Means stand for themselves; sums too, but that PPA with a known n expects one upload in M.
+        """
+        present = total.holders > 0
+        factor: Tensor | float = 1.0
+        if self.stages.aggregation in ("mean", "aps-mean"):
+            factor = 1 / total.holders.clamp_min(1).unsqueeze(1)
+        elif self.stages.aggregation == "ppa" and not self._needs_total:
+            n = self.stages.total_examples
+            factor = max(1, round(n / num_clients)) / max(1, round(n * total.clients / num_clients))
+        rows = torch.where(present[:, None], total.rows * factor, torch.zeros_like(total.rows))
+        n_t = total.num_examples if self._needs_total else None
+        return Prototypes(rows.to(torch.float32), present, None, n_t)
 
     def streams(self) -> bool:
         """The sums do; medians, trimmed means and FedTGP's training need all uploads at once."""

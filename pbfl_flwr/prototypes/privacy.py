@@ -45,10 +45,12 @@ from pbfl_flwr.config import PrivacySettings
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client
 from pbfl_flwr.payloads.reveals import COUNTS, HOLDER, MEANS, PRESENCE, SINGLE, TOTAL, Reveal
+from pbfl_flwr.prototypes import sums
 from pbfl_flwr.prototypes.scaling import scale_by_counts
 
 SUMS = ("ppa", "aps-sum")  # rules to which a zero row adds nothing
 COUNTED = ("weighted", "weighted-shrunk")  # rules that send n_ij
+MASKED = "under SecAgg+ masks (docs/privacy.md on their strength) the server learns only"
 RELEASES = "releases"  # the client's own count of its noisy releases, in its memory
 
 
@@ -275,6 +277,20 @@ class Release:
                 one if one.state == "hidden" else one.but("blurred", f"{one.how}; {said}")
                 for one in (counts, total)
             )
+        if keys.secure_aggregation:
+            presence, rows, single, counts, total = (
+                one if one.state == "hidden" else one.but("hidden", f"{MASKED} {learnt}")
+                for one, learnt in zip(
+                    (presence, rows, single, counts, total),
+                    (
+                        "how many clients hold a class",
+                        "the sum of all rows",
+                        "the sum of all rows",
+                        *2 * ("Σ n_i",),
+                    ),
+                    strict=True,
+                )
+            )
         return presence, rows, single, counts, total, HOLDER
 
 
@@ -302,6 +318,12 @@ def release(settings: PrivacySettings, rule: str, *, trained: bool, sends_total:
             "dp-unit = 'sample' needs every sample in the means once: collect = 'post', and drop-last other than "
             "'always'"
         )
+    if settings.secure_aggregation and (trained or rule not in sums.RULES):
+        why = "the server trains on single rows" if trained else f"rule '{rule}' is no plain sum"
+        allowed = ", ".join(f"'{name}'" for name in sums.RULES)
+        raise PbflError(
+            f"secure-aggregation = true: {why}; allowed are aggregation = {allowed} without server training"
+        )
     if not settings.dp_noise:
         return Release(settings, rule in (*SUMS, "aps-mean"))
     if not settings.dp_clip:
@@ -321,7 +343,7 @@ def release(settings: PrivacySettings, rule: str, *, trained: bool, sends_total:
 def unprotected(settings: PrivacySettings) -> list[str]:
     """Return the settings that ask for more than the default, as ``key = value``, for methods that cannot keep them."""
     plain = PrivacySettings()
-    asked = ("dense_uploads", "count_bucket", "dp_clip", "dp_noise")
+    asked = ("dense_uploads", "count_bucket", "dp_clip", "dp_noise", "secure_aggregation")
     return [
         f"{key.replace('_', '-')} = {getattr(settings, key)!r}"
         for key in asked

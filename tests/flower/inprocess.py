@@ -184,6 +184,7 @@ class InProcessGrid:
         self.order = None if order is None else random.Random(order)
         self.faults = dict(faults or {})
         self.asked: list[tuple[int, int, str]] = []  # (client, round, kind) in the order of asking
+        self.states: dict[int, RecordDict] = {}  # what Flower keeps for a node between messages
         self._sent = 0
 
     def get_node_ids(self) -> Iterable[int]:
@@ -208,7 +209,8 @@ class InProcessGrid:
     def _ask(self, message: Message) -> Message | None:
         client = self.partitions[self.nodes.index(message.metadata.dst_node_id)]
         kind = message.metadata.message_type
-        number = int(str(message.content[wire.CONFIG].get("round", 0)))
+        group = message.metadata.group_id or ""
+        number = int(group) if group.isdecimal() else 0
         self.asked.append((client, number, kind))
         received = Message(through_flower(message.content), metadata=message.metadata)
         context = Context(
@@ -219,7 +221,7 @@ class InProcessGrid:
                 if self.node_configs
                 else {"partition-id": client, "num-partitions": len(self.nodes)}
             ),
-            state=RecordDict(),
+            state=self.states.setdefault(client, RecordDict()),
             run_config=dict(self.config),
         )
 

@@ -1,0 +1,243 @@
+"""The prototype methods behind Flower's older strategy interface, ``aggregate_fit`` over FitRes.
+
+For apps built on ``ServerApp(server_fn=...)`` or on a workflow, as Flower's secure aggregation is::
+
+    strategy = LegacyMethodStrategy(settings, task)
+    ServerAppComponents(strategy=strategy, config=ServerConfig(num_rounds=settings.run.num_server_rounds))
+
+and, with ``secure-aggregation``, in a ServerApp's main::
+
+    DefaultWorkflow(fit_workflow=strategy.workflow())(grid, LegacyContext(context, config, strategy))
+
+The client is ``make_client_app``'s as ever, it knows such messages by their records. There is no hello round, so what
+all clients agree on is given, and no evaluation round, since clients are scored when they train.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from flwr.app import ArrayRecord, MetricRecord
+from flwr.common import (
+    EvaluateIns,
+    EvaluateRes,
+    FitIns,
+    FitRes,
+    NDArray,
+    Parameters,
+    Scalar,
+    ndarrays_to_parameters,
+    parameters_to_ndarrays,
+)
+from flwr.common.typing import Code, Status
+from flwr.compat.common import recorddict_compat as compat
+from flwr.server.client_manager import ClientManager
+from flwr.server.client_proxy import ClientProxy
+from flwr.server.strategy import Strategy
+from flwr.server.workflow import SecAggPlusWorkflow
+
+from pbfl_flwr.config import PrivacySettings, Settings
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower import wire
+from pbfl_flwr.flower.history import summarise
+from pbfl_flwr.method import Method, Round
+from pbfl_flwr.methods import build_method
+from pbfl_flwr.payloads import Payload, Prototypes
+from pbfl_flwr.prototypes import sums
+from pbfl_flwr.prototypes.pipeline import Pipeline
+from pbfl_flwr.task import Task
+
+FITINS, CONFIG = "fitins.parameters", "fitins.config"  # records of a training message
+REPORT = "report"
+
+
+def parameters_of(record: ArrayRecord) -> Parameters:
+    """Return an encoded payload as legacy parameters; the checksum travels in their type."""
+    return compat.arrayrecord_to_parameters(record, keep_input=True)
+
+
+def payload_of(record: ArrayRecord) -> ArrayRecord:
+    """Return the encoded payload behind legacy parameters; no parameters at all are one empty array there."""
+    return ArrayRecord({key: array for key, array in record.items() if key != compat.EMPTY_TENSOR_KEY})
+
+
+def report_of(metrics: Mapping[str, Scalar]) -> wire.Report:
+    """Return the report that a client put into the metrics of its FitRes.
+
+    Raises:
+        RejectedPayload: if it is none.
+    """
+    return wire.Report.from_record(MetricRecord(json.loads(str(metrics[REPORT]))))
+
+
+def fit_result(parameters: Parameters, report: MetricRecord) -> FitRes:
+    """Return what a client answers; n is 1, since sums are not weighted and n_i is the method's own affair."""
+    plain = {key: [*value] if isinstance(value, list) else value for key, value in report.items()}
+    return FitRes(Status(Code.OK, ""), parameters, 1, {REPORT: json.dumps(plain)})
+
+
+def workflow_of(keys: PrivacySettings, bound: float, num_clients: int, timeout: float) -> SecAggPlusWorkflow:
+    """Return Flower's SecAgg+ for a plain sum of vectors within ±R, see :mod:`pbfl_flwr.prototypes.sums`.
+
+    Args:
+        keys: share of the clients whose shares must come back.
+        bound: R.
+        num_clients: clients that are asked in a round.
+        timeout: seconds for each of its four stages.
+    """
+    return SecAggPlusWorkflow(
+        1.0,
+        keys.secure_threshold,
+        max_weight=1.0,
+        clipping_range=bound,
+        quantization_range=2 ** sums.bits(num_clients),
+        modulus_range=2**32,
+        timeout=timeout,
+    )
+
+
+class LegacyMethodStrategy(Strategy):
+    """A method of METHODS behind the older interface.
+
+    Args:
+        settings: the run configuration.
+        task: what all clients agree on.
+        experiment: the name under which clients keep their state; by default a new one.
+
+    Attributes:
+        state: the method's state after the last round.
+        reports: client id of Flower -> what it said in the last round.
+
+    Raises:
+        PbflError: if the method cannot be built, or if it does not send one payload to all clients.
+    """
+
+    def __init__(self, settings: Settings, task: Task, experiment: str | None = None) -> None:
+        self.settings, self.task = settings, task
+        self.method: Method[Any, Any, Any] = build_method(settings)
+        if self.method.up is not Prototypes:
+            raise PbflError(
+                f"method = '{self.method.name}': the older interface is for methods whose uploads are prototypes"
+            )
+        self.experiment = experiment or f"{settings.fingerprint()}-{uuid.uuid4().hex[:8]}"
+        self.state: Any = self.method.init(task, settings.run.seed)
+        self.reports: dict[str, wire.Report] = {}
+
+    def workflow(self) -> SecAggPlusWorkflow:
+        """Return the fit workflow of a run with ``secure-aggregation``."""
+        run = self.settings.run
+        asked = max(1, round(run.fraction_train * run.num_clients))
+        return workflow_of(self.settings.privacy, bound_of(self.method), asked, run.round_timeout)
+
+    def initialize_parameters(self, client_manager: ClientManager) -> Parameters:
+        """Return the first broadcast."""
+        return self._broadcast()
+
+    def configure_fit(
+        self, server_round: int, parameters: Parameters, client_manager: ClientManager
+    ) -> list[tuple[ClientProxy, FitIns]]:
+        """Ask a share of the clients, the broadcast and the round in hand."""
+        run = self.settings.run
+        client_manager.wait_for(run.num_clients, int(run.join_timeout))
+        asked = client_manager.sample(max(1, round(run.fraction_train * run.num_clients)))
+        config: dict[str, Scalar] = {"round": server_round, "experiment": self.experiment}
+        return [(proxy, FitIns(self._broadcast(), dict(config))) for proxy in asked]
+
+    def aggregate_fit(
+        self,
+        server_round: int,
+        results: list[tuple[ClientProxy, FitRes]],
+        failures: list[tuple[ClientProxy, FitRes] | BaseException],
+    ) -> tuple[Parameters | None, dict[str, Scalar]]:
+        """Aggregate the uploads, or, with ``secure-aggregation``, the mean that every result then holds.
+
+        Raises:
+            RejectedPayload: if an upload or the sum is not what the method allows.
+        """
+        if not results:
+            return None, {}
+        ordered = sorted(results, key=lambda pair: pair[0].cid)
+        uploads: dict[int, Payload] = {}
+        if self.settings.privacy.secure_aggregation:
+            mean = parameters_to_ndarrays(ordered[0][1].parameters)[0]
+            uploads[0] = summed(self.method, mean, len(results), self.task, self.settings.run.num_clients)
+        else:
+            for number, (_, result) in enumerate(ordered):
+                upload = wire.decode(
+                    payload_of(compat.parameters_to_arrayrecord(result.parameters, True)),
+                    self.method.up,
+                    self.task,
+                )
+                self.method.validate(upload, self.state, self.task)
+                uploads[number] = upload
+        at = Round(server_round, self.task, self.settings.run.num_clients, self.settings.run.seed)
+        self.state = self.method.aggregate(self.state, uploads, at)
+        self.reports = {proxy.cid: report_of(result.metrics) for proxy, result in ordered}
+        accuracy = summarise(dict(enumerate(self.reports.values())))
+        return self._broadcast(), {f"accuracy-{name}": found["weighted"] for name, found in accuracy.items()}
+
+    def configure_evaluate(
+        self, server_round: int, parameters: Parameters, client_manager: ClientManager
+    ) -> list[tuple[ClientProxy, EvaluateIns]]:
+        """Return nothing: clients are scored in the round in which they train."""
+        return []
+
+    def aggregate_evaluate(
+        self,
+        server_round: int,
+        results: list[tuple[ClientProxy, EvaluateRes]],
+        failures: list[tuple[ClientProxy, EvaluateRes] | BaseException],
+    ) -> tuple[float | None, dict[str, Scalar]]:
+        """Return nothing, likewise."""
+        return None, {}
+
+    def evaluate(self, server_round: int, parameters: Parameters) -> tuple[float, dict[str, Scalar]] | None:
+        """Return nothing: the server has no data."""
+        return None
+
+    def _broadcast(self) -> Parameters:
+        payload = self.method.broadcast(self.state, 0)
+        return parameters_of(wire.encode(payload, self.settings.prototypes.wire_dtype))
+
+
+def bound_of(method: Method[Any, Any, Any]) -> float:
+    """Return R of a method that can be summed.
+
+    Raises:
+        PbflError: if it cannot.
+    """
+    if not isinstance(method, Pipeline):
+        raise PbflError(f"secure-aggregation = true: method '{method.name}' does not aggregate by a sum")
+    return method.bound
+
+
+def summed(
+    method: Method[Any, Any, Any], mean: NDArray, clients: int, task: Task, num_clients: int
+) -> Prototypes:
+    """Return the one upload that stands for the sum of all.
+
+    Args:
+        method: that can be summed.
+        mean: of the clients' vectors, as Flower hands it over.
+        clients: how many it is the mean of.
+        task: what all clients agree on.
+        num_clients: M.
+
+    Raises:
+        RejectedPayload: if the vector is no sum of tables.
+    """
+    total = np.asarray(mean, dtype=np.float64) * clients
+    bound = bound_of(method)
+    assert isinstance(method, Pipeline)
+    return method.summed(sums.from_vector(total, task.num_classes, clients, bound), task, num_clients)
+
+
+def to_be_masked(upload: Payload, method: Method[Any, Any, Any]) -> tuple[Parameters, int]:
+    """Return an upload as the one vector that a client masks, and how many of its entries were clipped."""
+    assert isinstance(upload, Prototypes), "only methods whose uploads are prototypes can be summed"
+    vector, clipped = sums.to_vector(upload, bound_of(method))
+    return ndarrays_to_parameters([vector]), clipped

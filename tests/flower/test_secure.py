@@ -1,0 +1,232 @@
+"""Secure aggregation in process: Flower's own workflow and mod, our messages, tables that nobody sees."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Context, Message, RecordDict
+from flwr.common import bytes_to_ndarray
+from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key
+from flwr.server import LegacyContext, ServerConfig
+from flwr.server.workflow import DefaultWorkflow
+
+from pbfl_flwr.config import Scalar, parse
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower import wire
+from pbfl_flwr.flower.legacy import LegacyMethodStrategy
+from pbfl_flwr.flower.strategy import RunEnded
+from pbfl_flwr.methods import SECTIONS, build_method
+from pbfl_flwr.payloads import Prototypes, RejectedPayload
+from pbfl_flwr.prototypes import sums
+from pbfl_flwr.task import Task
+from tests.flower.inprocess import NUM_CLIENTS, Federation, federation, lost, raises
+
+TASK = Task(num_classes=10, feature_dim=64, input_shape=(1, 16, 16))
+SETTINGS: dict[str, dict[str, Scalar]] = {
+    "mean": {"aggregation": "mean"},
+    "mean, aligned": {"method": "protonorm"},
+    "ppa": {"aggregation": "ppa"},
+    "ppa, known": {"aggregation": "ppa", "ppa_total": "known", "total_examples": 90},
+    "aps-sum, sparse": {"method": "tinyproto", "cps_dim": 16},
+    "aps-mean": {"aggregation": "aps-mean"},
+}
+
+
+def both(tmp_path: Path, **keys: Scalar) -> tuple[Federation, Federation]:
+    method = str(keys.pop("method", "fedproto"))
+    plain = federation(tmp_path / "plain", method, **keys, num_server_rounds=1)
+    secure = federation(tmp_path / "secure", method, **keys, num_server_rounds=1, secure_aggregation=True)
+    return plain.run(), secure.run()
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_sum_is_right_within_quantisation(tmp_path: Path, name: str) -> None:
+    plain, secure = both(tmp_path, **SETTINGS[name])
+    expected, found = plain.strategy.state.combined, secure.strategy.state.combined
+    assert torch.equal(found.present, expected.present)
+    assert found.num_examples == expected.num_examples
+    bound = sums.RANGES[secure.strategy.method.stages.aggregation]
+    # Five clients, each wrong by less than one step; PPA multiplies the sum by K/n.
+    factor = 10 / 90 if name.startswith("ppa") else 1.0
+    assert (
+        float((found.values - expected.values).abs().max()) <= 5 * sums.step(bound, 5) * factor * 1.5 + 1e-5
+    )
+    assert float(expected.values.abs().max()) > 0.01
+    line, other = secure.strategy.history[0], plain.strategy.history[0]
+    assert line["failures"] == []
+    assert line["trained"] == list(range(NUM_CLIENTS))
+    assert line["accuracy"]["head"] == other["accuracy"]["head"]
+    assert line["clients"]["loss.ce"] == pytest.approx(other["clients"]["loss.ce"])
+
+
+class Wire:
+    """Every reply that the server receives in training, by client."""
+
+    def __init__(self, found: Federation) -> None:
+        self.replies: dict[int, list[Message]] = {}
+        send, grid = found.grid.send_and_receive, found.grid
+
+        def watching(messages: Any, *, timeout: float | None = None) -> Any:
+            asked = list(messages)
+            replies = list(send(asked, timeout=timeout))
+            nodes = {m.metadata.message_id: m.metadata.dst_node_id for m in asked}
+            for reply in replies:
+                client = grid.nodes.index(nodes[reply.metadata.reply_to_message_id])
+                self.replies.setdefault(client, []).append(reply)
+            return replies
+
+        found.grid.send_and_receive = watching  # type: ignore[method-assign]
+
+
+def test_the_server_never_receives_one_clients_prototypes(tmp_path: Path) -> None:
+    plain = federation(tmp_path / "plain", aggregation="ppa", num_server_rounds=1)
+    in_clear = Wire(plain)
+    plain.run()
+    secure = federation(tmp_path / "secure", aggregation="ppa", num_server_rounds=1, secure_aggregation=True)
+    seen = Wire(secure)
+    secure.run()
+    for client in range(NUM_CLIENTS):
+        (upload,) = [m for m in in_clear.replies[client] if wire.PAYLOAD in m.content.array_records]
+        table = wire.decode(upload.content.array_records[wire.PAYLOAD], Prototypes, TASK)
+        vector, _ = sums.to_vector(table, sums.RANGES["ppa"])
+        _, *stages = seen.replies[client]
+        assert len(stages) == 4
+        # Nothing but the masked vector is long enough to hold a row.
+        assert all(not record for m in stages for record in m.content.array_records.values())
+        (masked,) = [
+            bytes_to_ndarray(m.content.config_records[RECORD_KEY_CONFIGS][Key.MASKED_PARAMETERS][1])  # type: ignore[index,arg-type]
+            for m in stages
+            if Key.MASKED_PARAMETERS in m.content.config_records[RECORD_KEY_CONFIGS]
+        ]
+        assert masked.shape == vector.shape
+        # Uniform over 0..2^32, whatever the table holds: its many zeros do not show, and nothing correlates.
+        assert len(np.unique(masked)) > 0.99 * len(masked)
+        assert abs(masked.mean() / 2**32 - 0.5) < 0.1
+        assert abs(np.corrcoef(masked, vector)[0, 1]) < 0.2
+        others = (
+            sum(len(m.content.config_records[RECORD_KEY_CONFIGS].deflate()) for m in stages) - masked.nbytes
+        )
+        assert others < 8 * 3000
+
+
+def test_reports_and_bytes_are_kept(tmp_path: Path) -> None:
+    found = federation(
+        tmp_path, secure_aggregation=True, fraction_train=0.8, min_class_count=4, on_disk=True
+    ).run()
+    line = found.strategy.history[-1]
+    assert len(line["trained"]) == 4
+    assert line["accuracy"]["head"]["clients"] == NUM_CLIENTS  # one of them only scored
+    assert any("held back" in note for note in line["notes"])
+    columns = found.strategy._clients
+    up = [entry["payload"] for entry in columns["bytes_up"]]
+    assert sorted(up)[0] == 0
+    assert sorted(up)[1] >= 8 * (10 * 64 + 10 + 1)
+    assert all(entry["total"] > entry["ours"] > entry["payload"] for entry in columns["bytes_up"])
+
+
+def test_a_client_that_falls_out_costs_its_own_table_only(tmp_path: Path) -> None:
+    """Client 2 raises while it trains; the others give its shares back, and the sum is theirs."""
+    keys: dict[str, Scalar] = {"secure_aggregation": True, "aggregation": "ppa", "num_server_rounds": 1}
+    found = federation(tmp_path / "a", **keys, faults={(2, 1): raises}).run()
+    plain = federation(tmp_path / "b", aggregation="ppa", num_server_rounds=1, faults={(2, 1): raises}).run()
+    (failure,) = found.strategy.history[0]["failures"]
+    assert failure["client"] == 2
+    assert "boom" in failure["reason"]
+    torch.testing.assert_close(
+        found.strategy.state.combined.values, plain.strategy.state.combined.values, atol=2e-3, rtol=1e-3
+    )
+    assert found.strategy.state.combined.num_examples == plain.strategy.state.combined.num_examples
+
+
+def test_too_few_end_the_run_and_nothing_is_revealed(tmp_path: Path) -> None:
+    found = federation(tmp_path, secure_aggregation=True, faults={(i, 1): lost for i in (1, 2, 3)})
+    with pytest.raises(RunEnded, match="round 1: 0 valid replies"):
+        found.run()
+
+
+def test_a_client_refuses_to_answer_in_clear(tmp_path: Path) -> None:
+    """The server forgets the protocol: no client sends what it would have masked."""
+    found = federation(tmp_path, num_server_rounds=1)
+    found.grid.config["secure-aggregation"] = True
+    with pytest.raises(RunEnded, match="the server asked for an upload in clear"):
+        found.run()
+
+
+def test_clipping_is_said(tmp_path: Path) -> None:
+    found = federation(tmp_path, secure_aggregation=True, secure_range=0.01, num_server_rounds=1).run()
+    assert any("entries of uploads were clipped" in note for note in found.strategy.history[0]["notes"])
+    assert float(found.strategy.state.combined.values.abs().max()) <= 0.0101
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"aggregation": "median"}, "rule 'median' is no plain sum"),
+        ({"aggregation": "weighted"}, "rule 'weighted' is no plain sum"),
+        ({"method": "fedtgp"}, "the server trains on single rows"),
+        ({"method": "fedgh"}, "the server trains on single rows"),
+        ({"method": "fedavg"}, "secure-aggregation = True: method 'fedavg' sends Weights"),
+        ({"num-clients": 2}, "at least 3 clients in a round"),
+        ({"num-clients": 10, "fraction-train": 0.2}, "at least 3 clients in a round"),
+    ],
+)
+def test_what_is_no_sum_is_refused(keys: dict[str, Scalar], said: str) -> None:
+    with pytest.raises(PbflError) as error:
+        build_method(parse({"secure-aggregation": True, **keys}, SECTIONS))
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+# Vectors ----------------------------------------------------------------------------------------------------
+
+
+def test_a_table_survives_its_vector() -> None:
+    values = torch.tensor([[1.0, -2.0], [0.0, 0.0], [300.0, 4.0]])
+    upload = Prototypes(values, torch.tensor([True, False, True]), None, 12)
+    vector, clipped = sums.to_vector(upload, 100.0)
+    assert clipped == 1
+    assert len(vector) == 3 * 2 + 3 + 1
+    total = sums.from_vector(2 * vector, 3, 2, 100.0)
+    assert total.rows.tolist() == [[2.0, -4.0], [0.0, 0.0], [200.0, 8.0]]
+    assert total.holders.tolist() == [2, 0, 2]
+    assert total.num_examples == 24
+
+
+def test_a_sum_that_is_none_is_rejected() -> None:
+    with pytest.raises(RejectedPayload, match="no table of 3 classes"):
+        sums.from_vector(np.zeros(9), 3, 2, 100.0)
+    with pytest.raises(RejectedPayload, match="the masks did not cancel"):
+        sums.from_vector(np.full(10, 37.0), 3, 2, 100.0)
+
+
+@pytest.mark.parametrize(("clients", "bits"), [(2, 30), (3, 29), (4, 29), (5, 28), (20, 26), (1000, 21)])
+def test_the_sum_fits_into_31_bits(clients: int, bits: int) -> None:
+    assert sums.bits(clients) == bits
+    assert clients * 2**bits <= 2**31
+
+
+# The older interface ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_the_older_interface_is_the_same_method(tmp_path: Path, secure: bool) -> None:
+    """DefaultWorkflow over FitRes, with and without SecAgg+, against our own rounds."""
+    found = federation(tmp_path / "older", aggregation="ppa", secure_aggregation=secure)
+    settings = found.strategy.settings
+    strategy = LegacyMethodStrategy(settings, TASK)
+    context = LegacyContext(
+        Context(1, 0, {}, RecordDict(), {}), ServerConfig(settings.run.num_server_rounds), strategy
+    )
+    found.grid.__dict__["run"] = SimpleNamespace(run_id=1)  # Flower's list of proxies asks for it
+    workflow = DefaultWorkflow(fit_workflow=strategy.workflow()) if secure else DefaultWorkflow()
+    workflow(found.grid, context)  # type: ignore[arg-type]
+    own = federation(tmp_path / "own", aggregation="ppa").run().strategy
+    torch.testing.assert_close(
+        strategy.state.combined.values, own.state.combined.values, atol=0.02 if secure else 1e-6, rtol=1e-3
+    )
+    assert torch.equal(strategy.state.broadcast.present, own.state.broadcast.present)
+    assert len(strategy.reports) == NUM_CLIENTS
+    assert {report.participations for report in strategy.reports.values()} == {2}
