@@ -192,12 +192,8 @@ def _train_older(message: Message, context: Context, source: _Source) -> Message
     """Answer FitIns with FitRes; under secure aggregation with the vector that is masked next."""
     asked = message.content.config_records[CONFIG]
     payload = payload_of(message.content.array_records[FITINS])
-    plain = Message(
-        wire.content(payload, config=ConfigRecord({**asked})),
-        dst_node_id=message.metadata.dst_node_id,
-        message_type=message.metadata.message_type,
-    )
-    answer = _train(plain, context, source).content
+    message.content = wire.content(payload, config=ConfigRecord({**asked}))
+    answer = _train(message, context, source).content
     report, upload = answer.metric_records[wire.METRICS], answer.array_records[wire.PAYLOAD]
     parameters = parameters_of(upload)
     settings = source.settings_of(context)
