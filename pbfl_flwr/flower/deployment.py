@@ -40,10 +40,10 @@ REASONS = (
         "the SuperLink wants authenticated SuperNodes and it has no key: --auth-supernode-private-key",
     ),
     (
-        r"CERTIFICATE_VERIFY_FAILED: (self.signed|unable to get local issuer)",
+        r"CERTIFICATE_VERIFY_FAILED(\] certificate verify failed)?: (self.signed|unable to get local issuer)",
         "a foreign CA: the SuperLink's certificate was not signed by the CA in --root-certificates",
     ),
-    (r"CERTIFICATE_VERIFY_FAILED: certificate has expired", "the SuperLink's certificate has expired"),
+    (r"CERTIFICATE_VERIFY_FAILED.*: certificate has expired", "the SuperLink's certificate has expired"),
     (r"\[code: 1001\]", "its Flower and the SuperLink's are of different versions"),
     (r"Unable to parse the private key file", "its key file is no private key that Flower takes"),
 )

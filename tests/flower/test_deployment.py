@@ -119,6 +119,11 @@ def test_command_lines(tmp_path: Path) -> None:
             "CERTIFICATE_VERIFY_FAILED: unable to get local issuer certificate: OK",
             "a foreign CA",
         ),
+        (  # Flower 1.41
+            "[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: unable to get local issuer certificate "
+            "(_ssl.c:1006)",
+            "a foreign CA",
+        ),
         ("Unable to parse the private key file.", "no private key"),
     ],
 )
