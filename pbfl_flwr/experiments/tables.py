@@ -89,6 +89,8 @@ def show(run_dir: Path, console: Console) -> None:
     say(console, settings_line(about, len(rounds)))
     if rounds:
         console.print(accuracy_table(scores(rounds), about["headline"]))
+        if any(member.get("name") for member in about["clients"]):
+            console.print(client_table(about, run.client_rounds()))
         console.print(cost_table(about, rounds, run.partition_counts()))
         if line := privacy_line(about["configuration"], run.client_rounds()):
             say(console, line)
@@ -140,6 +142,31 @@ def accuracy_table(found: Mapping[str, Scores], headline: str) -> Table:
                 values = (f"{100 * point[1][key]:.2f}" for key in STATISTICS)
                 table.add_row(title, str(point[0]), *values, style=style)
         table.add_section()
+    return table
+
+
+def client_table(about: Mapping[str, Any], clients: Sequence[Mapping[str, Any]]) -> Table:
+    """Return the table of named clients: what each one is, and its accuracy when it was last scored.
+
+    Args:
+        about: what run.json holds.
+        clients: what clients.jsonl holds.
+    """
+    last: dict[int, tuple[int, int, Mapping[str, int]]] = {}
+    for entry in clients:
+        counters = zip(entry["client"], entry["num_test"], entry["correct"], strict=True)
+        last |= {client: (entry["round"], tested, correct) for client, tested, correct in counters}
+    asked = [name for name in PREDICTORS if any(name in correct for _, _, correct in last.values())]
+    table = Table(title="clients, accuracy on their own test data, %", title_justify="left")
+    table.add_column("client", no_wrap=True)
+    for name in ("model", "train", "test", "round", *asked):
+        table.add_column(name, justify="left" if name == "model" else "right")
+    for member in about["clients"]:
+        number, tested, correct = last.get(member["client"], (0, 0, {}))
+        scores = (f"{100 * correct[n] / tested:.2f}" if tested and n in correct else "-" for n in asked)
+        who = member.get("name") or str(member["client"])
+        sizes = (str(member["num_train"]), str(member["num_test"]), str(number or "-"))
+        table.add_row(Text(who), Text(member["architecture"]), *sizes, *scores)
     return table
 
 

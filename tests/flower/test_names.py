@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import ConfigRecord
+from rich.console import Console
 
 from pbfl_flwr.config import Scalar
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments.tables import failure_lines
+from pbfl_flwr.experiments.tables import failure_lines, show
 from pbfl_flwr.flower.roster import Member, numbered
 from pbfl_flwr.flower.store import load_tensors
 from pbfl_flwr.method import Client
@@ -104,6 +106,15 @@ def test_names_are_in_the_books(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "run/rounds.jsonl").read_text().splitlines()]
     assert lines[1]["failures"] == [{"client": 2, "name": "zoe", "reason": "x"}]
     assert list(failure_lines(lines)) == ["client zoe failed in round 2: x"]
+    text = Console(width=200, file=StringIO())
+    show(tmp_path / "run", text)
+    shown = text.file.getvalue()  # type: ignore[attr-defined]
+    rows = [line.split("│") for line in shown.splitlines() if "cnn4 " in line and "│" in line]
+    assert [(row[1].strip(), row[3].strip(), row[5].strip()) for row in rows] == [
+        ("Ada", "18", "2"),
+        ("bob.3", "18", "2"),
+        ("zoe", "18", "1"),  # failed in the second round
+    ]
     columns = [json.loads(line) for line in (tmp_path / "run/clients.jsonl").read_text().splitlines()]
     assert columns[0]["name"] == ["Ada", "bob.3", "zoe"]
     assert sorted(path.name for path in (tmp_path / "state").rglob("*.safetensors")) == [
