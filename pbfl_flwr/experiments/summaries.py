@@ -69,18 +69,15 @@ def summary_sheet(groups: Sequence[Group], title: str = "Accuracy and fairness")
 def paired_sheet(groups: Sequence[Group], title: str = "Paired comparison") -> Sheet:
     """Return the comparison of every pair of groups on the same partition: over clients, and over seeds."""
     rows: list[tuple[str, str, Paired]] = []
-    notes, alone = [], []
+    told: dict[str, list[str]] = {}
     for one, other in combinations(groups, 2):
         label = f"{one.label} − {other.label}"
         if not same_data(one.first, other.first):
-            notes.append(f"{label}: not on the same partition, so not compared.")
+            told.setdefault("Not the same data on the same clients, so not compared", []).append(label)
             continue
         if one.first.headline != other.first.headline:
-            notes.append(
-                f"{label}: different headline predictors ({one.first.headline}, {other.first.headline})."
-            )
+            told.setdefault("Different headline predictors", []).append(label)
         seeds = sorted(set(one.by_seed()) & set(other.by_seed()))
-        # A partition seed that follows the run's would give every seed other clients; it is a key of its own.
         first, second = mean_over_seeds(one, seeds), mean_over_seeds(other, seeds)
         if clients := sorted(set(first) & set(second)):
             found = paired([first[client] for client in clients], [second[client] for client in clients])
@@ -89,11 +86,10 @@ def paired_sheet(groups: Sequence[Group], title: str = "Paired comparison") -> S
             last = [[_last(group, seed) for seed in seeds] for group in (one, other)]
             rows.append((label, "seeds", paired(*last)))
         elif seeds:
-            alone.append(label)
+            told.setdefault("One common seed, so nothing is said about seeds", []).append(label)
         else:
-            notes.append(f"{label}: no common seed, so not compared.")
-    if alone:
-        notes.append(f"One common seed, so nothing is said about seeds: {'; '.join(alone)}.")
+            told.setdefault("No common seed, so not compared", []).append(label)
+    notes = [f"{reason}: {'; '.join(labels)}." for reason, labels in told.items()]
     adjusted: dict[int, float | None] = {}
     for kind in ("clients", "seeds"):
         chosen = [number for number, row in enumerate(rows) if row[1] == kind]

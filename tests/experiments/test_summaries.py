@@ -60,7 +60,8 @@ def test_pairs_on_the_same_clients(tmp_path: Path) -> None:
     assert (found["n"], found["difference"]) == ("3", "+25.00")  # (1/4 + 0 + 2/4)/3
     assert found["better / equal / worse"] == "2 / 1 / 0"
     assert "says nothing" in found["remark"]
-    assert "fedproto − protonorm: not on the same partition, so not compared." in sheet.notes
+    other_data = "Not the same data on the same clients, so not compared"
+    assert f"{other_data}: fedproto − protonorm; tinyproto − protonorm." in sheet.notes
     assert "One common seed, so nothing is said about seeds: fedproto − tinyproto." in sheet.notes
 
 

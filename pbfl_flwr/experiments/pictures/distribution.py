@@ -8,7 +8,7 @@ import numpy as np
 
 from pbfl_flwr.experiments.artefacts import NotThere
 from pbfl_flwr.experiments.pictures.style import Picture, canvas, heatmap, titled
-from pbfl_flwr.experiments.records import Group, same_data
+from pbfl_flwr.experiments.records import Group
 
 TITLE = "Label distribution over clients"
 
@@ -21,10 +21,10 @@ def label_distribution(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
         if record.counts is None:
             yield NotThere(f"{group.label}: the clients' data is their own and not counted")
             continue
-        if any(same_data(record, other.first) for other in seen):
+        if any(_alike(group, other) for other in seen):
             continue
         seen.append(group)
-        sharing = [other.label for other in groups if same_data(record, other.first)]
+        sharing = [other.label for other in groups if _alike(group, other)]
         counts = record.counts.astype(float)  # (M, K)
         figure, (axes,) = canvas()
         heatmap(
@@ -47,3 +47,11 @@ def label_distribution(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
             f"{held.max()} classes and {counts.sum(axis=1).min():.0f} to {counts.sum(axis=1).max():.0f} samples.",
             figure,
         )
+
+
+def _alike(one: Group, other: Group) -> bool:
+    """Whether two runs deal the same set in the same way; what they hold out for validation is another matter."""
+    first, second = one.first, other.first
+    if first.counts is None or second.counts is None or first.config["dataset"] != second.config["dataset"]:
+        return False
+    return np.array_equal(first.counts, second.counts)

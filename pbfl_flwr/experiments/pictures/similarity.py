@@ -91,6 +91,9 @@ def per_class(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
             yield NotThere(f"{group.label}: {error}")
     if not found:
         return
+    longest = max((labels for _, _, labels in found), key=len)
+    shared = all(labels == longest for _, _, labels in found)
+    names = longest if shared else [str(number) for number in range(len(longest))]
     figure, (axes,) = canvas()
     said = []
     for number, (group, values, _) in enumerate(found):
@@ -101,7 +104,7 @@ def per_class(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
         axes.fill_between(range(len(mean)), low, high, color=look(number)["color"], alpha=0.15, linewidth=0)
         said.append(f"{group.label} {mean.mean():.2f}")
     lines(axes, "class", "cosine similarity to the others")
-    class_axis(axes, found[0][2])
+    class_axis(axes, names)
     key_below(figure, axes)
     titled(figure, "Similarity of each global prototype to the others")
     yield Picture(
@@ -119,7 +122,7 @@ def per_class(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
         axes.plot(range(len(margin)), margin, label=group.label, **look(number))
         said.append(f"{group.label} {margin.min():.2f}")
     lines(axes, "class", "margin / largest margin")
-    class_axis(axes, found[0][2])
+    class_axis(axes, names)
     axes.set_ylim(0, 1.05)
     key_below(figure, axes)
     titled(figure, "Normalised margin of each global prototype")

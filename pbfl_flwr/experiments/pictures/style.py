@@ -157,7 +157,7 @@ def lines(axes: Axes, xlabel: str, ylabel: str, *, whole: bool = False) -> None:
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.yaxis.set_major_locator(MaxNLocator(6))
-    axes.xaxis.set_major_locator(MaxNLocator(7, integer=whole))
+    axes.xaxis.set_major_locator(MaxNLocator(7, integer=whole, min_n_ticks=1 if whole else 2))
 
 
 def logarithmic(axis: Any) -> None:
