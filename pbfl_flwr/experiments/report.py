@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -25,6 +26,7 @@ from pbfl_flwr.flower.engine import ERROR
 from pbfl_flwr.flower.store import write_atomically
 
 TEMPLATES = "experiments/templates"
+NUMBER = re.compile(r"[<+−-]?\s*\d")
 NEEDED = "pbfl report needs matplotlib and jinja2: pip install 'pbfl-flwr[report]'"
 
 
@@ -275,7 +277,8 @@ def version_sheet(groups: Sequence[Group]) -> Sheet:
 
 def is_numeric(sheet: Sheet, column: int) -> bool:
     """Whether a column is set to the right and sorted by number."""
-    return column >= sheet.text_columns and any(row[column][:1] in "0123456789+-−." for row in sheet.rows)
+    cells = [row[column] for row in sheet.rows if row[column] not in ("", "-")]
+    return column >= sheet.text_columns and bool(cells) and all(NUMBER.match(cell) for cell in cells)
 
 
 def _value(value: object) -> str:

@@ -14,6 +14,7 @@ pytest.importorskip("jinja2", reason="jinja2 is not installed (the extra 'report
 from pbfl_flwr.cli import app
 from pbfl_flwr.experiments import records, report
 from pbfl_flwr.experiments.records import Group
+from pbfl_flwr.experiments.sheets import Sheet
 
 
 def pbfl(*arguments: object) -> Result:
@@ -103,6 +104,8 @@ def test_the_sheets_of_the_page(groups: list[Group]) -> None:
     configuration = report.configuration_sheet(groups)
     assert configuration.rows[0] == ("method", "fedproto", "tinyproto", "protonorm")
     assert [report.is_numeric(clients, column) for column in (0, 1)] == [True, False]
+    remarked = Sheet("", ("", "p", "remark"), (("a", "< 0.001", ""), ("b", "-", "too few")))
+    assert [report.is_numeric(remarked, column) for column in (0, 1, 2)] == [False, True, False]
 
 
 def test_warnings_are_on_top(hostile_run: Path) -> None:
