@@ -101,6 +101,9 @@ class RunSettings(Group):
         "", description="where clients keep model and state; empty: <run-dir>/clients"
     )
     resume: bool = Field(False, description="go on from the last round that run-dir holds")
+    sinks: str = Field(
+        "", description="comma list of tensorboard, wandb and mlflow, beside the JSONL; each needs its extra"
+    )
 
 
 class DataSettings(Group):
@@ -363,6 +366,7 @@ class Settings(BaseModel):
             "join-timeout",
             "max-upload-mb",
             "threads",
+            "sinks",
         }
         relevant = {key: value for key, value in self.as_dict().items() if key not in neutral}
         return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()[:16]

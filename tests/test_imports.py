@@ -14,6 +14,7 @@ APPS = ("client_app", "server_app")
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "seeds", "allocator"),
     ("task", "config", "payloads", "security", "card"),
+    ("sinks",),
     ("models", "data"),
     ("method", "weights", "lowrank", "generators"),
     ("training",),

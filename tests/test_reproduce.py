@@ -119,7 +119,7 @@ def test_later_keys_win(paper: reproduce.Reproduction, tmp_path: Path) -> None:
     assert reproduce.changes(paper, full) == []
     assert reproduce.changes(paper, small) == [
         "num-server-rounds = 2, the full setting has 9",
-        "learning-rate = 0.1, the full setting has 0.5, default",
+        "learning-rate = 0.1, the full setting has 0.01, 0.5",
         "seeds 0, the full setting has 0, 1",
     ]
 

@@ -20,6 +20,7 @@ from pbfl_flwr.flower.engine import Resources
 from pbfl_flwr.flower.history import RunDirectory
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method
 from pbfl_flwr.models import architecture_of, architectures, check_models
+from pbfl_flwr.sinks import check as check_sinks
 from pbfl_flwr.task import Task
 
 PATHS = ("run-dir", "state-dir", "data-dir")
@@ -110,6 +111,7 @@ def preflight(settings: Settings, resources: Resources) -> Partition:
     """
     clients = settings.run.num_clients
     _check_resources(settings, resources)
+    check_sinks(settings.run.sinks)
     partition = check_data(settings.data, clients)
     pool = load_pool(settings.data)
     task = Task(pool.num_classes, settings.models.feature_dim, pool.input_shape)

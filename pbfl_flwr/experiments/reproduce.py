@@ -39,7 +39,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from pbfl_flwr.config import Scalar
+from pbfl_flwr.config import Scalar, Settings
 from pbfl_flwr.data import check_data
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import configuration
@@ -265,12 +265,13 @@ def absent(planned: Mapping[str, Sequence[Planned]]) -> dict[str, str]:
 def changes(paper: Reproduction, planned: Mapping[str, Sequence[Planned]]) -> list[str]:
     """Return what is run otherwise than at the paper's scale, a line a key; seeds included."""
     found: dict[str, dict[Scalar, set[Scalar]]] = {}
+    defaults = Settings().as_dict()
     for name, runs in planned.items():
         for run in runs:
-            full = paper.blocks[name].runs[run.label]
+            full = {**defaults, **paper.blocks[name].runs[run.label]}
             for key, value in run.wishes.values.items():
                 if key not in SILENT and value != full.get(key):
-                    found.setdefault(key, {}).setdefault(value, set()).add(full.get(key, "default"))
+                    found.setdefault(key, {}).setdefault(value, set()).add(full.get(key, "none"))
     lines = [
         f"{key} = {value}, the full setting has {', '.join(sorted(str(item) for item in instead))}"
         for key, values in found.items()

@@ -37,6 +37,7 @@ from pbfl_flwr.flower.secure import SecureRounds
 from pbfl_flwr.method import Method, Moment, Round
 from pbfl_flwr.methods import build_method, privacy_notes
 from pbfl_flwr.payloads import Payload
+from pbfl_flwr.sinks import Sinks, check
 from pbfl_flwr.task import Task
 
 
@@ -77,6 +78,8 @@ class MethodStrategy(Strategy):
         self._clients: dict[str, Any] = {}
         self._round_started = 0.0
         self._num_rounds = settings.run.num_server_rounds
+        self._sinks: Sinks | None = None
+        self._warnings: list[str] = []  # of sinks, for the next round's notes
 
     # Before the first round ---------------------------------------------------------------------------------
 
@@ -101,6 +104,9 @@ class MethodStrategy(Strategy):
             PbflError: before anything was trained, naming everything that does not fit.
         """
         run = self.settings.run
+        check(run.sinks)
+        if run.sinks and self.run is None:
+            raise PbflError(f"sinks = '{run.sinks}': they need a run directory, this strategy has none")
         previous = self._previous()
         known = {m["name"]: m["client"] for m in (previous or {}).get("clients", []) if m.get("name")}
         self.roster = meet(grid, run.num_clients, self.experiment, run.round_timeout, run.join_timeout, known)
@@ -127,6 +133,7 @@ class MethodStrategy(Strategy):
             if all(member.simulated and member.configured_data for member in self.roster.members.values()):
                 partition = check_data(self.settings.data, run.num_clients)
                 self.run.write_partition(partition.counts.tolist(), list(partition.notes))
+            self._sinks = Sinks(run.sinks, self.run.path, self.run.read())
             return
         if (resumed := self.run.resume(self.method.state, task, self.settings.fingerprint())) is not None:
             self.state, self.done = resumed
@@ -137,6 +144,7 @@ class MethodStrategy(Strategy):
                 f"num-server-rounds = {self._num_rounds}: the run has {self.done} rounds already; allowed is from there"
             )
         self.run.go_on(self.settings.as_dict())
+        self._sinks = Sinks(run.sinks, self.run.path, self.run.read())
 
     def begin(self, task: Task) -> None:
         """Take the method's initial state; :meth:`prepare` does this, a test without a grid does it itself."""
@@ -183,6 +191,18 @@ class MethodStrategy(Strategy):
         timeout = timeout or self.settings.run.round_timeout
         if self.roster is None:
             self.prepare(grid)
+        try:
+            return self._rounds(grid, timeout, evaluate_fn)
+        finally:
+            if self._sinks is not None:
+                self._warn(self._sinks.close())
+
+    def _rounds(
+        self,
+        grid: Grid,
+        timeout: float,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None,
+    ) -> Result:
         result = Result()
         nothing, unused = ArrayRecord(), ConfigRecord()
         for server_round in range(self.done + 1, self._num_rounds + 1):
@@ -275,6 +295,8 @@ class MethodStrategy(Strategy):
             self.aggregate_fit(server_round, uploads)
         aggregated = time.perf_counter() - started
         line = round_line(server_round, phase, outcome, self.method, self.state, self.moment, aggregated)
+        line["notes"] += self._warnings
+        self._warnings = []
         for client, reason in outcome.failures.items():
             log(WARNING, "round %s: client %s failed: %s", server_round, called[client], reason)
         for note in line["notes"]:
@@ -369,6 +391,13 @@ class MethodStrategy(Strategy):
             self.run.add_round(self.history[-1], self._clients)
             broadcast = self.method.broadcast(self.state, min(self.roster.members) if self.roster else 0)
             self.run.save_checkpoint(self.state, broadcast, server_round, self.settings.fingerprint())
+        if self._sinks is not None:
+            self._warn(self._sinks.log(line))
+
+    def _warn(self, warnings: list[str]) -> None:
+        for warning in warnings:
+            log(WARNING, "%s", warning)
+        self._warnings += warnings
 
 
 def _finite_broadcast(

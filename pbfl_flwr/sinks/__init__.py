@@ -1,0 +1,184 @@
+"""Where a run's figures go beside its own JSONL: TensorBoard, Weights & Biases, MLflow. Server side only.
+
+A sink is one file with one function ``open_sink(run_dir, about) -> Sink`` and one row of :data:`SINKS`. JSONL is the
+record; a sink is a copy for people who already look there, so one that fails in mid-run is dropped with a warning.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+from pbfl_flwr.errors import PbflError
+
+Figures = dict[str, float]
+
+
+class Sink(Protocol):
+    """Takes figures. What it is given first decides its place, so a resumed run goes on in it."""
+
+    def log(self, step: int, figures: Figures) -> None:
+        """Take the figures of a step; steps never decrease."""
+
+    def close(self) -> None:
+        """Write what is still in memory."""
+
+
+OpenSink = Callable[[Path, Mapping[str, Any]], Sink]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One kind of sink.
+
+    Attributes:
+        module: of this package, with ``open_sink``.
+        library: what it needs to be installed.
+        extra: of this project, which installs it.
+    """
+
+    module: str
+    library: str
+    extra: str
+
+    def open_sink(self) -> OpenSink:
+        """Import the sink's module, and with it the library, and return its ``open_sink``."""
+        found: OpenSink = import_module(self.module).open_sink
+        return found
+
+
+SINKS: dict[str, Entry] = {
+    "tensorboard": Entry("pbfl_flwr.sinks.tensorboard", "tensorboard", "tensorboard"),
+    "wandb": Entry("pbfl_flwr.sinks.weights_and_biases", "wandb", "wandb"),
+    "mlflow": Entry("pbfl_flwr.sinks.mlflow_store", "mlflow", "mlflow"),
+}
+
+
+def names(sinks: str) -> list[str]:
+    """Return the entries of the run-config key ``sinks``, each once."""
+    return list(dict.fromkeys(word.strip() for word in sinks.split(",") if word.strip()))
+
+
+def check(sinks: str) -> None:
+    """Say before anything starts what is missing.
+
+    Args:
+        sinks: the run-config key, a comma list.
+
+    Raises:
+        PbflError: one line a sink that does not exist or whose library is not installed here.
+    """
+    problems = []
+    for name in names(sinks):
+        if name not in SINKS:
+            problems.append(f"sinks = '{sinks}': unknown sink '{name}'; allowed are {', '.join(SINKS)}")
+        elif find_spec(SINKS[name].library) is None:
+            problems.append(
+                f"sinks = '{sinks}': {SINKS[name].library} is not installed on the server; "
+                f"pip install 'pbfl-flwr[{SINKS[name].extra}]'"
+            )
+    if problems:
+        raise PbflError("\n".join(problems))
+
+
+class Sinks:
+    """The sinks of a run.
+
+    Args:
+        sinks: the run-config key, a comma list.
+        run_dir: the run's directory.
+        about: what run.json holds.
+
+    Raises:
+        PbflError: if one of them cannot be opened; before round 1.
+    """
+
+    def __init__(self, sinks: str, run_dir: Path, about: Mapping[str, Any]) -> None:
+        check(sinks)
+        self._open: dict[str, Sink] = {}
+        for name in names(sinks):
+            try:
+                self._open[name] = SINKS[name].open_sink()(run_dir, about)
+            except Exception as error:  # the boundary to a library that is not ours
+                raise PbflError(f"sinks = '{sinks}': {name} cannot be opened: {_said(error)}") from error
+
+    def log(self, line: Mapping[str, Any]) -> list[str]:
+        """Hand on a round.
+
+        Args:
+            line: an entry of rounds.jsonl.
+
+        Returns:
+            A warning for every sink that failed; it is not asked again.
+        """
+        entries = steps(line)
+
+        def hand_on(sink: Sink) -> None:
+            for step, figures in entries:
+                sink.log(step, figures)
+
+        return self._each(hand_on)
+
+    def close(self) -> list[str]:
+        """Close all; returns warnings as :meth:`log` does."""
+        return self._each(lambda sink: sink.close())
+
+    def _each(self, do: Callable[[Sink], None]) -> list[str]:
+        warnings = []
+        for name, sink in list(self._open.items()):
+            try:
+                do(sink)
+            except (
+                Exception
+            ) as error:  # the boundary again: a full disk or a lost server must not cost the run
+                del self._open[name]
+                warnings.append(f"sink {name} failed and is left out from here on: {_said(error)}")
+        return warnings
+
+
+def steps(line: Mapping[str, Any]) -> list[tuple[int, Figures]]:
+    """Return (step, figures) of a round, steps ascending; a step is a number of finished rounds.
+
+    Where clients are scored before their training, a line's accuracies belong to the step before it, and the last
+    line holds the last step's as "final".
+
+    Args:
+        line: an entry of rounds.jsonl.
+    """
+    found: dict[int, Figures] = {}
+    scored = int(line["accuracy_of_round"])
+    for key in ("accuracy", "validation"):
+        found.setdefault(scored, {}).update(_flat(key, line.get(key, {})))
+        found.setdefault(line["round"], {}).update(_flat(key, line.get("final", {}).get(key, {})))
+    rest = {
+        "test-loss": line["test_loss"],
+        "clients": line["clients"],
+        "server": line["server"],
+        "bytes/up": line["bytes_up"],
+        "bytes/down": line["bytes_down"],
+        "scalars": line["scalars"],
+        "seconds": line["seconds"],
+        "peak-mb": line["peak_mb"],
+        "trained": len(line["trained"]),
+        "failures": len(line["failures"]),
+    }
+    for name, value in rest.items():
+        found[line["round"]].update(_flat(name, value))
+    return sorted((step, figures) for step, figures in found.items() if figures)
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _flat(f"{name}/{key}", inner)
+    elif isinstance(value, int | float) and math.isfinite(value):
+        yield name, float(value)
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

@@ -1,0 +1,58 @@
+"""MLflow: a file store in ``<run-dir>/mlruns``, or what MLFLOW_TRACKING_URI names.
+
+MLflow keeps its file store in maintenance and asks for MLFLOW_ALLOW_FILE_STORE=true, also of ``mlflow ui``. It is taken
+here all the same: it needs no database and no server, and ``mlflow migrate-filestore`` moves it into one.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mlflow.entities import Metric, Param
+from mlflow.tracking import MlflowClient
+
+from pbfl_flwr.sinks import Figures
+
+TAG = "pbfl.experiment"
+EXPERIMENT = "pbfl-flwr"
+
+
+class Mlflow:
+    """One MLflow run, found again by the tag that holds the id of our experiment."""
+
+    def __init__(self, run_dir: Path, about: Mapping[str, Any]) -> None:
+        uri = os.environ.get("MLFLOW_TRACKING_URI")
+        if uri is None:
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+            uri = (run_dir / "mlruns").as_uri()
+        self._client = MlflowClient(uri)
+        experiment = self._client.get_experiment_by_name(EXPERIMENT)
+        place = experiment.experiment_id if experiment else self._client.create_experiment(EXPERIMENT)
+        mine = self._client.search_runs([place], f"tags.`{TAG}` = '{about['experiment']}'")
+        if mine:
+            self._run = mine[0].info.run_id
+            self._client.update_run(self._run, "RUNNING")
+            return
+        tags = {TAG: str(about["experiment"])}
+        self._run = self._client.create_run(place, tags=tags, run_name=run_dir.name).info.run_id
+        settings = [Param(key, str(value)) for key, value in about["configuration"].items()]
+        self._client.log_batch(self._run, params=settings)
+
+    def log(self, step: int, figures: Figures) -> None:
+        """Log a step."""
+        now = int(1000 * time.time())
+        metrics = [Metric(name, value, now, step) for name, value in figures.items()]
+        self._client.log_batch(self._run, metrics=metrics)
+
+    def close(self) -> None:
+        """Mark the run as finished."""
+        self._client.set_terminated(self._run)
+
+
+def open_sink(run_dir: Path, about: Mapping[str, Any]) -> Mlflow:
+    """Return the run's MLflow run, the same one when it is resumed."""
+    return Mlflow(run_dir, about)

@@ -1,0 +1,39 @@
+"""TensorBoard: event files in ``<run-dir>/tensorboard``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch.utils.tensorboard import SummaryWriter
+
+from pbfl_flwr.sinks import Figures
+
+FOLDER = "tensorboard"
+
+
+class TensorBoard:
+    """A writer; TensorBoard reads all event files of the folder as one run."""
+
+    def __init__(self, folder: Path, configuration: Mapping[str, Any]) -> None:
+        new = not folder.exists()
+        self._writer = SummaryWriter(str(folder))
+        if new:
+            self._writer.add_text("configuration", f"```\n{json.dumps(dict(configuration), indent=1)}\n```")
+
+    def log(self, step: int, figures: Figures) -> None:
+        """Write scalars, at once: whoever looks should see them."""
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Close the event file."""
+        self._writer.close()
+
+
+def open_sink(run_dir: Path, about: Mapping[str, Any]) -> TensorBoard:
+    """Return the run's writer."""
+    return TensorBoard(run_dir / FOLDER, about["configuration"])

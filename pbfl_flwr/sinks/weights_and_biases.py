@@ -1,0 +1,45 @@
+"""Weights & Biases: offline unless WANDB_MODE says otherwise, in ``<run-dir>/wandb``.
+
+``wandb sync <run-dir>/wandb/offline-run-*`` uploads it; a resumed run has a folder a start, all with one run id
+(``wandb sync --append`` for the later ones).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import wandb
+
+from pbfl_flwr.sinks import Figures
+
+
+class WeightsAndBiases:
+    """One wandb run."""
+
+    def __init__(self, run_dir: Path, about: Mapping[str, Any]) -> None:
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "pbfl-flwr"),
+            id=str(about["experiment"]),
+            name=run_dir.name,
+            dir=str(run_dir),
+            config=dict(about["configuration"]),
+            mode="online" if os.environ.get("WANDB_MODE") == "online" else "offline",
+            resume="allow",
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+
+    def log(self, step: int, figures: Figures) -> None:
+        """Log a step."""
+        self._run.log(figures, step=step)
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()
+
+
+def open_sink(run_dir: Path, about: Mapping[str, Any]) -> WeightsAndBiases:
+    """Return the run's wandb run, the same one when it is resumed."""
+    return WeightsAndBiases(run_dir, about)

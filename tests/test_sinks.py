@@ -1,0 +1,182 @@
+"""Sinks: what they are given, what they write, that a resumed run goes on in them, and that they cost no run."""
+
+import struct
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pbfl_flwr import sinks
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower.history import RunDirectory
+from tests.flower.inprocess import federation
+from tests.test_cli import entry
+
+
+def run(tmp_path: Path, names: str, rounds: int = 2, resume: bool = False) -> Path:
+    keys: dict[str, Any] = {"num-clients": 2, "num-server-rounds": rounds, "models": "cnn4", "sinks": names}
+    made = federation(tmp_path, on_disk=True, resume=resume, **keys).run()
+    assert made.strategy.run is not None
+    return made.strategy.run.path
+
+
+def accuracies(run_dir: Path, predictor: str = "head") -> dict[int, float]:
+    return {
+        line["accuracy_of_round"]: line["accuracy"][predictor]["weighted"]
+        for line in RunDirectory(run_dir).rounds()
+    }
+
+
+def test_figures_stand_at_the_step_they_belong_to() -> None:
+    line = entry(3, 0.5, 0.25, server={"margin": 2.0, "lost": None})
+    ((step, figures),) = sinks.steps(line)
+    assert step == 3
+    assert figures["accuracy/head/weighted"] == 0.5
+    assert figures["accuracy/global/std"] == 0.125
+    assert figures["bytes/up/payload"] == 200
+    assert figures["server/margin"] == 2.0
+    assert figures["seconds/clients/fit"] == 1.0
+    assert (figures["trained"], figures["failures"]) == (2, 0)
+    assert "server/lost" not in figures
+
+    before = entry(3, 0.5, 0.25, accuracy_of_round=2, final={"accuracy": {"head": {"weighted": 0.75}}})
+    (first, early), (second, late) = sinks.steps(before)
+    assert (first, second) == (2, 3)
+    assert early["accuracy/head/weighted"] == 0.5
+    assert late["accuracy/head/weighted"] == 0.75
+    assert "test-loss" not in early
+
+
+def test_unknown_sinks_and_missing_libraries_are_named_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sinks, "find_spec", lambda name: None)
+    with pytest.raises(PbflError) as caught:
+        sinks.check("tensorboard, paper,wandb")
+    lines = str(caught.value).splitlines()
+    assert "tensorboard is not installed on the server; pip install 'pbfl-flwr[tensorboard]'" in lines[0]
+    assert "unknown sink 'paper'; allowed are tensorboard, wandb, mlflow" in lines[1]
+    assert "pbfl-flwr[wandb]" in lines[2]
+    with pytest.raises(PbflError, match="mlflow is not installed"):
+        run(tmp_path, "mlflow")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_sink_needs_a_run_directory(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    with pytest.raises(PbflError, match="need a run directory"):
+        federation(tmp_path, **{"sinks": "tensorboard"}).run()
+
+
+class Brittle:
+    """Takes one step and breaks."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        if self.steps:
+            raise OSError("No space left on device")
+        self.steps.append(step)
+
+    def close(self) -> None:
+        raise AssertionError("it was dropped")
+
+
+def test_a_sink_that_fails_costs_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    brittle = Brittle()
+    module = type(sys)("brittle_sink")
+    module.open_sink = lambda run_dir, about: brittle  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "brittle_sink", module)
+    monkeypatch.setitem(sinks.SINKS, "brittle", sinks.Entry("brittle_sink", "json", "none"))
+    run_dir = run(tmp_path, "brittle", rounds=4)
+    notes = [
+        [note for note in line["notes"] if note.startswith("sink")] for line in RunDirectory(run_dir).rounds()
+    ]
+    said = "sink brittle failed and is left out from here on: OSError: No space left on device"
+    assert notes == [[], [], [said], []]
+    assert brittle.steps == [1]
+
+
+def test_a_sink_that_cannot_be_opened_ends_the_run_before_round_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sinks.SINKS, "absent", sinks.Entry("no_such_module_at_all", "json", "none"))
+    with pytest.raises(PbflError, match="absent cannot be opened: ModuleNotFoundError"):
+        run(tmp_path, "absent")
+    assert RunDirectory(tmp_path / "run").rounds() == []
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run_dir = run(tmp_path, "tensorboard")
+    run(tmp_path, "tensorboard", rounds=3, resume=True)
+    events = EventAccumulator(str(run_dir / "tensorboard"))
+    events.Reload()
+    found = {item.step: item.value for item in events.Scalars("accuracy/head/weighted")}
+    assert found == pytest.approx(accuracies(run_dir))
+    assert sorted(found) == [1, 2, 3]
+    assert "bytes/up/total" in events.Tags()["scalars"]
+    assert len(events.Tensors("configuration/text_summary")) == 1
+
+
+def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlflow")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    from mlflow.tracking import MlflowClient
+
+    run_dir = run(tmp_path, "mlflow")
+    run(tmp_path, "mlflow", rounds=3, resume=True)
+    client = MlflowClient((run_dir / "mlruns").as_uri())
+    experiment = client.get_experiment_by_name("pbfl-flwr")
+    assert experiment is not None
+    (found,) = client.search_runs([experiment.experiment_id])
+    history = client.get_metric_history(found.info.run_id, "accuracy/head/weighted")
+    assert {item.step: item.value for item in history} == pytest.approx(accuracies(run_dir))
+    assert len(history) == 3
+    assert found.data.params["learning-rate"] == "0.01"
+    assert found.info.status == "FINISHED"
+
+
+def leveldb_records(data: bytes) -> Iterator[bytes]:
+    """The records of a wandb file: 7 bytes of its own, then LevelDB's log of 32 KiB blocks.
+
+    A piece is checksum (4 bytes), length (2), kind (1: whole, 2: first, 3: middle, 4: last), content.
+    """
+    at, whole = 7, b""
+    while at + 7 <= len(data):
+        if 32_768 - at % 32_768 < 7:
+            at += 32_768 - at % 32_768
+            continue
+        length, kind = struct.unpack("<HB", data[at + 4 : at + 7])
+        whole += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            yield whole
+            whole = b""
+
+
+def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    from wandb.proto import wandb_internal_pb2
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run_dir = run(tmp_path, "wandb")
+    run(tmp_path, "wandb", rounds=3, resume=True)
+    found: dict[int, float] = {}
+    ids = set()
+    for file in sorted((run_dir / "wandb").glob("offline-run-*/run-*.wandb")):
+        ids.add(file.stem)
+        for data in leveldb_records(file.read_bytes()):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(data)
+            values = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
+            if "accuracy/head/weighted" in values:
+                found[int(values["_step"])] = float(values["accuracy/head/weighted"])
+    assert ids == {f"run-{RunDirectory(run_dir).read()['experiment']}"}
+    assert found == pytest.approx(accuracies(run_dir))
