@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import typer
 
-from pbfl_flwr.cli import deployment, devices, experiments, reports, reproductions
+from pbfl_flwr.cli import deployment, devices, experiments, reports, reproductions, sweeps, watching
 from pbfl_flwr.cli.privacy import privacy
 
 app = typer.Typer(
@@ -23,6 +23,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "run": experiments.run,
     "compare": experiments.compare,
     "reproduce": reproductions.reproduce,
+    "sweep": sweeps.sweep,
+    "watch": watching.watch,
     "show": experiments.show,
     "report": reports.report,
     "list": experiments.list_,

@@ -146,8 +146,30 @@ def finished(run: Planned) -> bool:
     """Whether all rounds of a run are there."""
     if not (run.directory / "run.json").exists():
         return False
-    directory = RunDirectory(run.directory)
-    return len(directory.rounds()) >= int(directory.read()["configuration"]["num-server-rounds"])
+    wanted = configuration.check(run.wishes).run.num_server_rounds
+    return len(RunDirectory(run.directory).rounds()) >= wanted
+
+
+def ready(run: Planned) -> bool:
+    """Whether a run need not be made, having made sure that what is there was made with its keys.
+
+    Raises:
+        PbflError: if it was made with other keys.
+    """
+    if not (run.directory / "run.json").exists():
+        return False
+    wanted = configuration.check(run.wishes)
+    there = configuration.check(configuration.Wishes(RunDirectory(run.directory).read()["configuration"]))
+    if wanted.fingerprint() != there.fingerprint():
+        recorded, now = there.as_dict(), wanted.as_dict()
+        same = {*configuration.PATHS, "resume", "num-server-rounds"}
+        odd = [
+            f"{key} = {recorded.get(key)}" for key in now if key not in same and recorded.get(key) != now[key]
+        ]
+        raise PbflError(
+            f"{run.directory} was made with {', '.join(odd)}; allowed are the same keys, or another --out"
+        )
+    return finished(run)
 
 
 def starter(app: Path, resources: Resources, console: Console) -> Start:
@@ -187,7 +209,7 @@ def make(
     """
     failed = []
     for run in planned:
-        if finished(run):
+        if ready(run):
             continue
         goes_on = (run.directory / "run.json").exists()
         wishes = configuration.resumed(run.directory, run.wishes) if goes_on else run.wishes

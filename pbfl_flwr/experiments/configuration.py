@@ -58,17 +58,17 @@ def gather(preset: str | None, assignments: Iterable[str]) -> Wishes:
     found = flatten(read_toml("preset", preset, PRESETS)) if preset else {}
     problems = []
     for assignment in assignments:
-        key, equals, value = assignment.partition("=")
+        key, equals, text = assignment.partition("=")
         if not equals or not key.strip():
             problems.append(f"--set {assignment}: allowed is key=value, e.g. --set num-server-rounds=5")
             continue
-        found[key.strip()] = _value(value.strip())
+        found[key.strip()] = value(text.strip())
     values: dict[str, Scalar] = {}
-    for key, value in found.items():
-        if not isinstance(value, bool | int | float | str):
-            problems.append(f"{key} = {value!r}: allowed is one number, true, false or text")
+    for key, given in found.items():
+        if not isinstance(given, bool | int | float | str):
+            problems.append(f"{key} = {given!r}: allowed is one number, true, false or text")
         else:
-            values[key] = value
+            values[key] = given
     return Wishes(absolute(values), tuple(problems))
 
 
@@ -241,7 +241,8 @@ def read_toml(kind: str, name: str, folder: str) -> dict[str, Any]:
         raise PbflError(f"{kind} '{name}' is no TOML: {error}") from None
 
 
-def _value(text: str) -> Any:
+def value(text: str) -> Any:
+    """Return what an assignment's right side says: a TOML value, or else the words themselves."""
     try:
         read = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:

@@ -81,7 +81,7 @@ def attend(link: Link, submit: Callable[[], str], num_rounds: int, console: Cons
     (run_dir / ERROR).unlink(missing_ok=True)
     follower = Follower(run_dir, num_rounds, console)
     say(console, f"run {run_dir}")
-    with _interruptible(), link:
+    with interruptible(), link:
         run_id = submit()
         try:
             status, details = _wait(link, run_id, follower)
@@ -218,7 +218,7 @@ def _reason(run_dir: Path, link: Link, status: str, details: str) -> str:
 
 
 @contextmanager
-def _interruptible() -> Iterator[None]:
+def interruptible() -> Iterator[None]:
     """Treat SIGTERM like Ctrl-C, so that both clear up."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:

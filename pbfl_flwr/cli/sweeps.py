@@ -1,0 +1,90 @@
+"""``pbfl sweep``: every combination of lists of values."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from pbfl_flwr.cli.common import COMPLETED, FAILED, INTERRUPTED, AppDirectory, Gpus, checkout, ended
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments.figures import say
+
+
+def sweep(
+    preset: Annotated[
+        str | None,
+        typer.Argument(metavar="[PRESET.toml]", help="A TOML file, or one of `pbfl list presets`."),
+    ] = None,
+    assignments: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE,VALUE",
+            help="A key and its values; may be repeated. A value with a comma is quoted: 'models=\"cnn4,resnet8\"'.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="Where runs and table go; default runs/sweep-<preset>-<keys>."),
+    ] = None,
+    parallel: Annotated[
+        int, typer.Option("--parallel", min=1, help="Runs at once, as far as memory and CPUs allow.")
+    ] = 1,
+    gpus_per_client: Gpus = 0.0,
+    app_dir: AppDirectory = None,
+) -> None:
+    """Run every combination of the values and print one table; started again, it goes on where it stopped."""
+    from pbfl_flwr.experiments import compare, configuration
+    from pbfl_flwr.experiments import sweep as sweeping
+    from pbfl_flwr.flower.engine import Resources
+
+    console = Console()
+    try:
+        source = checkout(app_dir)
+        swept = sweeping.read(preset, assignments or [])
+        directory = (out or sweeping.directory(preset, swept)).expanduser().absolute()
+        planned = sweeping.plans(swept, directory)
+        for wishes in {str(sorted(run.wishes.values.items())): run.wishes for run in planned}.values():
+            configuration.preflight(configuration.check(wishes), Resources(1, gpus_per_client, None))
+    except PbflError as error:
+        raise ended(error) from None
+    title = f"Sweep over {', '.join(swept.swept) or 'seeds'}"
+    cpus = os.cpu_count() or 1
+    slots = sweeping.room(parallel, sweeping.available_mb(), cpus)
+    if slots < parallel:
+        say(console, f"--parallel {parallel}: memory and CPUs have room for {slots}", "yellow")
+    say(console, f"{sum(not compare.finished(run) for run in planned)} of {len(planned)} runs are to be made")
+
+    def table(_: compare.Planned | None = None) -> str:
+        found = compare.rows(planned)
+        sheet = sweeping.table(swept, found, planned, title)
+        sweeping.write(directory, swept, found, sheet)
+        return sheet.markdown()
+
+    try:
+        if slots == 1:
+            resources = Resources(1, gpus_per_client, None)
+            failed = compare.make(planned, compare.starter(source, resources, console), table)
+        else:
+            resources = Resources(1, gpus_per_client, sweeping.workers(slots, cpus))
+            failed = sweeping.make_side_by_side(
+                planned,
+                slots,
+                lambda run: sweeping.command(run, source, resources),
+                lambda line: say(console, line),
+                table,
+            )
+    except PbflError as error:
+        raise ended(error, FAILED) from None
+    except KeyboardInterrupt:
+        say(console, "what is finished is kept; the same command goes on")
+        raise typer.Exit(INTERRUPTED) from None
+    say(console, table())
+    say(console, f"written to {directory}: table as .md, .csv and .tex")
+    for label in failed:
+        say(console, f"failed: {label}", "red")
+    raise typer.Exit(FAILED if failed else COMPLETED)

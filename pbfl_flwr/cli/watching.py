@@ -1,0 +1,36 @@
+"""``pbfl watch``: a run as it happens."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from pbfl_flwr.cli.common import COMPLETED, FAILED, INTERRUPTED, RunDir, ended
+from pbfl_flwr.errors import PbflError
+
+
+def watch(
+    run: RunDir,
+    once: Annotated[bool, typer.Option("--once", help="Print how it stands and end.")] = False,
+    interval: Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between two looks.")] = 1.0,
+) -> None:
+    """Show a run while somebody else makes it: progress, time left, accuracies, bytes, failures; ends with the run."""
+    from pbfl_flwr.experiments import watch as watching
+
+    console = Console()
+    path = run.expanduser().absolute()
+    try:
+        if once:
+            view = watching.look(path, time.time())
+            console.print(watching.frame(view))
+            state = view.state
+        else:
+            state = watching.follow(path, console, interval)
+    except PbflError as error:
+        raise ended(error) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+    raise typer.Exit(FAILED if state == "failed" else COMPLETED)

@@ -1,0 +1,300 @@
+"""Every combination of lists of values: one run each, and one table with a column a swept key.
+
+A list is separated by commas, ``cps-dim=25,50``. A value that itself has a comma is quoted,
+``models="cnn4,resnet8"``, and several of those are a TOML list, ``models=["cnn4,resnet8", "cnn4"]``. ``seed`` is swept
+as well, but its runs are repetitions: they share a row, with mean and deviation.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from pbfl_flwr.config import Scalar
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments import configuration
+from pbfl_flwr.experiments.compare import INTERRUPTED, Planned, Row, finished, plan, ready
+from pbfl_flwr.experiments.figures import kilobytes
+from pbfl_flwr.experiments.runner import interruptible
+from pbfl_flwr.experiments.sheets import Sheet, figure
+from pbfl_flwr.flower.engine import Resources
+from pbfl_flwr.flower.store import write_atomically
+
+ENGINE_MB = 900  # SuperLink, SuperExec, simulation and Ray; docs/experiments.md has the measurement
+WORKER_MB = 350
+POLL_SECONDS = 0.5
+Values = dict[str, list[Scalar]]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What is swept.
+
+    Attributes:
+        swept: key -> its values, only keys with several; ``seed`` is not among them.
+        runs: label -> keys, one a combination.
+        values: label -> the swept keys' values, in their order.
+        seeds: one run a label and seed.
+    """
+
+    swept: list[str]
+    runs: dict[str, dict[str, Scalar]]
+    values: dict[str, tuple[Scalar, ...]]
+    seeds: list[int]
+
+
+def read(preset: str | None, assignments: Iterable[str]) -> Sweep:
+    """Return every combination of the values.
+
+    Args:
+        preset: as ``pbfl run`` takes it; may be None.
+        assignments: ``key=value`` or ``key=list``, see the module.
+
+    Raises:
+        PbflError: if an assignment is none, a seed is no whole number, or nothing has several values.
+    """
+    base = configuration.gather(preset, []).values
+    found: Values = {}
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
+        if not equals or not key.strip():
+            raise PbflError(f"--set {assignment}: allowed is key=value or key=value,value")
+        found[key.strip()] = list(dict.fromkeys(listed(key.strip(), text.strip())))
+    seeds = found.pop("seed", [base.get("seed", 0)])
+    if not all(isinstance(seed, int) and seed >= 0 for seed in seeds):
+        raise PbflError(f"--set seed={','.join(map(str, seeds))}: allowed are whole numbers from 0")
+    swept = [key for key, values in found.items() if len(values) > 1]
+    if not swept and len(seeds) < 2:
+        raise PbflError("nothing is swept: give a key several values, e.g. --set cps-dim=25,50,100")
+    fixed = {key: values[0] for key, values in found.items() if key not in swept}
+    runs: dict[str, dict[str, Scalar]] = {}
+    values_of = {}
+    for values in itertools.product(*(found[key] for key in swept)):
+        label = _label(dict(zip(swept, values, strict=True)), runs)
+        runs[label] = {**base, **fixed, **dict(zip(swept, values, strict=True))}
+        values_of[label] = values
+    return Sweep(swept, runs, values_of, [int(seed) for seed in seeds])
+
+
+def listed(key: str, text: str) -> list[Scalar]:
+    """Return the values of an assignment's right side.
+
+    Raises:
+        PbflError: if it is a list of something else than numbers, booleans and text.
+    """
+    try:
+        value: object = tomllib.loads(f"value = {text}").get("value")
+    except tomllib.TOMLDecodeError:
+        value = [configuration.value(part.strip()) for part in text.split(",")] if "," in text else text
+    given = value if isinstance(value, list) else [value]
+    values = [item for item in given if isinstance(item, bool | int | float | str)]
+    if not values or len(values) < len(given):
+        raise PbflError(f"--set {key}={text}: allowed is a value, or values separated by commas")
+    return values
+
+
+def _label(values: Mapping[str, Scalar], taken: Iterable[str]) -> str:
+    """Return a name that a directory can have."""
+    words = [f"{key}={json.dumps(v) if isinstance(v, bool) else v}" for key, v in values.items()]
+    label = re.sub(r"[^A-Za-z0-9.=+,-]", "_", ",".join(words))[:150] or "all"
+    while label in taken:
+        label += "_"
+    return label
+
+
+def directory(preset: str | None, sweep: Sweep) -> Path:
+    """Return where a sweep goes by default: the same place when it is started again."""
+    return Path("runs") / "-".join(
+        ["sweep", *([Path(preset).stem] if preset else []), *(sweep.swept or ["seed"])]
+    )
+
+
+def plans(sweep: Sweep, out: Path) -> list[Planned]:
+    """Return every run with its checked keys, before any of them starts.
+
+    Raises:
+        PbflError: one line for every bad key.
+    """
+    return plan(sweep.runs, [], sweep.seeds, [], out)
+
+
+# Side by side -----------------------------------------------------------------------------------------------------
+
+
+def room(wanted: int, available_mb: float | None, cpus: int) -> int:
+    """Return how many runs fit beside each other, at least 1 and at most as many as wanted.
+
+    Args:
+        wanted: runs.
+        available_mb: memory that is free; None where it is not known.
+        cpus: CPUs of the machine; each run has at least one worker.
+    """
+    fit = [
+        count for count in range(1, min(wanted, cpus) + 1) if _needs(count, cpus) <= (available_mb or 1e12)
+    ]
+    return max(fit, default=1)
+
+
+def _needs(count: int, cpus: int) -> float:
+    return count * (ENGINE_MB + workers(count, cpus) * WORKER_MB)
+
+
+def workers(count: int, cpus: int) -> int:
+    """Return the worker processes of each of ``count`` runs: together one for every CPU."""
+    return max(1, cpus // count)
+
+
+def available_mb() -> float | None:
+    """Return the memory that programs can still get, None where the system does not say (not Linux)."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    found = {name: rest for name, _, rest in (line.partition(":") for line in lines)}
+    return int(found["MemAvailable"].split()[0]) / 1024 if "MemAvailable" in found else None
+
+
+def command(run: Planned, app: Path, resources: Resources) -> list[str]:
+    """Return the command line that makes or goes on with a run in a process of its own."""
+    wishes = run.wishes.values
+    words = [sys.executable, "-m", "pbfl_flwr.cli", "run", "--app", str(app)]
+    words += ["--gpus-per-client", str(resources.gpus_per_client), "--workers", str(resources.workers or 1)]
+    words += ["--resume" if (run.directory / "run.json").exists() else "--run-dir", str(run.directory)]
+    for key, value in wishes.items():
+        words += ["--set", f"{key}={json.dumps(value, ensure_ascii=False)}"]
+    return words
+
+
+def make_side_by_side(
+    planned: Sequence[Planned],
+    slots: int,
+    command_of: Callable[[Planned], Sequence[str]],
+    tell: Callable[[str], None],
+    after: Callable[[Planned], object] = lambda run: None,
+) -> list[str]:
+    """Make the runs that are not finished, several at once, and return what failed.
+
+    Each is a process of its own, whose output goes to ``pbfl.log`` in the run's directory. When this process is
+    interrupted, all of them are, and have cleared up when it ends.
+
+    Args:
+        planned: in the order in which they are started.
+        slots: how many at once.
+        command_of: the command line of a run.
+        tell: takes a line when a run starts and ends.
+        after: called after every run that was made.
+
+    Raises:
+        KeyboardInterrupt: if this process or one of the runs was interrupted.
+        PbflError: if a run that is there was made with other keys.
+    """
+    waiting = [run for run in planned if not ready(run)]
+    running: dict[subprocess.Popen[bytes], Planned] = {}
+    failed: list[str] = []
+    with interruptible():
+        try:
+            while waiting or running:
+                while waiting and len(running) < slots:
+                    run = waiting.pop(0)
+                    tell(f"{run.directory.name}: started, see {run.directory / 'pbfl.log'}")
+                    running[_start(run, command_of(run))] = run
+                for process, run in list(running.items()):
+                    if (code := process.poll()) is None:
+                        continue
+                    del running[process]
+                    if code == INTERRUPTED:
+                        raise KeyboardInterrupt
+                    tell(f"{run.directory.name}: {'failed' if code else 'finished'}")
+                    failed += [f"{run.label}, seed {run.seed}"] if code else []
+                    after(run)
+                time.sleep(POLL_SECONDS)
+        finally:
+            for process in running:
+                process.terminate()
+            for process in running:
+                process.wait()
+    return failed
+
+
+def _start(run: Planned, words: Sequence[str]) -> subprocess.Popen[bytes]:
+    run.directory.mkdir(parents=True, exist_ok=True)
+    with (run.directory / "pbfl.log").open("ab") as log:
+        return subprocess.Popen(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "COLUMNS": "160"},
+            start_new_session=True,  # Ctrl-C comes to this process alone, which passes it on
+        )
+
+
+# The table --------------------------------------------------------------------------------------------------------
+
+
+def table(sweep: Sweep, found: Sequence[Row], planned: Sequence[Planned], title: str) -> Sheet:
+    """Return the table: a column a swept key, accuracies in %, ± over seeds where there are several."""
+    head = [*sweep.swept, "headline", "last", "best (on test data)", "std over clients", "worst decile"]
+    head += ["payload up", "payload down", "all bytes a round", "rounds", "seeds", "s a round"]
+    lines = []
+    for row in found:
+        cells = [*(_text(value) for value in sweep.values[row.label]), row.headline]
+        cells += [figure(row.last), figure(row.best), figure(row.spread), figure(row.worst)]
+        cells += [kilobytes(row.up), kilobytes(row.down), kilobytes(row.total)]
+        lines.append((*cells, str(row.rounds), str(row.seeds), f"{row.seconds:.1f}"))
+    missing = sum(not finished(run) for run in planned)
+    notes = [f"{missing} of {len(planned)} runs are not finished."] if missing else []
+    return Sheet(title, tuple(head), tuple(lines), tuple(notes), text_columns=len(sweep.swept) + 1)
+
+
+def write(out: Path, sweep: Sweep, found: Sequence[Row], sheet: Sheet) -> None:
+    """Write table.md, table.tex and table.csv (plain numbers)."""
+    write_atomically(out / "table.md", sheet.markdown().encode())
+    write_atomically(out / "table.tex", sheet.latex().encode())
+    columns = [
+        *sweep.swept,
+        "headline",
+        "seeds",
+        "rounds",
+        "last",
+        "best",
+        "std",
+        "worst",
+        "up",
+        "down",
+        "total",
+    ]
+    lines = []
+    for row in found:
+        numbers = [
+            fmean(row.last),
+            fmean(row.best),
+            fmean(row.spread),
+            fmean(row.worst),
+            row.up,
+            row.down,
+            row.total,
+        ]
+        words = [
+            *(_text(value) for value in sweep.values[row.label]),
+            row.headline,
+            str(row.seeds),
+            str(row.rounds),
+        ]
+        lines.append((*words, *(f"{number:.4f}" for number in numbers), f"{row.seconds:.2f}"))
+    plain = Sheet(sheet.title, (*columns, "seconds"), tuple(lines))
+    write_atomically(out / "table.csv", plain.csv().encode())
+
+
+def _text(value: Scalar) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,189 @@
+"""A run as it happens: what its directory says, as one frame for the terminal.
+
+Only files are read, so it does not matter who writes them: another terminal's ``pbfl run``, a sweep, a deployment.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from pbfl_flwr.experiments.figures import clock, kilobytes
+from pbfl_flwr.experiments.tables import failure_lines, scores, settings_line
+from pbfl_flwr.flower.engine import ERROR
+from pbfl_flwr.flower.history import RunDirectory
+from pbfl_flwr.method import PREDICTORS
+
+QUIET_SECONDS = 120.0  # silence below this is never remarkable
+QUIET_ROUNDS = 5  # nor is silence below this many rounds' time
+LAST = 5  # failures and notes that are shown
+State = Literal["waiting", "running", "silent", "finished", "failed"]
+
+
+@dataclass(frozen=True)
+class View:
+    """What a run directory says at a moment.
+
+    Attributes:
+        path: the directory.
+        about: what run.json holds; None before there is one.
+        rounds: what rounds.jsonl holds.
+        error: why the run ended early; empty if it did not.
+        quiet: seconds since anything was written.
+    """
+
+    path: Path
+    about: Mapping[str, Any] | None
+    rounds: Sequence[Mapping[str, Any]]
+    error: str
+    quiet: float
+
+    @property
+    def wanted(self) -> int:
+        """T; 0 where it is not known yet."""
+        return int(self.about["configuration"]["num-server-rounds"]) if self.about else 0
+
+    @property
+    def pace(self) -> float | None:
+        """Seconds a round, median of the last five; None before the first."""
+        return median(entry["seconds"]["total"] for entry in self.rounds[-5:]) if self.rounds else None
+
+    @property
+    def state(self) -> State:
+        """Where the run stands; "silent" is one from which nothing has come for remarkably long."""
+        if self.error:
+            return "failed"
+        if self.about is None:
+            return "waiting"
+        if len(self.rounds) >= self.wanted:
+            return "finished"
+        return "silent" if self.quiet > max(QUIET_SECONDS, QUIET_ROUNDS * (self.pace or 0.0)) else "running"
+
+
+def look(path: Path, now: float) -> View:
+    """Return what a run directory says; it need not exist.
+
+    Args:
+        path: of the run.
+        now: seconds since the epoch.
+
+    Raises:
+        PbflError: if one of its files is damaged.
+    """
+    run = RunDirectory(path)
+    about = run.read() if (path / "run.json").exists() else None
+    error = (path / ERROR).read_text(encoding="utf-8").strip() if (path / ERROR).exists() else ""
+    files = [file for file in (path / "run.json", path / "rounds.jsonl") if file.exists()]
+    written = max((file.stat().st_mtime for file in files), default=now)
+    return View(path, about, run.rounds(), error, max(0.0, now - written))
+
+
+def frame(view: View) -> RenderableType:
+    """Return the picture of a moment."""
+    if view.about is None:
+        told = f"waiting for a run: {view.path} " + (
+            "has no run.json yet" if view.path.exists() else "is not there yet"
+        )
+        return Text(f"{told}\nit ended with: {view.error}" if view.error else told, style="yellow")
+    done = len(view.rounds)
+    parts: list[RenderableType] = [
+        Text(str(view.path), style="bold"),
+        Text(settings_line(view.about, done)),
+        _progress(view, done),
+    ]
+    if view.rounds:
+        parts += [_accuracies(view, str(view.about["headline"])), Text(_traffic(view.rounds))]
+        notes = dict.fromkeys(note for entry in view.rounds for note in entry.get("notes", []))
+        parts += [Text(f"note: {note}", style="yellow") for note in list(notes)[-LAST:]]
+        parts += [Text(line, style="yellow") for line in list(failure_lines(view.rounds))[-LAST:]]
+    if view.state == "silent":
+        each = f", a round takes {clock(view.pace)}" if view.pace else ""
+        parts.append(
+            Text(
+                f"nothing new for {clock(view.quiet)}{each}: it may have been stopped or killed; if so, go on with "
+                f"pbfl run --resume {view.path}",
+                style="red",
+            )
+        )
+    if view.error:
+        parts.append(Text(f"it ended with: {view.error}", style="red"))
+    return Group(*parts)
+
+
+def follow(path: Path, console: Console, seconds: float, clock_now: Callable[[], float] = time.time) -> State:
+    """Show the run until it has ended, and return how.
+
+    Args:
+        path: of the run; it need not exist yet.
+        console: where it is shown.
+        seconds: between two looks.
+        clock_now: seconds since the epoch.
+
+    Raises:
+        PbflError: if one of its files is damaged.
+    """
+    view = look(path, clock_now())
+    with Live(frame(view), console=console, auto_refresh=False) as live:
+        while view.state not in ("finished", "failed"):
+            time.sleep(seconds)
+            view = look(path, clock_now())
+            live.update(frame(view), refresh=True)
+    return view.state
+
+
+def _progress(view: View, done: int) -> RenderableType:
+    if view.state == "finished":
+        rest = "finished"
+    elif view.pace is None:
+        rest = "before the first round"
+    else:
+        rest = f"{clock(view.pace)} a round, left {clock(view.pace * (view.wanted - done))}"
+    row = Table.grid(padding=(0, 1))
+    row.add_row(
+        ProgressBar(total=view.wanted, completed=done, width=40),
+        Text(f"{done} of {view.wanted} rounds, {rest}"),
+    )
+    return row
+
+
+def _accuracies(view: View, headline: str) -> Table:
+    table = Table(title="accuracy, %, weighted by samples", title_justify="left")
+    table.add_column("predictor", no_wrap=True)
+    for name in ("round", "last", "std", "worst 10%", "best", "in round"):
+        table.add_column(name, justify="right")
+    found = scores(view.rounds)
+    for name in (name for name in PREDICTORS if name in found):
+        number, last = found[name].last
+        at, best = found[name].best
+        figures = [f"{100 * last[key]:.2f}" for key in ("weighted", "std", "worst")]
+        label = f"{name} (headline)" if name == headline else name
+        table.add_row(
+            label,
+            str(number),
+            *figures,
+            f"{100 * best['weighted']:.2f}",
+            str(at),
+            style="bold" if name == headline else "",
+        )
+    return table
+
+
+def _traffic(rounds: Sequence[Mapping[str, Any]]) -> str:
+    last = rounds[-1]
+    ways = [
+        (way, last[f"bytes_{way}"]["total"], sum(r[f"bytes_{way}"]["total"] for r in rounds))
+        for way in ("up", "down")
+    ]
+    return "bytes of all clients: " + ", ".join(
+        f"{way} {kilobytes(now)} a round, {kilobytes(total)} so far" for way, now, total in ways
+    )

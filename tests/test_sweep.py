@@ -1,0 +1,177 @@
+"""Sweeps: lists become combinations, combinations become runs, and runs side by side leave nothing behind."""
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from pbfl_flwr.cli import app
+from pbfl_flwr.config import Scalar
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments import compare, sweep
+from pbfl_flwr.flower.engine import Resources
+from tests.test_cli import entry, write_run
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("25,50,100", [25, 50, 100]),
+        ("0.1", [0.1]),
+        ("fedproto, fedtgp", ["fedproto", "fedtgp"]),
+        ("true,false", [True, False]),
+        ('"cnn4,resnet8"', ["cnn4,resnet8"]),
+        ('["cnn4,resnet8", "cnn4"]', ["cnn4,resnet8", "cnn4"]),
+        ("[1, 2]", [1, 2]),
+        ("small-4", ["small-4"]),
+        ("", [""]),
+    ],
+)
+def test_lists(text: str, values: list[Scalar]) -> None:
+    assert sweep.listed("key", text) == values
+
+
+def test_every_combination_is_a_run_and_seeds_share_a_row(tmp_path: Path) -> None:
+    found = sweep.read(
+        "fedproto-digits", ["cps-dim=25,50", "seed=0,1,2", "learning-rate=0.1", "method=fedproto,fedtgp"]
+    )
+    assert found.swept == ["cps-dim", "method"]
+    assert list(found.values.values()) == [(25, "fedproto"), (25, "fedtgp"), (50, "fedproto"), (50, "fedtgp")]
+    planned = sweep.plans(found, tmp_path)
+    assert len(planned) == 12
+    assert planned[5].directory == tmp_path / "cps-dim=25,method=fedtgp-seed2"
+    keys = planned[5].wishes.values
+    assert (keys["cps-dim"], keys["method"], keys["seed"]) == (25, "fedtgp", 2)
+    assert (keys["learning-rate"], keys["dataset"]) == (0.1, "digits")
+    assert sweep.directory("fedproto-digits", found) == Path("runs/sweep-fedproto-digits-cps-dim-method")
+    only_seeds = sweep.read(None, ["seed=0,1"])
+    assert list(only_seeds.runs) == ["all"]
+    assert sweep.directory(None, only_seeds) == Path("runs/sweep-seed")
+
+
+def test_labels_can_name_directories_and_differ() -> None:
+    found = sweep.read(None, ['models=["a/b:c", "a b:c"]'])
+    first, second = found.runs
+    assert first != second
+    assert not set("/: ") & set(first + second)
+
+
+@pytest.mark.parametrize(
+    ("assignments", "said"),
+    [
+        (["cps-dim=25"], "nothing is swept"),
+        ([], "nothing is swept"),
+        (["cps-dim"], "--set cps-dim: allowed is key=value"),
+        (["seed=0,x"], "--set seed=0,x: allowed are whole numbers from 0"),
+        (["cps-dim=[[1], [2]]"], "allowed is a value, or values separated by commas"),
+    ],
+)
+def test_what_is_no_sweep(assignments: list[str], said: str) -> None:
+    with pytest.raises(PbflError) as caught:
+        sweep.read(None, assignments)
+    assert said in str(caught.value)
+
+
+def test_bad_values_are_named_with_their_combination(tmp_path: Path) -> None:
+    with pytest.raises(PbflError, match="cps-dim=-1: cps-dim = -1"):
+        sweep.plans(sweep.read(None, ["cps-dim=25,-1"]), tmp_path)
+
+
+def test_room_is_bounded_by_memory_and_cpus() -> None:
+    one, two = 900 + 2 * 350, 2 * (900 + 350)  # on two CPUs: one run with two workers, two with one each
+    assert sweep.room(4, None, 2) == 2
+    assert sweep.room(4, two, 2) == 2
+    assert sweep.room(4, two - 1, 2) == 1
+    assert sweep.room(1, one - 1, 2) == 1  # the one that was asked for is tried all the same
+    assert sweep.workers(3, 8) == 2
+
+
+def test_the_command_of_a_run_is_its_keys(tmp_path: Path) -> None:
+    (run, _) = sweep.plans(sweep.read(None, ['models="cnn4,resnet8"', "cps-dim=1,2"]), tmp_path)
+    words = sweep.command(run, Path("/app"), Resources(1, 0.5, 2))
+    assert words[3:9] == ["run", "--app", "/app", "--gpus-per-client", "0.5", "--workers"]
+    assert words[words.index("--run-dir") + 1] == str(run.directory)
+    assert 'models="cnn4,resnet8"' in words
+    assert "cps-dim=1" in words
+    write_run(run.directory, [entry(1, 0.5, 0.5)])
+    assert "--resume" in sweep.command(run, Path("/app"), Resources())
+
+
+def planned(tmp_path: Path, count: int) -> list[compare.Planned]:
+    return sweep.plans(sweep.read(None, [f"seed={','.join(map(str, range(count)))}"]), tmp_path)
+
+
+def test_runs_side_by_side(tmp_path: Path) -> None:
+    (tmp_path / "times").mkdir()
+    code = (
+        "import sys, time, pathlib; begin = time.time(); time.sleep(0.4); print('said'); "
+        "pathlib.Path(sys.argv[1]).write_text(f'{begin} {time.time()}'); sys.exit(int(sys.argv[2]))"
+    )
+
+    def command(run: compare.Planned) -> list[str]:
+        return [sys.executable, "-c", code, str(tmp_path / "times" / str(run.seed)), str(int(run.seed == 1))]
+
+    told: list[str] = []
+    after: list[int] = []
+    runs = planned(tmp_path, 4)
+    failed = sweep.make_side_by_side(runs, 2, command, told.append, lambda run: after.append(run.seed))
+    assert failed == ["all, seed 1"]
+    assert sorted(after) == [0, 1, 2, 3]
+    assert "all-seed1: failed" in told
+    assert "all-seed3: finished" in told
+    assert (tmp_path / "all-seed0" / "pbfl.log").read_text() == "said\n"
+    spans = [tuple(map(float, (tmp_path / "times" / str(n)).read_text().split())) for n in range(4)]
+    at_once = [sum(begin <= start < end for begin, end in spans) for start, _ in spans]
+    assert max(at_once) == 2
+
+
+def test_an_interrupted_run_ends_its_neighbours(tmp_path: Path) -> None:
+    alive = tmp_path / "alive"
+    stays = f"import time, pathlib; pathlib.Path({str(alive)!r}).touch(); time.sleep(60)"
+    stops = f"import sys, time, pathlib\nalive = pathlib.Path({str(alive)!r})\n"
+    stops += "while not alive.exists(): time.sleep(0.05)\nsys.exit(130)"
+
+    def command(run: compare.Planned) -> list[str]:
+        return [sys.executable, "-c", stops if run.seed else stays]
+
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        sweep.make_side_by_side(planned(tmp_path, 2), 2, command, lambda line: None)
+    assert time.monotonic() - begin < 30
+
+
+def test_a_finished_run_with_other_keys_is_not_taken_for_this_one(tmp_path: Path) -> None:
+    (run, _) = sweep.plans(sweep.read(None, ["seed=0,1", "num-server-rounds=1"]), tmp_path)
+    write_run(run.directory, [entry(1, 0.5, 0.5)])  # two clients, d = 4
+    with pytest.raises(
+        PbflError, match="all-seed0 was made with num-clients = 2, feature-dim = 4; allowed are"
+    ):
+        sweep.make_side_by_side([run], 1, lambda _: ["false"], lambda line: None)
+
+
+def test_the_table(tmp_path: Path) -> None:
+    found = sweep.read(
+        None, ["cps-dim=1,2", "seed=0,1", "num-clients=2", "feature-dim=4", "num-server-rounds=2"]
+    )
+    runs = sweep.plans(found, tmp_path)
+    for run, last in zip(runs[:2], (0.25, 0.75), strict=True):
+        write_run(run.directory, [entry(1, 0.5, 0.75), entry(2, 0.5, last)])
+    rows = compare.rows(runs)
+    sheet = sweep.table(found, rows, runs, "A sweep")
+    text = sheet.markdown()
+    # 25 and 75: mean 50, sample deviation 50/1.4142
+    assert "| 1 | global | 50.00 ± 35.36 | 75.00 ± 0.00 |" in text
+    assert "2 of 4 runs are not finished." in text
+    sweep.write(tmp_path, found, rows, sheet)
+    lines = (tmp_path / "table.csv").read_text().splitlines()
+    assert lines[0].startswith("cps-dim,headline,seeds,rounds,last,")
+    assert lines[1].startswith("1,global,2,2,50.0000,75.0000,")
+
+
+def test_the_command_refuses_before_it_starts(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["sweep", "--set", "cps-dim=1,nonsense", "--out", str(tmp_path / "out")])
+    assert result.exit_code == 2
+    assert "cps-dim=nonsense: cps-dim = 'nonsense'" in result.output
+    assert not (tmp_path / "out").exists()

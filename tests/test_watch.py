@@ -1,0 +1,97 @@
+"""Watching: what is shown is what the directory says, from before it exists until the run has ended."""
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from pbfl_flwr.cli import app
+from pbfl_flwr.experiments import watch
+from pbfl_flwr.flower.engine import ERROR
+from pbfl_flwr.flower.history import RunDirectory
+from tests.test_cli import entry, write_run
+
+
+def shown(view: watch.View) -> str:
+    console = Console(width=140, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(watch.frame(view))
+    console.file.close()
+    return console.export_text()
+
+
+def test_a_directory_that_is_not_there_yet(tmp_path: Path) -> None:
+    view = watch.look(tmp_path / "later", time.time())
+    assert view.state == "waiting"
+    assert "is not there yet" in shown(view)
+    (tmp_path / "later").mkdir()
+    assert "has no run.json yet" in shown(watch.look(tmp_path / "later", time.time()))
+
+
+def test_a_run_in_the_middle(tmp_path: Path) -> None:
+    failure = {"client": 1, "reason": "boom"}
+    lines = [entry(1, 0.5, None), entry(2, 0.25, 0.75, failures=[failure], notes=["classes held back"])]
+    run = write_run(tmp_path / "run", lines, **{"num-server-rounds": 5})
+    view = watch.look(run, time.time())
+    assert view.state == "running"
+    text = shown(view)
+    assert "2 of 5 rounds, 0:02 a round, left 0:06" in text  # two seconds a round, three to go
+    assert "global (headline)" in text
+    assert "75.00" in text
+    assert "bytes of all clients: up 400 B a round, 800 B so far, down 800 B a round, 1.6 kB so far" in text
+    assert "note: classes held back" in text
+    assert "client 1 failed in round 2: boom" in text
+    assert "nothing new" not in text
+
+
+def test_silence_is_remarked_when_it_is_long(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [entry(1, 0.5, 0.5)], **{"num-server-rounds": 5})
+    written = (run / "rounds.jsonl").stat().st_mtime
+    assert watch.look(run, written + watch.QUIET_SECONDS).state == "running"
+    view = watch.look(run, written + 200.0)
+    assert view.state == "silent"
+    assert "nothing new for 3:20, a round takes 0:02: it may have been stopped or killed" in shown(view)
+    assert f"pbfl run --resume {run}" in shown(view).replace("\n", "")
+    slow = [entry(1, 0.5, 0.5, seconds={"total": 100.0})]
+    assert watch.View(run, view.about, slow, "", 200.0).state == "running"  # five rounds' time is 500 s
+
+
+def test_the_two_ends(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [entry(1, 0.5, 0.5), entry(2, 0.5, 0.5)], **{"num-server-rounds": 2})
+    assert watch.look(run, time.time()).state == "finished"
+    assert "2 of 2 rounds, finished" in shown(watch.look(run, time.time()))
+    (run / ERROR).write_text("round 3: 0 valid replies\n")
+    view = watch.look(run, time.time())
+    assert view.state == "failed"
+    assert "it ended with: round 3: 0 valid replies" in shown(view)
+
+
+def test_it_follows_until_the_run_ends(tmp_path: Path) -> None:
+    def somebody_else() -> None:
+        time.sleep(0.2)
+        run = RunDirectory(write_run(tmp_path / "run", [entry(1, 0.5, 0.5)], **{"num-server-rounds": 2}))
+        time.sleep(0.2)
+        run.add_round(entry(2, 0.5, 0.5), {"round": 2})
+
+    other = threading.Thread(target=somebody_else)
+    other.start()
+    with open(os.devnull, "w") as nowhere:
+        assert watch.follow(tmp_path / "run", Console(file=nowhere), 0.05) == "finished"
+    other.join()
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    run = write_run(tmp_path / "run", [entry(1, 0.5, 0.5)], **{"num-server-rounds": 2})
+    result = CliRunner().invoke(app, ["watch", str(run), "--once"])
+    assert result.exit_code == 0
+    assert "1 of 2 rounds" in result.output
+    (run / ERROR).write_text("no luck")
+    assert CliRunner().invoke(app, ["watch", str(run)]).exit_code == 1
+    (run / "run.json").write_text("{")
+    result = CliRunner().invoke(app, ["watch", str(run), "--once"])
+    assert result.exit_code == 2
+    assert "is damaged" in result.output
