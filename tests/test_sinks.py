@@ -2,6 +2,7 @@
 
 import struct
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,7 @@ def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     run_dir = run(tmp_path, "wandb")
+    time.sleep(1.1)  # wandb names its folder by the second
     run(tmp_path, "wandb", rounds=3, resume=True)
     found: dict[int, float] = {}
     ids = set()
