@@ -10,7 +10,7 @@ from typer.main import get_command
 
 from pbfl_flwr.cli import app
 from pbfl_flwr.config import parse
-from pbfl_flwr.experiments import compare, configuration
+from pbfl_flwr.experiments import compare, configuration, reproduce, sweep
 from pbfl_flwr.flower.deployment import node_config
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method
 
@@ -62,6 +62,26 @@ def test_documented_commands_have_arguments_that_are_allowed(page: str, line: st
     configuration.check(configuration.gather(None, keys))
     for node in (words[i + 1] for i, word in enumerate(local) if word == "--node"):
         assert node_config(node)
+
+
+@pytest.mark.parametrize(("page", "line"), commands("reproduce"))
+def test_documented_reproductions_are_there(page: str, line: str, tmp_path: Path) -> None:
+    words = shlex.split(line)
+    options = dict(zip(words[3::2], words[4::2], strict=True))
+    paper = reproduce.read(words[2])
+    blocks = reproduce.chosen(
+        paper, options.get("--dataset"), [options["--block"]] if "--block" in options else []
+    )
+    scale: reproduce.Scale = "paper" if options.get("--scale") == "paper" else "small"
+    only = options.get("--only", "").split(",") if "--only" in options else []
+    assert reproduce.plans(paper, blocks, scale, assignments(line), [], only, tmp_path)
+
+
+@pytest.mark.parametrize(("page", "line"), commands("sweep"))
+def test_documented_sweeps_have_values_that_are_allowed(page: str, line: str, tmp_path: Path) -> None:
+    first = line.split()[2]
+    preset = first if first in configuration.presets() else None
+    assert len(sweep.plans(sweep.read(preset, assignments(line)), tmp_path)) > 1
 
 
 def test_the_readmes_flwr_run_has_keys_that_are_allowed() -> None:
