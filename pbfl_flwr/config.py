@@ -12,6 +12,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -52,6 +53,61 @@ def _absolute(path: str) -> str:
 
 
 AbsolutePath = Annotated[str, AfterValidator(_absolute)]
+
+FAULTS = ("drop", "crash", "corrupt", "stale", "delay")
+
+
+@dataclass(frozen=True)
+class FaultRates:
+    """How often each fault is injected into a client's answer, 0..1, and how long a delay lasts.
+
+    Attributes:
+        drop: the client trains, its answer does not arrive.
+        crash: the client raises instead of training.
+        corrupt: bytes of its upload change on the way.
+        stale: it answers with its last upload instead of training.
+        delay: its answer comes late,
+        seconds: by so much.
+    """
+
+    drop: float = 0.0
+    crash: float = 0.0
+    corrupt: float = 0.0
+    stale: float = 0.0
+    delay: float = 0.0
+    seconds: float = 0.0
+
+    @classmethod
+    def parse(cls, text: str) -> FaultRates:
+        """Read ``drop=0.2,delay=5s@0.3,crash=0.05,corrupt=0.01,stale=0.1``; ``delay=5s`` delays every answer.
+
+        Raises:
+            ValueError: saying what is allowed.
+        """
+        found: dict[str, float] = {}
+        for part in filter(None, (part.strip() for part in text.split(","))):
+            word, _, value = part.partition("=")
+            if word not in FAULTS or word in found:
+                said = f"'{word}' twice" if word in found else f"not '{word}'"
+                raise ValueError(f"a comma list of {', '.join(f'{name}=...' for name in FAULTS)}; {said}")
+            share = value
+            if word == "delay":
+                duration, _, share = value.partition("@")
+                seconds = re.fullmatch(r"(\d+(?:\.\d+)?)s", duration)
+                if seconds is None:
+                    raise ValueError(f"delay=5s or, for a share of the answers, delay=5s@0.3; not '{part}'")
+                found["seconds"], share = float(seconds[1]), share or "1"
+            if not re.fullmatch(r"\d*\.?\d+", share) or float(share) > 1:
+                raise ValueError(f"a share from 0 to 1 for '{word}', not '{part}'")
+            found[word] = float(share)
+        return cls(**found)
+
+
+def _faults(text: str) -> str:
+    FaultRates.parse(text)
+    return text
+
+
 MAX_CLASSES = 10_000
 
 
@@ -85,6 +141,15 @@ class RunSettings(Group):
         1.0, ge=0, le=1, description="share of the other clients that is evaluated"
     )
     min_replies: int = Field(1, ge=1, description="valid training replies below which the run ends")
+    failure_policy: Literal["continue", "stop"] = Field(
+        "continue", description="after a client failed: go on with the others, or end the run and name it"
+    )
+    stale_weight: float = Field(
+        0.0, ge=0, le=1, description="w: an upload that is a rounds late counts w^a; 0 leaves it out"
+    )
+    faults: Annotated[str, AfterValidator(_faults)] = Field(
+        "", description="faults to inject, e.g. drop=0.2,delay=5s@0.3,crash=0.05,corrupt=0.01,stale=0.1"
+    )
     max_upload_mb: int = Field(
         256, ge=1, le=2048, description="MiB of one client's answer; larger ones are refused unread"
     )
@@ -365,6 +430,7 @@ class Settings(BaseModel):
             "round-timeout",
             "join-timeout",
             "max-upload-mb",
+            "failure-policy",
             "threads",
             "sinks",
         }

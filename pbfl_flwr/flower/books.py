@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,10 @@ from flwr.app import ArrayRecord, Message
 
 from pbfl_flwr.flower import wire
 from pbfl_flwr.flower.history import finite, on_validation, summarise
+from pbfl_flwr.flower.late import Debt
 from pbfl_flwr.flower.roster import LONGEST_REASON, reason_of
 from pbfl_flwr.method import Method, Moment
-from pbfl_flwr.payloads import Payload, RejectedPayload
+from pbfl_flwr.payloads import Mixtures, Payload, Prototypes, RejectedPayload, WeightsAndPrototypes
 from pbfl_flwr.task import Task
 
 
@@ -33,6 +34,17 @@ class Phase:
     scalars_down: int
     started: float
     names: dict[int, str] = field(default_factory=dict)  # of the clients that have one
+    number: int = 0  # of the round
+    absent: dict[int, str] = field(default_factory=dict)  # who was not asked, and why
+
+    def unanswered(self, replies: Iterable[Message]) -> dict[str, Debt]:
+        """Return the questions that have no answer yet, by message id."""
+        answered = {reply.metadata.reply_to_message_id for reply in replies}
+        return {
+            question.metadata.message_id: Debt(client, self.number, client in self.training)
+            for question, client in self.messages
+            if question.metadata.message_id not in answered
+        }
 
 
 class Uploads(Mapping[int, Payload]):
@@ -54,15 +66,78 @@ class Uploads(Mapping[int, Payload]):
         return len(self._records)
 
 
+@dataclass(frozen=True)
+class Late:
+    """An upload of an earlier round: which one, what it counts, and why nothing if so."""
+
+    round: int
+    weight: float
+    reason: str = ""
+
+
 @dataclass
 class Outcome:
-    """What came of a phase."""
+    """What came of a phase.
+
+    Attributes:
+        uploads: what is aggregated, by client.
+        reports: of the clients that did what they were asked.
+        failures: why the others did not.
+        late: uploads of earlier rounds, also those that count nothing.
+        up: bytes.
+        scalars_up: numbers that carry information.
+        classes: class -> how many rounds late its latest upload is, 0 for one of this round; None where uploads have no
+            classes.
+    """
 
     uploads: Mapping[int, Payload] = field(default_factory=dict)
     reports: dict[int, wire.Report] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
+    late: dict[int, Late] = field(default_factory=dict)
     up: dict[int, wire.Traffic] = field(default_factory=dict)
     scalars_up: int = 0
+    classes: dict[int, int] | None = None
+
+    @property
+    def trained(self) -> list[int]:
+        """The clients that trained in this round and whose uploads are aggregated."""
+        return [client for client in self.uploads if client in self.reports]
+
+    @property
+    def shares(self) -> dict[int, float]:
+        """What late uploads count."""
+        return {client: self.late[client].weight for client in self.uploads if client not in self.reports}
+
+
+@dataclass(frozen=True)
+class _Answer:
+    report: wire.Report
+    upload: Payload | None
+    traffic: wire.Traffic
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Decodes and validates replies."""
+
+    method: Method[Any, Any, Any]
+    state: Any
+    task: Task
+    max_bytes: int
+
+    def read(self, reply: Message, training: bool) -> _Answer | str:
+        """Return what a reply holds, or why it is rejected."""
+        try:
+            report, upload = _report_of(reply, self.max_bytes), None
+            if training:
+                upload = _upload_of(reply, self.method, self.state, self.task)
+            return _Answer(report, upload, wire.weigh(reply))
+        except RejectedPayload as error:
+            return f"upload rejected: {error}"[:LONGEST_REASON]
+        except Exception as error:  # the boundary: whatever a client sends must not end the others' run
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            said = f"{type(error).__name__}: {' '.join(str(error).split())}"[:LONGEST_REASON]
+            return f"upload rejected: {said} ({Path(frame.filename).name}:{frame.lineno})"
 
 
 def read(
@@ -72,8 +147,13 @@ def read(
     state: Any,
     task: Task,
     max_bytes: int = wire.MAX_BYTES,
+    late: Sequence[tuple[Debt, Message]] = (),
+    stale_weight: float = 0.0,
 ) -> Outcome:
     """Decode and validate every reply; a bad one costs its own client only.
+
+    An upload of an earlier round, in an answer that came late or in one that a client gave instead of training, counts
+    stale_weight^age, unless the client sent one of this round as well.
 
     Args:
         replies: as Flower hands them over, in any order.
@@ -82,12 +162,40 @@ def read(
         state: of the server, before aggregation.
         task: what all clients agree on.
         max_bytes: of one reply; larger ones are refused unread.
+        late: answers to earlier rounds, the newest first.
+        stale_weight: 0 leaves uploads of earlier rounds out.
     """
+    outcome, reader = Outcome(), _Reader(method, state, task, max_bytes)
     uploads: dict[int, Payload] = {}
     records: dict[int, ArrayRecord] = {}
     streams = method.streams()
+
+    def keep(client: int, reply: Message, upload: Payload, age: int) -> None:
+        outcome.scalars_up += upload.scalars()
+        if (held := _classes(upload, task)) is not None:
+            known = outcome.classes = outcome.classes or {}
+            known.update({label: min(age, known.get(label, age)) for label in held})
+        if streams:  # decoded again when its turn comes, and not held until then
+            records[client] = reply.content.array_records[wire.PAYLOAD]
+        else:
+            uploads[client] = upload
+
+    def keep_late(client: int, reply: Message, found: _Answer | str, server_round: int) -> None:
+        weight, age = 0.0, phase.number - server_round
+        if isinstance(found, str):
+            reason = found
+        elif client in outcome.reports or client in outcome.late:
+            reason = "a newer one came"
+        elif stale_weight == 0:
+            reason = "stale-weight is 0"
+        else:
+            weight, reason = stale_weight**age, ""
+            outcome.up[client] = outcome.up.get(client, wire.Traffic()) + found.traffic
+            if found.upload is not None:
+                keep(client, reply, found.upload, age)
+        outcome.late.setdefault(client, Late(server_round, weight, reason))
+
     by_client = wire.ordered(replies, {m.metadata.message_id: client for m, client in phase.messages})
-    outcome = Outcome()
     for _, client in phase.messages:
         reply = by_client.get(client)
         if reply is None:
@@ -97,29 +205,56 @@ def read(
         if reply.has_error():
             outcome.failures[client] = reason_of(reply)
             continue
-        upload: Payload | None = None
-        try:
-            report = _report_of(reply, max_bytes)
-            if client in phase.training:
-                upload = _upload_of(reply, method, state, task)
-            scalars = upload.scalars() if upload is not None else 0
-            traffic = wire.weigh(reply)
-        except RejectedPayload as error:
-            outcome.failures[client] = f"upload rejected: {error}"[:LONGEST_REASON]
-        except Exception as error:  # the boundary: whatever a client sends must not end the others' run
-            frame = traceback.extract_tb(error.__traceback__)[-1]
-            said = f"{type(error).__name__}: {' '.join(str(error).split())}"[:LONGEST_REASON]
-            where = f"{Path(frame.filename).name}:{frame.lineno}"
-            outcome.failures[client] = f"upload rejected: {said} ({where})"
-        else:
-            outcome.up[client], outcome.reports[client] = traffic, report
-            outcome.scalars_up += scalars
-            if upload is not None and streams:
-                records[client] = reply.content.array_records[wire.PAYLOAD]
-            elif upload is not None:
-                uploads[client] = upload
-    outcome.uploads = Uploads(records, method.up, task) if streams else uploads
+        found = reader.read(reply, client in phase.training)
+        if isinstance(found, str):
+            outcome.failures[client] = found
+            continue
+        answered = found.report.round or phase.number
+        if found.upload is not None and answered != phase.number:
+            if stale_weight == 0 or answered > phase.number:
+                outcome.failures[client] = (
+                    f"answered with its upload of round {answered}, asked for {phase.number}"
+                )
+            else:
+                keep_late(client, reply, found, answered)
+            continue
+        outcome.up[client], outcome.reports[client] = found.traffic, found.report
+        if found.upload is not None:
+            keep(client, reply, found.upload, 0)
+    outcome.failures |= phase.absent
+    for debt, reply in late:
+        if debt.training and not reply.has_error():
+            keep_late(debt.client, reply, reader.read(reply, True), debt.round)
+    outcome.uploads = Uploads(records, method.up, task) if streams else dict(sorted(uploads.items()))
     return outcome
+
+
+def _classes(upload: Payload, task: Task) -> list[int] | None:
+    """Return the classes that an upload brings something for, None if it is not made of classes."""
+    table = upload.prototypes if isinstance(upload, WeightsAndPrototypes) else upload
+    if isinstance(table, Prototypes):  # in a dense upload, rows of absent classes are sent as zeros
+        found = table.present & (table.values != 0).any(dim=1)
+    elif isinstance(table, Mixtures):
+        found = table.present(task.num_classes)
+    else:
+        return None
+    labels: list[int] = found.nonzero().flatten().tolist()
+    return labels
+
+
+def aged(ages: Sequence[int] | None, classes: Mapping[int, int] | None, num_classes: int) -> list[int] | None:
+    """Return the rounds since each class was last uploaded, -1 for one that never was.
+
+    Args:
+        ages: as of the round before; None in the first.
+        classes: see :class:`Outcome`.
+        num_classes: K.
+    """
+    if classes is None and ages is None:
+        return None
+    before = ages or [-1] * num_classes
+    found = classes or {}
+    return [found.get(label, age + 1 if age >= 0 else -1) for label, age in enumerate(before)]
 
 
 def round_line(
@@ -130,6 +265,7 @@ def round_line(
     state: Any,
     moment: Moment,
     aggregated: float,
+    ages: Sequence[int] | None = None,
 ) -> dict[str, Any]:
     """Return a round's line of rounds.jsonl.
 
@@ -141,8 +277,9 @@ def round_line(
         state: of the server, after aggregation.
         moment: when clients were scored.
         aggregated: seconds that the aggregation took.
+        ages: rounds since each class was last uploaded; see :func:`aged`.
     """
-    trained = [outcome.reports[client] for client in outcome.uploads]
+    trained = [outcome.reports[client] for client in outcome.trained]
     weights = [report.num_train for report in trained]
     names = sorted({name for report in trained for name in report.metrics or {}})
     metrics = {
@@ -151,6 +288,7 @@ def round_line(
     reports = list(outcome.reports.values())
     seconds = {name: sum(report.seconds[i] for report in reports) for i, name in enumerate(wire.SPENT)}
     held_out = on_validation(outcome.reports)
+    late = [{"client": client, **asdict(item)} for client, item in sorted(outcome.late.items())]
     return {
         "round": server_round,
         "accuracy": summarise(outcome.reports),
@@ -159,7 +297,9 @@ def round_line(
         "test_loss": _mean([report.test_loss for report in reports], [report.num_test for report in reports]),
         "clients": metrics,
         "server": finite(method.report(state)),
-        "trained": sorted(outcome.uploads),
+        "trained": outcome.trained,
+        **({"late": late} if late else {}),
+        **({"ages": ages} if ages is not None else {}),
         "notes": [*method.notes(state), *_held_back(outcome), *_clipped(outcome)],
         "failures": named(outcome.failures, phase.names),
         "bytes_up": _traffic(outcome.up),
@@ -193,7 +333,7 @@ def client_columns(server_round: int, phase: Phase, outcome: Outcome) -> dict[st
 
 
 def _held_back(outcome: Outcome) -> list[str]:
-    found = [(outcome.reports[client].metrics or {}).get("held-back", 0) for client in outcome.uploads]
+    found = [(outcome.reports[client].metrics or {}).get("held-back", 0) for client in outcome.trained]
     if not any(found):
         return []
     return [

@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from pbfl_flwr.card import Card
 from pbfl_flwr.config import Scalar, Settings, parse
 from pbfl_flwr.data import ClientData, client_data, own_data
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower import wire
+from pbfl_flwr.flower import faults, wire
 from pbfl_flwr.flower.device import Identity, choose_device, identify, own_settings
 from pbfl_flwr.flower.legacy import CONFIG, FITINS, fit_result, parameters_of, payload_of, to_be_masked
 from pbfl_flwr.flower.store import ClientState, ClientStore
@@ -209,12 +209,25 @@ def _train_older(message: Message, context: Context, source: _Source) -> Message
 
 
 def _train(message: Message, context: Context, source: _Source) -> Message:
-    opened = _open(message, context, source)
+    """Train and answer; the same question twice is answered twice and trained for once."""
+    with _store(message, context, source).alone():  # an earlier process may still be at it
+        opened = _open(message, context, source)
+        stored, number = opened.stored, opened.client.round
+        if stored is not None and stored.round > number:
+            raise PbflError(f"asked for round {number}, but its state is already of round {stored.round}")
+        last = None if stored is None else partial(_again, stored, message, opened.settings)
+        answer = last if stored is not None and stored.round == number else None
+        return faults.inject(
+            faults.drawn(opened.settings, opened.client.key, number),
+            message,
+            answer or partial(_trained, opened, message),
+            last,
+        )
+
+
+def _trained(opened: _Open, message: Message) -> Message:
+    """Train, keep what stays, answer."""
     method, stored, client = opened.method, opened.stored, opened.client
-    if stored is not None and stored.round == client.round:
-        return _again(stored, message, opened.settings)
-    if stored is not None and stored.round > client.round:
-        raise PbflError(f"asked for round {client.round}, but its state is already of round {stored.round}")
     down = wire.decode(message.content.array_records[wire.PAYLOAD], method.down, client.task)
     torch.manual_seed(seeds.derive(client.seed, "layers", client.key, client.round))  # dropout
     before = resolved_moment(opened.settings, method) == "before"
@@ -234,7 +247,7 @@ def _train(message: Message, context: Context, source: _Source) -> Message:
         evaluated = time.perf_counter() - started
     participations = 1 + (stored.participations if stored else 0)
     seconds = (*opened.seconds, fitted, evaluated, 0.0)
-    report = _report(opened, scores, participations, seconds, update.metrics)
+    report = replace(_report(opened, scores, participations, seconds, update.metrics), round=client.round)
     payload = wire.encode(update.payload, opened.settings.prototypes.wire_dtype)
     started = time.perf_counter()
     state = ClientState(
@@ -345,6 +358,14 @@ def _again(stored: ClientState, message: Message, settings: Settings) -> Message
     return Message(wire.content(payload, MetricRecord(dict(stored.report))), reply_to=message)
 
 
+def _store(message: Message, context: Context, source: _Source) -> ClientStore:
+    settings = source.settings_of(context)
+    experiment = str(message.content.config_records[wire.CONFIG]["experiment"])
+    identity = identify(context, settings, experiment)
+    architecture = _architecture(settings, identity)
+    return ClientStore(identity.state_dir, experiment, identity.client, architecture)
+
+
 def _open(message: Message, context: Context, source: _Source) -> _Open:
     started = time.perf_counter()
     settings = source.settings_of(context)
@@ -357,12 +378,13 @@ def _open(message: Message, context: Context, source: _Source) -> _Open:
     data = source.data_of(settings, identity)
     getting = time.perf_counter() - asked_for_data
     task = Task(data.num_classes, settings.models.feature_dim, data.input_shape)
-    architecture = _architecture(settings, identity)
-    store = ClientStore(identity.state_dir, experiment, identity.client, architecture)
+    store = _store(message, context, source)
     stored = store.load()
     device = choose_device(settings.training.device)
     how = settings.training
-    model, initial = _network(architecture, task, settings.run.seed, str(device), how.layout, how.precision)
+    model, initial = _network(
+        store.architecture, task, settings.run.seed, str(device), how.layout, how.precision
+    )
     model.load_state_dict(dict(stored.model) if stored else initial)
     model.eval()  # whatever mode the last client of this process left behind
     name = identity.client if isinstance(identity.client, str) else ""

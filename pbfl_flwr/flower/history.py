@@ -8,6 +8,7 @@
               partition.json          samples of each class on each client, before the train/test split (simulation)
               prototypes.safetensors  what the server broadcasts after the last round
               checkpoint.safetensors  the server's whole state after the last round
+              best.safetensors        the server's state with which the clients scored best so far
               clients/<experiment>/   the clients' own models (simulation)
 """
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import math
+import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower.store import DamagedState, load_tensors, save_tensors, write_atomically
+from pbfl_flwr.flower.store import DamagedState, UnsavedState, load_tensors, save_tensors, write_atomically
 from pbfl_flwr.flower.wire import Report
 from pbfl_flwr.method import PREDICTORS
 from pbfl_flwr.payloads import Payload, RejectedPayload
@@ -123,10 +125,19 @@ class RunDirectory:
         return _lines(self.path / "clients.jsonl")
 
     def add_round(self, line: Mapping[str, Any], clients: Mapping[str, Any]) -> None:
-        """Append one round to both histories."""
+        """Append one round to both histories; it is on the disk when this returns.
+
+        Raises:
+            UnsavedState: if the system refuses it; what is torn off is cut off when the run is resumed.
+        """
         for name, entry in (("clients.jsonl", clients), ("rounds.jsonl", line)):
-            with (self.path / name).open("a") as file:
-                file.write(json.dumps(entry) + "\n")
+            try:
+                with (self.path / name).open("a") as file:
+                    file.write(json.dumps(entry) + "\n")
+                    file.flush()
+                    os.fsync(file.fileno())
+            except OSError as error:
+                raise UnsavedState(f"{self.path / name} cannot be written ({error.strerror})") from None
 
     def write_partition(self, counts: Sequence[Sequence[int]], notes: Sequence[str]) -> None:
         """Write the samples of each class on each client."""
@@ -146,6 +157,15 @@ class RunDirectory:
         )
         metadata = {"round": str(server_round), "fingerprint": fingerprint}
         save_tensors(self.path / "checkpoint.safetensors", state.to_tensors(), metadata)
+
+    def save_best(self, state: Payload, server_round: int, accuracy: float, predictor: str) -> None:
+        """Write the state with which a round's clients scored: the one that had been broadcast for it."""
+        metadata = {
+            "scored-in-round": str(server_round),
+            "accuracy": f"{accuracy:.6f}",
+            "predictor": predictor,
+        }
+        save_tensors(self.path / "best.safetensors", state.to_tensors(), metadata)
 
     def resume(self, state: type[Payload], task: Task, fingerprint: str) -> tuple[Payload, int] | None:
         """Return (state, finished rounds) of the checkpoint, None if no round was finished.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,6 +19,7 @@ from pbfl_flwr.payloads import RejectedPayload, Reveal
 from pbfl_flwr.task import Task
 
 POLL_SECONDS = 0.2
+SAME = ("task", "labels", "architecture", "parameters")  # of a client that comes back
 REVEALS = (  # what the hello round tells the server
     Reveal("client id, or the device's name", "how the server tells clients apart", message="hello"),
     Reveal("number of training and test samples", "said once", "client-report = 'none'", message="hello"),
@@ -127,10 +128,19 @@ class Roster:
         """Number -> name, of the clients that have one."""
         return {client: member.name for client, member in self.members.items() if member.name}
 
-    def sample(self, fraction: float, seed: int, server_round: int) -> list[int]:
-        """Return the clients that train in a round: round(fraction·M), at least one, by our own generator."""
-        clients = sorted(self.members)
-        size = max(1, round(fraction * len(clients)))
+    def sample(
+        self, fraction: float, seed: int, server_round: int, without: Collection[int] = ()
+    ) -> list[int]:
+        """Return the clients that train in a round: round(fraction·M), at least one, by our own generator.
+
+        Args:
+            fraction: of all clients.
+            seed: of the run.
+            server_round: from 1.
+            without: clients that cannot be asked.
+        """
+        clients = sorted(set(self.members) - set(without))
+        size = min(len(clients), max(1, round(fraction * len(self.members))))
         rng = np.random.default_rng(seeds.derive(seed, "sample", server_round))
         return sorted(int(client) for client in rng.choice(clients, size, replace=False))
 
@@ -175,6 +185,22 @@ def meet(
         PbflError: naming the clients that could not answer and why, or both sides of a disagreement.
     """
     nodes = wait_for_nodes(grid, num_clients, join_timeout)
+    members, refused = _greet(grid, nodes, experiment, timeout)
+    if refused:
+        lines = [f"{count} of {len(nodes)} clients: {reason}" for reason, count in Counter(refused).items()]
+        raise PbflError("\n".join(lines))
+    roster = agreed(numbered(members, num_clients, known or {}))
+    if beyond := [client for client in roster.members if client >= num_clients]:
+        raise PbflError(
+            f"client-id {beyond[0]} is beyond num-clients = {num_clients}: allowed are 0 to {num_clients - 1}"
+        )
+    return roster
+
+
+def _greet(
+    grid: Grid, nodes: Sequence[int], experiment: str, timeout: float
+) -> tuple[list[Member], list[str]]:
+    """Say hello to nodes; return who answered, and why others could not."""
     asked = [
         Message(
             wire.content(config=ConfigRecord({"experiment": experiment})),
@@ -201,15 +227,55 @@ def meet(
             refused.append(str(error)[:LONGEST_REASON])
     if len(replies) < len(asked):
         refused.append(f"{len(asked) - len(replies)} nodes did not answer within {timeout:.0f} s")
-    if refused:
-        lines = [f"{count} of {len(asked)} clients: {reason}" for reason, count in Counter(refused).items()]
-        raise PbflError("\n".join(lines))
-    roster = agreed(numbered(members, num_clients, known or {}))
-    if beyond := [client for client in roster.members if client >= num_clients]:
-        raise PbflError(
-            f"client-id {beyond[0]} is beyond num-clients = {num_clients}: allowed are 0 to {num_clients - 1}"
-        )
-    return roster
+    return members, refused
+
+
+def welcome_back(
+    grid: Grid,
+    roster: Roster,
+    online: Collection[int],
+    failed: Collection[int],
+    experiment: str,
+    timeout: float,
+) -> tuple[Roster, list[str]]:
+    """Greet nodes that are not in the roster: clients whose SuperNode was started again and has another node id now.
+
+    A client moves to a new node if its old one is gone or failed in the last round; otherwise two nodes claim the same
+    client, and the new one is not asked anything.
+
+    Args:
+        grid: Flower's.
+        roster: so far.
+        online: ids of the nodes that are connected.
+        failed: clients that failed in the last round.
+        experiment: id of the run.
+        timeout: seconds to wait for the answers.
+
+    Returns:
+        The roster with new nodes for old clients, and a line for every node that was refused.
+    """
+    new = sorted(set(online) - {member.node for member in roster.members.values()})
+    if not new:
+        return roster, []
+    came, refused = _greet(grid, new, experiment, timeout)
+    numbers = {member.label: client for client, member in roster.members.items()}
+    found = dict(roster.members)
+    for member in came:
+        client = numbers.get(member.label)
+        old = roster.members[client] if client is not None else None
+        if client is None or old is None:
+            refused.append(f"client-id {member.label} on node {member.node} is none of this run")
+            continue
+        moved = replace(member, client=client)
+        differ = [key for key in SAME if getattr(moved, key) != getattr(old, key)]
+        if differ:
+            was, now = getattr(old, differ[0]), getattr(moved, differ[0])
+            refused.append(f"client {member.label} came back with another {differ[0]}: {now}, it had {was}")
+        elif old.node in online and client not in failed:
+            refused.append(f"client-id {member.label} is used by two nodes, {old.node} and {member.node}")
+        else:
+            found[client] = moved
+    return Roster(found), refused
 
 
 def numbered(members: Iterable[Member], num_clients: int, known: Mapping[str, int]) -> list[Member]:

@@ -11,10 +11,12 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
@@ -29,19 +31,30 @@ class DamagedState(PbflError):
     """A state file that cannot be trusted; the text names the file, the fault and what to do."""
 
 
+class UnsavedState(PbflError):
+    """A file that could not be written, e.g. because the disk is full; what was there before is still there."""
+
+
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file so that it is either the old one or the new one, whatever happens in between."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write a file so that it is either the old one or the new one, whatever happens in between.
+
+    Raises:
+        UnsavedState: if the system refuses it.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise UnsavedState(
+            f"{path} cannot be written ({error.strerror}); what it held before is kept"
+        ) from None
     directory = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(directory)
@@ -138,6 +151,18 @@ class ClientStore:
         """The file."""
         stem = f"named-{self.client}" if isinstance(self.client, str) else f"client-{self.client:05d}"
         return self.directory / f"{stem}.safetensors"
+
+    def alone(self) -> FileLock:
+        """Return a lock on this client's state; whoever else trains for the same client waits for it.
+
+        Raises:
+            UnsavedState: if the directory cannot be made.
+        """
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UnsavedState(f"state-dir {self.directory} cannot be made ({error.strerror})") from None
+        return FileLock(self.path.with_name(f".{self.path.stem}.lock"))
 
     def load(self) -> ClientState | None:
         """Return the client's state, None if it never took part.

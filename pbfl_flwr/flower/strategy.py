@@ -29,16 +29,19 @@ from pbfl_flwr.config import Settings
 from pbfl_flwr.data import check_data
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import wire
-from pbfl_flwr.flower.books import Outcome, Phase, client_columns, named, read, round_line
+from pbfl_flwr.flower.books import Outcome, Phase, aged, client_columns, named, read, round_line
 from pbfl_flwr.flower.client import resolved_moment
 from pbfl_flwr.flower.history import OTHER_CONFIGURATION, RunDirectory, on_validation, summarise
-from pbfl_flwr.flower.roster import Roster, meet, worker_died
+from pbfl_flwr.flower.late import Debts
+from pbfl_flwr.flower.roster import Roster, meet, welcome_back, worker_died
 from pbfl_flwr.flower.secure import SecureRounds
 from pbfl_flwr.method import Method, Moment, Round
 from pbfl_flwr.methods import build_method, privacy_notes
 from pbfl_flwr.payloads import Payload
 from pbfl_flwr.sinks import Sinks, check
 from pbfl_flwr.task import Task
+
+GREETING_SECONDS = 60.0  # for a node that comes in the middle of a run
 
 
 class RunEnded(PbflError):
@@ -75,6 +78,11 @@ class MethodStrategy(Strategy):
         self.task: Task | None = None
         self._secure = SecureRounds(settings, self.method) if settings.privacy.secure_aggregation else None
         self._phase: Phase | None = None
+        self._debts = Debts()
+        self._failed: set[int] = set()  # of the last round
+        self._refused: set[str] = set()  # what was said of nodes that are not greeted as clients
+        self._best = -1.0  # weighted headline accuracy
+        self._scored: Any = None  # the state that clients were scored with in this round
         self._clients: dict[str, Any] = {}
         self._round_started = 0.0
         self._num_rounds = settings.run.num_server_rounds
@@ -112,6 +120,13 @@ class MethodStrategy(Strategy):
         self.roster = meet(grid, run.num_clients, self.experiment, run.round_timeout, run.join_timeout, known)
         task = self.roster.task
         self.method.check(task, self.roster.architectures)
+        if run.stale_weight > 0 and (self._secure is not None or not self.method.streams()):
+            raise PbflError(
+                f"stale-weight = {run.stale_weight}: with these settings method '{self.method.name}' is no sum, in "
+                "which an upload can count for less; allowed is 0 (off)"
+            )
+        if run.faults:
+            log(WARNING, "faults are injected: %s", run.faults)
         self.begin(task)
         if run.min_replies > len(self.roster.members):
             raise PbflError(
@@ -138,6 +153,8 @@ class MethodStrategy(Strategy):
         if (resumed := self.run.resume(self.method.state, task, self.settings.fingerprint())) is not None:
             self.state, self.done = resumed
             self.history = self.run.rounds()
+            figures = [figure for line in self.history for figure, _ in self._figures(line)]
+            self._best = max(figures, default=-1.0)
             log(INFO, "resumed after round %s", self.done)
         if self.done > self._num_rounds:
             raise PbflError(
@@ -207,7 +224,9 @@ class MethodStrategy(Strategy):
         nothing, unused = ArrayRecord(), ConfigRecord()
         for server_round in range(self.done + 1, self._num_rounds + 1):
             asked = list(self.configure_train(server_round, nothing, unused, grid))
-            arrays, metrics = self.aggregate_train(server_round, self._exchange(grid, asked, timeout))
+            replies = list(self._exchange(grid, asked, timeout))
+            self._debts.collect(grid)
+            arrays, metrics = self.aggregate_train(server_round, replies)
             if arrays is not None:
                 result.arrays = arrays
             if metrics is not None:
@@ -233,12 +252,43 @@ class MethodStrategy(Strategy):
         assert self.roster is not None
         self._round_started = time.perf_counter()
         run = self.settings.run
-        chosen = set(self.roster.sample(run.fraction_train, run.seed, server_round))
+        self._scored = self.state
+        absent = self._absent(grid, server_round)
+        chosen = set(self.roster.sample(run.fraction_train, run.seed, server_round, absent))
         others = [client for client in self.roster.members if client not in chosen]
-        scored = set(others[: round(run.fraction_evaluate * len(others))])
+        scored = set(others[: round(run.fraction_evaluate * len(others))]) - set(absent)
         return self._ask(
-            {**dict.fromkeys(chosen, "train"), **dict.fromkeys(scored, "evaluate")}, server_round
+            {**dict.fromkeys(chosen, "train"), **dict.fromkeys(scored, "evaluate")}, server_round, absent
         )
+
+    def _absent(self, grid: Grid, server_round: int) -> dict[int, str]:
+        """Return the clients that cannot be asked and why, having looked for those that came back.
+
+        Only after a round in which somebody failed: a healthy federation is not asked for its nodes every round.
+        """
+        assert self.roster is not None
+        self._debts.collect(grid)
+        if not self._failed:
+            return {}
+        run, online = self.settings.run, set(grid.get_node_ids())
+        before = self.roster
+        self.roster, refused = welcome_back(
+            grid, before, online, self._failed, self.experiment, min(run.round_timeout, GREETING_SECONDS)
+        )
+        for reason in sorted(set(refused) - self._refused):
+            log(WARNING, "round %s: a new node is not asked: %s", server_round, reason)
+        self._refused |= set(refused)
+        for client, member in self.roster.members.items():
+            if member.node != before.members[client].node:
+                log(INFO, "round %s: client %s is back, on another node", server_round, member.label)
+                self._debts.forget(client)
+        gone = {
+            client: "its node is not connected"
+            for client, member in self.roster.members.items()
+            if member.node not in online
+        }
+        busy = {c: f"still busy with round {owed}" for c, owed in self._debts.owing(server_round).items()}
+        return {**busy, **gone}
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -246,9 +296,11 @@ class MethodStrategy(Strategy):
         """Return nothing, but after the last round of runs that score before training: one last scoring."""
         if self.moment != "before" or server_round != self._num_rounds or self.roster is None:
             return []
-        return self._ask(dict.fromkeys(self.roster.members, "evaluate"), server_round)
+        absent = self._absent(grid, server_round)
+        kinds = {client: "evaluate" for client in self.roster.members if client not in absent}
+        return self._ask(kinds, server_round, absent)
 
-    def _ask(self, kinds: Mapping[int, str], server_round: int) -> list[Message]:
+    def _ask(self, kinds: Mapping[int, str], server_round: int, absent: Mapping[int, str]) -> list[Message]:
         assert self.roster is not None
         messages, down, scalars, names = [], {}, 0, self.roster.names
         # One encoding for a broadcast that is the same object for all; kept beside it, since the id of an object that
@@ -273,7 +325,8 @@ class MethodStrategy(Strategy):
             messages.append(message)
         training = {client for client, kind in kinds.items() if kind == "train"}
         sent = list(zip(messages, clients, strict=True))
-        self._phase = Phase(sent, training, down, scalars, time.perf_counter(), names)
+        started = time.perf_counter()
+        self._phase = Phase(sent, training, down, scalars, started, names, server_round, dict(absent))
         return messages
 
     def aggregate_train(
@@ -286,23 +339,34 @@ class MethodStrategy(Strategy):
         """
         received = list(replies)
         assert self._phase is not None, "configure_train comes first"
+        assert self.task is not None
         phase, outcome = self._phase, self._read(received)
         called = {client: phase.names.get(client, str(client)) for client in outcome.failures}
-        valid = len(outcome.uploads)
+        valid = len(outcome.trained)
         started = time.perf_counter()
         if valid >= self.settings.run.min_replies:
             uploads = outcome.uploads if self._secure is None else self._secure.one_for_all(outcome.uploads)
-            self.aggregate_fit(server_round, uploads)
+            late = (outcome.shares,) if outcome.shares else ()  # an own aggregate_fit need not know of late uploads
+            self.aggregate_fit(server_round, uploads, *late)
         aggregated = time.perf_counter() - started
-        line = round_line(server_round, phase, outcome, self.method, self.state, self.moment, aggregated)
-        line["notes"] += self._warnings
+        before = self.history[-1].get("ages") if self.history else None
+        ages = aged(before, outcome.classes, self.task.num_classes)
+        line = round_line(
+            server_round, phase, outcome, self.method, self.state, self.moment, aggregated, ages
+        )
+        line["notes"] += self._unheard_of(ages) + self._warnings
         self._warnings = []
+        for client, item in outcome.late.items():
+            said = item.reason or f"counts {item.weight:.3g}"
+            who = phase.names.get(client, str(client))
+            log(INFO, "round %s: client %s, upload of round %s: %s", server_round, who, item.round, said)
         for client, reason in outcome.failures.items():
             log(WARNING, "round %s: client %s failed: %s", server_round, called[client], reason)
         for note in line["notes"]:
             log(WARNING, "round %s: %s", server_round, note)
         self.history = [entry for entry in self.history if entry["round"] < server_round] + [line]
         self._clients = client_columns(server_round, phase, outcome)
+        self._stop_at(server_round, outcome, phase)
         if any(worker_died(reply) for reply in received if reply.has_error()):
             raise RunEnded(
                 f"round {server_round}: a simulation worker died (client "
@@ -325,18 +389,39 @@ class MethodStrategy(Strategy):
             figures[f"accuracy-{name}"] = found["weighted"]
         return wire.encode(broadcast), figures
 
-    def aggregate_fit(self, server_round: int, uploads: Mapping[int, Payload]) -> Any:
+    def _stop_at(self, server_round: int, outcome: Outcome, phase: Phase) -> None:
+        """Remember who failed, and end the run if it is to end at the first."""
+        self._failed = set(outcome.failures)
+        if self.settings.run.failure_policy == "stop" and outcome.failures:
+            client, reason = next(iter(outcome.failures.items()))
+            raise RunEnded(
+                f"round {server_round}: client {phase.names.get(client, client)} failed: {reason}; failure-policy is "
+                f"'stop'. Rounds up to {server_round - 1} are kept and can be resumed"
+            )
+
+    def _unheard_of(self, ages: list[int] | None) -> list[str]:
+        """Say of classes that nobody has sent for 10, 100, 1,000 rounds, once each."""
+        assert self.roster is not None
+        labels = next(iter(self.roster.members.values())).labels
+        found = [label for label, age in zip(labels, ages or [], strict=False) if age in (10, 100, 1000)]
+        return [f"nobody sent these classes for 10 rounds or more: {', '.join(found)}"] if found else []
+
+    def aggregate_fit(
+        self, server_round: int, uploads: Mapping[int, Payload], shares: Mapping[int, float] | None = None
+    ) -> Any:
         """Run the method's server half on typed uploads and return the new state.
 
         Args:
             server_round: from 1.
             uploads: client id -> upload, already validated.
+            shares: client id -> what a late upload counts; 1 for all others.
 
         Raises:
             RunEnded: if the aggregate is not finite; the old state stays.
         """
         assert self.task is not None, "begin(task) or prepare(grid) comes first"
-        at = Round(server_round, self.task, self.settings.run.num_clients, self.settings.run.seed)
+        run = self.settings.run
+        at = Round(server_round, self.task, run.num_clients, run.seed, dict(shares or {}))
         if list(uploads) != sorted(uploads):
             uploads = dict(sorted(uploads.items()))
         state = self.method.aggregate(self.state, uploads, at)
@@ -348,6 +433,7 @@ class MethodStrategy(Strategy):
         """Add the scores of a last evaluation to the round."""
         assert self._phase is not None
         outcome = self._read(list(replies))
+        self._stop_at(server_round, outcome, self._phase)
         accuracy, held_out = summarise(outcome.reports), on_validation(outcome.reports)
         self.history[-1]["final"] = {
             "accuracy": accuracy,
@@ -367,10 +453,12 @@ class MethodStrategy(Strategy):
     def _read(self, replies: list[Message]) -> Outcome:
         assert self._phase is not None
         assert self.task is not None
-        max_bytes = self.settings.run.max_upload_mb * 2**20
-        if self._secure is None:
-            return read(replies, self._phase, self.method, self.state, self.task, max_bytes)
-        return self._secure.read(replies, self._phase, self.state, self.task, max_bytes)
+        run, phase, max_bytes = self.settings.run, self._phase, self.settings.run.max_upload_mb * 2**20
+        if self._secure is not None:  # its protocol knows no late answers
+            return self._secure.read(replies, phase, self.state, self.task, max_bytes)
+        late = self._debts.take() if phase.training else []
+        self._debts.note(phase.unanswered(replies))
+        return read(replies, phase, self.method, self.state, self.task, max_bytes, late, run.stale_weight)
 
     def _finish_round(self, server_round: int) -> None:
         self.history[-1]["seconds"]["total"] = time.perf_counter() - self._round_started
@@ -389,6 +477,7 @@ class MethodStrategy(Strategy):
         )
         if self.run is not None:
             self.run.add_round(self.history[-1], self._clients)
+            self._keep_best(self.run)
             broadcast = self.method.broadcast(self.state, min(self.roster.members) if self.roster else 0)
             self.run.save_checkpoint(self.state, broadcast, server_round, self.settings.fingerprint())
         if self._sinks is not None:
@@ -398,6 +487,22 @@ class MethodStrategy(Strategy):
         for warning in warnings:
             log(WARNING, "%s", warning)
         self._warnings += warnings
+
+    def _keep_best(self, run: RunDirectory) -> None:
+        """Keep the state with which clients scored best so far, by validation data where they hold some out."""
+        for figure, final in self._figures(self.history[-1]):
+            if figure > self._best:
+                self._best = figure
+                run.save_best(self.state if final else self._scored, self.done, figure, self.headline)
+
+    def _figures(self, line: Mapping[str, Any]) -> list[tuple[float, bool]]:
+        """Return (weighted headline accuracy, whether of the last scoring) of a round."""
+        found = []
+        for entry, final in ((line, False), (line.get("final", {}), True)):
+            scored = entry.get("validation") or entry.get("accuracy") or {}
+            if self.headline in scored:
+                found.append((float(scored[self.headline]["weighted"]), final))
+        return found
 
 
 def _finite_broadcast(

@@ -179,6 +179,7 @@ class Report:
         metrics: what the method reports.
         num_validation: samples held out for validation.
         validation: predictor -> correctly predicted ones of them; None without any.
+        round: whose upload this is; 0 where nothing was trained.
     """
 
     num_train: int
@@ -191,11 +192,12 @@ class Report:
     metrics: Mapping[str, float] | None = None
     num_validation: int = 0
     validation: Mapping[str, int] | None = None
+    round: int = 0
 
     def to_record(self) -> MetricRecord:
         """Return the compact record: lists with a fixed layout, since every key costs bytes."""
         fixed: dict[str, float | list[int] | list[float]] = {
-            "n": [self.num_train, self.num_test, self.participations],
+            "n": [self.num_train, self.num_test, self.participations, self.round],
             "c": _in_order(self.correct),
             "t": [self.test_loss, *self.seconds, self.peak_mb],
         }
@@ -210,12 +212,12 @@ class Report:
         Raises:
             RejectedPayload: if a field is missing or of a wrong length, or a counter contradicts another.
         """
-        num_train, num_test, participations = (int(value) for value in _list(record, "n", 3))
+        num_train, num_test, participations, number = (int(value) for value in _list(record, "n", 4))
         correct = [int(value) for value in _list(record, "c", len(PREDICTORS))]
         held_out = _list(record, "v", 1 + len(PREDICTORS)) if "v" in record else [0] * (1 + len(PREDICTORS))
         num_validation, *validated = (int(value) for value in held_out)
         loss, data, opened, fitted, evaluated, saved, peak_mb = _list(record, "t", 7)
-        counters = (num_train, num_test, participations, num_validation)
+        counters = (num_train, num_test, participations, num_validation, number)
         if min(counters) < 0 or max(correct) > num_test or max(validated) > num_validation:
             raise RejectedPayload("its counters contradict each other")
         if max(counters) >= MAX_COUNT:
@@ -238,6 +240,7 @@ class Report:
             metrics,
             num_validation,
             by_validation,
+            number,
         )
 
 

@@ -152,6 +152,15 @@ def upload(tensors: Mapping[str, Tensor]) -> Fault:
     return altered(change)
 
 
+def late(grid: Callable[[], InProcessGrid]) -> Fault:
+    """The client trains and answers, but after the round's deadline."""
+
+    def fault(message: Message, answer: Answer) -> None:
+        grid().late.append(answer())
+
+    return fault
+
+
 class InProcessGrid:
     """Flower's grid, as far as a strategy uses it.
 
@@ -183,6 +192,9 @@ class InProcessGrid:
         self.nodes = list(nodes or (FIRST_NODE + 13 * n for n in range(len(self.partitions))))
         self.order = None if order is None else random.Random(order)
         self.faults = dict(faults or {})
+        self.late: list[Message] = []  # replies that are fetched after their round
+        self.never: set[str] = set()  # questions to which not even an error comes
+        self.sent: list[Message] = []
         self.asked: list[tuple[int, int, str]] = []  # (client, round, kind) in the order of asking
         self.states: dict[int, RecordDict] = {}  # what Flower keeps for a node between messages
         self._sent = 0
@@ -199,12 +211,24 @@ class InProcessGrid:
             message.metadata.__dict__["_message_id"] = (
                 f"message-{self._sent:012d}"  # as long as any other, as Flower's are
             )
+        self.sent += pending
         if self.order is not None:
             self.order.shuffle(pending)
         replies = [reply for message in pending if (reply := self._ask(message)) is not None]
         if self.order is not None:
             self.order.shuffle(replies)
         return replies
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """What came since: late replies; for what will never come, Flower's own word that it will not."""
+        wanted = set(message_ids)
+        came = [reply for reply in self.late if reply.metadata.reply_to_message_id in wanted]
+        awaited = {reply.metadata.reply_to_message_id for reply in self.late}
+        self.late = [reply for reply in self.late if reply not in came]
+        for message in self.sent:
+            if message.metadata.message_id in wanted - awaited - self.never:
+                came.append(Message(Error(code=5, reason="its node is unavailable"), reply_to=message))
+        return came
 
     def _ask(self, message: Message) -> Message | None:
         client = self.partitions[self.nodes.index(message.metadata.dst_node_id)]

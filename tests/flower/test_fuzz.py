@@ -222,8 +222,8 @@ def wrong_records(tensors: dict[str, Tensor], rng: random.Random) -> RecordDict:
 
 REPORTS: list[dict[str, Any]] = [
     {"n": [10]},
-    {"n": [-1, 4, 1]},
-    {"n": [2**62, 4, 1]},
+    {"n": [-1, 4, 1, 0]},
+    {"n": [2**62, 4, 1, 0]},
     {"c": [9] * 5},
     {"c": 3},
     {"t": [float("nan")] * 7},

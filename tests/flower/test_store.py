@@ -15,6 +15,7 @@ from pbfl_flwr.flower.store import (
     ClientState,
     ClientStore,
     DamagedState,
+    UnsavedState,
     load_tensors,
     save_tensors,
     write_atomically,
@@ -113,8 +114,11 @@ def test_a_full_disk_leaves_the_old_file_and_no_rubbish(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(
+        UnsavedState, match=r"client-00004.safetensors cannot be written \(No space left"
+    ) as error:
         client.save(replace(STATE, round=4))
+    assert "\n" not in str(error.value)
     monkeypatch.undo()
     assert [file.name for file in client.directory.iterdir()] == ["client-00004.safetensors"]
     found = client.load()

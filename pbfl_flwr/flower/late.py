@@ -1,0 +1,59 @@
+"""Answers that come after their round's deadline: who still owes one, and where they are when they come.
+
+A client works on one question at a time. One that has not answered is not asked again until it has, or until
+PATIENCE rounds have passed; Flower keeps what it sends meanwhile, and it is fetched before the next round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from flwr.app import Message
+from flwr.serverapp import Grid
+
+PATIENCE = 3  # rounds
+
+
+@dataclass(frozen=True)
+class Debt:
+    """An answer that did not come in time: of which client, to which round's question, and whether it was to train."""
+
+    client: int
+    round: int
+    training: bool
+
+
+class Debts:
+    """The answers that are still awaited, and those that came late."""
+
+    def __init__(self) -> None:
+        self._awaited: dict[str, Debt] = {}  # by the id of the question
+        self._came: list[tuple[Debt, Message]] = []
+
+    def note(self, unanswered: Mapping[str, Debt]) -> None:
+        """Write down what was not answered by the deadline."""
+        self._awaited |= unanswered
+
+    def collect(self, grid: Grid) -> None:
+        """Fetch what has come since."""
+        if not self._awaited:
+            return
+        for reply in grid.pull_messages(list(self._awaited)):
+            debt = self._awaited.pop(reply.metadata.reply_to_message_id, None)
+            if debt is not None:
+                self._came.append((debt, reply))
+
+    def owing(self, server_round: int) -> dict[int, int]:
+        """Return client -> the round that it still has to answer; who owes for PATIENCE rounds may be asked again."""
+        self._awaited = {q: debt for q, debt in self._awaited.items() if server_round - debt.round < PATIENCE}
+        return {debt.client: debt.round for debt in self._awaited.values()}
+
+    def forget(self, client: int) -> None:
+        """Await nothing any more from a client: it runs on another node now."""
+        self._awaited = {q: debt for q, debt in self._awaited.items() if debt.client != client}
+
+    def take(self) -> list[tuple[Debt, Message]]:
+        """Return what came late, once, the newest first."""
+        came, self._came = self._came, []
+        return sorted(came, key=lambda item: (-item[0].round, item[0].client))
