@@ -346,7 +346,9 @@ class MethodStrategy(Strategy):
         started = time.perf_counter()
         if valid >= self.settings.run.min_replies:
             uploads = outcome.uploads if self._secure is None else self._secure.one_for_all(outcome.uploads)
-            late = (outcome.shares,) if outcome.shares else ()  # an own aggregate_fit need not know of late uploads
+            late = (
+                (outcome.shares,) if outcome.shares else ()
+            )  # an own aggregate_fit need not know of late uploads
             self.aggregate_fit(server_round, uploads, *late)
         aggregated = time.perf_counter() - started
         before = self.history[-1].get("ages") if self.history else None

@@ -193,7 +193,6 @@ class InProcessGrid:
         self.order = None if order is None else random.Random(order)
         self.faults = dict(faults or {})
         self.late: list[Message] = []  # replies that are fetched after their round
-        self.never: set[str] = set()  # questions to which not even an error comes
         self.sent: list[Message] = []
         self.asked: list[tuple[int, int, str]] = []  # (client, round, kind) in the order of asking
         self.states: dict[int, RecordDict] = {}  # what Flower keeps for a node between messages
@@ -225,10 +224,8 @@ class InProcessGrid:
         came = [reply for reply in self.late if reply.metadata.reply_to_message_id in wanted]
         awaited = {reply.metadata.reply_to_message_id for reply in self.late}
         self.late = [reply for reply in self.late if reply not in came]
-        for message in self.sent:
-            if message.metadata.message_id in wanted - awaited - self.never:
-                came.append(Message(Error(code=5, reason="its node is unavailable"), reply_to=message))
-        return came
+        lost = [m for m in self.sent if m.metadata.message_id in wanted - awaited]
+        return came + [Message(Error(code=5, reason="its node is unavailable"), reply_to=m) for m in lost]
 
     def _ask(self, message: Message) -> Message | None:
         client = self.partitions[self.nodes.index(message.metadata.dst_node_id)]
@@ -366,10 +363,11 @@ def federation(
     partitions: Sequence[int] | None = None,
     nodes: Sequence[int] | None = None,
     node_configs: Sequence[Mapping[str, Scalar]] | None = None,
+    injected: str = "",
     **keys: Scalar,
 ) -> Federation:
-    """Return a federation that has not run yet."""
-    config = configuration(directory, method, **keys)
+    """Return a federation that has not run yet; ``injected`` is the run-config key ``faults``."""
+    config = {**configuration(directory, method, **keys), "faults": injected}
     num_clients = int(config["num-clients"])
     grid = InProcessGrid(
         make_client_app(data),

@@ -1,0 +1,595 @@
+"""Faults on purpose, stragglers, clients that come back, full disks, a server that is killed: in one process."""
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from filelock import Timeout
+from flwr.app import Message, RecordDict
+
+from pbfl_flwr.config import FaultRates, Scalar, parse
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower import client as client_module
+from pbfl_flwr.flower import faults, store, wire
+from pbfl_flwr.flower.books import aged
+from pbfl_flwr.flower.history import RunDirectory
+from pbfl_flwr.flower.late import PATIENCE
+from pbfl_flwr.flower.store import load_tensors
+from pbfl_flwr.flower.strategy import MethodStrategy, RunEnded
+from pbfl_flwr.methods import SECTIONS
+from pbfl_flwr.payloads import Prototypes
+from pbfl_flwr.prototypes.pipeline import Pipeline
+from pbfl_flwr.task import Task
+from tests.flower.inprocess import (
+    NUM_CLIENTS,
+    Federation,
+    ScriptedGrid,
+    federation,
+    late,
+    raises,
+    reply_of,
+    same_tensors,
+    silent,
+)
+
+TASK = Task(num_classes=4, feature_dim=6, input_shape=(1, 16, 16))
+
+
+# The grammar ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "rates"),
+    [
+        ("", FaultRates()),
+        ("drop=0.2", FaultRates(drop=0.2)),
+        ("drop=0.2,delay=5s", FaultRates(drop=0.2, delay=1.0, seconds=5.0)),
+        (" crash=1, delay=0.5s@0.3 ", FaultRates(crash=1.0, delay=0.3, seconds=0.5)),
+        ("corrupt=.01,stale=0", FaultRates(corrupt=0.01)),
+    ],
+)
+def test_faults_are_read(text: str, rates: FaultRates) -> None:
+    assert FaultRates.parse(text) == rates
+    assert parse({"faults": text}).run.faults == text
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("drip=0.2", "not 'drip'"),
+        ("drop=0.1,drop=0.2", "'drop' twice"),
+        ("drop", "a share from 0 to 1 for 'drop', not 'drop'"),
+        ("drop=1.5", "not 'drop=1.5'"),
+        ("drop=-1", "not 'drop=-1'"),
+        ("drop=nan", "not 'drop=nan'"),
+        ("delay=5", "delay=5s or, for a share of the answers, delay=5s@0.3; not 'delay=5'"),
+        ("delay=5s@2", "a share from 0 to 1 for 'delay'"),
+    ],
+)
+def test_what_is_no_fault_is_refused(text: str, said: str) -> None:
+    with pytest.raises(PbflError) as error:
+        parse({"faults": text})
+    assert f"faults = '{text}': allowed is " in str(error.value)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_draws_depend_on_seed_client_and_round_and_not_on_each_other() -> None:
+    def draw(text: str, client: int | str, server_round: int, seed: int = 0) -> faults.Fault:
+        return faults.drawn(parse({"faults": text, "seed": seed}), client, server_round)
+
+    assert draw("drop=0.5", 3, 7) == draw("drop=0.5", 3, 7)
+    several = {draw("drop=0.5", c, r, s).drop for c in range(3) for r in range(5) for s in (0, 1)}
+    assert several == {True, False}
+    for client in range(20):  # another fault beside it moves nothing
+        one, more = draw("drop=0.5", client, 1), draw("drop=0.5,crash=0.5,delay=1s@0.5,stale=0.1", client, 1)
+        assert one.drop == more.drop
+    drops = [draw("drop=0.3", client, 1).drop for client in range(2000)]
+    assert 0.26 < sum(drops) / 2000 < 0.34  # three standard deviations are 0.03
+
+
+# What they do -----------------------------------------------------------------------------------------------
+
+
+def states(found: Federation) -> dict[int, Any]:
+    """Return client -> (round, participations) on its disk."""
+    directory = Path(str(found.config["run-dir"])) / "clients" / found.strategy.experiment
+    kept = {}
+    for file in directory.glob("client-*.safetensors"):
+        _, about = load_tensors(file)
+        kept[int(about["client"])] = int(about["round"]), int(about["participations"])
+    return kept
+
+
+def only(word: str, hit: set[tuple[int, int]]) -> Any:
+    """Draw this fault for (client, round) in hit and none else."""
+    none = {"drop": False, "crash": False, "corrupt": False, "stale": False, "seconds": 0.0}
+
+    def drawn(settings: Any, client: Any, server_round: int) -> faults.Fault:
+        value = {word: 1.5 if word == "seconds" else True} if (client, server_round) in hit else {}
+        return faults.Fault(**{**none, **value}, places=(0.5, 0.9))  # type: ignore[arg-type]
+
+    return patch.object(faults, "drawn", drawn)
+
+
+@pytest.mark.parametrize(
+    ("word", "reason", "kept"),
+    [
+        ("drop", "injected fault: its answer was dropped", (2, 2)),  # it trained, only its answer is lost
+        ("crash", "injected fault: crash", (1, 1)),
+        ("corrupt", "upload rejected: its bytes do not fit their checksum", (2, 2)),
+        ("stale", "answered with its upload of round 1, asked for 2", (1, 1)),
+    ],
+)
+def test_a_fault_costs_its_own_client_only(
+    tmp_path: Path, word: str, reason: str, kept: tuple[int, int]
+) -> None:
+    with only(word, {(2, 2)}):
+        faulty = federation(tmp_path / "a").run()
+    without = federation(tmp_path / "b", faults={(2, 2): silent}).run()
+    assert faulty.strategy.history[1]["failures"] == [{"client": 2, "reason": reason}]
+    assert faulty.strategy.history[1]["trained"] == [0, 1, 3, 4]
+    assert same_tensors(faulty.strategy.state.to_tensors(), without.strategy.state.to_tensors())
+    assert states(faulty) == {**dict.fromkeys(range(NUM_CLIENTS), (2, 2)), 2: kept}
+
+
+def test_a_delay_is_slept(tmp_path: Path) -> None:
+    slept: list[float] = []
+    with only("seconds", {(1, 2)}), patch.object(faults.time, "sleep", slept.append):
+        found = federation(tmp_path).run()
+    assert [seconds for seconds in slept if seconds] == [1.5]
+    assert found.strategy.history[1]["failures"] == []
+
+
+def test_injected_faults_are_the_same_in_any_order_and_after_a_resume(tmp_path: Path) -> None:
+    keys: dict[str, Scalar] = {"injected": "drop=0.2,crash=0.2,corrupt=0.2,stale=0.2", "num_server_rounds": 4}
+    one = federation(tmp_path / "a", **keys).run()
+    other = federation(tmp_path / "b", order=5, **keys).run()
+    federation(tmp_path / "c", on_disk=True, **{**keys, "num_server_rounds": 2}).run()
+    resumed = federation(tmp_path / "c", on_disk=True, resume=True, **keys).run()
+    failures = [line["failures"] for line in one.strategy.history]
+    assert sum(map(len, failures)) >= 4
+    assert failures == [line["failures"] for line in other.strategy.history]
+    assert failures == [line["failures"] for line in resumed.strategy.history]
+    assert one.fingerprint == other.fingerprint == resumed.fingerprint
+
+
+def test_faults_are_off_and_said_when_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    federation(tmp_path / "a", num_server_rounds=1).run()
+    assert "faults are injected" not in caplog.text
+    federation(tmp_path / "b", num_server_rounds=1, injected="drop=0").run()
+    assert "faults are injected: drop=0" in caplog.text
+
+
+# Stop or go on ----------------------------------------------------------------------------------------------
+
+
+def test_stop_ends_the_run_at_the_first_failure_and_it_can_go_on(tmp_path: Path) -> None:
+    found = federation(
+        tmp_path / "a", faults={(3, 2): raises}, on_disk=True, num_server_rounds=3, failure_policy="stop"
+    )
+    with pytest.raises(RunEnded) as error:
+        found.run()
+    text = str(error.value)
+    assert text.startswith("round 2: client 3 failed: ZeroDivisionError: boom in the middle of the round")
+    assert "failure-policy is 'stop'. Rounds up to 1 are kept and can be resumed" in text
+    assert "\n" not in text
+    assert [line["round"] for line in found.strategy.run.rounds()] == [1]  # type: ignore[union-attr]
+    # The policy may change when the run goes on; what is repeated gives the same bits.
+    resumed = federation(tmp_path / "a", on_disk=True, resume=True, num_server_rounds=3).run()
+    assert resumed.fingerprint == federation(tmp_path / "b", num_server_rounds=3).run().fingerprint
+
+
+# Late answers -----------------------------------------------------------------------------------------------
+
+
+def prototypes(rows: dict[int, float]) -> Prototypes:
+    values, present = torch.zeros(4, 6), torch.zeros(4, dtype=torch.bool)
+    for label, value in rows.items():
+        values[label], present[label] = value, True
+    return Prototypes(values, present)
+
+
+class LateGrid(ScriptedGrid):
+    """A grid on which some answers come after the round: (client, round) -> the round in which they are there."""
+
+    def __init__(self, answers: Any, late: dict[tuple[int, int], int], num_clients: int = 3) -> None:
+        super().__init__(TASK, answers, num_clients)
+        self.late, self.round, self.held, self.asked = dict(late), 0, [], []  # type: ignore[var-annotated]
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+        sent = list(messages)
+        if sent and sent[0].metadata.message_type == "train":
+            self.round = int(str(sent[0].content[wire.CONFIG]["round"]))
+            self.asked.append([m.metadata.dst_node_id - 100 for m in sent])
+        found = []
+        for reply in super().send_and_receive(sent, timeout=timeout):
+            client = reply.metadata.src_node_id - 100
+            if (when := self.late.pop((client, self.round), None)) is None:
+                found.append(reply)
+            else:
+                self.held.append((when, reply))
+        return found
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        ids = set(message_ids)
+        here = [(w, r) for w, r in self.held if w <= self.round and r.metadata.reply_to_message_id in ids]
+        self.held = [item for item in self.held if item not in here]
+        return [reply for _, reply in here]
+
+
+def straggling(
+    late: dict[tuple[int, int], int], rounds: int, **keys: Scalar
+) -> tuple[MethodStrategy, LateGrid]:
+    """Client c sends c + 1 for class 0 (and client 2 for class 3), ten times as much a round later."""
+
+    def answer(client: int, server_round: int) -> RecordDict:
+        value = (client + 1.0) * 10.0 ** (server_round - 1)
+        report = wire.Report(10, 4, server_round, {"head": 2}, 0.5, round=server_round)
+        return reply_of(prototypes({0: value, 3: value} if client == 2 else {0: value}), report)
+
+    config = {"num-clients": 3, "num-server-rounds": rounds, "feature-dim": 6, "join-timeout": 0.2}
+    given = {key.replace("_", "-"): value for key, value in keys.items()}
+    strategy, grid = MethodStrategy(parse({**config, **given}, SECTIONS)), LateGrid(answer, late)
+    strategy.start(grid)  # type: ignore[arg-type]
+    return strategy, grid
+
+
+def test_a_late_answer_is_no_part_of_a_later_round(caplog: pytest.LogCaptureFixture) -> None:
+    strategy, grid = straggling({(2, 1): 1}, 2)  # there when round 2 begins
+    assert grid.asked == [[0, 1, 2], [0, 1, 2]]
+    first, second = strategy.history
+    assert first["trained"] == [0, 1]
+    assert first["failures"][0]["client"] == 2
+    assert second["late"] == [{"client": 2, "round": 1, "weight": 0.0, "reason": "a newer one came"}]
+    assert second["trained"] == [0, 1, 2]
+    assert float(strategy.state.broadcast.values[0, 0]) == 20.0  # (10 + 20 + 30)/3
+
+
+def test_a_client_that_owes_an_answer_is_not_asked_and_its_answer_left_out() -> None:
+    strategy, grid = straggling({(2, 1): 2}, 2)  # comes while round 2 is running
+    assert grid.asked == [[0, 1, 2], [0, 1]]
+    second = strategy.history[1]
+    assert second["failures"] == [{"client": 2, "reason": "still busy with round 1"}]
+    assert second["late"] == [{"client": 2, "round": 1, "weight": 0.0, "reason": "stale-weight is 0"}]
+    assert float(strategy.state.broadcast.values[0, 0]) == 15.0  # (10 + 20)/2
+    assert strategy.state.broadcast.present.tolist() == [True, False, False, False]
+
+
+@pytest.mark.parametrize(("rounds_late", "weight"), [(1, 0.5), (2, 0.25)])
+def test_with_a_stale_weight_it_counts_for_less(rounds_late: int, weight: float) -> None:
+    strategy, _ = straggling({(2, 1): 1 + rounds_late}, 1 + rounds_late, stale_weight=0.5)
+    line = strategy.history[-1]
+    assert line["late"] == [{"client": 2, "round": 1, "weight": weight, "reason": ""}]
+    assert line["trained"] == [0, 1]
+    a, b = 10.0**rounds_late, 2 * 10.0**rounds_late
+    expected = (a + b + weight * 3) / (2 + weight)
+    torch.testing.assert_close(strategy.state.broadcast.values[0], torch.full((6,), expected))
+    assert float(strategy.state.broadcast.values[3, 0]) == 3.0  # the only one that holds the class
+    assert line["ages"] == [0, -1, -1, rounds_late]
+    assert line["accuracy"]["head"]["clients"] == 2  # its scores are of another round
+
+
+def test_who_never_answers_is_asked_again_after_some_rounds() -> None:
+    strategy, grid = straggling({(2, 1): 99}, 2 + PATIENCE)
+    assert [2 in asked for asked in grid.asked] == [True] + [False] * (PATIENCE - 1) + [True] * 2
+    assert strategy.history[-1]["trained"] == [0, 1, 2]
+
+
+def test_a_late_answer_that_is_malformed_is_said_and_left_out() -> None:
+    def answer(client: int, server_round: int) -> RecordDict:
+        good = reply_of(prototypes({0: 1.0}))
+        if client == 2 and server_round == 1:
+            good["p"] = wire.sealed(b"rubbish")
+        return good
+
+    config = {"num-clients": 3, "num-server-rounds": 2, "feature-dim": 6, "stale-weight": 1.0}
+    strategy = MethodStrategy(parse(config, SECTIONS))
+    strategy.start(LateGrid(answer, {(2, 1): 2}))  # type: ignore[arg-type]
+    (item,) = strategy.history[1]["late"]
+    assert item["weight"] == 0
+    assert item["reason"].startswith("upload rejected: not a safetensors payload")
+
+
+def test_an_answer_with_an_earlier_upload_counts_with_a_stale_weight(tmp_path: Path) -> None:
+    with only("stale", {(2, 2)}):
+        found = federation(tmp_path, stale_weight=0.5).run()
+    second = found.strategy.history[1]
+    assert second["late"] == [{"client": 2, "round": 1, "weight": 0.5, "reason": ""}]
+    assert second["failures"] == []
+    assert second["trained"] == [0, 1, 3, 4]
+
+
+@pytest.mark.parametrize("method", ["fedtgp", "gfpl"])
+def test_a_method_that_is_no_sum_refuses_a_stale_weight(tmp_path: Path, method: str) -> None:
+    with pytest.raises(PbflError, match=r"stale-weight = 0\.5: .* is no sum, .*allowed is 0 \(off\)"):
+        federation(tmp_path, method, stale_weight=0.5).run()
+
+
+def test_a_straggler_trains_on_and_comes_back_in_its_own_round(tmp_path: Path) -> None:
+    """Late in round 1 with real clients: its work counts half in round 2, and it is asked again in round 3."""
+    found = federation(tmp_path, num_server_rounds=3, stale_weight=0.5)
+    found.grid.faults = {(4, 1): late(lambda: found.grid)}
+    pull = found.grid.pull_messages
+    calls: list[int] = []
+
+    def not_yet(ids: Iterable[str]) -> Iterable[Message]:
+        calls.append(1)
+        return [] if len(calls) < 2 else pull(ids)  # before round 2: nothing; after it, it is there
+
+    found.grid.pull_messages = not_yet  # type: ignore[method-assign]
+    found.run()
+    one, two, three = found.strategy.history
+    assert (one["trained"], two["trained"], three["trained"]) == ([0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3, 4])
+    assert two["late"] == [{"client": 4, "round": 1, "weight": 0.5, "reason": ""}]
+    assert states(found)[4] == (3, 2)
+
+
+# Nodes that go and come -------------------------------------------------------------------------------------
+
+
+def test_a_client_that_comes_back_on_another_node_goes_on(tmp_path: Path) -> None:
+    found = federation(tmp_path, num_server_rounds=3, faults={(1, 2): silent})
+    finish = MethodStrategy._finish_round
+
+    def finished(self: MethodStrategy, server_round: int) -> None:
+        finish(self, server_round)
+        if server_round == 2:  # its SuperNode was started again, without a key: Flower gives it another id
+            found.grid.nodes[1] = 99
+
+    with patch.object(MethodStrategy, "_finish_round", finished):
+        found.run()
+    assert found.strategy.history[2]["trained"] == [0, 1, 2, 3, 4]
+    assert found.strategy.roster.members[1].node == 99  # type: ignore[union-attr]
+    assert states(found)[1] == (3, 2)  # its own state, two participations
+
+
+def test_a_node_that_is_gone_is_named_and_not_asked(tmp_path: Path) -> None:
+    found = federation(tmp_path, num_server_rounds=3, faults={(1, 2): silent}, fraction_train=0.6)
+    nodes = list(found.grid.nodes)
+    finish = MethodStrategy._finish_round
+
+    def finished(self: MethodStrategy, server_round: int) -> None:
+        finish(self, server_round)
+        found.grid.nodes[:] = nodes if server_round != 2 else [*nodes[:1], -1, *nodes[2:]]
+
+    found.grid.faults |= {(1, number): silent for number in (1, 2)}
+    with (
+        patch.object(MethodStrategy, "_finish_round", finished),
+        patch.object(found.grid, "get_node_ids", lambda: [node for node in found.grid.nodes if node > 0]),
+    ):
+        found.run()
+    third = found.strategy.history[2]
+    assert third["failures"] == [{"client": 1, "reason": "its node is not connected"}]
+    assert len(third["trained"]) == 3  # 60 % of five, of those who are there
+    assert not any(client == 1 and number == 3 for client, number, _ in found.grid.asked)
+
+
+def test_a_second_node_of_a_living_client_is_not_asked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = federation(tmp_path, num_server_rounds=3, faults={(1, 1): raises})
+    finish = MethodStrategy._finish_round
+
+    def finished(self: MethodStrategy, server_round: int) -> None:
+        finish(self, server_round)
+        if server_round == 1:
+            found.grid.nodes.append(99)
+            found.grid.partitions.append(3)
+
+    with patch.object(MethodStrategy, "_finish_round", finished):
+        found.run()
+    first = found.grid.nodes[3]
+    assert f"a new node is not asked: client-id 3 is used by two nodes, {first} and 99" in caplog.text
+    assert found.strategy.history[2]["trained"] == [0, 1, 2, 3, 4]
+    assert states(found)[3] == (3, 3)
+
+
+# Ages, the best state ---------------------------------------------------------------------------------------
+
+
+def test_ages_by_hand() -> None:
+    assert aged(None, {1: 0}, 3) == [-1, 0, -1]
+    assert aged([-1, 0, 4], {0: 0}, 3) == [0, 1, 5]
+    assert aged([2, 0, 4], {0: 1}, 3) == [1, 1, 5]  # the latest upload of class 0 was a round late
+    assert aged(None, None, 3) is None
+    assert aged([0, 1, -1], None, 3) == [1, 2, -1]  # nobody sent anything
+
+
+def test_ages_are_in_the_history_and_survive_a_resume(tmp_path: Path) -> None:
+    # Classes 6 and 1, 3, 4 are held by one client (or one more); client 3 alone holds 6, nobody 9.
+    quiet = {(3, number): silent for number in (2, 3)}
+    federation(tmp_path, on_disk=True, faults=quiet, num_server_rounds=2).run()
+    resumed = federation(tmp_path, on_disk=True, faults=quiet, num_server_rounds=3, resume=True).run()
+    ages = [line["ages"] for line in resumed.strategy.run.rounds()]  # type: ignore[union-attr]
+    assert [line[6] for line in ages] == [0, 1, 2]
+    assert [line[9] for line in ages] == [-1, -1, -1]
+    assert [line[0] for line in ages] == [0, 0, 0]
+    assert bool(resumed.strategy.state.broadcast.present[6]), "it keeps its last prototype"
+
+
+def test_a_class_that_nobody_sends_for_ten_rounds_is_said_once() -> None:
+    def answer(client: int, server_round: int) -> RecordDict:
+        return reply_of(prototypes({0: 1.0, 2: 1.0} if server_round == 1 else {0: 1.0}))
+
+    config = {"num-clients": 1, "num-server-rounds": 13, "feature-dim": 6}
+    strategy = MethodStrategy(parse(config, SECTIONS))
+    strategy.start(ScriptedGrid(TASK, answer, 1))  # type: ignore[arg-type]
+    said = [(line["round"], note) for line in strategy.history for note in line["notes"]]
+    assert said == [(11, "nobody sent these classes for 10 rounds or more: 2")]
+    assert strategy.history[-1]["ages"] == [0, -1, 12, -1]
+
+
+@pytest.mark.parametrize("moment", ["after", "before"])
+def test_the_best_state_is_the_one_that_was_scored(tmp_path: Path, moment: str) -> None:
+    found = federation(tmp_path, on_disk=True, num_server_rounds=5, learning_rate=0.3, evaluate_moment=moment)
+    sent: dict[int, Any] = {}
+    ask = MethodStrategy._ask
+
+    def watching(self: MethodStrategy, kinds: Any, server_round: int, absent: Any) -> Any:
+        last = set(kinds.values()) == {"evaluate"}
+        sent[server_round + last] = self.state.to_tensors()
+        return ask(self, kinds, server_round, absent)
+
+    with patch.object(MethodStrategy, "_ask", watching):
+        found.run()
+    figures = {}
+    for line in found.strategy.history:
+        for entry, number in ((line, line["round"]), (line.get("final", {}), line["round"] + 1)):
+            if (scored := entry.get("accuracy", {}).get("global")) is not None:
+                figures[number] = scored["weighted"]
+    best = max(figures, key=lambda number: (figures[number], -number))
+    tensors, about = load_tensors(tmp_path / "run" / "best.safetensors")
+    assert float(about["accuracy"]) == pytest.approx(figures[best], abs=1e-6)
+    assert about["predictor"] == "global"
+    assert same_tensors(tensors, sent[best])
+
+
+# Disks ------------------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_is_one_clear_line_and_nothing_is_lost(tmp_path: Path) -> None:
+    """Client 2's disk is full in round 2: an error, the state of round 1; then it has room again and goes on."""
+    found = federation(tmp_path / "a", num_server_rounds=3)
+    write, during = store.write_atomically, {"round": 0}
+    finish = MethodStrategy._finish_round
+
+    def finished(self: MethodStrategy, server_round: int) -> None:
+        finish(self, server_round)
+        if server_round == 2:
+            after.append(states(found)[2])
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    def writing(path: Path, data: bytes) -> None:
+        during["round"] += path.name == "client-00002.safetensors"
+        if path.name == "client-00002.safetensors" and during["round"] == 2:
+            with patch.object(os, "fsync", full):
+                write(path, data)
+        else:
+            write(path, data)
+
+    after: list[Any] = []
+    with (
+        patch.object(store, "write_atomically", writing),
+        patch.object(MethodStrategy, "_finish_round", finished),
+    ):
+        found.run()
+    (failure,) = found.strategy.history[1]["failures"]
+    assert failure["client"] == 2
+    assert failure["reason"].endswith(
+        "client-00002.safetensors cannot be written (No space left on device); what it held before is kept"
+    )
+    assert "\n" not in failure["reason"]
+    assert after == [(1, 1)]
+    # From then on all is as if it had not been reached in round 2.
+    without = federation(tmp_path / "b", num_server_rounds=3, faults={(2, 2): silent}).run()
+    assert same_tensors(found.strategy.state.to_tensors(), without.strategy.state.to_tensors())
+    assert states(found) == states(without)
+    assert not list((tmp_path / "a").rglob("*.tmp"))
+
+
+@pytest.mark.parametrize("name", ["rounds.jsonl", "checkpoint.safetensors", "best.safetensors"])
+def test_a_full_disk_of_the_server_ends_the_run_which_can_be_resumed(tmp_path: Path, name: str) -> None:
+    whole = federation(tmp_path / "b", on_disk=True).run()
+    found = federation(tmp_path / "a", on_disk=True)
+    fsync, rounds = os.fsync, {"seen": 0}
+
+    def full(descriptor: int) -> None:
+        if name in os.readlink(f"/proc/self/fd/{descriptor}"):
+            rounds["seen"] += 1
+            if rounds["seen"] == 2 or name == "best.safetensors":
+                raise OSError(28, "No space left on device")
+        fsync(descriptor)
+
+    if not Path("/proc/self/fd").exists():
+        pytest.skip("reads /proc")
+    with (
+        patch.object(os, "fsync", full),
+        pytest.raises(PbflError, match=rf"{name} cannot be written \(No sp"),
+    ):
+        found.run()
+    resumed = federation(tmp_path / "a", on_disk=True, resume=True).run()
+    assert resumed.fingerprint == whole.fingerprint
+
+
+# The server is killed ---------------------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """The process ends here; no handler of ours runs in its stead."""
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "at"),
+    [
+        (
+            MethodStrategy,
+            "aggregate_train",
+            2,
+        ),  # the clients have trained round 2, the server knows nothing of it
+        (MethodStrategy, "_finish_round", 2),
+        (RunDirectory, "save_best", 1),
+        (RunDirectory, "save_checkpoint", 2),  # the history is a round ahead of the checkpoint
+        (MethodStrategy, "configure_train", 3),
+        (MethodStrategy, "aggregate_evaluate", 1),
+    ],
+)
+def test_a_killed_server_goes_on_bit_for_bit(tmp_path: Path, owner: Any, name: str, at: int) -> None:
+    keys: dict[str, Scalar] = {"num_server_rounds": 3, "momentum": 0.5, "optimizer_state": "kept"}
+    if name == "aggregate_evaluate":
+        keys["evaluate_moment"] = "before"
+    whole = federation(tmp_path / "a", on_disk=True, **keys).run()
+    calls, trained = {"seen": 0}, []
+    real, update = getattr(owner, name), Pipeline.local_update
+
+    def killed(*args: Any, **given: Any) -> Any:
+        calls["seen"] += 1
+        if calls["seen"] == at:
+            raise Killed
+        return real(*args, **given)
+
+    def counting(self: Pipeline, client: Any, down: Any) -> Any:
+        trained.append((client.id, client.round))
+        return update(self, client, down)
+
+    with patch.object(Pipeline, "local_update", counting):
+        with patch.object(owner, name, killed), pytest.raises(Killed):
+            federation(tmp_path / "b", on_disk=True, **keys).run()
+        resumed = federation(tmp_path / "b", on_disk=True, resume=True, **keys).run()
+
+    assert len(trained) == len(set(trained)) == 3 * NUM_CLIENTS, "nobody trains for a round twice"
+    assert resumed.fingerprint == whole.fingerprint
+    for file in ("checkpoint.safetensors", "prototypes.safetensors", "best.safetensors"):
+        ours, theirs = (load_tensors(tmp_path / run / "run" / file)[0] for run in "ab")
+        assert same_tensors(ours, theirs), file
+    assert states(resumed) == states(whole)
+    volatile = ("seconds", "peak_mb")
+    ours, theirs = (
+        [{k: v for k, v in line.items() if k not in volatile} for line in found.strategy.run.rounds()]  # type: ignore[union-attr]
+        for found in (resumed, whole)
+    )
+    assert ours == theirs
+
+
+def test_two_processes_of_one_client_take_turns(tmp_path: Path) -> None:
+    """A SuperNode that still works for a run that was killed, and the one that resumes it: the file is held."""
+    found = federation(tmp_path, num_server_rounds=1)
+    held: list[bool] = []
+    trained = client_module._trained
+
+    def watching(opened: Any, message: Message) -> Message:
+        lock = opened.store.alone()
+        with pytest.raises(Timeout):
+            lock.acquire(timeout=0)
+        held.append(True)
+        return trained(opened, message)
+
+    with patch.object(client_module, "_trained", watching):
+        found.run()
+    assert held == [True] * NUM_CLIENTS
