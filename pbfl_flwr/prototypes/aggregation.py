@@ -227,16 +227,17 @@ class _Sum:
     def _add(self, upload: Prototypes, share: float, counts: Tensor | None) -> None:
         _check_shape(upload, self.rows.shape)
         present = upload.present.cpu()
-        weights = present.to(torch.float64) * share
-        if counts is not None:
-            weights *= counts.cpu()
-        if bool(present.all()) and counts is None and share == 1.0:  # the fast way, the same bits
+        if counts is None and share == 1.0 and bool(present.all()):  # the fast way, the same bits
             self.rows += upload.values.cpu()
+            self.weights += 1
         else:
+            weights = present.to(torch.float64) * share
+            if counts is not None:
+                weights *= counts.cpu()
             labels = present.nonzero().flatten()
             rows = upload.values.cpu().index_select(0, labels).to(torch.float64)
             self.rows.index_add_(0, labels, rows.mul_(weights[labels].unsqueeze(1)))
-        self.weights += weights
+            self.weights += weights
         self.holders += present
         if upload.num_examples is not None:
             self.examples += share * upload.num_examples

@@ -271,6 +271,7 @@ class ScriptedGrid:
     def __init__(self, task: Task, answers: Script, num_clients: int = 4) -> None:
         self.task, self.answers, self.num_clients = task, answers, num_clients
         self._sent = 0
+        self._unanswered: list[Message] = []
 
     def get_node_ids(self) -> Iterable[int]:
         return range(100, 100 + self.num_clients)
@@ -292,7 +293,14 @@ class ScriptedGrid:
                 answer.metadata.__dict__["_reply_to_message_id"] = message.metadata.message_id
             if answer is not None:
                 replies.append(answer)
+            else:
+                self._unanswered.append(message)
         return replies[::-1]
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        """Flower's own word for what will not come."""
+        asked = [m for m in self._unanswered if m.metadata.message_id in set(message_ids)]
+        return [Message(Error(code=5, reason="its node is unavailable"), reply_to=m) for m in asked]
 
 
 def hello(client: int, task: Task) -> dict[str, Any]:
