@@ -343,7 +343,7 @@ def _held_back(outcome: Outcome) -> list[str]:
 
 
 def _clipped(outcome: Outcome) -> list[str]:
-    found = [(outcome.reports[client].metrics or {}).get("secure-clipped", 0) for client in outcome.uploads]
+    found = [(outcome.reports[client].metrics or {}).get("secure-clipped", 0) for client in outcome.trained]
     return [f"{sum(found):.0f} entries of uploads were clipped to ±secure-range"] if any(found) else []
 
 
