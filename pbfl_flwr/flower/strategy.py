@@ -117,7 +117,8 @@ class MethodStrategy(Strategy):
             raise PbflError(f"sinks = '{run.sinks}': they need a run directory, this strategy has none")
         previous = self._previous()
         known = {m["name"]: m["client"] for m in (previous or {}).get("clients", []) if m.get("name")}
-        self.roster = meet(grid, run.num_clients, self.experiment, run.round_timeout, run.join_timeout, known)
+        hello = max(run.round_timeout, run.join_timeout)  # its first message finds a client process starting
+        self.roster = meet(grid, run.num_clients, self.experiment, hello, run.join_timeout, known)
         task = self.roster.task
         self.method.check(task, self.roster.architectures)
         if run.stale_weight > 0 and (self._secure is not None or not self.method.streams()):
@@ -273,7 +274,7 @@ class MethodStrategy(Strategy):
         run, online = self.settings.run, set(grid.get_node_ids())
         before = self.roster
         self.roster, refused = welcome_back(
-            grid, before, online, self._failed, self.experiment, min(run.round_timeout, GREETING_SECONDS)
+            grid, before, online, self._failed, self.experiment, min(run.join_timeout, GREETING_SECONDS)
         )
         for reason in sorted(set(refused) - self._refused):
             log(WARNING, "round %s: a new node is not asked: %s", server_round, reason)
