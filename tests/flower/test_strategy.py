@@ -576,6 +576,7 @@ def test_an_older_round_than_the_clients_own_is_refused(tmp_path: Path) -> None:
         message.content[wire.CONFIG] = ConfigRecord(
             {**message.content.config_records[wire.CONFIG], "round": 1}
         )
+        grid.faults.clear()  # the grid tells rounds by the message's group, which stays the same
         return grid._ask(message) or message
 
     found = federation(tmp_path, faults={(0, 2): backwards})
