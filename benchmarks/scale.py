@@ -1,0 +1,129 @@
+"""A round against the number of clients and of workers, through ``pbfl run``.
+
+    python benchmarks/scale.py clients [--counts 20,100,1000] [--fraction 1.0] [--rounds 3] [--out scale.json]
+    python benchmarks/scale.py workers [--counts 1,2] [--clients 20] [--rounds 3]
+
+FedProto with cnn4 on Fashion-MNIST. ``clients`` deals the same 7,000 samples to more and more clients, so that what
+grows is the cost of a client and not of a sample. Medians over the rounds after the first; memory is the largest
+resident set of a worker and of the server process, from /proc, hence Linux.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+
+def resident_mb(root: int) -> dict[str, float]:
+    """Return process name -> resident megabytes of the largest process of that name below ``root``."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parents[int(entry.name)] = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            except OSError:
+                continue  # it has just ended
+    below = {root}
+    while more := {pid for pid, parent in parents.items() if parent in below} - below:
+        below |= more
+    found: dict[str, float] = {}
+    for pid in below:
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().split()
+            pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        except OSError:
+            continue
+        name = next((word.rsplit("/", 1)[-1] for word in words if "flwr-" in word or "ray::" in word), "")
+        if name:
+            found[name] = max(found.get(name, 0.0), pages * 4096 / 2**20)
+    return found
+
+
+def run(folder: Path, clients: int, rounds: int, *options: str) -> dict[str, Any]:
+    """Return what a run took."""
+    command = [sys.executable, "-m", "pbfl_flwr.cli", "run", "--run-dir", str(folder), *options]
+    for key, value in {
+        "dataset": "fashion-mnist",
+        "max-samples": 7000,
+        "models": "cnn4",
+        "partition": "iid",
+        "num-clients": clients,
+        "num-server-rounds": rounds,
+    }.items():
+        command += ["--set", f"{key}={value}"]
+    peak: dict[str, float] = {}
+    begin = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    while process.poll() is None:
+        for name, size in resident_mb(process.pid).items():
+            peak[name] = max(peak.get(name, 0.0), size)
+        time.sleep(1)
+    if process.returncode:
+        raise SystemExit(process.returncode)
+    lines = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
+    later = lines[1:] or lines
+    trained = median(len(line["trained"]) for line in later)
+    seconds = median(line["seconds"]["total"] for line in later)
+    busy = median(sum(line["seconds"]["clients"].values()) for line in later)
+    return {
+        "clients": clients,
+        "trained a round": trained,
+        "s a round": seconds,
+        "ms a client": 1000 * seconds / trained,
+        "worker s a round": busy,
+        "command s": time.perf_counter() - begin,
+        "worker MB": max((size for name, size in peak.items() if "ray::" in name), default=0.0),
+        "server MB": peak.get("flwr-simulation", 0.0),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("axis", choices=["clients", "workers"])
+    parser.add_argument("--counts", default="")
+    parser.add_argument("--clients", type=int, default=20)
+    parser.add_argument("--fraction", type=float, default=1.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    chosen = parser.parse_args()
+    counts = [
+        int(count)
+        for count in (chosen.counts or ("20,100,1000" if chosen.axis == "clients" else "1,2")).split(",")
+    ]
+    found: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for count in counts:
+            clients = count if chosen.axis == "clients" else chosen.clients
+            options = ["--set", f"fraction-train={chosen.fraction}", "--set", "fraction-evaluate=0.0"]
+            if chosen.axis == "workers":
+                options += ["--workers", str(count)]
+            row = {
+                "workers": count if chosen.axis == "workers" else "all",
+                **run(Path(scratch) / str(count), clients, chosen.rounds, *options),
+            }
+            if not found:
+                print("".join(f"{key:>18}" for key in row))
+            found.append(row)
+            print(
+                "".join(
+                    f"{value:>18.1f}" if isinstance(value, float) else f"{value:>18}"
+                    for value in row.values()
+                ),
+                flush=True,
+            )
+    if chosen.out:
+        chosen.out.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
