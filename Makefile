@@ -1,5 +1,6 @@
 # make run   the main job: FedProto, 20 clients, four architectures, handwritten digits, 20 rounds
 # make test  format, lint, types and tests
+# make docs  the documentation as a site in docs/_build/html; fails on a link that leads nowhere
 # Needs Python 3.11 or newer and make; everything else goes into .venv.
 
 PYTHON ?= python3
@@ -7,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install run test lint format clean
+.PHONY: install run test lint format docs clean
 
 install: $(STAMP)
 
@@ -32,6 +33,10 @@ format: install
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+docs: install
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -e '.[docs]'
+	$(BIN)/sphinx-build -q -W --keep-going -b html docs docs/_build/html
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist
+	rm -rf $(VENV) docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
