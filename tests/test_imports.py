@@ -101,7 +101,7 @@ def test_an_upward_import_would_be_found(tmp_path: Path) -> None:
 
 def test_a_client_process_starts_without_what_it_may_not_need() -> None:
     """On a device every message has a new process, and these take it from seconds to tens of seconds."""
-    heavy = ("matplotlib", "ray", "sklearn", "torchvision")
+    heavy = ("matplotlib", "ray", "scipy", "sklearn", "torchvision")
     asked = f"import sys, client_app.app; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", asked], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True

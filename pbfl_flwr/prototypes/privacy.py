@@ -37,8 +37,6 @@ from typing import Literal
 
 import numpy as np
 import torch
-from scipy.optimize import brentq
-from scipy.special import log_ndtr, ndtr, ndtri
 from torch import Tensor
 
 from pbfl_flwr.config import PrivacySettings
@@ -103,6 +101,8 @@ def sensitivity(
 
 def delta_of(epsilon: float, mu: float) -> float:
     """Return δ(ε) of a Gaussian mechanism with Δ/σ = μ."""
+    from scipy.special import log_ndtr, ndtr
+
     shifted = log_ndtr(-epsilon / mu - mu / 2)  # e^ε alone would overflow
     return float(ndtr(-epsilon / mu + mu / 2) - math.exp(min(0.0, epsilon + float(shifted))))
 
@@ -115,6 +115,8 @@ def epsilon_of(noise: float, releases: int, delta: float) -> float:
         releases: T.
         delta: δ.
     """
+    from scipy.optimize import brentq
+
     if not releases:
         return 0.0
     mu = math.sqrt(releases) / noise
@@ -133,6 +135,8 @@ def gaussian(rows: int, width: int, generator: torch.Generator | None = None) ->
     """
     if generator is not None:
         return torch.randn(rows, width, generator=generator, dtype=torch.float64)
+    from scipy.special import ndtri
+
     words = np.frombuffer(os.urandom(4 * rows * width * 8), dtype=np.uint64).reshape(4, rows, width)
     uniform = ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53  # within (0, 1)
     return torch.from_numpy(ndtri(uniform).sum(0) / 2)
