@@ -9,15 +9,17 @@ from unittest.mock import patch
 import pytest
 import torch
 from filelock import Timeout
-from flwr.app import Message, RecordDict
+from flwr.app import ConfigRecord, Message, RecordDict
 
 from pbfl_flwr.config import FaultRates, Scalar, parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import client as client_module
 from pbfl_flwr.flower import faults, store, wire
+from pbfl_flwr.flower import roster as roster_module
 from pbfl_flwr.flower.books import aged
 from pbfl_flwr.flower.history import RunDirectory
 from pbfl_flwr.flower.late import PATIENCE
+from pbfl_flwr.flower.roster import Member, agreed, welcome_back
 from pbfl_flwr.flower.store import load_tensors
 from pbfl_flwr.flower.strategy import MethodStrategy, RunEnded
 from pbfl_flwr.methods import SECTIONS
@@ -29,6 +31,7 @@ from tests.flower.inprocess import (
     Federation,
     ScriptedGrid,
     federation,
+    hello,
     late,
     raises,
     reply_of,
@@ -593,3 +596,18 @@ def test_two_processes_of_one_client_take_turns(tmp_path: Path) -> None:
     with patch.object(client_module, "_trained", watching):
         found.run()
     assert held == [True] * NUM_CLIENTS
+
+
+def test_a_client_that_comes_back_as_another_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def member(client: int, node: int, **said: Any) -> Member:
+        return Member.from_reply(node, ConfigRecord({**hello(client, TASK), **said}))
+
+    before = agreed([member(0, 11), member(1, 12)])
+    came = [member(1, 22, architecture="resnet4"), member(5, 23)]
+    monkeypatch.setattr(roster_module, "_greet", lambda *arguments: (came, []))
+    after, refused = welcome_back(None, before, {11, 22, 23}, {1}, "e", 1.0)  # type: ignore[arg-type]
+    assert after == before
+    assert refused == [
+        "client 1 came back with another architecture: resnet4, it had cnn4",
+        "client-id 5 on node 23 is none of this run",
+    ]
