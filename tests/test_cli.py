@@ -189,6 +189,8 @@ def write_run(path: Path, rounds: list[dict[str, Any]], **changes: Any) -> Path:
         "task": {"num_classes": 3, "feature_dim": 4, "input_shape": [1, 16, 16]},
         "labels": ["a", "b", "c"],
         "architecture": "cnn4",
+        "configured_data": True,
+        "simulated": True,
         "parameters": [50, 15],
         "device": "cpu",
         "num_train": 6,
@@ -249,6 +251,25 @@ def test_show_where_clients_are_scored_before_training() -> None:
     head = tables.scores(rounds)["head"]
     assert (head.last[0], head.last[1]["weighted"]) == (3, 0.375)
     assert (head.best[0], head.best[1]["weighted"]) == (1, 0.5)
+
+
+def test_the_title_says_what_devices_brought() -> None:
+    config = {
+        **{"method": "fedproto", "dataset": "digits", "partition": "dirichlet", "dirichlet-alpha": 0.1},
+        **{"models": "small-4", "num-clients": 2, "feature-dim": 64, "protocol": "clean", "seed": 0},
+    }
+    device = {"configured_data": False, "simulated": False, "architecture": "cnn2"}
+    about = {
+        "configuration": config,
+        "moment": "after",
+        "clients": [device, {**device, "architecture": "mlp5"}],
+    }
+    assert "fedproto on the clients' own data, 2 clients, models cnn2, mlp5, d = 64" in tables.settings_line(
+        about, 3
+    )
+    virtual = {"configured_data": True, "simulated": True, "architecture": "cnn4"}
+    simulated = tables.settings_line({**about, "clients": [virtual]}, 3)
+    assert "fedproto on digits, dirichlet(0.1), 2 clients, models small-4, d = 64" in simulated
 
 
 def test_show_says_how_an_unfinished_run_ended(tmp_path: Path) -> None:

@@ -118,9 +118,16 @@ def settings_line(about: Mapping[str, Any], num_rounds: int) -> str:
         "pathological": f"({config['classes-per-client']} classes)",
         "way-shot": f"({config['ways']} ways, {config['shots']} shots)",
     }.get(config["partition"], "")
+    members = about["clients"]
+    data = f"{config['dataset']}, {config['partition']}{detail}"
+    if not any(member["configured_data"] for member in members):
+        data = "the clients' own data"
+    models = config["models"]
+    if not all(member["simulated"] for member in members):  # a device may have named another one
+        models = ", ".join(dict.fromkeys(member["architecture"] for member in members))
     return (
-        f"{config['method']} on {config['dataset']}, {config['partition']}{detail}, {config['num-clients']} clients, "
-        f"models {config['models']}, d = {config['feature-dim']}, {num_rounds} rounds, "
+        f"{config['method']} on {data}, {config['num-clients']} clients, "
+        f"models {models}, d = {config['feature-dim']}, {num_rounds} rounds, "
         f"protocol {config['protocol']}, seed {config['seed']}, scored {about['moment']} local training"
     )
 

@@ -155,7 +155,7 @@ def _hello(message: Message, context: Context, source: _Source) -> Message:
         {
             "client": identity.client,
             "simulated": identity.simulated,
-            "configured-data": source.data is _configured_data,
+            "configured-data": source.data is _configured_data and not identity.own_data,
             "num-classes": task.num_classes,
             "feature-dim": task.feature_dim,
             "input-shape": list(task.input_shape),

@@ -37,7 +37,7 @@ class Member:
         client, node: its number 0..M-1, and the id of the node that it runs on.
         name: of a device that has one; then the server gives the number, and -1 stands until it has.
         simulated: whether it is one of the simulation's virtual nodes.
-        configured_data: whether it takes the configured dataset and partition, not an app's own data.
+        configured_data: whether it takes the configured dataset and partition, not its own data or an app's.
         task, labels: K, d, input shape and the names of the classes.
         columns: hash of the names of the features, nothing where they have no names.
         architecture, parameters: its network, and (body, head) parameters of it.
