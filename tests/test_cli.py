@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from pbfl_flwr.cli import app
-from pbfl_flwr.config import parse
+from pbfl_flwr.config import Settings, parse
 from pbfl_flwr.data import DATASETS
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import configuration, tables
@@ -190,7 +190,6 @@ def write_run(path: Path, rounds: list[dict[str, Any]], **changes: Any) -> Path:
         "labels": ["a", "b", "c"],
         "architecture": "cnn4",
         "configured_data": True,
-        "simulated": True,
         "parameters": [50, 15],
         "device": "cpu",
         "num_train": 6,
@@ -254,10 +253,7 @@ def test_show_where_clients_are_scored_before_training() -> None:
 
 
 def test_the_title_says_what_devices_brought() -> None:
-    config = {
-        **{"method": "fedproto", "dataset": "digits", "partition": "dirichlet", "dirichlet-alpha": 0.1},
-        **{"models": "small-4", "num-clients": 2, "feature-dim": 64, "protocol": "clean", "seed": 0},
-    }
+    config = Settings().as_dict() | {"num-clients": 2, "feature-dim": 64}
     device = {"configured_data": False, "simulated": False, "architecture": "cnn2"}
     about = {
         "configuration": config,
