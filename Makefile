@@ -1,5 +1,6 @@
 # make run   the main job: FedProto, 20 clients, four architectures, handwritten digits, 20 rounds
 # make test  format, lint, types and tests
+# make test-long  two more tests of killed processes that wait minutes for Flower
 # make docs  the documentation as a site in docs/_build/html; fails on a link that leads nowhere
 # Needs Python 3.11 or newer and make; everything else goes into .venv.
 
@@ -8,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install run test lint format docs clean
+.PHONY: install run test test-long lint format docs clean
 
 install: $(STAMP)
 
@@ -23,6 +24,9 @@ run: install
 
 test: lint
 	$(BIN)/python -m pytest
+
+test-long: install
+	$(BIN)/python -m pytest -m long
 
 lint: install
 	$(BIN)/ruff format --check .

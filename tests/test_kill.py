@@ -116,7 +116,13 @@ def same_results(run_dir: Path, expected: MethodStrategy) -> None:
             assert line[key] == twin[key], (line["round"], key)
 
 
-@pytest.mark.parametrize("secure", [False, True], ids=["another-node-id", "registered-key"])
+@pytest.mark.parametrize(
+    "secure",
+    [
+        pytest.param(False, id="another-node-id"),
+        pytest.param(True, id="registered-key", marks=pytest.mark.long),
+    ],
+)
 def test_a_killed_supernode_comes_back_with_its_state(place: Path, secure: bool) -> None:
     """Killed in round 2 and started again; then the file of another client is damaged."""
     rounds = 6 if secure else 4  # Flower refuses a known key until it has noticed the death, a minute later
@@ -174,7 +180,7 @@ def test_a_killed_supernode_comes_back_with_its_state(place: Path, secure: bool)
     same_results(run_dir, reference(place / "again", brought, faults, rounds))
 
 
-@pytest.mark.parametrize("victim", ["serverapp", "superlink"])
+@pytest.mark.parametrize("victim", ["serverapp", pytest.param("superlink", marks=pytest.mark.long)])
 def test_a_killed_server_goes_on_where_it_was(place: Path, victim: str) -> None:
     run_dir, brought = place / "run", devices(place)
     nodes = complete(brought, 3, run_dir / "clients")
