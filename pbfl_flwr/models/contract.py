@@ -57,7 +57,7 @@ class SplitModel(nn.Module):
             for stage in self.stages:
                 inputs = stage(inputs)
             features: Tensor = self.neck(inputs)
-        return features.to(kind)
+        return features if self.reduced is None else features.to(kind)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the logits, (B, K)."""
