@@ -309,7 +309,7 @@ def test_the_pull_moves_the_extractor_from_the_first_broadcast_on() -> None:
     nobody = Prototypes.empty(3, 8)
     everybody = Prototypes(torch.ones(3, 8), torch.ones(3, dtype=torch.bool))
     first, _ = pulled(nobody, 10.0)
-    assert set(first) == {"loss.ce"}
+    assert {name for name in first if name.startswith("loss.")} == {"loss.ce"}
     found = {weight: pulled(everybody, weight) for weight in (0.0, 1.0, 10.0)}
     assert found[0.0][0]["loss.pull"] == 0
     assert found[1.0][0]["loss.pull"] > 0
