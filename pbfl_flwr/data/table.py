@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -168,8 +168,8 @@ def _numbers(
 def _float(cell: object) -> float:
     """Return the number in a cell as a float32 can hold it, NaN if there is none."""
     try:
-        value = float(cell)  # type: ignore[arg-type]
-    except (ValueError, TypeError):
+        value = float(cell) if isinstance(cell, str | SupportsFloat) else math.nan
+    except (ValueError, TypeError):  # NumPy's dates have __float__ and refuse
         return math.nan
     return value if abs(value) <= float(np.finfo(np.float32).max) else math.nan
 

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,7 +75,7 @@ def connection(name: str, address: str, ca: Path | None) -> str:
     return f'[superlink]\ndefault = "{name}"\n\n[superlink.{name}]\naddress = "{address}"\n{trust}\n'
 
 
-class Link:
+class Link(ABC):
     """A SuperLink of one's own with its SuperExec, as a context manager.
 
     Args:
@@ -103,7 +104,8 @@ class Link:
         # Not in the run directory: Ray's sockets lie below it and their paths may have about 100 characters.
         self._scratch = Path(tempfile.mkdtemp(prefix="pbfl-", dir="/tmp" if os.name == "posix" else None))
         self._processes = Processes(self._scratch)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.push(self)
             for name in ("home", "empty", "ray"):
                 (self._scratch / name).mkdir()
             self._prepare()
@@ -112,9 +114,7 @@ class Link:
                     f"Flower's SuperLink did not start; the last lines of {self.log}:\n{self.tail()}"
                 )
             self._complete()
-        except BaseException:
-            self.__exit__(None, None, None)
-            raise
+            undo.pop_all()  # from here on the caller's with statement ends it
         return self
 
     def __exit__(
@@ -159,15 +159,17 @@ class Link:
 
     # Processes ----------------------------------------------------------------------------------------------
 
+    @abstractmethod
     def _prepare(self) -> None:
         """Make what the SuperLink needs before it starts."""
 
+    @abstractmethod
     def _complete(self) -> None:
         """Start what belongs to the SuperLink, once it answers."""
 
+    @abstractmethod
     def _options(self, address: str) -> list[str]:
         """Return the SuperLink's options of its kind; ``address`` is its Control API's."""
-        raise NotImplementedError
 
     @property
     def _ca(self) -> Path | None:
@@ -295,3 +297,9 @@ class Engine(Link):
 
     def _options(self, address: str) -> list[str]:
         return ["--insecure", "--simulation"]
+
+    def _prepare(self) -> None:
+        """Without TLS and keys nothing is needed."""
+
+    def _complete(self) -> None:
+        """The engine makes its own nodes."""

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pbfl_flwr.allocator import keep_freed_memory
 from pbfl_flwr.models import MODELS, arrange, build_model
 from pbfl_flwr.models.arrangement import FEW_PIXELS, DepthwiseConv2d, PointwiseConv2d
 from pbfl_flwr.task import Task
@@ -108,10 +107,6 @@ def test_contiguous_leaves_a_network_as_it_was_built() -> None:
     model = arrange(build_model("mobilenet-v2", TASK, 0), "contiguous")
     assert not replaced(model)
     assert next(model.parameters()).is_contiguous()
-
-
-def test_the_allocator_says_what_it_did() -> None:
-    assert keep_freed_memory() is keep_freed_memory()
 
 
 @pytest.mark.parametrize("name", ["cnn4", "mobilenet-v2", "mlp5"])
