@@ -63,6 +63,33 @@ def test_every_method_is_in_the_comparison_of_all_of_them() -> None:
     assert checked("all-methods-fashion-mnist") == set(METHODS)
 
 
+def test_runs_of_another_comparison_take_other_common_keys(tmp_path: Path) -> None:
+    path = tmp_path / "other.toml"
+    path.write_text('title = "Other"\nruns-of = "prototype-family-cifar10"\n[common]\ndataset = "digits"\n')
+    title, runs = compare.read(str(path))
+    assert title == "Other"
+    assert runs["TinyProto-FT"] == {"dataset": "digits", "method": "tinyproto", "tinyproto.base": "fedtgp"}
+    assert [*runs] == [*compare.read("prototype-family-cifar10")[1]]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('runs-of = "all-methods-cifar10"', "which has no runs of its own"),
+        ('runs-of = "prototype-family-cifar10"\n[runs.A]\nmethod = "local"', "allowed is one of the two"),
+        ('runs-of = "nothing"', "nothing"),
+        ("[common]", "no [runs.<label>] table"),
+    ],
+)
+def test_runs_of_that_cannot_be_is_one_line(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_text(text)
+    with pytest.raises(PbflError) as error:
+        compare.read(str(path))
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
 def test_every_method_for_different_architectures_is_in_theirs() -> None:
     different = {
         name for name in METHODS if not build_method(parse({"method": name}, SECTIONS)).same_architecture

@@ -12,6 +12,8 @@ A comparison is a TOML file: what all runs share, and a table a run with what it
     [runs.TinyProto-FT]
     method = "tinyproto"
     tinyproto.base = "fedtgp"
+
+``runs-of = "<another comparison>"`` instead of the tables takes that one's runs, without what they have in common.
 """
 
 from __future__ import annotations
@@ -76,16 +78,28 @@ def read(name: str) -> tuple[str, dict[str, dict[str, Scalar]]]:
         PbflError: if there is none, or it is not of the form above.
     """
     found = configuration.read_toml("comparison", name, FOLDER)
-    if unknown := set(found) - {"title", "common", "runs"}:
+    if unknown := set(found) - {"title", "common", "runs", "runs-of"}:
         raise PbflError(
-            f"comparison '{name}': unknown part '{min(unknown)}'; allowed are title, common and runs"
+            f"comparison '{name}': unknown part '{min(unknown)}'; allowed are title, common, runs and runs-of"
         )
-    if not found.get("runs"):
+    if "runs" in found and "runs-of" in found:
+        raise PbflError(f"comparison '{name}': it has runs and runs-of; allowed is one of the two")
+    other = found.get("runs-of")
+    runs = found.get("runs") if other is None else _runs_of(str(other), name)
+    if not runs:
         raise PbflError(f"comparison '{name}': it has no [runs.<label>] table")
     common = configuration.flatten(found.get("common", {}))
     return str(found.get("title", name)), {
-        label: {**common, **configuration.flatten(keys)} for label, keys in found["runs"].items()
+        label: {**common, **configuration.flatten(keys)} for label, keys in runs.items()
     }
+
+
+def _runs_of(other: str, name: str) -> dict[str, Any]:
+    """Return the tables of the runs of another comparison, which must have its own."""
+    runs = configuration.read_toml("comparison", other, FOLDER).get("runs")
+    if not runs:
+        raise PbflError(f"comparison '{name}': runs-of = '{other}', which has no runs of its own")
+    return dict(runs)
 
 
 def plan(
