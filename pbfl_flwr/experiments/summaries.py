@@ -68,28 +68,32 @@ def summary_sheet(groups: Sequence[Group], title: str = "Accuracy and fairness")
 
 def paired_sheet(groups: Sequence[Group], title: str = "Paired comparison") -> Sheet:
     """Return the comparison of every pair of groups on the same partition: over clients, and over seeds."""
-    rows: list[tuple[str, str, Paired]] = []
+    rows: list[tuple[str, str, Paired, str]] = []
     told: dict[str, list[str]] = {}
-    for one, other in combinations(groups, 2):
+    pairs = list(combinations(groups, 2))
+    for one, other in pairs:
         label = f"{one.label} − {other.label}"
         if not same_data(one.first, other.first):
             told.setdefault("Not the same data on the same clients, so not compared", []).append(label)
             continue
-        if one.first.headline != other.first.headline:
-            told.setdefault("Different headline predictors", []).append(label)
+        predictors = (one.first.headline, other.first.headline)
+        odd = "" if len({*predictors}) == 1 else " against ".join(predictors)
         seeds = sorted(set(one.by_seed()) & set(other.by_seed()))
         first, second = mean_over_seeds(one, seeds), mean_over_seeds(other, seeds)
         if clients := sorted(set(first) & set(second)):
             found = paired([first[client] for client in clients], [second[client] for client in clients])
-            rows.append((label, "clients", found))
+            rows.append((label, "clients", found, odd))
         if len(seeds) > 1 and _scored(one) and _scored(other):
             last = [[_last(group, seed) for seed in seeds] for group in (one, other)]
-            rows.append((label, "seeds", paired(*last)))
+            rows.append((label, "seeds", paired(*last), odd))
         elif seeds:
             told.setdefault("One common seed, so nothing is said about seeds", []).append(label)
         else:
             told.setdefault("No common seed, so not compared", []).append(label)
-    notes = [f"{reason}: {'; '.join(labels)}." for reason, labels in told.items()]
+    notes = [
+        f"{reason}: {'every pair' if 1 < len(labels) == len(pairs) else '; '.join(labels)}."
+        for reason, labels in told.items()
+    ]
     adjusted: dict[int, float | None] = {}
     for kind in ("clients", "seeds"):
         chosen = [number for number, row in enumerate(rows) if row[1] == kind]
@@ -116,16 +120,16 @@ def probability(p: float | None) -> str:
     return "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
-def _paired_row(row: tuple[str, str, Paired], adjusted: float | None) -> tuple[str, ...]:
-    label, over, found = row
+def _paired_row(row: tuple[str, str, Paired, str], adjusted: float | None) -> tuple[str, ...]:
+    label, over, found, predictors = row
     interval = "-"
     if found.low is not None and found.high is not None:
         interval = f"{100 * found.low:+.2f} to {100 * found.high:+.2f}"
-    remark = ""
+    remarks = [predictors] if predictors else []
     if found.p is None:
-        remark = "no pair differs"
+        remarks.append("no pair differs")
     elif found.too_few:
-        remark = f"too few pairs that differ: p cannot be below {found.smallest_p:.3g}; says nothing"
+        remarks.append(f"too few pairs that differ: p cannot be below {found.smallest_p:.3g}; says nothing")
     return (
         label,
         over,
@@ -135,7 +139,7 @@ def _paired_row(row: tuple[str, str, Paired], adjusted: float | None) -> tuple[s
         probability(found.p),
         probability(adjusted),
         f"{found.better} / {found.equal} / {found.worse}",
-        remark,
+        "; ".join(remarks),
     )
 
 

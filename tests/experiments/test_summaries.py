@@ -65,6 +65,20 @@ def test_pairs_on_the_same_clients(tmp_path: Path) -> None:
     assert "One common seed, so nothing is said about seeds: fedproto − tinyproto." in sheet.notes
 
 
+def test_rows_name_unlike_predictors_and_notes_stay_short(tmp_path: Path) -> None:
+    places = [
+        run(tmp_path / name, 0.5, [1, 3], method=name) for name in ("fedproto", "tinyproto", "protonorm")
+    ]
+    for name in ("run.json", "rounds.jsonl", "clients.jsonl"):
+        file = places[2] / name
+        file.write_text(file.read_text().replace('"global"', '"head"'))
+    sheet = paired_sheet(records.load(places))
+    remarks = {row[0]: row[-1] for row in sheet.rows}
+    assert remarks["fedproto − tinyproto"] == "no pair differs"
+    assert remarks["fedproto − protonorm"].startswith("global against head")
+    assert "One common seed, so nothing is said about seeds: every pair." in sheet.notes
+
+
 def test_clients_are_averaged_over_the_common_seeds(tmp_path: Path) -> None:
     groups = records.load(
         [
