@@ -65,11 +65,18 @@ def wait_for_rounds(run_dir: Path, wanted: int) -> None:
         time.sleep(0.2)
 
 
-def test_a_run(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    process = start(run_dir, tmp_path / "home")
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Return the directory of a run with two workers, and what it printed."""
+    place = tmp_path_factory.mktemp("engine")
+    process = start(place / "run", place / "home")
     said, _ = process.communicate(timeout=500)
     assert process.returncode == 0, said
+    return place / "run", said
+
+
+def test_a_run(finished: tuple[Path, str]) -> None:
+    run_dir, said = finished
     rounds = [json.loads(line) for line in (run_dir / "rounds.jsonl").read_text().splitlines()]
     assert [line["round"] for line in rounds] == [1, 2]
     assert [line["trained"] for line in rounds] == [[0, 1, 2, 3]] * 2
@@ -79,19 +86,18 @@ def test_a_run(tmp_path: Path) -> None:
     assert "Starting Flower Simulation" in (run_dir / "flower.log").read_text()
 
 
-def test_one_worker_and_two_give_the_same_bits(tmp_path: Path) -> None:
-    found = []
-    for workers in ("1", "2"):
-        run_dir = tmp_path / workers
-        process = start(run_dir, tmp_path / "home", workers=workers)
-        said, _ = process.communicate(timeout=500)
-        assert process.returncode == 0, said
-        clients = [json.loads(line) for line in (run_dir / "clients.jsonl").read_text().splitlines()]
-        prototypes = load_file(run_dir / "prototypes.safetensors")
-        found.append(
-            (prototypes, [(line["correct"], line["test_loss"], line["metrics"]) for line in clients])
-        )
-    (one, scores_of_one), (two, scores_of_two) = found
+def bits(run_dir: Path) -> tuple[dict[str, torch.Tensor], list[object]]:
+    """Return a run's prototypes, and what its clients were scored."""
+    clients = [json.loads(line) for line in (run_dir / "clients.jsonl").read_text().splitlines()]
+    scores: list[object] = [(line["correct"], line["test_loss"], line["metrics"]) for line in clients]
+    return load_file(run_dir / "prototypes.safetensors"), scores
+
+
+def test_one_worker_and_two_give_the_same_bits(finished: tuple[Path, str], tmp_path: Path) -> None:
+    process = start(tmp_path / "run", tmp_path / "home", workers="1")
+    said, _ = process.communicate(timeout=500)
+    assert process.returncode == 0, said
+    (one, scores_of_one), (two, scores_of_two) = bits(tmp_path / "run"), bits(finished[0])
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert scores_of_one == scores_of_two
