@@ -1,5 +1,7 @@
 """The ServerApp of every method."""
 
+from contextlib import suppress
+
 import torch
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
@@ -8,7 +10,7 @@ from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.device import run_directory
 from pbfl_flwr.flower.engine import ERROR
-from pbfl_flwr.flower.store import write_atomically
+from pbfl_flwr.flower.store import UnsavedState, write_atomically
 from pbfl_flwr.flower.strategy import MethodStrategy
 from pbfl_flwr.methods import SECTIONS
 
@@ -25,5 +27,6 @@ def main(grid: Grid, context: Context) -> None:
     try:
         MethodStrategy(settings, directory).start(grid)
     except PbflError as error:
-        write_atomically(directory / ERROR, f"{error}\n".encode())
+        with suppress(UnsavedState):  # a full disk may be the very reason
+            write_atomically(directory / ERROR, f"{error}\n".encode())
         raise

@@ -142,7 +142,21 @@ class _Open:
 
 
 def _hello(message: Message, context: Context, source: _Source) -> Message:
-    """Say who this is and what it brings, having tried that its architecture takes its data."""
+    """Say who this is and what it brings, having tried that its architecture takes its data.
+
+    Raises:
+        PbflError: if something is wrong; a device says whose it is, since the server does not know that yet.
+    """
+    try:
+        return _introduced(message, context, source)
+    except PbflError as error:
+        who = context.node_config.get("client-id")
+        if who is None or "client-id" in str(error):
+            raise
+        raise PbflError(f"client-id = {who!r}: {error}") from None
+
+
+def _introduced(message: Message, context: Context, source: _Source) -> Message:
     settings = source.settings_of(context)
     identity = identify(context, settings, str(message.content.config_records[wire.CONFIG]["experiment"]))
     data = source.data_of(settings, identity)
@@ -193,7 +207,10 @@ def _train_older(message: Message, context: Context, source: _Source) -> Message
     asked = message.content.config_records[CONFIG]
     payload = payload_of(message.content.array_records[FITINS])
     message.content = wire.content(payload, config=ConfigRecord({**asked}))
-    answer = _train(message, context, source).content
+    reply = _train(message, context, source)
+    if reply.has_error():  # an injected fault
+        raise PbflError(reply.error.reason or "no answer")
+    answer = reply.content
     report, upload = answer.metric_records[wire.METRICS], answer.array_records[wire.PAYLOAD]
     parameters = parameters_of(upload)
     settings = source.settings_of(context)

@@ -68,7 +68,8 @@ def identify(context: Context, settings: Settings, experiment: str) -> Identity:
     """Return the client's identity.
 
     Raises:
-        PbflError: if the node has no id, or the experiment's name is none that a directory may have.
+        PbflError: if the node has no id, its state-dir is no absolute path, or the experiment's name is none that a
+            directory may have.
     """
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", experiment):
         raise PbflError(f"experiment = {experiment[:100]!r}: allowed are letters, digits, '-' and '_'")
@@ -80,11 +81,21 @@ def identify(context: Context, settings: Settings, experiment: str) -> Identity:
         run = settings.run
         state = Path(run.state_dir) if run.state_dir else run_directory(settings, context.run_id) / "clients"
         return Identity(client, True, False, state / experiment)
-    state = Path(str(node.get("state-dir") or home() / "state"))
+    state = _own_path(node, "state-dir") or home() / "state"
     files = node.get("data-client", client if is_number(client) else None)
     if files is not None and not is_number(files):
         raise PbflError(f"data-client = {files!r} in --node-config: allowed is a whole number from 0")
     return Identity(client, False, "data-path" in node, state / experiment, files)
+
+
+def _own_path(node: Mapping[str, Any], key: str) -> Path | None:
+    """Return a path that an operator gave, ~ being the home directory of whoever runs the SuperNode."""
+    if key not in node:
+        return None
+    path = Path(str(node[key])).expanduser()
+    if not path.is_absolute():
+        raise PbflError(f"{key} = '{node[key]}' in --node-config: allowed is an absolute path")
+    return path
 
 
 def is_number(client: object) -> bool:
@@ -123,8 +134,8 @@ def own_settings(settings: Settings, node: Mapping[str, Any]) -> Settings:
         )
     changed: dict[str, Scalar] = {"data-dir": "", "download": False}
     changed |= {key: node[name] for name, key in NODE_KEYS.items() if key and name in node}
-    if "data-path" in node:
-        path = Path(str(node["data-path"]))
+    if (path := _own_path(node, "data-path")) is not None:
+        changed["data-dir"] = str(path)
         changed["partition"] = "iid"  # of one client: everything is its own
         if "dataset" not in node:
             changed["dataset"] = kind_of(path)

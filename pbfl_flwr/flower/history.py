@@ -19,15 +19,24 @@ import json
 import math
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from filelock import FileLock, Timeout
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower.store import DamagedState, UnsavedState, load_tensors, save_tensors, write_atomically
+from pbfl_flwr.flower.store import (
+    DamagedState,
+    UnsavedState,
+    load_tensors,
+    remove_torn,
+    save_tensors,
+    write_atomically,
+)
 from pbfl_flwr.flower.wire import Report
 from pbfl_flwr.method import PREDICTORS
 from pbfl_flwr.payloads import Payload, RejectedPayload
@@ -37,6 +46,7 @@ OTHER_CONFIGURATION = (
     "run-dir = '{}' was made with another configuration (see its run.json); only num-server-rounds and the timeouts "
     "may differ when a run is resumed"
 )
+HANDOVER_SECONDS = 30.0  # a ServerApp that was stopped needs some to end
 PACKAGES = ("pbfl-flwr", "flwr", "ray", "torch", "torchvision", "numpy", "scipy")
 
 
@@ -82,6 +92,31 @@ class RunDirectory:
     """The files of one run."""
 
     path: Path
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep other servers out of this run.
+
+        Ctrl-C on ``flwr run`` ends its stream only, so a run is easily resumed while it is still going on.
+
+        Raises:
+            PbflError: if another server still writes it after HANDOVER_SECONDS, or if there can be no such directory.
+        """
+        lock = FileLock(self.path / ".server.lock")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock.acquire(timeout=HANDOVER_SECONDS)
+        except Timeout:
+            raise PbflError(
+                f"run-dir = '{self.path}' is being written by another run; flwr list shows it, flwr stop RUN-ID ends it"
+            ) from None
+        except OSError as error:
+            raise UnsavedState(f"run-dir = '{self.path}' cannot be written ({error.strerror})") from None
+        try:
+            remove_torn(self.path)
+            yield
+        finally:
+            lock.release()
 
     def start(self, configuration: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
         """Write run.json.

@@ -62,6 +62,12 @@ def write_atomically(path: Path, data: bytes) -> None:
         os.close(directory)
 
 
+def remove_torn(directory: Path, name: str = "*") -> None:
+    """Remove what processes that were killed while writing a file left beside it: it takes room and is of no use."""
+    for left in directory.glob(f".{name}.*.tmp"):
+        left.unlink(missing_ok=True)
+
+
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """Write tensors and metadata with schema version and checksum."""
     kept = separate(tensors)
@@ -156,13 +162,15 @@ class ClientStore:
         """Return a lock on this client's state; whoever else trains for the same client waits for it.
 
         Raises:
-            UnsavedState: if the directory cannot be made.
+            UnsavedState: if the directory cannot be made, or nothing be written there.
         """
+        lock = self.path.with_name(f".{self.path.stem}.lock")
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
+            lock.touch()
         except OSError as error:
-            raise UnsavedState(f"state-dir {self.directory} cannot be made ({error.strerror})") from None
-        return FileLock(self.path.with_name(f".{self.path.stem}.lock"))
+            raise UnsavedState(f"state-dir {self.directory} cannot be written ({error.strerror})") from None
+        return FileLock(lock)
 
     def load(self) -> ClientState | None:
         """Return the client's state, None if it never took part.
@@ -193,7 +201,10 @@ class ClientStore:
         )
 
     def save(self, state: ClientState) -> None:
-        """Write the client's state in one piece: model, memory and reply are of the same round or not at all."""
+        """Write the client's state in one piece: model, memory and reply are of the same round or not at all.
+
+        Whoever calls this holds the lock, or is the only one there is: what a killed process left behind is removed.
+        """
         tensors = {f"model.{name}": tensor for name, tensor in state.model.items()}
         tensors |= {f"memory.{name}": tensor for name, tensor in state.memory.items()}
         tensors |= {f"reply.{name}": tensor for name, tensor in state.reply.items()}
@@ -205,6 +216,7 @@ class ClientStore:
             "participations": str(state.participations),
             "report": json.dumps(dict(state.report)),
         }
+        remove_torn(self.directory, self.path.name)
         save_tensors(self.path, tensors, metadata)
 
     def _identity(self) -> dict[str, str]:

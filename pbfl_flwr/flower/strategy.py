@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict
 from logging import INFO, WARNING
 from pathlib import Path
@@ -207,13 +208,14 @@ class MethodStrategy(Strategy):
         self.summary()
         self._num_rounds = num_rounds or self.settings.run.num_server_rounds
         timeout = timeout or self.settings.run.round_timeout
-        if self.roster is None:
-            self.prepare(grid)
-        try:
-            return self._rounds(grid, timeout, evaluate_fn)
-        finally:
-            if self._sinks is not None:
-                self._warn(self._sinks.close())
+        with nullcontext() if self.run is None else self.run.alone():
+            if self.roster is None:
+                self.prepare(grid)
+            try:
+                return self._rounds(grid, timeout, evaluate_fn)
+            finally:
+                if self._sinks is not None:
+                    self._warn(self._sinks.close())
 
     def _rounds(
         self,

@@ -109,7 +109,10 @@ def test_all_of_its_data_is_a_devices_own(tmp_path: Path) -> None:
     [
         ({"client-id": 0, "modle": "resnet8"}, "unknown key 'modle'; allowed are client-id"),
         ({"client-id": 0, "batch-size": 0}, "batch-size = 0: allowed is"),
-        ({"client-id": 0, "data-path": "relative"}, "data-dir = 'relative': allowed is an absolute path"),
+        (
+            {"client-id": 0, "data-path": "relative"},
+            "data-path = 'relative' in --node-config: allowed is an absolute path",
+        ),
     ],
 )
 def test_what_a_node_may_not_say(node: dict[str, Any], said: str) -> None:
@@ -125,6 +128,17 @@ def test_a_client_id_is_a_whole_number_or_a_name(client: Any) -> None:
         PbflError, match=r"client-id = .* allowed is a whole number from 0, or a name of 1 to 64"
     ):
         identify(context({"client-id": client}), RUN, "e")
+
+
+def test_paths_may_begin_with_the_home_directory_and_are_absolute(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/pi")
+    node = {"client-id": 0, "data-path": "~/mine.npz", "state-dir": "~/state"}
+    own = own_settings(RUN, node)
+    assert own.data.data_dir == "/home/pi/mine.npz"
+    assert identify(context(node), own, "e").state_dir == Path("/home/pi/state/e")
+    for path in ("state", ""):
+        with pytest.raises(PbflError, match=f"state-dir = '{path}' in --node-config: allowed is an absolute"):
+            identify(context({"client-id": 0, "state-dir": path}), RUN, "e")
 
 
 @pytest.mark.parametrize("name", ["site-a", "St.Mary_3", "0x", "x" * 64, ".."])

@@ -14,7 +14,7 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from pbfl_flwr.config import FaultRates, Scalar, parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import client as client_module
-from pbfl_flwr.flower import faults, store, wire
+from pbfl_flwr.flower import faults, history, store, wire
 from pbfl_flwr.flower import roster as roster_module
 from pbfl_flwr.flower.books import aged
 from pbfl_flwr.flower.history import RunDirectory
@@ -578,6 +578,27 @@ def test_a_killed_server_goes_on_bit_for_bit(tmp_path: Path, owner: Any, name: s
         for found in (resumed, whole)
     )
     assert ours == theirs
+
+
+def test_two_servers_do_not_write_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C ended the stream of `flwr run` and not the run, and somebody resumes it."""
+    monkeypatch.setattr(history, "HANDOVER_SECONDS", 0.2)
+    found = federation(tmp_path, on_disk=True)
+    second = federation(tmp_path, on_disk=True, resume=True)
+    finish = MethodStrategy._finish_round
+
+    def finished(self: MethodStrategy, server_round: int) -> None:
+        finish(self, server_round)
+        if server_round == 1:
+            with pytest.raises(
+                PbflError, match=f"run-dir = '{tmp_path / 'run'}' is being written by another run"
+            ):
+                second.run()
+
+    with patch.object(MethodStrategy, "_finish_round", finished):
+        found.run()
+    assert [line["round"] for line in found.strategy.history] == [1, 2]
+    second.run()  # now it may
 
 
 def test_two_processes_of_one_client_take_turns(tmp_path: Path) -> None:

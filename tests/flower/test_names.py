@@ -133,6 +133,14 @@ def test_a_name_is_taken_once(tmp_path: Path) -> None:
         fed.run()
 
 
+def test_what_a_device_lacks_is_said_with_its_name(tmp_path: Path) -> None:
+    """The server does not know yet who answers, and five sites have five operators."""
+    nodes = sites(tmp_path, "a", "b")
+    Path(str(nodes[1]["data-path"])).unlink()
+    with pytest.raises(PbflError, match=r"^1 of 2 clients: client-id = 'b': [^\n]*data\.npz[^\n]*$"):
+        run(tmp_path, nodes).run()
+
+
 def test_a_name_without_data_is_one_line(tmp_path: Path) -> None:
     nodes = sites(tmp_path, "a", "b")
     del nodes[1]["data-path"]

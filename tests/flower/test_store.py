@@ -103,6 +103,8 @@ def test_a_kill_before_the_rename_leaves_the_old_file(
     again = client.load()
     assert again is not None
     assert again.round == 4
+    # Not even of room: a device may lose power a hundred times.
+    assert [file.name for file in client.directory.iterdir()] == ["client-00004.safetensors"]
 
 
 def test_a_full_disk_leaves_the_old_file_and_no_rubbish(
