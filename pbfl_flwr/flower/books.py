@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flwr.app import ArrayRecord, Message
+from flwr.app import ArrayRecord, Message, MetricRecord
 
 from pbfl_flwr.flower import wire
 from pbfl_flwr.flower.history import finite, on_validation, summarise
@@ -174,9 +174,9 @@ def read(
         outcome.scalars_up += upload.scalars()
         if (held := _classes(upload, task)) is not None:
             known = outcome.classes = outcome.classes or {}
-            known.update({label: min(age, known.get(label, age)) for label in held})
+            known.update({label: age for label in held if known.get(label, age + 1) > age})
         if streams:  # decoded again when its turn comes, and not held until then
-            records[client] = reply.content.array_records[wire.PAYLOAD]
+            records[client] = wire.payload_in(reply.content)
         else:
             uploads[client] = upload
 
@@ -348,18 +348,17 @@ def _clipped(outcome: Outcome) -> list[str]:
 
 
 def _upload_of(reply: Message, method: Method[Any, Any, Any], state: Any, task: Task) -> Payload:
-    if wire.PAYLOAD not in reply.content.array_records:
-        raise RejectedPayload("its payload is missing")
-    upload: Payload = wire.decode(reply.content.array_records[wire.PAYLOAD], method.up, task)
+    upload: Payload = wire.decode(wire.payload_in(reply.content), method.up, task)
     method.validate(upload, state, task)
     return upload
 
 
 def _report_of(reply: Message, max_bytes: int) -> wire.Report:
-    if not reply.has_content() or wire.METRICS not in reply.content.metric_records:
+    record = reply.content.get(wire.METRICS) if reply.has_content() else None
+    if not isinstance(record, MetricRecord):
         raise RejectedPayload("its report is missing")
     wire.check_content(reply.content, max_bytes)
-    return wire.Report.from_record(reply.content.metric_records[wire.METRICS])
+    return wire.Report.from_record(record)
 
 
 def _traffic(per_client: Mapping[int, wire.Traffic]) -> dict[str, int]:

@@ -7,14 +7,17 @@ messages are encoded, so that no method can flatter itself.
 
 from __future__ import annotations
 
+import json
 import math
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app.message import remove_content_from_message
+from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE as MAX_CHUNK
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, no_object_id_recompute
 from safetensors import SafetensorError
 from safetensors.torch import load, save
@@ -37,6 +40,7 @@ FORMAT = "safetensors crc32="  # how the one array says what its bytes are; Flow
 MAX_HEADER = 2**20  # bytes that name the tensors of a payload; those of a network with 2,000 take 200,000
 _LARGEST_FLOAT = 1e40  # beyond float32: no loss, no time and no memory is that large
 _SCALE = "#scale"
+_HASH = "0" * 64  # as long as the names of Flower's objects are
 _CAST = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -289,13 +293,52 @@ def weigh(message: Message) -> Traffic:
     """Return the bytes of one message."""
     if not message.has_content():
         return Traffic()
-    content = message.content
-    payload = sum(len(array.data) for record in content.array_records.values() for array in record.values())
-    beside = [*content.metric_records.values(), *content.config_records.values()]
-    ours = payload + sum(len(record.deflate()) for record in beside)
+    records = list(message.content.values())
+    arrays = [array for record in records if isinstance(record, ArrayRecord) for array in record.values()]
+    beside = [record.deflate() for record in records if not isinstance(record, ArrayRecord)]
+    payload = sum(len(array.data) for array in arrays)
+    total = _counted(message, arrays, beside) if len(arrays) <= 1 else encoded_bytes(message)
+    return Traffic(payload, payload + sum(map(len, beside)), total)
+
+
+def encoded_bytes(message: Message) -> int:
+    """Return the bytes of all of Flower's objects for a message, by making them."""
     with no_object_id_recompute():  # each level's hash is asked for several times
-        total = sum(len(item.deflate()) for item in get_all_nested_objects(message).values())
-    return Traffic(payload, ours, total)
+        return sum(len(item.deflate()) for item in get_all_nested_objects(message).values())
+
+
+def _counted(message: Message, arrays: Sequence[Array], beside: Iterable[bytes]) -> int:
+    """Return the same for a message with one array at most, neither encoding nor hashing what is in it.
+
+    An object names its children by hashes of one length, and equal objects are one. So an array's size follows from
+    its description, a record's from its names, and the message's own is that of an empty one with its metadata.
+    """
+    others = set(beside)
+    holders = {tuple(record) for record in message.content.values() if isinstance(record, ArrayRecord)}
+    total = len(remove_content_from_message(message).deflate()) + sum(map(len, others))
+    total += _size("RecordDict", len(holders) + len(others), _references(message.content))
+    total += sum(_size("ArrayRecord", len(names), _references(names)) for names in holders)
+    for array in arrays:
+        chunks = [array.data[at : at + MAX_CHUNK] for at in range(0, len(array.data), MAX_CHUNK)]
+        known: dict[bytes, int] = {}
+        places = (
+            [known.setdefault(chunk, len(known)) for chunk in chunks]
+            if len(chunks) > 1
+            else [0][: len(chunks)]
+        )
+        about = {"dtype": array.dtype, "shape": array.shape, "stype": array.stype, "arraychunk_ids": places}
+        total += _size("Array", len(set(places)), len(json.dumps(about)))
+        total += sum(_size("ArrayChunk", 0, len(chunk)) for chunk in known or chunks)
+    return total
+
+
+def _size(kind: str, children: int, body: int) -> int:
+    """Return the bytes of one of Flower's objects: ``kind hash,hash,… length-of-body``, a zero byte, the body."""
+    return len(f"{kind} {','.join([_HASH] * children)} {body}") + 1 + body
+
+
+def _references(names: Iterable[str]) -> int:
+    return len(json.dumps(dict.fromkeys(names, _HASH)))
 
 
 def check_content(content: RecordDict, max_bytes: int) -> None:
@@ -308,6 +351,18 @@ def check_content(content: RecordDict, max_bytes: int) -> None:
         raise RejectedPayload(f"unexpected record '{others[0][:40]}'")
     if (size := sum(record.count_bytes() for record in content.values())) > max_bytes:
         raise RejectedPayload(f"{size} bytes, allowed are {max_bytes} (max-upload-mb)")
+
+
+def payload_in(content: RecordDict) -> ArrayRecord:
+    """Return the encoded payload of a message's content.
+
+    Raises:
+        RejectedPayload: if there is none.
+    """
+    record = content.get(PAYLOAD)  # content.array_records would copy the content first
+    if not isinstance(record, ArrayRecord):
+        raise RejectedPayload("its payload is missing")
+    return record
 
 
 def content(

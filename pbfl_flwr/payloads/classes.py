@@ -13,8 +13,8 @@ from pbfl_flwr.payloads.contract import (
     MAX_COUNT,
     MAX_MAGNITUDE,
     RejectedPayload,
-    first_outside,
     floats,
+    integers,
     no_others,
     num_examples_of,
     whole_numbers,
@@ -75,7 +75,7 @@ class Prototypes:
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], task: Task) -> Self:
         """Rebuild the dense table from labels and rows; see :class:`Payload`."""
-        labels = whole_numbers(tensors, "labels")
+        labels = integers(tensors, "labels")
         rows = floats(tensors, "rows", dimensions=2, limit=cls.max_magnitude)
         K = task.num_classes
         sent: list[int] = labels.tolist()
@@ -84,25 +84,29 @@ class Prototypes:
         narrowest, widest = cls.widths(task)
         if not narrowest <= rows.shape[1] <= widest:
             raise RejectedPayload(f"rows are {rows.shape[1]} wide, allowed is {narrowest}..{widest}")
-        if sent and not 0 <= min(sent) <= max(sent) < K:
-            raise RejectedPayload(f"class id {first_outside(labels, K)} is outside 0..{K - 1}")
-        if len(set(sent)) != len(sent):
-            raise RejectedPayload("a class is sent twice")
-        if sent == list(range(K)):  # the rows are the table: nothing to place
+        whole = sent == list(range(K))
+        if whole:  # the rows are the table: nothing to place, no label that could be wrong
             values, present = rows, torch.ones(K, dtype=torch.bool)
         else:
+            if sent and not 0 <= min(sent) <= max(sent) < K:
+                outside = next(label for label in sent if not 0 <= label < K)
+                raise RejectedPayload(f"class id {outside} is outside 0..{K - 1}")
+            if len(set(sent)) != len(sent):
+                raise RejectedPayload("a class is sent twice")
+            labels = labels.to(torch.int64)
             values = torch.zeros(K, rows.shape[1]).index_copy_(0, labels, rows)
             present = torch.zeros(K, dtype=torch.bool).index_fill_(0, labels, True)
         counts = None
         if "counts" in tensors:
             of_rows = whole_numbers(tensors, "counts")
-            if len(of_rows) != len(labels):
-                raise RejectedPayload(f"{len(of_rows)} counts for {len(labels)} rows")
-            if len(of_rows) and int(of_rows.min()) < 1:
+            if len(of_rows) != len(sent):
+                raise RejectedPayload(f"{len(of_rows)} counts for {len(sent)} rows")
+            low, high = (int(end) for end in torch.aminmax(of_rows)) if len(of_rows) else (1, 1)
+            if low < 1:
                 raise RejectedPayload("a row with a count of zero or less")
-            if len(of_rows) and int(of_rows.max()) >= MAX_COUNT:
-                raise RejectedPayload(f"a count of {int(of_rows.max())}, allowed is less than {MAX_COUNT}")
-            counts = torch.zeros(K, dtype=torch.int64).index_copy_(0, labels, of_rows)
+            if high >= MAX_COUNT:
+                raise RejectedPayload(f"a count of {high}, allowed is less than {MAX_COUNT}")
+            counts = of_rows if whole else torch.zeros(K, dtype=torch.int64).index_copy_(0, labels, of_rows)
         total = num_examples_of(tensors) if "n" in tensors else None
         no_others(tensors, {"labels", "rows", "counts", "n"})
         return cls(values, present, counts, total)

@@ -120,8 +120,8 @@ def floats(tensors: Mapping[str, Tensor], name: str, dimensions: int | None, lim
     return tensor.to(torch.float32)
 
 
-def whole_numbers(tensors: Mapping[str, Tensor], name: str) -> Tensor:
-    """Return a list of whole numbers as int64.
+def integers(tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    """Return a list of whole numbers in the type in which it travelled.
 
     Raises:
         RejectedPayload: if it is missing or anything else.
@@ -131,7 +131,12 @@ def whole_numbers(tensors: Mapping[str, Tensor], name: str) -> Tensor:
     tensor = tensors[name]
     if tensor.dtype not in INTEGERS or tensor.dim() != 1:
         raise RejectedPayload(f"'{name}' must be a list of whole numbers")
-    return tensor.to(torch.int64)
+    return tensor
+
+
+def whole_numbers(tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    """Return the same as int64."""
+    return integers(tensors, name).to(torch.int64)
 
 
 def num_examples_of(tensors: Mapping[str, Tensor]) -> int:

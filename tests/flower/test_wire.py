@@ -2,13 +2,15 @@
 
 import json
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -328,3 +330,61 @@ def test_bytes_add_up() -> None:
     found = weigh(message)
     assert found.payload == found.ours == len(GOOD)
     assert found == weigh(message)
+
+
+MB = 2**20
+PROTOCOL = ConfigRecord(
+    {"stage": "share-keys", "masked": [b"x" * 3 * MB, b"y" * 1000], "ratio": 0.5}
+)  # as SecAgg+ sends
+RECORDS: dict[str, Callable[[], RecordDict]] = {
+    "empty": RecordDict,
+    "hello": lambda: wire.content(config=ConfigRecord({"experiment": "a-1", "labels": ["ä", "b"]})),
+    "train": lambda: wire.content(encode(table()), config=ConfigRecord({"round": 3, "client": 2})),
+    "nothing": lambda: wire.content(encode(Nothing()), Report(3, 2).to_record()),
+    "reply": lambda: wire.content(encode(table()), Report(3, 2, metrics={"loss.ce": 1.5}).to_record()),
+    "report": lambda: wire.content(report=Report(3, 2).to_record()),
+    "no bytes": lambda: wire.content(wire.sealed(b"")),
+    "5 MB": lambda: wire.content(wire.sealed(bytes(5 * MB))),
+    "12 MB": lambda: wire.content(wire.sealed(bytes(range(256)) * (12 * MB // 256) + b"and more")),
+    "12 MB, all equal": lambda: wire.content(wire.sealed(bytes(12 * MB)), Report(3, 2).to_record()),
+    "protocol": lambda: RecordDict({"protocol": PROTOCOL, "fitins.config": ConfigRecord(), "again": ConfigRecord()}),
+    "array": lambda: wire.content(ArrayRecord({"ä": Array(np.arange(12.0).reshape(3, 4))})),
+    "empty twice": lambda: RecordDict({"a": ArrayRecord(), "b": ArrayRecord(), "p": encode(table())}),
+    "two": lambda: RecordDict({"p": ArrayRecord({c: Array(np.arange(n)) for n, c in enumerate("abcd")})}),
+    "two equal": lambda: RecordDict({"p": ArrayRecord({c: Array(np.arange(9)) for c in "ab"}), "q": encode(table())}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", RECORDS)
+@pytest.mark.parametrize("way", ["down", "up", "received"])
+def test_bytes_are_those_of_flowers_own_encoding(kind: str, way: str) -> None:
+    message = Message(RECORDS[kind](), dst_node_id=2**62, message_type="train", group_id="7")
+    if way == "up":
+        message.metadata.__dict__["_message_id"] = "f" * 64
+        message = Message(RECORDS[kind](), reply_to=message)
+    elif way == "received":
+        message = Message(through_flower(RECORDS[kind]()), dst_node_id=1, message_type="query.x")
+    objects = get_all_nested_objects(message).values()
+    assert weigh(message).total == sum(len(item.deflate()) for item in objects)
+
+
+def test_errors_and_their_reasons_count_nothing() -> None:
+    asked = Message(wire.content(), dst_node_id=1, message_type="train")
+    assert weigh(Message(Error(2, "a reason"), reply_to=asked)) == Traffic()
+
+
+@given(
+    names=st.lists(st.text(max_size=20), max_size=3, unique=True),
+    data=st.binary(max_size=300),
+    values=st.dictionaries(st.text(max_size=9), st.integers(-(2**60), 2**60) | st.floats(), max_size=4),
+)
+@settings(deadline=None, max_examples=50)
+def test_bytes_of_any_names_and_numbers(names: list[str], data: bytes, values: dict[str, float]) -> None:
+    records: dict[str, Any] = {
+        name: wire.sealed(data) if i == 1 else ArrayRecord() for i, name in enumerate(names)
+    }
+    message = Message(
+        RecordDict({**records, "values": MetricRecord(dict(values))}), dst_node_id=1, message_type="train"
+    )
+    objects = get_all_nested_objects(message).values()
+    assert weigh(message).total == sum(len(item.deflate()) for item in objects)
