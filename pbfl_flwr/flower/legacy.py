@@ -100,7 +100,30 @@ def workflow_of(keys: PrivacySettings, bound: float, num_clients: int, timeout: 
     )
 
 
-class LegacyMethodStrategy(Strategy):
+class TrainingOnly(Strategy):
+    """Rounds without evaluation: clients are scored when they train, and the server has no data."""
+
+    def configure_evaluate(
+        self, server_round: int, parameters: Parameters, client_manager: ClientManager
+    ) -> list[tuple[ClientProxy, EvaluateIns]]:
+        """Return nothing."""
+        return []
+
+    def aggregate_evaluate(
+        self,
+        server_round: int,
+        results: list[tuple[ClientProxy, EvaluateRes]],
+        failures: list[tuple[ClientProxy, EvaluateRes] | BaseException],
+    ) -> tuple[float | None, dict[str, Scalar]]:
+        """Return nothing."""
+        return None, {}
+
+    def evaluate(self, server_round: int, parameters: Parameters) -> tuple[float, dict[str, Scalar]] | None:
+        """Return nothing."""
+        return None
+
+
+class LegacyMethodStrategy(TrainingOnly):
     """A method of METHODS behind the older interface.
 
     Args:
@@ -179,25 +202,6 @@ class LegacyMethodStrategy(Strategy):
         self.reports = {proxy.cid: report_of(result.metrics) for proxy, result in ordered}
         accuracy = summarise(dict(enumerate(self.reports.values())))
         return self._broadcast(), {f"accuracy-{name}": found["weighted"] for name, found in accuracy.items()}
-
-    def configure_evaluate(
-        self, server_round: int, parameters: Parameters, client_manager: ClientManager
-    ) -> list[tuple[ClientProxy, EvaluateIns]]:
-        """Return nothing: clients are scored in the round in which they train."""
-        return []
-
-    def aggregate_evaluate(
-        self,
-        server_round: int,
-        results: list[tuple[ClientProxy, EvaluateRes]],
-        failures: list[tuple[ClientProxy, EvaluateRes] | BaseException],
-    ) -> tuple[float | None, dict[str, Scalar]]:
-        """Return nothing, likewise."""
-        return None, {}
-
-    def evaluate(self, server_round: int, parameters: Parameters) -> tuple[float, dict[str, Scalar]] | None:
-        """Return nothing: the server has no data."""
-        return None
 
     def _broadcast(self) -> Parameters:
         payload = self.method.broadcast(self.state, 0)

@@ -23,8 +23,6 @@ from typing import Any, cast
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.common import (
-    EvaluateIns,
-    EvaluateRes,
     FitIns,
     FitRes,
     NDArray,
@@ -37,7 +35,6 @@ from flwr.server import LegacyContext, ServerConfig, SimpleClientManager
 from flwr.server.client_manager import ClientManager
 from flwr.server.client_proxy import ClientProxy
 from flwr.server.compat.grid_client_proxy import GridClientProxy
-from flwr.server.strategy import Strategy
 from flwr.server.workflow.constant import MAIN_CONFIGS_RECORD, MAIN_PARAMS_RECORD
 from flwr.server.workflow.constant import Key as WorkflowKey
 from flwr.serverapp import Grid
@@ -45,7 +42,7 @@ from flwr.serverapp import Grid
 from pbfl_flwr.config import Settings
 from pbfl_flwr.flower import wire
 from pbfl_flwr.flower.books import Outcome, Phase, read
-from pbfl_flwr.flower.legacy import bound_of, parameters_of, report_of, summed, workflow_of
+from pbfl_flwr.flower.legacy import TrainingOnly, bound_of, parameters_of, report_of, summed, workflow_of
 from pbfl_flwr.flower.roster import LONGEST_REASON, reason_of
 from pbfl_flwr.method import Method
 from pbfl_flwr.payloads import Payload, RejectedPayload
@@ -129,7 +126,7 @@ class SecureRounds:
         return outcome
 
 
-class _Face(Strategy):
+class _Face(TrainingOnly):
     """Hands the workflow this round's instructions, and keeps what comes back."""
 
     def __init__(self, messages: Iterable[Message], grid: Grid) -> None:
@@ -162,22 +159,6 @@ class _Face(Strategy):
         if results:
             self.mean = parameters_to_ndarrays(results[0][1].parameters)[0]
         return None, {}
-
-    def configure_evaluate(
-        self, server_round: int, parameters: Parameters, client_manager: ClientManager
-    ) -> list[tuple[ClientProxy, EvaluateIns]]:
-        return []
-
-    def aggregate_evaluate(
-        self,
-        server_round: int,
-        results: list[tuple[ClientProxy, EvaluateRes]],
-        failures: list[tuple[ClientProxy, EvaluateRes] | BaseException],
-    ) -> tuple[float | None, dict[str, Scalar]]:
-        return None, {}
-
-    def evaluate(self, server_round: int, parameters: Parameters) -> tuple[float, dict[str, Scalar]] | None:
-        return None
 
 
 class _Meter:
