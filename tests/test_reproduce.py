@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from pbfl_flwr.cli import app
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments import reproduce
+from pbfl_flwr.experiments import reproduce, reproduction_table
 from pbfl_flwr.experiments.catalogue import ROWS
 from tests.test_cli import entry, write_run
 
@@ -159,13 +159,13 @@ def test_the_table(paper: reproduce.Reproduction, tmp_path: Path) -> None:
     write_run(planned["one"][0].directory, [entry(1, 0.5, 0.75), entry(2, 0.5, 0.25)])
     write_run(planned["one"][1].directory, [entry(1, 0.5, 0.5), entry(2, 0.25, 0.5)])
     write_run(planned["two"][0].directory, [entry(1, 0.5, 0.5), entry(2, 0.25, 0.5)])
-    found = reproduce.rows(paper, planned)
+    found = reproduction_table.rows(paper, planned)
     assert [(row.block, row.label) for row in found] == [("one", "A"), ("two", "A")]
     row = found[0]
     assert (row.best, row.last) == ([75.0, 50.0], [25.0, 50.0])
     assert row.difference(paper) == 62.5 - 51.5
     assert found[1].difference(paper) is None
-    text = reproduce.markdown(paper, "small", planned, found, {"three": "dataset 'x' not found"})
+    text = reproduction_table.markdown(paper, "small", planned, found, {"three": "dataset 'x' not found"})
     # sample deviation of two values: their distance over the root of 2, 25/1.4142 = 17.68; 62.5 - 51.5
     assert "| A | global | 51.50 ± 0.25 | 62.50 ± 17.68 | 37.50 ± 17.68 | +11.00 |" in text
     assert "| A | global | - | 50.00 | 50.00 | - |" in text
@@ -178,7 +178,7 @@ def test_the_table(paper: reproduce.Reproduction, tmp_path: Path) -> None:
         "The paper's hardware: a computer.",
     ):
         assert line in text
-    reproduce.write(tmp_path, paper, text, found)
+    reproduction_table.write(tmp_path, paper, text, found)
     lines = (tmp_path / "table.csv").read_text().splitlines()
     assert lines[1].startswith("one,A,global,51.50,0.25,62.5000,17.6777,37.5000,17.6777,11.0000,2,2,")
     assert lines[2].startswith("two,A,global,,,50.0000,0.0000,50.0000,0.0000,,2,1,")
@@ -189,10 +189,10 @@ def test_a_spread_over_clients_is_the_runs_own(paper: reproduce.Reproduction, tm
     paper = reproduce.read(str(tmp_path / "clients.toml"))
     planned = reproduce.plans(paper, ["one"], "small", [], [0], ["A"], tmp_path)
     write_run(planned["one"][0].directory, [entry(1, 0.5, 0.75), entry(2, 0.5, 0.25)])
-    (row,) = reproduce.rows(paper, planned)
+    (row,) = reproduction_table.rows(paper, planned)
     spread = entry(1, 0.5, 0.75)["accuracy"]["global"]["std"]
     assert row.best_spread == [100 * spread]
-    text = reproduce.markdown(paper, "small", planned, [row], {})
+    text = reproduction_table.markdown(paper, "small", planned, [row], {})
     assert f"| A | global | 51.50 ± 0.25 | 75.00 ± {100 * spread:.2f} |" in text
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -25,6 +27,18 @@ AppDirectory = Annotated[
     Path | None, typer.Option("--app", help="Directory of the Flower app; default this package's checkout.")
 ]
 RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
+NewRunDir = Annotated[
+    Path | None,
+    typer.Option("--run-dir", help="Where the run is written; default runs/<date>-<method>-<dataset>."),
+]
+Resumed = Annotated[
+    Path | None, typer.Option("--resume", metavar="RUN", help="Go on with the run of this directory.")
+]
+Preset = Annotated[
+    str | None,
+    typer.Argument(metavar="[PRESET.toml]", help="A TOML file, or one of `pbfl list presets`."),
+]
+KEPT = "what is finished is kept; the same command goes on"
 
 
 def ended(error: PbflError, code: int = REFUSED) -> typer.Exit:
@@ -32,6 +46,39 @@ def ended(error: PbflError, code: int = REFUSED) -> typer.Exit:
     for line in str(error).splitlines():
         say(Console(stderr=True), f"error: {line}")
     return typer.Exit(code)
+
+
+@contextmanager
+def running(interrupted: str = "") -> Iterator[None]:
+    """Give what ends runs its exit code: an error, said line by line, or Ctrl-C.
+
+    Args:
+        interrupted: what is said after Ctrl-C.
+    """
+    try:
+        yield
+    except PbflError as error:
+        raise ended(error, FAILED) from None
+    except KeyboardInterrupt:
+        if interrupted:
+            say(Console(), interrupted)
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def concluded(console: Console, table: str, written: str, failed: Sequence[str]) -> typer.Exit:
+    """Print what came of several runs, and return the exit.
+
+    Args:
+        console: where.
+        table: of the finished ones.
+        written: which files, and where.
+        failed: the others.
+    """
+    say(console, table)
+    say(console, f"written to {written}")
+    for label in failed:
+        say(console, f"failed: {label}", "red")
+    return typer.Exit(FAILED if failed else COMPLETED)
 
 
 def words(text: str) -> list[str]:

@@ -11,12 +11,14 @@ from rich.console import Console
 from pbfl_flwr.cli.common import (
     COMPLETED,
     FAILED,
-    INTERRUPTED,
     REFUSED,
     AppDirectory,
     Assignments,
+    NewRunDir,
+    Resumed,
     checkout,
     ended,
+    running,
 )
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.figures import say
@@ -149,13 +151,8 @@ def local(
             help="What a SuperNode brings, e.g. \"model='resnet8' data-path='a.npz'\"; repeated, in order.",
         ),
     ] = None,
-    run_dir: Annotated[
-        Path | None,
-        typer.Option("--run-dir", help="Where the run is written; default runs/<date>-<method>-<dataset>."),
-    ] = None,
-    resume: Annotated[
-        Path | None, typer.Option("--resume", metavar="RUN", help="Go on with the run of this directory.")
-    ] = None,
+    run_dir: NewRunDir = None,
+    resume: Resumed = None,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Without TLS and keys; to compare and to look for faults.")
     ] = False,
@@ -178,12 +175,8 @@ def local(
             plan = deployment.resumed(resume, wanted)
     except PbflError as error:
         raise ended(error, REFUSED) from None
-    try:
+    with running():
         code = deployment.start(source, plan, console)
-    except PbflError as error:
-        raise ended(error, FAILED) from None
-    except KeyboardInterrupt:
-        raise typer.Exit(INTERRUPTED) from None
     if code == COMPLETED:
         tables.show(plan.run_dir, console)
     raise typer.Exit(code)

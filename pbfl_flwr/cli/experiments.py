@@ -11,15 +11,19 @@ from rich.console import Console
 
 from pbfl_flwr.cli.common import (
     COMPLETED,
-    FAILED,
-    INTERRUPTED,
+    KEPT,
     REFUSED,
     AppDirectory,
     Assignments,
     Gpus,
+    NewRunDir,
+    Preset,
+    Resumed,
     RunDir,
     checkout,
+    concluded,
     ended,
+    running,
     words,
 )
 from pbfl_flwr.errors import PbflError
@@ -50,18 +54,10 @@ COLUMNS = {
 
 
 def run(
-    preset: Annotated[
-        str | None,
-        typer.Argument(metavar="[PRESET.toml]", help="A TOML file, or one of `pbfl list presets`."),
-    ] = None,
+    preset: Preset = None,
     assignments: Assignments = None,
-    run_dir: Annotated[
-        Path | None,
-        typer.Option("--run-dir", help="Where the run is written; default runs/<date>-<method>-<dataset>."),
-    ] = None,
-    resume: Annotated[
-        Path | None, typer.Option("--resume", metavar="RUN", help="Go on with the run of this directory.")
-    ] = None,
+    run_dir: NewRunDir = None,
+    resume: Resumed = None,
     gpus_per_client: Gpus = 0.0,
     cpus_per_client: Annotated[
         int, typer.Option("--cpus-per-client", min=1, help="CPUs that Ray reserves for a client.")
@@ -101,12 +97,8 @@ def run(
     for note in privacy_notes(settings, build_method(settings)):
         say(console, f"privacy: {note}")
     num_clients, num_rounds = settings.run.num_clients, settings.run.num_server_rounds
-    try:
+    with running():
         code = simulate(source, directory, wishes.values, num_clients, num_rounds, resources, console)
-    except PbflError as error:
-        raise ended(error, FAILED) from None
-    except KeyboardInterrupt:
-        raise typer.Exit(INTERRUPTED) from None
     if code == COMPLETED:
         tables.show(directory, console)
     raise typer.Exit(code)
@@ -137,7 +129,6 @@ def compare(
 ) -> None:
     """Make several runs on the same data and print one table; started again, it goes on where it stopped."""
     from pbfl_flwr.experiments import compare as comparison
-    from pbfl_flwr.experiments import configuration
     from pbfl_flwr.flower.engine import Resources
 
     console = Console()
@@ -148,27 +139,19 @@ def compare(
         directory = (out or Path("runs") / Path(name).stem).expanduser().absolute()
         chosen = comparison.numbers("--seeds", seeds)
         planned = comparison.plan(runs, assignments or [], chosen, words(only), directory)
-        for wishes in {str(sorted(run.wishes.values.items())): run.wishes for run in planned}.values():
-            configuration.preflight(configuration.check(wishes), resources)
+        comparison.preflight(planned, resources)
     except PbflError as error:
         raise ended(error, REFUSED) from None
 
-    try:
+    with running(KEPT):
         failed = comparison.make(planned, comparison.starter(source, resources, console))
-    except PbflError as error:
-        raise ended(error, FAILED) from None
-    except KeyboardInterrupt:
-        raise typer.Exit(INTERRUPTED) from None
     found = comparison.rows(planned)
     groups = comparison.groups(planned)
     comparison.write(directory, title, found, groups)
-    say(console, comparison.table(title, found).markdown())
+    table = comparison.table(title, found).markdown()
     if len(groups) > 1:
-        say(console, (directory / "paired.md").read_text(encoding="utf-8"))
-    say(console, f"written to {directory}: table and paired, each as .md, .csv and .tex")
-    for label in failed:
-        say(console, f"failed: {label}", "red")
-    raise typer.Exit(FAILED if failed else COMPLETED)
+        table += "\n" + (directory / "paired.md").read_text(encoding="utf-8")
+    raise concluded(console, table, f"{directory}: table and paired, each as .md, .csv and .tex", failed)
 
 
 def list_(topic: Annotated[Topic, typer.Argument(help="What to list.")]) -> None:

@@ -8,16 +8,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from pbfl_flwr.cli.common import Assignments, ended
+from pbfl_flwr.cli.common import Assignments, Preset, ended
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.figures import say
 
 
 def privacy(
-    preset: Annotated[
-        str | None,
-        typer.Argument(metavar="[PRESET.toml]", help="A TOML file, or one of `pbfl list presets`."),
-    ] = None,
+    preset: Preset = None,
     assignments: Assignments = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> None:

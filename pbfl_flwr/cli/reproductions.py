@@ -10,14 +10,15 @@ import typer
 from rich.console import Console
 
 from pbfl_flwr.cli.common import (
-    COMPLETED,
     FAILED,
-    INTERRUPTED,
+    KEPT,
     AppDirectory,
     Assignments,
     Gpus,
     checkout,
+    concluded,
     ended,
+    running,
     words,
 )
 from pbfl_flwr.errors import PbflError
@@ -52,7 +53,7 @@ def reproduce(
     app_dir: AppDirectory = None,
 ) -> None:
     """Make a published table again and print it beside the paper's; started again, it goes on where it stopped."""
-    from pbfl_flwr.experiments import compare, configuration
+    from pbfl_flwr.experiments import compare, reproduction_table
     from pbfl_flwr.experiments import reproduce as reproduction
     from pbfl_flwr.flower.engine import Resources
 
@@ -74,8 +75,7 @@ def reproduce(
         if not planned:
             raise PbflError("no block can be run: the data is not here")
         runs = [run for of_block in planned.values() for run in of_block]
-        for wishes in {str(sorted(run.wishes.values.items())): run.wishes for run in runs}.values():
-            configuration.preflight(configuration.check(wishes), resources)
+        compare.preflight(runs, resources)
     except PbflError as error:
         raise ended(error) from None
     for line in reproduction.changes(paper, planned):
@@ -83,20 +83,12 @@ def reproduce(
     say(console, f"{sum(not compare.finished(run) for run in runs)} of {len(runs)} runs are to be made")
 
     def table(_: compare.Planned | None = None) -> str:
-        found = reproduction.rows(paper, planned)
-        text = reproduction.markdown(paper, scale.value, planned, found, missing)
-        reproduction.write(directory, paper, text, found)
+        found = reproduction_table.rows(paper, planned)
+        text = reproduction_table.markdown(paper, scale.value, planned, found, missing)
+        reproduction_table.write(directory, paper, text, found)
         return text
 
-    try:
+    with running(KEPT):
         failed = compare.make(runs, compare.starter(source, resources, console), table)
-    except PbflError as error:
-        raise ended(error, FAILED) from None
-    except KeyboardInterrupt:
-        say(console, "what is finished is kept; the same command goes on")
-        raise typer.Exit(INTERRUPTED) from None
-    say(console, table())
-    say(console, f"written to {directory / 'table.md'} and table.csv")
-    for label in failed:
-        say(console, f"failed: {label}", "red")
-    raise typer.Exit(FAILED if failed or missing else COMPLETED)
+    ending = concluded(console, table(), f"{directory / 'table.md'} and table.csv", failed)
+    raise typer.Exit(FAILED) if missing else ending

@@ -9,16 +9,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from pbfl_flwr.cli.common import COMPLETED, FAILED, INTERRUPTED, AppDirectory, Gpus, checkout, ended
+from pbfl_flwr.cli.common import KEPT, AppDirectory, Gpus, Preset, checkout, concluded, ended, running
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.figures import say
 
 
 def sweep(
-    preset: Annotated[
-        str | None,
-        typer.Argument(metavar="[PRESET.toml]", help="A TOML file, or one of `pbfl list presets`."),
-    ] = None,
+    preset: Preset = None,
     assignments: Annotated[
         list[str] | None,
         typer.Option(
@@ -38,7 +35,7 @@ def sweep(
     app_dir: AppDirectory = None,
 ) -> None:
     """Run every combination of the values and print one table; started again, it goes on where it stopped."""
-    from pbfl_flwr.experiments import compare, configuration
+    from pbfl_flwr.experiments import compare
     from pbfl_flwr.experiments import sweep as sweeping
     from pbfl_flwr.flower.engine import Resources
 
@@ -48,8 +45,7 @@ def sweep(
         swept = sweeping.read(preset, assignments or [])
         directory = (out or sweeping.directory(preset, swept)).expanduser().absolute()
         planned = sweeping.plans(swept, directory)
-        for wishes in {str(sorted(run.wishes.values.items())): run.wishes for run in planned}.values():
-            configuration.preflight(configuration.check(wishes), Resources(1, gpus_per_client, None))
+        compare.preflight(planned, Resources(1, gpus_per_client, None))
     except PbflError as error:
         raise ended(error) from None
     title = f"Sweep over {', '.join(swept.swept) or 'seeds'}"
@@ -65,7 +61,7 @@ def sweep(
         sweeping.write(directory, swept, found, sheet)
         return sheet.markdown()
 
-    try:
+    with running(KEPT):
         if slots == 1:
             resources = Resources(1, gpus_per_client, None)
             failed = compare.make(planned, compare.starter(source, resources, console), table)
@@ -78,13 +74,4 @@ def sweep(
                 lambda line: say(console, line),
                 table,
             )
-    except PbflError as error:
-        raise ended(error, FAILED) from None
-    except KeyboardInterrupt:
-        say(console, "what is finished is kept; the same command goes on")
-        raise typer.Exit(INTERRUPTED) from None
-    say(console, table())
-    say(console, f"written to {directory}: table as .md, .csv and .tex")
-    for label in failed:
-        say(console, f"failed: {label}", "red")
-    raise typer.Exit(FAILED if failed else COMPLETED)
+    raise concluded(console, table(), f"{directory}: table as .md, .csv and .tex", failed)

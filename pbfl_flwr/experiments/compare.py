@@ -141,6 +141,16 @@ def plan(
     return planned
 
 
+def preflight(planned: Sequence[Planned], resources: Resources) -> None:
+    """Load the data and try the networks of every different configuration, before any run starts.
+
+    Raises:
+        PbflError: one line on what does not fit.
+    """
+    for wishes in {str(sorted(run.wishes.values.items())): run.wishes for run in planned}.values():
+        configuration.preflight(configuration.check(wishes), resources)
+
+
 def numbers(option: str, text: str) -> list[int]:
     """Return a comma list of whole numbers from 0.
 

@@ -1,4 +1,4 @@
-"""A published table made again: its columns as blocks, its rows as runs, what the paper prints beside what we get.
+"""A published table made again: its columns as blocks, its rows as runs, and what the paper prints of them.
 
 A reproduction is a comparison (see :mod:`pbfl_flwr.experiments.compare`) with the paper's side of it. A run's keys are
 those of ``common``, its block, the run, the run within the block, and at scale ``small`` those of ``small``; later ones
@@ -34,7 +34,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -43,13 +42,7 @@ from pbfl_flwr.config import Scalar, Settings
 from pbfl_flwr.data import check_data
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import configuration
-from pbfl_flwr.experiments.compare import Planned, finished, plan
-from pbfl_flwr.experiments.sheets import Sheet, figure
-from pbfl_flwr.experiments.statistics import spread as deviation
-from pbfl_flwr.experiments.tables import Scores, scores
-from pbfl_flwr.flower.history import RunDirectory
-from pbfl_flwr.flower.store import write_atomically
-from pbfl_flwr.method import PREDICTORS
+from pbfl_flwr.experiments.compare import Planned, plan
 
 FOLDER = "experiments/reproductions"
 SILENT = {
@@ -281,161 +274,6 @@ def changes(paper: Reproduction, planned: Mapping[str, Sequence[Planned]]) -> li
     if seeds != sorted(paper.seeds):
         lines.append(f"seeds {_listed(seeds)}, the full setting has {_listed(paper.seeds)}")
     return lines
-
-
-@dataclass(frozen=True)
-class Row:
-    """One row of a block: what the paper prints, and what the finished runs gave, one value a seed, in %.
-
-    Attributes:
-        block, label: where it stands.
-        published: see :data:`Cell`.
-        rule: the predictor that is compared.
-        best, best_spread: accuracy of the best round, and deviation over clients there.
-        last, last_spread: the same of the last round.
-        others: predictor -> last accuracies.
-        rounds: how many were made.
-        seconds: a round.
-    """
-
-    block: str
-    label: str
-    published: list[float]
-    rule: str
-    best: list[float]
-    best_spread: list[float]
-    last: list[float]
-    last_spread: list[float]
-    others: Mapping[str, list[float]]
-    rounds: int
-    seconds: float
-
-    def compared(self, paper: Reproduction) -> list[float]:
-        """Return the values that are compared with the paper's."""
-        return self.best if paper.round == "best" else self.last
-
-    def difference(self, paper: Reproduction) -> float | None:
-        """Return ours minus the paper's, percentage points; None where one of the two is missing."""
-        values = self.compared(paper)
-        return fmean(values) - self.published[0] if values and self.published else None
-
-
-def rows(paper: Reproduction, planned: Mapping[str, Sequence[Planned]]) -> list[Row]:
-    """Return a row for every block and label that has a finished run."""
-    found = []
-    for name, runs in planned.items():
-        for label in dict.fromkeys(run.label for run in runs):
-            done = [RunDirectory(run.directory) for run in runs if run.label == label and finished(run)]
-            if done:
-                found.append(_row(paper, name, label, done))
-    return found
-
-
-def _row(paper: Reproduction, block: str, label: str, runs: Sequence[RunDirectory]) -> Row:
-    histories = [run.rounds() for run in runs]
-    found: list[dict[str, Scores]] = [scores(history, by=paper.accuracy) for history in histories]
-    rule = str(runs[0].read()["headline"])
-
-    def column(which: Literal["best", "last"], statistic: str, name: str = rule) -> list[float]:
-        return [100 * getattr(score[name], which)[1][statistic] for score in found if name in score]
-
-    return Row(
-        block,
-        label,
-        paper.blocks[block].published[label],
-        rule,
-        column("best", paper.accuracy),
-        column("best", "std"),
-        column("last", paper.accuracy),
-        column("last", "std"),
-        {name: column("last", paper.accuracy, name) for name in PREDICTORS if name in found[0]},
-        len(histories[0]),
-        fmean(line["seconds"]["total"] for history in histories for line in history),
-    )
-
-
-def markdown(
-    paper: Reproduction,
-    scale: Scale,
-    planned: Mapping[str, Sequence[Planned]],
-    found: Sequence[Row],
-    missing: Mapping[str, str],
-) -> str:
-    """Return the tables of all blocks and the list of what differs from the paper."""
-    over = "over samples" if paper.accuracy == "weighted" else "mean over clients"
-    spread = {
-        "clients": "± over clients",
-        "seeds": "± is the sample deviation over seeds",
-        "none": "no ± is printed",
-    }[paper.spread]
-    lines = [f"**{paper.title}**, scale {scale}", "", f"{paper.paper}. {paper.table}", ""]
-    lines += [f"Accuracy in %, {over}, {paper.round} round is compared, {spread}.", ""]
-    for name, runs in planned.items():
-        lines += [_table(paper, name, [row for row in found if row.block == name], runs).markdown()]
-    lines += [f"**{name}** was left out: {why}" for name, why in missing.items()] + [""] * bool(missing)
-    if different := changes(paper, planned):
-        lines += ["Otherwise than the full setting:", "", *(f"* {line}" for line in different), ""]
-    lines += ["Otherwise than in the paper:", "", *(f"* {line}" for line in paper.deviations)]
-    lines += ["", f"The paper's hardware: {paper.hardware}."]
-    return "\n".join(lines) + "\n"
-
-
-def _table(paper: Reproduction, block: str, found: Sequence[Row], runs: Sequence[Planned]) -> Sheet:
-    names = [name for name in PREDICTORS if any(name in row.others for row in found)]
-    head = ["run", "compared by", "paper", "here, best round", "here, last round", "difference", *names]
-    lines = []
-    for row in found:
-        gap = row.difference(paper)
-        cells = [row.label, row.rule, " ± ".join(f"{value:.2f}" for value in row.published) or "-"]
-        cells += [_cell(row.best, row.best_spread, paper), _cell(row.last, row.last_spread, paper)]
-        cells += [
-            "-" if gap is None else f"{gap:+.2f}",
-            *(figure(row.others.get(name, [])) for name in names),
-        ]
-        lines.append((*cells, str(row.rounds), str(len(row.best)), f"{row.seconds:.1f}"))
-    notes = ["Columns named after predictors are accuracies of the last round."] if found else []
-    done = {row.label for row in found}
-    if to_do := [label for label in dict.fromkeys(run.label for run in runs) if label not in done]:
-        notes.append(f"Not finished: {', '.join(to_do)}.")
-    notes += [paper.blocks[block].remark] if paper.blocks[block].remark else []
-    columns = (*head, "rounds", "seeds", "s a round")
-    return Sheet(f"{paper.title}, {block}", columns, tuple(lines), tuple(notes), text_columns=2)
-
-
-def _cell(values: Sequence[float], spreads: Sequence[float], paper: Reproduction) -> str:
-    if not values or paper.spread != "clients":
-        return figure(values)
-    return f"{fmean(values):.2f} ± {fmean(spreads):.2f}"
-
-
-def write(out: Path, paper: Reproduction, text: str, found: Sequence[Row]) -> None:
-    """Write table.md (the text) and table.csv (a line a row, plain numbers)."""
-    write_atomically(out / "table.md", text.encode())
-    head = (
-        "block run rule paper paper_spread best best_spread last last_spread difference rounds seeds seconds"
-    )
-    lines = []
-    for row in found:
-        gap = row.difference(paper)
-        printed = ([f"{value:.2f}" for value in row.published] + ["", ""])[:2]
-        figures = [*_plain(paper, row.best, row.best_spread), *_plain(paper, row.last, row.last_spread)]
-        rest = [
-            "" if gap is None else f"{gap:.4f}",
-            str(row.rounds),
-            str(len(row.best)),
-            f"{row.seconds:.2f}",
-        ]
-        lines.append((row.block, row.label, row.rule, *printed, *figures, *rest))
-    plain = Sheet(paper.title, tuple(head.split()), tuple(lines))
-    write_atomically(out / "table.csv", plain.csv().encode())
-
-
-def _plain(paper: Reproduction, values: Sequence[float], spreads: Sequence[float]) -> tuple[str, str]:
-    """Return mean and deviation, over clients or over seeds as the paper's are."""
-    if not values:
-        return "", ""
-    over = fmean(spreads) if paper.spread == "clients" else deviation(values).deviation
-    return f"{fmean(values):.4f}", f"{over:.4f}"
 
 
 def _listed(seeds: Iterable[int]) -> str:
