@@ -10,12 +10,12 @@ from pbfl_flwr.experiments.pictures.style import (
     GRID,
     Picture,
     canvas,
+    finished,
     key_below,
     lines,
     logarithmic,
     look,
     marked,
-    titled,
 )
 from pbfl_flwr.experiments.records import Group
 
@@ -63,8 +63,7 @@ def within_a_phase(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
             axes.axhline(best[1], color=GRID, linewidth=1.2, zorder=0)
     lines(axes, "iteration", "pairwise distance (unit sphere)", whole=True)
     key_below(figure, axes)
-    titled(figure, "Distances of prototypes during alignment")
-    yield Picture(
+    yield finished(
         "alignment-distances",
         "Distances of prototypes during alignment",
         "Mean pairwise distance in the last round, redone from the server's aggregate; the band reaches from the "
@@ -84,8 +83,7 @@ def within_a_phase(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
     lines(axes, "iteration", "energy above the optimum", whole=True)
     logarithmic(axes.yaxis)
     key_below(figure, axes)
-    titled(figure, "Thomson energy during alignment")
-    yield Picture(
+    yield finished(
         "alignment-energy",
         "Thomson energy during alignment",
         "Σ ln(1/distance) over all pairs minus that of the regular simplex (where K > d + 1: minus the lowest value "
@@ -126,8 +124,7 @@ def over_rounds(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
     above.set_ylim(bottom=0)
     below.set_ylim(bottom=0)
     key_below(figure, above)
-    titled(figure, "Alignment over rounds")
-    yield Picture(
+    yield finished(
         "alignment-over-rounds",
         "Alignment over rounds",
         "Above: iterations until the solver stopped. Below: the smallest angle between two prototypes, dotted before "

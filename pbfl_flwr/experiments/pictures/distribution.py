@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from pbfl_flwr.experiments.artefacts import NotThere
-from pbfl_flwr.experiments.pictures.style import Picture, canvas, heatmap, titled
+from pbfl_flwr.experiments.pictures.style import Picture, canvas, finished, heatmap
 from pbfl_flwr.experiments.records import Group
 
 TITLE = "Label distribution over clients"
@@ -35,10 +35,9 @@ def label_distribution(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
             unit="samples",
             rows=record.label_names,
         )
-        titled(figure, TITLE)
         config = record.config
         held = (counts > 0).sum(axis=1)
-        yield Picture(
+        yield finished(
             f"label-distribution-{number}",
             TITLE,
             f"{config['dataset']}, {config['partition']} partition; training, validation and test samples together; "

@@ -26,10 +26,10 @@ from pbfl_flwr.experiments.pictures.style import (
     MARKERS,
     Picture,
     canvas,
+    finished,
     key_below,
     lines,
     shortened,
-    titled,
 )
 from pbfl_flwr.experiments.records import Group, Record, same_data
 
@@ -59,8 +59,8 @@ def data_points(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
         inputs, labels = torch.cat([s.inputs for s in shards]), torch.cat([s.labels for s in shards])
         figure, (axes,) = canvas(3.6)
         _points(axes, inputs, labels, record.label_names)
-        _plane(figure, axes, "x", "y", f"Test samples: {record.config['dataset']}", record.label_names)
-        yield Picture(
+        _plane(figure, axes, "x", "y", record.label_names)
+        yield finished(
             f"data-points-{number}",
             f"Test samples: {record.config['dataset']}",
             f"Up to {MOST_POINTS} of {len(labels)} test samples of all clients, by class.",
@@ -99,10 +99,10 @@ def _prototype_plane(record: Record, label: str, number: int) -> Picture:
     inside = points.norm(dim=1) <= near
     _points(axes, points[inside], labels[inside], record.label_names, size=16)
     title = f"Prototypes in the plane of features: {label}"
-    _plane(figure, axes, "feature 1", "feature 2", title, record.label_names)
+    _plane(figure, axes, "feature 1", "feature 2", record.label_names)
     outside = f" {int((~inside).sum())} points lie far outside." if not bool(inside.all()) else ""
     times = f", times the {scale:g} of the upscaling" if scale != 1 else ""
-    return Picture(
+    return finished(
         f"prototype-plane-{number}",
         title,
         f"Dashed: global prototypes{times}. Points: the class means of {len(means)} clients.{outside}",
@@ -127,8 +127,8 @@ def _client_planes(record: Record, label: str, number: int) -> Iterator[Picture]
             axes.plot([0, float(values[k, 0])], [0, float(values[k, 1])], color=_colour(k), linewidth=1.4)
         _points(axes, features, data.test.labels[kept], record.label_names)
         title = f"Features of client {client}: {label}"
-        _plane(figure, axes, "feature 1", "feature 2", title, record.label_names)
-        yield Picture(
+        _plane(figure, axes, "feature 1", "feature 2", record.label_names)
+        yield finished(
             f"features-{number}-{client}",
             title,
             f"Lines: the client's own class means. Points: {len(kept)} of its {len(data.test)} test samples.",
@@ -164,11 +164,10 @@ def _points(axes: Axes, points: Tensor, labels: Tensor, names: Sequence[str], si
         )
 
 
-def _plane(figure: Figure, axes: Axes, xlabel: str, ylabel: str, title: str, names: Sequence[str]) -> None:
+def _plane(figure: Figure, axes: Axes, xlabel: str, ylabel: str, names: Sequence[str]) -> None:
     lines(axes, xlabel, ylabel)
     axes.set_aspect("equal", adjustable="datalim")
     key_below(figure, axes, [shortened(name) for name in names], marker_scale=2.5)
-    titled(figure, title)
 
 
 def _reach(points: Sequence[Tensor]) -> float:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pbfl_flwr.experiments.artefacts import NotThere, client_states
-from pbfl_flwr.experiments.pictures.style import GRID, Picture, canvas, heatmap, titled
+from pbfl_flwr.experiments.pictures.style import GRID, Picture, canvas, finished, heatmap
 from pbfl_flwr.experiments.records import Group, Record
 from pbfl_flwr.models.contract import HEAD_PREFIX
 
@@ -90,9 +90,8 @@ def layer_distances(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
             if names[place] != names[place - 1]:
                 axes.axvline(place - 0.5, color=GRID, linewidth=2)
         title = f"Distance of layers to their mean: {group.label}"
-        titled(figure, title)
         parts = "; ".join(f"{name} x {count}" for name, count in Counter(names).items())
-        yield Picture(
+        yield finished(
             f"layer-distances-{number}",
             title,
             "Frobenius distance of a layer's weights to their mean over the clients with the same architecture, over "
@@ -118,9 +117,8 @@ def _matrix(
         columns=[str(client) for client in clients],
         limits=(0.0, 1.0),
     )
-    titled(figure, title)
     alt = f"Heatmap of {matrix.shape[1]} classes by {matrix.shape[0]} clients. {caption}"
-    return Picture(name, title, caption, alt, figure)
+    return finished(name, title, caption, alt, figure)
 
 
 def _head_rows(record: Record) -> tuple[NDArray[np.float64], list[int]]:

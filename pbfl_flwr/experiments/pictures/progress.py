@@ -13,12 +13,12 @@ from pbfl_flwr.experiments.figures import kilobytes
 from pbfl_flwr.experiments.pictures.style import (
     Picture,
     canvas,
+    finished,
     key_below,
     lines,
     logarithmic,
     look,
     marked,
-    titled,
 )
 from pbfl_flwr.experiments.records import Group, Record
 from pbfl_flwr.method import PREDICTORS
@@ -47,9 +47,8 @@ def accuracy_over_rounds(groups: Sequence[Group]) -> Iterator[Picture | NotThere
             said.append(f"{label} ends at {100 * each[:, -1].mean():.1f} %")
     lines(axes, "round", "accuracy (%)", whole=True)
     key_below(figure, axes)
-    titled(figure, title)
     what = "all predictors" if len(groups) == 1 else "the headline predictor of each run"
-    yield Picture(
+    yield finished(
         "accuracy-over-rounds",
         title,
         f"Test accuracy weighted by samples, {what}. {_seeds(groups)}",
@@ -70,9 +69,8 @@ def bytes_over_rounds(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
     lines(axes, "round", f"bytes so far ({unit})", whole=True)
     axes.set_ylim(bottom=0)
     key_below(figure, axes)
-    titled(figure, "Bytes over rounds")
     said = "; ".join(f"{label} {kilobytes(found[-1])}" for label, found in totals.items())
-    yield Picture(
+    yield finished(
         "bytes-over-rounds",
         "Bytes over rounds",
         "Encoded payloads of all clients, up and down, added up; without Flower's own objects, which the table of "
@@ -106,8 +104,7 @@ def accuracy_against_bytes(groups: Sequence[Group]) -> Iterator[Picture | NotThe
     ):
         logarithmic(axes.xaxis)
     key_below(figure, axes)
-    titled(figure, "Accuracy against bytes")
-    yield Picture(
+    yield finished(
         "accuracy-against-bytes",
         "Accuracy against bytes",
         "Headline accuracy, weighted by samples, when so many bytes of payload had travelled (up and down, all "
@@ -136,8 +133,7 @@ def accuracy_of_clients(groups: Sequence[Group]) -> Iterator[Picture | NotThere]
         return
     lines(axes, "clients, from the worst to the best", "accuracy (%)", whole=True)
     key_below(figure, axes)
-    titled(figure, "Accuracy of the clients, sorted")
-    yield Picture(
+    yield finished(
         "accuracy-of-clients",
         "Accuracy of the clients, sorted",
         "Headline accuracy of every client in the last round, each run sorted by itself: the flatter, the fairer. The "

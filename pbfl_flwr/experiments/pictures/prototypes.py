@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pbfl_flwr.experiments.artefacts import NotThere, global_prototypes, local_prototypes
-from pbfl_flwr.experiments.pictures.style import Picture, canvas, heatmap, titled
+from pbfl_flwr.experiments.pictures.style import Picture, canvas, finished, heatmap
 from pbfl_flwr.experiments.records import Group
 
 HOW = "Magnitude of each dimension, every row divided by its largest; blank: zero."
@@ -40,8 +40,7 @@ def local_heatmaps(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
             rows=names,
         )
         title = f"Prototypes of class {record.label_names[chosen]}: {group.label}"
-        titled(figure, title)
-        yield Picture(
+        yield finished(
             f"prototypes-of-a-class-{number}",
             title,
             f"L: a client's last upload, G: the global prototype. {HOW} The class that most clients hold.",
@@ -70,8 +69,7 @@ def global_heatmaps(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
             rows=group.first.label_names,
         )
         title = f"Global prototypes: {group.label}"
-        titled(figure, title)
-        yield Picture(
+        yield finished(
             f"global-prototypes-{number}",
             title,
             f"After the last round. {HOW}",

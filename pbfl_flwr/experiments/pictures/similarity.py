@@ -14,11 +14,11 @@ from pbfl_flwr.experiments.pictures.style import (
     Picture,
     canvas,
     class_axis,
+    finished,
     heatmap,
     key_below,
     lines,
     look,
-    titled,
 )
 from pbfl_flwr.experiments.records import Group
 
@@ -70,8 +70,7 @@ def matrices(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
             )
             class_axis(axes, names)
             title = f"{kind} of global prototypes: {group.label}"
-            titled(figure, title)
-            yield Picture(
+            yield finished(
                 f"{kind.split()[0].lower()}-of-prototypes-{number}",
                 title,
                 "Every pair of classes after the last round, as broadcast (in all d dimensions).",
@@ -106,8 +105,7 @@ def per_class(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
     lines(axes, "class", "cosine similarity to the others")
     class_axis(axes, names)
     key_below(figure, axes)
-    titled(figure, "Similarity of each global prototype to the others")
-    yield Picture(
+    yield finished(
         "similarity-per-class",
         "Similarity of each global prototype to the others",
         "Mean cosine similarity of a class's prototype to all others; the band reaches from the least to the most "
@@ -125,8 +123,7 @@ def per_class(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
     class_axis(axes, names)
     axes.set_ylim(0, 1.05)
     key_below(figure, axes)
-    titled(figure, "Normalised margin of each global prototype")
-    yield Picture(
+    yield finished(
         "margin-per-class",
         "Normalised margin of each global prototype",
         "Distance to the nearest other prototype over the largest such distance of the run: all near 1 means evenly "

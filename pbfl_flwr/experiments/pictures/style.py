@@ -200,11 +200,12 @@ def key_below(figure: Figure, axes: Axes, order: Sequence[str] = (), marker_scal
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, markerscale=marker_scale)
 
 
-def titled(figure: Figure, text: str) -> None:
-    """Set the title of a figure in lines that fit its width."""
+def finished(name: str, title: str, caption: str, alt: str, figure: Figure) -> Picture:
+    """Return a picture with its title above it, in lines that fit its width; the arguments are those of Picture."""
     import textwrap
 
-    figure.suptitle("\n".join(textwrap.wrap(text, 52)), fontsize=RC["axes.titlesize"], color=INK)
+    figure.suptitle("\n".join(textwrap.wrap(title, 52)), fontsize=RC["axes.titlesize"], color=INK)
+    return Picture(name, title, caption, alt, figure)
 
 
 def svg(picture: Picture) -> str:
