@@ -15,7 +15,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict
 from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
@@ -27,22 +26,20 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from pbfl_flwr.config import Settings
-from pbfl_flwr.data import check_data
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import wire
+from pbfl_flwr.flower.attendance import Attendance
 from pbfl_flwr.flower.books import Outcome, Phase, aged, client_columns, named, read, round_line
 from pbfl_flwr.flower.client import resolved_moment
-from pbfl_flwr.flower.history import OTHER_CONFIGURATION, RunDirectory, on_validation, summarise
-from pbfl_flwr.flower.late import Debts
-from pbfl_flwr.flower.roster import Roster, meet, welcome_back, worker_died
+from pbfl_flwr.flower.history import RunDirectory, on_validation, summarise
+from pbfl_flwr.flower.recorder import Recorder
+from pbfl_flwr.flower.roster import Roster, meet, worker_died
 from pbfl_flwr.flower.secure import SecureRounds
 from pbfl_flwr.method import Method, Moment, Round
 from pbfl_flwr.methods import build_method, privacy_notes
 from pbfl_flwr.payloads import Payload
-from pbfl_flwr.sinks import Sinks, check
+from pbfl_flwr.sinks import check
 from pbfl_flwr.task import Task
-
-GREETING_SECONDS = 60.0  # for a node that comes in the middle of a run
 
 
 class RunEnded(PbflError):
@@ -69,7 +66,6 @@ class MethodStrategy(Strategy):
         self.method = method or build_method(settings)
         self.run = RunDirectory(directory) if directory else None
         self.state: Any = None
-        self.roster: Roster | None = None
         self.history: list[dict[str, Any]] = []
         self.done = 0
         self.experiment = f"{settings.fingerprint()}-{uuid.uuid4().hex[:8]}"
@@ -78,17 +74,18 @@ class MethodStrategy(Strategy):
         self.headline = self.method.headline if wanted == "auto" else wanted
         self.task: Task | None = None
         self._secure = SecureRounds(settings, self.method) if settings.privacy.secure_aggregation else None
+        self._recorder = Recorder(self.run, settings, self.headline) if self.run else None
+        self._attendance: Attendance | None = None
         self._phase: Phase | None = None
-        self._debts = Debts()
-        self._failed: set[int] = set()  # of the last round
-        self._refused: set[str] = set()  # what was said of nodes that are not greeted as clients
-        self._best = -1.0  # weighted headline accuracy
         self._scored: Any = None  # the state that clients were scored with in this round
         self._clients: dict[str, Any] = {}
         self._round_started = 0.0
         self._num_rounds = settings.run.num_server_rounds
-        self._sinks: Sinks | None = None
-        self._warnings: list[str] = []  # of sinks, for the next round's notes
+
+    @property
+    def roster(self) -> Roster | None:
+        """Who is who now; None before the hello round."""
+        return self._attendance.roster if self._attendance else None
 
     # Before the first round ---------------------------------------------------------------------------------
 
@@ -116,12 +113,14 @@ class MethodStrategy(Strategy):
         check(run.sinks)
         if run.sinks and self.run is None:
             raise PbflError(f"sinks = '{run.sinks}': they need a run directory, this strategy has none")
-        previous = self._previous()
+        previous = self._recorder.previous() if self._recorder else None
+        if previous is not None:
+            self.experiment = str(previous["experiment"])
         known = {m["name"]: m["client"] for m in (previous or {}).get("clients", []) if m.get("name")}
         hello = max(run.round_timeout, run.join_timeout)  # its first message finds a client process starting
-        self.roster = meet(grid, run.num_clients, self.experiment, hello, run.join_timeout, known)
-        task = self.roster.task
-        self.method.check(task, self.roster.architectures)
+        roster = meet(grid, run.num_clients, self.experiment, hello, run.join_timeout, known)
+        self._attendance = Attendance(roster, self.experiment, run.join_timeout)
+        self.method.check(roster.task, roster.architectures)
         if run.stale_weight > 0 and (self._secure is not None or not self.method.streams()):
             raise PbflError(
                 f"stale-weight = {run.stale_weight}: with these settings method '{self.method.name}' is no sum, in "
@@ -129,56 +128,23 @@ class MethodStrategy(Strategy):
             )
         if run.faults:
             log(WARNING, "faults are injected: %s", run.faults)
-        self.begin(task)
-        if run.min_replies > len(self.roster.members):
+        self.begin(roster.task)
+        if run.min_replies > len(roster.members):
             raise PbflError(
-                f"min-replies = {run.min_replies}: allowed is up to {len(self.roster.members)}, the clients"
+                f"min-replies = {run.min_replies}: allowed is up to {len(roster.members)}, the clients"
             )
-        if self.run is None:
+        if self._recorder is None:
             return
         if previous is None:
-            members = [
-                {**asdict(member), "node": str(member.node)} for member in self.roster.members.values()
-            ]
-            facts = {
-                "experiment": self.experiment,
-                "headline": self.headline,
-                "moment": self.moment,
-                "clients": members,
-            }
-            self.run.start(self.settings.as_dict(), facts)
-            if all(member.simulated and member.configured_data for member in self.roster.members.values()):
-                partition = check_data(self.settings.data, run.num_clients)
-                self.run.write_partition(partition.counts.tolist(), list(partition.notes))
-            self._sinks = Sinks(run.sinks, self.run.path, self.run.read())
-            return
-        if (resumed := self.run.resume(self.method.state, task, self.settings.fingerprint())) is not None:
-            self.state, self.done = resumed
-            self.history = self.run.rounds()
-            figures = [figure for line in self.history for figure, _ in self._figures(line)]
-            self._best = max(figures, default=-1.0)
-            log(INFO, "resumed after round %s", self.done)
-        if self.done > self._num_rounds:
-            raise PbflError(
-                f"num-server-rounds = {self._num_rounds}: the run has {self.done} rounds already; allowed is from there"
-            )
-        self.run.go_on(self.settings.as_dict())
-        self._sinks = Sinks(run.sinks, self.run.path, self.run.read())
+            facts = {"experiment": self.experiment, "headline": self.headline, "moment": self.moment}
+            self._recorder.begin(facts, roster.members.values())
+        elif resumed := self._recorder.go_on(self.method.state, roster.task, self._num_rounds):
+            self.state, self.done, self.history = resumed
 
     def begin(self, task: Task) -> None:
         """Take the method's initial state; :meth:`prepare` does this, a test without a grid does it itself."""
         self.task = task
         self.state = self.method.init(task, self.settings.run.seed)
-
-    def _previous(self) -> dict[str, Any] | None:
-        if self.run is None or not self.settings.run.resume:
-            return None
-        about = self.run.read()
-        self.experiment = str(about["experiment"])
-        # The checkpoint says so too, but there may be none yet while clients have already trained.
-        if not self.experiment.startswith(f"{self.settings.fingerprint()}-"):
-            raise PbflError(OTHER_CONFIGURATION.format(self.run.path))
-        return about
 
     def start(
         self,
@@ -209,13 +175,13 @@ class MethodStrategy(Strategy):
         self._num_rounds = num_rounds or self.settings.run.num_server_rounds
         timeout = timeout or self.settings.run.round_timeout
         with nullcontext() if self.run is None else self.run.alone():
-            if self.roster is None:
+            if self._attendance is None:
                 self.prepare(grid)
             try:
                 return self._rounds(grid, timeout, evaluate_fn)
             finally:
-                if self._sinks is not None:
-                    self._warn(self._sinks.close())
+                if self._recorder is not None:
+                    self._recorder.close()
 
     def _rounds(
         self,
@@ -223,12 +189,13 @@ class MethodStrategy(Strategy):
         timeout: float,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None,
     ) -> Result:
-        result = Result()
+        assert self._attendance is not None, "prepare comes first"
+        attendance, result = self._attendance, Result()
         nothing, unused = ArrayRecord(), ConfigRecord()
         for server_round in range(self.done + 1, self._num_rounds + 1):
             asked = list(self.configure_train(server_round, nothing, unused, grid))
             replies = list(self._exchange(grid, asked, timeout))
-            self._debts.collect(grid)
+            attendance.collect(grid)
             arrays, metrics = self.aggregate_train(server_round, replies)
             if arrays is not None:
                 result.arrays = arrays
@@ -250,62 +217,35 @@ class MethodStrategy(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Return a training message for every sampled client and an evaluation message for (some of) the others."""
-        if self.roster is None:
+        if self._attendance is None:
             self.prepare(grid)
-        assert self.roster is not None
+        assert self._attendance is not None
         self._round_started = time.perf_counter()
         run = self.settings.run
         self._scored = self.state
-        absent = self._absent(grid, server_round)
-        chosen = set(self.roster.sample(run.fraction_train, run.seed, server_round, absent))
-        others = [client for client in self.roster.members if client not in chosen]
+        absent = self._attendance.absent(grid, server_round)
+        roster = self._attendance.roster
+        chosen = set(roster.sample(run.fraction_train, run.seed, server_round, absent))
+        others = [client for client in roster.members if client not in chosen]
         scored = set(others[: round(run.fraction_evaluate * len(others))]) - set(absent)
         return self._ask(
             {**dict.fromkeys(chosen, "train"), **dict.fromkeys(scored, "evaluate")}, server_round, absent
         )
 
-    def _absent(self, grid: Grid, server_round: int) -> dict[int, str]:
-        """Return the clients that cannot be asked and why, having looked for those that came back.
-
-        Only after a round in which somebody failed: a healthy federation is not asked for its nodes every round.
-        """
-        assert self.roster is not None
-        self._debts.collect(grid)
-        if not self._failed:
-            return {}
-        run, online = self.settings.run, set(grid.get_node_ids())
-        before = self.roster
-        self.roster, refused = welcome_back(
-            grid, before, online, self._failed, self.experiment, min(run.join_timeout, GREETING_SECONDS)
-        )
-        for reason in sorted(set(refused) - self._refused):
-            log(WARNING, "round %s: a new node is not asked: %s", server_round, reason)
-        self._refused |= set(refused)
-        for client, member in self.roster.members.items():
-            if member.node != before.members[client].node:
-                log(INFO, "round %s: client %s is back, on another node", server_round, member.label)
-                self._debts.forget(client)
-        gone = {
-            client: "its node is not connected"
-            for client, member in self.roster.members.items()
-            if member.node not in online
-        }
-        busy = {c: f"still busy with round {owed}" for c, owed in self._debts.owing(server_round).items()}
-        return {**busy, **gone}
-
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Return nothing, but after the last round of runs that score before training: one last scoring."""
-        if self.moment != "before" or server_round != self._num_rounds or self.roster is None:
+        if self.moment != "before" or server_round != self._num_rounds or self._attendance is None:
             return []
-        absent = self._absent(grid, server_round)
-        kinds = {client: "evaluate" for client in self.roster.members if client not in absent}
+        absent = self._attendance.absent(grid, server_round)
+        kinds = {client: "evaluate" for client in self._attendance.roster.members if client not in absent}
         return self._ask(kinds, server_round, absent)
 
     def _ask(self, kinds: Mapping[int, str], server_round: int, absent: Mapping[int, str]) -> list[Message]:
-        assert self.roster is not None
-        messages, down, scalars, names = [], {}, 0, self.roster.names
+        roster = self.roster
+        assert roster is not None
+        messages, down, scalars, names = [], {}, 0, roster.names
         # One encoding for a broadcast that is the same object for all; kept beside it, since the id of an object that
         # is gone may be another's.
         encoded: dict[int, tuple[Payload, ArrayRecord]] = {}
@@ -319,7 +259,7 @@ class MethodStrategy(Strategy):
                 config["client"] = client  # a numbered one knows
             message = Message(
                 wire.content(encoded[id(payload)][1], config=config),
-                dst_node_id=self.roster.members[client].node,
+                dst_node_id=roster.members[client].node,
                 message_type=kinds[client],
                 group_id=str(server_round),
             )
@@ -359,8 +299,7 @@ class MethodStrategy(Strategy):
         line = round_line(
             server_round, phase, outcome, self.method, self.state, self.moment, aggregated, ages
         )
-        line["notes"] += self._unheard_of(ages) + self._warnings
-        self._warnings = []
+        line["notes"] += self._unheard_of(ages) + (self._recorder.warnings() if self._recorder else [])
         for client, item in outcome.late.items():
             said = item.reason or f"counts {item.weight:.3g}"
             who = phase.names.get(client, str(client))
@@ -396,7 +335,8 @@ class MethodStrategy(Strategy):
 
     def _stop_at(self, server_round: int, outcome: Outcome, phase: Phase) -> None:
         """Remember who failed, and end the run if it is to end at the first."""
-        self._failed = set(outcome.failures)
+        assert self._attendance is not None
+        self._attendance.failed(outcome.failures)
         if self.settings.run.failure_policy == "stop" and outcome.failures:
             client, reason = next(iter(outcome.failures.items()))
             raise RunEnded(
@@ -461,8 +401,8 @@ class MethodStrategy(Strategy):
         run, phase, max_bytes = self.settings.run, self._phase, self.settings.run.max_upload_mb * 2**20
         if self._secure is not None:  # its protocol knows no late answers
             return self._secure.read(replies, phase, self.state, self.task, max_bytes)
-        late = self._debts.take() if phase.training else []
-        self._debts.note(phase.unanswered(replies))
+        assert self._attendance is not None
+        late = self._attendance.settle(phase, replies)
         return read(replies, phase, self.method, self.state, self.task, max_bytes, late, run.stale_weight)
 
     def _finish_round(self, server_round: int) -> None:
@@ -480,34 +420,9 @@ class MethodStrategy(Strategy):
             len(line["trained"]),
             line["seconds"]["total"],
         )
-        if self.run is not None:
-            self.run.add_round(self.history[-1], self._clients)
-            self._keep_best(self.run)
+        if self._recorder is not None:
             broadcast = self.method.broadcast(self.state, min(self.roster.members) if self.roster else 0)
-            self.run.save_checkpoint(self.state, broadcast, server_round, self.settings.fingerprint())
-        if self._sinks is not None:
-            self._warn(self._sinks.log(line))
-
-    def _warn(self, warnings: list[str]) -> None:
-        for warning in warnings:
-            log(WARNING, "%s", warning)
-        self._warnings += warnings
-
-    def _keep_best(self, run: RunDirectory) -> None:
-        """Keep the state with which clients scored best so far, by validation data where they hold some out."""
-        for figure, final in self._figures(self.history[-1]):
-            if figure > self._best:
-                self._best = figure
-                run.save_best(self.state if final else self._scored, self.done, figure, self.headline)
-
-    def _figures(self, line: Mapping[str, Any]) -> list[tuple[float, bool]]:
-        """Return (weighted headline accuracy, whether of the last scoring) of a round."""
-        found = []
-        for entry, final in ((line, False), (line.get("final", {}), True)):
-            scored = entry.get("validation") or entry.get("accuracy") or {}
-            if self.headline in scored:
-                found.append((float(scored[self.headline]["weighted"]), final))
-        return found
+            self._recorder.add(line, self._clients, self.state, self._scored, broadcast)
 
 
 def _finite_broadcast(

@@ -1,0 +1,149 @@
+"""What a run leaves behind: its configuration, every round, a checkpoint, the best state; on disk and in sinks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from logging import INFO, WARNING
+from typing import Any
+
+from flwr.common import log
+
+from pbfl_flwr.config import Settings
+from pbfl_flwr.data import check_data
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower.history import OTHER_CONFIGURATION, RunDirectory
+from pbfl_flwr.flower.roster import Member
+from pbfl_flwr.payloads import Payload
+from pbfl_flwr.sinks import Sinks
+from pbfl_flwr.task import Task
+
+
+class Recorder:
+    """Writes one run.
+
+    Args:
+        run: its directory.
+        settings: the run configuration.
+        headline: the predictor by whose accuracy one state is better than another.
+    """
+
+    def __init__(self, run: RunDirectory, settings: Settings, headline: str) -> None:
+        self.run, self._settings, self._headline = run, settings, headline
+        self._fingerprint = settings.fingerprint()
+        self._best = -1.0  # weighted headline accuracy
+        self._sinks: Sinks | None = None
+        self._warnings: list[str] = []
+
+    def previous(self) -> dict[str, Any] | None:
+        """Return run.json of the run that is to go on, None for a new one.
+
+        Raises:
+            PbflError: if it was made with another configuration.
+        """
+        if not self._settings.run.resume:
+            return None
+        about = self.run.read()
+        # The checkpoint says so too, but there may be none yet while clients have already trained.
+        if not str(about["experiment"]).startswith(f"{self._fingerprint}-"):
+            raise PbflError(OTHER_CONFIGURATION.format(self.run.path))
+        return about
+
+    def begin(self, facts: Mapping[str, Any], members: Iterable[Member]) -> None:
+        """Write down a new run before its first round, and in a simulation who holds what.
+
+        Raises:
+            PbflError: if the directory holds a run already, or a sink cannot be opened.
+        """
+        known = list(members)
+        clients = [{**asdict(member), "node": str(member.node)} for member in known]
+        self.run.start(self._settings.as_dict(), {**facts, "clients": clients})
+        if all(member.simulated and member.configured_data for member in known):
+            partition = check_data(self._settings.data, self._settings.run.num_clients)
+            self.run.write_partition(partition.counts.tolist(), list(partition.notes))
+        self._open_sinks()
+
+    def go_on(
+        self, kind: type[Payload], task: Task, num_rounds: int
+    ) -> tuple[Payload, int, list[dict[str, Any]]] | None:
+        """Return (state, finished rounds, history) of a run that goes on, None if no round was finished.
+
+        Args:
+            kind: of the method's state.
+            task: what all clients agree on.
+            num_rounds: how far it is to go.
+
+        Raises:
+            PbflError: if the checkpoint does not fit, or has more rounds already.
+        """
+        resumed = self.run.resume(kind, task, self._fingerprint)
+        done = resumed[1] if resumed else 0
+        if done > num_rounds:
+            raise PbflError(
+                f"num-server-rounds = {num_rounds}: the run has {done} rounds already; allowed is from there"
+            )
+        self.run.go_on(self._settings.as_dict())
+        self._open_sinks()
+        if resumed is None:
+            return None
+        history = self.run.rounds()
+        self._best = max((figure for line in history for figure, _ in self._figures(line)), default=-1.0)
+        log(INFO, "resumed after round %s", done)
+        return *resumed, history
+
+    def add(
+        self,
+        line: Mapping[str, Any],
+        clients: Mapping[str, Any],
+        state: Payload,
+        scored: Payload,
+        broadcast: Payload,
+    ) -> None:
+        """Write down a finished round; it is on the disk when this returns.
+
+        Args:
+            line: of rounds.jsonl.
+            clients: of clients.jsonl.
+            state: after the round.
+            scored: with which the clients were scored in it.
+            broadcast: what clients get next, for others to read.
+
+        Raises:
+            UnsavedState: if the system refuses it.
+        """
+        number = int(line["round"])
+        self.run.add_round(line, clients)
+        for figure, final in self._figures(line):
+            if figure > self._best:
+                self._best = figure
+                self.run.save_best(state if final else scored, number, figure, self._headline)
+        self.run.save_checkpoint(state, broadcast, number, self._fingerprint)
+        if self._sinks is not None:
+            self._warn(self._sinks.log(line))
+
+    def warnings(self) -> list[str]:
+        """Return what went wrong in sinks since the last call."""
+        said, self._warnings = self._warnings, []
+        return said
+
+    def close(self) -> None:
+        """Let the sinks write what they still hold."""
+        if self._sinks is not None:
+            self._warn(self._sinks.close())
+
+    def _open_sinks(self) -> None:
+        self._sinks = Sinks(self._settings.run.sinks, self.run.path, self.run.read())
+
+    def _warn(self, warnings: list[str]) -> None:
+        for warning in warnings:
+            log(WARNING, "%s", warning)
+        self._warnings += warnings
+
+    def _figures(self, line: Mapping[str, Any]) -> list[tuple[float, bool]]:
+        """Return (weighted headline accuracy, whether of a last scoring) of a round, by validation data if any."""
+        found = []
+        for entry, final in ((line, False), (line.get("final", {}), True)):
+            scored = entry.get("validation") or entry.get("accuracy") or {}
+            if self._headline in scored:
+                found.append((float(scored[self._headline]["weighted"]), final))
+        return found
