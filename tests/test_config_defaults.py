@@ -1,4 +1,4 @@
-"""pyproject.toml tells Flower which keys there are; the groups in config.py say what they mean. Both must agree."""
+"""pyproject.toml tells Flower which keys there are; config/keys.py says what they mean. Both must agree."""
 
 import tomllib
 from pathlib import Path

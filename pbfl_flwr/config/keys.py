@@ -1,24 +1,13 @@
-"""The run configuration: flat kebab-case keys in, frozen objects out.
-
-This is the one place that knows keys, types and ranges. Flower refuses unknown keys but not wrong types; here
-every bad key is found at once and named with its value and what is allowed. A value ``"auto"`` means "what the
-method (or the protocol) says"; it is resolved before round 1 and the resolved value is written into the result.
-"""
+"""Every key of the run configuration, in groups: its type, its range, its default, what it means."""
 
 from __future__ import annotations
 
-import difflib
-import hashlib
-import json
 import re
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
-
-from pbfl_flwr.errors import PbflError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 Scalar = bool | int | float | str
 Auto = Literal["auto"]
@@ -41,9 +30,6 @@ class Group(BaseModel):
     def key_names(cls) -> list[str]:
         """Return the kebab-case keys of this group."""
         return [name.replace("_", "-") for name in cls.model_fields]
-
-
-G = TypeVar("G", bound=Group)
 
 
 def _absolute(path: str) -> str:
@@ -372,162 +358,3 @@ GROUPS: dict[str, type[Group]] = {
     "prototypes": PrototypeSettings,
     "privacy": PrivacySettings,
 }
-
-# One row a flag, one column a protocol: how the published code bases behave (the method cards name the sources).
-# A row "<method>.<key>" is how they treat that method, where it is not what they do elsewhere.
-PROTOCOLS: dict[str, dict[str, str | int]] = {
-    "batch-order": {"clean": "shuffled", "htfl": "fixed", "pfl": "shuffled", "fedproto": "shuffled"},
-    "drop-last": {"clean": "small", "htfl": "always", "pfl": "always", "fedproto": "always"},
-    "layout": {"clean": "channels-last", "htfl": "contiguous", "pfl": "contiguous", "fedproto": "contiguous"},
-    "collect": {"clean": "post", "htfl": "trajectory", "pfl": "trajectory", "fedproto": "trajectory"},
-    "fedtgp.collect": {"clean": "post", "htfl": "before", "pfl": "post", "fedproto": "post"},
-    "protonorm.collect": {"clean": "post", "htfl": "post", "pfl": "post", "fedproto": "post"},
-    "evaluate-moment": {"clean": "auto", "htfl": "before", "pfl": "before", "fedproto": "auto"},
-    "weighting": {"clean": "auto", "htfl": "auto", "pfl": "auto", "fedproto": "uniform"},
-    "kl-reduction": {"clean": "batchmean", "htfl": "mean", "pfl": "mean", "fedproto": "batchmean"},
-    "detach-teacher": {"clean": "yes", "htfl": "no", "pfl": "no", "fedproto": "yes"},
-    "min-class-count": {"clean": 2, "htfl": 1, "pfl": 1, "fedproto": 1},
-}
-# What a protocol leaves to the method stays "auto" here; the method's page holds the value.
-
-
-class Settings(BaseModel):
-    """The whole run configuration.
-
-    Attributes:
-        run, data, models, training, evaluation, conventions, prototypes, privacy: the groups above, protocol already
-            applied.
-        method_section: the keys ``<method>.<key>`` of the chosen method, without the prefix.
-    """
-
-    model_config = ConfigDict(frozen=True)
-
-    run: RunSettings = RunSettings()
-    data: DataSettings = DataSettings()
-    models: ModelSettings = ModelSettings()
-    training: TrainingSettings = TrainingSettings()
-    evaluation: EvaluationSettings = EvaluationSettings()
-    conventions: ConventionSettings = ConventionSettings()
-    prototypes: PrototypeSettings = PrototypeSettings()
-    privacy: PrivacySettings = PrivacySettings()
-    method_section: dict[str, Scalar] = {}
-
-    def as_dict(self) -> dict[str, Scalar]:
-        """Return the configuration as flat run-config keys."""
-        flat: dict[str, Scalar] = {}
-        for name in GROUPS:
-            flat.update(getattr(self, name).model_dump(by_alias=True))
-        flat.update({f"{self.run.method}.{key}": value for key, value in self.method_section.items()})
-        return flat
-
-    def fingerprint(self) -> str:
-        """Return a hash of everything that changes results (not where they are written, nor how far to go)."""
-        neutral = {
-            "run-dir",
-            "state-dir",
-            "resume",
-            "num-server-rounds",
-            "round-timeout",
-            "join-timeout",
-            "max-upload-mb",
-            "failure-policy",
-            "threads",
-            "sinks",
-        }
-        relevant = {key: value for key, value in self.as_dict().items() if key not in neutral}
-        return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def parse(run_config: Mapping[str, Scalar], sections: Mapping[str, type[Group]] | None = None) -> Settings:
-    """Check a flat run configuration and apply the protocol.
-
-    Args:
-        run_config: kebab-case keys, as Flower hands them over or as a preset file gives them.
-        sections: method name -> the group of its ``<method>.<key>`` settings; keys of the methods that were not
-            chosen are checked as well, since a typo there is a typo too.
-
-    Raises:
-        PbflError: with one line for every bad key: the key, its value and what is allowed.
-    """
-    sections = sections or {}
-    top = {key: value for key, value in run_config.items() if "." not in key}
-    known = {key: name for name, group in GROUPS.items() for key in group.key_names()}
-    problems = [_unknown(key, [*known, *sections]) for key in top if key not in known]
-    groups: dict[str, Any] = {}
-    for name, group in GROUPS.items():
-        mine = {key: value for key, value in top.items() if known.get(key) == name}
-        if (parsed := _parse_group(group, mine, "", problems)) is not None:
-            groups[name] = parsed
-    chosen = str(top.get("method", RunSettings().method))
-    section_values: dict[str, Scalar] = {}
-    by_section: dict[str, dict[str, Scalar]] = {}
-    for key, value in run_config.items():
-        if "." in key:
-            prefix, _, rest = key.partition(".")
-            by_section.setdefault(prefix, {})[rest] = value
-    for prefix, values in by_section.items():
-        if prefix not in sections:
-            problems.append(f"unknown section '{prefix}.'; sections are {_listed(sections)}")
-            continue
-        parsed_section = _parse_group(sections[prefix], values, f"{prefix}.", problems)
-        if prefix == chosen and parsed_section is not None:
-            section_values = parsed_section.model_dump(by_alias=True)
-    if chosen in sections and not section_values:
-        section_values = sections[chosen]().model_dump(by_alias=True)
-    if problems:
-        raise PbflError("\n".join(problems))
-    return _apply_protocol(Settings(**groups, method_section=section_values))
-
-
-def parse_section(group: type[G], settings: Settings) -> G:
-    """Return the chosen method's own settings as its typed group."""
-    return group.model_validate(settings.method_section)
-
-
-def _apply_protocol(settings: Settings) -> Settings:
-    changes: dict[str, dict[str, str | int]] = {
-        "training": {},
-        "prototypes": {},
-        "evaluation": {},
-        "conventions": {},
-        "privacy": {},
-    }
-    for key, usual in PROTOCOLS.items():
-        row = PROTOCOLS.get(f"{settings.run.method}.{key}", usual)
-        field = key.replace("-", "_")
-        for name, changed in changes.items():
-            group = getattr(settings, name)
-            if getattr(group, field, None) == "auto":
-                changed[field] = row[settings.run.protocol]
-    resolved = {name: getattr(settings, name).model_copy(update=changed) for name, changed in changes.items()}
-    return settings.model_copy(update=resolved)
-
-
-def _parse_group(group: type[G], values: Mapping[str, Scalar], prefix: str, problems: list[str]) -> G | None:
-    names = group.key_names()
-    unknown = [
-        key for key in values if key not in names
-    ]  # the field's own name is one of Python's, not a key
-    problems += [_unknown(prefix + key, [prefix + name for name in names]) for key in unknown]
-    try:
-        found = group.model_validate({key: value for key, value in values.items() if key in names})
-    except ValidationError as error:
-        by_key: dict[str, list[str]] = {}
-        for problem in error.errors():
-            message = problem["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-            by_key.setdefault(str(problem["loc"][0]), []).append(message)
-        for key, messages in by_key.items():
-            allowed = " or ".join(dict.fromkeys(messages))
-            problems.append(f"{prefix}{key} = {values[key]!r}: allowed is {allowed}")
-        return None
-    return None if unknown else found
-
-
-def _unknown(key: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(key, list(known), n=1)
-    hint = f"; did you mean '{close[0]}'?" if close else "; `pbfl list keys` shows them all"
-    return f"unknown key '{key}'{hint}"
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(f"'{name}'" for name in sorted(names)) or "none"

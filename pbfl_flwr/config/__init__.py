@@ -1,0 +1,52 @@
+"""The run configuration: flat kebab-case keys in, frozen objects out.
+
+This is the one place that knows keys, types and ranges (:mod:`~pbfl_flwr.config.keys`). Flower refuses unknown keys but
+not wrong types; here every bad key is found at once and named with its value and what is allowed
+(:mod:`~pbfl_flwr.config.resolve`). A value ``"auto"`` means "what the method (or the protocol) says"; it is resolved
+before round 1 and the resolved value is written into the result.
+"""
+
+from pbfl_flwr.config.keys import (
+    FAULTS,
+    GROUPS,
+    MAX_CLASSES,
+    AbsolutePath,
+    Auto,
+    ConventionSettings,
+    DataSettings,
+    EvaluationSettings,
+    FaultRates,
+    Group,
+    ModelSettings,
+    PrivacySettings,
+    PrototypeSettings,
+    RunSettings,
+    Scalar,
+    TrainingSettings,
+    class_names,
+)
+from pbfl_flwr.config.resolve import PROTOCOLS, Settings, parse, parse_section
+
+__all__ = [
+    "FAULTS",
+    "GROUPS",
+    "MAX_CLASSES",
+    "PROTOCOLS",
+    "AbsolutePath",
+    "Auto",
+    "ConventionSettings",
+    "DataSettings",
+    "EvaluationSettings",
+    "FaultRates",
+    "Group",
+    "ModelSettings",
+    "PrivacySettings",
+    "PrototypeSettings",
+    "RunSettings",
+    "Scalar",
+    "Settings",
+    "TrainingSettings",
+    "class_names",
+    "parse",
+    "parse_section",
+]
