@@ -27,7 +27,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from pbfl_flwr.prototypes.alignment import AlignmentReport, align, geometry
+from pbfl_flwr.prototypes.alignment import AlignmentReport, align
+from pbfl_flwr.prototypes.sphere import geometry
 
 T = TypeVar("T")
 DIRECTION_TOLERANCE, ENERGY_TOLERANCE = 1e-3, 1e-4

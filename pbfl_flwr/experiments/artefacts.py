@@ -16,8 +16,9 @@ from pbfl_flwr.flower.store import ClientState, ClientStore, load_tensors
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.models import SplitModel, build_model
 from pbfl_flwr.payloads import Logits, Payload, Prototypes, RejectedPayload, WeightsAndPrototypes
-from pbfl_flwr.prototypes.alignment import Geometry, align, geometry
-from pbfl_flwr.prototypes.pipeline import SOLVERS, Pipeline, PipelineState
+from pbfl_flwr.prototypes.alignment import align
+from pbfl_flwr.prototypes.pipeline import Pipeline, PipelineState
+from pbfl_flwr.prototypes.sphere import Geometry, geometry
 from pbfl_flwr.seeds import derive
 from pbfl_flwr.task import Task
 
@@ -138,8 +139,7 @@ def data_of(record: Record, client: int) -> ClientData:
 def target_scale(record: Record) -> float:
     """Return the factor between broadcast prototypes and what clients pull towards, 1 where there is none."""
     method = build_method(settings_of(record))
-    upscale = method.stages.upscale if isinstance(method, Pipeline) else 1.0
-    return float(upscale) if upscale != "auto" else 1.0
+    return method.stages.upscale if isinstance(method, Pipeline) else 1.0
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ def alignment_trajectory(record: Record) -> Trajectory:
     align(
         combined.values,
         combined.present,
-        SOLVERS[method.stages.alignment],
+        method.stages.alignment,
         seed=derive(record.seed, "alignment"),
         watch=lambda units: steps.append(geometry(units)),
     )

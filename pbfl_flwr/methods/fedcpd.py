@@ -35,8 +35,8 @@ from pbfl_flwr.models import architectures, build_model
 from pbfl_flwr.models.attention import MapDistillation, MapMemory, convolutional, map_channels
 from pbfl_flwr.payloads import Prototypes, RejectedPayload, WeightsAndPrototypes, under
 from pbfl_flwr.prototypes.aggregation import keep_stale, mean
+from pbfl_flwr.prototypes.collect import class_sums_of
 from pbfl_flwr.prototypes.distillation import alignment_pull, contrast
-from pbfl_flwr.prototypes.pipeline import class_sums_of
 from pbfl_flwr.task import Task
 from pbfl_flwr.training import Loss, forward
 from pbfl_flwr.weights import Weighting, average, copies, same_shapes, weighting_of

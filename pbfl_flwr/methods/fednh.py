@@ -33,7 +33,7 @@ from pbfl_flwr.methods.sharing import check_heads, initial, shared_scalars
 from pbfl_flwr.models import architectures
 from pbfl_flwr.payloads import Prototypes, RejectedPayload, Reveal, Weights, WeightsAndPrototypes
 from pbfl_flwr.prototypes.aggregation import weighted
-from pbfl_flwr.prototypes.pipeline import class_sums_of
+from pbfl_flwr.prototypes.collect import class_sums_of
 from pbfl_flwr.task import Task
 from pbfl_flwr.training import Part, fit
 from pbfl_flwr.weights import (

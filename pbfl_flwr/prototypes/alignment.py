@@ -1,7 +1,7 @@
 """ProtoNorm's Prototype Alignment (PA): spread the global prototypes over the unit sphere.
 
-Source: ProtoNorm, Section 4.1 and Algorithm 1, and its published code (repository ProtoNorm). The energy is
-E = Σ_{j<k} ln(1/‖C_j - C_k‖) over unit rows C, the force F_j = -∂E/∂C_j = Σ_{k!=j} (C_j - C_k)/‖C_j - C_k‖².
+Source: ProtoNorm, Section 4.1 and Algorithm 1, and its published code (repository ProtoNorm). Energy E and force F are
+those of :mod:`pbfl_flwr.prototypes.sphere`; three solvers lower E.
 
 On the sphere F_j·C_j = (K-1)/2 whatever the configuration. The mean force that the published stopping rule
 watches is therefore a constant plus a second-order term: it freezes once the tangential force is below about
@@ -15,7 +15,7 @@ C_k‖² = K² - ‖Σ_j C_j‖² <= K².
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -25,13 +25,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.prototypes.sphere import Geometry, forces, geometry, normalised, squared_distances
 
 Solver = Literal["thomson", "simplex", "lbfgs"]
 
-SOFTENING = 1e-10  # added to squared distances in the force, as in the published code
 COINCIDENT = 1e-7  # rows nearer than this are taken for identical and get a jitter of JITTER
 JITTER = 1e-6
-PAIRS_AT_ONCE = 4096
 
 
 @dataclass(frozen=True)
@@ -76,24 +75,6 @@ class AlignmentSettings:
 
 
 PUBLISHED = AlignmentSettings()
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """How spread out unit prototypes are; all zero with fewer than two of them.
-
-    Attributes:
-        energy: E.
-        min_distance, mean_distance, max_distance: of all pairs.
-        margin: the largest distance of a prototype to its nearest neighbour (FedTGP's δ before the cap,
-            ProtoNorm's "maximum margin"); the smallest such distance is ``min_distance``.
-    """
-
-    energy: float = 0.0
-    min_distance: float = 0.0
-    mean_distance: float = 0.0
-    max_distance: float = 0.0
-    margin: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -203,76 +184,6 @@ def align(
     return Alignment(values.to(device), report)
 
 
-def geometry(units: Tensor) -> Geometry:
-    """Return energy and distances of unit rows (K, d), in float64."""
-    num_rows = len(units)
-    if num_rows < 2:
-        return Geometry()
-    squared = _squared_distances(units.detach().to("cpu", torch.float64)).clamp_min_(1e-300)
-    nearest = squared.clone().fill_diagonal_(math.inf).min(dim=1).values.sqrt()
-    squared.fill_diagonal_(1.0)
-    energy = -0.25 * float(squared.log().sum())  # each pair stands twice, and ln D = ½ ln D²
-    distances = squared.sqrt_().fill_diagonal_(0.0)
-    return Geometry(
-        energy=energy,
-        min_distance=float(nearest.min()),
-        mean_distance=float(distances.sum()) / (num_rows * (num_rows - 1)),
-        max_distance=float(distances.max()),
-        margin=float(nearest.max()),
-    )
-
-
-def forces(units: Tensor) -> Tensor:
-    """Return F_j = Σ_{k!=j} (C_j - C_k) / (‖C_j - C_k‖² + 1e-10) (ProtoNorm, Eq. 11) in O(K² + K·d) memory.
-
-    F is W's graph Laplacian times C, with W_jk = 1/(‖C_j - C_k‖² + 1e-10). Both that product and the squared
-    distances lose digits when rows are close, so rows are centred first, which mends a table whose rows are
-    all close together, and single close pairs are computed from their difference.
-    """
-    centred, squared, close = _distances_and_close_pairs(units)
-    squared.add_(SOFTENING).fill_diagonal_(math.inf)
-    inverse = squared.reciprocal_()
-    if close is not None:
-        inverse[close[0], close[1]] = 0
-        inverse[close[1], close[0]] = 0
-    total = torch.addmm(inverse.sum(1, keepdim=True) * centred, inverse, centred, alpha=-1)
-    if close is not None:
-        for j, k in _chunks(close):
-            difference = units[j] - units[k]
-            push = difference / ((difference**2).sum(1, keepdim=True) + SOFTENING)
-            total.index_add_(0, j, push).index_add_(0, k, push, alpha=-1)
-    return total
-
-
-def _squared_distances(units: Tensor) -> Tensor:
-    _, squared, close = _distances_and_close_pairs(units)
-    if close is not None:
-        for j, k in _chunks(close):
-            exact = ((units[j] - units[k]) ** 2).sum(1)
-            squared[j, k] = exact
-            squared[k, j] = exact
-    return squared
-
-
-def _distances_and_close_pairs(units: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
-    """Return centred rows, squared distances by Gram matrix, and the pairs j < k where those lost digits."""
-    centred = units - units.mean(0)
-    squares = (centred * centred).sum(1)
-    squared = torch.addmm(squares.unsqueeze(1) + squares, centred, centred.T, alpha=-2)
-    # A Gram distance errs by some eps·(‖x_j‖² + ‖x_k‖²); below this it has fewer than half of its digits.
-    limit = 2 * float(squares.max()) * math.sqrt(torch.finfo(units.dtype).eps)
-    close = None
-    if float(squared.fill_diagonal_(math.inf).amin()) < limit:
-        j, k = (squared < limit).triu().nonzero(as_tuple=True)
-        close = (j, k)
-    return centred, squared.fill_diagonal_(0.0), close
-
-
-def _chunks(pairs: tuple[Tensor, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    for first in range(0, len(pairs[0]), PAIRS_AT_ONCE):
-        yield pairs[0][first : first + PAIRS_AT_ONCE], pairs[1][first : first + PAIRS_AT_ONCE]
-
-
 def _prepare(rows: Tensor, seed: int) -> tuple[Tensor | None, Tensor, int]:
     """Make unit rows of which no two coincide, in as few coordinates as hold them.
 
@@ -287,16 +198,16 @@ def _prepare(rows: Tensor, seed: int) -> tuple[Tensor | None, Tensor, int]:
     if bool(empty.any()):
         rows = rows.clone()
         rows[empty] = torch.randn(int(empty.sum()), rows.shape[1], generator=random, dtype=rows.dtype)
-    units = _normalise(rows)
+    units = normalised(rows)
     basis, coordinates = _span(units)
     replaced = int(empty.sum())
     if len(units) < 2:
         return basis, coordinates, replaced
-    coincident = (_squared_distances(coordinates) < COINCIDENT**2).tril(-1).any(1)
+    coincident = (squared_distances(coordinates) < COINCIDENT**2).tril(-1).any(1)
     if bool(coincident.any()):
         noise = torch.randn(int(coincident.sum()), rows.shape[1], generator=random, dtype=rows.dtype)
-        units[coincident] += JITTER * _normalise(noise)
-        basis, coordinates = _span(_normalise(units))
+        units[coincident] += JITTER * normalised(noise)
+        basis, coordinates = _span(normalised(units))
         replaced += int((coincident & ~empty).sum())
     return basis, coordinates, replaced
 
@@ -306,11 +217,6 @@ def _span(units: Tensor) -> tuple[Tensor | None, Tensor]:
         return None, units
     basis, triangle = torch.linalg.qr(units.T)
     return basis, triangle.T.contiguous()
-
-
-def _normalise(rows: Tensor) -> Tensor:
-    units: Tensor = rows / torch.linalg.vector_norm(rows, dim=1, keepdim=True)
-    return units
 
 
 def _thomson(
@@ -325,7 +231,7 @@ def _thomson(
     for t in range(settings.max_steps):
         force = forces(units)
         velocity.mul_(settings.momentum).add_(force, alpha=step)
-        units = _normalise(units + velocity)
+        units = normalised(units + velocity)
         if watch is not None:
             watch(units)
         if t % settings.decay_every == 0:
@@ -352,7 +258,7 @@ def _tangential(units: Tensor, settings: AlignmentSettings) -> tuple[Tensor, int
         force -= (force * units).sum(1, keepdim=True) * units
         if float(torch.linalg.vector_norm(force, dim=1).max()) / radial < settings.tangential_tolerance:
             return units, t, True
-        units = _normalise(units + settings.tangential_step / radial * force)
+        units = normalised(units + settings.tangential_step / radial * force)
     return units, settings.tangential_max_steps, False
 
 
@@ -403,4 +309,4 @@ def _lbfgs(units: Tensor, settings: AlignmentSettings) -> tuple[Tensor, int, boo
             "gtol": settings.lbfgs_tolerance,
         },
     )
-    return _normalise(torch.from_numpy(found.x).reshape(shape)), int(found.nit), bool(found.success)
+    return normalised(torch.from_numpy(found.x).reshape(shape)), int(found.nit), bool(found.success)

@@ -15,57 +15,28 @@ leaves the mask there does not travel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from pbfl_flwr import seeds
-from pbfl_flwr.config import PrototypeSettings, Settings
-from pbfl_flwr.data import Shard
+from pbfl_flwr.config import Settings
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client, Method, Moment, Predictor, Round, Update, head_scores, nearest
 from pbfl_flwr.payloads import Prototypes, RejectedPayload, Reveal, joined, under
 from pbfl_flwr.prototypes import aggregation, distillation, masks, scaling, sums
-from pbfl_flwr.prototypes.alignment import Solver, align
+from pbfl_flwr.prototypes.alignment import align
+from pbfl_flwr.prototypes.collect import class_sums_of, released_means
 from pbfl_flwr.prototypes.privacy import Release, release
+from pbfl_flwr.prototypes.stages import APS_RULES, ROBUST_RULES, Stages, resolved
 from pbfl_flwr.prototypes.statistics import ClassSums
 from pbfl_flwr.prototypes.trainable import TrainableState, initial_state, stack_uploads, train_prototypes
 from pbfl_flwr.task import Task
-from pbfl_flwr.training import each_feature, fit, forward
-
-APS_RULES = ("aps-sum", "aps-mean")
-SCALED_RULES = ("ppa", *APS_RULES)
-WEIGHTED_RULES = ("weighted", "weighted-shrunk")
-ROBUST_RULES = ("median", "trimmed-mean")
-SOLVERS: dict[str, Solver] = {"thomson": "thomson", "simplex": "simplex", "lbfgs": "lbfgs"}
-
-
-def class_sums_of(client: Client, transform: Callable[[Tensor], Tensor] | None = None) -> ClassSums:
-    """Return the sums of the features of every class, over the client's training data in evaluation mode.
-
-    What ``drop-last`` "always" keeps from training is left out here as well: the last n_i mod B samples as stored.
-
-    Args:
-        client: whose network and data.
-        transform: applied to the features (B, d) before they are added, e.g. to give them unit length.
-    """
-    sums = ClassSums(client.task.num_classes, client.task.feature_dim)
-    shard, settings = client.data.train, client.training
-    if settings.drop_last == "always":
-        complete = len(shard) - len(shard) % settings.batch_size
-        shard = Shard(shard.inputs[:complete], shard.labels[:complete])
-    for features, labels in each_feature(client, shard):
-        sums.add(features if transform is None else transform(features), labels)
-    return sums
-
-
-def released_means(client: Client, stage: Release, means: Tensor) -> Tensor:
-    """Return the means (K, d) that may be sent: of clipped features, in a second pass, where samples are clipped."""
-    return means if stage.of_samples is None else class_sums_of(client, stage.of_samples).means()[0]
+from pbfl_flwr.training import fit, forward
 
 
 @dataclass(frozen=True)
@@ -138,14 +109,14 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
     """A method made of the stages above. Build it with :func:`pipeline`.
 
     Attributes:
-        stages: the resolved settings; nothing in it is "auto" but aps-scale.
+        stages: what stands in each slot.
         server_training: FedTGP's settings, or None.
         mask_seed: seed of the masks, the only thing about them that clients must agree on.
         release: what of a client's table leaves the device.
     """
 
     name: str
-    stages: PrototypeSettings
+    stages: Stages
     server_training: ServerTraining | None = None
     mask_seed: int = 0
     headline: str = "global"
@@ -176,7 +147,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
                 on_the_way.add(features.detach(), labels)
             terms = {"ce": nn.functional.cross_entropy(logits, labels)}
             if down.num_present:
-                terms["pull"] = self._pull_weight * distillation.pull(
+                terms["pull"] = stages.pull_weight * distillation.pull(
                     features,
                     labels,
                     targets,
@@ -201,8 +172,8 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         upload = Prototypes(
             released.rows,
             released.present,
-            released.counts if stages.aggregation in WEIGHTED_RULES else None,
-            released.num_examples if self._needs_total else None,
+            released.counts if stages.sends_counts else None,
+            released.num_examples if stages.sends_total else None,
         )
         memory = {"prototypes": values, "held": held, **report.optimizer, **released.memory}
         return Update(upload, memory, {**report.metrics(), **released.metrics})
@@ -223,7 +194,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
     def _targets(self, client: Client, down: Prototypes) -> Tensor:
         """Global prototypes in d dimensions at the scale of the pull: γ·c_j (PU), μ·c_j (APS) or c_j."""
         values = self.dense(down, client.task).values
-        factor = self._upscale
+        factor = self.stages.upscale
         summed = self.stages.aggregation in APS_RULES and self.server_training is None
         if summed and self.stages.alignment == "off" and down.num_present:
             factor *= self._mu(client.task, down.num_examples)
@@ -257,9 +228,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
             if self.server_training.absent == "keep":
                 present = torch.ones_like(present)
         if stages.alignment != "off":
-            aligned = align(
-                values, present, SOLVERS[stages.alignment], seed=seeds.derive(at.seed, "alignment")
-            )
+            aligned = align(values, present, stages.alignment, seed=seeds.derive(at.seed, "alignment"))
             values = aligned.values
             figures |= aligned.report.figures()
         values = torch.where(present[:, None], values, torch.zeros_like(values))
@@ -291,7 +260,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         if rule == "trimmed-mean":
             return aggregation.trimmed_mean(sent, self.stages.trim_share)
         if rule == "ppa":
-            known = None if self._needs_total else self._expected_total(uploads, at)
+            known = None if self.stages.sends_total else self._expected_total(uploads, at)
             return aggregation.ppa(sent, K, known, shares)
         form: Literal["sum", "mean"] = "sum" if rule == "aps-sum" else "mean"
         return aggregation.aps(sent, 1.0, form, shares)  # μ is applied by the client
@@ -324,7 +293,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
 
     def _total(self, uploads: Mapping[int, Prototypes], at: Round) -> int:
         """n_t, the training samples behind this round's uploads."""
-        if not self._needs_total:
+        if not self.stages.sends_total:
             return self._expected_total(uploads, at)
         return max(1, sum(upload.num_examples or 0 for upload in uploads.values()))
 
@@ -347,11 +316,11 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         factor: Tensor | float = 1.0
         if self.stages.aggregation in ("mean", "aps-mean"):
             factor = 1 / total.holders.clamp_min(1).unsqueeze(1)
-        elif self.stages.aggregation == "ppa" and not self._needs_total:
+        elif self.stages.aggregation == "ppa" and not self.stages.sends_total:
             n = self.stages.total_examples
             factor = max(1, round(n / num_clients)) / max(1, round(n * total.clients / num_clients))
         rows = torch.where(present[:, None], total.rows * factor, torch.zeros_like(total.rows))
-        n_t = total.num_examples if self._needs_total else None
+        n_t = total.num_examples if self.stages.sends_total else None
         return Prototypes(rows.to(torch.float32), present, None, n_t)
 
     def streams(self) -> bool:
@@ -365,17 +334,17 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
             raise RejectedPayload(f"{upload.num_present} rows, a dense upload has {task.num_classes}")
         if upload.values.shape[1] != width:
             raise RejectedPayload(f"rows are {upload.values.shape[1]} wide, this run sends {width}")
-        if (upload.counts is not None) != (rule in WEIGHTED_RULES):
+        if (upload.counts is not None) != self.stages.sends_counts:
             raise RejectedPayload(
                 f"counts are {'missing' if upload.counts is None else 'not part'} of rule '{rule}'"
             )
-        if (upload.num_examples is not None) != self._needs_total:
+        if (upload.num_examples is not None) != self.stages.sends_total:
             said = "missing" if upload.num_examples is None else "not part"
             raise RejectedPayload(f"the number of examples is {said} of rule '{rule}'")
 
     def reveals(self) -> tuple[Reveal, ...]:
         """What the stages leave to see."""
-        return self.release.reveals(self.stages.aggregation, sends_total=self._needs_total)
+        return self.release.reveals(self.stages.aggregation, sends_total=self.stages.sends_total)
 
     def report(self, state: PipelineState) -> dict[str, float]:
         """Figures of the last aggregation: solver, margin, training, ages."""
@@ -423,7 +392,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
 
     def _masks(self, task: Task) -> Tensor | None:
         s = self.stages.cps_dim
-        if s == "auto" or s == 0 or s == task.feature_dim:
+        if s in (0, task.feature_dim):
             return None
         return _allocated(task.num_classes, task.feature_dim, s, self.stages.cps_scheme, self.mask_seed)
 
@@ -434,21 +403,6 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
             raise RejectedPayload("aps-scale = 'auto' needs n, the samples behind the sums, and none came")
         return scaling.default_aps_scale(task.num_classes, num_examples)
 
-    @cached_property
-    def _needs_total(self) -> bool:
-        """Whether uploads carry n_i."""
-        if self.stages.aggregation == "ppa":
-            return self.stages.ppa_total == "reported"
-        return self.stages.aggregation in APS_RULES and self.stages.aps_scale == "auto"
-
-    @cached_property
-    def _pull_weight(self) -> float:
-        return _number(self.stages.pull_weight)
-
-    @cached_property
-    def _upscale(self) -> float:
-        return _number(self.stages.upscale)
-
 
 def pipeline(
     settings: Settings,
@@ -456,59 +410,30 @@ def pipeline(
     *,
     headline: str = "global",
     server_training: ServerTraining | None = None,
-    pull_weight: float = 10.0,
-    aggregation: str = "mean",
-    cps_dim: int = 0,
-    alignment: str = "off",
-    upscale: float = 1.0,
+    **named: float | str,
 ) -> Pipeline:
-    """Return the method: what its name stands for, where the configuration says "auto".
+    """Return the method.
 
-    The default λ = 10 belongs to the form that is a mean over B·d elements, which every released code base uses;
-    the λ = 1 or 0.1 of the papers' texts belongs to a norm (``pull-form="l2"``).
+    Args:
+        settings: of the run.
+        name: of the method.
+        headline: the predictor that is reported first.
+        server_training: of FedTGP, or None.
+        named: what the name stands for where the configuration says "auto", by the names of :class:`Stages`.
 
     Raises:
         PbflError: if two stages do not fit together.
     """
-    means: dict[str, float | int | str] = {
-        "pull_weight": pull_weight,
-        "pull_form": "mse",
-        "collect": "post",
-        "aggregation": aggregation,
-        "cps_dim": cps_dim,
-        "cpkd": "off",
-        "alignment": alignment,
-        "upscale": upscale,
-    }
-    given = settings.prototypes
-    stages = given.model_copy(
-        update={key: value for key, value in means.items() if getattr(given, key) == "auto"}
-    )
-    if stages.aggregation == "ppa" and stages.ppa_total == "known" and stages.total_examples < 1:
-        raise PbflError(
-            "ppa-total = 'known' needs total-examples, the training samples of all clients together, >= 1"
-        )
-    for key in ("pull_weight", "upscale", "aps_scale"):
-        value = getattr(stages, key)
-        if value != "auto" and value < 0:
-            raise PbflError(f"{key.replace('_', '-')} = {value}: allowed is a number from 0 or 'auto'")
-    if stages.cps_dim != "auto" and stages.cps_dim < 0:
-        raise PbflError(f"cps-dim = {stages.cps_dim}: allowed is 0 (off), 1..feature-dim or 'auto'")
-    if stages.cps_dim != "auto" and stages.cps_dim > settings.models.feature_dim:
-        raise PbflError(
-            f"cps-dim = {stages.cps_dim}: allowed is up to feature-dim = {settings.models.feature_dim}"
-        )
-    found = Pipeline(
-        name, stages, server_training, seeds.derive(settings.run.seed, "masks") % 2**32, headline
-    )
+    stages = resolved(settings, Stages.model_validate(named))
     stage = release(
         settings.privacy,
         stages.aggregation,
         trained=server_training is not None,
-        sends_total=found._needs_total,
+        sends_total=stages.sends_total,
         once=stages.collect == "post" and settings.training.drop_last != "always",
     )
-    return replace(found, release=stage)
+    masks_from = seeds.derive(settings.run.seed, "masks") % 2**32
+    return Pipeline(name, stages, server_training, masks_from, headline, release=stage)
 
 
 @lru_cache(maxsize=8)
@@ -516,9 +441,3 @@ def _allocated(
     num_classes: int, feature_dim: int, size: int, scheme: Literal["dimension", "block"], seed: int
 ) -> Tensor:
     return masks.allocate_masks(num_classes, feature_dim, size, scheme=scheme, seed=seed)
-
-
-def _number(value: float | Literal["auto"]) -> float:
-    if value == "auto":
-        raise PbflError("a pipeline is built with pipeline(), which resolves every 'auto'")
-    return float(value)

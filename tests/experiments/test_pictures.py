@@ -15,7 +15,7 @@ pytest.importorskip("matplotlib", reason="matplotlib is not installed (the extra
 from pbfl_flwr.experiments import artefacts, pictures, records
 from pbfl_flwr.experiments.pictures import alignment, personalisation, similarity, style
 from pbfl_flwr.experiments.records import Group
-from pbfl_flwr.prototypes.alignment import geometry
+from pbfl_flwr.prototypes.sphere import geometry
 
 EVERYWHERE = {
     "label-distribution",

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.prototypes.alignment import AlignmentSettings, align, forces, geometry
+from pbfl_flwr.prototypes.alignment import AlignmentSettings, align
+from pbfl_flwr.prototypes.sphere import forces, geometry
 
 TANGENTIAL = AlignmentSettings(tangential=True)
 

@@ -1,0 +1,78 @@
+"""The slots of the pipeline and what stands in each, once every "auto" has its value and the slots fit together."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from pbfl_flwr.config import Auto, Group, Settings
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.prototypes.alignment import Solver
+
+APS_RULES = ("aps-sum", "aps-mean")
+SCALED_RULES = ("ppa", *APS_RULES)
+WEIGHTED_RULES = ("weighted", "weighted-shrunk")
+ROBUST_RULES = ("median", "trimmed-mean")
+
+
+class Stages(Group):
+    """The settings of the slots, as :class:`~pbfl_flwr.config.PrototypeSettings` explains them; by default FedProto's.
+
+    The default λ = 10 belongs to the form that is a mean over B·d elements, which every released code base uses;
+    the λ = 1 or 0.1 of the papers' texts belongs to a norm (``pull-form="l2"``).
+    """
+
+    pull_weight: float = Field(10.0, ge=0)  # λ
+    pull_form: Literal["mse", "l2"] = "mse"
+    collect: Literal["post", "trajectory", "before"] = "post"
+    aggregation: Literal[
+        "mean", "weighted", "weighted-shrunk", "ppa", "aps-sum", "aps-mean", "median", "trimmed-mean"
+    ] = "mean"
+    trim_share: float = Field(0.2, ge=0, lt=0.5)
+    cps_dim: int = Field(0, ge=0)  # s; 0 is off
+    cps_scheme: Literal["dimension", "block"] = "dimension"
+    cps_pull: Literal["full", "masked"] = "full"
+    cpkd: Literal["off", "sample", "class"] = "off"
+    aps_scale: Annotated[float, Field(ge=0)] | Auto = "auto"  # μ; auto: by n, which the first round tells
+    ppa_total: Literal["reported", "known"] = "reported"
+    total_examples: int = Field(0, ge=0)
+    alignment: Literal["off"] | Solver = "off"
+    upscale: float = Field(1.0, ge=0)  # γ
+    stale: Literal["keep", "drop"] = "keep"
+
+    @property
+    def sends_counts(self) -> bool:
+        """Whether uploads carry n_ij."""
+        return self.aggregation in WEIGHTED_RULES
+
+    @property
+    def sends_total(self) -> bool:
+        """Whether uploads carry n_i."""
+        if self.aggregation == "ppa":
+            return self.ppa_total == "reported"
+        return self.aggregation in APS_RULES and self.aps_scale == "auto"
+
+
+def resolved(settings: Settings, named: Stages) -> Stages:
+    """Return the stages of a configuration.
+
+    Args:
+        settings: of the run.
+        named: what the method's name stands for, taken where the configuration says "auto".
+
+    Raises:
+        PbflError: if two stages do not fit together.
+    """
+    given = settings.prototypes.model_dump(include=set(Stages.model_fields))
+    said = {name: value for name, value in given.items() if value != "auto"}
+    stages = Stages.model_validate({**named.model_dump(), **said})
+    if stages.aggregation == "ppa" and stages.ppa_total == "known" and stages.total_examples < 1:
+        raise PbflError(
+            "ppa-total = 'known' needs total-examples, the training samples of all clients together, >= 1"
+        )
+    if stages.cps_dim > settings.models.feature_dim:
+        raise PbflError(
+            f"cps-dim = {stages.cps_dim}: allowed is up to feature-dim = {settings.models.feature_dim}"
+        )
+    return stages
