@@ -1,12 +1,8 @@
-import json
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from pbfl_flwr.cli import app
 from pbfl_flwr.config import Settings, parse
 from pbfl_flwr.data import DATASETS
 from pbfl_flwr.errors import PbflError
@@ -16,6 +12,7 @@ from pbfl_flwr.experiments.runner import round_line
 from pbfl_flwr.flower.engine import Resources, toml
 from pbfl_flwr.methods import METHODS, SECTIONS
 from pbfl_flwr.models import FAMILIES, MODELS
+from tests.runs import entry, pbfl, write_run
 
 
 @pytest.fixture(autouse=True)
@@ -23,10 +20,6 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.setenv("PBFL_HOME", str(tmp_path / "home"))
-
-
-def pbfl(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def test_all_bad_keys_are_told_at_once_and_nothing_starts(tmp_path: Path) -> None:
@@ -148,66 +141,6 @@ def test_lists_name_everything(topic: str, names: list[str]) -> None:
     assert result.exit_code == 0
     assert names
     assert [name for name in names if name not in result.stdout] == []
-
-
-def entry(number: int, heads: float, globals_: float | None, **more: Any) -> dict[str, Any]:
-    """One line of rounds.jsonl: two clients, 100 bytes up and 300 down each."""
-
-    def statistics(weighted: float) -> dict[str, float]:
-        return {"weighted": weighted, "mean": weighted, "std": 0.125, "worst": weighted - 0.125, "clients": 2}
-
-    accuracy = {"head": statistics(heads)} | ({} if globals_ is None else {"global": statistics(globals_)})
-    return {
-        "round": number,
-        "accuracy": accuracy,
-        "accuracy_of_round": number,
-        "test_loss": 0.25,
-        "clients": {},
-        "server": {},
-        "trained": [0, 1],
-        "failures": [],
-        "bytes_up": {"payload": 200, "ours": 220, "total": 400},
-        "bytes_down": {"payload": 600, "ours": 620, "total": 800},
-        "scalars": {"up": 12, "down": 20},
-        "seconds": {
-            "total": 2.0,
-            "aggregate": 0.1,
-            "clients": {"open": 0.1, "fit": 1.0, "evaluate": 0.2, "save": 0.1},
-        },
-        "peak_mb": 512.0,
-        **more,
-    }
-
-
-def write_run(path: Path, rounds: list[dict[str, Any]], **changes: Any) -> Path:
-    config = parse(
-        {"num-clients": 2, "num-server-rounds": len(rounds), "feature-dim": 4, **changes}, SECTIONS
-    ).as_dict()
-    member = {
-        "node": "1",
-        "simulated": True,
-        "task": {"num_classes": 3, "feature_dim": 4, "input_shape": [1, 16, 16]},
-        "labels": ["a", "b", "c"],
-        "architecture": "cnn4",
-        "configured_data": True,
-        "parameters": [50, 15],
-        "device": "cpu",
-        "num_train": 6,
-        "num_test": 2,
-    }
-    about = {
-        "configuration": config,
-        "versions": {},
-        "experiment": "x",
-        "headline": "global",
-        "moment": "after",
-        "clients": [{"client": 0, **member}, {"client": 1, **member}],
-    }
-    path.mkdir(parents=True)
-    (path / "run.json").write_text(json.dumps(about))
-    (path / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in rounds))
-    (path / "partition.json").write_text(json.dumps({"counts": [[5, 3, 0], [0, 0, 8]], "notes": []}))
-    return path
 
 
 def test_show(tmp_path: Path) -> None:

@@ -3,9 +3,7 @@
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from pbfl_flwr.cli import app
 from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import compare
@@ -16,7 +14,7 @@ from pbfl_flwr.methods import METHODS, SECTIONS, build_method
 from pbfl_flwr.models import architecture_of
 from pbfl_flwr.task import Task
 from tests.flower.inprocess import InProcessGrid
-from tests.test_cli import entry, write_run
+from tests.runs import entry, pbfl, write_run
 
 FILE = """
 title = "Two methods"
@@ -203,9 +201,7 @@ def test_the_table(file: Path, tmp_path: Path) -> None:
 
 
 def test_the_command_refuses_before_it_starts(file: Path, tmp_path: Path) -> None:
-    result = CliRunner().invoke(
-        app, ["compare", str(file), "--out", str(tmp_path / "out"), "--set", "nonsense=1"]
-    )
+    result = pbfl("compare", file, "--out", tmp_path / "out", "--set", "nonsense=1")
     assert result.exit_code == 2
     assert "A: unknown key 'nonsense'" in result.output
     assert not (tmp_path / "out").exists()

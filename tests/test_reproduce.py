@@ -4,13 +4,11 @@ import re
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from pbfl_flwr.cli import app
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import reproduce, reproduction_table
 from pbfl_flwr.experiments.catalogue import ROWS
-from tests.test_cli import entry, write_run
+from tests.runs import entry, pbfl, write_run
 
 FILE = """
 title = "A table"
@@ -200,8 +198,7 @@ def test_missing_data_is_named_with_its_files_and_nothing_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PBFL_HOME", str(tmp_path / "home"))
-    arguments = ["reproduce", "protonorm-table1", "--block", "cifar10", "--out", str(tmp_path / "out")]
-    result = CliRunner().invoke(app, arguments)
+    result = pbfl("reproduce", "protonorm-table1", "--block", "cifar10", "--out", tmp_path / "out")
     assert result.exit_code == 2
     assert "block cifar10 is left out: dataset 'cifar10' not found; looked for" in result.output
     assert "cifar-10-batches-py" in result.output

@@ -13,7 +13,7 @@ from pbfl_flwr import sinks
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.history import RunDirectory
 from tests.flower.inprocess import federation
-from tests.test_cli import entry
+from tests.runs import entry
 
 
 def run(tmp_path: Path, names: str, rounds: int = 2, resume: bool = False) -> Path:

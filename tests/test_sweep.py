@@ -5,14 +5,12 @@ import time
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from pbfl_flwr.cli import app
 from pbfl_flwr.config import Scalar
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import compare, sweep
 from pbfl_flwr.flower.engine import Resources
-from tests.test_cli import entry, write_run
+from tests.runs import entry, pbfl, write_run
 
 
 @pytest.mark.parametrize(
@@ -171,7 +169,7 @@ def test_the_table(tmp_path: Path) -> None:
 
 
 def test_the_command_refuses_before_it_starts(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["sweep", "--set", "cps-dim=1,nonsense", "--out", str(tmp_path / "out")])
+    result = pbfl("sweep", "--set", "cps-dim=1,nonsense", "--out", tmp_path / "out")
     assert result.exit_code == 2
     assert "cps-dim=nonsense: cps-dim = 'nonsense'" in result.output
     assert not (tmp_path / "out").exists()

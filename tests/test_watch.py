@@ -7,13 +7,11 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
-from pbfl_flwr.cli import app
 from pbfl_flwr.experiments import watch
 from pbfl_flwr.flower.engine import ERROR
 from pbfl_flwr.flower.history import RunDirectory
-from tests.test_cli import entry, write_run
+from tests.runs import entry, pbfl, write_run
 
 
 def shown(view: watch.View) -> str:
@@ -86,12 +84,12 @@ def test_it_follows_until_the_run_ends(tmp_path: Path) -> None:
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     run = write_run(tmp_path / "run", [entry(1, 0.5, 0.5)], **{"num-server-rounds": 2})
-    result = CliRunner().invoke(app, ["watch", str(run), "--once"])
+    result = pbfl("watch", run, "--once")
     assert result.exit_code == 0
     assert "1 of 2 rounds" in result.output
     (run / ERROR).write_text("no luck")
-    assert CliRunner().invoke(app, ["watch", str(run)]).exit_code == 1
+    assert pbfl("watch", run).exit_code == 1
     (run / "run.json").write_text("{")
-    result = CliRunner().invoke(app, ["watch", str(run), "--once"])
+    result = pbfl("watch", run, "--once")
     assert result.exit_code == 2
     assert "is damaged" in result.output

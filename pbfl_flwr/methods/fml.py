@@ -16,14 +16,14 @@ descend L_w + L_a. HtFLlib's default auxiliary network is the clients' first one
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pydantic import Field
 from torch import Tensor, nn
 
 from pbfl_flwr.config import Group, Settings, parse_section
-from pbfl_flwr.method import Client, Method, Round, Update
+from pbfl_flwr.method import Client, Update
 from pbfl_flwr.methods.mutual import (
     CLIP,
     Conventions,
@@ -34,11 +34,11 @@ from pbfl_flwr.methods.mutual import (
     conventions_of,
     one_architecture,
 )
-from pbfl_flwr.methods.sharing import initial
+from pbfl_flwr.methods.sharing import AveragedWeights, initial
 from pbfl_flwr.payloads import Weights
 from pbfl_flwr.task import Task
 from pbfl_flwr.training import fit, forward, part
-from pbfl_flwr.weights import Weighting, average, parameters_of, same_shapes, weighting_of
+from pbfl_flwr.weights import Weighting, parameters_of, weighting_of
 
 
 class Config(Group):
@@ -51,7 +51,7 @@ class Config(Group):
 
 
 @dataclass(frozen=True)
-class FML(Method[Weights, Weights, Weights]):
+class FML(AveragedWeights):
     """See the module."""
 
     config: Config
@@ -59,10 +59,6 @@ class FML(Method[Weights, Weights, Weights]):
     conventions: Conventions
     weighting: Weighting = "uniform"
     name: str = "fml"
-
-    state = Weights
-    down = Weights
-    up = Weights
 
     def init(self, task: Task, seed: int) -> Weights:
         """Return a fresh auxiliary network."""
@@ -87,18 +83,6 @@ class FML(Method[Weights, Weights, Weights]):
         report = fit(client, loss, parts=parts, companions=[meme])
         upload = Weights(parameters_of(meme), len(client.data.train.labels))
         return Update(upload, {**buffers_of(meme), **report.optimizer}, report.metrics())
-
-    def aggregate(self, state: Weights, uploads: Mapping[int, Weights], at: Round) -> Weights:
-        """Average."""
-        return average(state, uploads, self.weighting, at.shares)
-
-    def streams(self) -> bool:
-        """Yes: a weighted sum."""
-        return True
-
-    def validate(self, upload: Weights, state: Weights, task: Task) -> None:
-        """Every tensor of the auxiliary network, in its shape, and no other."""
-        same_shapes(upload, state)
 
     def check(self, task: Task, architectures: Sequence[str]) -> None:
         """The auxiliary network must take the task's inputs."""

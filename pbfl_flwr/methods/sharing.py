@@ -85,8 +85,34 @@ def shared_scalars(architecture: str, task: Task, num_clients: int, share: Share
     return float(2 * num_clients * sum(parameter.numel() for parameter in shared.values()))
 
 
+class AveragedWeights(Method[Weights, Weights, Weights]):
+    """The server's half of a method whose state, broadcast and uploads are the weights of one network or part.
+
+    Attributes:
+        weighting: how the average is weighted.
+    """
+
+    weighting: Weighting
+
+    state = Weights
+    down = Weights
+    up = Weights
+
+    def aggregate(self, state: Weights, uploads: Mapping[int, Weights], at: Round) -> Weights:
+        """Average."""
+        return average(state, uploads, self.weighting, at.shares)
+
+    def streams(self) -> bool:
+        """Yes: a weighted sum."""
+        return True
+
+    def validate(self, upload: Weights, state: Weights, task: Task) -> None:
+        """Every tensor of the state, in its shape, and no other."""
+        same_shapes(upload, state)
+
+
 @dataclass(frozen=True)
-class SharedWeights(Method[Weights, Weights, Weights]):
+class SharedWeights(AveragedWeights):
     """A method that averages a part of the network.
 
     Attributes:
@@ -106,10 +132,6 @@ class SharedWeights(Method[Weights, Weights, Weights]):
     weighting: Weighting = "samples"
     moment: Moment = "before"
     same_architecture: bool = True
-
-    state = Weights
-    down = Weights
-    up = Weights
 
     def init(self, task: Task, seed: int) -> Weights:
         """Return the shared part of a fresh network."""
@@ -133,18 +155,6 @@ class SharedWeights(Method[Weights, Weights, Weights]):
                 f"method '{self.name}' shares the {self.share} of a network, and '{self.architecture}' has none; "
                 "allowed is 'body' or another model"
             )
-
-    def aggregate(self, state: Weights, uploads: Mapping[int, Weights], at: Round) -> Weights:
-        """Average."""
-        return average(state, uploads, self.weighting, at.shares)
-
-    def streams(self) -> bool:
-        """Yes: a weighted sum."""
-        return True
-
-    def validate(self, upload: Weights, state: Weights, task: Task) -> None:
-        """Every tensor of the state, in its shape, and no other."""
-        same_shapes(upload, state)
 
     def paper_scalars(
         self, task: Task, class_counts: Sequence[int], parameters: Sequence[tuple[int, int]]

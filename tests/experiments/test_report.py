@@ -6,19 +6,14 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed (the extra 'report')")
 pytest.importorskip("jinja2", reason="jinja2 is not installed (the extra 'report')")
 
-from pbfl_flwr.cli import app
 from pbfl_flwr.experiments import records, report
 from pbfl_flwr.experiments.records import Group
 from pbfl_flwr.experiments.sheets import Sheet
-
-
-def pbfl(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+from tests.runs import pbfl
 
 
 class Reader(HTMLParser):

@@ -10,7 +10,7 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import records
 from pbfl_flwr.experiments.summaries import paired_sheet, summary_sheet
 from pbfl_flwr.experiments.tables import scores
-from tests.test_cli import entry, write_run
+from tests.runs import entry, write_run
 
 
 def client_line(number: int, correct: list[int], tests: int = 4) -> dict[str, Any]:

@@ -1,0 +1,77 @@
+"""Commands called in this process, and run directories written by hand for them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from typer.testing import CliRunner, Result
+
+from pbfl_flwr.cli import app
+from pbfl_flwr.config import parse
+from pbfl_flwr.methods import SECTIONS
+
+
+def pbfl(*arguments: object) -> Result:
+    """Call the command."""
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def entry(number: int, heads: float, globals_: float | None, **more: Any) -> dict[str, Any]:
+    """One line of rounds.jsonl: two clients, 100 bytes up and 300 down each."""
+
+    def statistics(weighted: float) -> dict[str, float]:
+        return {"weighted": weighted, "mean": weighted, "std": 0.125, "worst": weighted - 0.125, "clients": 2}
+
+    accuracy = {"head": statistics(heads)} | ({} if globals_ is None else {"global": statistics(globals_)})
+    return {
+        "round": number,
+        "accuracy": accuracy,
+        "accuracy_of_round": number,
+        "test_loss": 0.25,
+        "clients": {},
+        "server": {},
+        "trained": [0, 1],
+        "failures": [],
+        "bytes_up": {"payload": 200, "ours": 220, "total": 400},
+        "bytes_down": {"payload": 600, "ours": 620, "total": 800},
+        "scalars": {"up": 12, "down": 20},
+        "seconds": {
+            "total": 2.0,
+            "aggregate": 0.1,
+            "clients": {"open": 0.1, "fit": 1.0, "evaluate": 0.2, "save": 0.1},
+        },
+        "peak_mb": 512.0,
+        **more,
+    }
+
+
+def write_run(path: Path, rounds: list[dict[str, Any]], **changes: Any) -> Path:
+    """Write a run of two clients and three classes that ended after these rounds."""
+    config = parse(
+        {"num-clients": 2, "num-server-rounds": len(rounds), "feature-dim": 4, **changes}, SECTIONS
+    ).as_dict()
+    member = {
+        "node": "1",
+        "simulated": True,
+        "task": {"num_classes": 3, "feature_dim": 4, "input_shape": [1, 16, 16]},
+        "labels": ["a", "b", "c"],
+        "architecture": "cnn4",
+        "configured_data": True,
+        "parameters": [50, 15],
+        "device": "cpu",
+        "num_train": 6,
+        "num_test": 2,
+    }
+    about = {
+        "configuration": config,
+        "versions": {},
+        "experiment": "x",
+        "headline": "global",
+        "moment": "after",
+        "clients": [{"client": 0, **member}, {"client": 1, **member}],
+    }
+    path.mkdir(parents=True)
+    (path / "run.json").write_text(json.dumps(about))
+    (path / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in rounds))
+    (path / "partition.json").write_text(json.dumps({"counts": [[5, 3, 0], [0, 0, 8]], "notes": []}))
+    return path
