@@ -62,7 +62,7 @@ def test_unknown_sinks_and_missing_libraries_are_named_before_anything_starts(
     assert "pbfl-flwr[wandb]" in lines[2]
     with pytest.raises(PbflError, match="mlflow is not installed"):
         run(tmp_path, "mlflow")
-    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "run" / "run.json").exists()
 
 
 def test_a_sink_needs_a_run_directory(tmp_path: Path) -> None:
