@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from pbfl_flwr import security
 from pbfl_flwr.config import DataSettings, Scalar, parse
@@ -20,12 +21,15 @@ from pbfl_flwr.flower.client import make_client_app
 from pbfl_flwr.flower.deployment import Deployment, complete, why_ended
 from pbfl_flwr.flower.doctor import Status, Wanted
 from pbfl_flwr.flower.engine import ENDED
+from pbfl_flwr.flower.history import RunDirectory
+from pbfl_flwr.flower.store import load_tensors
 from pbfl_flwr.flower.strategy import MethodStrategy
 from pbfl_flwr.methods import SECTIONS
+from pbfl_flwr.prototypes import sums
 from tests.flower.inprocess import InProcessGrid
 from tests.test_engine import MARK, left_behind
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).parents[1]
 MODELS = ("cnn2", "cnn4", "resnet4")
@@ -59,13 +63,22 @@ def devices(directory: Path) -> list[dict[str, Scalar]]:
     return found
 
 
-def in_process(directory: Path, brought: list[dict[str, Scalar]]) -> list[dict[str, Any]]:
-    """The same federation without the network: the history of its rounds."""
+def in_process(
+    directory: Path, brought: list[dict[str, Scalar]], config: dict[str, Scalar] = CONFIG
+) -> MethodStrategy:
+    """The same federation without the network, after its last round."""
     nodes = complete(brought, len(brought), directory / "clients")
-    grid = InProcessGrid(make_client_app(), CONFIG, len(nodes), node_configs=dict(enumerate(nodes)))
-    strategy = MethodStrategy(parse(CONFIG, SECTIONS), None)
+    grid = InProcessGrid(make_client_app(), config, len(nodes), node_configs=dict(enumerate(nodes)))
+    strategy = MethodStrategy(parse(config, SECTIONS), None)
     strategy.start(grid)  # type: ignore[arg-type]
-    return strategy.history
+    return strategy
+
+
+def finish(deployment: Deployment, run_id: str) -> str:
+    while (status := deployment.outcome(run_id)[0]) not in ENDED:
+        while not deployment.ended():
+            time.sleep(0.5)
+    return status
 
 
 def results(rounds: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -113,10 +126,7 @@ def test_three_devices_give_what_one_process_gives_and_strangers_stay_out(
             reason = why_ended(deployment.log_of(index).read_text())
             assert reason is not None
             assert reason.startswith(said)
-        while (status := deployment.outcome(run_id)[0]) not in ENDED:
-            while not deployment.ended():
-                time.sleep(0.5)
-        assert status == "finished:completed", deployment.tail()
+        assert finish(deployment, run_id) == "finished:completed", deployment.tail()
     assert left_behind(run_dir) == []
     rounds = [json.loads(line) for line in (run_dir / "rounds.jsonl").read_text().splitlines()]
     about = json.loads((run_dir / "run.json").read_text())
@@ -127,7 +137,42 @@ def test_three_devices_give_what_one_process_gives_and_strangers_stay_out(
     assert all(
         line["bytes_up"]["payload"] > 3 * 4 * 10 * 32 for line in rounds
     )  # ten float32 rows of d = 32 each
-    assert results(rounds) == results(in_process(tmp_path / "again", brought))
+    assert results(rounds) == results(in_process(tmp_path / "again", brought).history)
+
+
+def test_secure_aggregation_between_processes_gives_the_sum_of_the_run_in_clear(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SecAgg+ over gRPC with TLS and keys, one round, beside the same round in clear in one process."""
+    run_dir = tmp_path / "run"
+    monkeypatch.setenv(MARK, str(run_dir))
+    monkeypatch.setenv("PBFL_HOME", str(tmp_path / "home"))
+    config: dict[str, Scalar] = {**CONFIG, "num-server-rounds": 1, "local-epochs": 1}
+    brought = devices(tmp_path)
+    with Deployment(run_dir, complete(brought, 3, run_dir / "clients")) as deployment:
+        run_id = deployment.submit(ROOT, {**config, "secure-aggregation": True, "run-dir": str(run_dir)})
+        assert finish(deployment, run_id) == "finished:completed", deployment.tail()
+    assert left_behind(run_dir) == []
+    found, _ = load_tensors(run_dir / "checkpoint.safetensors")
+    (line,) = RunDirectory(run_dir).rounds()
+    plain = in_process(tmp_path / "again", brought, config)
+    expected = plain.state.to_tensors()
+    assert set(found) == set(expected)
+    step = sums.step(sums.RANGES["mean"], 3)
+    for name, tensor in expected.items():
+        if name.endswith(
+            ".rows"
+        ):  # a sum of three is wrong by less than three steps, their mean by less than one
+            assert float((found[name] - tensor).abs().max()) < step + 1e-6
+            assert float(tensor.abs().max()) > 0.1
+        else:
+            assert torch.equal(found[name], tensor)
+    assert line["failures"] == []
+    assert line["trained"] == [0, 1, 2]
+    assert (line["accuracy"], line["clients"]) == (plain.history[0]["accuracy"], plain.history[0]["clients"])
+    # Every client sent one masked vector: 8 bytes for each of K rows of d, K presences and one count.
+    vectors = 3 * 8 * (10 * 32 + 10 + 1)
+    assert vectors <= line["bytes_up"]["payload"] < 1.2 * vectors
 
 
 def start(run_dir: Path, home: Path, *arguments: str) -> subprocess.Popen[str]:

@@ -15,17 +15,16 @@ import pytest
 from pbfl_flwr.config import Scalar, parse
 from pbfl_flwr.flower.client import make_client_app
 from pbfl_flwr.flower.deployment import Deployment, complete
-from pbfl_flwr.flower.engine import ENDED
 from pbfl_flwr.flower.store import load_tensors
 from pbfl_flwr.flower.strategy import MethodStrategy
 from pbfl_flwr.methods import SECTIONS
 from tests.flower.inprocess import Fault, InProcessGrid, lost, same_tensors, silent
-from tests.test_deploy import ROOT, devices
+from tests.test_deploy import ROOT, devices, finish
 from tests.test_engine import MARK, left_behind
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1800),
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc"),
 ]
 
@@ -79,12 +78,6 @@ def wait(condition: Callable[[], Any], what: str, seconds: float = 400.0) -> Non
     while not condition():
         assert time.monotonic() < end, f"{what} did not happen in {seconds:.0f} s"
         time.sleep(0.2)
-
-
-def finish(deployment: Deployment, run_id: str) -> str:
-    while (status := deployment.outcome(run_id)[0]) not in ENDED:
-        time.sleep(2)
-    return status
 
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:
