@@ -320,11 +320,12 @@ def agreed(members: Iterable[Member]) -> Roster:
         by_client[member.client] = member
     first, *others = by_client.values()
     hint = "; labels='...' names all classes, in --node-config or in the run configuration"
+    shaped = "; input-shape='...', in --node-config or in the run configuration, brings images to one"
     for other in others:
         for what, mine, theirs, advice in (
             ("num classes K", first.task.num_classes, other.task.num_classes, hint),
             ("feature-dim d", first.task.feature_dim, other.task.feature_dim, ""),
-            ("input shape", first.task.input_shape, other.task.input_shape, ""),
+            ("input shape", first.task.input_shape, other.task.input_shape, shaped),
             ("label names", first.labels, other.labels, hint),
         ):
             if mine != theirs:

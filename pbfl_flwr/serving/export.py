@@ -88,10 +88,15 @@ def _experiment(path: Path) -> Path:
         )
     if any(path.glob("*.safetensors")):
         return path
-    found = sorted(folder for folder in path.iterdir() if any(folder.glob("*.safetensors")))
-    if len(found) != 1:
-        names = ", ".join(folder.name for folder in found) or "nothing"
-        raise PbflError(f"{path} holds no run, or no clients' state, or that of several experiments: {names}")
+    found = [folder for folder in path.iterdir() if any(folder.glob("*.safetensors"))]
+    if not found:
+        raise PbflError(f"{path} holds no run and no clients' state")
+    if len(found) > 1:
+        newest = sorted(found, key=lambda folder: folder.stat().st_mtime, reverse=True)
+        names = ", ".join(str(folder) for folder in newest)
+        raise PbflError(
+            f"{path} holds the state of several runs; give one of them, the newest first: {names}"
+        )
     return found[0]
 
 

@@ -147,6 +147,11 @@ def test_too_few_end_the_run_and_nothing_is_revealed(tmp_path: Path) -> None:
         found.run()
 
 
+def test_an_injected_fault_is_named_as_without_the_protocol(tmp_path: Path) -> None:
+    with pytest.raises(RunEnded, match="client 4: injected fault: its answer was dropped"):
+        federation(tmp_path, secure_aggregation=True, injected="drop=1").run()
+
+
 def test_a_client_refuses_to_answer_in_clear(tmp_path: Path) -> None:
     """The server forgets the protocol: no client sends what it would have masked."""
     found = federation(tmp_path, num_server_rounds=1)

@@ -1,6 +1,7 @@
 """Own data in three formats, trained by real messages, exported, and used on files: the same answers everywhere."""
 
 import json
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -363,8 +364,14 @@ def test_where_a_state_is_looked_for(sites: Ran, tmp_path: Path) -> None:
         state_file(folder, "3")
     with pytest.raises(PbflError, match="there is nothing at"):
         state_file(tmp_path / "nothing", "")
-    with pytest.raises(PbflError, match="holds no run, or no clients' state"):
+    with pytest.raises(PbflError, match="holds no run and no clients' state"):
         state_file(tmp_path, "")
+    for age, name in enumerate(("b", "a", "c")):
+        (tmp_path / "several" / name).mkdir(parents=True)
+        (tmp_path / "several" / name / "named-lab.safetensors").touch()
+        os.utime(tmp_path / "several" / name, (10**9 - age, 10**9 - age))
+    with pytest.raises(PbflError, match=r"state of several runs; .* newest first: \S+/b, \S+/a, \S+/c$"):
+        state_file(tmp_path / "several", "")
     run = tmp_path / "run"
     (run / "clients/e").mkdir(parents=True)
     (run / "run.json").write_text(json.dumps({"configuration": {"state-dir": ""}, "experiment": "e"}))
