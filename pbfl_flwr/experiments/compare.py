@@ -42,6 +42,7 @@ from pbfl_flwr.method import PREDICTORS
 
 FOLDER = "experiments/comparisons"
 INTERRUPTED = 130
+PLAIN = ("headline", "seeds", "rounds", "last", "best", "std", "worst", "up", "down", "total")
 Start = Callable[[configuration.Wishes, Path], int]
 """(keys, run directory) -> exit code of the run."""
 
@@ -280,6 +281,12 @@ class Row:
     paper: str
     seconds: float
 
+    def plain(self) -> list[str]:
+        """Return the mean figures in the order of :data:`PLAIN`, as other programs read them."""
+        accuracies = [fmean(self.last), fmean(self.best), fmean(self.spread), fmean(self.worst)]
+        numbers = [*accuracies, self.up, self.down, self.total]
+        return [self.headline, str(self.seeds), str(self.rounds), *(f"{number:.4f}" for number in numbers)]
+
 
 def rows(planned: Sequence[Planned]) -> list[Row]:
     """Return a row for every label that has a finished run."""
@@ -347,14 +354,8 @@ def write(out: Path, title: str, found: Sequence[Row], groups: Sequence[Group]) 
     sheet = table(title, found)
     write_atomically(out / "table.md", sheet.markdown().encode())
     write_atomically(out / "table.tex", sheet.latex().encode())
-    columns = ["run", "headline", "seeds", "rounds", "last", "best", "std", "worst", "up", "down", "total"]
-    rows = []
-    for row in found:
-        accuracies = [fmean(row.last), fmean(row.best), fmean(row.spread), fmean(row.worst)]
-        numbers = [*accuracies, row.up, row.down, row.total]
-        identity = (row.label, row.headline, str(row.seeds), str(row.rounds))
-        rows.append((*identity, *(f"{value:.4f}" for value in numbers), row.paper, f"{row.seconds:.2f}"))
-    plain = Sheet(title, (*columns, "paper", "seconds"), tuple(rows))
+    lines = tuple((row.label, *row.plain(), row.paper, f"{row.seconds:.2f}") for row in found)
+    plain = Sheet(title, ("run", *PLAIN, "paper", "seconds"), lines)
     write_atomically(out / "table.csv", plain.csv().encode())
     paired_sheet(groups, f"{title}: pairs").write(out / "paired")
 

@@ -68,21 +68,22 @@ class Sheet:
         return text.getvalue()
 
     def latex(self) -> str:
-        r"""Return it as a LaTeX table; it needs ``\usepackage{booktabs}``."""
+        r"""Return it as a LaTeX table, shrunk to the line where it is wider; it needs booktabs and graphicx."""
         kinds = "".join("l" if number < self.text_columns else "r" for number in range(len(self.columns)))
         notes = " ".join(self.notes)
         lines = [
-            r"% needs \usepackage{booktabs}",
+            r"% needs \usepackage{booktabs,graphicx}",
             r"\begin{table}",
             r"  \centering",
             rf"  \caption{{{tex(self.title)}{'. ' + tex(notes) if notes else ''}}}",
+            r"  \resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{%",
             rf"  \begin{{tabular}}{{{kinds}}}",
             r"    \toprule",
             f"    {_ampersands(self.columns)}",
             r"    \midrule",
             *(f"    {_ampersands(row)}" for row in self.rows),
             r"    \bottomrule",
-            r"  \end{tabular}",
+            r"  \end{tabular}}",
             r"\end{table}",
         ]
         return "\n".join(lines) + "\n"

@@ -18,12 +18,11 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 
 from pbfl_flwr.config import Scalar
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import configuration
-from pbfl_flwr.experiments.compare import INTERRUPTED, Planned, Row, finished, plan, ready
+from pbfl_flwr.experiments.compare import INTERRUPTED, PLAIN, Planned, Row, finished, plan, ready
 from pbfl_flwr.experiments.figures import kilobytes
 from pbfl_flwr.experiments.runner import interruptible
 from pbfl_flwr.experiments.sheets import Sheet, figure
@@ -261,38 +260,8 @@ def write(out: Path, sweep: Sweep, found: Sequence[Row], sheet: Sheet) -> None:
     """Write table.md, table.tex and table.csv (plain numbers)."""
     write_atomically(out / "table.md", sheet.markdown().encode())
     write_atomically(out / "table.tex", sheet.latex().encode())
-    columns = [
-        *sweep.swept,
-        "headline",
-        "seeds",
-        "rounds",
-        "last",
-        "best",
-        "std",
-        "worst",
-        "up",
-        "down",
-        "total",
-    ]
-    lines = []
-    for row in found:
-        numbers = [
-            fmean(row.last),
-            fmean(row.best),
-            fmean(row.spread),
-            fmean(row.worst),
-            row.up,
-            row.down,
-            row.total,
-        ]
-        words = [
-            *(_text(value) for value in sweep.values[row.label]),
-            row.headline,
-            str(row.seeds),
-            str(row.rounds),
-        ]
-        lines.append((*words, *(f"{number:.4f}" for number in numbers), f"{row.seconds:.2f}"))
-    plain = Sheet(sheet.title, (*columns, "seconds"), tuple(lines))
+    lines = tuple((*map(_text, sweep.values[row.label]), *row.plain(), f"{row.seconds:.2f}") for row in found)
+    plain = Sheet(sheet.title, (*sweep.swept, *PLAIN, "seconds"), lines)
     write_atomically(out / "table.csv", plain.csv().encode())
 
 

@@ -41,10 +41,13 @@ def test_latex_escapes_and_uses_booktabs() -> None:
 
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="pdflatex is not installed")
 def test_latex_compiles(tmp_path: Path) -> None:
-    page = "\\documentclass{article}\n\\usepackage[T1]{fontenc}\n\\usepackage{booktabs}\n\\begin{document}\n"
-    (tmp_path / "page.tex").write_text(page + SHEET.latex() + "\\end{document}\n")
+    page = "\\documentclass{article}\n\\usepackage[T1]{fontenc}\n\\usepackage{booktabs,graphicx}\n"
+    wide = Sheet("Wide", ("a column with a long head",) * 12, (("0.5",) * 12,))
+    text = f"{page}\\begin{{document}}\n{SHEET.latex()}{wide.latex()}\\end{{document}}\n"
+    (tmp_path / "page.tex").write_text(text)
     command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "page.tex"]
     subprocess.run(command, cwd=tmp_path, check=True, timeout=60, stdout=subprocess.DEVNULL)
+    assert "Overfull" not in (tmp_path / "page.log").read_text(errors="replace")  # nothing runs off the page
 
 
 def test_all_three_are_written(tmp_path: Path) -> None:
