@@ -30,16 +30,16 @@ from pbfl_flwr.config import Group, Settings, parse_section
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client, Method, Moment, Round, Update
 from pbfl_flwr.methods.fedrep import HeadThenBody
-from pbfl_flwr.methods.sharing import answer, initial, receive, shared_scalars
+from pbfl_flwr.methods.sharing import answer, check_both, initial, receive, shared_scalars
 from pbfl_flwr.models import architectures, build_model
 from pbfl_flwr.models.attention import MapDistillation, MapMemory, convolutional, map_channels
-from pbfl_flwr.payloads import Prototypes, RejectedPayload, WeightsAndPrototypes, under
+from pbfl_flwr.payloads import Prototypes, WeightsAndPrototypes, under
 from pbfl_flwr.prototypes.aggregation import keep_stale, mean
 from pbfl_flwr.prototypes.collect import class_sums_of
 from pbfl_flwr.prototypes.distillation import alignment_pull, contrast
 from pbfl_flwr.task import Task
 from pbfl_flwr.training import Loss, forward
-from pbfl_flwr.weights import Weighting, average, copies, same_shapes, weighting_of
+from pbfl_flwr.weights import Weighting, average, copies, weighting_of
 
 
 class Config(Group):
@@ -177,10 +177,7 @@ class FedCPD(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndProtot
 
     def validate(self, upload: WeightsAndPrototypes, state: WeightsAndPrototypes, task: Task) -> None:
         """The body's tensors, prototypes of width d."""
-        same_shapes(upload.weights, state.weights)
-        if upload.prototypes.values.shape[1] != task.feature_dim:
-            width = upload.prototypes.values.shape[1]
-            raise RejectedPayload(f"prototypes are {width} wide, expected {task.feature_dim}")
+        check_both(upload, state.weights, task)
 
     # Both -------------------------------------------------------------------------------------------------
 

@@ -29,9 +29,9 @@ from torch.nn import functional as F
 from pbfl_flwr import seeds
 from pbfl_flwr.config import Auto, Group, Settings, parse_section
 from pbfl_flwr.method import Client, Method, Moment, Predictor, Round, Update
-from pbfl_flwr.methods.sharing import check_heads, initial, shared_scalars
+from pbfl_flwr.methods.sharing import check_both, check_heads, initial, shared_scalars
 from pbfl_flwr.models import architectures
-from pbfl_flwr.payloads import Prototypes, RejectedPayload, Reveal, Weights, WeightsAndPrototypes
+from pbfl_flwr.payloads import Prototypes, Reveal, Weights, WeightsAndPrototypes
 from pbfl_flwr.prototypes.aggregation import weighted
 from pbfl_flwr.prototypes.collect import class_sums_of
 from pbfl_flwr.task import Task
@@ -41,7 +41,6 @@ from pbfl_flwr.weights import (
     average,
     copies,
     copy_into,
-    same_shapes,
     shared_parameters,
     weighting_of,
 )
@@ -158,12 +157,7 @@ class FedNH(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndPrototy
 
     def validate(self, upload: WeightsAndPrototypes, state: WeightsAndPrototypes, task: Task) -> None:
         """The body's tensors and s, counted vectors of width d."""
-        same_shapes(upload.weights, state.weights)
-        if upload.prototypes.values.shape[1] != task.feature_dim:
-            width = upload.prototypes.values.shape[1]
-            raise RejectedPayload(f"class vectors are {width} wide, expected {task.feature_dim}")
-        if upload.prototypes.counts is None:
-            raise RejectedPayload("class vectors come without their counts")
+        check_both(upload, state.weights, task, counted=True)
 
     # Both -------------------------------------------------------------------------------------------------
 

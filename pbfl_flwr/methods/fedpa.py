@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -39,22 +39,19 @@ from pbfl_flwr.generators import (
     train_generator,
 )
 from pbfl_flwr.method import Client, Method, Round, Update
-from pbfl_flwr.methods.sharing import answer, check_heads, initial, receive
+from pbfl_flwr.methods.sharing import answer, check_both, check_heads, initial, receive
 from pbfl_flwr.models import architectures
 from pbfl_flwr.payloads import (
     Prototypes,
-    RejectedPayload,
     Reveal,
     Weights,
     WeightsAndPrototypes,
-    joined,
-    under,
 )
 from pbfl_flwr.prototypes import aggregation, distillation
 from pbfl_flwr.prototypes.statistics import ClassSums
 from pbfl_flwr.task import Task
 from pbfl_flwr.training import fit, forward, part
-from pbfl_flwr.weights import Weighting, average, same_shapes, weighting_of
+from pbfl_flwr.weights import Weighting, average, weighting_of
 
 
 class Config(Group):
@@ -106,39 +103,7 @@ def linear_head_of(weights: Weights) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class Trained:
-    """What a client answers.
-
-    Attributes:
-        weights: w_i and n_i.
-        prototypes: (K, d) class means with the samples behind them.
-    """
-
-    reveals: ClassVar[tuple[Reveal, ...]] = (
-        *WeightsAndPrototypes.reveals,
-        Reveal("samples of each class", "n_ij beside the class means"),
-    )
-
-    weights: Weights
-    prototypes: Prototypes
-
-    def to_tensors(self) -> dict[str, Tensor]:
-        """Return both under prefixed names; see :class:`pbfl_flwr.payloads.Payload`."""
-        return joined(weights=self.weights, prototypes=self.prototypes)
-
-    @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor], task: Task) -> Trained:
-        """Rebuild the payload; see :class:`pbfl_flwr.payloads.Payload`."""
-        weights = Weights.from_tensors(under(tensors, "weights"), task)
-        return cls(weights, Prototypes.from_tensors(under(tensors, "prototypes"), task))
-
-    def scalars(self) -> int:
-        """Return weights and prototypes."""
-        return self.weights.scalars() + self.prototypes.scalars()
-
-
-@dataclass(frozen=True)
-class FedPA(Method[GenerativeState, Taught, Trained]):
+class FedPA(Method[GenerativeState, Taught, WeightsAndPrototypes]):
     """See the module."""
 
     config: Config
@@ -151,7 +116,7 @@ class FedPA(Method[GenerativeState, Taught, Trained]):
 
     state = GenerativeState
     down = Taught
-    up = Trained
+    up = WeightsAndPrototypes
 
     def init(self, task: Task, seed: int) -> GenerativeState:
         """Return fresh weights, a fresh generator that does not travel yet, no prototypes."""
@@ -168,7 +133,7 @@ class FedPA(Method[GenerativeState, Taught, Trained]):
         """w_i <- w."""
         receive(client, down.weights, "all")
 
-    def local_update(self, client: Client, down: Taught) -> Update[Trained]:
+    def local_update(self, client: Client, down: Taught) -> Update[WeightsAndPrototypes]:
         """Cross-entropy on samples and on generated features, and the pull towards the prototypes."""
         self.install(client, down)
         K, d, t = client.task.num_classes, client.task.feature_dim, client.round - 1
@@ -193,10 +158,12 @@ class FedPA(Method[GenerativeState, Taught, Trained]):
         rate = client.training.learning_rate * self.config.client_rate_decay**t
         report = fit(client, loss, parts=[part(client.model, rate)], epochs=steps, max_steps=steps)
         values, held, counts = seen.means()
-        upload = Trained(answer(client, "all"), Prototypes(values, held, counts))
+        upload = WeightsAndPrototypes(answer(client, "all"), Prototypes(values, held, counts))
         return Update(upload, report.optimizer, report.metrics())
 
-    def aggregate(self, state: GenerativeState, uploads: Mapping[int, Trained], at: Round) -> GenerativeState:
+    def aggregate(
+        self, state: GenerativeState, uploads: Mapping[int, WeightsAndPrototypes], at: Round
+    ) -> GenerativeState:
         """Average weights and prototypes, then train the generator against the clients' heads."""
         if not any(upload.prototypes.num_present for upload in uploads.values()):
             return state
@@ -214,7 +181,7 @@ class FedPA(Method[GenerativeState, Taught, Trained]):
         return replace(state, taught=taught, generator=generator, loss=mean_loss)
 
     def _generator_loss(
-        self, uploads: Mapping[int, Trained], table: Prototypes, classes: Tensor, at: Round
+        self, uploads: Mapping[int, WeightsAndPrototypes], table: Prototypes, classes: Tensor, at: Round
     ) -> GeneratorLoss:
         sent = list(uploads.values())
         heads = [linear_head_of(up.weights) for up in sent]
@@ -231,15 +198,17 @@ class FedPA(Method[GenerativeState, Taught, Trained]):
         )
 
     @staticmethod
-    def _counts(upload: Trained) -> Tensor:
+    def _counts(upload: WeightsAndPrototypes) -> Tensor:
         counts = upload.prototypes.counts
         return torch.zeros(len(upload.prototypes.present), dtype=torch.int64) if counts is None else counts
 
-    def validate(self, upload: Trained, state: GenerativeState, task: Task) -> None:
+    def validate(self, upload: WeightsAndPrototypes, state: GenerativeState, task: Task) -> None:
         """Every tensor of the network; rows of width d with counts."""
-        same_shapes(upload.weights, state.taught.weights)
-        if upload.prototypes.values.shape[1] != task.feature_dim or upload.prototypes.counts is None:
-            raise RejectedPayload(f"prototypes must be {task.feature_dim} wide and come with counts")
+        check_both(upload, state.taught.weights, task, counted=True)
+
+    def reveals(self) -> tuple[Reveal, ...]:
+        """Weights, class means, and the counts behind them."""
+        return (*self.up.reveals, Reveal("samples of each class", "n_ij beside the class means"))
 
     def check(self, task: Task, architectures: Sequence[str]) -> None:
         """One architecture, with a linear head."""

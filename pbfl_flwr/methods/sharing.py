@@ -20,7 +20,7 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client, Method, Moment, Round, Update
 from pbfl_flwr.models import build_model
 from pbfl_flwr.models.external import is_external
-from pbfl_flwr.payloads import Weights
+from pbfl_flwr.payloads import RejectedPayload, Weights, WeightsAndPrototypes
 from pbfl_flwr.task import Task
 from pbfl_flwr.training import FitReport, classification, fit
 from pbfl_flwr.weights import (
@@ -77,6 +77,25 @@ def check_heads(method: str, task: Task, architectures: Sequence[str]) -> None:
                 f"method '{method}' exchanges classifiers and needs a linear head {expected} in every model, "
                 f"found {found} in '{name}'"
             )
+
+
+def check_both(upload: WeightsAndPrototypes, weights: Weights, task: Task, *, counted: bool = False) -> None:
+    """Check that an upload has the tensors of these weights, and class vectors of width d.
+
+    Args:
+        upload: of a client.
+        weights: of the server's state.
+        task: with d.
+        counted: whether n_ij must come with the vectors.
+
+    Raises:
+        RejectedPayload: naming what does not fit.
+    """
+    same_shapes(upload.weights, weights)
+    if (width := upload.prototypes.values.shape[1]) != task.feature_dim:
+        raise RejectedPayload(f"prototypes are {width} wide, expected {task.feature_dim}")
+    if counted and upload.prototypes.counts is None:
+        raise RejectedPayload("prototypes come without their counts")
 
 
 def shared_scalars(architecture: str, task: Task, num_clients: int, share: Share) -> float:

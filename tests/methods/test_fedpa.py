@@ -9,7 +9,6 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Round
 from pbfl_flwr.methods.fedpa import (
     GeneratorLoss,
-    Trained,
     diversity,
     generation_weight,
     linear_head_of,
@@ -17,7 +16,7 @@ from pbfl_flwr.methods.fedpa import (
     teaching_weights,
 )
 from pbfl_flwr.models import build_model
-from pbfl_flwr.payloads import Prototypes, RejectedPayload, Weights
+from pbfl_flwr.payloads import Prototypes, RejectedPayload, Weights, WeightsAndPrototypes
 from pbfl_flwr.task import Task
 from pbfl_flwr.weights import parameters_of
 
@@ -110,7 +109,9 @@ def test_means_weigh_by_the_samples_seen(make_method, task):
     for i, value in ((0, 1.0), (1, 5.0)):
         weights = {n: torch.full_like(t, 4.0 * i) for n, t in state.taught.weights.tensors.items()}
         rows = torch.full((4, 6), value) * present[i].unsqueeze(1)
-        uploads[i] = Trained(Weights(weights, 3 - 2 * i), Prototypes(rows, present[i], counts[i]))
+        uploads[i] = WeightsAndPrototypes(
+            Weights(weights, 3 - 2 * i), Prototypes(rows, present[i], counts[i])
+        )
     new = method.aggregate(state, uploads, Round(1, task, 2))
     table = new.taught.prototypes
     assert table is not None
@@ -157,7 +158,7 @@ def test_what_does_not_fit_is_refused(make_method, task):
     with pytest.raises(PbflError, match="'fedpa' averages weights and needs one architecture"):
         method.check(task, ["cnn4", "resnet4"])
     state = method.init(task, 0)
-    with pytest.raises(RejectedPayload, match="come with counts"):
-        method.validate(Trained(state.taught.weights, Prototypes.empty(4, 6)), state, task)
-    sent = Trained(state.taught.weights, Prototypes.empty(4, 6)).to_tensors()
-    assert Trained.from_tensors(sent, task).scalars() == state.taught.weights.scalars()
+    with pytest.raises(RejectedPayload, match="come without their counts"):
+        method.validate(WeightsAndPrototypes(state.taught.weights, Prototypes.empty(4, 6)), state, task)
+    sent = WeightsAndPrototypes(state.taught.weights, Prototypes.empty(4, 6)).to_tensors()
+    assert WeightsAndPrototypes.from_tensors(sent, task).scalars() == state.taught.weights.scalars()
