@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from pbfl_flwr.config import TrainingSettings
 from pbfl_flwr.data import ClientData, Shard
 from pbfl_flwr.method import Client, Predictor
-from pbfl_flwr.models import SplitModel, has_batch_norm
+from pbfl_flwr.models import SplitModel, has_batch_norm, is_still
 
 Loss = Callable[[Tensor, Tensor], Mapping[str, Tensor]]
 """(inputs (B, ...), labels (B,)) -> named terms; their sum is what the optimiser descends."""
@@ -230,6 +230,17 @@ def each_feature(client: Client, shard: Shard) -> Iterator[tuple[Tensor, Tensor]
         batch = slice(start, start + size)
         inputs, labels = take(client.data, shard, batch, client.device, client.training.layout)
         yield client.model.features(inputs), labels
+
+
+def fixed_features(client: Client) -> tuple[Tensor, Tensor] | None:
+    """Return (features (n, d), labels (n,)) of the training data, to train a head on that reads nothing else.
+
+    None where a frozen body does not answer a sample the same at every pass, or where there is no sample.
+    """
+    if not is_still(client.model) or not len(client.data.train.labels):
+        return None
+    features, labels = zip(*each_feature(client, client.data.train), strict=True)
+    return torch.cat(features), torch.cat(labels)
 
 
 @dataclass(frozen=True)

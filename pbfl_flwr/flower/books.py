@@ -57,7 +57,7 @@ class Uploads(Mapping[int, Payload]):
         self._records, self._kind, self._task = dict(sorted(records.items())), kind, task
 
     def __getitem__(self, client: int) -> Payload:
-        return wire.decode(self._records[client], self._kind, self._task)
+        return wire.decode(self._records[client], self._kind, self._task, again=True)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._records)

@@ -99,7 +99,9 @@ def _cast(name: str, tensor: Tensor, dtype: Literal["float32", "float16", "bfloa
     return cast
 
 
-def decode(record: ArrayRecord, payload: type[P], task: Task, max_bytes: int = MAX_BYTES) -> P:
+def decode(
+    record: ArrayRecord, payload: type[P], task: Task, max_bytes: int = MAX_BYTES, again: bool = False
+) -> P:
     """Rebuild a payload; size and checksum are looked at before anything is parsed.
 
     Args:
@@ -107,6 +109,7 @@ def decode(record: ArrayRecord, payload: type[P], task: Task, max_bytes: int = M
         payload: the type it must be.
         task: K, d and input shape that it must fit.
         max_bytes: more are refused unread.
+        again: the same record was decoded before: its size and its checksum need not be looked at a second time.
 
     Raises:
         RejectedPayload: if the bytes are no safetensors file, too many, or not what the payload's type allows.
@@ -116,23 +119,29 @@ def decode(record: ArrayRecord, payload: type[P], task: Task, max_bytes: int = M
         raise RejectedPayload(f"{len(arrays)} arrays, expected one")
     if not arrays:
         return payload.from_tensors({}, task)
-    data = arrays[0].data
-    if not arrays[0].stype.startswith(FORMAT):
-        raise RejectedPayload(f"an array of format '{arrays[0].stype[:40]}', expected 'safetensors'")
+    if not again:
+        _check(arrays[0], max_bytes)
+    try:
+        tensors = load(arrays[0].data)
+    # Beside its own error the reader lets through what torch says about absurd shapes and unknown types.
+    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, AssertionError) as error:
+        raise RejectedPayload(f"not a safetensors payload: {_one_line(error)}") from None
+    return payload.from_tensors(_dequantised(tensors), task)
+
+
+def _check(array: Array, max_bytes: int) -> None:
+    """Check that an array says it is a payload, holds few enough bytes, and those that were sent."""
+    data = array.data
+    if not array.stype.startswith(FORMAT):
+        raise RejectedPayload(f"an array of format '{array.stype[:40]}', expected 'safetensors'")
     if len(data) > max_bytes:
         raise RejectedPayload(f"{len(data)} bytes, allowed are {max_bytes} (max-upload-mb)")
-    if arrays[0].stype != f"{FORMAT}{zlib.crc32(data):08x}":
+    if array.stype != f"{FORMAT}{zlib.crc32(data):08x}":
         raise RejectedPayload("its bytes do not fit their checksum")
     if (header := int.from_bytes(data[:8], "little")) > MAX_HEADER:
         raise RejectedPayload(
             f"not a safetensors payload: a header of {header} bytes, allowed are {MAX_HEADER}"
         )
-    try:
-        tensors = load(data)
-    # Beside its own error the reader lets through what torch says about absurd shapes and unknown types.
-    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, AssertionError) as error:
-        raise RejectedPayload(f"not a safetensors payload: {_one_line(error)}") from None
-    return payload.from_tensors(_dequantised(tensors), task)
 
 
 def _one_line(error: Exception) -> str:

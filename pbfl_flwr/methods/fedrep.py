@@ -26,7 +26,7 @@ from pbfl_flwr.methods.fedper import Shared, shared_part
 from pbfl_flwr.methods.sharing import SharedWeights
 from pbfl_flwr.models import architectures
 from pbfl_flwr.payloads import Weights
-from pbfl_flwr.training import FitReport, Loss, Part, classification, fit, part
+from pbfl_flwr.training import FitReport, Loss, Part, classification, fit, fixed_features, part
 from pbfl_flwr.weights import Share, shared_parameters, weighting_of
 
 
@@ -57,15 +57,21 @@ class HeadThenBody:
         return head.then(self.body_phase(client, classification(client.model)))
 
     def head_phase(self, client: Client) -> FitReport:
-        """Train the private part with the shared one frozen; the loss is logged as ``head-ce``."""
+        """Train the private part with the shared one frozen; the loss is logged as ``head-ce``.
+
+        Where the frozen body gives a sample the same features at every pass, they are computed once.
+        """
         shared = {id(parameter) for parameter in shared_parameters(client.model, self.share).values()}
         private = tuple(p for p in client.model.parameters() if id(p) not in shared)
         ce = classification(client.model)
+        fixed = fixed_features(client) if self.share == "body" and self.head_epochs else None
 
         def loss(inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
-            return {"head-ce": ce(inputs, labels)["ce"]}
+            if fixed is None:
+                return {"head-ce": ce(inputs, labels)["ce"]}
+            return {"head-ce": nn.functional.cross_entropy(client.model.head(inputs), labels)}
 
-        return fit(client, loss, parts=[Part(private)], epochs=self.head_epochs, phase="head")
+        return fit(client, loss, parts=[Part(private)], source=fixed, epochs=self.head_epochs, phase="head")
 
     def body_phase(
         self,

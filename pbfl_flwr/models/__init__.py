@@ -14,7 +14,14 @@ import torch
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models.arrangement import arrange
 from pbfl_flwr.models.cnn import cnn2, cnn4
-from pbfl_flwr.models.contract import SplitModel, body_names, count_parameters, has_batch_norm, head_names
+from pbfl_flwr.models.contract import (
+    SplitModel,
+    body_names,
+    count_parameters,
+    has_batch_norm,
+    head_names,
+    is_still,
+)
 from pbfl_flwr.models.dry_forward import dry_forward
 from pbfl_flwr.models.efficientnet import efficientnet_b0
 from pbfl_flwr.models.external import build_external, is_external
@@ -63,6 +70,7 @@ __all__ = [
     "dry_forward",
     "has_batch_norm",
     "head_names",
+    "is_still",
 ]
 
 

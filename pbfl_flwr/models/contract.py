@@ -89,3 +89,29 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
 def has_batch_norm(model: nn.Module) -> bool:
     """Return whether training depends on the batch's statistics (then a batch of one sample may fail)."""
     return any(isinstance(module, BATCH_NORMS) for module in model.modules())
+
+
+STILL = (
+    *(
+        nn.ModuleList,
+        nn.Sequential,
+        nn.Flatten,
+        nn.Linear,
+        nn.Conv1d,
+        nn.Conv2d,
+        nn.ReLU,
+        nn.LayerNorm,
+        nn.GroupNorm,
+    ),
+    *(nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d),
+)  # layers that answer a sample in training as in evaluation, whatever else is in its batch
+
+
+def is_still(model: nn.Module) -> bool:
+    """Return whether a frozen body gives a sample the same features at every pass: it draws and keeps nothing.
+
+    Of layers of other kinds, and of somebody else's model, that is not known, hence False.
+    """
+    if type(model) is not SplitModel:
+        return False
+    return all(type(module) in STILL for part in (model.stages, model.neck) for module in part.modules())

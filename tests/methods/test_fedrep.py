@@ -1,7 +1,9 @@
+import pytest
 import torch
 
+from pbfl_flwr.methods import fedrep
 from pbfl_flwr.models import body_names, head_names
-from pbfl_flwr.training import classification
+from pbfl_flwr.training import classification, fixed_features
 
 
 def snapshot(model):
@@ -74,3 +76,27 @@ def test_a_client_of_one_class_stays_finite(make_method, make_client, task):
     )
     update = method.local_update(client, method.init(task, 0))
     assert all(bool(torch.isfinite(t).all()) for t in update.payload.tensors.values())
+
+
+@pytest.mark.parametrize(
+    ("architecture", "computed"), [("cnn4", True), ("mlp5", True), ("cnn2", False), ("resnet4", False)]
+)
+def test_features_are_computed_once_only_where_nothing_in_the_body_draws_or_counts(
+    architecture, computed, make_client
+):
+    assert (fixed_features(make_client(architecture=architecture)) is not None) == computed
+
+
+def test_a_head_on_features_computed_once_learns_what_it_learns_batch_by_batch(
+    make_method, make_client, task, monkeypatch
+):
+    settings = {"batch_size": 3, "learning_rate": 0.1}
+    method = make_method("fedrep", own={"head_epochs": 3})
+    once, each = make_client(architecture="cnn4", **settings), make_client(architecture="cnn4", **settings)
+    report = method.train.head_phase(once)
+    monkeypatch.setattr(fedrep, "fixed_features", lambda client: None)
+    expected = method.train.head_phase(each)
+    assert report.steps == expected.steps > 3
+    assert report.losses == pytest.approx(expected.losses, rel=1e-5)
+    for name, parameter in once.model.named_parameters():
+        torch.testing.assert_close(parameter, each.model.get_parameter(name), atol=1e-6, rtol=1e-5)
