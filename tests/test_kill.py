@@ -124,6 +124,8 @@ def test_a_killed_supernode_comes_back_with_its_state(place: Path, secure: bool)
     with Deployment(run_dir, nodes, secure=secure) as deployment:
         run_id = deployment.submit(ROOT, {**CONFIG, "num-server-rounds": rounds, "run-dir": str(run_dir)})
         wait(lambda: len(rounds_of(run_dir)) >= 1, "round 1")
+        # Not before it has taken the question: one that nobody has taken waits for the next SuperNode with this key.
+        wait(lambda: "ROUND 2]" in deployment.log_of(2).read_text(), "the question of round 2")
         kill_group(deployment._supernodes.pop(2))
         before = state_of(run_dir, 2)
         assert before in ((1, 1), (2, 2)), "a state file is of a finished round or of the one before"
@@ -153,6 +155,7 @@ def test_a_killed_supernode_comes_back_with_its_state(place: Path, secure: bool)
 
     lines = rounds_of(run_dir)
     absent = [line["round"] for line in lines if 2 not in line["trained"]]
+    assert returned > 2
     assert absent == list(range(2, returned)), "it missed the round in which it was killed, and came back"
     for line in lines[1 : returned - 1]:
         assert [failure["client"] for failure in line["failures"]] == [2]
