@@ -23,7 +23,7 @@ run: install
 	$(BIN)/pbfl run fedproto-digits
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile
 
 test-long: install
 	$(BIN)/python -m pytest -m long
