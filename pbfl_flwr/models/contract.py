@@ -91,20 +91,18 @@ def has_batch_norm(model: nn.Module) -> bool:
     return any(isinstance(module, BATCH_NORMS) for module in model.modules())
 
 
-STILL = (
-    *(
-        nn.ModuleList,
-        nn.Sequential,
-        nn.Flatten,
-        nn.Linear,
-        nn.Conv1d,
-        nn.Conv2d,
-        nn.ReLU,
-        nn.LayerNorm,
-        nn.GroupNorm,
-    ),
-    *(nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d),
-)  # layers that answer a sample in training as in evaluation, whatever else is in its batch
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.Flatten)
+_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.ReLU, nn.LayerNorm, nn.GroupNorm)
+_POOLING = (
+    nn.MaxPool1d,
+    nn.MaxPool2d,
+    nn.AvgPool1d,
+    nn.AvgPool2d,
+    nn.AdaptiveAvgPool1d,
+    nn.AdaptiveAvgPool2d,
+)
+STILL = frozenset({*_CONTAINERS, *_LAYERS, *_POOLING})
+"""Layers that answer a sample in training as in evaluation, whatever else is in its batch."""
 
 
 def is_still(model: nn.Module) -> bool:
