@@ -21,7 +21,8 @@ class Card(BaseModel):
         num_classes, feature_dim, input_shape: K, d and the shape of an input.
         labels: the K names.
         columns: names of the features, of tables.
-        images: whether inputs are uint8 images; else they are float32.
+        vocabulary: of text: the tokens, whose places are the ids that inputs are made of.
+        images: whether inputs are uint8 images; else they are token ids where there is a vocabulary, or float32.
         scale, shift: one number a channel (the first axis): the network is fed x·scale + shift.
         unit_features: whether the head reads features of unit length.
     """
@@ -38,6 +39,7 @@ class Card(BaseModel):
     input_shape: tuple[Annotated[int, Field(ge=1)], ...] = Field(min_length=1, max_length=4)
     labels: tuple[str, ...]
     columns: tuple[str, ...]
+    vocabulary: tuple[str, ...] = ()
     images: bool
     scale: tuple[float, ...]
     shift: tuple[float, ...]
@@ -58,4 +60,4 @@ class Card(BaseModel):
     @property
     def task(self) -> Task:
         """K, d and the shape of an input."""
-        return Task(self.num_classes, self.feature_dim, self.input_shape)
+        return Task(self.num_classes, self.feature_dim, self.input_shape, len(self.vocabulary))

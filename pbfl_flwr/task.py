@@ -1,6 +1,8 @@
 """What all clients of one federation agree on."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Self
 
 from pbfl_flwr.errors import PbflError
 
@@ -13,14 +15,16 @@ class Task:
         num_classes: K, the number of classes of the whole federation; labels are 0..K-1.
         feature_dim: d, the width of the penultimate activation that every model is made to answer.
         input_shape: shape of one input without the batch axis, e.g. (3, 32, 32).
+        vocabulary_size: V, where inputs are token ids 0..V-1; 0 where they are numbers.
 
     Raises:
-        PbflError: if K < 2, d < 1 or a side of the input is not positive.
+        PbflError: if K < 2, d < 1, V < 0 or a side of the input is not positive.
     """
 
     num_classes: int
     feature_dim: int
     input_shape: tuple[int, ...]
+    vocabulary_size: int = 0
 
     def __post_init__(self) -> None:
         if self.num_classes < 2:
@@ -29,3 +33,12 @@ class Task:
             raise PbflError(f"feature-dim is {self.feature_dim}; allowed are whole numbers from 1")
         if not self.input_shape or min(self.input_shape) < 1:
             raise PbflError(f"input shape {self.input_shape} has an empty side")
+        if self.vocabulary_size < 0:
+            raise PbflError(
+                f"a vocabulary of {self.vocabulary_size} tokens; allowed are whole numbers from 0"
+            )
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Self:
+        """Return the task that a run's books hold, as JSON has it."""
+        return cls(**{**record, "input_shape": tuple(record["input_shape"])})

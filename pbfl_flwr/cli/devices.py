@@ -59,7 +59,7 @@ def check_data(
         )
         found = inspect(settings, files)
         if model:
-            check_models(model, Task(len(found.labels), 512, found.input_shape))
+            check_models(model, Task(len(found.labels), 512, found.input_shape, found.vocabulary_size))
     except PbflError as error:
         if as_json:
             print(json.dumps({"path": str(path), "refused": str(error)}, indent=1))
@@ -123,7 +123,8 @@ def export(
 def predict(
     model_dir: Annotated[Path, typer.Argument(metavar="EXPORTED", help="What pbfl export wrote.")],
     files: Annotated[
-        list[Path], typer.Argument(metavar="FILES...", help="Images, folders of images, .npz, CSV, Parquet.")
+        list[Path],
+        typer.Argument(metavar="FILES...", help="Images, folders of images, .npz, CSV, Parquet, .txt."),
     ],
     by: Annotated[
         str, typer.Option("--by", help="head, or nearest prototype: global, global-local, local.")
@@ -131,7 +132,7 @@ def predict(
     form: Annotated[Format, typer.Option("--format", help="How the answer is printed.")] = Format.table,
     model: Code = "",
 ) -> None:
-    """Print class and probability for every image and every row."""
+    """Print class and probability for every image, row and line."""
     from pbfl_flwr.serving.predict import open_exported, written
     from pbfl_flwr.serving.predict import predict as ask
 

@@ -11,11 +11,13 @@ from functools import lru_cache
 
 from pbfl_flwr import seeds
 from pbfl_flwr.config import DataSettings
+from pbfl_flwr.data.ag_news import ag_news
 from pbfl_flwr.data.cache import home
 from pbfl_flwr.data.cifar import cifar10, cifar100
 from pbfl_flwr.data.clients import materialise
 from pbfl_flwr.data.contract import ClientData, Dataset, Partition, Pool, Shard, Split
 from pbfl_flwr.data.digits import digits
+from pbfl_flwr.data.femnist import femnist
 from pbfl_flwr.data.idx_files import emnist, fashion_mnist, mnist
 from pbfl_flwr.data.image_folder import image_folder
 from pbfl_flwr.data.labels import read_names, renumbered
@@ -39,6 +41,10 @@ DATASETS: dict[str, Dataset] = {
         fashion_mnist, "70,000 pieces of clothing, 1x28x28, 10 classes; also Debian's package"
     ),
     "emnist": Dataset(emnist, "131,600 handwritten characters (balanced split), 1x28x28, 47 classes"),
+    "femnist": Dataset(
+        femnist,
+        "handwritten characters by writer, 1x28x28, 62 classes; LEAF's JSON files, not downloaded for you",
+    ),
     "cifar10": Dataset(cifar10, "60,000 images, 3x32x32, 10 classes; torchvision's files or an image folder"),
     "cifar100": Dataset(
         cifar100, "60,000 images, 3x32x32, 100 classes; torchvision's files or an image folder"
@@ -48,6 +54,10 @@ DATASETS: dict[str, Dataset] = {
     "tiny-imagenet": Dataset(tiny_imagenet, "110,000 images, 3x64x64, 200 classes; not downloaded for you"),
     "har": Dataset(
         har, "10,299 windows of smartphone sensors, 30 people, (9, 128), 6 classes; data-dir is the .npz"
+    ),
+    "ag-news": Dataset(
+        ag_news,
+        "127,600 news articles, (200,) token ids, 4 classes; train.csv and test.csv, not downloaded for you",
     ),
     "image-folder": Dataset(
         image_folder, "images in data-dir/train/<class> and test/<class>, or data-dir/<class>"

@@ -25,7 +25,7 @@ from pbfl_flwr.data.contract import Pool
 from pbfl_flwr.data.validation import validate
 from pbfl_flwr.errors import PbflError
 
-FORMAT = 2
+FORMAT = 3
 """Counted up when what is stored changes, so that an older entry is not read."""
 
 Allocate = Callable[[tuple[int, ...], DTypeLike], NDArray[Any]]
@@ -117,9 +117,8 @@ def _write(pool: Pool, folder: Path) -> None:
         values = getattr(pool, column)
         if values is not None:
             np.save(folder / f"{column}.npy", values)
-    meta = {
-        key: getattr(pool, key) for key in ("label_names", "num_train", "mean", "std", "notes", "columns")
-    }
+    keys = ("label_names", "num_train", "mean", "std", "notes", "columns", "vocabulary")
+    meta = {key: getattr(pool, key) for key in keys}
     (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
 
 
@@ -138,6 +137,7 @@ def _open(entry: Path) -> Pool:
             std=tuple(meta["std"]) if meta["std"] else None,
             notes=tuple(meta["notes"]),
             columns=tuple(meta["columns"]),
+            vocabulary=tuple(meta["vocabulary"]),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise PbflError(

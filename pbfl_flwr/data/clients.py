@@ -34,6 +34,7 @@ def materialise(pool: Pool, split: Split, validation_share: float = 0.0, seed: i
         shift=shift,
         validation=_shard(pool, held_out) if len(held_out) else None,
         columns=pool.columns,
+        vocabulary=pool.vocabulary,
     )
 
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pbfl_flwr.config import DataSettings
+from pbfl_flwr.task import Task
 
 Rows = NDArray[np.int64]
 
@@ -21,8 +22,8 @@ class Pool:
     """All samples of a dataset, before they are dealt to clients.
 
     Attributes:
-        inputs: (N, *input_shape), uint8 for images (channels first) or float32 for everything else; it may be
-            a memory map that all processes of the machine share.
+        inputs: (N, *input_shape), uint8 for images (channels first), int32 for token ids, float32 for
+            everything else; it may be a memory map that all processes of the machine share.
         labels: (N,) int64, 0..K-1.
         label_names: the K names.
         num_train: the first ``num_train`` rows are the official training part, the rest the official test
@@ -34,6 +35,7 @@ class Pool:
         std: per channel; float32 inputs have mean 0 and std 1 and are fed as they are.
         notes: what the reader should tell the user (images that were resized), a line each.
         columns: names of the features, in their order, of sources that name them.
+        vocabulary: of text: the tokens, whose places are the ids; inputs are fed as they are.
     """
 
     inputs: NDArray[Any]
@@ -46,11 +48,16 @@ class Pool:
     std: tuple[float, ...] | None = None
     notes: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
+    vocabulary: tuple[str, ...] = ()
 
     @property
     def input_shape(self) -> tuple[int, ...]:
         """Shape of one input without the batch axis."""
         return tuple(int(side) for side in self.inputs.shape[1:])
+
+    def task(self, feature_dim: int) -> Task:
+        """Return what clients with these samples agree on, with d features."""
+        return Task(self.num_classes, feature_dim, self.input_shape, len(self.vocabulary))
 
     @property
     def num_classes(self) -> int:
@@ -96,7 +103,7 @@ class Partition:
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """Samples in memory: ``inputs`` (n, *input_shape) uint8 or float32, contiguous; ``labels`` (n,) int64."""
+    """Samples in memory: ``inputs`` (n, *input_shape), see :class:`Pool`, contiguous; ``labels`` (n,) int64."""
 
     inputs: Tensor
     labels: Tensor
@@ -122,6 +129,7 @@ class ClientData:
         shift: (C, 1, 1, ...) float32.
         validation: samples held out of the training data to choose a round by; None is none.
         columns: names of the features, of sources that name them.
+        vocabulary: of text: the tokens, whose places are the ids.
     """
 
     train: Shard
@@ -132,11 +140,16 @@ class ClientData:
     shift: Tensor
     validation: Shard | None = None
     columns: tuple[str, ...] = ()
+    vocabulary: tuple[str, ...] = ()
 
     @property
     def input_shape(self) -> tuple[int, ...]:
         """Shape of one input without the batch axis."""
         return tuple(self.train.inputs.shape[1:])
+
+    def task(self, feature_dim: int) -> Task:
+        """Return what this client agrees on with others, with d features."""
+        return Task(self.num_classes, feature_dim, self.input_shape, len(self.vocabulary))
 
     def on(self, device: torch.device) -> ClientData:
         """Return the same data in a device's own memory, so that batches need no transfer."""
@@ -157,7 +170,9 @@ class ClientData:
         return torch.bincount(self.train.labels.cpu(), minlength=self.num_classes)
 
     def prepare(self, batch_inputs: Tensor) -> Tensor:
-        """Return a batch as a model is fed: float32, normalised, on the batch's own device."""
+        """Return a batch as a model is fed: float32, normalised, on the batch's own device; token ids stay ids."""
+        if self.vocabulary:
+            return batch_inputs
         device = batch_inputs.device
         return batch_inputs.float() * self.scale.to(device) + self.shift.to(device)
 

@@ -27,6 +27,7 @@ class Inspection:
         samples, input_shape, dtype: of all inputs.
         minimum, maximum: of all values as they are stored.
         columns: names of the features, of tables.
+        vocabulary_size: V, of text; else 0.
         labels: names of the classes.
         train, test: samples of each class in the split that a device would make.
         notes: what the reader did on its own.
@@ -41,6 +42,7 @@ class Inspection:
     minimum: float
     maximum: float
     columns: tuple[str, ...]
+    vocabulary_size: int
     labels: tuple[str, ...]
     train: tuple[int, ...]
     test: tuple[int, ...]
@@ -66,6 +68,8 @@ class Inspection:
         ]
         if self.columns:
             found.append(f"{len(self.columns)} feature columns: {_shown(self.columns)}")
+        if self.vocabulary_size:
+            found.append(f"the values are token ids of a vocabulary of {self.vocabulary_size}")
         counts, width = self.counts, max(len(name) for name in self.labels)
         digits, most = len(str(max(counts))), max(counts)
         found.append(f"{len(self.labels)} classes, samples of each (training + testing):")
@@ -118,6 +122,7 @@ def inspect(settings: DataSettings, files: int | None = None) -> Inspection:
         float(low.min()),
         float(high.max()),
         pool.columns,
+        len(pool.vocabulary),
         pool.label_names,
         tuple(train.tolist()),
         tuple(test.tolist()),

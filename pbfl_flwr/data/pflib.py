@@ -133,8 +133,10 @@ def export_pfl_directory(partition: Partition, pool: Pool, path: Path) -> None:
         path: a folder that has no dataset yet; it is made.
 
     Raises:
-        PbflError: if the folder holds a dataset already.
+        PbflError: if the folder holds a dataset already, or inputs are text, which those tools store otherwise.
     """
+    if pool.vocabulary:
+        raise PbflError("a PFLlib folder of texts is not written; allowed are datasets of numbers and images")
     if any((path / name).exists() for name in ("config.json", *PARTS)):
         raise PbflError(f"{path} holds a dataset already; export-path must be a new folder")
     for part in PARTS:

@@ -17,7 +17,8 @@ def validate(pool: Pool, name: str) -> None:
     """Check a pool from top to bottom.
 
     Raises:
-        PbflError: if lengths disagree, labels are not 0..K-1, K < 2, or an input is NaN or infinite.
+        PbflError: if lengths disagree, labels are not 0..K-1, K < 2, an input is NaN or infinite, or a token id is
+            not in the vocabulary.
     """
     rows = len(pool.labels)
     if len(pool.inputs) != rows or rows == 0:
@@ -37,6 +38,10 @@ def validate(pool: Pool, name: str) -> None:
             f"dataset '{name}' has inputs of shape {pool.input_shape}; allowed is 1 axis or more, none empty"
         )
     check_labels(pool.labels, name, pool.num_classes)
+    if pool.vocabulary:
+        low, high, size = int(pool.inputs.min()), int(pool.inputs.max()), len(pool.vocabulary)
+        if low < 0 or high >= size:
+            raise PbflError(f"dataset '{name}' has token ids {low} to {high}; allowed are 0..{size - 1}")
     if pool.inputs.dtype == np.float32:
         for start in range(0, rows, _ROWS_AT_A_TIME):
             finite = np.isfinite(pool.inputs[start : start + _ROWS_AT_A_TIME]).reshape(

@@ -41,8 +41,7 @@ def settings_of(record: Record) -> Settings:
 
 def task_of(record: Record) -> Task:
     """Return what its clients agreed on."""
-    task = record.about["clients"][0]["task"]
-    return Task(task["num_classes"], task["feature_dim"], tuple(task["input_shape"]))
+    return Task.from_record(record.about["clients"][0]["task"])
 
 
 def global_prototypes(record: Record) -> Prototypes:

@@ -21,7 +21,6 @@ from pbfl_flwr.flower.history import RunDirectory
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method
 from pbfl_flwr.models import architecture_of, architectures, check_models
 from pbfl_flwr.sinks import check as check_sinks
-from pbfl_flwr.task import Task
 
 PATHS = ("run-dir", "state-dir", "data-dir")
 PRESETS = "experiments/presets"
@@ -114,7 +113,7 @@ def preflight(settings: Settings, resources: Resources) -> Partition:
     check_sinks(settings.run.sinks)
     partition = check_data(settings.data, clients)
     pool = load_pool(settings.data)
-    task = Task(pool.num_classes, settings.models.feature_dim, pool.input_shape)
+    task = pool.task(settings.models.feature_dim)
     check_models(settings.models.models, task)
     names = [architecture_of(settings.models.models, client) for client in range(clients)]
     build_method(settings).check(task, names)

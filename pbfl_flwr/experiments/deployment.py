@@ -18,7 +18,6 @@ from pbfl_flwr.experiments.runner import attend
 from pbfl_flwr.flower.deployment import Deployment, check, complete, node_config
 from pbfl_flwr.flower.engine import Resources
 from pbfl_flwr.models import check_models
-from pbfl_flwr.task import Task
 
 NODES = "nodes.json"
 DEFAULT_COUNT = 3
@@ -142,7 +141,7 @@ def _check(settings: Settings, nodes: Sequence[Mapping[str, Scalar]]) -> None:
         files = node.get("data-client", node["client-id"])
         try:
             data = own_data(own.data, files if isinstance(files, int) else None)
-            check_models(own.models.models, Task(data.num_classes, own.models.feature_dim, data.input_shape))
+            check_models(own.models.models, data.task(own.models.feature_dim))
         except PbflError as error:
             raise PbflError(f"--node {index}: {error}") from None
     if not any("data-path" in node or "model" in node for node in nodes):

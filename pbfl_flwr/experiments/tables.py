@@ -247,15 +247,13 @@ def paper_scalars(about: Mapping[str, Any], counts: Sequence[Sequence[int]] | No
     if counts is None:
         return "unknown (K_i are the devices' own)"
     members = about["clients"]
-    task = members[0]["task"]
     held = [sum(count > 0 for count in row) for row in counts]
     parameters = [(int(member["parameters"][0]), int(member["parameters"][1])) for member in members]
     try:
         method = build_method(parse(about["configuration"], SECTIONS))
     except PbflError:
         return "unknown (keys of another version)"
-    agreed = Task(task["num_classes"], task["feature_dim"], tuple(task["input_shape"]))
-    return f"{method.paper_scalars(agreed, held, parameters):,.0f}"
+    return f"{method.paper_scalars(Task.from_record(members[0]['task']), held, parameters):,.0f}"
 
 
 def failure_lines(rounds: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -160,7 +160,7 @@ def _introduced(message: Message, context: Context, source: _Source) -> Message:
     settings = source.settings_of(context)
     identity = identify(context, settings, str(message.content.config_records[wire.CONFIG]["experiment"]))
     data = source.data_of(settings, identity)
-    task = Task(data.num_classes, settings.models.feature_dim, data.input_shape)
+    task = data.task(settings.models.feature_dim)
     architecture = _architecture(settings, identity)
     _dry_forward(architecture, task)
     body, head = _parameters(architecture, task)
@@ -173,8 +173,9 @@ def _introduced(message: Message, context: Context, source: _Source) -> Message:
             "num-classes": task.num_classes,
             "feature-dim": task.feature_dim,
             "input-shape": list(task.input_shape),
+            "vocabulary-size": task.vocabulary_size,
             "labels": list(data.label_names),
-            "columns": _digest(data.columns),
+            "columns": _digest(data.columns or data.vocabulary),
             "architecture": architecture,
             "parameters": [body, head],
             "device": str(choose_device(settings.training.device)),
@@ -185,9 +186,9 @@ def _introduced(message: Message, context: Context, source: _Source) -> Message:
     return Message(wire.content(config=answer), reply_to=message)
 
 
-def _digest(columns: Sequence[str]) -> str:
-    """Return a short hash of the features' names and order, nothing if they have no names."""
-    return hashlib.sha256(json.dumps(columns).encode()).hexdigest()[:16] if columns else ""
+def _digest(names: Sequence[str]) -> str:
+    """Return a short hash of the names of features or of the tokens, and of their order; nothing for none."""
+    return hashlib.sha256(json.dumps(names).encode()).hexdigest()[:16] if names else ""
 
 
 def _train_as_asked(message: Message, context: Context, source: _Source) -> Message:
@@ -217,7 +218,7 @@ def _train_older(message: Message, context: Context, source: _Source) -> Message
     if settings.privacy.secure_aggregation:
         method = build_method(settings)
         data = source.data_of(settings, identify(context, settings, str(asked["experiment"])))
-        task = Task(data.num_classes, settings.models.feature_dim, data.input_shape)
+        task = data.task(settings.models.feature_dim)
         parameters, clipped = to_be_masked(wire.decode(upload, method.up, task), method)
         if clipped:
             report["secure-clipped"] = float(clipped)
@@ -303,6 +304,7 @@ def _card(opened: _Open, participations: int) -> str:
         input_shape=client.task.input_shape,
         labels=tuple(data.label_names),
         columns=tuple(data.columns),
+        vocabulary=tuple(data.vocabulary),
         images=data.train.inputs.dtype is torch.uint8,
         scale=tuple(data.scale.flatten().tolist()),
         shift=tuple(data.shift.flatten().tolist()),
@@ -394,7 +396,7 @@ def _open(message: Message, context: Context, source: _Source) -> _Open:
     asked_for_data = time.perf_counter()
     data = source.data_of(settings, identity)
     getting = time.perf_counter() - asked_for_data
-    task = Task(data.num_classes, settings.models.feature_dim, data.input_shape)
+    task = data.task(settings.models.feature_dim)
     store = _store(message, context, source)
     stored = store.load()
     device = choose_device(settings.training.device)

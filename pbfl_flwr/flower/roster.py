@@ -39,7 +39,7 @@ class Member:
         simulated: whether it is one of the simulation's virtual nodes.
         configured_data: whether it takes the configured dataset and partition, not its own data or an app's.
         task, labels: K, d, input shape and the names of the classes.
-        columns: hash of the names of the features, nothing where they have no names.
+        columns: hash of the names of the features, of text of the vocabulary; nothing where there are no names.
         architecture, parameters: its network, and (body, head) parameters of it.
         device: where it trains.
         num_train, num_test: samples.
@@ -82,6 +82,7 @@ class Member:
                     int(str(record["num-classes"])),
                     int(str(record["feature-dim"])),
                     tuple(int(side) for side in shape),
+                    int(str(record.get("vocabulary-size", 0))),
                 ),
                 labels=tuple(labels),
                 architecture=str(record["architecture"]),
@@ -308,7 +309,8 @@ def agreed(members: Iterable[Member]) -> Roster:
     """Return the roster if all members fit together.
 
     Raises:
-        PbflError: if a client id is taken twice, or if two clients differ in K, d, input shape or label names.
+        PbflError: if a client id is taken twice, or if two clients differ in K, d, input shape, names of classes,
+            columns or vocabulary.
     """
     by_client: dict[int, Member] = {}
     for member in sorted(members, key=lambda m: (m.client, m.node)):
@@ -327,6 +329,7 @@ def agreed(members: Iterable[Member]) -> Roster:
             ("feature-dim d", first.task.feature_dim, other.task.feature_dim, ""),
             ("input shape", first.task.input_shape, other.task.input_shape, shaped),
             ("label names", first.labels, other.labels, hint),
+            ("vocabulary size V", first.task.vocabulary_size, other.task.vocabulary_size, ""),
         ):
             if mine != theirs:
                 raise PbflError(
@@ -336,8 +339,9 @@ def agreed(members: Iterable[Member]) -> Roster:
     first, *others = [m for m in by_client.values() if m.columns] or [first]
     for other in others:
         if other.columns != first.columns:
+            named = "words of the vocabulary" if first.task.vocabulary_size else "feature columns"
             raise PbflError(
-                f"clients disagree in feature columns: those of client {first.label} and {other.label} differ in "
+                f"clients disagree in {named}: those of client {first.label} and {other.label} differ in "
                 "name or order; pbfl check-data prints them"
             )
     return Roster(by_client)

@@ -21,6 +21,7 @@ from pbfl_flwr.models.contract import (
     has_batch_norm,
     head_names,
     is_still,
+    random_inputs,
 )
 from pbfl_flwr.models.dry_forward import dry_forward
 from pbfl_flwr.models.efficientnet import efficientnet_b0
@@ -30,6 +31,7 @@ from pbfl_flwr.models.mobilenet import mobilenet_v2
 from pbfl_flwr.models.resnet import resnet4, resnet6, resnet8, resnet18
 from pbfl_flwr.models.sensor import har_cnn
 from pbfl_flwr.models.shufflenet import shufflenet_v2
+from pbfl_flwr.models.text import fasttext, textcnn
 from pbfl_flwr.task import Task
 
 Builder = Callable[[Task], SplitModel]
@@ -38,6 +40,7 @@ MODELS: dict[str, Builder] = {
     "cnn2": cnn2,
     "cnn4": cnn4,
     "efficientnet-b0": efficientnet_b0,
+    "fasttext": fasttext,
     "har-cnn": har_cnn,
     "mlp5": mlp5,
     "mobilenet-v2": mobilenet_v2,
@@ -46,12 +49,14 @@ MODELS: dict[str, Builder] = {
     "resnet8": resnet8,
     "resnet18": resnet18,
     "shufflenet-v2": shufflenet_v2,
+    "textcnn": textcnn,
 }
 
 # In the order of client ids, modulo.
 FAMILIES: dict[str, tuple[str, ...]] = {
     "heterogeneous-4": ("resnet8", "mobilenet-v2", "shufflenet-v2", "efficientnet-b0"),  # Ht0 of HtFLlib
     "small-4": ("cnn4", "resnet4", "resnet6", "resnet8"),
+    "text-2": ("fasttext", "textcnn"),
 }
 
 __all__ = [
@@ -71,6 +76,7 @@ __all__ = [
     "has_batch_norm",
     "head_names",
     "is_still",
+    "random_inputs",
 ]
 
 

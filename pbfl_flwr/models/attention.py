@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pbfl_flwr.models.contract import SplitModel
+from pbfl_flwr.models.contract import SplitModel, random_inputs
 from pbfl_flwr.task import Task
 
 
@@ -162,10 +162,10 @@ def map_channels(model: nn.Module, task: Task) -> list[int]:
     """
     if not isinstance(model, SplitModel):
         return []
-    was_training, some = model.training, next(model.parameters())
+    was_training, device = model.training, next(model.parameters()).device
     model.eval()
     with torch.no_grad():
-        maps = convolutional(model.feature_maps(torch.zeros(1, *task.input_shape, device=some.device)))
+        maps = convolutional(model.feature_maps(random_inputs(task, 1).to(device)))
     model.train(was_training)
     return [x.shape[1] for x in maps]
 

@@ -47,22 +47,29 @@ class SplitModel(nn.Module):
         return maps
 
     def features(self, inputs: Tensor) -> Tensor:
-        """Return the penultimate activation z, (B, d), in the type of the inputs.
+        """Return the penultimate activation z, (B, d), in the type of the parameters.
 
         Args:
             inputs: (B, *input_shape).
         """
-        kind = inputs.dtype
         with torch.autocast(inputs.device.type, self.reduced, enabled=self.reduced is not None):
             for stage in self.stages:
                 inputs = stage(inputs)
             features: Tensor = self.neck(inputs)
-        return features if self.reduced is None else features.to(kind)
+        return features if self.reduced is None else features.float()
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the logits, (B, K)."""
         logits: Tensor = self.head(self.features(inputs))
         return logits
+
+
+def random_inputs(task: Task, batch: int, seed: int = 0) -> Tensor:
+    """Return inputs such as the task's, (B, *input_shape): normal numbers, or token ids."""
+    generator, shape = torch.Generator().manual_seed(seed), (batch, *task.input_shape)
+    if task.vocabulary_size:
+        return torch.randint(task.vocabulary_size, shape, generator=generator)
+    return torch.randn(shape, generator=generator)
 
 
 def body_names(model: nn.Module) -> list[str]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.models.contract import SplitModel
+from pbfl_flwr.models.contract import SplitModel, random_inputs
 from pbfl_flwr.task import Task
 
 BATCH = 2
@@ -38,7 +38,7 @@ def dry_forward(name: str, model: SplitModel, task: Task) -> None:
             features are not (2, d) or logits not (2, K), or if either holds NaN or infinity.
     """
     model.eval()
-    inputs = torch.randn(BATCH, *task.input_shape, generator=torch.Generator().manual_seed(0))
+    inputs = random_inputs(task, BATCH)
     with torch.inference_mode(), _running_layers(model) as running:
         for step, expected in (("features", task.feature_dim), ("head", task.num_classes)):
             try:
@@ -111,4 +111,6 @@ def _expected(layer: nn.Module) -> str:
 
 
 def _shape(value: object) -> str:
-    return str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"{tuple(value.shape)}{'' if value.is_floating_point() else ' of token ids'}"

@@ -5,7 +5,8 @@
     DIR/card.json               what it is: method, client, round, K, d, input shape, labels, normalisation, file hashes
         model.safetensors       the network's state, under its own names
         prototypes.safetensors  <predictor>.rows (K, d) and <predictor>.candidates (K,), where the method has prototypes
-        model.pt2               torch.export program: raw inputs (B, ...) float32 -> logits (B, K), features (B, d)
+        model.pt2               torch.export program: raw inputs (B, ...) float32, or token ids (B, length) int64, ->
+                                logits (B, K), features (B, d)
         model.onnx              the same, where the packages onnx and onnxscript are installed
 
 The model is the one that the client kept after its last local training. Its global prototypes are those that it
@@ -164,7 +165,7 @@ def has_onnx() -> bool:
 
 
 def _programs(served: Served, card: Card, directory: Path) -> None:
-    example = torch.zeros(2, *card.input_shape)
+    example = torch.zeros(2, *card.input_shape, dtype=torch.int64 if card.vocabulary else torch.float32)
     batch = {"inputs": {0: torch.export.Dim("batch", min=1)}}
     with warnings.catch_warnings():  # of torch about itself
         warnings.simplefilter("ignore")

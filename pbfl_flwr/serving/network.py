@@ -15,9 +15,9 @@ from pbfl_flwr.models.external import is_external
 
 
 class Served(nn.Module):
-    """A client's network with its normalisation: float32 (B, *input_shape) -> logits (B, K), features (B, d).
+    """A client's network with its normalisation: (B, *input_shape) -> logits (B, K), features (B, d).
 
-    Images go in as they are stored, 0 to 255; other inputs as they are.
+    Images go in as they are stored, 0 to 255, other numbers as they are, all of them float32; token ids int64.
     """
 
     scale: Tensor
@@ -27,13 +27,15 @@ class Served(nn.Module):
         super().__init__()
         self.model = model
         self.unit_features = card.unit_features
+        self.reads_tokens = bool(card.vocabulary)
         shape = (card.input_shape[0], *(1 for _ in card.input_shape[1:]))
         self.register_buffer("scale", torch.tensor(card.scale).reshape(shape))
         self.register_buffer("shift", torch.tensor(card.shift).reshape(shape))
 
     def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return (logits, features)."""
-        features: Tensor = self.model.features(inputs * self.scale + self.shift)
+        fed = inputs if self.reads_tokens else inputs * self.scale + self.shift
+        features: Tensor = self.model.features(fed)
         read = F.normalize(features, dim=1) if self.unit_features else features
         logits: Tensor = self.model.head(read)
         return logits, features

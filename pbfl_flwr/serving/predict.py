@@ -1,4 +1,4 @@
-"""Use an exported model on files: images, arrays, tables.
+"""Use an exported model on files: images, arrays, tables, texts.
 
 The network is rebuilt from ``model.safetensors`` and the name of its architecture. ``model.pt2`` is for other programs:
 reading such a file may unpickle, which runs whatever the file says, so it is never read here.
@@ -26,6 +26,7 @@ from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from pbfl_flwr.card import Card
+from pbfl_flwr.data import tokens
 from pbfl_flwr.data.image_folder import one_image
 from pbfl_flwr.data.npz import read_arrays
 from pbfl_flwr.data.table import CLIENT, LABEL, SUFFIXES, features
@@ -36,6 +37,7 @@ from pbfl_flwr.serving.export import CARD, FORMAT, PROTOTYPES, WEIGHTS
 from pbfl_flwr.serving.network import Served, rebuild
 
 HEAD = "head"
+TEXT = ".txt"
 MAX_CARD_BYTES = 2**26
 BATCH = 256
 
@@ -70,7 +72,7 @@ class Exported:
         """Return the probability of every class, (N, K).
 
         Args:
-            inputs: (N, *input_shape) as stored: images 0 to 255, other numbers as they are.
+            inputs: (N, *input_shape) as stored: images 0 to 255, token ids and other numbers as they are.
             by: ``head``, the softmax of the logits, or a predictor that has prototypes: the softmax of negative squared
                 distances to them; a class without a prototype has probability 0.
 
@@ -80,9 +82,9 @@ class Exported:
         if by != HEAD and by not in self.prototypes:
             raise PbflError(f"--by {by}: this model has {', '.join([HEAD, *self.prototypes])}")
         scored = nearest(*self.prototypes[by]) if by != HEAD else None
-        found = []
+        found, dtype = [], np.int64 if self.card.vocabulary else np.float32
         for start in range(0, len(inputs), BATCH):
-            batch = torch.from_numpy(np.ascontiguousarray(inputs[start : start + BATCH], dtype=np.float32))
+            batch = torch.from_numpy(np.ascontiguousarray(inputs[start : start + BATCH], dtype=dtype))
             logits, features = self.served(batch)
             found.append((logits if scored is None else scored(features, logits)).double().softmax(dim=1))
         table = torch.cat(found) if found else torch.empty(0, self.card.num_classes)
@@ -157,7 +159,7 @@ def predict(model: Exported, files: Sequence[Path], by: str = HEAD) -> Iterator[
 
     Args:
         model: see :func:`open_exported`.
-        files: images, folders of images, ``.npz`` files with ``x``, CSV or Parquet files.
+        files: images, folders of images, ``.npz`` files with ``x``, CSV or Parquet files, ``.txt`` with a text a line.
         by: see :meth:`Exported.probabilities`.
 
     Raises:
@@ -187,13 +189,16 @@ def _inputs(card: Card, files: Sequence[Path]) -> Iterator[tuple[str, int, NDArr
             yield str(path), 1, _arrays(card, path)
         elif suffix in SUFFIXES:
             yield str(path), 1, _rows(card, path)
+        elif suffix == TEXT:
+            yield str(path), 1, _lines(card, path)
         else:
-            raise PbflError(f"{path}: allowed are images, .npz, {', '.join(SUFFIXES)}, and folders of images")
+            allowed = f"images, .npz, {', '.join(SUFFIXES)}, {TEXT}, and folders of images"
+            raise PbflError(f"{path}: allowed are {allowed}")
 
 
 def _image(card: Card, path: Path) -> NDArray[Any]:
     if not card.images or len(card.input_shape) != 3 or card.input_shape[0] not in (1, 3):
-        kind = "images" if card.images else "numbers"
+        kind = "images" if card.images else "token ids" if card.vocabulary else "numbers"
         raise PbflError(f"{path} is an image, but this model takes {kind} of shape {card.input_shape}")
     return one_image(path, card.input_shape[0], (card.input_shape[2], card.input_shape[1]))[None]
 
@@ -202,20 +207,41 @@ def _arrays(card: Card, path: Path) -> NDArray[Any]:
     x = read_arrays(path, "predict", ("x",))["x"]
     if card.images and x.ndim == 3 and card.input_shape[0] == 1:
         x = x[:, None]
-    kinds = "u" if card.images else "biuf"
+    kinds = "u" if card.images else "iu" if card.vocabulary else "biuf"
     if x.shape[1:] != card.input_shape or x.dtype.kind not in kinds or (card.images and x.dtype != np.uint8):
-        wanted = "uint8" if card.images else "numbers"
+        wanted = "uint8" if card.images else "token ids" if card.vocabulary else "numbers"
         raise PbflError(
             f"{path}: x is {x.dtype} {x.shape}, this model takes {wanted} {('N', *card.input_shape)}"
         )
     if not np.isfinite(x).all():
         raise PbflError(f"{path}: x holds NaN or infinity; allowed are finite numbers")
+    if card.vocabulary and len(x) and not (x.min() >= 0 and x.max() < len(card.vocabulary)):
+        raise PbflError(
+            f"{path}: x holds {x.min()} to {x.max()}; allowed are ids 0..{len(card.vocabulary) - 1}"
+        )
     return x
+
+
+def _lines(card: Card, path: Path) -> NDArray[Any]:
+    """Return the token ids of a text a line."""
+    if not card.vocabulary or len(card.input_shape) != 1:
+        raise PbflError(
+            f"{path} is text, but this model takes inputs of shape {card.input_shape} and no tokens"
+        )
+    try:
+        texts = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise PbflError(f"{path} is not readable text in UTF-8: {error}") from error
+    ids = np.empty((len(texts), *card.input_shape), np.int32)
+    tokens.encode(texts, card.vocabulary, ids)
+    return ids
 
 
 def _rows(card: Card, path: Path) -> NDArray[Any]:
     if card.images:
         raise PbflError(f"{path} is a table, but this model takes images of shape {card.input_shape}")
+    if card.vocabulary:
+        raise PbflError(f"{path} is a table, but this model reads text: a {TEXT} file with a text a line")
     values = features(path, card.columns or None, without=(LABEL, CLIENT))
     if values.shape[1] != math.prod(card.input_shape):
         raise PbflError(

@@ -15,6 +15,7 @@ from pbfl_flwr.models import (
     description,
     has_batch_norm,
     head_names,
+    random_inputs,
 )
 from pbfl_flwr.task import Task
 
@@ -26,14 +27,22 @@ OTHER_SHAPES = {
     "cnn4": [(1, 16, 16), (3, 32, 32), (1, 20, 28)],
 }
 IMAGE_SHAPES = [(1, 8, 8), (3, 32, 32), (4, 20, 28)]
+TEXTS = {"fasttext", "textcnn"}
+OTHER_SHAPES |= {name: [(5,), (40,)] for name in TEXTS}
+
+
+def task_of(name: str, d: int, shape: tuple[int, ...]) -> Task:
+    return Task(K, d, shape, vocabulary_size=11 if name in TEXTS else 0)
+
+
 CASES = [(name, shape) for name in MODELS for shape in OTHER_SHAPES.get(name, IMAGE_SHAPES)]
 
 
 @pytest.mark.parametrize(("name", "shape"), CASES)
 def test_features_then_head(name: str, shape: tuple[int, ...]) -> None:
-    task = Task(num_classes=K, feature_dim=33, input_shape=shape)
+    task = task_of(name, 33, shape)
     model = build_model(name, task, seed=1).eval()
-    x = torch.randn(B, *shape, generator=torch.Generator().manual_seed(2))
+    x = random_inputs(task, B, seed=2)
 
     with torch.no_grad():
         features = model.features(x)
@@ -48,7 +57,7 @@ def test_features_then_head(name: str, shape: tuple[int, ...]) -> None:
     assert torch.isfinite(logits).all()
     assert torch.equal(logits, model.head(features))
     assert torch.equal(features, from_maps)
-    assert len(maps) == len(model.stages) >= 2
+    assert len(maps) == len(model.stages) >= (1 if name in TEXTS else 2)
     for before, after in pairwise(maps):
         assert after.dim() == before.dim()
         assert after.shape[2:].numel() <= before.shape[2:].numel(), "maps must not grow"
@@ -63,9 +72,9 @@ def test_features_then_head(name: str, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_every_parameter_learns_and_features_stay_as_they_were(name: str) -> None:
     shape = OTHER_SHAPES.get(name, IMAGE_SHAPES)[-1]
-    task = Task(num_classes=K, feature_dim=512, input_shape=shape)
+    task = task_of(name, 512, shape)
     model = build_model(name, task, seed=1).train()
-    x = torch.randn(4, *shape, generator=torch.Generator().manual_seed(2))
+    x = random_inputs(task, 4, seed=2)
 
     features = model.features(x)
     kept = features.detach().clone()
@@ -79,7 +88,7 @@ def test_every_parameter_learns_and_features_stay_as_they_were(name: str) -> Non
 @pytest.mark.parametrize("name", MODELS)
 def test_names_tell_body_and_head_apart(name: str) -> None:
     shape = OTHER_SHAPES.get(name, IMAGE_SHAPES)[0]
-    model = build_model(name, Task(num_classes=K, feature_dim=20, input_shape=shape), seed=1)
+    model = build_model(name, task_of(name, 20, shape), seed=1)
 
     parameters = dict(model.named_parameters())
     assert sorted(body_names(model) + head_names(model)) == sorted(parameters)
@@ -95,9 +104,9 @@ def test_names_tell_body_and_head_apart(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_batch_norm_is_reported(name: str) -> None:
     shape = OTHER_SHAPES.get(name, IMAGE_SHAPES)[0]
-    model = build_model(name, Task(num_classes=K, feature_dim=20, input_shape=shape), seed=1)
+    model = build_model(name, task_of(name, 20, shape), seed=1)
     assert has_batch_norm(model) == any("running_mean" in key for key in model.state_dict())
-    assert has_batch_norm(model) == (name not in {"cnn2", "cnn4", "mlp5", "har-cnn"})
+    assert has_batch_norm(model) == (name not in {"cnn2", "cnn4", "mlp5", "har-cnn", *TEXTS})
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -31,6 +31,7 @@ TASK = Task(num_classes=10, feature_dim=24, input_shape=(1, 16, 16))
 def test_families_are_made_of_models_and_no_name_means_two_things() -> None:
     assert FAMILIES["heterogeneous-4"] == ("resnet8", "mobilenet-v2", "shufflenet-v2", "efficientnet-b0")
     assert FAMILIES["small-4"] == ("cnn4", "resnet4", "resnet6", "resnet8")
+    assert FAMILIES["text-2"] == ("fasttext", "textcnn")
     assert {name for family in FAMILIES.values() for name in family} <= set(MODELS)
     assert not set(FAMILIES) & set(MODELS)
 

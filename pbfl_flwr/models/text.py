@@ -1,0 +1,66 @@
+"""Networks for text given as token ids, (B, length): fastText and TextCNN with the sizes that HtFLlib has.
+
+Both impose d as the width of the embedding and of the hidden layer. That layer has no activation, so features take
+any sign. HtFLlib's text models apply log_softmax to whatever stands in the place of their classifier, so prototypes
+there are means of log_softmax(hidden); here features are the hidden vector itself.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.models.contract import SplitModel
+from pbfl_flwr.models.layers import linear_head
+from pbfl_flwr.task import Task
+
+PAD = 0  # its embedding is zero and stays so
+CHANNELS = 100
+WIDTHS = (3, 4, 5)
+
+
+def fasttext(task: Task) -> SplitModel:
+    """FastText for token ids: the mean embedding of all places, padding included, hidden layer d."""
+    neck = nn.Sequential(nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(task.feature_dim, task.feature_dim))
+    return SplitModel(task, [_embedding("fasttext", task)], neck, linear_head(task))
+
+
+def textcnn(task: Task) -> SplitModel:
+    """TextCNN for token ids: 100 channels each of width 3, 4 and 5 over embeddings, hidden layer d; from 5 tokens."""
+    embedding = _embedding("textcnn", task)
+    if task.input_shape[0] < max(WIDTHS):
+        raise PbflError(
+            f"model 'textcnn': expected {max(WIDTHS)} tokens or more, found {task.input_shape[0]}"
+        )
+    hidden = nn.Linear(CHANNELS * len(WIDTHS), task.feature_dim)
+    neck = nn.Sequential(SideBySide(task.feature_dim), nn.Dropout(0.8), hidden)
+    return SplitModel(task, [embedding], neck, linear_head(task))
+
+
+class TokenEmbedding(nn.Embedding):
+    """Token ids (B, length) as a map (B, d, length)."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the embeddings, channels before places."""
+        return super().forward(input).transpose(1, 2)
+
+
+class SideBySide(nn.Module):
+    """Convolutions of several widths over the same map, each followed by a ReLU and its maximum over all places."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.convolutions = nn.ModuleList(nn.Conv1d(channels, CHANNELS, width) for width in WIDTHS)
+
+    def forward(self, maps: Tensor) -> Tensor:
+        """Return (B, channels of all widths) for (B, channels, length)."""
+        return torch.cat([conv(maps).relu().amax(dim=2) for conv in self.convolutions], dim=1)
+
+
+def _embedding(model: str, task: Task) -> TokenEmbedding:
+    if not task.vocabulary_size or len(task.input_shape) != 1:
+        kind = "token ids" if task.vocabulary_size else "numbers"
+        raise PbflError(
+            f"model '{model}', first layer: expected token ids (length,), found {kind} of shape {task.input_shape}; it "
+            "reads text, e.g. dataset = ag-news"
+        )
+    return TokenEmbedding(task.vocabulary_size, task.feature_dim, padding_idx=PAD)
