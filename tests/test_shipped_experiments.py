@@ -15,7 +15,7 @@ from pbfl_flwr.config import DataSettings, Scalar, Settings, parse
 from pbfl_flwr.data import ClientData, Pool, Shard, partition
 from pbfl_flwr.experiments import compare, configuration, reproduce
 from pbfl_flwr.methods import SECTIONS, build_method
-from pbfl_flwr.models import architectures, check_models
+from pbfl_flwr.models import FAMILIES, architectures, check_models
 from pbfl_flwr.task import Task
 from tests.flower.inprocess import federation
 
@@ -31,7 +31,10 @@ SETS: dict[str, tuple[tuple[int, ...], int, int, int]] = {
     "gtsrb": ((3, 32, 32), 43, 26_640, 12_630),
     "flowers102": ((3, 64, 64), 102, 8_189, 0),
     "tiny-imagenet": ((3, 64, 64), 200, 110_000, 0),
+    "femnist": ((1, 28, 28), 62, 736_000, 81_851),
+    "ag-news": ((200,), 4, 120_000, 7_600),
 }
+TOKENS = {"ag-news": 32_000}
 # A round of one method must not take longer than all others: fewer steps where a method has many of its own, and
 # GFPL's exchange in the one round there is.
 SHORT: dict[str, Keys] = {
@@ -74,13 +77,17 @@ def stand_in(dataset: str) -> Pool:
 def short(keys: Keys) -> Keys:
     """The run cut down to two clients, one round, few features, and small networks of as many kinds."""
     kinds = set(architectures(str(keys["models"])))
-    small = "resnet4" if kinds == {"resnet18"} else str(keys["models"]) if len(kinds) == 1 else "cnn4,resnet4"
+    text = kinds <= {*FAMILIES["text-2"]}
+    small = "resnet4" if kinds == {"resnet18"} else "cnn4,resnet4"
+    if text or (len(kinds) == 1 and kinds != {"resnet18"}):
+        small = str(keys["models"])
     classes = SETS[str(keys["dataset"])][1]
     cut: Keys = {"num-clients": 2, "num-server-rounds": 1, "batch-size": 4, "models": small, "device": "cpu"}
     cut["feature-dim"] = 16 if classes < 16 else 128
     if keys.get("cps-dim") or (keys["method"] == "tinyproto" and "cps-dim" not in keys):
         cut["cps-dim"] = 8
-    return {**keys, **cut, **SHORT.get(str(keys["method"]), {})}
+    shorter = SHORT.get(str(keys["method"]), {})
+    return {**keys, **cut, **{key: value for key, value in shorter.items() if not (text and value == "cnn2")}}
 
 
 def distinct() -> list[tuple[str, Keys]]:
@@ -97,15 +104,18 @@ def distinct() -> list[tuple[str, Keys]]:
 def noise(settings: Settings, client: int) -> ClientData:
     """Twelve training and four test samples of three classes, as the configured dataset's."""
     shape, classes, _, _ = SETS[settings.data.dataset]
+    words = tuple(f"word {j}" for j in range(40)) if settings.data.dataset in TOKENS else ()
     generator = torch.Generator().manual_seed(client)
 
     def shard(size: int) -> Shard:
-        inputs = torch.randint(0, 256, (size, *shape), dtype=torch.uint8, generator=generator)
+        most, kind = (len(words), torch.int32) if words else (256, torch.uint8)
+        inputs = torch.randint(0, most, (size, *shape), dtype=kind, generator=generator)
         return Shard(inputs, (torch.arange(size) % 3 + 2 * client) % classes)
 
     names = tuple(str(k) for k in range(classes))
     scale = torch.full((shape[0], 1, 1), 1 / 127.5)
-    return ClientData(shard(12), shard(4), classes, names, scale, -torch.ones(shape[0], 1, 1))
+    shift = -torch.ones(shape[0], 1, 1)
+    return ClientData(shard(12), shard(4), classes, names, scale, shift, vocabulary=words)
 
 
 def test_every_key_of_every_run_is_allowed() -> None:
@@ -124,10 +134,13 @@ def test_every_partition_can_be_dealt() -> None:
 
 def test_every_network_takes_its_data() -> None:
     settings = [parse(keys, SECTIONS) for _, keys in RUNS]
-    wanted = {(s.models.models, *SETS[s.data.dataset][:2], s.models.feature_dim) for s in settings}
-    largest = {(models, shape): (classes, dim) for models, shape, classes, dim in sorted(wanted)}
-    for (models, shape), (classes, dim) in largest.items():
-        check_models(models, Task(classes, dim, shape))
+    wanted = {
+        (s.models.models, *SETS[s.data.dataset][:2], s.models.feature_dim, TOKENS.get(s.data.dataset, 0))
+        for s in settings
+    }
+    largest = {(models, shape): (classes, dim, size) for models, shape, classes, dim, size in sorted(wanted)}
+    for (models, shape), (classes, dim, size) in largest.items():
+        check_models(models, Task(classes, dim, shape, size))
 
 
 @pytest.mark.parametrize(
