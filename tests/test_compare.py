@@ -217,7 +217,7 @@ def test_all_methods_go_through_into_one_table(tmp_path: Path) -> None:
         config = {**wishes.values, "run-dir": str(directory)}
         settings = parse(config, SECTIONS)
         grid = InProcessGrid(make_client_app(), config, settings.run.num_clients)
-        MethodStrategy(settings, directory).start(grid)  # type: ignore[arg-type]
+        MethodStrategy(settings, directory).start(grid)
         return 0
 
     assert compare.make(planned, start) == []

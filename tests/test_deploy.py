@@ -70,7 +70,7 @@ def in_process(
     nodes = complete(brought, len(brought), directory / "clients")
     grid = InProcessGrid(make_client_app(), config, len(nodes), node_configs=dict(enumerate(nodes)))
     strategy = MethodStrategy(parse(config, SECTIONS), None)
-    strategy.start(grid)  # type: ignore[arg-type]
+    strategy.start(grid)
     return strategy
 
 

@@ -57,7 +57,7 @@ def reference(
     nodes = complete(brought, 3, place / "clients")
     grid = InProcessGrid(make_client_app(), config, 3, node_configs=dict(enumerate(nodes)), faults=faults)
     strategy = MethodStrategy(parse(config, SECTIONS))
-    strategy.start(grid)  # type: ignore[arg-type]
+    strategy.start(grid)
     return strategy
 
 

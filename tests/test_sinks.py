@@ -89,7 +89,7 @@ class Brittle:
 def test_a_sink_that_fails_costs_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     brittle = Brittle()
     module = type(sys)("brittle_sink")
-    module.open_sink = lambda run_dir, about: brittle  # type: ignore[attr-defined]
+    module.__dict__["open_sink"] = lambda run_dir, about: brittle
     monkeypatch.setitem(sys.modules, "brittle_sink", module)
     monkeypatch.setitem(sinks.SINKS, "brittle", sinks.Entry("brittle_sink", "json", "none"))
     run_dir = run(tmp_path, "brittle", rounds=4)

@@ -47,6 +47,17 @@ class Net(nn.Module):
         return found
 
 
+def net(who: Client) -> Net:
+    assert isinstance(who.model, Net)
+    return who.model
+
+
+def first(who: Client) -> nn.Linear:
+    layer = net(who).body[0]
+    assert isinstance(layer, nn.Linear)
+    return layer
+
+
 def data(n: int = 10, test: int = 6) -> ClientData:
     g = torch.Generator().manual_seed(1)
     labels = torch.arange(n + test) % 3
@@ -151,7 +162,7 @@ def test_epochs_steps_and_another_source() -> None:
 def test_frozen_parts_keep_their_bits() -> None:
     who = client(weight_decay=0.1, momentum=0.9)
     before = weights(who.model)
-    fit(who, classification(who.model), parts=[part(who.model.head)])  # type: ignore[arg-type]
+    fit(who, classification(who.model), parts=[part(net(who).head)])
     assert changed(before, who.model) == {"head.weight", "head.bias"}
     assert all(parameter.requires_grad for parameter in who.model.parameters())
     assert fit(who, classification(who.model), parts=[]) == FitReport(0, 0, {}, {})
@@ -161,26 +172,26 @@ def test_frozen_parts_are_thawed_after_an_error() -> None:
     who = client()
 
     def broken(inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        assert not who.model.body[0].weight.requires_grad  # type: ignore[union-attr, index]
+        assert not first(who).weight.requires_grad
         raise OSError("boom")
 
     with pytest.raises(OSError, match="boom"):
-        fit(who, broken, parts=[part(who.model.head)])  # type: ignore[arg-type]
+        fit(who, broken, parts=[part(net(who).head)])
     assert all(parameter.requires_grad for parameter in who.model.parameters())
 
 
 def test_what_was_frozen_before_stays_frozen() -> None:
     who = client()
-    who.model.body[0].bias.requires_grad_(False)  # type: ignore[union-attr, index]
-    fit(who, classification(who.model), parts=[part(who.model.head)])  # type: ignore[arg-type]
-    assert not who.model.body[0].bias.requires_grad  # type: ignore[union-attr, index]
+    first(who).bias.requires_grad_(False)
+    fit(who, classification(who.model), parts=[part(net(who).head)])
+    assert not first(who).bias.requires_grad
 
 
 def test_parts_have_their_own_rates() -> None:
     who = client(n=4)
     before = weights(who.model)
-    head = tuple(who.model.head.parameters())  # type: ignore[union-attr]
-    fit(who, classification(who.model), parts=[part(who.model.body, 0.0), Part(head)])  # type: ignore[arg-type]
+    head = tuple(net(who).head.parameters())
+    fit(who, classification(who.model), parts=[part(net(who).body, 0.0), Part(head)])
     assert changed(before, who.model) == {"head.weight", "head.bias"}
 
 

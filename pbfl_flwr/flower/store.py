@@ -35,13 +35,20 @@ class UnsavedState(PbflError):
     """A file that could not be written, e.g. because the disk is full; what was there before is still there."""
 
 
-def write_atomically(path: Path, data: bytes) -> None:
+def write_atomically(path: Path, data: bytes, *, locked: bool = False) -> None:
     """Write a file so that it is either the old one or the new one, whatever happens in between.
+
+    Args:
+        path: the file; directories above it are made.
+        data: what it shall hold.
+        locked: the caller holds the file's lock, so that what it writes beside it always has the same name, and what
+            a killed process left there is written over.
 
     Raises:
         UnsavedState: if the system refuses it.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    writer = "" if locked else f".{os.getpid()}"
+    temporary = path.with_name(f".{path.name}{writer}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("wb") as file:
@@ -62,18 +69,18 @@ def write_atomically(path: Path, data: bytes) -> None:
         os.close(directory)
 
 
-def remove_torn(directory: Path, name: str = "*") -> None:
+def remove_torn(directory: Path) -> None:
     """Remove what processes that were killed while writing a file left beside it: it takes room and is of no use."""
-    for left in directory.glob(f".{name}.*.tmp"):
+    for left in directory.glob(".*.tmp"):
         left.unlink(missing_ok=True)
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write tensors and metadata with schema version and checksum."""
+    """Write tensors and metadata with schema version and checksum; the caller is the only one who writes the file."""
     kept = separate(tensors)
     full = {**metadata, "schema": SCHEMA}
     full["checksum"] = _checksum(kept, full)
-    write_atomically(path, save(kept, full))
+    write_atomically(path, save(kept, full), locked=True)
 
 
 def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -203,7 +210,7 @@ class ClientStore:
     def save(self, state: ClientState) -> None:
         """Write the client's state in one piece: model, memory and reply are of the same round or not at all.
 
-        Whoever calls this holds the lock, or is the only one there is: what a killed process left behind is removed.
+        Whoever calls this holds the lock, or is the only one there is.
         """
         tensors = {f"model.{name}": tensor for name, tensor in state.model.items()}
         tensors |= {f"memory.{name}": tensor for name, tensor in state.memory.items()}
@@ -216,7 +223,6 @@ class ClientStore:
             "participations": str(state.participations),
             "report": json.dumps(dict(state.report)),
         }
-        remove_torn(self.directory, self.path.name)
         save_tensors(self.path, tensors, metadata)
 
     def _identity(self) -> dict[str, str]:

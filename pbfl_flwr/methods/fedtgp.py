@@ -24,6 +24,7 @@ from pydantic import Field
 
 from pbfl_flwr.config import Auto, Group, Settings, parse_section
 from pbfl_flwr.prototypes.pipeline import Pipeline, ServerTraining, pipeline
+from pbfl_flwr.prototypes.stages import Stages
 
 
 class Config(Group):
@@ -55,4 +56,4 @@ def server_training(config: Config, settings: Settings) -> ServerTraining:
 def build(settings: Settings) -> Pipeline:
     """Return the method."""
     training = server_training(parse_section(Config, settings), settings)
-    return pipeline(settings, "fedtgp", headline="global", server_training=training)
+    return pipeline(settings, "fedtgp", Stages(), server_training=training)

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 from pbfl_flwr.config import Settings
 from pbfl_flwr.prototypes.pipeline import Pipeline, pipeline
+from pbfl_flwr.prototypes.stages import Stages
 
 
 def build(settings: Settings) -> Pipeline:
     """Return the method."""
-    return pipeline(settings, "protonorm", headline="global", alignment="thomson", upscale=100.0)
+    return pipeline(settings, "protonorm", Stages(alignment="thomson", upscale=100.0))

@@ -25,6 +25,7 @@ from pydantic import Field
 from pbfl_flwr.config import Settings, parse_section
 from pbfl_flwr.methods import fedtgp
 from pbfl_flwr.prototypes.pipeline import Pipeline, pipeline
+from pbfl_flwr.prototypes.stages import Stages
 
 
 class Config(fedtgp.Config):
@@ -37,6 +38,5 @@ def build(settings: Settings) -> Pipeline:
     """Return the method."""
     config = parse_section(Config, settings)
     training = fedtgp.server_training(config, settings) if config.base == "fedtgp" else None
-    return pipeline(
-        settings, "tinyproto", headline="local", server_training=training, aggregation="aps-sum", cps_dim=50
-    )
+    named = Stages(aggregation="aps-sum", cps_dim=50)
+    return pipeline(settings, "tinyproto", named, headline="local", server_training=training)

@@ -407,24 +407,24 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
 def pipeline(
     settings: Settings,
     name: str,
+    named: Stages,
     *,
     headline: str = "global",
     server_training: ServerTraining | None = None,
-    **named: float | str,
 ) -> Pipeline:
     """Return the method.
 
     Args:
         settings: of the run.
         name: of the method.
+        named: what the name stands for where the configuration says "auto".
         headline: the predictor that is reported first.
         server_training: of FedTGP, or None.
-        named: what the name stands for where the configuration says "auto", by the names of :class:`Stages`.
 
     Raises:
         PbflError: if two stages do not fit together.
     """
-    stages = resolved(settings, Stages.model_validate(named))
+    stages = resolved(settings, named)
     stage = release(
         settings.privacy,
         stages.aggregation,

@@ -1,6 +1,7 @@
 """Tables of features: what is read, and the one line for everything that is not."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +12,8 @@ from pbfl_flwr.data.table import features
 from pbfl_flwr.errors import PbflError
 
 
-def settings(path: Path, **keys: str) -> DataSettings:
-    return DataSettings(dataset="table", data_dir=str(path), partition="iid", **keys)  # type: ignore[arg-type]
+def settings(path: Path, **keys: Any) -> DataSettings:
+    return DataSettings(dataset="table", data_dir=str(path), partition="iid", **keys)
 
 
 def write(tmp_path: Path, text: str, name: str = "t.csv") -> Path:

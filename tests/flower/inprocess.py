@@ -18,8 +18,10 @@ from unittest.mock import patch
 import torch
 from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
+from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 from torch import Tensor
 
@@ -28,6 +30,7 @@ from pbfl_flwr.data import ClientData, Shard, load_pool
 from pbfl_flwr.flower import client as client_module
 from pbfl_flwr.flower import device, wire
 from pbfl_flwr.flower.client import DataSource, make_client_app
+from pbfl_flwr.flower.history import RunDirectory
 from pbfl_flwr.flower.strategy import MethodStrategy
 from pbfl_flwr.methods import METHODS, SECTIONS
 from pbfl_flwr.payloads import Payload
@@ -49,6 +52,7 @@ NUM_CLIENTS = len(SPLITS)
 
 Answer = Callable[[], Message]
 Fault = Callable[[Message, Answer], Message | None]
+Watcher = Callable[[Sequence[Message], Sequence[Message]], None]
 
 
 @lru_cache(maxsize=16)
@@ -161,8 +165,25 @@ def late(grid: Callable[[], InProcessGrid]) -> Fault:
     return fault
 
 
-class InProcessGrid:
-    """Flower's grid, as far as a strategy uses it.
+class LocalGrid(Grid):
+    """A grid without a SuperLink: run 1, and nothing that a strategy does not need."""
+
+    def set_run(self, run: Run) -> None:
+        raise AssertionError("a strategy is in its run already")
+
+    @property
+    def run(self) -> Run:
+        return Run.create_empty(1)
+
+    def create_message(self, *arguments: Any, **keys: Any) -> Message:
+        raise AssertionError("Flower has another way to make messages")
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        raise AssertionError("messages are sent and their replies awaited")
+
+
+class InProcessGrid(LocalGrid):
+    """A federation's clients behind Flower's interface.
 
     Args:
         app: the ClientApp.
@@ -193,6 +214,7 @@ class InProcessGrid:
         self.order = None if order is None else random.Random(order)
         self.faults = dict(faults or {})
         self.late: list[Message] = []  # replies that are fetched after their round
+        self.watchers: list[Watcher] = []  # told of what was asked and what was answered
         self.sent: list[Message] = []
         self.asked: list[tuple[int, int, str]] = []  # (client, round, kind) in the order of asking
         self.states: dict[int, RecordDict] = {}  # what Flower keeps for a node between messages
@@ -216,6 +238,8 @@ class InProcessGrid:
         replies = [reply for message in pending if (reply := self._ask(message)) is not None]
         if self.order is not None:
             self.order.shuffle(replies)
+        for watcher in self.watchers:
+            watcher(self.sent[-len(pending) :], replies)
         return replies
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
@@ -260,7 +284,7 @@ class InProcessGrid:
 Script = Callable[[int, int], RecordDict | Message | None]
 
 
-class ScriptedGrid:
+class ScriptedGrid(LocalGrid):
     """A grid without clients: what a client answers in a round of training is written down beforehand.
 
     Args:
@@ -330,7 +354,9 @@ def reply_of(payload: Payload, report: wire.Report | None = None) -> RecordDict:
 def through_flower(content: RecordDict) -> RecordDict:
     """Return what arrives at the other end of Flower's serialisation."""
     objects = {name: item.deflate() for name, item in get_all_nested_objects(content).items()}
-    return inflate_object_from_contents(content.object_id, objects)  # type: ignore[return-value]
+    arrived = inflate_object_from_contents(content.object_id, objects)
+    assert isinstance(arrived, RecordDict)
+    return arrived
 
 
 @dataclass
@@ -342,8 +368,14 @@ class Federation:
     config: dict[str, Scalar]
 
     def run(self) -> Federation:
-        self.strategy.start(self.grid)  # type: ignore[arg-type]
+        self.strategy.start(self.grid)
         return self
+
+    @property
+    def directory(self) -> RunDirectory:
+        """The run's directory; it must have one."""
+        assert self.strategy.run is not None
+        return self.strategy.run
 
     @property
     def fingerprint(self) -> str:

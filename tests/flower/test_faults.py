@@ -110,11 +110,11 @@ def states(found: Federation) -> dict[int, Any]:
 
 def only(word: str, hit: set[tuple[int, int]]) -> Any:
     """Draw this fault for (client, round) in hit and none else."""
-    none = {"drop": False, "crash": False, "corrupt": False, "stale": False, "seconds": 0.0}
+    none: dict[str, Any] = {"drop": False, "crash": False, "corrupt": False, "stale": False, "seconds": 0.0}
 
     def drawn(settings: Any, client: Any, server_round: int) -> faults.Fault:
         value = {word: 1.5 if word == "seconds" else True} if (client, server_round) in hit else {}
-        return faults.Fault(**{**none, **value}, places=(0.5, 0.9))  # type: ignore[arg-type]
+        return faults.Fault(**{**none, **value}, places=(0.5, 0.9))
 
     return patch.object(faults, "drawn", drawn)
 
@@ -181,7 +181,7 @@ def test_stop_ends_the_run_at_the_first_failure_and_it_can_go_on(tmp_path: Path)
     assert text.startswith("round 2: client 3 failed: ZeroDivisionError: boom in the middle of the round")
     assert "failure-policy is 'stop'. Rounds up to 1 are kept and can be resumed" in text
     assert "\n" not in text
-    assert [line["round"] for line in found.strategy.run.rounds()] == [1]  # type: ignore[union-attr]
+    assert [line["round"] for line in found.directory.rounds()] == [1]
     # The policy may change when the run goes on; what is repeated gives the same bits.
     resumed = federation(tmp_path / "a", on_disk=True, resume=True, num_server_rounds=3).run()
     assert resumed.fingerprint == federation(tmp_path / "b", num_server_rounds=3).run().fingerprint
@@ -202,7 +202,9 @@ class LateGrid(ScriptedGrid):
 
     def __init__(self, answers: Any, late: dict[tuple[int, int], int], num_clients: int = 3) -> None:
         super().__init__(TASK, answers, num_clients)
-        self.late, self.round, self.held, self.asked = dict(late), 0, [], []  # type: ignore[var-annotated]
+        self.late, self.round = dict(late), 0
+        self.held: list[tuple[int, Message]] = []
+        self.asked: list[list[int]] = []
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         sent = list(messages)
@@ -238,7 +240,7 @@ def straggling(
     config = {"num-clients": 3, "num-server-rounds": rounds, "feature-dim": 6, "join-timeout": 0.2}
     given = {key.replace("_", "-"): value for key, value in keys.items()}
     strategy, grid = MethodStrategy(parse({**config, **given}, SECTIONS)), LateGrid(answer, late)
-    strategy.start(grid)  # type: ignore[arg-type]
+    strategy.start(grid)
     return strategy, grid
 
 
@@ -292,7 +294,7 @@ def test_a_late_answer_that_is_malformed_is_said_and_left_out() -> None:
 
     config = {"num-clients": 3, "num-server-rounds": 2, "feature-dim": 6, "stale-weight": 1.0}
     strategy = MethodStrategy(parse(config, SECTIONS))
-    strategy.start(LateGrid(answer, {(2, 1): 2}))  # type: ignore[arg-type]
+    strategy.start(LateGrid(answer, {(2, 1): 2}))
     (item,) = strategy.history[1]["late"]
     assert item["weight"] == 0
     assert item["reason"].startswith("upload rejected: not a safetensors payload")
@@ -324,8 +326,8 @@ def test_a_straggler_trains_on_and_comes_back_in_its_own_round(tmp_path: Path) -
         calls.append(1)
         return [] if len(calls) < 2 else pull(ids)  # before round 2: nothing; after it, it is there
 
-    found.grid.pull_messages = not_yet  # type: ignore[method-assign]
-    found.run()
+    with patch.object(found.grid, "pull_messages", not_yet):
+        found.run()
     one, two, three = found.strategy.history
     assert (one["trained"], two["trained"], three["trained"]) == ([0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3, 4])
     assert two["late"] == [{"client": 4, "round": 1, "weight": 0.5, "reason": ""}]
@@ -347,7 +349,8 @@ def test_a_client_that_comes_back_on_another_node_goes_on(tmp_path: Path) -> Non
     with patch.object(MethodStrategy, "_finish_round", finished):
         found.run()
     assert found.strategy.history[2]["trained"] == [0, 1, 2, 3, 4]
-    assert found.strategy.roster.members[1].node == 99  # type: ignore[union-attr]
+    assert found.strategy.roster is not None
+    assert found.strategy.roster.members[1].node == 99
     assert states(found)[1] == (3, 2)  # its own state, two participations
 
 
@@ -408,7 +411,7 @@ def test_ages_are_in_the_history_and_survive_a_resume(tmp_path: Path) -> None:
     quiet = {(3, number): silent for number in (2, 3)}
     federation(tmp_path, on_disk=True, faults=quiet, num_server_rounds=2).run()
     resumed = federation(tmp_path, on_disk=True, faults=quiet, num_server_rounds=3, resume=True).run()
-    ages = [line["ages"] for line in resumed.strategy.run.rounds()]  # type: ignore[union-attr]
+    ages = [line["ages"] for line in resumed.directory.rounds()]
     assert [line[6] for line in ages] == [0, 1, 2]
     assert [line[9] for line in ages] == [-1, -1, -1]
     assert [line[0] for line in ages] == [0, 0, 0]
@@ -421,7 +424,7 @@ def test_a_class_that_nobody_sends_for_ten_rounds_is_said_once() -> None:
 
     config = {"num-clients": 1, "num-server-rounds": 13, "feature-dim": 6}
     strategy = MethodStrategy(parse(config, SECTIONS))
-    strategy.start(ScriptedGrid(TASK, answer, 1))  # type: ignore[arg-type]
+    strategy.start(ScriptedGrid(TASK, answer, 1))
     said = [(line["round"], note) for line in strategy.history for note in line["notes"]]
     assert said == [(11, "nobody sent these classes for 10 rounds or more: 2")]
     assert strategy.history[-1]["ages"] == [0, -1, 12, -1]
@@ -469,13 +472,13 @@ def test_a_full_disk_is_one_clear_line_and_nothing_is_lost(tmp_path: Path) -> No
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    def writing(path: Path, data: bytes) -> None:
+    def writing(path: Path, data: bytes, *, locked: bool = False) -> None:
         during["round"] += path.name == "client-00002.safetensors"
         if path.name == "client-00002.safetensors" and during["round"] == 2:
             with patch.object(os, "fsync", full):
-                write(path, data)
+                write(path, data, locked=locked)
         else:
-            write(path, data)
+            write(path, data, locked=locked)
 
     after: list[Any] = []
     with (
@@ -574,7 +577,7 @@ def test_a_killed_server_goes_on_bit_for_bit(tmp_path: Path, owner: Any, name: s
     assert states(resumed) == states(whole)
     volatile = ("seconds", "peak_mb")
     ours, theirs = (
-        [{k: v for k, v in line.items() if k not in volatile} for line in found.strategy.run.rounds()]  # type: ignore[union-attr]
+        [{k: v for k, v in line.items() if k not in volatile} for line in found.directory.rounds()]
         for found in (resumed, whole)
     )
     assert ours == theirs

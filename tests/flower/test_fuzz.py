@@ -260,7 +260,7 @@ def test_malformed_uploads_change_nothing(name: str) -> None:
             tensors = {n: t.clone() for n, t in load(wire.encode(upload)["s"].data).items()}
             return mutation(tensors, rng)
 
-        strategy.start(ScriptedGrid(TASK, answer, CLIENTS))  # type: ignore[arg-type]
+        strategy.start(ScriptedGrid(TASK, answer, CLIENTS))
         return strategy
 
     clean = run(False)
@@ -304,7 +304,7 @@ def test_an_answer_above_the_limit_is_not_parsed(monkeypatch: pytest.MonkeyPatch
 
     settings = parse({**COMMON, "num-clients": 3, "num-server-rounds": 1, "max-upload-mb": 1}, SECTIONS)
     strategy = MethodStrategy(settings)
-    strategy.start(ScriptedGrid(TASK, answer, 3))  # type: ignore[arg-type]
+    strategy.start(ScriptedGrid(TASK, answer, 3))
     assert strategy.history[0]["trained"] == [0]
     for failure in strategy.history[0]["failures"]:
         assert "bytes, allowed are 1048576 (max-upload-mb)" in failure["reason"]

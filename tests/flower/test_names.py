@@ -106,9 +106,9 @@ def test_names_are_in_the_books(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "run/rounds.jsonl").read_text().splitlines()]
     assert lines[1]["failures"] == [{"client": 2, "name": "zoe", "reason": "x"}]
     assert list(failure_lines(lines)) == ["client zoe failed in round 2: x"]
-    text = Console(width=200, file=StringIO())
-    show(tmp_path / "run", text)
-    shown = text.file.getvalue()  # type: ignore[attr-defined]
+    text = StringIO()
+    show(tmp_path / "run", Console(width=200, file=text))
+    shown = text.getvalue()
     rows = [line.split("│") for line in shown.splitlines() if "cnn4 " in line and "│" in line]
     assert [(row[1].strip(), row[3].strip(), row[5].strip()) for row in rows] == [
         ("Ada", "18", "2"),

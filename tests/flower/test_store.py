@@ -4,6 +4,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -200,10 +201,10 @@ def test_another_schema_is_refused(client: ClientStore, monkeypatch: pytest.Monk
         ({"architecture": "resnet8"}, "is of architecture 'cnn4', expected 'resnet8'"),
     ],
 )
-def test_a_foreign_file_is_refused(client: ClientStore, change: dict[str, str], text: str) -> None:
+def test_a_foreign_file_is_refused(client: ClientStore, change: dict[str, Any], text: str) -> None:
     client.save(STATE)
     with pytest.raises(DamagedState, match=text):
-        replace(client, **change).load()  # type: ignore[arg-type]
+        replace(client, **change).load()
 
 
 def test_another_clients_file_is_refused(client: ClientStore) -> None:

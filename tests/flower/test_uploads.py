@@ -1,7 +1,9 @@
 """Private uploads through the whole app: every method that can protect them, retries, books."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -81,7 +83,8 @@ def test_an_answer_sent_again_is_the_same_release(tmp_path: Path, randomness: st
     answers: dict[int, list[bytes]] = {}
     send = found.grid.send_and_receive
 
-    def twice(messages: list[Message], *, timeout: float | None = None) -> list[Message]:
+    def twice(asked: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+        messages = list(asked)
         replies = list(send(messages, timeout=timeout))
         if messages[0].metadata.message_type == "train":
             again = list(send(messages, timeout=timeout))
@@ -90,8 +93,8 @@ def test_an_answer_sent_again_is_the_same_release(tmp_path: Path, randomness: st
             return again
         return replies
 
-    found.grid.send_and_receive = twice  # type: ignore[assignment,method-assign]
-    found.run()
+    with patch.object(found.grid, "send_and_receive", twice):
+        found.run()
     assert len(answers) == NUM_CLIENTS
     assert all(first == second for first, second in answers.values())
 

@@ -26,6 +26,7 @@ from pbfl_flwr.task import Task
 from tests.flower.inprocess import through_flower
 
 SECONDS: Any = tuple(0.5 + i for i in range(len(Report(0, 0).seconds)))
+DTYPES: tuple[wire.WireDtype, ...] = ("float32", "float16", "bfloat16", "int8")
 TASK = Task(num_classes=6, feature_dim=8, input_shape=(2,))
 
 
@@ -60,7 +61,7 @@ def test_int8_sends_a_quarter_of_the_bytes() -> None:
     present = torch.ones(6, dtype=torch.bool)
     task = Task(6, 4096, (2,))
     sent = Prototypes(torch.randn(6, 4096), present)
-    size = {d: len(encode(sent, d)["s"].data) for d in ("float32", "float16", "bfloat16", "int8")}  # type: ignore[arg-type]
+    size = {d: len(encode(sent, d)["s"].data) for d in DTYPES}
     assert size["float16"] == size["bfloat16"]
     assert size["float32"] / size["float16"] == pytest.approx(2, rel=0.01)
     assert size["float32"] / size["int8"] == pytest.approx(4, rel=0.01)
@@ -82,9 +83,9 @@ def test_int8_of_zero_rows_and_of_convolutions() -> None:
 def test_nan_is_not_hidden_by_rounding() -> None:
     for bad in (float("nan"), float("inf")):
         sent = Prototypes(torch.full((6, 8), bad), table().present)
-        for dtype in ("float32", "float16", "bfloat16", "int8"):
+        for dtype in DTYPES:
             with pytest.raises(RejectedPayload, match="'rows' holds NaN or infinity"):
-                decode(encode(sent, dtype), Prototypes, TASK)  # type: ignore[arg-type]
+                decode(encode(sent, dtype), Prototypes, TASK)
 
 
 def test_float16_says_when_a_number_does_not_fit() -> None:

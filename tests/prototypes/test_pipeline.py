@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pbfl_flwr.config import Scalar, parse
+from pbfl_flwr.config import PrototypeSettings, Scalar, parse
 from pbfl_flwr.data import ClientData, Shard
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client, Round
@@ -19,6 +19,7 @@ from pbfl_flwr.models import build_model
 from pbfl_flwr.payloads import Prototypes, RejectedPayload
 from pbfl_flwr.prototypes import masks
 from pbfl_flwr.prototypes.pipeline import Pipeline
+from pbfl_flwr.prototypes.stages import Stages
 from pbfl_flwr.task import Task
 from tests.flower.inprocess import federation
 
@@ -55,6 +56,12 @@ def at(number: int = 1) -> Round:
 def run(found: Pipeline, sent: dict[int, Prototypes]) -> Prototypes:
     state = found.aggregate(found.init(TASK, 0), sent, at())
     return found.broadcast(state, 0)
+
+
+def test_every_key_of_the_slots_reaches_its_slot() -> None:
+    """A new key that no slot takes would be accepted and do nothing; the wire's format is the wire's."""
+    assert set(PrototypeSettings.model_fields) - set(Stages.model_fields) == {"wire_dtype"}
+    assert set(Stages.model_fields) <= set(PrototypeSettings.model_fields)
 
 
 def client(counts: list[int] = [3, 2, 0, 0]) -> Client:  # noqa: B006
