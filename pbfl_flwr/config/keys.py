@@ -240,6 +240,9 @@ class TrainingSettings(Group):
     precision: Literal["float32", "bfloat16"] = Field(
         "float32", description="of the products in a network's body; weights, features and head stay float32"
     )
+    compile: Literal["off", "default", "reduce-overhead"] = Field(
+        "off", description="torch.compile of a network's body; reduce-overhead replays CUDA graphs on a GPU"
+    )
     threads: int = Field(1, ge=1, le=1024, description="torch threads of a client on the CPU")
 
 

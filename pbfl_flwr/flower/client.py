@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -26,18 +26,25 @@ from flwr.compat.common.recorddict_compat import fitres_to_recorddict
 from torch import Tensor, nn
 
 from pbfl_flwr import seeds
-from pbfl_flwr.allocator import keep_freed_memory
 from pbfl_flwr.card import Card
-from pbfl_flwr.config import Scalar, Settings, parse
-from pbfl_flwr.data import ClientData, client_data, own_data
+from pbfl_flwr.config import Settings
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import faults, wire
-from pbfl_flwr.flower.device import Identity, choose_device, identify, own_settings
+from pbfl_flwr.flower.device import choose_device, identify
 from pbfl_flwr.flower.legacy import CONFIG, FITINS, fit_result, parameters_of, payload_of, to_be_masked
-from pbfl_flwr.flower.store import ClientState, ClientStore
-from pbfl_flwr.method import Client, Method, Moment, Nearest, Predictor
-from pbfl_flwr.methods import SECTIONS, build_method
-from pbfl_flwr.models import SplitModel, architecture_of, arrange, build_model, check_models, count_parameters
+from pbfl_flwr.flower.opening import (
+    DataSource,
+    Opened,
+    Source,
+    architecture_for,
+    configured_data,
+    open_client,
+    store_of,
+)
+from pbfl_flwr.flower.store import ClientState
+from pbfl_flwr.method import Method, Moment, Nearest, Predictor
+from pbfl_flwr.methods import build_method
+from pbfl_flwr.models import build_model, check_compiler, check_models, count_parameters
 from pbfl_flwr.task import Task
 from pbfl_flwr.training import Scores, evaluate
 
@@ -45,9 +52,6 @@ if sys.platform != "win32":
     import resource
 
 CLIENT_FAULT = 2  # Flower's code for "the ClientApp raised an exception"
-
-DataSource = Callable[[Settings, int], ClientData]
-"""(settings, client id) -> the client's data; replace it to bring your own."""
 
 
 def make_client_app(data: DataSource | None = None, settings: Settings | None = None) -> ClientApp:
@@ -58,7 +62,7 @@ def make_client_app(data: DataSource | None = None, settings: Settings | None = 
         settings: for apps that do not declare this project's run-config keys: the settings of their strategy
             (``TinyProto(...).settings``). By default the run configuration is read.
     """
-    source = _Source(data or _configured_data, settings)
+    source = Source(data or configured_data, settings)
     app = ClientApp()
 
     @app.query()
@@ -76,45 +80,11 @@ def make_client_app(data: DataSource | None = None, settings: Settings | None = 
     return app
 
 
-@dataclass(frozen=True)
-class _Source:
-    """Where this app's clients take their data and settings from."""
-
-    data: DataSource
-    settings: Settings | None
-
-    def settings_of(self, context: Context) -> Settings:
-        """Return the run's settings, with what this node's own configuration says instead."""
-        common = self.settings or _settings(tuple(sorted(context.run_config.items())))
-        return _own_settings(common.model_dump_json(), tuple(sorted(context.node_config.items())))
-
-    def data_of(self, settings: Settings, identity: Identity) -> ClientData:
-        """Return the client's shards.
-
-        Raises:
-            PbflError: if it has a name and no data of its own, and whatever the data source raises.
-        """
-        own = self.data is _configured_data
-        if identity.own_data and own:
-            return own_data(settings.data, identity.files)
-        if isinstance(identity.client, str):
-            need = "data-path in --node-config" if own else "a client-id that is a number"
-            raise PbflError(
-                f"client-id = '{identity.client}': a name is for devices that bring their own data; this one needs "
-                f"{need}{', or a number instead, which takes that share of the common dataset' * own}"
-            )
-        return self.data(settings, identity.client)
-
-
-def _configured_data(settings: Settings, client: int) -> ClientData:
-    return client_data(settings.data, settings.run.num_clients, client)
-
-
 def _guarded(
-    handler: Callable[[Message, Context, _Source], Message],
+    handler: Callable[[Message, Context, Source], Message],
     message: Message,
     context: Context,
-    source: _Source,
+    source: Source,
 ) -> Message:
     """Answer, or say in one line why not."""
     try:
@@ -129,19 +99,7 @@ def _guarded(
     return Message(Error(code=CLIENT_FAULT, reason=reason), reply_to=message)
 
 
-@dataclass(frozen=True)
-class _Open:
-    """A client with everything opened for one message."""
-
-    client: Client
-    method: Method[Any, Any, Any]
-    settings: Settings
-    store: ClientStore
-    stored: ClientState | None
-    seconds: tuple[float, float]  # getting the data, opening everything else
-
-
-def _hello(message: Message, context: Context, source: _Source) -> Message:
+def _hello(message: Message, context: Context, source: Source) -> Message:
     """Say who this is and what it brings, having tried that its architecture takes its data.
 
     Raises:
@@ -156,20 +114,22 @@ def _hello(message: Message, context: Context, source: _Source) -> Message:
         raise PbflError(f"client-id = {who!r}: {error}") from None
 
 
-def _introduced(message: Message, context: Context, source: _Source) -> Message:
+def _introduced(message: Message, context: Context, source: Source) -> Message:
     settings = source.settings_of(context)
     identity = identify(context, settings, str(message.content.config_records[wire.CONFIG]["experiment"]))
     data = source.data_of(settings, identity)
     task = data.task(settings.models.feature_dim)
-    architecture = _architecture(settings, identity)
+    architecture = architecture_for(settings, identity)
     _dry_forward(architecture, task)
+    device = choose_device(settings.training.device)
+    check_compiler(settings.training.compile, device)
     body, head = _parameters(architecture, task)
     told = settings.privacy.client_report == "full"
     answer = ConfigRecord(
         {
             "client": identity.client,
             "simulated": identity.simulated,
-            "configured-data": source.data is _configured_data and not identity.own_data,
+            "configured-data": source.data is configured_data and not identity.own_data,
             "num-classes": task.num_classes,
             "feature-dim": task.feature_dim,
             "input-shape": list(task.input_shape),
@@ -178,7 +138,7 @@ def _introduced(message: Message, context: Context, source: _Source) -> Message:
             "columns": _digest(data.columns or data.vocabulary),
             "architecture": architecture,
             "parameters": [body, head],
-            "device": str(choose_device(settings.training.device)),
+            "device": str(device),
             "num-train": len(data.train.labels) if told else 0,
             "num-test": len(data.test.labels) if told else 0,
         }
@@ -191,7 +151,7 @@ def _digest(names: Sequence[str]) -> str:
     return hashlib.sha256(json.dumps(names).encode()).hexdigest()[:16] if names else ""
 
 
-def _train_as_asked(message: Message, context: Context, source: _Source) -> Message:
+def _train_as_asked(message: Message, context: Context, source: Source) -> Message:
     """Train on our own message, on one of the older interface, or within a stage of secure aggregation."""
     secure = source.settings_of(context).privacy.secure_aggregation
     if secure and RECORD_KEY_CONFIGS in message.content.config_records:
@@ -203,7 +163,7 @@ def _train_as_asked(message: Message, context: Context, source: _Source) -> Mess
     return _train(message, context, source)
 
 
-def _train_older(message: Message, context: Context, source: _Source) -> Message:
+def _train_older(message: Message, context: Context, source: Source) -> Message:
     """Answer FitIns with FitRes; under secure aggregation with the vector that is masked next."""
     asked = message.content.config_records[CONFIG]
     payload = payload_of(message.content.array_records[FITINS])
@@ -226,10 +186,10 @@ def _train_older(message: Message, context: Context, source: _Source) -> Message
     return Message(fitres_to_recorddict(result, True), reply_to=message)
 
 
-def _train(message: Message, context: Context, source: _Source) -> Message:
+def _train(message: Message, context: Context, source: Source) -> Message:
     """Train and answer; the same question twice is answered twice and trained for once."""
-    with _store(message, context, source).alone():  # an earlier process may still be at it
-        opened = _open(message, context, source)
+    with store_of(message, context, source).alone():  # an earlier process may still be at it
+        opened = open_client(message, context, source)
         stored, number = opened.stored, opened.client.round
         if stored is not None and stored.round > number:
             raise PbflError(f"asked for round {number}, but its state is already of round {stored.round}")
@@ -243,7 +203,7 @@ def _train(message: Message, context: Context, source: _Source) -> Message:
         )
 
 
-def _trained(opened: _Open, message: Message) -> Message:
+def _trained(opened: Opened, message: Message) -> Message:
     """Train, keep what stays, answer."""
     method, stored, client = opened.method, opened.stored, opened.client
     down = wire.decode(message.content.array_records[wire.PAYLOAD], method.down, client.task)
@@ -284,7 +244,7 @@ def _trained(opened: _Open, message: Message) -> Message:
     return Message(wire.content(payload, report.to_record()), reply_to=message)
 
 
-def _card(opened: _Open, participations: int) -> str:
+def _card(opened: Opened, participations: int) -> str:
     """Return what one needs to know of the client's network to use it elsewhere, as JSON.
 
     Nothing for an app's own data that is not normalised by channel or does not name its classes.
@@ -326,9 +286,9 @@ def _prototypes(predictors: Mapping[str, Predictor]) -> dict[str, Tensor]:
     return tables
 
 
-def _evaluate(message: Message, context: Context, source: _Source) -> Message:
+def _evaluate(message: Message, context: Context, source: Source) -> Message:
     """Score what this client has, with what was broadcast; nothing is trained and nothing stored."""
-    opened = _open(message, context, source)
+    opened = open_client(message, context, source)
     method, client = opened.method, opened.client
     down = wire.decode(message.content.array_records[wire.PAYLOAD], method.down, client.task)
     if resolved_moment(opened.settings, method) == "before":
@@ -341,7 +301,7 @@ def _evaluate(message: Message, context: Context, source: _Source) -> Message:
 
 
 def _report(
-    opened: _Open,
+    opened: Opened,
     scores: Scores,
     participations: int,
     seconds: tuple[float, float, float, float, float],
@@ -377,81 +337,10 @@ def _again(stored: ClientState, message: Message, settings: Settings) -> Message
     return Message(wire.content(payload, MetricRecord(dict(stored.report))), reply_to=message)
 
 
-def _store(message: Message, context: Context, source: _Source) -> ClientStore:
-    settings = source.settings_of(context)
-    experiment = str(message.content.config_records[wire.CONFIG]["experiment"])
-    identity = identify(context, settings, experiment)
-    architecture = _architecture(settings, identity)
-    return ClientStore(identity.state_dir, experiment, identity.client, architecture)
-
-
-def _open(message: Message, context: Context, source: _Source) -> _Open:
-    started = time.perf_counter()
-    settings = source.settings_of(context)
-    torch.set_num_threads(settings.training.threads)
-    keep_freed_memory()
-    asked = message.content.config_records[wire.CONFIG]
-    experiment, number = str(asked["experiment"]), int(str(asked["round"]))
-    identity = identify(context, settings, experiment)
-    asked_for_data = time.perf_counter()
-    data = source.data_of(settings, identity)
-    getting = time.perf_counter() - asked_for_data
-    task = data.task(settings.models.feature_dim)
-    store = _store(message, context, source)
-    stored = store.load()
-    device = choose_device(settings.training.device)
-    how = settings.training
-    model, initial = _network(
-        store.architecture, task, settings.run.seed, str(device), how.layout, how.precision
-    )
-    model.load_state_dict(dict(stored.model) if stored else initial)
-    model.eval()  # whatever mode the last client of this process left behind
-    name = identity.client if isinstance(identity.client, str) else ""
-    client = Client(
-        int(str(asked["client"])) if isinstance(identity.client, str) else identity.client,
-        number,
-        task,
-        model,
-        data.on(device),
-        settings.training,
-        settings.evaluation,
-        settings.run.seed,
-        stored.memory if stored else {},
-        name,
-    )
-    method = build_method(settings)
-    opening = time.perf_counter() - started - getting
-    return _Open(client, method, settings, store, stored, (getting, opening))
-
-
-def _architecture(settings: Settings, identity: Identity) -> str:
-    """Return the client's architecture; that of a named one is the only one that its settings name."""
-    return architecture_of(settings.models.models, 0 if isinstance(identity.client, str) else identity.client)
-
-
 def resolved_moment(settings: Settings, method: Method[Any, Any, Any]) -> Moment:
     """Return when clients are scored: what the configuration says, else the method's own habit."""
     moment = settings.evaluation.evaluate_moment
     return method.moment if moment == "auto" else moment
-
-
-@lru_cache(maxsize=4)
-def _settings(run_config: tuple[tuple[str, Scalar], ...]) -> Settings:
-    return parse(dict(run_config), SECTIONS)
-
-
-@lru_cache(maxsize=64)
-def _own_settings(settings: str, node: tuple[tuple[str, Scalar], ...]) -> Settings:
-    return own_settings(Settings.model_validate_json(settings), dict(node))
-
-
-@lru_cache(maxsize=16)
-def _network(
-    architecture: str, task: Task, seed: int, device: str, layout: str, precision: str
-) -> tuple[SplitModel, dict[str, Tensor]]:
-    """Build an architecture once a worker; clients' weights are copied in."""
-    model = arrange(build_model(architecture, task, seed), layout, precision).to(device)
-    return model, {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
 @lru_cache(maxsize=64)

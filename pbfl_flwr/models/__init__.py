@@ -14,6 +14,7 @@ import torch
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models.arrangement import arrange
 from pbfl_flwr.models.cnn import cnn2, cnn4
+from pbfl_flwr.models.compilation import check_compiler, compile_body
 from pbfl_flwr.models.contract import (
     SplitModel,
     body_names,
@@ -69,7 +70,9 @@ __all__ = [
     "arrange",
     "body_names",
     "build_model",
+    "check_compiler",
     "check_models",
+    "compile_body",
     "count_parameters",
     "description",
     "dry_forward",

@@ -27,10 +27,10 @@ from torch import Tensor
 
 from pbfl_flwr.config import DataSettings, Scalar, Settings, parse
 from pbfl_flwr.data import ClientData, Shard, load_pool
-from pbfl_flwr.flower import client as client_module
-from pbfl_flwr.flower import device, wire
-from pbfl_flwr.flower.client import DataSource, make_client_app
+from pbfl_flwr.flower import device, opening, wire
+from pbfl_flwr.flower.client import make_client_app
 from pbfl_flwr.flower.history import RunDirectory
+from pbfl_flwr.flower.opening import DataSource
 from pbfl_flwr.flower.strategy import MethodStrategy
 from pbfl_flwr.methods import METHODS, SECTIONS
 from pbfl_flwr.payloads import Payload
@@ -120,7 +120,7 @@ def lost(message: Message, answer: Answer) -> None:
 
 def raises(message: Message, answer: Answer) -> Message:
     """The method trains the network and then raises, within the ClientApp."""
-    build = client_module.build_method
+    build = opening.build_method
 
     def exploding(settings: Settings) -> Any:
         method = build(settings)
@@ -133,7 +133,7 @@ def raises(message: Message, answer: Answer) -> Message:
         object.__setattr__(method, "local_update", local_update)
         return method
 
-    with patch.object(client_module, "build_method", exploding):
+    with patch.object(opening, "build_method", exploding):
         return answer()
 
 

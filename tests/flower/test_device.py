@@ -94,13 +94,13 @@ def test_a_device_brings_its_own(tmp_path: Path) -> None:
 
 
 def test_all_of_its_data_is_a_devices_own(tmp_path: Path) -> None:
-    from pbfl_flwr.flower.client import _configured_data, _Source
+    from pbfl_flwr.flower.opening import Source, configured_data
 
     rng = np.random.default_rng(0)
     np.savez(tmp_path / "mine.npz", x=rng.integers(0, 255, (20, 16, 16), dtype=np.uint8), y=np.arange(20) % 2)
     node: dict[str, Any] = {"client-id": 2, "data-path": str(tmp_path / "mine.npz")}
     own = own_settings(RUN, node)
-    data = _Source(_configured_data, None).data_of(own, identify(context(node), own, "e"))
+    data = Source(configured_data, None).data_of(own, identify(context(node), own, "e"))
     assert len(data.train.labels) + len(data.test.labels) == 20
 
 

@@ -1,0 +1,51 @@
+"""A network's body through torch.compile: each stage and the neck in place, so that names and weights stay.
+
+The head stays as it is: methods read and replace it. A copy of a network is not compiled. What is computed is the same
+up to the order of floating-point sums. ``reduce-overhead`` records CUDA graphs, one for every shape of a batch; on a
+CPU it is ``default``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import shutil
+from typing import Literal
+
+import torch
+from torch import nn
+
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.models.contract import SplitModel
+
+Mode = Literal["off", "default", "reduce-overhead"]
+
+
+def check_compiler(mode: Mode, device: torch.device) -> None:
+    """Look for what torch.compile will need.
+
+    Raises:
+        PbflError: if this torch would let all networks of a process share eight compilations, or if there is no C++
+            compiler for the CPU.
+    """
+    if mode == "off":
+        return
+    if "isolate_recompiles" not in inspect.signature(torch.compile).parameters:
+        raise PbflError(
+            f"compile = '{mode}': torch {torch.__version__} has no isolate_recompiles; allowed here is 'off'"
+        )
+    compiler = os.environ.get("CXX", "g++")
+    if device.type == "cpu" and shutil.which(compiler) is None:
+        raise PbflError(f"compile = '{mode}': no C++ compiler '{compiler}' was found; install it or set CXX")
+
+
+def compile_body(model: nn.Module, mode: Mode) -> None:
+    """Have a network's body compiled when it is first used; of somebody else's model the layers beside the head."""
+    if mode == "off":
+        return
+    if isinstance(model, SplitModel):
+        parts = [*model.stages, model.neck]
+    else:
+        parts = [child for name, child in model.named_children() if name != "head"]
+    for part in parts:
+        part.compile(mode=None if mode == "default" else mode, isolate_recompiles=True)
