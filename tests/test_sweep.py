@@ -8,7 +8,7 @@ import pytest
 
 from pbfl_flwr.config import Scalar
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments import compare, sweep
+from pbfl_flwr.experiments import compare, side_by_side, sweep
 from pbfl_flwr.flower.engine import Resources
 from tests.runs import entry, pbfl, write_run
 
@@ -79,22 +79,22 @@ def test_bad_values_are_named_with_their_combination(tmp_path: Path) -> None:
 
 def test_room_is_bounded_by_memory_and_cpus() -> None:
     one, two = 900 + 2 * 350, 2 * (900 + 350)  # on two CPUs: one run with two workers, two with one each
-    assert sweep.room(4, None, 2) == 2
-    assert sweep.room(4, two, 2) == 2
-    assert sweep.room(4, two - 1, 2) == 1
-    assert sweep.room(1, one - 1, 2) == 1  # the one that was asked for is tried all the same
-    assert sweep.workers(3, 8) == 2
+    assert side_by_side.room(4, None, 2) == 2
+    assert side_by_side.room(4, two, 2) == 2
+    assert side_by_side.room(4, two - 1, 2) == 1
+    assert side_by_side.room(1, one - 1, 2) == 1  # the one that was asked for is tried all the same
+    assert side_by_side.workers(3, 8) == 2
 
 
 def test_the_command_of_a_run_is_its_keys(tmp_path: Path) -> None:
     (run, _) = sweep.plans(sweep.read(None, ['models="cnn4,resnet8"', "cps-dim=1,2"]), tmp_path)
-    words = sweep.command(run, Path("/app"), Resources(1, 0.5, 2))
+    words = side_by_side.command(run, Path("/app"), Resources(1, 0.5, 2))
     assert words[3:9] == ["run", "--app", "/app", "--gpus-per-client", "0.5", "--workers"]
     assert words[words.index("--run-dir") + 1] == str(run.directory)
     assert 'models="cnn4,resnet8"' in words
     assert "cps-dim=1" in words
     write_run(run.directory, [entry(1, 0.5, 0.5)])
-    assert "--resume" in sweep.command(run, Path("/app"), Resources())
+    assert "--resume" in side_by_side.command(run, Path("/app"), Resources())
 
 
 def planned(tmp_path: Path, count: int) -> list[compare.Planned]:
@@ -114,7 +114,7 @@ def test_runs_side_by_side(tmp_path: Path) -> None:
     told: list[str] = []
     after: list[int] = []
     runs = planned(tmp_path, 4)
-    failed = sweep.make_side_by_side(runs, 2, command, told.append, lambda run: after.append(run.seed))
+    failed = side_by_side.make_side_by_side(runs, 2, command, told.append, lambda run: after.append(run.seed))
     assert failed == ["all, seed 1"]
     assert sorted(after) == [0, 1, 2, 3]
     assert "all-seed1: failed" in told
@@ -136,7 +136,7 @@ def test_an_interrupted_run_ends_its_neighbours(tmp_path: Path) -> None:
 
     begin = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        sweep.make_side_by_side(planned(tmp_path, 2), 2, command, lambda line: None)
+        side_by_side.make_side_by_side(planned(tmp_path, 2), 2, command, lambda line: None)
     assert time.monotonic() - begin < 30
 
 
@@ -146,7 +146,7 @@ def test_a_finished_run_with_other_keys_is_not_taken_for_this_one(tmp_path: Path
     with pytest.raises(
         PbflError, match="all-seed0 was made with num-clients = 2, feature-dim = 4; allowed are"
     ):
-        sweep.make_side_by_side([run], 1, lambda _: ["false"], lambda line: None)
+        side_by_side.make_side_by_side([run], 1, lambda _: ["false"], lambda line: None)
 
 
 def test_the_table(tmp_path: Path) -> None:

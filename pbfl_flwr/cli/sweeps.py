@@ -35,7 +35,7 @@ def sweep(
     app_dir: AppDirectory = None,
 ) -> None:
     """Run every combination of the values and print one table; started again, it goes on where it stopped."""
-    from pbfl_flwr.experiments import compare
+    from pbfl_flwr.experiments import compare, side_by_side
     from pbfl_flwr.experiments import sweep as sweeping
     from pbfl_flwr.flower.engine import Resources
 
@@ -50,7 +50,7 @@ def sweep(
         raise ended(error) from None
     title = f"Sweep over {', '.join(swept.swept) or 'seeds'}"
     cpus = os.cpu_count() or 1
-    slots = sweeping.room(parallel, sweeping.available_mb(), cpus)
+    slots = side_by_side.room(parallel, side_by_side.available_mb(), cpus)
     if slots < parallel:
         say(console, f"--parallel {parallel}: memory and CPUs have room for {slots}", "yellow")
     say(console, f"{sum(not compare.finished(run) for run in planned)} of {len(planned)} runs are to be made")
@@ -66,11 +66,11 @@ def sweep(
             resources = Resources(1, gpus_per_client, None)
             failed = compare.make(planned, compare.starter(source, resources, console), table)
         else:
-            resources = Resources(1, gpus_per_client, sweeping.workers(slots, cpus))
-            failed = sweeping.make_side_by_side(
+            resources = Resources(1, gpus_per_client, side_by_side.workers(slots, cpus))
+            failed = side_by_side.make_side_by_side(
                 planned,
                 slots,
-                lambda run: sweeping.command(run, source, resources),
+                lambda run: side_by_side.command(run, source, resources),
                 lambda line: say(console, line),
                 table,
             )

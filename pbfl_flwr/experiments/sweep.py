@@ -9,29 +9,20 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
-import subprocess
-import sys
-import time
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from pbfl_flwr.config import Scalar
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import configuration
-from pbfl_flwr.experiments.compare import INTERRUPTED, PLAIN, Planned, Row, finished, plan, ready
+from pbfl_flwr.experiments.compare import PLAIN, Planned, Row, finished, plan
 from pbfl_flwr.experiments.figures import kilobytes
-from pbfl_flwr.experiments.runner import interruptible
 from pbfl_flwr.experiments.sheets import Sheet, figure
-from pbfl_flwr.flower.engine import Resources
 from pbfl_flwr.flower.store import write_atomically
 
-ENGINE_MB = 900  # SuperLink, SuperExec, simulation and Ray; docs/experiments.md has the measurement
-WORKER_MB = 350
-POLL_SECONDS = 0.5
 Values = dict[str, list[Scalar]]
 
 
@@ -125,117 +116,6 @@ def plans(sweep: Sweep, out: Path) -> list[Planned]:
         PbflError: one line for every bad key.
     """
     return plan(sweep.runs, [], sweep.seeds, [], out)
-
-
-# Side by side -----------------------------------------------------------------------------------------------------
-
-
-def room(wanted: int, available_mb: float | None, cpus: int) -> int:
-    """Return how many runs fit beside each other, at least 1 and at most as many as wanted.
-
-    Args:
-        wanted: runs.
-        available_mb: memory that is free; None where it is not known.
-        cpus: CPUs of the machine; each run has at least one worker.
-    """
-    fit = [
-        count for count in range(1, min(wanted, cpus) + 1) if _needs(count, cpus) <= (available_mb or 1e12)
-    ]
-    return max(fit, default=1)
-
-
-def _needs(count: int, cpus: int) -> float:
-    return count * (ENGINE_MB + workers(count, cpus) * WORKER_MB)
-
-
-def workers(count: int, cpus: int) -> int:
-    """Return the worker processes of each of ``count`` runs: together one for every CPU."""
-    return max(1, cpus // count)
-
-
-def available_mb() -> float | None:
-    """Return the memory that programs can still get, None where the system does not say (not Linux)."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return None
-    found = {name: rest for name, _, rest in (line.partition(":") for line in lines)}
-    return int(found["MemAvailable"].split()[0]) / 1024 if "MemAvailable" in found else None
-
-
-def command(run: Planned, app: Path, resources: Resources) -> list[str]:
-    """Return the command line that makes or goes on with a run in a process of its own."""
-    wishes = run.wishes.values
-    words = [sys.executable, "-m", "pbfl_flwr.cli", "run", "--app", str(app)]
-    words += ["--gpus-per-client", str(resources.gpus_per_client), "--workers", str(resources.workers or 1)]
-    words += ["--resume" if (run.directory / "run.json").exists() else "--run-dir", str(run.directory)]
-    for key, value in wishes.items():
-        words += ["--set", f"{key}={json.dumps(value, ensure_ascii=False)}"]
-    return words
-
-
-def make_side_by_side(
-    planned: Sequence[Planned],
-    slots: int,
-    command_of: Callable[[Planned], Sequence[str]],
-    tell: Callable[[str], None],
-    after: Callable[[Planned], object] = lambda run: None,
-) -> list[str]:
-    """Make the runs that are not finished, several at once, and return what failed.
-
-    Each is a process of its own, whose output goes to ``pbfl.log`` in the run's directory. When this process is
-    interrupted, all of them are, and have cleared up when it ends.
-
-    Args:
-        planned: in the order in which they are started.
-        slots: how many at once.
-        command_of: the command line of a run.
-        tell: takes a line when a run starts and ends.
-        after: called after every run that was made.
-
-    Raises:
-        KeyboardInterrupt: if this process or one of the runs was interrupted.
-        PbflError: if a run that is there was made with other keys.
-    """
-    waiting = [run for run in planned if not ready(run)]
-    running: dict[subprocess.Popen[bytes], Planned] = {}
-    failed: list[str] = []
-    with interruptible():
-        try:
-            while waiting or running:
-                while waiting and len(running) < slots:
-                    run = waiting.pop(0)
-                    tell(f"{run.directory.name}: started, see {run.directory / 'pbfl.log'}")
-                    running[_start(run, command_of(run))] = run
-                for process, run in list(running.items()):
-                    if (code := process.poll()) is None:
-                        continue
-                    del running[process]
-                    if code == INTERRUPTED:
-                        raise KeyboardInterrupt
-                    tell(f"{run.directory.name}: {'failed' if code else 'finished'}")
-                    failed += [f"{run.label}, seed {run.seed}"] if code else []
-                    after(run)
-                time.sleep(POLL_SECONDS)
-        finally:
-            for process in running:
-                process.terminate()
-            for process in running:
-                process.wait()
-    return failed
-
-
-def _start(run: Planned, words: Sequence[str]) -> subprocess.Popen[bytes]:
-    run.directory.mkdir(parents=True, exist_ok=True)
-    with (run.directory / "pbfl.log").open("ab") as log:
-        return subprocess.Popen(
-            words,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "COLUMNS": "160"},
-            start_new_session=True,  # Ctrl-C comes to this process alone, which passes it on
-        )
 
 
 # The table --------------------------------------------------------------------------------------------------------
