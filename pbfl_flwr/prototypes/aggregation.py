@@ -205,7 +205,7 @@ class _Sum:
         self.rows = torch.zeros(shape, dtype=torch.float64)
         self.weights = torch.zeros(shape[0], dtype=torch.float64)
         self.holders = torch.zeros(shape[0], dtype=torch.int64)
-        self.whole = 0  # uploads of all classes; they go into weights and holders at the end
+        self.whole, self.whole_share = 0, 0.0  # uploads of all classes, and of those without counts Σ s_i
         self.examples = 0.0
         self.brings_examples = False
 
@@ -223,27 +223,29 @@ class _Sum:
             total._add(upload, share, _counts(upload, index) if by_counts else None)
         if total is None:
             raise ValueError("no uploads to aggregate")
-        total.weights += total.whole
+        total.weights += total.whole_share
         total.holders += total.whole
         return total
 
     def _add(self, upload: Prototypes, share: float, counts: Tensor | None) -> None:
         _check_shape(upload, self.rows.shape)
-        present = upload.present.cpu()
-        whole = bool(present.all())
-        if whole and counts is None and share == 1.0:
-            self.rows += upload.values.cpu()
+        present, values = upload.present.cpu(), upload.values.cpu()
+        if bool(present.all()):  # nothing to pick out; holders are counted at the end
             self.whole += 1
+            if counts is None:
+                self.rows.add_(values, alpha=share)
+                self.whole_share += share
+            else:
+                weights = counts.cpu().to(torch.float64) * share
+                self.rows.addcmul_(values.to(torch.float64), weights.unsqueeze(1))
+                self.weights += weights
         else:
             weights = present.to(torch.float64) * share
             if counts is not None:
                 weights *= counts.cpu()
-            if whole:
-                self.rows += upload.values.cpu().to(torch.float64).mul_(weights.unsqueeze(1))
-            else:
-                labels = present.nonzero().flatten()
-                rows = upload.values.cpu().index_select(0, labels).to(torch.float64)
-                self.rows.index_add_(0, labels, rows.mul_(weights[labels].unsqueeze(1)))
+            labels = present.nonzero().flatten()
+            rows = values.index_select(0, labels).to(torch.float64)
+            self.rows.index_add_(0, labels, rows.mul_(weights[labels].unsqueeze(1)))
             self.weights += weights
             self.holders += present
         if upload.num_examples is not None:
