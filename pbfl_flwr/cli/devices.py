@@ -70,17 +70,15 @@ def check_data(
         return
     for line in found.lines():
         say(Console(), line)
-    say(
-        Console(),
-        f"ok: --node-config \"client-id='NAME' data-path='{found.path}'{_keys(labels, label_column, input_shape)}\"",
-    )
+    more = _keys(dataset, labels, label_column, input_shape)
+    say(Console(), f"ok: --node-config \"client-id='NAME' data-path='{found.path}'{more}\"")
 
 
-def _keys(labels: str, label_column: str, input_shape: str) -> str:
+def _keys(dataset: str, labels: str, label_column: str, input_shape: str) -> str:
     """Return what belongs into --node-config beside the path."""
     if labels and Path(labels).is_file():
         labels = str(Path(labels).absolute())
-    given = {"labels": labels, "label-column": label_column, "input-shape": input_shape}
+    given = {"dataset": dataset, "labels": labels, "label-column": label_column, "input-shape": input_shape}
     return "".join(f" {key}='{value}'" for key, value in given.items() if value)
 
 

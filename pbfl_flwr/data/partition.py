@@ -27,7 +27,7 @@ def partition(pool: Pool, settings: DataSettings, num_clients: int) -> Partition
     ``train_test_split`` on the same generator, as in the references); a client with one sample trains on it
     and tests on none. With "official" only the official training part is dealt, and the official test samples
     of a class go to its holders in proportion to their training samples of that class, disjoint; those of
-    classes that nobody trains on are left out.
+    classes that nobody trains on are left out. ``natural`` clients have the official test samples that are theirs.
 
     Raises:
         PbflError: if the settings do not fit the data (a line that names the setting and what is allowed).
@@ -48,7 +48,9 @@ def partition(pool: Pool, settings: DataSettings, num_clients: int) -> Partition
     rng = RandomState(settings.partition_seed)
     labels = pool.labels[: pool.num_train] if official else pool.labels
     deal = _deal(pool, labels, settings, num_clients, rng)
-    if official:
+    if official and settings.partition == "natural" and pool.owner is not None:
+        splits = _own_tests(pool.owner, pool.num_train, deal.rows, settings)
+    elif official:
         splits = _official_tests(pool, deal.rows, rng)
     else:
         splits = tuple(_split_share(rows, settings.train_share, rng) for rows in deal.rows)
@@ -146,6 +148,18 @@ def _official_tests(pool: Pool, train: tuple[Rows, ...], rng: RandomState) -> tu
         for client, piece in enumerate(np.split(rows, upto[:-1] * len(rows) // upto[-1])):
             hands[client].append(piece)
     return tuple(Split(rows, np.concatenate(hand)) for rows, hand in zip(train, hands, strict=True))
+
+
+def _own_tests(
+    owner: Rows, num_train: int, train: tuple[Rows, ...], settings: DataSettings
+) -> tuple[Split, ...]:
+    tests = [num_train + np.flatnonzero(owner[num_train:] == owner[rows[0]]) for rows in train]
+    if not sum(map(len, tests)):
+        raise PbflError(
+            f"test-split = official: no sample of the official test part of dataset '{settings.dataset}' belongs "
+            f"to one of the {len(train)} natural clients; allowed is test-split = client"
+        )
+    return tuple(Split(rows, test) for rows, test in zip(train, tests, strict=True))
 
 
 def _as_in_files(pool: Pool, owner: Rows, in_train: NDArray[np.bool_], num_clients: int) -> Partition:

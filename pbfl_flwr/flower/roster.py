@@ -23,7 +23,11 @@ SAME = ("task", "labels", "architecture", "parameters")  # of a client that come
 REVEALS = (  # what the hello round tells the server
     Reveal("client id, or the device's name", "how the server tells clients apart", message="hello"),
     Reveal("number of training and test samples", "said once", "client-report = 'none'", message="hello"),
-    Reveal("names of the classes, input shape", "all clients must agree on them", message="hello"),
+    Reveal(
+        "names of the classes, input shape, hash of the columns' names or of the words",
+        "all clients must agree on them",
+        message="hello",
+    ),
     Reveal("architecture, number of parameters, kind of device", "for logs and costs", message="hello"),
 )
 LONGEST_REASON = 500  # characters; what a client says goes into logs and histories

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models.contract import SplitModel
-from pbfl_flwr.models.layers import linear_head
+from pbfl_flwr.models.layers import linear_head, replaced_classifier
 from pbfl_flwr.task import Task
 
 PAD = 0  # its embedding is zero and stays so
@@ -20,8 +20,10 @@ WIDTHS = (3, 4, 5)
 
 def fasttext(task: Task) -> SplitModel:
     """FastText for token ids: the mean embedding of all places, padding included, hidden layer d."""
-    neck = nn.Sequential(nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(task.feature_dim, task.feature_dim))
-    return SplitModel(task, [_embedding("fasttext", task)], neck, linear_head(task))
+    d, embedding = task.feature_dim, _embedding("fasttext", task)
+    neck = nn.Sequential(nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(d, d))
+    replaced_classifier(d, task)
+    return SplitModel(task, [embedding], neck, linear_head(task))
 
 
 def textcnn(task: Task) -> SplitModel:
@@ -31,8 +33,9 @@ def textcnn(task: Task) -> SplitModel:
         raise PbflError(
             f"model 'textcnn': expected {max(WIDTHS)} tokens or more, found {task.input_shape[0]}"
         )
-    hidden = nn.Linear(CHANNELS * len(WIDTHS), task.feature_dim)
-    neck = nn.Sequential(SideBySide(task.feature_dim), nn.Dropout(0.8), hidden)
+    d = task.feature_dim
+    neck = nn.Sequential(SideBySide(d), nn.Dropout(0.8), nn.Linear(CHANNELS * len(WIDTHS), d))
+    replaced_classifier(d, task)
     return SplitModel(task, [embedding], neck, linear_head(task))
 
 

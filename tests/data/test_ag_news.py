@@ -135,6 +135,7 @@ def test_check_data_shows_it_and_tries_networks(tmp_path: Path) -> None:
     assert code == 0
     assert "4 samples of shape 200, int32" in text
     assert "token ids of a vocabulary of 25" in text
+    assert f"data-path='{tmp_path}' dataset='ag-news'" in text
     for model, said in (
         ("cnn4", "expected images (channels, height, width), found input shape (200,)"),
         ("mlp5", "expected (B, 200), found (2, 200) of token ids"),

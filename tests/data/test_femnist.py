@@ -67,6 +67,20 @@ def test_writers_are_the_natural_clients(leaf: Path) -> None:
     assert client_data(keys, 2, 0).prepare(client_data(keys, 2, 0).train.inputs).max() == 1
 
 
+def test_a_writer_is_tested_on_what_is_its_own(leaf: Path, tmp_path: Path) -> None:
+    part = check_data(settings(leaf, partition="natural", test_split="official"), 3)
+    assert [(s.train.tolist(), s.test.tolist()) for s in part.splits] == [
+        ([2, 3, 4, 5], [9]), ([6, 7, 8], [10, 11]), ([0, 1], [])
+    ]  # fmt: skip
+    for name, who in (("train", "ann"), ("test", "bob")):  # LEAF's split by user
+        write(tmp_path / "by-user" / name / "all_data_0.json", {who: drawn(who, [1, 2])})
+    keys = settings(tmp_path / "by-user", partition="natural", test_split="official")
+    with pytest.raises(
+        PbflError, match="belongs to one of the 1 natural clients; allowed is test-split = client"
+    ):
+        check_data(keys, 1)
+
+
 def test_ways_and_shots_take_training_and_test_samples_from_their_parts(tmp_path: Path) -> None:
     for name, size in (("train", 12), ("test", 4)):
         data = {who: drawn(who, list(range(62)) * (size // 2)) for who in ("ann", "bob")}

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from pbfl_flwr.models import MODELS, build_model
+from pbfl_flwr.models import MODELS, build_model, random_inputs
 from pbfl_flwr.models.attention import (
     CBAM,
     CrossLayerFusion,
@@ -15,12 +15,14 @@ from pbfl_flwr.task import Task
 
 IMAGES = Task(4, 6, (3, 16, 16))
 WINDOWS = Task(4, 6, (9, 32))
-CONVOLUTIONAL = [(name, WINDOWS if name == "har-cnn" else IMAGES) for name in MODELS if name != "mlp5"]
+TEXTS = Task(4, 6, (9,), 20)
+OTHERS = {"har-cnn": WINDOWS, "fasttext": TEXTS, "textcnn": TEXTS}
+CONVOLUTIONAL = [(name, OTHERS.get(name, IMAGES)) for name in MODELS if name != "mlp5"]
 
 
 def maps_of(name, task, batch=2):
     model = build_model(name, task, 0)
-    inputs = torch.randn(batch, *task.input_shape, generator=torch.Generator().manual_seed(1))
+    inputs = random_inputs(task, batch, seed=1)
     return model, inputs, convolutional(model.feature_maps(inputs))
 
 

@@ -1,0 +1,137 @@
+"""Two devices with the same texts, trained by real messages, exported, and asked about texts."""
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from pbfl_flwr.cli import app
+from pbfl_flwr.data import own_data
+from pbfl_flwr.data.inspection import settings_for
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.models import build_model
+from pbfl_flwr.serving.export import has_onnx, read_state, state_file
+from pbfl_flwr.serving.predict import open_exported, predict
+from tests.flower.inprocess import federation
+
+TOPICS = ("treaty embassy border", "goal coach league", "profit merger shares", "satellite chip browser")
+NETWORKS = {"north": "fasttext", "south": "textcnn"}
+
+
+def write(folder: Path) -> None:
+    draw = random.Random(0)
+    folder.mkdir()
+    for name, rows in (("train", 80), ("test", 20)):
+        lines = []
+        for row in range(rows):
+            title, text = (" ".join(draw.choices(TOPICS[row % 4].split(), k=k)) for k in (2, 6))
+            lines.append(f'"{row % 4 + 1}","{title.title()}","The {text}."\n')
+        (folder / f"{name}.csv").write_text("".join(lines))
+
+
+def nodes(place: Path, **texts: Path) -> list[dict[str, Any]]:
+    return [
+        {"client-id": name, "data-path": str(path), "dataset": "ag-news", "model": NETWORKS[name],
+         "state-dir": str(place / "state")}
+        for name, path in texts.items()
+    ]  # fmt: skip
+
+
+def run(place: Path, **texts: Path) -> None:
+    federation(
+        place, data=None, on_disk=True, node_configs=nodes(place, **texts), partitions=range(2), num_clients=2,
+        num_server_rounds=3, feature_dim=16, learning_rate=0.005,
+    ).run()  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    place = tmp_path_factory.mktemp("texts")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PBFL_HOME", str(place / "home"))
+        write(place / "news")
+        run(place, north=place / "news", south=place / "news")
+        yield place
+
+
+@pytest.fixture(scope="module", params=NETWORKS)
+def exported(place: Path, request: pytest.FixtureRequest) -> tuple[str, Path]:
+    name, out = request.param, place / f"exported-{request.param}"
+    done = CliRunner().invoke(app, ["export", str(place / "state"), "--client", name, "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    return name, out
+
+
+def test_the_books_know_the_vocabulary(place: Path) -> None:
+    members = json.loads((place / "run/run.json").read_text())["clients"]
+    card = read_state(state_file(place / "state", "north")).card
+    assert [m["task"]["vocabulary_size"] for m in members] == [len(card.vocabulary)] * 2
+    assert card.vocabulary[:4] == ("<pad>", "<cls>", "<unk>", "<eos>")
+    assert {"treaty", "coach", "the", "."} <= set(card.vocabulary)
+
+
+def test_program_and_predictions_are_those_of_the_live_model(place: Path, exported: tuple[str, Path]) -> None:
+    name, out = exported
+    test = own_data(settings_for(place / "news", dataset="ag-news")).test
+    kept = read_state(state_file(place / "state", name))
+    model = build_model(kept.card.architecture, kept.card.task, 5)
+    model.load_state_dict(kept.weights)
+    model.eval()
+    with torch.inference_mode():
+        features = model.features(test.inputs)
+        expected = model.head(features), features
+        program = torch.export.load(out / "model.pt2").module()
+        torch.testing.assert_close(program(test.inputs.long()), expected)
+    line = json.loads((place / "run/clients.jsonl").read_text().splitlines()[-1])
+    correct = line["correct"][line["name"].index(name)]
+    for by, number in correct.items():
+        found = open_exported(out).probabilities(test.inputs.numpy(), by)
+        assert int((found.argmax(dim=1) == test.labels).sum()) == number, by
+    if has_onnx():
+        runtime = pytest.importorskip("onnxruntime")
+        session = runtime.InferenceSession(out / "model.onnx")
+        found = session.run(["logits", "features"], {"inputs": test.inputs.long().numpy()})
+        np.testing.assert_allclose(found[0], expected[0].numpy(), rtol=1e-4, atol=1e-4)
+
+
+def test_a_text_a_line(exported: tuple[str, Path], tmp_path: Path) -> None:
+    name, out = exported
+    (tmp_path / "a.txt").write_text("\n".join(TOPICS) + "\n")
+    found = list(predict(open_exported(out), [tmp_path / "a.txt"], "local"))
+    assert [one.row for one in found] == [1, 2, 3, 4]
+    if name == "north":  # TextCNN's dropout of 0.8 takes longer than three rounds
+        assert [one.label for one in found] == ["World", "Sports", "Business", "Sci/Tech"]
+
+
+def test_other_files_are_refused_in_a_line(exported: tuple[str, Path], tmp_path: Path) -> None:
+    model = open_exported(exported[1])
+    beyond = len(model.card.vocabulary)
+    np.savez(tmp_path / "beyond.npz", x=np.full((2, 200), beyond))
+    np.savez(tmp_path / "numbers.npz", x=np.zeros((2, 200)))
+    (tmp_path / "t.csv").write_text("a,b\n1,2\n")
+    for file, said in (
+        ("beyond.npz", f"x holds {beyond} to {beyond}; allowed are ids 0..{beyond - 1}"),
+        ("numbers.npz", "this model takes token ids"),
+        ("t.csv", "this model reads text: a .txt file with a text a line"),
+    ):
+        with pytest.raises(PbflError, match=said):
+            list(predict(model, [tmp_path / file]))
+    np.savez(tmp_path / "ids.npz", x=np.ones((2, 200), int))
+    assert len(list(predict(model, [tmp_path / "ids.npz"]))) == 2
+
+
+@pytest.mark.parametrize(
+    ("more", "said"), [(" new", "vocabulary size V"), ("", "words of the vocabulary")], ids=["size", "order"]
+)
+def test_devices_with_other_words_do_not_fit(place: Path, tmp_path: Path, more: str, said: str) -> None:
+    shutil.copytree(place / "news", tmp_path / "news")
+    file = tmp_path / "news/test.csv"
+    file.write_text(file.read_text().replace("The treaty", f"The Border Border Border Border{more}"))
+    with pytest.raises(PbflError, match=f"clients disagree in {said}"):
+        run(tmp_path, north=place / "news", south=tmp_path / "news")
