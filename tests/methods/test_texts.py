@@ -1,0 +1,45 @@
+"""Every method trains on token ids: nothing between the data and the networks takes inputs for numbers."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from pbfl_flwr.config import Scalar, Settings
+from pbfl_flwr.data import ClientData, Shard
+from pbfl_flwr.methods import METHODS
+from tests.flower.inprocess import federation
+
+WORDS = tuple(f"word {j}" for j in range(40))
+MORE: dict[str, dict[str, Scalar]] = {
+    "fml": {"fml.auxiliary": "textcnn"},
+    "fedkd": {"fedkd.auxiliary": "textcnn"},
+    "tinyproto": {"cps-dim": 4},
+    "gfpl": {"gfpl.start": 1, "gfpl.interval": 1},
+}
+
+
+def texts(settings: Settings, client: int) -> ClientData:
+    """Twelve training and four test texts of 30 tokens, three classes of four."""
+    generator = torch.Generator().manual_seed(client)
+
+    def shard(size: int) -> Shard:
+        ids = torch.randint(0, len(WORDS), (size, 30), dtype=torch.int32, generator=generator)
+        return Shard(ids, (torch.arange(size) % 3 + client) % 4)
+
+    return ClientData(
+        shard(12), shard(4), 4, tuple("abcd"), torch.ones(30), torch.zeros(30), vocabulary=WORDS
+    )
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_two_rounds_on_texts(name: str, tmp_path: Path) -> None:
+    keys: dict[str, Scalar] = {
+        "num-clients": 2,
+        "num-server-rounds": 2,
+        "models": "fasttext",
+        "feature-dim": 8,
+    }
+    run = federation(tmp_path, name, data=texts, **keys, **MORE.get(name, {})).run()  # type: ignore[arg-type]
+    assert [line["failures"] for line in run.strategy.history] == [[], []]
+    assert [line["trained"] for line in run.strategy.history] == [[0, 1], [0, 1]]
