@@ -62,6 +62,13 @@ def test_dirichlet_gives_the_published_number_of_classes(counts, held, smallest,
     assert counted.sum(axis=1).min() == smallest
 
 
+def test_ag_news_on_twenty_clients_fits_the_published_costs():
+    # FedTGP .063 M = (ΣK_i + 20·4)·500, so ΣK_i = 46; with 40 samples for everybody it would be 45
+    labels = labels_of([31_900] * 4)
+    counted = table(dirichlet_indices(labels, 20, 0.1, 1, RandomState(1)), labels, 4)
+    assert ((counted > 0).sum(), counted.sum(axis=1).min()) == (46, 23)
+
+
 @pytest.mark.parametrize(
     ("counts", "clients", "alpha", "held"),
     [
