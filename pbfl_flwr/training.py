@@ -144,14 +144,14 @@ def fit(
     for network in (model, *companions):
         network.train()
     smallest = 2 if any(has_batch_norm(network) for network in (model, *companions)) else 1
-    num_samples = len(data.train.labels) if source is None else len(source[1])
+    trained_on = data.train.labels if source is None else source[1]
     totals: dict[str, Tensor] = {}
     steps = samples = 0
     try:
         for parameter in frozen:
             parameter.requires_grad_(False)
         for _ in range(settings.local_epochs if epochs is None else epochs):
-            for index in batches(num_samples, settings, order):
+            for index in batches(len(trained_on), settings, order, trained_on.device):
                 if len(index) < smallest:
                     continue  # BatchNorm has no variance over one sample
                 if steps == max_steps:
@@ -196,8 +196,10 @@ class _Group:
         self.max_grad_norm = settings.max_grad_norm if part.max_grad_norm is None else part.max_grad_norm
 
 
-def batches(num_samples: int, settings: TrainingSettings, order: torch.Generator) -> Iterator[Tensor]:
-    """Yield the index tensors of one epoch.
+def batches(
+    num_samples: int, settings: TrainingSettings, order: torch.Generator, device: torch.device | str = "cpu"
+) -> Iterator[Tensor]:
+    """Yield the index tensors of one epoch, on the device of the samples: drawn on the CPU and moved once.
 
     ``batch-order`` fixed keeps the stored order; ``drop-last`` small drops an incomplete last batch unless the
     client has less than one batch, always drops it (a small client then makes no step), never keeps it.
@@ -208,7 +210,7 @@ def batches(num_samples: int, settings: TrainingSettings, order: torch.Generator
     drop = settings.drop_last == "always" or (settings.drop_last != "never" and complete > 0)
     kept = index[:complete] if drop else index
     if len(kept):
-        yield from kept.split(settings.batch_size)
+        yield from kept.to(device).split(settings.batch_size)
 
 
 def take(

@@ -73,7 +73,7 @@ def reproduce(
             say(console, f"block {left_out} is left out: {why}", "yellow")
         planned = {key: runs for key, runs in planned.items() if key not in missing}
         if not planned:
-            raise PbflError("no block can be run: the data is not here")
+            raise PbflError("no block can be run; the lines above say why")
         runs = [run for of_block in planned.values() for run in of_block]
         compare.preflight(runs, resources)
     except PbflError as error:
