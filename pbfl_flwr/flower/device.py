@@ -42,6 +42,10 @@ NODE_KEYS = {
     "model": "models",
     "batch-size": "batch-size",
     "device": "device",
+    "threads": "threads",
+    "layout": "layout",
+    "precision": "precision",
+    "compile": "compile",
 }
 
 

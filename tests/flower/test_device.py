@@ -82,11 +82,17 @@ def test_a_device_brings_its_own(tmp_path: Path) -> None:
         "data-path": str(tmp_path / "mine.npz"),
         "model": "resnet8",
         "batch-size": 4,
+        "threads": 3,
+        "layout": "contiguous",
+        "precision": "bfloat16",
+        "compile": "default",
         "state-dir": "/var/lib/pbfl",
     }
     own = own_settings(RUN, node)
     assert (own.data.dataset, own.data.data_dir) == ("npz", str(tmp_path / "mine.npz"))
-    assert (own.models.models, own.training.batch_size) == ("resnet8", 4)
+    how = own.training
+    assert (own.models.models, how.batch_size, how.threads) == ("resnet8", 4, 3)
+    assert (how.layout, how.precision, how.compile) == ("contiguous", "bfloat16", "default")
     identity = identify(context(node), own, "e")
     assert identity.own_data
     assert identity.state_dir == Path("/var/lib/pbfl/e")
@@ -109,6 +115,7 @@ def test_all_of_its_data_is_a_devices_own(tmp_path: Path) -> None:
     [
         ({"client-id": 0, "modle": "resnet8"}, "unknown key 'modle'; allowed are client-id"),
         ({"client-id": 0, "batch-size": 0}, "batch-size = 0: allowed is"),
+        ({"client-id": 0, "threads": 0}, "threads = 0: allowed is"),
         (
             {"client-id": 0, "data-path": "relative"},
             "data-path = 'relative' in --node-config: allowed is an absolute path",
