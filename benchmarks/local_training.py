@@ -1,12 +1,14 @@
 """A client's local training: this project's workers against a plain loop, on the same data and architectures.
 
     python benchmarks/local_training.py [--workers 2] [--rounds 3] [--only cnn4] [--out local_training.json]
+    python benchmarks/local_training.py --device cuda [--workers 4] [--compile reduce-overhead]
 
 Both sides do a round of FedProto for every client: one epoch of SGD on cross-entropy plus the pull towards global
 prototypes, then a pass that collects the client's prototypes. The plain loop is what research code does: one process
 with torch's own number of threads and memory layout, a DataLoader over (image, label) pairs, a fresh model for every
 client, prototypes handled sample by sample. Ours is the method's own ``local_update`` in worker processes of one
 thread each. The two sides take turns, so that a busy machine disturbs both. Images are random: only time is measured.
+With ``--device cuda`` both sides train on the card, which our workers share; without a card nothing is measured.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ from pbfl_flwr.config import TrainingSettings, parse
 from pbfl_flwr.data import ClientData, Shard
 from pbfl_flwr.method import Client
 from pbfl_flwr.methods import SECTIONS, build_method
-from pbfl_flwr.models import FAMILIES, SplitModel, arrange, build_model
+from pbfl_flwr.models import FAMILIES, SplitModel, arrange, build_model, compile_body
+from pbfl_flwr.models.compilation import Mode
 from pbfl_flwr.payloads import Prototypes
 from pbfl_flwr.task import Task
 
@@ -61,14 +64,17 @@ def targets() -> Tensor:
 # The plain loop ---------------------------------------------------------------------------------------------
 
 
-def plain_round(architecture: str, shape: tuple[int, int, int], batch_size: int, client: int) -> None:
+def plain_round(
+    architecture: str, shape: tuple[int, int, int], batch_size: int, client: int, device: str
+) -> None:
     images, labels = samples(shape, client)
     pairs = [((image.float() / 255 - 0.5) / 0.5, label) for image, label in zip(images, labels, strict=True)]
-    model = build_model(architecture, Task(K, D, shape), 0)
+    model = build_model(architecture, Task(K, D, shape), 0).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    global_prototypes = dict(enumerate(targets()))
+    global_prototypes = dict(enumerate(targets().to(device)))
     model.train()
     for x, y in DataLoader(pairs, batch_size, shuffle=True, drop_last=True):
+        x, y = x.to(device), y.to(device)
         features = model.features(x)
         loss = nn.functional.cross_entropy(model.head(features), y)
         wanted = features.detach().clone()
@@ -82,18 +88,18 @@ def plain_round(architecture: str, shape: tuple[int, int, int], batch_size: int,
     model.eval()
     with torch.no_grad():
         for x, y in DataLoader(pairs, batch_size):
-            features = model.features(x)
+            features = model.features(x.to(device))
             for row, label in enumerate(y):
                 collected.setdefault(label.item(), []).append(features[row])
     for vectors in collected.values():
         torch.stack(vectors).mean(dim=0)
 
 
-def plain(case: str, clients: int) -> float:
+def plain(case: str, clients: int, device: str) -> float:
     architectures, shape, batch_size = CASES[case]
     begin = time.perf_counter()
     for client in range(clients):
-        plain_round(architectures[client % len(architectures)], shape, batch_size, client)
+        plain_round(architectures[client % len(architectures)], shape, batch_size, client, device)
     return time.perf_counter() - begin
 
 
@@ -107,10 +113,14 @@ def start_worker() -> None:
     keep_freed_memory()
 
 
-def our_round(architecture: str, shape: tuple[int, int, int], batch_size: int, client: int) -> float:
+def our_round(
+    architecture: str, shape: tuple[int, int, int], batch_size: int, client: int, device: str, mode: Mode
+) -> float:
     task = Task(K, D, shape)
     if (architecture, shape) not in NETWORKS:
-        NETWORKS[architecture, shape] = arrange(build_model(architecture, task, 0), "channels-last")
+        network = arrange(build_model(architecture, task, 0), "channels-last").to(device)
+        compile_body(network, mode)
+        NETWORKS[architecture, shape] = network
     images, labels = samples(shape, client)
     data = ClientData(
         Shard(images, labels),
@@ -123,15 +133,18 @@ def our_round(architecture: str, shape: tuple[int, int, int], batch_size: int, c
     training = TrainingSettings(batch_size=batch_size, layout="channels-last")
     method = build_method(parse({"method": "fedproto"}, SECTIONS))
     down = Prototypes(targets(), torch.ones(K, dtype=torch.bool), None, None)
+    data = data.on(torch.device(device))
     method.local_update(Client(client, 1, task, NETWORKS[architecture, shape], data, training), down)
     return time.process_time()
 
 
-def ours(case: str, clients: int, pool: ProcessPoolExecutor) -> float:
+def ours(case: str, clients: int, pool: ProcessPoolExecutor, device: str, mode: Mode) -> float:
     architectures, shape, batch_size = CASES[case]
     begin = time.perf_counter()
     jobs = [
-        pool.submit(our_round, architectures[client % len(architectures)], shape, batch_size, client)
+        pool.submit(
+            our_round, architectures[client % len(architectures)], shape, batch_size, client, device, mode
+        )
         for client in range(clients)
     ]
     for job in jobs:
@@ -139,11 +152,13 @@ def ours(case: str, clients: int, pool: ProcessPoolExecutor) -> float:
     return time.perf_counter() - begin
 
 
-def measure(case: str, clients: int, rounds: int, pool: ProcessPoolExecutor) -> dict[str, float | int | str]:
+def measure(
+    case: str, clients: int, rounds: int, pool: ProcessPoolExecutor, device: str, mode: Mode
+) -> dict[str, float | int | str]:
     """Return samples a second of both sides, medians over the rounds that follow a first one."""
-    ours(case, clients, pool)
-    plain(case, clients)
-    pairs = [(plain(case, clients), ours(case, clients, pool)) for _ in range(rounds)]
+    ours(case, clients, pool, device, mode)
+    plain(case, clients, device)
+    pairs = [(plain(case, clients, device), ours(case, clients, pool, device, mode)) for _ in range(rounds)]
     total = clients * SAMPLES
     return {
         "case": case,
@@ -163,8 +178,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--only", choices=sorted(CASES))
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--compile", choices=("off", "default", "reduce-overhead"), default="off")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     chosen = parser.parse_args(arguments)
+    if chosen.device == "cuda" and not torch.cuda.is_available():
+        print("no CUDA device here: nothing is measured")
+        return 0
+    where = torch.cuda.get_device_name() if chosen.device == "cuda" else "CPU"
+    print(f"both sides on {where}, ours with compile = {chosen.compile}")
     print(
         f"torch {torch.__version__}, plain loop: {torch.get_num_threads()} threads in one process, "
         f"ours: {chosen.workers} processes of one thread, {torch.backends.cpu.get_cpu_capability()}"
@@ -173,11 +195,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = []
     with ProcessPoolExecutor(chosen.workers, get_context("spawn"), start_worker) as pool:
         for case in [chosen.only] if chosen.only else CASES:
-            found.append(measure(case, chosen.clients, chosen.rounds, pool))
+            found.append(measure(case, chosen.clients, chosen.rounds, pool, chosen.device, chosen.compile))
             row = found[-1]
             print(f"{case:<18}{row['plain']:>18.0f}{row['ours']:>18.0f}{row['ratio']:>8.2f}", flush=True)
     if chosen.out:
         about = {"torch": torch.__version__, "machine": platform.processor() or platform.machine()}
+        about |= {"device": where, "compile": chosen.compile}
         chosen.out.write_text(
             json.dumps({**about, "workers": chosen.workers, "cases": found}, indent=1) + "\n"
         )

@@ -1,0 +1,80 @@
+"""Every method with its network and data on a card: nothing stays behind on the CPU, nothing comes out otherwise."""
+
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from pbfl_flwr.config import Scalar
+from pbfl_flwr.flower import opening
+from pbfl_flwr.methods import METHODS
+from tests.flower.inprocess import federation
+from tests.pretend_card import CUDA, card
+
+GFPL: dict[str, Scalar] = {"gfpl.start": 1, "gfpl.interval": 1}
+VARIANTS: dict[str, dict[str, Scalar]] = {
+    "sparse": {
+        "cps-dim": 8,
+        "aggregation": "ppa",
+        "cpkd": "sample",
+        "wire-dtype": "int8",
+        "dense-uploads": True,
+    },
+    "class-pull": {"cps-dim": 8, "aggregation": "aps-sum", "cpkd": "class", "cps-pull": "masked"},
+    "norm": {"pull-form": "l2", "collect": "trajectory", "aggregation": "weighted"},
+    "before": {"collect": "before", "evaluate-moment": "before", "protocol": "pfl"},
+    "private": {"dp-clip": 1.0, "dp-noise": 0.5, "dp-randomness": "seed"},
+    "sgd": {"momentum": 0.9, "optimizer-state": "kept", "weight-decay": 0.01, "max-grad-norm": 1.0},
+    "held-out": {"validation-share": 0.3, "local-epochs": 2, "drop-last": "never"},
+    "contiguous": {"layout": "contiguous", "models": "resnet6,shufflenet-v2"},
+}
+
+
+def alike(tmp_path: Path, method: str, keys: dict[str, Scalar]) -> None:
+    on_cpu = federation(tmp_path / "cpu", method, **keys).run()
+    with card(), patch.object(opening, "choose_device", lambda wanted: CUDA):
+        on_card = federation(tmp_path / "card", method, **keys).run()
+    assert [line["failures"] for line in on_card.strategy.history] == [[], []]
+    assert on_card.fingerprint == on_cpu.fingerprint
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_on_a_card(name: str, tmp_path: Path) -> None:
+    alike(tmp_path, name, GFPL if name == "gfpl" else {})
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_variant_on_a_card(name: str, tmp_path: Path) -> None:
+    alike(tmp_path, "fedproto", VARIANTS[name])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("compiled", ["off", "reduce-overhead"])
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_on_a_real_card(name: str, compiled: str, tmp_path: Path) -> None:
+    keys = {**(GFPL if name == "gfpl" else {}), "device": "cuda", "compile": compiled}
+    run = federation(tmp_path, name, **keys).run()
+    assert [line["failures"] for line in run.strategy.history] == [[], []]
+    assert run.strategy.history[-1]["accuracy"]["head"]["clients"] > 0
+
+
+def test_the_pretended_card_refuses_what_a_card_refuses() -> None:
+    with card():
+        here, there = torch.ones(3), torch.ones(3).to(CUDA)
+        assert (here.device.type, there.device) == ("cpu", CUDA)
+        assert (
+            (there + 1).device == torch.zeros(3, device=CUDA).device == torch.ones_like(there).device == CUDA
+        )
+        with pytest.raises(RuntimeError, match="on the CPU and tensors on the card"):
+            here + there
+        with pytest.raises(TypeError, match="to numpy"):
+            there.numpy()
+        with pytest.raises(RuntimeError, match="Generator"):
+            there.normal_(generator=torch.Generator())
+        with pytest.raises(RuntimeError, match="a generator on the CPU"):
+            torch.randn(3, device=CUDA, generator=torch.Generator())
+        assert (here + there.cpu()).tolist() == [2, 2, 2]
+        assert (
+            float(there[torch.tensor([0, 1])].sum() * torch.tensor(2.0)) == 4.0
+        )  # indices and single numbers may cross

@@ -1,0 +1,163 @@
+"""A card that is none: tensors that say they are on ``cuda:0``, are computed on the CPU, and mix with no others.
+
+Code for a GPU goes wrong where tensors of two devices meet: a mask made on the CPU, a memory that was read from disk,
+a prototype that was just decoded. On a machine without a card that would never show. Within :func:`card`, tensors
+moved to ``cuda`` are of the class ``OnCard``; every operation looks whether all that it is given is there, refuses
+what CUDA refuses, and computes what the CPU computes, bit for bit. Speed, memory, CUDA's own kernels and autocast are
+not pretended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_iter, tree_map
+
+CUDA = torch.device("cuda", 0)
+aten = torch.ops.aten
+# What CUDA lets cross the border: copies, and indices that lie on the CPU.
+CROSSING = {aten.copy_.default, aten.index.Tensor, aten.index_put_.default, aten.index_put.default}
+
+
+class OnCard(Tensor):
+    """A tensor on the card; ``held`` is where it is computed."""
+
+    held: Tensor
+
+    @staticmethod
+    def __new__(cls, held: Tensor) -> OnCard:
+        made: OnCard = torch.Tensor._make_wrapper_subclass(
+            cls,
+            held.size(),
+            strides=held.stride(),
+            storage_offset=held.storage_offset(),
+            dtype=held.dtype,
+            layout=held.layout,
+            device="cpu",
+        )
+        made.held = held
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"OnCard({self.held})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = [item for item in tree_iter((args, kwargs)) if isinstance(item, (Tensor, torch.Generator))]
+        strangers = [item for item in given if not isinstance(item, OnCard)]
+        if func not in CROSSING:
+            for item in strangers:
+                if isinstance(item, torch.Generator) or item.dim() > 0:
+                    raise RuntimeError(f"{func}: {type(item).__name__} on the CPU and tensors on the card")
+        found = func(*tree_map(_held, args), **tree_map(_held, kwargs))
+        if func is aten.copy_.default and not isinstance(args[0], OnCard):
+            return args[0]  # from the card to the CPU
+        return return_and_correct_aliasing(func, args, kwargs, tree_map(_carded, found))
+
+
+def _held(item: Any) -> Any:
+    return item.held if isinstance(item, OnCard) else item
+
+
+def _carded(item: Any) -> Any:
+    return OnCard(item) if isinstance(item, Tensor) and not isinstance(item, OnCard) else item
+
+
+class _Move(torch.autograd.Function):
+    """To the card or from it, with gradients going the other way."""
+
+    @staticmethod
+    def forward(context: Any, moved: Tensor, there: bool) -> Tensor:
+        context.there = there
+        return OnCard(moved.detach().clone()) if there else _held(moved).detach().clone()
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _move(gradients[0], not context.there), None
+
+
+def _move(tensor: Tensor, there: bool) -> Tensor:
+    if isinstance(tensor, OnCard) is there:
+        return tensor
+    moved: Tensor = _Move.apply(tensor, there)
+    return moved
+
+
+def _is_cuda(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "cuda"
+
+
+class _Machine(TorchFunctionMode):
+    """Stands between Python and torch where a device is asked for or named."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        first = args[0] if args else None
+        if func == torch.Tensor.device.__get__:
+            return CUDA if isinstance(first, OnCard) else func(*args, **kwargs)
+        if func in (torch.Tensor.cpu, torch.Tensor.cuda):
+            return _move(first, func is torch.Tensor.cuda)
+        if func is torch.Tensor.to:
+            return self._to(first, list(args[1:]), kwargs)
+        if func in (torch.Tensor.numpy, torch.Tensor.tolist) and isinstance(first, OnCard):
+            if func is torch.Tensor.tolist:
+                return first.held.tolist()
+            raise TypeError("can't convert cuda:0 device type tensor to numpy")
+        if func is torch.nn.functional.one_hot and isinstance(first, OnCard):
+            return OnCard(
+                func(first.held, *args[1:], **kwargs)
+            )  # within torch it makes numbers "like its input"
+        if _is_cuda(kwargs.get("device")):  # a new tensor on the card
+            if kwargs.get("generator") is not None:
+                raise RuntimeError(f"{func}: a generator on the CPU for a tensor on the card")
+            kwargs["device"] = "cpu"
+            return tree_map(_carded, func(*tree_map(_held, args), **tree_map(_held, kwargs)))
+        return func(*args, **kwargs)
+
+    def _to(self, tensor: Tensor, rest: list[Any], kwargs: dict[str, Any]) -> Tensor:
+        there = isinstance(tensor, OnCard)
+        if "device" in kwargs:
+            there = _is_cuda(kwargs.pop("device")) if kwargs["device"] is not None else there
+        kept = []
+        for item in rest:
+            if isinstance(item, (str, torch.device)):
+                there = _is_cuda(item)
+            elif isinstance(item, Tensor):
+                there = isinstance(item, OnCard)
+                kept.append(item.dtype)
+            elif item is not None:
+                kept.append(item)
+        converted = torch.Tensor.to(tensor, *_without_flags(kept), **kwargs) if kept or kwargs else tensor
+        return _move(converted, there)
+
+
+def _without_flags(words: Sequence[Any]) -> list[Any]:
+    """Return the arguments without non_blocking and copy, which may stand behind a device."""
+    return [word for word in words if not isinstance(word, bool)]
+
+
+@contextmanager
+def card() -> Iterator[None]:
+    """Let this process have a card for a while."""
+    before = torch.__future__.get_overwrite_module_params_on_conversion()
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    inference = torch.inference_mode  # knows no tensors of a class of their own
+    try:
+        with (
+            patch.object(inference, "__enter__", torch.no_grad.__enter__),
+            patch.object(inference, "__exit__", torch.no_grad.__exit__),
+            patch("torch.cuda.get_rng_state", lambda device: torch.get_rng_state()),
+            patch("torch.cuda.set_rng_state", lambda state, device: None),
+            _Machine(),
+        ):
+            yield
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(before)
