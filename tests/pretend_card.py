@@ -22,8 +22,11 @@ from torch.utils._pytree import tree_iter, tree_map
 
 CUDA = torch.device("cuda", 0)
 aten = torch.ops.aten
-# What CUDA lets cross the border: copies, and indices that lie on the CPU.
-CROSSING = {aten.copy_.default, aten.index.Tensor, aten.index_put_.default, aten.index_put.default}
+INDEXING = {
+    aten.index.Tensor,
+    aten.index_put_.default,
+    aten.index_put.default,
+}  # CUDA takes indices from the CPU
 
 
 class OnCard(Tensor):
@@ -51,12 +54,11 @@ class OnCard(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = [item for item in tree_iter((args, kwargs)) if isinstance(item, (Tensor, torch.Generator))]
-        strangers = [item for item in given if not isinstance(item, OnCard)]
-        if func not in CROSSING:
-            for item in strangers:
-                if isinstance(item, torch.Generator) or item.dim() > 0:
-                    raise RuntimeError(f"{func}: {type(item).__name__} on the CPU and tensors on the card")
+        together = (args[0], args[2:]) if func in INDEXING else (args, kwargs)
+        for item in tree_iter(together) if func is not aten.copy_.default else ():
+            generator = isinstance(item, torch.Generator)
+            if generator or (isinstance(item, Tensor) and not isinstance(item, OnCard) and item.dim() > 0):
+                raise RuntimeError(f"{func}: {type(item).__name__} on the CPU and tensors on the card")
         found = func(*tree_map(_held, args), **tree_map(_held, kwargs))
         if func is aten.copy_.default and not isinstance(args[0], OnCard):
             return args[0]  # from the card to the CPU

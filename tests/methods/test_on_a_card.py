@@ -32,9 +32,9 @@ VARIANTS: dict[str, dict[str, Scalar]] = {
 
 
 def alike(tmp_path: Path, method: str, keys: dict[str, Scalar]) -> None:
-    on_cpu = federation(tmp_path / "cpu", method, **keys).run()
+    on_cpu = federation(tmp_path / "cpu", method, num_clients=3, **keys).run()
     with card(), patch.object(opening, "choose_device", lambda wanted: CUDA):
-        on_card = federation(tmp_path / "card", method, **keys).run()
+        on_card = federation(tmp_path / "card", method, num_clients=3, **keys).run()
     assert [line["failures"] for line in on_card.strategy.history] == [[], []]
     assert on_card.fingerprint == on_cpu.fingerprint
 
@@ -68,6 +68,8 @@ def test_the_pretended_card_refuses_what_a_card_refuses() -> None:
         )
         with pytest.raises(RuntimeError, match="on the CPU and tensors on the card"):
             here + there
+        with pytest.raises(RuntimeError, match="on the CPU and tensors on the card"):
+            here[there.long()]
         with pytest.raises(TypeError, match="to numpy"):
             there.numpy()
         with pytest.raises(RuntimeError, match="Generator"):
