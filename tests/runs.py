@@ -73,5 +73,7 @@ def write_run(path: Path, rounds: list[dict[str, Any]], **changes: Any) -> Path:
     path.mkdir(parents=True)
     (path / "run.json").write_text(json.dumps(about))
     (path / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in rounds))
-    (path / "partition.json").write_text(json.dumps({"counts": [[5, 3, 0], [0, 0, 8]], "notes": []}))
+    (path / "partition.json").write_text(
+        json.dumps({"counts": [[5, 3, 0], [0, 0, 8]], "notes": [], "majority": 0.7512})
+    )
     return path

@@ -190,6 +190,7 @@ def test_the_table(file: Path, tmp_path: Path) -> None:
     text = (tmp_path / "table.md").read_text()
     assert "| A | global | 50.00 ± 35.36 | 75.00 ± 0.00 |" in text  # (25+75)/2, 50/√2
     assert "Rounds: 2. Seeds: 2." in text
+    assert text.count("Always answering a client's most frequent training class: 75.12 %") == 1
     assert (
         (tmp_path / "table.csv")
         .read_text()

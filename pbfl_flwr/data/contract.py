@@ -100,6 +100,19 @@ class Partition:
     counts: NDArray[np.int64]
     notes: tuple[str, ...] = ()
 
+    def majority(self, labels: Rows) -> float | None:
+        """Return the share of all test samples that are of their client's most frequent training class.
+
+        Who has learnt nothing but the skew of the labels scores this; None without test samples.
+
+        Args:
+            labels: (N,) of the pool that was dealt.
+        """
+        tested = sum(len(split.test) for split in self.splits)
+        held = (split for split in self.splits if len(split.train) and len(split.test))
+        hits = (np.sum(labels[s.test] == np.bincount(labels[s.train]).argmax()) for s in held)
+        return float(sum(hits)) / tested if tested else None
+
 
 @dataclass(frozen=True, eq=False)
 class Shard:

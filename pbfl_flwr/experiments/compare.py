@@ -19,7 +19,7 @@ A comparison is a TOML file: what all runs share, and a table a run with what it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -34,7 +34,7 @@ from pbfl_flwr.experiments.records import Group, Record
 from pbfl_flwr.experiments.runner import simulate
 from pbfl_flwr.experiments.sheets import Sheet, figure
 from pbfl_flwr.experiments.summaries import paired_sheet
-from pbfl_flwr.experiments.tables import paper_scalars, scores
+from pbfl_flwr.experiments.tables import majority_lines, paper_scalars, scores
 from pbfl_flwr.flower.engine import Resources
 from pbfl_flwr.flower.history import RunDirectory
 from pbfl_flwr.flower.store import write_atomically
@@ -263,6 +263,7 @@ class Row:
         total: bytes a round, all clients and both ways, Flower's objects included.
         paper: scalars by the paper's formula.
         seconds: a round.
+        remarks: what the skew of the labels alone scores, in a sentence.
     """
 
     label: str
@@ -280,6 +281,7 @@ class Row:
     total: float
     paper: str
     seconds: float
+    remarks: list[str] = field(default_factory=list)
 
     def plain(self) -> list[str]:
         """Return the mean figures in the order of :data:`PLAIN`, as other programs read them."""
@@ -324,6 +326,7 @@ def _row(label: str, runs: Sequence[RunDirectory]) -> Row:
         fmean(entry["bytes_up"]["total"] + entry["bytes_down"]["total"] for entry in entries),
         paper_scalars(abouts[0], runs[0].partition_counts()),
         fmean(entry["seconds"]["total"] for entry in entries),
+        majority_lines(runs),
     )
 
 
@@ -346,7 +349,8 @@ def table(title: str, found: Sequence[Row]) -> Sheet:
     note = f"Rounds: {', '.join(map(str, rounds))}. Seeds: {max((row.seeds for row in found), default=0)}. "
     note += "The columns named after predictors are last-round accuracies; payload is a client's mean. "
     note += "± is the sample deviation over seeds."
-    return Sheet(title, tuple(head), tuple(lines), (note,), text_columns=2)
+    remarks = dict.fromkeys(remark for row in found for remark in row.remarks)
+    return Sheet(title, tuple(head), tuple(lines), (note, *remarks), text_columns=2)
 
 
 def write(out: Path, title: str, found: Sequence[Row], groups: Sequence[Group]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -89,6 +89,8 @@ def show(run_dir: Path, console: Console) -> None:
     say(console, settings_line(about, len(rounds)))
     if rounds:
         console.print(accuracy_table(scores(rounds), about["headline"]))
+        for sentence in majority_lines([run]):
+            say(console, sentence)
         if any(member.get("name") for member in about["clients"]):
             console.print(client_table(about, run.client_rounds()))
         console.print(cost_table(about, rounds, run.partition_counts()))
@@ -103,6 +105,13 @@ def show(run_dir: Path, console: Console) -> None:
         say(console, f"{len(rounds)} of {wanted} rounds; go on with: pbfl run --resume {run_dir}")
     if (error := run_dir / ERROR).exists():
         say(console, f"it ended with: {error.read_text(encoding='utf-8').strip()}", "red")
+
+
+def majority_lines(runs: Iterable[RunDirectory]) -> list[str]:
+    """Return what the skew of the labels alone scores, in a sentence; none where it is not known."""
+    known = sorted({f"{100 * share:.2f}" for run in runs if (share := run.majority()) is not None})
+    said = f"Always answering a client's most frequent training class: {', '.join(known)} %, weighted by samples."
+    return [said] if known else []
 
 
 def settings_line(about: Mapping[str, Any], num_rounds: int) -> str:

@@ -174,14 +174,25 @@ class RunDirectory:
             except OSError as error:
                 raise UnsavedState(f"{self.path / name} cannot be written ({error.strerror})") from None
 
-    def write_partition(self, counts: Sequence[Sequence[int]], notes: Sequence[str]) -> None:
-        """Write the samples of each class on each client."""
-        self._write("partition.json", {"counts": counts, "notes": notes})
+    def write_partition(
+        self, counts: Sequence[Sequence[int]], notes: Sequence[str], majority: float | None
+    ) -> None:
+        """Write the samples of each class on each client, and what always answering its largest class scores."""
+        self._write("partition.json", {"counts": counts, "notes": notes, "majority": majority})
 
     def partition_counts(self) -> list[list[int]] | None:
         """Return the samples of each class on each client, None where they are not known."""
+        found: list[list[int]] | None = self._partition().get("counts")
+        return found
+
+    def majority(self) -> float | None:
+        """Return what always answering a client's most frequent training class scores, None where it is not known."""
+        found: float | None = self._partition().get("majority")
+        return found
+
+    def _partition(self) -> dict[str, Any]:
         file = self.path / "partition.json"
-        return json.loads(file.read_text())["counts"] if file.exists() else None
+        return dict(json.loads(file.read_text())) if file.exists() else {}
 
     def save_checkpoint(
         self, state: Payload, broadcast: Payload, server_round: int, fingerprint: str

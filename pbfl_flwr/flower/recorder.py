@@ -10,7 +10,7 @@ from typing import Any
 from flwr.common import log
 
 from pbfl_flwr.config import Settings
-from pbfl_flwr.data import check_data
+from pbfl_flwr.data import check_data, load_pool
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.history import OTHER_CONFIGURATION, RunDirectory
 from pbfl_flwr.flower.roster import Member
@@ -60,7 +60,8 @@ class Recorder:
         self.run.start(self._settings.as_dict(), {**facts, "clients": clients})
         if all(member.simulated and member.configured_data for member in known):
             partition = check_data(self._settings.data, self._settings.run.num_clients)
-            self.run.write_partition(partition.counts.tolist(), list(partition.notes))
+            majority = partition.majority(load_pool(self._settings.data).labels)
+            self.run.write_partition(partition.counts.tolist(), list(partition.notes), majority)
         self._open_sinks()
 
     def go_on(

@@ -16,7 +16,7 @@ from flwr.serverapp.strategy import Strategy
 from torch import Tensor
 
 from pbfl_flwr.config import Scalar, parse
-from pbfl_flwr.data import check_data
+from pbfl_flwr.data import check_data, client_data
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import wire
 from pbfl_flwr.flower.client import make_client_app
@@ -737,9 +737,15 @@ def test_the_partition_is_written_where_the_server_can_deal_it(tmp_path: Path) -
     written = found.directory.partition_counts()
     assert written == check_data(found.strategy.settings.data, 3).counts.tolist()
     assert sum(map(sum, written)) == 1797
+    right = tested = 0
+    for number in range(3):
+        data = client_data(found.strategy.settings.data, 3, number)
+        right += int((data.test.labels == data.train.labels.mode().values).sum())
+        tested += len(data.test)
+    assert found.directory.majority() == pytest.approx(right / tested)
     # An app's own data is not the configured partition, and nothing is claimed about it.
     own = federation(tmp_path / "b", "local", on_disk=True, num_server_rounds=1).run()
-    assert own.directory.partition_counts() is None
+    assert own.directory.partition_counts() is own.directory.majority() is None
 
 
 def test_the_run_directory_is_readable_by_others(tmp_path: Path, two_rounds: Federation) -> None:
