@@ -179,8 +179,7 @@ def test_a_killed_supernode_comes_back_with_its_state(place: Path, secure: bool)
     same_results(run_dir, reference(place / "again", brought, faults, rounds))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("victim", ["serverapp", "superlink"])
+@pytest.mark.parametrize("victim", ["serverapp", pytest.param("superlink", marks=pytest.mark.long)])
 def test_a_killed_server_goes_on_where_it_was(place: Path, victim: str) -> None:
     run_dir, brought = place / "run", devices(place)
     nodes = complete(brought, 3, run_dir / "clients")
