@@ -33,6 +33,7 @@ class OnCard(Tensor):
     """A tensor on the card; ``held`` is where it is computed."""
 
     held: Tensor
+    operations = 0  # since the process began
 
     @staticmethod
     def __new__(cls, held: Tensor) -> OnCard:
@@ -54,6 +55,7 @@ class OnCard(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        OnCard.operations += 1
         together = (args[0], args[2:]) if func in INDEXING else (args, kwargs)
         for item in tree_iter(together) if func is not aten.copy_.default else ():
             generator = isinstance(item, torch.Generator)

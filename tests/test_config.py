@@ -198,8 +198,9 @@ def test_a_configuration_survives_its_flat_form() -> None:
 
 
 def test_settings_cannot_be_changed() -> None:
+    training: Any = Settings().training
     with pytest.raises(ValueError, match="frozen"):
-        Settings().training.batch_size = 3  # type: ignore[misc]
+        training.batch_size = 3
     assert TrainingSettings(batch_size=3).batch_size == 3
 
 

@@ -6,12 +6,13 @@ Data that is not on the machine is stood in for by noise with the same shape, cl
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from pbfl_flwr.config import DataSettings, Scalar, Settings, parse
+from pbfl_flwr.config import DataSettings, Settings, parse
 from pbfl_flwr.data import ClientData, Pool, Shard, partition
 from pbfl_flwr.experiments import compare, configuration, reproduce
 from pbfl_flwr.methods import SECTIONS, build_method
@@ -19,7 +20,7 @@ from pbfl_flwr.models import FAMILIES, architectures, check_models
 from pbfl_flwr.task import Task
 from tests.flower.inprocess import federation
 
-Keys = dict[str, Scalar]
+Keys = dict[str, Any]
 
 # Input shape, classes, training and test samples.
 SETS: dict[str, tuple[tuple[int, ...], int, int, int]] = {
@@ -147,7 +148,7 @@ def test_every_network_takes_its_data() -> None:
     ("where", "keys"), distinct(), ids=lambda item: item if isinstance(item, str) else ""
 )
 def test_a_round_of_every_run(where: str, keys: Keys, tmp_path: Path) -> None:
-    run = federation(tmp_path, data=noise, **keys).run()  # type: ignore[arg-type]
+    run = federation(tmp_path, data=noise, **keys).run()
     (line,) = run.strategy.history
     assert line["failures"] == []
     assert line["trained"] == [0, 1]

@@ -263,7 +263,7 @@ class Row:
         total: bytes a round, all clients and both ways, Flower's objects included.
         paper: scalars by the paper's formula.
         seconds: a round.
-        remarks: what the skew of the labels alone scores, in a sentence.
+        majority: what the skew of the labels alone scores, one a seed; None where it is not known.
     """
 
     label: str
@@ -281,7 +281,7 @@ class Row:
     total: float
     paper: str
     seconds: float
-    remarks: list[str] = field(default_factory=list)
+    majority: list[float | None] = field(default_factory=list)
 
     def plain(self) -> list[str]:
         """Return the mean figures in the order of :data:`PLAIN`, as other programs read them."""
@@ -326,7 +326,7 @@ def _row(label: str, runs: Sequence[RunDirectory]) -> Row:
         fmean(entry["bytes_up"]["total"] + entry["bytes_down"]["total"] for entry in entries),
         paper_scalars(abouts[0], runs[0].partition_counts()),
         fmean(entry["seconds"]["total"] for entry in entries),
-        majority_lines(runs),
+        [run.majority() for run in runs],
     )
 
 
@@ -349,8 +349,8 @@ def table(title: str, found: Sequence[Row]) -> Sheet:
     note = f"Rounds: {', '.join(map(str, rounds))}. Seeds: {max((row.seeds for row in found), default=0)}. "
     note += "The columns named after predictors are last-round accuracies; payload is a client's mean. "
     note += "± is the sample deviation over seeds."
-    remarks = dict.fromkeys(remark for row in found for remark in row.remarks)
-    return Sheet(title, tuple(head), tuple(lines), (note, *remarks), text_columns=2)
+    notes = (note, *majority_lines(share for row in found for share in row.majority))
+    return Sheet(title, tuple(head), tuple(lines), notes, text_columns=2)
 
 
 def write(out: Path, title: str, found: Sequence[Row], groups: Sequence[Group]) -> None:

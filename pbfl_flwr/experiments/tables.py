@@ -89,7 +89,7 @@ def show(run_dir: Path, console: Console) -> None:
     say(console, settings_line(about, len(rounds)))
     if rounds:
         console.print(accuracy_table(scores(rounds), about["headline"]))
-        for sentence in majority_lines([run]):
+        for sentence in majority_lines([run.majority()]):
             say(console, sentence)
         if any(member.get("name") for member in about["clients"]):
             console.print(client_table(about, run.client_rounds()))
@@ -107,9 +107,13 @@ def show(run_dir: Path, console: Console) -> None:
         say(console, f"it ended with: {error.read_text(encoding='utf-8').strip()}", "red")
 
 
-def majority_lines(runs: Iterable[RunDirectory]) -> list[str]:
-    """Return what the skew of the labels alone scores, in a sentence; none where it is not known."""
-    known = sorted({f"{100 * share:.2f}" for run in runs if (share := run.majority()) is not None})
+def majority_lines(shares: Iterable[float | None]) -> list[str]:
+    """Return what the skew of the labels alone scores, in a sentence; none where it is not known.
+
+    Args:
+        shares: what :meth:`RunDirectory.majority` says of every run; several partitions are named side by side.
+    """
+    known = sorted({f"{100 * share:.2f}" for share in shares if share is not None})
     said = f"Always answering a client's most frequent training class: {', '.join(known)} %, weighted by samples."
     return [said] if known else []
 

@@ -176,8 +176,9 @@ def test_what_a_named_client_draws_depends_on_its_name_alone(tmp_path: Path) -> 
 
 
 def test_numbers_and_seeds_of_numbered_clients_are_as_they_were(tmp_path: Path) -> None:
-    client = Client(3, 1, Task(2, 2, (1,)), None, None)  # type: ignore[arg-type]
-    assert (client.key, Client(3, 1, client.task, None, None, name="a").key) == (3, "a")  # type: ignore[arg-type]
+    nothing: Any = None  # neither network nor data
+    client = Client(3, 1, Task(2, 2, (1,)), nothing, nothing)
+    assert (client.key, Client(3, 1, client.task, nothing, nothing, name="a").key) == (3, "a")
 
 
 def test_a_resumed_run_keeps_the_numbers(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -92,19 +93,18 @@ def test_the_server_never_receives_one_clients_prototypes(tmp_path: Path) -> Non
         assert len(stages) == 4
         # Nothing but the masked vector is long enough to hold a row.
         assert all(not record for m in stages for record in m.content.array_records.values())
+        records: list[Any] = [m.content.config_records[RECORD_KEY_CONFIGS] for m in stages]
         (masked,) = [
-            bytes_to_ndarray(m.content.config_records[RECORD_KEY_CONFIGS][Key.MASKED_PARAMETERS][1])  # type: ignore[index,arg-type]
-            for m in stages
-            if Key.MASKED_PARAMETERS in m.content.config_records[RECORD_KEY_CONFIGS]
+            bytes_to_ndarray(record[Key.MASKED_PARAMETERS][1])
+            for record in records
+            if Key.MASKED_PARAMETERS in record
         ]
         assert masked.shape == vector.shape
         # Uniform over 0..2^32, whatever the table holds: its many zeros do not show, and nothing correlates.
         assert len(np.unique(masked)) > 0.99 * len(masked)
         assert abs(masked.mean() / 2**32 - 0.5) < 0.1
         assert abs(np.corrcoef(masked, vector)[0, 1]) < 0.2
-        others = (
-            sum(len(m.content.config_records[RECORD_KEY_CONFIGS].deflate()) for m in stages) - masked.nbytes
-        )
+        others = sum(len(record.deflate()) for record in records) - masked.nbytes
         assert others < 8 * 3000
 
 

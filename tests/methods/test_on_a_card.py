@@ -10,7 +10,7 @@ from pbfl_flwr.config import Scalar
 from pbfl_flwr.flower import opening
 from pbfl_flwr.methods import METHODS
 from tests.flower.inprocess import federation
-from tests.pretend_card import CUDA, card
+from tests.pretend_card import CUDA, OnCard, card
 
 GFPL: dict[str, Scalar] = {"gfpl.start": 1, "gfpl.interval": 1}
 VARIANTS: dict[str, dict[str, Scalar]] = {
@@ -33,10 +33,12 @@ VARIANTS: dict[str, dict[str, Scalar]] = {
 
 def alike(tmp_path: Path, method: str, keys: dict[str, Scalar]) -> None:
     on_cpu = federation(tmp_path / "cpu", method, num_clients=3, **keys).run()
+    before = OnCard.operations
     with card(), patch.object(opening, "choose_device", lambda wanted: CUDA):
         on_card = federation(tmp_path / "card", method, num_clients=3, **keys).run()
     assert [line["failures"] for line in on_card.strategy.history] == [[], []]
     assert on_card.fingerprint == on_cpu.fingerprint
+    assert OnCard.operations > before + 100, "it was trained elsewhere"
 
 
 @pytest.mark.parametrize("name", METHODS)

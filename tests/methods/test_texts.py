@@ -1,6 +1,7 @@
 """Every method trains on token ids: nothing between the data and the networks takes inputs for numbers."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,12 +35,12 @@ def texts(settings: Settings, client: int) -> ClientData:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_two_rounds_on_texts(name: str, tmp_path: Path) -> None:
-    keys: dict[str, Scalar] = {
+    keys: dict[str, Any] = {
         "num-clients": 2,
         "num-server-rounds": 2,
         "models": "fasttext",
         "feature-dim": 8,
     }
-    run = federation(tmp_path, name, data=texts, **keys, **MORE.get(name, {})).run()  # type: ignore[arg-type]
+    run = federation(tmp_path, name, data=texts, **keys, **MORE.get(name, {})).run()
     assert [line["failures"] for line in run.strategy.history] == [[], []]
     assert [line["trained"] for line in run.strategy.history] == [[0, 1], [0, 1]]

@@ -1,6 +1,6 @@
 """Shares: an upload that came too late counts for less; and a sum reads every upload once."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import pytest
 import torch
@@ -61,20 +61,22 @@ def test_weights_too() -> None:
     )
 
 
-class ReadOnce(dict[int, Prototypes]):
+class ReadOnce(Mapping[int, Prototypes]):
     """Uploads that count how often each is asked for."""
 
     def __init__(self, uploads: dict[int, Prototypes]) -> None:
-        super().__init__(uploads)
+        self.uploads = uploads
         self.reads = 0
 
-    def values(self) -> Iterator[Prototypes]:  # type: ignore[override]
-        for client in self:
-            self.reads += 1
-            yield self[client]
+    def __getitem__(self, client: int) -> Prototypes:
+        self.reads += 1
+        return self.uploads[client]
 
-    def items(self) -> Iterator[tuple[int, Prototypes]]:  # type: ignore[override]
-        yield from zip(self, self.values(), strict=True)
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.uploads)
+
+    def __len__(self) -> int:
+        return len(self.uploads)
 
 
 @pytest.mark.parametrize(
