@@ -105,22 +105,30 @@ def plain(case: str, clients: int, device: str) -> float:
 
 # Ours -------------------------------------------------------------------------------------------------------
 
-NETWORKS: dict[tuple[str, tuple[int, ...]], SplitModel] = {}  # of a worker process
+NETWORKS: dict[tuple[object, ...], SplitModel] = {}  # of a worker process
 
 
-def start_worker() -> None:
-    torch.set_num_threads(1)
+def start_worker(threads: int = 1) -> None:
+    torch.set_num_threads(threads)
     keep_freed_memory()
 
 
 def our_round(
-    architecture: str, shape: tuple[int, int, int], batch_size: int, client: int, device: str, mode: Mode
+    architecture: str,
+    shape: tuple[int, int, int],
+    batch_size: int,
+    client: int,
+    device: str,
+    mode: Mode,
+    layout: str = "channels-last",
+    precision: str = "float32",
 ) -> float:
     task = Task(K, D, shape)
-    if (architecture, shape) not in NETWORKS:
-        network = arrange(build_model(architecture, task, 0), "channels-last").to(device)
+    key = (architecture, shape, layout, precision)
+    if key not in NETWORKS:
+        network = arrange(build_model(architecture, task, 0), layout, precision).to(device)
         compile_body(network, mode)
-        NETWORKS[architecture, shape] = network
+        NETWORKS[key] = network
     images, labels = samples(shape, client)
     data = ClientData(
         Shard(images, labels),
@@ -130,11 +138,11 @@ def our_round(
         torch.full((shape[0], 1, 1), 1 / 127.5),
         torch.full((shape[0], 1, 1), -1.0),
     )
-    training = TrainingSettings(batch_size=batch_size, layout="channels-last")
+    training = TrainingSettings(batch_size=batch_size, layout=layout)
     method = build_method(parse({"method": "fedproto"}, SECTIONS))
     down = Prototypes(targets(), torch.ones(K, dtype=torch.bool), None, None)
     data = data.on(torch.device(device))
-    method.local_update(Client(client, 1, task, NETWORKS[architecture, shape], data, training), down)
+    method.local_update(Client(client, 1, task, NETWORKS[key], data, training), down)
     return time.process_time()
 
 

@@ -21,7 +21,7 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Check the configuration, then run the method's strategy; why it ended early stands in the run directory."""
     settings = parse(context.run_config, SECTIONS)
-    torch.set_num_threads(settings.training.threads)
+    torch.set_num_threads(1 if settings.training.threads == "auto" else settings.training.threads)
     directory = run_directory(settings, context.run_id)
     (directory / ERROR).unlink(missing_ok=True)
     try:

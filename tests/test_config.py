@@ -197,6 +197,37 @@ def test_a_configuration_survives_its_flat_form() -> None:
         assert parse(settings.as_dict(), SECTIONS) == settings
 
 
+def test_an_architecture_may_have_its_own_layout_and_precision() -> None:
+    keys: dict[str, Scalar] = {"layout": "contiguous, cnn4=channels-last", "precision": "resnet8=bfloat16"}
+    training = parse(keys).training
+    assert {name: training.of(name).layout for name in ("cnn4", "resnet8")} == {
+        "cnn4": "channels-last",
+        "resnet8": "contiguous",
+    }
+    assert {name: training.of(name).precision for name in ("cnn4", "resnet8")} == {
+        "cnn4": "float32",
+        "resnet8": "bfloat16",
+    }
+    # What is not said is the protocol's.
+    for said in ("cnn4=contiguous", "auto, cnn4 = contiguous", "cnn4=contiguous,auto"):
+        assert parse({"layout": said}).training.layout == "channels-last, cnn4=contiguous"
+    assert parse({"layout": "cnn4=auto"}).training.of("cnn4").layout == "channels-last"
+    assert (
+        parse({"layout": "cnn4=channels-last", "protocol": "pfl"}).training.of("cnn2").layout == "contiguous"
+    )
+    resolved = parse(keys)
+    assert parse(resolved.as_dict(), SECTIONS) == parse(keys, SECTIONS)
+    assert parse({"layout": "cnn4=contiguous"}).fingerprint() != parse({}).fingerprint()
+
+
+@pytest.mark.parametrize(
+    "value", ["diagonal", "cnn4=diagonal", "", "cnn4", "cnn4=contiguous,cnn4=auto", "auto, contiguous"]
+)
+def test_a_layout_that_is_none(value: str) -> None:
+    (line,) = refused({"layout": value})
+    assert line.startswith(f"layout = '{value}': allowed is auto, channels-last, contiguous, or a comma list")
+
+
 def test_settings_cannot_be_changed() -> None:
     training: Any = Settings().training
     with pytest.raises(ValueError, match="frozen"):

@@ -37,6 +37,7 @@ CONFIG: dict[str, Scalar] = {
     "num-clients": 3,
     "num-server-rounds": 3,
     "feature-dim": 32,
+    "threads": 1,
     "batch-size": 16,
     "local-epochs": 4,
     "learning-rate": 0.1,

@@ -32,6 +32,7 @@ CONFIG: dict[str, Scalar] = {
     "num-clients": 3,
     "num-server-rounds": 4,
     "feature-dim": 32,
+    "threads": 1,
     "batch-size": 16,
     "local-epochs": 2,
     "momentum": 0.5,

@@ -6,6 +6,7 @@ not wrong types; here every bad key is found at once and named with its value an
 before round 1 and the resolved value is written into the result.
 """
 
+from pbfl_flwr.config.choices import choices
 from pbfl_flwr.config.keys import (
     FAULTS,
     GROUPS,
@@ -46,6 +47,7 @@ __all__ = [
     "Scalar",
     "Settings",
     "TrainingSettings",
+    "choices",
     "class_names",
     "parse",
     "parse_section",

@@ -9,6 +9,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from pbfl_flwr.config.choices import choice, one_or_each
+
 Scalar = bool | int | float | str
 Auto = Literal["auto"]
 
@@ -40,6 +42,8 @@ def _absolute(path: str) -> str:
 
 AbsolutePath = Annotated[str, AfterValidator(_absolute)]
 
+LAYOUTS = ("channels-last", "contiguous")
+PRECISIONS = ("float32", "bfloat16")
 FAULTS = ("drop", "crash", "corrupt", "stale", "delay")
 
 
@@ -233,17 +237,32 @@ class TrainingSettings(Group):
     device: Literal["auto", "cpu", "cuda", "mps"] = Field(
         "auto", description="auto: the GPU Flower gives, or CPU"
     )
-    layout: Literal["auto", "channels-last", "contiguous"] = Field(
+    layout: Annotated[str, AfterValidator(one_or_each("auto", *LAYOUTS))] = Field(
         "auto",
-        description="of images in memory: channels-last is faster, contiguous is the references' arithmetic",
+        description="of images in memory: channels-last is faster, contiguous is the references' arithmetic; one for "
+        "all or each architecture its own: 'contiguous, cnn4=channels-last'",
     )
-    precision: Literal["float32", "bfloat16"] = Field(
-        "float32", description="of the products in a network's body; weights, features and head stay float32"
+    precision: Annotated[str, AfterValidator(one_or_each(*PRECISIONS))] = Field(
+        "float32",
+        description="of the products in a network's body, float32 or bfloat16 (weights, features and head stay "
+        "float32); for all, or 'float32, resnet8=bfloat16'",
     )
     compile: Literal["off", "default", "reduce-overhead"] = Field(
         "off", description="torch.compile of a network's body; reduce-overhead replays CUDA graphs on a GPU"
     )
-    threads: int = Field(1, ge=1, le=1024, description="torch threads of a client on the CPU")
+    threads: Auto | Annotated[int, Field(ge=1, le=1024)] = Field(
+        "auto",
+        description="torch threads of a client; auto: a worker's share of the cores, all of a device's",
+    )
+
+    def of(self, architecture: str) -> TrainingSettings:
+        """Return the settings of a client with this architecture: one layout and one precision."""
+        return self.model_copy(
+            update={
+                "layout": choice(self.layout, architecture, "auto"),
+                "precision": choice(self.precision, architecture, "float32"),
+            }
+        )
 
 
 class ConventionSettings(Group):

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from pbfl_flwr.config.choices import completed
 from pbfl_flwr.config.keys import (
     GROUPS,
     ConventionSettings,
@@ -151,8 +152,11 @@ def _apply_protocol(settings: Settings) -> Settings:
         field = key.replace("-", "_")
         for name, changed in changes.items():
             group = getattr(settings, name)
-            if getattr(group, field, None) == "auto":
+            value = getattr(group, field, None)
+            if value == "auto":
                 changed[field] = row[settings.run.protocol]
+            elif field == "layout" and isinstance(value, str):
+                changed[field] = completed(value, str(row[settings.run.protocol]))
     resolved = {name: getattr(settings, name).model_copy(update=changed) for name, changed in changes.items()}
     return settings.model_copy(update=resolved)
 

@@ -19,7 +19,7 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.engine import Resources
 from pbfl_flwr.flower.history import RunDirectory
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method
-from pbfl_flwr.models import architecture_of, architectures, check_models
+from pbfl_flwr.models import architecture_of, architectures, check_models, check_named
 from pbfl_flwr.sinks import check as check_sinks
 
 PATHS = ("run-dir", "state-dir", "data-dir")
@@ -96,6 +96,7 @@ def check(wishes: Wishes) -> Settings:
         problems.append(str(error))
     if not any(line.startswith("method = ") for line in problems):
         problems += _unknown_method(config.get("method"))
+    problems += _complaint(lambda: check_named(settings.training))
     problems += _unknown_dataset(config.get("dataset")) + _unknown_model(config.get("models"))
     if problems:
         raise PbflError("\n".join(problems))

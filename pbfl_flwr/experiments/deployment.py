@@ -16,6 +16,7 @@ from pbfl_flwr.experiments import configuration
 from pbfl_flwr.experiments.figures import say
 from pbfl_flwr.experiments.runner import attend
 from pbfl_flwr.flower.deployment import Deployment, check, complete, node_config
+from pbfl_flwr.flower.device import share_of_cores
 from pbfl_flwr.flower.engine import Resources
 from pbfl_flwr.models import check_models
 
@@ -75,6 +76,9 @@ def plan(
     directory = configuration.run_directory(settings, run_dir)
     configured = [node_config(text) for text in nodes]
     full = complete(configured, settings.run.num_clients, directory / "clients")
+    if settings.training.threads == "auto":  # all of a device's cores; but these are one machine's
+        share = max(1, share_of_cores() // len(full))
+        full = [{"threads": share, **node} for node in full]
     _check(settings, full)
     return Plan(directory, wishes.values, settings, full, secure)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import joblib
 import torch
 from flwr.app import Context
 
@@ -158,6 +159,14 @@ def own_settings(settings: Settings, node: Mapping[str, Any]) -> Settings:
 def run_directory(settings: Settings, run_id: int) -> Path:
     """Return the directory of a run; without run-dir both sides find the same one by Flower's run id."""
     return Path(settings.run.run_dir) if settings.run.run_dir else home() / "runs" / str(run_id)
+
+
+def share_of_cores() -> int:
+    """Return how many cores are this process's own: what the engine gave a worker, else all that a device may use."""
+    if in_worker():
+        given = sys.modules["ray"].get_runtime_context().get_assigned_resources()
+        return max(1, int(given.get("CPU", 1)))
+    return int(joblib.cpu_count())  # those of the container or of the affinity mask, where there is one
 
 
 def choose_device(wanted: str) -> torch.device:

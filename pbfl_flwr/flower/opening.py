@@ -20,7 +20,7 @@ from pbfl_flwr.config import Scalar, Settings, TrainingSettings, parse
 from pbfl_flwr.data import ClientData, client_data, own_data
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import wire
-from pbfl_flwr.flower.device import Identity, choose_device, identify, own_settings
+from pbfl_flwr.flower.device import Identity, choose_device, identify, own_settings, share_of_cores
 from pbfl_flwr.flower.store import ClientState, ClientStore
 from pbfl_flwr.method import Client, Method
 from pbfl_flwr.methods import SECTIONS, build_method
@@ -104,7 +104,6 @@ def open_client(message: Message, context: Context, source: Source) -> Opened:
     """
     started = time.perf_counter()
     settings = source.settings_of(context)
-    torch.set_num_threads(settings.training.threads)
     keep_freed_memory()
     asked = message.content.config_records[wire.CONFIG]
     experiment, number = str(asked["experiment"]), int(str(asked["round"]))
@@ -114,9 +113,11 @@ def open_client(message: Message, context: Context, source: Source) -> Opened:
     getting = time.perf_counter() - asked_for_data
     task = data.task(settings.models.feature_dim)
     store = store_of(message, context, source)
+    training = settings.training.of(store.architecture)
+    torch.set_num_threads(share_of_cores() if training.threads == "auto" else training.threads)
     stored = store.load()
     device = choose_device(settings.training.device)
-    model, initial = _network(store.architecture, task, settings.run.seed, str(device), settings.training)
+    model, initial = _network(store.architecture, task, settings.run.seed, str(device), training)
     model.load_state_dict(dict(stored.model) if stored else initial)
     model.eval()  # whatever mode the last client of this process left behind
     name = identity.client if isinstance(identity.client, str) else ""
@@ -126,7 +127,7 @@ def open_client(message: Message, context: Context, source: Source) -> Opened:
         task,
         model,
         data.on(device),
-        settings.training,
+        training,
         settings.evaluation,
         settings.run.seed,
         stored.memory if stored else {},

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 
+from pbfl_flwr.config import TrainingSettings, choices
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models.arrangement import arrange
 from pbfl_flwr.models.cnn import cnn2, cnn4
@@ -72,6 +73,7 @@ __all__ = [
     "build_model",
     "check_compiler",
     "check_models",
+    "check_named",
     "compile_body",
     "count_parameters",
     "description",
@@ -104,7 +106,7 @@ def architectures(spec: str) -> tuple[str, ...]:
         elif item in MODELS or is_external(item):
             names.append(item)
         else:
-            raise PbflError(_unknown(item, spec))
+            raise PbflError(f"models = '{spec}': {_unknown(item)}")
     return tuple(names)
 
 
@@ -136,7 +138,7 @@ def build_model(name: str, task: Task, seed: int) -> SplitModel:
             there or does not answer ``features`` and ``head``.
     """
     if name not in MODELS and not is_external(name):
-        raise PbflError(_unknown(name, name))
+        raise PbflError(f"models = '{name}': {_unknown(name)}")
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would also reseed every GPU
         return MODELS[name](task) if name in MODELS else build_external(name, task)
@@ -156,10 +158,22 @@ def check_models(spec: str, task: Task) -> None:
         dry_forward(name, build_model(name, task, seed=0), task)
 
 
-def _unknown(item: str, spec: str) -> str:
+def check_named(training: TrainingSettings) -> None:
+    """Check that what is said of single architectures names ones that there are.
+
+    Raises:
+        PbflError: for the first that is unknown.
+    """
+    for key, text in (("layout", training.layout), ("precision", training.precision)):
+        for name in choices(text):
+            if name and name not in MODELS and not is_external(name):
+                raise PbflError(f"{key} = '{text}': {_unknown(name)}")
+
+
+def _unknown(item: str) -> str:
     close = difflib.get_close_matches(item, [*FAMILIES, *MODELS], n=1)
     hint = f"; did you mean '{close[0]}'?" if close else ";"
     return (
-        f"models = '{spec}': unknown model '{item}'{hint} allowed are the families {', '.join(FAMILIES)}, "
+        f"unknown model '{item}'{hint} allowed are the families {', '.join(FAMILIES)}, "
         f"the models {', '.join(MODELS)}, my_package.module:function, or a comma list"
     )

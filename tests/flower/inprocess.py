@@ -94,6 +94,7 @@ def configuration(directory: Path, method: str = "fedproto", **keys: Scalar) -> 
         "batch-size": 8,
         "run-dir": str(directory / "run"),
         "join-timeout": 0.5,
+        "threads": 1,
     }
     return {**base, **{key.replace("_", "-"): value for key, value in keys.items()}}
 

@@ -51,18 +51,18 @@ def test_a_partition_id_alone_makes_no_simulation(monkeypatch: pytest.MonkeyPatc
 def test_only_a_worker_of_ray_is_one(tmp_path: Path) -> None:
     import ray
 
-    ray.init(num_cpus=1, include_dashboard=False, logging_level="error", log_to_driver=False)
+    ray.init(num_cpus=5, include_dashboard=False, logging_level="error", log_to_driver=False)
     try:
 
         @ray.remote
         class Worker:
-            def is_one(self) -> bool:
-                from pbfl_flwr.flower.device import in_worker
+            def is_one(self) -> tuple[bool, int]:
+                from pbfl_flwr.flower.device import in_worker, share_of_cores
 
-                return in_worker()
+                return in_worker(), share_of_cores()
 
         worker: Any = Worker  # Ray's decorator hides what it made of the class
-        assert ray.get(worker.remote().is_one.remote())
+        assert ray.get(worker.options(num_cpus=3).remote().is_one.remote()) == (True, 3)
         assert not in_worker()  # a process that merely talks to Ray
     finally:
         ray.shutdown()

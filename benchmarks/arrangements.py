@@ -1,0 +1,159 @@
+"""Which layout, precision and number of threads suit each architecture on this machine; writes a preset with them.
+
+    python benchmarks/arrangements.py --models heterogeneous-4 --input 3,32,32 --batch 32 [--preset fast.toml]
+    python benchmarks/arrangements.py --models cnn4 --input 1,28,28 --batch 10 --reduced [--out arrangements.json]
+
+A client's round of FedProto (see local_training.py) in as many processes of so many threads as fill the cores, all of
+them at once; samples a second of the whole machine. The candidates of an architecture take turns. What the preset
+names differs from the default where it is at least 5 % faster. bfloat16 is tried with ``--reduced`` only: it changes
+results beyond rounding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import median
+
+from local_training import SAMPLES, our_round, start_worker  # first: it decides how threads wait
+
+import torch  # isort: skip
+
+from pbfl_flwr.config.keys import LAYOUTS, PRECISIONS
+from pbfl_flwr.models import architectures
+
+Candidate = tuple[str, str]
+"""Layout, precision; the first one is the default."""
+WORTH = 1.05
+
+
+def measured(
+    pool: ProcessPoolExecutor,
+    workers: int,
+    architecture: str,
+    shape: tuple[int, int, int],
+    batch: int,
+    how: Candidate,
+) -> float:
+    """Return samples a second of all workers, each training one client."""
+    begin = time.perf_counter()
+    jobs = [
+        pool.submit(our_round, architecture, shape, batch, client, "cpu", "off", *how)
+        for client in range(workers)
+    ]
+    for job in jobs:
+        job.result()
+    return workers * SAMPLES / (time.perf_counter() - begin)
+
+
+def speeds(
+    threads: int,
+    names: list[str],
+    shape: tuple[int, int, int],
+    batch: int,
+    candidates: list[Candidate],
+    rounds: int,
+) -> dict[str, dict[Candidate, float]]:
+    """Return architecture -> candidate -> samples a second with workers of so many threads."""
+    workers = max(1, (os.cpu_count() or 1) // threads)
+    found: dict[str, dict[Candidate, float]] = {}
+    with ProcessPoolExecutor(workers, get_context("spawn"), start_worker, (threads,)) as pool:
+        for name in names:
+            for how in candidates:
+                measured(pool, workers, name, shape, batch, how)
+            turns = [
+                {how: measured(pool, workers, name, shape, batch, how) for how in candidates}
+                for _ in range(rounds)
+            ]
+            found[name] = {how: median(turn[how] for turn in turns) for how in candidates}
+            for how, speed in found[name].items():
+                print(
+                    f"{name:<18}{threads:>8}{workers:>9}  {how[0]:<15}{how[1]:<10}{speed:>12.0f}", flush=True
+                )
+    return found
+
+
+def best(found: dict[Candidate, float]) -> Candidate:
+    """Return the fastest candidate, the default where that is hardly slower."""
+    fastest = max(found, key=lambda how: found[how])
+    default = next(iter(found))
+    return fastest if found[fastest] > WORTH * found[default] else default
+
+
+def preset(chosen: dict[str, Candidate], threads: int) -> str:
+    """Return the TOML text of a preset with these choices."""
+    lines = [f"# Measured on {platform.processor() or platform.machine()} with torch {torch.__version__}."]
+    if threads > 1:
+        lines.append(f"# Workers of {threads} threads were the fastest: pbfl run --cpus-per-client {threads}")
+    for key, part, default in (("layout", 0, LAYOUTS[0]), ("precision", 1, PRECISIONS[0])):
+        others = [f"{name}={how[part]}" for name, how in chosen.items() if how[part] != default]
+        lines.append(f'{key} = "{", ".join([default, *others])}"')
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    cores = os.cpu_count() or 1
+    parser.add_argument("--models", default="heterogeneous-4")
+    parser.add_argument("--input", default="3,32,32", help="channels, height, width")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", default=f"1,{cores}" if cores > 1 else "1")
+    parser.add_argument("--reduced", action="store_true", help="try bfloat16 as well")
+    parser.add_argument("--preset", type=Path, help="write the choices as a preset for pbfl run")
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    arguments = parser.parse_args()
+    names = list(dict.fromkeys(architectures(arguments.models)))
+    channels, height, width = (int(side) for side in arguments.input.split(","))
+    candidates = list(product(LAYOUTS, PRECISIONS if arguments.reduced else PRECISIONS[:1]))
+    print(f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, batch {arguments.batch}")
+    print(
+        f"{'architecture':<18}{'threads':>8}{'workers':>9}  {'layout':<15}{'precision':<10}{'samples/s':>12}"
+    )
+    found = {
+        threads: speeds(
+            threads, names, (channels, height, width), arguments.batch, candidates, arguments.rounds
+        )
+        for threads in map(int, arguments.threads.split(","))
+    }
+    # A federation trains all of them: what counts is the time that a sample of each takes together.
+    threads = min(found, key=lambda threads: sum(1 / max(of.values()) for of in found[threads].values()))
+    text = preset({name: best(of) for name, of in found[threads].items()}, threads)
+    print(f"\n{text}", end="")
+    if arguments.preset:
+        arguments.preset.write_text(text)
+    if arguments.out:
+        rows = [
+            {
+                "architecture": name,
+                "threads": threads,
+                "layout": how[0],
+                "precision": how[1],
+                "samples/s": speed,
+            }
+            for threads, by_name in found.items()
+            for name, of in by_name.items()
+            for how, speed in of.items()
+        ]
+        about = {
+            "torch": torch.__version__,
+            "cores": cores,
+            "batch": arguments.batch,
+            "input": arguments.input,
+        }
+        arguments.out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
