@@ -299,10 +299,18 @@ def draw_labels(counts: Tensor, size: int, random: torch.Generator) -> Tensor:
 Sampler = Callable[[], tuple[Tensor, Tensor]]
 
 
-def sampler(shape: Shape, client: Client, taught: Taught, size: int) -> Sampler | None:
+def sampler(
+    shape: Shape, client: Client, taught: Taught, size: int, *, by_batch: bool = True
+) -> Sampler | None:
     """Return what draws ``size`` generated features (size, d) and their labels, detached, on the client's device.
 
-    The generator normalises by the batch it draws, as in the references; a batch of one by its running statistics.
+    Args:
+        shape: of the generator.
+        client: draws and trains.
+        taught: the generator, and how often it was trained on each class.
+        size: features a draw.
+        by_batch: whether the generator normalises by the batch it draws, as in FedGen's reference, or by its running
+            statistics, as in FedPA's; a batch of one always does the latter.
 
     Returns:
         None if the client has no generator, or nothing to ask it for.
@@ -310,7 +318,7 @@ def sampler(shape: Shape, client: Client, taught: Taught, size: int) -> Sampler 
     if not taught.generator.tensors or not bool(taught.label_counts.any()):
         return None
     network = shape.load(client.task, taught.generator.tensors).to(client.device)
-    network.train(size > 1)
+    network.train(by_batch and size > 1)
     random = client.generator("generator")
 
     @torch.no_grad()

@@ -43,8 +43,9 @@ class FitReport:
     optimizer: dict[str, Tensor]
 
     def metrics(self) -> dict[str, float]:
-        """Return the losses under the names that the log shows."""
-        return {f"loss.{name}": value for name, value in self.losses.items()}
+        """Return the losses under the names that the log shows, or that no step was made."""
+        found = {f"loss.{name}": value for name, value in self.losses.items()}
+        return found if self.steps else {**found, "idle": 1.0}
 
     def then(self, later: FitReport) -> FitReport:
         """Return the report of two passes; of what both name the later one counts."""

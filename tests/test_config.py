@@ -83,6 +83,7 @@ def test_types_are_strict(key: str, value: Scalar) -> None:
         ("pull-weight", float("nan")),
         ("upscale", -0.5),
         ("aps-scale", -1.0),
+        ("aps-scale", 0.0),
         ("cps-dim", -1),
         ("train-share", 1.0),
     ],

@@ -316,7 +316,7 @@ class PrototypeSettings(Group):
         "full", description="pull over all d, or inside the mask only"
     )
     cpkd: Literal["auto", "off", "sample", "class"] = Field("auto", description="class-proportional pull")
-    aps_scale: Annotated[float, Field(ge=0)] | Auto = Field(
+    aps_scale: Annotated[float, Field(gt=0)] | Auto = Field(
         "auto", description="μ of adaptive prototype scaling; auto: 0.9·K/n"
     )
     ppa_total: Literal["reported", "known"] = Field(

@@ -38,6 +38,9 @@ PROTOCOLS: dict[str, dict[str, str | int]] = {
     "fedtgp.collect": {"clean": "post", "htfl": "before", "pfl": "post", "fedproto": "post"},
     "protonorm.collect": {"clean": "post", "htfl": "post", "pfl": "post", "fedproto": "post"},
     "evaluate-moment": {"clean": "auto", "htfl": "before", "pfl": "before", "fedproto": "auto"},
+    # No code base scores the averaged network of these two; see their pages.
+    "fedpa.evaluate-moment": {"clean": "auto", "htfl": "auto", "pfl": "auto", "fedproto": "auto"},
+    "feduv.evaluate-moment": {"clean": "auto", "htfl": "auto", "pfl": "auto", "fedproto": "auto"},
     "weighting": {"clean": "auto", "htfl": "auto", "pfl": "auto", "fedproto": "uniform"},
     "kl-reduction": {"clean": "batchmean", "htfl": "mean", "pfl": "mean", "fedproto": "batchmean"},
     "detach-teacher": {"clean": "yes", "htfl": "no", "pfl": "no", "fedproto": "yes"},

@@ -169,12 +169,14 @@ def read(
     uploads: dict[int, Payload] = {}
     records: dict[int, ArrayRecord] = {}
     streams = method.streams()
+    fresh: set[int] = set()  # classes of which something of this round came
 
     def keep(client: int, reply: Message, upload: Payload, age: int) -> None:
         outcome.scalars_up += upload.scalars()
-        if (held := _classes(upload, task)) is not None:
+        if len(fresh) < task.num_classes and (held := _classes(upload, task)) is not None:
             known = outcome.classes = outcome.classes or {}
             known.update({label: age for label in held if known.get(label, age + 1) > age})
+            fresh.update(held if age == 0 else ())
         if streams:  # decoded again when its turn comes, and not held until then
             records[client] = wire.payload_in(reply.content)
         else:
@@ -300,7 +302,7 @@ def round_line(
         "trained": outcome.trained,
         **({"late": late} if late else {}),
         **({"ages": ages} if ages is not None else {}),
-        "notes": [*method.notes(state), *_held_back(outcome), *_clipped(outcome)],
+        "notes": [*method.notes(state), *_held_back(outcome), *_idle(outcome), *_clipped(outcome)],
         "failures": named(outcome.failures, phase.names),
         "bytes_up": _traffic(outcome.up),
         "bytes_down": _traffic(phase.down),
@@ -339,6 +341,16 @@ def _held_back(outcome: Outcome) -> list[str]:
     return [
         f"classes held back for having fewer samples than min-class-count: {sum(found):.0f}, on "
         f"{sum(classes > 0 for classes in found)} of {len(found)} clients"
+    ]
+
+
+def _idle(outcome: Outcome) -> list[str]:
+    found = [client for client in outcome.trained if (outcome.reports[client].metrics or {}).get("idle")]
+    if not found:
+        return []
+    return [
+        f"made no training step, for want of samples (batch-size, drop-last; BatchNorm needs two): client "
+        f"{', '.join(map(str, found))}"
     ]
 
 

@@ -119,8 +119,7 @@ class FedCPD(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndProtot
             if teacher is None or distillation is None:
                 features, logits = forward(model, inputs)
             else:
-                maps = model.feature_maps(inputs)
-                features = model.neck(maps[-1])
+                maps, features = model.maps_and_features(inputs)
                 logits = model.head(features)
                 difference = distillation(
                     convolutional(maps), *teacher(inputs), config.map_reduction == "sum"

@@ -6,12 +6,12 @@ Round: in round t = 0, 1, ... each client copies the weights w and minimises CE(
 b_t·mean over B·d of (z - P_y)², z = f(x), a_t = max(1e-4, 25·0.98^t), b_t = max(0.15, 5·0.98^t), the last two from
 round 1 on. It answers w_i and the class means of the features seen on the way. The server averages both by samples and
 trains G by Adam on a_t·Σ_k mean_b[ω_k,y·CE(g_k(G(y, ε)), y)] - 0.15·MSE(G, P_y) + Div, which pushes generated features
-away from the prototypes and apart from each other.
+away from the prototypes of the round before and apart from each other.
 Travels: down w, G and P; up w_i, class means and n_ij, which the server thereby learns.
 Predicts: the logits of the locally trained network; published scores cannot be those of the averaged one.
 Differs from the reference: a round is local-epochs instead of 20 batches (fedpa.local-steps); class means weigh by the
 samples really seen, where a class that was held but not drawn enters as zeros; clients ask G only for classes it was
-trained on, and a class without a prototype pulls nothing. Features end as the architecture has them; G ends in a ReLU
+trained on, and a class without a prototype neither pulls nor pushes. Features end as the architecture has them; G ends in a ReLU
 (fedpa.generator-output), as the CNN's features do.
 """
 
@@ -111,6 +111,7 @@ class FedPA(Method[GenerativeState, Taught, WeightsAndPrototypes]):
     shape: Shape
     batch_size: int
     weighting: Weighting = "samples"
+    stale: Literal["keep", "drop"] = "keep"
     name: str = "fedpa"
     same_architecture: bool = True
 
@@ -137,7 +138,7 @@ class FedPA(Method[GenerativeState, Taught, WeightsAndPrototypes]):
         """Cross-entropy on samples and on generated features, and the pull towards the prototypes."""
         self.install(client, down)
         K, d, t = client.task.num_classes, client.task.feature_dim, client.round - 1
-        draw = sampler(self.shape, client, down, client.training.batch_size)
+        draw = sampler(self.shape, client, down, client.training.batch_size, by_batch=False)
         table = down.prototypes or Prototypes.empty(K, d)
         seen = ClassSums(K, d)
 
@@ -170,9 +171,9 @@ class FedPA(Method[GenerativeState, Taught, WeightsAndPrototypes]):
         old = state.taught
         weights = average(old.weights, {i: up.weights for i, up in uploads.items()}, self.weighting)
         fresh = aggregation.weighted(upload.prototypes for upload in uploads.values())
-        table, _ = aggregation.keep_stale(old.prototypes, fresh)
+        table, _ = aggregation.keep_stale(old.prototypes, fresh, mode=self.stale)
         network = self.shape.load(at.task, state.generator.tensors)
-        loss = self._generator_loss(uploads, table, fresh.present, at)
+        loss = self._generator_loss(uploads, old.prototypes, fresh.present, at)
         rate = self.config.server_learning_rate * self.config.server_rate_decay ** (at.number - 1)
         adam = Adam(self.config.server_steps, rate, self.config.server_weight_decay)
         generator, mean_loss = train_generator(state.generator, network, adam, loss)
@@ -181,7 +182,11 @@ class FedPA(Method[GenerativeState, Taught, WeightsAndPrototypes]):
         return replace(state, taught=taught, generator=generator, loss=mean_loss)
 
     def _generator_loss(
-        self, uploads: Mapping[int, WeightsAndPrototypes], table: Prototypes, classes: Tensor, at: Round
+        self,
+        uploads: Mapping[int, WeightsAndPrototypes],
+        table: Prototypes | None,
+        classes: Tensor,
+        at: Round,
     ) -> GeneratorLoss:
         sent = list(uploads.values())
         heads = [linear_head_of(up.weights) for up in sent]
@@ -193,7 +198,7 @@ class FedPA(Method[GenerativeState, Taught, WeightsAndPrototypes]):
             classes=classes,
             size=max(2, self.batch_size),
             generation=generation_weight(at.number - 1),
-            adversarial=self.config.adversarial_weight if at.number > 1 else 0.0,
+            adversarial=self.config.adversarial_weight,
             random=seeds.generator(at.seed, "fedpa", at.number),
         )
 
@@ -234,7 +239,7 @@ class GeneratorLoss:
     Attributes:
         heads: (weight, bias) of every uploaded network.
         teaching: (M, K) ω.
-        table: P, (K, d).
+        table: P of the round before, (K, d); None before the second round.
         classes: (K,) bool, those that a client of this round has seen.
         size: B, labels a step.
         generation: a_t.
@@ -244,7 +249,7 @@ class GeneratorLoss:
 
     heads: Sequence[tuple[Tensor, Tensor]]
     teaching: Tensor
-    table: Prototypes
+    table: Prototypes | None
     classes: Tensor
     size: int
     generation: float
@@ -261,9 +266,10 @@ class GeneratorLoss:
                 nn.functional.linear(features, weight, bias), labels, reduction="none"
             )
             total = total + self.generation * (omega[labels] * each).mean()
-        if self.adversarial:
-            total = total - self.adversarial * nn.functional.mse_loss(features, self.table.values[labels])
-        return total
+        if self.table is None or not bool((known := self.table.present[labels]).any()):
+            return total
+        away = nn.functional.mse_loss(features[known], self.table.values[labels[known]])
+        return total - self.adversarial * away
 
 
 def build(settings: Settings) -> FedPA:
@@ -275,4 +281,5 @@ def build(settings: Settings) -> FedPA:
         Shape(config.noise_dim, config.hidden_dim, config.generator_output == "relu"),
         settings.training.batch_size,
         weighting_of(settings, "samples"),
+        settings.prototypes.stale,
     )

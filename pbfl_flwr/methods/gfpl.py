@@ -100,8 +100,11 @@ class Gfpl(Method[MixtureState, Mixtures, Mixtures]):
             return fit(client, loss, parts=parts, companions=companions)
         features, labels = sample(down, config.samples, client.generator("pseudo-features"))
         z = features.clamp_min(0) if config.clamp else features
+        every = client.training.model_copy(update={"drop_last": "never"})  # all r·K' of them, Eq. 14
         return fit(
-            replace(client, memory={}),  # momentum kept from the local epochs is not the retraining's
+            replace(
+                client, memory={}, training=every
+            ),  # momentum of the local epochs is not the retraining's
             loss,
             parts=parts if config.retrain == "both" else parts[1:],
             companions=companions,

@@ -40,11 +40,23 @@ class SplitModel(nn.Module):
         Args:
             inputs: (B, *input_shape).
         """
+        return self.maps_and_features(inputs)[0]
+
+    def maps_and_features(self, inputs: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Return the output of each stage and the features of one pass, in the type of the parameters.
+
+        Args:
+            inputs: (B, *input_shape).
+        """
         maps = []
-        for stage in self.stages:
-            inputs = stage(inputs)
-            maps.append(inputs)
-        return maps
+        with self._arithmetic(inputs):
+            for stage in self.stages:
+                inputs = stage(inputs)
+                maps.append(inputs)
+            features: Tensor = self.neck(inputs)
+        if self.reduced is None:
+            return maps, features
+        return [found.float() for found in maps], features.float()
 
     def features(self, inputs: Tensor) -> Tensor:
         """Return the penultimate activation z, (B, d), in the type of the parameters.
@@ -52,11 +64,14 @@ class SplitModel(nn.Module):
         Args:
             inputs: (B, *input_shape).
         """
-        with torch.autocast(inputs.device.type, self.reduced, enabled=self.reduced is not None):
+        with self._arithmetic(inputs):
             for stage in self.stages:
                 inputs = stage(inputs)
             features: Tensor = self.neck(inputs)
         return features if self.reduced is None else features.float()
+
+    def _arithmetic(self, inputs: Tensor) -> torch.autocast:
+        return torch.autocast(inputs.device.type, self.reduced, enabled=self.reduced is not None)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the logits, (B, K)."""

@@ -56,7 +56,7 @@ class Prototypes:
     @property
     def num_present(self) -> int:
         """How many classes have a prototype."""
-        return int(self.present.sum())
+        return int(torch.count_nonzero(self.present))
 
     def to_tensors(self) -> dict[str, Tensor]:
         """Return labels (present classes, ascending), their rows, and counts where they are part of it."""

@@ -266,7 +266,7 @@ class _Sum:
 def _counts(upload: Prototypes, index: int) -> Tensor:
     if upload.counts is None:
         raise ValueError(f"upload {index} has no counts, which count-weighted aggregation needs")
-    if bool((upload.present & (upload.counts < 1)).any()):
+    if int(torch.where(upload.present, upload.counts, 1).amin()) < 1:
         raise ValueError(f"upload {index} has a prototype with a count below 1")
     return upload.counts
 

@@ -32,7 +32,7 @@ from pbfl_flwr.prototypes import aggregation, distillation, masks, scaling, sums
 from pbfl_flwr.prototypes.alignment import align
 from pbfl_flwr.prototypes.collect import class_sums_of, released_means
 from pbfl_flwr.prototypes.privacy import Release, release
-from pbfl_flwr.prototypes.stages import APS_RULES, ROBUST_RULES, Stages, resolved
+from pbfl_flwr.prototypes.stages import APS_RULES, ROBUST_RULES, TRAINED_RULES, Stages, resolved
 from pbfl_flwr.prototypes.statistics import ClassSums
 from pbfl_flwr.prototypes.trainable import TrainableState, initial_state, stack_uploads, train_prototypes
 from pbfl_flwr.task import Task
@@ -218,8 +218,9 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         """Combine, keep what nobody sent, train, align, compress."""
         task, stages = at.task, self.stages
         fresh = self._combine(uploads, at)
-        combined, ages = aggregation.keep_stale(state.combined, fresh, state.ages, stages.stale)
-        combined = replace(combined, num_examples=fresh.num_examples)
+        before = self._at_scale_of(fresh.num_examples, state.combined)
+        combined, ages = aggregation.keep_stale(before, fresh, state.ages, stages.stale)
+        combined = replace(combined, num_examples=fresh.num_examples or before.num_examples)
         values = self.dense(combined, task).values
         present, trained, figures = combined.present, state.trained, {"oldest-prototype": float(ages.max())}
         if self.server_training is not None and trained is not None:
@@ -236,6 +237,13 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         rows = values if table is None else masks.compress(values, table)
         down = Prototypes(rows.to(torch.float32), present, None, combined.num_examples)
         return PipelineState(down, combined, ages, trained, figures)
+
+    @staticmethod
+    def _at_scale_of(n_t: int | None, kept: Prototypes) -> Prototypes:
+        """Return kept sums over n samples as sums over n_t, since clients multiply all of them by 0.9·K/n_t."""
+        if not n_t or not kept.num_examples:
+            return kept
+        return replace(kept, values=kept.values * (n_t / kept.num_examples), num_examples=n_t)
 
     def _combine(self, uploads: Mapping[int, Prototypes], at: Round) -> Prototypes:
         """Return the aggregate; its num_examples is n_t where the clients scale by it."""
@@ -262,8 +270,9 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         if rule == "ppa":
             known = None if self.stages.sends_total else self._expected_total(uploads, at)
             return aggregation.ppa(sent, K, known, shares)
-        form: Literal["sum", "mean"] = "sum" if rule == "aps-sum" else "mean"
-        return aggregation.aps(sent, 1.0, form, shares)  # μ is applied by the client
+        if rule == "aps-mean":
+            return aggregation.aps(sent, 1.0, "mean", shares)  # μ is applied by the client
+        return aggregation.aps(sent, self._whole(uploads, at), "sum", shares)
 
     def _train(
         self, trained: TrainableState, uploads: Mapping[int, Prototypes], at: Round
@@ -275,7 +284,12 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         if self.stages.aggregation == "ppa":
             scale = task.num_classes / self._total(uploads, at)  # K/n
         elif self.stages.aggregation in APS_RULES:
-            scale = self._mu(task, self._total(uploads, at) if self.stages.aps_scale == "auto" else None)
+            auto = self.stages.aps_scale == "auto"
+            scale = (
+                self._mu(task, self._total(uploads, at))
+                if auto
+                else self._mu(task, None) * self._whole(uploads, at)
+            )
         dense = [self.dense(up, task) for up in uploads.values()]
         vectors, labels = stack_uploads(dense, scale)
         trained, values, report = train_prototypes(
@@ -297,6 +311,12 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
             return self._expected_total(uploads, at)
         return max(1, sum(upload.num_examples or 0 for upload in uploads.values()))
 
+    def _whole(self, uploads: Mapping[int, Prototypes], at: Round) -> float:
+        """Return what makes this round's sum one over all clients, n/n_t, where μ is a number: M over who answered."""
+        if self.stages.aps_scale == "auto":
+            return 1.0
+        return at.num_clients / sum(at.shares_of(uploads) or [1.0] * len(uploads))
+
     def _expected_total(self, uploads: Mapping[int, Prototypes], at: Round) -> int:
         answered = sum(at.shares_of(uploads) or [1.0] * len(uploads))
         return max(1, round(self.stages.total_examples * answered / at.num_clients))
@@ -310,7 +330,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
     def summed(self, total: sums.Total, task: Task, num_clients: int) -> Prototypes:
         """Return the upload that gives, alone, what the rule makes of all the uploads in a sum.
 
-        Means stand for themselves; sums too, but that PPA with a known n expects one upload in M.
+        Means stand for themselves; sums too, but that PPA with a known n and APS with a known μ expect one upload in M.
         """
         present = total.holders > 0
         factor: Tensor | float = 1.0
@@ -319,6 +339,8 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         elif self.stages.aggregation == "ppa" and not self.stages.sends_total:
             n = self.stages.total_examples
             factor = max(1, round(n / num_clients)) / max(1, round(n * total.clients / num_clients))
+        elif self.stages.aggregation == "aps-sum" and not self.stages.sends_total:
+            factor = 1 / max(1, total.clients)
         rows = torch.where(present[:, None], total.rows * factor, torch.zeros_like(total.rows))
         n_t = total.num_examples if self.stages.sends_total else None
         return Prototypes(rows.to(torch.float32), present, None, n_t)
@@ -388,13 +410,16 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
 
     def _width(self, task: Task) -> int:
         table = self._masks(task)
-        return task.feature_dim if table is None else int(table[0].sum())
+        return task.feature_dim if table is None else _sent(self._mask_of(task))
 
     def _masks(self, task: Task) -> Tensor | None:
-        s = self.stages.cps_dim
-        if s in (0, task.feature_dim):
+        if self.stages.cps_dim in (0, task.feature_dim):
             return None
-        return _allocated(task.num_classes, task.feature_dim, s, self.stages.cps_scheme, self.mask_seed)
+        return _allocated(self._mask_of(task))
+
+    def _mask_of(self, task: Task) -> _Allocation:
+        s, scheme = self.stages.cps_dim, self.stages.cps_scheme
+        return task.num_classes, task.feature_dim, s, scheme, self.mask_seed
 
     def _mu(self, task: Task, num_examples: int | None) -> float:
         if self.stages.aps_scale != "auto":
@@ -425,6 +450,11 @@ def pipeline(
         PbflError: if two stages do not fit together.
     """
     stages = resolved(settings, named)
+    if server_training is not None and stages.aggregation not in TRAINED_RULES:
+        raise PbflError(
+            f"aggregation = '{stages.aggregation}': {name} trains its prototypes on every upload instead of combining "
+            f"them; allowed are {', '.join(TRAINED_RULES)}, which differ in how uploads are scaled"
+        )
     stage = release(
         settings.privacy,
         stages.aggregation,
@@ -436,8 +466,16 @@ def pipeline(
     return Pipeline(name, stages, server_training, masks_from, headline, release=stage)
 
 
+_Allocation = tuple[int, int, int, Literal["dimension", "block"], int]
+"""K, d, s, scheme, seed."""
+
+
 @lru_cache(maxsize=8)
-def _allocated(
-    num_classes: int, feature_dim: int, size: int, scheme: Literal["dimension", "block"], seed: int
-) -> Tensor:
+def _allocated(wanted: _Allocation) -> Tensor:
+    num_classes, feature_dim, size, scheme, seed = wanted
     return masks.allocate_masks(num_classes, feature_dim, size, scheme=scheme, seed=seed)
+
+
+@lru_cache(maxsize=8)
+def _sent(wanted: _Allocation) -> int:
+    return int(_allocated(wanted)[0].sum())  # as many in every row

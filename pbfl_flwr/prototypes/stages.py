@@ -13,6 +13,7 @@ from pbfl_flwr.prototypes.alignment import Solver
 APS_RULES = ("aps-sum", "aps-mean")
 SCALED_RULES = ("ppa", *APS_RULES)
 WEIGHTED_RULES = ("weighted", "weighted-shrunk")
+TRAINED_RULES = ("mean", "ppa", "aps-sum")  # what FedTGP's training can tell apart
 ROBUST_RULES = ("median", "trimmed-mean")
 
 
@@ -34,7 +35,7 @@ class Stages(Group):
     cps_scheme: Literal["dimension", "block"] = "dimension"
     cps_pull: Literal["full", "masked"] = "full"
     cpkd: Literal["off", "sample", "class"] = "off"
-    aps_scale: Annotated[float, Field(ge=0)] | Auto = "auto"  # μ; auto: by n, which the first round tells
+    aps_scale: Annotated[float, Field(gt=0)] | Auto = "auto"  # μ; auto: by n, which the first round tells
     ppa_total: Literal["reported", "known"] = "reported"
     total_examples: int = Field(0, ge=0)
     alignment: Literal["off"] | Solver = "off"

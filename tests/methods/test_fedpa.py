@@ -1,13 +1,16 @@
 import math
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.generators import sampler, tensors_of
 from pbfl_flwr.method import Round
 from pbfl_flwr.methods.fedpa import (
+    FedPA,
     GeneratorLoss,
     diversity,
     generation_weight,
@@ -76,6 +79,64 @@ def test_generator_loss_is_its_three_terms(make_method, task):
                 nll = -float((h[b] @ weight.T + bias).log_softmax(0)[y])
                 expected += 2.0 * float(omega[k, y]) * nll / 8
     assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_generator_is_pushed_off_the_prototypes_of_the_round_before(make_method, task):
+    method = make_method("fedpa", own=SMALL)
+    state, pushed = method.init(task, 0), []
+    for number, value in ((1, 1.0), (2, 5.0), (3, 9.0)):
+        rows = Prototypes(torch.full((4, 6), value), torch.ones(4).bool(), torch.ones(4, dtype=torch.int64))
+        uploads = {0: WeightsAndPrototypes(Weights(state.taught.weights.tensors, 4), rows)}
+        at = Round(number, task, 1)
+        with patch.object(
+            FedPA, "_generator_loss", autospec=True, side_effect=FedPA._generator_loss
+        ) as asked:
+            state = method.aggregate(state, uploads, at)
+        table = asked.call_args.args[2]
+        pushed.append(float(table.values[0, 0]) if table.num_present else None)
+    assert pushed == [None, 1.0, 5.0]
+    assert float(state.taught.prototypes.values[0, 0]) == 9.0
+
+
+def test_classes_without_a_prototype_push_nothing(make_method, task):
+    method = make_method("fedpa", own=SMALL)
+    heads, omega = [(torch.zeros(4, 6), torch.zeros(4))], teaching_weights(torch.tensor([[1, 1, 1, 1]]))
+    classes = torch.ones(4).bool()
+    losses = {}
+    for name, present in (("none", [0, 0, 0, 0]), ("one", [1, 0, 0, 0]), ("all", [1, 1, 1, 1])):
+        table = Prototypes(
+            torch.full((4, 6), 2.0) * torch.tensor(present).unsqueeze(1), torch.tensor(present).bool()
+        )
+        network = method.shape.build(task, 1)
+        loss = GeneratorLoss(heads, omega, table, classes, 32, 0.0, 0.5, torch.Generator().manual_seed(5))
+        losses[name] = float(loss(network).detach())
+    random = torch.Generator().manual_seed(5)
+    labels = torch.multinomial(classes.double(), 32, replacement=True, generator=random)
+    with torch.no_grad():
+        h = method.shape.build(task, 1)(labels, torch.rand(32, 3, generator=random))
+    assert losses["none"] - losses["all"] == pytest.approx(0.5 * float((h - 2).square().mean()), rel=1e-4)
+    zero = h[labels == 0]
+    assert len(zero)
+    assert losses["none"] - losses["one"] == pytest.approx(0.5 * float((zero - 2).square().mean()), rel=1e-4)
+
+
+def test_clients_ask_the_generator_by_its_running_statistics(make_method, make_client, task):
+    method = make_method("fedpa", own=SMALL)
+    taught = method.init(task, 0).taught
+    tensors = method.shape.build(task, 1)
+    with torch.no_grad():
+        for name, buffer in tensors.named_buffers():
+            if name.endswith("running_mean"):
+                buffer.fill_(3.0)
+    given = replace(taught, generator=Weights(tensors_of(tensors)), label_counts=torch.tensor([1, 1, 0, 0]))
+    drawn, labels = sampler(method.shape, make_client(), given, 5, by_batch=False)()
+    random = make_client().generator("generator")
+    again = torch.multinomial(torch.tensor([1.0, 1, 0, 0]).double(), 5, replacement=True, generator=random)
+    assert labels.tolist() == again.tolist()
+    with torch.no_grad():
+        expected = tensors.eval()(again, torch.rand(5, 3, generator=random))
+    torch.testing.assert_close(drawn, expected)
+    assert not torch.allclose(sampler(method.shape, make_client(), given, 5)()[0], expected)
 
 
 def test_first_round_is_cross_entropy_then_generator_and_pull_join(make_method, make_client, task):

@@ -164,6 +164,13 @@ def test_retraining_leaves_the_extractor_alone(make_method, make_client, archite
     assert report.steps == 12  # batches of 4
 
 
+@pytest.mark.parametrize(("drop_last", "batch_size"), [("always", 64), ("small", 10), ("never", 10)])
+def test_retraining_takes_all_pseudo_features(make_method, make_client, drop_last, batch_size):
+    client = make_client(drop_last=drop_last, batch_size=batch_size)
+    report, _ = retrained(make_method("gfpl"), client, mixtures(0, 1, 2))
+    assert (report.samples, report.steps) == (48, -(-48 // batch_size))
+
+
 def test_retraining_the_projection_only(make_method, make_client):
     method, client = make_method("gfpl", own={"retrain": "projection"}), make_client()
     before, projection = weights(client), method._dual(client)[0].weight

@@ -117,6 +117,12 @@ def test_reduced_precision_stays_close_and_hands_on_float32(name: str) -> None:
     inputs = torch.randn(16, *task.input_shape, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         wanted, found = plain.features(inputs), reduced.features(inputs)
+        maps, features = reduced.maps_and_features(inputs)
+        exact = plain.feature_maps(inputs)
+    assert torch.equal(features, found)  # both ways through the body compute alike
+    assert [item.shape for item in maps] == [item.shape for item in exact]
+    assert {item.dtype for item in maps} == {torch.float32}
+    assert not any(torch.equal(*pair) for pair in zip(maps, exact, strict=True))
     assert found.dtype == reduced(inputs).dtype == torch.float32
     assert not torch.equal(found, wanted)  # or nothing was reduced
     assert float((found - wanted).norm() / wanted.norm()) < 0.05

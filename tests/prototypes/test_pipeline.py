@@ -4,6 +4,7 @@ import itertools
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ N = {i: sum(n) for i, n in COUNTS.items()}  # 6, 13, 9
 
 
 def method(name: str = "fedproto", **keys: Scalar) -> Pipeline:
-    given = {key.replace("_", "-"): value for key, value in keys.items()}
+    given = {key.replace("__", ".").replace("_", "-"): value for key, value in keys.items()}
     found = build_method(parse({"method": name, "feature-dim": 8, **given}, SECTIONS))
     assert isinstance(found, Pipeline)
     return found
@@ -199,6 +200,56 @@ def test_aps_sums_or_averages_and_the_client_scales(form: str, divisor: list[int
         np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-4)
 
 
+def one(label: int, n: int, total: int | None, mean: float = 1.0) -> Prototypes:
+    """n samples of one class whose mean is ``mean`` everywhere, n-scaled."""
+    values, present = torch.zeros(4, 8), torch.zeros(4, dtype=torch.bool)
+    values[label], present[label] = n * mean, True
+    return Prototypes(values, present, None, total)
+
+
+@pytest.mark.parametrize("form", ["aps-sum", "aps-mean"])
+def test_a_kept_sum_keeps_its_scale_when_another_number_of_samples_answers(form: str) -> None:
+    # class 1 is seen in round 1 only: μ·c_1 is 0.9·(4/100)·50 = 1.8 then and after rounds over 1,000 and 200 samples
+    found, mine = method(aggregation=form), client()
+    state = found.init(TASK, 0)
+    for number, n in ((1, 100), (2, 1000), (3, 200)):
+        sent = {0: one(0, n // 2, n)}
+        if number == 1:
+            sent = {
+                0: Prototypes(
+                    sent[0].values + one(1, 50, n).values, torch.tensor([True, True, False, False]), None, n
+                )
+            }
+        state = found.aggregate(state, sent, at(number))
+        targets = found._targets(mine, found.broadcast(state, 0))
+        torch.testing.assert_close(targets[:2], torch.full((2, 8), 1.8))
+    assert state.ages.tolist()[:2] == [0, 2]
+
+
+@pytest.mark.parametrize("base", ["fedproto", "fedtgp"])
+def test_a_scale_that_is_a_number_is_for_all_clients(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # μ = 0.1, three clients of 10 samples: μ·Σ = 3; two of them answer: 0.1·20·3/2 = 3 as well
+    found, mine = method("tinyproto", tinyproto__base=base, aps_scale=0.1, cps_dim=0), client()
+    vectors: list[Tensor] = []
+    if base == "fedtgp":
+        import pbfl_flwr.prototypes.pipeline as room
+
+        original = room.train_prototypes
+
+        def train(state: Any, given: Tensor, *others: Any, **named: Any) -> Any:
+            vectors.append(given)
+            return original(state, given, *others, **named)
+
+        monkeypatch.setattr(room, "train_prototypes", train)
+    for answered in (3, 2, 1):
+        sent = {i: one(0, 10, None) for i in range(answered)}
+        down = run(found, sent)
+        if base == "fedtgp":
+            torch.testing.assert_close(vectors[-1], torch.full((answered, 8), 3.0))
+        else:
+            torch.testing.assert_close(found._targets(mine, down)[0], torch.full((8,), 3.0))
+
+
 def test_what_a_client_sends_is_scaled_and_masked() -> None:
     """The upload is n_ij·c̄_ij within the mask of class j, where c̄_ij is what the client remembers."""
     mine = client([3, 2, 0, 0])
@@ -294,9 +345,14 @@ def test_local_predictions_are_of_own_classes_only() -> None:
     [
         ({"aggregation": "ppa", "ppa_total": "known"}, "ppa-total = 'known' needs total-examples"),
         ({"cps_dim": 9}, "cps-dim = 9: allowed is up to feature-dim = 8"),
+        (
+            {"name": "fedtgp", "aggregation": "median"},
+            "'median': fedtgp trains its prototypes on every upload",
+        ),
+        ({"name": "fedtgp", "aggregation": "weighted"}, "allowed are mean, ppa, aps-sum"),
     ],
 )
-def test_stages_that_do_not_fit_are_refused_when_built(keys: dict[str, Scalar], text: str) -> None:
+def test_stages_that_do_not_fit_are_refused_when_built(keys: dict[str, Any], text: str) -> None:
     with pytest.raises(PbflError) as error:
         method(**keys)
     assert text in str(error.value)
