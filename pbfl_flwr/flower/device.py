@@ -163,10 +163,10 @@ def run_directory(settings: Settings, run_id: int) -> Path:
 
 def share_of_cores() -> int:
     """Return how many cores are this process's own: what the engine gave a worker, else all that a device may use."""
-    if in_worker():
-        given = sys.modules["ray"].get_runtime_context().get_assigned_resources()
-        return max(1, int(given.get("CPU", 1)))
-    return int(joblib.cpu_count())  # those of the container or of the affinity mask, where there is one
+    ray = sys.modules.get("ray")
+    if ray is None or not in_worker():
+        return int(joblib.cpu_count())  # those of the container or of the affinity mask, where there is one
+    return max(1, int(ray.get_runtime_context().get_assigned_resources().get("CPU", 1)))
 
 
 def choose_device(wanted: str) -> torch.device:

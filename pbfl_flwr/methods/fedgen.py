@@ -13,7 +13,8 @@ Differs from the paper: no diversity term, no distillation from the generator an
 paper shares the whole network.
 Differs from the reference: the trained generator and its optimiser go on from round to round, and clients use it
 once it was trained. HtFLlib's present code never saves it, so that clients only ever see the initial one
-(fedgen.persist = false does the same from the second round on, when the label counts are known). The rate 0.1 of its scripts is unstable for a generator that is kept.
+(fedgen.persist = false does the same from the second round on, when the label counts are known). The rate 0.1 of its
+scripts is unstable for a generator that is kept.
 """
 
 from __future__ import annotations

@@ -94,7 +94,6 @@ def configuration(directory: Path, method: str = "fedproto", **keys: Scalar) -> 
         "batch-size": 8,
         "run-dir": str(directory / "run"),
         "join-timeout": 0.5,
-        "threads": 1,
     }
     return {**base, **{key.replace("_", "-"): value for key, value in keys.items()}}
 
@@ -214,6 +213,7 @@ class InProcessGrid(LocalGrid):
         self.nodes = list(nodes or (FIRST_NODE + 13 * n for n in range(len(self.partitions))))
         self.order = None if order is None else random.Random(order)
         self.faults = dict(faults or {})
+        self.cores = 1  # of every client
         self.late: list[Message] = []  # replies that are fetched after their round
         self.watchers: list[Watcher] = []  # told of what was asked and what was answered
         self.sent: list[Message] = []
@@ -272,7 +272,10 @@ class InProcessGrid(LocalGrid):
         )
 
         def answer() -> Message:
-            with patch.object(device, "in_worker", lambda: self.node_configs is None):
+            with (
+                patch.object(device, "in_worker", lambda: self.node_configs is None),
+                patch.object(opening, "share_of_cores", lambda: self.cores),
+            ):
                 reply = self.app(received, context)
             if reply.has_content():
                 reply = Message(through_flower(reply.content), reply_to=message)

@@ -36,7 +36,8 @@ def test_a_name_that_is_no_architecture_ends_the_run_before_it_begins(tmp_path: 
 @pytest.mark.parametrize(("keys", "threads"), [({"threads": "auto"}, 3), ({"threads": 2}, 2)])
 def test_threads(keys: dict[str, Any], threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(opening, "share_of_cores", lambda: 3)
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
-    federation(tmp_path, num_server_rounds=1, **keys).run()
+    found = federation(tmp_path, num_server_rounds=1, **keys)
+    found.grid.cores = 3
+    found.run()
     assert set(asked) == {threads}
