@@ -12,7 +12,6 @@ results beyond rounding.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import sys
@@ -26,6 +25,7 @@ from statistics import median
 from local_training import SAMPLES, our_round, start_worker  # first: it decides how threads wait
 
 import torch  # isort: skip
+from machine import introduce, write
 
 from pbfl_flwr.config.keys import LAYOUTS, PRECISIONS
 from pbfl_flwr.models import architectures
@@ -116,7 +116,7 @@ def main() -> int:
     names = list(dict.fromkeys(architectures(arguments.models)))
     channels, height, width = (int(side) for side in arguments.input.split(","))
     candidates = list(product(LAYOUTS, PRECISIONS if arguments.reduced else PRECISIONS[:1]))
-    print(f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, batch {arguments.batch}")
+    introduce(arguments.threads)
     print(
         f"{'architecture':<18}{'threads':>8}{'workers':>9}  {'layout':<15}{'precision':<10}{'samples/s':>12}"
     )
@@ -132,26 +132,13 @@ def main() -> int:
     print(f"\n{text}", end="")
     if arguments.preset:
         arguments.preset.write_text(text)
-    if arguments.out:
-        rows = [
-            {
-                "architecture": name,
-                "threads": threads,
-                "layout": how[0],
-                "precision": how[1],
-                "samples/s": speed,
-            }
-            for threads, by_name in found.items()
-            for name, of in by_name.items()
-            for how, speed in of.items()
-        ]
-        about = {
-            "torch": torch.__version__,
-            "cores": cores,
-            "batch": arguments.batch,
-            "input": arguments.input,
-        }
-        arguments.out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+    rows = [
+        {"architecture": name, "threads": threads, "layout": how[0], "precision": how[1], "samples/s": speed}
+        for threads, by_name in found.items()
+        for name, of in by_name.items()
+        for how, speed in of.items()
+    ]
+    write(arguments.out, arguments.threads, batch=arguments.batch, input=arguments.input, rows=rows)
     return 0
 
 

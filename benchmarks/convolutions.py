@@ -9,7 +9,6 @@ CPU seconds, median of nine. The threshold FEW_PIXELS is where the ratio of dept
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
@@ -17,6 +16,7 @@ from statistics import median
 from unittest.mock import patch
 
 import torch
+from machine import introduce, write
 from torch import Tensor, nn
 
 from pbfl_flwr.allocator import keep_freed_memory
@@ -79,15 +79,14 @@ def main() -> int:
         (f"depthwise {c}, {k}x{k}/{s}", side, nn.Conv2d(c, c, k, s, k // 2, groups=c, bias=False))
         for c, side, k, s in DEPTHWISE
     ] + [(f"pointwise {a} to {b}", side, nn.Conv2d(a, b, 1, bias=False)) for a, b, side in POINTWISE]
-    print(f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, batch {chosen.batch}")
+    introduce(1)
     print(f"{'convolution':<26}{'map':>8}{'library, ms':>14}{'arranged, ms':>14}{'ratio':>8}")
     found = []
     for name, side, conv in cases:
         plain, ours = compare(conv, side, chosen.batch)
         found.append({"convolution": name, "side": side, "library": plain, "arranged": ours})
         print(f"{name:<26}{f'{side}x{side}':>8}{plain:>14.2f}{ours:>14.2f}{plain / ours:>8.1f}", flush=True)
-    if chosen.out:
-        chosen.out.write_text(json.dumps(found, indent=1) + "\n")
+    write(chosen.out, 1, batch=chosen.batch, rows=found)
     return 0
 
 

@@ -14,9 +14,7 @@ With ``--device cuda`` both sides train on the card, which our workers share; wi
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import sys
 import time
 from collections.abc import Sequence
@@ -29,6 +27,7 @@ from statistics import median
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
+from machine import NO_CARD, introduce, write
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -191,14 +190,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     chosen = parser.parse_args(arguments)
     if chosen.device == "cuda" and not torch.cuda.is_available():
-        print("no CUDA device here: nothing is measured")
+        print(NO_CARD)
         return 0
-    where = torch.cuda.get_device_name() if chosen.device == "cuda" else "CPU"
-    print(f"both sides on {where}, ours with compile = {chosen.compile}")
-    print(
-        f"torch {torch.__version__}, plain loop: {torch.get_num_threads()} threads in one process, "
-        f"ours: {chosen.workers} processes of one thread, {torch.backends.cpu.get_cpu_capability()}"
-    )
+    threads = f"{torch.get_num_threads()} against {chosen.workers} processes of 1"
+    introduce(threads)
+    print(f"both sides on {chosen.device}, ours with compile = {chosen.compile}")
     print(f"{'case':<18}{'plain, samples/s':>18}{'ours, samples/s':>18}{'ratio':>8}")
     found = []
     with ProcessPoolExecutor(chosen.workers, get_context("spawn"), start_worker) as pool:
@@ -206,12 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             found.append(measure(case, chosen.clients, chosen.rounds, pool, chosen.device, chosen.compile))
             row = found[-1]
             print(f"{case:<18}{row['plain']:>18.0f}{row['ours']:>18.0f}{row['ratio']:>8.2f}", flush=True)
-    if chosen.out:
-        about = {"torch": torch.__version__, "machine": platform.processor() or platform.machine()}
-        about |= {"device": where, "compile": chosen.compile}
-        chosen.out.write_text(
-            json.dumps({**about, "workers": chosen.workers, "cases": found}, indent=1) + "\n"
-        )
+    write(chosen.out, threads, device=chosen.device, compile=chosen.compile, cases=found)
     return 0
 
 

@@ -8,14 +8,13 @@ One thread; times are CPU seconds, the fastest of three. Exits with 1 if a total
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import sys
 import time
 from pathlib import Path
 from typing import Literal
 
 import torch
+from machine import introduce, write
 
 from pbfl_flwr.prototypes.masks import allocate_masks, maximal_total_hamming, smallest_hamming, total_hamming
 
@@ -65,6 +64,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="write the table as JSON")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    introduce(1)
     print(
         f"{'scheme':>9} {'K':>5} {'d':>4} {'s':>4} {'CPU time':>9} {'total':>11} {'maximum':>11} "
         f"{'smallest':>8} {'in blocks':>9} {'mean':>6}"
@@ -76,9 +76,7 @@ def main() -> int:
             f"{row['total']:>11,} {row['maximum']:>11,} {row['smallest']:>8} {row['smallest_in_blocks']:>9} "
             f"{row['mean']:>6.1f}"
         )
-    if arguments.out:
-        machine = {"machine": platform.machine(), "threads": torch.get_num_threads()}
-        arguments.out.write_text(json.dumps({**machine, "rows": rows}, indent=2) + "\n")
+    write(arguments.out, 1, rows=rows)
     if any(row["total"] != row["maximum"] for row in rows):
         print("a total misses its maximum", file=sys.stderr)
         return 1

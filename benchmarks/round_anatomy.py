@@ -1,7 +1,7 @@
 """Where the seconds of a round go: training, data, our own bookkeeping, Flower.
 
     python benchmarks/round_anatomy.py --set dataset=fashion-mnist --set models=heterogeneous-4 \\
-        --set num-server-rounds=3
+        --set num-server-rounds=3 [--gpus-per-client 0.25 --workers 4]
 
 Runs the configuration through ``pbfl run`` on the simulation engine and reads the history. A worker's seconds are
 divided by the number of workers; what is left of the wall clock is Flower, Ray, waiting for the slowest worker and
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import subprocess
 import sys
 import tempfile
@@ -21,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
+from machine import NO_CARD, card_options, introduce, write
 
 
 def main() -> int:
@@ -30,24 +29,30 @@ def main() -> int:
     )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="assignments")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument(
+        "--gpus-per-client", type=float, default=0.0, help="train on the card, this share a worker"
+    )
     parser.add_argument("--run", type=Path, help="read this finished run instead of making one")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     arguments = parser.parse_args()
+    if (options := card_options(arguments.gpus_per_client)) is None:
+        print(NO_CARD)
+        return 0
+    introduce(f"{arguments.workers} workers, 1 each unless said otherwise")
     if arguments.run:
         figures = anatomy(arguments.run, arguments.workers)
     else:
         with tempfile.TemporaryDirectory() as folder:
             run = Path(folder) / "run"
             command = [sys.executable, "-m", "pbfl_flwr.cli", "run", "--run-dir", str(run)]
-            command += ["--workers", str(arguments.workers)]
+            command += ["--workers", str(arguments.workers), *options]
             for assignment in arguments.assignments:
                 command += ["--set", assignment]
             if code := subprocess.run(command, check=False).returncode:
                 return code
             figures = anatomy(run, arguments.workers)
     table(figures)
-    if arguments.out:
-        arguments.out.write_text(json.dumps(figures, indent=1) + "\n")
+    write(arguments.out, 1, **figures)
     return 0
 
 
@@ -76,15 +81,11 @@ def anatomy(run: Path, workers: int) -> dict[str, float | str | int]:
         "our bookkeeping": ours,
         "Flower, Ray and waiting": total - training - data - ours,
         "peak memory of a worker, MB": max(entry["peak_mb"] for entry in rounds),
-        "torch": torch.__version__,
-        "machine": platform.processor() or platform.machine(),
     }
 
 
 def table(figures: dict[str, float | str | int]) -> None:
-    about = ", ".join(
-        f"{key} {figures[key]}" for key in ("method", "dataset", "models", "rounds", "workers", "torch")
-    )
+    about = ", ".join(f"{key} {figures[key]}" for key in ("method", "dataset", "models", "rounds", "workers"))
     print(f"\n{about}\n")
     total = float(figures["total"])
     for key in ("training and evaluation", "data", "our bookkeeping", "Flower, Ray and waiting", "total"):

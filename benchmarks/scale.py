@@ -1,7 +1,7 @@
 """A round against the number of clients and of workers, through ``pbfl run``.
 
     python benchmarks/scale.py clients [--counts 20,100,1000] [--fraction 1.0] [--rounds 3] [--out scale.json]
-    python benchmarks/scale.py workers [--counts 1,2] [--clients 20] [--rounds 3]
+    python benchmarks/scale.py workers [--counts 1,2] [--clients 20] [--rounds 3] [--gpus-per-client 0.25]
 
 FedProto with cnn4 on Fashion-MNIST. ``clients`` deals the same 7,000 samples to more and more clients, so that what
 grows is the cost of a client and not of a sample. Medians over the rounds after the first; memory is the largest
@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from machine import NO_CARD, card_options, introduce, write
 
 
 def resident_mb(root: int) -> dict[str, float]:
@@ -93,17 +95,24 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=20)
     parser.add_argument("--fraction", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--gpus-per-client", type=float, default=0.0, help="train on the card, this share a worker"
+    )
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()
     counts = [
         int(count)
         for count in (chosen.counts or ("20,100,1000" if chosen.axis == "clients" else "1,2")).split(",")
     ]
+    if (card := card_options(chosen.gpus_per_client)) is None:
+        print(NO_CARD)
+        return 0
+    introduce(1)
     found: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
         for count in counts:
             clients = count if chosen.axis == "clients" else chosen.clients
-            options = ["--set", f"fraction-train={chosen.fraction}", "--set", "fraction-evaluate=0.0"]
+            options = ["--set", f"fraction-train={chosen.fraction}", "--set", "fraction-evaluate=0.0", *card]
             if chosen.axis == "workers":
                 options += ["--workers", str(count)]
             row = {
@@ -120,8 +129,7 @@ def main() -> int:
                 ),
                 flush=True,
             )
-    if chosen.out:
-        chosen.out.write_text(json.dumps(found, indent=1) + "\n")
+    write(chosen.out, 1, rows=found)
     return 0
 
 

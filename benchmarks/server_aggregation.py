@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-import platform
 import sys
 import time
 from pathlib import Path
@@ -24,6 +22,7 @@ from typing import Any
 import torch
 from flwr.app import Message
 from flwr.supercore.task_identity import TaskIdentity
+from machine import introduce, write
 
 from pbfl_flwr.config import parse
 from pbfl_flwr.flower import books, wire
@@ -116,7 +115,8 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1  # messages ask for them
-    print(f"{arguments.uploads} uploads, K = {K}, s = {S}, one thread, torch {torch.__version__}")
+    introduce(1)
+    print(f"{arguments.uploads} uploads, K = {K}, s = {S}")
     print(f"{'rule':>9} {'check':>9} {'decode':>9} {'aggregate':>9} {'decode+aggregate':>17} {'memory':>9}")
     rows = []
     for rule in arguments.rules.split(","):
@@ -126,13 +126,7 @@ def main() -> int:
             f"{rule:>9} {row['check']:>7.2f} s {row['decode']:>7.2f} s {row['aggregate']:>7.2f} s "
             f"{row['decode'] + row['aggregate']:>15.2f} s {row['grown_mb']:>6.0f} MB"
         )
-    if arguments.out:
-        about = {
-            "machine": platform.processor() or platform.machine(),
-            "torch": torch.__version__,
-            "threads": 1,
-        }
-        arguments.out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+    write(arguments.out, 1, rows=rows)
     return 0
 
 

@@ -10,7 +10,6 @@ after the first ``--settle`` rounds. Exits with 1 if a process has grown by more
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import fmean
 
+from machine import introduce, write
 from scale import resident_mb
 
 ALLOWED_GROWTH = 0.10
@@ -39,6 +39,7 @@ def main() -> int:
         "feature-dim": 64,
         "batch-size": 8,
     }
+    introduce(1)
     samples: dict[str, list[tuple[int, float]]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "run"
@@ -65,8 +66,7 @@ def main() -> int:
             worst = max(worst, growth)
             figures[name] = {"early": fmean(early), "late": fmean(late), "growth": growth}
             print(f"{name:<40}{fmean(early):>12.0f}{fmean(late):>12.0f}{100 * growth:>8.1f}%")
-    if chosen.out:
-        chosen.out.write_text(json.dumps({"rounds": chosen.rounds, "processes": figures}, indent=1) + "\n")
+    write(chosen.out, 1, rounds=chosen.rounds, processes=figures)
     if not figures:
         print("too few samples to tell")
         return 1

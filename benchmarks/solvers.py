@@ -16,8 +16,6 @@ once, in float32 only and so not judged: there the broadcast form needs several 
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import sys
 import time
 from collections.abc import Callable
@@ -25,6 +23,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+from machine import introduce, write
 from torch import Tensor
 
 from pbfl_flwr.prototypes.alignment import AlignmentReport, align
@@ -136,6 +135,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="write the table as JSON")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    introduce(1)
     print(
         f"{'K':>5} {'steps f32/f64/gram':>18} {'broadcast f32':>14} {'broadcast f64':>14} {'gram':>10} "
         f"{'simplex':>10} {'faster':>7} {'directions (f32)':>18} {'energy (f32)':>18}"
@@ -156,13 +156,7 @@ def main() -> int:
             f"{row['times_faster']:>6.0f}x {directions:>18} {energies:>18}",
             flush=True,
         )
-    if arguments.out:
-        machine = {
-            "machine": platform.machine(),
-            "torch": torch.__version__,
-            "threads": torch.get_num_threads(),
-        }
-        arguments.out.write_text(json.dumps({**machine, "rows": rows}, indent=2) + "\n")
+    write(arguments.out, 1, rows=rows)
     if disagreeing := [row["classes"] for row in rows if row["agree"] is False]:
         print(f"the two forms disagree at K = {disagreeing}", file=sys.stderr)
         return 1
