@@ -6,7 +6,7 @@ import pytest
 
 from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments import compare
+from pbfl_flwr.experiments import compare, comparison_table
 from pbfl_flwr.experiments.configuration import Wishes
 from pbfl_flwr.flower.client import make_client_app
 from pbfl_flwr.flower.strategy import MethodStrategy
@@ -182,11 +182,11 @@ def test_the_table(file: Path, tmp_path: Path) -> None:
     planned = compare.plan(compare.read(str(file))[1], [], [0, 1], ["A"], tmp_path)
     write_run(planned[0].directory, [entry(1, 0.5, 0.75), entry(2, 0.5, 0.25)])
     write_run(planned[1].directory, [entry(1, 0.5, 0.5), entry(2, 0.25, 0.75)])
-    (row,) = compare.rows(planned)
+    (row,) = comparison_table.rows(planned)
     assert row.last == [25.0, 75.0]
     assert row.best == [75.0, 75.0]
     assert (row.up, row.down, row.total) == (100.0, 300.0, 1200.0)  # 200/2, 600/2, 400+800
-    compare.write(tmp_path, "Two methods", [row], compare.groups(planned))
+    comparison_table.write(tmp_path, "Two methods", [row], comparison_table.groups(planned))
     text = (tmp_path / "table.md").read_text()
     assert "| A | global | 50.00 ± 35.36 | 75.00 ± 0.00 |" in text  # (25+75)/2, 50/√2
     assert "Rounds: 2. Seeds: 2." in text
@@ -222,11 +222,11 @@ def test_all_methods_go_through_into_one_table(tmp_path: Path) -> None:
         return 0
 
     assert compare.make(planned, start) == []
-    found = compare.rows(planned)
+    found = comparison_table.rows(planned)
     assert [row.label for row in found] == list(runs)
     assert all(row.rounds == 2 and row.seconds > 0 and row.total > 0 for row in found)
     assert [row.label for row in found if not row.up] == [
         "Local",
         "GFPL",
     ]  # GFPL exchanges in its tenth round
-    assert len(compare.table(title, found).rows) == len(runs)
+    assert len(comparison_table.table(title, found).rows) == len(runs)

@@ -8,7 +8,7 @@ import pytest
 
 from pbfl_flwr.config import Scalar
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments import compare, side_by_side, sweep
+from pbfl_flwr.experiments import compare, comparison_table, side_by_side, sweep
 from pbfl_flwr.flower.engine import Resources
 from tests.runs import entry, pbfl, write_run
 
@@ -156,7 +156,7 @@ def test_the_table(tmp_path: Path) -> None:
     runs = sweep.plans(found, tmp_path)
     for run, last in zip(runs[:2], (0.25, 0.75), strict=True):
         write_run(run.directory, [entry(1, 0.5, 0.75), entry(2, 0.5, last)])
-    rows = compare.rows(runs)
+    rows = comparison_table.rows(runs)
     sheet = sweep.table(found, rows, runs, "A sweep")
     text = sheet.markdown()
     # 25 and 75: mean 50, sample deviation 50/1.4142

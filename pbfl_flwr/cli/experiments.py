@@ -129,6 +129,7 @@ def compare(
 ) -> None:
     """Make several runs on the same data and print one table; started again, it goes on where it stopped."""
     from pbfl_flwr.experiments import compare as comparison
+    from pbfl_flwr.experiments import comparison_table
     from pbfl_flwr.flower.engine import Resources
 
     console = Console()
@@ -145,10 +146,10 @@ def compare(
 
     with running(KEPT):
         failed = comparison.make(planned, comparison.starter(source, resources, console))
-    found = comparison.rows(planned)
-    groups = comparison.groups(planned)
-    comparison.write(directory, title, found, groups)
-    table = comparison.table(title, found).markdown()
+    found = comparison_table.rows(planned)
+    groups = comparison_table.groups(planned)
+    comparison_table.write(directory, title, found, groups)
+    table = comparison_table.table(title, found).markdown()
     if len(groups) > 1:
         table += "\n" + (directory / "paired.md").read_text(encoding="utf-8")
     raise concluded(console, table, f"{directory}: table and paired, each as .md, .csv and .tex", failed)

@@ -35,7 +35,7 @@ def sweep(
     app_dir: AppDirectory = None,
 ) -> None:
     """Run every combination of the values and print one table; started again, it goes on where it stopped."""
-    from pbfl_flwr.experiments import compare, side_by_side
+    from pbfl_flwr.experiments import compare, comparison_table, side_by_side
     from pbfl_flwr.experiments import sweep as sweeping
     from pbfl_flwr.flower.engine import Resources
 
@@ -56,7 +56,7 @@ def sweep(
     say(console, f"{sum(not compare.finished(run) for run in planned)} of {len(planned)} runs are to be made")
 
     def table(_: compare.Planned | None = None) -> str:
-        found = compare.rows(planned)
+        found = comparison_table.rows(planned)
         sheet = sweeping.table(swept, found, planned, title)
         sweeping.write(directory, swept, found, sheet)
         return sheet.markdown()

@@ -1,4 +1,4 @@
-"""Several runs on the same data side by side, resumable run by run, and one table of them.
+"""Several runs on the same data side by side, resumable run by run; :mod:`.comparison_table` tells what came of them.
 
 A comparison is a TOML file: what all runs share, and a table a run with what it changes.
 
@@ -19,9 +19,8 @@ A comparison is a TOML file: what all runs share, and a table a run with what it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from rich.console import Console
@@ -29,20 +28,13 @@ from rich.console import Console
 from pbfl_flwr.config import Scalar
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import configuration
-from pbfl_flwr.experiments.figures import kilobytes, say
-from pbfl_flwr.experiments.records import Group, Record
+from pbfl_flwr.experiments.figures import say
 from pbfl_flwr.experiments.runner import simulate
-from pbfl_flwr.experiments.sheets import Sheet, figure
-from pbfl_flwr.experiments.summaries import paired_sheet
-from pbfl_flwr.experiments.tables import majority_lines, paper_scalars, scores
 from pbfl_flwr.flower.engine import Resources
 from pbfl_flwr.flower.history import RunDirectory
-from pbfl_flwr.flower.store import write_atomically
-from pbfl_flwr.method import PREDICTORS
 
 FOLDER = "experiments/comparisons"
 INTERRUPTED = 130
-PLAIN = ("headline", "seeds", "rounds", "last", "best", "std", "worst", "up", "down", "total")
 Start = Callable[[configuration.Wishes, Path], int]
 """(keys, run directory) -> exit code of the run."""
 
@@ -245,130 +237,3 @@ def make(
             failed.append(f"{run.label}, seed {run.seed}")
         after(run)
     return failed
-
-
-@dataclass(frozen=True)
-class Row:
-    """One label, all its seeds.
-
-    Attributes:
-        label, headline: of the runs.
-        seeds, rounds: how many seeds, and how many rounds each.
-        last, best: headline accuracies (sample-weighted, %), one a seed.
-        others: predictor -> last accuracies.
-        chosen: the same at the validation-chosen round; empty without validation data.
-        spread: deviation over clients, last round.
-        worst: mean of the worst tenth of the clients, last round.
-        up, down: bytes a client and round, payload.
-        total: bytes a round, all clients and both ways, Flower's objects included.
-        paper: scalars by the paper's formula.
-        seconds: a round.
-        majority: what the skew of the labels alone scores, one a seed; None where it is not known.
-    """
-
-    label: str
-    headline: str
-    seeds: int
-    rounds: int
-    last: list[float]
-    best: list[float]
-    chosen: list[float]
-    others: dict[str, list[float]]
-    spread: list[float]
-    worst: list[float]
-    up: float
-    down: float
-    total: float
-    paper: str
-    seconds: float
-    majority: list[float | None] = field(default_factory=list)
-
-    def plain(self) -> list[str]:
-        """Return the mean figures in the order of :data:`PLAIN`, as other programs read them."""
-        accuracies = [fmean(self.last), fmean(self.best), fmean(self.spread), fmean(self.worst)]
-        numbers = [*accuracies, self.up, self.down, self.total]
-        return [self.headline, str(self.seeds), str(self.rounds), *(f"{number:.4f}" for number in numbers)]
-
-
-def rows(planned: Sequence[Planned]) -> list[Row]:
-    """Return a row for every label that has a finished run."""
-    found = []
-    for label in dict.fromkeys(run.label for run in planned):
-        done = [RunDirectory(run.directory) for run in planned if run.label == label and finished(run)]
-        if done:
-            found.append(_row(label, done))
-    return found
-
-
-def _row(label: str, runs: Sequence[RunDirectory]) -> Row:
-    abouts, histories = [run.read() for run in runs], [run.rounds() for run in runs]
-    headline = str(abouts[0]["headline"])
-    all_scores = [scores(history) for history in histories]
-    entries: list[Mapping[str, Any]] = [entry for history in histories for entry in history]
-    clients = len(abouts[0]["clients"])
-    return Row(
-        label,
-        headline,
-        len(runs),
-        len(histories[0]),
-        [100 * found[headline].last[1]["weighted"] for found in all_scores],
-        [100 * found[headline].best[1]["weighted"] for found in all_scores],
-        [100 * at[1]["weighted"] for found in all_scores if (at := found[headline].chosen) is not None],
-        {
-            name: [100 * found[name].last[1]["weighted"] for found in all_scores if name in found]
-            for name in PREDICTORS
-            if any(name in found for found in all_scores)
-        },
-        [100 * found[headline].last[1]["std"] for found in all_scores],
-        [100 * found[headline].last[1]["worst"] for found in all_scores],
-        fmean(entry["bytes_up"]["payload"] for entry in entries) / clients,
-        fmean(entry["bytes_down"]["payload"] for entry in entries) / clients,
-        fmean(entry["bytes_up"]["total"] + entry["bytes_down"]["total"] for entry in entries),
-        paper_scalars(abouts[0], runs[0].partition_counts()),
-        fmean(entry["seconds"]["total"] for entry in entries),
-        [run.majority() for run in runs],
-    )
-
-
-def table(title: str, found: Sequence[Row]) -> Sheet:
-    """Return the table: accuracies in %, sample-weighted over all clients; ± over seeds where there are several."""
-    names = [name for name in PREDICTORS if any(name in row.others for row in found)]
-    chosen = any(row.chosen for row in found)
-    head = ["run", "headline", "last", "best (on test data)", *(["validation-chosen"] if chosen else [])]
-    head += ["std over clients", "worst decile", *names]
-    head += ["payload up", "payload down", "all bytes a round", "paper's scalars", "s a round"]
-    lines = []
-    for row in found:
-        cells = [row.label, row.headline, figure(row.last), figure(row.best)]
-        cells += [figure(row.chosen)] if chosen else []
-        cells += [figure(row.spread), figure(row.worst)]
-        cells += [figure(row.others.get(name, [])) for name in names]
-        cells += [kilobytes(row.up), kilobytes(row.down), kilobytes(row.total), row.paper]
-        lines.append((*cells, f"{row.seconds:.1f}"))
-    rounds = sorted({row.rounds for row in found})
-    note = f"Rounds: {', '.join(map(str, rounds))}. Seeds: {max((row.seeds for row in found), default=0)}. "
-    note += "The columns named after predictors are last-round accuracies; payload is a client's mean. "
-    note += "± is the sample deviation over seeds."
-    notes = (note, *majority_lines(share for row in found for share in row.majority))
-    return Sheet(title, tuple(head), tuple(lines), notes, text_columns=2)
-
-
-def write(out: Path, title: str, found: Sequence[Row], groups: Sequence[Group]) -> None:
-    """Write table.md, table.tex and table.csv (plain numbers), and the comparison of pairs as paired.*."""
-    sheet = table(title, found)
-    write_atomically(out / "table.md", sheet.markdown().encode())
-    write_atomically(out / "table.tex", sheet.latex().encode())
-    lines = tuple((row.label, *row.plain(), row.paper, f"{row.seconds:.2f}") for row in found)
-    plain = Sheet(title, ("run", *PLAIN, "paper", "seconds"), lines)
-    write_atomically(out / "table.csv", plain.csv().encode())
-    paired_sheet(groups, f"{title}: pairs").write(out / "paired")
-
-
-def groups(planned: Sequence[Planned]) -> list[Group]:
-    """Return the finished runs of every label that has one."""
-    found = []
-    for label in dict.fromkeys(run.label for run in planned):
-        done = [run.directory for run in planned if run.label == label and finished(run)]
-        if done:
-            found.append(Group(label, tuple(Record.load(directory) for directory in done)))
-    return found

@@ -18,7 +18,8 @@ from pathlib import Path
 from pbfl_flwr.config import Scalar
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import configuration
-from pbfl_flwr.experiments.compare import PLAIN, Planned, Row, finished, plan
+from pbfl_flwr.experiments.compare import Planned, finished, plan
+from pbfl_flwr.experiments.comparison_table import PLAIN, Row
 from pbfl_flwr.experiments.figures import kilobytes
 from pbfl_flwr.experiments.sheets import Sheet, figure
 from pbfl_flwr.flower.store import write_atomically
