@@ -26,9 +26,10 @@ from pbfl_flwr.config.keys import (
     TrainingSettings,
     class_names,
 )
-from pbfl_flwr.config.resolve import PROTOCOLS, Settings, parse, parse_section
+from pbfl_flwr.config.resolve import CHANGEABLE, PROTOCOLS, Settings, parse, parse_section
 
 __all__ = [
+    "CHANGEABLE",
     "FAULTS",
     "GROUPS",
     "MAX_CLASSES",

@@ -49,6 +49,18 @@ PROTOCOLS: dict[str, dict[str, str | int]] = {
 # What a protocol leaves to the method stays "auto" here; the method's page holds the value.
 
 
+# What may differ when a run goes on: how far, how long to wait, what to do then, how fast, who is told.
+CHANGEABLE = (
+    "num-server-rounds",
+    "round-timeout",
+    "join-timeout",
+    "failure-policy",
+    "max-upload-mb",
+    "threads",
+    "sinks",
+)
+
+
 class Settings(BaseModel):
     """The whole run configuration.
 
@@ -80,19 +92,8 @@ class Settings(BaseModel):
 
     def fingerprint(self) -> str:
         """Return a hash of everything that changes results (not where they are written, nor how far to go)."""
-        neutral = {
-            "run-dir",
-            "state-dir",
-            "resume",
-            "num-server-rounds",
-            "round-timeout",
-            "join-timeout",
-            "max-upload-mb",
-            "failure-policy",
-            "threads",
-            "sinks",
-        }
-        relevant = {key: value for key, value in self.as_dict().items() if key not in neutral}
+        own = {"run-dir", "state-dir", "resume", *CHANGEABLE}
+        relevant = {key: value for key, value in self.as_dict().items() if key not in own}
         return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()[:16]
 
 

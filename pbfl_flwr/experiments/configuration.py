@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from pbfl_flwr.config import DataSettings, Scalar, Settings, parse
+from pbfl_flwr.config import CHANGEABLE, DataSettings, Scalar, Settings, parse
 from pbfl_flwr.data import DATASETS, Partition, check_data, load_pool
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.engine import Resources
@@ -136,8 +136,7 @@ def resumed(run: Path, wishes: Wishes) -> Wishes:
     if check(changed).fingerprint() != check(Wishes(recorded)).fingerprint():
         different = [f"{key} = {value}" for key, value in wishes.values.items() if recorded.get(key) != value]
         raise PbflError(
-            f"{', '.join(different)}: a resumed run keeps what changes its results; allowed are num-server-rounds, "
-            "round-timeout, join-timeout and threads"
+            f"{', '.join(different)}: a resumed run keeps what changes its results; allowed are {', '.join(CHANGEABLE)}"
         )
     return changed
 
