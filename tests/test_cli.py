@@ -159,11 +159,11 @@ def test_show(tmp_path: Path) -> None:
     assert ["head", "3", "50.00", "50.00", "12.50", "37.50"] in rows
     assert ["global (headline)", "3", "62.50", "62.50", "12.50", "50.00"] in rows
     assert ["best (chosen on test data)", "2", "87.50", "87.50", "12.50", "75.00"] in rows
-    assert ["bytes a client, payload", "100 B", "300 B", "400 B"] in rows
+    assert ["bytes, mean over all clients: payload", "100 B", "300 B", "400 B"] in rows
     assert ["with Flower's objects", "200 B", "400 B", "600 B"] in rows
     assert ["scalars, all clients, last round", "12", "20", "32"] in rows
     # FedProto: (K_1 + K)·d + (K_2 + K)·d = (2 + 3)·4 + (1 + 3)·4
-    assert ["by the paper's formula", "", "", "36"] in rows
+    assert ["by the paper's formula, all taking part", "", "", "36"] in rows
     assert "client 1 failed in 2 rounds, first 2: out of paper" in text
     assert "go on with" not in text
 

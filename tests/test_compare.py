@@ -201,6 +201,20 @@ def test_the_table(file: Path, tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.glob("paired.*")} == {"paired.md", "paired.csv", "paired.tex"}
 
 
+def test_a_run_that_was_never_scored_has_a_row_without_scores(file: Path, tmp_path: Path) -> None:
+    planned = compare.plan(compare.read(str(file))[1], [], [0], [], tmp_path)
+    write_run(planned[0].directory, [entry(1, 0.5, None), entry(2, 0.5, None)])  # headline: global
+    write_run(planned[1].directory, [entry(n, 0, None, accuracy={}, test_loss=None) for n in (1, 2)])
+    found = comparison_table.rows(planned)
+    comparison_table.write(tmp_path, "Two methods", found, comparison_table.groups(planned))
+    text = (tmp_path / "table.md").read_text()
+    assert "| A | global | - | - | - | - | 50.00 |" in text
+    assert "| B | global | - | - | - | - | - |" in text
+    assert (
+        (tmp_path / "table.csv").read_text().splitlines()[2].startswith("B,global,1,2,,,,,100.0000,300.0000,")
+    )
+
+
 def test_the_command_refuses_before_it_starts(file: Path, tmp_path: Path) -> None:
     result = pbfl("compare", file, "--out", tmp_path / "out", "--set", "nonsense=1")
     assert result.exit_code == 2

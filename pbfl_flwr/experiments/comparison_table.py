@@ -28,7 +28,7 @@ class Row:
     Attributes:
         label, headline: of the runs.
         seeds, rounds: how many seeds, and how many rounds each.
-        last, best: headline accuracies (sample-weighted, %), one a seed.
+        last, best: headline accuracies (sample-weighted, %), one a seed in which it was scored.
         others: predictor -> last accuracies.
         chosen: the same at the validation-chosen round; empty without validation data.
         spread: deviation over clients, last round.
@@ -59,9 +59,11 @@ class Row:
 
     def plain(self) -> list[str]:
         """Return the mean figures in the order of :data:`PLAIN`, as other programs read them."""
-        accuracies = [fmean(self.last), fmean(self.best), fmean(self.spread), fmean(self.worst)]
-        numbers = [*accuracies, self.up, self.down, self.total]
-        return [self.headline, str(self.seeds), str(self.rounds), *(f"{number:.4f}" for number in numbers)]
+        accuracies = [
+            f"{fmean(of):.4f}" if of else "" for of in (self.last, self.best, self.spread, self.worst)
+        ]
+        bytes_ = [f"{number:.4f}" for number in (self.up, self.down, self.total)]
+        return [self.headline, str(self.seeds), str(self.rounds), *accuracies, *bytes_]
 
 
 def rows(planned: Sequence[Planned]) -> list[Row]:
@@ -78,6 +80,8 @@ def _row(label: str, runs: Sequence[RunDirectory]) -> Row:
     abouts, histories = [run.read() for run in runs], [run.rounds() for run in runs]
     headline = str(abouts[0]["headline"])
     all_scores = [scores(history) for history in histories]
+    # None where clients report nothing, have no test samples, or prototypes came after the last scoring.
+    scored = [found[headline] for found in all_scores if headline in found]
     entries: list[Mapping[str, Any]] = [entry for history in histories for entry in history]
     clients = len(abouts[0]["clients"])
     return Row(
@@ -85,16 +89,16 @@ def _row(label: str, runs: Sequence[RunDirectory]) -> Row:
         headline,
         len(runs),
         len(histories[0]),
-        [100 * found[headline].last[1]["weighted"] for found in all_scores],
-        [100 * found[headline].best[1]["weighted"] for found in all_scores],
-        [100 * at[1]["weighted"] for found in all_scores if (at := found[headline].chosen) is not None],
+        [100 * found.last[1]["weighted"] for found in scored],
+        [100 * found.best[1]["weighted"] for found in scored],
+        [100 * at[1]["weighted"] for found in scored if (at := found.chosen) is not None],
         {
             name: [100 * found[name].last[1]["weighted"] for found in all_scores if name in found]
             for name in PREDICTORS
             if any(name in found for found in all_scores)
         },
-        [100 * found[headline].last[1]["std"] for found in all_scores],
-        [100 * found[headline].last[1]["worst"] for found in all_scores],
+        [100 * found.last[1]["std"] for found in scored],
+        [100 * found.last[1]["worst"] for found in scored],
         fmean(entry["bytes_up"]["payload"] for entry in entries) / clients,
         fmean(entry["bytes_down"]["payload"] for entry in entries) / clients,
         fmean(entry["bytes_up"]["total"] + entry["bytes_down"]["total"] for entry in entries),
@@ -121,7 +125,10 @@ def table(title: str, found: Sequence[Row]) -> Sheet:
         lines.append((*cells, f"{row.seconds:.1f}"))
     rounds = sorted({row.rounds for row in found})
     note = f"Rounds: {', '.join(map(str, rounds))}. Seeds: {max((row.seeds for row in found), default=0)}. "
-    note += "The columns named after predictors are last-round accuracies; payload is a client's mean. "
+    note += (
+        "The columns named after predictors are last-round accuracies; payload is a round's mean over all "
+    )
+    note += "clients, also those that were not asked; the paper's scalars are for all clients taking part. "
     note += "± is the sample deviation over seeds."
     notes = (note, *majority_lines(share for row in found for share in row.majority))
     return Sheet(title, tuple(head), tuple(lines), notes, text_columns=2)

@@ -208,10 +208,10 @@ def cost_sheet(groups: Sequence[Group]) -> Sheet:
         )
     columns = (
         "run",
-        "payload up, a client",
-        "payload down, a client",
+        "payload up, mean over all clients",
+        "payload down, mean over all clients",
         "all of Flower's bytes",
-        "scalars by the paper's formula",
+        "scalars by the paper's formula, all clients taking part",
         "seconds",
         "peak memory of a worker, MB",
     )

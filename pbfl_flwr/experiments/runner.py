@@ -53,7 +53,10 @@ def simulate(
     engine = Engine(run_dir)
 
     def submit() -> str:
-        run_id = engine.submit(app, {**config, "run-dir": str(run_dir)}, num_clients, resources)
+        # Said as a number, so that whoever resumes the run has as many threads, whatever the workers are given then.
+        threads = {"threads": resources.cpus_per_client} if config.get("threads", "auto") == "auto" else {}
+        keys = {**config, **threads, "run-dir": str(run_dir)}
+        run_id = engine.submit(app, keys, num_clients, resources)
         say(console, "starting the workers")
         return run_id
 
@@ -118,34 +121,30 @@ class Follower:
         self._run = RunDirectory(run_dir)
         self._num_rounds = num_rounds
         self._console = console
+        self._tail = Tail(run_dir / "rounds.jsonl")
         # By content: a resumed run first cuts off rounds that its checkpoint does not know, then makes them again.
-        self._seen = {json.dumps(line) for line in self._run.rounds()}
-        self._introduced = False
-        self._size = -1
+        self._seen = set(self._tail.read())
+        self._headline = ""
         self._seconds: list[float] = []
         self._notes: set[str] = set()
 
     def look(self) -> None:
         """Print the lines of the rounds that have come since the last look."""
-        if not self._introduced and (self._run.path / "run.json").exists():
-            self._introduced = True
-            say(self._console, introduction(self._run.read()))
-        file = self._run.path / "rounds.jsonl"
-        size = file.stat().st_size if file.exists() else 0
-        if size == self._size:
-            return
-        self._size = size
-        for line in self._run.rounds():
-            if (text := json.dumps(line)) not in self._seen:
-                self._seen.add(text)
-                self._round(line)
+        if not self._headline and (self._run.path / "run.json").exists():
+            about = self._run.read()
+            self._headline = about["headline"]
+            say(self._console, introduction(about))
+        for line in self._tail.read():
+            if line not in self._seen:
+                self._seen.add(line)
+                self._round(json.loads(line))
 
     def _round(self, line: Mapping[str, Any]) -> None:
         self._seconds.append(line["seconds"]["total"])
         left = median(self._seconds[-5:]) * (self._num_rounds - line["round"])
         say(
             self._console,
-            f"{round_line(line, self._num_rounds, self._run.read()['headline'])}  left {clock(left)}",
+            f"{round_line(line, self._num_rounds, self._headline)}  left {clock(left)}",
         )
         for note in line.get("notes", []):
             if note not in self._notes:  # once a run is enough; the history has every round's
@@ -154,6 +153,35 @@ class Follower:
         for failure in [*line["failures"], *line.get("final", {}).get("failures", [])]:
             who = failure.get("name", failure["client"])
             say(self._console, f"  client {who} failed: {failure['reason']}", "yellow")
+
+
+class Tail:
+    """Reads what a file of lines has grown by; a file that was written anew is read from its beginning.
+
+    Args:
+        file: need not be there yet.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._end = 0
+        self._last = b""
+
+    def read(self) -> list[bytes]:
+        """Return the complete lines since the last call."""
+        if not self._file.exists():
+            return []
+        with self._file.open("rb") as file:
+            file.seek(start := self._end - len(self._last))
+            found = file.read()
+            if not found.startswith(self._last):
+                file.seek(start := 0)
+                found, self._last = file.read(), b""
+        complete = found[: found.rfind(b"\n") + 1]
+        lines = complete[len(self._last) :].splitlines()
+        self._end = start + len(complete)
+        self._last = complete[complete.rfind(b"\n", 0, -1) + 1 :]
+        return lines
 
 
 def introduction(about: Mapping[str, Any]) -> str:

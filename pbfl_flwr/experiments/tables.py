@@ -205,7 +205,7 @@ def cost_table(
     for name in ("", "up", "down", "both"):
         table.add_column(name, justify="right" if name else "left", no_wrap=not name)
     labels = {
-        "payload": "bytes a client, payload",
+        "payload": "bytes, mean over all clients: payload",
         "ours": "  with reports",
         "total": "  with Flower's objects",
     }
@@ -221,7 +221,7 @@ def cost_table(
         f"{last['down']:,}",
         f"{last['up'] + last['down']:,}",
     )
-    table.add_row("  by the paper's formula", "", "", paper_scalars(about, counts))
+    table.add_row("  by the paper's formula, all taking part", "", "", paper_scalars(about, counts))
     mean = fmean(entry["seconds"]["total"] for entry in rounds)
     table.add_row("seconds", "", "", f"{mean:.2f}", end_section=True)
     spent = {

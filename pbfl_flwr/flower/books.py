@@ -84,7 +84,7 @@ class Outcome:
         reports: of the clients that did what they were asked.
         failures: why the others did not.
         late: uploads of earlier rounds, also those that count nothing.
-        up: bytes.
+        up: bytes that came, also of what was rejected or came too late to count.
         scalars_up: numbers that carry information.
         classes: class -> how many rounds late its latest upload is, 0 for one of this round; None where uploads have no
             classes.
@@ -117,6 +117,12 @@ class _Answer:
 
 
 @dataclass(frozen=True)
+class _Rejected:
+    reason: str
+    traffic: wire.Traffic
+
+
+@dataclass(frozen=True)
 class _Reader:
     """Decodes and validates replies."""
 
@@ -125,19 +131,22 @@ class _Reader:
     task: Task
     max_bytes: int
 
-    def read(self, reply: Message, training: bool) -> _Answer | str:
+    def read(self, reply: Message, training: bool) -> _Answer | _Rejected:
         """Return what a reply holds, or why it is rejected."""
+        traffic = wire.Traffic()
         try:
+            traffic = wire.weigh(reply)
             report, upload = _report_of(reply, self.max_bytes), None
             if training:
                 upload = _upload_of(reply, self.method, self.state, self.task)
-            return _Answer(report, upload, wire.weigh(reply))
+            return _Answer(report, upload, traffic)
         except RejectedPayload as error:
-            return f"upload rejected: {error}"[:LONGEST_REASON]
+            return _Rejected(f"upload rejected: {error}"[:LONGEST_REASON], traffic)
         except Exception as error:  # the boundary: whatever a client sends must not end the others' run
             frame = traceback.extract_tb(error.__traceback__)[-1]
             said = f"{type(error).__name__}: {' '.join(str(error).split())}"[:LONGEST_REASON]
-            return f"upload rejected: {said} ({Path(frame.filename).name}:{frame.lineno})"
+            where = f"({Path(frame.filename).name}:{frame.lineno})"
+            return _Rejected(f"upload rejected: {said} {where}", traffic)
 
 
 def read(
@@ -182,17 +191,19 @@ def read(
         else:
             uploads[client] = upload
 
-    def keep_late(client: int, reply: Message, found: _Answer | str, server_round: int) -> None:
+    def arrived(client: int, found: _Answer | _Rejected) -> None:
+        outcome.up[client] = outcome.up.get(client, wire.Traffic()) + found.traffic
+
+    def keep_late(client: int, reply: Message, found: _Answer | _Rejected, server_round: int) -> None:
         weight, age = 0.0, phase.number - server_round
-        if isinstance(found, str):
-            reason = found
+        if isinstance(found, _Rejected):
+            reason = found.reason
         elif client in outcome.reports or client in outcome.late:
             reason = "a newer one came"
         elif stale_weight == 0:
             reason = "stale-weight is 0"
         else:
             weight, reason = stale_weight**age, ""
-            outcome.up[client] = outcome.up.get(client, wire.Traffic()) + found.traffic
             if found.upload is not None:
                 keep(client, reply, found.upload, age)
         outcome.late.setdefault(client, Late(server_round, weight, reason))
@@ -208,8 +219,9 @@ def read(
             outcome.failures[client] = reason_of(reply)
             continue
         found = reader.read(reply, client in phase.training)
-        if isinstance(found, str):
-            outcome.failures[client] = found
+        arrived(client, found)
+        if isinstance(found, _Rejected):
+            outcome.failures[client] = found.reason
             continue
         answered = found.report.round or phase.number
         if found.upload is not None and answered != phase.number:
@@ -220,13 +232,15 @@ def read(
             else:
                 keep_late(client, reply, found, answered)
             continue
-        outcome.up[client], outcome.reports[client] = found.traffic, found.report
+        outcome.reports[client] = found.report
         if found.upload is not None:
             keep(client, reply, found.upload, 0)
     outcome.failures |= phase.absent
     for debt, reply in late:
         if debt.training and not reply.has_error():
-            keep_late(debt.client, reply, reader.read(reply, True), debt.round)
+            found = reader.read(reply, True)
+            arrived(debt.client, found)
+            keep_late(debt.client, reply, found, debt.round)
     outcome.uploads = Uploads(records, method.up, task) if streams else dict(sorted(uploads.items()))
     return outcome
 

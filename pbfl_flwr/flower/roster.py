@@ -146,8 +146,16 @@ class Roster:
         """
         clients = sorted(set(self.members) - set(without))
         size = min(len(clients), max(1, round(fraction * len(self.members))))
-        rng = np.random.default_rng(seeds.derive(seed, "sample", server_round))
-        return sorted(int(client) for client in rng.choice(clients, size, replace=False))
+        return _drawn(clients, size, seeds.derive(seed, "sample", server_round))
+
+    def scored(self, fraction: float, seed: int, server_round: int, training: Collection[int]) -> list[int]:
+        """Return the clients that are only scored in a round: round(fraction·(M - training)), drawn likewise."""
+        others = sorted(set(self.members) - set(training))
+        return _drawn(others, round(fraction * len(others)), seeds.derive(seed, "scored", server_round))
+
+
+def _drawn(clients: list[int], size: int, seed: int) -> list[int]:
+    return sorted(int(client) for client in np.random.default_rng(seed).choice(clients, size, replace=False))
 
 
 def wait_for_nodes(grid: Grid, wanted: int, timeout: float) -> list[int]:

@@ -226,8 +226,7 @@ class MethodStrategy(Strategy):
         absent = self._attendance.absent(grid, server_round)
         roster = self._attendance.roster
         chosen = set(roster.sample(run.fraction_train, run.seed, server_round, absent))
-        others = [client for client in roster.members if client not in chosen]
-        scored = set(others[: round(run.fraction_evaluate * len(others))]) - set(absent)
+        scored = set(roster.scored(run.fraction_evaluate, run.seed, server_round, chosen)) - set(absent)
         return self._ask(
             {**dict.fromkeys(chosen, "train"), **dict.fromkeys(scored, "evaluate")}, server_round, absent
         )

@@ -136,6 +136,8 @@ def test_a_fault_costs_its_own_client_only(
     without = federation(tmp_path / "b", faults={(2, 2): silent}).run()
     assert faulty.strategy.history[1]["failures"] == [{"client": 2, "reason": reason}]
     assert faulty.strategy.history[1]["trained"] == [0, 1, 3, 4]
+    first, second = (line["bytes_up"]["payload"] for line in faulty.strategy.history)
+    assert (first == second) == (word in ("corrupt", "stale")), "what is rejected came all the same"
     assert same_tensors(faulty.strategy.state.to_tensors(), without.strategy.state.to_tensors())
     assert states(faulty) == {**dict.fromkeys(range(NUM_CLIENTS), (2, 2)), 2: kept}
 

@@ -710,6 +710,17 @@ def test_no_one_else_is_scored_when_the_fraction_is_zero(tmp_path: Path) -> None
     assert sorted(kinds(found, 1).values()) == ["train", "train"]
 
 
+def test_who_is_only_scored_is_drawn_anew_in_every_round(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"fraction_train": 0.4, "fraction_evaluate": 0.34, "num_server_rounds": 6}
+    drawn = []
+    for name in ("a", "b"):
+        found = federation(tmp_path / name, "local", **keys).run()
+        drawn.append([{c for c, kind in kinds(found, n).items() if kind == "evaluate"} for n in range(1, 7)])
+    assert {len(scored) for scored in drawn[0]} == {1}  # 0.34 of the three others
+    assert len(set().union(*drawn[0])) > 2
+    assert drawn[0] == drawn[1]
+
+
 def test_scoring_before_training_ends_with_a_last_scoring(tmp_path: Path) -> None:
     found = federation(tmp_path, "fedproto", evaluate_moment="before", on_disk=True).run()
     after = federation(tmp_path / "after", "fedproto").run()

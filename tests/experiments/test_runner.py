@@ -1,0 +1,95 @@
+"""What follows a run: the file that grows, and what is handed to Flower."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from pbfl_flwr.config import Scalar
+from pbfl_flwr.experiments import runner
+from pbfl_flwr.experiments.runner import Follower, Tail
+from pbfl_flwr.flower.engine import Resources
+from tests.runs import entry, write_run
+
+
+def test_a_file_is_read_where_it_grew(tmp_path: Path) -> None:
+    file = tmp_path / "lines"
+    tail = Tail(file)
+    assert tail.read() == []
+    file.write_bytes(b"one\ntw")
+    assert tail.read() == [b"one"]
+    assert tail.read() == []
+    with file.open("ab") as more:
+        more.write(b"o\nthree\n")
+    assert tail.read() == [b"two", b"three"]
+    assert tail.read() == []
+
+
+def test_only_what_is_new_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, line = tmp_path / "lines", b"x" * 999 + b"\n"
+    tail = Tail(file)
+    for number in range(1, 50):
+        with file.open("ab") as more:
+            more.write(line)
+        assert tail.read() == [line[:-1]]
+        assert tail._end == 1000 * number
+        assert len(tail._last) == 1000  # what is read again to see that the file is still the same
+
+
+@pytest.mark.parametrize("anew", [b"one\n", b"one\nother\n", b"one\nother\nand\nmore lines\n", b""])
+def test_a_file_that_was_written_anew_is_read_anew(tmp_path: Path, anew: bytes) -> None:
+    file = tmp_path / "lines"
+    tail = Tail(file)
+    file.write_bytes(b"one\ntwo\nthree\n")
+    assert len(tail.read()) == 3
+    file.write_bytes(anew)
+    assert tail.read() == anew.splitlines()
+    with file.open("ab") as more:
+        more.write(b"last\n")
+    assert tail.read() == [b"last"]
+
+
+def test_a_round_is_told_once_also_when_the_history_is_cut_and_made_again(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [entry(1, 0.25, 0.5)])
+    console = Console(record=True, width=200)
+    follower = Follower(run, 3, console)
+    follower.look()
+    history = run / "rounds.jsonl"
+
+    def add(number: int, score: float) -> None:
+        with history.open("a") as file:
+            file.write(json.dumps(entry(number, 0.25, score)) + "\n")
+        follower.look()
+
+    add(2, 0.625)
+    history.write_text(history.read_text().splitlines()[0] + "\n")  # its checkpoint did not know round 2
+    follower.look()
+    add(2, 0.75)
+    add(3, 0.875)
+    said = [
+        line.split("accuracy")[1].split("%")[0].strip()
+        for line in console.export_text().splitlines()
+        if "round " in line
+    ]
+    assert said == ["62.5", "75.0", "87.5"]
+
+
+@pytest.mark.parametrize(("keys", "threads"), [({}, 3), ({"threads": "auto"}, 3), ({"threads": 1}, 1)])
+def test_a_run_says_how_many_threads_it_has(
+    keys: dict[str, Scalar], threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handed: dict[str, Any] = {}
+
+    class Engine:
+        def __init__(self, run_dir: Path) -> None: ...
+
+        def submit(self, app: Path, config: dict[str, Scalar], clients: int, resources: Resources) -> str:
+            handed.update(config)
+            return "1"
+
+    monkeypatch.setattr(runner, "Engine", Engine)
+    monkeypatch.setattr(runner, "attend", lambda link, submit, *others: int(submit()))
+    runner.simulate(tmp_path, tmp_path / "run", keys, 2, 1, Resources(cpus_per_client=3), Console())
+    assert handed == {"threads": threads, "run-dir": str(tmp_path / "run")}
