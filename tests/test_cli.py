@@ -1,3 +1,5 @@
+import json
+import os
 import tomllib
 from pathlib import Path
 
@@ -249,6 +251,26 @@ def test_a_resumed_run_keeps_what_changes_results(tmp_path: Path) -> None:
     assert settings.method_section["base"] == "fedtgp"
     with pytest.raises(PbflError, match="seed = 4"):
         configuration.resumed(run, configuration.Wishes({"seed": 4}))
+
+
+def test_a_run_of_devices_is_no_simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    run = write_run(tmp_path / "run", [entry(1, 0.25, 0.5)], **{"num-server-rounds": 9})
+    assert f"go on with: pbfl run --resume {run}" in pbfl("show", run).stdout
+    about = json.loads((run / "run.json").read_text())
+    for client in about["clients"]:
+        client["simulated"] = False
+    (run / "run.json").write_text(json.dumps(about))
+    result = pbfl("run", "--resume", run)
+    assert result.exit_code == 2
+    assert "is a run of devices" in result.stderr
+    assert "go on with flwr run, with the same configuration" in result.stderr
+    (run / "nodes.json").write_text("{}")
+    assert f"go on with pbfl deploy local --resume {run}" in pbfl("run", "--resume", run).stderr
+    assert f"go on with: pbfl deploy local --resume {run}" in pbfl("show", run).stdout
+    os.utime(run / "rounds.jsonl", (0, 0))
+    os.utime(run / "run.json", (0, 0))
+    assert f"go on with pbfl deploy local --resume {run}" in pbfl("watch", run, "--once").stdout
 
 
 def test_a_directory_that_holds_a_run_is_refused(tmp_path: Path) -> None:

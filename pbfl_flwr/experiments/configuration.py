@@ -16,6 +16,7 @@ import torch
 from pbfl_flwr.config import CHANGEABLE, DataSettings, Scalar, Settings, parse
 from pbfl_flwr.data import DATASETS, Partition, check_data, load_pool
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments.runner import go_on_with, simulated
 from pbfl_flwr.flower.engine import Resources
 from pbfl_flwr.flower.history import RunDirectory
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method
@@ -121,17 +122,24 @@ def preflight(settings: Settings, resources: Resources) -> Partition:
     return partition
 
 
-def resumed(run: Path, wishes: Wishes) -> Wishes:
+def resumed(run: Path, wishes: Wishes, *, devices: bool = False) -> Wishes:
     """Return the configuration of a run that is to go on.
 
     Args:
         run: its directory.
         wishes: what is to differ; only how far to go and how long to wait may.
+        devices: whether SuperNodes are to go on with it, not the simulation engine.
 
     Raises:
-        PbflError: if there is no run, or if the changes would give other results.
+        PbflError: if there is no run, if it is one of devices and they are not to go on with it, or if the changes
+            would give other results.
     """
-    recorded: dict[str, Scalar] = RunDirectory(run).read()["configuration"]
+    about = RunDirectory(run).read()
+    if not devices and not simulated(about):
+        raise PbflError(
+            f"'{run}' is a run of devices with data of their own; go on with {go_on_with(run, about)}"
+        )
+    recorded: dict[str, Scalar] = about["configuration"]
     changed = Wishes({**recorded, **wishes.values, "run-dir": str(run), "resume": True}, wishes.problems)
     if check(changed).fingerprint() != check(Wishes(recorded)).fingerprint():
         different = [f"{key} = {value}" for key, value in wishes.values.items() if recorded.get(key) != value]

@@ -14,13 +14,12 @@ from pbfl_flwr.data import own_data
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import configuration
 from pbfl_flwr.experiments.figures import say
-from pbfl_flwr.experiments.runner import attend
+from pbfl_flwr.experiments.runner import NODES, attend
 from pbfl_flwr.flower.deployment import Deployment, check, complete, node_config
 from pbfl_flwr.flower.device import share_of_cores
 from pbfl_flwr.flower.engine import Resources
 from pbfl_flwr.models import check_models
 
-NODES = "nodes.json"
 DEFAULT_COUNT = 3
 
 
@@ -94,7 +93,7 @@ def resumed(run: Path, assignments: Iterable[str]) -> Plan:
         PbflError: if there is none, or if the changes would give other results.
     """
     directory = run.expanduser().absolute()
-    wishes = configuration.resumed(directory, configuration.gather(None, assignments))
+    wishes = configuration.resumed(directory, configuration.gather(None, assignments), devices=True)
     settings = configuration.check(wishes)
     file = directory / NODES
     if not file.exists():

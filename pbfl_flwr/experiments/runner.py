@@ -21,6 +21,7 @@ from pbfl_flwr.flower.engine import ENDED, ERROR, Engine, Link, Resources
 from pbfl_flwr.flower.history import RunDirectory
 
 COMPLETED, FAILED, INTERRUPTED = 0, 1, 130
+NODES = "nodes.json"  # what pbfl deploy local keeps of its SuperNodes, in the run directory
 POLL_SECONDS = 0.3
 
 
@@ -61,6 +62,25 @@ def simulate(
         return run_id
 
     return attend(engine, submit, num_rounds, console, f"pbfl run --resume {run_dir}")
+
+
+def simulated(about: Mapping[str, Any]) -> bool:
+    """Whether the simulation engine made a run, whose run.json is given; devices bring data that it does not have."""
+    return all(member.get("simulated", True) for member in about["clients"])
+
+
+def go_on_with(run_dir: Path, about: Mapping[str, Any]) -> str:
+    """Return the command that resumes a run.
+
+    Args:
+        run_dir: its directory.
+        about: what run.json holds.
+    """
+    if simulated(about):
+        return f"pbfl run --resume {run_dir}"
+    if (run_dir / NODES).exists():
+        return f"pbfl deploy local --resume {run_dir}"
+    return f"flwr run, with the same configuration, run-dir='{run_dir}' and resume=true"
 
 
 def attend(link: Link, submit: Callable[[], str], num_rounds: int, console: Console, go_on: str) -> int:

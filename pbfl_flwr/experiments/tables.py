@@ -15,6 +15,7 @@ from rich.text import Text
 from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.figures import kilobytes, say
+from pbfl_flwr.experiments.runner import go_on_with
 from pbfl_flwr.flower.engine import ERROR
 from pbfl_flwr.flower.history import RunDirectory
 from pbfl_flwr.method import PREDICTORS
@@ -102,7 +103,7 @@ def show(run_dir: Path, console: Console) -> None:
             say(console, line, "yellow")
     wanted = about["configuration"]["num-server-rounds"]
     if len(rounds) < wanted:
-        say(console, f"{len(rounds)} of {wanted} rounds; go on with: pbfl run --resume {run_dir}")
+        say(console, f"{len(rounds)} of {wanted} rounds; go on with: {go_on_with(run_dir, about)}")
     if (error := run_dir / ERROR).exists():
         say(console, f"it ended with: {error.read_text(encoding='utf-8').strip()}", "red")
 

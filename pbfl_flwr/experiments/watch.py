@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pbfl_flwr.experiments.figures import clock, kilobytes
+from pbfl_flwr.experiments.runner import go_on_with
 from pbfl_flwr.experiments.tables import failure_lines, scores, settings_line
 from pbfl_flwr.flower.engine import ERROR
 from pbfl_flwr.flower.history import RunDirectory
@@ -111,7 +112,7 @@ def frame(view: View) -> RenderableType:
         parts.append(
             Text(
                 f"nothing new for {clock(view.quiet)}{each}: it may have been stopped or killed; if so, go on with "
-                f"pbfl run --resume {view.path}",
+                f"{go_on_with(view.path, view.about)}",
                 style="red",
             )
         )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 from flwr.app import ConfigRecord, Message
@@ -20,6 +22,7 @@ from pbfl_flwr.task import Task
 
 POLL_SECONDS = 0.2
 SAME = ("task", "labels", "architecture", "parameters")  # of a client that comes back
+OF_A_RUN = ("simulated", "name", "configured_data", *SAME, "columns")  # of the clients of a run that goes on
 REVEALS = (  # what the hello round tells the server
     Reveal("client id, or the device's name", "how the server tells clients apart", message="hello"),
     Reveal("number of training and test samples", "said once", "client-report = 'none'", message="hello"),
@@ -357,6 +360,27 @@ def agreed(members: Iterable[Member]) -> Roster:
                 "name or order; pbfl check-data prints them"
             )
     return Roster(by_client)
+
+
+def unchanged(roster: Roster, recorded: Iterable[Mapping[str, Any]]) -> None:
+    """Check that the clients of a run that goes on are those with which it began.
+
+    Args:
+        roster: who came.
+        recorded: who came then, as run.json has them.
+
+    Raises:
+        PbflError: naming the first client that differs.
+    """
+    for was in recorded:
+        member = roster.members[int(was["client"])]
+        now = json.loads(json.dumps(asdict(member)))
+        for key in OF_A_RUN:
+            if now[key] != was.get(key, now[key]):
+                raise PbflError(
+                    f"client {member.label}: a run that goes on keeps its clients, but this one has {key} = "
+                    f"{str(now[key])[:LONGEST_REASON]}, it had {str(was[key])[:LONGEST_REASON]}"
+                )
 
 
 def reason_of(reply: Message) -> str:

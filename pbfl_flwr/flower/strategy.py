@@ -33,7 +33,7 @@ from pbfl_flwr.flower.books import Outcome, Phase, aged, client_columns, named, 
 from pbfl_flwr.flower.client import resolved_moment
 from pbfl_flwr.flower.history import RunDirectory, on_validation, summarise
 from pbfl_flwr.flower.recorder import Recorder
-from pbfl_flwr.flower.roster import Roster, meet, worker_died
+from pbfl_flwr.flower.roster import Roster, meet, unchanged, worker_died
 from pbfl_flwr.flower.secure import SecureRounds
 from pbfl_flwr.method import Method, Moment, Round
 from pbfl_flwr.methods import build_method, privacy_notes
@@ -116,9 +116,11 @@ class MethodStrategy(Strategy):
         previous = self._recorder.previous() if self._recorder else None
         if previous is not None:
             self.experiment = str(previous["experiment"])
-        known = {m["name"]: m["client"] for m in (previous or {}).get("clients", []) if m.get("name")}
+        came = (previous or {}).get("clients", [])
+        known = {m["name"]: m["client"] for m in came if m.get("name")}
         hello = max(run.round_timeout, run.join_timeout)  # its first message finds a client process starting
         roster = meet(grid, run.num_clients, self.experiment, hello, run.join_timeout, known)
+        unchanged(roster, came)
         self._attendance = Attendance(roster, self.experiment, run.join_timeout)
         self.method.check(roster.task, roster.architectures)
         if run.stale_weight > 0 and (self._secure is not None or not self.method.streams()):

@@ -193,3 +193,18 @@ def test_a_resumed_run_keeps_the_numbers(tmp_path: Path) -> None:
         PbflError, match="client-id 'b' has no place among num-clients = 2: this run goes on with a, c"
     ):
         run(tmp_path, stranger, num_server_rounds=3, resume=True).run()
+
+
+def test_a_run_of_devices_goes_on_with_them_alone(tmp_path: Path) -> None:
+    nodes = sites(tmp_path, "a", "c")
+    run(tmp_path, nodes, num_server_rounds=1).run()
+    again = {"num_server_rounds": 2, "resume": True, "models": "cnn4", "num_clients": 2}
+    virtual = federation(tmp_path, data=None, on_disk=True, **again)
+    with pytest.raises(PbflError, match=r"client 0: .* has simulated = True, it had False"):
+        virtual.run()
+    with pytest.raises(PbflError, match=r"client 0: .* has name = , it had a"):
+        run(tmp_path, sites(tmp_path, 0, 1), **again).run()
+    other = [nodes[0], {**nodes[1], "model": "cnn2"}]
+    with pytest.raises(PbflError, match=r"client c: .* has architecture = cnn2, it had cnn4"):
+        run(tmp_path, other, **again).run()
+    assert run(tmp_path, nodes, **again).run().strategy.done == 2
