@@ -251,6 +251,8 @@ def test_a_resumed_run_keeps_what_changes_results(tmp_path: Path) -> None:
     assert settings.method_section["base"] == "fedtgp"
     with pytest.raises(PbflError, match="seed = 4"):
         configuration.resumed(run, configuration.Wishes({"seed": 4}))
+    with pytest.raises(PbflError, match=r"state-dir = '/elsewhere': .* where it is, in its own directory"):
+        configuration.resumed(run, configuration.Wishes({"state-dir": "/elsewhere"}))
 
 
 def test_a_run_of_devices_is_no_simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,6 +140,12 @@ def resumed(run: Path, wishes: Wishes, *, devices: bool = False) -> Wishes:
             f"'{run}' is a run of devices with data of their own; go on with {go_on_with(run, about)}"
         )
     recorded: dict[str, Scalar] = about["configuration"]
+    kept = recorded.get("state-dir", "")  # the clients' own networks; elsewhere they would begin anew
+    if (state_dir := wishes.values.get("state-dir", kept)) != kept:
+        raise PbflError(
+            f"state-dir = '{state_dir}': a resumed run keeps its clients' state where it is, "
+            f"{f'state-dir = {kept!r}' if kept else 'in its own directory'}"
+        )
     changed = Wishes({**recorded, **wishes.values, "run-dir": str(run), "resume": True}, wishes.problems)
     if check(changed).fingerprint() != check(Wishes(recorded)).fingerprint():
         different = [f"{key} = {value}" for key, value in wishes.values.items() if recorded.get(key) != value]

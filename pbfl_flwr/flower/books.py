@@ -348,6 +348,21 @@ def client_columns(server_round: int, phase: Phase, outcome: Outcome) -> dict[st
     }
 
 
+def forgetful(phase: Phase, outcome: Outcome, before: Mapping[int, int]) -> list[int]:
+    """Return the clients that have taken part less often than the server has seen: they lost their state.
+
+    Args:
+        phase: what was sent.
+        outcome: what came back.
+        before: client -> rounds it had trained in when it was last heard of.
+    """
+    return [
+        client
+        for client, report in outcome.reports.items()
+        if client in before and report.participations < before[client] + (client in phase.training)
+    ]
+
+
 def _held_back(outcome: Outcome) -> list[str]:
     found = [(outcome.reports[client].metrics or {}).get("held-back", 0) for client in outcome.trained]
     if not any(found):

@@ -47,6 +47,12 @@ class Recorder:
         # The checkpoint says so too, but there may be none yet while clients have already trained.
         if not str(about["experiment"]).startswith(f"{self._fingerprint}-"):
             raise PbflError(OTHER_CONFIGURATION.format(self.run.path))
+        state_dir, kept = self._settings.run.state_dir, about["configuration"].get("state-dir", "")
+        if state_dir != kept:  # it changes no result while the clients find in it what they left
+            raise PbflError(
+                f"state-dir = '{state_dir}': run-dir = '{self.run.path}' was made with '{kept}', where its clients' "
+                "state is"
+            )
         return about
 
     def begin(self, facts: Mapping[str, Any], members: Iterable[Member]) -> None:

@@ -29,7 +29,7 @@ from pbfl_flwr.config import Settings
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import wire
 from pbfl_flwr.flower.attendance import Attendance
-from pbfl_flwr.flower.books import Outcome, Phase, aged, client_columns, named, read, round_line
+from pbfl_flwr.flower.books import Outcome, Phase, aged, client_columns, forgetful, named, read, round_line
 from pbfl_flwr.flower.client import resolved_moment
 from pbfl_flwr.flower.history import RunDirectory, on_validation, summarise
 from pbfl_flwr.flower.recorder import Recorder
@@ -79,6 +79,9 @@ class MethodStrategy(Strategy):
         self._phase: Phase | None = None
         self._scored: Any = None  # the state that clients were scored with in this round
         self._clients: dict[str, Any] = {}
+        self._participations: dict[
+            int, int
+        ] = {}  # client -> rounds it had trained in when it was last heard of
         self._round_started = 0.0
         self._num_rounds = settings.run.num_server_rounds
 
@@ -142,6 +145,8 @@ class MethodStrategy(Strategy):
             self._recorder.begin(facts, roster.members.values())
         elif resumed := self._recorder.go_on(self.method.state, roster.task, self._num_rounds):
             self.state, self.done, self.history = resumed
+            for columns in self._recorder.run.client_rounds():
+                self._participations |= zip(columns["client"], columns["participations"], strict=True)
 
     def begin(self, task: Task) -> None:
         """Take the method's initial state; :meth:`prepare` does this, a test without a grid does it itself."""
@@ -300,7 +305,11 @@ class MethodStrategy(Strategy):
         line = round_line(
             server_round, phase, outcome, self.method, self.state, self.moment, aggregated, ages
         )
-        line["notes"] += self._unheard_of(ages) + (self._recorder.warnings() if self._recorder else [])
+        line["notes"] += (
+            self._lost(phase, outcome)
+            + self._unheard_of(ages)
+            + (self._recorder.warnings() if self._recorder else [])
+        )
         for client, item in outcome.late.items():
             said = item.reason or f"counts {item.weight:.3g}"
             who = phase.names.get(client, str(client))
@@ -344,6 +353,14 @@ class MethodStrategy(Strategy):
                 f"round {server_round}: client {phase.names.get(client, client)} failed: {reason}; failure-policy is "
                 f"'stop'. Rounds up to {server_round - 1} are kept and can be resumed"
             )
+
+    def _lost(self, phase: Phase, outcome: Outcome) -> list[str]:
+        """Say which clients have forgotten rounds that the server knows of: another disk, or none any more."""
+        found = [
+            phase.names.get(client, str(client)) for client in forgetful(phase, outcome, self._participations)
+        ]
+        self._participations |= {client: report.participations for client, report in outcome.reports.items()}
+        return [f"client {', '.join(found)} lost its state and begins anew"] if found else []
 
     def _unheard_of(self, ages: list[int] | None) -> list[str]:
         """Say of classes that nobody has sent for 10, 100, 1,000 rounds, once each."""

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from pbfl_flwr.data import check_data, client_data
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import wire
 from pbfl_flwr.flower.client import make_client_app
-from pbfl_flwr.flower.roster import LONGEST_REASON, Member, agreed
+from pbfl_flwr.flower.roster import LONGEST_REASON, Member, Roster, agreed
 from pbfl_flwr.flower.store import DamagedState
 from pbfl_flwr.flower.strategy import MethodStrategy, RunEnded
 from pbfl_flwr.method import Method, Round, Update
@@ -667,6 +668,33 @@ def test_damaged_records_are_named(tmp_path: Path, two_rounds: Federation, name:
     with pytest.raises(PbflError, match=name) as error:
         again(tmp_path).run()
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("report", ["full", "none"])
+def test_a_client_that_lost_its_state_is_named_once(tmp_path: Path, report: str) -> None:
+    found = federation(tmp_path, on_disk=True, client_report=report, num_server_rounds=1).run()
+    (one,) = (tmp_path / "run" / "clients").glob("*/client-00001.safetensors")
+    one.unlink()
+    found = federation(tmp_path, on_disk=True, client_report=report, num_server_rounds=3, resume=True).run()
+    notes = [[note for note in line["notes"] if "lost" in note] for line in found.strategy.history]
+    assert notes == [[], ["client 1 lost its state and begins anew"], []]
+
+
+def test_who_is_only_scored_is_found_to_have_lost_its_state_too(tmp_path: Path) -> None:
+    found = federation(tmp_path, on_disk=True, num_server_rounds=1).run()
+    shutil.rmtree(tmp_path / "run" / "clients")
+    keys: dict[str, Scalar] = {"num_server_rounds": 3, "resume": True}
+    found = federation(tmp_path, on_disk=True, **keys)
+    roster = patch.object(Roster, "sample", lambda self, *_: [0, 1])
+    with roster:
+        found.run()
+    notes = [[note for note in line["notes"] if "lost" in note] for line in found.strategy.history]
+    assert notes == [[], ["client 0, 1, 2, 3, 4 lost its state and begins anew"], []]
+
+
+def test_the_clients_state_stays_where_it_is(tmp_path: Path, two_rounds: Federation) -> None:
+    with pytest.raises(PbflError, match=r"state-dir = '/elsewhere': run-dir = .* was made with ''"):
+        again(tmp_path, state_dir="/elsewhere", num_server_rounds=3).run()
 
 
 def test_a_directory_with_a_run_is_not_used_again(tmp_path: Path, two_rounds: Federation) -> None:
