@@ -25,7 +25,7 @@ from pbfl_flwr.data.contract import Pool
 from pbfl_flwr.data.validation import validate
 from pbfl_flwr.errors import PbflError
 
-FORMAT = 3
+FORMAT = 4
 """Counted up when what is stored changes, so that an older entry is not read."""
 
 Allocate = Callable[[tuple[int, ...], DTypeLike], NDArray[Any]]

@@ -35,10 +35,25 @@ class ImageFiles:
         path, label = self.samples[index]
         try:
             with Image.open(path) as image:
-                return image.convert("RGB"), label
+                return _eight_bits(image, path).convert("RGB"), label
         # A picture of absurd size, which would fill the memory, is an error of its own in PIL.
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise PbflError(f"{path} is not a readable image: {error}") from error
+
+
+def _eight_bits(image: Image.Image, path: Path) -> Image.Image:
+    """Return a picture whose values are 0..255: of 16 bits the high byte, as Pillow itself does with colours.
+
+    Raises:
+        PbflError: if the range of its values is not known.
+    """
+    if image.mode in ("I", "F"):
+        raise PbflError(
+            f"{path} is a picture of mode {image.mode}, whose range is not known; allowed are 8 and 16 bits a channel"
+        )
+    if image.mode.startswith("I;16"):  # convert() would cut at 255
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    return image
 
 
 def decode_images(

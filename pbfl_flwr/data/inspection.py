@@ -137,6 +137,18 @@ def _ranges(inputs: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
     return np.min([b.min(axis=0) for b in blocks], axis=0), np.max([b.max(axis=0) for b in blocks], axis=0)
 
 
+def _flat(pool: Pool) -> NDArray[np.bool_]:
+    """Return whether all values of a class's inputs are the same, (K,)."""
+    low, high = np.full(pool.num_classes, np.inf), np.full(pool.num_classes, -np.inf)
+    for start in range(0, len(pool.labels), _ROWS_AT_A_TIME):
+        labels = pool.labels[start : start + _ROWS_AT_A_TIME]
+        block = pool.inputs[start : start + _ROWS_AT_A_TIME].reshape(len(labels), -1)
+        np.minimum.at(low, labels, block.min(axis=1))
+        np.maximum.at(high, labels, block.max(axis=1))
+    flat: NDArray[np.bool_] = low == high
+    return flat
+
+
 def _warnings(
     pool: Pool, train: NDArray[Any], test: NDArray[Any], low: NDArray[Any], high: NDArray[Any]
 ) -> list[str]:
@@ -154,6 +166,11 @@ def _warnings(
         found.append(f"classes that are tested and never trained on: {named(untrained)}")
     if not test.sum():
         found.append("no sample is left for testing; this device will not be scored")
+    if pool.inputs.dtype == np.uint8:
+        if float(low.min()) == float(high.max()):
+            found.append(f"every value of every picture is {low.min()}: there is nothing to see in them")
+        elif (flat := _flat(pool)).any():
+            found.append(f"classes whose pictures hold one value everywhere: {named(flat)}")
     if pool.inputs.dtype == np.float32:
         largest = np.maximum(np.abs(low), np.abs(high))
         if float(largest.max()) > LARGE:

@@ -174,6 +174,16 @@ def test_what_is_said_of_a_table(tmp_path: Path) -> None:
     assert "1 of 3 values of an input are the same in every sample" in text
 
 
+def test_pictures_without_anything_to_see_are_warned_of(tmp_path: Path) -> None:
+    x = np.random.default_rng(0).integers(0, 256, (12, 4, 4), dtype=np.uint8)
+    x[6:] = 255
+    np.savez(tmp_path / "half.npz", x=x, y=np.repeat(["ant", "bee"], 6))
+    np.savez(tmp_path / "white.npz", x=np.full_like(x, 255), y=np.repeat(["ant", "bee"], 6))
+    half, white = (inspect(settings_for(tmp_path / f"{name}.npz")).warnings for name in ("half", "white"))
+    assert half == ("classes whose pictures hold one value everywhere: bee",)
+    assert white == ("every value of every picture is 255: there is nothing to see in them",)
+
+
 def test_the_split_is_that_of_the_device(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", x=np.arange(24, dtype=np.float32).reshape(12, 2), y=np.arange(12) % 3)
     settings = settings_for(tmp_path / "a.npz")

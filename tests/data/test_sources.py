@@ -5,11 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from scipy.io import savemat
 from torchvision import datasets
 
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data import DATASETS, check_data, client_data, idx_files, load_pool
+from pbfl_flwr.data.image_folder import one_image
 from pbfl_flwr.errors import PbflError
 
 
@@ -249,6 +251,28 @@ def test_an_image_folder_that_cannot_be_used_says_why(tmp_path, write_image):
     (tmp_path / "b" / "dog" / "1.png").write_bytes(b"no image")
     with pytest.raises(PbflError, match=r"1\.png is not a readable image"):
         load(tmp_path / "b")
+
+
+@pytest.mark.parametrize("name", ["0.png", "0.tif"])
+def test_of_16_bits_a_channel_the_high_byte_is_taken(tmp_path, name):
+    values = np.array([[0, 255, 256], [1000, 60_000, 65_535]], dtype=np.uint16)
+    for label in ("healthy", "ill"):
+        (tmp_path / "scans" / label).mkdir(parents=True)
+        Image.fromarray(values).save(tmp_path / "scans" / label / name)
+    pool = load_pool(DataSettings(dataset="image-folder", data_dir=str(tmp_path / "scans")))
+    expected = [[0, 0, 1], [3, 234, 255]]
+    assert pool.inputs.tolist() == [[expected] * 3] * 2
+    alone = one_image(tmp_path / "scans" / "ill" / name, 1, (3, 2))  # what predict reads
+    assert alone.tolist() == [expected]
+
+
+@pytest.mark.parametrize(("mode", "dtype"), [("I", np.int32), ("F", np.float32)])
+def test_pictures_of_no_known_range_are_refused(tmp_path, mode, dtype):
+    for label in ("healthy", "ill"):
+        (tmp_path / "scans" / label).mkdir(parents=True)
+        Image.fromarray(np.full((2, 2), 1000, dtype)).save(tmp_path / "scans" / label / "0.tif")
+    with pytest.raises(PbflError, match=rf"0\.tif is a picture of mode {mode}, whose range is not known"):
+        load_pool(DataSettings(dataset="image-folder", data_dir=str(tmp_path / "scans")))
 
 
 def test_datasets_that_need_a_path_say_so():
