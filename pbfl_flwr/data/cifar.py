@@ -36,7 +36,8 @@ def _load(settings: DataSettings, dataset: Any) -> Pool:
     folder = root / dataset.base_folder
     if not folder.exists() and (root / "train").is_dir():
         return image_folder(settings)
-    fetch(settings, [folder], folder, lambda: dataset(root, download=True))
+    names = [name for name, _ in [*dataset.train_list, *dataset.test_list]] + [dataset.meta["filename"]]
+    fetch(settings, [folder / name for name in names], folder, lambda: dataset(root, download=True))
 
     def decode(allocate: Allocate) -> Pool:
         try:

@@ -68,21 +68,20 @@ def fetch(
     Raises:
         PbflError: if something is missing and download is false, or if the download fails.
     """
-    if _all_there(needed):
+    if not _absent(needed):
         return
     if not settings.download:
-        raise missing(settings, needed, goes_to)
+        raise missing(settings, _absent(needed) if goes_to.exists() else [goes_to], goes_to)
     locks = home() / "cache"
     try:
         locks.mkdir(parents=True, exist_ok=True)
-        goes_to.mkdir(parents=True, exist_ok=True)
         with FileLock(locks / f"{settings.dataset}.download.lock"):
-            if not _all_there(needed):
+            if _absent(needed):
                 download()
     except (OSError, RuntimeError) as error:
         raise PbflError(f"dataset '{settings.dataset}': the download to {goes_to} failed: {error}") from error
-    if not _all_there(needed):
-        raise missing(settings, needed, None)
+    if absent := _absent(needed):
+        raise missing(settings, absent, None)
 
 
 def damaged(settings: DataSettings, path: Path, error: Exception) -> PbflError:
@@ -92,5 +91,5 @@ def damaged(settings: DataSettings, path: Path, error: Exception) -> PbflError:
     )
 
 
-def _all_there(needed: Iterable[Path]) -> bool:
-    return all(path.exists() for path in needed)
+def _absent(needed: Iterable[Path]) -> list[Path]:
+    return [path for path in needed if not path.exists()]

@@ -1,5 +1,6 @@
 import gzip
 import pickle
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -139,24 +140,70 @@ def test_a_failed_download_is_one_clear_line(tmp_path, monkeypatch):
         load_pool(DataSettings(dataset="mnist", data_dir=str(tmp_path), download=True))
 
 
-def test_cifar_files_as_torchvision_lays_them_out(tmp_path, monkeypatch):
-    folder = tmp_path / "cifar-10-batches-py"
-    folder.mkdir()
+def write_cifar10(folder):
+    folder.mkdir(parents=True)
     rows = np.random.default_rng(0).integers(0, 256, (60, 3072), dtype=np.uint8)
     names = [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]
     for number, name in enumerate(names):
         part = slice(10 * number, 10 * number + 10)
         (folder / name).write_bytes(pickle.dumps({"data": rows[part], "labels": list(range(10))}))
     (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": [f"class {k}" for k in range(10)]}))
+    return rows
+
+
+@pytest.fixture
+def any_checksum(monkeypatch):
     monkeypatch.setattr(
         "torchvision.datasets.cifar.check_integrity", lambda path, md5=None: Path(path).exists()
     )
+
+
+@pytest.mark.usefixtures("any_checksum")
+def test_cifar_files_as_torchvision_lays_them_out(tmp_path):
+    folder = tmp_path / "cifar-10-batches-py"
+    rows = write_cifar10(folder)
     pool = load_pool(DataSettings(dataset="cifar10", data_dir=str(tmp_path)))
     assert np.array_equal(pool.inputs.reshape(60, 3072), rows)  # the file's own order: channel, row, column
     assert (pool.num_train, pool.num_classes) == (50, 10)
     (folder / "data_batch_3").unlink()
-    with pytest.raises(PbflError, match="incomplete or damaged"):
+    with pytest.raises(PbflError, match=r"looked for \S+/data_batch_3; set data-dir, or download=true"):
         load_pool(DataSettings(dataset="cifar10", data_dir=f"{tmp_path}/."))
+
+
+def test_damaged_cifar_files_are_named(tmp_path):
+    write_cifar10(tmp_path / "cifar-10-batches-py")  # with other checksums than the published ones
+    with pytest.raises(PbflError, match="incomplete or damaged"):
+        load_pool(DataSettings(dataset="cifar10", data_dir=str(tmp_path)))
+
+
+@pytest.mark.usefixtures("any_checksum")
+@pytest.mark.parametrize("there", ["nothing", "an empty folder", "a part"])
+def test_cifar_is_downloaded_when_it_is_allowed(tmp_path, monkeypatch, there):
+    folder, calls = tmp_path / "new" / "cifar-10-batches-py", []
+    if there != "nothing":
+        folder.mkdir(parents=True)
+    if there == "a part":
+        (folder / "data_batch_1").touch()
+
+    def fake(dataset: datasets.CIFAR10) -> None:
+        calls.append(dataset.root)
+        shutil.rmtree(folder, ignore_errors=True)
+        write_cifar10(folder)
+
+    monkeypatch.setattr(datasets.CIFAR10, "download", fake)
+    settings = DataSettings(dataset="cifar10", data_dir=str(tmp_path / "new"), download=True)
+    assert len(load_pool(settings).labels) == 60
+    assert calls == [tmp_path / "new"]
+
+
+def test_a_failed_download_of_cifar_leaves_nothing(tmp_path, monkeypatch):
+    def fake(dataset: datasets.CIFAR10) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr(datasets.CIFAR10, "download", fake)
+    with pytest.raises(PbflError, match=r"the download to \S+/cifar-10-batches-py failed: no network"):
+        load_pool(DataSettings(dataset="cifar10", data_dir=str(tmp_path), download=True))
+    assert not (tmp_path / "cifar-10-batches-py").exists()
 
 
 def test_cifar10_takes_an_image_folder(tmp_path, write_image):
