@@ -35,6 +35,7 @@ from pbfl_flwr.errors import PbflError
 CA_CERTIFICATE, CA_KEY = "ca.pem", "ca.key"
 SERVER_CERTIFICATE, SERVER_KEY = "server.pem", "server.key"
 NODE_CURVES = (ec.SECP256R1, ec.SECP384R1, ec.SECP521R1)
+CA_DAYS = 3650
 BACKDATED = timedelta(days=1)  # a device whose clock is a little behind must not refuse a new certificate
 LABEL = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)")
 
@@ -42,13 +43,16 @@ LABEL = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)")
 # Certificates ---------------------------------------------------------------------------------------------------
 
 
-def make_certificates(directory: Path, hosts: Sequence[str], days: int, *, force: bool = False) -> None:
+def make_certificates(
+    directory: Path, hosts: Sequence[str], days: int, *, ca_days: int = CA_DAYS, force: bool = False
+) -> None:
     """Write a new certificate authority and a server certificate signed by it.
 
     Args:
         directory: made if it is not there; gets ca.pem, ca.key, server.pem, server.key (keys readable by the owner).
         hosts: names and IP addresses under which devices reach the server; they become the subject's alternatives.
-        days: of validity, of both certificates.
+        days: of validity of the server's certificate, which ends with the authority at the latest.
+        ca_days: of validity of the authority: when it ends, every device needs a new ca.pem.
         force: replace what is there; every device then needs the new ca.pem.
 
     Raises:
@@ -63,7 +67,7 @@ def make_certificates(directory: Path, hosts: Sequence[str], days: int, *, force
     ca_key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"pbfl CA {os.urandom(4).hex()}")])
     ca = (
-        _builder(subject, subject, ca_key.public_key(), ca_key.public_key(), days)
+        _builder(subject, subject, ca_key.public_key(), ca_key.public_key(), _in_days(ca_days))
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(_usage(signs_certificates=True), critical=True)
         .sign(ca_key, hashes.SHA256())
@@ -77,11 +81,18 @@ def make_certificates(directory: Path, hosts: Sequence[str], days: int, *, force
 def renew_certificate(directory: Path, hosts: Sequence[str], days: int) -> None:
     """Replace the server's certificate and key; the authority, and so what the devices hold, stays.
 
+    The new certificate ends with the authority at the latest.
+
     Raises:
-        PbflError: if a host is no name or address, or if the authority's files are not there or do not fit.
+        PbflError: if a host is no name or address, or if the authority is not there, does not fit or has ended.
     """
     names = _alternatives(hosts)
     ca = read_certificate(directory / CA_CERTIFICATE)
+    if ca.not_valid_after_utc <= datetime.now(UTC):
+        raise PbflError(
+            f"{directory / CA_CERTIFICATE} has ended on {ca.not_valid_after_utc:%Y-%m-%d}; --force makes a new CA, "
+            "whose ca.pem every device needs"
+        )
     try:
         key = load_pem_private_key(_read(directory / CA_KEY), None)
     except (ValueError, UnsupportedAlgorithm) as error:
@@ -103,6 +114,22 @@ def read_certificate(path: Path) -> x509.Certificate:
         raise PbflError(f"{path} holds no PEM certificate ({error})") from None
 
 
+def end_of_trust(certificate: x509.Certificate, ca: Path | None) -> tuple[datetime, bool]:
+    """Return until when devices accept a certificate, and whether it is then its authority that ends.
+
+    Args:
+        certificate: the server's.
+        ca: PEM file of the authorities that a device trusts; None means the system's, whose end is not looked up.
+
+    Raises:
+        PbflError: if ``ca`` cannot be read.
+    """
+    trusted = x509.load_pem_x509_certificates(_read(ca)) if ca is not None else []
+    end = certificate.not_valid_after_utc
+    ends = [one.not_valid_after_utc for one in trusted if one.subject == certificate.issuer]
+    return (max(ends), True) if ends and max(ends) <= end else (end, False)
+
+
 def alternatives(certificate: x509.Certificate) -> list[str]:
     """Return the names and addresses that a certificate is for."""
     try:
@@ -122,8 +149,9 @@ def _write_server(
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, str(names[0].value)[:64])])
     usage = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH])
+    end = min(_in_days(days), ca.not_valid_after_utc)
     certificate = (
-        _builder(subject, ca.subject, key.public_key(), ca_key.public_key(), days)
+        _builder(subject, ca.subject, key.public_key(), ca_key.public_key(), end)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_usage(signs_certificates=False), critical=True)
         .add_extension(usage, critical=False)
@@ -139,20 +167,23 @@ def _builder(
     issuer: x509.Name,
     key: ec.EllipticCurvePublicKey,
     issuer_key: ec.EllipticCurvePublicKey,
-    days: int,
+    end: datetime,
 ) -> x509.CertificateBuilder:
-    now = datetime.now(UTC)
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
         .issuer_name(issuer)
         .public_key(key)
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - BACKDATED)
-        .not_valid_after(now + timedelta(days=days))
+        .not_valid_before(datetime.now(UTC) - BACKDATED)
+        .not_valid_after(end)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key), critical=False)
     )
+
+
+def _in_days(days: int) -> datetime:
+    return datetime.now(UTC) + timedelta(days=days)
 
 
 def _usage(signs_certificates: bool) -> x509.KeyUsage:

@@ -314,6 +314,8 @@ def test_certificates_and_keys_say_what_goes_where(tmp_path: Path) -> None:
     assert pbfl("certs", "--out", tmp_path / "s", "--host", "fl.example.org").exit_code == 2
     assert pbfl("certs", "--out", tmp_path / "s", "--host", "fl.example.org", "--renew").exit_code == 0
     assert pbfl("certs", "--out", tmp_path / "s", "--host", "x", "--renew", "--force").exit_code == 2
+    short = pbfl("certs", "--out", tmp_path / "s", "--host", "x", "--force", "--ca-days", 2)
+    assert "with it the CA ends" in short.stdout
     result = pbfl("keys", "--out", tmp_path / "k", "a", "b")
     assert result.exit_code == 0
     assert f"flwr supernode register {tmp_path / 'k' / 'b.pub'}" in result.stdout

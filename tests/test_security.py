@@ -112,6 +112,31 @@ def test_a_renewed_certificate_is_accepted_by_devices_that_hold_the_old_ca(tmp_p
         security.renew_certificate(tmp_path, ["127.0.0.1"], 60)
 
 
+def test_no_certificate_ends_after_its_authority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def days_left(name: str) -> int:
+        end = security.read_certificate(tmp_path / name).not_valid_after_utc
+        return round((end - datetime.now(UTC)) / timedelta(days=1))
+
+    security.make_certificates(tmp_path, ["127.0.0.1"], 30)
+    assert (days_left("ca.pem"), days_left("server.pem")) == (3650, 30)
+    security.make_certificates(tmp_path, ["127.0.0.1"], 1, ca_days=2, force=True)
+    assert (days_left("ca.pem"), days_left("server.pem")) == (2, 1)
+    assert not security.end_of_trust(security.read_certificate(tmp_path / "server.pem"), tmp_path / "ca.pem")[
+        1
+    ]
+    security.renew_certificate(tmp_path, ["127.0.0.1"], 365)
+    assert days_left("server.pem") == 2
+    renewed, ca = (security.read_certificate(tmp_path / name) for name in ("server.pem", "ca.pem"))
+    assert security.end_of_trust(renewed, tmp_path / "ca.pem") == (ca.not_valid_after_utc, True)
+    assert security.end_of_trust(renewed, None) == (ca.not_valid_after_utc, False)
+    before = (tmp_path / "server.pem").read_bytes()
+    monkeypatch.setattr(security, "BACKDATED", timedelta(days=9))
+    security.make_certificates(tmp_path / "old", ["127.0.0.1"], 1, ca_days=-2)
+    with pytest.raises(PbflError, match=r"ca\.pem has ended on .*; --force makes a new CA"):
+        security.renew_certificate(tmp_path / "old", ["127.0.0.1"], 365)
+    assert (tmp_path / "server.pem").read_bytes() == before
+
+
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     security.make_certificates(tmp_path, ["localhost"], 30)
     security.make_keys(tmp_path, ["a"])

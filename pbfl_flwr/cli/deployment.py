@@ -36,7 +36,12 @@ def certs(
             help="How devices reach the server, without port; may be repeated.",
         ),
     ],
-    days: Annotated[int, typer.Option("--days", min=1, max=3650, help="How long they are valid.")] = 365,
+    days: Annotated[
+        int, typer.Option("--days", min=1, max=3650, help="How long the server's certificate is valid.")
+    ] = 365,
+    ca_days: Annotated[
+        int, typer.Option("--ca-days", min=1, max=36500, help="How long a new CA is valid; it ends all.")
+    ] = 3650,
     renew: Annotated[
         bool, typer.Option("--renew", help="Keep the CA of DIR, replace the server's certificate and key.")
     ] = False,
@@ -54,12 +59,18 @@ def certs(
         if renew:
             security.renew_certificate(out, hosts, days)
         else:
-            security.make_certificates(out, hosts, days, force=force)
+            security.make_certificates(out, hosts, days, ca_days=ca_days, force=force)
         server = security.read_certificate(out / security.SERVER_CERTIFICATE)
+        end, of_all = security.end_of_trust(server, out / security.CA_CERTIFICATE)
     except PbflError as error:
         raise ended(error, REFUSED) from None
     names = ", ".join(security.alternatives(server))
-    say(console, f"certificate for {names}, valid until {server.not_valid_after_utc:%Y-%m-%d}")
+    say(console, f"certificate for {names}, valid until {end:%Y-%m-%d}")
+    if of_all:
+        said = (
+            "with it the CA ends: before that, --force makes a new one, whose ca.pem every device then needs"
+        )
+        say(console, said, "yellow")
     for file, place in (
         (security.CA_CERTIFICATE, "to every device and to whoever calls flwr; not secret"),
         (security.SERVER_CERTIFICATE, "stays on the server; not secret"),

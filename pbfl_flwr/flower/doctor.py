@@ -278,14 +278,15 @@ def transport(
             hands.certificate,
             [Finding("tls", Status.FAILED, hands.refusal or "no certificate", advice)],
         )
-    end = hands.certificate.not_valid_after_utc
+    end, of_all = security.end_of_trust(hands.certificate, ca)
     said = f"verified, for {', '.join(security.alternatives(hands.certificate))}, until {end:%Y-%m-%d}"
+    if of_all:
+        said += ", when the CA ends"
     if end - datetime.now(UTC) < EXPIRES_SOON:
-        return (
-            True,
-            hands.certificate,
-            [Finding("tls", Status.WARNING, said, "pbfl certs --renew on the server")],
+        advice = (
+            "--force on the server, and its ca.pem on every device" if of_all else "--renew on the server"
         )
+        return True, hands.certificate, [Finding("tls", Status.WARNING, said, f"pbfl certs {advice}")]
     return True, hands.certificate, [Finding("tls", Status.OK, said)]
 
 

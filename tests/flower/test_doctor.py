@@ -66,6 +66,24 @@ def test_an_unregistered_key_is_found_out(superlink: SimpleNamespace) -> None:
     assert "flwr supernode register" in findings["key"].advice
 
 
+@pytest.mark.parametrize(
+    ("days", "ca_days", "said", "advice"),
+    [(5, 3650, "", "--renew on the server"), (365, 5, ", when the CA ends", "--force on the server")],
+)
+def test_a_certificate_lasts_as_long_as_its_ca(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, days: int, ca_days: int, said: str, advice: str
+) -> None:
+    security.make_certificates(tmp_path, ["127.0.0.1"], days, ca_days=ca_days)
+    shown = security.Handshake(None, security.read_certificate(tmp_path / "server.pem"))
+    monkeypatch.setattr(security, "shake_hands", lambda *_: shown)
+    usable, _, [finding] = doctor.transport("127.0.0.1:1", tmp_path / "ca.pem", insecure=False)
+    assert usable
+    assert finding.status is Status.WARNING
+    end = datetime.now(UTC) + timedelta(days=5)
+    assert finding.said == f"verified, for 127.0.0.1, until {end:%Y-%m-%d}{said}"
+    assert advice in finding.advice
+
+
 def test_a_foreign_ca_is_found_out(superlink: SimpleNamespace, tmp_path: Path) -> None:
     security.make_certificates(tmp_path, ["127.0.0.1"], 60)
     findings = found(Wanted(superlink.address, tmp_path / "ca.pem", superlink.files / "known"))
