@@ -31,6 +31,7 @@ from pbfl_flwr.payloads import Prototypes, RejectedPayload, Reveal, joined, unde
 from pbfl_flwr.prototypes import aggregation, distillation, masks, scaling, sums
 from pbfl_flwr.prototypes.alignment import align
 from pbfl_flwr.prototypes.collect import class_sums_of, released_means
+from pbfl_flwr.prototypes.combination import Combination
 from pbfl_flwr.prototypes.privacy import Release, release
 from pbfl_flwr.prototypes.stages import APS_RULES, ROBUST_RULES, TRAINED_RULES, Stages, resolved
 from pbfl_flwr.prototypes.statistics import ClassSums
@@ -128,6 +129,11 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
     down = Prototypes
     up = Prototypes
 
+    @property
+    def combination(self) -> Combination:
+        """The server's rule."""
+        return Combination(self.stages, self.release.settings.dense_uploads)
+
     # Client -----------------------------------------------------------------------------------------------
 
     def local_update(self, client: Client, down: Prototypes) -> Update[Prototypes]:
@@ -197,7 +203,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         factor = self.stages.upscale
         summed = self.stages.aggregation in APS_RULES and self.server_training is None
         if summed and self.stages.alignment == "off" and down.num_present:
-            factor *= self._mu(client.task, down.num_examples)
+            factor *= self.combination.mu(client.task, down.num_examples)
         return scaling.upscale(values, factor).to(client.device)
 
     # Server -----------------------------------------------------------------------------------------------
@@ -217,8 +223,9 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
     def aggregate(self, state: PipelineState, uploads: Mapping[int, Prototypes], at: Round) -> PipelineState:
         """Combine, keep what nobody sent, train, align, compress."""
         task, stages = at.task, self.stages
-        fresh = self._combine(uploads, at)
-        before = self._at_scale_of(fresh.num_examples, state.combined)
+        nobody = Prototypes.empty(task.num_classes, self._width(task))
+        fresh = self.combination.combine(uploads, at) if uploads else nobody
+        before = self.combination.at_scale_of(fresh.num_examples, state.combined)
         combined, ages = aggregation.keep_stale(before, fresh, state.ages, stages.stale)
         combined = replace(combined, num_examples=fresh.num_examples or before.num_examples)
         values = self.dense(combined, task).values
@@ -238,60 +245,14 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         down = Prototypes(rows.to(torch.float32), present, None, combined.num_examples)
         return PipelineState(down, combined, ages, trained, figures)
 
-    @staticmethod
-    def _at_scale_of(n_t: int | None, kept: Prototypes) -> Prototypes:
-        """Return kept sums over n samples as sums over n_t, since clients multiply all of them by 0.9·K/n_t."""
-        if not n_t or not kept.num_examples:
-            return kept
-        return replace(kept, values=kept.values * (n_t / kept.num_examples), num_examples=n_t)
-
-    def _combine(self, uploads: Mapping[int, Prototypes], at: Round) -> Prototypes:
-        """Return the aggregate; its num_examples is n_t where the clients scale by it."""
-        if not uploads:
-            return Prototypes.empty(at.task.num_classes, self._width(at.task))
-        combined = self._rule(uploads, at)
-        if self.release.settings.dense_uploads:  # zero everywhere: nobody sent it
-            combined = replace(combined, present=(combined.values != 0).any(dim=1))
-        return combined
-
-    def _rule(self, uploads: Mapping[int, Prototypes], at: Round) -> Prototypes:
-        K, rule, sent = at.task.num_classes, self.stages.aggregation, uploads.values()
-        shares = at.shares_of(uploads)
-        if rule == "mean":
-            return aggregation.mean(sent, shares)
-        if rule == "weighted":
-            return aggregation.weighted(sent, shares)
-        if rule == "weighted-shrunk":
-            return aggregation.weighted_shrunk(sent, shares)
-        if rule == "median":
-            return aggregation.coordinate_median(sent)
-        if rule == "trimmed-mean":
-            return aggregation.trimmed_mean(sent, self.stages.trim_share)
-        if rule == "ppa":
-            known = None if self.stages.sends_total else self._expected_total(uploads, at)
-            return aggregation.ppa(sent, K, known, shares)
-        if rule == "aps-mean":
-            return aggregation.aps(sent, 1.0, "mean", shares)  # μ is applied by the client
-        return aggregation.aps(sent, self._whole(uploads, at), "sum", shares)
-
     def _train(
         self, trained: TrainableState, uploads: Mapping[int, Prototypes], at: Round
     ) -> tuple[TrainableState, Tensor, dict[str, float]]:
         """FedTGP over all uploaded vectors, brought back to the scale of features where they are n-scaled."""
         assert self.server_training is not None
         task, settings = at.task, self.server_training
-        scale = None
-        if self.stages.aggregation == "ppa":
-            scale = task.num_classes / self._total(uploads, at)  # K/n
-        elif self.stages.aggregation in APS_RULES:
-            auto = self.stages.aps_scale == "auto"
-            scale = (
-                self._mu(task, self._total(uploads, at))
-                if auto
-                else self._mu(task, None) * self._whole(uploads, at)
-            )
         dense = [self.dense(up, task) for up in uploads.values()]
-        vectors, labels = stack_uploads(dense, scale)
+        vectors, labels = stack_uploads(dense, self.combination.training_scale(uploads, at))
         trained, values, report = train_prototypes(
             trained,
             vectors,
@@ -305,22 +266,6 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         )
         return trained, values, report.figures()
 
-    def _total(self, uploads: Mapping[int, Prototypes], at: Round) -> int:
-        """n_t, the training samples behind this round's uploads."""
-        if not self.stages.sends_total:
-            return self._expected_total(uploads, at)
-        return max(1, sum(upload.num_examples or 0 for upload in uploads.values()))
-
-    def _whole(self, uploads: Mapping[int, Prototypes], at: Round) -> float:
-        """Return what makes this round's sum one over all clients, n/n_t, where μ is a number: M over who answered."""
-        if self.stages.aps_scale == "auto":
-            return 1.0
-        return at.num_clients / sum(at.shares_of(uploads) or [1.0] * len(uploads))
-
-    def _expected_total(self, uploads: Mapping[int, Prototypes], at: Round) -> int:
-        answered = sum(at.shares_of(uploads) or [1.0] * len(uploads))
-        return max(1, round(self.stages.total_examples * answered / at.num_clients))
-
     @property
     def bound(self) -> float:
         """R of this rule under secure aggregation."""
@@ -328,22 +273,8 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         return sums.RANGES[self.stages.aggregation] if given == "auto" else given
 
     def summed(self, total: sums.Total, task: Task, num_clients: int) -> Prototypes:
-        """Return the upload that gives, alone, what the rule makes of all the uploads in a sum.
-
-        Means stand for themselves; sums too, but that PPA with a known n and APS with a known μ expect one upload in M.
-        """
-        present = total.holders > 0
-        factor: Tensor | float = 1.0
-        if self.stages.aggregation in ("mean", "aps-mean"):
-            factor = 1 / total.holders.clamp_min(1).unsqueeze(1)
-        elif self.stages.aggregation == "ppa" and not self.stages.sends_total:
-            n = self.stages.total_examples
-            factor = max(1, round(n / num_clients)) / max(1, round(n * total.clients / num_clients))
-        elif self.stages.aggregation == "aps-sum" and not self.stages.sends_total:
-            factor = 1 / max(1, total.clients)
-        rows = torch.where(present[:, None], total.rows * factor, torch.zeros_like(total.rows))
-        n_t = total.num_examples if self.stages.sends_total else None
-        return Prototypes(rows.to(torch.float32), present, None, n_t)
+        """Return the upload that gives, alone, what the rule makes of all the uploads in a sum."""
+        return self.combination.summed(total, num_clients)
 
     def streams(self) -> bool:
         """The sums do; medians, trimmed means and FedTGP's training need all uploads at once."""
@@ -420,13 +351,6 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
     def _mask_of(self, task: Task) -> _Allocation:
         s, scheme = self.stages.cps_dim, self.stages.cps_scheme
         return task.num_classes, task.feature_dim, s, scheme, self.mask_seed
-
-    def _mu(self, task: Task, num_examples: int | None) -> float:
-        if self.stages.aps_scale != "auto":
-            return self.stages.aps_scale
-        if not num_examples:
-            raise RejectedPayload("aps-scale = 'auto' needs n, the samples behind the sums, and none came")
-        return scaling.default_aps_scale(task.num_classes, num_examples)
 
 
 def pipeline(

@@ -435,6 +435,6 @@ def test_what_has_not_converged_is_said() -> None:
 
 def test_an_automatic_scale_is_never_guessed() -> None:
     summed = method(aggregation="aps-sum")
-    assert summed._mu(TASK, 90) == pytest.approx(0.9 * TASK.num_classes / 90)
+    assert summed.combination.mu(TASK, 90) == pytest.approx(0.9 * TASK.num_classes / 90)
     with pytest.raises(RejectedPayload, match="needs n"):
-        summed._mu(TASK, None)
+        summed.combination.mu(TASK, None)
