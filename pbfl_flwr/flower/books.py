@@ -140,13 +140,17 @@ class _Reader:
             if training:
                 upload = _upload_of(reply, self.method, self.state, self.task)
             return _Answer(report, upload, traffic)
-        except RejectedPayload as error:
-            return _Rejected(f"upload rejected: {error}"[:LONGEST_REASON], traffic)
         except Exception as error:  # the boundary: whatever a client sends must not end the others' run
-            frame = traceback.extract_tb(error.__traceback__)[-1]
-            said = f"{type(error).__name__}: {' '.join(str(error).split())}"[:LONGEST_REASON]
-            where = f"({Path(frame.filename).name}:{frame.lineno})"
-            return _Rejected(f"upload rejected: {said} {where}", traffic)
+            return _Rejected(f"upload rejected: {said_of(error)}", traffic)
+
+
+def said_of(error: Exception) -> str:
+    """Return in one line why a client's answer is refused; of what our checks did not foresee, where it was raised."""
+    if isinstance(error, RejectedPayload):
+        return str(error)[:LONGEST_REASON]
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    said = f"{type(error).__name__}: {' '.join(str(error).split())}"[:LONGEST_REASON]
+    return f"{said} ({Path(frame.filename).name}:{frame.lineno})"
 
 
 def read(

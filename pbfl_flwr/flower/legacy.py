@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Mapping
+from logging import WARNING
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ from flwr.common import (
     ndarrays_to_parameters,
     parameters_to_ndarrays,
 )
+from flwr.common.logger import log
 from flwr.common.typing import Code, Status
 from flwr.compat.common import recorddict_compat as compat
 from flwr.server.client_manager import ClientManager
@@ -43,6 +45,7 @@ from flwr.server.workflow import SecAggPlusWorkflow
 from pbfl_flwr.config import PrivacySettings, Settings
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import wire
+from pbfl_flwr.flower.books import said_of
 from pbfl_flwr.flower.history import summarise
 from pbfl_flwr.method import Method, Round
 from pbfl_flwr.methods import build_method
@@ -134,6 +137,7 @@ class LegacyMethodStrategy(TrainingOnly):
     Attributes:
         state: the method's state after the last round.
         reports: client id of Flower -> what it said in the last round.
+        failures: client id of Flower -> why its answer was left out of the last round.
 
     Raises:
         PbflError: if the method cannot be built, or if it does not send one payload to all clients.
@@ -149,6 +153,7 @@ class LegacyMethodStrategy(TrainingOnly):
         self.experiment = experiment or f"{settings.fingerprint()}-{uuid.uuid4().hex[:8]}"
         self.state: Any = self.method.init(task, settings.run.seed)
         self.reports: dict[str, wire.Report] = {}
+        self.failures: dict[str, str] = {}
 
     def workflow(self) -> SecAggPlusWorkflow:
         """Return the fit workflow of a run with ``secure-aggregation``."""
@@ -176,32 +181,42 @@ class LegacyMethodStrategy(TrainingOnly):
         results: list[tuple[ClientProxy, FitRes]],
         failures: list[tuple[ClientProxy, FitRes] | BaseException],
     ) -> tuple[Parameters | None, dict[str, Scalar]]:
-        """Aggregate the uploads, or, with ``secure-aggregation``, the mean that every result then holds.
+        """Aggregate the valid uploads, or, with ``secure-aggregation``, the mean that every result then holds.
+
+        A bad answer is logged, named in ``failures`` and counted in the metrics; under the protocol it is in the sum.
 
         Raises:
-            RejectedPayload: if an upload or the sum is not what the method allows.
+            RejectedPayload: if the sum is not what the method allows.
         """
-        if not results:
-            return None, {}
         ordered = sorted(results, key=lambda pair: pair[0].cid)
         uploads: dict[int, Payload] = {}
+        self.reports, self.failures = {}, {}
+        for number, (proxy, result) in enumerate(ordered):
+            try:
+                report = report_of(result.metrics)
+                if not self.settings.privacy.secure_aggregation:
+                    uploads[number] = self._upload_of(result)
+                self.reports[proxy.cid] = report
+            except Exception as error:  # the boundary, as books.read has it
+                self.failures[proxy.cid] = said_of(error)
+                log(WARNING, "round %s: client %s failed: %s", server_round, proxy.cid, said_of(error))
+        failed: dict[str, Scalar] = {"failures": len(self.failures)} if self.failures else {}
+        if not self.reports:
+            return None, failed
         if self.settings.privacy.secure_aggregation:
             mean = parameters_to_ndarrays(ordered[0][1].parameters)[0]
             uploads[0] = summed(self.method, mean, len(results), self.task, self.settings.run.num_clients)
-        else:
-            for number, (_, result) in enumerate(ordered):
-                upload = wire.decode(
-                    payload_of(compat.parameters_to_arrayrecord(result.parameters, True)),
-                    self.method.up,
-                    self.task,
-                )
-                self.method.validate(upload, self.state, self.task)
-                uploads[number] = upload
         at = Round(server_round, self.task, self.settings.run.num_clients, self.settings.run.seed)
         self.state = self.method.aggregate(self.state, uploads, at)
-        self.reports = {proxy.cid: report_of(result.metrics) for proxy, result in ordered}
         accuracy = summarise(dict(enumerate(self.reports.values())))
-        return self._broadcast(), {f"accuracy-{name}": found["weighted"] for name, found in accuracy.items()}
+        figures = {f"accuracy-{name}": found["weighted"] for name, found in accuracy.items()}
+        return self._broadcast(), {**figures, **failed}
+
+    def _upload_of(self, result: FitRes) -> Payload:
+        record = payload_of(compat.parameters_to_arrayrecord(result.parameters, True))
+        upload: Payload = wire.decode(record, self.method.up, self.task)
+        self.method.validate(upload, self.state, self.task)
+        return upload
 
     def _broadcast(self) -> Parameters:
         payload = self.method.broadcast(self.state, 0)

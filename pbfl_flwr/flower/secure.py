@@ -17,7 +17,8 @@ what this round's own messages say.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
@@ -40,12 +41,13 @@ from flwr.server.workflow.constant import Key as WorkflowKey
 from flwr.serverapp import Grid
 
 from pbfl_flwr.config import Settings
+from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import wire
-from pbfl_flwr.flower.books import Outcome, Phase, read
+from pbfl_flwr.flower.books import Outcome, Phase, read, said_of
 from pbfl_flwr.flower.legacy import TrainingOnly, bound_of, parameters_of, report_of, summed, workflow_of
-from pbfl_flwr.flower.roster import LONGEST_REASON, reason_of
+from pbfl_flwr.flower.roster import reason_of
 from pbfl_flwr.method import Method
-from pbfl_flwr.payloads import Payload, RejectedPayload
+from pbfl_flwr.payloads import Payload
 from pbfl_flwr.task import Task
 
 
@@ -67,7 +69,11 @@ class SecureRounds:
         self._face: _Face | None = None
 
     def exchange(self, grid: Grid, phase: Phase, timeout: float) -> list[Message]:
-        """Run the protocol for the training messages of a phase, and return the replies to its other messages."""
+        """Run the protocol for the training messages of a phase, and return the replies to its other messages.
+
+        Raises:
+            PbflError: if Flower's workflow breaks, which one client's malformed answer can bring about.
+        """
         training = [message for message, client in phase.messages if client in phase.training]
         others = [message for message, client in phase.messages if client not in phase.training]
         self._face = None
@@ -81,7 +87,8 @@ class SecureRounds:
                 {WorkflowKey.CURRENT_ROUND: number}
             )
             context.state.array_records[MAIN_PARAMS_RECORD] = ArrayRecord()
-            workflow(cast(Grid, self._metered), context)  # it sends and receives, nothing else
+            with _boundary(number):
+                workflow(cast(Grid, self._metered), context)  # it sends and receives, nothing else
         return list(grid.send_and_receive(others, timeout=timeout)) if others else []
 
     def one_for_all(self, uploads: Mapping[int, Payload]) -> dict[int, Payload]:
@@ -92,6 +99,9 @@ class SecureRounds:
         """Return what came of a phase: reports, traffic, who fell out and why; the arguments are those of books.read.
 
         The upload of every client that was added is the one that stands for their sum.
+
+        Raises:
+            PbflError: if the sum is none.
         """
         rest = replace(phase, messages=[pair for pair in phase.messages if pair[1] not in phase.training])
         outcome = read(replies, rest, self.method, state, task, max_bytes)
@@ -103,8 +113,8 @@ class SecureRounds:
         for node, result in self._face.results.items():
             try:
                 found[clients[node]] = report_of(result.metrics)
-            except (RejectedPayload, KeyError, ValueError) as error:
-                outcome.failures[clients[node]] = f"its report cannot be read: {error}"[:LONGEST_REASON]
+            except Exception as error:  # the boundary, as books.read has it
+                outcome.failures[clients[node]] = f"its report cannot be read: {said_of(error)}"
         for node, client in clients.items():
             if node not in self._face.results:
                 reason = (
@@ -115,7 +125,8 @@ class SecureRounds:
         if self._face.mean is not None:
             # The sum has every client that sent a masked vector, also one whose report is bad.
             M = self.settings.run.num_clients
-            total = summed(self.method, self._face.mean, len(self._face.results), task, M)
+            with _boundary(phase.number):
+                total = summed(self.method, self._face.mean, len(self._face.results), task, M)
             outcome.uploads = dict.fromkeys(sorted(found), total)
             outcome.scalars_up += len(self._face.results) * total.values.numel()
         outcome.reports = dict(sorted({**outcome.reports, **found}.items()))
@@ -124,6 +135,18 @@ class SecureRounds:
             phase.down[client] = self._metered.down.get(node, wire.Traffic())
             outcome.up[client] = self._metered.up.get(node, wire.Traffic())
         return outcome
+
+
+@contextmanager
+def _boundary(number: int) -> Iterator[None]:
+    """End the run in one line where a client's answer breaks the protocol; under masks nobody knows whose."""
+    try:
+        yield
+    except Exception as error:
+        raise PbflError(
+            f"round {number}: secure aggregation broke: {said_of(error)}; one client's malformed answer is enough for "
+            f"that. Rounds up to {number - 1} are kept and can be resumed"
+        ) from error
 
 
 class _Face(TrainingOnly):

@@ -1,28 +1,31 @@
 """Secure aggregation in process: Flower's own workflow and mod, our messages, tables that nobody sees."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import Context, Message, RecordDict
-from flwr.common import bytes_to_ndarray
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.common import FitRes, bytes_to_ndarray, ndarray_to_bytes
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key
 from flwr.server import LegacyContext, ServerConfig
+from flwr.server.client_proxy import ClientProxy
 from flwr.server.workflow import DefaultWorkflow
 
 from pbfl_flwr.config import Scalar, parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import wire
-from pbfl_flwr.flower.legacy import LegacyMethodStrategy
+from pbfl_flwr.flower.legacy import REPORT, LegacyMethodStrategy, fit_result, parameters_of
 from pbfl_flwr.flower.strategy import RunEnded
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.payloads import Prototypes, RejectedPayload
 from pbfl_flwr.prototypes import sums
 from pbfl_flwr.task import Task
-from tests.flower.inprocess import NUM_CLIENTS, Federation, federation, lost, raises
+from tests.flower.inprocess import NUM_CLIENTS, Answer, Fault, Federation, federation, lost, raises
 
 TASK = Task(num_classes=10, feature_dim=64, input_shape=(1, 16, 16))
 SETTINGS: dict[str, dict[str, Scalar]] = {
@@ -138,6 +141,74 @@ def test_a_client_that_falls_out_costs_its_own_table_only(tmp_path: Path) -> Non
     assert found.strategy.state.combined.num_examples == plain.strategy.state.combined.num_examples
 
 
+def answering(change: Callable[[RecordDict], None]) -> Fault:
+    """The client changes its answers in every stage of the protocol."""
+
+    def fault(message: Message, answer: Answer) -> Message:
+        reply = answer()
+        if reply.has_content():
+            change(reply.content)
+        return reply
+
+    return fault
+
+
+@pytest.mark.parametrize(
+    ("report", "said"),
+    [("[1]", "AttributeError"), ('{"n": "x"}', "TypeError"), ("[" * 100_000, "RecursionError"), ("{}", "")],
+    ids=["list", "text", "deep", "empty"],
+)
+def test_a_report_that_is_none_costs_its_own_client(tmp_path: Path, report: str, said: str) -> None:
+    def change(content: RecordDict) -> None:
+        for record in content.config_records.values():
+            if REPORT in record:
+                record[REPORT] = report
+
+    found = federation(
+        tmp_path, secure_aggregation=True, num_server_rounds=1, faults={(2, 1): answering(change)}
+    ).run()
+    (line,) = found.strategy.history
+    assert line["trained"] == [0, 1, 3, 4]
+    (failure,) = line["failures"]
+    assert failure["client"] == 2
+    assert failure["reason"].startswith(f"its report cannot be read: {said}")
+
+
+def without_a_key(record: ConfigRecord) -> None:
+    record.pop(Key.PUBLIC_KEY_1, None)
+
+
+def another_length(record: ConfigRecord) -> None:
+    if Key.MASKED_PARAMETERS in record:
+        record[Key.MASKED_PARAMETERS] = [ndarray_to_bytes(np.zeros(7, np.int64))] * 2
+
+
+def shifted(record: ConfigRecord) -> None:
+    if Key.MASKED_PARAMETERS in record:
+        factor, vector = record[Key.MASKED_PARAMETERS]
+        record[Key.MASKED_PARAMETERS] = [factor, ndarray_to_bytes(bytes_to_ndarray(vector) + 2**29 + 2**26)]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (without_a_key, "KeyError"),
+        (another_length, "ValueError"),
+        (shifted, "the sum's presence bits"),
+    ],
+)
+def test_an_answer_that_breaks_the_protocol_ends_the_run_in_a_line(
+    tmp_path: Path, change: Callable[[ConfigRecord], None], said: str
+) -> None:
+    faults = {(2, 2): answering(lambda content: change(content.config_records[RECORD_KEY_CONFIGS]))}
+    found = federation(tmp_path, secure_aggregation=True, faults=faults)
+    with pytest.raises(PbflError, match=f"^round 2: secure aggregation broke: {said}") as caught:
+        found.run()
+    assert "\n" not in str(caught.value)
+    assert "Rounds up to 1 are kept" in str(caught.value)
+    assert len(found.strategy.history) == 1
+
+
 def test_too_few_end_the_run_and_nothing_is_revealed(tmp_path: Path) -> None:
     found = federation(tmp_path, secure_aggregation=True, faults={(i, 1): lost for i in (1, 2, 3)})
     with pytest.raises(RunEnded, match="round 1: 0 valid replies"):
@@ -231,3 +302,31 @@ def test_the_older_interface_is_the_same_method(tmp_path: Path, secure: bool) ->
     assert torch.equal(strategy.state.broadcast.present, own.state.broadcast.present)
     assert len(strategy.reports) == NUM_CLIENTS
     assert {report.participations for report in strategy.reports.values()} == {2}
+
+
+def test_the_older_interface_drops_and_names_bad_uploads(tmp_path: Path) -> None:
+    settings = federation(tmp_path).strategy.settings
+    present = torch.arange(10) < 5
+    good = Prototypes(torch.where(present[:, None], torch.ones(10, 64), 0), present, None)
+    wide = replace(good, values=torch.ones(10, 63))
+    broken = replace(good, values=good.values * float("nan"))
+    report = wire.Report(10, 4, 1, {"head": 2}, 0.5).to_record()
+
+    def result(upload: Prototypes) -> FitRes:
+        return fit_result(parameters_of(wire.encode(upload)), report)
+
+    def proxy(name: str) -> ClientProxy:
+        return cast(ClientProxy, SimpleNamespace(cid=name))
+
+    torn = replace(result(good), metrics={REPORT: "[1]"})
+    strategy, alone = LegacyMethodStrategy(settings, TASK), LegacyMethodStrategy(settings, TASK)
+    answers = {"a": result(wide), "b": result(good), "c": result(broken), "d": torn}
+    _, figures = strategy.aggregate_fit(1, [(proxy(name), answer) for name, answer in answers.items()], [])
+    alone.aggregate_fit(1, [(proxy("b"), result(good))], [])
+    assert torch.equal(strategy.state.combined.values, alone.state.combined.values)
+    assert list(strategy.reports) == ["b"]
+    assert list(strategy.failures) == ["a", "c", "d"]
+    assert "NaN" in strategy.failures["c"]
+    assert figures["failures"] == 3
+    assert strategy.aggregate_fit(2, [(proxy("a"), result(wide))], []) == (None, {"failures": 1})
+    assert torch.equal(strategy.state.combined.values, alone.state.combined.values)
