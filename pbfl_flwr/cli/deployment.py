@@ -20,7 +20,7 @@ from pbfl_flwr.cli.common import (
     ended,
     running,
 )
-from pbfl_flwr.errors import PbflError
+from pbfl_flwr.errors import PbflError, writing
 from pbfl_flwr.experiments.figures import say
 
 deploy = typer.Typer(help="Federations of SuperLink and SuperNodes.", no_args_is_help=True)
@@ -56,10 +56,11 @@ def certs(
             raise PbflError(
                 "--renew and --force: one keeps the CA, the other replaces it; give one of the two"
             )
-        if renew:
-            security.renew_certificate(out, hosts, days)
-        else:
-            security.make_certificates(out, hosts, days, ca_days=ca_days, force=force)
+        with writing(out):
+            if renew:
+                security.renew_certificate(out, hosts, days)
+            else:
+                security.make_certificates(out, hosts, days, ca_days=ca_days, force=force)
         server = security.read_certificate(out / security.SERVER_CERTIFICATE)
         end, of_all = security.end_of_trust(server, out / security.CA_CERTIFICATE)
     except PbflError as error:
@@ -89,7 +90,8 @@ def keys(
 
     console = Console()
     try:
-        security.make_keys(out, names)
+        with writing(out):
+            security.make_keys(out, names)
     except PbflError as error:
         raise ended(error, REFUSED) from None
     for name in names:
@@ -128,7 +130,10 @@ def doctor(
 
     from pbfl_flwr.flower.doctor import Status, Wanted, examine
 
-    found = examine(Wanted(superlink, ca, key, control, state_dir, device, insecure))
+    try:
+        found = examine(Wanted(superlink, ca, key, control, state_dir, device, insecure))
+    except PbflError as error:
+        raise ended(error, REFUSED) from None
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in found], indent=1))
     else:
@@ -184,6 +189,8 @@ def local(
             )
         else:
             plan = deployment.resumed(resume, wanted)
+        with writing(plan.run_dir):
+            plan.run_dir.mkdir(parents=True, exist_ok=True)
     except PbflError as error:
         raise ended(error, REFUSED) from None
     with running():

@@ -26,7 +26,7 @@ from pbfl_flwr.cli.common import (
     running,
     words,
 )
-from pbfl_flwr.errors import PbflError
+from pbfl_flwr.errors import PbflError, writing
 from pbfl_flwr.experiments.figures import say
 
 
@@ -90,6 +90,8 @@ def run(
                 "--resume and --run-dir: a resumed run stays in its directory; give one of the two"
             )
         partition = configuration.preflight(settings, resources)
+        with writing(directory):
+            directory.mkdir(parents=True, exist_ok=True)
     except PbflError as error:
         raise ended(error, REFUSED) from None
     for note in partition.notes:

@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from pbfl_flwr.config import Scalar
+from pbfl_flwr.errors import writing
 from pbfl_flwr.experiments.figures import clock, kilobytes, percent, say
 from pbfl_flwr.flower.engine import ENDED, ERROR, Engine, Link, Resources
 from pbfl_flwr.flower.history import RunDirectory
@@ -100,8 +101,9 @@ def attend(link: Link, submit: Callable[[], str], num_rounds: int, console: Cons
         PbflError: if Flower cannot be started or refuses the run.
     """
     run_dir = link.run_dir
-    run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / ERROR).unlink(missing_ok=True)
+    with writing(run_dir):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / ERROR).unlink(missing_ok=True)
     follower = Follower(run_dir, num_rounds, console)
     say(console, f"run {run_dir}")
     with interruptible(), link:

@@ -32,6 +32,7 @@ from pbfl_flwr import security
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.fleet import ANSWER_SECONDS, BAD_INTERVAL, CLOCK, OTHER_VERSION, UNKNOWN_KEY, Fleet
 
+DEVICES = ("auto", "cpu", "cuda", "mps")  # of the run-config key
 EXPIRES_SOON = timedelta(days=30)
 LITTLE_DISK, NO_DISK = 1e9, 1e8  # bytes
 LITTLE_MEMORY = 1e9  # bytes; a client that trains a small network on a CPU takes about as much
@@ -86,7 +87,13 @@ class Wanted:
 
 
 def examine(wanted: Wanted) -> list[Finding]:
-    """Return all findings, in the order in which a person would look."""
+    """Return all findings, in the order in which a person would look.
+
+    Raises:
+        PbflError: if ``device`` is none.
+    """
+    if wanted.device not in DEVICES:
+        raise PbflError(f"--device {wanted.device}: allowed are {', '.join(DEVICES)}")
     found = versions()
     found += network(wanted)
     if wanted.state_dir is not None:
@@ -239,9 +246,10 @@ def reachable(what: str, address: str) -> Finding:
         ip = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
     except PbflError as error:
         return Finding(what, Status.FAILED, str(error))
-    except socket.gaierror as error:
+    except (socket.gaierror, UnicodeError) as error:  # the latter for a label that is empty or too long
         advice = "check the spelling, DNS, or /etc/hosts"
-        return Finding(what, Status.FAILED, f"the name '{host}' is not found ({error.strerror})", advice)
+        said = error.strerror if isinstance(error, socket.gaierror) else "no name can be like this"
+        return Finding(what, Status.FAILED, f"the name '{host}' is not found ({said})", advice)
     try:
         socket.create_connection((host, port), ANSWER_SECONDS).close()
     except ConnectionRefusedError:

@@ -26,7 +26,7 @@ from typing import Any, Self
 from filelock import FileLock, Timeout
 
 from pbfl_flwr.config import Scalar
-from pbfl_flwr.errors import PbflError
+from pbfl_flwr.errors import PbflError, writing
 from pbfl_flwr.flower.processes import Processes, deaf, executable, free_port, healthy
 
 LOG = "flower.log"
@@ -96,9 +96,10 @@ class Link(ABC):
         self._follower: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
-        self.log.parent.mkdir(parents=True, exist_ok=True)
         try:
-            self._lock.acquire(timeout=0)
+            with writing(self.log.parent):
+                self.log.parent.mkdir(parents=True, exist_ok=True)
+                self._lock.acquire(timeout=0)
         except Timeout:
             raise PbflError(f"run-dir = '{self.log.parent}' is in use by another run") from None
         # Not in the run directory: Ray's sockets lie below it and their paths may have about 100 characters.

@@ -133,6 +133,15 @@ def test_addresses_that_do_not_answer() -> None:
     assert "refuses" in doctor.reachable("superlink", f"127.0.0.1:{port}").said
     assert "HOST:PORT" in doctor.reachable("superlink", "127.0.0.1").said
     assert "is not found" in doctor.reachable("superlink", "nobody.invalid:1").said
+    for name in ("a..b", "x" * 64):
+        said = doctor.reachable("superlink", f"{name}:9092").said
+        assert said == f"the name '{name}' is not found (no name can be like this)"
+
+
+def test_a_device_that_is_none() -> None:
+    result = CliRunner().invoke(app, ["doctor", "--device", "cuad"])
+    assert result.exit_code == 2
+    assert result.stderr == "error: --device cuad: allowed are auto, cpu, cuda, mps\n"
 
 
 def test_the_state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
