@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from pbfl_flwr.cli.common import REFUSED, ended
-from pbfl_flwr.errors import PbflError
+from pbfl_flwr.errors import PbflError, writing
 from pbfl_flwr.experiments.figures import say
 
 DataPath = Annotated[
@@ -76,8 +76,10 @@ def check_data(
 
 def _keys(dataset: str, labels: str, label_column: str, input_shape: str) -> str:
     """Return what belongs into --node-config beside the path."""
-    if labels and Path(labels).is_file():
-        labels = str(Path(labels).absolute())
+    from pbfl_flwr.data import names_file
+
+    if (file := names_file(labels)) is not None:
+        labels = str(file.absolute())
     given = {"dataset": dataset, "labels": labels, "label-column": label_column, "input-shape": input_shape}
     return "".join(f" {key}='{value}'" for key, value in given.items() if value)
 
@@ -104,7 +106,8 @@ def export(
     console = Console()
     try:
         kept = room.read_state(room.state_file(path.expanduser(), client))
-        files = room.export(kept, out.expanduser(), model)
+        with writing(out):
+            files = room.export(kept, out.expanduser(), model)
     except PbflError as error:
         raise ended(error) from None
     card, shape = kept.card, "x".join(map(str, kept.card.input_shape))

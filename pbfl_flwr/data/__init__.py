@@ -20,7 +20,7 @@ from pbfl_flwr.data.digits import digits
 from pbfl_flwr.data.femnist import femnist
 from pbfl_flwr.data.idx_files import emnist, fashion_mnist, mnist
 from pbfl_flwr.data.image_folder import image_folder
-from pbfl_flwr.data.labels import read_names, renumbered
+from pbfl_flwr.data.labels import names_file, read_names, renumbered
 from pbfl_flwr.data.npz import har, npz
 from pbfl_flwr.data.own import kind_of
 from pbfl_flwr.data.partition import partition
@@ -192,6 +192,7 @@ __all__ = [
     "export_pfl_directory",
     "kind_of",
     "load_pool",
+    "names_file",
     "own_data",
     "own_pool",
     "partition",

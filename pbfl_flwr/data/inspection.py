@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pbfl_flwr.config import DataSettings, parse
-from pbfl_flwr.data import DATASETS, kind_of, own_pool, partition, read_names
+from pbfl_flwr.data import DATASETS, kind_of, names_file, own_pool, partition, read_names
 from pbfl_flwr.data.contract import Pool
 
 LARGE = 100.0  # of a feature; networks want inputs around 1
@@ -91,8 +91,8 @@ def settings_for(path: Path, **keys: str | float) -> DataSettings:
         PbflError: if a value is not allowed, or the path is a file of a kind that is not read.
     """
     given = {key.replace("_", "-"): value for key, value in keys.items() if value}
-    if (labels := given.get("labels")) and Path(str(labels)).is_file():
-        given["labels"] = read_names(Path(str(labels)))
+    if (file := names_file(str(given.get("labels", "")))) is not None:
+        given["labels"] = read_names(file)
     place = path.expanduser().absolute()
     given.setdefault("dataset", kind_of(place))
     return parse({**given, "data-dir": str(place), "partition": "iid"}).data

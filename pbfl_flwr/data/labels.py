@@ -6,6 +6,7 @@ class j is the same class everywhere.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -59,6 +60,15 @@ def renumbered(pool: Pool, wanted: Sequence[str], where: str) -> tuple[tuple[str
     held = np.unique(pool.labels)
     codes = np.searchsorted(held, pool.labels)
     return numbered_classes([pool.label_names[j] for j in held], codes, wanted, where)
+
+
+def names_file(labels: str) -> Path | None:
+    """Return the file that a value of ``labels`` says, None where it is the names themselves."""
+    path = Path(os.path.expanduser(labels))  # Path.expanduser raises for '~a,b'
+    try:
+        return path if path.is_file() else None
+    except OSError:  # longer than any path may be
+        return None
 
 
 def read_names(path: Path) -> str:

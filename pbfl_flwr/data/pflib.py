@@ -87,7 +87,7 @@ def pflib_client(settings: DataSettings, client: int | None) -> Pool:
     num_classes = _read_config(root / "config.json")[1]
     if client is None:
         there = sorted(path.stem for path in (root / "train").glob("*.npz"))
-        if len(there) != 1 or not there[0].isdigit():
+        if len(there) != 1 or not there[0].isdecimal():
             raise PbflError(
                 f"{root / 'train'} holds the files of {len(there)} clients; data-client (a whole number) says which"
             )

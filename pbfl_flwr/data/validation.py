@@ -67,6 +67,8 @@ def check_labels(labels: NDArray[Any], name: str, num_classes: int | None = None
             f"dataset '{name}' has labels of type {labels.dtype} and shape {labels.shape} ({shown}); "
             "allowed are whole numbers 0..K-1 in one axis"
         )
+    if not len(labels):
+        raise PbflError(f"dataset '{name}' has no samples; allowed are 1 or more")
     limit = len(found) if num_classes is None else num_classes
     if limit < 2 or found[0] < 0 or found[-1] >= limit:
         raise PbflError(

@@ -18,6 +18,7 @@ from typing import Any
 
 from pbfl_flwr import security
 from pbfl_flwr.config import Scalar, Settings
+from pbfl_flwr.data import names_file
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.device import own_settings
 from pbfl_flwr.flower.engine import Link, toml
@@ -163,7 +164,7 @@ def complete(nodes: Sequence[Mapping[str, Scalar]], count: int, directory: Path)
         if index < len(nodes):
             node |= nodes[index]
         for key in PATHS:
-            if key in node and (key != "labels" or Path(str(node[key])).expanduser().is_file()):
+            if key in node and (key != "labels" or names_file(str(node[key])) is not None):
                 node[key] = str(Path(str(node[key])).expanduser().absolute())
         found.append(node)
     return found

@@ -12,10 +12,20 @@ from typer.testing import CliRunner
 
 from pbfl_flwr.cli import app
 from pbfl_flwr.config import DataSettings, parse
-from pbfl_flwr.data import export_pfl_directory, kind_of, load_pool, own_data, own_pool, partition, read_names
+from pbfl_flwr.data import (
+    export_pfl_directory,
+    kind_of,
+    load_pool,
+    names_file,
+    own_data,
+    own_pool,
+    partition,
+    read_names,
+)
 from pbfl_flwr.data.files import check_memory
 from pbfl_flwr.data.inspection import inspect, settings_for
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower.deployment import complete
 
 
 @pytest.fixture
@@ -182,6 +192,28 @@ def test_pictures_without_anything_to_see_are_warned_of(tmp_path: Path) -> None:
     half, white = (inspect(settings_for(tmp_path / f"{name}.npz")).warnings for name in ("half", "white"))
     assert half == ("classes whose pictures hold one value everywhere: bee",)
     assert white == ("every value of every picture is 255: there is nothing to see in them",)
+
+
+def test_a_long_list_of_names_is_no_path(tmp_path: Path) -> None:
+    names = ",".join(map(str, range(100)))
+    assert len(names) > 255
+    np.savez(tmp_path / "a.npz", x=np.random.default_rng(0).random((8, 3)), y=np.arange(8))
+    result = CliRunner().invoke(app, ["check-data", str(tmp_path / "a.npz"), "--labels", names])
+    assert result.exit_code == 0
+    assert f"labels='{names}'" in result.stdout.replace("\n", "")
+    [node] = complete([{"labels": names}], 1, tmp_path)
+    assert node["labels"] == names
+    assert names_file("~a,b") is None
+    (tmp_path / "names").write_text("ant\nbee\n")
+    assert names_file(str(tmp_path / "names")) == tmp_path / "names"
+
+
+def test_no_samples_at_all_are_refused_in_a_line(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x=np.zeros((0, 3)), y=np.zeros(0, np.int64))
+    for labels in ("a,b", ""):
+        result = CliRunner().invoke(app, ["check-data", str(tmp_path / "a.npz"), "--labels", labels])
+        assert result.exit_code == 2
+        assert "has no samples; allowed are 1 or more" in result.stderr
 
 
 def test_the_split_is_that_of_the_device(tmp_path: Path) -> None:
