@@ -320,3 +320,59 @@ def test_certificates_and_keys_say_what_goes_where(tmp_path: Path) -> None:
     assert result.exit_code == 0
     assert f"flwr supernode register {tmp_path / 'k' / 'b.pub'}" in result.stdout
     assert pbfl("keys", "--out", tmp_path / "k", "b").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["run", "--set", "num-server-rounds=1", "--run-dir"],
+        ["deploy", "local", "--run-dir"],
+        ["certs", "--host", "fl.example.org", "--out"],
+        ["certs", "--host", "fl.example.org", "--force", "--out"],
+        ["keys", "site-a", "--out"],
+    ],
+    ids=" ".join,
+)
+def test_what_cannot_be_written_is_one_line(tmp_path: Path, arguments: list[str]) -> None:
+    (tmp_path / "file").touch()
+    result = pbfl(*arguments, tmp_path / "file" / "x")
+    assert result.exit_code == 2
+    assert result.stderr == f"error: {tmp_path}/file/x cannot be written (Not a directory)\n"
+
+
+def test_who_cannot_be_exported_is_one_line(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [entry(1, 0.5, 0.5)])
+    result = pbfl("export", run, "--client", "²", "--out", tmp_path / "out")
+    assert result.exit_code == 2
+    assert "holds no client ²" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("partition.json", b"{", "is damaged (Expecting"),
+        ("partition.json", b"[]", "is damaged: it holds no object"),
+        ("partition.json", b'{"counts": 5}', "is damaged: its counts or its majority are no numbers"),
+        ("run.json", b"\xff", "is damaged ('utf-8' codec"),
+        ("rounds.jsonl", b"\xff\n", "line 1 is damaged ('utf-8' codec"),
+        ("rounds.jsonl", b"null\n", "line 1 is damaged: it is no round"),
+    ],
+)
+def test_show_of_a_damaged_run_is_one_line(tmp_path: Path, name: str, content: bytes, said: str) -> None:
+    run = write_run(tmp_path / "run", [entry(1, 0.5, 0.5)])
+    (run / name).write_bytes(content)
+    result = pbfl("show", run)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: {run / name}")
+    assert said in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("content", [b"{", b"null", b"{}", b'{"nodes": [{}], "secure": true}', b"\xff"])
+def test_resuming_with_damaged_supernodes_is_one_line(tmp_path: Path, content: bytes) -> None:
+    run = write_run(tmp_path / "run", [entry(1, 0.5, 0.5)])
+    (run / "nodes.json").write_bytes(content)
+    result = pbfl("deploy", "local", "--resume", run)
+    assert result.exit_code == 2
+    assert f"{run / 'nodes.json'} is damaged" in result.stderr
+    assert len(result.stderr.splitlines()) == 1

@@ -18,6 +18,8 @@ from pbfl_flwr.experiments.runner import NODES, attend
 from pbfl_flwr.flower.deployment import Deployment, check, complete, node_config
 from pbfl_flwr.flower.device import share_of_cores
 from pbfl_flwr.flower.engine import Resources
+from pbfl_flwr.flower.history import read_object
+from pbfl_flwr.flower.store import DamagedState, write_atomically
 from pbfl_flwr.models import check_models
 
 DEFAULT_COUNT = 3
@@ -100,9 +102,16 @@ def resumed(run: Path, assignments: Iterable[str]) -> Plan:
         raise PbflError(
             f"'{directory}' was not made by pbfl deploy local: it has no {NODES}; try pbfl run --resume"
         )
-    kept = json.loads(file.read_text(encoding="utf-8"))
-    _check(settings, kept["nodes"])
-    return Plan(directory, wishes.values, settings, kept["nodes"], kept["secure"])
+    kept = read_object(file)
+    nodes, secure = kept.get("nodes"), kept.get("secure")
+    if (
+        not isinstance(nodes, list)
+        or not all(isinstance(node, dict) and "client-id" in node for node in nodes)
+        or not isinstance(secure, bool)
+    ):
+        raise DamagedState(f"{file} is damaged: it lacks the SuperNodes or how they are secured")
+    _check(settings, nodes)
+    return Plan(directory, wishes.values, settings, nodes, secure)
 
 
 def start(app: Path, plan: Plan, console: Console) -> int:
@@ -119,9 +128,8 @@ def start(app: Path, plan: Plan, console: Console) -> int:
     Raises:
         PbflError: if Flower cannot be started, refuses the run, or a SuperNode ends before the first round.
     """
-    plan.run_dir.mkdir(parents=True, exist_ok=True)
     kept = {"nodes": list(plan.nodes), "secure": plan.secure}
-    (plan.run_dir / NODES).write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    write_atomically(plan.run_dir / NODES, (json.dumps(kept, indent=1) + "\n").encode())
     guard = "TLS, SuperNodes by key" if plan.secure else "insecure"
     deployment = Deployment(
         plan.run_dir, plan.nodes, secure=plan.secure, tell=lambda line: say(console, line, "yellow")

@@ -143,12 +143,9 @@ class RunDirectory:
         file = self.path / "run.json"
         if not file.exists():
             raise PbflError(f"'{self.path}' is no run directory: it has no run.json")
-        try:
-            found = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise PbflError(f"{file} is damaged ({error})") from None
-        if not isinstance(found, dict) or not {"configuration", "experiment"} <= set(found):
-            raise PbflError(f"{file} is damaged: it lacks 'configuration' or 'experiment'")
+        found = read_object(file)
+        if not {"configuration", "experiment"} <= set(found):
+            raise DamagedState(f"{file} is damaged: it lacks 'configuration' or 'experiment'")
         return found
 
     def rounds(self) -> list[dict[str, Any]]:
@@ -181,7 +178,11 @@ class RunDirectory:
         self._write("partition.json", {"counts": counts, "notes": notes, "majority": majority})
 
     def partition_counts(self) -> list[list[int]] | None:
-        """Return the samples of each class on each client, None where they are not known."""
+        """Return the samples of each class on each client, None where they are not known.
+
+        Raises:
+            DamagedState: if partition.json is.
+        """
         found: list[list[int]] | None = self._partition().get("counts")
         return found
 
@@ -192,7 +193,15 @@ class RunDirectory:
 
     def _partition(self) -> dict[str, Any]:
         file = self.path / "partition.json"
-        return dict(json.loads(file.read_text())) if file.exists() else {}
+        found = read_object(file) if file.exists() else {}
+        rows, majority = found.get("counts"), found.get("majority")
+        counted = rows is None or (
+            isinstance(rows, list)
+            and all(isinstance(row, list) and all(isinstance(n, int) for n in row) for row in rows)
+        )
+        if not counted or not isinstance(majority, int | float | None):
+            raise DamagedState(f"{file} is damaged: its counts or its majority are no numbers")
+        return found
 
     def save_checkpoint(
         self, state: Payload, broadcast: Payload, server_round: int, fingerprint: str
@@ -252,6 +261,21 @@ class RunDirectory:
         write_atomically(self.path / name, (json.dumps(content, indent=1) + "\n").encode())
 
 
+def read_object(file: Path) -> dict[str, Any]:
+    """Return what a JSON file holds.
+
+    Raises:
+        DamagedState: if it is no JSON object.
+    """
+    try:
+        found = json.loads(file.read_bytes().decode())
+    except (ValueError, RecursionError) as error:
+        raise DamagedState(f"{file} is damaged ({error})") from None
+    if not isinstance(found, dict):
+        raise DamagedState(f"{file} is damaged: it holds no object")
+    return found
+
+
 def finite(figures: Mapping[str, float]) -> dict[str, float | None]:
     """Return the figures with None for what is NaN or infinite: JSON knows neither."""
     return {name: float(value) if math.isfinite(value) else None for name, value in figures.items()}
@@ -261,16 +285,19 @@ def _lines(file: Path) -> list[dict[str, Any]]:
     """Return the complete lines of a JSONL file; a torn last line was never acknowledged.
 
     Raises:
-        DamagedState: if a complete line is no JSON.
+        DamagedState: if a complete line is no JSON, or not of a round.
     """
     if not file.exists():
         return []
     found = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n")[:-1], start=1):
+    for number, line in enumerate(file.read_bytes().split(b"\n")[:-1], start=1):
         try:
-            found.append(json.loads(line))
-        except ValueError as error:
+            entry = json.loads(line.decode())
+        except (ValueError, RecursionError) as error:
             raise DamagedState(f"{file}, line {number} is damaged ({error})") from None
+        if not isinstance(entry, dict) or not isinstance(entry.get("round"), int):
+            raise DamagedState(f"{file}, line {number} is damaged: it is no round")
+        found.append(entry)
     return found
 
 

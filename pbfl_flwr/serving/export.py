@@ -67,7 +67,7 @@ def state_file(path: Path, client: str) -> Path:
         return path
     folder = _experiment(path)
     if client:
-        who: int | str = int(client) if client.isdigit() else client
+        who: int | str = int(client) if client.isdecimal() else client
         file = ClientStore(folder, "", who, "").path
         if not file.is_file():
             raise PbflError(f"{folder} holds no client {client}; it holds {_shown(folder)}")
@@ -105,7 +105,7 @@ def _shown(folder: Path) -> str:
     names = []
     for file in sorted(folder.glob("*.safetensors")):
         kind, _, rest = file.stem.partition("-")
-        names.append(str(int(rest)) if kind == "client" and rest.isdigit() else rest)
+        names.append(str(int(rest)) if kind == "client" and rest.isdecimal() else rest)
     return f"the clients {', '.join(names)}" if names else "no client"
 
 
