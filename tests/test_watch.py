@@ -1,5 +1,6 @@
 """Watching: what is shown is what the directory says, from before it exists until the run has ended."""
 
+import json
 import os
 import threading
 import time
@@ -9,8 +10,7 @@ import pytest
 from rich.console import Console
 
 from pbfl_flwr.experiments import watch
-from pbfl_flwr.flower.engine import ERROR
-from pbfl_flwr.flower.history import RunDirectory
+from pbfl_flwr.flower.history import ERROR, RunDirectory
 from tests.runs import entry, pbfl, write_run
 
 
@@ -62,6 +62,12 @@ def test_the_two_ends(tmp_path: Path) -> None:
     assert watch.look(run, time.time()).state == "finished"
     assert "2 of 2 rounds, finished" in shown(watch.look(run, time.time()))
     (run / ERROR).write_text("round 3: 0 valid replies\n")
+    assert (
+        watch.look(run, time.time()).state == "finished"
+    )  # all rounds are there: a resumed run did not come further
+    about = json.loads((run / "run.json").read_text())
+    about["configuration"]["num-server-rounds"] = 3
+    (run / "run.json").write_text(json.dumps(about))
     view = watch.look(run, time.time())
     assert view.state == "failed"
     assert "it ended with: round 3: 0 valid replies" in shown(view)

@@ -22,7 +22,7 @@ from pbfl_flwr.experiments.records import NEUTRAL, Group, Record
 from pbfl_flwr.experiments.sheets import Sheet
 from pbfl_flwr.experiments.summaries import paired_sheet, summary_sheet
 from pbfl_flwr.experiments.tables import failure_lines, paper_scalars, scores, settings_line
-from pbfl_flwr.flower.engine import ERROR
+from pbfl_flwr.flower.history import ERROR
 from pbfl_flwr.flower.store import write_atomically
 
 TEMPLATES = "experiments/templates"

@@ -18,8 +18,8 @@ from rich.console import Console
 from pbfl_flwr.config import Scalar
 from pbfl_flwr.errors import writing
 from pbfl_flwr.experiments.figures import clock, kilobytes, percent, say
-from pbfl_flwr.flower.engine import ENDED, ERROR, Engine, Link, Resources
-from pbfl_flwr.flower.history import RunDirectory
+from pbfl_flwr.flower.engine import ENDED, Engine, Link, Resources
+from pbfl_flwr.flower.history import ERROR, RunDirectory
 
 COMPLETED, FAILED, INTERRUPTED = 0, 1, 130
 NODES = "nodes.json"  # what pbfl deploy local keeps of its SuperNodes, in the run directory
@@ -103,7 +103,7 @@ def attend(link: Link, submit: Callable[[], str], num_rounds: int, console: Cons
     run_dir = link.run_dir
     with writing(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / ERROR).unlink(missing_ok=True)
+    before = _written(run_dir / ERROR)  # it is the ServerApp's, which may be refused and leave it as it was
     follower = Follower(run_dir, num_rounds, console)
     say(console, f"run {run_dir}")
     with interruptible(), link:
@@ -121,7 +121,7 @@ def attend(link: Link, submit: Callable[[], str], num_rounds: int, console: Cons
         missing = num_rounds - len(present & set(range(1, num_rounds + 1)))
         if status == "finished:completed" and not missing:
             return COMPLETED
-        reason = _reason(run_dir, link, status, details)
+        reason = _reason(run_dir, before, link, status, details)
     if status == "finished:completed":
         reason = f"{missing} of {num_rounds} rounds are missing though Flower says {status}\n{reason}"
     say(console, f"the run failed: {reason}", "red")
@@ -259,9 +259,14 @@ def _wait(link: Link, run_id: str, follower: Follower) -> tuple[str, str]:
             return status, details
 
 
-def _reason(run_dir: Path, link: Link, status: str, details: str) -> str:
+def _written(file: Path) -> int | None:
+    """Return when a file was written, None if it is not there."""
+    return file.stat().st_mtime_ns if file.exists() else None
+
+
+def _reason(run_dir: Path, before: int | None, link: Link, status: str, details: str) -> str:
     said = run_dir / ERROR
-    if said.exists():
+    if _written(said) not in (None, before):
         return said.read_text(encoding="utf-8").strip()
     about = f"{status}, {details}" if details not in ("", "N/A") else status
     return f"{about}; the last lines of {link.log}:\n{link.tail()}"

@@ -16,8 +16,7 @@ from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.figures import kilobytes, say
 from pbfl_flwr.experiments.runner import go_on_with
-from pbfl_flwr.flower.engine import ERROR
-from pbfl_flwr.flower.history import RunDirectory
+from pbfl_flwr.flower.history import ERROR, RunDirectory
 from pbfl_flwr.method import PREDICTORS
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.task import Task

@@ -21,8 +21,7 @@ from rich.text import Text
 from pbfl_flwr.experiments.figures import clock, kilobytes
 from pbfl_flwr.experiments.runner import go_on_with
 from pbfl_flwr.experiments.tables import failure_lines, scores, settings_line
-from pbfl_flwr.flower.engine import ERROR
-from pbfl_flwr.flower.history import RunDirectory
+from pbfl_flwr.flower.history import ERROR, RunDirectory
 from pbfl_flwr.method import PREDICTORS
 
 QUIET_SECONDS = 120.0  # silence below this is never remarkable
@@ -62,12 +61,12 @@ class View:
     @property
     def state(self) -> State:
         """Where the run stands; "silent" is one from which nothing has come for remarkably long."""
+        if self.about is not None and len(self.rounds) >= self.wanted:
+            return "finished"
         if self.error:
             return "failed"
         if self.about is None:
             return "waiting"
-        if len(self.rounds) >= self.wanted:
-            return "finished"
         return "silent" if self.quiet > max(QUIET_SECONDS, QUIET_ROUNDS * (self.pace or 0.0)) else "running"
 
 

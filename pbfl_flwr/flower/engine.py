@@ -30,7 +30,6 @@ from pbfl_flwr.errors import PbflError, writing
 from pbfl_flwr.flower.processes import Processes, deaf, executable, free_port, healthy
 
 LOG = "flower.log"
-ERROR = "error.txt"  # why a run ended early, in the words of the ServerApp
 ENDED = ("finished:completed", "finished:failed", "finished:stopped")
 START_SECONDS = 60.0
 CLI_SECONDS = 120.0

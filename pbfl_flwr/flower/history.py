@@ -3,6 +3,7 @@
 ::
 
     <run-dir>/run.json                resolved configuration, versions, seeds, roster
+              error.txt               why it ended early, in the words of the ServerApp; not there if it did not
               rounds.jsonl            one line a round: accuracies, loss, bytes, seconds, failures, the server's figures
               clients.jsonl           one line a round: every client's counters; "final" of the last: a last scoring
               partition.json          samples of each class on each client, before the train/test split (simulation)
@@ -20,7 +21,7 @@ import math
 import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -42,12 +43,17 @@ from pbfl_flwr.method import PREDICTORS
 from pbfl_flwr.payloads import Payload, RejectedPayload
 from pbfl_flwr.task import Task
 
+ERROR = "error.txt"
 OTHER_CONFIGURATION = (
     "run-dir = '{}' was made with another configuration (see its run.json); only num-server-rounds and the timeouts "
     "may differ when a run is resumed"
 )
 HANDOVER_SECONDS = 30.0  # a ServerApp that was stopped needs some to end
 PACKAGES = ("pbfl-flwr", "flwr", "ray", "torch", "torchvision", "numpy", "scipy")
+
+
+class RunRefused(PbflError):
+    """A run that may not be made here because of the run that is here already, which is not marked as failed for it."""
 
 
 def summarise(reports: Mapping[int, Report]) -> dict[str, dict[str, float]]:
@@ -95,19 +101,20 @@ class RunDirectory:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Keep other servers out of this run.
+        """Keep other servers out of this run, and write down why it ends early if it does.
 
         Ctrl-C on ``flwr run`` ends its stream only, so a run is easily resumed while it is still going on.
 
         Raises:
-            PbflError: if another server still writes it after HANDOVER_SECONDS, or if there can be no such directory.
+            RunRefused: if another server still writes it after HANDOVER_SECONDS.
+            UnsavedState: if there can be no such directory.
         """
         lock = FileLock(self.path / ".server.lock")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             lock.acquire(timeout=HANDOVER_SECONDS)
         except Timeout:
-            raise PbflError(
+            raise RunRefused(
                 f"run-dir = '{self.path}' is being written by another run; flwr list shows it, flwr stop RUN-ID ends it"
             ) from None
         except OSError as error:
@@ -115,17 +122,40 @@ class RunDirectory:
         try:
             remove_torn(self.path)
             yield
+        except RunRefused:
+            raise
+        except PbflError as error:
+            with suppress(UnsavedState):  # a full disk may be the very reason
+                write_atomically(self.path / ERROR, f"{error}\n".encode())
+            raise
         finally:
             lock.release()
+
+    @property
+    def taken(self) -> bool:
+        """Whether a run has begun here."""
+        return (self.path / "run.json").exists()
+
+    def begin_alone(self) -> None:
+        """Make sure that a new run finds none here.
+
+        Raises:
+            RunRefused: if there is one.
+        """
+        if self.taken:
+            raise RunRefused(f"run-dir = '{self.path}' already holds a run; choose another one, or resume it")
+
+    def forget_error(self) -> None:
+        """Remove what an earlier server wrote on why it ended; for who is alone and may write this run."""
+        (self.path / ERROR).unlink(missing_ok=True)
 
     def start(self, configuration: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
         """Write run.json.
 
         Raises:
-            PbflError: if the directory already holds a run.
+            RunRefused: if the directory already holds a run.
         """
-        if (self.path / "run.json").exists():
-            raise PbflError(f"run-dir = '{self.path}' already holds a run; choose another one, or resume it")
+        self.begin_alone()
         versions = {name: _version(name) for name in PACKAGES}
         about = {"python": platform.python_version(), "machine": platform.platform(), **versions}
         self._write("run.json", {"configuration": dict(configuration), "versions": about, **facts})
@@ -228,8 +258,8 @@ class RunDirectory:
         What the histories hold beyond the checkpoint was never acknowledged by it and is cut off.
 
         Raises:
-            PbflError: if the checkpoint was made with a configuration that gives other results, if it is lost while
-                the history holds several rounds, or if it is damaged.
+            RunRefused: if the checkpoint was made with a configuration that gives other results.
+            DamagedState: if it is lost while the history holds several rounds, or if it is damaged.
         """
         file = self.path / "checkpoint.safetensors"
         try:
@@ -240,7 +270,7 @@ class RunDirectory:
             self._cut(0)
             return None
         if metadata.get("fingerprint") != fingerprint:
-            raise PbflError(OTHER_CONFIGURATION.format(self.path))
+            raise RunRefused(OTHER_CONFIGURATION.format(self.path))
         done = int(metadata["round"])
         try:
             resumed = state.from_tensors(tensors, task)

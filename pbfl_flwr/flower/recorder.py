@@ -11,8 +11,7 @@ from flwr.common import log
 
 from pbfl_flwr.config import Settings
 from pbfl_flwr.data import check_data, load_pool
-from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower.history import OTHER_CONFIGURATION, RunDirectory
+from pbfl_flwr.flower.history import OTHER_CONFIGURATION, RunDirectory, RunRefused
 from pbfl_flwr.flower.roster import Member
 from pbfl_flwr.payloads import Payload
 from pbfl_flwr.sinks import Sinks
@@ -36,23 +35,27 @@ class Recorder:
         self._warnings: list[str] = []
 
     def previous(self) -> dict[str, Any] | None:
-        """Return run.json of the run that is to go on, None for a new one.
+        """Return run.json of the run that is to go on, None for a new one; from here on the directory is this run's.
 
         Raises:
-            PbflError: if it was made with another configuration.
+            RunRefused: if it was made with another configuration, or if a new one finds a run.
+            PbflError: if there is none to go on with.
         """
         if not self._settings.run.resume:
+            self.run.begin_alone()
+            self.run.forget_error()
             return None
         about = self.run.read()
         # The checkpoint says so too, but there may be none yet while clients have already trained.
         if not str(about["experiment"]).startswith(f"{self._fingerprint}-"):
-            raise PbflError(OTHER_CONFIGURATION.format(self.run.path))
+            raise RunRefused(OTHER_CONFIGURATION.format(self.run.path))
         state_dir, kept = self._settings.run.state_dir, about["configuration"].get("state-dir", "")
         if state_dir != kept:  # it changes no result while the clients find in it what they left
-            raise PbflError(
+            raise RunRefused(
                 f"state-dir = '{state_dir}': run-dir = '{self.run.path}' was made with '{kept}', where its clients' "
                 "state is"
             )
+        self.run.forget_error()
         return about
 
     def begin(self, facts: Mapping[str, Any], members: Iterable[Member]) -> None:
@@ -81,12 +84,13 @@ class Recorder:
             num_rounds: how far it is to go.
 
         Raises:
-            PbflError: if the checkpoint does not fit, or has more rounds already.
+            RunRefused: if the checkpoint is of another configuration, or has more rounds already.
+            PbflError: if it is damaged.
         """
         resumed = self.run.resume(kind, task, self._fingerprint)
         done = resumed[1] if resumed else 0
         if done > num_rounds:
-            raise PbflError(
+            raise RunRefused(
                 f"num-server-rounds = {num_rounds}: the run has {done} rounds already; allowed is from there"
             )
         self.run.go_on(self._settings.as_dict())

@@ -17,6 +17,7 @@ from pbfl_flwr import seeds
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import wire
 from pbfl_flwr.flower.device import NAME, is_number
+from pbfl_flwr.flower.history import RunRefused
 from pbfl_flwr.payloads import RejectedPayload, Reveal
 from pbfl_flwr.task import Task
 
@@ -370,14 +371,14 @@ def unchanged(roster: Roster, recorded: Iterable[Mapping[str, Any]]) -> None:
         recorded: who came then, as run.json has them.
 
     Raises:
-        PbflError: naming the first client that differs.
+        RunRefused: naming the first client that differs.
     """
     for was in recorded:
         member = roster.members[int(was["client"])]
         now = json.loads(json.dumps(asdict(member)))
         for key in OF_A_RUN:
             if now[key] != was.get(key, now[key]):
-                raise PbflError(
+                raise RunRefused(
                     f"client {member.label}: a run that goes on keeps its clients, but this one has {key} = "
                     f"{str(now[key])[:LONGEST_REASON]}, it had {str(was[key])[:LONGEST_REASON]}"
                 )

@@ -113,10 +113,10 @@ class MethodStrategy(Strategy):
             PbflError: before anything was trained, naming everything that does not fit.
         """
         run = self.settings.run
+        previous = self._recorder.previous() if self._recorder else None
         check(run.sinks)
         if run.sinks and self.run is None:
             raise PbflError(f"sinks = '{run.sinks}': they need a run directory, this strategy has none")
-        previous = self._recorder.previous() if self._recorder else None
         if previous is not None:
             self.experiment = str(previous["experiment"])
         came = (previous or {}).get("clients", [])

@@ -19,8 +19,9 @@ from torch import Tensor
 from pbfl_flwr.config import Scalar, parse
 from pbfl_flwr.data import check_data, client_data
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower import wire
+from pbfl_flwr.flower import history, wire
 from pbfl_flwr.flower.client import make_client_app
+from pbfl_flwr.flower.history import ERROR, RunRefused
 from pbfl_flwr.flower.roster import LONGEST_REASON, Member, Roster, agreed
 from pbfl_flwr.flower.store import DamagedState
 from pbfl_flwr.flower.strategy import MethodStrategy, RunEnded
@@ -702,6 +703,48 @@ def test_a_directory_with_a_run_is_not_used_again(tmp_path: Path, two_rounds: Fe
         federation(tmp_path, "local", on_disk=True).run()
     with pytest.raises(PbflError, match=r"is no run directory: it has no run.json"):
         again(tmp_path / "elsewhere").run()
+
+
+def test_a_refused_run_leaves_no_mark_on_the_one_that_is_there(
+    tmp_path: Path, two_rounds: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "HANDOVER_SECONDS", 0.1)
+    told = tmp_path / "run" / ERROR
+
+    def refused(run: Federation) -> None:
+        with pytest.raises(RunRefused):
+            run.run()
+        assert not told.exists()
+
+    refused(federation(tmp_path, "local", on_disk=True))
+    refused(
+        federation(tmp_path, "local", on_disk=True, partitions=[0, 1, 1, 3, 4])
+    )  # before anybody is asked
+    refused(again(tmp_path, learning_rate=0.5))
+    refused(again(tmp_path, state_dir="/elsewhere"))
+    refused(again(tmp_path, num_server_rounds=1))
+    told.write_text("why it stopped\n")
+    with two_rounds.directory.alone(), pytest.raises(RunRefused, match="is being written by another run"):
+        again(tmp_path).run()
+    assert told.read_text() == "why it stopped\n"
+    again(tmp_path, num_server_rounds=3).run()
+    assert not told.exists()
+
+
+def test_why_a_run_ended_is_written_down_whenever_it_did(tmp_path: Path) -> None:
+    told = tmp_path / "run" / ERROR
+    with pytest.raises(PbflError, match="is used by two nodes"):
+        federation(tmp_path, on_disk=True, partitions=[0, 1, 1, 3, 4]).run()
+    assert "client-id 1 is used by two nodes" in told.read_text()
+    broken = {(client, 1): silent for client in range(5)}
+    with pytest.raises(RunEnded):
+        federation(tmp_path, on_disk=True, faults=broken).run()
+    assert told.read_text().startswith("round 1: 0 valid replies")
+    with pytest.raises(PbflError, match="is used by two nodes"):
+        federation(tmp_path, on_disk=True, resume=True, partitions=[0, 1, 1, 3, 4]).run()
+    assert "client-id 1 is used by two nodes" in told.read_text()
+    federation(tmp_path, on_disk=True, resume=True).run()
+    assert not told.exists()
 
 
 # Sampling, evaluation, files --------------------------------------------------------------------------------
