@@ -72,6 +72,12 @@ def test_what_is_no_sweep(assignments: list[str], said: str) -> None:
     assert said in str(caught.value)
 
 
+def test_a_preset_with_a_list_is_no_preset_here_either(tmp_path: Path) -> None:
+    (tmp_path / "listed.toml").write_text('models = ["cnn4"]\n')
+    with pytest.raises(PbflError, match=r"models = \['cnn4'\]: allowed is one number, true, false or text"):
+        sweep.read(str(tmp_path / "listed.toml"), ["seed=0,1"])
+
+
 def test_bad_values_are_named_with_their_combination(tmp_path: Path) -> None:
     with pytest.raises(PbflError, match="cps-dim=-1: cps-dim = -1"):
         sweep.plans(sweep.read(None, ["cps-dim=25,-1"]), tmp_path)
@@ -143,10 +149,9 @@ def test_an_interrupted_run_ends_its_neighbours(tmp_path: Path) -> None:
 def test_a_finished_run_with_other_keys_is_not_taken_for_this_one(tmp_path: Path) -> None:
     (run, _) = sweep.plans(sweep.read(None, ["seed=0,1", "num-server-rounds=1"]), tmp_path)
     write_run(run.directory, [entry(1, 0.5, 0.5)])  # two clients, d = 4
-    with pytest.raises(
-        PbflError, match="all-seed0 was made with num-clients = 2, feature-dim = 4; allowed are"
-    ):
-        side_by_side.make_side_by_side([run], 1, lambda _: ["false"], lambda line: None)
+    (failed,) = side_by_side.make_side_by_side([run], 1, lambda _: ["false"], lambda line: None)
+    assert failed.startswith("all, seed 0: ")
+    assert "all-seed0 was made with num-clients = 2, feature-dim = 4; allowed are" in failed
 
 
 def test_the_table(tmp_path: Path) -> None:
@@ -155,7 +160,7 @@ def test_the_table(tmp_path: Path) -> None:
     )
     runs = sweep.plans(found, tmp_path)
     for run, last in zip(runs[:2], (0.25, 0.75), strict=True):
-        write_run(run.directory, [entry(1, 0.5, 0.75), entry(2, 0.5, last)])
+        write_run(run.directory, [entry(1, 0.5, 0.75), entry(2, 0.5, last)], **run.wishes.values)
     rows = comparison_table.rows(runs)
     sheet = sweep.table(found, rows, runs, "A sweep")
     text = sheet.markdown()

@@ -52,9 +52,13 @@ def read(preset: str | None, assignments: Iterable[str]) -> Sweep:
         assignments: ``key=value`` or ``key=list``, see the module.
 
     Raises:
-        PbflError: if an assignment is none, a seed is no whole number, or nothing has several values.
+        PbflError: if the preset holds what is no value, an assignment is none, a seed is no whole number, or nothing
+            has several values.
     """
-    base = configuration.gather(preset, []).values
+    wishes = configuration.gather(preset, [])
+    if wishes.problems:
+        raise PbflError("\n".join(wishes.problems))
+    base = wishes.values
     found: Values = {}
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
