@@ -131,11 +131,17 @@ def test_every_bad_key_of_every_run_is_named_at_once(file: Path, tmp_path: Path)
         ("[common]\nseed = 1", "it has no \\[runs"),
         ("[other]\na = 1", "unknown part 'other'"),
         ("x =", "is no TOML"),
+        ("common = 3\n[runs.A]", "common = 3: allowed is a table"),
+        ("runs = 3", "runs = 3: allowed is a table"),
+        ("[runs]\nA = 3", "A = 3: allowed is a table"),
+        ('[runs."../esc/A"]\nseed = 1', "label '../esc/A': allowed is a name without /"),
+        ('[runs.".."]\nseed = 1', "label '..': allowed is a name without /"),
+        ("title = 'K\xe4se'", "is no TOML: byte 10 is not UTF-8"),
     ],
 )
 def test_files_that_are_no_comparison(text: str, reason: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.toml"
-    path.write_text(text)
+    path.write_text(text, encoding="latin-1")
     with pytest.raises(PbflError, match=reason):
         compare.read(str(path))
 
@@ -161,6 +167,34 @@ def test_finished_runs_are_kept_and_a_failure_stops_nobody(file: Path, tmp_path:
     assert started == ["A-seed1", "B-seed0", "B-seed1"]
 
 
+def test_a_run_that_is_refused_stops_nobody_and_is_in_no_table(file: Path, tmp_path: Path) -> None:
+    planned = compare.plan(compare.read(str(file))[1], [], [0, 1], [], tmp_path)
+    other, damaged, used, _ = planned
+    lines = [entry(1, 0.5, 0.5), entry(2, 0.5, 0.5)]
+    write_run(other.directory, lines, **{"data-dir": "/old", "threads": 2})
+    write_run(damaged.directory, lines)
+    (damaged.directory / "run.json").write_text("{")
+
+    def start(wishes: Wishes, directory: Path) -> int:
+        if directory == used.directory:
+            raise PbflError("in use by another run")
+        return 0
+
+    said = compare.make(planned, start)
+    assert said[0].startswith("A, seed 0: ")
+    assert "was made with data-dir = /old; allowed are" in said[0]
+    assert said[1].startswith("A, seed 1: ")
+    assert "is damaged" in said[1]
+    assert said[2:] == ["B, seed 0: in use by another run"]
+    assert comparison_table.rows(planned) == comparison_table.groups(planned) == []
+
+
+@pytest.mark.parametrize("seed", ["abc", "1.5", "true", "-1"])
+def test_a_seed_is_a_whole_number(file: Path, tmp_path: Path, seed: str) -> None:
+    with pytest.raises(PbflError, match="A: seed = "):
+        compare.plan(compare.read(str(file))[1], [f"seed={seed}"], [], [], tmp_path)
+
+
 def test_an_interrupted_run_goes_on_and_an_interruption_ends_the_comparison(
     file: Path, tmp_path: Path
 ) -> None:
@@ -181,7 +215,7 @@ def test_an_interrupted_run_goes_on_and_an_interruption_ends_the_comparison(
 def test_the_table(file: Path, tmp_path: Path) -> None:
     planned = compare.plan(compare.read(str(file))[1], [], [0, 1], ["A"], tmp_path)
     write_run(planned[0].directory, [entry(1, 0.5, 0.75), entry(2, 0.5, 0.25)])
-    write_run(planned[1].directory, [entry(1, 0.5, 0.5), entry(2, 0.25, 0.75)])
+    write_run(planned[1].directory, [entry(1, 0.5, 0.5), entry(2, 0.25, 0.75)], seed=1)
     (row,) = comparison_table.rows(planned)
     assert row.last == [25.0, 75.0]
     assert row.best == [75.0, 75.0]
@@ -204,7 +238,8 @@ def test_the_table(file: Path, tmp_path: Path) -> None:
 def test_a_run_that_was_never_scored_has_a_row_without_scores(file: Path, tmp_path: Path) -> None:
     planned = compare.plan(compare.read(str(file))[1], [], [0], [], tmp_path)
     write_run(planned[0].directory, [entry(1, 0.5, None), entry(2, 0.5, None)])  # headline: global
-    write_run(planned[1].directory, [entry(n, 0, None, accuracy={}, test_loss=None) for n in (1, 2)])
+    unscored = [entry(n, 0, None, accuracy={}, test_loss=None) for n in (1, 2)]
+    write_run(planned[1].directory, unscored, **planned[1].wishes.values)
     found = comparison_table.rows(planned)
     comparison_table.write(tmp_path, "Two methods", found, comparison_table.groups(planned))
     text = (tmp_path / "table.md").read_text()

@@ -90,11 +90,18 @@ class Settings(BaseModel):
         flat.update({f"{self.run.method}.{key}": value for key, value in self.method_section.items()})
         return flat
 
-    def fingerprint(self) -> str:
-        """Return a hash of everything that changes results (not where they are written, nor how far to go)."""
+    def relevant(self) -> dict[str, Scalar]:
+        """Return the keys that change results: not where they are written, nor how far to go.
+
+        data-dir is one of them: for arrays, tables and folders nothing else says which data it is, and nobody compares
+        the data of a run that goes on with what it had.
+        """
         own = {"run-dir", "state-dir", "resume", *CHANGEABLE}
-        relevant = {key: value for key, value in self.as_dict().items() if key not in own}
-        return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()[:16]
+        return {key: value for key, value in self.as_dict().items() if key not in own}
+
+    def fingerprint(self) -> str:
+        """Return a hash of everything that changes results."""
+        return hashlib.sha256(json.dumps(self.relevant(), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def parse(run_config: Mapping[str, Scalar], sections: Mapping[str, type[Group]] | None = None) -> Settings:

@@ -55,6 +55,11 @@ class Planned:
     wishes: configuration.Wishes
     directory: Path
 
+    @property
+    def name(self) -> str:
+        """How a person calls it."""
+        return f"{self.label}, seed {self.seed}"
+
 
 def comparisons() -> list[str]:
     """Return the names of the comparisons that come with the package."""
@@ -78,10 +83,10 @@ def read(name: str) -> tuple[str, dict[str, dict[str, Scalar]]]:
     if "runs" in found and "runs-of" in found:
         raise PbflError(f"comparison '{name}': it has runs and runs-of; allowed is one of the two")
     other = found.get("runs-of")
-    runs = found.get("runs") if other is None else _runs_of(str(other), name)
+    runs = _labelled(found, name) if other is None else _runs_of(str(other), name)
     if not runs:
         raise PbflError(f"comparison '{name}': it has no [runs.<label>] table")
-    common = configuration.flatten(found.get("common", {}))
+    common = configuration.flatten(_tables(found, "common", name))
     return str(found.get("title", name)), {
         label: {**common, **configuration.flatten(keys)} for label, keys in runs.items()
     }
@@ -89,10 +94,29 @@ def read(name: str) -> tuple[str, dict[str, dict[str, Scalar]]]:
 
 def _runs_of(other: str, name: str) -> dict[str, Any]:
     """Return the tables of the runs of another comparison, which must have its own."""
-    runs = configuration.read_toml("comparison", other, FOLDER).get("runs")
+    runs = _labelled(configuration.read_toml("comparison", other, FOLDER), other)
     if not runs:
         raise PbflError(f"comparison '{name}': runs-of = '{other}', which has no runs of its own")
-    return dict(runs)
+    return runs
+
+
+def _tables(found: Mapping[str, Any], part: str, name: str) -> dict[str, Any]:
+    """Return a part of a comparison that must be a table; an empty one if it is not there."""
+    table = found.get(part, {})
+    if not isinstance(table, dict):
+        raise PbflError(f"comparison '{name}': {part} = {table!r}: allowed is a table")
+    return table
+
+
+def _labelled(found: Mapping[str, Any], name: str) -> dict[str, dict[str, Any]]:
+    """Return the tables of the runs; a label is part of a directory's name."""
+    runs = _tables(found, "runs", name)
+    for label in runs:
+        if not label or label in (".", "..") or set(label) & set("/\\\0"):
+            raise PbflError(
+                f"comparison '{name}': label {label!r}: allowed is a name without / and \\, since a directory has it"
+            )
+    return {label: _tables(runs, label, name) for label in runs}
 
 
 def plan(
@@ -121,7 +145,11 @@ def plan(
     for label, keys in runs.items():
         if only and label not in only:
             continue
-        for seed in seeds or [int(given.values.get("seed", keys.get("seed", 0)))]:
+        own = given.values.get("seed", keys.get("seed", 0))
+        if not seeds and (isinstance(own, bool) or not isinstance(own, int)):
+            problems.append(f"{label}: seed = {own!r}: allowed is a whole number from 0")
+            continue
+        for seed in seeds or [int(own)]:
             values = configuration.absolute({**keys, **given.values, "seed": seed})
             wishes = configuration.Wishes(values, given.problems)
             try:
@@ -160,33 +188,30 @@ def numbers(option: str, text: str) -> list[int]:
 
 
 def finished(run: Planned) -> bool:
-    """Whether all rounds of a run are there."""
-    if not (run.directory / "run.json").exists():
+    """Whether all rounds of a run are there, made with its keys; what cannot be read is not."""
+    try:
+        return ready(run)
+    except PbflError:
         return False
-    wanted = configuration.check(run.wishes).run.num_server_rounds
-    return len(RunDirectory(run.directory).rounds()) >= wanted
 
 
 def ready(run: Planned) -> bool:
     """Whether a run need not be made, having made sure that what is there was made with its keys.
 
     Raises:
-        PbflError: if it was made with other keys.
+        PbflError: if it was made with other keys, or is damaged.
     """
-    if not (run.directory / "run.json").exists():
+    there = RunDirectory(run.directory)
+    if not there.taken:
         return False
     wanted = configuration.check(run.wishes)
-    there = configuration.check(configuration.Wishes(RunDirectory(run.directory).read()["configuration"]))
-    if wanted.fingerprint() != there.fingerprint():
-        recorded, now = there.as_dict(), wanted.as_dict()
-        same = {*configuration.PATHS, "resume", "num-server-rounds"}
-        odd = [
-            f"{key} = {recorded.get(key)}" for key in now if key not in same and recorded.get(key) != now[key]
-        ]
+    recorded = configuration.check(configuration.Wishes(there.read()["configuration"])).relevant()
+    now = wanted.relevant()
+    if odd := [f"{key} = {value}" for key, value in recorded.items() if now.get(key) != value]:
         raise PbflError(
             f"{run.directory} was made with {', '.join(odd)}; allowed are the same keys, or another --out"
         )
-    return finished(run)
+    return len(there.rounds()) >= wanted.run.num_server_rounds
 
 
 def starter(app: Path, resources: Resources, console: Console) -> Start:
@@ -213,7 +238,7 @@ def make(
 ) -> list[str]:
     """Make the runs that are not finished, one after the other, and return what failed.
 
-    A run that was interrupted goes on where it stopped; a run that fails does not stop the others.
+    A run that was interrupted goes on where it stopped; a run that fails or is refused does not stop the others.
 
     Args:
         planned: in the order in which they are made.
@@ -222,18 +247,26 @@ def make(
 
     Raises:
         KeyboardInterrupt: if a run was interrupted.
-        PbflError: if a run that is there was made with other keys.
     """
     failed = []
     for run in planned:
-        if ready(run):
+        try:
+            if ready(run):
+                continue
+            goes_on = RunDirectory(run.directory).taken
+            wishes = configuration.resumed(run.directory, run.wishes) if goes_on else run.wishes
+            code = start(wishes, run.directory)
+        except PbflError as error:
+            failed.append(refused(run, error))
             continue
-        goes_on = (run.directory / "run.json").exists()
-        wishes = configuration.resumed(run.directory, run.wishes) if goes_on else run.wishes
-        code = start(wishes, run.directory)
         if code == INTERRUPTED:
             raise KeyboardInterrupt
         if code:
-            failed.append(f"{run.label}, seed {run.seed}")
+            failed.append(run.name)
         after(run)
     return failed
+
+
+def refused(run: Planned, error: PbflError) -> str:
+    """Return what is said of a run that could not be made, and why."""
+    return f"{run.name}: {error}"

@@ -7,6 +7,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -242,14 +243,18 @@ def read_toml(kind: str, name: str, folder: str) -> dict[str, Any]:
     """
     path = Path(name).expanduser()
     if path.is_file():
-        text = path.read_text(encoding="utf-8")
+        read = partial(path.read_text, encoding="utf-8")
     elif name in shipped(folder):
-        text = files("pbfl_flwr").joinpath(folder, f"{name}.toml").read_text(encoding="utf-8")
+        read = partial(files("pbfl_flwr").joinpath(folder, f"{name}.toml").read_text, encoding="utf-8")
     else:
         allowed = ", ".join(shipped(folder))
         raise PbflError(f"{kind} '{name}': no such file; allowed is a TOML file or one of {allowed}")
     try:
-        return tomllib.loads(text)
+        return tomllib.loads(read())
+    except UnicodeDecodeError as error:
+        raise PbflError(f"{kind} '{name}' is no TOML: byte {error.start} is not UTF-8") from None
+    except OSError as error:
+        raise PbflError(f"{kind} '{name}' cannot be read ({error.strerror})") from None
     except tomllib.TOMLDecodeError as error:
         raise PbflError(f"{kind} '{name}' is no TOML: {error}") from None
 

@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pbfl_flwr.experiments.compare import INTERRUPTED, Planned, ready
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments.compare import INTERRUPTED, Planned, ready, refused
 from pbfl_flwr.experiments.runner import interruptible
 from pbfl_flwr.flower.engine import Resources
 
@@ -84,11 +85,15 @@ def make_side_by_side(
 
     Raises:
         KeyboardInterrupt: if this process or one of the runs was interrupted.
-        PbflError: if a run that is there was made with other keys.
     """
-    waiting = [run for run in planned if not ready(run)]
+    waiting: list[Planned] = []
     running: dict[subprocess.Popen[bytes], Planned] = {}
     failed: list[str] = []
+    for run in planned:
+        try:
+            waiting += [] if ready(run) else [run]
+        except PbflError as error:
+            failed.append(refused(run, error))
     with interruptible():
         try:
             while waiting or running:
@@ -103,7 +108,7 @@ def make_side_by_side(
                     if code == INTERRUPTED:
                         raise KeyboardInterrupt
                     tell(f"{run.directory.name}: {'failed' if code else 'finished'}")
-                    failed += [f"{run.label}, seed {run.seed}"] if code else []
+                    failed += [run.name] if code else []
                     after(run)
                 time.sleep(POLL_SECONDS)
         finally:
