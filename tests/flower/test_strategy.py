@@ -12,7 +12,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import Strategy
 from torch import Tensor
 
@@ -30,6 +30,7 @@ from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.payloads import Prototypes, Weights
 from pbfl_flwr.prototypes.pipeline import Pipeline
 from pbfl_flwr.task import Task
+from server_app import app as server_app
 from tests.flower.inprocess import (
     NUM_CLIENTS,
     Answer,
@@ -941,3 +942,18 @@ def test_a_fault_of_the_methods_own_check_costs_one_upload_only() -> None:
     assert failure["client"] == 0
     assert failure["reason"].startswith("upload rejected: KeyError: 'no such\\nthing' (test_strategy.py:")
     assert strategy.history[0]["trained"] == [1, 2, 3]
+
+
+def test_a_strategy_that_cannot_be_made_says_why_in_an_empty_directory_alone(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    keys: dict[str, Scalar] = {"method": "fedavg", "secure-aggregation": True, "run-dir": str(run)}
+    context = Context(1, 1, {}, RecordDict(), dict(keys))
+    grid = InProcessGrid(make_client_app(), keys)
+    with pytest.raises(PbflError, match="sends Weights, which"):
+        server_app.main(grid, context)
+    assert "sends Weights, which" in (run / ERROR).read_text()
+    (run / ERROR).unlink()
+    (run / "run.json").write_text("{}")
+    with pytest.raises(PbflError, match="sends Weights, which"):
+        server_app.main(grid, context)
+    assert not (run / ERROR).exists()
