@@ -79,9 +79,7 @@ class MethodStrategy(Strategy):
         self._phase: Phase | None = None
         self._scored: Any = None  # the state that clients were scored with in this round
         self._clients: dict[str, Any] = {}
-        self._participations: dict[
-            int, int
-        ] = {}  # client -> rounds it had trained in when it was last heard of
+        self._participations: dict[int, int] = {}  # rounds a client had trained in when it was last heard of
         self._round_started = 0.0
         self._num_rounds = settings.run.num_server_rounds
 
