@@ -158,9 +158,21 @@ def test_files_that_are_no_reproduction(change: tuple[str, str], said: str, tmp_
 
 def test_the_table(paper: reproduce.Reproduction, tmp_path: Path) -> None:
     planned = reproduce.plans(paper, ["one", "two"], "small", [], [0, 1], [], tmp_path)
-    write_run(planned["one"][0].directory, [entry(1, 0.5, 0.75), entry(2, 0.5, 0.25)])
-    write_run(planned["one"][1].directory, [entry(1, 0.5, 0.5), entry(2, 0.25, 0.5)])
-    write_run(planned["two"][0].directory, [entry(1, 0.5, 0.5), entry(2, 0.25, 0.5)])
+    write_run(
+        planned["one"][0].directory,
+        [entry(1, 0.5, 0.75), entry(2, 0.5, 0.25)],
+        **planned["one"][0].wishes.values,
+    )
+    write_run(
+        planned["one"][1].directory,
+        [entry(1, 0.5, 0.5), entry(2, 0.25, 0.5)],
+        **planned["one"][1].wishes.values,
+    )
+    write_run(
+        planned["two"][0].directory,
+        [entry(1, 0.5, 0.5), entry(2, 0.25, 0.5)],
+        **planned["two"][0].wishes.values,
+    )
     found = reproduction_table.rows(paper, planned)
     assert [(row.block, row.label) for row in found] == [("one", "A"), ("two", "A")]
     row = found[0]
@@ -190,7 +202,11 @@ def test_a_spread_over_clients_is_the_runs_own(paper: reproduce.Reproduction, tm
     (tmp_path / "clients.toml").write_text(FILE.replace('spread = "seeds"', 'spread = "clients"'))
     paper = reproduce.read(str(tmp_path / "clients.toml"))
     planned = reproduce.plans(paper, ["one"], "small", [], [0], ["A"], tmp_path)
-    write_run(planned["one"][0].directory, [entry(1, 0.5, 0.75), entry(2, 0.5, 0.25)])
+    write_run(
+        planned["one"][0].directory,
+        [entry(1, 0.5, 0.75), entry(2, 0.5, 0.25)],
+        **planned["one"][0].wishes.values,
+    )
     (row,) = reproduction_table.rows(paper, planned)
     spread = entry(1, 0.5, 0.75)["accuracy"]["global"]["std"]
     assert row.best_spread == [100 * spread]

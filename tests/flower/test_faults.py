@@ -422,7 +422,8 @@ def test_ages_are_in_the_history_and_survive_a_resume(tmp_path: Path) -> None:
 
 def test_a_class_that_nobody_sends_for_ten_rounds_is_said_once() -> None:
     def answer(client: int, server_round: int) -> RecordDict:
-        return reply_of(prototypes({0: 1.0, 2: 1.0} if server_round == 1 else {0: 1.0}))
+        sent = prototypes({0: 1.0, 2: 1.0} if server_round == 1 else {0: 1.0})
+        return reply_of(sent, wire.Report(10, 4, server_round))
 
     config = {"num-clients": 1, "num-server-rounds": 13, "feature-dim": 6}
     strategy = MethodStrategy(parse(config, SECTIONS))
