@@ -95,12 +95,12 @@ class Link(ABC):
         self._follower: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
-        try:
-            with writing(self.log.parent):
-                self.log.parent.mkdir(parents=True, exist_ok=True)
+        with writing(self.log.parent):
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+            try:
                 self._lock.acquire(timeout=0)
-        except Timeout:
-            raise PbflError(f"run-dir = '{self.log.parent}' is in use by another run") from None
+            except Timeout:  # an OSError, too
+                raise PbflError(f"run-dir = '{self.log.parent}' is in use by another run") from None
         # Not in the run directory: Ray's sockets lie below it and their paths may have about 100 characters.
         self._scratch = Path(tempfile.mkdtemp(prefix="pbfl-", dir="/tmp" if os.name == "posix" else None))
         self._processes = Processes(self._scratch)
