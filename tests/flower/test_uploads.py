@@ -74,7 +74,7 @@ def test_a_run_in_which_everything_is_held_back_goes_on(tmp_path: Path) -> None:
 
 def test_the_reference_protocols_send_everything(tmp_path: Path) -> None:
     found = federation(tmp_path, protocol="htfl").run().strategy
-    # three of the five have fewer samples than the reference's loader makes a batch of
+    # client 1 has one sample, which is no batch of the reference's loader
     assert found.history[0]["notes"] == [
         "made no training step, for want of samples (batch-size, drop-last; BatchNorm needs two): client 1"
     ]
