@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from pbfl_flwr.config import TrainingSettings
 from pbfl_flwr.data import ClientData, Shard
+from pbfl_flwr.descent import Descent, Group
 from pbfl_flwr.method import Client, Predictor
 from pbfl_flwr.models import SplitModel, has_batch_norm, is_still
 
@@ -126,20 +127,13 @@ def fit(
     """
     settings, data, model = client.training, client.data, client.model
     chosen = list(parts) if parts is not None else [part(model)]
-    groups = [_Group(p, settings) for p in chosen if p.parameters]
+    groups = [_group(p, settings) for p in chosen if p.parameters]
     if not groups:
         return FitReport(0, 0, {}, {})
-    updated = [parameter for group in groups for parameter in group.parameters]
-    optimizer = torch.optim.SGD(
-        [{"params": group.parameters, "lr": group.learning_rate} for group in groups],
-        momentum=settings.momentum,
-        weight_decay=settings.weight_decay,
-        fused=updated[0].device.type in ("cpu", "cuda"),
-    )
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    if settings.optimizer_state == "kept":
-        _restore_momentum(optimizer, names, client.memory)
-    known = {id(parameter) for parameter in updated}
+    known = {id(parameter) for group in groups for parameter in group.parameters}
+    names = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in known}
+    kept = _kept_momentum(names, client.memory) if settings.optimizer_state == "kept" else {}
+    descent = Descent(groups, settings.momentum, settings.weight_decay, kept)
     frozen = [p for p in model.parameters() if p.requires_grad and id(p) not in known]
     order = client.generator(phase)
     for network in (model, *companions):
@@ -162,12 +156,9 @@ def fit(
                 else:
                     inputs, labels = source[0][index], source[1][index]
                 terms = loss(inputs, labels)
-                optimizer.zero_grad(set_to_none=True)
+                descent.clear()
                 torch.stack(list(terms.values())).sum().backward()
-                for group in groups:
-                    if group.max_grad_norm > 0:
-                        nn.utils.clip_grad_norm_(group.parameters, group.max_grad_norm)
-                optimizer.step()
+                descent.step()
                 if after_step is not None:
                     after_step()
                 steps, samples = steps + 1, samples + len(index)
@@ -183,18 +174,16 @@ def fit(
         raise Diverged(
             f"loss term '{bad[0]}' is not finite after {steps} steps; lower learning-rate or its weight"
         )
-    if not all(bool(torch.isfinite(parameter).all()) for parameter in updated):
+    if not all(bool(torch.isfinite(parameter).all()) for parameter in descent.parameters):
         raise Diverged(f"a weight is not finite after {steps} steps; lower learning-rate")
-    return FitReport(steps, samples, losses, _momentum(optimizer, updated, names))
+    return FitReport(steps, samples, losses, _momentum(descent.buffers, names))
 
 
-class _Group:
-    """A part with the settings filled in."""
-
-    def __init__(self, part: Part, settings: TrainingSettings) -> None:
-        self.parameters = list(part.parameters)
-        self.learning_rate = settings.learning_rate if part.learning_rate is None else part.learning_rate
-        self.max_grad_norm = settings.max_grad_norm if part.max_grad_norm is None else part.max_grad_norm
+def _group(part: Part, settings: TrainingSettings) -> Group:
+    """Return a part with the settings filled in."""
+    rate = settings.learning_rate if part.learning_rate is None else part.learning_rate
+    bound = settings.max_grad_norm if part.max_grad_norm is None else part.max_grad_norm
+    return Group(tuple(part.parameters), rate, bound)
 
 
 def batches(
@@ -300,25 +289,13 @@ def _scores(client: Client, shard: Shard, predictors: Mapping[str, Predictor]) -
     return Scores(n, correct, loss / n if n else 0.0)
 
 
-def _momentum(
-    optimizer: torch.optim.SGD, chosen: list[nn.Parameter], names: Mapping[int, str]
-) -> dict[str, Tensor]:
-    buffers = {}
-    for parameter in chosen:
-        buffer = optimizer.state.get(parameter, {}).get("momentum_buffer")
-        if buffer is not None and id(parameter) in names:
-            buffers[f"momentum.{names[id(parameter)]}"] = buffer
-    return buffers
+def _momentum(buffers: Mapping[nn.Parameter, Tensor], names: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    return {f"momentum.{name}": buffers[p] for name, p in names.items() if p in buffers}
 
 
-def _restore_momentum(
-    optimizer: torch.optim.SGD, names: Mapping[int, str], memory: Mapping[str, Tensor]
-) -> None:
-    for group in optimizer.param_groups:
-        kept = {id(p): memory.get(f"momentum.{names.get(id(p), '')}") for p in group["params"]}
-        if all(buffer is None for buffer in kept.values()):
-            continue
-        for parameter in group["params"]:
-            # A buffer of zeros is what a parameter without one starts from; torch wants all of a group or none.
-            buffer, own = kept[id(parameter)], torch.zeros_like(parameter, requires_grad=False)
-            optimizer.state[parameter]["momentum_buffer"] = own if buffer is None else own.copy_(buffer)
+def _kept_momentum(
+    names: Mapping[str, nn.Parameter], memory: Mapping[str, Tensor]
+) -> dict[nn.Parameter, Tensor]:
+    """Return the buffers of the rounds before, each laid out in memory as its parameter is."""
+    kept = {p: memory[f"momentum.{name}"] for name, p in names.items() if f"momentum.{name}" in memory}
+    return {p: torch.zeros_like(p, requires_grad=False).copy_(buffer) for p, buffer in kept.items()}

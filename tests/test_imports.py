@@ -16,7 +16,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("task", "config", "payloads", "security", "card"),
     ("sinks",),
     ("models", "data"),
-    ("method", "weights", "lowrank", "generators"),
+    ("method", "weights", "lowrank", "generators", "descent"),
     ("training",),
     ("prototypes",),
     ("methods",),

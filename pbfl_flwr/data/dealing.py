@@ -10,14 +10,14 @@ counts alone.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, floor
 from typing import Any
 
 import numpy as np
 from numpy.random import RandomState
 from numpy.typing import NDArray
 
-from pbfl_flwr.data.contract import Rows
+from pbfl_flwr.data.contract import Rows, Split
 from pbfl_flwr.errors import PbflError
 
 MAX_TRIES = 100
@@ -155,3 +155,16 @@ def repair(deal: Deal, labels: NDArray[Any], min_samples: int) -> Deal:
 
 def _num_classes(labels: NDArray[Any], num_classes: int | None) -> int:
     return num_classes if num_classes is not None else int(labels.max()) + 1
+
+
+def split_share(rows: Rows, train_share: float, rng: RandomState) -> Split:
+    """Return one client's rows as ``floor(train_share · n)`` for training, at least one, and the rest for testing.
+
+    These are the rows that scikit-learn's ``train_test_split`` draws from the same generator, and so those of PFLlib's
+    and HtFLlib's partitions; its import would take every process of a run a second.
+    """
+    if len(rows) < 2:
+        return Split(rows, rows[:0])
+    order = rng.permutation(len(rows))
+    num_test = len(rows) - max(1, floor(train_share * len(rows)))
+    return Split(rows[order[num_test:]], rows[order[:num_test]])

@@ -6,14 +6,22 @@ so that an input is 1x16x16 and every image model takes it, also one with two 5x
 padding.
 """
 
+from importlib.metadata import version
+
 import numpy as np
 
 from pbfl_flwr.config import DataSettings
+from pbfl_flwr.data.cache import Allocate, cached
 from pbfl_flwr.data.contract import Pool
 
 
 def digits(settings: DataSettings) -> Pool:
     """Return 1,797 images, 1x16x16 uint8, 10 classes, no official test part."""
+    # Kept like any other: scikit-learn takes a second to import, in every process of a run and for every message.
+    return cached("digits", (), _decode, [version("scikit-learn")])
+
+
+def _decode(allocate: Allocate) -> Pool:
     from sklearn.datasets import load_digits
 
     bunch = load_digits()

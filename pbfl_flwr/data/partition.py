@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import floor
 
 import numpy as np
 from numpy.random import RandomState
@@ -11,7 +10,14 @@ from numpy.typing import NDArray
 
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data.contract import Partition, Pool, Rows, Split
-from pbfl_flwr.data.dealing import Deal, dirichlet_indices, iid_indices, pathological_indices, repair
+from pbfl_flwr.data.dealing import (
+    Deal,
+    dirichlet_indices,
+    iid_indices,
+    pathological_indices,
+    repair,
+    split_share,
+)
 from pbfl_flwr.data.way_shot import way_shot_splits
 from pbfl_flwr.errors import PbflError
 
@@ -53,7 +59,7 @@ def partition(pool: Pool, settings: DataSettings, num_clients: int) -> Partition
     elif official:
         splits = _official_tests(pool, deal.rows, rng)
     else:
-        splits = tuple(_split_share(rows, settings.train_share, rng) for rows in deal.rows)
+        splits = tuple(split_share(rows, settings.train_share, rng) for rows in deal.rows)
     return _finish(pool, settings, splits, deal.notes)
 
 
@@ -123,16 +129,6 @@ def _natural(pool: Pool, total: int, settings: DataSettings, num_clients: int) -
         (f"the first {num_clients} of {len(owners)} natural clients",) if num_clients < len(owners) else ()
     )
     return Deal(tuple(np.flatnonzero(owner == who) for who in owners[:num_clients]), notes)
-
-
-def _split_share(rows: Rows, train_share: float, rng: RandomState) -> Split:
-    if len(rows) < 2:
-        return Split(rows, rows[:0])
-    train_size = max(1, floor(train_share * len(rows)))
-    from sklearn.model_selection import train_test_split
-
-    train, test = train_test_split(rows, train_size=train_size, shuffle=True, random_state=rng)
-    return Split(train, test)
 
 
 def _official_tests(pool: Pool, train: tuple[Rows, ...], rng: RandomState) -> tuple[Split, ...]:

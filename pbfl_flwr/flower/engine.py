@@ -27,6 +27,7 @@ from filelock import FileLock, Timeout
 
 from pbfl_flwr.config import Scalar
 from pbfl_flwr.errors import PbflError, writing
+from pbfl_flwr.flower.bundle import gathered
 from pbfl_flwr.flower.processes import Processes, deaf, executable, free_port, healthy
 
 LOG = "flower.log"
@@ -212,7 +213,8 @@ class Link(ABC):
         """
         file = self._scratch / "home" / "run-config.toml"
         file.write_text(toml(config), encoding="utf-8")
-        answer = self._flwr("run", str(app), "--run-config", str(file), *more, "--format", "json")
+        bundled = gathered(app, self._scratch / f"app-{time.monotonic_ns()}")
+        answer = self._flwr("run", str(bundled), "--run-config", str(file), *more, "--format", "json")
         run_id = str(answer["run-id"])
         self._follow(run_id)
         return run_id

@@ -1,3 +1,4 @@
+import math
 import random
 
 import numpy as np
@@ -7,7 +8,14 @@ from hypothesis import strategies as st
 from numpy.random import RandomState
 from sklearn.model_selection import train_test_split
 
-from pbfl_flwr.data.dealing import Deal, dirichlet_indices, iid_indices, pathological_indices, repair
+from pbfl_flwr.data.dealing import (
+    Deal,
+    dirichlet_indices,
+    iid_indices,
+    pathological_indices,
+    repair,
+    split_share,
+)
 from pbfl_flwr.errors import PbflError
 
 CIFAR10 = [6000] * 10
@@ -129,6 +137,17 @@ def test_dirichlet_is_the_reference_loop_row_by_row():
     # and the generator stands where the references' generator stands
     split = train_test_split(deal.rows[0], train_size=0.75, shuffle=True, random_state=rng)
     assert [part.tolist() for part in split] == [part.tolist() for part in expected_split]
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.75, 0.99])
+def test_a_share_is_split_as_scikit_learn_does(share):
+    for count in (2, 3, 10, 101):
+        rows, ours, theirs = np.arange(count) * 7, RandomState(3), RandomState(3)
+        train_size = max(1, math.floor(share * count))
+        expected = train_test_split(rows, train_size=train_size, shuffle=True, random_state=theirs)
+        split = split_share(rows, share, ours)
+        assert [split.train.tolist(), split.test.tolist()] == [part.tolist() for part in expected]
+        assert ours.rand() == theirs.rand()
 
 
 def test_pathological_gives_neighbours_the_same_classes():

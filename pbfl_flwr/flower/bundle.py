@@ -1,0 +1,40 @@
+"""The part of a Flower app's directory that its bundle is made of."""
+
+from __future__ import annotations
+
+import shutil
+import tomllib
+from pathlib import Path
+
+BESIDE = ("pyproject.toml", ".gitignore")  # what says which files go into the bundle
+
+
+def gathered(app: Path, into: Path) -> Path:
+    """Copy the top-level entries that the app's fab-include names, and return the directory to hand to Flower.
+
+    ``flwr run`` looks at every file below the app's directory before it asks which ones are wanted: a virtual
+    environment there, with its 60,000 files, costs seven seconds of every run. The bundle is the same.
+
+    Args:
+        app: directory of the Flower app.
+        into: where the copy goes; must not be there yet.
+
+    Returns:
+        ``into``, or ``app`` itself where fab-include is missing or names anything by a wildcard at the top level.
+    """
+    project = tomllib.loads((app / "pyproject.toml").read_text(encoding="utf-8"))
+    patterns = project.get("tool", {}).get("flwr", {}).get("app", {}).get("fab-include", [])
+    names = {pattern.strip("/").split("/")[0] for pattern in patterns}
+    if not names or any(character in name for name in names for character in "*?[!"):
+        return app
+    into.mkdir()
+    for entry in (app / name for name in sorted(names.union(BESIDE))):
+        if entry.is_symlink():  # Flower leaves them out
+            continue
+        if entry.is_dir():
+            shutil.copytree(
+                entry, into / entry.name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
+            )
+        elif entry.is_file():
+            shutil.copyfile(entry, into / entry.name)
+    return into

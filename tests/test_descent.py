@@ -1,0 +1,80 @@
+"""SGD by torch's functional form against torch's own class, bit for bit."""
+
+import pytest
+import torch
+from torch import nn
+
+from pbfl_flwr.descent import Descent, Group
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_the_bits_of_torchs_sgd(momentum: float, weight_decay: float) -> None:
+    """Two rates, a bound on one group's gradients, and a layer that gets none in the second of three steps."""
+    ours, theirs = network(), network()
+    descent = Descent(
+        [
+            Group(tuple(ours[0].parameters()), 0.1),
+            Group((*ours[2].parameters(), *ours[4].parameters()), 0.5, 0.2),
+        ],
+        momentum,
+        weight_decay,
+    )
+    last = [*theirs[2].parameters(), *theirs[4].parameters()]
+    optimizer = torch.optim.SGD(
+        [{"params": list(theirs[0].parameters()), "lr": 0.1}, {"params": last, "lr": 0.5}],
+        momentum=momentum,
+        weight_decay=weight_decay,
+        fused=True,
+    )
+    inputs = torch.randn(3, 8, 6, generator=torch.Generator().manual_seed(1))
+    for step in range(3):
+        for net in (ours, theirs):
+            used = net[:3] if step == 1 else net
+            used(inputs[step]).square().sum().backward()
+        nn.utils.clip_grad_norm_(last, 0.2)
+        optimizer.step()
+        optimizer.zero_grad()
+        descent.step()
+        descent.clear()
+        for found, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert torch.equal(found, expected)
+    assert all(parameter.grad is None for parameter in ours.parameters())
+    assert len(descent.buffers) == (6 if momentum else 0)
+    for parameter, twin in zip(descent.parameters, [*theirs[0].parameters(), *last], strict=True):
+        if momentum:
+            assert torch.equal(descent.buffers[parameter], optimizer.state[twin]["momentum_buffer"])
+
+
+def test_a_layer_whose_gradients_come_late_starts_as_in_a_first_step() -> None:
+    """torch's own class mixes them up: with some buffers there and some not, it fails or reads memory of nobody."""
+    net = network()
+    descent = Descent([Group(tuple(net.parameters()), 0.5)], momentum=0.9)
+    inputs = torch.ones(2, 6)
+    net[:3](inputs).sum().backward()
+    descent.step()
+    descent.clear()
+    before = net[4].bias.detach().clone()
+    net(inputs).sum().backward()
+    gradient = net[4].bias.grad.clone()
+    descent.step()
+    assert torch.equal(net[4].bias, before - 0.5 * gradient)
+
+
+def test_buffers_of_before_are_gone_on_with() -> None:
+    weight = nn.Parameter(torch.tensor([1.0, 2.0]))
+    descent = Descent([Group((weight,), 0.1)], 0.5, buffers={weight: torch.tensor([4.0, -4.0])})
+    weight.grad = torch.tensor([1.0, 1.0])
+    descent.step()  # b = 0.5·4 + 1 = 3 and 0.5·(-4) + 1 = -1
+    assert torch.allclose(weight, torch.tensor([0.7, 2.1]))
+
+
+def test_without_gradients_nothing_moves() -> None:
+    weight = nn.Parameter(torch.tensor([1.0]))
+    Descent([Group((weight,), 0.1)], 0.9, 0.5).step()
+    assert weight.item() == 1.0
