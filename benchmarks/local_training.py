@@ -1,7 +1,7 @@
 """A client's local training: this project's workers against a plain loop, on the same data and architectures.
 
     python benchmarks/local_training.py [--workers 2] [--rounds 3] [--only cnn4] [--out local_training.json]
-    python benchmarks/local_training.py --device cuda [--workers 4] [--compile reduce-overhead]
+    python benchmarks/local_training.py --device cuda [--workers 4] [--compile cuda-graph]
 
 Both sides do a round of FedProto for every client: one epoch of SGD on cross-entropy plus the pull towards global
 prototypes, then a pass that collects the client's prototypes. The plain loop is what research code does: one process
@@ -22,6 +22,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
+from typing import get_args
 
 # Threads that spin while they wait slow a busy machine down; the plain loop would look worse than it is.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -137,7 +138,7 @@ def our_round(
         torch.full((shape[0], 1, 1), 1 / 127.5),
         torch.full((shape[0], 1, 1), -1.0),
     )
-    training = TrainingSettings(batch_size=batch_size, layout=layout)
+    training = TrainingSettings(batch_size=batch_size, layout=layout, compile=mode)
     method = build_method(parse({"method": "fedproto"}, SECTIONS))
     down = Prototypes(targets(), torch.ones(K, dtype=torch.bool), None, None)
     data = data.on(torch.device(device))
@@ -186,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--only", choices=sorted(CASES))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--compile", choices=("off", "default", "reduce-overhead"), default="off")
+    parser.add_argument("--compile", choices=get_args(Mode), default="off")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     chosen = parser.parse_args(arguments)
     if chosen.device == "cuda" and not torch.cuda.is_available():

@@ -135,6 +135,9 @@ class Method(ABC, Generic[StateT, DownT, UpT]):
         same_architecture: whether every client must have the same network.
         unit_features: whether the head reads features of unit length.
         protects_uploads: whether the settings of the group ``privacy`` apply to what its clients send.
+        replayable: whether all steps of its :func:`pbfl_flwr.training.fit` are alike, so that one recording serves
+            them: the same operations on the same tensors whatever the batch holds. Nothing is drawn or counted in
+            Python, no number decides anything, no shape depends on one, and what is kept is written in place.
     """
 
     name: str
@@ -146,6 +149,7 @@ class Method(ABC, Generic[StateT, DownT, UpT]):
     same_architecture: bool = False
     unit_features: bool = False
     protects_uploads: bool = False
+    replayable: bool = False
 
     @abstractmethod
     def init(self, task: Task, seed: int) -> StateT:

@@ -18,6 +18,7 @@ from pbfl_flwr.data import ClientData, Shard
 from pbfl_flwr.descent import Descent, Group
 from pbfl_flwr.method import Client, Predictor
 from pbfl_flwr.models import SplitModel, has_batch_norm, is_still
+from pbfl_flwr.replay import Replayed, Step
 
 Loss = Callable[[Tensor, Tensor], Mapping[str, Tensor]]
 """(inputs (B, ...), labels (B,)) -> named terms; their sum is what the optimiser descends."""
@@ -141,6 +142,21 @@ def fit(
     smallest = 2 if any(has_batch_norm(network) for network in (model, *companions)) else 1
     trained_on = data.train.labels if source is None else source[1]
     totals: dict[str, Tensor] = {}
+
+    def learn(index: Tensor) -> None:
+        if source is None:
+            inputs, labels = take(data, data.train, index, client.device, settings.layout)
+        else:
+            inputs, labels = source[0][index], source[1][index]
+        terms = loss(inputs, labels)
+        descent.clear()
+        torch.stack(list(terms.values())).sum().backward()
+        descent.step()
+        for name, value in terms.items():
+            _add(totals, name, value.detach())
+
+    recorded = settings.compile == "cuda-graph"
+    step: Step = Replayed(learn, settings.batch_size, client.device) if recorded else learn
     steps = samples = 0
     try:
         for parameter in frozen:
@@ -151,22 +167,14 @@ def fit(
                     continue  # BatchNorm has no variance over one sample
                 if steps == max_steps:
                     break
-                if source is None:
-                    inputs, labels = take(data, data.train, index, client.device, settings.layout)
-                else:
-                    inputs, labels = source[0][index], source[1][index]
-                terms = loss(inputs, labels)
-                descent.clear()
-                torch.stack(list(terms.values())).sum().backward()
-                descent.step()
+                step(index)
                 if after_step is not None:
                     after_step()
                 steps, samples = steps + 1, samples + len(index)
-                for name, value in terms.items():
-                    totals[name] = totals.get(name, torch.zeros((), device=value.device)) + value.detach()
             if after_epoch is not None:
                 after_epoch()
     finally:
+        descent.clear()  # a recording's memory is that of its gradients, too
         for parameter in frozen:
             parameter.requires_grad_(True)
     losses = {name: float(total) / steps for name, total in totals.items()}
@@ -287,6 +295,14 @@ def _scores(client: Client, shard: Shard, predictors: Mapping[str, Predictor]) -
         loss += float(nn.functional.cross_entropy(answered, labels, reduction="sum"))
     n = len(shard.labels)
     return Scores(n, correct, loss / n if n else 0.0)
+
+
+def _add(totals: dict[str, Tensor], name: str, value: Tensor) -> None:
+    """Add to a sum in place, which a recording needs; reduced precision is summed in float32."""
+    if name not in totals:
+        wide = torch.promote_types(value.dtype, torch.float32)
+        totals[name] = torch.zeros((), dtype=wide, device=value.device)
+    totals[name].add_(value)
 
 
 def _momentum(buffers: Mapping[nn.Parameter, Tensor], names: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:

@@ -3,13 +3,14 @@
 Code for a GPU goes wrong where tensors of two devices meet: a mask made on the CPU, a memory that was read from disk,
 a prototype that was just decoded. On a machine without a card that would never show. Within :func:`card`, tensors
 moved to ``cuda`` are of the class ``OnCard``; every operation looks whether all that it is given is there, refuses
-what CUDA refuses, and computes what the CPU computes, bit for bit. Speed, memory, CUDA's own kernels and autocast are
-not pretended.
+what CUDA refuses, and computes what the CPU computes, bit for bit. :func:`record` does what a CUDA graph does: it keeps
+operations with the very tensors and numbers that they were given, and refuses what a recording may not hold. Speed,
+memory, CUDA's own kernels and autocast are not pretended.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -17,8 +18,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import return_and_correct_aliasing
-from torch.utils._pytree import tree_iter, tree_map
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
+from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+from torch.utils._pytree import tree_iter, tree_leaves, tree_map
 
 CUDA = torch.device("cuda", 0)
 aten = torch.ops.aten
@@ -62,6 +64,12 @@ class OnCard(Tensor):
             if generator or (isinstance(item, Tensor) and not isinstance(item, OnCard) and item.dim() > 0):
                 raise RuntimeError(f"{func}: {type(item).__name__} on the CPU and tensors on the card")
         found = func(*tree_map(_held, args), **tree_map(_held, kwargs))
+        if (
+            func is aten.copy_.default
+            and Recording.going_on
+            and not all(isinstance(t, OnCard) for t in args[:2])
+        ):
+            raise RuntimeError("a copy between CPU and card cannot be recorded")
         if func is aten.copy_.default and not isinstance(args[0], OnCard):
             return args[0]  # from the card to the CPU
         return return_and_correct_aliasing(func, args, kwargs, tree_map(_carded, found))
@@ -80,6 +88,8 @@ class _Move(torch.autograd.Function):
 
     @staticmethod
     def forward(context: Any, moved: Tensor, there: bool) -> Tensor:
+        if Recording.going_on:
+            raise RuntimeError("a copy between CPU and card cannot be recorded")
         context.there = there
         return OnCard(moved.detach().clone()) if there else _held(moved).detach().clone()
 
@@ -93,6 +103,85 @@ def _move(tensor: Tensor, there: bool) -> Tensor:
         return tensor
     moved: Tensor = _Move.apply(tensor, there)
     return moved
+
+
+# By their data they need the CPU to wait, or make shapes that depend on numbers.
+NOT_RECORDED = {
+    aten._local_scalar_dense.default,
+    aten.bincount.default,
+    aten.equal.default,
+    aten.masked_select.default,
+    aten.nonzero.default,
+    aten._unique2.default,
+}
+
+
+class Recording(TorchDispatchMode):
+    """Keeps the operations on the card, below autograd; leaves everything as it was when it began."""
+
+    going_on = False
+    replayed = 0  # since the process began
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[tuple[Any, Any, Any, Any]] = []
+        self._before: list[tuple[Tensor, Tensor]] = []
+        self._made: set[int] = set()  # tensors of this recording that are not wrapped yet
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = [item for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor)]
+        by_mask = func in INDEXING and any(t is not None and t.dtype is torch.bool for t in args[1])
+        if func in NOT_RECORDED or by_mask:
+            raise RuntimeError(f"{func} cannot be recorded")
+        for tensor in given:
+            if not isinstance(tensor, OnCard) and tensor.dim() and id(tensor) not in self._made:
+                raise RuntimeError(f"{func}: what the CPU does is not in a recording")
+        named = zip((argument.name for argument in func._schema.arguments), args, strict=False)
+        by_name = {**dict(named), **kwargs}
+        for argument in func._schema.arguments:
+            unsaid = func is aten.native_batch_norm.default and argument.name.startswith("running")
+            if unsaid or (argument.alias_info is not None and argument.alias_info.is_write):
+                written = tree_leaves(by_name.get(argument.name))
+                self._before += [(tensor, tensor.clone()) for tensor in written if isinstance(tensor, Tensor)]
+        found = func(*args, **kwargs)
+        self._made.update(id(item) for item in tree_leaves(found) if isinstance(item, Tensor))
+        self.steps.append((func, args, kwargs, found))
+        return found
+
+    def undo(self) -> None:
+        """Put back what the recorded operations have written: on a card they are not computed yet."""
+        for tensor, before in reversed(self._before):
+            tensor.copy_(before)
+        self._before.clear()
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        """Compute it all again, into the same tensors."""
+        Recording.replayed += 1
+        for func, args, kwargs, kept in self.steps:
+            found = func(*args, **kwargs)
+            returns = [returned.alias_info for returned in func._schema.returns]
+            for alias, old, new in zip(
+                returns, *((x if isinstance(x, (tuple, list)) else [x]) for x in (kept, found)), strict=False
+            ):
+                if alias is None and isinstance(old, Tensor):
+                    old.copy_(new)
+
+
+def record(run: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """Stand in for :func:`pbfl_flwr.replay.record`."""
+    recording, state = Recording(), torch.get_rng_state()
+    Recording.going_on = True
+    try:
+        with recording:
+            run()
+    finally:
+        Recording.going_on = False
+    with torch.no_grad():
+        recording.undo()
+    torch.set_rng_state(state)
+    return recording.replay
 
 
 def _is_cuda(device: Any) -> bool:
@@ -148,6 +237,13 @@ def _without_flags(words: Sequence[Any]) -> list[Any]:
     return [word for word in words if not isinstance(word, bool)]
 
 
+def _grouped(tensors: Any, with_indices: bool = False) -> Any:
+    """Say of tensors on the card that they are there, where torch asks below Python."""
+    found = _group_tensors_by_device_and_dtype(tensors, with_indices)
+    place = [CUDA if isinstance(tensors[0][0], OnCard) else device for device, _ in found]
+    return dict(zip(zip(place, (dtype for _, dtype in found), strict=True), found.values(), strict=True))
+
+
 @contextmanager
 def card() -> Iterator[None]:
     """Let this process have a card for a while."""
@@ -160,6 +256,9 @@ def card() -> Iterator[None]:
             patch.object(inference, "__exit__", torch.no_grad.__exit__),
             patch("torch.cuda.get_rng_state", lambda device: torch.get_rng_state()),
             patch("torch.cuda.set_rng_state", lambda state, device: None),
+            patch("torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype", _grouped),
+            patch("pbfl_flwr.replay.aside", lambda run, device: run()),
+            patch("pbfl_flwr.replay.record", record),
             _Machine(),
         ):
             yield

@@ -17,7 +17,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("sinks",),
     ("models", "data"),
     ("method", "weights", "lowrank", "generators", "descent"),
-    ("training",),
+    ("training", "replay"),
     ("prototypes",),
     ("methods",),
     ("flower",),

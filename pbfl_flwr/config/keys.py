@@ -247,8 +247,10 @@ class TrainingSettings(Group):
         description="of the products in a network's body, float32 or bfloat16 (weights, features and head stay "
         "float32); for all, or 'float32, resnet8=bfloat16'",
     )
-    compile: Literal["off", "default", "reduce-overhead"] = Field(
-        "off", description="torch.compile of a network's body; reduce-overhead replays CUDA graphs on a GPU"
+    compile: Literal["off", "default", "reduce-overhead", "cuda-graph"] = Field(
+        "off",
+        description="torch.compile of a network's body: default, or reduce-overhead, which replays it as CUDA graphs "
+        "on a GPU; or cuda-graph, on a GPU the whole training step as one, without a compiler",
     )
     threads: Auto | Annotated[int, Field(ge=1, le=1024)] = Field(
         "auto",

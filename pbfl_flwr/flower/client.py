@@ -45,6 +45,7 @@ from pbfl_flwr.flower.store import ClientState
 from pbfl_flwr.method import Method, Moment, Nearest, Predictor
 from pbfl_flwr.methods import build_method
 from pbfl_flwr.models import build_model, check_compiler, check_models, check_named, count_parameters
+from pbfl_flwr.replay import check_replayable
 from pbfl_flwr.task import Task
 from pbfl_flwr.training import Scores, evaluate
 
@@ -124,6 +125,7 @@ def _introduced(message: Message, context: Context, source: Source) -> Message:
     device = choose_device(settings.training.device)
     check_named(settings.training)
     check_compiler(settings.training.compile, device)
+    check_replayable(settings.training.compile, settings.run.method, build_method(settings).replayable)
     body, head = _parameters(architecture, task)
     told = settings.privacy.client_report == "full"
     answer = ConfigRecord(

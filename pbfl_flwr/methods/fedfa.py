@@ -105,6 +105,7 @@ class FedFA(SharedWeights):
     """See the module."""
 
     config: Config = field(default_factory=Config)
+    replayable: bool = False  # the anchors' running means count batches
 
     def init(self, task: Task, seed: int) -> Weights:
         """A fresh network and anchors."""

@@ -62,6 +62,7 @@ class FedGH(Method[Weights, Weights, Prototypes]):
     state = Weights
     down = Weights
     up = Prototypes
+    replayable = True
 
     def init(self, task: Task, seed: int) -> Weights:
         """Return the head of a fresh network."""

@@ -137,6 +137,7 @@ class FedKD(Method[MenteeState, LowRank, LowRank]):
     state = MenteeState
     down = LowRank
     up = LowRank
+    replayable = True
 
     def init(self, task: Task, seed: int) -> MenteeState:
         """Return a fresh mentee."""

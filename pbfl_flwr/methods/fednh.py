@@ -90,6 +90,7 @@ class FedNH(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndPrototy
     state = WeightsAndPrototypes
     down = WeightsAndPrototypes
     up = WeightsAndPrototypes
+    replayable = True
     same_architecture = True
     unit_features = True
 

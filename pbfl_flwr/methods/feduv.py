@@ -89,4 +89,5 @@ def build(settings: Settings) -> SharedWeights:
         Spread(parse_section(Config, settings)),
         weighting_of(settings, "samples"),
         moment="after",
+        replayable=False,  # U picks out the distances that are not zero
     )

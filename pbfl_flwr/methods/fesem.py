@@ -106,6 +106,7 @@ class FeSEM(Method[Centres, Weights, Weights]):
     state = Centres
     down = Weights
     up = Weights
+    replayable = True
     same_architecture = True
 
     def init(self, task: Task, seed: int) -> Centres:

@@ -60,6 +60,8 @@ class FML(AveragedWeights):
     weighting: Weighting = "uniform"
     name: str = "fml"
 
+    replayable = True
+
     def init(self, task: Task, seed: int) -> Weights:
         """Return a fresh auxiliary network."""
         return initial(self.auxiliary, task, seed, "all")

@@ -66,6 +66,7 @@ class Gfpl(Method[MixtureState, Mixtures, Mixtures]):
     state = MixtureState
     down = Mixtures
     up = Mixtures
+    replayable = True
 
     def local_update(self, client: Client, down: Mixtures) -> Update[Mixtures]:
         """Retrain on what came down, fit E epochs, and answer mixtures if it is time."""

@@ -28,6 +28,7 @@ class Local(Method[Nothing, Nothing, Nothing]):
     state = Nothing
     down = Nothing
     up = Nothing
+    replayable = True
 
     def init(self, task: Task, seed: int) -> Nothing:
         """Return nothing."""

@@ -142,6 +142,7 @@ class SharedWeights(AveragedWeights):
         weighting: how the average is weighted.
         moment: when the reference scores a client; "before" is with what was just broadcast.
         same_architecture: False only where the shared part is the same in different networks.
+        replayable: whether all steps of ``train`` are alike; see :class:`pbfl_flwr.method.Method`.
     """
 
     name: str
@@ -151,6 +152,7 @@ class SharedWeights(AveragedWeights):
     weighting: Weighting = "samples"
     moment: Moment = "before"
     same_architecture: bool = True
+    replayable: bool = True
 
     def init(self, task: Task, seed: int) -> Weights:
         """Return the shared part of a fresh network."""

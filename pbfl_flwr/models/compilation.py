@@ -18,17 +18,22 @@ from torch import nn
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models.contract import SplitModel
 
-Mode = Literal["off", "default", "reduce-overhead"]
+Mode = Literal["off", "default", "reduce-overhead", "cuda-graph"]
 
 
 def check_compiler(mode: Mode, device: torch.device) -> None:
-    """Look for what torch.compile will need.
+    """Look for what the mode will need.
 
     Raises:
-        PbflError: if this torch would let all networks of a process share eight compilations, or if there is no C++
-            compiler for the CPU.
+        PbflError: if this torch would let all networks of a process share eight compilations, if there is no C++
+            compiler for the CPU, or no GPU for a CUDA graph.
     """
-    if mode == "off":
+    if mode == "cuda-graph" and device.type != "cuda":
+        raise PbflError(
+            f"compile = 'cuda-graph' records what a GPU does and this client has device '{device}'; "
+            "allowed here are 'off' and 'default'"
+        )
+    if mode in ("off", "cuda-graph"):
         return
     if "isolate_recompiles" not in inspect.signature(torch.compile).parameters:
         raise PbflError(
@@ -41,7 +46,7 @@ def check_compiler(mode: Mode, device: torch.device) -> None:
 
 def compile_body(model: nn.Module, mode: Mode) -> None:
     """Have a network's body compiled when it is first used; of somebody else's model the layers beside the head."""
-    if mode == "off":
+    if mode in ("off", "cuda-graph"):
         return
     if isinstance(model, SplitModel):
         parts = [*model.stages, model.neck]

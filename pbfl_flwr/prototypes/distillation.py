@@ -75,7 +75,8 @@ def pull(
     if not per_class:
         sizes = (errors**2).mean(1) if form == "mse" else torch.linalg.vector_norm(errors, dim=1)
         return (weights[labels] * sizes).mean()
-    counts = torch.bincount(labels, minlength=len(prototypes)).to(features.dtype)
+    ones = torch.ones_like(labels, dtype=features.dtype)
+    counts = features.new_zeros(len(prototypes)).index_add_(0, labels, ones)
     shares = (1 / counts.clamp_min(1))[labels]  # 1 / samples of this sample's class in the batch
     if form == "mse":
         return (weights[labels] * shares * (errors**2).mean(1)).sum() / (counts > 0).sum()

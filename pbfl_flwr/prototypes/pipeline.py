@@ -114,6 +114,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         server_training: FedTGP's settings, or None.
         mask_seed: seed of the masks, the only thing about them that clients must agree on.
         release: what of a client's table leaves the device.
+        replayable: unless features are summed on the way, which happens on the CPU.
     """
 
     name: str
@@ -123,6 +124,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
     headline: str = "global"
     moment: Moment = "after"
     release: Release = field(default_factory=Release)
+    replayable: bool = False
     protects_uploads = True
 
     state = PipelineState
@@ -140,9 +142,10 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         """Fit with the pull towards the global prototypes, then answer the local ones."""
         K, stages = client.task.num_classes, self.stages
         targets = self._targets(client, down)  # (K, d)
-        present = down.present.to(client.device)
-        beta = distillation.proportional_weights(client.data.counts) if stages.cpkd != "off" else None  # β_i
-        inside = self._masks(client.task) if stages.cps_pull == "masked" else None
+        known, present = down.num_present > 0, down.present.to(client.device)
+        beta = distillation.proportional_weights(client.data.counts).to(client.device)  # β_i of CPKD
+        table = self._masks(client.task)
+        inside = None if table is None or stages.cps_pull != "masked" else table.to(client.device)
         on_the_way = ClassSums(K, client.task.feature_dim)
         # The texts' norm is between class means; CPKD's sample form keeps it between samples.
         per_class = stages.cpkd == "class" or (stages.pull_form == "l2" and stages.cpkd == "off")
@@ -152,14 +155,14 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
             if stages.collect == "trajectory":
                 on_the_way.add(features.detach(), labels)
             terms = {"ce": nn.functional.cross_entropy(logits, labels)}
-            if down.num_present:
+            if known:
                 terms["pull"] = stages.pull_weight * distillation.pull(
                     features,
                     labels,
                     targets,
                     present,
                     form="l2" if stages.pull_form == "l2" else "mse",
-                    class_weights=beta,
+                    class_weights=None if stages.cpkd == "off" else beta,
                     per_class=per_class,
                     masks=inside,
                 )
@@ -171,7 +174,6 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
             sums = class_sums_of(client)
         values, held, seen = sums.means()
         sent = released_means(client, self.release, values)
-        table = self._masks(client.task)
         released = self.release.table(
             client, sent, seen, None if table is None else lambda rows: masks.compress(rows, table)
         )
@@ -387,7 +389,8 @@ def pipeline(
         once=stages.collect == "post" and settings.training.drop_last != "always",
     )
     masks_from = seeds.derive(settings.run.seed, "masks") % 2**32
-    return Pipeline(name, stages, server_training, masks_from, headline, release=stage)
+    alike = stages.collect != "trajectory"
+    return Pipeline(name, stages, server_training, masks_from, headline, release=stage, replayable=alike)
 
 
 _Allocation = tuple[int, int, int, Literal["dimension", "block"], int]

@@ -6,11 +6,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from pbfl_flwr.config import Scalar
-from pbfl_flwr.flower import opening
-from pbfl_flwr.methods import METHODS
+from pbfl_flwr.config import Scalar, parse
+from pbfl_flwr.flower import client, opening
+from pbfl_flwr.methods import METHODS, SECTIONS, build_method
 from tests.flower.inprocess import federation
-from tests.pretend_card import CUDA, OnCard, card
+from tests.pretend_card import CUDA, OnCard, Recording, card
 
 GFPL: dict[str, Scalar] = {"gfpl.start": 1, "gfpl.interval": 1}
 VARIANTS: dict[str, dict[str, Scalar]] = {
@@ -51,10 +51,42 @@ def test_a_variant_on_a_card(name: str, tmp_path: Path) -> None:
     alike(tmp_path, "fedproto", VARIANTS[name])
 
 
+def replayed(tmp_path: Path, method: str, keys: dict[str, Scalar]) -> None:
+    """Trained by a recorded step on the card, and step by step on the CPU, in batches of three: some to replay."""
+    keys = {"batch-size": 3, "num-clients": 1, **keys}
+    on_cpu = federation(tmp_path / "cpu", method, **keys).run()
+    before = Recording.replayed
+    with (
+        card(),
+        patch.object(opening, "choose_device", lambda wanted: CUDA),
+        patch.object(client, "choose_device", lambda wanted: CUDA),
+    ):
+        on_card = federation(tmp_path / "card", method, **keys, compile="cuda-graph").run()
+    assert [line["failures"] for line in on_card.strategy.history] == [[], []]
+    assert Recording.replayed > before + 4
+    assert on_card.fingerprint == on_cpu.fingerprint
+
+
+VARIED = {name: keys for name, keys in VARIANTS.items() if name != "norm"}  # sums on the way, on the CPU
+REPLAYABLE = [name for name in METHODS if build_method(parse({"method": name}, SECTIONS)).replayable]
+
+
+@pytest.mark.parametrize("name", REPLAYABLE)
+def test_a_recorded_step_is_the_step(name: str, tmp_path: Path) -> None:
+    replayed(tmp_path, name, GFPL if name == "gfpl" else {})
+
+
+@pytest.mark.parametrize("name", VARIED)
+def test_a_recorded_step_of_a_variant(name: str, tmp_path: Path) -> None:
+    replayed(tmp_path, "fedproto", VARIED[name])
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("compiled", ["off", "reduce-overhead"])
+@pytest.mark.parametrize("compiled", ["off", "reduce-overhead", "cuda-graph"])
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_on_a_real_card(name: str, compiled: str, tmp_path: Path) -> None:
+    if compiled == "cuda-graph" and name not in REPLAYABLE:
+        pytest.skip("its steps are not all alike")
     keys = {**(GFPL if name == "gfpl" else {}), "device": "cuda", "compile": compiled}
     run = federation(tmp_path, name, **keys).run()
     assert [line["failures"] for line in run.strategy.history] == [[], []]
