@@ -22,6 +22,7 @@ from pbfl_flwr.flower.engine import Resources
 from pbfl_flwr.flower.history import RunDirectory
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method
 from pbfl_flwr.models import architecture_of, architectures, check_models, check_named
+from pbfl_flwr.replay import check_replayable
 from pbfl_flwr.sinks import check as check_sinks
 
 PATHS = ("run-dir", "state-dir", "data-dir")
@@ -119,7 +120,9 @@ def preflight(settings: Settings, resources: Resources) -> Partition:
     task = pool.task(settings.models.feature_dim)
     check_models(settings.models.models, task)
     names = [architecture_of(settings.models.models, client) for client in range(clients)]
-    build_method(settings).check(task, names)
+    method = build_method(settings)
+    method.check(task, names)
+    check_replayable(settings.training.compile, method.name, method.replayable)
     return partition
 
 

@@ -125,7 +125,8 @@ def _introduced(message: Message, context: Context, source: Source) -> Message:
     device = choose_device(settings.training.device)
     check_named(settings.training)
     check_compiler(settings.training.compile, device)
-    check_replayable(settings.training.compile, settings.run.method, build_method(settings).replayable)
+    method = build_method(settings)
+    check_replayable(settings.training.compile, method.name, method.replayable)
     body, head = _parameters(architecture, task)
     told = settings.privacy.client_report == "full"
     answer = ConfigRecord(
