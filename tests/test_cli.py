@@ -68,6 +68,7 @@ def test_all_bad_keys_are_told_at_once_and_nothing_starts(tmp_path: Path) -> Non
         (["--resume", "nowhere"], "no run.json"),
         (["--resume", "nowhere", "--run-dir", "there"], "--resume and --run-dir"),
         (["--app", "."], "is no checkout"),
+        (["--app", ".", "--engine", "processes"], "clients run the installed package"),
     ],
 )
 def test_what_cannot_run_is_one_line(arguments: list[str], said: str) -> None:

@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SMALL = ["num-clients=4", "num-server-rounds=2", "models=cnn4", "feature-dim=16"]
 MARK = "PBFL_TEST_RUN"
+PROCESSES = ("--engine", "processes", "--workers")
 
 
 def start(run_dir: Path, home: Path, *settings: str, workers: str = "2") -> subprocess.Popen[str]:
@@ -101,6 +102,50 @@ def test_one_worker_and_two_give_the_same_bits(finished: tuple[Path, str], tmp_p
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert scores_of_one == scores_of_two
+
+
+def test_processes_without_flowers_engine_give_the_same_bits(
+    finished: tuple[Path, str], tmp_path: Path
+) -> None:
+    """In two processes beside the server, and all in one."""
+    for workers in ("1", "2"):
+        run_dir = tmp_path / workers
+        process = pbfl(
+            run_dir, tmp_path / "home", *PROCESSES, workers, "--run-dir", str(run_dir), *sets(*SMALL)
+        )
+        said, _ = process.communicate(timeout=500)
+        assert process.returncode == 0, said
+        (found, scores), (expected, scores_of_engine) = bits(run_dir), bits(finished[0])
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        assert scores == scores_of_engine
+        assert "round 2/2  accuracy" in said
+        assert "4 clients trained" in (run_dir / "flower.log").read_text()
+        assert left_behind(run_dir) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_processes_end_with_their_command_and_are_resumed(tmp_path: Path, number: signal.Signals) -> None:
+    run_dir = tmp_path / "run"
+    more = sets(*SMALL, "num-server-rounds=10000")
+    process = pbfl(run_dir, tmp_path / "home", *PROCESSES, "2", "--run-dir", str(run_dir), *more)
+    wait_for_rounds(run_dir, 1)
+    process.send_signal(number)
+    said, _ = process.communicate(timeout=120)
+    end = time.monotonic() + 60
+    while left_behind(run_dir) and time.monotonic() < end:  # killed, it cannot wait for them
+        time.sleep(0.2)
+    assert left_behind(run_dir) == []
+    if number == signal.SIGINT:
+        assert process.returncode == 130, said
+        assert f"go on with: pbfl run --resume {run_dir} --engine processes" in said
+    done = len((run_dir / "rounds.jsonl").read_text().splitlines())
+    rest = sets(f"num-server-rounds={done + 1}")
+    process = pbfl(run_dir, tmp_path / "home", *PROCESSES, "1", "--resume", str(run_dir), *rest)
+    said, _ = process.communicate(timeout=500)
+    assert process.returncode == 0, said
+    rounds = [json.loads(line)["round"] for line in (run_dir / "rounds.jsonl").read_text().splitlines()]
+    assert rounds == list(range(1, done + 2))
 
 
 def test_a_run_that_fails_says_why(tmp_path: Path) -> None:

@@ -101,6 +101,9 @@ def test_the_command_of_a_run_is_its_keys(tmp_path: Path) -> None:
     assert "cps-dim=1" in words
     write_run(run.directory, [entry(1, 0.5, 0.5)])
     assert "--resume" in side_by_side.command(run, Path("/app"), Resources())
+    own = side_by_side.command(run, Path(), Resources(processes=True))
+    assert own[3:6] == ["run", "--engine", "processes"]
+    assert "--app" not in own
 
 
 def planned(tmp_path: Path, count: int) -> list[compare.Planned]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +23,23 @@ Assignments = Annotated[
 ]
 Gpus = Annotated[
     float, typer.Option("--gpus-per-client", min=0, help="Share of a GPU that a client gets, e.g. 0.25.")
+]
+
+
+class EngineName(StrEnum):
+    """Who runs the clients."""
+
+    flower = "flower"
+    processes = "processes"
+
+
+WhichEngine = Annotated[
+    EngineName,
+    typer.Option(
+        "--engine",
+        help="flower: its simulation engine, on Ray. processes: processes of this machine alone, which start in "
+        "seconds; with --workers 1 all happens in one, for a debugger. The results are the same.",
+    ),
 ]
 AppDirectory = Annotated[
     Path | None, typer.Option("--app", help="Directory of the Flower app; default this package's checkout.")
@@ -84,6 +102,21 @@ def concluded(console: Console, table: str, written: str, failed: Sequence[str])
 def words(text: str) -> list[str]:
     """Return a comma list's entries."""
     return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def app_for(engine: EngineName, given: Path | None) -> Path:
+    """Return the directory of the Flower app, of which processes of this machine need none.
+
+    Raises:
+        PbflError: as :func:`checkout`, or if a directory was given and would not be used.
+    """
+    if engine is EngineName.flower:
+        return checkout(given)
+    if given is not None:
+        raise PbflError(
+            "--app: with --engine processes clients run the installed package; leave one of them out"
+        )
+    return Path()
 
 
 def checkout(given: Path | None) -> Path:

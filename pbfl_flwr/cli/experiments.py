@@ -15,12 +15,14 @@ from pbfl_flwr.cli.common import (
     REFUSED,
     AppDirectory,
     Assignments,
+    EngineName,
     Gpus,
     NewRunDir,
     Preset,
     Resumed,
     RunDir,
-    checkout,
+    WhichEngine,
+    app_for,
     concluded,
     ended,
     running,
@@ -65,6 +67,7 @@ def run(
     workers: Annotated[
         int | None, typer.Option("--workers", min=1, help="Worker processes; default one for every CPU.")
     ] = None,
+    engine: WhichEngine = EngineName.flower,
     app_dir: AppDirectory = None,
 ) -> None:
     """Run a federation on this machine, on Flower's simulation engine."""
@@ -74,9 +77,9 @@ def run(
     from pbfl_flwr.methods import build_method, privacy_notes
 
     console = Console()
-    resources = Resources(cpus_per_client, gpus_per_client, workers)
+    resources = Resources(cpus_per_client, gpus_per_client, workers, engine is EngineName.processes)
     try:
-        source = checkout(app_dir)
+        source = app_for(engine, app_dir)
         wishes = configuration.gather(preset, assignments or [])
         if resume is None:
             settings = configuration.check(wishes)
@@ -127,6 +130,7 @@ def compare(
     seeds: Annotated[str, typer.Option("--seeds", help="One run a seed, e.g. 0,1,2.")] = "",
     only: Annotated[str, typer.Option("--only", help="Labels, separated by commas.")] = "",
     gpus_per_client: Gpus = 0.0,
+    engine: WhichEngine = EngineName.flower,
     app_dir: AppDirectory = None,
 ) -> None:
     """Make several runs on the same data and print one table; started again, it goes on where it stopped."""
@@ -135,9 +139,9 @@ def compare(
     from pbfl_flwr.flower.engine import Resources
 
     console = Console()
-    resources = Resources(1, gpus_per_client, None)
+    resources = Resources(1, gpus_per_client, None, engine is EngineName.processes)
     try:
-        source = checkout(app_dir)
+        source = app_for(engine, app_dir)
         title, runs = comparison.read(name)
         directory = (out or Path("runs") / Path(name).stem).expanduser().absolute()
         chosen = comparison.numbers("--seeds", seeds)

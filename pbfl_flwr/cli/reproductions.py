@@ -14,8 +14,10 @@ from pbfl_flwr.cli.common import (
     KEPT,
     AppDirectory,
     Assignments,
+    EngineName,
     Gpus,
-    checkout,
+    WhichEngine,
+    app_for,
     concluded,
     ended,
     running,
@@ -50,6 +52,7 @@ def reproduce(
         Path | None, typer.Option("--out", help="Where runs and table go; default runs/<table>-<scale>.")
     ] = None,
     gpus_per_client: Gpus = 0.0,
+    engine: WhichEngine = EngineName.flower,
     app_dir: AppDirectory = None,
 ) -> None:
     """Make a published table again and print it beside the paper's; started again, it goes on where it stopped."""
@@ -58,10 +61,10 @@ def reproduce(
     from pbfl_flwr.flower.engine import Resources
 
     console = Console()
-    resources = Resources(1, gpus_per_client, None)
+    resources = Resources(1, gpus_per_client, None, engine is EngineName.processes)
     directory = (out or Path("runs") / f"{Path(name).stem}-{scale.value}").expanduser().absolute()
     try:
-        source = checkout(app_dir)
+        source = app_for(engine, app_dir)
         paper = reproduction.read(name)
         blocks = reproduction.chosen(paper, dataset, words(block))
         numbers = compare.numbers("--seeds", seeds)

@@ -9,7 +9,18 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from pbfl_flwr.cli.common import KEPT, AppDirectory, Gpus, Preset, checkout, concluded, ended, running
+from pbfl_flwr.cli.common import (
+    KEPT,
+    AppDirectory,
+    EngineName,
+    Gpus,
+    Preset,
+    WhichEngine,
+    app_for,
+    concluded,
+    ended,
+    running,
+)
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.figures import say
 
@@ -32,6 +43,7 @@ def sweep(
         int, typer.Option("--parallel", min=1, help="Runs at once, as far as memory and CPUs allow.")
     ] = 1,
     gpus_per_client: Gpus = 0.0,
+    engine: WhichEngine = EngineName.flower,
     app_dir: AppDirectory = None,
 ) -> None:
     """Run every combination of the values and print one table; started again, it goes on where it stopped."""
@@ -41,11 +53,11 @@ def sweep(
 
     console = Console()
     try:
-        source = checkout(app_dir)
+        source = app_for(engine, app_dir)
         swept = sweeping.read(preset, assignments or [])
         directory = (out or sweeping.directory(preset, swept)).expanduser().absolute()
         planned = sweeping.plans(swept, directory)
-        compare.preflight(planned, Resources(1, gpus_per_client, None))
+        compare.preflight(planned, Resources(1, gpus_per_client, None, engine is EngineName.processes))
     except PbflError as error:
         raise ended(error) from None
     title = f"Sweep over {', '.join(swept.swept) or 'seeds'}"
@@ -63,10 +75,12 @@ def sweep(
 
     with running(KEPT):
         if slots == 1:
-            resources = Resources(1, gpus_per_client, None)
+            resources = Resources(1, gpus_per_client, None, engine is EngineName.processes)
             failed = compare.make(planned, compare.starter(source, resources, console), table)
         else:
-            resources = Resources(1, gpus_per_client, side_by_side.workers(slots, cpus))
+            resources = Resources(
+                1, gpus_per_client, side_by_side.workers(slots, cpus), engine is EngineName.processes
+            )
             failed = side_by_side.make_side_by_side(
                 planned,
                 slots,

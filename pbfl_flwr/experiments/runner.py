@@ -10,16 +10,18 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
+from threading import Event, Thread
 from types import FrameType
 from typing import Any
 
 from rich.console import Console
 
 from pbfl_flwr.config import Scalar
-from pbfl_flwr.errors import writing
+from pbfl_flwr.errors import PbflError, writing
 from pbfl_flwr.experiments.figures import clock, kilobytes, percent, say
 from pbfl_flwr.flower.engine import ENDED, Engine, Link, Resources
 from pbfl_flwr.flower.history import ERROR, RunDirectory
+from pbfl_flwr.flower.local import federate
 
 COMPLETED, FAILED, INTERRUPTED = 0, 1, 130
 NODES = "nodes.json"  # what pbfl deploy local keeps of its SuperNodes, in the run directory
@@ -38,7 +40,7 @@ def simulate(
     """Run the federation and print a line a round.
 
     Args:
-        app: directory of the Flower app.
+        app: directory of the Flower app; the engine of processes needs none.
         run_dir: absolute.
         config: keys that differ from the defaults.
         num_clients: M.
@@ -52,17 +54,75 @@ def simulate(
     Raises:
         PbflError: if Flower cannot be started or refuses the run.
     """
+    # Said as a number, so that whoever resumes the run has as many threads, whatever the workers are given then.
+    threads = {"threads": resources.cpus_per_client} if config.get("threads", "auto") == "auto" else {}
+    keys = {**config, **threads, "run-dir": str(run_dir)}
+    go_on = f"pbfl run --resume {run_dir}"
+    if resources.processes:
+        go_on += " --engine processes"
+        return beside(
+            run_dir, lambda: federate(run_dir, keys, num_clients, resources), num_rounds, console, go_on
+        )
     engine = Engine(run_dir)
 
     def submit() -> str:
-        # Said as a number, so that whoever resumes the run has as many threads, whatever the workers are given then.
-        threads = {"threads": resources.cpus_per_client} if config.get("threads", "auto") == "auto" else {}
-        keys = {**config, **threads, "run-dir": str(run_dir)}
         run_id = engine.submit(app, keys, num_clients, resources)
         say(console, "starting the workers")
         return run_id
 
-    return attend(engine, submit, num_rounds, console, f"pbfl run --resume {run_dir}")
+    return attend(engine, submit, num_rounds, console, go_on)
+
+
+def beside(
+    run_dir: Path, federation: Callable[[], None], num_rounds: int, console: Console, go_on: str
+) -> int:
+    """Run a federation in this thread, another one printing its rounds, and say what became of it.
+
+    Args:
+        run_dir: absolute.
+        federation: raises what ends it early.
+        num_rounds: T, rounds in all.
+        console: where the lines go.
+        go_on: the command that resumes the run.
+
+    Returns:
+        See :func:`simulate`.
+    """
+    with writing(run_dir):
+        run_dir.mkdir(parents=True, exist_ok=True)
+    follower, over = Follower(run_dir, num_rounds, console), Event()
+    say(console, f"run {run_dir}")
+
+    def follow() -> None:
+        while not over.wait(POLL_SECONDS):
+            follower.look()
+
+    def ended() -> None:
+        over.set()
+        printing.join()
+        follower.look()
+
+    printing = Thread(target=follow, daemon=True)
+    printing.start()
+    try:
+        with interruptible():
+            federation()
+    except KeyboardInterrupt:
+        ended()
+        say(console, f"interrupted; go on with: {go_on}")
+        return INTERRUPTED
+    except PbflError as error:
+        ended()
+        return _failed(run_dir, str(error), console, go_on)
+    ended()
+    return COMPLETED
+
+
+def _failed(run_dir: Path, reason: str, console: Console, go_on: str) -> int:
+    say(console, f"the run failed: {reason}", "red")
+    if present := len(RunDirectory(run_dir).rounds()):
+        say(console, f"{present} rounds are kept; go on with: {go_on}")
+    return FAILED
 
 
 def simulated(about: Mapping[str, Any]) -> bool:
@@ -124,10 +184,7 @@ def attend(link: Link, submit: Callable[[], str], num_rounds: int, console: Cons
         reason = _reason(run_dir, before, link, status, details)
     if status == "finished:completed":
         reason = f"{missing} of {num_rounds} rounds are missing though Flower says {status}\n{reason}"
-    say(console, f"the run failed: {reason}", "red")
-    if present:
-        say(console, f"{len(present)} rounds are kept; go on with: {go_on}")
-    return FAILED
+    return _failed(run_dir, reason, console, go_on)
 
 
 class Follower:

@@ -56,7 +56,8 @@ def available_mb() -> float | None:
 def command(run: Planned, app: Path, resources: Resources) -> list[str]:
     """Return the command line that makes or goes on with a run in a process of its own."""
     wishes = run.wishes.values
-    words = [sys.executable, "-m", "pbfl_flwr.cli", "run", "--app", str(app)]
+    engine = ["--engine", "processes"] if resources.processes else ["--app", str(app)]
+    words = [sys.executable, "-m", "pbfl_flwr.cli", "run", *engine]
     words += ["--gpus-per-client", str(resources.gpus_per_client), "--workers", str(resources.workers or 1)]
     words += ["--resume" if (run.directory / "run.json").exists() else "--run-dir", str(run.directory)]
     for key, value in wishes.items():

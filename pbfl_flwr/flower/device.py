@@ -2,14 +2,17 @@
 
 In a simulation all of it follows from the run configuration and Flower's ``partition-id``. On a device the operator's
 ``--node-config`` speaks, and the run configuration, which is the server's, can neither name paths nor import code. The
-simulation's workers are Ray actors; any other process is a device, whatever its node configuration says.
+simulation's workers are Ray actors, or say so themselves (:func:`as_worker`); any other process is a device, whatever
+its node configuration says.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,8 +116,23 @@ def simulated(node: Mapping[str, Any]) -> bool:
     return "client-id" not in node and "partition-id" in node and in_worker()
 
 
+_CORES: ContextVar[int | None] = ContextVar("cores of a worker", default=None)
+
+
+@contextmanager
+def as_worker(cores: int) -> Iterator[None]:
+    """Run clients as a worker of the simulation with so many cores; who starts the process decides that."""
+    token = _CORES.set(cores)
+    try:
+        yield
+    finally:
+        _CORES.reset(token)
+
+
 def in_worker() -> bool:
-    """Whether this process is a worker of the simulation engine: a Ray actor. A device's process never is."""
+    """Whether this process runs simulated clients: a Ray actor, or as a worker. A device's process never does."""
+    if _CORES.get() is not None:
+        return True
     ray = sys.modules.get("ray")  # a worker has it; a device need not even have it installed
     return bool(ray and ray.is_initialized() and ray.get_runtime_context().get_actor_id())
 
@@ -163,6 +181,8 @@ def run_directory(settings: Settings, run_id: int) -> Path:
 
 def share_of_cores() -> int:
     """Return how many cores are this process's own: what the engine gave a worker, else all that a device may use."""
+    if (cores := _CORES.get()) is not None:
+        return cores
     ray = sys.modules.get("ray")
     if ray is None or not in_worker():
         return int(joblib.cpu_count())  # those of the container or of the affinity mask, where there is one

@@ -43,14 +43,16 @@ class Resources:
     """What the simulation's workers get.
 
     Attributes:
-        cpus_per_client: whole CPUs that Ray reserves for a client.
+        cpus_per_client: whole CPUs for a client.
         gpus_per_client: share of a GPU; 0 hides GPUs from the clients.
-        workers: worker processes; None leaves it to Ray, one for every ``cpus_per_client`` CPUs.
+        workers: worker processes; None is one for every ``cpus_per_client`` CPUs.
+        processes: whether :mod:`pbfl_flwr.flower.local` runs them instead of Flower's simulation engine.
     """
 
     cpus_per_client: int = 1
     gpus_per_client: float = 0.0
     workers: int | None = None
+    processes: bool = False
 
     def federation(self, num_clients: int) -> str:
         """Return the value of ``flwr run --federation-config``."""
@@ -75,6 +77,25 @@ def connection(name: str, address: str, ca: Path | None) -> str:
     return f'[superlink]\ndefault = "{name}"\n\n[superlink.{name}]\naddress = "{address}"\n{trust}\n'
 
 
+def lock_of(run_dir: Path) -> FileLock:
+    """Return the lock that whoever runs something in a run directory holds."""
+    return FileLock(run_dir / ".lock")
+
+
+def claim(lock: FileLock, run_dir: Path) -> None:
+    """Make a run directory one's own.
+
+    Raises:
+        PbflError: if it cannot be made, or another process has it.
+    """
+    with writing(run_dir):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:  # an OSError, too
+            raise PbflError(f"run-dir = '{run_dir}' is in use by another run") from None
+
+
 class Link(ABC):
     """A SuperLink of one's own with its SuperExec, as a context manager.
 
@@ -88,7 +109,7 @@ class Link(ABC):
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
         self.log = run_dir / LOG
-        self._lock = FileLock(run_dir / ".lock")
+        self._lock = lock_of(run_dir)
         self._scratch = Path()
         self._processes: Processes | None = None
         self._superlink: subprocess.Popen[bytes] | None = None
@@ -96,12 +117,7 @@ class Link(ABC):
         self._follower: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
-        with writing(self.log.parent):
-            self.log.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                self._lock.acquire(timeout=0)
-            except Timeout:  # an OSError, too
-                raise PbflError(f"run-dir = '{self.log.parent}' is in use by another run") from None
+        claim(self._lock, self.run_dir)
         # Not in the run directory: Ray's sockets lie below it and their paths may have about 100 characters.
         self._scratch = Path(tempfile.mkdtemp(prefix="pbfl-", dir="/tmp" if os.name == "posix" else None))
         self._processes = Processes(self._scratch)

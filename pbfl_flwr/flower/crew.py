@@ -1,0 +1,132 @@
+"""Processes of this machine that run clients: each answers one message at a time, and one that dies is replaced."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import queue
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from flwr.app import Context, Error, Message
+from threadpoolctl import threadpool_limits
+
+from pbfl_flwr.flower.client import CLIENT_FAULT, make_client_app
+from pbfl_flwr.flower.device import as_worker
+
+DIED = "the worker process that ran it died; was there too little memory?"
+
+
+@dataclass(frozen=True)
+class Post:
+    """What a worker process is given.
+
+    Attributes:
+        cores: its share.
+        gpus: what CUDA_VISIBLE_DEVICES is to be; empty hides them all.
+        log: the file to which its output is added.
+    """
+
+    cores: int
+    gpus: str
+    log: Path
+
+
+class Crew:
+    """Worker processes, started on entering and ended on leaving.
+
+    Args:
+        posts: one a process.
+    """
+
+    def __init__(self, posts: Sequence[Post]) -> None:
+        self._posts = posts
+        self._workers: list[_Worker] = []
+        self._free: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        self._ending = False
+
+    def __enter__(self) -> Crew:
+        self._workers = [_Worker(post) for post in self._posts]
+        for worker in self._workers:
+            self._free.put(worker)
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._ending = True
+        for worker in self._workers:
+            worker.end()
+
+    def answer(self, message: Message, context: Context) -> Message:
+        """Have a free worker answer. Several threads may call this at once; one that dies costs this answer alone."""
+        worker = self._free.get()
+        try:
+            return worker.answer(message, context)
+        except (EOFError, OSError):
+            if not self._ending:
+                worker.end()
+                worker.start()
+            return Message(Error(code=CLIENT_FAULT, reason=DIED), reply_to=message)
+        finally:
+            self._free.put(worker)
+
+
+class _Worker:
+    """One process and our end of the pipe to it."""
+
+    def __init__(self, post: Post) -> None:
+        self._post = post
+        self.start()
+
+    def start(self) -> None:
+        context = get_context("spawn")  # a forked process has torch's threads half
+        self._ours, theirs = context.Pipe()
+        self._process = context.Process(target=_work, args=(theirs, self._post), daemon=True)
+        with _deaf():
+            self._process.start()
+        theirs.close()  # so that its end is seen when it dies
+
+    def answer(self, message: Message, context: Context) -> Message:
+        self._ours.send_bytes(pickle.dumps((message, context)))
+        answered: Message = pickle.loads(self._ours.recv_bytes())
+        return answered
+
+    def end(self) -> None:
+        self._process.kill()  # all that clients write is written atomically
+        self._process.join()
+        self._ours.close()
+
+
+@contextmanager
+def _deaf() -> Iterator[None]:
+    """Have processes that are started not hear Ctrl-C, which is the parent's to act upon, from their first moment."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _work(connection: Connection, post: Post) -> None:
+    """Answer until the pipe is closed, as it is when the parent is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ["CUDA_VISIBLE_DEVICES"] = post.gpus
+    with post.log.open("ab") as log:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(log.fileno(), stream.fileno())
+    app = make_client_app()
+    with as_worker(post.cores), threadpool_limits(post.cores):
+        while True:
+            try:
+                message, context = pickle.loads(connection.recv_bytes())
+            except EOFError:
+                return
+            connection.send_bytes(pickle.dumps(app(message, context)))

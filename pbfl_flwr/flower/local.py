@@ -1,0 +1,224 @@
+"""The simulation without Flower's engine: the same server, clients, messages and results; no SuperLink, no Ray.
+
+It starts in the seconds that importing torch takes, and with one worker everything happens in this very process, so
+that a debugger stops in a client. What Flower's engine adds is not there: other machines, ``flwr`` commands.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from uuid import UUID
+
+import joblib
+import torch
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.serverapp import Grid
+from flwr.supercore.run import Run
+from flwr.supercore.task_identity import TaskIdentity
+from threadpoolctl import threadpool_limits
+
+from pbfl_flwr.config import Scalar
+from pbfl_flwr.flower.client import make_client_app
+from pbfl_flwr.flower.crew import Crew, Post
+from pbfl_flwr.flower.device import as_worker
+from pbfl_flwr.flower.engine import LOG, Resources, claim, lock_of
+from pbfl_flwr.flower.server import serve
+
+RUN_ID = FIRST_NODE = 2**62  # of the size of Flower's own, so that messages weigh the same
+TOO_LATE = 4  # Flower's code for a message that could not be delivered
+
+Answer = Callable[[Message, Context], Message]
+Job = Callable[[], Message]
+Submit = Callable[[Job], "Future[Message]"]
+
+
+class LocalGrid(Grid):
+    """The clients of a simulation behind Flower's interface.
+
+    Args:
+        answer: has a client answer.
+        submit: does a job now or later.
+        config: the run configuration that every client sees.
+        num_clients: M.
+    """
+
+    def __init__(
+        self, answer: Answer, submit: Submit, config: Mapping[str, Scalar], num_clients: int
+    ) -> None:
+        self._answer, self._submit = answer, submit
+        self._config, self._num_clients = dict(config), num_clients
+        self._states = [RecordDict() for _ in range(num_clients)]
+        self._asked: dict[str, Future[Message]] = {}
+        self._messages = 0
+
+    @property
+    def run(self) -> Run:
+        """An empty run."""
+        return Run.create_empty(RUN_ID)
+
+    def set_run(self, run: Run) -> None:
+        """Nothing: there is one run."""
+
+    def create_message(
+        self,
+        content: RecordDict,
+        message_type: str,
+        dst_node_id: int,
+        group_id: str,
+        ttl: float | None = None,
+    ) -> Message:
+        """Return a message."""
+        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
+
+    def get_node_ids(self) -> Iterable[int]:
+        """Return the node of every client."""
+        return [FIRST_NODE + client for client in range(self._num_clients)]
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        """Have the clients answer, one after the other or as many at once as there are workers."""
+        return self._push(messages, float("inf"))
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        """Return the answers that have come, each once."""
+        came = [i for i in message_ids if i in self._asked and self._asked[i].done()]
+        answers = [self._asked.pop(message_id).result() for message_id in came]
+        for answer in answers:
+            self._named(answer)
+        return answers
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+        """Return the answers that come in time; who has not begun by then is not asked any more."""
+        seconds = float("inf") if timeout is None else timeout
+        ids = self._push(messages, time.monotonic() + seconds)
+        wait([self._asked[message_id] for message_id in ids], timeout)
+        return self.pull_messages(ids)
+
+    def _push(self, messages: Iterable[Message], deadline: float) -> list[str]:
+        ids = []
+        for message in messages:
+            message_id = self._named(message)
+            self._asked[message_id] = self._submit(partial(self._ask, message, deadline))
+            ids.append(message_id)
+        return ids
+
+    def _named(self, message: Message) -> str:
+        """Give a message its id, as whoever carries messages does."""
+        self._messages += 1
+        message_id = str(UUID(int=self._messages))
+        message.metadata.__dict__["_message_id"] = message_id
+        return message_id
+
+    def _ask(self, message: Message, deadline: float) -> Message:
+        if time.monotonic() >= deadline:
+            return Message(Error(code=TOO_LATE, reason="its turn came after the deadline"), reply_to=message)
+        client = message.metadata.dst_node_id - FIRST_NODE
+        place: dict[str, bool | float | int | str] = {
+            "partition-id": client,
+            "num-partitions": self._num_clients,
+        }
+        context = Context(
+            RUN_ID, message.metadata.dst_node_id, place, self._states[client], dict(self._config)
+        )
+        return self._answer(message, context)
+
+
+def at_once(job: Job) -> Future[Message]:
+    """Do a job in the thread that asks."""
+    future: Future[Message] = Future()
+    future.set_result(job())
+    return future
+
+
+def federate(run_dir: Path, config: Mapping[str, Scalar], num_clients: int, resources: Resources) -> None:
+    """Run a federation to its end, the server in this thread.
+
+    Args:
+        run_dir: absolute; what Flower logs goes into its flower.log.
+        config: keys that differ from the defaults.
+        num_clients: M.
+        resources: of the workers; one worker is this process itself.
+
+    Raises:
+        PbflError: if another run has the directory, and whatever :func:`pbfl_flwr.flower.server.serve` raises.
+    """
+    lock = lock_of(run_dir)
+    claim(lock, run_dir)
+    keys = {**config, "run-dir": str(run_dir)}
+    posts = posts_of(resources, num_clients, run_dir / LOG)
+    with ExitStack() as stack:
+        stack.callback(lock.release)
+        stack.enter_context(_logged_to(run_dir / LOG))
+        stack.enter_context(_environment(posts[0]))
+        TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = RUN_ID  # messages ask for them
+        answer: Answer
+        submit: Submit
+        if len(posts) == 1:
+            stack.enter_context(as_worker(posts[0].cores))
+            stack.enter_context(threadpool_limits(posts[0].cores))
+            answer, submit = make_client_app(), at_once
+        else:
+            threads = stack.enter_context(ThreadPoolExecutor(len(posts)))
+            crew = stack.enter_context(Crew(posts))  # ended first, so that no thread waits for it
+            stack.callback(threads.shutdown, wait=False, cancel_futures=True)
+            answer, submit = crew.answer, threads.submit
+        serve(LocalGrid(answer, submit, keys, num_clients), keys, RUN_ID)
+
+
+def posts_of(resources: Resources, num_clients: int, log: Path) -> list[Post]:
+    """Return one post a worker: as many as asked for, or as CPUs and GPUs allow, and no more than clients.
+
+    Args:
+        resources: of the workers.
+        num_clients: M.
+        log: the run's.
+    """
+    share = resources.gpus_per_client
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = torch.cuda.device_count() if share else 0
+    cards = [name.strip() for name in named.split(",")] if named else [str(i) for i in range(count)]
+    wanted = resources.workers or max(1, joblib.cpu_count() // resources.cpus_per_client)
+    if share:
+        wanted = min(wanted, max(1, int(count / share + 1e-9)))
+
+    def gpus(worker: int) -> str:
+        first = int(worker * share + 1e-9)
+        return ",".join(cards[first : max(first + 1, int((worker + 1) * share + 1e-9))]) if share else ""
+
+    return [Post(resources.cpus_per_client, gpus(i), log) for i in range(min(wanted, num_clients))]
+
+
+@contextmanager
+def _logged_to(file: Path) -> Iterator[None]:
+    """Write Flower's log into a file instead of the terminal."""
+    logger = logging.getLogger("flwr")
+    before, handler = logger.handlers[:], logging.FileHandler(file, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    logger.handlers[:] = [handler]
+    try:
+        yield
+    finally:
+        logger.handlers[:] = before
+        handler.close()
+
+
+@contextmanager
+def _environment(post: Post) -> Iterator[None]:
+    """What libraries read when they are first used, here or in the processes that are started."""
+    wanted = {"OMP_NUM_THREADS": str(post.cores), "CUDA_VISIBLE_DEVICES": post.gpus}
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

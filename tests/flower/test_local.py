@@ -1,0 +1,147 @@
+"""The simulation without Flower's engine: the grid, the workers, and the same results as any other."""
+
+import os
+import signal
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from filelock import FileLock
+from flwr.app import ConfigRecord, Context, Message
+
+from pbfl_flwr.config import Scalar, parse
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower import device, wire
+from pbfl_flwr.flower.client import make_client_app
+from pbfl_flwr.flower.crew import DIED, Crew, Post
+from pbfl_flwr.flower.engine import Resources
+from pbfl_flwr.flower.history import RunDirectory
+from pbfl_flwr.flower.local import LocalGrid, at_once, federate, posts_of
+from pbfl_flwr.flower.store import load_tensors
+from pbfl_flwr.flower.strategy import MethodStrategy
+from pbfl_flwr.methods import SECTIONS
+from tests.flower.inprocess import InProcessGrid, same_tensors
+
+KEYS: dict[str, Scalar] = {
+    "num-clients": 3,
+    "num-server-rounds": 2,
+    "models": "cnn2,resnet4",
+    "feature-dim": 16,
+    "partition": "iid",
+    "max-samples": 150,
+    "threads": 1,
+}
+
+
+def ask(grid: LocalGrid, clients: list[int]) -> list[Message]:
+    config = ConfigRecord({"experiment": "e", "round": 0})
+    nodes = list(grid.get_node_ids())
+    return [
+        Message(wire.content(config=config), dst_node_id=nodes[client], message_type="query")
+        for client in clients
+    ]
+
+
+def echo(message: Message, context: Context) -> Message:
+    return Message(
+        wire.content(config=ConfigRecord({"client": context.node_config["partition-id"]})), reply_to=message
+    )
+
+
+def said(replies: list[Message]) -> list[object]:
+    return [reply.content.config_records[wire.CONFIG]["client"] for reply in replies]
+
+
+def test_the_results_of_any_other_grid(tmp_path: Path) -> None:
+    federate(tmp_path / "run", KEYS, 3, Resources(workers=1))
+    config = {**KEYS, "run-dir": str(tmp_path / "again")}
+    twin = MethodStrategy(parse(config, SECTIONS), None)
+    twin.start(InProcessGrid(make_client_app(), config, 3))
+    assert same_tensors(load_tensors(tmp_path / "run" / "checkpoint.safetensors")[0], twin.state.to_tensors())
+    lines = RunDirectory(tmp_path / "run").rounds()
+    assert [line["accuracy"] for line in lines] == [line["accuracy"] for line in twin.history]
+    assert [line["failures"] for line in lines] == [[], []]
+    assert "round 2/2" in (tmp_path / "run" / "flower.log").read_text()
+    assert not device.in_worker(), "it was one only for a while"
+
+
+def test_a_directory_that_another_run_has_is_left_alone(tmp_path: Path) -> None:
+    with FileLock(tmp_path / ".lock"), pytest.raises(PbflError, match="in use by another run"):
+        federate(tmp_path, KEYS, 3, Resources(workers=1))
+
+
+def test_clients_that_do_not_fit_are_said(tmp_path: Path) -> None:
+    with pytest.raises(PbflError, match="3 of 3 clients: compile = 'cuda-graph' records what a GPU does"):
+        federate(tmp_path, {**KEYS, "compile": "cuda-graph"}, 3, Resources(workers=1))
+    assert "compile = 'cuda-graph'" in (tmp_path / "error.txt").read_text()
+
+
+def test_who_has_not_begun_at_the_deadline_is_not_asked() -> None:
+    grid = LocalGrid(echo, at_once, {}, 3)
+    assert said(grid.send_and_receive(ask(grid, [2, 0]))) == [2, 0]
+    (reply,) = grid.send_and_receive(ask(grid, [1]), timeout=0)
+    assert reply.error.reason == "its turn came after the deadline"
+
+
+def test_who_is_late_is_fetched_later_and_once() -> None:
+    released = threading.Event()
+
+    def slow(message: Message, context: Context) -> Message:
+        if context.node_config["partition-id"] == 1:
+            released.wait(60)
+        return echo(message, context)
+
+    with ThreadPoolExecutor(2) as threads:
+        grid = LocalGrid(slow, threads.submit, {}, 2)
+        asked = ask(grid, [0, 1])
+        assert said(grid.send_and_receive(asked, timeout=0.5)) == [0]
+        ids = [message.metadata.message_id for message in asked]
+        assert grid.pull_messages(ids) == []
+        released.set()
+    assert said(grid.pull_messages(ids)) == [1]
+    assert grid.pull_messages(ids) == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="sends SIGKILL")
+def test_a_worker_that_dies_costs_its_own_answer_alone(tmp_path: Path) -> None:
+    config: dict[str, Scalar] = {**KEYS, "run-dir": str(tmp_path / "run")}
+    with Crew([Post(1, "", tmp_path / "log")] * 2) as crew:
+        grid = LocalGrid(crew.answer, at_once, config, 3)
+        os.kill(crew._workers[0]._process.pid or 0, signal.SIGKILL)
+        replies = grid.send_and_receive(ask(grid, [0, 1, 2]))
+        processes = [worker._process for worker in crew._workers]
+    assert replies[0].error.reason == DIED
+    assert said(replies[1:]) == [1, 2], "one of them by the worker that took its place"
+    assert not any(process.is_alive() for process in processes)
+
+
+@pytest.mark.parametrize(
+    ("resources", "seen", "expected"),
+    [
+        (Resources(workers=5), None, [""] * 3),  # no more than clients
+        (Resources(cpus_per_client=2), None, [""] * 2),
+        (Resources(gpus_per_client=0.5), None, ["0", "0", "1"]),
+        (Resources(gpus_per_client=0.25, workers=2), None, ["0", "0"]),
+        (Resources(gpus_per_client=1), "6,GPU-ab", ["6", "GPU-ab"]),
+        (Resources(gpus_per_client=2), None, ["0,1"]),
+    ],
+)
+def test_workers_share_cpus_and_cards(
+    resources: Resources,
+    seen: str | None,
+    expected: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr("joblib.cpu_count", lambda: 4)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if seen:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
+    posts = posts_of(resources, 3, tmp_path)
+    assert [post.gpus for post in posts] == expected
+    assert {post.cores for post in posts} == {resources.cpus_per_client}
