@@ -32,6 +32,7 @@ def main() -> int:
     parser.add_argument(
         "--gpus-per-client", type=float, default=0.0, help="train on the card, this share a worker"
     )
+    parser.add_argument("--engine", choices=("flower", "processes"), default="flower")
     parser.add_argument("--run", type=Path, help="read this finished run instead of making one")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     arguments = parser.parse_args()
@@ -45,7 +46,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             run = Path(folder) / "run"
             command = [sys.executable, "-m", "pbfl_flwr.cli", "run", "--run-dir", str(run)]
-            command += ["--workers", str(arguments.workers), *options]
+            command += ["--workers", str(arguments.workers), "--engine", arguments.engine, *options]
             for assignment in arguments.assignments:
                 command += ["--set", assignment]
             if code := subprocess.run(command, check=False).returncode:

@@ -22,6 +22,14 @@ from typing import Any
 
 from machine import NO_CARD, card_options, introduce, write
 
+# What stands in a process's command line -> what it is, the first that fits.
+MARKS = {
+    "ray::ClientAppActor": "worker",
+    "spawn_main": "worker",
+    "flwr-simulation": "server",
+    "pbfl_flwr.cli": "command",
+}
+
 
 def resident_mb(root: int) -> dict[str, float]:
     """Return process name -> resident megabytes of the largest process of that name below ``root``."""
@@ -42,7 +50,7 @@ def resident_mb(root: int) -> dict[str, float]:
             pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
         except OSError:
             continue
-        name = next((word.rsplit("/", 1)[-1] for word in words if "flwr-" in word or "ray::" in word), "")
+        name = next((name for mark, name in MARKS.items() if any(mark in word for word in words)), "")
         if name:
             found[name] = max(found.get(name, 0.0), pages * 4096 / 2**20)
     return found
@@ -81,8 +89,8 @@ def run(folder: Path, clients: int, rounds: int, *options: str) -> dict[str, Any
         "ms a client": 1000 * seconds / trained,
         "worker s a round": busy,
         "command s": time.perf_counter() - begin,
-        "worker MB": max((size for name, size in peak.items() if "ray::" in name), default=0.0),
-        "server MB": peak.get("flwr-simulation", 0.0),
+        "worker MB": peak.get("worker", 0.0),
+        "server MB": peak.get("server", peak.get("command", 0.0)),  # without Flower's engine they are one
     }
 
 
@@ -98,6 +106,7 @@ def main() -> int:
     parser.add_argument(
         "--gpus-per-client", type=float, default=0.0, help="train on the card, this share a worker"
     )
+    parser.add_argument("--engine", choices=("flower", "processes"), default="flower")
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()
     counts = [
@@ -113,6 +122,7 @@ def main() -> int:
         for count in counts:
             clients = count if chosen.axis == "clients" else chosen.clients
             options = ["--set", f"fraction-train={chosen.fraction}", "--set", "fraction-evaluate=0.0", *card]
+            options += ["--engine", chosen.engine]
             if chosen.axis == "workers":
                 options += ["--workers", str(count)]
             row = {

@@ -63,7 +63,10 @@ class Crew:
             worker.end()
 
     def answer(self, message: Message, context: Context) -> Message:
-        """Have a free worker answer. Several threads may call this at once; one that dies costs this answer alone."""
+        """Have a free worker answer, and take what the client keeps in Flower's context from there.
+
+        Several threads may call this at once; a worker that dies costs this answer alone.
+        """
         worker = self._free.get()
         try:
             return worker.answer(message, context)
@@ -93,7 +96,8 @@ class _Worker:
 
     def answer(self, message: Message, context: Context) -> Message:
         self._ours.send_bytes(pickle.dumps((message, context)))
-        answered: Message = pickle.loads(self._ours.recv_bytes())
+        answered: Message
+        answered, context.state = pickle.loads(self._ours.recv_bytes())
         return answered
 
     def end(self) -> None:
@@ -129,4 +133,5 @@ def _work(connection: Connection, post: Post) -> None:
                 message, context = pickle.loads(connection.recv_bytes())
             except EOFError:
                 return
-            connection.send_bytes(pickle.dumps(app(message, context)))
+            answered = app(message, context)
+            connection.send_bytes(pickle.dumps((answered, context.state)))

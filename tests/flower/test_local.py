@@ -105,6 +105,15 @@ def test_who_is_late_is_fetched_later_and_once() -> None:
     assert grid.pull_messages(ids) == []
 
 
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_secure_aggregation_goes_through_its_stages(workers: int, tmp_path: Path) -> None:
+    """What a client keeps from stage to stage is in Flower's context, whichever process runs it."""
+    keys = {**KEYS, "num-server-rounds": 1, "secure-aggregation": True}
+    federate(tmp_path / "run", keys, 3, Resources(workers=workers))
+    (line,) = RunDirectory(tmp_path / "run").rounds()
+    assert (line["trained"], line["failures"]) == ([0, 1, 2], [])
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="sends SIGKILL")
 def test_a_worker_that_dies_costs_its_own_answer_alone(tmp_path: Path) -> None:
