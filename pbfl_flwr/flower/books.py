@@ -131,11 +131,18 @@ class _Reader:
     task: Task
     max_bytes: int
 
-    def read(self, reply: Message, training: bool) -> _Answer | _Rejected:
-        """Return what a reply holds, or why it is rejected."""
-        traffic = wire.Traffic()
+    def weigh(self, reply: Message) -> wire.Traffic | _Rejected:
+        """Return a reply's bytes, or why they cannot be counted."""
         try:
-            traffic = wire.weigh(reply)
+            return wire.weigh(reply)
+        except Exception as error:  # the boundary, as below
+            return _Rejected(f"upload rejected: {said_of(error)}", wire.Traffic())
+
+    def read(self, reply: Message, training: bool, traffic: wire.Traffic | _Rejected) -> _Answer | _Rejected:
+        """Return what a reply of so many bytes holds, or why it is rejected."""
+        if isinstance(traffic, _Rejected):
+            return traffic
+        try:
             report, upload = _report_of(reply, self.max_bytes), None
             if training:
                 upload = _upload_of(reply, self.method, self.state, self.task)
@@ -213,6 +220,8 @@ def read(
         outcome.late.setdefault(client, Late(server_round, weight, reason))
 
     by_client = wire.ordered(replies, {m.metadata.message_id: client for m, client in phase.messages})
+    # All are weighed before one is decoded: a processor keeps the code of one task at hand, not of both.
+    weighed = {client: reader.weigh(reply) for client, reply in by_client.items()}
     for _, client in phase.messages:
         reply = by_client.get(client)
         if reply is None:
@@ -222,7 +231,7 @@ def read(
         if reply.has_error():
             outcome.failures[client] = reason_of(reply)
             continue
-        found = reader.read(reply, client in phase.training)
+        found = reader.read(reply, client in phase.training, weighed[client])
         arrived(client, found)
         if isinstance(found, _Rejected):
             outcome.failures[client] = found.reason
@@ -242,7 +251,7 @@ def read(
     outcome.failures |= phase.absent
     for debt, reply in late:
         if debt.training and not reply.has_error():
-            found = reader.read(reply, True)
+            found = reader.read(reply, True, reader.weigh(reply))
             arrived(debt.client, found)
             keep_late(debt.client, reply, found, debt.round)
     outcome.uploads = Uploads(records, method.up, task) if streams else dict(sorted(uploads.items()))

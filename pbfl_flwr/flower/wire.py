@@ -16,14 +16,16 @@ from typing import Literal, TypeVar
 
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
-from flwr.app.message import remove_content_from_message
 from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE as MAX_CHUNK
+from flwr.common.serde_utils import metadata_to_proto
+from flwr.proto.message_pb2 import Message as ProtoMessage
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, no_object_id_recompute
 from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.torch import save
 from torch import Tensor
 
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower.headers import load
 from pbfl_flwr.method import PREDICTORS
 from pbfl_flwr.payloads import MAX_COUNT, Payload, RejectedPayload, Reveal, separate
 from pbfl_flwr.task import Task
@@ -149,10 +151,9 @@ def _one_line(error: Exception) -> str:
 
 
 def _dequantised(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    plain = {name: tensor for name, tensor in tensors.items() if not name.endswith(_SCALE)}
-    for name, scale in tensors.items():
-        if not name.endswith(_SCALE):
-            continue
+    scales = {name: tensor for name, tensor in tensors.items() if name.endswith(_SCALE)}
+    plain = {name: tensor for name, tensor in tensors.items() if name not in scales}
+    for name, scale in scales.items():
         base = name.removesuffix(_SCALE)
         rows = plain.get(base)
         fits = rows is not None and rows.dtype is torch.int8 and rows.dim() >= 2
@@ -324,7 +325,9 @@ def _counted(message: Message, arrays: Sequence[Array], beside: Iterable[bytes])
     """
     others = set(beside)
     holders = {tuple(record) for record in message.content.values() if isinstance(record, ArrayRecord)}
-    total = len(remove_content_from_message(message).deflate()) + sum(map(len, others))
+    described = metadata_to_proto(message.metadata)
+    described.message_id = ""  # as Flower sends it
+    total = _size("Message", 1, ProtoMessage(metadata=described).ByteSize()) + sum(map(len, others))
     total += _size("RecordDict", len(holders) + len(others), _references(message.content))
     total += sum(_size("ArrayRecord", len(names), _references(names)) for names in holders)
     for array in arrays:

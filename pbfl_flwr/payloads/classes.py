@@ -99,13 +99,14 @@ class Prototypes:
         counts = None
         if "counts" in tensors:
             of_rows = whole_numbers(tensors, "counts")
-            if len(of_rows) != len(sent):
-                raise RejectedPayload(f"{len(of_rows)} counts for {len(sent)} rows")
-            low, high = (int(end) for end in torch.aminmax(of_rows)) if len(of_rows) else (1, 1)
-            if low < 1:
-                raise RejectedPayload("a row with a count of zero or less")
-            if high >= MAX_COUNT:
-                raise RejectedPayload(f"a count of {high}, allowed is less than {MAX_COUNT}")
+            if of_rows.shape[0] != len(sent):
+                raise RejectedPayload(f"{of_rows.shape[0]} counts for {len(sent)} rows")
+            if sent:
+                ends = torch.aminmax(of_rows)
+                if ends.min.item() < 1:
+                    raise RejectedPayload("a row with a count of zero or less")
+                if ends.max.item() >= MAX_COUNT:
+                    raise RejectedPayload(f"a count of {ends.max}, allowed is less than {MAX_COUNT}")
             counts = of_rows if whole else torch.zeros(K, dtype=torch.int64).index_copy_(0, labels, of_rows)
         total = num_examples_of(tensors) if "n" in tensors else None
         no_others(tensors, {"labels", "rows", "counts", "n"})

@@ -112,12 +112,13 @@ def floats(tensors: Mapping[str, Tensor], name: str, dimensions: int | None, lim
     if dimensions is not None and tensor.dim() != dimensions:
         raise RejectedPayload(f"'{name}' has {tensor.dim()} dimensions, expected {dimensions}")
     if tensor.numel():
-        low, high = (float(end) for end in torch.aminmax(tensor))  # one pass; NaN comes through
+        ends = torch.aminmax(tensor)  # one pass; NaN comes through
+        low, high = ends.min.item(), ends.max.item()
         if not (math.isfinite(low) and math.isfinite(high)):
             raise RejectedPayload(f"'{name}' holds NaN or infinity")
         if (largest := max(-low, high)) > limit:
             raise RejectedPayload(f"'{name}' holds {largest:.3g}, allowed is up to {limit:.0e}")
-    return tensor.to(torch.float32)
+    return tensor.float()
 
 
 def integers(tensors: Mapping[str, Tensor], name: str) -> Tensor:
@@ -136,7 +137,7 @@ def integers(tensors: Mapping[str, Tensor], name: str) -> Tensor:
 
 def whole_numbers(tensors: Mapping[str, Tensor], name: str) -> Tensor:
     """Return the same as int64."""
-    return integers(tensors, name).to(torch.int64)
+    return integers(tensors, name).long()
 
 
 def num_examples_of(tensors: Mapping[str, Tensor]) -> int:
@@ -162,5 +163,5 @@ def no_others(tensors: Mapping[str, Tensor], known: set[str]) -> None:
     Raises:
         RejectedPayload: naming what was.
     """
-    if others := set(tensors) - known:
+    if others := tensors.keys() - known:
         raise RejectedPayload(f"unexpected tensors {sorted(others)}")

@@ -11,9 +11,9 @@ late for its own round.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from itertools import repeat
+from itertools import islice, repeat
 from typing import Literal
 
 import torch
@@ -208,49 +208,57 @@ class _Sum:
         self.whole, self.whole_share = 0, 0.0  # uploads of all classes, and of those without counts Σ s_i
         self.examples = 0.0
         self.brings_examples = False
+        self._all = torch.ones(shape[0], dtype=torch.bool)
+        self._values = torch.empty(shape, dtype=torch.float64)  # of the upload that is being added
 
     @classmethod
     def of(
         cls, uploads: Iterable[Prototypes], shares: Iterable[float] | None = None, by_counts: bool = False
     ) -> _Sum:
         total: _Sum | None = None
-        pairs = (
-            zip(uploads, repeat(1.0), strict=False) if shares is None else zip(uploads, shares, strict=True)
-        )
+        read = _ahead(uploads)
+        pairs = zip(read, repeat(1.0), strict=False) if shares is None else zip(read, shares, strict=True)
         for index, (upload, share) in enumerate(pairs):
             if total is None:
                 total = cls(upload.values.shape)
-            total._add(upload, share, _counts(upload, index) if by_counts else None)
+            _check_shape(upload, total.rows.shape)
+            whole = torch.equal(upload.present.cpu(), total._all)
+            counts = _counts(upload, index, whole) if by_counts else None
+            if whole:
+                total._add_whole(upload, share, counts)
+            else:
+                total._add(upload, share, counts)
+            if upload.num_examples is not None:
+                total.examples += share * upload.num_examples
+                total.brings_examples = True
         if total is None:
             raise ValueError("no uploads to aggregate")
         total.weights += total.whole_share
         total.holders += total.whole
         return total
 
-    def _add(self, upload: Prototypes, share: float, counts: Tensor | None) -> None:
-        _check_shape(upload, self.rows.shape)
-        present, values = upload.present.cpu(), upload.values.cpu()
-        if bool(present.all()):  # nothing to pick out; holders are counted at the end
-            self.whole += 1
-            if counts is None:
-                self.rows.add_(values, alpha=share)
-                self.whole_share += share
-            else:
-                weights = counts.cpu().to(torch.float64) * share
-                self.rows.addcmul_(values.to(torch.float64), weights.unsqueeze(1))
-                self.weights += weights
+    def _add_whole(self, upload: Prototypes, share: float, counts: Tensor | None) -> None:
+        """Add an upload of all classes: nothing to pick out; holders are counted at the end."""
+        self.whole += 1
+        values = self._values.copy_(upload.values)
+        if counts is None:
+            self.rows.add_(values, alpha=share)
+            self.whole_share += share
         else:
-            weights = present.to(torch.float64) * share
-            if counts is not None:
-                weights *= counts.cpu()
-            labels = present.nonzero().flatten()
-            rows = values.index_select(0, labels).to(torch.float64)
-            self.rows.index_add_(0, labels, rows.mul_(weights[labels].unsqueeze(1)))
+            weights = counts if share == 1 else counts * share
+            self.rows.addcmul_(values, weights.unsqueeze(1))
             self.weights += weights
-            self.holders += present
-        if upload.num_examples is not None:
-            self.examples += share * upload.num_examples
-            self.brings_examples = True
+
+    def _add(self, upload: Prototypes, share: float, counts: Tensor | None) -> None:
+        present, values = upload.present.cpu(), upload.values.cpu()
+        weights = present.to(torch.float64) * share
+        if counts is not None:
+            weights *= counts
+        labels = present.nonzero().flatten()
+        rows = values.index_select(0, labels).to(torch.float64)
+        self.rows.index_add_(0, labels, rows.mul_(weights[labels].unsqueeze(1)))
+        self.weights += weights
+        self.holders += present
 
     def mean_rows(self) -> Tensor:
         return self.rows / torch.where(self.holders > 0, self.weights, 1).unsqueeze(1)
@@ -263,12 +271,21 @@ class _Sum:
         return Prototypes(torch.where(present.unsqueeze(1), rows, 0).to(torch.float32), present)
 
 
-def _counts(upload: Prototypes, index: int) -> Tensor:
+def _ahead(uploads: Iterable[Prototypes], number: int = 8) -> Iterator[Prototypes]:
+    """Read uploads in blocks: some are decoded, then added, so that a processor finds the code of each in its cache."""
+    source = iter(uploads)
+    while block := list(islice(source, number)):
+        yield from block
+
+
+def _counts(upload: Prototypes, index: int, whole: bool) -> Tensor:
+    """Return n_ij (K,) float64, checked to be positive where class j is present."""
     if upload.counts is None:
         raise ValueError(f"upload {index} has no counts, which count-weighted aggregation needs")
-    if int(torch.where(upload.present, upload.counts, 1).amin()) < 1:
+    counts = upload.counts.cpu().double()
+    if (counts if whole else counts.where(upload.present.cpu(), 1.0)).min().item() < 1:
         raise ValueError(f"upload {index} has a prototype with a count below 1")
-    return upload.counts
+    return counts
 
 
 def _per_class(uploads: Iterable[Prototypes], rule: Callable[[Tensor], Tensor]) -> Prototypes:
