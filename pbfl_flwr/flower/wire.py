@@ -27,7 +27,7 @@ from torch import Tensor
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.headers import load
 from pbfl_flwr.method import PREDICTORS
-from pbfl_flwr.payloads import MAX_COUNT, Payload, RejectedPayload, Reveal, separate
+from pbfl_flwr.payloads import MAX_COUNT, Payload, Prototypes, RejectedPayload, Reveal, separate
 from pbfl_flwr.task import Task
 
 P = TypeVar("P", bound=Payload)
@@ -111,7 +111,8 @@ def decode(
         payload: the type it must be.
         task: K, d and input shape that it must fit.
         max_bytes: more are refused unread.
-        again: the same record was decoded before: its size and its checksum need not be looked at a second time.
+        again: the same record was decoded before: its size, its checksum and a table's numbers need not be looked at
+            a second time.
 
     Raises:
         RejectedPayload: if the bytes are no safetensors file, too many, or not what the payload's type allows.
@@ -128,7 +129,10 @@ def decode(
     # Beside its own error the reader lets through what torch says about absurd shapes and unknown types.
     except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, AssertionError) as error:
         raise RejectedPayload(f"not a safetensors payload: {_one_line(error)}") from None
-    return payload.from_tensors(_dequantised(tensors), task)
+    plain = _dequantised(tensors)
+    if again and issubclass(payload, Prototypes):
+        return payload.accepted(plain, task)
+    return payload.from_tensors(plain, task)
 
 
 def _check(array: Array, max_bytes: int) -> None:

@@ -84,32 +84,49 @@ class Prototypes:
         narrowest, widest = cls.widths(task)
         if not narrowest <= rows.shape[1] <= widest:
             raise RejectedPayload(f"rows are {rows.shape[1]} wide, allowed is {narrowest}..{widest}")
-        whole = sent == list(range(K))
-        if whole:  # the rows are the table: nothing to place, no label that could be wrong
-            values, present = rows, torch.ones(K, dtype=torch.bool)
-        else:
+        if sent != list(range(K)):
             if sent and not 0 <= min(sent) <= max(sent) < K:
                 outside = next(label for label in sent if not 0 <= label < K)
                 raise RejectedPayload(f"class id {outside} is outside 0..{K - 1}")
             if len(set(sent)) != len(sent):
                 raise RejectedPayload("a class is sent twice")
-            labels = labels.to(torch.int64)
-            values = torch.zeros(K, rows.shape[1]).index_copy_(0, labels, rows)
-            present = torch.zeros(K, dtype=torch.bool).index_fill_(0, labels, True)
-        counts = None
-        if "counts" in tensors:
-            of_rows = whole_numbers(tensors, "counts")
-            if of_rows.shape[0] != len(sent):
-                raise RejectedPayload(f"{of_rows.shape[0]} counts for {len(sent)} rows")
-            if sent:
-                ends = torch.aminmax(of_rows)
-                if ends.min.item() < 1:
-                    raise RejectedPayload("a row with a count of zero or less")
-                if ends.max.item() >= MAX_COUNT:
-                    raise RejectedPayload(f"a count of {ends.max}, allowed is less than {MAX_COUNT}")
-            counts = of_rows if whole else torch.zeros(K, dtype=torch.int64).index_copy_(0, labels, of_rows)
+        counts = whole_numbers(tensors, "counts") if "counts" in tensors else None
+        if counts is not None and counts.shape[0] != len(sent):
+            raise RejectedPayload(f"{counts.shape[0]} counts for {len(sent)} rows")
+        if counts is not None and sent:
+            ends = torch.aminmax(counts)
+            if ends.min.item() < 1:
+                raise RejectedPayload("a row with a count of zero or less")
+            if ends.max.item() >= MAX_COUNT:
+                raise RejectedPayload(f"a count of {ends.max.item()}, allowed is less than {MAX_COUNT}")
         total = num_examples_of(tensors) if "n" in tensors else None
         no_others(tensors, {"labels", "rows", "counts", "n"})
+        return cls._placed(K, sent, labels, rows, counts, total)
+
+    @classmethod
+    def accepted(cls, tensors: Mapping[str, Tensor], task: Task) -> Self:
+        """Rebuild the table of tensors that :meth:`from_tensors` has accepted before; nothing is looked at again."""
+        labels, counts, total = tensors["labels"], tensors.get("counts"), tensors.get("n")
+        return cls._placed(
+            task.num_classes,
+            labels.tolist(),
+            labels,
+            tensors["rows"].float(),
+            None if counts is None else counts.long(),
+            None if total is None else int(total.item()),
+        )
+
+    @classmethod
+    def _placed(
+        cls, K: int, sent: list[int], labels: Tensor, rows: Tensor, counts: Tensor | None, total: int | None
+    ) -> Self:
+        if sent == list(range(K)):  # the rows are the table
+            return cls(rows, torch.ones(K, dtype=torch.bool), counts, total)
+        labels = labels.long()
+        values = torch.zeros(K, rows.shape[1]).index_copy_(0, labels, rows)
+        present = torch.zeros(K, dtype=torch.bool).index_fill_(0, labels, True)
+        if counts is not None:
+            counts = torch.zeros(K, dtype=torch.int64).index_copy_(0, labels, counts)
         return cls(values, present, counts, total)
 
     def scalars(self) -> int:

@@ -389,3 +389,23 @@ def test_bytes_of_any_names_and_numbers(names: list[str], data: bytes, values: d
     )
     objects = get_all_nested_objects(message).values()
     assert weigh(message).total == sum(len(item.deflate()) for item in objects)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("order", [[0, 1, 2, 3, 4, 5], [5, 3, 1, 0, 2, 4], [4, 1], []])
+@pytest.mark.parametrize("counted", [True, False])
+def test_the_second_decoding_is_the_first(dtype: wire.WireDtype, order: list[int], counted: bool) -> None:
+    """What streams is decoded twice; the second time nothing is checked, and the table is the same."""
+    tensors = {"labels": torch.tensor(order, dtype=torch.uint8), "rows": torch.randn(len(order), 8)}
+    if counted:
+        tensors |= {"counts": torch.arange(1, len(order) + 1), "n": torch.tensor([21])}
+    record = encode_tensors(tensors, dtype)
+    for _ in range(2):
+        first, second = (decode(record, Prototypes, TASK, again=again) for again in (False, True))
+        assert torch.equal(first.values, second.values)
+        assert torch.equal(first.present, second.present)
+        assert first.num_examples == second.num_examples
+        assert (first.counts is None) == (second.counts is None) == (not counted)
+        if first.counts is not None and second.counts is not None:
+            assert torch.equal(first.counts, second.counts)
+            assert second.counts[order].tolist() == list(range(1, len(order) + 1))
