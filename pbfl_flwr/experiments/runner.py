@@ -20,7 +20,7 @@ from pbfl_flwr.config import Scalar
 from pbfl_flwr.errors import PbflError, writing
 from pbfl_flwr.experiments.figures import clock, kilobytes, percent, say
 from pbfl_flwr.flower.engine import ENDED, Engine, Link, Resources
-from pbfl_flwr.flower.history import ERROR, RunDirectory
+from pbfl_flwr.flower.history import ERROR, RunDirectory, RunRefused
 from pbfl_flwr.flower.local import federate
 
 COMPLETED, FAILED, INTERRUPTED = 0, 1, 130
@@ -87,6 +87,9 @@ def beside(
 
     Returns:
         See :func:`simulate`.
+
+    Raises:
+        RunRefused: if the directory is another run's.
     """
     with writing(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -97,25 +100,24 @@ def beside(
         while not over.wait(POLL_SECONDS):
             follower.look()
 
-    def ended() -> None:
-        over.set()
-        printing.join()
-        follower.look()
-
     printing = Thread(target=follow, daemon=True)
     printing.start()
+    stopped: KeyboardInterrupt | PbflError | None = None
     try:
         with interruptible():
             federation()
-    except KeyboardInterrupt:
-        ended()
+    except RunRefused:  # another run's directory: nothing there is to be gone on with
+        raise
+    except (KeyboardInterrupt, PbflError) as error:
+        stopped = error
+    finally:
+        over.set()
+        printing.join()
+        follower.look()
+    if isinstance(stopped, KeyboardInterrupt):
         say(console, f"interrupted; go on with: {go_on}")
         return INTERRUPTED
-    except PbflError as error:
-        ended()
-        return _failed(run_dir, str(error), console, go_on)
-    ended()
-    return COMPLETED
+    return COMPLETED if stopped is None else _failed(run_dir, str(stopped), console, go_on)
 
 
 def _failed(run_dir: Path, reason: str, console: Console, go_on: str) -> int:

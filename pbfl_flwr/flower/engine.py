@@ -28,6 +28,7 @@ from filelock import FileLock, Timeout
 from pbfl_flwr.config import Scalar
 from pbfl_flwr.errors import PbflError, writing
 from pbfl_flwr.flower.bundle import gathered
+from pbfl_flwr.flower.history import RunRefused
 from pbfl_flwr.flower.processes import Processes, deaf, executable, free_port, healthy
 
 LOG = "flower.log"
@@ -86,14 +87,15 @@ def claim(lock: FileLock, run_dir: Path) -> None:
     """Make a run directory one's own.
 
     Raises:
-        PbflError: if it cannot be made, or another process has it.
+        PbflError: if it cannot be made.
+        RunRefused: if another process has it.
     """
     with writing(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
         try:
             lock.acquire(timeout=0)
         except Timeout:  # an OSError, too
-            raise PbflError(f"run-dir = '{run_dir}' is in use by another run") from None
+            raise RunRefused(f"run-dir = '{run_dir}' is in use by another run") from None
 
 
 class Link(ABC):

@@ -155,7 +155,8 @@ def federate(run_dir: Path, config: Mapping[str, Scalar], num_clients: int, reso
         resources: of the workers; one worker is this process itself.
 
     Raises:
-        PbflError: if another run has the directory, and whatever :func:`pbfl_flwr.flower.server.serve` raises.
+        RunRefused: if another run has the directory.
+        PbflError: as :func:`pbfl_flwr.flower.server.serve`.
     """
     lock = lock_of(run_dir)
     claim(lock, run_dir)
