@@ -25,7 +25,8 @@ from flwr.supercore.task_identity import TaskIdentity
 from machine import introduce, write
 
 from pbfl_flwr.config import parse
-from pbfl_flwr.flower import books, wire
+from pbfl_flwr.flower import wire
+from pbfl_flwr.flower.replies import Phase, read
 from pbfl_flwr.method import Round
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.payloads import Prototypes
@@ -36,7 +37,7 @@ TASK = Task(K, D, (3, 32, 32))
 RULES = ("mean", "weighted", "ppa", "aps-sum", "median")
 
 
-def replies(rule: str, number: int) -> tuple[books.Phase, list[Message]]:
+def replies(rule: str, number: int) -> tuple[Phase, list[Message]]:
     """Return the round's questions and answers, the answers in another order."""
     generator = torch.Generator().manual_seed(0)
     asked, answers = [], []
@@ -50,7 +51,7 @@ def replies(rule: str, number: int) -> tuple[books.Phase, list[Message]]:
         upload = Prototypes(torch.randn(K, S, generator=generator), present, counts, total)
         asked.append((question, client))
         answers.append(Message(wire.content(wire.encode(upload), report.to_record()), reply_to=question))
-    return books.Phase(asked, set(range(number)), {}, 0, time.perf_counter()), answers[::-1]
+    return Phase(asked, set(range(number)), {}, 0, time.perf_counter()), answers[::-1]
 
 
 def measure(rule: str, number: int, repeats: int) -> dict[str, Any]:
@@ -67,7 +68,7 @@ def measure(rule: str, number: int, repeats: int) -> dict[str, Any]:
     checks, both, decodes = [], [], []
     for repeat in range(repeats):
         begin = time.process_time()
-        outcome = books.read(answers, phase, method, state, TASK)
+        outcome = read(answers, phase, method, state, TASK)
         checked = time.process_time()
         method.aggregate(state, outcome.uploads, Round(1, TASK, number))
         ended = time.process_time()

@@ -1,274 +1,16 @@
-"""The books of a round: what was sent, what came back, who failed and why, and the lines of the history."""
+"""The books of a round: its lines of rounds.jsonl and clients.jsonl, and what they note."""
 
 from __future__ import annotations
 
 import math
-import time
-import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
-
-from flwr.app import ArrayRecord, Message, MetricRecord
 
 from pbfl_flwr.flower import wire
 from pbfl_flwr.flower.history import finite, on_validation, summarise
-from pbfl_flwr.flower.late import Debt
-from pbfl_flwr.flower.roster import LONGEST_REASON, reason_of
+from pbfl_flwr.flower.replies import Outcome, Phase
 from pbfl_flwr.method import Method, Moment
-from pbfl_flwr.payloads import Mixtures, Payload, Prototypes, RejectedPayload, WeightsAndPrototypes
-from pbfl_flwr.task import Task
-
-
-@dataclass(frozen=True)
-class Phase:
-    """What was sent in a phase and is waited for.
-
-    Flower fills in the ids of messages when it sends, on these very objects; they are read when replies come.
-    """
-
-    messages: list[tuple[Message, int]]  # with the client each one went to
-    training: set[int]
-    down: dict[int, wire.Traffic]
-    scalars_down: int
-    started: float
-    names: dict[int, str] = field(default_factory=dict)  # of the clients that have one
-    number: int = 0  # of the round
-    absent: dict[int, str] = field(default_factory=dict)  # who was not asked, and why
-
-    def unanswered(self, replies: Iterable[Message]) -> dict[str, Debt]:
-        """Return the questions that have no answer yet, by message id."""
-        answered = {reply.metadata.reply_to_message_id for reply in replies}
-        return {
-            question.metadata.message_id: Debt(client, self.number, client in self.training)
-            for question, client in self.messages
-            if question.metadata.message_id not in answered
-        }
-
-
-class Uploads(Mapping[int, Payload]):
-    """Uploads that were found valid, in ascending client order, decoded each time one is asked for.
-
-    So the server holds the bytes that Flower handed over and one upload at a time beside them.
-    """
-
-    def __init__(self, records: Mapping[int, ArrayRecord], kind: type[Payload], task: Task) -> None:
-        self._records, self._kind, self._task = dict(sorted(records.items())), kind, task
-
-    def __getitem__(self, client: int) -> Payload:
-        return wire.decode(self._records[client], self._kind, self._task, again=True)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._records)
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-
-@dataclass(frozen=True)
-class Late:
-    """An upload of an earlier round: which one, what it counts, and why nothing if so."""
-
-    round: int
-    weight: float
-    reason: str = ""
-
-
-@dataclass
-class Outcome:
-    """What came of a phase.
-
-    Attributes:
-        uploads: what is aggregated, by client.
-        reports: of the clients that did what they were asked.
-        failures: why the others did not.
-        late: uploads of earlier rounds, also those that count nothing.
-        up: bytes that came, also of what was rejected or came too late to count.
-        scalars_up: numbers that carry information.
-        classes: class -> how many rounds late its latest upload is, 0 for one of this round; None where uploads have no
-            classes.
-    """
-
-    uploads: Mapping[int, Payload] = field(default_factory=dict)
-    reports: dict[int, wire.Report] = field(default_factory=dict)
-    failures: dict[int, str] = field(default_factory=dict)
-    late: dict[int, Late] = field(default_factory=dict)
-    up: dict[int, wire.Traffic] = field(default_factory=dict)
-    scalars_up: int = 0
-    classes: dict[int, int] | None = None
-
-    @property
-    def trained(self) -> list[int]:
-        """The clients that trained in this round and whose uploads are aggregated."""
-        return [client for client in self.uploads if client in self.reports]
-
-    @property
-    def shares(self) -> dict[int, float]:
-        """What late uploads count."""
-        return {client: self.late[client].weight for client in self.uploads if client not in self.reports}
-
-
-@dataclass(frozen=True)
-class _Answer:
-    report: wire.Report
-    upload: Payload | None
-    traffic: wire.Traffic
-
-
-@dataclass(frozen=True)
-class _Rejected:
-    reason: str
-    traffic: wire.Traffic
-
-
-@dataclass(frozen=True)
-class _Reader:
-    """Decodes and validates replies."""
-
-    method: Method[Any, Any, Any]
-    state: Any
-    task: Task
-    max_bytes: int
-
-    def weigh(self, reply: Message) -> wire.Traffic | _Rejected:
-        """Return a reply's bytes, or why they cannot be counted."""
-        try:
-            return wire.weigh(reply)
-        except Exception as error:  # the boundary, as below
-            return _Rejected(f"upload rejected: {said_of(error)}", wire.Traffic())
-
-    def read(self, reply: Message, training: bool, traffic: wire.Traffic | _Rejected) -> _Answer | _Rejected:
-        """Return what a reply of so many bytes holds, or why it is rejected."""
-        if isinstance(traffic, _Rejected):
-            return traffic
-        try:
-            report, upload = _report_of(reply, self.max_bytes), None
-            if training:
-                upload = _upload_of(reply, self.method, self.state, self.task)
-            return _Answer(report, upload, traffic)
-        except Exception as error:  # the boundary: whatever a client sends must not end the others' run
-            return _Rejected(f"upload rejected: {said_of(error)}", traffic)
-
-
-def said_of(error: Exception) -> str:
-    """Return in one line why a client's answer is refused; of what our checks did not foresee, where it was raised."""
-    if isinstance(error, RejectedPayload):
-        return str(error)[:LONGEST_REASON]
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    said = f"{type(error).__name__}: {' '.join(str(error).split())}"[:LONGEST_REASON]
-    return f"{said} ({Path(frame.filename).name}:{frame.lineno})"
-
-
-def read(
-    replies: list[Message],
-    phase: Phase,
-    method: Method[Any, Any, Any],
-    state: Any,
-    task: Task,
-    max_bytes: int = wire.MAX_BYTES,
-    late: Sequence[tuple[Debt, Message]] = (),
-    stale_weight: float = 0.0,
-) -> Outcome:
-    """Decode and validate every reply; a bad one costs its own client only.
-
-    An upload of an earlier round, in an answer that came late or in one that a client gave instead of training, counts
-    stale_weight^age, unless the client sent one of this round as well.
-
-    Args:
-        replies: as Flower hands them over, in any order.
-        phase: what was sent.
-        method: decodes and validates uploads.
-        state: of the server, before aggregation.
-        task: what all clients agree on.
-        max_bytes: of one reply; larger ones are refused unread.
-        late: answers to earlier rounds, the newest first.
-        stale_weight: 0 leaves uploads of earlier rounds out.
-    """
-    outcome, reader = Outcome(), _Reader(method, state, task, max_bytes)
-    uploads: dict[int, Payload] = {}
-    records: dict[int, ArrayRecord] = {}
-    streams = method.streams()
-    fresh: set[int] = set()  # classes of which something of this round came
-
-    def keep(client: int, reply: Message, upload: Payload, age: int) -> None:
-        outcome.scalars_up += upload.scalars()
-        if len(fresh) < task.num_classes and (held := _classes(upload, task)) is not None:
-            known = outcome.classes = outcome.classes or {}
-            known.update({label: age for label in held if known.get(label, age + 1) > age})
-            fresh.update(held if age == 0 else ())
-        if streams:  # decoded again when its turn comes, and not held until then
-            records[client] = wire.payload_in(reply.content)
-        else:
-            uploads[client] = upload
-
-    def arrived(client: int, found: _Answer | _Rejected) -> None:
-        outcome.up[client] = outcome.up.get(client, wire.Traffic()) + found.traffic
-
-    def keep_late(client: int, reply: Message, found: _Answer | _Rejected, server_round: int) -> None:
-        weight, age = 0.0, phase.number - server_round
-        if isinstance(found, _Rejected):
-            reason = found.reason
-        elif client in outcome.reports or client in outcome.late:
-            reason = "a newer one came"
-        elif stale_weight == 0:
-            reason = "stale-weight is 0"
-        else:
-            weight, reason = stale_weight**age, ""
-            if found.upload is not None:
-                keep(client, reply, found.upload, age)
-        outcome.late.setdefault(client, Late(server_round, weight, reason))
-
-    by_client = wire.ordered(replies, {m.metadata.message_id: client for m, client in phase.messages})
-    # All are weighed before one is decoded: a processor keeps the code of one task at hand, not of both.
-    weighed = {client: reader.weigh(reply) for client, reply in by_client.items()}
-    for _, client in phase.messages:
-        reply = by_client.get(client)
-        if reply is None:
-            waited = time.perf_counter() - phase.started
-            outcome.failures[client] = f"no answer within {waited:.0f} s"
-            continue
-        if reply.has_error():
-            outcome.failures[client] = reason_of(reply)
-            continue
-        found = reader.read(reply, client in phase.training, weighed[client])
-        arrived(client, found)
-        if isinstance(found, _Rejected):
-            outcome.failures[client] = found.reason
-            continue
-        answered = found.report.round or phase.number
-        if found.upload is not None and answered != phase.number:
-            if stale_weight == 0 or answered > phase.number:
-                outcome.failures[client] = (
-                    f"answered with its upload of round {answered}, asked for {phase.number}"
-                )
-            else:
-                keep_late(client, reply, found, answered)
-            continue
-        outcome.reports[client] = found.report
-        if found.upload is not None:
-            keep(client, reply, found.upload, 0)
-    outcome.failures |= phase.absent
-    for debt, reply in late:
-        if debt.training and not reply.has_error():
-            found = reader.read(reply, True, reader.weigh(reply))
-            arrived(debt.client, found)
-            keep_late(debt.client, reply, found, debt.round)
-    outcome.uploads = Uploads(records, method.up, task) if streams else dict(sorted(uploads.items()))
-    return outcome
-
-
-def _classes(upload: Payload, task: Task) -> list[int] | None:
-    """Return the classes that an upload brings something for, None if it is not made of classes."""
-    table = upload.prototypes if isinstance(upload, WeightsAndPrototypes) else upload
-    if isinstance(table, Prototypes):  # in a dense upload, rows of absent classes are sent as zeros
-        found = table.present & (table.values != 0).any(dim=1)
-    elif isinstance(table, Mixtures):
-        found = table.present(task.num_classes)
-    else:
-        return None
-    labels: list[int] = found.nonzero().flatten().tolist()
-    return labels
 
 
 def aged(ages: Sequence[int] | None, classes: Mapping[int, int] | None, num_classes: int) -> list[int] | None:
@@ -276,7 +18,7 @@ def aged(ages: Sequence[int] | None, classes: Mapping[int, int] | None, num_clas
 
     Args:
         ages: as of the round before; None in the first.
-        classes: see :class:`Outcome`.
+        classes: see :class:`~pbfl_flwr.flower.replies.Outcome`.
         num_classes: K.
     """
     if classes is None and ages is None:
@@ -376,6 +118,14 @@ def forgetful(phase: Phase, outcome: Outcome, before: Mapping[int, int]) -> list
     ]
 
 
+def named(failures: Mapping[int, str], names: Mapping[int, str]) -> list[dict[str, Any]]:
+    """Return failures as the history writes them: number, name where there is one, reason."""
+    return [
+        {"client": client, **({"name": names[client]} if client in names else {}), "reason": reason}
+        for client, reason in failures.items()
+    ]
+
+
 def _held_back(outcome: Outcome) -> list[str]:
     found = [(outcome.reports[client].metrics or {}).get("held-back", 0) for client in outcome.trained]
     if not any(found):
@@ -401,30 +151,8 @@ def _clipped(outcome: Outcome) -> list[str]:
     return [f"{sum(found):.0f} entries of uploads were clipped to ±secure-range"] if any(found) else []
 
 
-def _upload_of(reply: Message, method: Method[Any, Any, Any], state: Any, task: Task) -> Payload:
-    upload: Payload = wire.decode(wire.payload_in(reply.content), method.up, task)
-    method.validate(upload, state, task)
-    return upload
-
-
-def _report_of(reply: Message, max_bytes: int) -> wire.Report:
-    record = reply.content.get(wire.METRICS) if reply.has_content() else None
-    if not isinstance(record, MetricRecord):
-        raise RejectedPayload("its report is missing")
-    wire.check_content(reply.content, max_bytes)
-    return wire.Report.from_record(record)
-
-
 def _traffic(per_client: Mapping[int, wire.Traffic]) -> dict[str, int]:
     return asdict(sum(per_client.values(), wire.Traffic()))
-
-
-def named(failures: Mapping[int, str], names: Mapping[int, str]) -> list[dict[str, Any]]:
-    """Return failures as the history writes them: number, name where there is one, reason."""
-    return [
-        {"client": client, **({"name": names[client]} if client in names else {}), "reason": reason}
-        for client, reason in failures.items()
-    ]
 
 
 def _mean(values: list[float | None], weights: list[int]) -> float | None:

@@ -45,8 +45,8 @@ from flwr.server.workflow import SecAggPlusWorkflow
 from pbfl_flwr.config import PrivacySettings, Settings
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import wire
-from pbfl_flwr.flower.books import said_of
 from pbfl_flwr.flower.history import summarise
+from pbfl_flwr.flower.replies import said_of
 from pbfl_flwr.method import Method, Round
 from pbfl_flwr.methods import build_method
 from pbfl_flwr.payloads import Payload, Prototypes
@@ -197,7 +197,7 @@ class LegacyMethodStrategy(TrainingOnly):
                 if not self.settings.privacy.secure_aggregation:
                     uploads[number] = self._upload_of(result)
                 self.reports[proxy.cid] = report
-            except Exception as error:  # the boundary, as books.read has it
+            except Exception as error:  # the boundary, as replies.read has it
                 self.failures[proxy.cid] = said_of(error)
                 log(WARNING, "round %s: client %s failed: %s", server_round, proxy.cid, said_of(error))
         failed: dict[str, Scalar] = {"failures": len(self.failures)} if self.failures else {}

@@ -43,8 +43,8 @@ from flwr.serverapp import Grid
 from pbfl_flwr.config import Settings
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import wire
-from pbfl_flwr.flower.books import Outcome, Phase, read, said_of
 from pbfl_flwr.flower.legacy import TrainingOnly, bound_of, parameters_of, report_of, summed, workflow_of
+from pbfl_flwr.flower.replies import Outcome, Phase, read, said_of
 from pbfl_flwr.flower.roster import reason_of
 from pbfl_flwr.method import Method
 from pbfl_flwr.payloads import Payload
@@ -96,7 +96,7 @@ class SecureRounds:
         return {min(uploads): uploads[min(uploads)]} if uploads else {}
 
     def read(self, replies: list[Message], phase: Phase, state: Any, task: Task, max_bytes: int) -> Outcome:
-        """Return what came of a phase: reports, traffic, who fell out and why; the arguments are those of books.read.
+        """Return what came of a phase: reports, traffic, who fell out and why; the arguments are those of replies.read.
 
         The upload of every client that was added is the one that stands for their sum.
 
@@ -113,7 +113,7 @@ class SecureRounds:
         for node, result in self._face.results.items():
             try:
                 found[clients[node]] = report_of(result.metrics)
-            except Exception as error:  # the boundary, as books.read has it
+            except Exception as error:  # the boundary, as replies.read has it
                 outcome.failures[clients[node]] = f"its report cannot be read: {said_of(error)}"
         for node, client in clients.items():
             if node not in self._face.results:

@@ -29,10 +29,11 @@ from pbfl_flwr.config import Settings
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import wire
 from pbfl_flwr.flower.attendance import Attendance
-from pbfl_flwr.flower.books import Outcome, Phase, aged, client_columns, forgetful, named, read, round_line
+from pbfl_flwr.flower.books import aged, client_columns, forgetful, named, round_line
 from pbfl_flwr.flower.client import resolved_moment
 from pbfl_flwr.flower.history import RunDirectory, on_validation, summarise
 from pbfl_flwr.flower.recorder import Recorder
+from pbfl_flwr.flower.replies import Outcome, Phase, read
 from pbfl_flwr.flower.roster import Roster, meet, unchanged, worker_died
 from pbfl_flwr.flower.secure import SecureRounds
 from pbfl_flwr.method import Method, Moment, Round
