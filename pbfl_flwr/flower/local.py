@@ -33,7 +33,7 @@ from pbfl_flwr.flower.engine import LOG, Resources, claim, lock_of
 from pbfl_flwr.flower.server import serve
 
 RUN_ID = FIRST_NODE = 2**62  # of the size of Flower's own, so that messages weigh the same
-TOO_LATE = 4  # Flower's code for a message that could not be delivered
+TOO_LATE = 3  # Flower's code for a message that is not to be had any more
 
 Answer = Callable[[Message, Context], Message]
 Job = Callable[[], Message]
