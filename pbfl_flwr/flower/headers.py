@@ -32,10 +32,10 @@ class _Layout:
     tensors: tuple[tuple[str, torch.dtype, tuple[int, ...], int, int], ...]
 
     def read(self, body: bytearray) -> dict[str, Tensor]:
-        """Return the tensors in the memory of the bytes."""
+        """Return the tensors, each in memory of its own."""
         found = {}
         for name, dtype, shape, count, start in self.tensors:
-            flat = torch.frombuffer(body, dtype=dtype, count=count, offset=start)
+            flat = torch.frombuffer(body, dtype=dtype, count=count, offset=start).clone()
             found[name] = flat if len(shape) == 1 else flat.view(shape)
         return found
 
@@ -44,10 +44,14 @@ _layouts: dict[bytes, _Layout] = {}
 
 
 def load(data: bytes) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file, in memory of their own; of what is none, the library's exceptions."""
+    """Return the tensors of a safetensors file; of what is none, the library's exceptions.
+
+    Each lies in memory that torch has allocated, at the boundaries that it likes: from other ones, matrix products of
+    the same numbers may round differently, and a run's bits would depend on where a message happened to be put.
+    """
     end = 8 + int.from_bytes(data[:8], "little")
     if end > LONGEST or sys.byteorder == "big":  # there the library swaps bytes
-        return parsed(data)
+        return {name: tensor.clone() for name, tensor in parsed(data).items()}
     header, size = data[:end], len(data) - end
     known = _layouts.get(header)
     if known is not None and known.size == size:
@@ -58,7 +62,7 @@ def load(data: bytes) -> dict[str, Tensor]:
         if len(_layouts) >= MOST:
             _layouts.pop(next(iter(_layouts)), None)  # the oldest
         _layouts[header] = found
-    return tensors
+    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def _layout_of(header: bytes, tensors: Mapping[str, Tensor], size: int) -> _Layout | None:

@@ -53,6 +53,15 @@ def test_what_was_written_is_read(pair: tuple[dict[str, Tensor], dict[str, Tenso
         assert same(load(save(tensors)), tensors)
 
 
+@pytest.mark.parametrize("longest", [headers.LONGEST, 0])
+def test_every_tensor_begins_where_torch_would_put_it(longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of a header, later ones, and those whose header is not remembered."""
+    monkeypatch.setattr(headers, "LONGEST", longest)
+    for seed in range(20):
+        for tensor in load(save(table(seed))).values():
+            assert tensor.data_ptr() % 64 == 0
+
+
 def test_the_library_parses_a_header_once(monkeypatch: pytest.MonkeyPatch) -> None:
     headers._layouts.clear()
     seen: list[int] = []
