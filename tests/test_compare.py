@@ -260,7 +260,8 @@ def test_the_command_refuses_before_it_starts(file: Path, tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_all_methods_go_through_into_one_table(tmp_path: Path) -> None:
     title, runs = compare.read("all-methods-fashion-mnist")
-    small = ["dataset=digits", "num-clients=3", "num-server-rounds=2", "feature-dim=64", "join-timeout=0.5"]
+    small = ["dataset=digits", "max-samples=300", "num-clients=3", "num-server-rounds=2", "feature-dim=64"]
+    small += ["join-timeout=0.5"]
     planned = compare.plan(runs, small, [], [], tmp_path)
 
     def start(wishes: Wishes, directory: Path) -> int:
