@@ -91,10 +91,7 @@ def beside(
     Raises:
         RunRefused: if the directory is another run's.
     """
-    with writing(run_dir):
-        run_dir.mkdir(parents=True, exist_ok=True)
-    follower, over = Follower(run_dir, num_rounds, console), Event()
-    say(console, f"run {run_dir}")
+    follower, over = _following(run_dir, num_rounds, console), Event()
 
     def follow() -> None:
         while not over.wait(POLL_SECONDS):
@@ -118,6 +115,14 @@ def beside(
         say(console, f"interrupted; go on with: {go_on}")
         return INTERRUPTED
     return COMPLETED if stopped is None else _failed(run_dir, str(stopped), console, go_on)
+
+
+def _following(run_dir: Path, num_rounds: int, console: Console) -> Follower:
+    """Make the run directory and say where the run goes."""
+    with writing(run_dir):
+        run_dir.mkdir(parents=True, exist_ok=True)
+    say(console, f"run {run_dir}")
+    return Follower(run_dir, num_rounds, console)
 
 
 def _failed(run_dir: Path, reason: str, console: Console, go_on: str) -> int:
@@ -163,11 +168,8 @@ def attend(link: Link, submit: Callable[[], str], num_rounds: int, console: Cons
         PbflError: if Flower cannot be started or refuses the run.
     """
     run_dir = link.run_dir
-    with writing(run_dir):
-        run_dir.mkdir(parents=True, exist_ok=True)
     before = _written(run_dir / ERROR)  # it is the ServerApp's, which may be refused and leave it as it was
-    follower = Follower(run_dir, num_rounds, console)
-    say(console, f"run {run_dir}")
+    follower = _following(run_dir, num_rounds, console)
     with interruptible(), link:
         run_id = submit()
         try:
