@@ -12,6 +12,7 @@ methods whose steps are all alike may be recorded: :meth:`pbfl_flwr.method.Metho
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -70,22 +71,27 @@ class Replayed:
 
 
 def aside(run: Run, device: torch.device) -> None:
-    """Run on a stream of its own, as what is to be recorded must have been."""
-    with torch.cuda.device(device):
-        stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
-        stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            run()
-        current.wait_stream(stream)
+    """Run on the stream that recordings are made on, as what is to be recorded must have been."""
+    stream, current = _stream(device), torch.cuda.current_stream(device)
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        run()
+    current.wait_stream(stream)
 
 
 def record(run: Run, device: torch.device) -> Run:
     """Record what a function launches, which is not computed yet, and return what computes it."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.device(device), torch.cuda.graph(graph):
+    with torch.cuda.device(device), torch.cuda.graph(graph, stream=_stream(device)):
         run()
 
     def replay() -> None:
         graph.replay()
 
     return replay
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the process's one stream beside the default: memory freed on a stream serves that stream alone."""
+    return torch.cuda.Stream(device)
