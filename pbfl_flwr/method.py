@@ -35,7 +35,6 @@ UpT = TypeVar("UpT", bound=Upload)
 UpT_co = TypeVar("UpT_co", bound=Payload, covariant=True)
 
 Moment = Literal["after", "before"]
-PREDICTORS = ("head", "global", "global-local", "local", "etf")
 Predictor = Callable[[Tensor, Tensor], Tensor]
 """(features (B, d), logits (B, K)) -> finite scores (B, K); the class with the highest score is predicted."""
 

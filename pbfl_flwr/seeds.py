@@ -4,10 +4,14 @@ Every random choice (weights, batches, sampling, masks) takes its seed from the 
 numbers that describe it, so the same run gives the same bits with one worker or with many.
 """
 
+from __future__ import annotations
+
 import hashlib
 import operator
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 def derive(*parts: int | str) -> int:
@@ -20,4 +24,6 @@ def derive(*parts: int | str) -> int:
 
 def generator(*parts: int | str) -> torch.Generator:
     """Return a torch CPU generator seeded by :func:`derive`."""
+    import torch
+
     return torch.Generator().manual_seed(derive(*parts))

@@ -73,7 +73,8 @@ def write_run(path: Path, rounds: list[dict[str, Any]], **changes: Any) -> Path:
     path.mkdir(parents=True)
     (path / "run.json").write_text(json.dumps(about))
     (path / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in rounds))
+    # By FedProto's paper (K_1 + K)·d + (K_2 + K)·d = (2 + 3)·4 + (1 + 3)·4 scalars travel in a round.
     (path / "partition.json").write_text(
-        json.dumps({"counts": [[5, 3, 0], [0, 0, 8]], "notes": [], "majority": 0.7512})
+        json.dumps({"counts": [[5, 3, 0], [0, 0, 8]], "notes": [], "majority": 0.7512, "paper_scalars": 36.0})
     )
     return path

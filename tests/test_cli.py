@@ -165,7 +165,6 @@ def test_show(tmp_path: Path) -> None:
     assert ["bytes, mean over all clients: payload", "100 B", "300 B", "400 B"] in rows
     assert ["with Flower's objects", "200 B", "400 B", "600 B"] in rows
     assert ["scalars, all clients, last round", "12", "20", "32"] in rows
-    # FedProto: (K_1 + K)·d + (K_2 + K)·d = (2 + 3)·4 + (1 + 3)·4
     assert ["by the paper's formula, all taking part", "", "", "36"] in rows
     assert "client 1 failed in 2 rounds, first 2: out of paper" in text
     assert "go on with" not in text
@@ -353,7 +352,8 @@ def test_who_cannot_be_exported_is_one_line(tmp_path: Path) -> None:
     [
         ("partition.json", b"{", "is damaged (Expecting"),
         ("partition.json", b"[]", "is damaged: it holds no object"),
-        ("partition.json", b'{"counts": 5}', "is damaged: its counts or its majority are no numbers"),
+        ("partition.json", b'{"counts": 5}', "is damaged: its counts or figures are no numbers"),
+        ("partition.json", b'{"majority": "most"}', "is damaged: its counts or figures are no numbers"),
         ("run.json", b"\xff", "is damaged ('utf-8' codec"),
         ("rounds.jsonl", b"\xff\n", "line 1 is damaged ('utf-8' codec"),
         ("rounds.jsonl", b"null\n", "line 1 is damaged: it is no round"),

@@ -4,16 +4,20 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+
+from pbfl_flwr.methods import METHODS, SECTIONS
+from tests.runs import entry, write_run
 
 ROOT = Path(__file__).resolve().parents[1]
 APPS = ("client_app", "server_app")
 # A module may import what stands before its own line, and its own line.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "seeds", "allocator"),
-    ("task", "config", "payloads", "security", "card"),
+    ("task", "config", "payloads", "security", "card", "architectures"),
     ("sinks",),
     ("models", "data"),
     ("method", "weights", "lowrank", "generators", "descent"),
@@ -107,3 +111,37 @@ def test_a_client_process_starts_without_what_it_may_not_need() -> None:
         [sys.executable, "-c", asked], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_commands_that_only_read_and_list_answer_without_what_takes_seconds(tmp_path: Path) -> None:
+    heavy = ("torch", "flwr", "ray", "scipy", "matplotlib", "sklearn", "torchvision")
+    run = write_run(tmp_path / "run", [entry(1, 0.5, 0.5)])
+    commands = [
+        ["--help"],
+        *(["list", topic] for topic in ("methods", "models", "datasets", "presets", "comparisons")),
+        ["list", "reproductions"],
+        ["show", str(run)],
+        ["watch", str(run)],
+        ["run", "--set", "nonsense=1", "--set", "method=fedprot", "--set", "dataset=digit"],
+    ]
+    asked = f"""
+import sys
+from typer.testing import CliRunner
+from pbfl_flwr.cli import app
+for command in {commands}:
+    result = CliRunner().invoke(app, command)
+    print(result.exit_code, [name for name in {heavy} if name in sys.modules], command)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", asked], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
+    )
+    codes = [0] * (len(commands) - 1) + [2]
+    expected = [f"{code} [] {command}" for code, command in zip(codes, commands, strict=True)]
+    assert done.stdout.splitlines() == expected
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_table_of_methods_says_which_pages_have_keys_of_their_own(name: str) -> None:
+    page = import_module(METHODS[name].build.__module__)
+    assert METHODS[name].section is getattr(page, "Config", None)
+    assert (name in SECTIONS) == hasattr(page, "Config")

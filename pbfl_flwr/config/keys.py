@@ -44,6 +44,7 @@ AbsolutePath = Annotated[str, AfterValidator(_absolute)]
 
 LAYOUTS = ("channels-last", "contiguous")
 PRECISIONS = ("float32", "bfloat16")
+PREDICTORS = ("head", "global", "global-local", "local", "etf")
 FAULTS = ("drop", "crash", "corrupt", "stale", "delay")
 
 

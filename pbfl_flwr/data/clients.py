@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from pbfl_flwr.data.contract import ClientData, Pool, Rows, Shard, Split
@@ -47,6 +46,8 @@ def hold_out(rows: Rows, share: float, seed: int) -> tuple[Rows, Rows]:
 
 
 def _shard(pool: Pool, rows: Rows) -> Shard:
+    import torch
+
     return Shard(torch.from_numpy(_take(pool.inputs, rows)), torch.from_numpy(pool.labels[rows]))
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.task import Task
+
+if TYPE_CHECKING:  # the table of datasets is to be read without waiting for torch
+    import torch
+    from torch import Tensor
 
 Rows = NDArray[np.int64]
 
@@ -66,6 +68,8 @@ class Pool:
 
     def affine(self) -> tuple[Tensor, Tensor]:
         """Return (scale, shift), float32 (C, 1, 1, ...), so that x * scale + shift is what a model is fed."""
+        import torch
+
         channels = self.input_shape[0]
         images = self.inputs.dtype == np.uint8
         mean = np.asarray(self.mean or (0.5 if images else 0.0,) * channels)
@@ -180,6 +184,8 @@ class ClientData:
     @property
     def counts(self) -> Tensor:
         """n_ij: training samples of every class, int64 (K,), on the CPU."""
+        import torch
+
         return torch.bincount(self.train.labels.cpu(), minlength=self.num_classes)
 
     def prepare(self, batch_inputs: Tensor) -> Tensor:

@@ -7,13 +7,13 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from pbfl_flwr.architectures import ARCHITECTURES, FAMILIES
 from pbfl_flwr.config import GROUPS, Group
 from pbfl_flwr.data import DATASETS
 from pbfl_flwr.experiments import reproduce
 from pbfl_flwr.experiments.compare import comparisons, read
 from pbfl_flwr.experiments.configuration import presets
 from pbfl_flwr.methods import METHODS, SECTIONS
-from pbfl_flwr.models import FAMILIES, MODELS, description
 
 Rows = list[tuple[str, ...]]
 TYPES = {int: "whole number", float: "number", str: "text", bool: "true or false"}
@@ -28,7 +28,7 @@ def methods() -> Rows:
 def models() -> Rows:
     """Return (name, description): families first."""
     families = [(name, f"family, by client id: {', '.join(members)}") for name, members in FAMILIES.items()]
-    return [*families, *((name, description(name)) for name in MODELS)]
+    return [*families, *ARCHITECTURES.items()]
 
 
 def datasets() -> Rows:

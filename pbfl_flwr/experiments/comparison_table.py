@@ -8,15 +8,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from pbfl_flwr.config import PREDICTORS
 from pbfl_flwr.experiments.compare import Planned, finished
 from pbfl_flwr.experiments.figures import kilobytes
 from pbfl_flwr.experiments.records import Group, Record
 from pbfl_flwr.experiments.sheets import Sheet, figure
 from pbfl_flwr.experiments.summaries import paired_sheet
 from pbfl_flwr.experiments.tables import majority_lines, paper_scalars, scores
+from pbfl_flwr.flower.files import write_atomically
 from pbfl_flwr.flower.history import RunDirectory
-from pbfl_flwr.flower.store import write_atomically
-from pbfl_flwr.method import PREDICTORS
 
 PLAIN = ("headline", "seeds", "rounds", "last", "best", "std", "worst", "up", "down", "total")
 
@@ -102,7 +102,7 @@ def _row(label: str, runs: Sequence[RunDirectory]) -> Row:
         fmean(entry["bytes_up"]["payload"] for entry in entries) / clients,
         fmean(entry["bytes_down"]["payload"] for entry in entries) / clients,
         fmean(entry["bytes_up"]["total"] + entry["bytes_down"]["total"] for entry in entries),
-        paper_scalars(abouts[0], runs[0].partition_counts()),
+        paper_scalars(runs[0].paper_scalars()),
         fmean(entry["seconds"]["total"] for entry in entries),
         [run.majority() for run in runs],
     )

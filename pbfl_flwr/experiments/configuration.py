@@ -12,8 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from pbfl_flwr.architectures import architecture_of, architectures, check_named
 from pbfl_flwr.config import CHANGEABLE, DataSettings, Scalar, Settings, parse
 from pbfl_flwr.data import DATASETS, Partition, check_data, load_pool
 from pbfl_flwr.errors import PbflError
@@ -21,8 +20,6 @@ from pbfl_flwr.experiments.runner import go_on_with, simulated
 from pbfl_flwr.flower.engine import Resources
 from pbfl_flwr.flower.history import RunDirectory
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method
-from pbfl_flwr.models import architecture_of, architectures, check_models, check_named
-from pbfl_flwr.replay import check_replayable
 from pbfl_flwr.sinks import check as check_sinks
 
 PATHS = ("run-dir", "state-dir", "data-dir")
@@ -112,6 +109,9 @@ def preflight(settings: Settings, resources: Resources) -> Partition:
     Raises:
         PbflError: one line on what does not fit.
     """
+    from pbfl_flwr.models import check_models
+    from pbfl_flwr.replay import check_replayable
+
     clients = settings.run.num_clients
     _check_resources(settings, resources)
     check_sinks(settings.run.sinks)
@@ -190,8 +190,11 @@ def _check_resources(settings: Settings, resources: Resources) -> None:
     """Refuse what Flower would only answer with an empty pool of workers."""
     if settings.training.device == "cuda" and not resources.gpus_per_client:
         raise PbflError("device = 'cuda': clients see no GPU; add --gpus-per-client, e.g. 0.25")
-    if resources.gpus_per_client and not torch.cuda.device_count():
-        raise PbflError(f"--gpus-per-client {resources.gpus_per_client}: this machine has no CUDA device")
+    if resources.gpus_per_client:
+        import torch
+
+        if not torch.cuda.device_count():
+            raise PbflError(f"--gpus-per-client {resources.gpus_per_client}: this machine has no CUDA device")
     cpus = os.cpu_count() or 1
     if resources.workers is None and resources.cpus_per_client > cpus:
         raise PbflError(

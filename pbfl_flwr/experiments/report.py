@@ -22,8 +22,8 @@ from pbfl_flwr.experiments.records import NEUTRAL, Group, Record
 from pbfl_flwr.experiments.sheets import Sheet
 from pbfl_flwr.experiments.summaries import paired_sheet, summary_sheet
 from pbfl_flwr.experiments.tables import failure_lines, paper_scalars, scores, settings_line
+from pbfl_flwr.flower.files import write_atomically
 from pbfl_flwr.flower.history import ERROR
-from pbfl_flwr.flower.store import write_atomically
 
 TEMPLATES = "experiments/templates"
 NUMBER = re.compile(r"[<+−-]?\s*\d")
@@ -194,14 +194,13 @@ def cost_sheet(groups: Sequence[Group]) -> Sheet:
             return fmean(entry[way][key] for entry in rounds)
 
         both = mean("bytes_up", "total") + mean("bytes_down", "total")
-        counts = None if record.counts is None else record.counts.tolist()
         rows.append(
             (
                 group.label,
                 kilobytes(mean("bytes_up", "payload") / clients),
                 kilobytes(mean("bytes_down", "payload") / clients),
                 kilobytes(both),
-                paper_scalars(record.about, counts),
+                paper_scalars(record.directory.paper_scalars()),
                 f"{fmean(entry['seconds']['total'] for entry in record.rounds):.2f}",
                 f"{max(entry['peak_mb'] for entry in record.rounds):.0f}",
             )

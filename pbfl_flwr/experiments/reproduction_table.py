@@ -8,14 +8,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Literal
 
+from pbfl_flwr.config import PREDICTORS
 from pbfl_flwr.experiments.compare import Planned, finished
 from pbfl_flwr.experiments.reproduce import Reproduction, Scale, changes
 from pbfl_flwr.experiments.sheets import Sheet, figure
 from pbfl_flwr.experiments.statistics import spread as deviation
 from pbfl_flwr.experiments.tables import Scores, scores
+from pbfl_flwr.flower.files import write_atomically
 from pbfl_flwr.flower.history import RunDirectory
-from pbfl_flwr.flower.store import write_atomically
-from pbfl_flwr.method import PREDICTORS
 
 
 @dataclass(frozen=True)

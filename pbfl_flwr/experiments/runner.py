@@ -21,7 +21,6 @@ from pbfl_flwr.errors import PbflError, writing
 from pbfl_flwr.experiments.figures import clock, kilobytes, percent, say
 from pbfl_flwr.flower.engine import ENDED, Engine, Link, Resources
 from pbfl_flwr.flower.history import ERROR, RunDirectory, RunRefused
-from pbfl_flwr.flower.local import federate
 
 COMPLETED, FAILED, INTERRUPTED = 0, 1, 130
 NODES = "nodes.json"  # what pbfl deploy local keeps of its SuperNodes, in the run directory
@@ -59,6 +58,8 @@ def simulate(
     keys = {**config, **threads, "run-dir": str(run_dir)}
     go_on = f"pbfl run --resume {run_dir}"
     if resources.processes:
+        from pbfl_flwr.flower.local import federate
+
         go_on += " --engine processes"
         return beside(
             run_dir, lambda: federate(run_dir, keys, num_clients, resources), num_rounds, console, go_on

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pbfl_flwr.experiments.statistics import spread
-from pbfl_flwr.flower.store import write_atomically
+from pbfl_flwr.flower.files import write_atomically
 
 _LATEX = {
     "\\": r"\textbackslash{}",

@@ -22,7 +22,7 @@ from pbfl_flwr.experiments.compare import Planned, finished, plan
 from pbfl_flwr.experiments.comparison_table import PLAIN, Row
 from pbfl_flwr.experiments.figures import kilobytes
 from pbfl_flwr.experiments.sheets import Sheet, figure
-from pbfl_flwr.flower.store import write_atomically
+from pbfl_flwr.flower.files import write_atomically
 
 Values = dict[str, list[Scalar]]
 

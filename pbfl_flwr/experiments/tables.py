@@ -12,14 +12,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pbfl_flwr.config import parse
-from pbfl_flwr.errors import PbflError
+from pbfl_flwr.config import PREDICTORS
 from pbfl_flwr.experiments.figures import kilobytes, say
 from pbfl_flwr.experiments.runner import go_on_with
 from pbfl_flwr.flower.history import ERROR, RunDirectory
-from pbfl_flwr.method import PREDICTORS
-from pbfl_flwr.methods import SECTIONS, build_method
-from pbfl_flwr.task import Task
 
 STATISTICS = ("weighted", "mean", "std", "worst")
 
@@ -93,7 +89,7 @@ def show(run_dir: Path, console: Console) -> None:
             say(console, sentence)
         if any(member.get("name") for member in about["clients"]):
             console.print(client_table(about, run.client_rounds()))
-        console.print(cost_table(about, rounds, run.partition_counts()))
+        console.print(cost_table(about, rounds, run.paper_scalars()))
         if line := privacy_line(about["configuration"], run.client_rounds()):
             say(console, line)
         for note in rounds[-1].get("notes", []):
@@ -190,15 +186,13 @@ def client_table(about: Mapping[str, Any], clients: Sequence[Mapping[str, Any]])
     return table
 
 
-def cost_table(
-    about: Mapping[str, Any], rounds: Sequence[Mapping[str, Any]], counts: Sequence[Sequence[int]] | None
-) -> Table:
+def cost_table(about: Mapping[str, Any], rounds: Sequence[Mapping[str, Any]], paper: float | None) -> Table:
     """Return the table of costs: bytes a round and client, numbers that travel, seconds.
 
     Args:
         about: what run.json holds.
         rounds: what rounds.jsonl holds, at least one entry.
-        counts: samples of each class on each client; None where they are not known.
+        paper: scalars by the paper's formula; None where they are not known.
     """
     clients = len(about["clients"])
     table = Table(title="cost of a round, mean over the rounds", title_justify="left")
@@ -221,7 +215,7 @@ def cost_table(
         f"{last['down']:,}",
         f"{last['up'] + last['down']:,}",
     )
-    table.add_row("  by the paper's formula, all taking part", "", "", paper_scalars(about, counts))
+    table.add_row("  by the paper's formula, all taking part", "", "", paper_scalars(paper))
     mean = fmean(entry["seconds"]["total"] for entry in rounds)
     table.add_row("seconds", "", "", f"{mean:.2f}", end_section=True)
     spent = {
@@ -255,18 +249,9 @@ def privacy_line(configuration: Mapping[str, Any], clients: Sequence[Mapping[str
     )
 
 
-def paper_scalars(about: Mapping[str, Any], counts: Sequence[Sequence[int]] | None) -> str:
+def paper_scalars(found: float | None) -> str:
     """Return the paper's count of the scalars that travel in a round, or why it is not known."""
-    if counts is None:
-        return "unknown (K_i are the devices' own)"
-    members = about["clients"]
-    held = [sum(count > 0 for count in row) for row in counts]
-    parameters = [(int(member["parameters"][0]), int(member["parameters"][1])) for member in members]
-    try:
-        method = build_method(parse(about["configuration"], SECTIONS))
-    except PbflError:
-        return "unknown (keys of another version)"
-    return f"{method.paper_scalars(Task.from_record(members[0]['task']), held, parameters):,.0f}"
+    return "unknown (K_i are the devices' own)" if found is None else f"{found:,.0f}"
 
 
 def failure_lines(rounds: Sequence[Mapping[str, Any]]) -> Iterator[str]:

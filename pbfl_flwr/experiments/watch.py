@@ -18,11 +18,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from pbfl_flwr.config import PREDICTORS
 from pbfl_flwr.experiments.figures import clock, kilobytes
 from pbfl_flwr.experiments.runner import go_on_with
 from pbfl_flwr.experiments.tables import failure_lines, scores, settings_line
 from pbfl_flwr.flower.history import ERROR, RunDirectory
-from pbfl_flwr.method import PREDICTORS
 
 QUIET_SECONDS = 120.0  # silence below this is never remarkable
 QUIET_ROUNDS = 5  # nor is silence below this many rounds' time

@@ -21,13 +21,12 @@ import joblib
 import torch
 from flwr.app import Context
 
+from pbfl_flwr.architectures import architectures, is_external
 from pbfl_flwr.config import Scalar, Settings, parse
 from pbfl_flwr.data import kind_of, read_names
 from pbfl_flwr.data.cache import home
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.methods import SECTIONS
-from pbfl_flwr.models import architectures
-from pbfl_flwr.models.external import is_external
 
 # A name is no number: client-id='0' would otherwise be another client than client-id=0.
 NAME = re.compile(r"(?!\d+$)[A-Za-z0-9._-]{1,64}")

@@ -24,24 +24,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from filelock import FileLock, Timeout
 
+from pbfl_flwr.config import PREDICTORS
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower.store import (
-    DamagedState,
-    UnsavedState,
-    load_tensors,
-    remove_torn,
-    save_tensors,
-    write_atomically,
-)
-from pbfl_flwr.flower.wire import Report
-from pbfl_flwr.method import PREDICTORS
-from pbfl_flwr.payloads import Payload, RejectedPayload
-from pbfl_flwr.task import Task
+from pbfl_flwr.flower.files import DamagedState, UnsavedState, remove_torn, write_atomically
+
+if TYPE_CHECKING:  # who reads what a run wrote down needs neither torch nor Flower
+    from pbfl_flwr.flower.wire import Report
+    from pbfl_flwr.payloads import Payload
+    from pbfl_flwr.task import Task
 
 ERROR = "error.txt"
 OTHER_CONFIGURATION = (
@@ -202,10 +197,22 @@ class RunDirectory:
                 raise UnsavedState(f"{self.path / name} cannot be written ({error.strerror})") from None
 
     def write_partition(
-        self, counts: Sequence[Sequence[int]], notes: Sequence[str], majority: float | None
+        self,
+        counts: Sequence[Sequence[int]],
+        notes: Sequence[str],
+        majority: float | None,
+        paper_scalars: float,
     ) -> None:
-        """Write the samples of each class on each client, and what always answering its largest class scores."""
-        self._write("partition.json", {"counts": counts, "notes": notes, "majority": majority})
+        """Write the samples of each class on each client, and what follows from them alone.
+
+        Args:
+            counts: (M, K).
+            notes: on the partition.
+            majority: what always answering a client's largest class scores.
+            paper_scalars: that travel in a round by the paper's formula.
+        """
+        found = {"counts": counts, "notes": notes, "majority": majority, "paper_scalars": paper_scalars}
+        self._write("partition.json", found)
 
     def partition_counts(self) -> list[list[int]] | None:
         """Return the samples of each class on each client, None where they are not known.
@@ -221,22 +228,29 @@ class RunDirectory:
         found: float | None = self._partition().get("majority")
         return found
 
+    def paper_scalars(self) -> float | None:
+        """Return the paper's count of the scalars that travel in a round, all clients, None where it is not known."""
+        found: float | None = self._partition().get("paper_scalars")
+        return found
+
     def _partition(self) -> dict[str, Any]:
         file = self.path / "partition.json"
         found = read_object(file) if file.exists() else {}
-        rows, majority = found.get("counts"), found.get("majority")
+        rows, figures = found.get("counts"), [found.get("majority"), found.get("paper_scalars")]
         counted = rows is None or (
             isinstance(rows, list)
             and all(isinstance(row, list) and all(isinstance(n, int) for n in row) for row in rows)
         )
-        if not counted or not isinstance(majority, int | float | None):
-            raise DamagedState(f"{file} is damaged: its counts or its majority are no numbers")
+        if not counted or not all(isinstance(figure, int | float | None) for figure in figures):
+            raise DamagedState(f"{file} is damaged: its counts or figures are no numbers")
         return found
 
     def save_checkpoint(
         self, state: Payload, broadcast: Payload, server_round: int, fingerprint: str
     ) -> None:
         """Write the server's state after a round, and the broadcast for others to read."""
+        from pbfl_flwr.flower.store import save_tensors
+
         save_tensors(
             self.path / "prototypes.safetensors", broadcast.to_tensors(), {"round": str(server_round)}
         )
@@ -245,6 +259,8 @@ class RunDirectory:
 
     def save_best(self, state: Payload, server_round: int, accuracy: float, predictor: str) -> None:
         """Write the state with which a round's clients scored: the one that had been broadcast for it."""
+        from pbfl_flwr.flower.store import save_tensors
+
         metadata = {
             "scored-in-round": str(server_round),
             "accuracy": f"{accuracy:.6f}",
@@ -261,6 +277,9 @@ class RunDirectory:
             RunRefused: if the checkpoint was made with a configuration that gives other results.
             DamagedState: if it is lost while the history holds several rounds, or if it is damaged.
         """
+        from pbfl_flwr.flower.store import load_tensors
+        from pbfl_flwr.payloads import RejectedPayload
+
         file = self.path / "checkpoint.safetensors"
         try:
             tensors, metadata = load_tensors(file)

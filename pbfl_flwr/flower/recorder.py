@@ -13,6 +13,7 @@ from pbfl_flwr.config import Settings
 from pbfl_flwr.data import check_data, load_pool
 from pbfl_flwr.flower.history import OTHER_CONFIGURATION, RunDirectory, RunRefused
 from pbfl_flwr.flower.roster import Member
+from pbfl_flwr.methods import build_method
 from pbfl_flwr.payloads import Payload
 from pbfl_flwr.sinks import Sinks
 from pbfl_flwr.task import Task
@@ -70,7 +71,11 @@ class Recorder:
         if all(member.simulated and member.configured_data for member in known):
             partition = check_data(self._settings.data, self._settings.run.num_clients)
             majority = partition.majority(load_pool(self._settings.data).labels)
-            self.run.write_partition(partition.counts.tolist(), list(partition.notes), majority)
+            held = (partition.counts > 0).sum(axis=1).tolist()
+            scalars = build_method(self._settings).paper_scalars(
+                known[0].task, held, [member.parameters for member in known]
+            )
+            self.run.write_partition(partition.counts.tolist(), list(partition.notes), majority, scalars)
         self._open_sinks()
 
     def go_on(

@@ -1,17 +1,14 @@
 """State on disk: each client's own model and memory, and the server's checkpoints.
 
-One file an owner, safetensors, so that other tools can read it and nothing in it can run. A file is written beside
-its place, flushed to the disk and renamed; a checksum and a schema version are checked when it is read. A damaged or
-foreign file is an error that names it, and is never overwritten.
+One file an owner, safetensors, so that other tools can read it and nothing in it can run. A checksum and a schema
+version are checked when it is read. A damaged or foreign file is an error that names it, and is never overwritten.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,58 +18,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower.files import DamagedState, UnsavedState, write_atomically
 from pbfl_flwr.payloads import separate, under
 
 SCHEMA = "1"
-
-
-class DamagedState(PbflError):
-    """A state file that cannot be trusted; the text names the file, the fault and what to do."""
-
-
-class UnsavedState(PbflError):
-    """A file that could not be written, e.g. because the disk is full; what was there before is still there."""
-
-
-def write_atomically(path: Path, data: bytes, *, locked: bool = False) -> None:
-    """Write a file so that it is either the old one or the new one, whatever happens in between.
-
-    Args:
-        path: the file; directories above it are made.
-        data: what it shall hold.
-        locked: the caller holds the file's lock, so that what it writes beside it always has the same name, and what
-            a killed process left there is written over.
-
-    Raises:
-        UnsavedState: if the system refuses it.
-    """
-    writer = "" if locked else f".{os.getpid()}"
-    temporary = path.with_name(f".{path.name}{writer}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise UnsavedState(
-            f"{path} cannot be written ({error.strerror}); what it held before is kept"
-        ) from None
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
-
-
-def remove_torn(directory: Path) -> None:
-    """Remove what processes that were killed while writing a file left beside it: it takes room and is of no use."""
-    for left in directory.glob(".*.tmp"):
-        left.unlink(missing_ok=True)
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:

@@ -24,9 +24,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save
 from torch import Tensor
 
+from pbfl_flwr.config import PREDICTORS
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.headers import load
-from pbfl_flwr.method import PREDICTORS
 from pbfl_flwr.payloads import MAX_COUNT, Payload, Prototypes, RejectedPayload, Reveal, separate
 from pbfl_flwr.task import Task
 

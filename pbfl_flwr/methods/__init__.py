@@ -3,86 +3,77 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from pbfl_flwr.config import Group, Settings
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.method import Method
-from pbfl_flwr.methods import (
-    fedala,
-    fedavg,
-    fedcpd,
-    feddistill,
-    fedfa,
-    fedgen,
-    fedgh,
-    fedkd,
-    fednh,
-    fedpa,
-    fedper,
-    fedproto,
-    fedprox,
-    fedrep,
-    fedtgp,
-    feduv,
-    fesem,
-    fml,
-    gfpl,
-    lg_fedavg,
-    local,
-    protonorm,
-    tinyproto,
-)
-from pbfl_flwr.prototypes.privacy import unprotected
-from pbfl_flwr.prototypes.sums import MOST_CLIENTS
+
+if TYPE_CHECKING:
+    from pbfl_flwr.method import Method
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One method.
+    """One method; its page is imported when it is asked for, which takes seconds.
 
     Attributes:
         summary: one line for ``pbfl list methods``.
-        build: the page's builder.
-        section: the method's own settings, ``<name>.<key>``; None if it has none.
+        page: the module of this package with ``build`` and, for settings of its own, ``Config``.
+        own_keys: whether it has settings of its own, ``<name>.<key>``.
     """
 
     summary: str
-    build: Callable[[Settings], Method[Any, Any, Any]]
-    section: type[Group] | None = None
+    page: str
+    own_keys: bool = False
+
+    @property
+    def build(self) -> Callable[[Settings], Method[Any, Any, Any]]:
+        """The page's builder."""
+        found: Callable[[Settings], Method[Any, Any, Any]] = self._page().build
+        return found
+
+    @property
+    def section(self) -> type[Group] | None:
+        """The method's own settings; None if it has none."""
+        found: type[Group] | None = self._page().Config if self.own_keys else None
+        return found
+
+    def _page(self) -> Any:
+        return import_module(f"{__name__}.{self.page}")
 
 
 METHODS: dict[str, Entry] = {
-    "local": Entry("every client for itself; nothing travels", local.build),
-    "fedavg": Entry("weights averaged by samples; one architecture", fedavg.build),
-    "fedprox": Entry("FedAvg with a spring to the received weights", fedprox.build, fedprox.Config),
-    "fedper": Entry("the body averaged, heads at home", fedper.build, fedper.Config),
-    "fedrep": Entry("as FedPer, head and body trained one after the other", fedrep.build, fedrep.Config),
-    "fedala": Entry("FedAvg, the head taken over weight by weight", fedala.build, fedala.Config),
-    "fesem": Entry("several global models, a client follows the nearest", fesem.build, fesem.Config),
-    "feduv": Entry("FedAvg with varied outputs and spread features", feduv.build, feduv.Config),
+    "local": Entry("every client for itself; nothing travels", "local"),
+    "fedavg": Entry("weights averaged by samples; one architecture", "fedavg"),
+    "fedprox": Entry("FedAvg with a spring to the received weights", "fedprox", own_keys=True),
+    "fedper": Entry("the body averaged, heads at home", "fedper", own_keys=True),
+    "fedrep": Entry("as FedPer, head and body trained one after the other", "fedrep", own_keys=True),
+    "fedala": Entry("FedAvg, the head taken over weight by weight", "fedala", own_keys=True),
+    "fesem": Entry("several global models, a client follows the nearest", "fesem", own_keys=True),
+    "feduv": Entry("FedAvg with varied outputs and spread features", "feduv", own_keys=True),
     "fednh": Entry(
-        "FedAvg with a classifier of unit vectors that follows class means", fednh.build, fednh.Config
+        "FedAvg with a classifier of unit vectors that follows class means", "fednh", own_keys=True
     ),
-    "fedfa": Entry("FedAvg with shared anchors for features and classifier", fedfa.build, fedfa.Config),
-    "lg-fedavg": Entry("the classifier averaged, bodies at home", lg_fedavg.build),
-    "fedgen": Entry("the classifier averaged and taught by a generator", fedgen.build, fedgen.Config),
-    "fedpa": Entry("averaged weights, prototypes and an adversarial generator", fedpa.build, fedpa.Config),
-    "fedgh": Entry("the server trains the classifier on prototypes", fedgh.build, fedgh.Config),
-    "feddistill": Entry("class means of outputs averaged and distilled", feddistill.build, feddistill.Config),
-    "fml": Entry("mutual learning with an averaged auxiliary network", fml.build, fml.Config),
-    "fedkd": Entry("mentor and averaged mentee, singular values on the wire", fedkd.build, fedkd.Config),
-    "fedproto": Entry("class means averaged, features pulled towards them", fedproto.build),
-    "fedtgp": Entry("prototypes trained on the server with an adaptive margin", fedtgp.build, fedtgp.Config),
+    "fedfa": Entry("FedAvg with shared anchors for features and classifier", "fedfa", own_keys=True),
+    "lg-fedavg": Entry("the classifier averaged, bodies at home", "lg_fedavg"),
+    "fedgen": Entry("the classifier averaged and taught by a generator", "fedgen", own_keys=True),
+    "fedpa": Entry("averaged weights, prototypes and an adversarial generator", "fedpa", own_keys=True),
+    "fedgh": Entry("the server trains the classifier on prototypes", "fedgh", own_keys=True),
+    "feddistill": Entry("class means of outputs averaged and distilled", "feddistill", own_keys=True),
+    "fml": Entry("mutual learning with an averaged auxiliary network", "fml", own_keys=True),
+    "fedkd": Entry("mentor and averaged mentee, singular values on the wire", "fedkd", own_keys=True),
+    "fedproto": Entry("class means averaged, features pulled towards them", "fedproto"),
+    "fedtgp": Entry("prototypes trained on the server with an adaptive margin", "fedtgp", own_keys=True),
     "tinyproto": Entry(
-        "sparse prototypes with adaptive scaling, on FedProto or FedTGP", tinyproto.build, tinyproto.Config
+        "sparse prototypes with adaptive scaling, on FedProto or FedTGP", "tinyproto", own_keys=True
     ),
-    "protonorm": Entry("prototypes aligned on the sphere, upscaled by the client", protonorm.build),
-    "fedcpd": Entry("FedRep with prototypes and a memory of feature maps", fedcpd.build, fedcpd.Config),
+    "protonorm": Entry("prototypes aligned on the sphere, upscaled by the client", "protonorm"),
+    "fedcpd": Entry("FedRep with prototypes and a memory of feature maps", "fedcpd", own_keys=True),
     "gfpl": Entry(
-        "Gaussian mixtures fused by distance, heads retrained on samples of them", gfpl.build, gfpl.Config
+        "Gaussian mixtures fused by distance, heads retrained on samples of them", "gfpl", own_keys=True
     ),
 }
 
@@ -94,7 +85,26 @@ PROTECTED = (
     "fedgh",
 )  # methods whose uploads are prototypes alone
 
-SECTIONS: dict[str, type[Group]] = {name: entry.section for name, entry in METHODS.items() if entry.section}
+
+class _Sections(Mapping[str, type[Group]]):
+    """The methods' own settings by the method's name; a page is imported when its settings are asked for."""
+
+    def __getitem__(self, name: str) -> type[Group]:
+        if name not in self or (found := METHODS[name].section) is None:
+            raise KeyError(name)
+        return found
+
+    def __contains__(self, name: object) -> bool:
+        return name in METHODS and METHODS[str(name)].own_keys
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, entry in METHODS.items() if entry.own_keys)
+
+    def __len__(self) -> int:
+        return sum(entry.own_keys for entry in METHODS.values())
+
+
+SECTIONS: Mapping[str, type[Group]] = _Sections()
 
 
 def build_method(settings: Settings) -> Method[Any, Any, Any]:
@@ -108,6 +118,9 @@ def build_method(settings: Settings) -> Method[Any, Any, Any]:
         close = difflib.get_close_matches(name, METHODS, n=1)
         hint = f" (did you mean '{close[0]}'?)" if close else ""
         raise PbflError(f"method = '{name}': allowed is one of {', '.join(METHODS)}{hint}")
+    from pbfl_flwr.prototypes.privacy import unprotected
+    from pbfl_flwr.prototypes.sums import MOST_CLIENTS
+
     method = METHODS[name].build(settings)
     if not method.protects_uploads and (asked := unprotected(settings.privacy)):
         raise PbflError(

@@ -1,17 +1,23 @@
 """The models: one family a file, one contract (:class:`SplitModel`), one table of contents.
 
 Every model answers ``features(x) -> (B, d)`` and ``head(features) -> (B, K)``. A new one is a function
-``build(task) -> SplitModel`` whose docstring starts with one line about it, and an entry in ``MODELS``; the
-contract tests find it there. Builders import torchvision when they run: that takes seconds, and on a device every
-message has a new process.
+``build(task) -> SplitModel`` whose docstring starts with one line about it, an entry in ``MODELS``, and that line in
+:mod:`pbfl_flwr.architectures`; the contract tests find it there. Builders import torchvision when they run: that takes
+seconds, and on a device every message has a new process.
 """
 
-import difflib
 from collections.abc import Callable
 
 import torch
 
-from pbfl_flwr.config import TrainingSettings, choices
+from pbfl_flwr.architectures import (
+    FAMILIES,
+    architecture_of,
+    architectures,
+    check_named,
+    is_external,
+    unknown,
+)
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models.arrangement import arrange
 from pbfl_flwr.models.cnn import cnn2, cnn4
@@ -27,7 +33,7 @@ from pbfl_flwr.models.contract import (
 )
 from pbfl_flwr.models.dry_forward import dry_forward
 from pbfl_flwr.models.efficientnet import efficientnet_b0
-from pbfl_flwr.models.external import build_external, is_external
+from pbfl_flwr.models.external import build_external
 from pbfl_flwr.models.mlp import mlp5
 from pbfl_flwr.models.mobilenet import mobilenet_v2
 from pbfl_flwr.models.resnet import resnet4, resnet6, resnet8, resnet18
@@ -54,13 +60,6 @@ MODELS: dict[str, Builder] = {
     "textcnn": textcnn,
 }
 
-# In the order of client ids, modulo.
-FAMILIES: dict[str, tuple[str, ...]] = {
-    "heterogeneous-4": ("resnet8", "mobilenet-v2", "shufflenet-v2", "efficientnet-b0"),  # Ht0 of HtFLlib
-    "small-4": ("cnn4", "resnet4", "resnet6", "resnet8"),
-    "text-2": ("fasttext", "textcnn"),
-}
-
 __all__ = [
     "FAMILIES",
     "MODELS",
@@ -76,49 +75,12 @@ __all__ = [
     "check_named",
     "compile_body",
     "count_parameters",
-    "description",
     "dry_forward",
     "has_batch_norm",
     "head_names",
     "is_still",
     "random_inputs",
 ]
-
-
-def description(name: str) -> str:
-    """Return one line about a model of the table: the first of its builder's docstring."""
-    return (MODELS[name].__doc__ or "").strip().partition("\n")[0]
-
-
-def architectures(spec: str) -> tuple[str, ...]:
-    """Return the architectures of a federation, in the order of client ids (modulo).
-
-    Args:
-        spec: a family, a model, ``my_package.module:function``, or a comma list of them. Nothing is imported.
-
-    Raises:
-        PbflError: if a name is unknown; with the closest one and all that are allowed.
-    """
-    names: list[str] = []
-    for item in (part.strip() for part in spec.split(",")):
-        if item in FAMILIES:
-            names.extend(FAMILIES[item])
-        elif item in MODELS or is_external(item):
-            names.append(item)
-        else:
-            raise PbflError(f"models = '{spec}': {_unknown(item)}")
-    return tuple(names)
-
-
-def architecture_of(spec: str, client: int) -> str:
-    """Return the architecture of one client: number ``client`` modulo the length of the list.
-
-    Args:
-        spec: see :func:`architectures`.
-        client: client id, from 0.
-    """
-    names = architectures(spec)
-    return names[client % len(names)]
 
 
 def build_model(name: str, task: Task, seed: int) -> SplitModel:
@@ -138,7 +100,7 @@ def build_model(name: str, task: Task, seed: int) -> SplitModel:
             there or does not answer ``features`` and ``head``.
     """
     if name not in MODELS and not is_external(name):
-        raise PbflError(f"models = '{name}': {_unknown(name)}")
+        raise PbflError(f"models = '{name}': {unknown(name)}")
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would also reseed every GPU
         return MODELS[name](task) if name in MODELS else build_external(name, task)
@@ -156,24 +118,3 @@ def check_models(spec: str, task: Task) -> None:
     """
     for name in dict.fromkeys(architectures(spec)):
         dry_forward(name, build_model(name, task, seed=0), task)
-
-
-def check_named(training: TrainingSettings) -> None:
-    """Check that what is said of single architectures names ones that there are.
-
-    Raises:
-        PbflError: for the first that is unknown.
-    """
-    for key, text in (("layout", training.layout), ("precision", training.precision)):
-        for name in choices(text):
-            if name and name not in MODELS and not is_external(name):
-                raise PbflError(f"{key} = '{text}': {_unknown(name)}")
-
-
-def _unknown(item: str) -> str:
-    close = difflib.get_close_matches(item, [*FAMILIES, *MODELS], n=1)
-    hint = f"; did you mean '{close[0]}'?" if close else ";"
-    return (
-        f"unknown model '{item}'{hint} allowed are the families {', '.join(FAMILIES)}, "
-        f"the models {', '.join(MODELS)}, my_package.module:function, or a comma list"
-    )

@@ -1,7 +1,6 @@
 """Somebody else's model, named in the configuration as ``my_package.module:function``."""
 
 import importlib
-import re
 from collections.abc import Callable
 from typing import cast
 
@@ -10,13 +9,6 @@ from torch import nn
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models.contract import SplitModel
 from pbfl_flwr.task import Task
-
-SPEC = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
-
-
-def is_external(name: str) -> bool:
-    """Return whether the name has the form ``my_package.module:function``; imports nothing."""
-    return SPEC.fullmatch(name) is not None
 
 
 def build_external(spec: str, task: Task) -> SplitModel:

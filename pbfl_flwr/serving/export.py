@@ -29,8 +29,9 @@ from torch import Tensor
 
 from pbfl_flwr.card import Card
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower.files import write_atomically
 from pbfl_flwr.flower.history import RunDirectory
-from pbfl_flwr.flower.store import ClientStore, load_tensors, write_atomically
+from pbfl_flwr.flower.store import ClientStore, load_tensors
 from pbfl_flwr.payloads import separate, under
 from pbfl_flwr.serving.network import Served, rebuild
 

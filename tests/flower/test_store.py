@@ -12,15 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from pbfl_flwr.flower import store
-from pbfl_flwr.flower.store import (
-    ClientState,
-    ClientStore,
-    DamagedState,
-    UnsavedState,
-    load_tensors,
-    save_tensors,
-    write_atomically,
-)
+from pbfl_flwr.flower.files import DamagedState, UnsavedState, write_atomically
+from pbfl_flwr.flower.store import ClientState, ClientStore, load_tensors, save_tensors
 
 STATE = ClientState(
     round=3,

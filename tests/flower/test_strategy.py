@@ -21,9 +21,9 @@ from pbfl_flwr.data import check_data, client_data
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import history, wire
 from pbfl_flwr.flower.client import make_client_app
+from pbfl_flwr.flower.files import DamagedState
 from pbfl_flwr.flower.history import ERROR, RunRefused
 from pbfl_flwr.flower.roster import LONGEST_REASON, Member, Roster, agreed
-from pbfl_flwr.flower.store import DamagedState
 from pbfl_flwr.flower.strategy import MethodStrategy, RunEnded
 from pbfl_flwr.method import Method, Round, Update
 from pbfl_flwr.methods import SECTIONS
@@ -813,13 +813,16 @@ def test_scoring_before_training_ends_with_a_last_scoring(tmp_path: Path) -> Non
 
 def test_the_partition_is_written_where_the_server_can_deal_it(tmp_path: Path) -> None:
     found = federation(
-        tmp_path / "a", "local", on_disk=True, num_clients=3, num_server_rounds=1, min_samples=4
+        tmp_path / "a", "fedproto", on_disk=True, num_clients=3, num_server_rounds=1, min_samples=4
     )
     found.grid = InProcessGrid(make_client_app(), found.config, 3)
     found.run()
     written = found.directory.partition_counts()
     assert written == check_data(found.strategy.settings.data, 3).counts.tolist()
     assert sum(map(sum, written)) == 1797
+    # FedProto's paper: client i sends K_i rows and gets K, of d numbers each.
+    rows = sum(sum(count > 0 for count in counts) + 10 for counts in written)
+    assert found.directory.paper_scalars() == rows * found.strategy.settings.models.feature_dim
     right = tested = 0
     for number in range(3):
         data = client_data(found.strategy.settings.data, 3, number)
@@ -829,6 +832,7 @@ def test_the_partition_is_written_where_the_server_can_deal_it(tmp_path: Path) -
     # An app's own data is not the configured partition, and nothing is claimed about it.
     own = federation(tmp_path / "b", "local", on_disk=True, num_server_rounds=1).run()
     assert own.directory.partition_counts() is own.directory.majority() is None
+    assert own.directory.paper_scalars() is None
 
 
 def test_the_run_directory_is_readable_by_others(tmp_path: Path, two_rounds: Federation) -> None:

@@ -17,12 +17,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from pbfl_flwr.config import PREDICTORS
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import client as client_module
 from pbfl_flwr.flower import wire
 from pbfl_flwr.flower.store import load_tensors, save_tensors
 from pbfl_flwr.flower.strategy import MethodStrategy
-from pbfl_flwr.method import PREDICTORS, Client, Method, Predictor, Round
+from pbfl_flwr.method import Client, Method, Predictor, Round
 from pbfl_flwr.methods import METHODS
 from pbfl_flwr.payloads import Payload, RejectedPayload
 from pbfl_flwr.training import Scores

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
+from pbfl_flwr.architectures import ARCHITECTURES
 from pbfl_flwr.models import (
     MODELS,
     SplitModel,
     body_names,
     build_model,
     count_parameters,
-    description,
     has_batch_norm,
     head_names,
     random_inputs,
@@ -110,6 +110,11 @@ def test_batch_norm_is_reported(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_description_is_one_line_of_its_own(name: str) -> None:
-    assert description(name).endswith(".")
-    assert [other for other in MODELS if description(other) == description(name)] == [name]
+def test_what_is_listed_is_the_first_line_of_the_builder(name: str) -> None:
+    line = (MODELS[name].__doc__ or "").strip().partition("\n")[0]
+    assert line.endswith(".")
+    assert [other for other, said in ARCHITECTURES.items() if said == line] == [name]
+
+
+def test_what_is_listed_is_what_can_be_built() -> None:
+    assert list(ARCHITECTURES) == list(MODELS)

@@ -8,6 +8,7 @@ from itertools import accumulate
 import numpy as np
 from matplotlib.axes import Axes
 
+from pbfl_flwr.config import PREDICTORS
 from pbfl_flwr.experiments.artefacts import NotThere
 from pbfl_flwr.experiments.figures import kilobytes
 from pbfl_flwr.experiments.pictures.style import (
@@ -21,7 +22,6 @@ from pbfl_flwr.experiments.pictures.style import (
     marked,
 )
 from pbfl_flwr.experiments.records import Group, Record
-from pbfl_flwr.method import PREDICTORS
 
 UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 

@@ -1,0 +1,96 @@
+"""The names of architectures: what the key ``models`` may say, and which client has which. No torch here.
+
+:mod:`pbfl_flwr.models` builds them; a test compares the tables.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+
+from pbfl_flwr.config import TrainingSettings, choices
+from pbfl_flwr.errors import PbflError
+
+ARCHITECTURES: dict[str, str] = {
+    "cnn2": "CNN of FedProto and GFPL: 5x5 convolutions to 10 and 20 channels, hidden layer d; from 16x16 pixels.",
+    "cnn4": "4-layer CNN (FedAvgCNN): 5x5 convolutions to 32 and 64 channels, hidden layer d; from 16x16 pixels.",
+    "efficientnet-b0": "EfficientNet-B0 of torchvision, no pretrained weights; a = 1280, 4,007,548 body parameters.",
+    "fasttext": "FastText for token ids: the mean embedding of all places, padding included, hidden layer d.",
+    "har-cnn": "1-D CNN for sensor windows (channels, length): 32, 64 and 128 channels, hidden layer d.",
+    "mlp5": "5-layer perceptron: flattened input-16-8-4-d, classifier; d = 2 shows prototypes in the plane.",
+    "mobilenet-v2": "MobileNetV2 of torchvision, no pretrained weights; a = 1280, 2,223,872 body parameters.",
+    "resnet4": "ResNet-4: stem and one residual block of width 64; a = 64.",
+    "resnet6": "ResNet-6: stem and residual blocks of width 64 and 128; a = 128.",
+    "resnet8": "ResNet-8: stem and residual blocks of width 64, 128 and 256; a = 256, 1,232,704 body parameters.",
+    "resnet18": "ResNet-18 of torchvision, no pretrained weights; a = 512, 11,176,512 body parameters.",
+    "shufflenet-v2": "ShuffleNetV2 x1.0 of torchvision, no pretrained weights; a = 1024, 1,253,604 body parameters.",
+    "textcnn": "TextCNN for token ids: 100 channels each of width 3, 4 and 5 over embeddings, hidden layer d; "
+    "from 5 tokens.",
+}
+
+# In the order of client ids, modulo.
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "heterogeneous-4": ("resnet8", "mobilenet-v2", "shufflenet-v2", "efficientnet-b0"),  # Ht0 of HtFLlib
+    "small-4": ("cnn4", "resnet4", "resnet6", "resnet8"),
+    "text-2": ("fasttext", "textcnn"),
+}
+
+SPEC = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+
+def is_external(name: str) -> bool:
+    """Return whether the name has the form ``my_package.module:function``; imports nothing."""
+    return SPEC.fullmatch(name) is not None
+
+
+def architectures(spec: str) -> tuple[str, ...]:
+    """Return the architectures of a federation, in the order of client ids (modulo).
+
+    Args:
+        spec: a family, a model, ``my_package.module:function``, or a comma list of them. Nothing is imported.
+
+    Raises:
+        PbflError: if a name is unknown; with the closest one and all that are allowed.
+    """
+    names: list[str] = []
+    for item in (part.strip() for part in spec.split(",")):
+        if item in FAMILIES:
+            names.extend(FAMILIES[item])
+        elif item in ARCHITECTURES or is_external(item):
+            names.append(item)
+        else:
+            raise PbflError(f"models = '{spec}': {unknown(item)}")
+    return tuple(names)
+
+
+def architecture_of(spec: str, client: int) -> str:
+    """Return the architecture of one client: number ``client`` modulo the length of the list.
+
+    Args:
+        spec: see :func:`architectures`.
+        client: client id, from 0.
+    """
+    names = architectures(spec)
+    return names[client % len(names)]
+
+
+def check_named(training: TrainingSettings) -> None:
+    """Check that what is said of single architectures names ones that there are.
+
+    Raises:
+        PbflError: for the first that is unknown.
+    """
+    for key, text in (("layout", training.layout), ("precision", training.precision)):
+        for name in choices(text):
+            if name and name not in ARCHITECTURES and not is_external(name):
+                raise PbflError(f"{key} = '{text}': {unknown(name)}")
+
+
+def unknown(item: str) -> str:
+    """Return what to say of a name that is none: the closest one, and all that are allowed."""
+    close = difflib.get_close_matches(item, [*FAMILIES, *ARCHITECTURES], n=1)
+    hint = f"; did you mean '{close[0]}'?" if close else ";"
+    return (
+        f"unknown model '{item}'{hint} allowed are the families {', '.join(FAMILIES)}, "
+        f"the models {', '.join(ARCHITECTURES)}, my_package.module:function, or a comma list"
+    )

@@ -1,0 +1,60 @@
+"""Files that are the old one or the new one, whatever happens in between: written beside their place, flushed, renamed.
+
+No torch here: who only reads what a run wrote down starts at once.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from pbfl_flwr.errors import PbflError
+
+
+class DamagedState(PbflError):
+    """A state file that cannot be trusted; the text names the file, the fault and what to do."""
+
+
+class UnsavedState(PbflError):
+    """A file that could not be written, e.g. because the disk is full; what was there before is still there."""
+
+
+def write_atomically(path: Path, data: bytes, *, locked: bool = False) -> None:
+    """Write a file so that it is either the old one or the new one, whatever happens in between.
+
+    Args:
+        path: the file; directories above it are made.
+        data: what it shall hold.
+        locked: the caller holds the file's lock, so that what it writes beside it always has the same name, and what
+            a killed process left there is written over.
+
+    Raises:
+        UnsavedState: if the system refuses it.
+    """
+    writer = "" if locked else f".{os.getpid()}"
+    temporary = path.with_name(f".{path.name}{writer}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise UnsavedState(
+            f"{path} cannot be written ({error.strerror}); what it held before is kept"
+        ) from None
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def remove_torn(directory: Path) -> None:
+    """Remove what processes that were killed while writing a file left beside it: it takes room and is of no use."""
+    for left in directory.glob(".*.tmp"):
+        left.unlink(missing_ok=True)
