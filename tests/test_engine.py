@@ -124,6 +124,24 @@ def test_processes_without_flowers_engine_give_the_same_bits(
         assert left_behind(run_dir) == []
 
 
+def test_malicious_clients_lie_alike_on_both_engines(tmp_path: Path) -> None:
+    wanted = sets(
+        *SMALL, "attack=noise=0.5", "norm-bound=1.0", "aggregation=trimmed-mean", "min-class-count=1"
+    )
+    found = []
+    for name, engine in (("flower", ("--workers", "2")), ("processes", (*PROCESSES, "2"))):
+        run_dir = tmp_path / name
+        process = pbfl(run_dir, tmp_path / "home", *engine, "--run-dir", str(run_dir), *wanted)
+        said, _ = process.communicate(timeout=500)
+        assert process.returncode == 0, said
+        assert "attack noise=0.5: false class rows from client" in said
+        found.append((*bits(run_dir), json.loads((run_dir / "run.json").read_text())["malicious"]))
+    (one, scores, liars), (other, other_scores, others_liars) = found
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert (scores, liars) == (other_scores, others_liars)
+    assert len(liars) == 2
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_processes_end_with_their_command_and_are_resumed(tmp_path: Path, number: signal.Signals) -> None:
     run_dir = tmp_path / "run"

@@ -6,6 +6,7 @@ not wrong types; here every bad key is found at once and named with its value an
 before round 1 and the resolved value is written into the result.
 """
 
+from pbfl_flwr.config.attack import ATTACKS, Attack, announced
 from pbfl_flwr.config.choices import choices
 from pbfl_flwr.config.keys import (
     FAULTS,
@@ -30,6 +31,7 @@ from pbfl_flwr.config.keys import (
 from pbfl_flwr.config.resolve import CHANGEABLE, PROTOCOLS, Settings, parse, parse_section
 
 __all__ = [
+    "ATTACKS",
     "CHANGEABLE",
     "FAULTS",
     "GROUPS",
@@ -37,6 +39,7 @@ __all__ = [
     "PREDICTORS",
     "PROTOCOLS",
     "AbsolutePath",
+    "Attack",
     "Auto",
     "ConventionSettings",
     "DataSettings",
@@ -50,6 +53,7 @@ __all__ = [
     "Scalar",
     "Settings",
     "TrainingSettings",
+    "announced",
     "choices",
     "class_names",
     "parse",

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from pbfl_flwr.config.attack import Attack
 from pbfl_flwr.config.choices import choice, one_or_each
 
 Scalar = bool | int | float | str
@@ -99,6 +100,12 @@ def _faults(text: str) -> str:
     return text
 
 
+def _attack(text: str) -> str:
+    if text:
+        Attack.parse(text)
+    return text
+
+
 MAX_CLASSES = 10_000
 
 
@@ -140,6 +147,11 @@ class RunSettings(Group):
     )
     faults: Annotated[str, AfterValidator(_faults)] = Field(
         "", description="faults to inject, e.g. drop=0.2,delay=5s@0.3,crash=0.05,corrupt=0.01,stale=0.1"
+    )
+    attack: Annotated[str, AfterValidator(_attack)] = Field(
+        "",
+        description="share of the clients that send false class rows, in simulations: sign-flip=0.2, scale=10@0.2, "
+        "noise=0.2, permute=0.2",
     )
     max_upload_mb: int = Field(
         256, ge=1, le=2048, description="MiB of one client's answer; larger ones are refused unread"
@@ -309,6 +321,9 @@ class PrototypeSettings(Group):
         "auto", "mean", "weighted", "weighted-shrunk", "ppa", "aps-sum", "aps-mean", "median", "trimmed-mean"
     ] = Field("auto", description="how the server combines prototypes")
     trim_share: float = Field(0.2, ge=0, lt=0.5, description="share trimmed on each side, trimmed-mean")
+    norm_bound: float = Field(
+        0.0, ge=0, description="c: the server cuts rows to c times their class's median length; 0 is off"
+    )
     cps_dim: Annotated[int, Field(ge=0)] | Auto = Field(
         "auto", description="s, dimensions of a class that travel; 0: all (CPS off)"
     )

@@ -87,6 +87,8 @@ class Record:
     def accuracies(self, predictor: str | None = None) -> dict[int, float]:
         """Return client -> share of correct test samples in the last round, of the clients that were scored.
 
+        Malicious ones are left out, as in all accuracies of a run.
+
         Args:
             predictor: by default the headline.
         """
@@ -97,7 +99,7 @@ class Record:
         return {
             client: correct[name] / tests
             for client, correct, tests in zip(line["client"], line["correct"], line["num_test"], strict=True)
-            if tests and name in correct
+            if tests and name in correct and client not in self.about.get("malicious", [])
         }
 
     def curve(self, predictor: str | None = None) -> list[tuple[int, float]]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from pbfl_flwr.config import Scalar
+from pbfl_flwr.config import Scalar, announced
 from pbfl_flwr.errors import PbflError, writing
 from pbfl_flwr.experiments.figures import clock, kilobytes, percent, say
 from pbfl_flwr.flower.engine import ENDED, Engine, Link, Resources
@@ -218,6 +218,8 @@ class Follower:
             about = self._run.read()
             self._headline = about["headline"]
             say(self._console, introduction(about))
+            if liars := about.get("malicious"):
+                say(self._console, announced(about["configuration"]["attack"], liars), "yellow")
         for line in self._tail.read():
             if line not in self._seen:
                 self._seen.add(line)

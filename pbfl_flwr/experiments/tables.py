@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pbfl_flwr.config import PREDICTORS
+from pbfl_flwr.config import PREDICTORS, announced
 from pbfl_flwr.experiments.figures import kilobytes, say
 from pbfl_flwr.experiments.runner import go_on_with
 from pbfl_flwr.flower.history import ERROR, RunDirectory
@@ -134,10 +134,13 @@ def settings_line(about: Mapping[str, Any], num_rounds: int) -> str:
     models = config["models"]
     if not all(member["simulated"] for member in members):  # a device may have named another one
         models = ", ".join(dict.fromkeys(member["architecture"] for member in members))
+    liars = about.get("malicious", [])
+    attack = f"; {announced(config['attack'], liars)}" if liars else ""
     return (
         f"{config['method']} on {data}, {config['num-clients']} clients, "
         f"models {models}, d = {config['feature-dim']}, {num_rounds} rounds, "
         f"protocol {config['protocol']}, seed {config['seed']}, scored {about['moment']} local training"
+        f"{attack}"
     )
 
 

@@ -56,16 +56,18 @@ def round_line(
     metrics = {
         name: _mean([(report.metrics or {}).get(name) for report in trained], weights) for name in names
     }
-    reports = list(outcome.reports.values())
+    reports, honest = list(outcome.reports.values()), phase.honest(outcome.reports)
     seconds = {name: sum(report.seconds[i] for report in reports) for i, name in enumerate(wire.SPENT)}
-    held_out = on_validation(outcome.reports)
+    held_out = on_validation(honest)
     late = [{"client": client, **asdict(item)} for client, item in sorted(outcome.late.items())]
     return {
         "round": server_round,
-        "accuracy": summarise(outcome.reports),
+        "accuracy": summarise(honest),
         **({"validation": summarise(held_out)} if held_out else {}),
         "accuracy_of_round": server_round - 1 if moment == "before" else server_round,
-        "test_loss": _mean([report.test_loss for report in reports], [report.num_test for report in reports]),
+        "test_loss": _mean(
+            [one.test_loss for one in honest.values()], [one.num_test for one in honest.values()]
+        ),
         "clients": metrics,
         "server": finite(method.report(state)),
         "trained": outcome.trained,

@@ -45,6 +45,7 @@ from pbfl_flwr.flower.store import ClientState
 from pbfl_flwr.method import Method, Moment, Nearest, Predictor
 from pbfl_flwr.methods import build_method
 from pbfl_flwr.models import build_model, check_compiler, check_models, check_named, count_parameters
+from pbfl_flwr.prototypes.attacks import attacked
 from pbfl_flwr.replay import check_replayable
 from pbfl_flwr.task import Task
 from pbfl_flwr.training import Scores, evaluate
@@ -220,7 +221,7 @@ def _trained(opened: Opened, message: Message) -> Message:
         scores = evaluate(client, method.predictors(client, down))
         evaluated = time.perf_counter() - started
     started = time.perf_counter()
-    update = method.local_update(client, down)
+    update = attacked(opened.settings, client, method.local_update(client, down))
     fitted = time.perf_counter() - started
     predictors = method.predictors(replace(client, memory=update.memory), down)
     if not before:

@@ -143,12 +143,18 @@ def own_settings(settings: Settings, node: Mapping[str, Any]) -> Settings:
     folder, its files of a PFLlib folder, or what ``dataset`` names. Its ``labels`` may be a file with a name a line.
 
     Raises:
-        PbflError: if --node-config has a key or value that is not allowed, or if the run configuration names code.
+        PbflError: if --node-config has a key or value that is not allowed, or if the run configuration names code or an
+            attack.
     """
     if simulated(node):
         return settings
     if unknown := sorted(set(node) - set(NODE_KEYS) - {"partition-id", "num-partitions"}):
         raise PbflError(f"--node-config: unknown key '{unknown[0]}'; allowed are {', '.join(NODE_KEYS)}")
+    if settings.run.attack:
+        raise PbflError(
+            f"attack = '{settings.run.attack}': attacks are for simulations; no server's configuration makes a "
+            "device lie"
+        )
     if "model" not in node and any(is_external(name) for name in architectures(settings.models.models)):
         raise PbflError(
             f"models = '{settings.models.models}' names code to import; a device imports only what its own "

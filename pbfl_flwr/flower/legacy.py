@@ -150,6 +150,8 @@ class LegacyMethodStrategy(TrainingOnly):
             raise PbflError(
                 f"method = '{self.method.name}': the older interface is for methods whose uploads are prototypes"
             )
+        if settings.run.attack:  # its clients have no number before they answer
+            raise PbflError(f"attack = '{settings.run.attack}': the older interface cannot tell who lies")
         self.experiment = experiment or f"{settings.fingerprint()}-{uuid.uuid4().hex[:8]}"
         self.state: Any = self.method.init(task, settings.run.seed)
         self.reports: dict[str, wire.Report] = {}

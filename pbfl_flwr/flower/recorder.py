@@ -15,6 +15,7 @@ from pbfl_flwr.flower.history import OTHER_CONFIGURATION, RunDirectory, RunRefus
 from pbfl_flwr.flower.roster import Member
 from pbfl_flwr.methods import build_method
 from pbfl_flwr.payloads import Payload
+from pbfl_flwr.prototypes.attacks import malicious
 from pbfl_flwr.sinks import Sinks
 from pbfl_flwr.task import Task
 
@@ -67,7 +68,8 @@ class Recorder:
         """
         known = list(members)
         clients = [{**asdict(member), "node": str(member.node)} for member in known]
-        self.run.start(self._settings.as_dict(), {**facts, "clients": clients})
+        liars = {"malicious": list(malicious(self._settings))} if self._settings.run.attack else {}
+        self.run.start(self._settings.as_dict(), {**facts, **liars, "clients": clients})
         if all(member.simulated and member.configured_data for member in known):
             partition = check_data(self._settings.data, self._settings.run.num_clients)
             majority = partition.majority(load_pool(self._settings.data).labels)

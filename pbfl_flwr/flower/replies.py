@@ -34,6 +34,11 @@ class Phase:
     names: dict[int, str] = field(default_factory=dict)  # of the clients that have one
     number: int = 0  # of the round
     absent: dict[int, str] = field(default_factory=dict)  # who was not asked, and why
+    malicious: frozenset[int] = frozenset()  # who lies on purpose
+
+    def honest(self, reports: Mapping[int, wire.Report]) -> dict[int, wire.Report]:
+        """Return the reports without those of malicious clients: what accuracies are taken over."""
+        return {client: report for client, report in reports.items() if client not in self.malicious}
 
     def unanswered(self, replies: Iterable[Message]) -> dict[str, Debt]:
         """Return the questions that have no answer yet, by message id."""

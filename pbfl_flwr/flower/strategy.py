@@ -25,7 +25,7 @@ from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from pbfl_flwr.config import Settings
+from pbfl_flwr.config import Settings, announced
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import wire
 from pbfl_flwr.flower.attendance import Attendance
@@ -39,6 +39,7 @@ from pbfl_flwr.flower.secure import SecureRounds
 from pbfl_flwr.method import Method, Moment, Round
 from pbfl_flwr.methods import build_method, privacy_notes
 from pbfl_flwr.payloads import Payload
+from pbfl_flwr.prototypes.attacks import malicious
 from pbfl_flwr.sinks import check
 from pbfl_flwr.task import Task
 
@@ -132,6 +133,8 @@ class MethodStrategy(Strategy):
             )
         if run.faults:
             log(WARNING, "faults are injected: %s", run.faults)
+        if run.attack:
+            log(WARNING, "%s", announced(run.attack, malicious(self.settings)))
         self.begin(roster.task)
         if run.min_replies > len(roster.members):
             raise PbflError(
@@ -274,7 +277,8 @@ class MethodStrategy(Strategy):
         training = {client for client, kind in kinds.items() if kind == "train"}
         sent = list(zip(messages, clients, strict=True))
         started = time.perf_counter()
-        self._phase = Phase(sent, training, down, scalars, started, names, server_round, dict(absent))
+        liars = frozenset(malicious(self.settings))
+        self._phase = Phase(sent, training, down, scalars, started, names, server_round, dict(absent), liars)
         return messages
 
     def aggregate_train(
@@ -396,7 +400,8 @@ class MethodStrategy(Strategy):
         assert self._phase is not None
         outcome = self._read(list(replies))
         self._stop_at(server_round, outcome, self._phase)
-        accuracy, held_out = summarise(outcome.reports), on_validation(outcome.reports)
+        honest = self._phase.honest(outcome.reports)
+        accuracy, held_out = summarise(honest), on_validation(honest)
         self.history[-1]["final"] = {
             "accuracy": accuracy,
             "failures": named(outcome.failures, self._phase.names),

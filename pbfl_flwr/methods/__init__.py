@@ -127,6 +127,18 @@ def build_method(settings: Settings) -> Method[Any, Any, Any]:
             f"{', '.join(asked)}: method '{name}' sends {method.up.__name__}, which these settings cannot protect; "
             f"they apply to {', '.join(PROTECTED)}"
         )
+    if settings.run.attack:
+        from pbfl_flwr.prototypes.attacks import check_attack
+
+        check_attack(settings, method.up)
+    if bound := settings.prototypes.norm_bound:
+        from pbfl_flwr.prototypes.pipeline import Pipeline
+
+        if not isinstance(method, Pipeline):
+            raise PbflError(
+                f"norm-bound = {bound}: method '{name}' does not combine prototypes by a rule; allowed is 0 (off), or "
+                "fedproto, fedtgp, tinyproto or protonorm"
+            )
     asked_clients = max(1, round(settings.run.fraction_train * settings.run.num_clients))
     if settings.privacy.secure_aggregation and not 3 <= asked_clients <= MOST_CLIENTS:
         raise PbflError(

@@ -4,7 +4,7 @@
 
     client   fit (cross-entropy + λ·pull) -> class sums, counts -> means c̄_ij
              -> [hold back] -> [scale by n_ij] -> [mask: compress to s] -> [clip, noise]  ~~Prototypes~~>
-    server   combine (mean | weighted | PPA | APS | median | trimmed mean) -> [keep stale]
+    server   [bound norms] -> combine (mean | weighted | PPA | APS | median | trimmed mean) -> [keep stale]
              -> [train: FedTGP] -> [align: PA] -> [mask: compress to s]                   ~~Prototypes~~>
     client   [mask: expand to d] -> [scale: γ of PU, μ of APS] -> pull (next loss), nearest (prediction)
 
@@ -30,6 +30,7 @@ from pbfl_flwr.method import Client, Method, Moment, Predictor, Round, Update, h
 from pbfl_flwr.payloads import Prototypes, RejectedPayload, Reveal, joined, under
 from pbfl_flwr.prototypes import aggregation, distillation, masks, scaling, sums
 from pbfl_flwr.prototypes.alignment import align
+from pbfl_flwr.prototypes.bounding import bounded
 from pbfl_flwr.prototypes.collect import class_sums_of, released_means
 from pbfl_flwr.prototypes.combination import Combination
 from pbfl_flwr.prototypes.privacy import Release, release
@@ -223,15 +224,20 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         return state.broadcast
 
     def aggregate(self, state: PipelineState, uploads: Mapping[int, Prototypes], at: Round) -> PipelineState:
-        """Combine, keep what nobody sent, train, align, compress."""
+        """Bound norms, combine, keep what nobody sent, train, align, compress."""
         task, stages = at.task, self.stages
         nobody = Prototypes.empty(task.num_classes, self._width(task))
+        uploads, cut = bounded(uploads, stages.norm_bound)
         fresh = self.combination.combine(uploads, at) if uploads else nobody
         before = self.combination.at_scale_of(fresh.num_examples, state.combined)
         combined, ages = aggregation.keep_stale(before, fresh, state.ages, stages.stale)
         combined = replace(combined, num_examples=fresh.num_examples or before.num_examples)
         values = self.dense(combined, task).values
-        present, trained, figures = combined.present, state.trained, {"oldest-prototype": float(ages.max())}
+        present, trained, figures = (
+            combined.present,
+            state.trained,
+            {"oldest-prototype": float(ages.max()), **cut},
+        )
         if self.server_training is not None and trained is not None:
             trained, values, shown = self._train(trained, uploads, at)
             figures |= shown

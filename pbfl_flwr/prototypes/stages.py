@@ -31,6 +31,7 @@ class Stages(Group):
         "mean", "weighted", "weighted-shrunk", "ppa", "aps-sum", "aps-mean", "median", "trimmed-mean"
     ] = "mean"
     trim_share: float = Field(0.2, ge=0, lt=0.5)
+    norm_bound: float = Field(0.0, ge=0)  # c; 0 is off
     cps_dim: int = Field(0, ge=0)  # s; 0 is off
     cps_scheme: Literal["dimension", "block"] = "dimension"
     cps_pull: Literal["full", "masked"] = "full"
@@ -71,6 +72,15 @@ def resolved(settings: Settings, named: Stages) -> Stages:
     if stages.aggregation == "ppa" and stages.ppa_total == "known" and stages.total_examples < 1:
         raise PbflError(
             "ppa-total = 'known' needs total-examples, the training samples of all clients together, >= 1"
+        )
+    if stages.norm_bound and stages.aggregation in SCALED_RULES:
+        raise PbflError(
+            f"norm-bound = {stages.norm_bound}: rows of aggregation = '{stages.aggregation}' are n-scaled: their "
+            "length says how many samples a client holds; allowed are rules of means: 'mean', 'weighted', 'median', ..."
+        )
+    if stages.norm_bound and settings.privacy.secure_aggregation:
+        raise PbflError(
+            f"norm-bound = {stages.norm_bound}: under secure-aggregation the server sees no single row; allowed is 0"
         )
     if stages.cps_dim > settings.models.feature_dim:
         raise PbflError(

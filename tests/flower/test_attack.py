@@ -1,0 +1,155 @@
+"""Runs with malicious clients, in one process: what is sent, what is reported, where it is refused."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pbfl_flwr.config import Scalar, parse
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments import tables
+from pbfl_flwr.experiments.records import Record
+from pbfl_flwr.flower.device import own_settings
+from pbfl_flwr.flower.legacy import LegacyMethodStrategy
+from pbfl_flwr.flower.strategy import MethodStrategy
+from pbfl_flwr.methods import SECTIONS
+from pbfl_flwr.payloads import Payload, Prototypes
+from pbfl_flwr.prototypes.attacks import malicious
+from pbfl_flwr.task import Task
+from tests.flower.inprocess import NUM_CLIENTS, federation, same_tensors, silent
+
+ATTACK: dict[str, Scalar] = {"attack": "sign-flip=0.4"}
+
+
+class Recorder(MethodStrategy):
+    """Keeps every round's uploads."""
+
+    def aggregate_fit(
+        self, server_round: int, uploads: Mapping[int, Payload], shares: Mapping[int, float] | None = None
+    ) -> Any:
+        self.seen = {**getattr(self, "seen", {}), server_round: dict(uploads)}
+        return super().aggregate_fit(server_round, uploads, shares)
+
+
+def uploads(directory: Path, **keys: Scalar) -> tuple[dict[int, dict[int, Prototypes]], tuple[int, ...]]:
+    found = federation(directory, strategy=Recorder, **keys).run().strategy
+    assert isinstance(found, Recorder)
+    return found.seen, malicious(found.settings)
+
+
+@pytest.mark.parametrize("method", ["fedproto", "fedtgp", "tinyproto", "protonorm", "fedgh", "feddistill"])
+def test_only_malicious_clients_lie_and_they_train_honestly(tmp_path: Path, method: str) -> None:
+    honest, nobody = uploads(tmp_path / "a", method=method, num_server_rounds=1)
+    lied, liars = uploads(tmp_path / "b", method=method, num_server_rounds=1, **ATTACK)
+    assert (nobody, len(liars)) == ((), 2)
+    for client, upload in lied[1].items():
+        sign = -1 if client in liars else 1
+        assert torch.equal(upload.values, sign * honest[1][client].values)
+        assert torch.equal(upload.present, honest[1][client].present)
+
+
+def test_liars_are_the_same_in_every_order_and_after_a_resume(tmp_path: Path) -> None:
+    keys: dict[str, Scalar] = {"attack": "noise=0.4", "num_server_rounds": 4, "norm_bound": 1.0}
+    one = federation(tmp_path / "a", **keys).run()
+    other = federation(tmp_path / "b", order=5, **keys).run()
+    federation(tmp_path / "c", on_disk=True, **{**keys, "num_server_rounds": 2}).run()
+    resumed = federation(tmp_path / "c", on_disk=True, resume=True, **keys).run()
+    assert one.fingerprint == other.fingerprint == resumed.fingerprint
+    honest = federation(tmp_path / "d", **{**keys, "attack": ""}).run()
+    assert not same_tensors(one.strategy.state.to_tensors(), honest.strategy.state.to_tensors())
+
+
+def test_a_lie_that_is_asked_for_again_is_the_same(tmp_path: Path) -> None:
+    """The reply that is kept for a repeated question is the one that was sent."""
+    keys: dict[str, Scalar] = {**ATTACK, "stale_weight": 1.0, "num_server_rounds": 1}
+    found = federation(tmp_path, strategy=Recorder, on_disk=True, **keys)
+    found.run()
+    strategy = found.strategy
+    assert isinstance(strategy, Recorder)
+    again = federation(tmp_path, strategy=Recorder, **{**keys, "run-dir": found.config["run-dir"]})
+    again.strategy.experiment = strategy.experiment
+    again.run()
+    assert isinstance(again.strategy, Recorder)
+    for client, upload in strategy.seen[1].items():
+        assert torch.equal(upload.values, again.strategy.seen[1][client].values)
+
+
+def test_accuracies_are_over_honest_clients(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    keys: dict[str, Scalar] = {"validation_share": 0.3, "evaluate_moment": "before", **ATTACK}
+    found = federation(tmp_path, on_disk=True, data=None, max_samples=300, partition="iid", **keys).run()
+    directory = found.directory
+    about, line = directory.read(), directory.rounds()[-1]
+    liars = list(malicious(found.strategy.settings))
+    assert about["malicious"] == liars
+    who = ", ".join(map(str, liars))
+    announced = f"attack sign-flip=0.4: false class rows from client {who}; accuracies are over the others"
+    assert announced in caplog.text
+    assert announced in tables.settings_line(about, 2)
+    assert line["trained"] == list(range(NUM_CLIENTS)), "their uploads are aggregated all the same"
+    every = directory.client_rounds()[-1]
+    assert every["client"] == every["final"]["client"] == list(range(NUM_CLIENTS))
+    for scored, entry, columns in (
+        ("num_test", line["accuracy"], every),
+        ("num_validation", line["validation"], every),
+        ("num_test", line["final"]["accuracy"], every["final"]),
+        ("num_validation", line["final"]["validation"], every["final"]),
+    ):
+        correct = columns["correct" if scored == "num_test" else "validated"]
+        honest = [client for client in range(NUM_CLIENTS) if client not in liars]
+        expected = sum(correct[i]["head"] for i in honest) / sum(columns[scored][i] for i in honest)
+        assert entry["head"]["weighted"] == pytest.approx(expected)
+        assert entry["head"]["clients"] == 3
+    losses = [(every["test_loss"][i], every["num_test"][i]) for i in range(NUM_CLIENTS) if i not in liars]
+    assert line["test_loss"] == pytest.approx(sum(a * n for a, n in losses) / sum(n for _, n in losses))
+    record = Record.load(directory.path)
+    assert set(record.accuracies()) == set(range(NUM_CLIENTS)) - set(liars)
+
+
+def test_without_an_attack_nothing_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    found = federation(tmp_path, on_disk=True, num_server_rounds=1).run()
+    assert "malicious" not in found.directory.read()
+    assert "attack" not in caplog.text
+    assert "attack" not in tables.settings_line(found.directory.read(), 1)
+
+
+def test_a_round_that_only_liars_answer_has_no_accuracy(tmp_path: Path) -> None:
+    liars = malicious(parse({"num-clients": NUM_CLIENTS, **ATTACK}))
+    quiet = {(client, 1): silent for client in range(NUM_CLIENTS) if client not in liars}
+    found = federation(tmp_path, num_server_rounds=1, faults=quiet, **ATTACK).run()
+    assert found.strategy.history[0]["accuracy"] == {}
+    assert found.strategy.history[0]["trained"] == list(liars)
+    json.dumps(found.strategy.history, allow_nan=False)
+
+
+def test_no_server_makes_a_device_lie(tmp_path: Path) -> None:
+    said = (
+        "attack = 'sign-flip=0.4': attacks are for simulations; no server's configuration makes a device lie"
+    )
+    settings = parse({"num-clients": NUM_CLIENTS, **ATTACK}, SECTIONS)
+    for node in ({"client-id": 0}, {"partition-id": 0, "num-partitions": 5}):
+        with pytest.raises(PbflError, match=said):
+            own_settings(settings, node)
+    devices = [{"client-id": client} for client in range(NUM_CLIENTS)]
+    found = federation(tmp_path, node_configs=devices, **ATTACK)
+    with pytest.raises(PbflError, match=said):
+        found.run()
+    assert {kind for _, _, kind in found.grid.asked} == {"query"}, "nobody was asked to train"
+
+
+def test_under_masks_a_lie_goes_into_the_sum(tmp_path: Path) -> None:
+    keys: dict[str, Scalar] = {"aggregation": "mean", "num_server_rounds": 1, **ATTACK}
+    masked = federation(tmp_path / "a", secure_aggregation=True, **keys).run().strategy
+    plain = federation(tmp_path / "b", **keys).run().strategy
+    torch.testing.assert_close(
+        masked.state.combined.values, plain.state.combined.values, atol=2e-3, rtol=1e-3
+    )
+    assert masked.history[0]["accuracy"] == plain.history[0]["accuracy"]
+
+
+def test_the_older_interface_refuses(tmp_path: Path) -> None:
+    settings = parse({"num-clients": 4, "attack": "noise=0.5"}, SECTIONS)
+    with pytest.raises(PbflError, match="the older interface cannot tell who lies"):
+        LegacyMethodStrategy(settings, Task(4, 512, (1, 16, 16)))

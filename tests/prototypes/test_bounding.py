@@ -1,0 +1,186 @@
+"""The bound on the length of uploaded rows, by hand, and what it is worth against a liar."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from pbfl_flwr.config import Attack, Scalar, parse
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower import wire
+from pbfl_flwr.flower.replies import Uploads
+from pbfl_flwr.method import Round, nearest
+from pbfl_flwr.methods import SECTIONS, build_method
+from pbfl_flwr.payloads import Prototypes
+from pbfl_flwr.prototypes import aggregation
+from pbfl_flwr.prototypes.attacks import falsified
+from pbfl_flwr.prototypes.bounding import Bounded, bounded, bounds_of
+from pbfl_flwr.prototypes.pipeline import Pipeline
+from pbfl_flwr.seeds import generator
+from pbfl_flwr.task import Task
+
+INF = float("inf")
+
+
+def upload(rows: dict[int, list[float]], counts: list[int] | None = None) -> Prototypes:
+    """Classes 0..3, width 2."""
+    values, present = torch.zeros(4, 2), torch.zeros(4, dtype=torch.bool)
+    for label, row in rows.items():
+        values[label], present[label] = torch.tensor(row), True
+    return Prototypes(values, present, None if counts is None else torch.tensor(counts))
+
+
+# Lengths of class 0: 5, 10, 20; of class 1: 1, 4; of class 2: 0; nobody has class 3.
+SENT = {
+    0: upload({0: [3, 4], 1: [0, 1], 2: [0, 0]}),
+    4: upload({0: [6, 8]}),
+    7: upload({0: [12, 16], 1: [0, 4]}),
+}
+
+
+@pytest.mark.parametrize(
+    ("lengths", "bounds"),
+    [
+        ([[5.0, 1, 0, 0], [10, 0, 0, 0], [20, 4, 0, 0]], [10, 1, INF, INF]),  # of 1 and 4 the lower
+        ([[7.0, 3, 2, 0]], [7, 3, 2, INF]),  # one holder is its own median
+        ([[2.0], [2], [2], [9]], [2]),  # ties
+        ([[1.0], [2], [3], [4]], [2]),
+    ],
+)
+def test_bounds_by_hand(lengths: list[list[float]], bounds: list[float]) -> None:
+    assert bounds_of(torch.tensor(lengths, dtype=torch.float64), 1.0).tolist() == bounds
+    assert bounds_of(torch.tensor(lengths, dtype=torch.float64), 1.5).tolist() == [1.5 * b for b in bounds]
+
+
+def test_long_rows_are_scaled_and_others_left_alone() -> None:
+    found = Bounded(SENT, 1.5)  # class 0 up to 15, class 1 up to 1.5
+    assert list(found) == [0, 4, 7]
+    assert found[0] is SENT[0]
+    assert found[4] is SENT[4]
+    assert found[7].values.tolist() == [[9, 12], [0, 1.5], [0, 0], [0, 0]]
+    assert torch.equal(found[7].present, SENT[7].present)
+    assert found.cut == 2
+    assert SENT[7].values[0].tolist() == [12, 16], "what came stays as it is"
+
+
+def test_a_row_at_the_bound_is_not_touched() -> None:
+    found = Bounded(SENT, 2.0)
+    assert found[7].values[0].tolist() == [12, 16]
+    assert found.cut == 1  # 4 in class 1
+
+
+def test_off_and_nobody() -> None:
+    assert bounded(SENT, 0.0) == (SENT, {})
+    assert bounded({}, 2.0) == ({}, {})
+    assert bounded(SENT, 2.0)[1] == {"bounded-rows": 1.0}
+
+
+# In the pipeline ----------------------------------------------------------------------------------------------
+
+TASK = Task(num_classes=4, feature_dim=2, input_shape=(1, 16, 16))
+
+
+def method(**keys: Scalar) -> Pipeline:
+    given = {key.replace("__", ".").replace("_", "-"): value for key, value in keys.items()}
+    found = build_method(parse({"method": "fedproto", "feature-dim": 2, **given}, SECTIONS))
+    assert isinstance(found, Pipeline)
+    return found
+
+
+def aggregate(sent: dict[int, Prototypes], **keys: Scalar) -> tuple[Tensor, dict[str, float]]:
+    found = method(**keys)
+    state = found.aggregate(found.init(TASK, 0), sent, Round(1, TASK, 8))
+    return state.broadcast.values, found.report(state)
+
+
+@pytest.mark.parametrize(
+    ("rule", "row"),
+    [
+        ("mean", [6, 8]),  # (5 + 10 + 15)/3 along (0.6, 0.8)
+        ("median", [6, 8]),
+        ("trimmed-mean", [6, 8]),  # ⌊0.2·3⌋ = 0
+    ],
+)
+def test_the_bound_comes_before_the_rule(rule: str, row: list[float]) -> None:
+    values, figures = aggregate(SENT, aggregation=rule, norm_bound=1.5)
+    assert values[0].tolist() == row
+    assert values[1].tolist() == [0, 1.25]  # 1 and 1.5
+    assert figures["bounded-rows"] == 2
+    assert "bounded-rows" not in aggregate(SENT, aggregation=rule)[1]
+
+
+def test_counts_still_weigh() -> None:
+    sent = {0: upload({0: [3, 4]}, [1, 0, 0, 0]), 1: upload({0: [30, 40]}, [3, 0, 0, 0])}
+    values, _ = aggregate(sent, aggregation="weighted", norm_bound=1.0)  # both of length 5
+    assert values[0].tolist() == [3, 4]
+
+
+def test_the_bound_reaches_trained_prototypes() -> None:
+    far = {0: SENT[0], 1: upload({0: [3e4, 4e4], 1: [0, 1e4]})}
+    cut = {0: SENT[0], 1: upload({0: [3, 4], 1: [0, 1]})}
+    quick: dict[str, Scalar] = {"method": "fedtgp", "fedtgp__server_epochs": 3}
+    found, _ = aggregate(far, norm_bound=1.0, **quick)
+    assert torch.equal(found, aggregate(cut, **quick)[0])
+    assert not torch.equal(found, aggregate(far, **quick)[0])
+
+
+def test_uploads_are_decoded_one_at_a_time() -> None:
+    """The sums stream although the bound looks at every upload twice."""
+    assert method(norm_bound=1.5).streams()
+    streamed = Uploads({client: wire.encode(one) for client, one in SENT.items()}, Prototypes, TASK)
+    found = method(norm_bound=1.5)
+    state = found.aggregate(found.init(TASK, 0), streamed, Round(1, TASK, 8))
+    assert torch.equal(state.broadcast.values, aggregate(SENT, norm_bound=1.5)[0])
+
+
+def test_late_uploads_count_for_less_of_what_is_left_of_them() -> None:
+    found = method(norm_bound=1.0)
+    state = found.aggregate(found.init(TASK, 0), SENT, Round(1, TASK, 8, shares={7: 0.5}))
+    # 5, 10, 10 with weights 1, 1, 0.5: 20/2.5
+    torch.testing.assert_close(state.broadcast.values[0], 8 * torch.tensor([0.6, 0.8]))
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"aggregation": "ppa"}, "rows of aggregation = 'ppa' are n-scaled"),
+        ({"method": "tinyproto"}, "rows of aggregation = 'aps-sum' are n-scaled"),
+        ({"secure-aggregation": True}, "under secure-aggregation the server sees no single row"),
+        ({"method": "fedgh"}, "method 'fedgh' does not combine prototypes by a rule"),
+        ({"method": "fedavg", "models": "cnn4"}, "method 'fedavg' does not combine prototypes by a rule"),
+    ],
+)
+def test_where_it_makes_no_sense_it_is_refused(keys: dict[str, Scalar], said: str) -> None:
+    with pytest.raises(PbflError) as error:
+        build_method(parse({"norm-bound": 2.0, **keys}, SECTIONS))
+    assert str(error.value).startswith("norm-bound = 2.0: ")
+    assert said in str(error.value)
+
+
+# What it is worth -----------------------------------------------------------------------------------------------
+
+
+def test_defences_turn_a_lie_that_the_mean_follows() -> None:
+    """Five clients around (1, 0) and (-1, 0); one sends -10 times its rows."""
+    shifts = (-0.2, -0.1, 0.0, 0.1, 0.2)
+    honest = {client: upload({0: [1.0, shift], 1: [-1.0, shift]}) for client, shift in enumerate(shifts)}
+    sent = {**honest, 2: falsified(honest[2], Attack.parse("scale=-10@0.2"), generator(0))}
+
+    def predicts(values: Tensor) -> list[int]:
+        candidates = torch.tensor([True, True, False, False])
+        scores = nearest(values, candidates)(torch.tensor([[1.0, 0], [-1, 0]]), torch.zeros(2, 4))
+        return [int(label) for label in scores.argmax(1)]
+
+    assert predicts(aggregate(honest)[0]) == [0, 1]
+    assert predicts(aggregate(sent)[0]) == [1, 0]  # (4 - 10)/5 = -1.2
+    assert predicts(aggregate(sent, norm_bound=1.0)[0]) == [0, 1]  # about (4 - 1)/5 = 0.6
+    assert predicts(aggregate(sent, aggregation="median")[0]) == [0, 1]
+    assert predicts(aggregate(sent, aggregation="trimmed-mean")[0]) == [0, 1]
+    left, all_there = aggregate(sent, norm_bound=1.0)[0][0], aggregation.mean(honest.values()).values[0]
+    assert 0.55 < float(left[0]) < 0.65 < float(all_there[0]), "it bounds the harm and does not undo it"
+
+
+def test_two_holders_have_no_majority() -> None:
+    """What no defence can do: of two holders nobody knows which one lies."""
+    sent = {0: upload({0: [1, 0]}), 1: upload({0: [-1, 0]})}
+    for keys in ({}, {"norm_bound": 1.0}, {"aggregation": "median"}, {"aggregation": "trimmed-mean"}):
+        assert aggregate(sent, **keys)[0][0].tolist() == [0, 0]
