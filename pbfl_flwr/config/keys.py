@@ -138,6 +138,12 @@ class RunSettings(Group):
     fraction_evaluate: float = Field(
         1.0, ge=0, le=1, description="share of the other clients that is evaluated"
     )
+    new_clients: int = Field(
+        0, ge=0, description="how many of the clients, the last ones, only take part after the last round"
+    )
+    new_client_rounds: int = Field(
+        5, ge=1, le=1_000_000, description="rounds that those then train, their uploads unused"
+    )
     min_replies: int = Field(1, ge=1, description="valid training replies below which the run ends")
     failure_policy: Literal["continue", "stop"] = Field(
         "continue", description="after a client failed: go on with the others, or end the run and name it"
@@ -172,6 +178,11 @@ class RunSettings(Group):
     sinks: str = Field(
         "", description="comma list of tensorboard, wandb and mlflow, beside the JSONL; each needs its extra"
     )
+
+    @property
+    def participants(self) -> int:
+        """Clients that take part in the rounds."""
+        return self.num_clients - self.new_clients
 
 
 class DataSettings(Group):

@@ -140,9 +140,28 @@ def parse(run_config: Mapping[str, Scalar], sections: Mapping[str, type[Group]] 
             section_values = parsed_section.model_dump(by_alias=True)
     if chosen in sections and not section_values:
         section_values = sections[chosen]().model_dump(by_alias=True)
-    if problems:
+    if problems or (
+        problems := _disagreements(settings := Settings(**groups, method_section=section_values))
+    ):
         raise PbflError("\n".join(problems))
-    return _apply_protocol(Settings(**groups, method_section=section_values))
+    return _apply_protocol(settings)
+
+
+def _disagreements(settings: Settings) -> list[str]:
+    """Return a line for every key whose range another key narrows."""
+    run, found = settings.run, []
+    if run.new_clients >= run.num_clients:
+        found.append(
+            f"new-clients = {run.new_clients}: allowed is up to {run.num_clients - 1}, since somebody of num-clients = "
+            f"{run.num_clients} must take part in the rounds"
+        )
+    elif run.min_replies > run.participants:
+        found.append(f"min-replies = {run.min_replies}: allowed is up to {run.participants}, the clients")
+    if run.new_clients and settings.privacy.secure_aggregation:
+        found.append(
+            f"new-clients = {run.new_clients}: with secure-aggregation = true nobody trains alone; allowed is 0"
+        )
+    return found
 
 
 def parse_section(group: type[G], settings: Settings) -> G:

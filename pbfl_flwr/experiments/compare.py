@@ -211,7 +211,9 @@ def ready(run: Planned) -> bool:
         raise PbflError(
             f"{run.directory} was made with {', '.join(odd)}; allowed are the same keys, or another --out"
         )
-    return len(there.rounds()) >= wanted.run.num_server_rounds
+    rounds = wanted.run.num_server_rounds
+    newcomers = wanted.run.new_client_rounds if wanted.run.new_clients else 0
+    return len(there.rounds()) >= rounds and len(there.newcomers(rounds)) >= newcomers
 
 
 def starter(app: Path, resources: Resources, console: Console) -> Start:

@@ -200,10 +200,6 @@ def _check_resources(settings: Settings, resources: Resources) -> None:
         raise PbflError(
             f"--cpus-per-client {resources.cpus_per_client}: allowed is up to {cpus}, the CPUs here"
         )
-    if settings.run.min_replies > settings.run.num_clients:
-        raise PbflError(
-            f"min-replies = {settings.run.min_replies}: allowed is up to {settings.run.num_clients}, the clients"
-        )
 
 
 def _unknown_method(name: object) -> list[str]:

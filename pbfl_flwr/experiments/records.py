@@ -32,6 +32,7 @@ class Record:
         about: run.json.
         rounds: rounds.jsonl.
         clients: clients.jsonl.
+        newcomers: newcomers.jsonl, of the clients that came after the last of these rounds.
         counts: samples of each class on each client (M, K), None where they are the devices' own.
     """
 
@@ -40,6 +41,7 @@ class Record:
     rounds: Sequence[Mapping[str, Any]]
     clients: Sequence[Mapping[str, Any]]
     counts: NDArray[np.int64] | None
+    newcomers: Sequence[Mapping[str, Any]] = ()
 
     @classmethod
     def load(cls, path: Path) -> Record:
@@ -54,7 +56,8 @@ class Record:
             raise PbflError(f"'{path}' has no finished round yet; there is nothing to report")
         counts = directory.partition_counts()
         table = None if counts is None else np.array(counts, dtype=np.int64)
-        return cls(directory, about, rounds, directory.client_rounds(), table)
+        newcomers = directory.newcomers(len(rounds))
+        return cls(directory, about, rounds, directory.client_rounds(), table, newcomers)
 
     @property
     def path(self) -> Path:
@@ -101,6 +104,11 @@ class Record:
             for client, correct, tests in zip(line["client"], line["correct"], line["num_test"], strict=True)
             if tests and name in correct and client not in self.about.get("malicious", [])
         }
+
+    def newcomer_accuracy(self) -> float | None:
+        """Return the new clients' sample-weighted accuracy after all of their own rounds, None without any."""
+        scored = series(self.newcomers)[-1][1] if self.newcomers else {}
+        return float(scored[self.headline]["weighted"]) if self.headline in scored else None
 
     def curve(self, predictor: str | None = None) -> list[tuple[int, float]]:
         """Return (round, sample-weighted accuracy) as far as the predictor was scored."""

@@ -21,7 +21,7 @@ from pbfl_flwr.experiments.figures import kilobytes
 from pbfl_flwr.experiments.records import NEUTRAL, Group, Record
 from pbfl_flwr.experiments.sheets import Sheet
 from pbfl_flwr.experiments.summaries import paired_sheet, summary_sheet
-from pbfl_flwr.experiments.tables import failure_lines, paper_scalars, scores, settings_line
+from pbfl_flwr.experiments.tables import failure_lines, paper_scalars, participants, scores, settings_line
 from pbfl_flwr.flower.files import write_atomically
 from pbfl_flwr.flower.history import ERROR
 
@@ -188,7 +188,7 @@ def cost_sheet(groups: Sequence[Group]) -> Sheet:
     rows = []
     for group in groups:
         record = group.first
-        clients = len(record.about["clients"])
+        clients = participants(record.about)
 
         def mean(way: str, key: str, rounds: Sequence[Mapping[str, Any]] = record.rounds) -> float:
             return fmean(entry[way][key] for entry in rounds)

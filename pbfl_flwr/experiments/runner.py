@@ -20,7 +20,7 @@ from pbfl_flwr.config import Scalar, announced
 from pbfl_flwr.errors import PbflError, writing
 from pbfl_flwr.experiments.figures import clock, kilobytes, percent, say
 from pbfl_flwr.flower.engine import ENDED, Engine, Link, Resources
-from pbfl_flwr.flower.history import ERROR, RunDirectory, RunRefused
+from pbfl_flwr.flower.history import ERROR, NEWCOMERS, RunDirectory, RunRefused
 
 COMPLETED, FAILED, INTERRUPTED = 0, 1, 130
 NODES = "nodes.json"  # what pbfl deploy local keeps of its SuperNodes, in the run directory
@@ -206,6 +206,8 @@ class Follower:
         self._num_rounds = num_rounds
         self._console = console
         self._tail = Tail(run_dir / "rounds.jsonl")
+        self._newcomers = Tail(run_dir / NEWCOMERS)
+        self._newcomers.read()  # those of an earlier end of the run
         # By content: a resumed run first cuts off rounds that its checkpoint does not know, then makes them again.
         self._seen = set(self._tail.read())
         self._headline = ""
@@ -224,6 +226,14 @@ class Follower:
             if line not in self._seen:
                 self._seen.add(line)
                 self._round(json.loads(line))
+        for line in self._newcomers.read():
+            self._newcomer(json.loads(line))
+
+    def _newcomer(self, line: Mapping[str, Any]) -> None:
+        text = f"new clients, round {line['round'] - line['after']} of their own"
+        seconds = f"{line['seconds']['total']:.1f} s{then(line, self._headline)}"
+        say(self._console, f"{text}  {score_of(line, self._headline)}  {seconds}")
+        self._failures(line)
 
     def _round(self, line: Mapping[str, Any]) -> None:
         self._seconds.append(line["seconds"]["total"])
@@ -236,6 +246,9 @@ class Follower:
             if note not in self._notes:  # once a run is enough; the history has every round's
                 self._notes.add(note)
                 say(self._console, f"  note: {note}", "yellow")
+        self._failures(line)
+
+    def _failures(self, line: Mapping[str, Any]) -> None:
         for failure in [*line["failures"], *line.get("final", {}).get("failures", [])]:
             who = failure.get("name", failure["client"])
             say(self._console, f"  client {who} failed: {failure['reason']}", "yellow")
@@ -295,22 +308,34 @@ def round_line(line: Mapping[str, Any], num_rounds: int, headline: str) -> str:
         num_rounds: T.
         headline: the predictor that is reported; before there are prototypes, another one is named instead.
     """
-    accuracy = line["accuracy"]
-    predictor = headline if headline in accuracy else next(iter(accuracy), None)
-    score = (
-        f"{percent(accuracy[predictor]['weighted'])} ({predictor}, weighted)" if predictor else "not scored"
-    )
-    if line["accuracy_of_round"] != line["round"]:
-        score += " before training"
     loss = "-" if line["test_loss"] is None else f"{line['test_loss']:.3f}"
     width = len(str(num_rounds))
     text = (
-        f"round {line['round']:>{width}}/{num_rounds}  accuracy {score}  loss {loss}  "
+        f"round {line['round']:>{width}}/{num_rounds}  {score_of(line, headline)}  loss {loss}  "
         f"up {kilobytes(line['bytes_up']['total'])}  down {kilobytes(line['bytes_down']['total'])}  "
         f"{line['seconds']['total']:.1f} s"
     )
-    final = line.get("final", {}).get("accuracy", {}).get(predictor)
-    return text if final is None else f"{text}  then {percent(final['weighted'])}"
+    return f"{text}{then(line, headline)}"
+
+
+def then(line: Mapping[str, Any], headline: str) -> str:
+    """Return what the last scoring of a round adds to its line; nothing where there was none."""
+    final = line.get("final", {}).get("accuracy", {}).get(_scored_by(line, headline))
+    return "" if final is None else f"  then {percent(final['weighted'])}"
+
+
+def score_of(line: Mapping[str, Any], headline: str) -> str:
+    """Return what a round's line says of accuracy, by the headline predictor or, while it has none, another one."""
+    predictor = _scored_by(line, headline)
+    if predictor is None:
+        return "accuracy not scored"
+    said = f"accuracy {percent(line['accuracy'][predictor]['weighted'])} ({predictor}, weighted)"
+    return said if line["accuracy_of_round"] == line["round"] else f"{said} before training"
+
+
+def _scored_by(line: Mapping[str, Any], headline: str) -> str | None:
+    accuracy: Mapping[str, Any] = line["accuracy"]
+    return headline if headline in accuracy else next(iter(accuracy), None)
 
 
 def _wait(link: Link, run_id: str, follower: Follower) -> tuple[str, str]:

@@ -18,6 +18,7 @@ SUMMARY_NOTES = (
     "Over clients: plain mean, population deviation (0 is perfectly fair), mean of the worst and of the best "
     "tenth (at least one client), lowest client; last round.",
 )
+NEW_NOTE = "New clients took no part in the rounds: weighted by samples, after all rounds that they trained afterwards."
 PAIRED_NOTES = (
     "Difference: first minus second, in percentage points of the last round's headline accuracy; interval: "
     f"{CONFIDENCE:.0%} percentile bootstrap of the mean difference, 10,000 resamples, seeded; p: two-sided Wilcoxon "
@@ -30,6 +31,7 @@ PAIRED_NOTES = (
 def summary_sheet(groups: Sequence[Group], title: str = "Accuracy and fairness") -> Sheet:
     """Return a row a group: last, best and validation-chosen accuracy, and how even clients are served."""
     rows = []
+    new = any(record.newcomers for group in groups for record in group.records)
     for group in groups:
         found = [scores(record.rounds)[record.headline] for record in group.records if _scored(group)]
         even = [
@@ -47,6 +49,8 @@ def summary_sheet(groups: Sequence[Group], title: str = "Accuracy and fairness")
             figure([100 * one.best_decile for one in even]),
             figure([100 * one.lowest for one in even]),
         ]
+        if new:
+            cells.append(figure([100 * a for r in group.records if (a := r.newcomer_accuracy()) is not None]))
         seeds = str(len(group.records))
         rows.append((group.label, group.first.headline, seeds, "–".join(map(str, rounds)), *cells))
     columns = (
@@ -62,8 +66,10 @@ def summary_sheet(groups: Sequence[Group], title: str = "Accuracy and fairness")
         "worst decile",
         "best decile",
         "lowest client",
+        *(["new clients"] if new else []),
     )
-    return Sheet(title, columns, tuple(rows), SUMMARY_NOTES, text_columns=2)
+    notes = (*SUMMARY_NOTES, *([NEW_NOTE] if new else []))
+    return Sheet(title, columns, tuple(rows), notes, text_columns=2)
 
 
 def paired_sheet(groups: Sequence[Group], title: str = "Paired comparison") -> Sheet:

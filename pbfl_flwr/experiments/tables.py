@@ -87,6 +87,8 @@ def show(run_dir: Path, console: Console) -> None:
         console.print(accuracy_table(scores(rounds), about["headline"]))
         for sentence in majority_lines([run.majority()]):
             say(console, sentence)
+        if newcomers := run.newcomers(len(rounds)):
+            console.print(newcomer_table(about, newcomers))
         if any(member.get("name") for member in about["clients"]):
             console.print(client_table(about, run.client_rounds()))
         console.print(cost_table(about, rounds, run.paper_scalars()))
@@ -136,8 +138,11 @@ def settings_line(about: Mapping[str, Any], num_rounds: int) -> str:
         models = ", ".join(dict.fromkeys(member["architecture"] for member in members))
     liars = about.get("malicious", [])
     attack = f"; {announced(config['attack'], liars)}" if liars else ""
+    clients = f"{config['num-clients']} clients"
+    if new := config.get("new-clients", 0):
+        clients += f" ({new} of them new after the last round)"
     return (
-        f"{config['method']} on {data}, {config['num-clients']} clients, "
+        f"{config['method']} on {data}, {clients}, "
         f"models {models}, d = {config['feature-dim']}, {num_rounds} rounds, "
         f"protocol {config['protocol']}, seed {config['seed']}, scored {about['moment']} local training"
         f"{attack}"
@@ -161,6 +166,33 @@ def accuracy_table(found: Mapping[str, Scores], headline: str) -> Table:
                 values = (f"{100 * point[1][key]:.2f}" for key in STATISTICS)
                 table.add_row(title, str(point[0]), *values, style=style)
         table.add_section()
+    return table
+
+
+def participants(about: Mapping[str, Any]) -> int:
+    """Return how many clients take part in the rounds of a run, whose run.json is given."""
+    return len(about["clients"]) - int(about["configuration"].get("new-clients", 0))
+
+
+def newcomer_table(about: Mapping[str, Any], newcomers: Sequence[Mapping[str, Any]]) -> Table:
+    """Return the table of new clients: what they score after so many rounds of their own.
+
+    Args:
+        about: what run.json holds.
+        newcomers: what newcomers.jsonl holds of one end of the run, at least one entry.
+    """
+    found, after = series(newcomers), newcomers[0]["after"]
+    asked = [name for name in PREDICTORS if any(name in accuracy for _, accuracy in found)]
+    clients = about["configuration"]["new-clients"]
+    title = f"{clients} new clients, who came after round {after}: accuracy, %, weighted by samples"
+    table = Table(title=title, title_justify="left")
+    table.add_column("rounds of their own", justify="right")
+    for name in asked:
+        label = f"{name} (headline)" if name == about["headline"] else name
+        table.add_column(label, justify="right")
+    for number, accuracy in found:
+        cells = (f"{100 * accuracy[name]['weighted']:.2f}" if name in accuracy else "-" for name in asked)
+        table.add_row(str(number - after), *cells)
     return table
 
 
@@ -197,7 +229,7 @@ def cost_table(about: Mapping[str, Any], rounds: Sequence[Mapping[str, Any]], pa
         rounds: what rounds.jsonl holds, at least one entry.
         paper: scalars by the paper's formula; None where they are not known.
     """
-    clients = len(about["clients"])
+    clients = participants(about)
     table = Table(title="cost of a round, mean over the rounds", title_justify="left")
     for name in ("", "up", "down", "both"):
         table.add_column(name, justify="right" if name else "left", no_wrap=not name)

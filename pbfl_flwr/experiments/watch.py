@@ -22,10 +22,11 @@ from pbfl_flwr.config import PREDICTORS
 from pbfl_flwr.experiments.figures import clock, kilobytes
 from pbfl_flwr.experiments.runner import go_on_with
 from pbfl_flwr.experiments.tables import failure_lines, scores, settings_line
-from pbfl_flwr.flower.history import ERROR, RunDirectory
+from pbfl_flwr.flower.history import ERROR, NEWCOMERS, RunDirectory
 
 QUIET_SECONDS = 120.0  # silence below this is never remarkable
 QUIET_ROUNDS = 5  # nor is silence below this many rounds' time
+WRITTEN = ("run.json", "rounds.jsonl", NEWCOMERS)
 LAST = 5  # failures and notes that are shown
 State = Literal["waiting", "running", "silent", "finished", "failed"]
 
@@ -40,6 +41,7 @@ class View:
         rounds: what rounds.jsonl holds.
         error: why the run ended early; empty if it did not.
         quiet: seconds since anything was written.
+        newcomers: what newcomers.jsonl holds of the clients that come after the last of these rounds.
     """
 
     path: Path
@@ -47,11 +49,18 @@ class View:
     rounds: Sequence[Mapping[str, Any]]
     error: str
     quiet: float
+    newcomers: Sequence[Mapping[str, Any]] = ()
 
     @property
     def wanted(self) -> int:
         """T; 0 where it is not known yet."""
         return int(self.about["configuration"]["num-server-rounds"]) if self.about else 0
+
+    @property
+    def wanted_of_newcomers(self) -> int:
+        """Rounds that the new clients train after the last one; 0 where there are none."""
+        keys = self.about["configuration"] if self.about else {}
+        return int(keys["new-client-rounds"]) if keys.get("new-clients") else 0
 
     @property
     def pace(self) -> float | None:
@@ -61,7 +70,8 @@ class View:
     @property
     def state(self) -> State:
         """Where the run stands; "silent" is one from which nothing has come for remarkably long."""
-        if self.about is not None and len(self.rounds) >= self.wanted:
+        done = len(self.rounds) >= self.wanted and len(self.newcomers) >= self.wanted_of_newcomers
+        if self.about is not None and done:
             return "finished"
         if self.error:
             return "failed"
@@ -83,9 +93,10 @@ def look(path: Path, now: float) -> View:
     run = RunDirectory(path)
     about = run.read() if (path / "run.json").exists() else None
     error = (path / ERROR).read_text(encoding="utf-8").strip() if (path / ERROR).exists() else ""
-    files = [file for file in (path / "run.json", path / "rounds.jsonl") if file.exists()]
+    files = [file for name in WRITTEN if (file := path / name).exists()]
     written = max((file.stat().st_mtime for file in files), default=now)
-    return View(path, about, run.rounds(), error, max(0.0, now - written))
+    rounds = run.rounds()
+    return View(path, about, rounds, error, max(0.0, now - written), run.newcomers(len(rounds)))
 
 
 def frame(view: View) -> RenderableType:
@@ -101,6 +112,10 @@ def frame(view: View) -> RenderableType:
         Text(settings_line(view.about, done)),
         _progress(view, done),
     ]
+    if view.wanted_of_newcomers:
+        parts.append(
+            Text(f"new clients: {len(view.newcomers)} of {view.wanted_of_newcomers} rounds of their own")
+        )
     if view.rounds:
         parts += [_accuracies(view, str(view.about["headline"])), Text(_traffic(view.rounds))]
         notes = dict.fromkeys(note for entry in view.rounds for note in entry.get("notes", []))

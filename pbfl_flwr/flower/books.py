@@ -105,6 +105,17 @@ def client_columns(server_round: int, phase: Phase, outcome: Outcome) -> dict[st
     }
 
 
+def final_scores(phase: Phase, outcome: Outcome) -> dict[str, Any]:
+    """Return what a scoring after the last training adds to that round's line, as "final"."""
+    honest = phase.honest(outcome.reports)
+    held_out = on_validation(honest)
+    return {
+        "accuracy": summarise(honest),
+        "failures": named(outcome.failures, phase.names),
+        **({"validation": summarise(held_out)} if held_out else {}),
+    }
+
+
 def forgetful(phase: Phase, outcome: Outcome, before: Mapping[int, int]) -> list[int]:
     """Return the clients that have taken part less often than the server has seen: they lost their state.
 

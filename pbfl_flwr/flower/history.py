@@ -6,6 +6,7 @@
               error.txt               why it ended early, in the words of the ServerApp; not there if it did not
               rounds.jsonl            one line a round: accuracies, loss, bytes, seconds, failures, the server's figures
               clients.jsonl           one line a round: every client's counters; "final" of the last: a last scoring
+              newcomers.jsonl         one line a round of the clients that came after the last one (new-clients)
               partition.json          samples of each class on each client, before the train/test split (simulation)
               prototypes.safetensors  what the server broadcasts after the last round
               checkpoint.safetensors  the server's whole state after the last round
@@ -38,7 +39,7 @@ if TYPE_CHECKING:  # who reads what a run wrote down needs neither torch nor Flo
     from pbfl_flwr.payloads import Payload
     from pbfl_flwr.task import Task
 
-ERROR = "error.txt"
+ERROR, NEWCOMERS = "error.txt", "newcomers.jsonl"
 OTHER_CONFIGURATION = (
     "run-dir = '{}' was made with another configuration (see its run.json); only num-server-rounds and the timeouts "
     "may differ when a run is resumed"
@@ -188,13 +189,32 @@ class RunDirectory:
             UnsavedState: if the system refuses it; what is torn off is cut off when the run is resumed.
         """
         for name, entry in (("clients.jsonl", clients), ("rounds.jsonl", line)):
-            try:
-                with (self.path / name).open("a") as file:
-                    file.write(json.dumps(entry) + "\n")
-                    file.flush()
-                    os.fsync(file.fileno())
-            except OSError as error:
-                raise UnsavedState(f"{self.path / name} cannot be written ({error.strerror})") from None
+            self._append(name, entry)
+
+    def newcomers(self, after: int) -> list[dict[str, Any]]:
+        """Return the rounds of the new clients, who came when the run had so many of its own.
+
+        Raises:
+            DamagedState: if newcomers.jsonl is.
+        """
+        return [line for line in _lines(self.path / NEWCOMERS) if line.get("after") == after]
+
+    def add_newcomers(self, line: Mapping[str, Any]) -> None:
+        """Append a round of the new clients; it is on the disk when this returns.
+
+        Raises:
+            UnsavedState: if the system refuses it.
+        """
+        self._append(NEWCOMERS, line)
+
+    def _append(self, name: str, entry: Mapping[str, Any]) -> None:
+        try:
+            with (self.path / name).open("a") as file:
+                file.write(json.dumps(entry) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise UnsavedState(f"{self.path / name} cannot be written ({error.strerror})") from None
 
     def write_partition(
         self,

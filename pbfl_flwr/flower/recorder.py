@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from logging import INFO, WARNING
 from typing import Any
 
@@ -72,10 +72,12 @@ class Recorder:
         self.run.start(self._settings.as_dict(), {**facts, **liars, "clients": clients})
         if all(member.simulated and member.configured_data for member in known):
             partition = check_data(self._settings.data, self._settings.run.num_clients)
-            majority = partition.majority(load_pool(self._settings.data).labels)
-            held = (partition.counts > 0).sum(axis=1).tolist()
+            taking = self._settings.run.participants
+            scored = replace(partition, splits=partition.splits[:taking])
+            majority = scored.majority(load_pool(self._settings.data).labels)
+            held = (partition.counts[:taking] > 0).sum(axis=1).tolist()
             scalars = build_method(self._settings).paper_scalars(
-                known[0].task, held, [member.parameters for member in known]
+                known[0].task, held, [member.parameters for member in known[:taking]]
             )
             self.run.write_partition(partition.counts.tolist(), list(partition.notes), majority, scalars)
         self._open_sinks()

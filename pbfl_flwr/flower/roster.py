@@ -137,6 +137,12 @@ class Roster:
         """Number -> name, of the clients that have one."""
         return {client: member.name for client, member in self.members.items() if member.name}
 
+    def without(self, clients: Collection[int]) -> Roster:
+        """Return the roster of the other clients."""
+        if not clients:
+            return self
+        return Roster({client: member for client, member in self.members.items() if client not in clients})
+
     def sample(
         self, fraction: float, seed: int, server_round: int, without: Collection[int] = ()
     ) -> list[int]:

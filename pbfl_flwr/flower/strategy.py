@@ -29,9 +29,11 @@ from pbfl_flwr.config import Settings, announced
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import wire
 from pbfl_flwr.flower.attendance import Attendance
-from pbfl_flwr.flower.books import aged, client_columns, forgetful, named, round_line
+from pbfl_flwr.flower.books import aged, client_columns, final_scores, forgetful, round_line
 from pbfl_flwr.flower.client import resolved_moment
-from pbfl_flwr.flower.history import RunDirectory, on_validation, summarise
+from pbfl_flwr.flower.history import RunDirectory
+from pbfl_flwr.flower.newcomers import Newcomers, new_clients
+from pbfl_flwr.flower.questions import Questions
 from pbfl_flwr.flower.recorder import Recorder
 from pbfl_flwr.flower.replies import Outcome, Phase, read
 from pbfl_flwr.flower.roster import Roster, meet, unchanged, worker_died
@@ -59,6 +61,7 @@ class MethodStrategy(Strategy):
     Attributes:
         state: the method's state after the last finished round.
         history: what rounds.jsonl holds, one dictionary a round.
+        newcomers: what newcomers.jsonl holds of the new clients after the last round.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class MethodStrategy(Strategy):
         self.run = RunDirectory(directory) if directory else None
         self.state: Any = None
         self.history: list[dict[str, Any]] = []
+        self.newcomers: list[dict[str, Any]] = []
         self.done = 0
         self.experiment = f"{settings.fingerprint()}-{uuid.uuid4().hex[:8]}"
         self.moment: Moment = resolved_moment(settings, self.method)
@@ -89,6 +93,17 @@ class MethodStrategy(Strategy):
     def roster(self) -> Roster | None:
         """Who is who now; None before the hello round."""
         return self._attendance.roster if self._attendance else None
+
+    @property
+    def participants(self) -> Roster:
+        """Who takes part in the rounds: everybody but the new clients, who come afterwards."""
+        assert self.roster is not None, "prepare comes first"
+        return self.roster.without(new_clients(self.settings))
+
+    @property
+    def _questions(self) -> Questions:
+        liars = frozenset(malicious(self.settings))
+        return Questions(self.method, self.experiment, self.settings.prototypes.wire_dtype, liars)
 
     # Before the first round ---------------------------------------------------------------------------------
 
@@ -136,10 +151,6 @@ class MethodStrategy(Strategy):
         if run.attack:
             log(WARNING, "%s", announced(run.attack, malicious(self.settings)))
         self.begin(roster.task)
-        if run.min_replies > len(roster.members):
-            raise PbflError(
-                f"min-replies = {run.min_replies}: allowed is up to {len(roster.members)}, the clients"
-            )
         if self._recorder is None:
             return
         if previous is None:
@@ -218,7 +229,25 @@ class MethodStrategy(Strategy):
             self._finish_round(server_round)
             if evaluate_fn and (found := evaluate_fn(server_round, result.arrays)) is not None:
                 result.evaluate_metrics_serverapp[server_round] = found
+        self._meet_new_clients(grid, timeout)
         return result
+
+    def _meet_new_clients(self, grid: Grid, timeout: float) -> None:
+        """Let those who took no part train with what the rounds came to; what is done of it already stays."""
+        if not self.settings.run.new_clients:
+            return
+        assert self._attendance is not None
+        assert self.task is not None
+        after = self._num_rounds
+        self.newcomers = self.run.newcomers(after) if self.run else []
+        newcomers = Newcomers(
+            self.settings, self._questions, self._attendance, self.task, self.moment, self.headline, after
+        )
+        for line in newcomers.rounds(grid, self.state, len(self.newcomers), timeout):
+            self.newcomers.append(line)
+            if self.run is not None:
+                self.run.add_newcomers(line)
+            newcomers.judge(line)
 
     # A round ------------------------------------------------------------------------------------------------
 
@@ -233,7 +262,8 @@ class MethodStrategy(Strategy):
         run = self.settings.run
         self._scored = self.state
         absent = self._attendance.absent(grid, server_round)
-        roster = self._attendance.roster
+        roster = self.participants
+        absent = {client: why for client, why in absent.items() if client in roster.members}
         chosen = set(roster.sample(run.fraction_train, run.seed, server_round, absent))
         scored = set(roster.scored(run.fraction_evaluate, run.seed, server_round, chosen)) - set(absent)
         return self._ask(
@@ -247,39 +277,15 @@ class MethodStrategy(Strategy):
         if self.moment != "before" or server_round != self._num_rounds or self._attendance is None:
             return []
         absent = self._attendance.absent(grid, server_round)
-        kinds = {client: "evaluate" for client in self._attendance.roster.members if client not in absent}
-        return self._ask(kinds, server_round, absent)
+        members = self.participants.members
+        kinds = {client: "evaluate" for client in members if client not in absent}
+        return self._ask(kinds, server_round, {c: why for c, why in absent.items() if c in members})
 
     def _ask(self, kinds: Mapping[int, str], server_round: int, absent: Mapping[int, str]) -> list[Message]:
         roster = self.roster
         assert roster is not None
-        messages, down, scalars, names = [], {}, 0, roster.names
-        # One encoding for a broadcast that is the same object for all; kept beside it, since the id of an object that
-        # is gone may be another's.
-        encoded: dict[int, tuple[Payload, ArrayRecord]] = {}
-        clients = sorted(kinds)
-        for client in clients:
-            payload = self.method.broadcast(self.state, client)
-            if id(payload) not in encoded:
-                encoded[id(payload)] = payload, wire.encode(payload, self.settings.prototypes.wire_dtype)
-            config = ConfigRecord({"round": server_round, "experiment": self.experiment})
-            if client in names:
-                config["client"] = client  # a numbered one knows
-            message = Message(
-                wire.content(encoded[id(payload)][1], config=config),
-                dst_node_id=roster.members[client].node,
-                message_type=kinds[client],
-                group_id=str(server_round),
-            )
-            down[client] = wire.weigh(message)
-            scalars += payload.scalars()
-            messages.append(message)
-        training = {client for client, kind in kinds.items() if kind == "train"}
-        sent = list(zip(messages, clients, strict=True))
-        started = time.perf_counter()
-        liars = frozenset(malicious(self.settings))
-        self._phase = Phase(sent, training, down, scalars, started, names, server_round, dict(absent), liars)
-        return messages
+        self._phase = self._questions.phase(self.state, roster, kinds, server_round, absent)
+        return [message for message, _ in self._phase.messages]
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -387,7 +393,7 @@ class MethodStrategy(Strategy):
         """
         assert self.task is not None, "begin(task) or prepare(grid) comes first"
         run = self.settings.run
-        at = Round(server_round, self.task, run.num_clients, run.seed, dict(shares or {}))
+        at = Round(server_round, self.task, run.participants, run.seed, dict(shares or {}))
         if list(uploads) != sorted(uploads):
             uploads = dict(sorted(uploads.items()))
         state = self.method.aggregate(self.state, uploads, at)
@@ -400,16 +406,9 @@ class MethodStrategy(Strategy):
         assert self._phase is not None
         outcome = self._read(list(replies))
         self._stop_at(server_round, outcome, self._phase)
-        honest = self._phase.honest(outcome.reports)
-        accuracy, held_out = summarise(honest), on_validation(honest)
-        self.history[-1]["final"] = {
-            "accuracy": accuracy,
-            "failures": named(outcome.failures, self._phase.names),
-        }
-        if held_out:
-            self.history[-1]["final"]["validation"] = summarise(held_out)
+        final = self.history[-1]["final"] = final_scores(self._phase, outcome)
         self._clients["final"] = client_columns(server_round, self._phase, outcome)
-        return MetricRecord({f"accuracy-{name}": found["weighted"] for name, found in accuracy.items()})
+        return MetricRecord({f"accuracy-{name}": of["weighted"] for name, of in final["accuracy"].items()})
 
     def _exchange(self, grid: Grid, asked: list[Message], timeout: float) -> Iterable[Message]:
         if self._secure is None:

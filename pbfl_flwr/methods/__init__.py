@@ -139,7 +139,7 @@ def build_method(settings: Settings) -> Method[Any, Any, Any]:
                 f"norm-bound = {bound}: method '{name}' does not combine prototypes by a rule; allowed is 0 (off), or "
                 "fedproto, fedtgp, tinyproto or protonorm"
             )
-    asked_clients = max(1, round(settings.run.fraction_train * settings.run.num_clients))
+    asked_clients = max(1, round(settings.run.fraction_train * settings.run.participants))
     if settings.privacy.secure_aggregation and not 3 <= asked_clients <= MOST_CLIENTS:
         raise PbflError(
             f"secure-aggregation = true needs at least 3 clients in a round and at most {MOST_CLIENTS}, found "

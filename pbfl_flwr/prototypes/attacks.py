@@ -21,9 +21,10 @@ from pbfl_flwr.payloads import Payload, Prototypes
 
 
 def malicious(settings: Settings) -> tuple[int, ...]:
-    """Return who lies in a run, ascending: share·M clients, rounded, drawn from its seed; none without an attack.
+    """Return who lies in a run, ascending: share·M clients (of those that take part), rounded, drawn from its seed.
 
-    The same for every kind of attack, and those of a smaller share are among those of a larger one.
+    Nobody without an attack. The same for every kind of attack, and those of a smaller share are among those of a
+    larger one.
 
     Raises:
         PbflError: if the share of this many clients is none of them, or all.
@@ -31,13 +32,13 @@ def malicious(settings: Settings) -> tuple[int, ...]:
     run = settings.run
     if not run.attack:
         return ()
-    found = round(Attack.parse(run.attack).share * run.num_clients)
-    if not 0 < found < run.num_clients:
+    found = round(Attack.parse(run.attack).share * run.participants)
+    if not 0 < found < run.participants:
         raise PbflError(
-            f"attack = '{run.attack}': that is {found} of {run.num_clients} clients; allowed is a share that makes "
-            f"1 to {run.num_clients - 1} of them lie"
+            f"attack = '{run.attack}': that is {found} of {run.participants} clients; allowed is a share that makes "
+            f"1 to {run.participants - 1} of them lie"
         )
-    order = np.random.default_rng(seeds.derive(run.seed, "malicious")).permutation(run.num_clients)
+    order = np.random.default_rng(seeds.derive(run.seed, "malicious")).permutation(run.participants)
     return tuple(sorted(order[:found].tolist()))
 
 

@@ -1,0 +1,219 @@
+"""Clients that come after the last round: they learn from the federation, it does not learn from them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import Message
+from rich.console import Console
+
+from pbfl_flwr.config import Scalar, parse
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments import tables, watch
+from pbfl_flwr.experiments.compare import Planned, ready
+from pbfl_flwr.experiments.comparison_table import rows, table
+from pbfl_flwr.experiments.configuration import Wishes
+from pbfl_flwr.experiments.records import Record, load
+from pbfl_flwr.experiments.summaries import summary_sheet
+from pbfl_flwr.flower.history import RunDirectory
+from pbfl_flwr.flower.legacy import LegacyMethodStrategy
+from pbfl_flwr.flower.strategy import RunEnded
+from pbfl_flwr.methods import METHODS, SECTIONS
+from pbfl_flwr.task import Task
+from tests.flower.inprocess import Answer, Federation, federation, raises, same_tensors
+from tests.runs import entry, write_run
+
+NEW: dict[str, Scalar] = {"new_clients": 2, "new_client_rounds": 3}
+SCORED = [3, 5]  # clients 0 to 2 hold 5 + 2 + 5 test samples, the new ones 4 and 6
+
+
+class Stopped(Exception):
+    """Somebody pulled the plug."""
+
+
+def again(tmp_path: Path, **keys: Scalar) -> Federation:
+    return federation(tmp_path, on_disk=True, resume=True, **NEW, **keys)
+
+
+def asked(found: Federation, kind: str) -> dict[int, set[int]]:
+    """Return round -> clients that were asked to do something."""
+    rounds: dict[int, set[int]] = {}
+    for client, number, what in found.grid.asked:
+        if what == kind:
+            rounds.setdefault(number, set()).add(client)
+    return rounds
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_the_rounds_are_those_of_a_federation_without_them(tmp_path: Path, method: str) -> None:
+    small = federation(tmp_path / "small", method, num_clients=3).run()
+    found = federation(tmp_path, method, **NEW).run()
+    assert found.fingerprint == small.fingerprint
+    assert asked(found, "train") == {1: {0, 1, 2}, 2: {0, 1, 2}, 3: {3, 4}, 4: {3, 4}, 5: {3, 4}}
+    lines = found.strategy.newcomers
+    assert [line["round"] for line in lines] == [3, 4, 5]
+    assert {line["after"] for line in lines} == {2}
+    for line in lines:
+        assert line["failures"] == []
+        assert line["accuracy"]["head"]["clients"] == 2
+        assert line["columns"]["client"] == [3, 4]
+    assert [line["columns"]["participations"] for line in lines] == [[1, 1], [2, 2], [3, 3]]
+
+
+def test_they_get_what_the_rounds_came_to_and_their_uploads_are_not_used(tmp_path: Path) -> None:
+    found = federation(tmp_path, on_disk=True, **NEW)
+    states: list[Any] = []
+
+    def watching(sent: Any, replies: Any) -> None:
+        states.append(found.strategy.state)
+
+    found.grid.watchers.append(watching)
+    found.run()
+    assert all(state is states[-1] for state in states[3:]), "hello and two rounds come before"
+    saved = found.directory.newcomers(2)
+    assert saved == json.loads(json.dumps(found.strategy.newcomers))
+    correct = [sum(each["head"] for each in line["columns"]["correct"]) for line in saved]
+    assert [line["accuracy"]["head"]["weighted"] for line in saved] == [hits / 10 for hits in correct]
+
+
+def test_scored_before_training_they_begin_with_the_broadcast_and_end_with_a_last_scoring(
+    tmp_path: Path,
+) -> None:
+    found = federation(tmp_path, "fedavg", evaluate_moment="before", **NEW).run()
+    lines = found.strategy.newcomers
+    assert [line["accuracy_of_round"] for line in lines] == [2, 3, 4]
+    assert ["final" in line for line in lines] == [False, False, True]
+    assert lines[-1]["final"]["accuracy"]["head"]["clients"] == 2
+    assert [at for at, _ in tables.series(lines)] == [2, 3, 4, 5]
+    assert asked(found, "evaluate") == {2: {0, 1, 2}, 5: {3, 4}}
+
+
+def test_whoever_goes_on_meets_them_as_new_again(tmp_path: Path) -> None:
+    federation(tmp_path, on_disk=True, **NEW).run()
+    longer = again(tmp_path, num_server_rounds=3).run()
+    straight = federation(tmp_path / "straight", num_server_rounds=3, **NEW).run()
+    assert longer.strategy.newcomers[0]["columns"]["participations"] == [1, 1]
+    assert [line["accuracy"] for line in longer.strategy.newcomers] == [
+        line["accuracy"] for line in straight.strategy.newcomers
+    ]
+    assert [len(longer.directory.newcomers(after)) for after in (1, 2, 3)] == [0, 3, 3]
+
+
+def test_stopped_among_their_rounds_the_run_goes_on_there(tmp_path: Path) -> None:
+    def pull(message: Message, answer: Answer) -> Message:
+        answer()  # client 4 has trained and kept it
+        raise Stopped
+
+    stopped = federation(tmp_path, on_disk=True, faults={(4, 4): pull}, **NEW)
+    with pytest.raises(Stopped):
+        stopped.run()
+    assert len(stopped.directory.newcomers(2)) == 1
+    assert watch.look(stopped.directory.path, 0.0).state != "finished"
+    found = again(tmp_path).run()
+    assert asked(found, "train") == {4: {3, 4}, 5: {3, 4}}
+    straight = federation(tmp_path / "straight", **NEW).run()
+    accuracies = [line["accuracy"] for line in straight.strategy.newcomers]
+    assert [line["accuracy"] for line in found.strategy.newcomers] == accuracies
+    assert watch.look(found.directory.path, 0.0).state == "finished"
+    assert asked(again(tmp_path).run(), "train") == {}, "all is done"
+
+
+def test_one_that_fails_is_named_and_costs_nobody_else_anything(tmp_path: Path) -> None:
+    found = federation(tmp_path, faults={(3, 3): raises}, **NEW).run()
+    (failure,) = found.strategy.newcomers[0]["failures"]
+    assert failure["client"] == 3
+    assert "boom" in failure["reason"]
+    assert [line["columns"]["client"] for line in found.strategy.newcomers] == [[4], [3, 4], [3, 4]]
+    with pytest.raises(
+        PbflError, match=r"new client 3 failed: .*boom.*failure-policy is 'stop'\. All rounds"
+    ):
+        federation(tmp_path / "stop", faults={(3, 3): raises}, failure_policy="stop", **NEW).run()
+
+
+def test_a_round_without_enough_of_the_others_ends_the_run(tmp_path: Path) -> None:
+    faults = {(client, 1): raises for client in (0, 1, 2)}
+    with pytest.raises(RunEnded, match="0 valid replies"):
+        federation(tmp_path, faults=faults, **NEW).run()
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (
+            {"new-clients": 4},
+            "new-clients = 4: allowed is up to 3, since somebody of num-clients = 4 must take",
+        ),
+        ({"new-clients": 2, "min-replies": 3}, "min-replies = 3: allowed is up to 2, the clients"),
+        ({"new-clients": 1, "secure-aggregation": True}, "nobody trains alone; allowed is 0"),
+    ],
+)
+def test_what_cannot_be_is_said_beforehand(keys: dict[str, Scalar], said: str) -> None:
+    with pytest.raises(PbflError, match=said):
+        parse({"num-clients": 4, **keys}, SECTIONS)
+
+
+def test_the_older_interface_has_none() -> None:
+    settings = parse({"num-clients": 4, "new-clients": 1}, SECTIONS)
+    with pytest.raises(PbflError, match="new-clients = 1: the older interface has none; allowed is 0"):
+        LegacyMethodStrategy(settings, Task(10, 64, (1, 16, 16)))
+
+
+def test_tables_and_summaries_show_them(tmp_path: Path) -> None:
+    found = federation(tmp_path, on_disk=True, data=None, num_clients=4, max_samples=200, **NEW).run()
+    path = found.directory.path
+    console = Console(width=120, record=True)
+    tables.show(path, console)
+    said = console.export_text()
+    assert "4 clients (2 of them new after the last round)" in said
+    assert "2 new clients, who came after round 2: accuracy, %" in said
+    last = found.strategy.newcomers[-1]["accuracy"]["global"]["weighted"]
+    assert Record.load(path).newcomer_accuracy() == last
+    sheet = summary_sheet(load([path]))
+    assert sheet.columns[-1] == "new clients"
+    assert sheet.rows[0][-1] == f"{100 * last:.2f}"
+    counts = RunDirectory(path).partition_counts()
+    assert counts is not None
+    assert len(counts) == 4
+    traffic = [line["bytes_up"]["payload"] for line in found.strategy.history]
+    assert f"{sum(traffic) / 2 / 2 / 1e3:.1f} kB" in said, "a mean over the two that take part in the rounds"
+
+
+def test_a_comparison_waits_for_them_and_has_a_column(tmp_path: Path) -> None:
+    keys: dict[str, Scalar] = {"new-clients": 1, "new-client-rounds": 2}
+    path = write_run(tmp_path / "run", [entry(1, 0.5, 0.25)], **keys)
+    wishes = Wishes({"num-clients": 2, "num-server-rounds": 1, "feature-dim": 4, **keys})
+    planned = Planned("FedProto", 0, wishes, path)
+    lines = [entry(2, 0.5, 0.5, after=1), entry(3, 0.5, 0.625, after=1), entry(4, 0.5, 1.0, after=2)]
+    for number in (0, 1):
+        (path / "newcomers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:number]))
+        assert not ready(planned)
+    (path / "newcomers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert ready(planned)
+    (row,) = rows([planned])
+    assert row.new == [62.5]
+    assert row.up == 200, "bytes of the one client that takes part in the rounds"
+    sheet = table("title", [row])
+    assert dict(zip(sheet.columns, sheet.rows[0], strict=True))["new clients"] == "62.50"
+
+
+def test_their_own_state_is_kept_apart(tmp_path: Path) -> None:
+    found = federation(tmp_path, on_disk=True, **NEW).run()
+    name = found.strategy.experiment
+    kept = {
+        at.name: sorted(f.name for f in at.glob("*.safetensors"))
+        for at in (tmp_path / "run" / "clients").iterdir()
+    }
+    assert kept == {
+        name: [f"client-{client:05d}.safetensors" for client in (0, 1, 2)],
+        f"{name}-new-2": [f"client-{client:05d}.safetensors" for client in (3, 4)],
+    }
+
+
+def test_the_same_bits_in_any_order(tmp_path: Path) -> None:
+    one, other = (federation(tmp_path / str(order), order=order, **NEW).run() for order in (1, 2))
+    assert same_tensors(one.strategy.state.to_tensors(), other.strategy.state.to_tensors())
+    columns = [[line["columns"]["correct"] for line in run.strategy.newcomers] for run in (one, other)]
+    assert columns[0] == columns[1]
+    assert torch.isfinite(torch.tensor([line["test_loss"] for line in one.strategy.newcomers])).all()
