@@ -226,4 +226,4 @@ def test_missing_data_is_named_with_its_files_and_nothing_starts(
 
 
 def test_the_list_names_blocks() -> None:
-    assert ("fedcpd-table3", "FedCPD, Table 3", "cifar100") in ROWS["reproductions"]()
+    assert ("fedcpd-table3", "FedCPD, Table 3: cifar100") in ROWS["reproductions"]()

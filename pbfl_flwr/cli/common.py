@@ -13,7 +13,7 @@ from rich.console import Console
 
 import pbfl_flwr
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments.figures import say
+from pbfl_flwr.experiments.figures import say, screen
 
 COMPLETED, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 
@@ -79,7 +79,7 @@ def running(interrupted: str = "") -> Iterator[None]:
         raise ended(error, FAILED) from None
     except KeyboardInterrupt:
         if interrupted:
-            say(Console(), interrupted)
+            say(screen(), interrupted)
         raise typer.Exit(INTERRUPTED) from None
 
 
@@ -92,7 +92,9 @@ def concluded(console: Console, table: str, written: str, failed: Sequence[str])
         written: which files, and where.
         failed: the others.
     """
-    say(console, table)
+    from pbfl_flwr.experiments import narrow
+
+    narrow.show(table, console)
     say(console, f"written to {written}")
     for label in failed:
         say(console, f"failed: {label}", "red")

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from pbfl_flwr.cli.common import (
     COMPLETED,
@@ -21,7 +20,7 @@ from pbfl_flwr.cli.common import (
     running,
 )
 from pbfl_flwr.errors import PbflError, writing
-from pbfl_flwr.experiments.figures import say
+from pbfl_flwr.experiments.figures import hang, say, screen
 
 deploy = typer.Typer(help="Federations of SuperLink and SuperNodes.", no_args_is_help=True)
 
@@ -50,7 +49,7 @@ def certs(
     """Make a certificate authority and a server certificate for TLS."""
     from pbfl_flwr import security
 
-    console = Console()
+    console = screen()
     try:
         if renew and force:
             raise PbflError(
@@ -88,7 +87,7 @@ def keys(
     """Make a key pair for each device, for Flower's SuperNode authentication."""
     from pbfl_flwr import security
 
-    console = Console()
+    console = screen()
     try:
         with writing(out):
             security.make_keys(out, names)
@@ -125,9 +124,6 @@ def doctor(
     import json
     from dataclasses import asdict
 
-    from rich.table import Table
-    from rich.text import Text
-
     from pbfl_flwr.flower.doctor import Status, Wanted, examine
 
     try:
@@ -138,11 +134,11 @@ def doctor(
         typer.echo(json.dumps([asdict(finding) for finding in found], indent=1))
     else:
         colours = {Status.OK: "green", Status.WARNING: "yellow", Status.FAILED: "red"}
-        table = Table("what", "", "found", "what to do")
+        console, width = screen(), max(len(finding.what) for finding in found)
         for finding in found:
-            mark = Text(finding.status, colours[finding.status])
-            table.add_row(finding.what, mark, Text(finding.said), Text(finding.advice))
-        Console().print(table)
+            head = f"{finding.status:<{max(map(len, Status))}}  {finding.what:<{width}}  "
+            said = "; ".join(filter(None, (finding.said, finding.advice)))
+            hang(console, head, said, len(head), colours[finding.status])
     failed = any(finding.status is Status.FAILED for finding in found)
     raise typer.Exit(FAILED if failed else COMPLETED)
 
@@ -177,7 +173,7 @@ def local(
     """Run a whole secured federation on this machine: SuperLink and SuperNodes as processes of their own."""
     from pbfl_flwr.experiments import deployment, tables
 
-    console = Console()
+    console = screen()
     try:
         source = checkout(app_dir)
         wanted = [*(assignments or []), *([f"method={method}"] if method else [])]

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from pbfl_flwr.cli.common import REFUSED, ended
 from pbfl_flwr.errors import PbflError, writing
-from pbfl_flwr.experiments.figures import say
+from pbfl_flwr.experiments.figures import say, screen
 
 DataPath = Annotated[
     Path,
@@ -69,9 +68,9 @@ def check_data(
         print(json.dumps({**found.as_dict(), "refused": None}, indent=1))
         return
     for line in found.lines():
-        say(Console(), line)
+        say(screen(), line)
     more = _keys(dataset, labels, label_column, input_shape)
-    say(Console(), f"ok: --node-config \"client-id='NAME' data-path='{found.path}'{more}\"")
+    say(screen(), f"ok: --node-config \"client-id='NAME' data-path='{found.path}'{more}\"")
 
 
 def _keys(dataset: str, labels: str, label_column: str, input_shape: str) -> str:
@@ -103,7 +102,7 @@ def export(
     """Write a client's personalised model: safetensors, torch.export program, ONNX, prototypes, card."""
     from pbfl_flwr.serving import export as room
 
-    console = Console()
+    console = screen()
     try:
         kept = room.read_state(room.state_file(path.expanduser(), client))
         with writing(out):

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from pbfl_flwr.cli.common import (
     COMPLETED,
@@ -29,7 +28,7 @@ from pbfl_flwr.cli.common import (
     words,
 )
 from pbfl_flwr.errors import PbflError, writing
-from pbfl_flwr.experiments.figures import say
+from pbfl_flwr.experiments.figures import say, screen
 
 
 class Topic(StrEnum):
@@ -42,17 +41,6 @@ class Topic(StrEnum):
     comparisons = "comparisons"
     reproductions = "reproductions"
     keys = "keys"
-
-
-COLUMNS = {
-    Topic.methods: ("method", "what it does"),
-    Topic.models: ("model", "what it is"),
-    Topic.datasets: ("dataset", "what it is"),
-    Topic.presets: ("preset",),
-    Topic.comparisons: ("comparison", "title"),
-    Topic.reproductions: ("reproduction", "title", "blocks"),
-    Topic.keys: ("key", "default", "meaning, and what is allowed"),
-}
 
 
 def run(
@@ -76,7 +64,7 @@ def run(
     from pbfl_flwr.flower.engine import Resources
     from pbfl_flwr.methods import build_method, privacy_notes
 
-    console = Console()
+    console = screen()
     resources = Resources(cpus_per_client, gpus_per_client, workers, engine is EngineName.processes)
     try:
         source = app_for(engine, app_dir)
@@ -114,7 +102,7 @@ def show(run: RunDir) -> None:
     from pbfl_flwr.experiments import tables
 
     try:
-        tables.show(run, Console())
+        tables.show(run, screen())
     except PbflError as error:
         raise ended(error, REFUSED) from None
 
@@ -138,7 +126,7 @@ def compare(
     from pbfl_flwr.experiments import comparison_table
     from pbfl_flwr.flower.engine import Resources
 
-    console = Console()
+    console = screen()
     resources = Resources(1, gpus_per_client, None, engine is EngineName.processes)
     try:
         source = app_for(engine, app_dir)
@@ -161,9 +149,23 @@ def compare(
     raise concluded(console, table, f"{directory}: table and paired, each as .md, .csv and .tex", failed)
 
 
-def list_(topic: Annotated[Topic, typer.Argument(help="What to list.")]) -> None:
+def list_(
+    topic: Annotated[Topic, typer.Argument(help="What to list.")],
+    word: Annotated[
+        str,
+        typer.Argument(
+            metavar="[WORD]",
+            help="Only names that contain it; of keys also a group or a method, e.g. privacy.",
+        ),
+    ] = "",
+) -> None:
     """Tell what there is: methods, models, datasets, presets, keys of the run configuration."""
-    from pbfl_flwr.experiments import catalogue, tables
+    from pbfl_flwr.experiments import catalogue
 
-    rows = catalogue.ROWS[topic.value]()
-    Console().print(tables.listing(topic.value, COLUMNS[topic], rows))
+    try:
+        if topic is Topic.keys:
+            catalogue.show_keys(word, screen())
+        else:
+            catalogue.show_rows(topic.value, word, screen())
+    except PbflError as error:
+        raise ended(error) from None

@@ -6,11 +6,10 @@ import json
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from pbfl_flwr.cli.common import Assignments, Preset, ended
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments.figures import say
+from pbfl_flwr.experiments.figures import screen
 
 
 def privacy(
@@ -29,7 +28,4 @@ def privacy(
     if as_json:
         typer.echo(json.dumps(answer, ensure_ascii=False, indent=1))
         return
-    console = Console()
-    console.print(disclosure.table(answer["reveals"]))
-    for line in disclosure.lines(answer):
-        say(console, line)
+    disclosure.show(answer, screen())

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from pbfl_flwr.cli.common import REFUSED, ended
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments.figures import kilobytes, say
+from pbfl_flwr.experiments.figures import kilobytes, say, screen
 
 
 def report(
@@ -27,7 +26,7 @@ def report(
         written = reporting.write(records.load(runs), out.expanduser().absolute(), png=png, svg=svg)
     except PbflError as error:
         raise ended(error, REFUSED) from None
-    console = Console()
+    console = screen()
     say(console, f"written to {written[0]} ({kilobytes(written[0].stat().st_size)})")
     if len(written) > 1:
         say(console, f"{len(written) - 1} pictures in {written[-1].parent}")

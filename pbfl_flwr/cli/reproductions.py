@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from pbfl_flwr.cli.common import (
     FAILED,
@@ -24,7 +23,7 @@ from pbfl_flwr.cli.common import (
     words,
 )
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments.figures import say
+from pbfl_flwr.experiments.figures import say, screen
 
 
 class Scale(StrEnum):
@@ -60,7 +59,7 @@ def reproduce(
     from pbfl_flwr.experiments import reproduce as reproduction
     from pbfl_flwr.flower.engine import Resources
 
-    console = Console()
+    console = screen()
     resources = Resources(1, gpus_per_client, None, engine is EngineName.processes)
     directory = (out or Path("runs") / f"{Path(name).stem}-{scale.value}").expanduser().absolute()
     try:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from pbfl_flwr.cli.common import (
     KEPT,
@@ -22,7 +21,7 @@ from pbfl_flwr.cli.common import (
     running,
 )
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments.figures import say
+from pbfl_flwr.experiments.figures import say, screen
 
 
 def sweep(
@@ -51,7 +50,7 @@ def sweep(
     from pbfl_flwr.experiments import sweep as sweeping
     from pbfl_flwr.flower.engine import Resources
 
-    console = Console()
+    console = screen()
     try:
         source = app_for(engine, app_dir)
         swept = sweeping.read(preset, assignments or [])

@@ -6,10 +6,10 @@ import time
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from pbfl_flwr.cli.common import COMPLETED, FAILED, INTERRUPTED, RunDir, ended
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments.figures import screen
 
 
 def watch(
@@ -20,7 +20,7 @@ def watch(
     """Show a run while somebody else makes it: progress, time left, accuracies, bytes, failures; ends with the run."""
     from pbfl_flwr.experiments import watch as watching
 
-    console = Console()
+    console = screen()
     path = run.expanduser().absolute()
     try:
         if once:

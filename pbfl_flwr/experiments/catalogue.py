@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
+from rich.console import Console
 
 from pbfl_flwr.architectures import ARCHITECTURES, FAMILIES
 from pbfl_flwr.config import GROUPS, Group
 from pbfl_flwr.data import DATASETS
+from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import reproduce
 from pbfl_flwr.experiments.compare import comparisons, read
 from pbfl_flwr.experiments.configuration import presets
+from pbfl_flwr.experiments.figures import hang, say
 from pbfl_flwr.methods import METHODS, SECTIONS
 
-Rows = list[tuple[str, ...]]
+Rows = list[tuple[str, str]]
 TYPES = {int: "whole number", float: "number", str: "text", bool: "true or false"}
 SYMBOLS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
@@ -37,8 +42,8 @@ def datasets() -> Rows:
 
 
 def shipped() -> Rows:
-    """Return (name,) of the presets."""
-    return [(name,) for name in presets()]
+    """Return (name, "") of the presets."""
+    return [(name, "") for name in presets()]
 
 
 def side_by_side() -> Rows:
@@ -47,19 +52,97 @@ def side_by_side() -> Rows:
 
 
 def published_tables() -> Rows:
-    """Return (name, title, blocks) of the reproductions."""
+    """Return (name, title and blocks) of the reproductions."""
     found = [(name, reproduce.read(name)) for name in reproduce.reproductions()]
-    return [(name, paper.title, ", ".join(paper.blocks)) for name, paper in found]
+    return [(name, f"{paper.title}: {', '.join(paper.blocks)}") for name, paper in found]
 
 
-def keys() -> Rows:
-    """Return (key, default, what it means and what is allowed) of every key of the run configuration."""
-    rows: Rows = []
-    for group in GROUPS.values():
-        rows.extend(_keys(group, ""))
-    for name, section in SECTIONS.items():
-        rows.extend(_keys(section, f"{name}."))
-    return rows
+@dataclass(frozen=True)
+class Key:
+    """A key of the run configuration: its default, what it means, what is allowed."""
+
+    name: str
+    default: str
+    meaning: str
+    allowed: str
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Keys that belong together.
+
+    Attributes:
+        name: of a group of the configuration, or of a method with keys of its own.
+        title: what they are about.
+        keys: in their order.
+    """
+
+    name: str
+    title: str
+    keys: tuple[Key, ...]
+
+
+def keys(word: str = "") -> Iterator[Keys]:
+    """Yield the keys of the run configuration, group by group; those of methods last, whose pages take seconds.
+
+    Args:
+        word: a group, a method, or what the names of the keys shall contain; nothing is everything.
+
+    Raises:
+        PbflError: if there is no such key.
+    """
+    known = [*GROUPS, *SECTIONS]
+    seen: list[str] = []
+    for name in [word] if word in known else known:
+        every = _group(name)
+        if found := tuple(key for key in every.keys if word in key.name or word == name):
+            yield replace(every, keys=found)
+        seen += [key.name for key in every.keys]
+    if word not in known and not any(word in name for name in seen):
+        close = difflib.get_close_matches(word, [*seen, *known], n=1)
+        hint = f"did you mean '{close[0]}'? The groups" if close else "the groups"
+        raise PbflError(f"'{word}': no key, group or method of this name; {hint} are {', '.join(GROUPS)}")
+
+
+def show_keys(word: str, console: Console) -> None:
+    """Print the keys as they are found: key and default on a line, below it the meaning and what is allowed.
+
+    Args:
+        word: as in :func:`keys`.
+        console: where.
+
+    Raises:
+        PbflError: as :func:`keys`.
+    """
+    for number, topic in enumerate(keys(word)):
+        if number:
+            say(console, "")
+        hang(console, f"{topic.name}: ", topic.title, 2 + len(topic.name))
+        for key in topic.keys:
+            say(console, f"  {key.name} = {key.default}", "bold")
+            hang(console, "", f"{key.meaning} [{key.allowed}]".lstrip(), 6)
+
+
+def show_rows(topic: str, word: str, console: Console) -> None:
+    """Print names and what they are.
+
+    Args:
+        topic: one of ``ROWS``.
+        word: what the names shall contain; nothing is everything.
+        console: where.
+
+    Raises:
+        PbflError: if no name does.
+    """
+    every = ROWS[topic]()
+    found = [(name, said) for name, said in every if word in name]
+    if not found:
+        raise PbflError(
+            f"'{word}': none of the {topic} contains it; they are {', '.join(name for name, _ in every)}"
+        )
+    indent = max(len(name) for name, _ in found) + 2
+    for name, said in found:
+        hang(console, name, said, indent)
 
 
 def allowed(field: FieldInfo) -> str:
@@ -67,14 +150,17 @@ def allowed(field: FieldInfo) -> str:
     return ", ".join(_alternatives(field.annotation, field.metadata))
 
 
-def _keys(group: type[Group], prefix: str) -> Iterator[tuple[str, ...]]:
+def _group(name: str) -> Keys:
+    if name in GROUPS:
+        title = (GROUPS[name].__doc__ or "").strip().partition("\n")[0].replace("``", "")
+        return Keys(name, title, tuple(_keys(GROUPS[name], "")))
+    return Keys(name, METHODS[name].summary, tuple(_keys(SECTIONS[name], f"{name}.")))
+
+
+def _keys(group: type[Group], prefix: str) -> Iterator[Key]:
     for key, field in zip(group.key_names(), group.model_fields.values(), strict=True):
         default = str(field.default).lower() if isinstance(field.default, bool) else str(field.default)
-        yield (
-            prefix + key,
-            default or '""',
-            "\n".join(filter(None, [field.description, f"  {allowed(field)}"])),
-        )
+        yield Key(prefix + key, default or '""', field.description or "", allowed(field))
 
 
 def _alternatives(annotation: Any, constraints: Iterable[Any]) -> list[str]:
@@ -106,5 +192,4 @@ ROWS: dict[str, Callable[[], Rows]] = {
     "presets": shipped,
     "comparisons": side_by_side,
     "reproductions": published_tables,
-    "keys": keys,
 }

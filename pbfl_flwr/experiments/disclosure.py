@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from rich.table import Table
-from rich.text import Text
+from rich.console import Console
 
 from pbfl_flwr.config import Settings
+from pbfl_flwr.experiments.figures import hang, say
 from pbfl_flwr.flower import roster, wire
 from pbfl_flwr.methods import build_method, privacy_notes
 from pbfl_flwr.payloads import Reveal
@@ -55,24 +55,20 @@ def about(settings: Settings) -> dict[str, Any]:
     return answer
 
 
-def table(reveals: Sequence[Mapping[str, str]]) -> Table:
-    """Return what :func:`about` found, for the terminal."""
-    found = Table(
-        title="what a client's messages tell the server, and the broadcast all clients", title_justify="left"
-    )
-    for name in ("message", "what", "state", "how", "hidden by"):
-        found.add_column(name, overflow="fold", no_wrap=name in ("message", "state"))
+def show(answer: Mapping[str, Any], console: Console) -> None:
+    """Print what :func:`about` found: message by message what it tells, how, and what hides it."""
+    say(console, "what a client's messages tell the server, and the broadcast all clients")
+    indent = max(map(len, STYLES)) + 4
     last = ""
-    for one in reveals:
-        found.add_row(
-            one["message"] if one["message"] != last else "",
-            Text(one["what"]),
-            Text(one["state"], STYLES[one["state"]]),
-            Text(one["how"]),
-            Text("" if one["state"] == "hidden" else one["hide"] or "nothing"),
-        )
-        last = one["message"]
-    return found
+    for one in answer["reveals"]:
+        if one["message"] != last:
+            say(console, one["message"], "bold")
+            last = one["message"]
+        against = "" if one["state"] == "hidden" else f"; against it: {one['hide'] or 'nothing'}"
+        said = f"{one['what']}: {one['how']}{against}"
+        hang(console, f"  {one['state']}", said, indent, STYLES[one["state"]])
+    for line in lines(answer):
+        say(console, line)
 
 
 def lines(answer: Mapping[str, Any]) -> list[str]:

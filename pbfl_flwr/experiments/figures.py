@@ -1,11 +1,42 @@
 """Numbers and lines as people read them."""
 
+import os
+import textwrap
+
 from rich.console import Console
+from rich.text import Text
+
+UNLIMITED = 10_000  # characters of a line
+
+
+def screen() -> Console:
+    """Return where a command prints; lines break for a terminal alone, what is piped has whole ones."""
+    console = Console()
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=UNLIMITED)
 
 
 def say(console: Console, text: str, style: str = "") -> None:
     """Print text as it is: no markup, no colours by guess, no line breaks of ours."""
     console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def hang(console: Console, head: str, text: str, indent: int, style: str = "bold") -> None:
+    """Print a head and text beside it, or below where there is no room; further lines hang below the text.
+
+    Args:
+        console: where.
+        head: what stands out.
+        text: words, broken at spaces alone.
+        indent: characters before the text.
+        style: of the head.
+    """
+    first = f"{head:<{indent}}" if len(head) <= indent else f"{head}\n{' ' * indent}"
+    lines = textwrap.wrap(
+        text, max(20, console.width - indent), break_long_words=False, break_on_hyphens=False
+    )
+    shown = Text((first + f"\n{' ' * indent}".join(lines)).rstrip())
+    shown.stylize(style, 0, len(head))
+    console.print(shown, soft_wrap=True)
 
 
 def percent(share: float) -> str:

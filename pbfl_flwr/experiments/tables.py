@@ -10,10 +10,10 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from pbfl_flwr.config import PREDICTORS, announced
 from pbfl_flwr.experiments.figures import kilobytes, say
+from pbfl_flwr.experiments.narrow import print_blocks
 from pbfl_flwr.experiments.runner import go_on_with
 from pbfl_flwr.flower.history import ERROR, RunDirectory
 
@@ -90,7 +90,8 @@ def show(run_dir: Path, console: Console) -> None:
         if newcomers := run.newcomers(len(rounds)):
             console.print(newcomer_table(about, newcomers))
         if any(member.get("name") for member in about["clients"]):
-            console.print(client_table(about, run.client_rounds()))
+            say(console, "clients, accuracy on their own test data, %")
+            print_blocks(console, *client_rows(about, run.client_rounds()), words=2)
         console.print(cost_table(about, rounds, run.paper_scalars()))
         if line := privacy_line(about["configuration"], run.client_rounds()):
             say(console, line)
@@ -196,8 +197,10 @@ def newcomer_table(about: Mapping[str, Any], newcomers: Sequence[Mapping[str, An
     return table
 
 
-def client_table(about: Mapping[str, Any], clients: Sequence[Mapping[str, Any]]) -> Table:
-    """Return the table of named clients: what each one is, and its accuracy when it was last scored.
+def client_rows(
+    about: Mapping[str, Any], clients: Sequence[Mapping[str, Any]]
+) -> tuple[list[str], list[list[str]]]:
+    """Return (head, rows) on named clients: what each one is, and its accuracy in % when it was last scored.
 
     Args:
         about: what run.json holds.
@@ -208,17 +211,14 @@ def client_table(about: Mapping[str, Any], clients: Sequence[Mapping[str, Any]])
         counters = zip(entry["client"], entry["num_test"], entry["correct"], strict=True)
         last |= {client: (entry["round"], tested, correct) for client, tested, correct in counters}
     asked = [name for name in PREDICTORS if any(name in correct for _, _, correct in last.values())]
-    table = Table(title="clients, accuracy on their own test data, %", title_justify="left")
-    table.add_column("client", no_wrap=True)
-    for name in ("model", "train", "test", "round", *asked):
-        table.add_column(name, justify="left" if name == "model" else "right")
+    rows = []
     for member in about["clients"]:
         number, tested, correct = last.get(member["client"], (0, 0, {}))
         scores = (f"{100 * correct[n] / tested:.2f}" if tested and n in correct else "-" for n in asked)
         who = member.get("name") or str(member["client"])
         sizes = (str(member["num_train"]), str(member["num_test"]), str(number or "-"))
-        table.add_row(Text(who), Text(member["architecture"]), *sizes, *scores)
-    return table
+        rows.append([who, member["architecture"], *sizes, *scores])
+    return ["client", "model", "train", "test", "round", *asked], rows
 
 
 def cost_table(about: Mapping[str, Any], rounds: Sequence[Mapping[str, Any]], paper: float | None) -> Table:
@@ -232,7 +232,7 @@ def cost_table(about: Mapping[str, Any], rounds: Sequence[Mapping[str, Any]], pa
     clients = participants(about)
     table = Table(title="cost of a round, mean over the rounds", title_justify="left")
     for name in ("", "up", "down", "both"):
-        table.add_column(name, justify="right" if name else "left", no_wrap=not name)
+        table.add_column(name, justify="right" if name else "left", no_wrap=bool(name))
     labels = {
         "payload": "bytes, mean over all clients: payload",
         "ours": "  with reports",
@@ -299,13 +299,3 @@ def failure_lines(rounds: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for (_, client, reason), numbers in sorted(found.items()):
         where = f"round {numbers[0]}" if len(numbers) == 1 else f"{len(numbers)} rounds, first {numbers[0]}"
         yield f"client {client} failed in {where}: {reason}"
-
-
-def listing(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """Return a plain table."""
-    table = Table(title=title, title_justify="left")
-    for number, column in enumerate(columns):
-        table.add_column(column, no_wrap=number == 0, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    return table

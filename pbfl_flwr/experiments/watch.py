@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -172,7 +173,13 @@ def _progress(view: View, done: int) -> RenderableType:
 
 
 def _accuracies(view: View, headline: str) -> Table:
-    table = Table(title="accuracy, %, weighted by samples", title_justify="left")
+    table = Table(
+        title="accuracy, %, weighted by samples",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+    )
     table.add_column("predictor", no_wrap=True)
     for name in ("round", "last", "std", "worst 10%", "best", "in round"):
         table.add_column(name, justify="right")

@@ -48,7 +48,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the table.
+    """One line of the answer.
 
     Attributes:
         what: was looked at.
