@@ -128,7 +128,8 @@ def fit(
     """
     settings, data, model = client.training, client.data, client.model
     chosen = list(parts) if parts is not None else [part(model)]
-    groups = [_group(p, settings) for p in chosen if p.parameters]
+    decay = settings.learning_rate_decay ** (client.round - 1)
+    groups = [_group(p, settings, decay) for p in chosen if p.parameters]
     if not groups:
         return FitReport(0, 0, {}, {})
     known = {id(parameter) for group in groups for parameter in group.parameters}
@@ -187,11 +188,11 @@ def fit(
     return FitReport(steps, samples, losses, _momentum(descent.buffers, names))
 
 
-def _group(part: Part, settings: TrainingSettings) -> Group:
-    """Return a part with the settings filled in."""
+def _group(part: Part, settings: TrainingSettings, decay: float) -> Group:
+    """Return a part with the settings filled in, its rate times the round's decay."""
     rate = settings.learning_rate if part.learning_rate is None else part.learning_rate
     bound = settings.max_grad_norm if part.max_grad_norm is None else part.max_grad_norm
-    return Group(tuple(part.parameters), rate, bound)
+    return Group(tuple(part.parameters), rate * decay, bound)
 
 
 def batches(

@@ -207,6 +207,19 @@ def norm_of_step(bound: float, per_part: float | None = None) -> float:
     return float((after - before).norm())
 
 
+def test_the_rate_of_round_t_has_decayed_t_minus_1_times() -> None:
+    decayed, smaller = client(round=3, learning_rate_decay=0.5), client(round=3, learning_rate=0.1 / 4)
+    for who, rate in ((decayed, 0.4), (smaller, 0.1)):
+        fit(who, classification(who.model), parts=[part(net(who).body), part(net(who).head, rate)])
+    assert weights(decayed.model).keys() == weights(smaller.model).keys()
+    assert all(torch.equal(t, weights(smaller.model)[name]) for name, t in weights(decayed.model).items())
+    first_round = client(round=1, learning_rate_decay=0.5)
+    fit(first_round, classification(first_round.model))
+    plain = client(round=1)
+    fit(plain, classification(plain.model))
+    assert torch.equal(first(first_round).weight, first(plain).weight)
+
+
 def test_the_gradient_is_clipped() -> None:
     # One step of η = 0.1 along a gradient of norm c moves the weights by 0.1·c.
     assert norm_of_step(0.0) > 10

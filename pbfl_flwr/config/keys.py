@@ -249,6 +249,9 @@ class TrainingSettings(Group):
     local_epochs: int = Field(1, ge=1, description="E, passes over the client's data in a round")
     batch_size: int = Field(32, ge=1, description="B")
     learning_rate: float = Field(0.01, gt=0, description="η of plain SGD")
+    learning_rate_decay: float = Field(
+        1.0, gt=0, le=1, description="of every client's SGD: its rate in round t is η·decay^(t-1)"
+    )
     momentum: float = Field(0.0, ge=0, lt=1)
     weight_decay: float = Field(0.0, ge=0)
     max_grad_norm: float = Field(0.0, ge=0, description="clip the gradient's norm; 0 is off")
@@ -310,6 +313,9 @@ class EvaluationSettings(Group):
 
     evaluate_moment: Literal["auto", "after", "before"] = Field(
         "auto", description="after local training, or before it with what was just broadcast (references)"
+    )
+    both_moments: bool = Field(
+        False, description="score clients that train at the other moment too; evaluate-moment is the headline"
     )
     predictor: Literal["auto", "head", "global", "global-local", "local", "etf"] = Field(
         "auto",

@@ -13,7 +13,7 @@ from pbfl_flwr.experiments.compare import Planned, finished
 from pbfl_flwr.experiments.figures import kilobytes
 from pbfl_flwr.experiments.records import Group, Record
 from pbfl_flwr.experiments.sheets import Sheet, figure
-from pbfl_flwr.experiments.summaries import NEW_NOTE, paired_sheet
+from pbfl_flwr.experiments.summaries import NEW_NOTE, OTHER_NOTE, paired_sheet
 from pbfl_flwr.experiments.tables import majority_lines, paper_scalars, participants, scores
 from pbfl_flwr.flower.files import write_atomically
 from pbfl_flwr.flower.history import RunDirectory
@@ -37,6 +37,7 @@ class Row:
         total: bytes a round, all clients and both ways, Flower's objects included.
         paper: scalars by the paper's formula.
         seconds: a round.
+        other: headline accuracies at the other moment; empty where clients are scored once.
         new: headline accuracies of the new clients after their own rounds; empty where there are none.
         majority: what the skew of the labels alone scores, one a seed; None where it is not known.
     """
@@ -56,6 +57,7 @@ class Row:
     total: float
     paper: str
     seconds: float
+    other: list[float] = field(default_factory=list)
     new: list[float] = field(default_factory=list)
     majority: list[float | None] = field(default_factory=list)
 
@@ -106,6 +108,7 @@ def _row(label: str, runs: Sequence[RunDirectory]) -> Row:
         fmean(entry["bytes_up"]["total"] + entry["bytes_down"]["total"] for entry in entries),
         paper_scalars(runs[0].paper_scalars()),
         fmean(entry["seconds"]["total"] for entry in entries),
+        [100 * at[1]["weighted"] for found in scored if (at := found.other) is not None],
         [100 * a for run in runs if (a := Record.load(run.path).newcomer_accuracy()) is not None],
         [run.majority() for run in runs],
     )
@@ -115,13 +118,16 @@ def table(title: str, found: Sequence[Row]) -> Sheet:
     """Return the table: accuracies in %, sample-weighted over all clients; ± over seeds where there are several."""
     names = [name for name in PREDICTORS if any(name in row.others for row in found)]
     chosen, new = any(row.chosen for row in found), any(row.new for row in found)
+    twice = any(row.other for row in found)
     head = ["run", "headline", "last", "best (on test data)", *(["validation-chosen"] if chosen else [])]
+    head += ["at the other moment"] if twice else []
     head += ["std over clients", "worst decile", *(["new clients"] if new else []), *names]
     head += ["payload up", "payload down", "all bytes a round", "paper's scalars", "s a round"]
     lines = []
     for row in found:
         cells = [row.label, row.headline, figure(row.last), figure(row.best)]
         cells += [figure(row.chosen)] if chosen else []
+        cells += [figure(row.other)] if twice else []
         cells += [figure(row.spread), figure(row.worst)]
         cells += [figure(row.new)] if new else []
         cells += [figure(row.others.get(name, [])) for name in names]
@@ -134,6 +140,8 @@ def table(title: str, found: Sequence[Row]) -> Sheet:
     )
     note += "clients, also those that were not asked; the paper's scalars are for all clients taking part. "
     note += "± is the sample deviation over seeds."
+    if twice:
+        note += f" {OTHER_NOTE}"
     if new:
         note += f" {NEW_NOTE}"
     notes = (note, *majority_lines(share for row in found for share in row.majority))

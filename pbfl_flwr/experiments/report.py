@@ -20,7 +20,7 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.figures import kilobytes
 from pbfl_flwr.experiments.records import NEUTRAL, Group, Record
 from pbfl_flwr.experiments.sheets import Sheet
-from pbfl_flwr.experiments.summaries import paired_sheet, summary_sheet
+from pbfl_flwr.experiments.summaries import OTHER_NOTE, paired_sheet, summary_sheet
 from pbfl_flwr.experiments.tables import failure_lines, paper_scalars, participants, scores, settings_line
 from pbfl_flwr.flower.files import write_atomically
 from pbfl_flwr.flower.history import ERROR
@@ -154,11 +154,12 @@ def overviews(groups: Sequence[Group]) -> list[Overview]:
 def accuracy_sheet(groups: Sequence[Group]) -> Sheet:
     """Return every predictor's accuracies of the first seed: last, best and validation-chosen round side by side."""
     rows = []
+    twice = any("other" in entry for group in groups for entry in group.first.rounds)
     for group in groups:
         record = group.first
         for name, score in scores(record.rounds).items():
-            cells = []
-            for point in (score.last, score.best, score.chosen):
+            cells: list[str] = []
+            for point in (score.last, score.best, score.chosen, *([score.other] if twice else [])):
                 cells += ["-", "-"] if point is None else [f"{100 * point[1]['weighted']:.2f}", str(point[0])]
             even = (f"{100 * score.last[1][key]:.2f}" for key in ("mean", "std", "worst"))
             predictor = f"{name} (headline)" if name == record.headline else name
@@ -172,6 +173,7 @@ def accuracy_sheet(groups: Sequence[Group]) -> Sheet:
         "round",
         "validation-chosen",
         "round",
+        *(("at the other moment", "round") if twice else ()),
         "mean of clients",
         "std over clients",
         "worst decile",
@@ -179,6 +181,7 @@ def accuracy_sheet(groups: Sequence[Group]) -> Sheet:
     notes = (
         "Accuracy on the clients' test data in %, weighted by samples, with its round; the three on the right are of "
         "the last round. First seed of each configuration.",
+        *([OTHER_NOTE] if twice else []),
     )
     return Sheet("Predictors and rounds", columns, tuple(rows), notes, text_columns=2)
 

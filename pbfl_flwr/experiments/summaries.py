@@ -19,6 +19,10 @@ SUMMARY_NOTES = (
     "tenth (at least one client), lowest client; last round.",
 )
 NEW_NOTE = "New clients took no part in the rounds: weighted by samples, after all rounds that they trained afterwards."
+OTHER_NOTE = (
+    "The other moment is before local training, of a run that is scored after it, and the other way round; over the "
+    "clients that trained in the last round."
+)
 PAIRED_NOTES = (
     "Difference: first minus second, in percentage points of the last round's headline accuracy; interval: "
     f"{CONFIDENCE:.0%} percentile bootstrap of the mean difference, 10,000 resamples, seeded; p: two-sided Wilcoxon "

@@ -29,11 +29,14 @@ class Scores:
         best: (round, statistics) of the round with the highest accuracy, sample-weighted unless asked otherwise.
         chosen: (round, statistics) on the test data of the round with the highest sample-weighted accuracy on the
             clients' validation samples; None where nothing was held out.
+        other: (round, statistics) of the last scoring at the other moment (both-moments), over the clients that
+            trained; None where there was none.
     """
 
     last: tuple[int, Mapping[str, float]]
     best: tuple[int, Mapping[str, float]]
     chosen: tuple[int, Mapping[str, float]] | None = None
+    other: tuple[int, Mapping[str, float]] | None = None
 
 
 def series(rounds: Sequence[Mapping[str, Any]], on: str = "accuracy") -> list[tuple[int, Mapping[str, Any]]]:
@@ -65,8 +68,22 @@ def scores(rounds: Sequence[Mapping[str, Any]], by: str = "weighted") -> dict[st
         chosen = max(held_out, key=lambda at: held_out[at], default=None)
         if points:
             best = max(points, key=lambda point: point[1][by])
-            found[name] = Scores(points[-1], best, None if chosen is None else (chosen, dict(points)[chosen]))
+            found[name] = Scores(
+                points[-1],
+                best,
+                None if chosen is None else (chosen, dict(points)[chosen]),
+                next((point for point in reversed(_other(rounds, name))), None),
+            )
     return found
+
+
+def _other(rounds: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int, Mapping[str, float]]]:
+    """Return (round, a predictor's statistics) at the other moment: after a round, or of the broadcast before it."""
+    return [
+        (2 * entry["round"] - 1 - entry["accuracy_of_round"], entry["other"][name])
+        for entry in rounds
+        if name in entry.get("other", {})
+    ]
 
 
 def show(run_dir: Path, console: Console) -> None:
@@ -84,7 +101,7 @@ def show(run_dir: Path, console: Console) -> None:
     say(console, str(run_dir), "bold")
     say(console, settings_line(about, len(rounds)))
     if rounds:
-        console.print(accuracy_table(scores(rounds), about["headline"]))
+        console.print(accuracy_table(scores(rounds), about["headline"], other_moment(about)))
         for sentence in majority_lines([run.majority()]):
             say(console, sentence)
         if newcomers := run.newcomers(len(rounds)):
@@ -150,8 +167,19 @@ def settings_line(about: Mapping[str, Any], num_rounds: int) -> str:
     )
 
 
-def accuracy_table(found: Mapping[str, Scores], headline: str) -> Table:
-    """Return the table of accuracies, last and best round of every predictor."""
+def other_moment(about: Mapping[str, Any]) -> str:
+    """Return the moment that is not the headline's of a run, whose run.json is given."""
+    return "after training" if about["moment"] == "before" else "before training"
+
+
+def accuracy_table(found: Mapping[str, Scores], headline: str, other: str) -> Table:
+    """Return the table of accuracies, last and best round of every predictor.
+
+    Args:
+        found: predictor -> scores.
+        headline: the predictor that is reported.
+        other: what the moment is called that is not the headline's.
+    """
     table = Table(title="accuracy on the clients' test data, %", title_justify="left")
     table.add_column("predictor", no_wrap=True)
     table.add_column("round", justify="right")
@@ -162,7 +190,11 @@ def accuracy_table(found: Mapping[str, Scores], headline: str) -> Table:
         label = f"{name} (headline)" if name == headline else name
         number, last = score.last
         table.add_row(label, str(number), *(f"{100 * last[key]:.2f}" for key in STATISTICS), style=style)
-        for title, point in (("best (chosen on test data)", score.best), ("validation-chosen", score.chosen)):
+        for title, point in (
+            ("best (chosen on test data)", score.best),
+            ("validation-chosen", score.chosen),
+            (other, score.other),
+        ):
             if point is not None:
                 values = (f"{100 * point[1][key]:.2f}" for key in STATISTICS)
                 table.add_row(title, str(point[0]), *values, style=style)

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from pbfl_flwr.flower import wire
-from pbfl_flwr.flower.history import finite, on_validation, summarise
+from pbfl_flwr.flower.history import at_the_other_moment, finite, on_validation, summarise
 from pbfl_flwr.flower.replies import Outcome, Phase
 from pbfl_flwr.method import Method, Moment
 
@@ -58,13 +58,14 @@ def round_line(
     }
     reports, honest = list(outcome.reports.values()), phase.honest(outcome.reports)
     seconds = {name: sum(report.seconds[i] for report in reports) for i, name in enumerate(wire.SPENT)}
-    held_out = on_validation(honest)
+    held_out, twice = on_validation(honest), at_the_other_moment(honest)
     late = [{"client": client, **asdict(item)} for client, item in sorted(outcome.late.items())]
     return {
         "round": server_round,
         "accuracy": summarise(honest),
         **({"validation": summarise(held_out)} if held_out else {}),
         "accuracy_of_round": server_round - 1 if moment == "before" else server_round,
+        **({"other": summarise(twice)} if twice else {}),
         "test_loss": _mean(
             [one.test_loss for one in honest.values()], [one.num_test for one in honest.values()]
         ),
@@ -85,7 +86,7 @@ def round_line(
 
 def client_columns(server_round: int, phase: Phase, outcome: Outcome) -> dict[str, Any]:
     """Return a round's line of clients.jsonl: one column a counter, one entry a client."""
-    reports = outcome.reports
+    reports, twice = outcome.reports, at_the_other_moment(outcome.reports)
     names = {"name": [phase.names.get(client, "") for client in reports]} if phase.names else {}
     return {
         "round": server_round,
@@ -97,6 +98,7 @@ def client_columns(server_round: int, phase: Phase, outcome: Outcome) -> dict[st
         "correct": [dict(report.correct or {}) for report in reports.values()],
         "num_validation": [report.num_validation for report in reports.values()],
         "validated": [dict(report.validation or {}) for report in reports.values()],
+        **({"other": [dict(report.other or {}) for report in reports.values()]} if twice else {}),
         "test_loss": [report.test_loss for report in reports.values()],
         "metrics": [dict(report.metrics or {}) for report in reports.values()],
         "seconds": [list(report.seconds) for report in reports.values()],

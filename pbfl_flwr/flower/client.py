@@ -11,7 +11,8 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from flwr.clientapp import ClientApp
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS
 from flwr.compat.common.recorddict_compat import fitres_to_recorddict
 from torch import Tensor, nn
+from torch.random import fork_rng
 
 from pbfl_flwr import seeds
 from pbfl_flwr.card import Card
@@ -42,7 +44,7 @@ from pbfl_flwr.flower.opening import (
     store_of,
 )
 from pbfl_flwr.flower.store import ClientState
-from pbfl_flwr.method import Method, Moment, Nearest, Predictor
+from pbfl_flwr.method import Client, Method, Moment, Nearest, Predictor
 from pbfl_flwr.methods import build_method
 from pbfl_flwr.models import build_model, check_compiler, check_models, check_named, count_parameters
 from pbfl_flwr.prototypes.attacks import attacked
@@ -213,24 +215,29 @@ def _trained(opened: Opened, message: Message) -> Message:
     method, stored, client = opened.method, opened.stored, opened.client
     down = wire.decode(message.content.array_records[wire.PAYLOAD], method.down, client.task)
     torch.manual_seed(seeds.derive(client.seed, "layers", client.key, client.round))  # dropout
-    before = resolved_moment(opened.settings, method) == "before"
+    moment, both = resolved_moment(opened.settings, method), opened.settings.evaluation.both_moments
+    scores: dict[Moment, Scores] = {}
     evaluated = 0.0
-    if before:
-        method.install(client, down)
-        started = time.perf_counter()
-        scores = evaluate(client, method.predictors(client, down))
-        evaluated = time.perf_counter() - started
+    if moment == "before" or both:
+        with nullcontext() if moment == "before" else _unnoticed(client):
+            method.install(client, down)
+            started = time.perf_counter()
+            scores["before"] = evaluate(client, method.predictors(client, down))
+            evaluated = time.perf_counter() - started
     started = time.perf_counter()
     update = attacked(opened.settings, client, method.local_update(client, down))
     fitted = time.perf_counter() - started
     predictors = method.predictors(replace(client, memory=update.memory), down)
-    if not before:
+    if moment == "after" or both:
         started = time.perf_counter()
-        scores = evaluate(client, predictors)
-        evaluated = time.perf_counter() - started
+        scores["after"] = evaluate(client, predictors)
+        evaluated += time.perf_counter() - started
     participations = 1 + (stored.participations if stored else 0)
     seconds = (*opened.seconds, fitted, evaluated, 0.0)
-    report = replace(_report(opened, scores, participations, seconds, update.metrics), round=client.round)
+    report = _report(opened, scores.pop(moment), participations, seconds, update.metrics)
+    if scores and opened.settings.privacy.client_report == "full":
+        report = replace(report, other=next(iter(scores.values())).correct)
+    report = replace(report, round=client.round)
     payload = wire.encode(update.payload, opened.settings.prototypes.wire_dtype)
     started = time.perf_counter()
     state = ClientState(
@@ -247,6 +254,15 @@ def _trained(opened: Opened, message: Message) -> Message:
     if opened.settings.privacy.client_report == "full":
         report = replace(report, seconds=(*seconds[:-1], time.perf_counter() - started))
     return Message(wire.content(payload, report.to_record()), reply_to=message)
+
+
+@contextmanager
+def _unnoticed(client: Client) -> Iterator[None]:
+    """Give the client's network its weights back afterwards, and the generators of random numbers their state."""
+    own = {name: tensor.clone() for name, tensor in client.model.state_dict().items()}
+    with fork_rng([client.device] if client.device.type == "cuda" else []):
+        yield
+    client.model.load_state_dict(own)
 
 
 def _card(opened: Opened, participations: int) -> str:

@@ -89,6 +89,15 @@ def on_validation(reports: Mapping[int, Report]) -> dict[int, Report]:
     }
 
 
+def at_the_other_moment(reports: Mapping[int, Report]) -> dict[int, Report]:
+    """Return the reports of clients that were scored twice, with what they scored at the other moment."""
+    return {
+        client: replace(report, correct=report.other)
+        for client, report in reports.items()
+        if report.other is not None
+    }
+
+
 @dataclass(frozen=True)
 class RunDirectory:
     """The files of one run."""

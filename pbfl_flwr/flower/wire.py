@@ -198,6 +198,8 @@ class Report:
         num_validation: samples held out for validation.
         validation: predictor -> correctly predicted ones of them; None without any.
         round: whose upload this is; 0 where nothing was trained.
+        other: predictor -> correctly predicted test samples at the other moment (before training instead of after it,
+            or the other way round); None where the client was not scored twice.
     """
 
     num_train: int
@@ -211,6 +213,7 @@ class Report:
     num_validation: int = 0
     validation: Mapping[str, int] | None = None
     round: int = 0
+    other: Mapping[str, int] | None = None
 
     def to_record(self) -> MetricRecord:
         """Return the compact record: lists with a fixed layout, since every key costs bytes."""
@@ -221,6 +224,8 @@ class Report:
         }
         if self.num_validation:
             fixed["v"] = [self.num_validation, *_in_order(self.validation)]
+        if self.other is not None:
+            fixed["o"] = _in_order(self.other)
         return MetricRecord({**(self.metrics or {}), **fixed})
 
     @classmethod
@@ -234,9 +239,10 @@ class Report:
         correct = [int(value) for value in _list(record, "c", len(PREDICTORS))]
         held_out = _list(record, "v", 1 + len(PREDICTORS)) if "v" in record else [0] * (1 + len(PREDICTORS))
         num_validation, *validated = (int(value) for value in held_out)
+        other = [int(value) for value in _list(record, "o", len(PREDICTORS))] if "o" in record else None
         loss, data, opened, fitted, evaluated, saved, peak_mb = _list(record, "t", 7)
         counters = (num_train, num_test, participations, num_validation, number)
-        if min(counters) < 0 or max(correct) > num_test or max(validated) > num_validation:
+        if min(counters) < 0 or max(correct + (other or [])) > num_test or max(validated) > num_validation:
             raise RejectedPayload("its counters contradict each other")
         if max(counters) >= MAX_COUNT:
             raise RejectedPayload(f"its report counts {max(counters)} samples")
@@ -259,6 +265,7 @@ class Report:
             num_validation,
             by_validation,
             number,
+            None if other is None else _named(other),
         )
 
 

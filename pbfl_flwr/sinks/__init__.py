@@ -155,6 +155,8 @@ def steps(line: Mapping[str, Any]) -> list[tuple[int, Figures]]:
     for key in ("accuracy", "validation"):
         found.setdefault(scored, {}).update(_flat(key, line.get(key, {})))
         found.setdefault(line["round"], {}).update(_flat(key, line.get("final", {}).get(key, {})))
+    other = 2 * int(line["round"]) - 1 - scored  # the moment that is not the headline's
+    found.setdefault(other, {}).update(_flat("other-moment", line.get("other", {})))
     rest = {
         "test-loss": line["test_loss"],
         "clients": line["clients"],

@@ -48,18 +48,19 @@ def asked(found: Federation, kind: str) -> dict[int, set[int]]:
 
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_the_rounds_are_those_of_a_federation_without_them(tmp_path: Path, method: str) -> None:
-    small = federation(tmp_path / "small", method, num_clients=3).run()
-    found = federation(tmp_path, method, **NEW).run()
+    rounds: dict[str, Scalar] = {"num_clients": 3, "new_clients": 1, "new_client_rounds": 2}
+    small = federation(tmp_path / "small", method, num_clients=2).run()
+    found = federation(tmp_path, method, **rounds).run()
     assert found.fingerprint == small.fingerprint
-    assert asked(found, "train") == {1: {0, 1, 2}, 2: {0, 1, 2}, 3: {3, 4}, 4: {3, 4}, 5: {3, 4}}
+    assert asked(found, "train") == {1: {0, 1}, 2: {0, 1}, 3: {2}, 4: {2}}
     lines = found.strategy.newcomers
-    assert [line["round"] for line in lines] == [3, 4, 5]
+    assert [line["round"] for line in lines] == [3, 4]
     assert {line["after"] for line in lines} == {2}
     for line in lines:
         assert line["failures"] == []
-        assert line["accuracy"]["head"]["clients"] == 2
-        assert line["columns"]["client"] == [3, 4]
-    assert [line["columns"]["participations"] for line in lines] == [[1, 1], [2, 2], [3, 3]]
+        assert line["accuracy"]["head"]["clients"] == 1
+        assert line["columns"]["client"] == [2]
+    assert [line["columns"]["participations"] for line in lines] == [[1], [2]]
 
 
 def test_they_get_what_the_rounds_came_to_and_their_uploads_are_not_used(tmp_path: Path) -> None:

@@ -1,0 +1,81 @@
+"""Clients scored twice, before and after their training."""
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from pbfl_flwr.config import Scalar
+from pbfl_flwr.experiments import tables
+from pbfl_flwr.experiments.records import load
+from pbfl_flwr.experiments.report import accuracy_sheet
+from pbfl_flwr.flower import wire
+from pbfl_flwr.methods import METHODS
+from pbfl_flwr.payloads import RejectedPayload
+from pbfl_flwr.sinks import steps
+from tests.flower.inprocess import Federation, federation
+
+
+@pytest.mark.parametrize(
+    ("method", "moment"),
+    [*((method, "after") for method in sorted(METHODS)), *((m, "before") for m in ("fedala", "tinyproto"))],
+)
+def test_the_other_moment_is_what_a_run_that_reports_it_reports(
+    tmp_path: Path, method: str, moment: str
+) -> None:
+    other = {"before": "after", "after": "before"}[moment]
+
+    def of(name: str, **keys: Scalar) -> Federation:
+        return federation(tmp_path / name, method, num_clients=3, **keys).run()
+
+    twice = of("twice", evaluate_moment=moment, both_moments=True)
+    once, reported = of("once", evaluate_moment=moment), of("other", evaluate_moment=other)
+    assert twice.fingerprint == once.fingerprint, "training must not notice"
+    found = [line["other"] for line in twice.strategy.history]
+    assert found == [line["accuracy"] for line in reported.strategy.history]
+    assert all("other" not in line for line in once.strategy.history)
+
+
+def test_who_is_only_scored_is_scored_once(tmp_path: Path) -> None:
+    found = federation(tmp_path, both_moments=True, fraction_train=0.4, on_disk=True).run()
+    for line, columns in zip(found.strategy.history, found.directory.client_rounds(), strict=True):
+        assert line["accuracy"]["head"]["clients"] == 5
+        assert line["other"]["head"]["clients"] == 2
+        scored = dict(zip(columns["client"], columns["other"], strict=True))
+        assert {client for client, correct in scored.items() if correct} == set(line["trained"])
+
+
+def test_a_client_that_says_nothing_of_its_samples_is_not_scored_twice(tmp_path: Path) -> None:
+    found = federation(tmp_path, both_moments=True, client_report="none").run()
+    assert all("other" not in line for line in found.strategy.history)
+
+
+def test_tables_name_the_moment_and_its_round(tmp_path: Path) -> None:
+    after = federation(tmp_path / "after", both_moments=True, on_disk=True).run()
+    before = federation(tmp_path / "before", "fedavg", both_moments=True, on_disk=True).run()
+    for run, said, at in ((after, "before training", 1), (before, "after training", 2)):
+        history = run.strategy.history
+        console = Console(width=120, record=True)
+        tables.show(run.directory.path, console)
+        last = history[-1]["other"]["head"]
+        figures = [f"{100 * last[name]:.2f}" for name in ("weighted", "mean", "std", "worst")]
+        rows = [line.replace("│", " ").split() for line in console.export_text().splitlines()]
+        assert [*said.split(), str(at), *figures] in rows
+        assert (at, last) == tables.scores(history)["head"].other
+        columns = dict(steps(history[-1]))
+        assert columns[at]["other-moment/head/weighted"] == last["weighted"]
+    sheet = accuracy_sheet(load([after.directory.path]))
+    at = sheet.columns.index("at the other moment")
+    head = next(row for row in sheet.rows if row[1] == "head")
+    assert head[at : at + 2] == (f"{100 * after.strategy.history[-1]['other']['head']['weighted']:.2f}", "1")
+
+
+def test_a_report_with_more_right_than_tested_is_rejected() -> None:
+    record = wire.Report(4, 3, correct={"head": 1}, other={"head": 3}).to_record()
+    assert wire.Report.from_record(record).other == {"head": 3}
+    record["o"] = [4, -1, -1, -1, -1]
+    with pytest.raises(RejectedPayload, match="contradict"):
+        wire.Report.from_record(record)
+    record["o"] = [1]
+    with pytest.raises(RejectedPayload, match="lacks 'o' of length 5"):
+        wire.Report.from_record(record)
