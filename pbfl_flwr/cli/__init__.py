@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import typer
 
-from pbfl_flwr.cli import deployment, devices, experiments, reports, reproductions, sweeps, watching
+from pbfl_flwr.cli import cleaning, deployment, devices, experiments, reports, reproductions, sweeps, watching
 from pbfl_flwr.cli.privacy import privacy
 
 app = typer.Typer(
@@ -28,6 +28,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "show": experiments.show,
     "report": reports.report,
     "list": experiments.list_,
+    "clean": cleaning.clean,
     "privacy": privacy,
     "certs": deployment.certs,
     "keys": deployment.keys,

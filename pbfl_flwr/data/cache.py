@@ -28,6 +28,8 @@ from pbfl_flwr.errors import PbflError
 FORMAT = 4
 """Counted up when what is stored changes, so that an older entry is not read."""
 
+FILES = ("inputs.npy", "labels.npy", "owner.npy", "in_train.npy", "meta.json")  # of an entry
+
 Allocate = Callable[[tuple[int, ...], DTypeLike], NDArray[Any]]
 """(shape, dtype) -> a writable array inside the new cache entry; large inputs go straight to disk."""
 

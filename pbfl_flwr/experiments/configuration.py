@@ -139,6 +139,7 @@ def resumed(run: Path, wishes: Wishes, *, devices: bool = False) -> Wishes:
             would give other results.
     """
     about = RunDirectory(run).read()
+    RunDirectory(run).check_states()
     if not devices and not simulated(about):
         raise PbflError(
             f"'{run}' is a run of devices with data of their own; go on with {go_on_with(run, about)}"

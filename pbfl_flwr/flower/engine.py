@@ -31,7 +31,7 @@ from pbfl_flwr.flower.bundle import gathered
 from pbfl_flwr.flower.history import RunRefused
 from pbfl_flwr.flower.processes import Processes, deaf, executable, free_port, healthy
 
-LOG = "flower.log"
+LOG, RUN_LOCK = "flower.log", ".lock"
 ENDED = ("finished:completed", "finished:failed", "finished:stopped")
 START_SECONDS = 60.0
 CLI_SECONDS = 120.0
@@ -80,7 +80,7 @@ def connection(name: str, address: str, ca: Path | None) -> str:
 
 def lock_of(run_dir: Path) -> FileLock:
     """Return the lock that whoever runs something in a run directory holds."""
-    return FileLock(run_dir / ".lock")
+    return FileLock(run_dir / RUN_LOCK)
 
 
 def claim(lock: FileLock, run_dir: Path) -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from pbfl_flwr.errors import PbflError
 
+SCHEMA = "1"  # of the files with tensors
+
 
 class DamagedState(PbflError):
     """A state file that cannot be trusted; the text names the file, the fault and what to do."""

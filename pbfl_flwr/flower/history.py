@@ -12,6 +12,7 @@
               checkpoint.safetensors  the server's whole state after the last round
               best.safetensors        the server's state with which the clients scored best so far
               clients/<experiment>/   the clients' own models (simulation)
+              clients-removed.txt     in their place, when pbfl clean removed them
 """
 
 from __future__ import annotations
@@ -40,6 +41,20 @@ if TYPE_CHECKING:  # who reads what a run wrote down needs neither torch nor Flo
     from pbfl_flwr.task import Task
 
 ERROR, NEWCOMERS = "error.txt", "newcomers.jsonl"
+SERVER_LOCK, STATES_REMOVED = ".server.lock", "clients-removed.txt"
+FILES = (
+    "run.json",
+    ERROR,
+    "rounds.jsonl",
+    "clients.jsonl",
+    NEWCOMERS,
+    "partition.json",
+    "prototypes.safetensors",
+    "checkpoint.safetensors",
+    "best.safetensors",
+    SERVER_LOCK,
+    STATES_REMOVED,
+)  # of a run directory, of the server
 OTHER_CONFIGURATION = (
     "run-dir = '{}' was made with another configuration (see its run.json); only num-server-rounds and the timeouts "
     "may differ when a run is resumed"
@@ -114,7 +129,7 @@ class RunDirectory:
             RunRefused: if another server still writes it after HANDOVER_SECONDS.
             UnsavedState: if there can be no such directory.
         """
-        lock = FileLock(self.path / ".server.lock")
+        lock = FileLock(self.path / SERVER_LOCK)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             lock.acquire(timeout=HANDOVER_SECONDS)
@@ -182,6 +197,18 @@ class RunDirectory:
         if not {"configuration", "experiment"} <= set(found):
             raise DamagedState(f"{file} is damaged: it lacks 'configuration' or 'experiment'")
         return found
+
+    def check_states(self) -> None:
+        """Make sure that the clients' states were not removed: without them everybody would begin anew.
+
+        Raises:
+            RunRefused: if they were.
+        """
+        if (self.path / STATES_REMOVED).exists():
+            raise RunRefused(
+                f"'{self.path}': its clients' states were removed by pbfl clean; it can be shown, compared and "
+                "reported, but not resumed or exported"
+            )
 
     def rounds(self) -> list[dict[str, Any]]:
         """Return the rounds so far."""

@@ -48,6 +48,7 @@ class Recorder:
             self.run.forget_error()
             return None
         about = self.run.read()
+        self.run.check_states()
         # The checkpoint says so too, but there may be none yet while clients have already trained.
         if not str(about["experiment"]).startswith(f"{self._fingerprint}-"):
             raise RunRefused(OTHER_CONFIGURATION.format(self.run.path))

@@ -18,10 +18,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from pbfl_flwr.flower.files import DamagedState, UnsavedState, write_atomically
+from pbfl_flwr.flower.files import SCHEMA, DamagedState, UnsavedState, write_atomically
 from pbfl_flwr.payloads import separate, under
-
-SCHEMA = "1"
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:

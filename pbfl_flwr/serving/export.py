@@ -82,6 +82,7 @@ def state_file(path: Path, client: str) -> Path:
 def _experiment(path: Path) -> Path:
     if (path / "run.json").is_file():
         about = RunDirectory(path).read()
+        RunDirectory(path).check_states()
         root = Path(about["configuration"].get("state-dir") or path / "clients")
         return root / str(about["experiment"])
     if not path.is_dir():
