@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from pbfl_flwr.descent import AdamDescent
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client
 from pbfl_flwr.payloads import Prototypes, Weights, class_counts, joined, under
@@ -165,27 +166,26 @@ def train_generator(
         PbflError: if the loss is not finite.
     """
     named = dict(network.named_parameters())
-    optimizer = torch.optim.Adam(
-        named.values(), lr=adam.learning_rate, weight_decay=adam.weight_decay, betas=(0.9, 0.999)
-    )
-    for name, parameter in named.items():
-        kept = under(state.moments, name)
-        if kept and adam.keep:
-            optimizer.state[parameter] = {key: tensor.clone() for key, tensor in kept.items()}
+    kept = {
+        parameter: {key: tensor.clone() for key, tensor in moments.items()}
+        for name, parameter in named.items()
+        if adam.keep and (moments := under(state.moments, name))
+    }
+    descent = AdamDescent(list(named.values()), adam.learning_rate, adam.weight_decay, kept)
     network.train()
     total = 0.0
     for _ in range(adam.steps):
         value = loss(network)
-        optimizer.zero_grad()
+        descent.clear()
         torch.autograd.backward(value)
-        optimizer.step()
+        descent.step()
         total += float(value.detach())
     if not torch.isfinite(torch.tensor(total)):
         raise PbflError("the server's generator diverged: its loss is not finite; lower its learning rate")
     moments = {
         f"{name}.{key}": tensor.detach().clone()
         for name, parameter in named.items()
-        for key, tensor in optimizer.state[parameter].items()
+        for key, tensor in descent.moments[parameter].items()
     }
     return GeneratorState(tensors_of(network), moments), total / adam.steps
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from pbfl_flwr.descent import Descent, Group
+from pbfl_flwr.descent import AdamDescent, Descent, Group
 
 
 def network() -> nn.Sequential:
@@ -49,6 +49,46 @@ def test_the_bits_of_torchs_sgd(momentum: float, weight_decay: float) -> None:
     for parameter, twin in zip(descent.parameters, [*theirs[0].parameters(), *last], strict=True):
         if momentum:
             assert torch.equal(descent.buffers[parameter], optimizer.state[twin]["momentum_buffer"])
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_the_bits_of_torchs_adam(weight_decay: float) -> None:
+    """A layer gets no gradient in the second of three steps; then both go on from what they have kept."""
+    ours, theirs = network(), network()
+    adam = AdamDescent(list(ours.parameters()), 0.05, weight_decay)
+    optimizer = torch.optim.Adam(theirs.parameters(), lr=0.05, weight_decay=weight_decay)
+    inputs = torch.randn(4, 8, 6, generator=torch.Generator().manual_seed(1))
+    for step in range(4):
+        for net in (ours, theirs):
+            used = net[:3] if step == 1 else net
+            used(inputs[step]).square().sum().backward()
+        if step == 3:
+            adam = AdamDescent(adam.parameters, 0.05, weight_decay, adam.moments)
+        adam.step()
+        adam.clear()
+        optimizer.step()
+        optimizer.zero_grad()
+        for found, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert torch.equal(found, expected)
+    for parameter, twin in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert parameter.grad is None
+        assert adam.moments[parameter].keys() == optimizer.state[twin].keys()
+        assert all(torch.equal(t, optimizer.state[twin][name]) for name, t in adam.moments[parameter].items())
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_unfused_the_bits_of_torchs_sgd_by_default(momentum: float) -> None:
+    ours, theirs = network(), network()
+    descent = Descent([Group(tuple(ours.parameters()), 0.1)], momentum, fused=False)
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=momentum)
+    for step in range(3):
+        inputs = torch.full((2, 6), 0.1 + step)
+        for net in (ours, theirs):
+            net.zero_grad()
+            net(inputs).square().sum().backward()
+        descent.step()
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
 
 
 def test_a_layer_whose_gradients_come_late_starts_as_in_a_first_step() -> None:

@@ -27,6 +27,7 @@ from torch.nn import functional as F
 
 from pbfl_flwr import seeds
 from pbfl_flwr.config import Group, Settings, parse_section
+from pbfl_flwr.descent import AdamDescent
 from pbfl_flwr.method import Client, Update
 from pbfl_flwr.methods.sharing import SharedWeights, answer
 from pbfl_flwr.models import architectures
@@ -129,7 +130,7 @@ class FedFA(SharedWeights):
         anchors = down.tensors[ANCHORS].to(client.device)  # A, fixed in this round
         running = RunningAnchors(anchors, config.anchor_momentum, config.anchor_mean == "all-batches")
         classifier = list(model.head.parameters())
-        adam = torch.optim.Adam(classifier, lr=config.calibration_rate)
+        adam = AdamDescent(classifier, config.calibration_rate)
         every_class = torch.arange(len(anchors), device=client.device)
 
         def loss(inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
@@ -141,7 +142,7 @@ class FedFA(SharedWeights):
         def calibrate() -> None:
             if config.calibration_rate:
                 scores: Tensor = model.head(anchors)
-                adam.zero_grad(set_to_none=True)
+                adam.clear()
                 nn.functional.cross_entropy(scores, every_class).backward()
                 adam.step()
 

@@ -24,7 +24,7 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from pbfl_flwr import seeds
+from pbfl_flwr import descent, seeds
 from pbfl_flwr.config import Auto, Group, Settings, parse_section
 from pbfl_flwr.method import Client, Method, Moment, Round, Update
 from pbfl_flwr.methods.sharing import check_heads, initial, plain, receive
@@ -87,15 +87,15 @@ class FedGH(Method[Weights, Weights, Prototypes]):
             return state
         vectors, labels = stack_uploads(uploads.values())  # (N, d), (N,)
         order = seeds.generator(at.seed, "fedgh", at.number)
-        weight = state.tensors["head.weight"].clone().requires_grad_()
-        bias = state.tensors["head.bias"].clone().requires_grad_()
-        optimizer = torch.optim.SGD([weight, bias], lr=self.learning_rate)
+        weight = nn.Parameter(state.tensors["head.weight"].clone())
+        bias = nn.Parameter(state.tensors["head.bias"].clone())
+        sgd = descent.Descent([descent.Group((weight, bias), self.learning_rate)], fused=False)
         for _ in range(self.epochs):
             for batch in torch.randperm(len(labels), generator=order).split(self.batch_size):
                 logits = nn.functional.linear(vectors[batch], weight, bias)
-                optimizer.zero_grad()
+                sgd.clear()
                 torch.autograd.backward(nn.functional.cross_entropy(logits, labels[batch]))
-                optimizer.step()
+                sgd.step()
         return Weights({"head.weight": weight.detach(), "head.bias": bias.detach()})
 
     def validate(self, upload: Prototypes, state: Weights, task: Task) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pbfl_flwr.descent import Descent, Group
 from pbfl_flwr.payloads import Prototypes
 
 CONVERGED_LOSS = 1e-3  # FedTGP's README: the final server loss should be below this
@@ -187,26 +188,27 @@ def train_prototypes(
     sums = torch.zeros(num_classes, feature_dim, dtype=torch.float64).index_add_(0, labels, vectors.double())
     holders = torch.bincount(labels, minlength=num_classes)
     margin = adaptive_margin(sums / holders.clamp_min(1).unsqueeze(1), holders > 0, margin_cap)
-    optimizer = torch.optim.SGD(network.parameters(), lr=learning_rate, momentum=momentum)
-    if momentum > 0:
-        for name, parameter in network.named_parameters():
-            if MOMENTUM + name in state.tensors:
-                optimizer.state[parameter]["momentum_buffer"] = state.tensors[MOMENTUM + name].clone()
+    named = dict(network.named_parameters())
+    kept = {
+        p: state.tensors[MOMENTUM + name].clone()
+        for name, p in named.items()
+        if MOMENTUM + name in state.tensors
+    }
+    descent = Descent([Group(tuple(named.values()), learning_rate)], momentum, buffers=kept, fused=False)
     loss, trained = 0.0, epochs if len(vectors) else 0
     for _ in range(trained):
         loss = 0.0
         for batch in torch.split(torch.randperm(len(vectors), generator=generator), batch_size):
             logits = margin_logits(vectors[batch], network(), labels[batch], margin)
             batch_loss = F.cross_entropy(logits, labels[batch])
-            optimizer.zero_grad()
+            descent.clear()
             torch.autograd.backward(batch_loss)
-            optimizer.step()
+            descent.step()
             loss += float(batch_loss.detach()) * len(batch) / len(vectors)
     tensors = {name: tensor.detach().clone() for name, tensor in network.state_dict().items()}
     if momentum > 0:
-        for name, parameter in network.named_parameters():
-            if (buffer := optimizer.state[parameter].get("momentum_buffer")) is not None:
-                tensors[MOMENTUM + name] = buffer.clone()
+        buffers = descent.buffers
+        tensors |= {MOMENTUM + name: buffers[p].clone() for name, p in named.items() if p in buffers}
     with torch.no_grad():
         prototypes = network()
     report = TrainingReport(loss, margin, trained > 0 and loss < CONVERGED_LOSS, trained)

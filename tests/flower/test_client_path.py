@@ -15,16 +15,21 @@ from pathlib import Path
 from client_app.app import app
 from pbfl_flwr.config import parse
 from pbfl_flwr.flower.strategy import MethodStrategy
-from pbfl_flwr.methods import SECTIONS
+from pbfl_flwr.methods import METHODS, SECTIONS
 from tests.flower.inprocess import InProcessGrid
 
 place = sys.argv[1]
-config = {"num-clients": 1, "num-server-rounds": 1, "models": "cnn2", "feature-dim": 16, "partition": "iid"}
-grid = InProcessGrid(app, config, 1, node_configs={0: {"client-id": 0, "state-dir": place}})
-strategy = MethodStrategy(parse(config, SECTIONS), None)
-strategy.start(grid)
-assert strategy.history[0]["trained"] == [0], strategy.history
-assert [path for path in Path(place).rglob("*") if path.is_file()]
+base = {"num-clients": 1, "num-server-rounds": 1, "models": "cnn2", "feature-dim": 64, "partition": "iid"}
+for method in METHODS:
+    auxiliary = {f"{method}.auxiliary": "cnn2"} if method in ("fml", "fedkd") else {}
+    config = {**base, "method": method, "max-samples": 100, "seed": 1, **auxiliary}
+    if method == "gfpl":
+        config |= {"gfpl.start": 1, "gfpl.interval": 1}
+    grid = InProcessGrid(app, config, 1, node_configs={0: {"client-id": 0, "state-dir": place}})
+    strategy = MethodStrategy(parse(config, SECTIONS), None)
+    strategy.start(grid)
+    assert strategy.history[0]["trained"] == [0], strategy.history
+    assert [path for path in Path(place).rglob("*") if strategy.experiment in str(path) and path.is_file()]
 unwanted = ("ray", "torch._dynamo")  # the compiler: three seconds of every message's process
 loaded = [name for name, module in sys.modules.items() if module and name.startswith(unwanted)]
 assert not loaded, loaded
@@ -32,7 +37,7 @@ print("answered")
 """
 
 
-def test_a_device_answers_without_ray(tmp_path: Path) -> None:
+def test_a_device_answers_without_ray_and_the_compiler_in_every_method(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     done = subprocess.run(
         [sys.executable, "-c", ANSWER, str(tmp_path / "state")],
