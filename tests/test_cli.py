@@ -3,8 +3,11 @@ import os
 import tomllib
 from pathlib import Path
 
+import click
 import pytest
+import typer
 
+from pbfl_flwr.cli import app
 from pbfl_flwr.config import Settings, parse
 from pbfl_flwr.data import DATASETS
 from pbfl_flwr.errors import PbflError
@@ -22,6 +25,23 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.setenv("PBFL_HOME", str(tmp_path / "home"))
+
+
+def test_help_says_what_every_argument_is() -> None:
+    group = typer.main.get_command(app)
+    assert isinstance(group, click.Group)
+    arguments = [
+        (name, parameter)
+        for name, command in group.commands.items()
+        for parameter in command.params
+        if parameter.param_type_name == "argument"
+    ]
+    assert len(arguments) > 10
+    for name, parameter in arguments:
+        said = getattr(parameter, "help", None)
+        assert said, f"{name} {parameter.name}"
+        shown = pbfl(name, "--help").stdout.replace("│", " ").split()
+        assert said.split()[0] in shown
 
 
 def test_all_bad_keys_are_told_at_once_and_nothing_starts(tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ def compare(
 
 
 def list_(
-    topic: Annotated[Topic, typer.Argument(help="What to list.")],
+    topic: Annotated[Topic, typer.Argument(metavar="TOPIC", help=f"One of {', '.join(Topic)}.")],
     word: Annotated[
         str,
         typer.Argument(
