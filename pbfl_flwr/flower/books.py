@@ -1,16 +1,65 @@
-"""The books of a round: its lines of rounds.jsonl and clients.jsonl, and what they note."""
+"""The books of a round: accuracies over clients, its lines of rounds.jsonl and clients.jsonl, and what they note."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
+import numpy as np
+
+from pbfl_flwr.config import PREDICTORS
 from pbfl_flwr.flower import wire
-from pbfl_flwr.flower.history import at_the_other_moment, finite, on_validation, summarise
+from pbfl_flwr.flower.history import finite
 from pbfl_flwr.flower.replies import Outcome, Phase
 from pbfl_flwr.method import Method, Moment
+
+
+def summarise(reports: Mapping[int, wire.Report]) -> dict[str, dict[str, float]]:
+    """Return predictor -> accuracy over clients.
+
+    ``weighted`` is correct samples over all samples (what most published tables show), ``mean`` the plain mean over
+    clients, ``std`` their population deviation, ``worst`` the mean of the worst decile (at least one client). Clients
+    without test samples are left out; a predictor is summarised when every scored client could be asked, or those
+    that could (then ``clients`` says how many).
+    """
+    found: dict[str, dict[str, float]] = {}
+    scored = {i: report for i, report in reports.items() if report.num_test}
+    for name in PREDICTORS:
+        asked = [report for report in scored.values() if report.correct and name in report.correct]
+        if not asked:
+            continue
+        correct = np.array([(report.correct or {})[name] for report in asked], dtype=float)
+        samples = np.array([report.num_test for report in asked], dtype=float)
+        each = np.sort(correct / samples)
+        worst = each[: max(1, len(each) // 10)]
+        found[name] = {
+            "weighted": float(correct.sum() / samples.sum()),
+            "mean": float(each.mean()),
+            "std": float(each.std()),
+            "worst": float(worst.mean()),
+            "clients": len(asked),
+        }
+    return found
+
+
+def on_validation(reports: Mapping[int, wire.Report]) -> dict[int, wire.Report]:
+    """Return the reports with what was held out for validation in the place of the test data."""
+    return {
+        client: replace(report, num_test=report.num_validation, correct=report.validation)
+        for client, report in reports.items()
+        if report.num_validation
+    }
+
+
+def at_the_other_moment(reports: Mapping[int, wire.Report]) -> dict[int, wire.Report]:
+    """Return the reports of clients that were scored twice, with what they scored at the other moment."""
+    return {
+        client: replace(report, correct=report.other)
+        for client, report in reports.items()
+        if report.other is not None
+    }
 
 
 def aged(ages: Sequence[int] | None, classes: Mapping[int, int] | None, num_classes: int) -> list[int] | None:

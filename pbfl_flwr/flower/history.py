@@ -24,19 +24,16 @@ import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from filelock import FileLock, Timeout
 
-from pbfl_flwr.config import PREDICTORS
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.files import DamagedState, UnsavedState, remove_torn, write_atomically
 
 if TYPE_CHECKING:  # who reads what a run wrote down needs neither torch nor Flower
-    from pbfl_flwr.flower.wire import Report
     from pbfl_flwr.payloads import Payload
     from pbfl_flwr.task import Task
 
@@ -65,52 +62,6 @@ PACKAGES = ("pbfl-flwr", "flwr", "ray", "torch", "torchvision", "numpy", "scipy"
 
 class RunRefused(PbflError):
     """A run that may not be made here because of the run that is here already, which is not marked as failed for it."""
-
-
-def summarise(reports: Mapping[int, Report]) -> dict[str, dict[str, float]]:
-    """Return predictor -> accuracy over clients.
-
-    ``weighted`` is correct samples over all samples (what most published tables show), ``mean`` the plain mean over
-    clients, ``std`` their population deviation, ``worst`` the mean of the worst decile (at least one client). Clients
-    without test samples are left out; a predictor is summarised when every scored client could be asked, or those
-    that could (then ``clients`` says how many).
-    """
-    found: dict[str, dict[str, float]] = {}
-    scored = {i: report for i, report in reports.items() if report.num_test}
-    for name in PREDICTORS:
-        asked = [report for report in scored.values() if report.correct and name in report.correct]
-        if not asked:
-            continue
-        correct = np.array([(report.correct or {})[name] for report in asked], dtype=float)
-        samples = np.array([report.num_test for report in asked], dtype=float)
-        each = np.sort(correct / samples)
-        worst = each[: max(1, len(each) // 10)]
-        found[name] = {
-            "weighted": float(correct.sum() / samples.sum()),
-            "mean": float(each.mean()),
-            "std": float(each.std()),
-            "worst": float(worst.mean()),
-            "clients": len(asked),
-        }
-    return found
-
-
-def on_validation(reports: Mapping[int, Report]) -> dict[int, Report]:
-    """Return the reports with what was held out for validation in the place of the test data."""
-    return {
-        client: replace(report, num_test=report.num_validation, correct=report.validation)
-        for client, report in reports.items()
-        if report.num_validation
-    }
-
-
-def at_the_other_moment(reports: Mapping[int, Report]) -> dict[int, Report]:
-    """Return the reports of clients that were scored twice, with what they scored at the other moment."""
-    return {
-        client: replace(report, correct=report.other)
-        for client, report in reports.items()
-        if report.other is not None
-    }
 
 
 @dataclass(frozen=True)

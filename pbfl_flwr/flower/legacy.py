@@ -45,7 +45,7 @@ from flwr.server.workflow import SecAggPlusWorkflow
 from pbfl_flwr.config import PrivacySettings, Settings
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import wire
-from pbfl_flwr.flower.history import summarise
+from pbfl_flwr.flower.books import summarise
 from pbfl_flwr.flower.replies import said_of
 from pbfl_flwr.method import Method, Round
 from pbfl_flwr.methods import build_method

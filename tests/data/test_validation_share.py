@@ -10,7 +10,7 @@ from torch import Tensor
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data import client_data
 from pbfl_flwr.data.clients import hold_out
-from pbfl_flwr.flower.history import on_validation, summarise
+from pbfl_flwr.flower.books import on_validation, summarise
 from pbfl_flwr.flower.wire import Report
 from pbfl_flwr.payloads import RejectedPayload
 from pbfl_flwr.training import evaluate

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pbfl_flwr.flower.history import summarise
+from pbfl_flwr.flower.books import summarise
 from pbfl_flwr.flower.wire import Report
 
 
