@@ -18,12 +18,14 @@ def privacy(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> None:
     """Tell what each message of a configuration reveals, and which settings hide it."""
-    from pbfl_flwr.experiments import configuration, disclosure
+    from pbfl_flwr.experiments import configuration
 
     try:
         settings = configuration.check(configuration.gather(preset, assignments or []))
     except PbflError as error:
         raise ended(error) from None
+    from pbfl_flwr.experiments import disclosure  # torch and Flower, which a refusal need not wait for
+
     answer = disclosure.about(settings)
     if as_json:
         typer.echo(json.dumps(answer, ensure_ascii=False, indent=1))

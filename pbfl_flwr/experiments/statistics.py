@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.stats import wilcoxon
 
 CONFIDENCE = 0.95
 RESAMPLES = 10_000
@@ -117,6 +116,8 @@ def paired(first: ArrayLike, second: ArrayLike, *, seed: int = 0, resamples: int
     Raises:
         ValueError: if the two have not the same length.
     """
+    from scipy.stats import wilcoxon
+
     one, other = np.asarray(first, dtype=float), np.asarray(second, dtype=float)
     if one.shape != other.shape:
         raise ValueError(f"{one.size} values against {other.size}: pairs are needed")
