@@ -214,7 +214,11 @@ def test_clients_that_come_after_the_last_round_belong_to_the_run(runs: Path) ->
     (runs / "a" / "newcomers.jsonl").write_text('{"round": 3, "after": 2}\n')
     assert "runs that can be resumed: runs/a" in pbfl(*asked).stdout
     (runs / "a" / "newcomers.jsonl").write_text('{"round": 3, "after": 2}\n{"round": 4, "after": 2}\n')
+    experiment = json.loads((runs / "a" / "run.json").read_text())["experiment"]
+    save(runs / "a" / "clients", f"{experiment}-new-2", 2, days=2)
     assert "runs/a: clients' states" in pbfl(*asked).stdout
+    pbfl(*asked, "--yes")
+    assert not (runs / "a" / "clients").exists()
 
 
 def test_a_device_keeps_its_newest_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

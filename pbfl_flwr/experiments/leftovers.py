@@ -300,10 +300,14 @@ def _run(path: Path) -> Iterator[Find | Left]:
 
 
 def _homes(path: Path, experiment: str) -> tuple[Path, ...]:
-    """Return where a run directory holds its clients' states: in ``clients/``, or a directory a SuperNode below it."""
+    """Return where a run directory holds its clients' states: in ``clients/``, or a directory a SuperNode below it.
+
+    Clients that came after the last round have theirs beside the others', see :mod:`pbfl_flwr.flower.newcomers`.
+    """
     roots = [folder for folder in _folders(path) if folder.name == "clients"]
     roots += [folder for root in roots for folder in _folders(root)]
-    return tuple(folder for root in roots for folder in _folders(root) if folder.name == experiment)
+    ours = re.compile(rf"{re.escape(experiment)}(-new-\d+)?")
+    return tuple(folder for root in roots for folder in _folders(root) if ours.fullmatch(folder.name))
 
 
 def _over(run: RunDirectory, configuration: Mapping[str, Any]) -> bool:

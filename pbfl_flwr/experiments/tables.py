@@ -217,7 +217,8 @@ def newcomer_table(about: Mapping[str, Any], newcomers: Sequence[Mapping[str, An
     found, after = series(newcomers), newcomers[0]["after"]
     asked = [name for name in PREDICTORS if any(name in accuracy for _, accuracy in found)]
     clients = about["configuration"]["new-clients"]
-    title = f"{clients} new clients, who came after round {after}: accuracy, %, weighted by samples"
+    who = f"{clients} new client{'' if clients == 1 else 's'}, who came after round {after}"
+    title = f"{who}: accuracy, %, weighted by samples"
     table = Table(title=title, title_justify="left")
     table.add_column("rounds of their own", justify="right")
     for name in asked:
