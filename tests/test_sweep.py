@@ -169,6 +169,8 @@ def test_the_table(tmp_path: Path) -> None:
     text = sheet.markdown()
     # 25 and 75: mean 50, sample deviation 50/1.4142
     assert "| 1 | global | 50.00 ± 35.36 | 75.00 ± 0.00 |" in text
+    assert "| std over clients | worst decile | head | global | payload up |" in text
+    assert "| 12.50 ± 0.00 | 37.50 ± 35.36 | 50.00 ± 0.00 | 50.00 ± 35.36 |" in text
     assert "2 of 4 runs are not finished." in text
     sweep.write(tmp_path, found, rows, sheet)
     lines = (tmp_path / "table.csv").read_text().splitlines()

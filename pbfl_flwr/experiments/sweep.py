@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pbfl_flwr.config import Scalar
+from pbfl_flwr.config import PREDICTORS, Scalar
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import configuration
 from pbfl_flwr.experiments.compare import Planned, finished, plan
@@ -127,13 +127,26 @@ def plans(sweep: Sweep, out: Path) -> list[Planned]:
 
 
 def table(sweep: Sweep, found: Sequence[Row], planned: Sequence[Planned], title: str) -> Sheet:
-    """Return the table: a column a swept key, accuracies in %, ± over seeds where there are several."""
-    head = [*sweep.swept, "headline", "last", "best (on test data)", "std over clients", "worst decile"]
+    """Return the table: a column a swept key, accuracies in %, ± over seeds where there are several.
+
+    The columns named after predictors are last-round accuracies.
+    """
+    names = [name for name in PREDICTORS if any(name in row.others for row in found)]
+    head = [
+        *sweep.swept,
+        "headline",
+        "last",
+        "best (on test data)",
+        "std over clients",
+        "worst decile",
+        *names,
+    ]
     head += ["payload up", "payload down", "all bytes a round", "rounds", "seeds", "s a round"]
     lines = []
     for row in found:
         cells = [*(_text(value) for value in sweep.values[row.label]), row.headline]
         cells += [figure(row.last), figure(row.best), figure(row.spread), figure(row.worst)]
+        cells += [figure(row.others.get(name, [])) for name in names]
         cells += [kilobytes(row.up), kilobytes(row.down), kilobytes(row.total)]
         lines.append((*cells, str(row.rounds), str(row.seeds), f"{row.seconds:.1f}"))
     missing = sum(not finished(run) for run in planned)
