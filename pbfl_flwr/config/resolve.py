@@ -93,8 +93,7 @@ class Settings(BaseModel):
     def relevant(self) -> dict[str, Scalar]:
         """Return the keys that change results: not where they are written, nor how far to go.
 
-        data-dir is one of them: for arrays, tables and folders nothing else says which data it is, and nobody compares
-        the data of a run that goes on with what it had.
+        data-dir is one of them: for arrays, tables and folders nothing else says which data it is before it is read.
         """
         own = {"run-dir", "state-dir", "resume", *CHANGEABLE}
         return {key: value for key, value in self.as_dict().items() if key not in own}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -65,6 +66,14 @@ class Pool:
     def num_classes(self) -> int:
         """K."""
         return len(self.label_names)
+
+    def fingerprint(self) -> str:
+        """Return a short hash of all labels and of up to 256 samples, evenly spaced: other data has another one."""
+        some = self.inputs[:: max(1, len(self.labels) // 256)]
+        digest = hashlib.sha256(f"{self.inputs.dtype} {self.inputs.shape} {self.label_names}".encode())
+        digest.update(np.ascontiguousarray(self.labels).data)
+        digest.update(np.ascontiguousarray(some).data)
+        return digest.hexdigest()[:16]
 
     def affine(self) -> tuple[Tensor, Tensor]:
         """Return (scale, shift), float32 (C, 1, 1, ...), so that x * scale + shift is what a model is fed."""

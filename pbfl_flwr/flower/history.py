@@ -209,6 +209,7 @@ class RunDirectory:
         notes: Sequence[str],
         majority: float | None,
         paper_scalars: float,
+        data: str,
     ) -> None:
         """Write the samples of each class on each client, and what follows from them alone.
 
@@ -217,9 +218,10 @@ class RunDirectory:
             notes: on the partition.
             majority: what always answering a client's largest class scores.
             paper_scalars: that travel in a round by the paper's formula.
+            data: a hash of the samples that were dealt.
         """
-        found = {"counts": counts, "notes": notes, "majority": majority, "paper_scalars": paper_scalars}
-        self._write("partition.json", found)
+        figures = {"majority": majority, "paper_scalars": paper_scalars, "data": data}
+        self._write("partition.json", {"counts": counts, "notes": notes, **figures})
 
     def partition_counts(self) -> list[list[int]] | None:
         """Return the samples of each class on each client, None where they are not known.
@@ -239,6 +241,11 @@ class RunDirectory:
         """Return the paper's count of the scalars that travel in a round, all clients, None where it is not known."""
         found: float | None = self._partition().get("paper_scalars")
         return found
+
+    def data(self) -> str | None:
+        """Return the hash of the samples that were dealt, None where it is not known."""
+        found = self._partition().get("data")
+        return None if found is None else str(found)
 
     def _partition(self) -> dict[str, Any]:
         file = self.path / "partition.json"

@@ -75,12 +75,14 @@ class Recorder:
             partition = check_data(self._settings.data, self._settings.run.num_clients)
             taking = self._settings.run.participants
             scored = replace(partition, splits=partition.splits[:taking])
-            majority = scored.majority(load_pool(self._settings.data).labels)
+            pool = load_pool(self._settings.data)
+            majority = scored.majority(pool.labels)
             held = (partition.counts[:taking] > 0).sum(axis=1).tolist()
             scalars = build_method(self._settings).paper_scalars(
                 known[0].task, held, [member.parameters for member in known[:taking]]
             )
-            self.run.write_partition(partition.counts.tolist(), list(partition.notes), majority, scalars)
+            counts, notes = partition.counts.tolist(), list(partition.notes)
+            self.run.write_partition(counts, notes, majority, scalars, pool.fingerprint())
         self._open_sinks()
 
     def go_on(
@@ -94,9 +96,16 @@ class Recorder:
             num_rounds: how far it is to go.
 
         Raises:
-            RunRefused: if the checkpoint is of another configuration, or has more rounds already.
+            RunRefused: if the checkpoint is of another configuration, or has more rounds already, or if a simulation
+                would deal other samples than it began with.
             PbflError: if it is damaged.
         """
+        data, began = self._settings.data, self.run.data()
+        if began is not None and began != load_pool(data).fingerprint():
+            raise RunRefused(
+                f"data-dir = '{data.data_dir}': the samples of dataset = '{data.dataset}' are not those with which "
+                f"run-dir = '{self.run.path}' began"
+            )
         resumed = self.run.resume(kind, task, self._fingerprint)
         done = resumed[1] if resumed else 0
         if done > num_rounds:

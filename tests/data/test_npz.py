@@ -1,8 +1,10 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from pbfl_flwr.config import DataSettings
-from pbfl_flwr.data import check_data, client_data, load_pool
+from pbfl_flwr.data import Pool, check_data, client_data, load_pool
 from pbfl_flwr.errors import PbflError
 
 
@@ -92,3 +94,19 @@ def test_har_clients_are_the_people(tmp_path):
     assert data.input_shape == (9, 128)
     assert data.scale.shape == (9, 1)
     assert data.label_names[5] == "laying"
+
+
+def test_other_samples_have_another_fingerprint() -> None:
+    inputs, labels = np.zeros((600, 1, 4, 4), dtype=np.uint8), np.arange(600) % 3
+    pool = Pool(inputs, labels, ("a", "b", "c"), 600)
+    swapped = labels.copy()
+    swapped[[0, 1]] = swapped[[1, 0]]
+    others = [
+        replace(pool, inputs=inputs + 1),
+        replace(pool, inputs=inputs.reshape(600, 1, 2, 8)),
+        replace(pool, labels=swapped),
+        replace(pool, label_names=("a", "b", "d")),
+        Pool(inputs[:-1], labels[:-1], pool.label_names, 599),
+    ]
+    assert len({other.fingerprint() for other in (pool, *others)}) == 6
+    assert replace(pool, inputs=inputs.copy()).fingerprint() == pool.fingerprint()

@@ -16,8 +16,8 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, 
 from flwr.serverapp.strategy import Strategy
 from torch import Tensor
 
-from pbfl_flwr.config import Scalar, parse
-from pbfl_flwr.data import check_data, client_data
+from pbfl_flwr.config import DataSettings, Scalar, parse
+from pbfl_flwr.data import check_data, client_data, load_pool
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import history, wire
 from pbfl_flwr.flower.client import make_client_app
@@ -833,6 +833,21 @@ def test_the_partition_is_written_where_the_server_can_deal_it(tmp_path: Path) -
     own = federation(tmp_path / "b", "local", on_disk=True, num_server_rounds=1).run()
     assert own.directory.partition_counts() is own.directory.majority() is None
     assert own.directory.paper_scalars() is None
+
+
+def test_a_run_does_not_go_on_with_other_samples(tmp_path: Path) -> None:
+    def run(**keys: Scalar) -> Federation:
+        own: dict[str, Scalar] = {"num_clients": 2, "models": "cnn2", "max_samples": 60, "partition": "iid"}
+        return federation(tmp_path, on_disk=True, data=None, **own, **keys)
+
+    file = run(num_server_rounds=1).run().directory.path / "partition.json"
+    said = file.read_text()
+    assert json.loads(said)["data"] == load_pool(DataSettings(dataset="digits", max_samples=60)).fingerprint()
+    file.write_text(said.replace(json.loads(said)["data"], "0123456789abcdef"))
+    with pytest.raises(RunRefused, match="the samples of dataset = 'digits' are not those"):
+        run(resume=True).run()
+    file.write_text(said)
+    assert run(resume=True).run().strategy.done == 2
 
 
 def test_the_run_directory_is_readable_by_others(tmp_path: Path, two_rounds: Federation) -> None:
