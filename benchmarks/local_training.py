@@ -22,7 +22,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
-from typing import get_args
+from typing import Any, get_args
 
 # Threads that spin while they wait slow a busy machine down; the plain loop would look worse than it is.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -68,7 +68,9 @@ def plain_round(
     architecture: str, shape: tuple[int, int, int], batch_size: int, client: int, device: str
 ) -> None:
     images, labels = samples(shape, client)
-    pairs = [((image.float() / 255 - 0.5) / 0.5, label) for image, label in zip(images, labels, strict=True)]
+    pairs: Any = [
+        ((image.float() / 255 - 0.5) / 0.5, label) for image, label in zip(images, labels, strict=True)
+    ]
     model = build_model(architecture, Task(K, D, shape), 0).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     global_prototypes = dict(enumerate(targets().to(device)))
