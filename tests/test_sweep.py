@@ -1,5 +1,6 @@
 """Sweeps: lists become combinations, combinations become runs, and runs side by side leave nothing behind."""
 
+import json
 import sys
 import time
 from pathlib import Path
@@ -176,6 +177,25 @@ def test_the_table(tmp_path: Path) -> None:
     lines = (tmp_path / "table.csv").read_text().splitlines()
     assert lines[0].startswith("cps-dim,headline,seeds,rounds,last,")
     assert lines[1].startswith("1,global,2,2,50.0000,75.0000,")
+
+
+def test_the_table_has_new_clients_and_the_other_moment(tmp_path: Path) -> None:
+    found = sweep.read(
+        None, ["new-clients=0,1", "new-client-rounds=1", "num-clients=2", "num-server-rounds=1"]
+    )
+    runs = sweep.plans(found, tmp_path)
+    other = entry(1, 0.5, 0.125)["accuracy"]
+    for run in runs:
+        write_run(
+            run.directory, [entry(1, 0.5, 0.75, other=other)], **{**run.wishes.values, "feature-dim": 512}
+        )
+    line = json.dumps(entry(2, 0.5, 0.625, after=1))
+    (runs[1].directory / "newcomers.jsonl").write_text(line + "\n")
+    sheet = sweep.table(found, comparison_table.rows(runs), runs, "A sweep")
+    columns = [dict(zip(sheet.columns, row, strict=True)) for row in sheet.rows]
+    assert [row["new clients"] for row in columns] == ["-", "62.50"]
+    assert [row["at the other moment"] for row in columns] == ["12.50", "12.50"]
+    assert any(note.startswith("New clients took no part in the rounds") for note in sheet.notes)
 
 
 def test_the_command_refuses_before_it_starts(tmp_path: Path) -> None:

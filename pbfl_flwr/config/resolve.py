@@ -160,6 +160,12 @@ def _disagreements(settings: Settings) -> list[str]:
         found.append(
             f"new-clients = {run.new_clients}: with secure-aggregation = true nobody trains alone; allowed is 0"
         )
+    if settings.privacy.client_report == "none":
+        silent = "with client-report = 'none' nobody says how clients score"
+        if run.new_clients:
+            found.append(f"new-clients = {run.new_clients}: {silent}; allowed is 0")
+        if settings.evaluation.both_moments:
+            found.append(f"both-moments = true: {silent}; allowed is false")
     return found
 
 

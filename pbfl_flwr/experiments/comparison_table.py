@@ -40,6 +40,7 @@ class Row:
         other: headline accuracies at the other moment; empty where clients are scored once.
         new: headline accuracies of the new clients after their own rounds; empty where there are none.
         majority: what the skew of the labels alone scores, one a seed; None where it is not known.
+        newcomer_majority: the same of the new clients.
     """
 
     label: str
@@ -60,6 +61,7 @@ class Row:
     other: list[float] = field(default_factory=list)
     new: list[float] = field(default_factory=list)
     majority: list[float | None] = field(default_factory=list)
+    newcomer_majority: list[float | None] = field(default_factory=list)
 
     def plain(self) -> list[str]:
         """Return the mean figures in the order of :data:`PLAIN`, as other programs read them."""
@@ -111,6 +113,7 @@ def _row(label: str, runs: Sequence[RunDirectory]) -> Row:
         [100 * at[1]["weighted"] for found in scored if (at := found.other) is not None],
         [100 * a for run in runs if (a := Record.load(run.path).newcomer_accuracy()) is not None],
         [run.majority() for run in runs],
+        [run.newcomer_majority() for run in runs],
     )
 
 
@@ -140,12 +143,22 @@ def table(title: str, found: Sequence[Row]) -> Sheet:
     )
     note += "clients, also those that were not asked; the paper's scalars are for all clients taking part. "
     note += "± is the sample deviation over seeds."
-    if twice:
-        note += f" {OTHER_NOTE}"
-    if new:
-        note += f" {NEW_NOTE}"
-    notes = (note, *majority_lines(share for row in found for share in row.majority))
+    notes = (note, *remarks(found))
     return Sheet(title, tuple(head), tuple(lines), notes, text_columns=2)
+
+
+def remarks(found: Sequence[Row]) -> list[str]:
+    """Return what is to be said below a table of what clients score at another moment, as new ones, without learning.
+
+    Args:
+        found: its rows.
+    """
+    return [
+        *([OTHER_NOTE] if any(row.other for row in found) else []),
+        *([NEW_NOTE] if any(row.new for row in found) else []),
+        *majority_lines(share for row in found for share in row.majority),
+        *majority_lines((share for row in found for share in row.newcomer_majority), "a new client"),
+    ]
 
 
 def write(out: Path, title: str, found: Sequence[Row], groups: Sequence[Group]) -> None:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments.tables import series
+from pbfl_flwr.experiments.tables import participants, series
 from pbfl_flwr.flower.history import RunDirectory
 
 NEUTRAL = frozenset(
@@ -109,6 +109,11 @@ class Record:
         """Return the new clients' sample-weighted accuracy after all of their own rounds, None without any."""
         scored = series(self.newcomers)[-1][1] if self.newcomers else {}
         return float(scored[self.headline]["weighted"]) if self.headline in scored else None
+
+    @property
+    def honest(self) -> frozenset[int]:
+        """The clients over which the run's accuracies are: those that take part in the rounds and do not lie."""
+        return frozenset(range(participants(self.about))) - frozenset(self.about.get("malicious", []))
 
     def curve(self, predictor: str | None = None) -> list[tuple[int, float]]:
         """Return (round, sample-weighted accuracy) as far as the predictor was scored."""

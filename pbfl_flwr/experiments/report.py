@@ -145,7 +145,7 @@ def overviews(groups: Sequence[Group]) -> list[Overview]:
                     f"it ended with: {error.read_text(encoding='utf-8', errors='replace').strip()}"
                 )
             warnings += [f"last round: {note}" for note in record.rounds[-1].get("notes", [])]
-            warnings += failure_lines(record.rounds)
+            warnings += failure_lines([*record.rounds, *record.newcomers])
             line = settings_line(record.about, done)
             found.append(Overview(group.label, str(record.path), line, tuple(warnings)))
     return found

@@ -93,7 +93,10 @@ def paired_sheet(groups: Sequence[Group], title: str = "Paired comparison") -> S
         if clients := sorted(set(first) & set(second)):
             found = paired([first[client] for client in clients], [second[client] for client in clients])
             rows.append((label, "clients", found, odd))
-        if len(seeds) > 1 and _scored(one) and _scored(other):
+        if any(one.by_seed()[seed].honest != other.by_seed()[seed].honest for seed in seeds):
+            said = "Accuracies over other clients (new-clients, attack), so nothing is said about seeds"
+            told.setdefault(said, []).append(label)
+        elif len(seeds) > 1 and _scored(one) and _scored(other):
             last = [[_last(group, seed) for seed in seeds] for group in (one, other)]
             rows.append((label, "seeds", paired(*last), odd))
         elif seeds:

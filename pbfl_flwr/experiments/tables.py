@@ -98,39 +98,52 @@ def show(run_dir: Path, console: Console) -> None:
     """
     run = RunDirectory(run_dir)
     about, rounds = run.read(), run.rounds()
+    newcomers = run.newcomers(len(rounds))
     say(console, str(run_dir), "bold")
     say(console, settings_line(about, len(rounds)))
     if rounds:
-        console.print(accuracy_table(scores(rounds), about["headline"], other_moment(about)))
+        if found := scores(rounds):
+            console.print(accuracy_table(found, about["headline"], other_moment(about)))
+        else:
+            say(console, "no accuracies: no client has said any")
         for sentence in majority_lines([run.majority()]):
             say(console, sentence)
-        if newcomers := run.newcomers(len(rounds)):
+        if newcomers:
             console.print(newcomer_table(about, newcomers))
+            for sentence in majority_lines([run.newcomer_majority()], "a new client"):
+                say(console, sentence)
         if any(member.get("name") for member in about["clients"]):
             say(console, "clients, accuracy on their own test data, %")
             print_blocks(console, *client_rows(about, run.client_rounds()), words=2)
         console.print(cost_table(about, rounds, run.paper_scalars()))
-        if line := privacy_line(about["configuration"], run.client_rounds()):
+        answers = [*run.client_rounds(), *(line["columns"] for line in newcomers)]
+        if line := privacy_line(about["configuration"], answers):
             say(console, line)
         for note in rounds[-1].get("notes", []):
             say(console, f"last round: {note}", "yellow")
-        for line in failure_lines(rounds):
+        for line in failure_lines([*rounds, *newcomers]):
             say(console, line, "yellow")
-    wanted = about["configuration"]["num-server-rounds"]
+    wanted, wanted_of_newcomers = about["configuration"]["num-server-rounds"], rounds_of_newcomers(about)
     if len(rounds) < wanted:
         say(console, f"{len(rounds)} of {wanted} rounds; go on with: {go_on_with(run_dir, about)}")
+    elif len(newcomers) < wanted_of_newcomers:
+        done = f"{len(newcomers)} of {wanted_of_newcomers} rounds of the new clients"
+        say(console, f"{done}; go on with: {go_on_with(run_dir, about)}")
     if (error := run_dir / ERROR).exists():
         say(console, f"it ended with: {error.read_text(encoding='utf-8').strip()}", "red")
 
 
-def majority_lines(shares: Iterable[float | None]) -> list[str]:
+def majority_lines(shares: Iterable[float | None], who: str = "a client") -> list[str]:
     """Return what the skew of the labels alone scores, in a sentence; none where it is not known.
 
     Args:
         shares: what :meth:`RunDirectory.majority` says of every run; several partitions are named side by side.
+        who: of whom.
     """
     known = sorted({f"{100 * share:.2f}" for share in shares if share is not None})
-    said = f"Always answering a client's most frequent training class: {', '.join(known)} %, weighted by samples."
+    said = (
+        f"Always answering {who}'s most frequent training class: {', '.join(known)} %, weighted by samples."
+    )
     return [said] if known else []
 
 
@@ -205,6 +218,12 @@ def accuracy_table(found: Mapping[str, Scores], headline: str, other: str) -> Ta
 def participants(about: Mapping[str, Any]) -> int:
     """Return how many clients take part in the rounds of a run, whose run.json is given."""
     return len(about["clients"]) - int(about["configuration"].get("new-clients", 0))
+
+
+def rounds_of_newcomers(about: Mapping[str, Any]) -> int:
+    """Return how many rounds the new clients of a run train after its last one; 0 where there are none."""
+    config = about["configuration"]
+    return int(config["new-client-rounds"]) if config.get("new-clients") else 0
 
 
 def newcomer_table(about: Mapping[str, Any], newcomers: Sequence[Mapping[str, Any]]) -> Table:
@@ -323,12 +342,22 @@ def paper_scalars(found: float | None) -> str:
 
 
 def failure_lines(rounds: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a line for every client and reason."""
-    found: dict[tuple[int, str, str], list[int]] = {}
+    """Yield a line for every client and reason; new clients last, by rounds of their own.
+
+    Args:
+        rounds: what rounds.jsonl holds, and, if wanted, newcomers.jsonl.
+    """
+    found: dict[tuple[bool, int, str, str], list[int]] = {}
     for entry in rounds:
+        new = "after" in entry
         for failure in [*entry["failures"], *entry.get("final", {}).get("failures", [])]:
-            who = failure["client"], failure.get("name", str(failure["client"])), failure["reason"]
-            found.setdefault(who, []).append(entry["round"])
-    for (_, client, reason), numbers in sorted(found.items()):
-        where = f"round {numbers[0]}" if len(numbers) == 1 else f"{len(numbers)} rounds, first {numbers[0]}"
-        yield f"client {client} failed in {where}: {reason}"
+            who = new, failure["client"], failure.get("name", str(failure["client"])), failure["reason"]
+            found.setdefault(who, []).append(entry["round"] - entry.get("after", 0))
+    for (new, _, client, reason), numbers in sorted(found.items()):
+        own = " of its own" if new else ""
+        where = (
+            f"round {numbers[0]}{own}"
+            if len(numbers) == 1
+            else f"{len(numbers)} rounds{own}, first {numbers[0]}"
+        )
+        yield f"{'new ' if new else ''}client {client} failed in {where}: {reason}"

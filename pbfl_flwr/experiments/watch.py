@@ -22,7 +22,7 @@ from rich.text import Text
 from pbfl_flwr.config import PREDICTORS
 from pbfl_flwr.experiments.figures import clock, kilobytes
 from pbfl_flwr.experiments.runner import go_on_with
-from pbfl_flwr.experiments.tables import failure_lines, scores, settings_line
+from pbfl_flwr.experiments.tables import failure_lines, rounds_of_newcomers, scores, settings_line
 from pbfl_flwr.flower.history import ERROR, NEWCOMERS, RunDirectory
 
 QUIET_SECONDS = 120.0  # silence below this is never remarkable
@@ -60,8 +60,7 @@ class View:
     @property
     def wanted_of_newcomers(self) -> int:
         """Rounds that the new clients train after the last one; 0 where there are none."""
-        keys = self.about["configuration"] if self.about else {}
-        return int(keys["new-client-rounds"]) if keys.get("new-clients") else 0
+        return rounds_of_newcomers(self.about) if self.about else 0
 
     @property
     def pace(self) -> float | None:
@@ -121,7 +120,10 @@ def frame(view: View) -> RenderableType:
         parts += [_accuracies(view, str(view.about["headline"])), Text(_traffic(view.rounds))]
         notes = dict.fromkeys(note for entry in view.rounds for note in entry.get("notes", []))
         parts += [Text(f"note: {note}", style="yellow") for note in list(notes)[-LAST:]]
-        parts += [Text(line, style="yellow") for line in list(failure_lines(view.rounds))[-LAST:]]
+        parts += [
+            Text(line, style="yellow")
+            for line in list(failure_lines([*view.rounds, *view.newcomers]))[-LAST:]
+        ]
     if view.state == "silent":
         each = f", a round takes {clock(view.pace)}" if view.pace else ""
         parts.append(

@@ -38,6 +38,7 @@ if TYPE_CHECKING:  # who reads what a run wrote down needs neither torch nor Flo
     from pbfl_flwr.task import Task
 
 ERROR, NEWCOMERS = "error.txt", "newcomers.jsonl"
+FIGURES = ("majority", "newcomer_majority", "paper_scalars")  # of partition.json
 SERVER_LOCK, STATES_REMOVED = ".server.lock", "clients-removed.txt"
 FILES = (
     "run.json",
@@ -208,6 +209,7 @@ class RunDirectory:
         counts: Sequence[Sequence[int]],
         notes: Sequence[str],
         majority: float | None,
+        newcomer_majority: float | None,
         paper_scalars: float,
         data: str,
     ) -> None:
@@ -217,10 +219,16 @@ class RunDirectory:
             counts: (M, K).
             notes: on the partition.
             majority: what always answering a client's largest class scores.
+            newcomer_majority: the same of the clients that come after the last round.
             paper_scalars: that travel in a round by the paper's formula.
             data: a hash of the samples that were dealt.
         """
-        figures = {"majority": majority, "paper_scalars": paper_scalars, "data": data}
+        figures = {
+            "majority": majority,
+            "newcomer_majority": newcomer_majority,
+            "paper_scalars": paper_scalars,
+            "data": data,
+        }
         self._write("partition.json", {"counts": counts, "notes": notes, **figures})
 
     def partition_counts(self) -> list[list[int]] | None:
@@ -237,6 +245,11 @@ class RunDirectory:
         found: float | None = self._partition().get("majority")
         return found
 
+    def newcomer_majority(self) -> float | None:
+        """Return the same of the clients that come after the last round, None where there are none."""
+        found: float | None = self._partition().get("newcomer_majority")
+        return found
+
     def paper_scalars(self) -> float | None:
         """Return the paper's count of the scalars that travel in a round, all clients, None where it is not known."""
         found: float | None = self._partition().get("paper_scalars")
@@ -250,7 +263,7 @@ class RunDirectory:
     def _partition(self) -> dict[str, Any]:
         file = self.path / "partition.json"
         found = read_object(file) if file.exists() else {}
-        rows, figures = found.get("counts"), [found.get("majority"), found.get("paper_scalars")]
+        rows, figures = found.get("counts"), [found.get(name) for name in FIGURES]
         counted = rows is None or (
             isinstance(rows, list)
             and all(isinstance(row, list) and all(isinstance(n, int) for n in row) for row in rows)
@@ -313,8 +326,9 @@ class RunDirectory:
         return resumed, done
 
     def _cut(self, done: int) -> None:
-        for name in ("rounds.jsonl", "clients.jsonl"):
-            kept = [entry for entry in _lines(self.path / name) if entry["round"] <= done]
+        for name in ("rounds.jsonl", "clients.jsonl", NEWCOMERS):
+            lines = _lines(self.path / name)
+            kept = [entry for entry in lines if entry.get("after", entry["round"]) <= done]
             if (self.path / name).exists():
                 write_atomically(
                     self.path / name, "".join(json.dumps(entry) + "\n" for entry in kept).encode()

@@ -74,15 +74,15 @@ class Recorder:
         if all(member.simulated and member.configured_data for member in known):
             partition = check_data(self._settings.data, self._settings.run.num_clients)
             taking = self._settings.run.participants
-            scored = replace(partition, splits=partition.splits[:taking])
-            pool = load_pool(self._settings.data)
-            majority = scored.majority(pool.labels)
+            pool, splits = load_pool(self._settings.data), partition.splits
+            parts = (replace(partition, splits=part) for part in (splits[:taking], splits[taking:]))
+            majority, of_newcomers = (part.majority(pool.labels) for part in parts)
             held = (partition.counts[:taking] > 0).sum(axis=1).tolist()
             scalars = build_method(self._settings).paper_scalars(
                 known[0].task, held, [member.parameters for member in known[:taking]]
             )
             counts, notes = partition.counts.tolist(), list(partition.notes)
-            self.run.write_partition(counts, notes, majority, scalars, pool.fingerprint())
+            self.run.write_partition(counts, notes, majority, of_newcomers, scalars, pool.fingerprint())
         self._open_sinks()
 
     def go_on(

@@ -244,10 +244,10 @@ class MethodStrategy(Strategy):
             self.settings, self._questions, self._attendance, self.task, self.moment, self.headline, after
         )
         for line in newcomers.rounds(grid, self.state, len(self.newcomers), timeout):
+            newcomers.judge(line)
             self.newcomers.append(line)
             if self.run is not None:
                 self.run.add_newcomers(line)
-            newcomers.judge(line)
 
     # A round ------------------------------------------------------------------------------------------------
 

@@ -94,6 +94,16 @@ def test_clients_are_averaged_over_the_common_seeds(tmp_path: Path) -> None:
     assert over_seeds[1:4] == ("seeds", "2", "+37.50")  # (0.25 + 0.5)/2
 
 
+def test_seeds_are_compared_over_the_same_clients_only(tmp_path: Path) -> None:
+    pairs = [run(tmp_path / f"a{seed}", 0.5, [1, 3], seed=seed) for seed in (0, 1)]
+    pairs += [run(tmp_path / f"b{seed}", 0.25, [0], seed=seed, **{"new-clients": 1}) for seed in (0, 1)]
+    sheet = paired_sheet(records.load(pairs))
+    assert [row[1:3] for row in sheet.rows] == [("clients", "1")]
+    assert sheet.notes[-1].startswith(
+        "Accuracies over other clients (new-clients, attack), so nothing is said"
+    )
+
+
 def test_labels_say_what_differs(tmp_path: Path) -> None:
     groups = records.load(
         [

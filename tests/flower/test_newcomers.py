@@ -1,6 +1,7 @@
 """Clients that come after the last round: they learn from the federation, it does not learn from them."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from flwr.app import Message
 from rich.console import Console
 
 from pbfl_flwr.config import Scalar, parse
+from pbfl_flwr.data import check_data, load_pool
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import tables, watch
 from pbfl_flwr.experiments.compare import Planned, ready
@@ -121,9 +123,38 @@ def test_stopped_among_their_rounds_the_run_goes_on_there(tmp_path: Path) -> Non
     assert asked(again(tmp_path).run(), "train") == {}, "all is done"
 
 
+def test_a_torn_line_of_theirs_is_made_again(tmp_path: Path) -> None:
+    def pull(message: Message, answer: Answer) -> Message:
+        raise Stopped
+
+    stopped = federation(tmp_path, on_disk=True, faults={(3, 4): pull}, **NEW)
+    with pytest.raises(Stopped):
+        stopped.run()
+    console = Console(record=True, width=200)
+    tables.show(stopped.directory.path, console)
+    assert "1 of 3 rounds of the new clients; go on with: pbfl run --resume" in console.export_text()
+    with (stopped.directory.path / "newcomers.jsonl").open("a") as file:
+        file.write('{"round": 4, "aft')
+    again(tmp_path).run()
+    assert [line["round"] for line in stopped.directory.newcomers(2)] == [3, 4, 5]
+
+
+def test_a_round_of_theirs_that_ended_the_run_is_made_again(tmp_path: Path) -> None:
+    keys = {"on_disk": True, "failure_policy": "stop", **NEW}
+    ended = federation(tmp_path, faults={(3, 5): raises}, **keys)
+    with pytest.raises(PbflError, match="new client 3 failed"):
+        ended.run()
+    assert [line["round"] for line in ended.directory.newcomers(2)] == [3, 4]
+    found = again(tmp_path, failure_policy="stop").run()
+    assert asked(found, "train") == {5: {3, 4}}
+    assert found.strategy.newcomers[-1]["columns"]["client"] == [3, 4]
+
+
 def test_one_that_fails_is_named_and_costs_nobody_else_anything(tmp_path: Path) -> None:
     found = federation(tmp_path, faults={(3, 3): raises}, **NEW).run()
     (failure,) = found.strategy.newcomers[0]["failures"]
+    (line,) = tables.failure_lines([*found.strategy.history, *found.strategy.newcomers])
+    assert line.startswith("new client 3 failed in round 1 of its own: ")
     assert failure["client"] == 3
     assert "boom" in failure["reason"]
     assert [line["columns"]["client"] for line in found.strategy.newcomers] == [[4], [3, 4], [3, 4]]
@@ -148,6 +179,11 @@ def test_a_round_without_enough_of_the_others_ends_the_run(tmp_path: Path) -> No
         ),
         ({"new-clients": 2, "min-replies": 3}, "min-replies = 3: allowed is up to 2, the clients"),
         ({"new-clients": 1, "secure-aggregation": True}, "nobody trains alone; allowed is 0"),
+        (
+            {"new-clients": 1, "client-report": "none"},
+            "new-clients = 1: with client-report = 'none' nobody says",
+        ),
+        ({"both-moments": True, "client-report": "none"}, "both-moments = true: .*; allowed is false"),
     ],
 )
 def test_what_cannot_be_is_said_beforehand(keys: dict[str, Scalar], said: str) -> None:
@@ -169,6 +205,10 @@ def test_tables_and_summaries_show_them(tmp_path: Path) -> None:
     said = console.export_text()
     assert "4 clients (2 of them new after the last round)" in said
     assert "2 new clients, who came after round 2: accuracy, %" in said
+    partition = check_data(found.strategy.settings.data, 4)
+    theirs = replace(partition, splits=partition.splits[2:])
+    skew = 100 * (theirs.majority(load_pool(found.strategy.settings.data).labels) or 0.0)
+    assert f"Always answering a new client's most frequent training class: {skew:.2f} %" in said
     last = found.strategy.newcomers[-1]["accuracy"]["global"]["weighted"]
     assert Record.load(path).newcomer_accuracy() == last
     sheet = summary_sheet(load([path]))
