@@ -100,6 +100,9 @@ def test_the_command() -> None:
     assert answer == about(parse({"method": "fedproto", "dp-clip": 1, "dp-noise": 2}, SECTIONS))
     assert answer["epsilon"]["covers"] == "the rows, given which classes are sent"
     assert answer["epsilon"]["one release"] < answer["epsilon"]["20 releases"]
+    new = {"new-clients": 1, "new-client-rounds": 50}
+    late = about(parse({"method": "fedproto", "dp-clip": 1, "dp-noise": 2, **new}, SECTIONS))["epsilon"]
+    assert late["50 releases"] > late["20 releases"] == answer["epsilon"]["20 releases"]
     wrong = run("--set", "dp-noise=2")
     assert wrong.exit_code == 2
     assert "dp-noise needs dp-clip" in wrong.output

@@ -38,7 +38,7 @@ WhichEngine = Annotated[
     typer.Option(
         "--engine",
         help="flower: its simulation engine, on Ray. processes: processes of this machine alone, which start in "
-        "seconds; with --workers 1 all happens in one, for a debugger. The results are the same.",
+        "seconds; with `pbfl run --workers 1` all happens in one, for a debugger. The results are the same.",
     ),
 ]
 AppDirectory = Annotated[

@@ -44,12 +44,15 @@ def about(settings: Settings) -> dict[str, Any]:
         "notes": privacy_notes(settings, method),
     }
     if keys.dp_noise:
-        rounds = settings.run.num_server_rounds
+        run = settings.run
+        most = {run.num_server_rounds, *([run.new_client_rounds] if run.new_clients else [])}
         answer["epsilon"] = {
             "delta": keys.dp_delta,
             "unit": keys.dp_unit,
             "one release": epsilon_of(keys.dp_noise, 1, keys.dp_delta),
-            f"{rounds} releases": epsilon_of(keys.dp_noise, rounds, keys.dp_delta),
+            **{
+                f"{times} releases": epsilon_of(keys.dp_noise, times, keys.dp_delta) for times in sorted(most)
+            },
             "covers": "the rows" if keys.dense_uploads else "the rows, given which classes are sent",
         }
     return answer

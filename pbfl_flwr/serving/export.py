@@ -69,10 +69,12 @@ def state_file(path: Path, client: str) -> Path:
     folder = _experiment(path)
     if client:
         who: int | str = int(client) if client.isdecimal() else client
-        file = ClientStore(folder, "", who, "").path
-        if not file.is_file():
+        late = folder.parent.glob(f"{folder.name}-new-*")  # of clients that came after the last round
+        homes = [folder, *sorted(late, key=lambda home: (len(home.name), home.name), reverse=True)]
+        files = [file for home in homes if (file := ClientStore(home, "", who, "").path).is_file()]
+        if not files:
             raise PbflError(f"{folder} holds no client {client}; it holds {_shown(folder)}")
-        return file
+        return files[0]
     files = sorted(folder.glob("*.safetensors"))
     if len(files) != 1:
         raise PbflError(f"{folder} holds {_shown(folder)}; --client says which")

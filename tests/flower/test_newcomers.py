@@ -23,6 +23,8 @@ from pbfl_flwr.flower.history import RunDirectory
 from pbfl_flwr.flower.legacy import LegacyMethodStrategy
 from pbfl_flwr.flower.strategy import RunEnded
 from pbfl_flwr.methods import METHODS, SECTIONS
+from pbfl_flwr.prototypes.privacy import epsilon_of
+from pbfl_flwr.serving.export import state_file
 from pbfl_flwr.task import Task
 from tests.flower.inprocess import Answer, Federation, federation, raises, same_tensors
 from tests.runs import entry, write_run
@@ -239,6 +241,14 @@ def test_a_comparison_waits_for_them_and_has_a_column(tmp_path: Path) -> None:
     assert dict(zip(sheet.columns, sheet.rows[0], strict=True))["new clients"] == "62.50"
 
 
+def test_what_their_noise_is_worth_is_shown(tmp_path: Path) -> None:
+    found = federation(tmp_path, on_disk=True, dp_clip=1.0, dp_noise=1.0, **NEW).run()
+    console = Console(width=200, record=True)
+    tables.show(found.directory.path, console)
+    # Three releases of a new client against two of the others.
+    assert f"ε = {epsilon_of(1.0, 3, 1e-5):.3g} for client 3" in console.export_text()
+
+
 def test_their_own_state_is_kept_apart(tmp_path: Path) -> None:
     found = federation(tmp_path, on_disk=True, **NEW).run()
     name = found.strategy.experiment
@@ -250,6 +260,10 @@ def test_their_own_state_is_kept_apart(tmp_path: Path) -> None:
         name: [f"client-{client:05d}.safetensors" for client in (0, 1, 2)],
         f"{name}-new-2": [f"client-{client:05d}.safetensors" for client in (3, 4)],
     }
+    again(tmp_path, num_server_rounds=10).run()
+    home = state_file(found.directory.path, "3").parent.name
+    assert home == f"{name}-new-10", "of the last time that it came"
+    assert state_file(found.directory.path, "2").parent.name == name
 
 
 def test_the_same_bits_in_any_order(tmp_path: Path) -> None:
