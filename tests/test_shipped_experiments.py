@@ -76,7 +76,7 @@ def stand_in(dataset: str) -> Pool:
 
 
 def short(keys: Keys) -> Keys:
-    """The run cut down to two clients, one round, few features, and small networks of as many kinds."""
+    """The run cut down to two clients that take part, one round, few features, and small networks of as many kinds."""
     kinds = set(architectures(str(keys["models"])))
     text = kinds <= {*FAMILIES["text-2"]}
     small = "resnet4" if kinds == {"resnet18"} else "cnn4,resnet4"
@@ -84,6 +84,8 @@ def short(keys: Keys) -> Keys:
         small = str(keys["models"])
     classes = SETS[str(keys["dataset"])][1]
     cut: Keys = {"num-clients": 2, "num-server-rounds": 1, "batch-size": 4, "models": small, "device": "cpu"}
+    if keys.get("new-clients"):
+        cut |= {"num-clients": 3, "new-clients": 1, "new-client-rounds": 1}
     cut["feature-dim"] = 16 if classes < 16 else 128
     if keys.get("cps-dim") or (keys["method"] == "tinyproto" and "cps-dim" not in keys):
         cut["cps-dim"] = 8

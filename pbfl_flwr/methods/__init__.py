@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from pbfl_flwr.config import Group, Settings
+from pbfl_flwr.config import Group, Settings, parse
 from pbfl_flwr.errors import PbflError
 
 if TYPE_CHECKING:
@@ -122,6 +122,8 @@ def build_method(settings: Settings) -> Method[Any, Any, Any]:
     from pbfl_flwr.prototypes.sums import MOST_CLIENTS
 
     method = METHODS[name].build(settings)
+    if idle := list(_without_effect(settings, method)):
+        raise PbflError("\n".join(idle))
     if not method.protects_uploads and (asked := unprotected(settings.privacy)):
         raise PbflError(
             f"{', '.join(asked)}: method '{name}' sends {method.up.__name__}, which these settings cannot protect; "
@@ -131,14 +133,6 @@ def build_method(settings: Settings) -> Method[Any, Any, Any]:
         from pbfl_flwr.prototypes.attacks import check_attack
 
         check_attack(settings, method.up)
-    if bound := settings.prototypes.norm_bound:
-        from pbfl_flwr.prototypes.pipeline import Pipeline
-
-        if not isinstance(method, Pipeline):
-            raise PbflError(
-                f"norm-bound = {bound}: method '{name}' does not combine prototypes by a rule; allowed is 0 (off), or "
-                "fedproto, fedtgp, tinyproto or protonorm"
-            )
     asked_clients = max(1, round(settings.run.fraction_train * settings.run.participants))
     if settings.privacy.secure_aggregation and not 3 <= asked_clients <= MOST_CLIENTS:
         raise PbflError(
@@ -146,6 +140,27 @@ def build_method(settings: Settings) -> Method[Any, Any, Any]:
             f"{asked_clients} (num-clients, fraction-train)"
         )
     return method
+
+
+def _without_effect(settings: Settings, method: Method[Any, Any, Any]) -> Iterator[str]:
+    """Yield a line for every stage that was asked for and without which the method is the same.
+
+    Methods that are made of stages use all of them, also where a value is the one that they have anyway.
+    """
+    from pbfl_flwr.prototypes.pipeline import Pipeline
+
+    if isinstance(method, Pipeline):
+        return
+    run, given = settings.run, settings.prototypes
+    usual = parse({"method": run.method, "protocol": run.protocol}).prototypes
+    for field in type(given).model_fields:
+        value, plain = getattr(given, field), getattr(usual, field)
+        if value == plain or field == "wire_dtype":  # which every payload has
+            continue
+        without = settings.model_copy(update={"prototypes": given.model_copy(update={field: plain})})
+        if METHODS[run.method].build(without) == method:
+            key = field.replace("_", "-")
+            yield f"{key} = {value!r}: method '{run.method}' has no such stage; allowed is {plain!r}, the default"
 
 
 def privacy_notes(settings: Settings, method: Method[Any, Any, Any]) -> list[str]:

@@ -17,14 +17,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from pbfl_flwr.config import PREDICTORS
+from pbfl_flwr.config import PREDICTORS, PrototypeSettings, Scalar, parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import client as client_module
 from pbfl_flwr.flower import wire
 from pbfl_flwr.flower.store import load_tensors, save_tensors
 from pbfl_flwr.flower.strategy import MethodStrategy
 from pbfl_flwr.method import Client, Method, Predictor, Round
-from pbfl_flwr.methods import METHODS
+from pbfl_flwr.methods import METHODS, SECTIONS, build_method
 from pbfl_flwr.payloads import Payload, RejectedPayload
 from pbfl_flwr.training import Scores
 from tests.flower.inprocess import (
@@ -287,3 +287,43 @@ def test_one_architecture_is_asked_for_before_round_1(name: str, tmp_path: Path)
         mixed.run()
     assert "\n" not in str(error.value)
     assert {kind for _, _, kind in mixed.grid.asked} == {"query"}
+
+
+STAGES: dict[str, Scalar] = {
+    "pull-weight": 3.0,
+    "pull-form": "mse",
+    "collect": "trajectory",
+    "aggregation": "median",
+    "trim-share": 0.3,
+    "norm-bound": 2.0,
+    "cps-dim": 8,
+    "cps-scheme": "block",
+    "cps-pull": "masked",
+    "cpkd": "sample",
+    "aps-scale": 2.0,
+    "ppa-total": "known",
+    "total-examples": 100,
+    "alignment": "thomson",
+    "upscale": 50.0,
+    "stale": "drop",
+}
+PIPELINES = {"fedproto", "fedtgp", "tinyproto", "protonorm"}
+FORGETFUL = {"fedcpd", "fedpa", "feddistill", "gfpl"}  # they keep or drop classes that nobody sent
+
+
+@pytest.mark.parametrize("key", [*STAGES, "wire-dtype"])
+def test_a_stage_that_a_method_does_not_have_is_refused(key: str) -> None:
+    """Every key of the group is asked of every method; nothing that was asked for is left out in silence."""
+    assert {*STAGES, "wire-dtype"} == set(PrototypeSettings.key_names())
+    value = STAGES.get(key, "float16")
+    for method in METHODS:
+        settings = parse({"method": method, "models": "cnn4", key: value}, SECTIONS)
+        used = key == "wire-dtype" or method in PIPELINES or (key == "stale" and method in FORGETFUL)
+        try:
+            build_method(settings)
+        except PbflError as error:
+            said = str(error)
+        else:
+            said = ""
+        refused = f"{key} = {value!r}: method '{method}' has no such stage; allowed is " in said
+        assert refused is not used, (method, said)

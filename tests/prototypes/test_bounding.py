@@ -145,8 +145,11 @@ def test_late_uploads_count_for_less_of_what_is_left_of_them() -> None:
         ({"aggregation": "ppa"}, "rows of aggregation = 'ppa' are n-scaled"),
         ({"method": "tinyproto"}, "rows of aggregation = 'aps-sum' are n-scaled"),
         ({"secure-aggregation": True}, "under secure-aggregation the server sees no single row"),
-        ({"method": "fedgh"}, "method 'fedgh' does not combine prototypes by a rule"),
-        ({"method": "fedavg", "models": "cnn4"}, "method 'fedavg' does not combine prototypes by a rule"),
+        (
+            {"method": "fedgh"},
+            "norm-bound = 2.0: method 'fedgh' has no such stage; allowed is 0.0, the default",
+        ),
+        ({"method": "fedavg", "models": "cnn4"}, "method 'fedavg' has no such stage"),
     ],
 )
 def test_where_it_makes_no_sense_it_is_refused(keys: dict[str, Scalar], said: str) -> None:
