@@ -10,7 +10,8 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="session", autouse=True)
 def a_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Decoded data goes into a place of the tests' own."""
+    """Decoded data goes into a place of the tests' own, and lines break where a test says so (make sets COLUMNS)."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PBFL_HOME", str(tmp_path_factory.mktemp("pbfl-home")))
+        patch.delenv("COLUMNS", raising=False)
         yield

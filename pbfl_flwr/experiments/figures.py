@@ -12,7 +12,8 @@ UNLIMITED = 10_000  # characters of a line
 def screen() -> Console:
     """Return where a command prints; lines break for a terminal alone, what is piped has whole ones."""
     console = Console()
-    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=UNLIMITED)
+    said = os.environ.get("COLUMNS", "").isdigit()
+    return console if console.is_terminal or said else Console(width=UNLIMITED)
 
 
 def say(console: Console, text: str, style: str = "") -> None:
