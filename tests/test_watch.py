@@ -76,7 +76,8 @@ def test_the_two_ends(tmp_path: Path) -> None:
 def test_it_follows_until_the_run_ends(tmp_path: Path) -> None:
     def somebody_else() -> None:
         time.sleep(0.2)
-        run = RunDirectory(write_run(tmp_path / "run", [entry(1, 0.5, 0.5)], **{"num-server-rounds": 2}))
+        made = write_run(tmp_path / "made", [entry(1, 0.5, 0.5)], **{"num-server-rounds": 2})
+        run = RunDirectory(made.rename(tmp_path / "run"))  # a real run's files are there whole or not at all
         time.sleep(0.2)
         run.add_round(entry(2, 0.5, 0.5), {"round": 2})
 
