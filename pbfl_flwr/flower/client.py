@@ -235,7 +235,7 @@ def _trained(opened: Opened, message: Message) -> Message:
     participations = 1 + (stored.participations if stored else 0)
     seconds = (*opened.seconds, fitted, evaluated, 0.0)
     report = _report(opened, scores.pop(moment), participations, seconds, update.metrics)
-    if scores and opened.settings.privacy.client_report == "full":
+    if scores:
         report = replace(report, other=next(iter(scores.values())).correct)
     report = replace(report, round=client.round)
     payload = wire.encode(update.payload, opened.settings.prototypes.wire_dtype)
