@@ -185,10 +185,7 @@ def remove(find: Find) -> Left | None:
         PbflError: if the system refuses it; the text names the file.
     """
     with ExitStack() as held:
-        try:
-            for lock in find.locks:
-                held.enter_context(FileLock(lock).acquire(timeout=0))
-        except OSError:  # a Timeout is one, too
+        if not _take(find.locks, held):
             return Left(find.place, "is in use", find.size)
         if find.marked is not None:
             write_atomically(
@@ -219,12 +216,19 @@ def reasons(left: Iterable[Left]) -> list[str]:
     return lines
 
 
+def _take(locks: Iterable[Path], held: ExitStack) -> bool:
+    """Take all locks, or say that somebody has one."""
+    try:
+        for lock in locks:
+            held.enter_context(FileLock(lock).acquire(timeout=0))
+    except OSError:  # a Timeout is one, too
+        return False
+    return True
+
+
 def _in_use(find: Find) -> bool:
     with ExitStack() as held:
-        try:
-            for lock in find.locks:
-                held.enter_context(FileLock(lock).acquire(timeout=0))
-        except OSError:
+        if not _take(find.locks, held):
             return True
     return find.kind == "cache" and _mapped(find.place)
 
