@@ -8,7 +8,9 @@ averages, normalises and spreads them by solving a Thomson problem on the unit s
 Travels: up K_i·d, down K·d numbers a client (unit vectors); γ is a client's constant.
 Predicts: the class of the nearest global prototype; with unit prototypes that is the largest cosine.
 Differs from the paper: its stopping rule names no tolerance; the released code's is used (4 decimals, 10 times).
-λ = 10 as in the released code, not the text's 1. Upscale defaults to the CIFAR-10 value γ = 100.
+λ = 10 with the mean square as in the released code, not the text's 1 with a norm. Its equation 6 predicts by the
+nearest local prototype (predictor="local"), the released code by the global one. Upscale defaults to the CIFAR-10
+value γ = 100.
 Differs from the reference: classes that nobody ever sent take part in nothing, where the reference stops with an
 error; alignment="simplex" gives the exact minimum for K <= d+1, "lbfgs" refines the solver's result.
 """
