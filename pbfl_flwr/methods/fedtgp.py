@@ -8,8 +8,10 @@ linear layers) for S epochs over all uploaded prototypes: cross-entropy over -(d
 margin δ = min(max_j min_k |Q_j - Q_k|, τ) is measured anew each round on the class means Q of the uploads.
 Travels: up K_i·d, down K·d numbers a client.
 Predicts: the class of the nearest trained prototype.
-Differs from the paper: nothing in the equations; the margin is the largest nearest-neighbour gap, as the code has
-it. Differs from the reference: classes that nobody ever sent are left out of prediction and pull
+Differs from the paper: its printed margin (equation 9) is the largest distance of any two Q (fedtgp.margin =
+"farthest"), the released code's the largest nearest-neighbour gap. The printed pull is a norm between class means with
+λ = 0.1 (pull-form="l2"), the code's the mean square over the batch with λ = 10, as in FedProto.
+Differs from the reference: classes that nobody ever sent are left out of prediction and pull
 (fedtgp.absent="keep" is the reference); the square root of a distance is clamped, where the reference can give NaN.
 HtFLlib collects prototypes from the network as it was stored before the round's training: collect="before", which
 protocol "htfl" sets; otherwise they are the trained network's, as the paper says.
@@ -25,6 +27,7 @@ from pydantic import Field
 from pbfl_flwr.config import Auto, Group, Settings, parse_section
 from pbfl_flwr.prototypes.pipeline import Pipeline, ServerTraining, pipeline
 from pbfl_flwr.prototypes.stages import Stages
+from pbfl_flwr.prototypes.trainable import Margin
 
 
 class Config(Group):
@@ -37,6 +40,10 @@ class Config(Group):
     )
     server_momentum: float = Field(0.0, ge=0, lt=1)
     margin_cap: float = Field(100.0, gt=0, description="τ, upper bound of the margin")
+    margin: Margin = Field(
+        "nearest",
+        description="largest distance of a class to its nearest neighbour (code), or farthest: of any two (paper)",
+    )
     absent: Literal["exclude", "keep"] = Field("exclude", description="classes that nobody ever sent")
 
 
@@ -49,6 +56,7 @@ def server_training(config: Config, settings: Settings) -> ServerTraining:
         learning_rate=settings.training.learning_rate if rate == "auto" else rate,
         momentum=config.server_momentum,
         margin_cap=config.margin_cap,
+        margin=config.margin,
         absent=config.absent,
     )
 

@@ -36,7 +36,13 @@ from pbfl_flwr.prototypes.combination import Combination
 from pbfl_flwr.prototypes.privacy import Release, release
 from pbfl_flwr.prototypes.stages import APS_RULES, ROBUST_RULES, TRAINED_RULES, Stages, resolved
 from pbfl_flwr.prototypes.statistics import ClassSums
-from pbfl_flwr.prototypes.trainable import TrainableState, initial_state, stack_uploads, train_prototypes
+from pbfl_flwr.prototypes.trainable import (
+    Margin,
+    TrainableState,
+    initial_state,
+    stack_uploads,
+    train_prototypes,
+)
 from pbfl_flwr.task import Task
 from pbfl_flwr.training import fit, forward
 
@@ -49,6 +55,7 @@ class ServerTraining:
         epochs: S, passes over the uploaded prototypes in a round.
         batch_size, learning_rate, momentum: of the server's SGD.
         margin_cap: τ, upper bound of the adaptive margin.
+        margin: of which two classes it is the distance.
         absent: whether a class that nobody ever sent takes part in prediction and pull ("keep") or not.
     """
 
@@ -57,6 +64,7 @@ class ServerTraining:
     learning_rate: float = 0.01
     momentum: float = 0.0
     margin_cap: float = 100.0
+    margin: Margin = "nearest"
     absent: Literal["exclude", "keep"] = "exclude"
 
 
@@ -270,6 +278,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
             learning_rate=settings.learning_rate,
             momentum=settings.momentum,
             margin_cap=settings.margin_cap,
+            margin_of=settings.margin,
             generator=seeds.generator(at.seed, "fedtgp", at.number),
         )
         return trained, values, report.figures()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 from pbfl_flwr.descent import Descent, Group
 from pbfl_flwr.payloads import Prototypes
 
+Margin = Literal["nearest", "farthest"]
 CONVERGED_LOSS = 1e-3  # FedTGP's README: the final server loss should be below this
 MOMENTUM = "momentum."  # prefix of the optimiser's buffers in the state's tensors
 
@@ -116,23 +118,27 @@ def stack_uploads(uploads: Iterable[Prototypes], scale: float | None = None) -> 
     return vectors, labels
 
 
-def adaptive_margin(means: Tensor, present: Tensor, cap: float) -> float:
-    """Return δ = min(max_j min_{k != j} ‖Q_j - Q_k‖₂, τ), over the classes present.
+def adaptive_margin(means: Tensor, present: Tensor, cap: float, of: Margin = "nearest") -> float:
+    """Return δ = min(max_j gap_j, τ) over the classes present.
 
-    The published code takes the largest distance to a *nearest* neighbour (also ProtoNorm's reading, Section
-    6.1), not the largest distance of all pairs. With fewer than two classes there is no neighbour and δ = τ.
+    "nearest" is the published code, gap_j = min_{k != j} ‖Q_j - Q_k‖₂ (also ProtoNorm's reading, Section 6.1);
+    "farthest" the paper's equation 9 as printed, gap_j = max_{k != j} ‖Q_j - Q_k‖₂: the largest distance of any two
+    classes. With fewer than two classes there is no other one and δ = τ.
 
     Args:
         means: (K, d) Q_j, the clients' mean prototype of every class.
         present: (K,) bool.
         cap: τ.
+        of: which other class a gap reaches to.
     """
     rows = means[present].double()
     if len(rows) < 2:
         return cap
     distances = torch.cdist(rows, rows, compute_mode="donot_use_mm_for_euclid_dist")
-    distances.fill_diagonal_(math.inf)
-    return min(float(distances.min(dim=1).values.max()), cap)
+    if of == "nearest":
+        distances.fill_diagonal_(math.inf)
+        distances = distances.min(dim=1).values
+    return min(float(distances.max()), cap)
 
 
 def margin_logits(vectors: Tensor, prototypes: Tensor, labels: Tensor, margin: float) -> Tensor:
@@ -155,6 +161,7 @@ def train_prototypes(
     batch_size: int,
     learning_rate: float,
     margin_cap: float = 100.0,
+    margin_of: Margin = "nearest",
     momentum: float = 0.0,
     generator: torch.Generator,
 ) -> tuple[TrainableState, Tensor, TrainingReport]:
@@ -173,6 +180,7 @@ def train_prototypes(
         batch_size: of the server.
         learning_rate: of the server.
         margin_cap: τ.
+        margin_of: see :func:`adaptive_margin`.
         momentum: of SGD.
         generator: draws the order of the vectors; on the CPU the result depends on it and the arguments
             alone.
@@ -187,7 +195,7 @@ def train_prototypes(
     labels = labels.to(torch.int64)
     sums = torch.zeros(num_classes, feature_dim, dtype=torch.float64).index_add_(0, labels, vectors.double())
     holders = torch.bincount(labels, minlength=num_classes)
-    margin = adaptive_margin(sums / holders.clamp_min(1).unsqueeze(1), holders > 0, margin_cap)
+    margin = adaptive_margin(sums / holders.clamp_min(1).unsqueeze(1), holders > 0, margin_cap, margin_of)
     named = dict(network.named_parameters())
     kept = {
         p: state.tensors[MOMENTUM + name].clone()

@@ -49,6 +49,18 @@ def test_adaptive_margin_is_the_largest_nearest_neighbour_gap():
     assert adaptive_margin(means, present, 100) == literal
 
 
+def test_the_printed_margin_is_the_largest_distance_of_any_two_classes():
+    # on a line at 0, 1, 4: equation 9 of the paper gives |4 - 0|
+    means = torch.tensor([[0.0], [1.0], [4.0], [99.0]])
+    present = torch.tensor([True, True, True, False])
+    assert adaptive_margin(means, present, 100, "farthest") == 4
+    assert adaptive_margin(means, present, 2.5, "farthest") == 2.5
+    assert adaptive_margin(means, torch.tensor([True, False, False, False]), 100, "farthest") == 100
+    state = initial_state(3, 1, 0)
+    report = train(state, means[:3], torch.arange(3), margin_of="farthest")[2]
+    assert report.margin == 4
+
+
 def test_the_true_logit_is_lowered_by_exactly_the_margin():
     vectors = torch.tensor([[0.0, 0.0], [3.0, 4.0]])
     prototypes = torch.tensor([[3.0, 4.0], [0.0, 1.0], [0.0, -2.0]])
