@@ -52,6 +52,7 @@ class Config(Group):
     retrain_epochs: int = Field(1, ge=1, description="passes over the pseudo-features")
     clamp: bool = Field(False, description="set negative entries of pseudo-features to 0, as after a ReLU")
     dual_classifier: bool = Field(True, description="projection and frame (DCS); false: head and CE alone")
+    cross_entropy: bool = Field(True, description="false: dot regression alone (Figure 2)")
     pseudo_features: bool = Field(True, description="exchange and retraining (PFG); false: nothing travels")
 
 
@@ -61,6 +62,7 @@ class Gfpl(Method[MixtureState, Mixtures, Mixtures]):
 
     config: Config = field(default_factory=Config)
     stale: Literal["keep", "drop"] = "keep"
+    headline: str = "head"
     name: str = "gfpl"
 
     state = MixtureState
@@ -90,7 +92,7 @@ class Gfpl(Method[MixtureState, Mixtures, Mixtures]):
 
         def loss(inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
             features, logits = forward(model, inputs) if down is None else (inputs, model.head(inputs))
-            terms = {"ce": nn.functional.cross_entropy(logits, labels)}
+            terms = {"ce": nn.functional.cross_entropy(logits, labels)} if config.cross_entropy else {}
             if dual:
                 terms["dot"] = config.dot_weight * dot_regression(dual[0](features), labels, dual[1])
             return terms
@@ -177,8 +179,12 @@ class Gfpl(Method[MixtureState, Mixtures, Mixtures]):
 
 
 def build(settings: Settings) -> Gfpl:
-    """Return the method; a PbflError says so if its settings leave nothing to retrain."""
+    """Return the method; a PbflError says so if its settings leave nothing to train or retrain."""
     config = parse_section(Config, settings)
     if config.retrain == "projection" and not config.dual_classifier:
         raise PbflError("gfpl.retrain = 'projection': gfpl.dual-classifier = false has none; use 'both'")
-    return Gfpl(config, settings.prototypes.stale)
+    if not config.cross_entropy and not (config.dual_classifier and config.dot_weight):
+        raise PbflError(
+            "gfpl.cross-entropy = false: gfpl.dual-classifier = false or gfpl.dot-weight = 0 then leaves no loss"
+        )
+    return Gfpl(config, settings.prototypes.stale, "head" if config.cross_entropy else "etf")

@@ -8,7 +8,7 @@ from pbfl_flwr.flower import wire
 from pbfl_flwr.method import Round
 from pbfl_flwr.models import body_names
 from pbfl_flwr.payloads import Mixtures, RejectedPayload
-from pbfl_flwr.prototypes.frame import equiangular_frame
+from pbfl_flwr.prototypes.frame import equiangular_frame, projection_layer
 from pbfl_flwr.task import Task
 from pbfl_flwr.training import evaluate
 
@@ -122,6 +122,35 @@ def test_without_pseudo_features_the_loss_is_dual_and_nothing_travels(make_metho
     assert {"loss.ce", "loss.dot"} == set(update.metrics)
     assert update.payload.num_components == 0
     assert set(update.memory) == {"projection.weight", "projection.bias"}
+
+
+def test_without_cross_entropy_a_step_descends_the_dot_regression_alone(make_method, make_client):
+    client, alone = make_client(batch_size=8, batch_order="fixed"), make_client()  # one step
+    method = make_method("gfpl", own={"cross_entropy": False})
+    update = method.local_update(client, Mixtures.empty(6))
+    layer, Z = projection_layer(6, 0, {}), equiangular_frame(4, 6, 0)
+    inputs, labels = alone.data.train.inputs, alone.data.train.labels
+    projected = layer(alone.model.features(inputs))
+    loss = sum(
+        (1 - h @ Z[:, y] / h.norm()) ** 2 / 8 for h, y in zip(projected, labels, strict=True)
+    )  # λ·½ = 1
+    body = [p for name, p in alone.model.named_parameters() if not name.startswith("head")]
+    slopes = torch.autograd.grad(loss, [*body, layer.weight, layer.bias])
+    expected = [p - 0.01 * slope for p, slope in zip([*body, layer.weight, layer.bias], slopes, strict=True)]
+    found = [p for name, p in client.model.named_parameters() if not name.startswith("head")]
+    found += [update.memory["projection.weight"], update.memory["projection.bias"]]
+    assert all(torch.allclose(a, b, atol=1e-7) for a, b in zip(found, expected, strict=True))
+    assert torch.equal(client.model.head.weight, alone.model.head.weight)
+    assert set(update.metrics) == {"loss.dot"}
+    assert method.headline == "etf"
+    retrained = method.local_update(make_client(), mixtures(0, 3)).metrics
+    assert {"retrain-loss.dot", "loss.dot"} == {name for name in retrained if "loss" in name}
+
+
+@pytest.mark.parametrize("own", [{"dual_classifier": False}, {"dot_weight": 0.0}])
+def test_a_loss_without_terms_is_refused(make_method, own):
+    with pytest.raises(PbflError, match="leaves no loss"):
+        make_method("gfpl", own={"cross_entropy": False, **own})
 
 
 def test_the_dot_regression_moves_the_extractor_and_lambda_scales_it(make_method, make_client):
