@@ -13,6 +13,7 @@ Differs from the paper: what it leaves open is a setting. Weights α = 0.02 (10/
 β = γ = 1 and τ = 0.5; L_fd takes the mean over a map's elements and the sum over levels (Algorithm 1 overwrites it
 level by level); all maps with places are levels. The head phase uses cross-entropy alone, since nothing else depends on
 the head. "K iterations, alternating" is read as Algorithm 1 and FedRep have it: one phase after the other.
+fedcpd.base="fedavg" is its Figure 2c, the same losses on FedAvg: body and head are averaged and trained at once.
 Differs from the reference: no code was published.
 """
 
@@ -38,13 +39,16 @@ from pbfl_flwr.prototypes.aggregation import keep_stale, mean
 from pbfl_flwr.prototypes.collect import class_sums_of
 from pbfl_flwr.prototypes.distillation import alignment_pull, contrast
 from pbfl_flwr.task import Task
-from pbfl_flwr.training import Loss, forward
-from pbfl_flwr.weights import Weighting, average, copies, weighting_of
+from pbfl_flwr.training import Loss, fit, forward, part
+from pbfl_flwr.weights import Share, Weighting, average, copies, weighting_of
 
 
 class Config(Group):
-    """Settings ``fedcpd.*``; a weight of 0 switches its component off, all three off is FedRep."""
+    """Settings ``fedcpd.*``; a weight of 0 switches its component off, all three off is the base."""
 
+    base: Literal["fedrep", "fedavg"] = Field(
+        "fedrep", description="what the losses are added to; fedavg: the head is averaged, too (Figure 2c)"
+    )
     align_weight: float = Field(0.02, ge=0, description="α, pull towards the class's global prototype")
     contrast_weight: float = Field(1.0, ge=0, description="β, contrast between global prototypes")
     distill_weight: float = Field(1.0, ge=0, description="γ, memory of the last own feature maps")
@@ -74,11 +78,16 @@ class FedCPD(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndProtot
     up = WeightsAndPrototypes
     same_architecture = True
 
+    @property
+    def share(self) -> Share:
+        """The part of the network that is averaged."""
+        return "body" if self.config.base == "fedrep" else "all"
+
     # Client -----------------------------------------------------------------------------------------------
 
     def install(self, client: Client, down: WeightsAndPrototypes) -> None:
         """Body <- θ."""
-        receive(client, down.weights, "body")
+        receive(client, down.weights, self.share)
 
     def local_update(self, client: Client, down: WeightsAndPrototypes) -> Update[WeightsAndPrototypes]:
         """Body <- θ, head phase, body phase, class means; remember what makes the maps."""
@@ -88,18 +97,21 @@ class FedCPD(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndProtot
         teacher = None
         if distillation is not None and kept:
             teacher = MapMemory(client.model.stages, kept, distillation)
-        phases = HeadThenBody(self.config.head_epochs)
-        head = phases.head_phase(client)
         loss = self._loss(client, down.prototypes, distillation, teacher)
-        report = head.then(
-            phases.body_phase(client, loss, [distillation] if teacher and distillation else [])
-        )
+        companions = [distillation] if teacher and distillation else []
+        if self.config.base == "fedrep":
+            phases = HeadThenBody(self.config.head_epochs)
+            head = phases.head_phase(client)
+            report = head.then(phases.body_phase(client, loss, companions))
+        else:
+            parts = [part(network) for network in (client.model, *companions)]
+            report = fit(client, loss, parts=parts, companions=companions)
         memory = dict(report.optimizer)
         if distillation is not None:
             stages = client.model.stages
             memory |= {f"teacher.{name}": tensor for name, tensor in copies(stages.state_dict()).items()}
             memory |= {f"distillation.{name}": t for name, t in copies(distillation.state_dict()).items()}
-        upload = WeightsAndPrototypes(answer(client, "body"), self._prototypes(client))
+        upload = WeightsAndPrototypes(answer(client, self.share), self._prototypes(client))
         return Update(upload, memory, report.metrics())
 
     def _loss(
@@ -161,7 +173,7 @@ class FedCPD(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndProtot
 
     def init(self, task: Task, seed: int) -> WeightsAndPrototypes:
         """A fresh body; no class has a prototype."""
-        body = initial(self.architecture, task, seed, "body")
+        body = initial(self.architecture, task, seed, self.share)
         return WeightsAndPrototypes(body, Prototypes.empty(task.num_classes, task.feature_dim))
 
     def aggregate(
@@ -193,7 +205,7 @@ class FedCPD(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndProtot
         self, task: Task, class_counts: Sequence[int], parameters: Sequence[tuple[int, int]]
     ) -> float:
         """2·M·|θ| + Σ_i (K_i + K)·d."""
-        cost = shared_scalars(self.architecture, task, len(class_counts), "body")
+        cost = shared_scalars(self.architecture, task, len(class_counts), self.share)
         if self.config.align_weight or self.config.contrast_weight:
             cost += sum(held + task.num_classes for held in class_counts) * task.feature_dim
         return cost

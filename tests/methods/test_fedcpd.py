@@ -36,11 +36,12 @@ def run(
     return state, models, memories, metrics
 
 
+@pytest.mark.parametrize("base", ["fedrep", "fedavg"])
 @pytest.mark.parametrize("architecture", ["cnn2", "resnet4"])  # dropout; BatchNorm
-def test_with_all_off_it_is_fedrep_bit_for_bit(make_method, make_client, task, architecture):
+def test_with_all_off_it_is_its_base_bit_for_bit(make_method, make_client, task, architecture, base):
     runs = [
         run(make_method(name, own=own, models=architecture), make_client, task, 3, architecture)
-        for name, own in (("fedcpd", OFF), ("fedrep", {}))
+        for name, own in (("fedcpd", {"base": base, **OFF}), (base, {}))
     ]
     (state, models, memories, _), (other_state, other_models, _, _) = runs
     assert all(torch.equal(t, other_state.tensors[name]) for name, t in state.weights.tensors.items())
@@ -90,6 +91,24 @@ def test_the_loss_is_the_papers(make_method, make_client, task):
     assert metrics["loss.align"] == pytest.approx(0.3 * align, rel=1e-4)
     assert metrics["loss.contrast"] == pytest.approx(0.7 * pcl, rel=1e-4)
     assert metrics["loss.memory"] == pytest.approx(2.0 * memory, rel=1e-4)
+
+
+def test_on_fedavg_a_step_descends_the_same_loss_in_the_whole_network(make_method, make_client, task):
+    own = {"base": "fedavg", "align_weight": 0.1, "contrast_weight": 0.7, "distill_weight": 0.0}
+    method = make_method("fedcpd", own=own, models="cnn4")
+    settings = {"batch_size": 8, "batch_order": "fixed"}
+    state = run(method, make_client, task, 1, **settings)[0]
+    client, other = (make_client(0, "cnn4", CLIENTS[0], 2, **settings) for _ in range(2))
+    upload = method.local_update(client, state).payload
+    other.model.load_state_dict(state.weights.tensors)  # head and body are what was averaged
+    inputs, labels, P = other.data.train.inputs, other.data.train.labels, state.prototypes.values
+    z = other.model.features(inputs)
+    scores = torch.stack([F.cosine_similarity(z, P[c][None]) / 0.5 for c in (0, 1, 2)], dim=1)
+    loss = F.cross_entropy(other.model.head(z), labels) + 0.7 * F.cross_entropy(scores, labels)
+    (loss + 0.1 * (z - P[labels]).square().sum(1).mean()).backward()
+    for name, parameter in other.model.named_parameters():
+        expected = parameter.detach() - 0.01 * parameter.grad
+        assert torch.allclose(upload.weights.tensors[name], expected, atol=1e-6)
 
 
 def test_no_term_but_cross_entropy_reaches_the_head(make_client):
