@@ -11,9 +11,9 @@ Predicts: the logits of the network after this initialisation, before local trai
 Differs from the paper: p counts parameter tensors from the end as in the published code, 2 being the last linear layer;
 convergence is given up after fedala.max-epochs passes, where paper and code have no bound.
 Differs from the references: PFLlib runs this on all clients every round and keeps the result, here only for clients
-that train; it asks whether the first tensors are equal to see its first round, here the client's memory says so.
-BatchNorm statistics of the passes on A are dropped. Scoring before training and training each derive A, from the same
-seed.
+that train; it asks whether the first tensors are equal to see its first round, here the client's memory says so. A
+sees the incomplete last batch, which PFLlib leaves out in later versions. BatchNorm statistics of the passes on A are
+dropped. Scoring before training and training each derive A, from the same seed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pbfl_flwr import seeds
 from pbfl_flwr.config import Group, Settings, parse_section
 from pbfl_flwr.method import Client, Update
 from pbfl_flwr.methods.sharing import SharedWeights, answer, plain
-from pbfl_flwr.models import architectures, has_batch_norm
+from pbfl_flwr.models import architectures, body_names, has_batch_norm, head_names
 from pbfl_flwr.payloads import Weights, under
 from pbfl_flwr.training import classification, take
 from pbfl_flwr.weights import copies, load_parameters, weighting_of
@@ -76,7 +76,8 @@ class FedALA(SharedWeights):
         return Update(upload, memory, {**report.metrics(), **figures})
 
     def _mixed(self, client: Client) -> list[str]:
-        return [name for name, _ in client.model.named_parameters()][-self.config.tensors :]
+        names = [*body_names(client.model), *head_names(client.model)]  # whichever a network declares first
+        return names[-self.config.tensors :]
 
     def _initialise(self, client: Client, down: Weights) -> tuple[dict[str, Tensor], dict[str, float]]:
         """Change the client's network as described; return A (empty before the second participation) and figures."""

@@ -1,7 +1,11 @@
+from dataclasses import replace
+
 import pytest
 import torch
+from torch import nn
 
 from pbfl_flwr.methods.fedala import mix
+from pbfl_flwr.payloads import Weights
 from pbfl_flwr.weights import copies
 
 UPPER = ("head.weight", "head.bias")
@@ -120,3 +124,61 @@ def test_all_tensors_can_be_mixed_and_buffers_are_left_alone(make_method, make_c
     buffers = {name: buffer.clone() for name, buffer in client.model.named_buffers()}
     method.install(client, state)
     assert all(torch.equal(buffer, buffers[name]) for name, buffer in client.model.named_buffers())
+
+
+class HeadFirst(nn.Module):
+    """Somebody's model that declares its classifier before its body."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(6, 4)
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(256, 6))
+
+    def features(self, inputs):
+        return self.body(inputs)
+
+
+def test_the_last_tensors_are_the_classifiers_whatever_a_network_declares_first(make_method, make_client):
+    client = replace(make_client(), model=HeadFirst())
+    memory = make_method("fedala").local_update(client, Weights(copies(client.model.state_dict()))).memory
+    assert set(memory) == {"own.head.weight", "own.head.bias"}
+
+
+def test_passes_over_batches_follow_a_literal_loop(make_method, make_client, task):
+    # Two rounds as the paper's Algorithm 1 has them: A until the window of losses is calm, then one pass on the same A.
+    own = {"rate": 5.0, "sample_share": 1.0, "window": 3, "threshold": 0.002}
+    method = make_method("fedala", models="cnn4", own=own)
+    labels = (0, 0, 1, 1, 2, 2, 0, 1, 2)  # batches of 4, 4 and 1
+    first = make_client(0, "cnn4", labels, batch_size=4, learning_rate=0.1)
+    memory = method.local_update(first, method.init(task, 5)).memory
+    mine = {name: memory[f"own.{name}"] for name in UPPER}
+    amounts = {name: torch.ones_like(tensor) for name, tensor in mine.items()}
+    for number, seed in ((2, 6), (5, 7)):
+        received = method.init(task, seed)
+        trial = make_client(0, "cnn4").model
+        data, losses = first.data.train, []
+        while True:
+            for start in range(0, len(labels), 4):
+                mixed = {
+                    name: mine[name] + (received.tensors[name] - mine[name]) * amounts[name] for name in UPPER
+                }
+                trial.load_state_dict({**received.tensors, **mixed})
+                trial.zero_grad()
+                logits = trial(data.inputs[start : start + 4])
+                loss = nn.functional.cross_entropy(logits, data.labels[start : start + 4])
+                loss.backward()
+                for name in UPPER:
+                    slope = trial.get_parameter(name).grad * (received.tensors[name] - mine[name])
+                    amounts[name] = (amounts[name] - 5.0 * slope).clamp(0, 1)
+            losses.append(float(loss.detach()))
+            calm = len(losses) > 3 and float(torch.tensor(losses[-3:]).std(unbiased=False)) < 0.002
+            if number > 2 or calm:
+                break
+        client = make_client(0, "cnn4", labels, number, memory, batch_size=4, learning_rate=0.1)
+        update = method.local_update(client, received)
+        assert update.metrics["ala.passes"] == len(losses)
+        memory = update.memory
+        for name in UPPER:
+            torch.testing.assert_close(memory[f"ala.{name}"], amounts[name], atol=1e-4, rtol=0)
+            mine[name] = memory[f"own.{name}"]
+    assert 0.0 < float(amounts["head.weight"].mean()) < 1.0
