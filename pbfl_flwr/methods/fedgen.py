@@ -9,8 +9,8 @@ on CE(Σ_i (n_i/Σn)·g_i(G(ŷ, ε)), ŷ); heads are linear, so that sum is the 
 Travels: down the head, the generator and the federation's label counts; up the head, n_i and the client's label
 counts, which the server thereby learns.
 Predicts: the logits of the own body under the head that was just broadcast, before local training.
-Differs from the paper: no diversity term, no distillation from the generator and no annealing, as in HtFLlib; the
-paper shares the whole network.
+Differs from the paper: no diversity term, no distillation from the generator, no annealing, and clients teach the
+generator by n_i instead of their share of each label, as in HtFLlib; the paper shares the whole network.
 Differs from the reference: the trained generator and its optimiser go on from round to round, and clients use it
 once it was trained. HtFLlib's present code never saves it, so that clients only ever see the initial one
 (fedgen.persist = false does the same from the second round on, when the label counts are known). The rate 0.1 of its

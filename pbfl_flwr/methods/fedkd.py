@@ -8,7 +8,8 @@ with a private map W (d, d). The server averages what the clients answer, and bo
 singular values that hold the share T_start + (T_end - T_start)·t/T of its energy.
 Travels: the mentee's parameters as factors; the mentor, W and BatchNorm's buffers stay.
 Predicts: the logits of the mentor.
-Differs from the paper: a tensor travels as it is where factors would not be smaller. A client that was not there in
+Differs from the paper: h is the feature vector alone, where the paper aligns hidden states and attention heatmaps of
+Transformers; a tensor travels as it is where factors would not be smaller. A client that was not there in
 the round before receives the whole mentee, since an update says nothing to it.
 Differs from the references: by default updates are factorised, as in the paper; protocol "htfl" and "pfl" factorise the
 parameters themselves (fedkd.compression = "as-coded"), whose spectrum is flat, convolutions kernel by kernel, and a

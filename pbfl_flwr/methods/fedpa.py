@@ -11,7 +11,8 @@ Travels: down w, G and P; up w_i, class means and n_ij, which the server thereby
 Predicts: the logits of the locally trained network; published scores cannot be those of the averaged one.
 Differs from the reference: a round is local-epochs instead of 20 batches (fedpa.local-steps); class means weigh by the
 samples really seen, where a class that was held but not drawn enters as zeros; clients ask G only for classes it was
-trained on, and a class without a prototype neither pulls nor pushes. Features end as the architecture has them; G ends
+trained on, for every batch where the code stops after 20 of a round, and a class without a prototype neither pulls nor
+pushes. Features end as the architecture has them; G ends
 in a ReLU (fedpa.generator-output), as the CNN's features do.
 """
 

@@ -6,8 +6,8 @@ Round: each client copies the global weights w_t, minimises cross-entropy + (μ/
 w_t constant, and answers its weights. The server averages them, w <- Σ_i (n_i/Σn)·w_i.
 Travels: all parameters, both ways, and n_i. BatchNorm's buffers stay on the client and out of the norm.
 Predicts: the logits of the global model, scored when it arrives, before local training.
-Differs from the paper: no stragglers are simulated. Nothing that was read states the μ of GFPL's and FedCPD's FedProx
-rows; 0.001 is PFLlib's former example value.
+Differs from the paper: no stragglers are simulated; it draws clients by n_i and takes their plain mean. Nothing that
+was read states the μ of GFPL's and FedCPD's FedProx rows; 0.001 is PFLlib's former example value.
 Differs from the references: PFLlib makes the same step (it reports another loss); FedProto's repository detaches both
 weights, so that its FedProx is FedAvg. Flower's documentation shows the norm without its square.
 """

@@ -7,7 +7,8 @@ on the body with the head frozen, both on cross-entropy. It answers the body; th
 θ <- Σ_i (n_i/Σn)·θ_i.
 Travels: the body's parameters, both ways, and n_i. BatchNorm's buffers stay on the client.
 Predicts: the logits of the received body under the client's own head, scored before local training.
-Differs from the paper: τ_h = 1 as in PFLlib and, by its "one local epoch", FedCPD; the paper takes 10 or more.
+Differs from the paper: τ_h = 1 as in PFLlib and, by its "one local epoch", FedCPD; the paper takes 10 or more, and
+prints the plain mean of the bodies (weighting="uniform").
 Differs from the references: none from PFLlib's equations. In both phases BatchNorm's running statistics move with the
 data, as there. Flower's baseline averages them.
 """
