@@ -128,8 +128,8 @@ def fit(
     """
     settings, data, model = client.training, client.data, client.model
     chosen = list(parts) if parts is not None else [part(model)]
-    decay = settings.learning_rate_decay ** (client.round - 1)
-    groups = [_group(p, settings, decay) for p in chosen if p.parameters]
+    share = rate_share(settings, client.round)
+    groups = [_group(p, settings, share) for p in chosen if p.parameters]
     if not groups:
         return FitReport(0, 0, {}, {})
     known = {id(parameter) for group in groups for parameter in group.parameters}
@@ -188,11 +188,23 @@ def fit(
     return FitReport(steps, samples, losses, _momentum(descent.buffers, names))
 
 
-def _group(part: Part, settings: TrainingSettings, decay: float) -> Group:
-    """Return a part with the settings filled in, its rate times the round's decay."""
+def rate_share(settings: TrainingSettings, number: int) -> float:
+    """Return what is left of a learning rate in a round: decay^(t-1) · ½·(1 + cos(π·(t-1)/R)).
+
+    The cosine is that of ``torch.optim.lr_scheduler.CosineAnnealingLR``, stepped after every round; after round R it
+    stays as it was in round R.
+    """
+    decayed = settings.learning_rate_decay ** (number - 1)
+    if not (rounds := settings.learning_rate_cosine):
+        return decayed
+    return decayed * (1 + math.cos(math.pi * (min(number, rounds) - 1) / rounds)) / 2
+
+
+def _group(part: Part, settings: TrainingSettings, share: float) -> Group:
+    """Return a part with the settings filled in, its rate times what the round leaves of it."""
     rate = settings.learning_rate if part.learning_rate is None else part.learning_rate
     bound = settings.max_grad_norm if part.max_grad_norm is None else part.max_grad_norm
-    return Group(tuple(part.parameters), rate * decay, bound)
+    return Group(tuple(part.parameters), rate * share, bound)
 
 
 def batches(

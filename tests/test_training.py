@@ -25,6 +25,7 @@ from pbfl_flwr.training import (
     fit,
     forward,
     part,
+    rate_share,
 )
 
 TASK = Task(num_classes=3, feature_dim=5, input_shape=(4,))
@@ -205,6 +206,25 @@ def norm_of_step(bound: float, per_part: float | None = None) -> float:
     fit(who, steep, parts=[part(who.model, None, per_part)])
     after = nn.utils.parameters_to_vector(who.model.parameters()).detach()
     return float((after - before).norm())
+
+
+def test_the_rate_falls_along_half_a_cosine() -> None:
+    # R = 4: ½·(1 + cos(π·t/4)) for t = 0..3, then as in the fourth round
+    share = [rate_share(TrainingSettings(learning_rate_cosine=4), number) for number in (1, 2, 3, 4, 5, 9)]
+    assert share == pytest.approx([1.0, 0.853553, 0.5, 0.146447, 0.146447, 0.146447], abs=1e-6)
+    both = TrainingSettings(learning_rate_cosine=4, learning_rate_decay=0.5)
+    assert rate_share(both, 3) == pytest.approx(0.5 * 0.25)
+    schedule = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    annealed = torch.optim.lr_scheduler.CosineAnnealingLR(schedule, 7)
+    for number in range(1, 8):
+        left = rate_share(TrainingSettings(learning_rate_cosine=7), number)
+        assert left == pytest.approx(annealed.get_last_lr()[0], abs=1e-9)
+        schedule.step()
+        annealed.step()
+    falling, smaller = client(round=3, learning_rate_cosine=4), client(round=3, learning_rate=0.1 / 2)
+    for who in (falling, smaller):
+        fit(who, classification(who.model))
+    assert torch.equal(first(falling).weight, first(smaller).weight)
 
 
 def test_the_rate_of_round_t_has_decayed_t_minus_1_times() -> None:

@@ -252,6 +252,12 @@ class TrainingSettings(Group):
     learning_rate_decay: float = Field(
         1.0, gt=0, le=1, description="of every client's SGD: its rate in round t is η·decay^(t-1)"
     )
+    learning_rate_cosine: int = Field(
+        0,
+        ge=0,
+        le=1_000_000,
+        description="R, rounds in which that rate falls along half a cosine, to 0; 0 is off",
+    )
     momentum: float = Field(0.0, ge=0, lt=1)
     weight_decay: float = Field(0.0, ge=0)
     max_grad_norm: float = Field(0.0, ge=0, description="clip the gradient's norm; 0 is off")
