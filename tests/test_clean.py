@@ -222,6 +222,7 @@ def test_clients_that_come_after_the_last_round_belong_to_the_run(runs: Path) ->
 
 
 def test_a_device_keeps_its_newest_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # not where somebody has runs of their own
     monkeypatch.setenv("PBFL_HOME", str(tmp_path / "home"))
     state = tmp_path / "home" / "state"
     old, older = save(state, "e2", "site-a", 20), save(state, "e1", 3, 40)
