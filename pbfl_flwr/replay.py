@@ -1,9 +1,10 @@
 """A training step recorded once and replayed: on a GPU, one launch instead of hundreds.
 
 The kernels of a small network's step take microseconds each, less than launching them from Python does. With ``compile
-= "cuda-graph"`` a client's first complete batches are trained as usual, then one step is recorded as a CUDA graph
-(batch by index, forward, losses, backward, clipping, SGD, sums of the losses), and every further complete batch is a
-replay of it. An incomplete one is trained as usual.
+= "cuda-graph"`` the step after the batch was cut (forward, losses, backward, clipping, SGD, sums of the losses) is
+recorded as a CUDA graph, and complete batches are replays of it; an incomplete one is trained as usual. A worker
+process keeps its recordings, so that of all clients with the same architecture, batch size, and number of classes
+where that shapes a tensor, the first alone waits for one.
 
 A recording holds operations and the tensors they read and write. What Python does around them is not in it, so only
 methods whose steps are all alike may be recorded: :meth:`pbfl_flwr.method.Method.replayable`.
@@ -11,19 +12,23 @@ methods whose steps are all alike may be recorded: :meth:`pbfl_flwr.method.Metho
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.recording import Run, StandIns, copy_some
 
-Step = Callable[[Tensor], None]
-"""Trains on the samples whose indices (B,) are given."""
-Run = Callable[[], None]
+Step = Callable[[Tensor, Tensor], None]
+"""Trains on a batch: inputs (B, ...), labels (B,)."""
 
-WARM_UP = 3  # steps before the recording, in which libraries set themselves up; PyTorch's own number
+WARM_UP = 3  # steps before the first recording, in which libraries set themselves up; PyTorch's own number
+KEPT = 32  # recordings of a process; of one that was pushed out the step is recorded again
 
 
 def check_replayable(mode: str, method: str, replayable: bool) -> None:
@@ -39,35 +44,90 @@ def check_replayable(mode: str, method: str, replayable: bool) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Recording:
+    """A recorded step and the tensors it works on.
+
+    Attributes:
+        replay: computes the step.
+        tensors: the stand-ins it reads and writes.
+        written: which of them it writes.
+    """
+
+    replay: Run
+    tensors: list[Tensor]
+    written: list[int]
+
+
+_recordings: OrderedDict[Hashable, Recording] = OrderedDict()
+
+
 class Replayed:
-    """A step that is recorded when it has been done a few times.
+    """A client's step, replayed where there is a recording of its like, and recorded where there is none.
 
     Args:
-        step: reads the index, and otherwise tensors that stay where they are; writes in place.
+        step: reads its batch, and otherwise tensors that stay where they are; writes in place.
         batch_size: B of what is recorded.
         device: a CUDA device.
     """
 
     def __init__(self, step: Step, batch_size: int, device: torch.device) -> None:
         self._step = step
+        self._batch_size = batch_size
         self._device = device
-        self._index = torch.zeros(batch_size, dtype=torch.int64, device=device)
         self._done = 0
-        self._replay: Run | None = None
+        self._recording: Recording | None = None
+        self._own: list[Tensor] = []  # what this client has in the places of the recording's tensors
+        self._ahead = False  # whether the recording's tensors have been trained on since they were copied
 
-    def __call__(self, index: Tensor) -> None:
-        """Train on these samples, by the recording if there is one for so many."""
-        if len(index) != len(self._index):
-            self._step(index)
-            return
-        self._index.copy_(index)
-        if self._done < WARM_UP:
-            aside(lambda: self._step(self._index), self._device)
+    def __call__(self, inputs: Tensor, labels: Tensor) -> None:
+        """Train on these samples."""
+        if len(labels) != self._batch_size:
+            self.settle()
+            self._step(inputs, labels)
+        elif self._recording is not None:
+            self._replay(self._recording, inputs, labels)
+        elif self._done == 0:  # makes the sums and the momentum that the others find
+            aside(lambda: self._step(inputs, labels), self._device)
             self._done += 1
-            return
-        if self._replay is None:
-            self._replay = record(lambda: self._step(self._index), self._device)
-        self._replay()
+        else:
+            self._on_stand_ins(inputs, labels)
+            self._done += 1
+
+    def settle(self) -> None:
+        """Copy what replays have written to the client's own tensors."""
+        if self._ahead and self._recording is not None:
+            copy_some(self._recording.tensors, self._own, self._recording.written)
+        self._ahead = False
+
+    @torch.no_grad()
+    def _replay(self, recording: Recording, inputs: Tensor, labels: Tensor) -> None:
+        if not self._ahead:
+            copy_some(self._own, recording.tensors, range(2, len(self._own)))
+            self._ahead = True
+        recording.tensors[0].copy_(inputs)
+        recording.tensors[1].copy_(labels)
+        recording.replay()
+
+    def _on_stand_ins(self, inputs: Tensor, labels: Tensor) -> None:
+        """Train a step on stand-ins, then look for a recording of it, or make one after the warm-up."""
+        seen = StandIns(inputs, labels)
+
+        def within(stand_ins: StandIns) -> None:
+            with stand_ins:
+                self._step(inputs, labels)
+
+        aside(lambda: within(seen), self._device)
+        seen.bring_back()
+        key = (self._device, seen.signature)
+        if key not in _recordings and self._done + 1 >= WARM_UP:
+            replay = record(lambda: within(seen.again()), self._device)
+            _recordings[key] = Recording(replay, seen.tensors, seen.written)
+            if len(_recordings) > KEPT:
+                _recordings.popitem(last=False)
+        if key in _recordings:
+            _recordings.move_to_end(key)
+            self._recording, self._own = _recordings[key], seen.originals
 
 
 def aside(run: Run, device: torch.device) -> None:
@@ -82,7 +142,7 @@ def aside(run: Run, device: torch.device) -> None:
 def record(run: Run, device: torch.device) -> Run:
     """Record what a function launches, which is not computed yet, and return what computes it."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.device(device), torch.cuda.graph(graph, stream=_stream(device)):
+    with torch.cuda.device(device), torch.cuda.graph(graph, pool=_pool(), stream=_stream(device)):
         run()
 
     def replay() -> None:
@@ -95,3 +155,9 @@ def record(run: Run, device: torch.device) -> Run:
 def _stream(device: torch.device) -> torch.cuda.Stream:
     """Return the process's one stream beside the default: memory freed on a stream serves that stream alone."""
     return torch.cuda.Stream(device)
+
+
+@cache
+def _pool() -> Any:
+    """Return the memory that all recordings share for what lives within a step: one is replayed after the other."""
+    return torch.cuda.graph_pool_handle()

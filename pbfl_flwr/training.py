@@ -18,7 +18,7 @@ from pbfl_flwr.data import ClientData, Shard
 from pbfl_flwr.descent import Descent, Group
 from pbfl_flwr.method import Client, Predictor
 from pbfl_flwr.models import SplitModel, has_batch_norm, is_still
-from pbfl_flwr.replay import Replayed, Step
+from pbfl_flwr.replay import Replayed
 
 Loss = Callable[[Tensor, Tensor], Mapping[str, Tensor]]
 """(inputs (B, ...), labels (B,)) -> named terms; their sum is what the optimiser descends."""
@@ -144,11 +144,7 @@ def fit(
     trained_on = data.train.labels if source is None else source[1]
     totals: dict[str, Tensor] = {}
 
-    def learn(index: Tensor) -> None:
-        if source is None:
-            inputs, labels = take(data, data.train, index, client.device, settings.layout)
-        else:
-            inputs, labels = source[0][index], source[1][index]
+    def learn(inputs: Tensor, labels: Tensor) -> None:
         terms = loss(inputs, labels)
         descent.clear()
         torch.stack(list(terms.values())).sum().backward()
@@ -157,7 +153,7 @@ def fit(
             _add(totals, name, value.detach())
 
     recorded = settings.compile == "cuda-graph"
-    step: Step = Replayed(learn, settings.batch_size, client.device) if recorded else learn
+    replayed = Replayed(learn, settings.batch_size, client.device) if recorded else None
     steps = samples = 0
     try:
         for parameter in frozen:
@@ -168,12 +164,18 @@ def fit(
                     continue  # BatchNorm has no variance over one sample
                 if steps == max_steps:
                     break
-                step(index)
+                if source is None:
+                    batch = take(data, data.train, index, client.device, settings.layout)
+                else:
+                    batch = source[0][index], source[1][index]
+                (replayed or learn)(*batch)
                 if after_step is not None:
                     after_step()
                 steps, samples = steps + 1, samples + len(index)
             if after_epoch is not None:
                 after_epoch()
+        if replayed is not None:
+            replayed.settle()
     finally:
         descent.clear()  # a recording's memory is that of its gradients, too
         for parameter in frozen:

@@ -36,6 +36,7 @@ class OnCard(Tensor):
 
     held: Tensor
     operations = 0  # since the process began
+    device = property(lambda self: CUDA)  # also below the mode that stands between Python and torch
 
     @staticmethod
     def __new__(cls, held: Tensor) -> OnCard:
@@ -120,10 +121,11 @@ class Recording(TorchDispatchMode):
     """Keeps the operations on the card, below autograd; leaves everything as it was when it began."""
 
     going_on = False
-    replayed = 0  # since the process began
+    made = replayed = 0  # since the process began
 
     def __init__(self) -> None:
         super().__init__()
+        Recording.made += 1
         self.steps: list[tuple[Any, Any, Any, Any]] = []
         self._before: list[tuple[Tensor, Tensor]] = []
         self._made: set[int] = set()  # tensors of this recording that are not wrapped yet

@@ -1,33 +1,152 @@
-"""A step that is recorded: what of it is replayed, and what may not be recorded."""
+"""A step that is recorded: what of it is replayed, for whom, and what may not be recorded."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
+from pbfl_flwr import replay
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models import check_compiler
+from pbfl_flwr.recording import StandIns
 from pbfl_flwr.replay import WARM_UP, Replayed, check_replayable
 from tests.pretend_card import CUDA, Recording, card
 
+LABELS = torch.zeros(2, dtype=torch.int64)
 
-def test_complete_batches_are_replayed_and_others_trained_as_they_are() -> None:
+
+@pytest.fixture(autouse=True)
+def nothing_recorded_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "_recordings", OrderedDict())
+
+
+class Sum:
+    """total <- total + factor * sum of the batch."""
+
+    def __init__(self, factor: float, start: float = 0.0) -> None:
+        self.total = torch.tensor([start]).to(CUDA)
+        self.factor = factor
+        self.called: list[int] = []
+        self.train = Replayed(self.step, 2, CUDA)
+
+    def step(self, inputs: Tensor, labels: Tensor) -> None:
+        self.called.append(len(labels))
+        self.total.add_(inputs.sum() * self.factor)
+
+    def add(self, *batches: list[float]) -> float:
+        for batch in batches:
+            self.train(torch.tensor(batch).to(CUDA), LABELS[: len(batch)].to(CUDA))
+        self.train.settle()
+        return float(self.total)
+
+
+@pytest.fixture
+def replays() -> Iterator[Callable[[], tuple[int, int]]]:
+    """Return how many (recordings, replays) there were within this test."""
+    made, replayed = Recording.made, Recording.replayed
     with card():
-        numbers, total = torch.arange(10.0).to(CUDA), torch.zeros((), device=CUDA)
-        called: list[int] = []
+        yield lambda: (Recording.made - made, Recording.replayed - replayed)
 
-        def step(index: Tensor) -> None:
-            called.append(len(index))
-            total.add_(numbers[index].sum())
 
-        replayed, before = Replayed(step, 2, CUDA), Recording.replayed
-        drawn = [[0, 1], [2, 3], [9], [4, 5], [6, 7], [8, 8], [1], [0, 9]]
-        for place, wanted in enumerate(drawn):
-            replayed(torch.tensor(wanted).to(CUDA))
-            assert float(total) == sum(sum(batch) for batch in drawn[: place + 1])
-    # Three complete ones, then one that is recorded; between them the incomplete ones.
-    assert called == [2, 2, 1, 2, 2, 1]
+def test_complete_batches_are_replayed_and_others_trained_as_they_are(replays) -> None:
+    one = Sum(1.0)
+    drawn = [[0.0, 1.0], [2.0, 3.0], [9.0], [4.0, 5.0], [6.0, 7.0], [8.0, 8.0], [1.0], [0.0, 9.0]]
+    for place in range(len(drawn)):
+        assert one.add(drawn[place]) == sum(sum(batch) for batch in drawn[: place + 1])
+    # Three complete ones, the third of which is then recorded; between them the incomplete ones.
+    assert one.called == [2, 2, 1, 2, 2, 1]
     assert WARM_UP == 3
-    assert Recording.replayed == before + 3
+    assert replays() == (1, 3)
+
+
+def test_what_replays_have_written_comes_back_when_it_is_asked_for(replays) -> None:
+    one = Sum(1.0)
+    for _ in range(WARM_UP + 2):
+        one.train(torch.ones(2).to(CUDA), LABELS.to(CUDA))
+    assert float(one.total) == 2 * WARM_UP
+    one.train.settle()
+    assert float(one.total) == 2 * (WARM_UP + 2)
+
+
+def test_the_next_client_replays_the_recording_of_the_first(replays) -> None:
+    first, second = Sum(1.0), Sum(1.0, start=100.0)
+    batches = [[1.0, 2.0]] * 6
+    assert first.add(*batches) == 18
+    assert second.add(*batches) == 118
+    assert second.called == [2, 2], "one step as it is, one on stand-ins"
+    assert replays() == (1, 3 + 4)
+    assert first.add([1.0, 1.0]) == 20, "the second has not touched the first one's sum"
+    assert float(second.total) == 118
+
+
+def test_a_number_that_differs_is_another_step(replays) -> None:
+    assert Sum(1.0).add(*[[1.0, 2.0]] * 6) == 18
+    assert Sum(2.0).add(*[[1.0, 2.0]] * 6) == 36
+    assert replays() == (2, 6)
+
+
+def test_so_is_one_of_the_cpu(replays) -> None:
+    for factor in (1.0, 2.0):
+        one = Sum(0.0)
+        one.factor = torch.tensor(factor)
+        assert one.add(*[[1.0, 2.0]] * 6) == 18 * factor
+    assert replays() == (2, 6)
+
+
+def test_recordings_are_pushed_out_by_others(replays, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "KEPT", 2)
+    for factor in (1.0, 2.0, 1.0, 3.0, 1.0, 2.0):
+        assert Sum(factor).add(*[[1.0, 2.0]] * 4) == 12 * factor
+    # 1 and 2 are made, 1 found, 3 pushes 2 out, 1 found, 2 made again.
+    assert replays()[0] == 4
+
+
+def test_views_of_one_tensor_are_read_but_not_written(replays) -> None:
+    both = torch.tensor([1.0, 2.0, 2.0, 3.0]).to(CUDA)
+    head, tail = both[:2], both[2:]
+    total = torch.zeros(2).to(CUDA)
+    train = Replayed(lambda inputs, labels: total.add_(inputs * head + tail), 2, CUDA)
+    for _ in range(5):
+        train(torch.ones(2).to(CUDA), LABELS.to(CUDA))
+    train.settle()
+    assert total.tolist() == [15.0, 25.0]
+    train = Replayed(lambda inputs, labels: head.add_(tail), 2, CUDA)
+    train(torch.ones(2).to(CUDA), LABELS.to(CUDA))
+    with pytest.raises(RuntimeError, match="by another view: not replayable"):
+        train(torch.ones(2).to(CUDA), LABELS.to(CUDA))
+
+
+def test_a_step_that_finds_other_tensors_than_before_is_refused(replays) -> None:
+    total = torch.zeros(2).to(CUDA)
+    seen: list[Tensor] = []
+
+    def step(inputs: Tensor, labels: Tensor) -> None:
+        seen.append(inputs + 1)
+        total.add_(seen[-2] if len(seen) > 1 else inputs)
+
+    train = Replayed(step, 2, CUDA)
+    train(torch.ones(2).to(CUDA), LABELS.to(CUDA))
+    train(torch.ones(2).to(CUDA), LABELS.to(CUDA))
+    with pytest.raises(RuntimeError, match="reads tensors that the one before did not"):
+        train(torch.ones(2).to(CUDA), LABELS.to(CUDA))
+
+
+def test_stand_ins_are_copies_that_nobody_else_holds() -> None:
+    weight, mean = torch.tensor([2.0], requires_grad=True), torch.tensor([5.0])
+    with StandIns(mean) as seen:
+        loss = (weight * 3).sum()
+        loss.backward()
+        with torch.no_grad():
+            weight.sub_(weight.grad)
+            mean.mul_(0).add_(weight)
+    assert (weight.tolist(), mean.tolist()) == ([2.0], [5.0])
+    assert [tensor.tolist() for tensor in seen.tensors] == [[-1.0], [-1.0]]
+    assert (seen.originals[0] is mean, seen.originals[1] is weight) == (True, True)
+    assert seen.written == [0, 1]
+    seen.bring_back()
+    assert (weight.tolist(), mean.tolist()) == ([-1.0], [-1.0])
 
 
 @pytest.mark.parametrize(
@@ -42,13 +161,12 @@ def test_complete_batches_are_replayed_and_others_trained_as_they_are() -> None:
 )
 def test_the_pretended_recording_refuses_what_a_recording_refuses(step, said) -> None:
     with card():
-        numbers = torch.ones(3).to(CUDA)
-        replayed = Replayed(lambda index: step(numbers[index]), 2, CUDA)
-        index = torch.tensor([0, 1]).to(CUDA)
-        for _ in range(WARM_UP):
-            replayed(index)
+        train = Replayed(lambda inputs, labels: step(inputs), 2, CUDA)
+        batch = torch.ones(2).to(CUDA), LABELS.to(CUDA)
+        for _ in range(WARM_UP - 1):
+            train(*batch)
         with pytest.raises(RuntimeError, match=said):
-            replayed(index)
+            train(*batch)
 
 
 def test_what_cannot_be_recorded_is_said_before_the_first_round() -> None:

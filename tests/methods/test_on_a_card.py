@@ -1,5 +1,6 @@
 """Every method with its network and data on a card: nothing stays behind on the CPU, nothing comes out otherwise."""
 
+from collections import OrderedDict
 from itertools import product
 from pathlib import Path
 from unittest.mock import patch
@@ -7,6 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from pbfl_flwr import replay
 from pbfl_flwr.config import Scalar, parse
 from pbfl_flwr.flower import client, opening
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method
@@ -52,29 +54,48 @@ def test_a_variant_on_a_card(name: str, tmp_path: Path) -> None:
     alike(tmp_path, "fedproto", VARIANTS[name])
 
 
-def replayed(tmp_path: Path, method: str, keys: dict[str, Scalar]) -> None:
-    """Trained by a recorded step on the card, and step by step on the CPU, in batches of three: some to replay."""
+def replayed(tmp_path: Path, method: str, keys: dict[str, Scalar]) -> int:
+    """Trained by recorded steps on the card, and step by step on the CPU, in batches of three: some to replay.
+
+    Returns:
+        How many recordings were made.
+    """
     keys = {"batch-size": 3, "num-clients": 1, **keys}
     on_cpu = federation(tmp_path / "cpu", method, **keys).run()
-    before = Recording.replayed
+    before, made = Recording.replayed, Recording.made
     with (
         card(),
         patch.object(opening, "choose_device", lambda wanted: CUDA),
         patch.object(client, "choose_device", lambda wanted: CUDA),
+        patch.object(replay, "_recordings", OrderedDict()),
     ):
         on_card = federation(tmp_path / "card", method, **keys, compile="cuda-graph").run()
     assert [line["failures"] for line in on_card.strategy.history] == [[], []]
     assert Recording.replayed > before + 4
     assert on_card.fingerprint == on_cpu.fingerprint
+    return Recording.made - made
 
 
 VARIED = {name: keys for name, keys in VARIANTS.items() if name != "norm"}  # sums on the way, on the CPU
 REPLAYABLE = [name for name in METHODS if build_method(parse({"method": name}, SECTIONS)).replayable]
 
 
+# A head and a body phase, or a first round without a pull.
+TWO_STEPS = {"fedrep", "fedproto", "fedtgp", "tinyproto", "protonorm", "gfpl"}
+
+
 @pytest.mark.parametrize("name", REPLAYABLE)
-def test_a_recorded_step_is_the_step(name: str, tmp_path: Path) -> None:
-    replayed(tmp_path, name, GFPL if name == "gfpl" else {})
+def test_a_recorded_step_is_the_step_of_every_client(name: str, tmp_path: Path) -> None:
+    """Three clients of one architecture in two rounds share it."""
+    keys: dict[str, Scalar] = {"num-clients": 3, "models": "cnn4"}
+    made = replayed(tmp_path, name, {**(GFPL if name == "gfpl" else {}), **keys})
+    assert made == (2 if name in TWO_STEPS else 1)
+
+
+def test_clients_share_the_recordings_of_a_variant(tmp_path: Path) -> None:
+    """Masks, counts of classes and momentum are no reason for another recording; another network is."""
+    keys = {**VARIANTS["sparse"], **VARIANTS["sgd"], "num-clients": 4, "models": "cnn2,mlp5"}
+    assert replayed(tmp_path, "fedproto", keys) == 2 * 2
 
 
 @pytest.mark.parametrize("name", VARIED)

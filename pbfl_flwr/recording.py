@@ -1,0 +1,182 @@
+"""A training step on stand-ins: what it reads and writes that was there before it, and which operations it is made of.
+
+A CUDA graph reads and writes the memory that it was recorded on. So that one recording serves every client with the
+same architecture, a step is recorded on *stand-ins*: copies of all tensors that it finds when it begins (weights,
+running statistics, momentum, prototypes, the batch), which nobody else holds. Another client's step is carried out
+once on stand-ins of its own; if that is made of the same operations, on tensors of the same shapes and with the same
+numbers, the recording is its step, too: its tensors are copied in, the recording is replayed, what was written is
+copied back. No method has to say which tensors its loss reads: they are found below autograd, where every operation
+passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Run = Callable[[], None]
+
+Place = tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype]
+"""Where a tensor lies: its storage, offset, shape, strides and type."""
+Signature = tuple[Hashable, ...]
+"""A step's operations in order, each with its numbers and with the shapes and origins of its tensors."""
+
+RUNNING = {"running_mean", "running_var"}  # written by batch normalisation, whose schemas do not all say so
+
+
+class StandIns(TorchDispatchMode):
+    """Within it, operations read and write stand-ins for the tensors that were there before.
+
+    Args:
+        first: tensors that get the first stand-ins, in this order, whether they are read or not.
+
+    Attributes:
+        originals: the tensors that were there, in the order in which they were met.
+        tensors: their stand-ins, copies made when they were met.
+    """
+
+    def __init__(self, *first: Tensor) -> None:
+        begin: Callable[[], None] = super().__init__  # which has no types
+        begin()
+        self.originals: list[Tensor] = []
+        self.tensors: list[Tensor] = []
+        self._numbers: dict[Place, int] = {}  # of an original
+        self._stands: dict[int, int] = {}  # storage of a stand-in -> its number
+        self._complete = False
+        self._forget()
+        for tensor in first:
+            self._replaced(tensor)
+
+    def _forget(self) -> None:
+        self._made: dict[int, int] = {}  # storage -> after how many operations it was made
+        self._written: set[int] = set()
+        self._operations: list[Hashable] = []
+
+    def again(self) -> StandIns:
+        """Return the same stand-ins for another pass, which may not meet a tensor that this one has not met."""
+        other = copy(self)
+        other._complete = True
+        other._forget()
+        return other
+
+    def bring_back(self) -> None:
+        """Copy what was written on stand-ins to the originals."""
+        copy_some(self.tensors, self.originals, self.written)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = _each(self._replaced, (args, kwargs or {}))
+        if func is torch.ops.aten.detach.default:
+            return func(*args)  # computes nothing; how often autograd asks depends on what else watches
+        self._operations.append((func, self._said(args), self._said(tuple(kwargs.items()))))
+        self._note_written(func, args, kwargs)
+        found = func(*args, **kwargs)
+        return _each(self._given_back, found)
+
+    @property
+    def signature(self) -> Signature:
+        """What two steps must have in common to be the same recording."""
+        return tuple(self._operations)
+
+    @property
+    def written(self) -> list[int]:
+        """Which of the stand-ins the step has written.
+
+        Raises:
+            RuntimeError: if one of them shares memory with another that the step reads: copies would part ways.
+        """
+        shared: dict[int, int] = {}
+        for storage, *_ in self._numbers:
+            shared[storage] = shared.get(storage, 0) + 1
+        for (storage, *_), number in self._numbers.items():
+            if number in self._written and shared[storage] > 1:
+                raise RuntimeError(
+                    "a training step writes a tensor that it also reads by another view: not replayable"
+                )
+        return sorted(self._written)
+
+    def _replaced(self, item: Tensor) -> Tensor:
+        """Return the stand-in of a tensor that this step has not made, unless it is a number of the CPU."""
+        if item.dim() == 0 and item.device.type == "cpu":
+            return item
+        storage = _storage(item)
+        if storage in self._made or storage in self._stands:
+            return item
+        place = _place(item)
+        if place not in self._numbers:
+            if self._complete:
+                raise RuntimeError(
+                    "a training step reads tensors that the one before did not: not replayable"
+                )
+            self._numbers[place] = len(self.tensors)
+            self.originals.append(item)
+            self.tensors.append(item.detach().clone())
+            self._stands[_storage(self.tensors[-1])] = self._numbers[place]
+        return self.tensors[self._numbers[place]]
+
+    def _given_back(self, item: Tensor) -> Tensor:
+        """Return the original for a stand-in, as autograd expects of what is written in place."""
+        number = self._stands.get(_storage(item))
+        if number is None:
+            self._made[_storage(item)] = len(self._operations)
+            return item
+        return self.originals[number] if item is self.tensors[number] else item
+
+    def _said(self, item: Any) -> Hashable:
+        if isinstance(item, (list, tuple)):
+            return tuple(self._said(part) for part in item)
+        if not isinstance(item, Tensor):
+            return (type(item), str(item))
+        storage, *form = _place(item)
+        if storage in self._stands:
+            return ("stand-in", self._stands[storage], *form)
+        if storage in self._made:
+            return ("made", self._made[storage], *form)
+        return ("number", float(item), item.dtype)  # of the CPU: the only tensor that is not replaced
+
+    def _note_written(self, func: Any, args: Any, kwargs: Any) -> None:
+        for argument, value in _arguments(func, args, kwargs):
+            if argument.name in RUNNING or (argument.alias_info is not None and argument.alias_info.is_write):
+                _each(self._mark_written, value)
+
+    def _mark_written(self, tensor: Tensor) -> None:
+        if (number := self._stands.get(_storage(tensor))) is not None:
+            self._written.add(number)
+
+
+@torch.no_grad()
+def copy_some(here: Sequence[Tensor], there: Sequence[Tensor], places: Sequence[int]) -> None:
+    """Copy the tensors at these places of one list to the same places of another, in one launch."""
+    if places:
+        torch._foreach_copy_([there[place] for place in places], [here[place] for place in places])
+
+
+def _each(change: Callable[[Tensor], Any], item: Any) -> Any:
+    """Return what an operation takes or gives with every tensor changed; torch's own tree_map takes twice as long."""
+    if isinstance(item, Tensor):
+        return change(item)
+    if isinstance(item, (list, tuple)):
+        return type(item)([_each(change, part) for part in item])
+    if isinstance(item, dict):
+        return {key: _each(change, part) for key, part in item.items()}
+    return item
+
+
+def _arguments(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+    for place, argument in enumerate(func._schema.arguments):
+        if place < len(args):
+            yield argument, args[place]
+        elif argument.name in kwargs:
+            yield argument, kwargs[argument.name]
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _place(tensor: Tensor) -> Place:
+    return _storage(tensor), int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(), tensor.dtype
