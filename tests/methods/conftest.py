@@ -42,7 +42,7 @@ def make_client():
 
     def make(id=0, architecture="mlp5", labels=(0, 0, 1, 1, 2, 2, 0, 1), round=1, memory=None, **training):
         random = torch.Generator().manual_seed(100 + id)
-        y = torch.tensor(labels)
+        y = torch.tensor(labels, dtype=torch.int64)
         x = torch.randn(len(y), 1, 16, 16, generator=random) + y[:, None, None, None]
         data = ClientData(
             Shard(x, y),

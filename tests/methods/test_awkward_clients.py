@@ -1,0 +1,72 @@
+"""Every method with clients as they come: without samples, with one, with one class, late, away for rounds.
+
+No Flower here: the method's two halves, with every payload and state rebuilt from its tensors as the wire and the
+disk do.
+"""
+
+import copy
+
+import pytest
+import torch
+
+from pbfl_flwr.method import Round
+from pbfl_flwr.methods import METHODS, build_method
+from pbfl_flwr.training import evaluate
+from tests.methods.conftest import TASK, settings_of
+
+LABELS = {
+    0: (0, 0, 1, 1, 2, 2, 0, 1, 1),
+    1: (3,),
+    2: (),
+    3: (2, 2, 2, 2, 2),
+}  # batches of 4 leave 1 sample over
+PRESENT = {
+    1: (0, 2),
+    2: (1, 2),
+    7: (0, 1, 3),
+    8: (2,),
+}  # client 3 begins in round 7; in round 8 only 2 is there
+MORE = {"tinyproto": {"cps_dim": 3}, "gfpl": {"own": {"start": 1, "interval": 1}}}
+ARCHITECTURES = {"clean": "resnet4", "htfl": "cnn4"}
+
+
+def rebuilt(payload):
+    """The payload as it arrives."""
+    return type(payload).from_tensors(payload.to_tensors(), TASK)
+
+
+def finite(payload):
+    return all(bool(torch.isfinite(t).all()) for t in payload.to_tensors().values() if t.is_floating_point())
+
+
+@pytest.mark.parametrize("protocol", ARCHITECTURES)
+@pytest.mark.parametrize("name", METHODS)
+def test_nobody_is_too_awkward(name, protocol, make_client):
+    architecture = ARCHITECTURES[protocol]
+    keys = {"models": architecture, "protocol": protocol, **MORE.get(name, {})}
+    method = build_method(settings_of(name, **keys))
+    state, memories, networks = method.init(TASK, 0), {}, {}
+    for number, present in PRESENT.items():
+        uploads = {}
+        for i, labels in LABELS.items():
+            training = {"protocol": protocol, "batch_size": 4}
+            client = make_client(i, architecture, labels, number, memories.get(i), **training)
+            if i in networks:
+                client.model.load_state_dict(networks[i])
+            before = copy.deepcopy(client.model.state_dict())
+            down = rebuilt(method.broadcast(state, i))
+            method.install(client, down)
+            evaluate(client, method.predictors(client, down))  # raises at scores that are not finite
+            client.model.load_state_dict(before)
+            if i not in present:
+                continue
+            update = method.local_update(client, down)
+            assert ("idle" in update.metrics) == (
+                not labels or (protocol == "htfl" and len(labels) < 4) or i == 1
+            )
+            uploads[i] = rebuilt(update.payload)
+            method.validate(uploads[i], state, TASK)
+            assert finite(uploads[i])
+            memories[i], networks[i] = update.memory, client.model.state_dict()
+        state = rebuilt(method.aggregate(state, uploads, Round(number, TASK, len(LABELS))))
+        assert finite(state)
