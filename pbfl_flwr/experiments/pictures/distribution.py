@@ -1,4 +1,4 @@
-"""Who holds which labels (ProtoNorm, Fig. 7 and 8; TinyProto, Fig. 3a)."""
+"""Who holds which labels (ProtoNorm, Fig. 7 and 8; CPS, Fig. 3a)."""
 
 from __future__ import annotations
 

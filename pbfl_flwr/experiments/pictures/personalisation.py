@@ -1,4 +1,4 @@
-"""How personal networks are: classifier rows against label counts (TinyProto, Fig. 3), layers against their mean."""
+"""How personal networks are: classifier rows against label counts (CPS, Fig. 3), layers against their mean."""
 
 from __future__ import annotations
 

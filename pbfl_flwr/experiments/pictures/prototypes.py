@@ -1,4 +1,4 @@
-"""Prototypes dimension by dimension (TinyProto, Fig. 1): which are zero, with and without CPS."""
+"""Prototypes dimension by dimension (CPS, Fig. 1; TinyProto, Fig. 2): which are zero, with and without CPS."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far apart global prototypes lie: cosine (TinyProto, Fig. 2), distance and margin (ProtoNorm, Fig. 5)."""
+"""How far apart global prototypes lie: cosine (CPS, Fig. 2), distance and margin (ProtoNorm, Fig. 5)."""
 
 from __future__ import annotations
 
