@@ -61,9 +61,7 @@ def test_nobody_is_too_awkward(name, protocol, make_client):
             if i not in present:
                 continue
             update = method.local_update(client, down)
-            assert ("idle" in update.metrics) == (
-                not labels or (protocol == "htfl" and len(labels) < 4) or i == 1
-            )
+            assert ("idle" in update.metrics) == (len(labels) < 2)  # nor has BatchNorm a variance over one
             uploads[i] = rebuilt(update.payload)
             method.validate(uploads[i], state, TASK)
             assert finite(uploads[i])

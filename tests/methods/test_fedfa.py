@@ -6,6 +6,8 @@ from pbfl_flwr.method import Round
 from pbfl_flwr.methods.fedfa import RunningAnchors, anchor_pull, initial_anchors
 from pbfl_flwr.payloads import RejectedPayload, Weights
 from pbfl_flwr.task import Task
+from pbfl_flwr.training import batches, take
+from pbfl_flwr.weights import load_parameters
 
 
 def test_anchors_at_the_start():
@@ -72,6 +74,41 @@ def test_anchors_move_once_an_epoch(make_method, make_client, task):
         moved.append(method.local_update(client, state).payload.tensors["anchors"] - state.tensors["anchors"])
     assert float(moved[0].norm()) > 0.1
     torch.testing.assert_close(moved[1], 1.5 * moved[0])
+
+
+def test_a_round_of_batches_follows_the_reference_loop(make_method, make_client, task):
+    # Adam's moments go on from batch to batch, a class's epoch mean is over all batches.
+    method = make_method("fedfa", models="cnn4", own={"anchor_mean": "all-batches"})
+    state, keys = method.init(task, 3), {"learning_rate": 0.1, "batch_size": 3, "drop_last": "never"}
+    client, oracle = (make_client(architecture="cnn4", local_epochs=2, **keys) for _ in range(2))
+    upload = method.local_update(client, state).payload
+    network, A = oracle.model.train(), state.tensors["anchors"]
+    load_parameters(network, {name: t for name, t in state.tensors.items() if name != "anchors"})
+    sgd = torch.optim.SGD(network.parameters(), lr=0.1)
+    adam = torch.optim.Adam(network.head.parameters(), lr=0.001)
+    order, moved = oracle.generator("fit"), A.clone()
+    for _ in range(2):
+        sums, number = torch.zeros_like(A), 0
+        for index in batches(8, oracle.training, order):
+            x, y = take(oracle.data, oracle.data.train, index, oracle.device)
+            z = network.features(x)
+            loss = F.cross_entropy(network.head(z), y)
+            for b, label in enumerate(y.tolist()):
+                loss = loss + 0.1 / 4 * (z[b] - A[label]).square().sum() / int((y == label).sum())
+            sgd.zero_grad()
+            loss.backward()
+            sgd.step()
+            adam.zero_grad()
+            F.cross_entropy(network.head(A), torch.arange(4)).backward()
+            adam.step()
+            for label in set(y.tolist()):
+                sums[label] += z[y == label].mean(0).detach()
+            number += 1
+        for label in (0, 1, 2):
+            moved[label] = 0.5 * moved[label] + 0.5 * sums[label] / number
+    torch.testing.assert_close(upload.tensors["anchors"], moved, atol=1e-6, rtol=1e-5)
+    for name, parameter in network.named_parameters():
+        torch.testing.assert_close(upload.tensors[name], parameter.detach(), atol=1e-5, rtol=1e-4)
 
 
 def test_server_averages_anchors_with_the_weights(make_method, task):

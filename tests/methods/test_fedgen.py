@@ -8,6 +8,7 @@ from pbfl_flwr.method import Round
 from pbfl_flwr.methods.fedgen import LabelledHead
 from pbfl_flwr.payloads import RejectedPayload, Weights
 from pbfl_flwr.task import Task
+from pbfl_flwr.training import batches, take
 
 SMALL = {"noise_dim": 3, "hidden_dim": 8, "server_steps": 60, "server_learning_rate": 0.05}
 
@@ -78,6 +79,30 @@ def test_generated_features_teach_the_head_classes_that_the_client_lacks(make_me
     assert set(plain.metrics) == {"loss.ce"}
     change = update.payload.weights.tensors["head.bias"][3] - plain.payload.weights.tensors["head.bias"][3]
     assert change > 0  # class 3 is drawn by the generator alone
+
+
+def test_a_second_round_of_a_client_follows_the_reference_loop(make_method, make_client, task):
+    method, keys = make_method("fedgen", models="cnn4", own=SMALL), {"learning_rate": 0.1, "batch_size": 4}
+    start = method.init(task, 3)
+    first = {i: method.local_update(make_client(i, "cnn4", **keys), start.taught).payload for i in (0, 1)}
+    down = method.broadcast(method.aggregate(start, first, Round(1, task, 2)), 0)
+    client, oracle = (make_client(0, "cnn4", round=2, **keys) for _ in range(2))
+    method.local_update(client, down)
+    method.install(oracle, down)
+    generator = method.shape.load(task, down.generator.tensors).train()  # it normalises by the batch it draws
+    random, network = oracle.generator("generator"), oracle.model.train()
+    sgd = torch.optim.SGD(network.parameters(), lr=0.1)
+    for index in batches(8, oracle.training, oracle.generator("fit")):
+        x, y = take(oracle.data, oracle.data.train, index, oracle.device)
+        labels = torch.multinomial(torch.tensor([6.0, 6.0, 4.0, 0.0]), 4, replacement=True, generator=random)
+        h = generator(labels, torch.rand(4, 3, generator=random)).detach()
+        cross_entropy = nn.functional.cross_entropy
+        sgd.zero_grad()
+        (cross_entropy(network(x), y) + cross_entropy(network.head(h), labels)).backward()
+        sgd.step()
+    for name, parameter in network.named_parameters():
+        found = client.model.get_parameter(name).detach()
+        torch.testing.assert_close(found, parameter.detach(), atol=1e-5, rtol=1e-4)
 
 
 def test_without_persistence_clients_always_see_the_initial_generator(make_method, make_client, task):

@@ -21,7 +21,8 @@ from pbfl_flwr.methods.fedpa import (
 from pbfl_flwr.models import build_model
 from pbfl_flwr.payloads import Prototypes, RejectedPayload, Weights, WeightsAndPrototypes
 from pbfl_flwr.task import Task
-from pbfl_flwr.weights import parameters_of
+from pbfl_flwr.training import batches, take
+from pbfl_flwr.weights import load_parameters, parameters_of
 
 SMALL = {"noise_dim": 3, "hidden_dim": 8, "server_steps": 5}
 
@@ -158,6 +159,35 @@ def test_first_round_is_cross_entropy_then_generator_and_pull_join(make_method, 
     ]  # clients ask for no class it was not trained on
     second = method.local_update(make_client(round=2, **architecture), method.broadcast(state, 0))
     assert set(second.metrics) == {"loss.ce", "loss.generated", "loss.pull"}
+
+
+def test_a_second_round_of_a_client_follows_the_repositorys_loop(make_method, make_client, task):
+    method, keys = make_method("fedpa", models="cnn4", own=SMALL), {"learning_rate": 0.1, "batch_size": 4}
+    start = method.init(task, 3)
+    first = {i: method.local_update(make_client(i, "cnn4", **keys), start.taught).payload for i in (0, 1)}
+    down = method.broadcast(method.aggregate(start, first, Round(1, task, 2)), 0)
+    client, oracle = (make_client(0, "cnn4", round=2, **keys) for _ in range(2))
+    upload = method.local_update(client, down).payload
+    counts = torch.stack([up.prototypes.counts for up in first.values()]).float()  # (2, 4)
+    rows = torch.stack([up.prototypes.values for up in first.values()])
+    P = (counts[:, :, None] * rows).sum(0) / counts.sum(0).clamp_min(1)[:, None]
+    generator = method.shape.load(task, down.generator.tensors).eval()
+    random, network = oracle.generator("generator"), oracle.model.train()
+    load_parameters(network, down.weights.tensors)
+    sgd = torch.optim.SGD(network.parameters(), lr=0.1 * 0.99)
+    for index in batches(8, oracle.training, oracle.generator("fit")):
+        x, y = take(oracle.data, oracle.data.train, index, oracle.device)
+        z = network.features(x)
+        labels = torch.multinomial(torch.tensor([1.0, 1.0, 1.0, 0.0]), 4, replacement=True, generator=random)
+        h = generator(labels, torch.rand(4, 3, generator=random)).detach()
+        generated = F.nll_loss(network.head(h).log_softmax(1), labels)
+        loss = F.nll_loss(network.head(z).log_softmax(1), y) + 25 * 0.98 * generated
+        loss = loss + 5 * 0.98 * (z - P[y]).square().sum() / z.numel()
+        sgd.zero_grad()
+        loss.backward()
+        sgd.step()
+    for name, parameter in network.named_parameters():
+        torch.testing.assert_close(upload.weights.tensors[name], parameter.detach(), atol=1e-5, rtol=1e-4)
 
 
 def test_means_weigh_by_the_samples_seen(make_method, task):
