@@ -1,6 +1,6 @@
 # make run   the main job: FedProto, 20 clients, four architectures, handwritten digits, 20 rounds
 # make test  format, lint, types and tests
-# make test-long  two more tests of killed processes that wait minutes for Flower
+# make test-long  more tests of killed processes, some of which wait minutes for Flower
 # make docs  the documentation as a site in docs/_build/html; fails on a link that leads nowhere
 # Needs Python 3.11 or newer and make; everything else goes into .venv.
 

@@ -215,7 +215,9 @@ def test_a_run_that_fails_on_a_device_fails(tmp_path: Path) -> None:
     assert left_behind(tmp_path / "run") == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGKILL]
+)
 def test_nothing_is_left_behind(tmp_path: Path, number: signal.Signals) -> None:
     run_dir = tmp_path / "run"
     process = start(run_dir, tmp_path / "home", "-n", "2", "--set", "num-server-rounds=1000", *SMALL)

@@ -94,16 +94,6 @@ def bits(run_dir: Path) -> tuple[dict[str, torch.Tensor], list[object]]:
     return load_file(run_dir / "prototypes.safetensors"), scores
 
 
-def test_one_worker_and_two_give_the_same_bits(finished: tuple[Path, str], tmp_path: Path) -> None:
-    process = start(tmp_path / "run", tmp_path / "home", workers="1")
-    said, _ = process.communicate(timeout=500)
-    assert process.returncode == 0, said
-    (one, scores_of_one), (two, scores_of_two) = bits(tmp_path / "run"), bits(finished[0])
-    assert one.keys() == two.keys()
-    assert all(torch.equal(one[name], two[name]) for name in one)
-    assert scores_of_one == scores_of_two
-
-
 def test_processes_without_flowers_engine_give_the_same_bits(
     finished: tuple[Path, str], tmp_path: Path
 ) -> None:
@@ -124,26 +114,10 @@ def test_processes_without_flowers_engine_give_the_same_bits(
         assert left_behind(run_dir) == []
 
 
-def test_malicious_clients_lie_alike_on_both_engines(tmp_path: Path) -> None:
-    wanted = sets(
-        *SMALL, "attack=noise=0.5", "norm-bound=1.0", "aggregation=trimmed-mean", "min-class-count=1"
-    )
-    found = []
-    for name, engine in (("flower", ("--workers", "2")), ("processes", (*PROCESSES, "2"))):
-        run_dir = tmp_path / name
-        process = pbfl(run_dir, tmp_path / "home", *engine, "--run-dir", str(run_dir), *wanted)
-        said, _ = process.communicate(timeout=500)
-        assert process.returncode == 0, said
-        assert "attack noise=0.5: false class rows from client" in said
-        found.append((*bits(run_dir), json.loads((run_dir / "run.json").read_text())["malicious"]))
-    (one, scores, liars), (other, other_scores, others_liars) = found
-    assert all(torch.equal(one[name], other[name]) for name in one)
-    assert (scores, liars) == (other_scores, others_liars)
-    assert len(liars) == 2
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_processes_end_with_their_command_and_are_resumed(tmp_path: Path, number: signal.Signals) -> None:
+def test_processes_end_with_their_command_and_a_killed_one_is_resumed(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     run_dir = tmp_path / "run"
     more = sets(*SMALL, "num-server-rounds=10000")
     process = pbfl(run_dir, tmp_path / "home", *PROCESSES, "2", "--run-dir", str(run_dir), *more)
@@ -157,6 +131,7 @@ def test_processes_end_with_their_command_and_are_resumed(tmp_path: Path, number
     if number == signal.SIGINT:
         assert process.returncode == 130, said
         assert f"go on with: pbfl run --resume {run_dir} --engine processes" in said
+        return
     done = len((run_dir / "rounds.jsonl").read_text().splitlines())
     rest = sets(f"num-server-rounds={done + 1}")
     process = pbfl(run_dir, tmp_path / "home", *PROCESSES, "1", "--resume", str(run_dir), *rest)
@@ -180,22 +155,38 @@ def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
     assert left_behind(run_dir) == []
 
 
-def test_a_run_that_is_stopped_can_be_resumed(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    process = start(run_dir, tmp_path / "home", "num-server-rounds=10000")
+def test_one_worker_stopped_and_two_that_go_on_give_the_bits_of_processes(tmp_path: Path) -> None:
+    """Also where clients lie, two of the four."""
+    run_dir, other = tmp_path / "run", tmp_path / "other"
+    lies = ("attack=noise=0.5", "norm-bound=1.0", "aggregation=trimmed-mean", "min-class-count=1")
+    process = start(run_dir, tmp_path / "home", *lies, "num-server-rounds=10000", workers="1")
     wait_for_rounds(run_dir, 1)
     process.send_signal(signal.SIGINT)
     said, _ = process.communicate(timeout=120)
     assert process.returncode == 130, said
+    assert "attack noise=0.5: false class rows from client" in said
     assert left_behind(run_dir) == []
     done = len((run_dir / "rounds.jsonl").read_text().splitlines())
     rest = sets(f"num-server-rounds={done + 1}")
-    process = pbfl(run_dir, tmp_path / "home", "--resume", str(run_dir), *rest)
+    process = pbfl(run_dir, tmp_path / "home", "--workers", "2", "--resume", str(run_dir), *rest)
     said, _ = process.communicate(timeout=500)
     assert process.returncode == 0, said
+    assert left_behind(run_dir) == []
     rounds = [json.loads(line)["round"] for line in (run_dir / "rounds.jsonl").read_text().splitlines()]
     assert rounds == list(range(1, done + 2))
-    assert left_behind(run_dir) == []
+    whole = sets(*SMALL, *lies, f"num-server-rounds={done + 1}")
+    process = pbfl(other, tmp_path / "home", *PROCESSES, "2", "--run-dir", str(other), *whole)
+    said, _ = process.communicate(timeout=500)
+    assert process.returncode == 0, said
+    (tensors, scores), (expected, expected_scores) = bits(run_dir), bits(other)
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+    assert scores == expected_scores
+    liars, others_liars = (
+        json.loads((place / "run.json").read_text())["malicious"] for place in (run_dir, other)
+    )
+    assert liars == others_liars
+    assert len(liars) == 2
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's parent-death signal")
