@@ -1,6 +1,7 @@
 """FedPA: averaged weights, class prototypes and an adversarial feature generator.
 
-Repository FedPA (threeStoneLei1), "prototype adversarial" learning; its code is the authority, no paper was at hand.
+Jiang et al., "FedPA: Generator-Based Heterogeneous Federated Prototype Adversarial Learning", IEEE Transactions on
+Dependable and Secure Computing 2024. Its text was not at hand; the repository FedPA (threeStoneLei1) is the authority.
 
 Round: in round t = 0, 1, ... each client copies the weights w and minimises CE(g(z), y) + a_t·CE(g(G(ŷ, ε)), ŷ) +
 b_t·mean over B·d of (z - P_y)², z = f(x), a_t = max(1e-4, 25·0.98^t), b_t = max(0.15, 5·0.98^t), the last two from
