@@ -226,6 +226,15 @@ def batches(
         yield from kept.to(device).split(settings.batch_size)
 
 
+def complete_batches(client: Client) -> Shard:
+    """Return the training samples, under ``drop-last`` "always" without the last n_i mod B as stored."""
+    shard, settings = client.data.train, client.training
+    if settings.drop_last != "always":
+        return shard
+    complete = len(shard) - len(shard) % settings.batch_size
+    return Shard(shard.inputs[:complete], shard.labels[:complete])
+
+
 def take(
     data: ClientData, shard: Shard, index: Tensor | slice, device: torch.device, layout: str = "contiguous"
 ) -> tuple[Tensor, Tensor]:

@@ -45,7 +45,7 @@ from pbfl_flwr.methods.sharing import answer, check_heads, initial, receive
 from pbfl_flwr.models import architectures
 from pbfl_flwr.payloads import Reveal, Weights, class_counts, joined, under
 from pbfl_flwr.task import Task
-from pbfl_flwr.training import fit, forward
+from pbfl_flwr.training import complete_batches, fit, forward
 from pbfl_flwr.weights import Weighting, average, same_shapes, weighting_of
 
 
@@ -138,7 +138,8 @@ class FedGen(Method[GenerativeState, Taught, LabelledHead]):
             return terms
 
         report = fit(client, loss)
-        upload = LabelledHead(answer(client, "head"), client.data.counts)
+        labels = complete_batches(client).labels.cpu()
+        upload = LabelledHead(answer(client, "head"), labels.bincount(minlength=client.task.num_classes))
         return Update(upload, report.optimizer, report.metrics())
 
     def aggregate(

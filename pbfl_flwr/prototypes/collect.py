@@ -6,28 +6,23 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from pbfl_flwr.data import Shard
 from pbfl_flwr.method import Client
 from pbfl_flwr.prototypes.privacy import Release
 from pbfl_flwr.prototypes.statistics import ClassSums
-from pbfl_flwr.training import each_feature
+from pbfl_flwr.training import complete_batches, each_feature
 
 
 def class_sums_of(client: Client, transform: Callable[[Tensor], Tensor] | None = None) -> ClassSums:
     """Return the sums of the features of every class, over the client's training data in evaluation mode.
 
-    What ``drop-last`` "always" keeps from training is left out here as well: the last n_i mod B samples as stored.
+    What ``drop-last`` "always" keeps from training is left out here as well.
 
     Args:
         client: whose network and data.
         transform: applied to the features (B, d) before they are added, e.g. to give them unit length.
     """
     sums = ClassSums(client.task.num_classes, client.task.feature_dim)
-    shard, settings = client.data.train, client.training
-    if settings.drop_last == "always":
-        complete = len(shard) - len(shard) % settings.batch_size
-        shard = Shard(shard.inputs[:complete], shard.labels[:complete])
-    for features, labels in each_feature(client, shard):
+    for features, labels in each_feature(client, complete_batches(client)):
         sums.add(features if transform is None else transform(features), labels)
     return sums
 

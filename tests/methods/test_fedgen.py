@@ -105,6 +105,15 @@ def test_a_second_round_of_a_client_follows_the_reference_loop(make_method, make
         torch.testing.assert_close(found, parameter.detach(), atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize(("drop_last", "counts"), [("small", [3, 1, 1, 0]), ("always", [3, 1, 0, 0])])
+def test_labels_are_counted_as_the_loader_deals_them(make_method, make_client, task, drop_last, counts):
+    method = make_method("fedgen", own=SMALL)
+    client = make_client(labels=(0, 0, 1, 0, 2), batch_size=4, drop_last=drop_last)
+    sent = method.local_update(client, method.init(task, 0).taught).payload.label_counts
+    assert sent.tolist() == counts
+    assert sent.dtype == torch.int64
+
+
 def test_without_persistence_clients_always_see_the_initial_generator(make_method, make_client, task):
     method = make_method("fedgen", own={**SMALL, "persist": False})
     state = method.init(task, 0)
