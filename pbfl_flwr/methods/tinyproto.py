@@ -11,7 +11,7 @@ Predicts: the class of the nearest local prototype (the paper's equation 12); ne
 Differs from the paper: the printed server equation divides by |N_j|, but then no printed μ gives prototypes of the
 features' size; the released code's sum does, and is the default (aggregation="aps-mean" is the printed form). μ is
 aps-scale; "auto" is 0.9·K/n, what the paper's CIFAR values come to. λ = 10 with the mean square, as in the released
-code, not the text's 1 with a norm. How -FT scales uploads, by μ·|N_j|, is inferred: text and code are not public.
+code, not the text's 1 with a norm. How -FT scales uploads, by μ·|N_j|, is inferred: its text and code were not at hand.
 Differs from the reference: the released code never applies its pull when sparsification is on and returns after the
 first class; both are taken as slips. Its masks are blocks of d/K dimensions, which gives fewer than s ones where K
 does not divide d (cps-scheme="block"); here masks are dealt by dimension with exactly s ones.
