@@ -89,6 +89,11 @@ def test_room_is_bounded_by_memory_and_cpus() -> None:
     assert side_by_side.room(4, None, 2) == 2
     assert side_by_side.room(4, two, 2) == 2
     assert side_by_side.room(4, two - 1, 2) == 1
+    lean = side_by_side.PROCESS_MB
+    assert side_by_side.room(4, 2 * lean, 2, processes=True) == 2  # of one process each
+    assert side_by_side.room(4, 2 * lean - 1, 2, processes=True) == 1
+    assert side_by_side.room(2, 6 * lean, 4, processes=True) == 2  # of a server and two workers each
+    assert side_by_side.room(2, 6 * lean - 1, 4, processes=True) == 1
     assert side_by_side.room(1, one - 1, 2) == 1  # the one that was asked for is tried all the same
     assert side_by_side.workers(3, 8) == 2
 

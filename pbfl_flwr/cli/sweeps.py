@@ -61,7 +61,8 @@ def sweep(
         raise ended(error) from None
     title = f"Sweep over {', '.join(swept.swept) or 'seeds'}"
     cpus = os.cpu_count() or 1
-    slots = side_by_side.room(parallel, side_by_side.available_mb(), cpus)
+    processes = engine is EngineName.processes
+    slots = side_by_side.room(parallel, side_by_side.available_mb(), cpus, processes=processes)
     if slots < parallel:
         say(console, f"--parallel {parallel}: memory and CPUs have room for {slots}", "yellow")
     say(console, f"{sum(not compare.finished(run) for run in planned)} of {len(planned)} runs are to be made")
@@ -74,12 +75,10 @@ def sweep(
 
     with running(KEPT):
         if slots == 1:
-            resources = Resources(1, gpus_per_client, None, engine is EngineName.processes)
+            resources = Resources(1, gpus_per_client, None, processes)
             failed = compare.make(planned, compare.starter(source, resources, console), table)
         else:
-            resources = Resources(
-                1, gpus_per_client, side_by_side.workers(slots, cpus), engine is EngineName.processes
-            )
+            resources = Resources(1, gpus_per_client, side_by_side.workers(slots, cpus), processes)
             failed = side_by_side.make_side_by_side(
                 planned,
                 slots,

@@ -17,25 +17,35 @@ from pbfl_flwr.flower.engine import Resources
 
 ENGINE_MB = 900  # SuperLink, SuperExec, simulation and Ray; docs/experiments.md has the measurement
 WORKER_MB = 350
+PROCESS_MB = (
+    600  # of --engine processes, where the command serves, and trains itself if it has no worker beside it
+)
 POLL_SECONDS = 0.5
 
 
-def room(wanted: int, available_mb: float | None, cpus: int) -> int:
+def room(wanted: int, available_mb: float | None, cpus: int, *, processes: bool = False) -> int:
     """Return how many runs fit beside each other, at least 1 and at most as many as wanted.
 
     Args:
         wanted: runs.
         available_mb: memory that is free; None where it is not known.
         cpus: CPUs of the machine; each run has at least one worker.
+        processes: whether they are made without Flower's engine.
     """
+    need = _without_engine if processes else _with_engine
+    room_mb = 1e12 if available_mb is None else available_mb
     fit = [
-        count for count in range(1, min(wanted, cpus) + 1) if _needs(count, cpus) <= (available_mb or 1e12)
+        count for count in range(1, min(wanted, cpus) + 1) if count * need(workers(count, cpus)) <= room_mb
     ]
     return max(fit, default=1)
 
 
-def _needs(count: int, cpus: int) -> float:
-    return count * (ENGINE_MB + workers(count, cpus) * WORKER_MB)
+def _with_engine(workers: int) -> float:
+    return ENGINE_MB + workers * WORKER_MB
+
+
+def _without_engine(workers: int) -> float:
+    return PROCESS_MB * (1 if workers == 1 else 1 + workers)
 
 
 def workers(count: int, cpus: int) -> int:

@@ -8,7 +8,7 @@ from itertools import combinations
 from pbfl_flwr.experiments.records import Group, mean_over_seeds, same_data
 from pbfl_flwr.experiments.sheets import Sheet, figure
 from pbfl_flwr.experiments.statistics import CONFIDENCE, Paired, fairness, holm, paired
-from pbfl_flwr.experiments.tables import scores
+from pbfl_flwr.experiments.tables import majority_lines, scores
 
 SUMMARY_NOTES = (
     "Accuracies in % of the headline predictor; last, best and validation-chosen are weighted by samples. "
@@ -72,7 +72,13 @@ def summary_sheet(groups: Sequence[Group], title: str = "Accuracy and fairness")
         "lowest client",
         *(["new clients"] if new else []),
     )
-    notes = (*SUMMARY_NOTES, *([NEW_NOTE] if new else []))
+    runs = [record.directory for group in groups for record in group.records]
+    notes = (
+        *SUMMARY_NOTES,
+        *([NEW_NOTE] if new else []),
+        *majority_lines(run.majority() for run in runs),
+        *majority_lines((run.newcomer_majority() for run in runs), "a new client"),
+    )
     return Sheet(title, columns, tuple(rows), notes, text_columns=2)
 
 

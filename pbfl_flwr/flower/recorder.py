@@ -151,6 +151,16 @@ class Recorder:
         if self._sinks is not None:
             self._warn(self._sinks.log(line))
 
+    def add_newcomers(self, line: Mapping[str, Any]) -> None:
+        """Keep a round of the clients that came after the last one.
+
+        Raises:
+            UnsavedState: if the system refuses it.
+        """
+        self.run.add_newcomers(line)
+        if self._sinks is not None:
+            self._warn(self._sinks.log_newcomers(line))
+
     def warnings(self) -> list[str]:
         """Return what went wrong in sinks since the last call."""
         said, self._warnings = self._warnings, []

@@ -246,8 +246,10 @@ class MethodStrategy(Strategy):
         for line in newcomers.rounds(grid, self.state, len(self.newcomers), timeout):
             newcomers.judge(line)
             self.newcomers.append(line)
-            if self.run is not None:
-                self.run.add_newcomers(line)
+            if self._recorder is not None:
+                self._recorder.add_newcomers(line)
+                for warning in self._recorder.warnings():
+                    log(WARNING, "%s", warning)
 
     # A round ------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ record; a sink is a copy for people who already look there, so one that fails in
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -116,17 +116,22 @@ class Sinks:
         Returns:
             A warning for every sink that failed; it is not asked again.
         """
-        entries = steps(line)
+        return self._hand_on(steps(line))
 
+    def log_newcomers(self, line: Mapping[str, Any]) -> list[str]:
+        """Hand on a round of the new clients: an entry of newcomers.jsonl; returns warnings as :meth:`log` does."""
+        return self._hand_on([newcomers_step(line)])
+
+    def close(self) -> list[str]:
+        """Close all; returns warnings as :meth:`log` does."""
+        return self._each(lambda sink: sink.close())
+
+    def _hand_on(self, entries: Sequence[tuple[int, Figures]]) -> list[str]:
         def hand_on(sink: Sink) -> None:
             for step, figures in entries:
                 sink.log(step, figures)
 
         return self._each(hand_on)
-
-    def close(self) -> list[str]:
-        """Close all; returns warnings as :meth:`log` does."""
-        return self._each(lambda sink: sink.close())
 
     def _each(self, do: Callable[[Sink], None]) -> list[str]:
         warnings = []
@@ -172,6 +177,22 @@ def steps(line: Mapping[str, Any]) -> list[tuple[int, Figures]]:
     for name, value in rest.items():
         found[line["round"]].update(_flat(name, value))
     return sorted((step, figures) for step, figures in found.items() if figures)
+
+
+def newcomers_step(line: Mapping[str, Any]) -> tuple[int, Figures]:
+    """Return (step, figures) of a round of the new clients.
+
+    The step is that of the run's last round, since a run may go on from there, and steps never decrease; how many
+    rounds of their own the new clients had trained stands in the names.
+
+    Args:
+        line: an entry of newcomers.jsonl.
+    """
+    after = int(line["after"])
+    figures: Figures = {}
+    for number, scored in ((line["accuracy_of_round"], line), (line["round"], line.get("final", {}))):
+        figures.update(_flat(f"new-clients/{int(number) - after}/accuracy", scored.get("accuracy", {})))
+    return after, figures
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, float]]:

@@ -43,6 +43,7 @@ def test_runs_that_differ_in_the_seed_are_one_row(tmp_path: Path) -> None:
     assert found["validation-chosen"] == "-"
     assert found["std over clients"] == "25.00 ± 0.00"  # (1/4, 3/4) and (2/4, 4/4)
     assert found["worst decile"] == "37.50 ± 17.68"
+    assert sheet.notes[-1].startswith("Always answering a client's most frequent training class: 75.12 %")
 
 
 def test_pairs_on_the_same_clients(tmp_path: Path) -> None:
