@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from flwr.app import Context, Message
+from flwr.app import ConfigRecord, Context, Message
 from torch import Tensor
 
 from pbfl_flwr.allocator import keep_freed_memory
@@ -122,7 +122,7 @@ def open_client(message: Message, context: Context, source: Source) -> Opened:
     model.eval()  # whatever mode the last client of this process left behind
     name = identity.client if isinstance(identity.client, str) else ""
     client = Client(
-        int(str(asked["client"])) if isinstance(identity.client, str) else identity.client,
+        _number(asked, identity.client),
         number,
         task,
         model,
@@ -136,6 +136,18 @@ def open_client(message: Message, context: Context, source: Source) -> Opened:
     method = build_method(settings)
     opening = time.perf_counter() - started - getting
     return Opened(client, method, settings, store, stored, (getting, opening))
+
+
+def _number(asked: ConfigRecord, client: int | str) -> int:
+    """Return a client's number; that of a named one is the server's to give."""
+    if isinstance(client, int):
+        return client
+    if "client" not in asked:
+        raise PbflError(
+            f"client-id = '{client}': Flower's older strategy interface numbers no names; allowed there is a whole "
+            "number from 0"
+        )
+    return int(str(asked["client"]))
 
 
 def architecture_for(settings: Settings, identity: Identity) -> str:

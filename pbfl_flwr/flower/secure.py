@@ -165,11 +165,10 @@ class _Face(TrainingOnly):
     ) -> list[tuple[ClientProxy, FitIns]]:
         found: list[tuple[ClientProxy, FitIns]] = []
         for message in self._asked:
-            asked = message.content.config_records[wire.CONFIG]
-            config: dict[str, Scalar] = {"round": server_round, "experiment": str(asked["experiment"])}
+            asked = cast(dict[str, Scalar], {**message.content.config_records[wire.CONFIG]})
             payload = parameters_of(message.content.array_records[wire.PAYLOAD])
             proxy = GridClientProxy(message.metadata.dst_node_id, self._grid, 0)
-            found.append((proxy, FitIns(payload, config)))
+            found.append((proxy, FitIns(payload, asked)))
         return found
 
     def aggregate_fit(

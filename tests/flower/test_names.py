@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ConfigRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message
 from rich.console import Console
 
 from pbfl_flwr.config import Scalar
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.tables import failure_lines, show
+from pbfl_flwr.flower import wire
 from pbfl_flwr.flower.roster import Member, numbered
 from pbfl_flwr.flower.store import load_tensors
 from pbfl_flwr.method import Client
@@ -208,3 +209,32 @@ def test_a_run_of_devices_goes_on_with_them_alone(tmp_path: Path) -> None:
     with pytest.raises(PbflError, match=r"client c: .* has architecture = cnn2, it had cnn4"):
         run(tmp_path, other, **again).run()
     assert run(tmp_path, nodes, **again).run().strategy.done == 2
+
+
+def test_names_under_secure_aggregation(tmp_path: Path) -> None:
+    nodes = sites(tmp_path, "north", "south", 2)
+    keys: dict[str, Any] = {"num_server_rounds": 1, "aggregation": "ppa"}
+    plain = run(tmp_path, nodes, "plain", **keys).run().strategy
+    secure = run(tmp_path, nodes, "secure", **keys, secure_aggregation=True).run().strategy
+    (line,) = secure.history
+    assert (line["trained"], line["failures"]) == ([0, 1, 2], [])
+    assert line["accuracy"] == plain.history[0]["accuracy"]
+    torch.testing.assert_close(
+        secure.state.combined.values, plain.state.combined.values, atol=0.01, rtol=0.001
+    )
+
+
+def test_flowers_older_interface_gives_no_numbers(tmp_path: Path) -> None:
+    found = run(tmp_path, sites(tmp_path, "north", "south"), num_server_rounds=1).run()
+    asked = found.grid.sent[-1]
+    payload = asked.content[wire.PAYLOAD]
+    assert isinstance(payload, ArrayRecord)
+    config = ConfigRecord({"round": 2, "experiment": found.strategy.experiment})
+    question = Message(
+        wire.content(payload, config=config), dst_node_id=asked.metadata.dst_node_id, message_type="train"
+    )
+    (reply,) = found.grid.send_and_receive([question])
+    assert reply.error.reason is not None
+    assert reply.error.reason.startswith(
+        "client-id = 'south': Flower's older strategy interface numbers no names"
+    )
