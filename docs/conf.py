@@ -1,11 +1,29 @@
 """The documentation as a site: ``make docs`` builds it and fails on a link that leads nowhere."""
 
+import re
+from typing import Any
+
 project = "pbfl-flwr"
 html_title = "pbfl-flwr"
-extensions = ["myst_parser"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build"]
 myst_heading_anchors = 3
 html_theme = "furo"
 html_copy_source = False
 html_show_copyright = False
+
+
+def escape(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Let |N_j| and (n, *input_shape) stand as they are: docstrings have no substitutions and no emphasis."""
+    for number, line in enumerate(lines):
+        parts = line.split("``")
+        parts[::2] = [re.sub(r"([|*])", r"\\\1", part) for part in parts[::2]]
+        lines[number] = "``".join(parts)
+
+
+def setup(app: Any) -> None:
+    """Take docstrings before they are read as Google's."""
+    app.connect("autodoc-process-docstring", escape, priority=100)

@@ -8,7 +8,8 @@
     app = make_client_app(my_data, strategy.settings)                 # ClientApp: pbfl_flwr.flower.client
 
 Both sides take the same settings, since a method is one page with both halves. Every other key of the run
-configuration can be given too, with underscores: ``TinyProto(..., learning_rate=0.05, models="resnet8")``.
+configuration can be given too, with underscores: ``TinyProto(..., learning_rate=0.05, models="resnet8")``. The
+prototype methods have classes with typed keywords; :func:`strategy_of` makes that of any method by its name.
 """
 
 from __future__ import annotations
@@ -168,3 +169,95 @@ class ProtoNorm(MethodStrategy):
     ) -> None:
         stages: dict[str, Scalar] = {"upscale": upscale, "alignment": alignment, "pull_weight": pull_weight}
         super().__init__(configure("protonorm", {"num_clients": num_clients, **stages, **keys}), directory)
+
+
+class GFPL(MethodStrategy):
+    """GFPL: Gaussian mixtures of features, pseudo-features, a dual classifier.
+
+    Args:
+        num_clients: M.
+        directory: where the run is written; None keeps everything in memory.
+        components: n, Gaussians of a class on a client.
+        samples: r, pseudo-features of a class.
+        start: t1, no exchange before this round.
+        interval: S_T, exchange in the rounds that it divides.
+        threshold: S_C, components nearer than this are fused.
+        keys: any other run-config key, with underscores.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_clients: int,
+        directory: Path | None = None,
+        components: int = 4,
+        samples: int = 16,
+        start: int = 10,
+        interval: int = 10,
+        threshold: float = 1.0,
+        **keys: Scalar,
+    ) -> None:
+        own: dict[str, Scalar] = {
+            "components": components,
+            "samples": samples,
+            "start": start,
+            "interval": interval,
+            "threshold": threshold,
+        }
+        super().__init__(configure("gfpl", {"num_clients": num_clients, **keys}, own), directory)
+
+
+class FedCPD(MethodStrategy):
+    """FedCPD: FedRep with memory distillation, alignment and contrast of prototypes.
+
+    Args:
+        num_clients: M.
+        directory: where the run is written; None keeps everything in memory.
+        align_weight: α.
+        contrast_weight: β.
+        distill_weight: γ.
+        base: what the losses are added to.
+        keys: any other run-config key, with underscores; ``models`` names one architecture for all.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_clients: int,
+        directory: Path | None = None,
+        align_weight: float = 0.02,
+        contrast_weight: float = 1.0,
+        distill_weight: float = 1.0,
+        base: Literal["fedrep", "fedavg"] = "fedrep",
+        **keys: Scalar,
+    ) -> None:
+        own: dict[str, Scalar] = {
+            "align-weight": align_weight,
+            "contrast-weight": contrast_weight,
+            "distill-weight": distill_weight,
+            "base": base,
+        }
+        super().__init__(configure("fedcpd", {"num_clients": num_clients, **keys}, own), directory)
+
+
+def strategy_of(
+    method: str,
+    *,
+    num_clients: int,
+    directory: Path | None = None,
+    section: Mapping[str, Scalar] | None = None,
+    **keys: Scalar,
+) -> MethodStrategy:
+    """Return the strategy of any method.
+
+    Args:
+        method: its name in METHODS, as ``pbfl list methods`` prints it.
+        num_clients: M.
+        directory: where the run is written; None keeps everything in memory.
+        section: the method's own settings, without its prefix: ``{"server_epochs": 5}`` for ``fedgh.server-epochs``.
+        keys: any other run-config key, with underscores.
+
+    Raises:
+        PbflError: naming every key that is unknown or has a value that is not allowed.
+    """
+    return MethodStrategy(configure(method, {"num_clients": num_clients, **keys}, section), directory)

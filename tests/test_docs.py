@@ -10,9 +10,12 @@ from typer.main import get_command
 
 from pbfl_flwr.cli import app
 from pbfl_flwr.config import parse
-from pbfl_flwr.experiments import compare, configuration, reproduce, sweep
+from pbfl_flwr.experiments import catalogue, compare, configuration, reproduce, sweep
+from pbfl_flwr.flower.client import make_client_app
 from pbfl_flwr.flower.deployment import node_config
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method
+from pbfl_flwr.strategies import TinyProto
+from tests.flower.inprocess import InProcessGrid
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -116,3 +119,26 @@ def test_every_method_has_its_page_and_says_how_it_differs(name: str) -> None:
 def test_the_readme_lists_every_method() -> None:
     text = (ROOT / "README.md").read_text()
     assert [name for name in METHODS if f"`{name}`" not in text] == []
+
+
+def test_the_page_of_keys_is_what_the_command_prints() -> None:
+    assert (ROOT / "docs" / "keys.md").read_text() == catalogue.keys_page(), (
+        "pbfl list keys --markdown > docs/keys.md"
+    )
+
+
+def test_the_library_page_is_a_script_that_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PBFL_HOME", str(tmp_path / "home"))
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "library.md").read_text(), re.DOTALL)
+    names: dict[str, Any] = {"__name__": "library_page"}
+    exec(compile("\n".join(blocks), "docs/library.md", "exec"), names)
+    assert "did you mean 'batch-size'?" in capsys.readouterr().out
+    assert [line["round"] for line in names["run"].rounds()] == [1, 2]
+    assert (names["restored"] != 0).sum() == 5 * 4
+    assert names["baseline"].method.name == "fedgh"
+    strategy = TinyProto(base="fedtgp", cps_dim=8, state_dir=str(tmp_path / "state"), **names["common"])
+    strategy.start(InProcessGrid(make_client_app(names["my_data"], strategy.settings), {}, 3))
+    assert strategy.history[-1]["trained"] == [0, 1, 2]

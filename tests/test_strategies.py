@@ -1,5 +1,6 @@
 """The methods as strategies of somebody else's Flower app: own data, own run configuration, no key of ours in it."""
 
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,9 @@ import torch
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.client import make_client_app
 from pbfl_flwr.flower.strategy import MethodStrategy
+from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.payloads import Prototypes
-from pbfl_flwr.strategies import FedProto, FedTGP, ProtoNorm, TinyProto
+from pbfl_flwr.strategies import GFPL, FedCPD, FedProto, FedTGP, ProtoNorm, TinyProto, strategy_of
 from pbfl_flwr.task import Task
 from tests.flower.inprocess import NUM_CLIENTS, InProcessGrid, tiny_data
 
@@ -24,10 +26,15 @@ def strategies(directory: Path) -> list[MethodStrategy]:
         FedTGP(num_clients=NUM_CLIENTS, server_epochs=2, state_dir=where, **common),
         TinyProto(num_clients=NUM_CLIENTS, base="fedtgp", cps_dim=4, state_dir=where, **common),
         ProtoNorm(num_clients=NUM_CLIENTS, upscale=10.0, alignment="simplex", state_dir=where, **common),
+        GFPL(num_clients=NUM_CLIENTS, components=2, start=1, interval=1, state_dir=where, **common),
+        FedCPD(num_clients=NUM_CLIENTS, align_weight=0.5, base="fedavg", state_dir=where, **common),
+        strategy_of(
+            "fedgh", num_clients=NUM_CLIENTS, section={"server_epochs": 2}, state_dir=where, **common
+        ),
     ]
 
 
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", range(7))
 def test_in_another_app(number: int, tmp_path: Path) -> None:
     strategy = strategies(tmp_path)[number]
     app = make_client_app(tiny_data, strategy.settings)
@@ -40,11 +47,31 @@ def test_in_another_app(number: int, tmp_path: Path) -> None:
 
 
 def test_keywords_reach_the_method(tmp_path: Path) -> None:
-    sparse, trained, tiny, aligned = strategies(tmp_path)
+    sparse, trained, tiny, aligned, mixed, distilled, other = strategies(tmp_path)
     assert (sparse.method.stages.cps_dim, sparse.method.stages.aggregation) == (5, "ppa")
     assert trained.method.server_training.epochs == 2
     assert tiny.method.server_training is not None
     assert (aligned.method.stages.alignment, aligned.method.stages.upscale) == ("simplex", 10.0)
+    assert (mixed.method.config.components, mixed.method.config.interval) == (2, 1)
+    assert (distilled.method.config.align_weight, distilled.method.config.base) == (0.5, "fedavg")
+    assert (other.method.name, other.settings.as_dict()["fedgh.server-epochs"]) == ("fedgh", 2)
+
+
+def test_defaults_of_keywords_are_those_of_the_keys() -> None:
+    for page, strategy in (("gfpl", GFPL), ("fedcpd", FedCPD), ("fedtgp", FedTGP)):
+        given = {
+            f"{page}.{name.replace('_', '-')}": p.default
+            for name, p in signature(strategy).parameters.items()
+        }
+        known = SECTIONS[page]()
+        own = {
+            f"{page}.{key}": value
+            for key, value in zip(known.key_names(), known.model_dump().values(), strict=True)
+        }
+        assert {key: own[key] for key in own.keys() & given.keys()} == {
+            key: given[key] for key in own.keys() & given.keys()
+        }
+        assert len(own.keys() & given.keys()) >= 2
 
 
 def test_aggregate_fit_needs_no_grid() -> None:

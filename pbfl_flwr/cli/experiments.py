@@ -158,12 +158,19 @@ def list_(
             help="Only names that contain it; of keys also a group or a method, e.g. privacy.",
         ),
     ] = "",
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="All keys as a page: pbfl list keys --markdown.")
+    ] = False,
 ) -> None:
     """Tell what there is: methods, models, datasets, presets, keys of the run configuration."""
     from pbfl_flwr.experiments import catalogue
 
     try:
-        if topic is Topic.keys:
+        if markdown and (topic is not Topic.keys or word):
+            raise PbflError("--markdown: allowed with pbfl list keys alone")
+        if markdown:
+            print(catalogue.keys_page(), end="")
+        elif topic is Topic.keys:
             catalogue.show_keys(word, screen())
         else:
             catalogue.show_rows(topic.value, word, screen())

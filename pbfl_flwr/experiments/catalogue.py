@@ -18,6 +18,7 @@ from pbfl_flwr.experiments import reproduce
 from pbfl_flwr.experiments.compare import comparisons, read
 from pbfl_flwr.experiments.configuration import presets
 from pbfl_flwr.experiments.figures import hang, say
+from pbfl_flwr.experiments.sheets import Sheet
 from pbfl_flwr.methods import METHODS, SECTIONS
 
 Rows = list[tuple[str, str]]
@@ -121,6 +122,21 @@ def show_keys(word: str, console: Console) -> None:
         for key in topic.keys:
             say(console, f"  {key.name} = {key.default}", "bold")
             hang(console, "", f"{key.meaning} [{key.allowed}]".lstrip(), 6)
+
+
+def keys_page() -> str:
+    """Return all keys as a Markdown page, what docs/keys.md holds."""
+    lines = [
+        "# All keys",
+        "",
+        "Every key of the run configuration, as `pbfl list keys --markdown` prints them; `--set KEY=VALUE`, a preset",
+        "and `flwr run --run-config` take them alike. `auto` follows the method, the protocol or the data.",
+    ]
+    for topic in keys():
+        rows = tuple((f"`{key.name}`", f"`{key.default}`", key.meaning, key.allowed) for key in topic.keys)
+        table = Sheet("", ("key", "default", "what it says", "allowed"), rows, text_columns=4).markdown()
+        lines += ["", f"## {topic.name}", "", topic.title, "", *table.splitlines()[2:]]
+    return "\n".join(lines) + "\n"
 
 
 def show_rows(topic: str, word: str, console: Console) -> None:
