@@ -86,7 +86,9 @@ def identify(context: Context, settings: Settings, experiment: str) -> Identity:
         raise PbflError(f"client-id = {client!r} in --node-config: allowed is {ALLOWED_ID}")
     if simulated(node):
         run = settings.run
-        state = Path(run.state_dir) if run.state_dir else run_directory(settings, context.run_id) / "clients"
+        state = (
+            Path(run.state_dir) if run.state_dir else run_directory(run.run_dir, context.run_id) / "clients"
+        )
         return Identity(client, True, False, state / experiment)
     state = _own_path(node, "state-dir") or home() / "state"
     files = node.get("data-client", client if is_number(client) else None)
@@ -179,9 +181,9 @@ def own_settings(settings: Settings, node: Mapping[str, Any]) -> Settings:
     return own
 
 
-def run_directory(settings: Settings, run_id: int) -> Path:
+def run_directory(run_dir: str, run_id: int) -> Path:
     """Return the directory of a run; without run-dir both sides find the same one by Flower's run id."""
-    return Path(settings.run.run_dir) if settings.run.run_dir else home() / "runs" / str(run_id)
+    return Path(run_dir) if run_dir else home() / "runs" / str(run_id)
 
 
 def share_of_cores() -> int:

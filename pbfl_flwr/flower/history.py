@@ -144,7 +144,9 @@ class RunDirectory:
         """
         file = self.path / "run.json"
         if not file.exists():
-            raise PbflError(f"'{self.path}' is no run directory: it has no run.json")
+            error = self.path / ERROR
+            why = f"; what was to run there ended with: {error.read_text().strip()}" if error.exists() else ""
+            raise PbflError(f"'{self.path}' is no run directory: it has no run.json{why}")
         found = read_object(file)
         if not {"configuration", "experiment"} <= set(found):
             raise DamagedState(f"{file} is damaged: it lacks 'configuration' or 'experiment'")

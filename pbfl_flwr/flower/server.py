@@ -26,14 +26,14 @@ def serve(grid: Grid, run_config: Mapping[str, Scalar], run_id: int) -> None:
     Raises:
         PbflError: if the configuration or the clients do not fit, or the run cannot go on.
     """
-    settings = parse(run_config, SECTIONS)
-    torch.set_num_threads(1 if settings.training.threads == "auto" else settings.training.threads)
-    run = RunDirectory(run_directory(settings, run_id))
+    run = RunDirectory(run_directory(str(run_config.get("run-dir", "")), run_id))
     try:
+        settings = parse(run_config, SECTIONS)
         strategy = MethodStrategy(settings, run.path)
     except PbflError:
-        if run.taken:  # by a run with which this has nothing to do
+        if run.taken or not run.path.is_absolute():  # taken: by a run with which this has nothing to do
             raise
         with run.alone():
             raise
+    torch.set_num_threads(1 if settings.training.threads == "auto" else settings.training.threads)
     strategy.start(grid)

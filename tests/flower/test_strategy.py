@@ -22,7 +22,7 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import history, wire
 from pbfl_flwr.flower.client import make_client_app
 from pbfl_flwr.flower.files import DamagedState
-from pbfl_flwr.flower.history import ERROR, RunRefused
+from pbfl_flwr.flower.history import ERROR, RunDirectory, RunRefused
 from pbfl_flwr.flower.roster import LONGEST_REASON, Member, Roster, agreed
 from pbfl_flwr.flower.strategy import MethodStrategy, RunEnded
 from pbfl_flwr.method import Method, Round, Update
@@ -971,8 +971,28 @@ def test_a_strategy_that_cannot_be_made_says_why_in_an_empty_directory_alone(tmp
     with pytest.raises(PbflError, match="sends Weights, which"):
         server_app.main(grid, context)
     assert "sends Weights, which" in (run / ERROR).read_text()
+    with pytest.raises(
+        PbflError, match=r"it has no run.json; what was to run there ended with: .* sends Weights"
+    ):
+        RunDirectory(run).read()
     (run / ERROR).unlink()
     (run / "run.json").write_text("{}")
     with pytest.raises(PbflError, match="sends Weights, which"):
         server_app.main(grid, context)
     assert not (run / ERROR).exists()
+
+
+def test_a_configuration_that_is_refused_is_written_down_where_the_run_was_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "run"
+    for place, refused in (
+        (str(run), "aggregation = 'average': allowed is "),
+        ("run-2", "run-dir = 'run-2': allowed is an absolute path"),
+    ):
+        keys: dict[str, Scalar] = {"aggregation": "average", "run-dir": place}
+        with pytest.raises(PbflError, match=refused):
+            server_app.main(InProcessGrid(make_client_app(), keys), Context(1, 1, {}, RecordDict(), {**keys}))
+    assert (run / ERROR).read_text().startswith("aggregation = 'average': allowed is 'auto', ")
+    assert not (tmp_path / "run-2").exists()
