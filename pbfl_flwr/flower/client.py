@@ -6,12 +6,10 @@ own disk. A fault in one client becomes an error reply with one readable line; i
 
 from __future__ import annotations
 
-import hashlib
-import json
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -44,6 +42,7 @@ from pbfl_flwr.flower.opening import (
     store_of,
 )
 from pbfl_flwr.flower.store import ClientState
+from pbfl_flwr.flower.terms import digest
 from pbfl_flwr.method import Client, Method, Moment, Nearest, Predictor
 from pbfl_flwr.methods import build_method
 from pbfl_flwr.models import build_model, check_compiler, check_models, check_named, count_parameters
@@ -142,7 +141,7 @@ def _introduced(message: Message, context: Context, source: Source) -> Message:
             "input-shape": list(task.input_shape),
             "vocabulary-size": task.vocabulary_size,
             "labels": list(data.label_names),
-            "columns": _digest(data.columns or data.vocabulary),
+            "columns": digest(data.columns or data.vocabulary),
             "architecture": architecture,
             "parameters": [body, head],
             "device": str(device),
@@ -151,11 +150,6 @@ def _introduced(message: Message, context: Context, source: Source) -> Message:
         }
     )
     return Message(wire.content(config=answer), reply_to=message)
-
-
-def _digest(names: Sequence[str]) -> str:
-    """Return a short hash of the names of features or of the tokens, and of their order; nothing for none."""
-    return hashlib.sha256(json.dumps(names).encode()).hexdigest()[:16] if names else ""
 
 
 def _train_as_asked(message: Message, context: Context, source: Source) -> Message:

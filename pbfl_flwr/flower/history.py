@@ -145,7 +145,8 @@ class RunDirectory:
         file = self.path / "run.json"
         if not file.exists():
             error = self.path / ERROR
-            why = f"; what was to run there ended with: {error.read_text().strip()}" if error.exists() else ""
+            said = error.read_text(encoding="utf-8").strip() if error.exists() else ""
+            why = f"; what was to run there ended with: {said}" if said else ""
             raise PbflError(f"'{self.path}' is no run directory: it has no run.json{why}")
         found = read_object(file)
         if not {"configuration", "experiment"} <= set(found):

@@ -22,6 +22,7 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import wire
 from pbfl_flwr.flower.device import Identity, choose_device, identify, own_settings, share_of_cores
 from pbfl_flwr.flower.store import ClientState, ClientStore
+from pbfl_flwr.flower.terms import hold
 from pbfl_flwr.method import Client, Method
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.models import SplitModel, architecture_of, arrange, build_model, compile_body
@@ -111,6 +112,7 @@ def open_client(message: Message, context: Context, source: Source) -> Opened:
     asked_for_data = time.perf_counter()
     data = source.data_of(settings, identity)
     getting = time.perf_counter() - asked_for_data
+    hold(asked, identity.client, data)
     task = data.task(settings.models.feature_dim)
     store = store_of(message, context, source)
     training = settings.training.of(store.architecture)

@@ -12,6 +12,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message
 from pbfl_flwr.flower import wire
 from pbfl_flwr.flower.replies import Phase
 from pbfl_flwr.flower.roster import Roster
+from pbfl_flwr.flower.terms import KEY
 from pbfl_flwr.method import Method
 from pbfl_flwr.payloads import Payload
 
@@ -60,9 +61,11 @@ class Questions:
             config = ConfigRecord({"round": server_round, "experiment": self.experiment})
             if client in names:
                 config["client"] = client  # a numbered one knows
+            if not (member := roster.members[client]).simulated:
+                config[KEY] = member.terms
             message = Message(
                 wire.content(encoded[id(payload)][1], config=config),
-                dst_node_id=roster.members[client].node,
+                dst_node_id=member.node,
                 message_type=kinds[client],
                 group_id=str(server_round),
             )

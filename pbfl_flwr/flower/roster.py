@@ -18,12 +18,13 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import wire
 from pbfl_flwr.flower.device import NAME, is_number
 from pbfl_flwr.flower.history import RunRefused
+from pbfl_flwr.flower.terms import terms
 from pbfl_flwr.payloads import RejectedPayload, Reveal
 from pbfl_flwr.task import Task
 
 POLL_SECONDS = 0.2
-SAME = ("task", "labels", "architecture", "parameters")  # of a client that comes back
-OF_A_RUN = ("simulated", "name", "configured_data", *SAME, "columns")  # of the clients of a run that goes on
+SAME = ("task", "labels", "columns", "architecture", "parameters")  # of a client that comes back
+OF_A_RUN = ("simulated", "name", "configured_data", *SAME)  # of the clients of a run that goes on
 REVEALS = (  # what the hello round tells the server
     Reveal("client id, or the device's name", "how the server tells clients apart", message="hello"),
     Reveal("number of training and test samples", "said once", "client-report = 'none'", message="hello"),
@@ -107,6 +108,11 @@ class Member:
     def label(self) -> str:
         """How a person calls this client: its name, or its number."""
         return self.name or str(self.client)
+
+    @property
+    def terms(self) -> str:
+        """What every later question holds it to."""
+        return terms(self.label, self.task, self.labels, self.columns)
 
 
 def _items(record: ConfigRecord, key: str) -> list[str]:

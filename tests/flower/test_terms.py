@@ -1,0 +1,65 @@
+"""A device that is started again under its key is not greeted again: what it said is held against what it brings."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pbfl_flwr.config import Scalar
+from tests.flower.test_names import run
+
+NAMES = np.array(["ant", "bee", "cat"])
+
+
+def images(file: Path, names: Any = NAMES, side: int = 16, samples: int = 24) -> str:
+    """Write grey squares, brighter from class to class."""
+    which = np.arange(samples) % len(names)
+    noise = np.random.default_rng(0).integers(0, 60, (samples, side, side))
+    np.savez(file, x=(noise + 60 * which[:, None, None]).astype(np.uint8), y=names[which])
+    return str(file)
+
+
+def table(file: Path, columns: list[str]) -> str:
+    rows = [",".join([*(f"{(i + j) % 5}.0" for j in range(256)), str(NAMES[i % 3])]) for i in range(24)]
+    file.write_text("\n".join([",".join([*columns, "label"]), *rows]))
+    return str(file)
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PBFL_HOME", str(tmp_path / "home"))
+
+
+def test_what_changed_on_a_device_is_named_and_costs_its_own_round_alone(tmp_path: Path) -> None:
+    columns = [f"p{i}" for i in range(256)]
+    nodes: list[dict[str, Scalar]] = [
+        {"client-id": name, "data-path": images(tmp_path / f"{name}.npz")} for name in "abcdef"
+    ]
+    nodes[4] |= {"data-path": table(tmp_path / "e.csv", columns), "input-shape": "1,16,16"}
+    nodes[5]["client-id"] = 5
+    for node in nodes:
+        node["state-dir"] = str(tmp_path / "state")
+    found = run(tmp_path, nodes, models="cnn2", num_server_rounds=2, local_epochs=1)
+
+    def changed(asked: Any, replies: Any) -> None:
+        if asked[0].metadata.group_id == "1":  # round 1 is over
+            nodes[0]["data-path"] = images(tmp_path / "more.npz", samples=30)  # more of the same is fine
+            nodes[1]["data-path"] = images(tmp_path / "renamed.npz", np.array(["ant", "bee", "dog"]))
+            nodes[2]["data-path"] = images(tmp_path / "larger.npz", side=17)
+            nodes[3]["client-id"] = "z"
+            nodes[4]["data-path"] = table(tmp_path / "turned.csv", columns[::-1])
+            nodes[5]["client-id"] = 0
+
+    found.grid.watchers.append(changed)
+    first, second = found.run().strategy.history
+    assert (first["trained"], first["failures"]) == ([0, 1, 2, 3, 4, 5], [])
+    assert second["trained"] == [0]
+    reasons = {failure["client"]: failure["reason"] for failure in second["failures"]}
+    assert reasons[1].startswith("the classes of its data are ant, bee, dog, but were others when it joined")
+    assert reasons[2].startswith(
+        "its data are 3 classes of inputs 1x17x17, but were 3 classes of inputs 1x16x16"
+    )
+    assert reasons[3].startswith("client-id = 'z' in --node-config: in this run the node is client d;")
+    assert reasons[4].startswith("the columns or words of its data have other names, or another order")
+    assert reasons[5].startswith("client-id = 0 in --node-config: in this run the node is client 5;")
