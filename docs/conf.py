@@ -12,6 +12,8 @@ source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build"]
 myst_heading_anchors = 3
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["tables.css"]
 html_copy_source = False
 html_show_copyright = False
 
@@ -21,7 +23,8 @@ def escape(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[s
     for number, line in enumerate(lines):
         parts = line.split("``")
         parts[::2] = [re.sub(r"([|*])", r"\\\1", part) for part in parts[::2]]
-        lines[number] = "``".join(parts)
+        # "num_clients: M." would begin a list of roman numbers.
+        lines[number] = re.sub(r": ([A-Z])\.$", r": \1\\.", "``".join(parts))
 
 
 def setup(app: Any) -> None:

@@ -133,10 +133,18 @@ def keys_page() -> str:
         "and `flwr run --run-config` take them alike. `auto` follows the method, the protocol or the data.",
     ]
     for topic in keys():
-        rows = tuple((f"`{key.name}`", f"`{key.default}`", key.meaning, key.allowed) for key in topic.keys)
-        table = Sheet("", ("key", "default", "what it says", "allowed"), rows, text_columns=4).markdown()
+        rows = tuple((f"`{key.name}`", f"`{key.default}`", _whole(key)) for key in topic.keys)
+        table = Sheet(
+            "", ("key", "default", "what it says [what is allowed]"), rows, text_columns=3
+        ).markdown()
         lines += ["", f"## {topic.name}", "", topic.title, "", *table.splitlines()[2:]]
     return "\n".join(lines) + "\n"
+
+
+def _whole(key: Key) -> str:
+    """Return a key's meaning and what it takes, as Markdown that no part of is taken for a tag or for emphasis."""
+    said = f"{key.meaning} [{key.allowed}]".lstrip()
+    return said.replace("<", "&lt;").replace("*", "\\*")
 
 
 def show_rows(topic: str, word: str, console: Console) -> None:
