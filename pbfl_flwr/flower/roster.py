@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -35,6 +34,7 @@ REVEALS = (  # what the hello round tells the server
     ),
     Reveal("architecture, number of parameters, kind of device", "for logs and costs", message="hello"),
 )
+FEW = 3  # nodes that a line names
 LONGEST_REASON = 500  # characters; what a client says goes into logs and histories
 
 
@@ -216,8 +216,7 @@ def meet(
     nodes = wait_for_nodes(grid, num_clients, join_timeout)
     members, refused = _greet(grid, nodes, experiment, timeout)
     if refused:
-        lines = [f"{count} of {len(nodes)} clients: {reason}" for reason, count in Counter(refused).items()]
-        raise PbflError("\n".join(lines))
+        raise PbflError("\n".join(_refusals(refused, len(nodes))))
     roster = agreed(numbered(members, num_clients, known or {}))
     if beyond := [client for client in roster.members if client >= num_clients]:
         raise PbflError(
@@ -226,10 +225,24 @@ def meet(
     return roster
 
 
+def _refusals(refused: Mapping[int, str], num_nodes: int) -> list[str]:
+    """Return a line for each reason: how many clients it stopped and, of few that do not say who they are, where."""
+    lines = []
+    for reason in dict.fromkeys(refused.values()):
+        nodes = [node for node, why in refused.items() if why == reason]
+        which = (
+            f" (on node {', '.join(map(str, nodes))})"
+            if len(nodes) <= FEW and "client-id" not in reason
+            else ""
+        )
+        lines.append(f"{len(nodes)} of {num_nodes} clients: {reason}{which}")
+    return lines
+
+
 def _greet(
     grid: Grid, nodes: Sequence[int], experiment: str, timeout: float
-) -> tuple[list[Member], list[str]]:
-    """Say hello to nodes; return who answered, and why others could not."""
+) -> tuple[list[Member], dict[int, str]]:
+    """Say hello to nodes; return who answered, and why the nodes that are left could not."""
     asked = [
         Message(
             wire.content(config=ConfigRecord({"experiment": experiment})),
@@ -242,20 +255,19 @@ def _greet(
     replies = list(grid.send_and_receive(asked, timeout=timeout))
     node_of = {message.metadata.message_id: message.metadata.dst_node_id for message in asked}
     members: list[Member] = []
-    refused: list[str] = []
+    refused = dict.fromkeys(nodes, f"no answer within {timeout:.0f} s")
     for reply in replies:
         node = node_of.get(reply.metadata.reply_to_message_id, 0)
         if reply.has_error():
-            refused.append(reason_of(reply))
+            refused[node] = reason_of(reply)
             continue
         try:
             if not reply.has_content() or wire.CONFIG not in reply.content.config_records:
                 raise RejectedPayload("its hello is empty")
             members.append(Member.from_reply(node, reply.content.config_records[wire.CONFIG]))
+            refused.pop(node, None)
         except RejectedPayload as error:
-            refused.append(str(error)[:LONGEST_REASON])
-    if len(replies) < len(asked):
-        refused.append(f"{len(asked) - len(replies)} nodes did not answer within {timeout:.0f} s")
+            refused[node] = str(error)[:LONGEST_REASON]
     return members, refused
 
 
@@ -286,7 +298,8 @@ def welcome_back(
     new = sorted(set(online) - {member.node for member in roster.members.values()})
     if not new:
         return roster, []
-    came, refused = _greet(grid, new, experiment, timeout)
+    came, silent = _greet(grid, new, experiment, timeout)
+    refused = [f"node {node}: {reason}" for node, reason in silent.items()]
     numbers = {member.label: client for client, member in roster.members.items()}
     found = dict(roster.members)
     for member in came:

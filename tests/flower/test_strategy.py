@@ -506,8 +506,11 @@ def test_clients_that_cannot_start_are_counted_by_reason_before_training(tmp_pat
         return tiny_client(client)
 
     found = federation(tmp_path, data=some_data)
-    with pytest.raises(PbflError, match=r"^2 of 5 clients: the data is not there; it belongs at /data/x$"):
+    with pytest.raises(
+        PbflError, match=r"^2 of 5 clients: the data is not there; it belongs at /data/x \(on node "
+    ) as error:
         found.run()
+    assert str(error.value).endswith(f"(on node {found.grid.nodes[1]}, {found.grid.nodes[3]})")
     assert {kind for _, _, kind in found.grid.asked} == {"query"}
 
 
@@ -518,7 +521,7 @@ def emptied(content: RecordDict) -> None:
 @pytest.mark.parametrize(
     ("fault", "text"),
     [
-        (silent, "1 nodes did not answer within"),
+        (silent, "1 of 5 clients: no answer within 1 s (on node "),
         (altered(emptied), "its hello is empty"),
         (
             altered(lambda content: wire.content(config=ConfigRecord({"client": 1}))),

@@ -34,7 +34,7 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_changed_on_a_device_is_named_and_costs_its_own_round_alone(tmp_path: Path) -> None:
     columns = [f"p{i}" for i in range(256)]
     nodes: list[dict[str, Scalar]] = [
-        {"client-id": name, "data-path": images(tmp_path / f"{name}.npz")} for name in "abcdef"
+        {"client-id": name, "data-path": images(tmp_path / f"{name}.npz")} for name in "abcdefgh"
     ]
     nodes[4] |= {"data-path": table(tmp_path / "e.csv", columns), "input-shape": "1,16,16"}
     nodes[5]["client-id"] = 5
@@ -50,10 +50,15 @@ def test_what_changed_on_a_device_is_named_and_costs_its_own_round_alone(tmp_pat
             nodes[3]["client-id"] = "z"
             nodes[4]["data-path"] = table(tmp_path / "turned.csv", columns[::-1])
             nodes[5]["client-id"] = 0
+            nodes[6]["data-path"] = str(tmp_path / "gone.npz")
+            nodes[7]["data-path"] = str(tmp_path / "nan.npz")
+            np.savez(
+                tmp_path / "nan.npz", x=np.full((24, 1, 16, 16), np.nan, np.float32), y=NAMES[[0, 1, 2] * 8]
+            )
 
     found.grid.watchers.append(changed)
     first, second = found.run().strategy.history
-    assert (first["trained"], first["failures"]) == ([0, 1, 2, 3, 4, 5], [])
+    assert (first["trained"], first["failures"]) == ([*range(8)], [])
     assert second["trained"] == [0]
     reasons = {failure["client"]: failure["reason"] for failure in second["failures"]}
     assert reasons[1].startswith("the classes of its data are ant, bee, dog, but were others when it joined")
@@ -63,3 +68,5 @@ def test_what_changed_on_a_device_is_named_and_costs_its_own_round_alone(tmp_pat
     assert reasons[3].startswith("client-id = 'z' in --node-config: in this run the node is client d;")
     assert reasons[4].startswith("the columns or words of its data have other names, or another order")
     assert reasons[5].startswith("client-id = 0 in --node-config: in this run the node is client 5;")
+    assert reasons[6].startswith(f"dataset 'npz': nothing at data-dir {tmp_path / 'gone.npz'};")
+    assert reasons[7].startswith("dataset 'npz' holds NaN or infinity, first in row 0")
