@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 import difflib
-import re
 
 from pbfl_flwr.config import TrainingSettings, choices
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.own_code import is_external
 
 ARCHITECTURES: dict[str, str] = {
     "cnn2": "CNN of FedProto and GFPL: 5x5 convolutions to 10 and 20 channels, hidden layer d; from 16x16 pixels.",
@@ -34,13 +34,6 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "small-4": ("cnn4", "resnet4", "resnet6", "resnet8"),
     "text-2": ("fasttext", "textcnn"),
 }
-
-SPEC = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
-
-
-def is_external(name: str) -> bool:
-    """Return whether the name has the form ``my_package.module:function``; imports nothing."""
-    return SPEC.fullmatch(name) is not None
 
 
 def architectures(spec: str) -> tuple[str, ...]:

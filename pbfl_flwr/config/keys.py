@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -114,6 +115,29 @@ def class_names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in (text.strip().split("\n" if "\n" in text else ",")) if text.strip())
 
 
+def named_values(text: str) -> dict[str, Scalar]:
+    """Read ``mu=0.1,base='fedtgp',warm=true``: the inside of a TOML inline table, of scalars.
+
+    Raises:
+        ValueError: saying what is allowed.
+    """
+    allowed = "a comma list of name=value, texts in quotes, e.g. mu=0.1,base='fedtgp',warm=true"
+    try:
+        read = tomllib.loads(f"found = {{{text}}}")
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{allowed} ({error})") from None
+    values = read["found"]
+    if len(read) > 1 or not all(isinstance(value, bool | int | float | str) for value in values.values()):
+        raise ValueError(allowed)
+    found: dict[str, Scalar] = values
+    return found
+
+
+def _named_values(text: str) -> str:
+    named_values(text)
+    return text
+
+
 def _labels(text: str) -> str:
     names = class_names(text)
     if text and not (2 <= len(names) <= MAX_CLASSES and all(names) and len(set(names)) == len(names)):
@@ -131,7 +155,12 @@ def _shape(text: str) -> str:
 class RunSettings(Group):
     """The federation and its rounds."""
 
-    method: str = Field("fedproto", description="one of `pbfl list methods`")
+    method: str = Field(
+        "fedproto", description="one of `pbfl list methods`, or your own: my_package.page:build"
+    )
+    method_settings: Annotated[str, AfterValidator(_named_values)] = Field(
+        "", description="settings of a method of your own, e.g. mu=0.1,warm=true"
+    )
     num_clients: int = Field(20, ge=1, le=100_000, description="clients of the federation, M")
     num_server_rounds: int = Field(20, ge=1, le=1_000_000, description="rounds, T")
     fraction_train: float = Field(1.0, gt=0, le=1, description="share of the clients that train in a round")

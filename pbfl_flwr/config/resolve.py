@@ -23,6 +23,7 @@ from pbfl_flwr.config.keys import (
     RunSettings,
     Scalar,
     TrainingSettings,
+    named_values,
 )
 from pbfl_flwr.errors import PbflError
 
@@ -149,6 +150,11 @@ def parse(run_config: Mapping[str, Scalar], sections: Mapping[str, type[Group]] 
 def _disagreements(settings: Settings) -> list[str]:
     """Return a line for every key whose range another key narrows."""
     run, found = settings.run, []
+    if run.method_settings and ":" not in run.method:
+        found.append(
+            f"method-settings = {run.method_settings!r}: they are for methods of your own (my_package.page:build); "
+            f"`pbfl list keys {run.method}.` shows what '{run.method}' has"
+        )
     if run.new_clients >= run.num_clients:
         found.append(
             f"new-clients = {run.new_clients}: allowed is up to {run.num_clients - 1}, since somebody of num-clients = "
@@ -170,8 +176,22 @@ def _disagreements(settings: Settings) -> list[str]:
 
 
 def parse_section(group: type[G], settings: Settings) -> G:
-    """Return the chosen method's own settings as its typed group."""
-    return group.model_validate(settings.method_section)
+    """Return the chosen method's own settings as its typed group.
+
+    Raises:
+        PbflError: with one line for every bad one in ``method-settings``; those of METHODS were checked before.
+    """
+    if settings.method_section:
+        return group.model_validate(settings.method_section)
+    values = named_values(settings.run.method_settings)
+    allowed = ", ".join(group.key_names())
+    unknown = [key for key in values if key not in group.key_names()]
+    problems = [f"method-settings: unknown key '{key}'; allowed are {allowed}" for key in unknown]
+    known = {key: value for key, value in values.items() if key not in unknown}
+    found = _parse_group(group, known, "method-settings: ", problems)
+    if found is None or problems:
+        raise PbflError("\n".join(problems))
+    return found
 
 
 def _apply_protocol(settings: Settings) -> Settings:
@@ -211,7 +231,8 @@ def _parse_group(group: type[G], values: Mapping[str, Scalar], prefix: str, prob
             by_key.setdefault(str(problem["loc"][0]), []).append(message)
         for key, messages in by_key.items():
             allowed = " or ".join(dict.fromkeys(messages))
-            problems.append(f"{prefix}{key} = {values[key]!r}: allowed is {allowed}")
+            given = f"{values[key]!r}: allowed is {allowed}" if key in values else "?: it has no default"
+            problems.append(f"{prefix}{key} = {given}")
         return None
     return None if unknown else found
 

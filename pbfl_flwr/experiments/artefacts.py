@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -13,6 +14,7 @@ from pbfl_flwr.data import ClientData, client_data
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.records import Record
 from pbfl_flwr.flower.store import ClientState, ClientStore, load_tensors
+from pbfl_flwr.method import Method
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.models import SplitModel, build_model
 from pbfl_flwr.payloads import Logits, Payload, Prototypes, RejectedPayload, WeightsAndPrototypes
@@ -39,6 +41,18 @@ def settings_of(record: Record) -> Settings:
         raise NotThere(f"its configuration is of another version ({str(error).splitlines()[0]})") from None
 
 
+def method_of(record: Record) -> Method[Any, Any, Any]:
+    """Return the run's method.
+
+    Raises:
+        NotThere: if it cannot be built here, as one outside of this package that is not installed.
+    """
+    try:
+        return build_method(settings_of(record))
+    except PbflError as error:
+        raise NotThere(str(error).splitlines()[0]) from None
+
+
 def task_of(record: Record) -> Task:
     """Return what its clients agreed on."""
     return Task.from_record(record.about["clients"][0]["task"])
@@ -50,7 +64,7 @@ def global_prototypes(record: Record) -> Prototypes:
     Raises:
         NotThere: if the method broadcasts no prototypes, or the file is missing or damaged.
     """
-    method, task = build_method(settings_of(record)), task_of(record)
+    method, task = method_of(record), task_of(record)
     tensors = _tensors(record.path / "prototypes.safetensors")
     try:
         sent = method.down.from_tensors(tensors, task)
@@ -65,7 +79,7 @@ def local_prototypes(record: Record) -> dict[int, Prototypes]:
     Raises:
         NotThere: if the clients' state is not here, or the method uploads no prototypes.
     """
-    method, task = build_method(settings_of(record)), task_of(record)
+    method, task = method_of(record), task_of(record)
     found = {}
     for client, state in client_states(record):
         try:
@@ -137,7 +151,7 @@ def data_of(record: Record, client: int) -> ClientData:
 
 def target_scale(record: Record) -> float:
     """Return the factor between broadcast prototypes and what clients pull towards, 1 where there is none."""
-    method = build_method(settings_of(record))
+    method = method_of(record)
     return method.stages.upscale if isinstance(method, Pipeline) else 1.0
 
 
@@ -160,8 +174,8 @@ def alignment_trajectory(record: Record) -> Trajectory:
     Raises:
         NotThere: if the method does not align, aligns in closed form, or trains its prototypes first.
     """
-    settings, task = settings_of(record), task_of(record)
-    method = build_method(settings)
+    task = task_of(record)
+    method = method_of(record)
     if not isinstance(method, Pipeline) or method.stages.alignment == "off":
         raise NotThere(f"{record.config['method']} does not align its prototypes")
     if method.stages.alignment == "simplex":

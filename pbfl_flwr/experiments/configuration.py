@@ -20,6 +20,7 @@ from pbfl_flwr.experiments.runner import go_on_with, simulated
 from pbfl_flwr.flower.engine import Resources
 from pbfl_flwr.flower.history import RunDirectory
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method
+from pbfl_flwr.own_code import is_external
 from pbfl_flwr.sinks import check as check_sinks
 
 PATHS = ("run-dir", "state-dir", "data-dir")
@@ -168,7 +169,9 @@ def run_directory(settings: Settings, wanted: Path | None) -> Path:
     """
     chosen = wanted or (Path(settings.run.run_dir) if settings.run.run_dir else None)
     if chosen is None:
-        name = f"{datetime.now():%Y%m%d-%H%M%S}-{settings.run.method}-{settings.data.dataset}"
+        name = (
+            f"{datetime.now():%Y%m%d-%H%M%S}-{settings.run.method.replace(':', '-')}-{settings.data.dataset}"
+        )
         chosen = Path("runs") / name
     path = chosen.expanduser().absolute()
     if (path / "run.json").exists():
@@ -204,7 +207,7 @@ def _check_resources(settings: Settings, resources: Resources) -> None:
 
 
 def _unknown_method(name: object) -> list[str]:
-    if not isinstance(name, str) or name in METHODS:
+    if not isinstance(name, str) or name in METHODS or is_external(name):
         return []
     return _complaint(lambda: build_method(parse({"method": name})))
 

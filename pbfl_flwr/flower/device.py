@@ -21,12 +21,13 @@ import joblib
 import torch
 from flwr.app import Context
 
-from pbfl_flwr.architectures import architectures, is_external
+from pbfl_flwr.architectures import architectures
 from pbfl_flwr.config import Scalar, Settings, parse
 from pbfl_flwr.data import kind_of, read_names
 from pbfl_flwr.data.cache import home
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.methods import SECTIONS
+from pbfl_flwr.own_code import is_external
 
 # A name is no number: client-id='0' would otherwise be another client than client-id=0.
 NAME = re.compile(r"(?!\d+$)[A-Za-z0-9._-]{1,64}")
@@ -39,6 +40,7 @@ NODE_KEYS = {
     "data-path": "data-dir",
     "dataset": "dataset",
     "data-client": "",
+    "allow-methods": "",
     "labels": "labels",
     "label-column": "label-column",
     "input-shape": "input-shape",
@@ -161,6 +163,12 @@ def own_settings(settings: Settings, node: Mapping[str, Any]) -> Settings:
         raise PbflError(
             f"models = '{settings.models.models}' names code to import; a device imports only what its own "
             "--node-config names as model"
+        )
+    allowed = [name.strip() for name in str(node.get("allow-methods", "")).split(",")]
+    if is_external(settings.run.method) and settings.run.method not in allowed:
+        raise PbflError(
+            f"method = '{settings.run.method}' names code to import; a device imports only what its own --node-config "
+            "names in allow-methods"
         )
     changed: dict[str, Scalar] = {"data-dir": "", "download": False}
     changed |= {key: node[name] for name, key in NODE_KEYS.items() if key and name in node}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pbfl_flwr.config import Group, Settings, parse
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.own_code import is_external
 
 if TYPE_CHECKING:
     from pbfl_flwr.method import Method
@@ -108,20 +109,22 @@ SECTIONS: Mapping[str, type[Group]] = _Sections()
 
 
 def build_method(settings: Settings) -> Method[Any, Any, Any]:
-    """Return the method that the configuration names.
+    """Return the method that the configuration names: one of METHODS, or ``my_package.page:build``.
 
     Raises:
         PbflError: if there is none of that name, or if its settings contradict each other.
     """
     name = settings.run.method
-    if name not in METHODS:
+    if name not in METHODS and not is_external(name):
         close = difflib.get_close_matches(name, METHODS, n=1)
         hint = f" (did you mean '{close[0]}'?)" if close else ""
-        raise PbflError(f"method = '{name}': allowed is one of {', '.join(METHODS)}{hint}")
+        raise PbflError(
+            f"method = '{name}': allowed is one of {', '.join(METHODS)}, or my_package.page:build{hint}"
+        )
     from pbfl_flwr.prototypes.privacy import unprotected
     from pbfl_flwr.prototypes.sums import MOST_CLIENTS
 
-    method = METHODS[name].build(settings)
+    method = _built(settings)
     if idle := list(_without_effect(settings, method)):
         raise PbflError("\n".join(idle))
     if not method.protects_uploads and (asked := unprotected(settings.privacy)):
@@ -142,6 +145,14 @@ def build_method(settings: Settings) -> Method[Any, Any, Any]:
     return method
 
 
+def _built(settings: Settings) -> Method[Any, Any, Any]:
+    if settings.run.method in METHODS:
+        return METHODS[settings.run.method].build(settings)
+    from pbfl_flwr.methods.external import build_external
+
+    return build_external(settings)
+
+
 def _without_effect(settings: Settings, method: Method[Any, Any, Any]) -> Iterator[str]:
     """Yield a line for every stage that was asked for and without which the method is the same.
 
@@ -158,7 +169,7 @@ def _without_effect(settings: Settings, method: Method[Any, Any, Any]) -> Iterat
         if value == plain or field == "wire_dtype":  # which every payload has
             continue
         without = settings.model_copy(update={"prototypes": given.model_copy(update={field: plain})})
-        if METHODS[run.method].build(without) == method:
+        if _built(without) == method:
             key = field.replace("_", "-")
             yield f"{key} = {value!r}: method '{run.method}' has no such stage; allowed is {plain!r}, the default"
 

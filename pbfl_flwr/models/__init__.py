@@ -15,7 +15,6 @@ from pbfl_flwr.architectures import (
     architecture_of,
     architectures,
     check_named,
-    is_external,
     unknown,
 )
 from pbfl_flwr.errors import PbflError
@@ -40,6 +39,7 @@ from pbfl_flwr.models.resnet import resnet4, resnet6, resnet8, resnet18
 from pbfl_flwr.models.sensor import har_cnn
 from pbfl_flwr.models.shufflenet import shufflenet_v2
 from pbfl_flwr.models.text import fasttext, textcnn
+from pbfl_flwr.own_code import is_external
 from pbfl_flwr.task import Task
 
 Builder = Callable[[Task], SplitModel]

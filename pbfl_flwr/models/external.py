@@ -1,13 +1,12 @@
 """Somebody else's model, named in the configuration as ``my_package.module:function``."""
 
-import importlib
-from collections.abc import Callable
 from typing import cast
 
 from torch import nn
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models.contract import SplitModel
+from pbfl_flwr.own_code import function_of
 from pbfl_flwr.task import Task
 
 
@@ -24,15 +23,7 @@ def build_external(spec: str, task: Task) -> SplitModel:
     Raises:
         PbflError: if module or function are not there, or the model answers no ``features`` or ``head``.
     """
-    module_name, _, function_name = spec.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise PbflError(f"models = '{spec}': cannot import '{module_name}' ({error})") from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise PbflError(f"models = '{spec}': '{module_name}' has no function '{function_name}'")
-    model = cast(Callable[[Task], object], function)(task)
+    model = function_of("models", spec)(task)
     if not isinstance(model, nn.Module):
         raise PbflError(
             f"models = '{spec}': the function returned {type(model).__name__}, expected a torch.nn.Module"

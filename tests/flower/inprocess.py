@@ -32,7 +32,7 @@ from pbfl_flwr.flower.client import make_client_app
 from pbfl_flwr.flower.history import RunDirectory
 from pbfl_flwr.flower.opening import DataSource
 from pbfl_flwr.flower.strategy import MethodStrategy
-from pbfl_flwr.methods import METHODS, SECTIONS
+from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.payloads import Payload
 from pbfl_flwr.task import Task
 
@@ -80,7 +80,7 @@ def tiny_data(settings: Settings, client: int) -> ClientData:
 
 def needs_one_architecture(method: str) -> bool:
     settings = parse({"method": method, "models": "resnet4", "feature-dim": 64}, SECTIONS)
-    return METHODS[method].build(settings).same_architecture
+    return build_method(settings).same_architecture
 
 
 def configuration(directory: Path, method: str = "fedproto", **keys: Scalar) -> dict[str, Scalar]:

@@ -172,6 +172,16 @@ def test_the_server_cannot_make_a_device_import_code() -> None:
     assert own_settings(run, {"client-id": 0, "model": "cnn4"}).models.models == "cnn4"
 
 
+def test_a_device_imports_the_methods_that_its_operator_allows() -> None:
+    run = parse({"method": "os:getcwd"}, SECTIONS)
+    with pytest.raises(PbflError, match=r"method = 'os:getcwd' names code to import; .* allow-methods"):
+        own_settings(run, {"client-id": 0})
+    with pytest.raises(PbflError, match="names code to import"):
+        own_settings(run, {"client-id": 0, "allow-methods": "os:getpid"})
+    allowed = own_settings(run, {"client-id": 0, "allow-methods": "os:getpid, os:getcwd"})
+    assert allowed.run.method == "os:getcwd"
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a card that must not be there")
 def test_a_device_that_is_not_there_is_an_error() -> None:
     with pytest.raises(PbflError, match="this client sees no CUDA device"):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pbfl_flwr.method import Round
-from pbfl_flwr.methods import METHODS, build_method
+from pbfl_flwr.methods import build_method
 from pbfl_flwr.training import evaluate
 from tests.methods.conftest import TASK, settings_of
 
@@ -40,11 +40,10 @@ def finite(payload):
 
 
 @pytest.mark.parametrize("protocol", ARCHITECTURES)
-@pytest.mark.parametrize("name", METHODS)
-def test_nobody_is_too_awkward(name, protocol, make_client):
+def test_nobody_is_too_awkward(any_method, protocol, make_client):
     architecture = ARCHITECTURES[protocol]
-    keys = {"models": architecture, "protocol": protocol, **MORE.get(name, {})}
-    method = build_method(settings_of(name, **keys))
+    keys = {"models": architecture, "protocol": protocol, **MORE.get(any_method, {})}
+    method = build_method(settings_of(any_method, **keys))
     state, memories, networks = method.init(TASK, 0), {}, {}
     for number, present in PRESENT.items():
         uploads = {}

@@ -1,0 +1,41 @@
+"""Somebody else's method, named in the configuration as ``my_package.page:build``."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from pbfl_flwr.config import Group, Settings, parse_section
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.method import Method
+from pbfl_flwr.own_code import function_of
+
+
+def build_external(settings: Settings) -> Method[Any, Any, Any]:
+    """Import the page, check ``method-settings`` by its ``Config`` and call its builder with the settings.
+
+    Raises:
+        PbflError: if page or builder are not there, ``method-settings`` do not fit, or what was built is no method.
+    """
+    spec = settings.run.method
+    build = function_of("method", spec)
+    if settings.run.method_settings:
+        config = getattr(sys.modules[spec.partition(":")[0]], "Config", None)
+        if not (isinstance(config, type) and issubclass(config, Group)):
+            raise PbflError(
+                f"method-settings = {settings.run.method_settings!r}: '{spec}' has none, since its module has no "
+                "class Config(Group)"
+            )
+        parse_section(config, settings)
+    method = build(settings)
+    if not isinstance(method, Method):
+        raise PbflError(
+            f"method = '{spec}': it built {type(method).__name__}, expected a pbfl_flwr.method.Method"
+        )
+    if lacking := [name for name in ("name", "state", "down", "up") if not hasattr(method, name)]:
+        raise PbflError(f"method = '{spec}': {type(method).__name__} does not say its {', '.join(lacking)}")
+    if not hasattr(method.up, "reveals"):
+        raise PbflError(
+            f"method = '{spec}': {method.up.__name__} does not say what it reveals, reveals = (...)"
+        )
+    return method

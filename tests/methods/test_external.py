@@ -1,0 +1,106 @@
+"""A method outside of the package, ``method=my_package.page:build``; docs/examples/feddyn.py is one."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from pbfl_flwr.config import parse
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments.configuration import Wishes, check
+from pbfl_flwr.method import Round
+from pbfl_flwr.methods import SECTIONS, build_method
+from pbfl_flwr.payloads import Weights
+from tests.flower.inprocess import federation
+from tests.methods.conftest import TASK, settings_of
+
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+
+
+@pytest.fixture(autouse=True)
+def examples(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+
+
+@pytest.fixture
+def page(tmp_path, monkeypatch):
+    """A module that is no good method's page."""
+    (tmp_path / "no_page.py").write_text(
+        "from pbfl_flwr.methods.fedproto import build\n"
+        "def nothing(settings): return None\n"
+        "number = 3\n"
+        "from pbfl_flwr.methods.local import Local\n"
+        "class Silent(Local):\n"
+        "    up = int  # no payload\n"
+        "def silent(settings): return Silent()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def feddyn(**keys):
+    return build_method(settings_of("feddyn:build", models="mlp5", **keys))
+
+
+def test_its_settings_come_from_one_key():
+    assert feddyn().alpha == 0.1
+    assert feddyn(method_settings="alpha=0.5").alpha == 0.5
+    settings = settings_of("feddyn:build", method_settings="alpha=0.5")
+    assert parse(settings.as_dict(), SECTIONS) == settings  # what devices and resumed runs read
+    assert settings.fingerprint() != settings_of("feddyn:build").fingerprint()
+
+
+def test_feddyn_by_hand():
+    """α = 0.5, M = 4, w = 1; clients answer 2 and 4, so the mean is 3, h = -0.5·(2/4)·(3 - 1) = -0.5, w = 3 + 1."""
+    method = feddyn(method_settings="alpha=0.5")
+    fresh = method.init(TASK, 0)
+    ones = {name: torch.ones_like(w) for name, w in fresh.weights.tensors.items()}
+    state = type(fresh)(Weights(ones), fresh.drift)
+    uploads = {i: Weights({name: i * one for name, one in ones.items()}) for i in (2, 4)}
+    new = method.aggregate(state, uploads, Round(1, TASK, 4))
+    assert all(bool((w == 4).all()) for w in new.weights.tensors.values())
+    assert all(bool((h == -0.5).all()) for h in new.drift.tensors.values())
+
+
+def test_feddyn_remembers_its_gradient(make_client):
+    method = feddyn()
+    down = method.broadcast(method.init(TASK, 0), 0)
+    first = method.local_update(make_client(), down)
+    second = method.local_update(make_client(round=2, memory=first.memory), down)
+    for name, w in down.tensors.items():
+        g = -0.1 * (first.payload.tensors[name] - w)
+        torch.testing.assert_close(first.memory[f"g.{name}"], g)
+        g = g - 0.1 * (second.payload.tensors[name] - w)
+        torch.testing.assert_close(second.memory[f"g.{name}"], g)
+    assert first.metrics["loss.linear"] == 0
+    assert second.metrics["loss.linear"] != 0
+
+
+def test_a_run(tmp_path):
+    history = federation(tmp_path, "feddyn:build", method_settings="alpha=0.2").run().strategy.history
+    assert [line["failures"] for line in history] == [[], []]
+    assert history[-1]["clients"]["loss.prox"] > 0
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"method": "fedyn:build"}, "method = 'fedyn:build': cannot import 'fedyn' .*PYTHONPATH"),
+        ({"method": "feddyn:bild"}, "'feddyn' has no function 'bild'"),
+        ({"method": "no_page:number"}, "'no_page' has no function 'number'"),
+        ({"method": "no_page:nothing"}, "it built NoneType, expected a pbfl_flwr.method.Method"),
+        ({"method": "no_page:silent"}, "int does not say what it reveals"),
+        ({"method": "no_page:build", "method-settings": "a=1"}, "its module has no class Config"),
+        ({"method": "feddyn:build", "method-settings": "alpha=0"}, "alpha = 0: allowed is greater than 0"),
+        ({"method": "feddyn:build", "method-settings": "mu=1"}, "unknown key 'mu'; allowed are alpha"),
+        ({"method": "feddyn:build", "method-settings": "alpha"}, "allowed is a comma list of name=value"),
+        ({"method": "feddyn:build", "method-settings": "alpha=[1]"}, "allowed is a comma list of name=value"),
+        ({"method": "fedproto", "method-settings": "alpha=1"}, "they are for methods of your own"),
+        ({"method": "feddyn:build", "aggregation": "ppa"}, "has no such stage"),
+        ({"method": "feddyn:build", "dp-noise": 1.0}, "which these settings cannot protect"),
+        ({"method": "feddyn:"}, "allowed is one of local, .*, or my_package.page:build"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(page, keys, says):
+    with pytest.raises(PbflError, match=says) as error:
+        check(Wishes({"models": "cnn4", **keys}))
+    assert "\n" not in str(error.value)
