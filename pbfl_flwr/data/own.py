@@ -18,7 +18,7 @@ def kind_of(path: Path) -> str:
     """
     if kind := _SUFFIXES.get(path.suffix.lower()):
         return kind
-    if path.is_file():
+    if path.exists() and not path.is_dir():
         raise PbflError(
             f"{path} is no data; allowed are {', '.join(_SUFFIXES)}, a folder of images, a PFLlib folder"
         )

@@ -50,6 +50,8 @@ def test_kinds(tmp_path: Path) -> None:
     assert kind_of(tmp_path) == "pflib"
     with pytest.raises(PbflError, match=r"config\.json is no data; allowed are \.npz, \.csv"):
         kind_of(tmp_path / "config.json")
+    with pytest.raises(PbflError, match=r"^/dev/null is no data"):
+        kind_of(Path("/dev/null"))
 
 
 def test_a_folder_that_lacks_a_class(photos: Path) -> None:
