@@ -319,6 +319,7 @@ class MethodStrategy(Strategy):
         line["notes"] += (
             self._lost(phase, outcome)
             + self._unheard_of(ages)
+            + self._without_headline(line)
             + (self._recorder.warnings() if self._recorder else [])
         )
         for client, item in outcome.late.items():
@@ -427,6 +428,17 @@ class MethodStrategy(Strategy):
         assert self._attendance is not None
         late = self._attendance.settle(phase, replies)
         return read(replies, phase, self.method, self.state, self.task, max_bytes, late, run.stale_weight)
+
+    def _without_headline(self, line: dict[str, Any]) -> list[str]:
+        """Say in the last round that nobody was scored as ``predictor`` asks; in round 1 prototypes may be missing."""
+        scored = line["accuracy"]
+        last = line["round"] == self._num_rounds and line["round"] > 1
+        if not last or not scored or self.settings.evaluation.predictor == "auto" or self.headline in scored:
+            return []
+        return [
+            f"predictor = '{self.headline}': method '{self.method.name}' was not scored so and no round is best; "
+            f"there are {', '.join(scored)}"
+        ]
 
     def _finish_round(self, server_round: int) -> None:
         self.history[-1]["seconds"]["total"] = time.perf_counter() - self._round_started
