@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pbfl_flwr.data import table
+from pbfl_flwr.data.columns import SUFFIXES
 from pbfl_flwr.errors import PbflError
 
-_SUFFIXES = {".npz": "npz", **dict.fromkeys(table.SUFFIXES, "table")}
+_SUFFIXES = {".npz": "npz", **dict.fromkeys(SUFFIXES, "table")}
 
 
 def kind_of(path: Path) -> str:

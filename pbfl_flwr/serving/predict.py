@@ -27,9 +27,10 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from pbfl_flwr.card import Card
 from pbfl_flwr.data import tokens
+from pbfl_flwr.data.columns import CLIENT, LABEL, SUFFIXES
 from pbfl_flwr.data.image_folder import one_image
 from pbfl_flwr.data.npz import read_arrays
-from pbfl_flwr.data.table import CLIENT, LABEL, SUFFIXES, features
+from pbfl_flwr.data.table import features
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import nearest
 from pbfl_flwr.payloads import under
