@@ -34,6 +34,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "keys": deployment.keys,
     "doctor": deployment.doctor,
     "check-data": devices.check_data,
+    "vocabulary": devices.vocabulary,
     "export": devices.export,
     "predict": devices.predict,
 }

@@ -24,6 +24,7 @@ LabelColumn = Annotated[str, typer.Option("--label-column", help="Column of a ta
 InputShape = Annotated[
     str, typer.Option("--input-shape", help="'3,64,64': images are brought to it, rows of a table reshaped.")
 ]
+TextColumn = Annotated[str, typer.Option("--text-column", help="Column of a table that holds the texts.")]
 Code = Annotated[
     str,
     typer.Option(
@@ -41,6 +42,10 @@ def check_data(
     labels: Labels = "",
     label_column: LabelColumn = "",
     input_shape: InputShape = "",
+    text_column: TextColumn = "",
+    vocabulary: Annotated[
+        Path | None, typer.Option("--vocabulary", help="Of texts: the file with a token a line.")
+    ] = None,
     files: Annotated[
         int | None, typer.Option("--data-client", min=0, help="Of a PFLlib folder, whose files.")
     ] = None,
@@ -48,14 +53,21 @@ def check_data(
     as_json: AsJson = False,
 ) -> None:
     """Show what a device would bring: sizes, classes, split, and what would be refused (exit code 2)."""
+    from pbfl_flwr.data import names_file
     from pbfl_flwr.data.inspection import inspect, settings_for
     from pbfl_flwr.models import check_models
     from pbfl_flwr.task import Task
 
+    more = {
+        "dataset": dataset,
+        "labels": labels,
+        "label-column": label_column,
+        "input-shape": input_shape,
+        "text-column": text_column,
+        "vocabulary": str(vocabulary.expanduser().absolute()) if vocabulary else "",
+    }
     try:
-        settings = settings_for(
-            path, dataset=dataset, labels=labels, label_column=label_column, input_shape=input_shape
-        )
+        settings = settings_for(path, **{key.replace("-", "_"): value for key, value in more.items()})
         found = inspect(settings, files)
         if model:
             check_models(model, Task(len(found.labels), 512, found.input_shape, found.vocabulary_size))
@@ -69,18 +81,39 @@ def check_data(
         return
     for line in found.lines():
         say(screen(), line)
-    more = _keys(dataset, labels, label_column, input_shape)
-    say(screen(), f"ok: --node-config \"client-id='NAME' data-path='{found.path}'{more}\"")
-
-
-def _keys(dataset: str, labels: str, label_column: str, input_shape: str) -> str:
-    """Return what belongs into --node-config beside the path."""
-    from pbfl_flwr.data import names_file
-
     if (file := names_file(labels)) is not None:
-        labels = str(file.absolute())
-    given = {"dataset": dataset, "labels": labels, "label-column": label_column, "input-shape": input_shape}
-    return "".join(f" {key}='{value}'" for key, value in given.items() if value)
+        more["labels"] = str(file.absolute())
+    keys = "".join(f" {key}='{value}'" for key, value in more.items() if value)
+    say(screen(), f"ok: --node-config \"client-id='NAME' data-path='{found.path}'{keys}\"")
+
+
+def vocabulary(
+    files: Annotated[
+        list[Path],
+        typer.Argument(metavar="FILES...", help="CSV, TSV or Parquet with texts; .txt with one a line."),
+    ],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="A new file.")],
+    most: Annotated[
+        int, typer.Option("--most", min=5, help="Tokens, the four special ones among them.")
+    ] = 32_000,
+    text_column: TextColumn = "",
+) -> None:
+    """Make the vocabulary that devices with texts share: the most frequent tokens of texts that everybody may see."""
+    from itertools import chain
+
+    from pbfl_flwr.data import tokens
+    from pbfl_flwr.data.texts import texts_of
+    from pbfl_flwr.flower.files import write_atomically
+
+    try:
+        if out.exists():
+            raise PbflError(f"--out {out} is there already; allowed is a new file")
+        words = tokens.vocabulary(chain.from_iterable(texts_of(file, text_column) for file in files), most)
+        with writing(out):
+            write_atomically(out, "".join(f"{word}\n" for word in words).encode())
+    except PbflError as error:
+        raise ended(error) from None
+    say(screen(), f"{out}: {len(words)} tokens; give every device a copy (vocabulary='...' in --node-config)")
 
 
 class Format(StrEnum):

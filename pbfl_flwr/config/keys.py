@@ -251,6 +251,12 @@ class DataSettings(Group):
         "",
         description="of an input, '3,64,64': images of a folder are brought to it, rows of a table reshaped",
     )
+    text_column: str = Field(
+        "", description="column of a table that holds the texts, dataset text; empty: 'text'"
+    )
+    vocabulary: AbsolutePath = Field(
+        "", description="file with a token a line, dataset text; the same for all clients"
+    )
 
     @property
     def classes(self) -> tuple[str, ...]:

@@ -28,6 +28,7 @@ from pbfl_flwr.data.pflib import export_pfl_directory, pflib, pflib_client
 from pbfl_flwr.data.photos import flowers102, gtsrb
 from pbfl_flwr.data.spiral import spiral
 from pbfl_flwr.data.table import table
+from pbfl_flwr.data.texts import text
 from pbfl_flwr.data.tiny_imagenet import tiny_imagenet
 from pbfl_flwr.errors import PbflError
 
@@ -64,6 +65,10 @@ DATASETS: dict[str, Dataset] = {
     ),
     "npz": Dataset(npz, "arrays x, y and optionally client; data-dir is the .npz file"),
     "table": Dataset(table, "features in a CSV or Parquet file, a column the classes; data-dir is the file"),
+    "text": Dataset(
+        text,
+        "texts in a CSV or Parquet file, (200,) token ids of a vocabulary file; data-dir is the file",
+    ),
     "pflib": Dataset(
         pflib, "a PFLlib/HtFLlib dataset folder, its clients and splits as they are; data-dir is the folder"
     ),
@@ -84,6 +89,8 @@ def load_pool(settings: DataSettings) -> Pool:
             labels=settings.labels,
             label_column=settings.label_column,
             input_shape=settings.input_shape,
+            text_column=settings.text_column,
+            vocabulary=settings.vocabulary,
         ),
         str(home()),
     )
@@ -144,6 +151,10 @@ def _load_pool(settings: DataSettings, home_path: str) -> Pool:
         close = difflib.get_close_matches(settings.dataset, DATASETS, n=1)
         hint = f"did you mean '{close[0]}'?" if close else f"allowed are {', '.join(DATASETS)}"
         raise PbflError(f"unknown dataset '{settings.dataset}'; {hint}")
+    if settings.vocabulary and settings.dataset != "text":
+        raise PbflError(
+            f"vocabulary = '{settings.vocabulary}': dataset '{settings.dataset}' reads none; allowed with 'text'"
+        )
     return _fitting(DATASETS[settings.dataset].load(settings), settings)
 
 

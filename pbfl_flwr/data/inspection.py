@@ -85,7 +85,7 @@ def settings_for(path: Path, **keys: str | float) -> DataSettings:
     Args:
         path: data-path of the device.
         keys: ``dataset``, ``labels`` (names, or a file with a name a line), ``label_column``, ``input_shape``,
-            ``train_share``; empty ones are left out.
+            ``text_column``, ``vocabulary``, ``train_share``; empty ones are left out.
 
     Raises:
         PbflError: if a value is not allowed, or the path is a file of a kind that is not read.
@@ -94,7 +94,9 @@ def settings_for(path: Path, **keys: str | float) -> DataSettings:
     if (file := names_file(str(given.get("labels", "")))) is not None:
         given["labels"] = read_names(file)
     place = path.expanduser().absolute()
-    given.setdefault("dataset", kind_of(place))
+    if vocabulary := given.get("vocabulary"):
+        given["vocabulary"] = str(Path(str(vocabulary)).expanduser().absolute())
+    given.setdefault("dataset", kind_of(place, texts=bool(vocabulary)))
     return parse({**given, "data-dir": str(place), "partition": "iid"}).data
 
 

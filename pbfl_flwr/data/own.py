@@ -10,14 +10,14 @@ from pbfl_flwr.errors import PbflError
 _SUFFIXES = {".npz": "npz", **dict.fromkeys(SUFFIXES, "table")}
 
 
-def kind_of(path: Path) -> str:
-    """Return the dataset that reads a path, by what lies there.
+def kind_of(path: Path, *, texts: bool = False) -> str:
+    """Return the dataset that reads a path, by what lies there; ``texts`` says that a table holds some.
 
     Raises:
         PbflError: if it is a file of another kind.
     """
     if kind := _SUFFIXES.get(path.suffix.lower()):
-        return kind
+        return "text" if texts and kind == "table" else kind
     if path.exists() and not path.is_dir():
         raise PbflError(
             f"{path} is no data; allowed are {', '.join(_SUFFIXES)}, a folder of images, a PFLlib folder"

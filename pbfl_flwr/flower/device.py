@@ -44,6 +44,8 @@ NODE_KEYS = {
     "labels": "labels",
     "label-column": "label-column",
     "input-shape": "input-shape",
+    "text-column": "text-column",
+    "vocabulary": "vocabulary",
     "model": "models",
     "batch-size": "batch-size",
     "device": "device",
@@ -144,7 +146,8 @@ def own_settings(settings: Settings, node: Mapping[str, Any]) -> Settings:
     """Return the settings of this client: the run's, with what its own machine says instead.
 
     A device with a ``data-path`` brings its own data, all of it: an ``.npz``, ``.csv`` or ``.parquet`` file, an image
-    folder, its files of a PFLlib folder, or what ``dataset`` names. Its ``labels`` may be a file with a name a line.
+    folder, its files of a PFLlib folder, or what ``dataset`` names; with a ``vocabulary``, texts. Its ``labels`` may be
+    a file with a name a line.
 
     Raises:
         PbflError: if --node-config has a key or value that is not allowed, or if the run configuration names code or an
@@ -170,13 +173,15 @@ def own_settings(settings: Settings, node: Mapping[str, Any]) -> Settings:
             f"method = '{settings.run.method}' names code to import; a device imports only what its own --node-config "
             "names in allow-methods"
         )
-    changed: dict[str, Scalar] = {"data-dir": "", "download": False}
+    changed: dict[str, Scalar] = {"data-dir": "", "vocabulary": "", "download": False}
     changed |= {key: node[name] for name, key in NODE_KEYS.items() if key and name in node}
+    if (vocabulary := _own_path(node, "vocabulary")) is not None:
+        changed["vocabulary"] = str(vocabulary)
     if (path := _own_path(node, "data-path")) is not None:
         changed["data-dir"] = str(path)
         changed["partition"] = "iid"  # of one client: everything is its own
         if "dataset" not in node:
-            changed["dataset"] = kind_of(path)
+            changed["dataset"] = kind_of(path, texts=vocabulary is not None)
     if Path(labels := str(node.get("labels", ""))).is_absolute():
         changed["labels"] = read_names(Path(labels))
     own = parse({**settings.as_dict(), **changed}, SECTIONS)

@@ -31,6 +31,7 @@ from pbfl_flwr.data.columns import CLIENT, LABEL, SUFFIXES
 from pbfl_flwr.data.image_folder import one_image
 from pbfl_flwr.data.npz import read_arrays
 from pbfl_flwr.data.table import features
+from pbfl_flwr.data.texts import texts_of
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import nearest
 from pbfl_flwr.payloads import under
@@ -225,7 +226,7 @@ def _arrays(card: Card, path: Path) -> NDArray[Any]:
 
 def _lines(card: Card, path: Path) -> NDArray[Any]:
     """Return the token ids of a text a line."""
-    if not card.vocabulary or len(card.input_shape) != 1:
+    if not card.vocabulary:
         raise PbflError(
             f"{path} is text, but this model takes inputs of shape {card.input_shape} and no tokens"
         )
@@ -233,6 +234,12 @@ def _lines(card: Card, path: Path) -> NDArray[Any]:
         texts = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise PbflError(f"{path} is not readable text in UTF-8: {error}") from error
+    return _ids(card, path, texts)
+
+
+def _ids(card: Card, path: Path, texts: Sequence[str]) -> NDArray[Any]:
+    if len(card.input_shape) != 1:
+        raise PbflError(f"{path} is text, but this model takes inputs of shape {card.input_shape}")
     ids = np.empty((len(texts), *card.input_shape), np.int32)
     tokens.encode(texts, card.vocabulary, ids)
     return ids
@@ -242,7 +249,7 @@ def _rows(card: Card, path: Path) -> NDArray[Any]:
     if card.images:
         raise PbflError(f"{path} is a table, but this model takes images of shape {card.input_shape}")
     if card.vocabulary:
-        raise PbflError(f"{path} is a table, but this model reads text: a {TEXT} file with a text a line")
+        return _ids(card, path, list(texts_of(path)))
     values = features(path, card.columns or None, without=(LABEL, CLIENT))
     if values.shape[1] != math.prod(card.input_shape):
         raise PbflError(

@@ -105,6 +105,9 @@ def test_a_text_a_line(exported: tuple[str, Path], tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("\n".join(TOPICS) + "\n")
     found = list(predict(open_exported(out), [tmp_path / "a.txt"], "local"))
     assert [one.row for one in found] == [1, 2, 3, 4]
+    (tmp_path / "a.csv").write_text("label,text\n" + "".join(f'?,"{text}"\n' for text in TOPICS))
+    again = list(predict(open_exported(out), [tmp_path / "a.csv"], "local"))
+    assert [(one.row, one.label) for one in again] == [(one.row, one.label) for one in found]
     if name == "north":  # TextCNN's dropout of 0.8 takes longer than three rounds
         assert [one.label for one in found] == ["World", "Sports", "Business", "Sci/Tech"]
 
@@ -118,7 +121,7 @@ def test_other_files_are_refused_in_a_line(exported: tuple[str, Path], tmp_path:
     for file, said in (
         ("beyond.npz", f"x holds {beyond} to {beyond}; allowed are ids 0..{beyond - 1}"),
         ("numbers.npz", "this model takes token ids"),
-        ("t.csv", "this model reads text: a .txt file with a text a line"),
+        ("t.csv", "has no column 'text' with texts; it has a, b"),
     ):
         with pytest.raises(PbflError, match=said):
             list(predict(model, [tmp_path / file]))
