@@ -16,6 +16,14 @@ def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")],
     out: Annotated[Path, typer.Option("--out", help="The page that is written.")] = Path("report.html"),
     png: Annotated[bool, typer.Option("--png", help="Write the pictures as PNG files too.")] = False,
+    allowed: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--import",
+            metavar="MODULE:FUNCTION",
+            help="Own code that a run names and pictures need: a model, a method; may be repeated.",
+        ),
+    ] = None,
     svg: Annotated[bool, typer.Option("--svg", help="Write the pictures as SVG files too.")] = False,
 ) -> None:
     """Write one self-contained page about one run or several side by side: tables, statistics, pictures."""
@@ -23,7 +31,9 @@ def report(
     from pbfl_flwr.experiments import report as reporting
 
     try:
-        written = reporting.write(records.load(runs), out.expanduser().absolute(), png=png, svg=svg)
+        written = reporting.write(
+            records.load(runs, allowed or ()), out.expanduser().absolute(), png=png, svg=svg
+        )
     except PbflError as error:
         raise ended(error, REFUSED) from None
     console = screen()

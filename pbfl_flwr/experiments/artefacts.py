@@ -17,6 +17,7 @@ from pbfl_flwr.flower.store import ClientState, ClientStore, load_tensors
 from pbfl_flwr.method import Method
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.models import SplitModel, build_model
+from pbfl_flwr.own_code import is_external
 from pbfl_flwr.payloads import Logits, Payload, Prototypes, RejectedPayload, WeightsAndPrototypes
 from pbfl_flwr.prototypes.alignment import align
 from pbfl_flwr.prototypes.pipeline import Pipeline, PipelineState
@@ -45,12 +46,19 @@ def method_of(record: Record) -> Method[Any, Any, Any]:
     """Return the run's method.
 
     Raises:
-        NotThere: if it cannot be built here, as one outside of this package that is not installed.
+        NotThere: if it cannot be built here, as one outside of this package that is not installed or not allowed.
     """
+    _check_allowed(record, str(record.config["method"]))
     try:
         return build_method(settings_of(record))
     except PbflError as error:
         raise NotThere(str(error).splitlines()[0]) from None
+
+
+def _check_allowed(record: Record, name: str) -> None:
+    """Check that somebody asked for code to be imported that a run directory, which may be a stranger's, names."""
+    if is_external(name) and name not in record.allowed:
+        raise NotThere(f"'{name}' is code to import; pbfl report --import {name} does")
 
 
 def task_of(record: Record) -> Task:
@@ -125,6 +133,7 @@ def network(record: Record, client: int, state: ClientState) -> SplitModel:
     architecture = next(
         member["architecture"] for member in record.about["clients"] if member["client"] == client
     )
+    _check_allowed(record, architecture)
     try:
         model = build_model(architecture, task_of(record), record.seed)
     except PbflError as error:

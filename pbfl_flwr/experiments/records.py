@@ -34,6 +34,7 @@ class Record:
         clients: clients.jsonl.
         newcomers: newcomers.jsonl, of the clients that came after the last of these rounds.
         counts: samples of each class on each client (M, K), None where they are the devices' own.
+        allowed: code that may be imported because the run names it, as my_package.module:function.
     """
 
     directory: RunDirectory
@@ -42,9 +43,10 @@ class Record:
     clients: Sequence[Mapping[str, Any]]
     counts: NDArray[np.int64] | None
     newcomers: Sequence[Mapping[str, Any]] = ()
+    allowed: frozenset[str] = frozenset()
 
     @classmethod
-    def load(cls, path: Path) -> Record:
+    def load(cls, path: Path, allowed: Iterable[str] = ()) -> Record:
         """Read a run directory.
 
         Raises:
@@ -57,7 +59,7 @@ class Record:
         counts = directory.partition_counts()
         table = None if counts is None else np.array(counts, dtype=np.int64)
         newcomers = directory.newcomers(len(rounds))
-        return cls(directory, about, rounds, directory.client_rounds(), table, newcomers)
+        return cls(directory, about, rounds, directory.client_rounds(), table, newcomers, frozenset(allowed))
 
     @property
     def path(self) -> Path:
@@ -143,8 +145,12 @@ class Group:
         return {record.seed: record for record in self.records}
 
 
-def load(paths: Iterable[Path]) -> list[Group]:
+def load(paths: Iterable[Path], allowed: Sequence[str] = ()) -> list[Group]:
     """Read runs and group those that differ in the seed alone.
+
+    Args:
+        paths: of run directories.
+        allowed: see :class:`Record`.
 
     Raises:
         PbflError: for a path that holds no run with a finished round, or stands there twice.
@@ -154,7 +160,7 @@ def load(paths: Iterable[Path]) -> list[Group]:
         raise PbflError(f"'{twice[0]}' is given twice; once is enough")
     keyed: dict[tuple[object, int], list[Record]] = {}
     for place in places:
-        record = Record.load(place)
+        record = Record.load(place, allowed)
         key = frozenset(item for item in record.config.items() if item[0] not in NEUTRAL)
         repetition = 0  # the same seed again is no further seed, but a group of its own
         while any(record.seed == other.seed for other in keyed.get((key, repetition), [])):

@@ -1,5 +1,6 @@
 """Pictures: the numbers behind them against others' arithmetic, and what every one of them must have."""
 
+import json
 import math
 import shutil
 import xml.etree.ElementTree as ET
@@ -13,9 +14,12 @@ import torch
 pytest.importorskip("matplotlib", reason="matplotlib is not installed (the extra 'report')")
 
 from pbfl_flwr.experiments import artefacts, pictures, records
+from pbfl_flwr.experiments.artefacts import NotThere
 from pbfl_flwr.experiments.pictures import alignment, personalisation, similarity, style
 from pbfl_flwr.experiments.records import Group
+from pbfl_flwr.flower.store import ClientState
 from pbfl_flwr.prototypes.sphere import geometry
+from tests.runs import entry, pbfl, write_run
 
 EVERYWHERE = {
     "label-distribution",
@@ -180,3 +184,30 @@ def test_layers_of_two_clients_are_as_far_from_their_mean(groups: list[Group]) -
     first = states[0].model["stages.0.0.weight"].double()
     mean = (first + states[1].model["stages.0.0.weight"].double()) / 2
     assert found[0][0] == pytest.approx(float(torch.linalg.vector_norm(first - mean) / mean.norm()))
+
+
+def test_code_that_a_run_names_is_imported_only_for_who_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "strange_page.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w').close()\n"
+        "from pbfl_flwr.methods.local import build\n"
+        "from pbfl_flwr.models import build_model\n"
+        "net = lambda task: build_model('mlp5', task, 0)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    path = write_run(tmp_path / "run", [entry(1, 0.5, 0.5)])
+    about = json.loads((path / "run.json").read_text())
+    about["configuration"]["method"] = "strange_page:build"
+    about["clients"][0]["architecture"] = "strange_page:net"
+    (path / "run.json").write_text(json.dumps(about))
+    record = records.Record.load(path)
+    with pytest.raises(NotThere, match="'strange_page:build' is code to import; pbfl report --import"):
+        artefacts.method_of(record)
+    with pytest.raises(NotThere, match="'strange_page:net' is code to import"):
+        artefacts.network(record, 0, ClientState(1, 1, {}))
+    pbfl("report", path, "--out", tmp_path / "page.html")
+    assert (tmp_path / "page.html").exists()
+    assert not (tmp_path / "ran").exists()
+    assert artefacts.method_of(records.Record.load(path, ["strange_page:build"])).name == "local"
+    assert (tmp_path / "ran").exists()
