@@ -11,7 +11,7 @@ from pbfl_flwr.cli import app
 from pbfl_flwr.config import Settings, parse
 from pbfl_flwr.data import DATASETS
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments import configuration, tables
+from pbfl_flwr.experiments import compare, configuration, tables
 from pbfl_flwr.experiments.figures import clock, kilobytes
 from pbfl_flwr.experiments.runner import round_line
 from pbfl_flwr.flower.engine import Resources, toml
@@ -397,3 +397,21 @@ def test_resuming_with_damaged_supernodes_is_one_line(tmp_path: Path, content: b
     assert result.exit_code == 2
     assert f"{run / 'nodes.json'} is damaged" in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["compare", "all-methods-fashion-mnist"],
+        ["reproduce", "fedcpd-table1"],
+        ["sweep", "--set", "seed=0,1"],
+    ],
+)
+def test_commands_of_several_runs_take_workers(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(planned: object, resources: Resources) -> None:
+        raise PbflError(f"{resources.workers} workers, processes: {resources.processes}")
+
+    monkeypatch.setattr(compare, "preflight", told)
+    done = pbfl(*words, "--workers", 3, "--engine", "processes")
+    assert done.exit_code == 2
+    assert "3 workers, processes: True" in done.output

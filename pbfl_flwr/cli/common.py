@@ -24,6 +24,9 @@ Assignments = Annotated[
 Gpus = Annotated[
     float, typer.Option("--gpus-per-client", min=0, help="Share of a GPU that a client gets, e.g. 0.25.")
 ]
+Workers = Annotated[
+    int | None, typer.Option("--workers", min=1, help="Worker processes of a run; default one for every CPU.")
+]
 
 
 class EngineName(StrEnum):
@@ -38,7 +41,7 @@ WhichEngine = Annotated[
     typer.Option(
         "--engine",
         help="flower: its simulation engine, on Ray. processes: processes of this machine alone, which start in "
-        "seconds; with `pbfl run --workers 1` all happens in one, for a debugger. The results are the same.",
+        "seconds; with --workers 1 all happens in one, for a debugger. The results are the same.",
     ),
 ]
 AppDirectory = Annotated[

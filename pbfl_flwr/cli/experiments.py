@@ -21,6 +21,7 @@ from pbfl_flwr.cli.common import (
     Resumed,
     RunDir,
     WhichEngine,
+    Workers,
     app_for,
     concluded,
     ended,
@@ -52,9 +53,7 @@ def run(
     cpus_per_client: Annotated[
         int, typer.Option("--cpus-per-client", min=1, help="CPUs that Ray reserves for a client.")
     ] = 1,
-    workers: Annotated[
-        int | None, typer.Option("--workers", min=1, help="Worker processes; default one for every CPU.")
-    ] = None,
+    workers: Workers = None,
     engine: WhichEngine = EngineName.flower,
     app_dir: AppDirectory = None,
 ) -> None:
@@ -118,6 +117,7 @@ def compare(
     seeds: Annotated[str, typer.Option("--seeds", help="One run a seed, e.g. 0,1,2.")] = "",
     only: Annotated[str, typer.Option("--only", help="Labels, separated by commas.")] = "",
     gpus_per_client: Gpus = 0.0,
+    workers: Workers = None,
     engine: WhichEngine = EngineName.flower,
     app_dir: AppDirectory = None,
 ) -> None:
@@ -127,7 +127,7 @@ def compare(
     from pbfl_flwr.flower.engine import Resources
 
     console = screen()
-    resources = Resources(1, gpus_per_client, None, engine is EngineName.processes)
+    resources = Resources(1, gpus_per_client, workers, engine is EngineName.processes)
     try:
         source = app_for(engine, app_dir)
         title, runs = comparison.read(name)

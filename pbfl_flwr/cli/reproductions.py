@@ -16,6 +16,7 @@ from pbfl_flwr.cli.common import (
     EngineName,
     Gpus,
     WhichEngine,
+    Workers,
     app_for,
     concluded,
     ended,
@@ -51,6 +52,7 @@ def reproduce(
         Path | None, typer.Option("--out", help="Where runs and table go; default runs/<table>-<scale>.")
     ] = None,
     gpus_per_client: Gpus = 0.0,
+    workers: Workers = None,
     engine: WhichEngine = EngineName.flower,
     app_dir: AppDirectory = None,
 ) -> None:
@@ -60,7 +62,7 @@ def reproduce(
     from pbfl_flwr.flower.engine import Resources
 
     console = screen()
-    resources = Resources(1, gpus_per_client, None, engine is EngineName.processes)
+    resources = Resources(1, gpus_per_client, workers, engine is EngineName.processes)
     directory = (out or Path("runs") / f"{Path(name).stem}-{scale.value}").expanduser().absolute()
     try:
         source = app_for(engine, app_dir)

@@ -15,6 +15,7 @@ from pbfl_flwr.cli.common import (
     Gpus,
     Preset,
     WhichEngine,
+    Workers,
     app_for,
     concluded,
     ended,
@@ -42,6 +43,7 @@ def sweep(
         int, typer.Option("--parallel", min=1, help="Runs at once, as far as memory and CPUs allow.")
     ] = 1,
     gpus_per_client: Gpus = 0.0,
+    workers: Workers = None,
     engine: WhichEngine = EngineName.flower,
     app_dir: AppDirectory = None,
 ) -> None:
@@ -56,7 +58,7 @@ def sweep(
         swept = sweeping.read(preset, assignments or [])
         directory = (out or sweeping.directory(preset, swept)).expanduser().absolute()
         planned = sweeping.plans(swept, directory)
-        compare.preflight(planned, Resources(1, gpus_per_client, None, engine is EngineName.processes))
+        compare.preflight(planned, Resources(1, gpus_per_client, workers, engine is EngineName.processes))
     except PbflError as error:
         raise ended(error) from None
     title = f"Sweep over {', '.join(swept.swept) or 'seeds'}"
@@ -75,10 +77,10 @@ def sweep(
 
     with running(KEPT):
         if slots == 1:
-            resources = Resources(1, gpus_per_client, None, processes)
+            resources = Resources(1, gpus_per_client, workers, processes)
             failed = compare.make(planned, compare.starter(source, resources, console), table)
         else:
-            resources = Resources(1, gpus_per_client, side_by_side.workers(slots, cpus), processes)
+            resources = Resources(1, gpus_per_client, workers or side_by_side.workers(slots, cpus), processes)
             failed = side_by_side.make_side_by_side(
                 planned,
                 slots,
