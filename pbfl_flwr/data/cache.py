@@ -75,7 +75,8 @@ def _fingerprint(sources: Iterable[Path], options: Sequence[str] = ()) -> str:
     digest = hashlib.sha256(json.dumps([FORMAT, *options]).encode())
     for path in sorted(sources):
         status = path.stat()
-        digest.update(f"{path.absolute()}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
+        digest.update(os.fsencode(path.absolute()))  # a name need not be UTF-8
+        digest.update(f"\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
     return digest.hexdigest()[:16]
 
 

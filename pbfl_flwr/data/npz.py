@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,8 @@ def read_arrays(path: Path, who: str, needed: Sequence[str]) -> dict[str, NDArra
             if absent := [key for key in needed if key not in archive]:
                 raise PbflError(f"{who}: {path} has no array '{absent[0]}'; it has {sorted(archive.files)}")
             return dict(archive)
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+    # RuntimeError: encrypted, or compressed in a way that Python does not know.
+    except (OSError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
         raise PbflError(f"{who}: {path} is not a readable .npz file of plain arrays ({error})") from error
 
 

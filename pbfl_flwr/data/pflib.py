@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pbfl_flwr.config import DataSettings
+from pbfl_flwr.config import MAX_CLASSES, DataSettings
 from pbfl_flwr.data.cache import Allocate, cached
 from pbfl_flwr.data.clients import materialise
 from pbfl_flwr.data.contract import Partition, Pool, Rows
@@ -23,6 +23,7 @@ from pbfl_flwr.data.restricted_pickle import load_object_array
 from pbfl_flwr.errors import PbflError
 
 PARTS = ("train", "test")
+MAX_CLIENTS = 100_000  # as num-clients
 
 
 def pflib(settings: DataSettings) -> Pool:
@@ -158,21 +159,31 @@ def export_pfl_directory(partition: Partition, pool: Pool, path: Path) -> None:
 def _read_config(path: Path) -> tuple[int, int]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-        return int(config["num_clients"]), int(config["num_classes"])
+        num_clients, num_classes = int(config["num_clients"]), int(config["num_classes"])
     except FileNotFoundError as error:
         raise PbflError(f"there is no {path}; a PFLlib/HtFLlib dataset folder has one") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise PbflError(f"{path} must be JSON with num_clients and num_classes ({error!r})") from error
+    if not (1 <= num_clients <= MAX_CLIENTS and 2 <= num_classes <= MAX_CLASSES):
+        raise PbflError(
+            f"{path}: num_clients = {num_clients}, num_classes = {num_classes}; allowed are 1 to {MAX_CLIENTS} and "
+            f"2 to {MAX_CLASSES}"
+        )
+    return num_clients, num_classes
 
 
 def _read_part(path: Path) -> tuple[NDArray[Any], Rows]:
     content = load_object_array(path, "data")
     if not isinstance(content, dict) or not {"x", "y"} <= content.keys():
         raise PbflError(f"{path} must hold a dict with x and y")
-    x, y = np.asarray(content["x"]), np.asarray(content["y"])
-    if x.dtype == object or not np.issubdtype(x.dtype, np.number) or x.ndim < 1 or y.shape != (len(x),):
+    try:
+        x, y = np.asarray(content["x"]), np.asarray(content["y"])
+    except ValueError as error:  # lists of different lengths
+        raise PbflError(f"{path}: x and y are no arrays ({error})") from error
+    numbers = all(np.issubdtype(part.dtype, np.number) for part in (x, y))
+    if not numbers or x.ndim < 1 or y.shape != (len(x),):
         raise PbflError(
-            f"{path}: x is {x.dtype} {x.shape}, y {y.shape}; allowed are numbers (n, ...) and (n,), no text"
+            f"{path}: x is {x.dtype} {x.shape}, y {y.dtype} {y.shape}; allowed are numbers (n, ...) and (n,), no text"
         )
     whole = y.astype(np.int64)
     if not np.array_equal(whole, y):

@@ -53,7 +53,7 @@ def load_object_array(path: Path, key: str) -> Any:
         raise PbflError(f"{path} has no array '{key}'") from error
     except (OSError, EOFError, ValueError, TypeError, AttributeError, IndexError) as error:
         raise PbflError(f"{path} is not a readable dataset file: {error}") from error
-    except (zipfile.BadZipFile, zlib.error, pickle.UnpicklingError) as error:
+    except (RuntimeError, zipfile.BadZipFile, zlib.error, pickle.UnpicklingError) as error:
         raise PbflError(f"{path} is refused: {error}") from error
 
 

@@ -151,3 +151,12 @@ def test_a_shard_of_neighbouring_rows_is_not_a_copy(source):
     assert near.test.inputs.tolist() == pool.inputs[[3, 0]].tolist()
     near.train.inputs[:] = 0  # a view of a private mapping: the cache stays as it is
     assert cache.cached("set", [source], Decoder()).inputs[1].tolist() == [[6, 7, 8], [9, 10, 11]]
+
+
+def test_a_name_that_is_no_utf8_is_a_name(tmp_path: Path) -> None:
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.bin"))
+    try:
+        path.write_bytes(b"1234")
+    except OSError:
+        pytest.skip("this file system takes UTF-8 alone")
+    assert cache.cached("set", [path], Decoder()).labels.tolist() == [0, 1, 0, 1]

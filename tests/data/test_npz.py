@@ -1,10 +1,12 @@
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data import Pool, check_data, client_data, load_pool
+from pbfl_flwr.data.npz import read_arrays
 from pbfl_flwr.errors import PbflError
 
 
@@ -110,3 +112,18 @@ def test_other_samples_have_another_fingerprint() -> None:
     ]
     assert len({other.fingerprint() for other in (pool, *others)}) == 6
     assert replace(pool, inputs=inputs.copy()).fingerprint() == pool.fingerprint()
+
+
+def test_a_flipped_byte_is_one_line_wherever_it_is(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    file = tmp_path / "set.npz"
+    np.savez_compressed(file, x=rng.random((50, 8)).astype(np.float32), y=np.arange(50) % 3)
+    whole = file.read_bytes()
+    refused = 0
+    for place in range(len(whole)):
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :])
+        try:
+            read_arrays(file, "test", ("x", "y"))
+        except PbflError:
+            refused += 1
+    assert refused > len(whole) / 2

@@ -136,6 +136,13 @@ def test_a_pickle_inside_an_object_array_is_refused_as_well(tmp_path):
         (lambda d: np.savez(d / "test" / "1.npz", data={"x": 1}), "must hold a dict with x and y"),
         (lambda d: write_client(d, 1, *[(np.zeros((2, 5)), np.zeros(2, int))] * 2), "the files before have"),
         (lambda d: write_client(d, 1, *[(np.array(["a", "b"]), np.zeros(2, int))] * 2), "no text"),
+        (lambda d: write_client(d, 1, *[(np.zeros((2, 1, 4, 4)), np.array(["a", "b"]))] * 2), "no text"),
+        (lambda d: write_client(d, 1, *[([[1], [1, 2]], np.zeros(2, int))] * 2), "are no arrays"),
+        (
+            lambda d: (d / "config.json").write_text('{"num_clients": 2, "num_classes": 1000000000000}'),
+            "allowed are 1 to 100000 and 2 to 10000",
+        ),
+        (lambda d: (d / "config.json").write_text("[" * 100_000), "must be JSON with"),
     ],
 )
 def test_a_damaged_directory_is_named(directory, damage, message):
