@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike
 
 CONFIDENCE = 0.95
 RESAMPLES = 10_000
+DRAWN_AT_A_TIME = 2**20  # pairs in memory
 
 
 @dataclass(frozen=True)
@@ -126,9 +127,13 @@ def paired(first: ArrayLike, second: ArrayLike, *, seed: int = 0, resamples: int
     differing = int(np.count_nonzero(differences))
     low = high = None
     if differences.size > 1:
-        drawn = np.random.default_rng(seed).integers(differences.size, size=(resamples, differences.size))
-        tail = 50 * (1 - CONFIDENCE)
-        low, high = map(float, np.percentile(differences[drawn].mean(axis=1), [tail, 100 - tail]))
+        rng, n, tail = np.random.default_rng(seed), differences.size, 50 * (1 - CONFIDENCE)
+        at_a_time = max(1, DRAWN_AT_A_TIME // n)
+        means = [
+            differences[rng.integers(n, size=(min(at_a_time, resamples - start), n))].mean(axis=1)
+            for start in range(0, resamples, at_a_time)
+        ]
+        low, high = map(float, np.percentile(np.concatenate(means), [tail, 100 - tail]))
     p = float(wilcoxon(differences).pvalue) if differing else None
     return Paired(
         int(differences.size),

@@ -5,6 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 
+from pbfl_flwr.experiments import statistics
 from pbfl_flwr.experiments.statistics import fairness, holm, paired, spread
 
 
@@ -69,3 +70,14 @@ def test_holm() -> None:
     assert holm([0.03, None, 0.01, 0.02]) == pytest.approx([0.04, None, 0.03, 0.04])
     assert holm([0.9, 0.8]) == [1.0, 1.0]
     assert holm([]) == []
+
+
+def test_the_bootstrap_draws_the_same_however_many_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(5)
+    first, second = rng.random(31), rng.random(31)
+    found = paired(first, second)
+    drawn = np.random.default_rng(0).integers(31, size=(10_000, 31))
+    means = (first - second)[drawn].mean(axis=1)
+    assert (found.low, found.high) == pytest.approx(tuple(np.percentile(means, [2.5, 97.5])))
+    monkeypatch.setattr(statistics, "DRAWN_AT_A_TIME", 100)  # three resamples
+    assert paired(first, second) == found
