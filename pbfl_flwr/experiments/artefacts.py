@@ -128,7 +128,7 @@ def network(record: Record, client: int, state: ClientState) -> SplitModel:
     """Return a client's network with its weights, in evaluation mode on the CPU.
 
     Raises:
-        NotThere: if its architecture cannot be built here.
+        NotThere: if its architecture cannot be built here, or is code that was not allowed.
     """
     architecture = next(
         member["architecture"] for member in record.about["clients"] if member["client"] == client
@@ -144,7 +144,7 @@ def network(record: Record, client: int, state: ClientState) -> SplitModel:
 
 
 def data_of(record: Record, client: int) -> ClientData:
-    """Return a client's share of the configured dataset.
+    """Return a client's share of the configured dataset, as far as it lies here: nothing is downloaded for a picture.
 
     Raises:
         NotThere: if the dataset cannot be read here, or clients brought their own.
@@ -153,7 +153,8 @@ def data_of(record: Record, client: int) -> ClientData:
         raise NotThere("the clients brought their own data")
     settings = settings_of(record)
     try:
-        return client_data(settings.data, settings.run.num_clients, client)
+        data = settings.data.model_copy(update={"download": False})
+        return client_data(data, settings.run.num_clients, client)
     except PbflError as error:
         raise NotThere(f"the dataset cannot be read here ({error})") from None
 

@@ -211,3 +211,13 @@ def test_code_that_a_run_names_is_imported_only_for_who_asks(
     assert not (tmp_path / "ran").exists()
     assert artefacts.method_of(records.Record.load(path, ["strange_page:build"])).name == "local"
     assert (tmp_path / "ran").exists()
+
+
+def test_nothing_is_downloaded_for_a_picture(plane_run: Path, tmp_path: Path) -> None:
+    shutil.copytree(plane_run, tmp_path / "run")
+    about = (tmp_path / "run" / "run.json").read_text()
+    about = about.replace('"spiral"', '"cifar10"').replace('"download": false', '"download": true')
+    about = about.replace('"data-dir": ""', f'"data-dir": "{tmp_path}"')
+    (tmp_path / "run" / "run.json").write_text(about)
+    with pytest.raises(artefacts.NotThere, match=r"not found.*set data-dir"):
+        artefacts.data_of(records.Record.load(tmp_path / "run"), 0)
