@@ -49,11 +49,12 @@ def write_atomically(path: Path, data: bytes, *, locked: bool = False) -> None:
         raise UnsavedState(
             f"{path} cannot be written ({error.strerror}); what it held before is kept"
         ) from None
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    with suppress(OSError):  # Windows opens no directory, some network disks do not flush one
+        directory = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
 
 
 def remove_torn(directory: Path) -> None:
