@@ -142,7 +142,7 @@ def _card(path: Path) -> tuple[Card, dict[str, str]]:
     except ValidationError as error:
         found = error.errors()[0]
         raise PbflError(f"{path}: {'.'.join(map(str, found['loc'])) or 'card'}: {found['msg']}") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise PbflError(f"{path} cannot be read ({error})") from None
 
 
@@ -152,7 +152,7 @@ def _tensors(path: Path, hashes: Mapping[str, str]) -> dict[str, Tensor]:
         if hashlib.sha256(data).hexdigest() != hashes.get(path.name):
             raise ValueError(f"its sha256 is not the one in {CARD}")
         return load(data)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise PbflError(f"{path} cannot be read ({error})") from None
 
 
@@ -231,7 +231,8 @@ def _lines(card: Card, path: Path) -> NDArray[Any]:
             f"{path} is text, but this model takes inputs of shape {card.input_shape} and no tokens"
         )
     try:
-        texts = path.read_text(encoding="utf-8-sig").splitlines()
+        with path.open(encoding="utf-8-sig") as file:  # splitlines() also breaks at form feeds and the like
+            texts = [line.removesuffix("\n") for line in file]
     except (OSError, UnicodeDecodeError) as error:
         raise PbflError(f"{path} is not readable text in UTF-8: {error}") from error
     return _ids(card, path, texts)

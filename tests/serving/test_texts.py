@@ -112,6 +112,11 @@ def test_a_text_a_line(exported: tuple[str, Path], tmp_path: Path) -> None:
         assert [one.label for one in found] == ["World", "Sports", "Business", "Sci/Tech"]
 
 
+def test_a_line_ends_where_it_ends(exported: tuple[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\u2028text\x0cof\x85four words\r\nanother\n", encoding="utf-8")
+    assert [one.row for one in predict(open_exported(exported[1]), [tmp_path / "a.txt"])] == [1, 2]
+
+
 def test_other_files_are_refused_in_a_line(exported: tuple[str, Path], tmp_path: Path) -> None:
     model = open_exported(exported[1])
     beyond = len(model.card.vocabulary)
