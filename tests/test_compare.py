@@ -280,3 +280,11 @@ def test_all_methods_go_through_into_one_table(tmp_path: Path) -> None:
         "GFPL",
     ]  # GFPL exchanges in its tenth round
     assert len(comparison_table.table(title, found).rows) == len(runs)
+
+
+def test_a_table_that_cannot_be_written_is_one_line(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "taken").touch()
+    result = pbfl("compare", file, "--out", tmp_path / "taken" / "x", "--engine", "processes")
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit)
+    assert f"{tmp_path}/taken/x/table.md cannot be written" in result.stderr

@@ -94,5 +94,6 @@ def reproduce(
 
     with running(KEPT):
         failed = compare.make(runs, compare.starter(source, resources, console), table)
-    ending = concluded(console, table(), f"{directory / 'table.md'} and table.csv", failed)
+        text = table()
+    ending = concluded(console, text, f"{directory / 'table.md'} and table.csv", failed)
     raise typer.Exit(FAILED) if missing else ending

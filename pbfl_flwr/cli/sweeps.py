@@ -88,4 +88,5 @@ def sweep(
                 lambda line: say(console, line),
                 table,
             )
-    raise concluded(console, table(), f"{directory}: table as .md, .csv and .tex", failed)
+        text = table()
+    raise concluded(console, text, f"{directory}: table as .md, .csv and .tex", failed)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pbfl_flwr.errors import PbflError
+from pbfl_flwr.errors import PbflError, writing
 from pbfl_flwr.experiments.compare import INTERRUPTED, Planned, ready, refused
 from pbfl_flwr.experiments.runner import interruptible
 from pbfl_flwr.flower.engine import Resources
@@ -131,8 +131,10 @@ def make_side_by_side(
 
 
 def _start(run: Planned, words: Sequence[str]) -> subprocess.Popen[bytes]:
-    run.directory.mkdir(parents=True, exist_ok=True)
-    with (run.directory / "pbfl.log").open("ab") as log:
+    with writing(run.directory):
+        run.directory.mkdir(parents=True, exist_ok=True)
+        log = (run.directory / "pbfl.log").open("ab")
+    with log:
         return subprocess.Popen(
             words,
             stdin=subprocess.DEVNULL,
