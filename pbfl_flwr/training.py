@@ -289,7 +289,8 @@ def evaluate(client: Client, predictors: Mapping[str, Predictor]) -> Scores:
     """Score all predictors in one pass over the client's test shard, then the validation shard.
 
     Raises:
-        ValueError: if a predictor answers another shape than (B, K) or scores that are not finite.
+        ValueError: if a predictor answers another shape than (B, K).
+        Diverged: if it gives scores that are not finite.
     """
     client.model.eval()
     scores = _scores(client, client.data.test, predictors)

@@ -69,18 +69,15 @@ def write(groups: Sequence[Group], out: Path, *, png: bool = False, svg: bool = 
         raise PbflError(f"{NEEDED} ({error})") from None
     sections = pictures.draw(groups)
     written = [out]
-    try:
-        write_atomically(out, page(groups, sections).encode())
-        folder = out.with_name(f"{out.stem}-pictures")
-        for picture in [picture for section in sections for picture in section.pictures]:
-            if png:
-                written.append(folder / f"{picture.name}.png")
-                write_atomically(written[-1], style.png(picture))
-            if svg:
-                written.append(folder / f"{picture.name}.svg")
-                write_atomically(written[-1], style.svg(picture).encode())
-    except OSError as error:
-        raise PbflError(f"'{written[-1]}' cannot be written: {error.strerror or error}") from None
+    write_atomically(out, page(groups, sections).encode())
+    folder = out.with_name(f"{out.stem}-pictures")
+    for picture in [picture for section in sections for picture in section.pictures]:
+        if png:
+            written.append(folder / f"{picture.name}.png")
+            write_atomically(written[-1], style.png(picture))
+        if svg:
+            written.append(folder / f"{picture.name}.svg")
+            write_atomically(written[-1], style.svg(picture).encode())
     return written
 
 
