@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+LONGEST = 500  # characters of what others say, in a line of ours
+CONTROL = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
+)  # a colour, or what else steers a terminal
 
 
 class PbflError(Exception):
@@ -12,6 +19,34 @@ class PbflError(Exception):
 
     Raised before anything starts. The command line prints the text without a traceback.
     """
+
+
+def printable(text: str) -> str:
+    """Return text without control characters but tab and line feed: what others say must not steer a terminal."""
+    return CONTROL.sub("", text)
+
+
+def pointed(error: Exception) -> str:
+    """Return in one line what nobody foresaw, and where it was raised."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    said = f"{type(error).__name__}: {' '.join(printable(str(error)).split())}"
+    return f"{said[:LONGEST]} ({Path(frame.filename).name}:{frame.lineno})"
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Say in one line that files hold something else than their reader takes, and where it noticed.
+
+    Args:
+        what: that is read.
+
+    Raises:
+        PbflError: in the place of what Python says of a missing key, or of a value of another type.
+    """
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, OSError) as error:
+        raise PbflError(f"{what} is damaged, or of another version: {pointed(error)}") from error
 
 
 @contextmanager

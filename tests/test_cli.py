@@ -2,6 +2,7 @@ import json
 import os
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -377,6 +378,7 @@ def test_who_cannot_be_exported_is_one_line(tmp_path: Path) -> None:
         ("run.json", b"\xff", "is damaged ('utf-8' codec"),
         ("rounds.jsonl", b"\xff\n", "line 1 is damaged ('utf-8' codec"),
         ("rounds.jsonl", b"null\n", "line 1 is damaged: it is no round"),
+        ("run.json", b'{"configuration": 5, "experiment": "x"}', "is damaged: it lacks 'configuration'"),
     ],
 )
 def test_show_of_a_damaged_run_is_one_line(tmp_path: Path, name: str, content: bytes, said: str) -> None:
@@ -387,6 +389,42 @@ def test_show_of_a_damaged_run_is_one_line(tmp_path: Path, name: str, content: b
     assert result.stderr.startswith(f"error: {run / name}")
     assert said in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", ["show", "watch", "report"])
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("run.json", {"headline": None}),
+        ("run.json", {"clients": None}),
+        ("run.json", {"configuration": {"method": "fedproto"}}),
+        ("rounds.jsonl", {"accuracy_of_round": None}),
+        ("rounds.jsonl", {"failures": "many"}),
+        ("rounds.jsonl", {"accuracy": {"head": {}}}),
+    ],
+)
+def test_a_run_of_another_version_is_one_line(
+    tmp_path: Path, command: str, name: str, change: dict[str, Any]
+) -> None:
+    run = write_run(tmp_path / "run", [entry(1, 0.5, 0.5)])
+    content = {**json.loads((run / name).read_text()), **change}
+    kept = {key: value for key, value in content.items() if value is not None}
+    (run / name).write_text(json.dumps(kept) + "\n")
+    result = pbfl(command, run, *(["--once"] if command == "watch" else []))
+    assert result.exit_code == 2, result.output
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert "is damaged, or of another version: " in line
+
+
+def test_a_run_cannot_steer_the_terminal(tmp_path: Path) -> None:
+    reason = "\x1b]0;title\x07\x1b[2Jgone"
+    run = write_run(tmp_path / "run", [entry(1, 0.5, 0.5, failures=[{"client": 1, "reason": reason}])])
+    for command in (["show", run], ["watch", run, "--once"]):
+        result = pbfl(*command)
+        assert "client 1 failed in round 1: ]0;titlegone" in result.stdout
+        assert "\x1b" not in result.stdout
+    assert "\x1b" not in pbfl("show", tmp_path / "\x1b[2Jnowhere").stderr
 
 
 @pytest.mark.parametrize("content", [b"{", b"null", b"{}", b'{"nodes": [{}], "secure": true}', b"\xff"])

@@ -65,7 +65,7 @@ KEPT = "what is finished is kept; the same command goes on"
 def ended(error: PbflError, code: int = REFUSED) -> typer.Exit:
     """Print an error, one line each of its lines, and return the exit."""
     for line in str(error).splitlines():
-        say(Console(stderr=True), f"error: {line}")
+        say(screen(stderr=True), f"error: {line}")
     return typer.Exit(code)
 
 

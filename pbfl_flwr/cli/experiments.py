@@ -28,7 +28,7 @@ from pbfl_flwr.cli.common import (
     running,
     words,
 )
-from pbfl_flwr.errors import PbflError, writing
+from pbfl_flwr.errors import PbflError, reading, writing
 from pbfl_flwr.experiments.figures import say, screen
 
 
@@ -101,7 +101,8 @@ def show(run: RunDir) -> None:
     from pbfl_flwr.experiments import tables
 
     try:
-        tables.show(run, screen())
+        with reading(str(run)):
+            tables.show(run, screen())
     except PbflError as error:
         raise ended(error, REFUSED) from None
 
@@ -140,12 +141,12 @@ def compare(
 
     with running(KEPT):
         failed = comparison.make(planned, comparison.starter(source, resources, console))
-    found = comparison_table.rows(planned)
-    groups = comparison_table.groups(planned)
-    comparison_table.write(directory, title, found, groups)
-    table = comparison_table.table(title, found).markdown()
-    if len(groups) > 1:
-        table += "\n" + (directory / "paired.md").read_text(encoding="utf-8")
+        found = comparison_table.rows(planned)
+        groups = comparison_table.groups(planned)
+        comparison_table.write(directory, title, found, groups)
+        table = comparison_table.table(title, found).markdown()
+        if len(groups) > 1:
+            table += "\n" + (directory / "paired.md").read_text(encoding="utf-8")
     raise concluded(console, table, f"{directory}: table and paired, each as .md, .csv and .tex", failed)
 
 

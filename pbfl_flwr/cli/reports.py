@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from pbfl_flwr.cli.common import REFUSED, ended
-from pbfl_flwr.errors import PbflError
+from pbfl_flwr.errors import PbflError, reading
 from pbfl_flwr.experiments.figures import kilobytes, say, screen
 
 
@@ -31,9 +31,9 @@ def report(
     from pbfl_flwr.experiments import report as reporting
 
     try:
-        written = reporting.write(
-            records.load(runs, allowed or ()), out.expanduser().absolute(), png=png, svg=svg
-        )
+        with reading(", ".join(map(str, runs))):
+            groups = records.load(runs, allowed or ())
+            written = reporting.write(groups, out.expanduser().absolute(), png=png, svg=svg)
     except PbflError as error:
         raise ended(error, REFUSED) from None
     console = screen()

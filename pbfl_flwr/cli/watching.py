@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from pbfl_flwr.cli.common import COMPLETED, FAILED, INTERRUPTED, RunDir, ended
-from pbfl_flwr.errors import PbflError
+from pbfl_flwr.errors import PbflError, reading
 from pbfl_flwr.experiments.figures import screen
 
 
@@ -23,12 +23,13 @@ def watch(
     console = screen()
     path = run.expanduser().absolute()
     try:
-        if once:
-            view = watching.look(path, time.time())
-            console.print(watching.frame(view))
-            state = view.state
-        else:
-            state = watching.follow(path, console, interval)
+        with reading(str(path)):
+            if once:
+                view = watching.look(path, time.time())
+                console.print(watching.frame(view))
+                state = view.state
+            else:
+                state = watching.follow(path, console, interval)
     except PbflError as error:
         raise ended(error) from None
     except KeyboardInterrupt:

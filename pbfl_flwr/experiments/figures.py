@@ -2,18 +2,31 @@
 
 import os
 import textwrap
+from collections.abc import Iterable
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.text import Text
+
+from pbfl_flwr.errors import printable
 
 UNLIMITED = 10_000  # characters of a line
 
 
-def screen() -> Console:
+class Screen(Console):
+    """A console on which text is text: what a device or a run directory holds cannot steer the terminal."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Yield the segments without control characters in their text."""
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control else printable(text), style, control)
+
+
+def screen(*, stderr: bool = False) -> Console:
     """Return where a command prints; lines break for a terminal alone, what is piped has whole ones."""
-    console = Console()
+    console = Screen(stderr=stderr)
     said = os.environ.get("COLUMNS", "").isdigit()
-    return console if console.is_terminal or said else Console(width=UNLIMITED)
+    return console if console.is_terminal or said else Screen(width=UNLIMITED, stderr=stderr)
 
 
 def say(console: Console, text: str, style: str = "") -> None:

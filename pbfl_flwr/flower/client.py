@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from torch.random import fork_rng
 from pbfl_flwr import seeds
 from pbfl_flwr.card import Card
 from pbfl_flwr.config import Settings
-from pbfl_flwr.errors import PbflError
+from pbfl_flwr.errors import PbflError, pointed
 from pbfl_flwr.flower import faults, wire
 from pbfl_flwr.flower.device import choose_device, identify
 from pbfl_flwr.flower.legacy import CONFIG, FITINS, fit_result, parameters_of, payload_of, to_be_masked
@@ -95,9 +94,7 @@ def _guarded(
     except PbflError as error:
         reason = str(error)
     except Exception as error:  # the boundary: whatever happens here must not cost another client's work
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        said = " ".join(str(error).split())
-        reason = f"{type(error).__name__}: {said} ({Path(frame.filename).name}:{frame.lineno})"
+        reason = pointed(error)
         traceback.print_exc(file=sys.stderr)
     return Message(Error(code=CLIENT_FAULT, reason=reason), reply_to=message)
 

@@ -149,7 +149,7 @@ class RunDirectory:
             why = f"; what was to run there ended with: {said}" if said else ""
             raise PbflError(f"'{self.path}' is no run directory: it has no run.json{why}")
         found = read_object(file)
-        if not {"configuration", "experiment"} <= set(found):
+        if not isinstance(found.get("configuration"), dict) or not isinstance(found.get("experiment"), str):
             raise DamagedState(f"{file} is damaged: it lacks 'configuration' or 'experiment'")
         return found
 

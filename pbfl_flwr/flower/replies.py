@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import time
-import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from flwr.app import ArrayRecord, Message, MetricRecord
 
+from pbfl_flwr.errors import LONGEST, pointed, printable
 from pbfl_flwr.flower import wire
 from pbfl_flwr.flower.late import Debt
-from pbfl_flwr.flower.roster import LONGEST_REASON, reason_of
+from pbfl_flwr.flower.roster import reason_of
 from pbfl_flwr.method import Method
 from pbfl_flwr.payloads import Mixtures, Payload, Prototypes, RejectedPayload, WeightsAndPrototypes
 from pbfl_flwr.task import Task
@@ -157,10 +156,8 @@ class _Reader:
 def said_of(error: Exception) -> str:
     """Return in one line why a client's answer is refused; of what our checks did not foresee, where it was raised."""
     if isinstance(error, RejectedPayload):
-        return str(error)[:LONGEST_REASON]
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    said = f"{type(error).__name__}: {' '.join(str(error).split())}"[:LONGEST_REASON]
-    return f"{said} ({Path(frame.filename).name}:{frame.lineno})"
+        return printable(str(error)[:LONGEST])
+    return pointed(error)
 
 
 def read(

@@ -13,7 +13,7 @@ from flwr.app import ConfigRecord, Message
 from flwr.serverapp import Grid
 
 from pbfl_flwr import seeds
-from pbfl_flwr.errors import PbflError
+from pbfl_flwr.errors import LONGEST, PbflError, printable
 from pbfl_flwr.flower import wire
 from pbfl_flwr.flower.device import NAME, is_number
 from pbfl_flwr.flower.history import RunRefused
@@ -35,7 +35,6 @@ REVEALS = (  # what the hello round tells the server
     Reveal("architecture, number of parameters, kind of device", "for logs and costs", message="hello"),
 )
 FEW = 3  # nodes that a line names
-LONGEST_REASON = 500  # characters; what a client says goes into logs and histories
 
 
 @dataclass(frozen=True)
@@ -94,9 +93,9 @@ class Member:
                     int(str(record.get("vocabulary-size", 0))),
                 ),
                 labels=tuple(labels),
-                architecture=str(record["architecture"]),
+                architecture=printable(str(record["architecture"])),
                 parameters=(int(sizes[0]), int(sizes[1])),
-                device=str(record["device"]),
+                device=printable(str(record["device"])),
                 num_train=int(str(record["num-train"])),
                 num_test=int(str(record["num-test"])),
                 columns=str(record.get("columns", ""))[:64],
@@ -267,7 +266,7 @@ def _greet(
             members.append(Member.from_reply(node, reply.content.config_records[wire.CONFIG]))
             refused.pop(node, None)
         except RejectedPayload as error:
-            refused[node] = str(error)[:LONGEST_REASON]
+            refused[node] = printable(str(error)[:LONGEST])
     return members, refused
 
 
@@ -374,8 +373,8 @@ def agreed(members: Iterable[Member]) -> Roster:
         ):
             if mine != theirs:
                 raise PbflError(
-                    f"clients disagree in {what}: client {first.label} has {str(mine)[:LONGEST_REASON]}, "
-                    f"{other.label} has {str(theirs)[:LONGEST_REASON]}{advice}"
+                    f"clients disagree in {what}: client {first.label} has {str(mine)[:LONGEST]}, "
+                    f"{other.label} has {str(theirs)[:LONGEST]}{advice}"
                 )
     first, *others = [m for m in by_client.values() if m.columns] or [first]
     for other in others:
@@ -405,7 +404,7 @@ def unchanged(roster: Roster, recorded: Iterable[Mapping[str, Any]]) -> None:
             if now[key] != was.get(key, now[key]):
                 raise RunRefused(
                     f"client {member.label}: a run that goes on keeps its clients, but this one has {key} = "
-                    f"{str(now[key])[:LONGEST_REASON]}, it had {str(was[key])[:LONGEST_REASON]}"
+                    f"{str(now[key])[:LONGEST]}, it had {str(was[key])[:LONGEST]}"
                 )
 
 
@@ -414,10 +413,10 @@ def reason_of(reply: Message) -> str:
     if worker_died(reply):
         return "its simulation worker died"
     text = reply.error.reason or ""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [said for line in text.splitlines() if (said := printable(line).strip())]
     if not lines:
         return f"error code {reply.error.code}"
-    return (lines[-1] if "Traceback" in text else "; ".join(lines))[:LONGEST_REASON]
+    return (lines[-1] if "Traceback" in text else "; ".join(lines))[:LONGEST]
 
 
 def worker_died(reply: Message) -> bool:

@@ -17,9 +17,9 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from pbfl_flwr.config import Scalar, parse
+from pbfl_flwr.errors import LONGEST
 from pbfl_flwr.flower import wire
 from pbfl_flwr.flower.client import _peak_mb
-from pbfl_flwr.flower.roster import LONGEST_REASON
 from pbfl_flwr.flower.strategy import MethodStrategy
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.payloads import Mixtures, Payload, Prototypes, Weights
@@ -280,7 +280,7 @@ def test_malformed_uploads_change_nothing(name: str) -> None:
         for failure in line["failures"]:
             assert failure["reason"].startswith("upload rejected: ")
             assert "\n" not in failure["reason"]
-            assert len(failure["reason"]) < 2 * LONGEST_REASON
+            assert len(failure["reason"]) < 2 * LONGEST
     assert accepted == []
     assert same_tensors(poisoned.state.to_tensors(), clean.state.to_tensors())
     json.dumps(poisoned.history, allow_nan=False)
