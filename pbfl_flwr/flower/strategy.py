@@ -333,7 +333,9 @@ class MethodStrategy(Strategy):
         self.history = [entry for entry in self.history if entry["round"] < server_round] + [line]
         self._clients = client_columns(server_round, phase, outcome)
         self._stop_at(server_round, outcome, phase)
-        if any(worker_died(reply) for reply in received if reply.has_error()):
+        # Of a device it would be its own word, which must not end the others' run.
+        simulation = all(member.simulated for member in self.participants.members.values())
+        if simulation and any(worker_died(reply) for reply in received if reply.has_error()):
             raise RunEnded(
                 f"round {server_round}: a simulation worker died (client "
                 f"{', '.join(called.values())}); Flower cannot replace it. Rounds up to "

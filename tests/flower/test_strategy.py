@@ -18,12 +18,12 @@ from torch import Tensor
 
 from pbfl_flwr.config import DataSettings, Scalar, parse
 from pbfl_flwr.data import check_data, client_data, load_pool
-from pbfl_flwr.errors import PbflError
+from pbfl_flwr.errors import LONGEST, PbflError
 from pbfl_flwr.flower import history, wire
 from pbfl_flwr.flower.client import make_client_app
 from pbfl_flwr.flower.files import DamagedState
 from pbfl_flwr.flower.history import ERROR, RunDirectory, RunRefused
-from pbfl_flwr.flower.roster import LONGEST_REASON, Member, Roster, agreed
+from pbfl_flwr.flower.roster import Member, Roster, agreed
 from pbfl_flwr.flower.strategy import MethodStrategy, RunEnded
 from pbfl_flwr.method import Method, Round, Update
 from pbfl_flwr.methods import SECTIONS
@@ -313,7 +313,7 @@ def test_random_replies_never_crash_the_server() -> None:
     for failure in failures:
         assert failure["client"] == 2
         assert "\n" not in failure["reason"]
-        assert len(failure["reason"]) < 2 * LONGEST_REASON
+        assert len(failure["reason"]) < 2 * LONGEST
     assert torch.isfinite(strategy.state.broadcast.values).all()
     json.dumps(strategy.history, allow_nan=False)
     # What the others sent came through in every round.
@@ -372,7 +372,7 @@ def test_a_flood_of_words_is_cut() -> None:
     strategy = _named(flower_error("line one\n" + "x" * 100_000))
     (failure,) = strategy.history[0]["failures"]
     assert failure["reason"].startswith("line one; xxx")
-    assert len(failure["reason"]) == LONGEST_REASON
+    assert len(failure["reason"]) == LONGEST
 
 
 @pytest.mark.parametrize("reason", ["", "  \n "])
@@ -472,6 +472,21 @@ def test_a_dead_worker_ends_the_run_which_can_be_resumed(tmp_path: Path) -> None
     whole = federation(tmp_path / "b").run()
     assert resumed.strategy.done == 2
     assert resumed.fingerprint == whole.fingerprint
+
+
+def test_a_device_that_says_its_worker_died_ends_nobodys_run(tmp_path: Path) -> None:
+    died = flower_error(
+        "ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task."
+    )
+    nodes = [{"client-id": client} for client in range(5)]
+    found = federation(tmp_path, faults={(3, 1): died}, node_configs=nodes).run()
+    assert found.strategy.done == 2
+    assert [failure["client"] for failure in found.strategy.history[0]["failures"]] == [3]
+
+
+def test_what_a_device_says_steers_no_terminal() -> None:
+    found = _named(flower_error("\x1b[2J\x1b]0;title\x07 gone\r\x9b1A", code=2))
+    assert found.history[0]["failures"][0]["reason"] == "]0;title gone; 1A"
 
 
 # Before round 1 ---------------------------------------------------------------------------------------------
