@@ -143,13 +143,18 @@ class ClientStore:
                     "choose another state-dir or move the file away"
                 )
 
+        try:  # a checksum can be made by anybody
+            number, participations = int(metadata["round"]), int(metadata["participations"])
+            report = json.loads(metadata["report"])
+        except (KeyError, ValueError) as error:
+            raise DamagedState(f"state file {self.path} lacks what a client keeps ({error!r})") from None
         return ClientState(
-            int(metadata["round"]),
-            int(metadata["participations"]),
+            number,
+            participations,
             under(tensors, "model"),
             under(tensors, "memory"),
             under(tensors, "reply"),
-            json.loads(metadata["report"]),
+            report,
             metadata.get("card", ""),
             under(tensors, "prototypes"),
         )

@@ -131,8 +131,10 @@ def read_state(file: Path) -> Kept:
         raise PbflError(f"{file}: its card is damaged ({error.errors()[0]['msg']})") from None
     prototypes = under(tensors, "prototypes")
     for name in [key.removesuffix(".candidates") for key in prototypes if key.endswith(".candidates")]:
-        if f"{name}.rows" not in prototypes:
-            prototypes[f"{name}.rows"] = prototypes["global.rows"]  # kept once
+        if f"{name}.rows" not in prototypes:  # those of global are kept once
+            if "global.rows" not in prototypes:
+                raise PbflError(f"{file}: its prototypes '{name}' are not there")
+            prototypes[f"{name}.rows"] = prototypes["global.rows"]
     return Kept(card, under(tensors, "model"), prototypes)
 
 

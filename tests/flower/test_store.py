@@ -143,6 +143,19 @@ def test_the_data_is_on_the_disk_before_the_name_changes(
     assert (tmp_path / "new" / "file").read_bytes() == b"content"
 
 
+def test_a_system_that_flushes_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = os.open
+
+    def refuse(path: Any, *arguments: Any, **keys: Any) -> int:
+        if Path(path).is_dir():  # as Windows does
+            raise PermissionError(13, "Permission denied")
+        return opened(path, *arguments, **keys)
+
+    monkeypatch.setattr(os, "open", refuse)
+    write_atomically(tmp_path / "file", b"content")
+    assert (tmp_path / "file").read_bytes() == b"content"
+
+
 # Damage and strangers ---------------------------------------------------------------------------------------
 
 
@@ -216,3 +229,13 @@ def test_plain_tensors_and_metadata(tmp_path: Path) -> None:
     tensors, metadata = load_tensors(file)
     assert torch.equal(tensors["a"], torch.ones(2))
     assert metadata == {"round": "1", "schema": "1"}
+
+
+@pytest.mark.parametrize("change", [{"round": "three"}, {"report": "{"}, {"participations": None}])
+def test_a_file_that_lacks_what_a_client_keeps(client: ClientStore, change: dict[str, str | None]) -> None:
+    client.save(STATE)
+    tensors, metadata = load_tensors(client.path)
+    kept = {key: value for key, value in {**metadata, **change}.items() if value is not None}
+    save_tensors(client.path, tensors, kept)  # whose checksum fits
+    with pytest.raises(DamagedState, match="lacks what a client keeps"):
+        client.load()
