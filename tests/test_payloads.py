@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pbfl_flwr.payloads import (
     MAX_COUNT,
+    LowRank,
     Mixtures,
     Nothing,
     Payload,
@@ -141,3 +142,15 @@ def test_separate_tensors_own_their_memory() -> None:
     )
     assert len({tensor.untyped_storage().data_ptr() for tensor in found.values()}) == 4
     assert all(tensor.is_contiguous() for tensor in found.values())
+
+
+def test_lists_that_are_too_long_are_refused_in_a_short_line() -> None:
+    many = torch.full((100_000,), 2**40)
+    for kind, tensors in (
+        (Prototypes, {"labels": many, "rows": torch.zeros(100_000, 1)}),
+        (Weights, {"n": many}),
+        (LowRank, {"about": many}),
+    ):
+        with pytest.raises(RejectedPayload) as error:
+            kind.from_tensors(tensors, TASK)
+        assert len(str(error.value)) < 120

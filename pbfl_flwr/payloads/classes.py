@@ -78,9 +78,11 @@ class Prototypes:
         labels = integers(tensors, "labels")
         rows = floats(tensors, "rows", dimensions=2, limit=cls.max_magnitude)
         K = task.num_classes
+        if len(labels) != rows.shape[0]:
+            raise RejectedPayload(f"{len(labels)} labels for {rows.shape[0]} rows")
+        if len(labels) > K:  # before they become a list of Python's, eight times as large
+            raise RejectedPayload(f"{len(labels)} rows for {K} classes")
         sent: list[int] = labels.tolist()
-        if len(sent) != rows.shape[0]:
-            raise RejectedPayload(f"{len(sent)} labels for {rows.shape[0]} rows")
         narrowest, widest = cls.widths(task)
         if not narrowest <= rows.shape[1] <= widest:
             raise RejectedPayload(f"rows are {rows.shape[1]} wide, allowed is {narrowest}..{widest}")

@@ -146,10 +146,10 @@ def num_examples_of(tensors: Mapping[str, Tensor]) -> int:
     Raises:
         RejectedPayload: if it is no whole number from 0, or absurdly large.
     """
-    sent: list[int] = whole_numbers(tensors, "n").tolist()
-    if len(sent) != 1 or not 0 <= sent[0] < MAX_COUNT:
+    sent = whole_numbers(tensors, "n")
+    if len(sent) != 1 or not 0 <= int(sent) < MAX_COUNT:
         raise RejectedPayload("the number of examples must be one whole number from 0")
-    return sent[0]
+    return int(sent)
 
 
 def first_outside(labels: Tensor, num_classes: int) -> int:

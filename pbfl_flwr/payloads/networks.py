@@ -151,7 +151,7 @@ class LowRank:
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], task: Task) -> LowRank:
         """Rebuild the payload; every triple must be whole and fit together. See :class:`Payload`."""
-        about = whole_numbers(tensors, "about").tolist()
+        about = whole_numbers(tensors, "about")[:4].tolist()
         if len(about) != 3 or about[0] < -1 or min(about[1:]) < 0 or max(about) >= 2**40:
             raise RejectedPayload(f"'about' is {about}, expected base >= -1, version >= 0 and n >= 0")
         names: dict[str, set[str]] = {kind: set() for kind in "dusv"}
