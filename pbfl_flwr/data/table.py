@@ -88,7 +88,10 @@ def _numbers(
     """Return the columns at these places as (rows, F); ``first`` is the number of the block's first row."""
     columns = []
     for place in places:
-        column = np.asarray(block[place])
+        cells = block[
+            place
+        ]  # text as objects: as an array of strings each cell would take the longest one's room
+        column = cells if isinstance(cells, np.ndarray) else np.asarray(cells, dtype=object)
         try:
             if column.dtype.kind not in "biufOU":
                 raise ValueError(f"{column.dtype} is no number")

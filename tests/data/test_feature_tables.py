@@ -1,5 +1,6 @@
 """Tables of features: what is read, and the one line for everything that is not."""
 
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -148,3 +149,14 @@ def test_parquet_is_the_same_table(tmp_path: Path) -> None:
     (tmp_path / "noise.parquet").write_bytes(b"PAR1 no such thing")
     with pytest.raises(PbflError, match="is not a readable Parquet file"):
         load_pool(settings(tmp_path / "noise.parquet"))
+
+
+def test_a_long_text_among_numbers_takes_its_own_room_alone(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("a,label\n" + "0.5,x\n" * 3000 + f"{'w' * 100_000},y\n", encoding="utf-8")
+    tracemalloc.start()
+    try:
+        with pytest.raises(PbflError, match=r"row 3001, column 'a': 'w+' is no finite number"):
+            load_pool(DataSettings(dataset="table", data_dir=str(tmp_path / "a.csv")))
+        assert tracemalloc.get_traced_memory()[1] < 50e6  # as an array of strings 1.2 GB
+    finally:
+        tracemalloc.stop()
