@@ -58,6 +58,13 @@ def rebuild(card: Card, weights: Mapping[str, Tensor], allowed_code: str, where:
             f"{where}: its architecture is the code {card.architecture}, which runs with all your rights; "
             f"--model {card.architecture} says that it may"
         )
+    if not is_external(card.architecture):  # before memory is taken for sizes that a card merely says
+        with torch.device("meta"):
+            outline = build_model(card.architecture, card.task, seed=0).state_dict()
+        expected, found = ({name: tuple(t.shape) for name, t in part.items()} for part in (outline, weights))
+        if odd := sorted(n for n in {*expected, *found} if expected.get(n) != found.get(n)):
+            said = f"{odd[0]} is {found.get(odd[0], 'missing')}, expected {expected.get(odd[0], 'none')}"
+            raise PbflError(f"{where}: the weights are not those of {card.architecture} ({said})")
     model = build_model(card.architecture, card.task, seed=0)
     try:
         model.load_state_dict(dict(weights))

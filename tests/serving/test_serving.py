@@ -25,7 +25,7 @@ from pbfl_flwr.flower.store import load_tensors, save_tensors
 from pbfl_flwr.methods import build_method
 from pbfl_flwr.models import build_model
 from pbfl_flwr.serving.export import Kept, export, has_onnx, read_state, state_file
-from pbfl_flwr.serving.network import Served
+from pbfl_flwr.serving.network import Served, rebuild
 from pbfl_flwr.serving.predict import Exported, open_exported, predict
 from tests.flower.inprocess import federation
 
@@ -438,3 +438,26 @@ def test_a_head_on_unit_features() -> None:
     x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
     logits, features = Served(model, card).eval()(x)
     torch.testing.assert_close(logits, F.linear(F.normalize(features, dim=1), model.head.weight))
+
+
+def test_sizes_that_a_card_merely_says_take_no_memory() -> None:
+    K = 10**6  # whose head would take 262 GB
+    card = Card(
+        method="fedproto",
+        client="0",
+        architecture="mlp5",
+        round=1,
+        participations=1,
+        num_classes=K,
+        feature_dim=65_536,
+        input_shape=(4,),
+        labels=tuple(map(str, range(K))),
+        columns=(),
+        images=False,
+        scale=(1.0,) * 4,
+        shift=(0.0,) * 4,
+    )
+    with pytest.raises(
+        PbflError, match=r"are not those of mlp5 \(head.bias is missing, expected \(1000000,\)\)"
+    ):
+        rebuild(card, {}, "", "there")
