@@ -11,6 +11,7 @@ from pbfl_flwr.config import Scalar
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import compare, comparison_table, side_by_side, sweep
 from pbfl_flwr.flower.engine import Resources
+from pbfl_flwr.flower.memory import available_memory
 from tests.runs import entry, pbfl, write_run
 
 
@@ -63,6 +64,7 @@ def test_labels_can_name_directories_and_differ() -> None:
         (["cps-dim=25"], "nothing is swept"),
         ([], "nothing is swept"),
         (["cps-dim"], "--set cps-dim: allowed is key=value"),
+        (["seed=true,false"], "--set seed=True,False: allowed are whole numbers from 0"),
         (["seed=0,x"], "--set seed=0,x: allowed are whole numbers from 0"),
         (["cps-dim=[[1], [2]]"], "allowed is a value, or values separated by commas"),
     ],
@@ -85,17 +87,36 @@ def test_bad_values_are_named_with_their_combination(tmp_path: Path) -> None:
 
 
 def test_room_is_bounded_by_memory_and_cpus() -> None:
-    one, two = 900 + 2 * 350, 2 * (900 + 350)  # on two CPUs: one run with two workers, two with one each
+    one, two = (
+        (900 + 2 * 350) * 2**20,
+        2 * (900 + 350) * 2**20,
+    )  # on two CPUs: one run with two workers, two with one each
     assert side_by_side.room(4, None, 2) == 2
     assert side_by_side.room(4, two, 2) == 2
     assert side_by_side.room(4, two - 1, 2) == 1
-    lean = side_by_side.PROCESS_MB
+    lean = side_by_side.PROCESS_MB * 2**20
     assert side_by_side.room(4, 2 * lean, 2, processes=True) == 2  # of one process each
     assert side_by_side.room(4, 2 * lean - 1, 2, processes=True) == 1
     assert side_by_side.room(2, 6 * lean, 4, processes=True) == 2  # of a server and two workers each
     assert side_by_side.room(2, 6 * lean - 1, 4, processes=True) == 1
     assert side_by_side.room(1, one - 1, 2) == 1  # the one that was asked for is tried all the same
     assert side_by_side.workers(3, 8) == 2
+
+
+def test_a_container_has_the_memory_that_it_was_given(tmp_path: Path) -> None:
+    assert available_memory(tmp_path) is None
+    for place, content in (
+        ("proc/meminfo", "MemTotal: 64000000 kB\nMemAvailable: 48000000 kB\n"),
+        ("sys/fs/cgroup/memory.max", "max\n"),
+        ("sys/fs/cgroup/memory.current", "1000000\n"),
+    ):
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / place).write_text(content)
+    assert available_memory(tmp_path) == 48_000_000 * 1024
+    (tmp_path / "sys/fs/cgroup/memory.max").write_text("4000000\n")
+    assert available_memory(tmp_path) == 3_000_000
+    (tmp_path / "proc/meminfo").write_text("MemFree: 1 kB\n")
+    assert available_memory(tmp_path) is None
 
 
 def test_the_command_of_a_run_is_its_keys(tmp_path: Path) -> None:

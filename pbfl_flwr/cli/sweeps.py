@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -48,9 +47,12 @@ def sweep(
     app_dir: AppDirectory = None,
 ) -> None:
     """Run every combination of the values and print one table; started again, it goes on where it stopped."""
+    import joblib
+
     from pbfl_flwr.experiments import compare, comparison_table, side_by_side
     from pbfl_flwr.experiments import sweep as sweeping
     from pbfl_flwr.flower.engine import Resources
+    from pbfl_flwr.flower.memory import available_memory
 
     console = screen()
     try:
@@ -62,9 +64,9 @@ def sweep(
     except PbflError as error:
         raise ended(error) from None
     title = f"Sweep over {', '.join(swept.swept) or 'seeds'}"
-    cpus = os.cpu_count() or 1
+    cpus = int(joblib.cpu_count())  # those of the container, where there is one
     processes = engine is EngineName.processes
-    slots = side_by_side.room(parallel, side_by_side.available_mb(), cpus, processes=processes)
+    slots = side_by_side.room(parallel, available_memory(), cpus, processes=processes)
     if slots < parallel:
         say(console, f"--parallel {parallel}: memory and CPUs have room for {slots}", "yellow")
     say(console, f"{sum(not compare.finished(run) for run in planned)} of {len(planned)} runs are to be made")

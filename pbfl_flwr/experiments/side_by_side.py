@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -23,17 +24,17 @@ PROCESS_MB = (
 POLL_SECONDS = 0.5
 
 
-def room(wanted: int, available_mb: float | None, cpus: int, *, processes: bool = False) -> int:
+def room(wanted: int, available: int | None, cpus: int, *, processes: bool = False) -> int:
     """Return how many runs fit beside each other, at least 1 and at most as many as wanted.
 
     Args:
         wanted: runs.
-        available_mb: memory that is free; None where it is not known.
+        available: bytes of memory that programs can still get; None where it is not known.
         cpus: CPUs of the machine; each run has at least one worker.
         processes: whether they are made without Flower's engine.
     """
     need = _without_engine if processes else _with_engine
-    room_mb = 1e12 if available_mb is None else available_mb
+    room_mb = math.inf if available is None else available / 2**20
     fit = [
         count for count in range(1, min(wanted, cpus) + 1) if count * need(workers(count, cpus)) <= room_mb
     ]
@@ -51,16 +52,6 @@ def _without_engine(workers: int) -> float:
 def workers(count: int, cpus: int) -> int:
     """Return the worker processes of each of ``count`` runs: together one for every CPU."""
     return max(1, cpus // count)
-
-
-def available_mb() -> float | None:
-    """Return the memory that programs can still get, None where the system does not say (not Linux)."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return None
-    found = {name: rest for name, _, rest in (line.partition(":") for line in lines)}
-    return int(found["MemAvailable"].split()[0]) / 1024 if "MemAvailable" in found else None
 
 
 def command(run: Planned, app: Path, resources: Resources) -> list[str]:

@@ -66,7 +66,7 @@ def read(preset: str | None, assignments: Iterable[str]) -> Sweep:
             raise PbflError(f"--set {assignment}: allowed is key=value or key=value,value")
         found[key.strip()] = list(dict.fromkeys(listed(key.strip(), text.strip())))
     seeds = found.pop("seed", [base.get("seed", 0)])
-    if not all(isinstance(seed, int) and seed >= 0 for seed in seeds):
+    if not all(isinstance(seed, int) and not isinstance(seed, bool) and seed >= 0 for seed in seeds):
         raise PbflError(f"--set seed={','.join(map(str, seeds))}: allowed are whole numbers from 0")
     swept = [key for key, values in found.items() if len(values) > 1]
     if not swept and len(seeds) < 2:

@@ -31,6 +31,7 @@ from packaging.requirements import Requirement
 from pbfl_flwr import security
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.fleet import ANSWER_SECONDS, BAD_INTERVAL, CLOCK, OTHER_VERSION, UNKNOWN_KEY, Fleet
+from pbfl_flwr.flower.memory import available_memory
 
 DEVICES = ("auto", "cpu", "cuda", "mps")  # of the run-config key
 EXPIRES_SOON = timedelta(days=30)
@@ -166,26 +167,13 @@ def disk(directory: Path) -> list[Finding]:
 
 def memory() -> Finding:
     """What is available now."""
-    available = _available_memory()
+    available = available_memory()
     if available is None:
         return Finding("memory", Status.OK, "not known on this system")
     said = f"{available / 1e9:.1f} GB available"
     if available < LITTLE_MEMORY:
         return Finding("memory", Status.WARNING, said, "training a small network takes about 1 GB; add swap")
     return Finding("memory", Status.OK, said)
-
-
-def _available_memory() -> int | None:
-    """Return bytes: Linux's own estimate, which counts caches that can be dropped, and the control group's limit."""
-    information = Path("/proc/meminfo")
-    if not information.exists():
-        return None
-    fields = dict(line.split(":", 1) for line in information.read_text().splitlines())
-    available = int(fields["MemAvailable"].split()[0]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and used.exists() and (most := limit.read_text().strip()) != "max":
-        available = min(available, max(0, int(most) - int(used.read_text())))
-    return available
 
 
 def accelerator(wanted: str) -> Finding:
