@@ -631,7 +631,7 @@ def test_a_client_that_comes_back_as_another_is_not_asked(monkeypatch: pytest.Mo
 
     before = agreed([member(0, 11), member(1, 12)])
     came = [member(1, 22, architecture="resnet4"), member(5, 23)]
-    monkeypatch.setattr(roster_module, "_greet", lambda *arguments: (came, []))
+    monkeypatch.setattr(roster_module, "_greet", lambda *arguments: (came, {}))
     nobody: Any = None  # the greeting is replaced: no grid is asked
     after, refused = welcome_back(nobody, before, {11, 22, 23}, {1}, "e", 1.0)
     assert after == before
