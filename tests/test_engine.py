@@ -115,9 +115,7 @@ def test_processes_without_flowers_engine_give_the_same_bits(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_processes_end_with_their_command_and_a_killed_one_is_resumed(
-    tmp_path: Path, number: signal.Signals
-) -> None:
+def test_processes_end_with_their_command_and_are_resumed(tmp_path: Path, number: signal.Signals) -> None:
     run_dir = tmp_path / "run"
     more = sets(*SMALL, "num-server-rounds=10000")
     process = pbfl(run_dir, tmp_path / "home", *PROCESSES, "2", "--run-dir", str(run_dir), *more)
@@ -131,7 +129,6 @@ def test_processes_end_with_their_command_and_a_killed_one_is_resumed(
     if number == signal.SIGINT:
         assert process.returncode == 130, said
         assert f"go on with: pbfl run --resume {run_dir} --engine processes" in said
-        return
     done = len((run_dir / "rounds.jsonl").read_text().splitlines())
     rest = sets(f"num-server-rounds={done + 1}")
     process = pbfl(run_dir, tmp_path / "home", *PROCESSES, "1", "--resume", str(run_dir), *rest)

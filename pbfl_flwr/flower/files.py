@@ -5,6 +5,7 @@ No torch here: who only reads what a run wrote down starts at once.
 
 from __future__ import annotations
 
+import errno
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -32,7 +33,7 @@ def write_atomically(path: Path, data: bytes, *, locked: bool = False) -> None:
             a killed process left there is written over.
 
     Raises:
-        UnsavedState: if the system refuses it.
+        UnsavedState: if the system refuses it, or cannot say that the new name lasts.
     """
     writer = "" if locked else f".{os.getpid()}"
     temporary = path.with_name(f".{path.name}{writer}.tmp")
@@ -49,12 +50,25 @@ def write_atomically(path: Path, data: bytes, *, locked: bool = False) -> None:
         raise UnsavedState(
             f"{path} cannot be written ({error.strerror}); what it held before is kept"
         ) from None
-    with suppress(OSError):  # Windows opens no directory, some network disks do not flush one
-        directory = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+    try:
+        _flush_directory(path.parent)
+    except OSError as error:
+        raise UnsavedState(f"{path} is written, but may not outlast a power cut ({error.strerror})") from None
+
+
+def _flush_directory(path: Path) -> None:
+    """Make the new name of a file last, where the system knows of such a thing."""
+    try:
+        directory = os.open(path, os.O_RDONLY)
+    except PermissionError:  # Windows opens no directory
+        return
+    try:
+        os.fsync(directory)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # of file systems that flush no directory
+            raise
+    finally:
+        os.close(directory)
 
 
 def remove_torn(directory: Path) -> None:

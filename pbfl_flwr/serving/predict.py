@@ -31,7 +31,7 @@ from pbfl_flwr.data.columns import CLIENT, LABEL, SUFFIXES
 from pbfl_flwr.data.image_folder import one_image
 from pbfl_flwr.data.npz import read_arrays
 from pbfl_flwr.data.table import features
-from pbfl_flwr.data.texts import texts_of
+from pbfl_flwr.data.texts import LINES, texts_of
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import nearest
 from pbfl_flwr.payloads import under
@@ -39,7 +39,6 @@ from pbfl_flwr.serving.export import CARD, FORMAT, PROTOTYPES, WEIGHTS
 from pbfl_flwr.serving.network import Served, rebuild
 
 HEAD = "head"
-TEXT = ".txt"
 MAX_CARD_BYTES = 2**26
 BATCH = 256
 
@@ -191,10 +190,10 @@ def _inputs(card: Card, files: Sequence[Path]) -> Iterator[tuple[str, int, NDArr
             yield str(path), 1, _arrays(card, path)
         elif suffix in SUFFIXES:
             yield str(path), 1, _rows(card, path)
-        elif suffix == TEXT:
-            yield str(path), 1, _lines(card, path)
+        elif suffix == LINES:
+            yield str(path), 1, _texts(card, path)
         else:
-            allowed = f"images, .npz, {', '.join(SUFFIXES)}, {TEXT}, and folders of images"
+            allowed = f"images, .npz, {', '.join(SUFFIXES)}, {LINES}, and folders of images"
             raise PbflError(f"{path}: allowed are {allowed}")
 
 
@@ -224,23 +223,13 @@ def _arrays(card: Card, path: Path) -> NDArray[Any]:
     return x
 
 
-def _lines(card: Card, path: Path) -> NDArray[Any]:
-    """Return the token ids of a text a line."""
-    if not card.vocabulary:
+def _texts(card: Card, path: Path) -> NDArray[Any]:
+    """Return the token ids of a text a line, or of a table's column of texts."""
+    if not card.vocabulary or len(card.input_shape) != 1:
         raise PbflError(
             f"{path} is text, but this model takes inputs of shape {card.input_shape} and no tokens"
         )
-    try:
-        with path.open(encoding="utf-8-sig") as file:  # splitlines() also breaks at form feeds and the like
-            texts = [line.removesuffix("\n") for line in file]
-    except (OSError, UnicodeDecodeError) as error:
-        raise PbflError(f"{path} is not readable text in UTF-8: {error}") from error
-    return _ids(card, path, texts)
-
-
-def _ids(card: Card, path: Path, texts: Sequence[str]) -> NDArray[Any]:
-    if len(card.input_shape) != 1:
-        raise PbflError(f"{path} is text, but this model takes inputs of shape {card.input_shape}")
+    texts = list(texts_of(path))
     ids = np.empty((len(texts), *card.input_shape), np.int32)
     tokens.encode(texts, card.vocabulary, ids)
     return ids
@@ -250,7 +239,7 @@ def _rows(card: Card, path: Path) -> NDArray[Any]:
     if card.images:
         raise PbflError(f"{path} is a table, but this model takes images of shape {card.input_shape}")
     if card.vocabulary:
-        return _ids(card, path, list(texts_of(path)))
+        return _texts(card, path)
     values = features(path, card.columns or None, without=(LABEL, CLIENT))
     if values.shape[1] != math.prod(card.input_shape):
         raise PbflError(

@@ -84,8 +84,7 @@ def test_every_picture_has_title_axes_with_labels_and_words(drawn: list[pictures
 
 def test_svg_stands_alone_and_in_a_page(drawn: list[pictures.Section]) -> None:
     identities: list[str] = []
-    one_of_a_kind = {picture.name: picture for section in drawn for picture in section.pictures}
-    for picture in one_of_a_kind.values():
+    for picture in [picture for section in drawn for picture in section.pictures]:
         ET.fromstring(style.svg(picture))
         inline = style.inline_svg(picture)
         root = ET.fromstring(inline)

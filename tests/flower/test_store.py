@@ -1,7 +1,10 @@
 """State on disk: either the old file or the new one, checked when it is read, never overwritten when in doubt."""
 
+import errno
 import json
 import os
+import stat
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -153,6 +156,24 @@ def test_a_system_that_flushes_no_directory(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(os, "open", refuse)
     write_atomically(tmp_path / "file", b"content")
+    assert (tmp_path / "file").read_bytes() == b"content"
+
+
+@pytest.mark.parametrize(("number", "refused"), [(errno.EINVAL, False), (errno.EIO, True)])
+def test_a_directory_that_is_not_flushed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, refused: bool
+) -> None:
+    """Some file systems flush none, which is no fault; a disk that fails is one."""
+    flushed = os.fsync
+
+    def fail(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(number, os.strerror(number))
+        flushed(handle)
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(UnsavedState, match="may not outlast a power cut") if refused else nullcontext():
+        write_atomically(tmp_path / "file", b"content")
     assert (tmp_path / "file").read_bytes() == b"content"
 
 
