@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -18,10 +17,10 @@ from pbfl_flwr.flower import wire
 from pbfl_flwr.flower.device import NAME, is_number
 from pbfl_flwr.flower.history import RunRefused
 from pbfl_flwr.flower.terms import terms
+from pbfl_flwr.flower.waiting import looks
 from pbfl_flwr.payloads import RejectedPayload, Reveal
 from pbfl_flwr.task import Task
 
-POLL_SECONDS = 0.2
 SAME = ("task", "labels", "columns", "architecture", "parameters")  # of a client that comes back
 OF_A_RUN = ("simulated", "name", "configured_data", *SAME)  # of the clients of a run that goes on
 REVEALS = (  # what the hello round tells the server
@@ -142,6 +141,11 @@ class Roster:
         """Number -> name, of the clients that have one."""
         return {client: member.name for client, member in self.members.items() if member.name}
 
+    def called(self, node: int) -> str:
+        """How a person calls what runs on a node."""
+        labels = (f"client {member.label}" for member in self.members.values() if member.node == node)
+        return next(labels, f"node {node}")
+
     def without(self, clients: Collection[int]) -> Roster:
         """Return the roster of the other clients."""
         if not clients:
@@ -179,16 +183,18 @@ def wait_for_nodes(grid: Grid, wanted: int, timeout: float) -> list[int]:
     Raises:
         PbflError: if too few have joined when the time is over.
     """
-    end = time.monotonic() + timeout
-    while len(nodes := sorted(grid.get_node_ids())) < wanted:
-        if time.monotonic() > end:
-            raise PbflError(
-                f"num-clients = {wanted}, but only {len(nodes)} nodes joined within {timeout:.0f} s; a simulation "
-                f"needs --federation-config 'num-supernodes={wanted}' (pbfl run passes it), a deployment needs "
-                f"{wanted} running SuperNodes"
-            )
-        time.sleep(POLL_SECONDS)
-    return nodes
+
+    def joined() -> list[int]:
+        return sorted(grid.get_node_ids())
+
+    for _ in looks(timeout, lambda: f"waiting for nodes: {len(joined())} of {wanted} have joined"):
+        if len(nodes := joined()) >= wanted:
+            return nodes
+    raise PbflError(
+        f"num-clients = {wanted}, but only {len(joined())} nodes joined within {timeout:.0f} s; a simulation "
+        f"needs --federation-config 'num-supernodes={wanted}' (pbfl run passes it), a deployment needs "
+        f"{wanted} running SuperNodes"
+    )
 
 
 def meet(

@@ -38,6 +38,7 @@ from pbfl_flwr.flower.recorder import Recorder
 from pbfl_flwr.flower.replies import Outcome, Phase, read
 from pbfl_flwr.flower.roster import Roster, meet, unchanged, worker_died
 from pbfl_flwr.flower.secure import SecureRounds
+from pbfl_flwr.flower.waiting import attentive
 from pbfl_flwr.method import Method, Moment, Round
 from pbfl_flwr.methods import build_method, privacy_notes
 from pbfl_flwr.payloads import Payload
@@ -194,6 +195,7 @@ class MethodStrategy(Strategy):
         self.summary()
         self._num_rounds = num_rounds or self.settings.run.num_server_rounds
         timeout = timeout or self.settings.run.round_timeout
+        grid = attentive(grid, lambda node: (self.roster or Roster({})).called(node))
         with nullcontext() if self.run is None else self.run.alone():
             if self._attendance is None:
                 self.prepare(grid)

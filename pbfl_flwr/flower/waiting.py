@@ -1,0 +1,126 @@
+"""Waiting for clients: looking in often enough, and saying whom one waits for."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from logging import INFO
+
+from flwr.app import Message, RecordDict
+from flwr.common import log
+from flwr.proto.node_pb2 import NodeInfo
+from flwr.serverapp import Grid
+from flwr.supercore.run import Run
+
+FIRST_WORD = 60.0  # seconds of silence; then twice as long, and so on
+SHORTEST, LONGEST = 0.1, 3.0  # seconds between two looks
+SHARE = 0.01  # of what was waited already
+FEW = 5  # clients that a line names
+
+
+def looks(timeout: float, say: Callable[[], str]) -> Iterator[None]:
+    """Yield whenever it is time to look, for the last time when the time is over.
+
+    Args:
+        timeout: seconds.
+        say: what is logged after one minute, two, four and so on, before the seconds.
+    """
+    started, word = time.monotonic(), FIRST_WORD
+    while True:
+        yield
+        waited = time.monotonic() - started
+        if waited >= timeout:
+            return
+        if waited >= word:
+            log(INFO, "%s", f"{say()}, {waited:.0f} s so far")
+            word *= 2
+        time.sleep(min(max(SHORTEST, SHARE * waited), LONGEST, timeout - waited))
+
+
+def attentive(grid: Grid, called: Callable[[int], str]) -> Grid:
+    """Return a grid that says whom it waits for, if this is one of Flower's own; others wait as they like."""
+    return Attentive(grid, called) if type(grid).__module__.split(".")[0] == "flwr" else grid
+
+
+class Attentive(Grid):
+    """A grid that says whom it waits for, and looks for answers as often as the time they take is worth.
+
+    Flower's own waits without a word and, where clients are devices, looks every three seconds.
+
+    Args:
+        grid: Flower's.
+        called: how a person calls the client on a node.
+    """
+
+    def __init__(self, grid: Grid, called: Callable[[int], str]) -> None:
+        self._grid, self._called = grid, called
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+        """Send messages and return the answers that come in time, in the order in which they come.
+
+        A message that Flower does not take is not waited for.
+
+        Args:
+            messages: at most one a node.
+            timeout: seconds; None waits for all.
+        """
+        asked = list(messages)
+        sent = {message_id for message_id in self._grid.push_messages(asked) if message_id}
+        awaited = {
+            m.metadata.message_id: m.metadata.dst_node_id for m in asked if m.metadata.message_id in sent
+        }
+        came: list[Message] = []
+
+        def say() -> str:
+            group = asked[0].metadata.group_id
+            what = f"round {group}" if group.isdigit() else group
+            names = [self._called(node) for node in awaited.values()]
+            rest = f" and {len(names) - FEW} more" if len(names) > FEW else ""
+            return f"{what}: {len(came)} of {len(asked)} have answered; waiting for {', '.join(names[:FEW])}{rest}"
+
+        for _ in looks(math.inf if timeout is None else timeout, say):
+            for answer in self._grid.pull_messages(list(awaited)) if awaited else ():
+                came.append(answer)
+                awaited.pop(answer.metadata.reply_to_message_id, None)
+            if not awaited:
+                break
+        return came
+
+    # The rest is the grid's own ----------------------------------------------------------------------------
+
+    @property
+    def run(self) -> Run:
+        """Flower's run."""
+        return self._grid.run
+
+    def set_run(self, run: Run) -> None:
+        """Set Flower's run."""
+        self._grid.set_run(run)
+
+    def create_message(
+        self,
+        content: RecordDict,
+        message_type: str,
+        dst_node_id: int,
+        group_id: str,
+        ttl: float | None = None,
+    ) -> Message:
+        """Return a message."""
+        return self._grid.create_message(content, message_type, dst_node_id, group_id, ttl)
+
+    def get_node_ids(self) -> Iterable[int]:
+        """Return the nodes."""
+        return self._grid.get_node_ids()
+
+    def get_nodes(self) -> Iterable[NodeInfo]:
+        """Return what Flower knows of the nodes."""
+        return self._grid.get_nodes()
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Send messages and return their ids."""
+        return self._grid.push_messages(messages)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Return the answers that have come."""
+        return self._grid.pull_messages(message_ids)

@@ -1,0 +1,160 @@
+"""Waiting: how often one looks, what is said of whom, and that nothing which comes is lost."""
+
+import logging
+import math
+from collections.abc import Iterable
+
+import pytest
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.superlink.grid.inmemory_grid import InMemoryGrid
+
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower import waiting
+from pbfl_flwr.flower.roster import Roster, wait_for_nodes
+from pbfl_flwr.flower.waiting import Attentive, attentive, looks
+from tests.flower.inprocess import LocalGrid
+
+
+class Clock:
+    """Time that passes only where somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr(waiting, "time", found)
+    return found
+
+
+class SlowGrid(LocalGrid):
+    """Nodes that answer after so many seconds; a message to a node that is not there is not taken."""
+
+    def __init__(self, clock: Clock, seconds: dict[int, float]) -> None:
+        super().__init__()
+        self.clock, self.seconds, self.pulls = clock, seconds, 0
+        self.due: dict[str, tuple[float, Message]] = {}
+
+    def get_node_ids(self) -> list[int]:
+        return [node for node, seconds in self.seconds.items() if seconds <= self.clock.now]
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str | None]:  # type: ignore[override]
+        ids: list[str | None] = []
+        for message in messages:
+            message_id = f"message to {message.metadata.dst_node_id}"
+            message.metadata.__dict__["_message_id"] = message_id
+            if (seconds := self.seconds.get(message.metadata.dst_node_id)) is None:
+                ids.append(None)  # as Flower has it
+            else:
+                ids.append(message_id)
+                self.due[message_id] = self.clock.now + seconds, Message(RecordDict(), reply_to=message)
+        return ids
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        self.pulls += 1
+        come = [key for key in message_ids if self.due[key][0] <= self.clock.now]
+        return [self.due.pop(key)[1] for key in come]
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+        raise AssertionError("this would wait in silence")
+
+
+def questions(*nodes: int, group: str = "3") -> list[Message]:
+    content = RecordDict({"config": ConfigRecord({"round": 3})})
+    return [Message(content, dst_node_id=node, message_type="train", group_id=group) for node in nodes]
+
+
+def senders(answers: Iterable[Message]) -> list[int]:
+    return [answer.metadata.src_node_id for answer in answers]
+
+
+def test_all_answers_are_returned_as_soon_as_the_last_is_there(clock: Clock) -> None:
+    grid = SlowGrid(clock, {1: 0.25, 2: 5.0, 3: 0.0})
+    assert senders(Attentive(grid, str).send_and_receive(questions(1, 2, 3), timeout=60)) == [3, 1, 2]
+    assert 5.0 <= clock.now < 5.2  # looks come every tenth of a second at first
+    assert clock.now / grid.pulls > 0.09
+
+
+def test_the_longer_it_takes_the_seldomer_one_looks(clock: Clock) -> None:
+    grid = SlowGrid(clock, {1: 1000.0})
+    assert senders(Attentive(grid, str).send_and_receive(questions(1), timeout=None)) == [1]
+    assert clock.now < 1003.1
+    assert grid.pulls < 100 + math.log(300 / 10) / math.log(1.01) + 700 / 3 + 10
+
+
+def test_who_does_not_answer_in_time_is_left_out_and_its_answer_can_be_had_later(clock: Clock) -> None:
+    grid = SlowGrid(clock, {1: 0.0, 2: 10.0})
+    attentive_grid = Attentive(grid, str)
+    assert senders(attentive_grid.send_and_receive(questions(1, 2), timeout=4.0)) == [1]
+    assert clock.now == pytest.approx(4.0)
+    clock.sleep(6.5)
+    assert senders(attentive_grid.pull_messages(["message to 2"])) == [2]
+
+
+def test_an_answer_at_the_last_moment_counts(clock: Clock) -> None:
+    grid = SlowGrid(clock, {1: 4.0})
+    assert senders(Attentive(grid, str).send_and_receive(questions(1), timeout=4.0)) == [1]
+
+
+def test_a_message_that_was_not_taken_is_not_waited_for(clock: Clock) -> None:
+    grid = SlowGrid(clock, {1: 1.0})
+    assert senders(Attentive(grid, str).send_and_receive(questions(1, 7), timeout=600)) == [1]
+    assert clock.now < 2
+    assert Attentive(grid, str).send_and_receive(questions(7), timeout=600) == []
+    assert Attentive(grid, str).send_and_receive([], timeout=600) == []
+    assert clock.now < 2
+
+
+def test_whom_one_waits_for_is_said_after_a_minute_two_and_four(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    grid = SlowGrid(clock, {1: 0.0, **dict.fromkeys(range(2, 9), 200.0), 9: 130.0})
+    with caplog.at_level(logging.INFO, "flwr"):
+        Attentive(grid, lambda node: f"client {node}").send_and_receive(questions(*range(1, 10)), timeout=290)
+    first, second = (record.getMessage().rpartition(",")[0] for record in caplog.records)
+    named = "client 2, client 3, client 4, client 5, client 6"
+    assert first == f"round 3: 1 of 9 have answered; waiting for {named} and 3 more"
+    assert second == f"round 3: 1 of 9 have answered; waiting for {named} and 3 more"
+    said_at = [int(record.getMessage().split()[-4]) for record in caplog.records]
+    assert 60 <= said_at[0] <= 61
+    assert 120 <= said_at[1] <= 122
+
+
+def test_a_node_is_named_by_its_number_until_it_has_said_who_it_is(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    grid = SlowGrid(clock, {5: 0.0, 6: 1000.0})
+    roster = Roster({})
+    with caplog.at_level(logging.INFO, "flwr"):
+        Attentive(grid, roster.called).send_and_receive(questions(5, 6, group="hello"), timeout=100)
+    assert caplog.messages == ["hello: 1 of 2 have answered; waiting for node 6, 61 s so far"]
+
+
+def test_nodes_that_have_not_joined_are_counted_while_one_waits(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    grid = SlowGrid(clock, {5: 0.0, 6: 70.0, 7: 1000.0})
+    with caplog.at_level(logging.INFO, "flwr"):
+        assert wait_for_nodes(grid, 2, 100) == [5, 6]
+    assert caplog.messages == ["waiting for nodes: 1 of 2 have joined, 61 s so far"]
+    with pytest.raises(PbflError, match="num-clients = 3, but only 2 nodes joined within 10 s"):
+        wait_for_nodes(grid, 3, 10)
+
+
+def test_only_flowers_own_grids_are_watched(clock: Clock) -> None:
+    own = SlowGrid(clock, {})
+    assert attentive(own, str) is own
+    flowers = InMemoryGrid.__new__(InMemoryGrid)  # it would connect to a SuperLink's state
+    assert isinstance(attentive(flowers, str), Attentive)
+
+
+def test_looks_end_at_once_where_there_is_no_time(clock: Clock) -> None:
+    assert len(list(looks(0.0, str))) == 1
