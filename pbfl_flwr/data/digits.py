@@ -13,10 +13,16 @@ import numpy as np
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data.cache import Allocate, cached
 from pbfl_flwr.data.contract import Pool
+from pbfl_flwr.data.files import check_no_path
 
 
 def digits(settings: DataSettings) -> Pool:
-    """Return 1,797 images, 1x16x16 uint8, 10 classes, no official test part."""
+    """Return 1,797 images, 1x16x16 uint8, 10 classes, no official test part.
+
+    Raises:
+        PbflError: if data-dir is set.
+    """
+    check_no_path(settings)
     # Kept like any other: scikit-learn takes a second to import, in every process of a run and for every message.
     return cached("digits", (), _decode, [version("scikit-learn")])
 

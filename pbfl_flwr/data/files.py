@@ -32,6 +32,19 @@ def given_path(settings: DataSettings, what: str) -> Path:
     return path
 
 
+def check_no_path(settings: DataSettings) -> None:
+    """Refuse data-dir for a dataset that needs no files: whoever gives one means another dataset.
+
+    Raises:
+        PbflError: naming both.
+    """
+    if settings.data_dir:
+        raise PbflError(
+            f"data-dir = '{settings.data_dir}': dataset = '{settings.dataset}' needs no files and would not read it; "
+            "name the dataset that lies there (pbfl list datasets), or leave data-dir out"
+        )
+
+
 def files_under(folder: Path) -> list[Path]:
     """Return every file below a folder."""
     return [path for path in folder.rglob("*") if path.is_file()]

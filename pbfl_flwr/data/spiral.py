@@ -10,6 +10,7 @@ import numpy as np
 
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data.contract import Pool
+from pbfl_flwr.data.files import check_no_path
 
 NUM_CLASSES = 6
 POINTS_PER_CLASS = 5000
@@ -17,7 +18,12 @@ SEED = 0
 
 
 def spiral(settings: DataSettings) -> Pool:
-    """Return 30,000 points, float32 (2,), 6 classes; the same points whatever the partition's seed."""
+    """Return 30,000 points, float32 (2,), 6 classes; the same points whatever the partition's seed.
+
+    Raises:
+        PbflError: if data-dir is set.
+    """
+    check_no_path(settings)
     rng = np.random.default_rng(SEED)
     step = np.linspace(0.0, 1.0, POINTS_PER_CLASS)  # (i-1)/(n-1)
     arm = np.arange(NUM_CLASSES)[:, None]

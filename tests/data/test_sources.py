@@ -328,6 +328,12 @@ def test_datasets_that_need_a_path_say_so():
             check_data(DataSettings(dataset=name), 2)
 
 
+@pytest.mark.parametrize("name", ["digits", "spiral"])
+def test_datasets_that_need_no_files_refuse_a_path(tmp_path, name):
+    with pytest.raises(PbflError, match=f"data-dir = '{tmp_path}': dataset = '{name}' needs no files"):
+        check_data(DataSettings(dataset=name, data_dir=str(tmp_path)), 2)
+
+
 def test_every_dataset_has_a_line_of_description():
     for name, dataset in DATASETS.items():
         assert name == name.lower()
