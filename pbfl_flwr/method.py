@@ -221,15 +221,15 @@ class Method(ABC, Generic[StateT, DownT, UpT]):
 
     def paper_scalars(
         self, task: Task, class_counts: Sequence[int], parameters: Sequence[tuple[int, int]]
-    ) -> float:
-        """Return the papers' cost: scalars a round, both directions, summed over all clients.
+    ) -> float | None:
+        """Return the papers' cost: scalars a round, both directions, summed over all clients; None if none counts it.
 
         Args:
             task: K and d.
             class_counts: K_i of every client, before the train/test split.
             parameters: (body, head) parameters of every client's network.
         """
-        return 0.0
+        return None
 
 
 def head_scores(features: Tensor, logits: Tensor) -> Tensor:

@@ -338,7 +338,7 @@ def privacy_line(configuration: Mapping[str, Any], clients: Sequence[Mapping[str
 
 def paper_scalars(found: float | None) -> str:
     """Return the paper's count of the scalars that travel in a round, or why it is not known."""
-    return "unknown (K_i are the devices' own)" if found is None else f"{found:,.0f}"
+    return "unknown (no formula, or K_i are the devices' own)" if found is None else f"{found:,.0f}"
 
 
 def failure_lines(rounds: Sequence[Mapping[str, Any]]) -> Iterator[str]:

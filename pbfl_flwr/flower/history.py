@@ -213,7 +213,7 @@ class RunDirectory:
         notes: Sequence[str],
         majority: float | None,
         newcomer_majority: float | None,
-        paper_scalars: float,
+        paper_scalars: float | None,
         data: str,
     ) -> None:
         """Write the samples of each class on each client, and what follows from them alone.
@@ -223,7 +223,7 @@ class RunDirectory:
             notes: on the partition.
             majority: what always answering a client's largest class scores.
             newcomer_majority: the same of the clients that come after the last round.
-            paper_scalars: that travel in a round by the paper's formula.
+            paper_scalars: that travel in a round by the paper's formula, None where there is none.
             data: a hash of the samples that were dealt.
         """
         figures = {

@@ -9,7 +9,7 @@ Differs from the reference: nothing known; the references sample clients twice a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pbfl_flwr.config import Settings
@@ -42,6 +42,12 @@ class Local(Method[Nothing, Nothing, Nothing]):
     def aggregate(self, state: Nothing, uploads: Mapping[int, Nothing], at: Round) -> Nothing:
         """Return the state."""
         return state
+
+    def paper_scalars(
+        self, task: Task, class_counts: Sequence[int], parameters: Sequence[tuple[int, int]]
+    ) -> float:
+        """Nothing travels."""
+        return 0.0
 
 
 def build(settings: Settings) -> Local:
