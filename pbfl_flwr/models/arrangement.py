@@ -106,7 +106,8 @@ def _replacement(conv: nn.Conv2d) -> nn.Conv2d | None:
 def _taps(height: int, width: int, kernel: int, stride: int, padding: int) -> tuple[Tensor, int, int]:
     """Return (h·w·h'·w', kernel²), one where an element of the kernel joins an input and an output pixel; h', w'."""
     rows, columns = ((side + 2 * padding - kernel) // stride + 1 for side in (height, width))
-    table = torch.zeros(height, width, rows, columns, kernel, kernel)
+    with torch.inference_mode(False):  # who asks first may be evaluating, who asks next will train
+        table = torch.zeros(height, width, rows, columns, kernel, kernel)
     for row in range(rows):
         for column in range(columns):
             for i in range(kernel):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pbfl_flwr.models import MODELS, arrange, build_model
+from pbfl_flwr.models import MODELS, arrange, arrangement, build_model
 from pbfl_flwr.models.arrangement import FEW_PIXELS, DepthwiseConv2d, PointwiseConv2d
 from pbfl_flwr.task import Task
 
@@ -101,6 +101,15 @@ def test_deep_networks_meet_small_maps(name: str) -> None:
             module.register_forward_pre_hook(lambda _, given: sizes.append(given[0][0, 0].numel()))
     model.features(torch.zeros(1, *TASK.input_shape))
     assert sum(size <= FEW_PIXELS for size in sizes) >= 7
+
+
+def test_a_network_that_was_scored_first_can_be_trained() -> None:
+    arrangement._taps.cache_clear()  # a process that has only scored so far
+    model = arrange(build_model("mobilenet-v2", TASK, 0), "channels-last").eval()
+    with torch.inference_mode():
+        model.features(torch.zeros(2, *TASK.input_shape))
+    model.features(torch.zeros(2, *TASK.input_shape)).sum().backward()
+    assert arrangement._taps.cache_info().hits > 0
 
 
 def test_contiguous_leaves_a_network_as_it_was_built() -> None:
