@@ -133,7 +133,10 @@ class AdamDescent:
     def step(self) -> None:
         """Move along the gradients."""
         moved = [parameter for parameter in self.parameters if parameter.grad is not None]
-        kept = [self.moments.setdefault(parameter, _at_rest(parameter)) for parameter in moved]
+        self.moments.update(
+            {parameter: _at_rest(parameter) for parameter in moved if parameter not in self.moments}
+        )
+        kept = [self.moments[parameter] for parameter in moved]
         adam(
             list[Tensor](moved),
             [parameter.grad for parameter in moved if parameter.grad is not None],
