@@ -159,6 +159,8 @@ def fit(
         for parameter in frozen:
             parameter.requires_grad_(False)
         for _ in range(settings.local_epochs if epochs is None else epochs):
+            if steps == max_steps:
+                break
             for index in batches(len(trained_on), settings, order, trained_on.device):
                 if len(index) < smallest:
                     continue  # BatchNorm has no variance over one sample
@@ -187,7 +189,8 @@ def fit(
         )
     if not all(bool(torch.isfinite(parameter).all()) for parameter in descent.parameters):
         raise Diverged(f"a weight is not finite after {steps} steps; lower learning-rate")
-    return FitReport(steps, samples, losses, _momentum(descent.buffers, names))
+    buffers = descent.buffers if settings.optimizer_state == "kept" else {}
+    return FitReport(steps, samples, losses, _momentum(buffers, names))
 
 
 def rate_share(settings: TrainingSettings, number: int) -> float:

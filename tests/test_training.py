@@ -279,6 +279,11 @@ def test_kept_momentum_is_one_uninterrupted_sgd() -> None:
     assert not torch.allclose(fresh.head.weight, twin.head.weight, atol=1e-3)
 
 
+def test_fresh_momentum_is_nothing_to_remember() -> None:
+    who = client(momentum=0.9)
+    assert fit(who, classification(who.model)).optimizer == {}
+
+
 def test_what_the_client_remembers_is_not_changed_by_training() -> None:
     model = Net()
     first = fit(client(model, momentum=0.9, optimizer_state="kept"), classification(model)).optimizer
