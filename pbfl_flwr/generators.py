@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from pbfl_flwr import seeds
 from pbfl_flwr.descent import AdamDescent
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client
@@ -73,8 +74,7 @@ class Shape:
 
     def build(self, task: Task, seed: int = 0) -> FeatureGenerator:
         """Return a fresh generator; global randomness is untouched."""
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)
+        with seeds.seeded(seed):
             return FeatureGenerator(
                 task.num_classes, task.feature_dim, self.noise_dim, self.hidden_dim, self.positive
             )

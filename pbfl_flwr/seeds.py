@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -27,3 +29,16 @@ def generator(*parts: int | str) -> torch.Generator:
     import torch
 
     return torch.Generator().manual_seed(derive(*parts))
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Have torch draw from this seed on the CPU, for layers that draw their weights when they are built.
+
+    Its global random state is as before afterwards, that of every GPU untouched.
+    """
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would also reseed every GPU
+        yield

@@ -1,10 +1,12 @@
 """Seeds depend on what they are for, and on nothing else."""
 
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 import torch
 
-from pbfl_flwr.seeds import derive, generator
+from pbfl_flwr.seeds import derive, generator, seeded
 
 
 def test_a_seed_is_a_function_of_its_parts() -> None:
@@ -33,4 +35,16 @@ def test_generators_are_their_own() -> None:
     before = torch.get_rng_state()
     first = torch.rand(3, generator=generator(1, "x"))
     assert torch.equal(first, torch.rand(3, generator=generator(1, "x")))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_layers_are_drawn_from_a_seed_and_nothing_else_is() -> None:
+    before = torch.get_rng_state()
+    with patch("torch.cuda.manual_seed_all") as of_all_cards:
+        with seeded(5):
+            first = torch.rand(3)
+        with pytest.raises(ValueError, match="built wrongly"), seeded(6):
+            raise ValueError("built wrongly")
+    of_all_cards.assert_not_called()
+    assert torch.equal(first, torch.rand(3, generator=torch.Generator().manual_seed(5)))
     assert torch.equal(before, torch.get_rng_state())

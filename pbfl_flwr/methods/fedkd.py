@@ -27,6 +27,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from pbfl_flwr import seeds
 from pbfl_flwr.config import Auto, Group, Settings, parse_section
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.lowrank import Scheme, check_shapes, compress, expand
@@ -230,8 +231,7 @@ class FedKD(Method[MenteeState, LowRank, LowRank]):
     def _projection(self, client: Client) -> nn.Linear:
         """Return W as it was, or fresh: from the run's seed, as every network."""
         d = client.task.feature_dim
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(client.seed)
+        with seeds.seeded(client.seed):
             projection = nn.Linear(d, d, bias=False)
         if "projection" in client.memory:
             with torch.no_grad():

@@ -8,8 +8,7 @@ seconds, and on a device every message has a new process.
 
 from collections.abc import Callable
 
-import torch
-
+from pbfl_flwr import seeds
 from pbfl_flwr.architectures import (
     FAMILIES,
     architecture_of,
@@ -101,8 +100,7 @@ def build_model(name: str, task: Task, seed: int) -> SplitModel:
     """
     if name not in MODELS and not is_external(name):
         raise PbflError(f"models = '{name}': {unknown(name)}")
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would also reseed every GPU
+    with seeds.seeded(seed):
         return MODELS[name](task) if name in MODELS else build_external(name, task)
 
 

@@ -7,13 +7,13 @@ image of height 1.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pbfl_flwr import seeds
 from pbfl_flwr.models.contract import SplitModel, random_inputs
 from pbfl_flwr.task import Task
 
@@ -93,7 +93,7 @@ class MapDistillation(nn.Module):
         self, channels: Sequence[int], *, width: int = 64, ratio: int = 16, kernel: int = 7, seed: int = 0
     ) -> None:
         super().__init__()
-        with _seeded(seed):
+        with seeds.seeded(seed):
             self.attention = nn.ModuleList(CBAM(c, ratio, kernel) for c in channels)
             self.fuse_attention = CrossLayerFusion(channels, width)
             self.fuse_maps = CrossLayerFusion(channels, width)
@@ -178,10 +178,3 @@ def convolutional(maps: Sequence[Tensor]) -> list[Tensor]:
 def as_images(maps: Sequence[Tensor]) -> list[Tensor]:
     """Return maps (B, C, length) as (B, C, 1, length), images as they are."""
     return [x.unsqueeze(2) if x.dim() == 3 else x for x in maps]
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        yield

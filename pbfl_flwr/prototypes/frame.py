@@ -77,8 +77,7 @@ def projection_layer(feature_dim: int, seed: int, kept: Mapping[str, Tensor]) ->
         seed: of the first weights, the same for all clients; torch's global random state is left alone.
         kept: the state of last time; empty at first.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seeds.derive(seed, "projection"))
+    with seeds.seeded(seeds.derive(seed, "projection")):
         layer = nn.Linear(feature_dim, feature_dim)
     if kept:
         layer.load_state_dict(dict(kept))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pbfl_flwr import seeds
 from pbfl_flwr.descent import Descent, Group
 from pbfl_flwr.payloads import Prototypes
 
@@ -84,8 +85,7 @@ class TrainingReport:
 
 def initial_state(num_classes: int, feature_dim: int, seed: int) -> TrainableState:
     """Return a freshly initialised generator (PyTorch's defaults); global randomness is untouched."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeds.seeded(seed):
         network = PrototypeGenerator(num_classes, feature_dim)
     return TrainableState({name: tensor.detach().clone() for name, tensor in network.state_dict().items()})
 
