@@ -187,7 +187,9 @@ def fit(
         raise Diverged(
             f"loss term '{bad[0]}' is not finite after {steps} steps; lower learning-rate or its weight"
         )
-    if not all(bool(torch.isfinite(parameter).all()) for parameter in descent.parameters):
+    if not bool(
+        torch.stack([p.isfinite().all() for p in descent.parameters]).all()
+    ):  # a GPU is waited for once
         raise Diverged(f"a weight is not finite after {steps} steps; lower learning-rate")
     buffers = descent.buffers if settings.optimizer_state == "kept" else {}
     return FitReport(steps, samples, losses, _momentum(buffers, names))
@@ -287,7 +289,7 @@ class Scores:
     validation: Scores | None = None
 
 
-@torch.inference_mode()
+@torch.no_grad()  # not inference_mode: a tensor that a network caches while it is scored must serve training, too
 def evaluate(client: Client, predictors: Mapping[str, Predictor]) -> Scores:
     """Score all predictors in one pass over the client's test shard, then the validation shard.
 

@@ -251,11 +251,8 @@ def card() -> Iterator[None]:
     """Let this process have a card for a while."""
     before = torch.__future__.get_overwrite_module_params_on_conversion()
     torch.__future__.set_overwrite_module_params_on_conversion(True)
-    inference = torch.inference_mode  # knows no tensors of a class of their own
     try:
         with (
-            patch.object(inference, "__enter__", torch.no_grad.__enter__),
-            patch.object(inference, "__exit__", torch.no_grad.__exit__),
             patch("torch.cuda.get_rng_state", lambda device: torch.get_rng_state()),
             patch("torch.cuda.set_rng_state", lambda state, device: None),
             patch("torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype", _grouped),

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from pbfl_flwr.config import EvaluationSettings, TrainingSettings, parse
 from pbfl_flwr.data import ClientData, Shard
-from pbfl_flwr.method import EXCLUDED, Client, nearest
+from pbfl_flwr.method import EXCLUDED, Client, head_scores, nearest
 from pbfl_flwr.methods import SECTIONS, build_method
-from pbfl_flwr.models import build_model
+from pbfl_flwr.models import build_model, dry_forward
 from pbfl_flwr.payloads import Prototypes
 from pbfl_flwr.task import Task
 from pbfl_flwr.training import (
@@ -333,6 +333,27 @@ def test_a_last_step_into_infinity_is_refused_as_well() -> None:
 
     with pytest.raises(Diverged, match="a weight is not finite after 1 steps; lower learning-rate"):
         fit(who, steep)
+
+
+# Evaluation -------------------------------------------------------------------------------------------------
+
+
+class Cached(Net):
+    """Keeps a table that it makes when it is first used, as networks with positions of tokens do."""
+
+    table: Tensor | None = None
+
+    def features(self, inputs: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.linspace(0.5, 1.0, 5)
+        return super().features(inputs) * self.table
+
+
+def test_what_a_network_caches_while_it_is_scored_serves_training() -> None:
+    who = client(Cached())
+    dry_forward("cached", who.model, TASK)
+    evaluate(who, {"head": head_scores})
+    assert fit(who, classification(who.model)).steps == 2
 
 
 # The pull ---------------------------------------------------------------------------------------------------

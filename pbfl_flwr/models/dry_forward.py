@@ -39,7 +39,7 @@ def dry_forward(name: str, model: SplitModel, task: Task) -> None:
     """
     model.eval()
     inputs = random_inputs(task, BATCH)
-    with torch.inference_mode(), _running_layers(model) as running:
+    with torch.no_grad(), _running_layers(model) as running:
         for step, expected in (("features", task.feature_dim), ("head", task.num_classes)):
             try:
                 outputs = getattr(model, step)(inputs)
