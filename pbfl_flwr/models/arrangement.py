@@ -13,6 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models.contract import SplitModel
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -27,9 +28,17 @@ def arrange(model: ModuleT, layout: str, precision: str = "float32") -> ModuleT:
         layout: ``channels-last`` stores images as (B, h, w, C), and replaces pointwise convolutions by matrix
             products and depthwise ones over few pixels by sums; ``contiguous`` leaves everything as it was built.
         precision: ``bfloat16`` computes the body's products in it (torch's autocast); parameters, features and head
-            stay float32.
+            stay float32. Only of a :class:`SplitModel`, where body and head are told apart.
+
+    Raises:
+        PbflError: if that is asked of another network.
     """
-    if precision == "bfloat16" and isinstance(model, SplitModel):
+    if precision == "bfloat16":
+        if not isinstance(model, SplitModel):
+            raise PbflError(
+                f"precision = 'bfloat16': {type(model).__name__} is no pbfl_flwr.models.SplitModel; allowed for it is "
+                "'float32'"
+            )
         model.reduced = torch.bfloat16
     if layout == "contiguous":
         return model

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models import MODELS, arrange, arrangement, build_model
 from pbfl_flwr.models.arrangement import FEW_PIXELS, DepthwiseConv2d, PointwiseConv2d
 from pbfl_flwr.task import Task
@@ -110,6 +111,13 @@ def test_a_network_that_was_scored_first_can_be_trained() -> None:
         model.features(torch.zeros(2, *TASK.input_shape))
     model.features(torch.zeros(2, *TASK.input_shape)).sum().backward()
     assert arrangement._taps.cache_info().hits > 0
+
+
+def test_reduced_precision_is_not_left_out_in_silence() -> None:
+    with pytest.raises(
+        PbflError, match=r"precision = 'bfloat16': Linear is no .*SplitModel; allowed .* 'float32'"
+    ):
+        arrange(nn.Linear(2, 2), "contiguous", "bfloat16")
 
 
 def test_contiguous_leaves_a_network_as_it_was_built() -> None:
