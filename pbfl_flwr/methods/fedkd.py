@@ -245,9 +245,9 @@ class FedKD(Method[MenteeState, LowRank, LowRank]):
         if not uploads:
             return state
         expanded = {i: Weights(expand(up, state.shapes), up.num_examples) for i, up in uploads.items()}
-        nobody = Weights({name: torch.zeros_like(tensor) for name, tensor in state.weights.tensors.items()})
-        mean = average(nobody, expanded, self.weighting).tensors
         safe = self.scheme == "safe"
+        nothing = {name: torch.zeros_like(tensor) for name, tensor in state.weights.tensors.items()}
+        mean = average(Weights(nothing) if safe else state.weights, expanded, self.weighting).tensors
         update = compress(
             mean,
             self.energy(at.number),

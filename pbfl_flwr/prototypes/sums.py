@@ -61,14 +61,13 @@ def step(bound: float, num_clients: int) -> float:
 
 
 def to_vector(upload: Prototypes, bound: float) -> tuple[Vector, int]:
-    """Return the vector (K·w + K + 1,), and how many entries were clipped to ±R."""
+    """Return the vector (K·w + K + 1,), and how many entries were clipped: rows to ±R, n_i to MOST_SAMPLES."""
     rows = torch.where(upload.present[:, None], upload.values, torch.zeros_like(upload.values)).double()
     clipped = rows.clamp(-bound, bound)
-    n = min(upload.num_examples or 0, MOST_SAMPLES) / MOST_SAMPLES * bound
-    vector = torch.cat(
-        [clipped.flatten(), upload.present.double() * bound, torch.tensor([n], dtype=torch.float64)]
-    )
-    return vector.numpy(), int((clipped != rows).sum())
+    n = upload.num_examples or 0
+    last = torch.tensor([min(n, MOST_SAMPLES) / MOST_SAMPLES * bound], dtype=torch.float64)
+    vector = torch.cat([clipped.flatten(), upload.present.double() * bound, last])
+    return vector.numpy(), int((clipped != rows).sum()) + (n > MOST_SAMPLES)
 
 
 def from_vector(total: Vector, num_classes: int, clients: int, bound: float) -> Total:

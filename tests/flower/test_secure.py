@@ -266,6 +266,9 @@ def test_a_table_survives_its_vector() -> None:
     assert total.rows.tolist() == [[2.0, -4.0], [0.0, 0.0], [200.0, 8.0]]
     assert total.holders.tolist() == [2, 0, 2]
     assert total.num_examples == 24
+    vector, clipped = sums.to_vector(replace(upload, num_examples=sums.MOST_SAMPLES + 1), 300.0)
+    assert clipped == 1
+    assert sums.from_vector(vector, 3, 1, 300.0).num_examples == sums.MOST_SAMPLES
 
 
 def test_a_sum_that_is_none_is_rejected() -> None:

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.lowrank import expand
+from pbfl_flwr.lowrank import compress, expand
 from pbfl_flwr.method import Round
 from pbfl_flwr.methods.fedkd import MenteeState
 from pbfl_flwr.models import build_model
@@ -183,6 +183,21 @@ def test_as_coded_sends_parameters_and_stands_for_itself(make_method, make_clien
     }
     assert not [name for name in memories[0] if name.startswith("held")]
     assert {"sent-share", "zeroed-tensors"} == set(method.report(states[1]))
+
+
+@pytest.mark.parametrize("compression", ["safe", "as-coded"])
+def test_clients_without_samples_leave_the_mentee(make_method, task, compression):
+    method = make_method("fedkd", weighting="samples", own={**WHOLE, "compression": compression})
+    state = method.init(task, 0)
+    sent = LowRank(state.weights.tensors, base=0 if compression == "safe" else -1)  # n_i = 0
+    after = method.aggregate(state, {0: sent, 1: sent}, Round(1, task, 2)).weights.tensors
+    kept = state.weights.tensors if compression == "safe" else _cut(state, method, task)
+    assert same(after, kept, atol=1e-6)
+
+
+def _cut(state, method, task):
+    """The state's own tensors as the scheme sends them."""
+    return expand(compress(state.weights.tensors, method.energy(1), method.scheme), state.shapes)
 
 
 def test_states_survive_a_checkpoint(make_method, make_client, task):
