@@ -45,14 +45,7 @@ class AlignmentSettings:
         momentum: μ.
         max_steps: bound on the steps (the published code's default; the text gives none).
         first_test: step from which mean forces are compared; the published code looks from t > 10.
-        patience: stop after this many consecutive steps without a change.
-        tolerance: None compares mean forces rounded to 4 decimals, as the published code; a number is the
-            text's ε: no change is a change below it.
-        tangential: move along the sphere only, without momentum, until the force is stationary: a better
-            solver where there is no simplex (K > d + 1). Replaces all of the above by the next three.
-        tangential_step: the step is 2·this/(K - 1).
-        tangential_tolerance: stop when max_j ‖F_tan,j‖ / ((K - 1)/2) is below.
-        tangential_max_steps: bound on the steps.
+        patience: stop after this many consecutive steps in which the mean force, rounded to 4 decimals, has stayed.
         lbfgs_max_iterations: of SciPy's L-BFGS-B.
         lbfgs_memory: its number of corrections.
         lbfgs_tolerance: stop when the largest gradient entry, as a share of (K - 1)/2, is below.
@@ -65,11 +58,6 @@ class AlignmentSettings:
     max_steps: int = 500
     first_test: int = 10
     patience: int = 10
-    tolerance: float | None = None
-    tangential: bool = False
-    tangential_step: float = 0.5
-    tangential_tolerance: float = 1e-6
-    tangential_max_steps: int = 2000
     lbfgs_max_iterations: int = 500
     lbfgs_memory: int = 10
     lbfgs_tolerance: float = 1e-7
@@ -171,10 +159,7 @@ def align(
         moved = _nearest_simplex(start)
     else:
         working = start.to(device, torch.float64 if device.type == "cpu" else torch.float32)
-        if settings.tangential:
-            moved, steps, converged = _tangential(working, settings)
-        else:
-            moved, steps, converged = _thomson(working, settings, watch)
+        moved, steps, converged = _thomson(working, settings, watch)
         moved = moved.to("cpu", torch.float64)
         if solver == "lbfgs":
             moved, more, converged = _lbfgs(moved, settings)
@@ -238,29 +223,12 @@ def _thomson(
         if t % settings.decay_every == 0:
             step *= settings.step_decay
         if t >= settings.first_test:
-            size = float(torch.linalg.vector_norm(force, dim=1).mean())
-            if settings.tolerance is None:
-                size = round(size, 4)
-                same = size == previous
-            else:
-                same = abs(size - previous) < settings.tolerance
-            unchanged = unchanged + 1 if same else 0
+            size = round(float(torch.linalg.vector_norm(force, dim=1).mean()), 4)
+            unchanged = unchanged + 1 if size == previous else 0
             previous = size
             if unchanged == settings.patience:
                 return units, t + 1, True
     return units, settings.max_steps, False
-
-
-def _tangential(units: Tensor, settings: AlignmentSettings) -> tuple[Tensor, int, bool]:
-    """Descend along the sphere: C <- normalise(C + step·(F - (F·C)C))."""
-    radial = (len(units) - 1) / 2
-    for t in range(settings.tangential_max_steps):
-        force = forces(units)
-        force -= (force * units).sum(1, keepdim=True) * units
-        if float(torch.linalg.vector_norm(force, dim=1).max()) / radial < settings.tangential_tolerance:
-            return units, t, True
-        units = normalised(units + settings.tangential_step / radial * force)
-    return units, settings.tangential_max_steps, False
 
 
 def _nearest_simplex(units: Tensor) -> Tensor:
