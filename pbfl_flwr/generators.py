@@ -136,19 +136,17 @@ class GeneratorState:
 
 @dataclass(frozen=True)
 class Adam:
-    """Settings of the server's optimiser.
+    """Settings of the server's optimiser, whose moments go on from round to round.
 
     Attributes:
         steps: a round.
         learning_rate: of Adam.
         weight_decay: of Adam.
-        keep: whether its moments go on from round to round.
     """
 
     steps: int
     learning_rate: float
     weight_decay: float = 0.0
-    keep: bool = True
 
 
 def train_generator(
@@ -169,7 +167,7 @@ def train_generator(
     kept = {
         parameter: {key: tensor.clone() for key, tensor in moments.items()}
         for name, parameter in named.items()
-        if adam.keep and (moments := under(state.moments, name))
+        if (moments := under(state.moments, name))
     }
     descent = AdamDescent(list(named.values()), adam.learning_rate, adam.weight_decay, kept)
     network.train()

@@ -6,7 +6,7 @@ averaged floats.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -64,12 +64,9 @@ def copy_into(parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tens
         parameters[name].copy_(tensor)
 
 
-def parameters_of(model: nn.Module, names: Collection[str] | None = None) -> dict[str, Tensor]:
-    """Return copies of the parameters, all of them or those named, on the CPU."""
-    chosen = {
-        name: parameter for name, parameter in model.named_parameters() if names is None or name in names
-    }
-    return copies(chosen)
+def parameters_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return copies of all parameters on the CPU."""
+    return copies(dict(model.named_parameters()))
 
 
 def load_parameters(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:

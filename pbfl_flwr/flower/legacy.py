@@ -258,7 +258,7 @@ def summed(
     total = np.asarray(mean, dtype=np.float64) * clients
     bound = bound_of(method)
     assert isinstance(method, Pipeline)
-    return method.summed(sums.from_vector(total, task.num_classes, clients, bound), task, num_clients)
+    return method.summed(sums.from_vector(total, task.num_classes, clients, bound), num_clients)
 
 
 def to_be_masked(upload: Payload, method: Method[Any, Any, Any]) -> tuple[Parameters, int]:

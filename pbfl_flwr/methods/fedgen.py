@@ -183,7 +183,7 @@ class FedGen(Method[GenerativeState, Taught, LabelledHead]):
         self, task: Task, class_counts: Sequence[int], parameters: Sequence[tuple[int, int]]
     ) -> float:
         """Σ_i (2·|φ| + |Θ|)."""
-        return float(sum(2 * head + self.shape.parameters(task) for _, head in parameters))
+        return float(sum(2 * head for _, head in parameters) + len(parameters) * self.shape.parameters(task))
 
 
 def build(settings: Settings) -> FedGen:

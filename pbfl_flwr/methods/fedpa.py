@@ -13,8 +13,7 @@ Predicts: the logits of the locally trained network; published scores cannot be 
 Differs from the reference: a round is local-epochs instead of 20 batches (fedpa.local-steps); class means weigh by the
 samples really seen, where a class that was held but not drawn enters as zeros; clients ask G only for classes it was
 trained on, for every batch where the code stops after 20 of a round, and a class without a prototype neither pulls nor
-pushes. Features end as the architecture has them; G ends
-in a ReLU (fedpa.generator-output), as the CNN's features do.
+pushes. Features end as the architecture has them; G ends in a ReLU (fedpa.generator-output), as the CNN's features do.
 """
 
 from __future__ import annotations
@@ -192,7 +191,7 @@ class FedPA(Method[GenerativeState, Taught, WeightsAndPrototypes]):
     ) -> GeneratorLoss:
         sent = list(uploads.values())
         heads = [linear_head_of(up.weights) for up in sent]
-        counts = torch.stack([self._counts(up) for up in sent])  # (M, K)
+        counts = torch.stack([n for up in sent if (n := up.prototypes.counts) is not None])  # (M, K)
         return GeneratorLoss(
             heads=heads,
             teaching=teaching_weights(counts),
@@ -203,11 +202,6 @@ class FedPA(Method[GenerativeState, Taught, WeightsAndPrototypes]):
             adversarial=self.config.adversarial_weight,
             random=seeds.generator(at.seed, "fedpa", at.number),
         )
-
-    @staticmethod
-    def _counts(upload: WeightsAndPrototypes) -> Tensor:
-        counts = upload.prototypes.counts
-        return torch.zeros(len(upload.prototypes.present), dtype=torch.int64) if counts is None else counts
 
     def validate(self, upload: WeightsAndPrototypes, state: GenerativeState, task: Task) -> None:
         """Every tensor of the network; rows of width d with counts."""
@@ -230,7 +224,8 @@ class FedPA(Method[GenerativeState, Taught, WeightsAndPrototypes]):
         self, task: Task, class_counts: Sequence[int], parameters: Sequence[tuple[int, int]]
     ) -> float:
         """2·M·|w| + M·|G| + Σ_i [(K_i + K)·d + K_i], the last for the counts."""
-        own = sum(2 * (body + head) + self.shape.parameters(task) for body, head in parameters)
+        own = sum(2 * (body + head) for body, head in parameters)
+        own += len(parameters) * self.shape.parameters(task)
         return float(own + sum((held + task.num_classes) * task.feature_dim + held for held in class_counts))
 
 

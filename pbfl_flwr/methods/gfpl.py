@@ -104,10 +104,9 @@ class Gfpl(Method[MixtureState, Mixtures, Mixtures]):
         features, labels = sample(down, config.samples, client.generator("pseudo-features"))
         z = features.clamp_min(0) if config.clamp else features
         every = client.training.model_copy(update={"drop_last": "never"})  # all r·K' of them, Eq. 14
+        afresh = replace(client, training=every, memory={})  # without the momentum of the local epochs
         return fit(
-            replace(
-                client, memory={}, training=every
-            ),  # momentum of the local epochs is not the retraining's
+            afresh,
             loss,
             parts=parts if config.retrain == "both" else parts[1:],
             companions=companions,

@@ -170,7 +170,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
                     labels,
                     targets,
                     present,
-                    form="l2" if stages.pull_form == "l2" else "mse",
+                    form=stages.pull_form,
                     class_weights=None if stages.cpkd == "off" else beta,
                     per_class=per_class,
                     masks=inside,
@@ -289,7 +289,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         given = self.release.settings.secure_range
         return sums.RANGES[self.stages.aggregation] if given == "auto" else given
 
-    def summed(self, total: sums.Total, task: Task, num_clients: int) -> Prototypes:
+    def summed(self, total: sums.Total, num_clients: int) -> Prototypes:
         """Return the upload that gives, alone, what the rule makes of all the uploads in a sum."""
         return self.combination.summed(total, num_clients)
 
