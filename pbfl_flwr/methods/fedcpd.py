@@ -96,7 +96,7 @@ class FedCPD(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndProtot
         kept = under(client.memory, "teacher")
         teacher = None
         if distillation is not None and kept:
-            teacher = MapMemory(client.model.stages, kept, distillation)
+            teacher = MapMemory(client.model.stages, kept, distillation.attention)
         loss = self._loss(client, down.prototypes, distillation, teacher)
         companions = [distillation] if teacher and distillation else []
         if self.config.base == "fedrep":

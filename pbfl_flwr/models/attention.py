@@ -98,10 +98,6 @@ class MapDistillation(nn.Module):
             self.fuse_attention = CrossLayerFusion(channels, width)
             self.fuse_maps = CrossLayerFusion(channels, width)
 
-    def attend(self, maps: Sequence[Tensor]) -> list[Tensor]:
-        """Return A^l = CBAM^l(F^l) of every level."""
-        return [attention(x) for attention, x in zip(self.attention, maps, strict=True)]
-
     def forward(
         self,
         student: Sequence[Tensor],
@@ -120,11 +116,16 @@ class MapDistillation(nn.Module):
         """
         student, teacher, attended = as_images(student), as_images(teacher), as_images(attended)
         pairs = [
-            *zip(self.fuse_attention(self.attend(student)), attended, strict=True),
+            *zip(self.fuse_attention(attend(self.attention, student)), attended, strict=True),
             *zip(self.fuse_maps(student), teacher, strict=True),
         ]
         errors = [(fused - target.detach()).square() for fused, target in pairs]
         return torch.stack([e.sum() / len(e) if summed else e.mean() for e in errors]).sum()
+
+
+def attend(attention: nn.ModuleList, maps: Sequence[Tensor]) -> list[Tensor]:
+    """Return A^l = CBAM^l(F^l) of every level."""
+    return [gate(x) for gate, x in zip(attention, maps, strict=True)]
 
 
 class MapMemory:
@@ -133,13 +134,11 @@ class MapMemory:
     Args:
         stages: of the network; copied.
         kept: their state then.
-        distillation: its attention is copied.
+        attention: of a :class:`MapDistillation`; copied.
     """
 
-    def __init__(
-        self, stages: nn.ModuleList, kept: Mapping[str, Tensor], distillation: MapDistillation
-    ) -> None:
-        self.stages, self.attention = copy.deepcopy(stages), copy.deepcopy(distillation)
+    def __init__(self, stages: nn.ModuleList, kept: Mapping[str, Tensor], attention: nn.ModuleList) -> None:
+        self.stages, self.attention = copy.deepcopy(stages), copy.deepcopy(attention)
         self.stages.load_state_dict(dict(kept))
         for module in (self.stages, self.attention):
             module.eval().requires_grad_(False)
@@ -152,7 +151,7 @@ class MapMemory:
             inputs = stage(inputs)
             maps.append(inputs)
         levels = convolutional(maps)
-        return levels, self.attention.attend(levels)
+        return levels, attend(self.attention, levels)
 
 
 def map_channels(model: nn.Module, task: Task) -> list[int]:

@@ -84,7 +84,7 @@ def test_the_loss_is_the_papers(make_method, make_client, task):
         pcl -= (scores[int(labels[b])] - float(torch.tensor(scores).logsumexp(0))) / 8
     distillation = MapDistillation([32, 64], width=4)
     distillation.load_state_dict(under(memories[0], "distillation"))
-    teacher = MapMemory(received.model.stages, under(memories[0], "teacher"), distillation)
+    teacher = MapMemory(received.model.stages, under(memories[0], "teacher"), distillation.attention)
     with torch.no_grad():
         memory = float(distillation(convolutional(received.model.feature_maps(inputs)), *teacher(inputs)))
     metrics = method.local_update(client, state).metrics
@@ -118,7 +118,7 @@ def test_no_term_but_cross_entropy_reaches_the_head(make_client):
     z = client.model.neck(maps[-1])
     P, present = torch.randn(4, 6), torch.ones(4, dtype=torch.bool)
     distillation = MapDistillation([32, 64], width=4)
-    teacher = MapMemory(client.model.stages, client.model.stages.state_dict(), distillation)
+    teacher = MapMemory(client.model.stages, client.model.stages.state_dict(), distillation.attention)
     loss = alignment_pull(z, labels, P, present) + contrast(z, labels, P, present, 0.5)
     (loss + distillation(maps, *teacher(inputs))).backward()
     assert client.model.head.weight.grad is None

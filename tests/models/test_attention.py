@@ -8,6 +8,7 @@ from pbfl_flwr.models.attention import (
     CrossLayerFusion,
     MapDistillation,
     MapMemory,
+    attend,
     convolutional,
     map_channels,
 )
@@ -38,7 +39,7 @@ def test_attention_has_the_shape_of_the_map_for_every_convolutional_model(name, 
 def test_distillation_trains_every_stage_and_itself(name, task):
     model, inputs, maps = maps_of(name, task)
     distillation = MapDistillation(map_channels(model, task), width=8)
-    teacher = MapMemory(model.stages, build_model(name, task, 1).stages.state_dict(), distillation)
+    teacher = MapMemory(model.stages, build_model(name, task, 1).stages.state_dict(), distillation.attention)
     distillation(maps, *teacher(inputs)).backward()
     assert [n for n, p in model.stages.named_parameters() if p.grad is None] == []
     assert [n for n, p in distillation.named_parameters() if p.grad is None] == []
@@ -106,7 +107,7 @@ def test_distillation_by_hand():
     deltas(distillation.fuse_attention)
     deltas(distillation.fuse_maps)
     student, teacher = [torch.full((2, 1, 2, 3), 4.0)], [torch.full((2, 1, 2, 3), 1.0)]
-    attended = distillation.attend(teacher)  # 0.25
+    attended = attend(distillation.attention, teacher)  # 0.25
     # A: 2·(4/4) - 0.25 = 1.75; F: 2·4 - 1 = 7; 1.75² + 7² = 52.0625; summed over 6 places of a sample
     assert float(distillation(student, teacher, attended)) == pytest.approx(52.0625)
     assert float(distillation(student, teacher, attended, summed=True)) == pytest.approx(6 * 52.0625)
