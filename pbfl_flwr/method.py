@@ -175,8 +175,8 @@ class Method(ABC, Generic[StateT, DownT, UpT]):
     def streams(self) -> bool:
         """Whether :meth:`aggregate` is a sum over the uploads, weighed by ``at.shares``.
 
-        Such a method goes through them one after the other, so that one at a time is held in memory, and can count a
-        late upload for less (``stale-weight``).
+        Such a method goes through them one after the other, so that a few at a time are held in memory, and can count
+        a late upload for less (``stale-weight``).
         """
         return False
 

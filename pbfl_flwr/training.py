@@ -187,9 +187,8 @@ def fit(
         raise Diverged(
             f"loss term '{bad[0]}' is not finite after {steps} steps; lower learning-rate or its weight"
         )
-    if not bool(
-        torch.stack([p.isfinite().all() for p in descent.parameters]).all()
-    ):  # a GPU is waited for once
+    finite = torch.stack([parameter.isfinite().all() for parameter in descent.parameters])
+    if not bool(finite.all()):  # a GPU is waited for once
         raise Diverged(f"a weight is not finite after {steps} steps; lower learning-rate")
     buffers = descent.buffers if settings.optimizer_state == "kept" else {}
     return FitReport(steps, samples, losses, _momentum(buffers, names))

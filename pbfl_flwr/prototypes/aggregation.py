@@ -75,9 +75,9 @@ def ppa(
     """Return c_j = (K/n) Σ_{i in N_j} u_ij, where the clients sent u_ij = n_ij·c̄_ij.
 
     Source: PPA, Eq. 10 and 11. The server learns no count, only the constants K and n; the sum could run
-    under secure aggregation. (The norm of u_ij still hints at n_ij.) With n_j = Σ_i n_ij this is K·n_j/n
-    times the mean over
-    all samples of the class: exactly that mean where classes are balanced, else scaled by the class's size.
+    under secure aggregation. (The norm of u_ij still hints at n_ij.) With n_j = Σ_i n_ij this is K·n_j/n times
+    the mean over all samples of the class: exactly that mean where classes are balanced, else scaled by the
+    class's size.
 
     Args:
         uploads: count-scaled local prototypes.
@@ -135,6 +135,9 @@ def coordinate_median(uploads: Iterable[Prototypes]) -> Prototypes:
     Source: Yin et al. 2018 (Byzantine-robust distributed learning), taken per class, so that absent classes
     are not zeros that vote. Of an even number of holders the two middle values are averaged; with two holders
     it is the mean. The server learns no count.
+
+    Raises:
+        ValueError: if there is no upload or the shapes differ.
     """
     return _per_class(uploads, _median)
 
@@ -151,6 +154,7 @@ def trimmed_mean(uploads: Iterable[Prototypes], share: float) -> Prototypes:
 
     Raises:
         PbflError: if the share is outside its range.
+        ValueError: if there is no upload or the shapes differ.
     """
     if not 0 <= share < 0.5:
         raise PbflError(f"trim-share is {share}; allowed is 0 <= trim-share < 0.5")
@@ -170,9 +174,8 @@ def keep_stale(
 ) -> tuple[Prototypes, Tensor]:
     """Merge this round's prototypes into the server's table.
 
-    Under partial participation a class may be sent by nobody. "keep" overwrites only the classes that were
-    sent, "drop"
-    is the published code: the table is this round's, the others vanish.
+    Under partial participation a class may be sent by nobody. "keep" overwrites only the classes that were sent;
+    "drop" is the published code: the table is this round's, the others vanish.
 
     Args:
         previous: the table so far, or None in the first round.

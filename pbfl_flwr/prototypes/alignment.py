@@ -5,12 +5,11 @@ those of :mod:`pbfl_flwr.prototypes.sphere`; three solvers lower E.
 
 On the sphere F_j·C_j = (K-1)/2 whatever the configuration. The mean force that the published stopping rule
 watches is therefore a constant plus a second-order term: it freezes once the tangential force is below about
-sqrt((K-1)·5e-5), after 20 to 30 steps for d = 512 and up to 130 for
-fewer dimensions, however far the optimum still is.
+sqrt((K-1)·5e-5), after 20 to 30 steps for d = 512 and up to 130 for fewer dimensions, however far the optimum still is.
 
-For K <= d + 1 the optimum is known: the regular simplex (all distances sqrt(2K/(K-1)), E =
--(K(K-1)/4)·ln(2K/(K-1))). By Jensen's inequality nothing is below it, since ln is concave and Σ_{j<k} ‖C_j -
-C_k‖² = K² - ‖Σ_j C_j‖² <= K².
+For K <= d + 1 the optimum is known: the regular simplex, all distances sqrt(2K/(K-1)), with
+E = -(K(K-1)/4)·ln(2K/(K-1)). By Jensen's inequality nothing is below it, since ln is concave and
+Σ_{j<k} ‖C_j - C_k‖² = K² - ‖Σ_j C_j‖² <= K².
 """
 
 from __future__ import annotations

@@ -86,8 +86,7 @@ def pull(
 
 
 def proportional_weights(counts: Tensor) -> Tensor:
-    """Return CPKD's β_ij = p_ij / max_k p_ik = n_ij / max_k n_ik (K,) float32; all zero if there is no
-    sample.
+    """Return CPKD's β_ij = p_ij / max_k p_ik = n_ij / max_k n_ik (K,) float32; all zero if there is no sample.
 
     Source: CPKD, Eq. 12. Counts are the client's own training counts and never leave it.
 
@@ -129,8 +128,9 @@ def contrast(
 
 
 def alignment_pull(features: Tensor, labels: Tensor, prototypes: Tensor, present: Tensor) -> Tensor:
-    """Return FedCPD's L_align = mean_b ‖z_b - P_{y_b}‖₂², summed over dimensions; see :func:`pull` for absent
-    classes.
+    """Return FedCPD's L_align = mean_b ‖z_b - P_{y_b}‖₂², summed over dimensions.
+
+    A class without a prototype pulls nothing; see :func:`pull`.
 
     Args:
         features: (B, d) z with a graph.

@@ -116,8 +116,7 @@ def total_hamming(masks: Tensor) -> int:
 
 
 def maximal_total_hamming(num_classes: int, feature_dim: int, size: int) -> int:
-    """Return T*, the largest total distance of K masks of s ones: r columns of load q + 1 and d - r of load
-    q.
+    """Return T*, the largest total distance of K masks of s ones: r columns of load q + 1 and d - r of load q.
 
     q = ⌊Ks/d⌋ and r = Ks - qd; see :func:`allocate_masks` for the argument.
     """

@@ -21,8 +21,7 @@ def scale_by_counts(values: Tensor, counts: Tensor) -> Tensor:
 
 
 def upscale(values: Tensor, gamma: float) -> Tensor:
-    """Return γ·ĉ_j (ProtoNorm's Prototype Upscaling, Eq. 15), or μ·c_j (TinyProto's APS at the client, Eq.
-    11).
+    """Return γ·ĉ_j (ProtoNorm's Prototype Upscaling, Eq. 15), or μ·c_j (TinyProto's APS at the client, Eq. 11).
 
     Args:
         values: (K, d) global prototypes.

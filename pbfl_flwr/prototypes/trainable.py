@@ -25,8 +25,7 @@ MOMENTUM = "momentum."  # prefix of the optimiser's buffers in the state's tenso
 
 
 class PrototypeGenerator(nn.Module):
-    """TGP: one embedding a class through Linear -> ReLU -> Linear, all of width d; K·d + 2(d² + d)
-    parameters.
+    """TGP: one embedding a class through Linear -> ReLU -> Linear, all of width d; K·d + 2(d² + d) parameters.
 
     Args:
         num_classes: K.
