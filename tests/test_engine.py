@@ -122,10 +122,7 @@ def test_processes_end_with_their_command_and_are_resumed(tmp_path: Path, number
     wait_for_rounds(run_dir, 1)
     process.send_signal(number)
     said, _ = process.communicate(timeout=120)
-    end = time.monotonic() + 60
-    while left_behind(run_dir) and time.monotonic() < end:  # killed, it cannot wait for them
-        time.sleep(0.2)
-    assert left_behind(run_dir) == []
+    assert nothing_is_left(run_dir)
     if number == signal.SIGINT:
         assert process.returncode == 130, said
         assert f"go on with: pbfl run --resume {run_dir} --engine processes" in said
@@ -152,8 +149,23 @@ def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
     assert left_behind(run_dir) == []
 
 
-def test_one_worker_stopped_and_two_that_go_on_give_the_bits_of_processes(tmp_path: Path) -> None:
-    """Also where clients lie, two of the four."""
+def nothing_is_left(run_dir: Path, seconds: float = 60) -> bool:
+    """Whether all processes of a run end; a killed command cannot wait for them."""
+    end = time.monotonic() + seconds
+    while left_behind(run_dir) and time.monotonic() < end:
+        time.sleep(0.2)
+    return not left_behind(run_dir)
+
+
+def rounds_done(run_dir: Path) -> int:
+    rounds = [json.loads(line)["round"] for line in (run_dir / "rounds.jsonl").read_text().splitlines()]
+    assert rounds == list(range(1, len(rounds) + 1))
+    return len(rounds)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's parent-death signal")
+def test_a_run_that_is_stopped_and_killed_and_goes_on_has_the_bits_of_one_that_is_not(tmp_path: Path) -> None:
+    """Stopped with one worker, killed with two, ended without Flower's engine; two of the four clients lie."""
     run_dir, other = tmp_path / "run", tmp_path / "other"
     lies = ("attack=noise=0.5", "norm-bound=1.0", "aggregation=trimmed-mean", "min-class-count=1")
     process = start(run_dir, tmp_path / "home", *lies, "num-server-rounds=10000", workers="1")
@@ -163,14 +175,19 @@ def test_one_worker_stopped_and_two_that_go_on_give_the_bits_of_processes(tmp_pa
     assert process.returncode == 130, said
     assert "attack noise=0.5: false class rows from client" in said
     assert left_behind(run_dir) == []
-    done = len((run_dir / "rounds.jsonl").read_text().splitlines())
+    done = rounds_done(run_dir)
+    process = pbfl(run_dir, tmp_path / "home", "--workers", "2", "--resume", str(run_dir))
+    wait_for_rounds(run_dir, done + 1)
+    process.kill()
+    process.communicate(timeout=60)
+    assert nothing_is_left(run_dir)
+    done = rounds_done(run_dir)
     rest = sets(f"num-server-rounds={done + 1}")
-    process = pbfl(run_dir, tmp_path / "home", "--workers", "2", "--resume", str(run_dir), *rest)
+    process = pbfl(run_dir, tmp_path / "home", *PROCESSES, "1", "--resume", str(run_dir), *rest)
     said, _ = process.communicate(timeout=500)
     assert process.returncode == 0, said
     assert left_behind(run_dir) == []
-    rounds = [json.loads(line)["round"] for line in (run_dir / "rounds.jsonl").read_text().splitlines()]
-    assert rounds == list(range(1, done + 2))
+    assert rounds_done(run_dir) == done + 1
     whole = sets(*SMALL, *lies, f"num-server-rounds={done + 1}")
     process = pbfl(other, tmp_path / "home", *PROCESSES, "2", "--run-dir", str(other), *whole)
     said, _ = process.communicate(timeout=500)
@@ -184,19 +201,6 @@ def test_one_worker_stopped_and_two_that_go_on_give_the_bits_of_processes(tmp_pa
     )
     assert liars == others_liars
     assert len(liars) == 2
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's parent-death signal")
-def test_a_killed_command_line_leaves_nothing(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    process = start(run_dir, tmp_path / "home", "num-server-rounds=10000")
-    wait_for_rounds(run_dir, 1)
-    process.kill()
-    process.communicate(timeout=60)
-    end = time.monotonic() + 60
-    while left_behind(run_dir) and time.monotonic() < end:
-        time.sleep(0.5)
-    assert left_behind(run_dir) == []
 
 
 def test_one_run_directory_is_used_once(tmp_path: Path) -> None:

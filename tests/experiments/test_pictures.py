@@ -48,8 +48,12 @@ def drawn(groups: list[Group]) -> list[pictures.Section]:
     return pictures.draw(groups)
 
 
+def kind(picture: style.Picture) -> str:
+    return picture.name.rstrip("-0123456789")
+
+
 def kinds(sections: list[pictures.Section]) -> Counter[str]:
-    return Counter(picture.name.rstrip("-0123456789") for section in sections for picture in section.pictures)
+    return Counter(kind(picture) for section in sections for picture in section.pictures)
 
 
 def test_three_runs_show_every_picture_of_the_papers(drawn: list[pictures.Section]) -> None:
@@ -83,9 +87,11 @@ def test_every_picture_has_title_axes_with_labels_and_words(drawn: list[pictures
 
 
 def test_svg_stands_alone_and_in_a_page(drawn: list[pictures.Section]) -> None:
-    identities: list[str] = []
-    for picture in [picture for section in drawn for picture in section.pictures]:
+    every = [picture for section in drawn for picture in section.pictures]
+    for picture in {kind(picture): picture for picture in every}.values():
         ET.fromstring(style.svg(picture))
+    identities: list[str] = []
+    for picture in every:
         inline = style.inline_svg(picture)
         root = ET.fromstring(inline)
         identities += [element.attrib["id"] for element in root.iter() if "id" in element.attrib]

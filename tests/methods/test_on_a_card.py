@@ -88,7 +88,7 @@ TWO_STEPS = {"fedrep", "fedproto", "fedtgp", "tinyproto", "protonorm", "gfpl"}
 @pytest.mark.parametrize("name", REPLAYABLE)
 def test_a_recorded_step_is_the_step_of_every_client(name: str, tmp_path: Path) -> None:
     """Three clients in two rounds, of one architecture with BatchNorm, share it; the variants below are of cnn4."""
-    keys: dict[str, Scalar] = {"num-clients": 3, "models": "resnet4"}
+    keys: dict[str, Scalar] = {"num-clients": 3, "models": "tests.methods.tiny_nets:normed"}
     made = replayed(tmp_path, name, {**(GFPL if name == "gfpl" else {}), **keys})
     assert made == (2 if name in TWO_STEPS else 1)
 

@@ -1,0 +1,14 @@
+"""Networks that cost next to nothing, where a test is not about their layers."""
+
+from torch import nn
+
+from pbfl_flwr.models import SplitModel
+from pbfl_flwr.task import Task
+
+
+def normed(task: Task) -> SplitModel:
+    """One hidden layer with BatchNorm, so with statistics that training writes beside the weights."""
+    size = task.input_shape[0] * task.input_shape[1] * task.input_shape[2]
+    stages = [nn.Sequential(nn.Flatten(), nn.Linear(size, 16), nn.BatchNorm1d(16), nn.ReLU())]
+    neck = nn.Sequential(nn.Linear(16, task.feature_dim), nn.ReLU())
+    return SplitModel(task, stages, neck, nn.Linear(task.feature_dim, task.num_classes))
