@@ -2,16 +2,31 @@
 
 from inspect import signature
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 import torch
+from pydantic import ValidationError
 
+from pbfl_flwr.config import PrototypeSettings
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.client import make_client_app
 from pbfl_flwr.flower.strategy import MethodStrategy
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.payloads import Prototypes
-from pbfl_flwr.strategies import GFPL, FedCPD, FedProto, FedTGP, ProtoNorm, TinyProto, strategy_of
+from pbfl_flwr.prototypes.stages import Stages
+from pbfl_flwr.strategies import (
+    GFPL,
+    Aggregation,
+    Alignment,
+    Cpkd,
+    FedCPD,
+    FedProto,
+    FedTGP,
+    ProtoNorm,
+    TinyProto,
+    strategy_of,
+)
 from pbfl_flwr.task import Task
 from tests.flower.inprocess import NUM_CLIENTS, InProcessGrid, tiny_data
 
@@ -90,3 +105,16 @@ def test_wrong_keywords_are_named_at_once() -> None:
     assert "num-clients = 0" in said
     assert "cps-dim = -1" in said
     assert "unknown key 'batchsize'; did you mean 'batch-size'?" in said
+
+
+@pytest.mark.parametrize(
+    ("stage", "said"),
+    [("aggregation", Aggregation), ("alignment", Alignment), ("cpkd", Cpkd)],
+)
+def test_what_a_stage_may_be_is_the_same_everywhere(stage: str, said: Any) -> None:
+    key = PrototypeSettings.model_fields[stage].annotation
+    assert get_args(said) == get_args(key)
+    for value in get_args(said)[1:]:  # all but "auto", which is resolved by then
+        assert getattr(Stages.model_validate({stage: value}), stage) == value
+    with pytest.raises(ValidationError):
+        Stages.model_validate({stage: "auto"})
