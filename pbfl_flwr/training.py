@@ -108,7 +108,7 @@ def fit(
     after_step: Callable[[], None] | None = None,
     after_epoch: Callable[[], None] | None = None,
 ) -> FitReport:
-    """Train with plain SGD over the client's data.
+    """Train with SGD over the client's data. Where a network has BatchNorm, a batch of one sample is left out.
 
     Args:
         client: its network is changed in place.

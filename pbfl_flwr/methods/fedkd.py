@@ -3,9 +3,9 @@
 Wu et al., "Communication-efficient federated learning via knowledge distillation", Nature Communications 2022.
 
 Round: on every batch h, z are the mentor's features and logits, h_a, u the mentee's, and D = CE(z, y) + CE(u, y). The
-mentor descends CE(z, y) + [KL(p(u) ‖ p(z)) + |h - W·h_a|²]/D, the mentee CE(u, y) + [KL(p(z) ‖ p(u)) + |h - W·h_a|²]/D,
-with a private map W (d, d). The server averages what the clients answer, and both ways every matrix is cut to the
-singular values that hold the share T_start + (T_end - T_start)·t/T of its energy.
+mentor descends CE(z, y) + [KL(p(u) ‖ p(z)) + H]/D, the mentee CE(u, y) + [KL(p(z) ‖ p(u)) + H]/D, H the mean square of
+h - W·h_a over B·d with a private map W (d, d). The server averages what the clients answer, and both ways every matrix
+is cut to the singular values that hold the share T_start + (T_end - T_start)·t/T of its energy.
 Travels: the mentee's parameters as factors; the mentor, W and BatchNorm's buffers stay.
 Predicts: the logits of the mentor.
 Differs from the paper: h is the feature vector alone, where the paper aligns hidden states and attention heatmaps of
