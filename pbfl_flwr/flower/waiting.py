@@ -14,17 +14,18 @@ from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 
 FIRST_WORD = 60.0  # seconds of silence; then twice as long, and so on
-SHORTEST, LONGEST = 0.1, 3.0  # seconds between two looks
-SHARE = 0.01  # of what was waited already
+SHORTEST, LONGEST = 0.5, 3.0  # seconds between two looks; a SuperLink logs each
+SHARE = 0.02  # of what was waited already
 FEW = 5  # clients that a line names
 
 
-def looks(timeout: float, say: Callable[[], str]) -> Iterator[None]:
+def looks(timeout: float, say: Callable[[], str], interval: float | None = None) -> Iterator[None]:
     """Yield whenever it is time to look, for the last time when the time is over.
 
     Args:
         timeout: seconds.
         say: what is logged after one minute, two, four and so on, before the seconds.
+        interval: seconds between two looks; by default a share of what was waited already.
     """
     started, word = time.monotonic(), FIRST_WORD
     while True:
@@ -35,7 +36,7 @@ def looks(timeout: float, say: Callable[[], str]) -> Iterator[None]:
         if waited >= word:
             log(INFO, "%s", f"{say()}, {waited:.0f} s so far")
             word *= 2
-        time.sleep(min(max(SHORTEST, SHARE * waited), LONGEST, timeout - waited))
+        time.sleep(min(interval or max(SHORTEST, SHARE * waited), LONGEST, timeout - waited))
 
 
 def attentive(grid: Grid, called: Callable[[int], str]) -> Grid:
@@ -55,6 +56,9 @@ class Attentive(Grid):
 
     def __init__(self, grid: Grid, called: Callable[[int], str]) -> None:
         self._grid, self._called = grid, called
+        self._interval = getattr(
+            grid, "pull_interval", None
+        )  # of the simulation's, where looking costs nothing
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         """Send messages and return the answers that come in time, in the order in which they come.
@@ -79,7 +83,7 @@ class Attentive(Grid):
             rest = f" and {len(names) - FEW} more" if len(names) > FEW else ""
             return f"{what}: {len(came)} of {len(asked)} have answered; waiting for {', '.join(names[:FEW])}{rest}"
 
-        for _ in looks(math.inf if timeout is None else timeout, say):
+        for _ in looks(math.inf if timeout is None else timeout, say, self._interval):
             for answer in self._grid.pull_messages(list(awaited)) if awaited else ():
                 came.append(answer)
                 awaited.pop(answer.metadata.reply_to_message_id, None)

@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Iterable
+from inspect import signature
 
 import pytest
 from flwr.app import ConfigRecord, Message, RecordDict
@@ -41,6 +42,7 @@ class SlowGrid(LocalGrid):
     def __init__(self, clock: Clock, seconds: dict[int, float]) -> None:
         super().__init__()
         self.clock, self.seconds, self.pulls = clock, seconds, 0
+        self.pull_interval: float | None = None
         self.due: dict[str, tuple[float, Message]] = {}
 
     def get_node_ids(self) -> list[int]:
@@ -79,15 +81,23 @@ def senders(answers: Iterable[Message]) -> list[int]:
 def test_all_answers_are_returned_as_soon_as_the_last_is_there(clock: Clock) -> None:
     grid = SlowGrid(clock, {1: 0.25, 2: 5.0, 3: 0.0})
     assert senders(Attentive(grid, str).send_and_receive(questions(1, 2, 3), timeout=60)) == [3, 1, 2]
-    assert 5.0 <= clock.now < 5.2  # looks come every tenth of a second at first
-    assert clock.now / grid.pulls > 0.09
+    assert 5.0 <= clock.now < 5.6  # looks come every half second at first
+    assert clock.now / grid.pulls > 0.4
+
+
+def test_a_simulation_is_looked_at_as_often_as_flower_does(clock: Clock) -> None:
+    grid = SlowGrid(clock, {1: 100.0})
+    grid.pull_interval = 0.1
+    assert senders(Attentive(grid, str).send_and_receive(questions(1), timeout=600)) == [1]
+    assert 100.0 <= clock.now < 100.2
 
 
 def test_the_longer_it_takes_the_seldomer_one_looks(clock: Clock) -> None:
     grid = SlowGrid(clock, {1: 1000.0})
     assert senders(Attentive(grid, str).send_and_receive(questions(1), timeout=None)) == [1]
     assert clock.now < 1003.1
-    assert grid.pulls < 100 + math.log(300 / 10) / math.log(1.01) + 700 / 3 + 10
+    # Every 0.5 s for 25 s, then by 2 % more each time up to 3 s at 150 s, then every 3 s.
+    assert grid.pulls < 25 / 0.5 + math.log(150 / 25) / math.log(1.02) + 850 / 3 + 10
 
 
 def test_who_does_not_answer_in_time_is_left_out_and_its_answer_can_be_had_later(clock: Clock) -> None:
@@ -154,6 +164,7 @@ def test_only_flowers_own_grids_are_watched(clock: Clock) -> None:
     assert attentive(own, str) is own
     flowers = InMemoryGrid.__new__(InMemoryGrid)  # it would connect to a SuperLink's state
     assert isinstance(attentive(flowers, str), Attentive)
+    assert "pull_interval" in signature(InMemoryGrid).parameters  # seconds, which its attribute of this name keeps
 
 
 def test_looks_end_at_once_where_there_is_no_time(clock: Clock) -> None:
