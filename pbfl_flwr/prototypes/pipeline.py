@@ -123,7 +123,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         server_training: FedTGP's settings, or None.
         mask_seed: seed of the masks, the only thing about them that clients must agree on.
         release: what of a client's table leaves the device.
-        replayable: unless features are summed on the way, which happens on the CPU.
+        replayable: unless features are summed on the way, in tensors that the first batch puts in their place.
     """
 
     name: str

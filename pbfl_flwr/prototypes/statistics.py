@@ -34,10 +34,11 @@ def class_means(sums: Tensor, counts: Tensor) -> Tensor:
 
 
 class ClassSums:
-    """Class sums and counts over many batches, accumulated in float64 on the CPU.
+    """Class sums and counts over many batches, accumulated in float64.
 
     The sum over batches is exact to float32 however many samples a class has, so that the prototypes do not
-    depend on the batch size beyond rounding.
+    depend on the batch size beyond rounding. It lies where the features are if that is CUDA, so that no batch waits for
+    a copy; elsewhere on the CPU, since Apple's GPUs have no float64.
 
     Args:
         num_classes: K.
@@ -51,10 +52,12 @@ class ClassSums:
     def add(self, features: Tensor, labels: Tensor) -> None:
         """Add one batch: features (B, d) of any floating dtype and device, labels (B,)."""
         sums, counts = class_sums(features, labels, len(self.counts))
-        self.sums += sums.to("cpu", torch.float64)
-        self.counts += counts.cpu()
+        place = sums.device if sums.device.type == "cuda" else torch.device("cpu")
+        self.sums, self.counts = self.sums.to(place), self.counts.to(place)
+        self.sums += sums.to(place, torch.float64)
+        self.counts += counts.to(place)
 
     def means(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return c̄_ij (K, d) float32, which classes are present (K,) bool, and n_ij (K,) int64."""
-        means = class_means(self.sums, self.counts).to(torch.float32)
-        return means, self.counts > 0, self.counts.clone()
+        """Return c̄_ij (K, d) float32, which classes are present (K,) bool, and n_ij (K,) int64, on the CPU."""
+        counts = self.counts.cpu().clone()
+        return class_means(self.sums.cpu(), counts).to(torch.float32), counts > 0, counts

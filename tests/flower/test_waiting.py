@@ -164,7 +164,9 @@ def test_only_flowers_own_grids_are_watched(clock: Clock) -> None:
     assert attentive(own, str) is own
     flowers = InMemoryGrid.__new__(InMemoryGrid)  # it would connect to a SuperLink's state
     assert isinstance(attentive(flowers, str), Attentive)
-    assert "pull_interval" in signature(InMemoryGrid).parameters  # seconds, which its attribute of this name keeps
+    assert (
+        "pull_interval" in signature(InMemoryGrid).parameters
+    )  # seconds, which its attribute of this name keeps
 
 
 def test_looks_end_at_once_where_there_is_no_time(clock: Clock) -> None:

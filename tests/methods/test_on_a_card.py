@@ -71,7 +71,7 @@ def replayed(tmp_path: Path, method: str, keys: dict[str, Scalar]) -> int:
     return Recording.made - made
 
 
-VARIED = {name: keys for name, keys in VARIANTS.items() if name != "norm"}  # sums on the way, on the CPU
+VARIED = {name: keys for name, keys in VARIANTS.items() if name != "norm"}  # sums on the way
 REPLAYABLE = [name for name in METHODS if build_method(parse({"method": name}, SECTIONS)).replayable]
 
 

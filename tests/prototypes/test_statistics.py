@@ -3,6 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pbfl_flwr.prototypes.statistics import ClassSums, class_means, class_sums
+from tests.pretend_card import OnCard, card
 
 
 def test_sums_counts_and_means_by_hand():
@@ -52,3 +53,18 @@ def test_the_returned_counts_are_a_copy():
     counts = table.means()[2]
     table.add(torch.ones(1, 1), torch.tensor([0]))
     assert counts.tolist() == [1, 0]
+
+
+def test_batches_on_a_card_are_summed_there():
+    """No batch waits for a copy; one table comes back in the end."""
+    table, features, labels = ClassSums(3, 2), torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([0, 0])
+    with card():
+        for _ in range(2):
+            table.add(features.to("cuda"), labels.to("cuda"))
+        assert isinstance(table.sums, OnCard)
+        assert isinstance(table.counts, OnCard)
+        means, present, counts = table.means()
+    assert not isinstance(means, OnCard)
+    assert means.tolist() == [[2.0, 3.0], [0.0, 0.0], [0.0, 0.0]]
+    assert present.tolist() == [True, False, False]
+    assert counts.tolist() == [4, 0, 0]
