@@ -127,6 +127,12 @@ def test_the_page_of_keys_is_what_the_command_prints() -> None:
     )
 
 
+def test_every_key_says_what_it_is() -> None:
+    said = [line for line in catalogue.keys_page().splitlines() if line.startswith("| `")]
+    assert len(said) > 150
+    assert [line for line in said if re.search(r"\| (\[[^|]*\] )?\|$", line)] == []  # its kind alone
+
+
 def test_the_library_page_is_a_script_that_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -293,8 +293,8 @@ class TrainingSettings(Group):
         le=1_000_000,
         description="R, rounds in which that rate falls along half a cosine, to 0; 0 is off",
     )
-    momentum: float = Field(0.0, ge=0, lt=1)
-    weight_decay: float = Field(0.0, ge=0)
+    momentum: float = Field(0.0, ge=0, lt=1, description="of SGD, PyTorch's form")
+    weight_decay: float = Field(0.0, ge=0, description="added to the gradient, times the weight")
     max_grad_norm: float = Field(0.0, ge=0, description="clip the gradient's norm; 0 is off")
     optimizer_state: Literal["fresh", "kept"] = Field("fresh", description="momentum across rounds")
     batch_order: Literal["auto", "shuffled", "fixed"] = Field("auto", description="order of the batches")

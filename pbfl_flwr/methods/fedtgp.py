@@ -38,7 +38,7 @@ class Config(Group):
     server_learning_rate: Annotated[float, Field(gt=0)] | Auto = Field(
         "auto", description="auto: learning-rate"
     )
-    server_momentum: float = Field(0.0, ge=0, lt=1)
+    server_momentum: float = Field(0.0, ge=0, lt=1, description="of the prototypes' SGD")
     margin_cap: float = Field(100.0, gt=0, description="τ, upper bound of the margin")
     margin: Margin = Field(
         "nearest",
