@@ -362,7 +362,7 @@ class EvaluationSettings(Group):
         "auto",
         description="headline: logits, nearest global / own classes' global / local prototype, GFPL's fixed frame",
     )
-    eval_batch_size: int = Field(512, ge=1)
+    eval_batch_size: int = Field(512, ge=1, description="samples that are scored at once")
 
 
 class PrototypeSettings(Group):
