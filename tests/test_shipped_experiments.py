@@ -18,7 +18,7 @@ from pbfl_flwr.experiments import compare, configuration, reproduce
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.models import FAMILIES, architectures, check_models
 from pbfl_flwr.task import Task
-from tests.flower.inprocess import federation
+from tests.flower.inprocess import SHORT, federation
 
 Keys = dict[str, Any]
 
@@ -36,17 +36,7 @@ SETS: dict[str, tuple[tuple[int, ...], int, int, int]] = {
     "ag-news": ((200,), 4, 120_000, 7_600),
 }
 TOKENS = {"ag-news": 32_000}
-# A round of one method must not take longer than all others: fewer steps where a method has many of its own, and
-# GFPL's exchange in the one round there is.
-SHORT: dict[str, Keys] = {
-    "fedtgp": {"fedtgp.server-epochs": 2},
-    "fml": {"fml.auxiliary": "cnn2"},
-    "fedkd": {"fedkd.auxiliary": "cnn2"},
-    "tinyproto": {"tinyproto.server-epochs": 2},
-    "fedpa": {"fedpa.server-steps": 2},
-    "fedala": {"fedala.max-epochs": 2},
-    "gfpl": {"gfpl.start": 1, "gfpl.interval": 1},
-}
+EXCHANGED: Keys = {"gfpl.start": 1, "gfpl.interval": 1}  # in the one round there is
 
 
 def shipped() -> Iterator[tuple[str, Keys]]:
@@ -87,7 +77,7 @@ def short(keys: Keys) -> Keys:
     cut["feature-dim"] = 16 if classes < 16 else 128
     if keys.get("cps-dim") or (keys["method"] == "tinyproto" and "cps-dim" not in keys):
         cut["cps-dim"] = 8
-    shorter = SHORT.get(str(keys["method"]), {})
+    shorter = EXCHANGED if keys["method"] == "gfpl" else SHORT.get(str(keys["method"]), {})
     cut |= {key: value for key, value in shorter.items() if not (text and value == "cnn2")}
     # New clients are tried with every method in tests/flower/test_newcomers.py.
     return {**{key: value for key, value in keys.items() if not key.startswith("new-client")}, **cut}

@@ -43,6 +43,7 @@ from tests.flower.inprocess import (
 
 # The largest relative error of a rounded number: half a unit in the last of 11 and of 8 binary digits.
 RELATIVE = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+SMALLEST = {"float16": 2.0**-25, "bfloat16": 2.0**-134}  # half the distance of the numbers around zero
 
 
 @dataclass
@@ -157,7 +158,7 @@ def _close(sent: Payload, received: Payload, dtype: str, what: str) -> None:
         if not tensor.is_floating_point():
             assert torch.equal(theirs[name], tensor), (what, name)
             continue
-        allowed = tensor.abs() * RELATIVE.get(dtype, 0.0) + (2.0**-25 if dtype == "float16" else 0.0)
+        allowed = tensor.abs() * RELATIVE.get(dtype, 0.0) + SMALLEST.get(dtype, 0.0)
         if dtype == "int8" and tensor.dim() >= 2 and len(tensor):
             # Half a step of the row's largest entry / 127, and float32's own rounding.
             row = tensor.flatten(1).abs().amax(dim=1) / 254 * (1 + 1e-5)
