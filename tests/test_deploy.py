@@ -96,7 +96,8 @@ def results(rounds: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def test_three_devices_give_what_one_process_gives_and_strangers_stay_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_dir = tmp_path / "run"
+    """A run in clear, then one of a round under SecAgg+ on the same devices, over gRPC with TLS and keys."""
+    run_dir, masked = tmp_path / "run", tmp_path / "masked"
     monkeypatch.setenv(MARK, str(run_dir))
     monkeypatch.setenv("PBFL_HOME", str(tmp_path / "home"))
     brought = devices(tmp_path)
@@ -104,6 +105,7 @@ def test_three_devices_give_what_one_process_gives_and_strangers_stay_out(
     security.make_certificates(tmp_path / "elsewhere", ["127.0.0.1"], 30)
     foreign = tmp_path / "elsewhere" / "ca.pem"
     nodes = complete(brought, 3, run_dir / "clients")
+    one_round: dict[str, Scalar] = {**CONFIG, "num-server-rounds": 1, "local-epochs": 1}
     with Deployment(run_dir, nodes) as deployment:
         run_id = deployment.submit(ROOT, {**CONFIG, "run-dir": str(run_dir)})
         assert deployment.files is not None
@@ -128,42 +130,31 @@ def test_three_devices_give_what_one_process_gives_and_strangers_stay_out(
             assert reason is not None
             assert reason.startswith(said)
         assert finish(deployment, run_id) == "finished:completed", deployment.tail()
+        run_id = deployment.submit(ROOT, {**one_round, "secure-aggregation": True, "run-dir": str(masked)})
+        assert finish(deployment, run_id) == "finished:completed", deployment.tail()
     assert left_behind(run_dir) == []
-    rounds = [json.loads(line) for line in (run_dir / "rounds.jsonl").read_text().splitlines()]
     about = json.loads((run_dir / "run.json").read_text())
     assert [(member["architecture"], member["simulated"]) for member in about["clients"]] == [
         (model, False) for model in MODELS
     ]
+    rounds = RunDirectory(run_dir).rounds()
     assert [line["trained"] for line in rounds] == [[0, 1, 2]] * 2
-    assert all(
-        line["bytes_up"]["payload"] > 3 * 4 * 10 * 32 for line in rounds
-    )  # ten float32 rows of d = 32 each
+    # Ten float32 rows of d = 32 each.
+    assert all(line["bytes_up"]["payload"] > 3 * 4 * 10 * 32 for line in rounds)
     assert results(rounds) == results(in_process(tmp_path / "again", brought).history)
+    same_sum(masked, in_process(tmp_path / "in-clear", brought, one_round))
 
 
-def test_secure_aggregation_between_processes_gives_the_sum_of_the_run_in_clear(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """SecAgg+ over gRPC with TLS and keys, one round, beside the same round in clear in one process."""
-    run_dir = tmp_path / "run"
-    monkeypatch.setenv(MARK, str(run_dir))
-    monkeypatch.setenv("PBFL_HOME", str(tmp_path / "home"))
-    config: dict[str, Scalar] = {**CONFIG, "num-server-rounds": 1, "local-epochs": 1}
-    brought = devices(tmp_path)
-    with Deployment(run_dir, complete(brought, 3, run_dir / "clients")) as deployment:
-        run_id = deployment.submit(ROOT, {**config, "secure-aggregation": True, "run-dir": str(run_dir)})
-        assert finish(deployment, run_id) == "finished:completed", deployment.tail()
-    assert left_behind(run_dir) == []
+def same_sum(run_dir: Path, plain: MethodStrategy) -> None:
+    """Whether a round under masks comes to what the same round in clear comes to, but for the sum's steps."""
     found, _ = load_tensors(run_dir / "checkpoint.safetensors")
     (line,) = RunDirectory(run_dir).rounds()
-    plain = in_process(tmp_path / "again", brought, config)
     expected = plain.state.to_tensors()
     assert set(found) == set(expected)
     step = sums.step(sums.RANGES["mean"], 3)
     for name, tensor in expected.items():
-        if name.endswith(
-            ".rows"
-        ):  # a sum of three is wrong by less than three steps, their mean by less than one
+        if name.endswith(".rows"):
+            # A sum of three is wrong by less than three steps, their mean by less than one.
             assert float((found[name] - tensor).abs().max()) < step + 1e-6
             assert float(tensor.abs().max()) > 0.1
         else:
