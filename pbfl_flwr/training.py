@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from pbfl_flwr.config import TrainingSettings
 from pbfl_flwr.data import ClientData, Shard
 from pbfl_flwr.descent import Descent, Group
+from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client, Predictor
 from pbfl_flwr.models import SplitModel, has_batch_norm, is_still
 from pbfl_flwr.replay import Replayed
@@ -24,7 +25,10 @@ Loss = Callable[[Tensor, Tensor], Mapping[str, Tensor]]
 """(inputs (B, ...), labels (B,)) -> named terms; their sum is what the optimiser descends."""
 
 
-class Diverged(RuntimeError):
+REMEDY = "lower learning-rate, or set max-grad-norm"
+
+
+class Diverged(PbflError):
     """A loss that is not finite any more: the client's update is worthless and must not be stored."""
 
 
@@ -185,11 +189,11 @@ def fit(
     losses = {name: float(total) / steps for name, total in totals.items()}
     if bad := [name for name, value in losses.items() if not math.isfinite(value)]:
         raise Diverged(
-            f"loss term '{bad[0]}' is not finite after {steps} steps; lower learning-rate or its weight"
+            f"loss term '{bad[0]}' is not finite after {steps} steps; {REMEDY}, or lower its weight"
         )
-    finite = torch.stack([parameter.isfinite().all() for parameter in descent.parameters])
-    if not bool(finite.all()):  # a GPU is waited for once
-        raise Diverged(f"a weight is not finite after {steps} steps; lower learning-rate")
+    finite = [parameter.isfinite().all() for parameter in descent.parameters]
+    if finite and not bool(torch.stack(finite).all()):  # a GPU is waited for once
+        raise Diverged(f"a weight is not finite after {steps} steps; {REMEDY}")
     buffers = descent.buffers if settings.optimizer_state == "kept" else {}
     return FitReport(steps, samples, losses, _momentum(buffers, names))
 
@@ -317,7 +321,7 @@ def _scores(client: Client, shard: Shard, predictors: Mapping[str, Predictor]) -
             if scores.shape != (len(labels), client.task.num_classes):
                 raise ValueError(f"predictor '{name}' answers {tuple(scores.shape)}, expected (B, K)")
             if not bool(torch.isfinite(scores).all()):
-                raise Diverged(f"predictor '{name}' gives scores that are not finite")
+                raise Diverged(f"predictor '{name}' gives scores that are not finite; {REMEDY}")
             correct[name] += int((scores.argmax(dim=1) == labels).sum())
             if name == "head":
                 answered = scores

@@ -39,8 +39,8 @@ def malicious(settings: Settings) -> tuple[int, ...]:
     found = round(Attack.parse(run.attack).share * run.participants)
     if not 0 < found < run.participants:
         raise PbflError(
-            f"attack = '{run.attack}': that is {found} of {run.participants} clients; allowed is a share that makes "
-            f"1 to {run.participants - 1} of them lie"
+            f"attack = '{run.attack}': that is {found} of {run.participants} clients; allowed is a share of "
+            "which at least one of them lies, and one does not"
         )
     order = np.random.default_rng(seeds.derive(run.seed, "malicious")).permutation(run.participants)
     return tuple(sorted(order[:found].tolist()))

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -1014,3 +1015,9 @@ def test_a_configuration_that_is_refused_is_written_down_where_the_run_was_to_be
             server_app.main(InProcessGrid(make_client_app(), keys), Context(1, 1, {}, RecordDict(), {**keys}))
     assert (run / ERROR).read_text().startswith("aggregation = 'average': allowed is 'auto', ")
     assert not (tmp_path / "run-2").exists()
+
+
+def test_a_client_that_diverges_says_what_helps(tmp_path: Path) -> None:
+    line = federation(tmp_path, learning_rate=1e30).run().strategy.history[0]
+    reason = {failure["client"]: failure["reason"] for failure in line["failures"]}[0]
+    assert re.fullmatch(r"loss term 'ce' is not finite after \d+ steps; lower learning-rate, .*", reason)
