@@ -44,7 +44,14 @@ from pbfl_flwr.flower.store import ClientState
 from pbfl_flwr.flower.terms import digest
 from pbfl_flwr.method import Client, Method, Moment, Nearest, Predictor
 from pbfl_flwr.methods import build_method
-from pbfl_flwr.models import build_model, check_compiler, check_models, check_named, count_parameters
+from pbfl_flwr.models import (
+    arrange,
+    build_model,
+    check_compiler,
+    check_models,
+    check_named,
+    count_parameters,
+)
 from pbfl_flwr.prototypes.attacks import attacked
 from pbfl_flwr.replay import check_replayable
 from pbfl_flwr.task import Task
@@ -126,7 +133,8 @@ def _introduced(message: Message, context: Context, source: Source) -> Message:
     check_compiler(settings.training.compile, device)
     method = build_method(settings)
     check_replayable(settings.training.compile, method.name, method.replayable)
-    body, head = _parameters(architecture, task)
+    how = settings.training.of(architecture)
+    body, head = _parameters(architecture, task, how.layout, how.precision)
     told = settings.privacy.client_report == "full"
     answer = ConfigRecord(
         {
@@ -361,8 +369,8 @@ def _dry_forward(architecture: str, task: Task) -> None:
 
 
 @lru_cache(maxsize=64)
-def _parameters(architecture: str, task: Task) -> tuple[int, int]:
-    return count_parameters(build_model(architecture, task, 0))
+def _parameters(architecture: str, task: Task, layout: str, precision: str) -> tuple[int, int]:
+    return count_parameters(arrange(build_model(architecture, task, 0), layout, precision))
 
 
 def _state_of(model: nn.Module) -> dict[str, Tensor]:

@@ -1021,3 +1021,12 @@ def test_a_client_that_diverges_says_what_helps(tmp_path: Path) -> None:
     line = federation(tmp_path, learning_rate=1e30).run().strategy.history[0]
     reason = {failure["client"]: failure["reason"] for failure in line["failures"]}[0]
     assert re.fullmatch(r"loss term 'ce' is not finite after \d+ steps; lower learning-rate, .*", reason)
+
+
+def test_a_precision_that_a_network_cannot_have_is_refused_before_round_1(tmp_path: Path) -> None:
+    run = federation(tmp_path, models="tests.methods.tiny_nets:Plain", precision="bfloat16", num_clients=2)
+    with pytest.raises(PbflError, match=r"2 of 2 clients: precision = 'bfloat16': Plain is no .*SplitModel"):
+        run.run()
+    assert run.strategy.history == []
+    whole = federation(tmp_path / "float32", models="tests.methods.tiny_nets:Plain", num_clients=2).run()
+    assert [line["failures"] for line in whole.strategy.history] == [[], []]

@@ -1,6 +1,6 @@
 """Networks that cost next to nothing, where a test is not about their layers."""
 
-from torch import nn
+from torch import Tensor, nn
 
 from pbfl_flwr.models import SplitModel
 from pbfl_flwr.task import Task
@@ -12,3 +12,18 @@ def normed(task: Task) -> SplitModel:
     stages = [nn.Sequential(nn.Flatten(), nn.Linear(size, 16), nn.BatchNorm1d(16), nn.ReLU())]
     neck = nn.Sequential(nn.Linear(16, task.feature_dim), nn.ReLU())
     return SplitModel(task, stages, neck, nn.Linear(task.feature_dim, task.num_classes))
+
+
+class Plain(nn.Module):
+    """Features and a head, but no stages and neck."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__()
+        size = task.input_shape[0] * task.input_shape[1] * task.input_shape[2]
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(size, task.feature_dim), nn.ReLU())
+        self.head = nn.Linear(task.feature_dim, task.num_classes)
+
+    def features(self, inputs: Tensor) -> Tensor:
+        """Return (B, d)."""
+        features: Tensor = self.body(inputs)
+        return features
