@@ -215,6 +215,10 @@ class Method(ABC, Generic[StateT, DownT, UpT]):
         """Return what the log of a round says about the server's half."""
         return {}
 
+    def forewarnings(self, num_rounds: int) -> list[str]:
+        """Return what a person should hear before a run of so many rounds begins; empty if all is well."""
+        return []
+
     def notes(self, state: StateT) -> list[str]:
         """Return what a person should hear about the server's half of a round; empty if all is well."""
         return []

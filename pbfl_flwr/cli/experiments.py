@@ -86,8 +86,11 @@ def run(
         raise ended(error, REFUSED) from None
     for note in partition.notes:
         say(console, f"data: {note}")
-    for note in privacy_notes(settings, build_method(settings)):
+    method = build_method(settings)
+    for note in privacy_notes(settings, method):
         say(console, f"privacy: {note}")
+    for note in method.forewarnings(settings.run.num_server_rounds):
+        say(console, f"{method.name}: {note}")
     num_clients, num_rounds = settings.run.num_clients, settings.run.num_server_rounds
     with running():
         code = simulate(source, directory, wishes.values, num_clients, num_rounds, resources, console)

@@ -119,7 +119,9 @@ class MethodStrategy(Strategy):
             models.models,
             models.feature_dim,
         )
-        for note in privacy_notes(self.settings, self.method):
+        for note in privacy_notes(self.settings, self.method) + self.method.forewarnings(
+            run.num_server_rounds
+        ):
             log(WARNING, "%s", note)
 
     def prepare(self, grid: Grid) -> None:

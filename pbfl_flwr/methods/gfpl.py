@@ -17,6 +17,7 @@ of EM, single samples, seeds of clusters; see prototypes/mixture.py. No code of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -163,6 +164,17 @@ class Gfpl(Method[MixtureState, Mixtures, Mixtures]):
         """Return whether mixtures go up in a round: t >= t1 and t mod S_T = 0."""
         c = self.config
         return c.pseudo_features and number >= c.start and number % c.interval == 0
+
+    def forewarnings(self, num_rounds: int) -> list[str]:
+        """Whether the run ends before anybody retrains on pseudo-features: then it was local training."""
+        c = self.config
+        first = math.ceil(c.start / c.interval) * c.interval
+        if not c.pseudo_features or num_rounds > first:
+            return []
+        return [
+            f"num-server-rounds = {num_rounds}: the first exchange of mixtures is in round {first} and shows in the "
+            "next one, so clients only train on their own; gfpl.start and gfpl.interval say when"
+        ]
 
     def check(self, task: Task, architectures: Sequence[str]) -> None:
         """The frame must exist."""

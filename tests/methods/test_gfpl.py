@@ -66,6 +66,28 @@ def test_rounds_of_exchange(make_method, own, expected):
     assert [t for t in range(1, 31) if method.exchanges(t)] == expected
 
 
+@pytest.mark.parametrize(
+    ("own", "shows"),
+    [
+        ({}, 11),
+        ({"start": 11}, 21),
+        ({"start": 3, "interval": 4}, 5),
+        (SOON, 2),
+        ({"pseudo_features": False}, 0),
+    ],
+)
+def test_a_run_that_ends_before_an_exchange_shows_is_forewarned(make_method, own, shows):
+    method = make_method("gfpl", own=own)
+    assert method.forewarnings(shows) == []
+    if shows:
+        (said,) = method.forewarnings(shows - 1)
+        assert said.startswith(
+            f"num-server-rounds = {shows - 1}: the first exchange of mixtures is in round {shows - 1}"
+        )
+    else:
+        assert method.forewarnings(1) == []
+
+
 def test_only_rounds_of_exchange_carry_components(make_method, make_client, task):
     method = make_method("gfpl", own={"start": 2, "interval": 2, "components": 2})
     holders = [(0, 0, 0, 1, 1, 1), (1, 1, 1, 1, 2, 2)]
