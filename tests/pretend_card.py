@@ -20,7 +20,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
-from torch.utils._pytree import tree_iter, tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
+
+from pbfl_flwr.recording import each_tensor
 
 CUDA = torch.device("cuda", 0)
 aten = torch.ops.aten
@@ -60,11 +62,9 @@ class OnCard(Tensor):
         kwargs = kwargs or {}
         OnCard.operations += 1
         together = (args[0], args[2:]) if func in INDEXING else (args, kwargs)
-        for item in tree_iter(together) if func is not aten.copy_.default else ():
-            generator = isinstance(item, torch.Generator)
-            if generator or (isinstance(item, Tensor) and not isinstance(item, OnCard) and item.dim() > 0):
-                raise RuntimeError(f"{func}: {type(item).__name__} on the CPU and tensors on the card")
-        found = func(*tree_map(_held, args), **tree_map(_held, kwargs))
+        if func is not aten.copy_.default:
+            _all_on_card(func, together)
+        found = func(*each_tensor(_held, args), **each_tensor(_held, kwargs))
         if (
             func is aten.copy_.default
             and Recording.going_on
@@ -73,7 +73,19 @@ class OnCard(Tensor):
             raise RuntimeError("a copy between CPU and card cannot be recorded")
         if func is aten.copy_.default and not isinstance(args[0], OnCard):
             return args[0]  # from the card to the CPU
-        return return_and_correct_aliasing(func, args, kwargs, tree_map(_carded, found))
+        return return_and_correct_aliasing(func, args, kwargs, each_tensor(_carded, found))
+
+
+def _all_on_card(func: Any, item: Any) -> None:
+    if isinstance(item, (list, tuple)):
+        for part in item:
+            _all_on_card(func, part)
+    elif isinstance(item, dict):
+        _all_on_card(func, tuple(item.values()))
+    elif isinstance(item, torch.Generator) or (
+        isinstance(item, Tensor) and not isinstance(item, OnCard) and item.dim() > 0
+    ):
+        raise RuntimeError(f"{func}: {type(item).__name__} on the CPU and tensors on the card")
 
 
 def _held(item: Any) -> Any:
@@ -214,7 +226,7 @@ class _Machine(TorchFunctionMode):
             if kwargs.get("generator") is not None:
                 raise RuntimeError(f"{func}: a generator on the CPU for a tensor on the card")
             kwargs["device"] = "cpu"
-            return tree_map(_carded, func(*tree_map(_held, args), **tree_map(_held, kwargs)))
+            return each_tensor(_carded, func(*each_tensor(_held, args), **each_tensor(_held, kwargs)))
         return func(*args, **kwargs)
 
     def _to(self, tensor: Tensor, rest: list[Any], kwargs: dict[str, Any]) -> Tensor:

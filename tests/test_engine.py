@@ -138,9 +138,8 @@ def test_processes_end_with_their_command_and_are_resumed(tmp_path: Path, number
 def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     (tmp_path / "a-file").touch()
-    process = start(
-        run_dir, tmp_path / "home", f"state-dir={tmp_path / 'a-file'}"
-    )  # only the clients find out
+    broken = f"state-dir={tmp_path / 'a-file'}"  # only the clients find out
+    process = start(run_dir, tmp_path / "home", broken, workers="1")
     said, _ = process.communicate(timeout=500)
     assert process.returncode == 1, said
     assert "the run failed: round 1: 0 valid replies, min-replies is 1" in said
