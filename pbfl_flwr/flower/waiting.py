@@ -9,7 +9,6 @@ from logging import INFO
 
 from flwr.app import Message, RecordDict
 from flwr.common import log
-from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 
@@ -116,10 +115,6 @@ class Attentive(Grid):
     def get_node_ids(self) -> Iterable[int]:
         """Return the nodes."""
         return self._grid.get_node_ids()
-
-    def get_nodes(self) -> Iterable[NodeInfo]:
-        """Return what Flower knows of the nodes."""
-        return self._grid.get_nodes()
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Send messages and return their ids."""
