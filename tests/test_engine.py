@@ -164,7 +164,7 @@ def rounds_done(run_dir: Path) -> int:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's parent-death signal")
 def test_a_run_that_is_stopped_and_killed_and_goes_on_has_the_bits_of_one_that_is_not(tmp_path: Path) -> None:
-    """Stopped with one worker, killed with two, ended without Flower's engine; two of the four clients lie."""
+    """On Flower's engine with one worker and with two, beside a run without it; two of the four clients lie."""
     run_dir, other = tmp_path / "run", tmp_path / "other"
     lies = ("attack=noise=0.5", "norm-bound=1.0", "aggregation=trimmed-mean", "min-class-count=1")
     process = start(run_dir, tmp_path / "home", *lies, "num-server-rounds=10000", workers="1")
@@ -182,7 +182,7 @@ def test_a_run_that_is_stopped_and_killed_and_goes_on_has_the_bits_of_one_that_i
     assert nothing_is_left(run_dir)
     done = rounds_done(run_dir)
     rest = sets(f"num-server-rounds={done + 1}")
-    process = pbfl(run_dir, tmp_path / "home", *PROCESSES, "1", "--resume", str(run_dir), *rest)
+    process = pbfl(run_dir, tmp_path / "home", "--workers", "2", "--resume", str(run_dir), *rest)
     said, _ = process.communicate(timeout=500)
     assert process.returncode == 0, said
     assert left_behind(run_dir) == []

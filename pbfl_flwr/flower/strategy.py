@@ -119,9 +119,8 @@ class MethodStrategy(Strategy):
             models.models,
             models.feature_dim,
         )
-        for note in privacy_notes(self.settings, self.method) + self.method.forewarnings(
-            run.num_server_rounds
-        ):
+        notes = privacy_notes(self.settings, self.method) + self.method.forewarnings(self._num_rounds)
+        for note in notes:
             log(WARNING, "%s", note)
 
     def prepare(self, grid: Grid) -> None:
@@ -194,8 +193,8 @@ class MethodStrategy(Strategy):
             PbflError: before round 1, if something does not fit.
             RunEnded: if fewer than min-replies clients answered a round, or a simulation worker died.
         """
-        self.summary()
         self._num_rounds = num_rounds or self.settings.run.num_server_rounds
+        self.summary()
         timeout = timeout or self.settings.run.round_timeout
         grid = attentive(grid, lambda node: (self.roster or Roster({})).called(node))
         with nullcontext() if self.run is None else self.run.alone():

@@ -48,12 +48,8 @@ def drawn(groups: list[Group]) -> list[pictures.Section]:
     return pictures.draw(groups)
 
 
-def kind(picture: style.Picture) -> str:
-    return picture.name.rstrip("-0123456789")
-
-
 def kinds(sections: list[pictures.Section]) -> Counter[str]:
-    return Counter(kind(picture) for section in sections for picture in section.pictures)
+    return Counter(picture.name.rstrip("-0123456789") for section in sections for picture in section.pictures)
 
 
 def test_three_runs_show_every_picture_of_the_papers(drawn: list[pictures.Section]) -> None:
@@ -86,13 +82,16 @@ def test_every_picture_has_title_axes_with_labels_and_words(drawn: list[pictures
                 assert axes.get_xlabel() or axes.get_label() == "<colorbar>", picture.name
 
 
-def test_svg_stands_alone_and_in_a_page(drawn: list[pictures.Section]) -> None:
-    every = [picture for section in drawn for picture in section.pictures]
-    for picture in {kind(picture): picture for picture in every}.values():
-        ET.fromstring(style.svg(picture))
+def test_svg_stands_alone_and_in_a_page(
+    drawn: list[pictures.Section], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone: list[str] = []
+    monkeypatch.setattr(style, "svg", lambda picture, svg=style.svg: alone.append(svg(picture)) or alone[-1])
     identities: list[str] = []
+    every = [picture for section in drawn for picture in section.pictures]
     for picture in every:
-        inline = style.inline_svg(picture)
+        inline = style.inline_svg(picture)  # made of the one that stands alone
+        ET.fromstring(alone[-1])
         root = ET.fromstring(inline)
         identities += [element.attrib["id"] for element in root.iter() if "id" in element.attrib]
         assert "currentColor" in inline
@@ -102,6 +101,7 @@ def test_svg_stands_alone_and_in_a_page(drawn: list[pictures.Section]) -> None:
         assert root.attrib["viewBox"]
         assert "width" not in root.attrib
     assert max(Counter(identities).values()) == 1
+    assert len(alone) == len(every)
 
 
 def test_png_is_one(drawn: list[pictures.Section]) -> None:

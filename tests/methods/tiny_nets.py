@@ -7,10 +7,9 @@ from pbfl_flwr.task import Task
 
 
 def normed(task: Task) -> SplitModel:
-    """One hidden layer with BatchNorm, so with statistics that training writes beside the weights."""
-    size = task.input_shape[0] * task.input_shape[1] * task.input_shape[2]
-    stages = [nn.Sequential(nn.Flatten(), nn.Linear(size, 16), nn.BatchNorm1d(16), nn.ReLU())]
-    neck = nn.Sequential(nn.Linear(16, task.feature_dim), nn.ReLU())
+    """One convolution with BatchNorm, so with statistics that training writes beside the weights."""
+    stages = [nn.Sequential(nn.Conv2d(task.input_shape[0], 4, 3, 2, 1), nn.BatchNorm2d(4), nn.ReLU())]
+    neck = nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(64, task.feature_dim), nn.ReLU())
     return SplitModel(task, stages, neck, nn.Linear(task.feature_dim, task.num_classes))
 
 
