@@ -76,6 +76,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return place / "run", said
 
 
+@pytest.mark.xdist_group("finished")
 def test_a_run(finished: tuple[Path, str]) -> None:
     run_dir, said = finished
     rounds = [json.loads(line) for line in (run_dir / "rounds.jsonl").read_text().splitlines()]
@@ -94,6 +95,7 @@ def bits(run_dir: Path) -> tuple[dict[str, torch.Tensor], list[object]]:
     return load_file(run_dir / "prototypes.safetensors"), scores
 
 
+@pytest.mark.xdist_group("finished")
 def test_processes_without_flowers_engine_give_the_same_bits(
     finished: tuple[Path, str], tmp_path: Path
 ) -> None:

@@ -21,6 +21,7 @@ MISSING = [name for name, found in (("Chromium", BROWSER), ("chromedriver", DRIV
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.xdist_group("browser"),
     pytest.mark.skipif(bool(MISSING), reason=f"{' and '.join(MISSING)} not installed"),
 ]
 
