@@ -12,7 +12,7 @@ from pbfl_flwr.cli import app
 from pbfl_flwr.config import Settings, parse
 from pbfl_flwr.data import DATASETS
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments import compare, configuration, tables
+from pbfl_flwr.experiments import compare, configuration, reproduce, tables
 from pbfl_flwr.experiments.figures import clock, kilobytes
 from pbfl_flwr.experiments.runner import round_line
 from pbfl_flwr.flower.engine import Resources, toml
@@ -450,6 +450,7 @@ def test_commands_of_several_runs_take_workers(words: list[str], monkeypatch: py
         raise PbflError(f"{resources.workers} workers, processes: {resources.processes}")
 
     monkeypatch.setattr(compare, "preflight", told)
+    monkeypatch.setattr(reproduce, "absent", lambda planned: {})  # Fashion-MNIST, where it is not installed
     done = pbfl(*words, "--workers", 3, "--engine", "processes")
     assert done.exit_code == 2
     assert "3 workers, processes: True" in done.output

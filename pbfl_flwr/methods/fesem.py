@@ -36,6 +36,7 @@ from pbfl_flwr.task import Task
 from pbfl_flwr.weights import Weighting, average, same_shapes, weighting_of
 
 NOBODY = -1  # in Centres.assigned: a client that never answered
+SAME = 1e-12  # of their squared lengths: what two equal updates are apart by rounding alone
 
 
 class Config(Group):
@@ -183,8 +184,11 @@ class FeSEM(Method[Centres, Weights, Weights]):
                 rows -= origin.flatten().double()
                 inner += rows @ rows.T
         values, vectors = torch.linalg.eigh(inner)
-        coordinates = vectors * values.clamp_min(0).sqrt()  # (N, N)
-        different = len(torch.unique(coordinates, dim=0))
+        values[values < SAME * values.max()] = 0.0  # rounding, whose root would be 1e-8 of the largest
+        coordinates = vectors * values.sqrt()  # (N, N)
+        squares = inner.diagonal()[:, None] + inner.diagonal()
+        alike = squares - 2 * inner <= SAME * squares
+        different = len(alike.byte().argmax(dim=1).unique())  # the first that a client equals
         seed = seeds.derive(at.seed, "fesem") % 2**32
         means = KMeans(min(self.centres, different), n_init=10, random_state=seed).fit(coordinates.numpy())
         return torch.from_numpy(means.labels_).to(torch.int64)
