@@ -27,6 +27,7 @@ from machine import introduce, write
 from pbfl_flwr.config import parse
 from pbfl_flwr.flower import wire
 from pbfl_flwr.flower.replies import Phase, read
+from pbfl_flwr.flower.report import Report
 from pbfl_flwr.method import Round
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.payloads import Prototypes
@@ -42,7 +43,7 @@ def replies(rule: str, number: int) -> tuple[Phase, list[Message]]:
     generator = torch.Generator().manual_seed(0)
     asked, answers = [], []
     present = torch.ones(K, dtype=torch.bool)
-    report = wire.Report(100, 33, 1, {"head": 20, "global": 19}, 0.5, metrics={"loss.ce": 1.2})
+    report = Report(100, 33, 1, {"head": 20, "global": 19}, 0.5, metrics={"loss.ce": 1.2})
     for client in range(number):
         question = Message(wire.content(), dst_node_id=client + 1, message_type="train", group_id="1")
         question.metadata.__dict__["_message_id"] = f"{client:064d}"

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from pbfl_flwr.config import Settings
 from pbfl_flwr.experiments.figures import hang, say
-from pbfl_flwr.flower import roster, wire
+from pbfl_flwr.flower import hello, report, traffic
 from pbfl_flwr.methods import build_method, privacy_notes
 from pbfl_flwr.payloads import Reveal
 from pbfl_flwr.payloads.reveals import PRESENCE
@@ -22,7 +22,7 @@ STYLES = {"in clear": "red", "blurred": "yellow", "hidden": "green"}
 
 def disclosures(settings: Settings) -> list[Reveal]:
     """Return everything that a client's messages, and the broadcast, tell under this configuration."""
-    said = [*roster.REVEALS, *wire.REVEALS]
+    said = [*hello.REVEALS, *report.REVEALS]
     if settings.privacy.client_report == "none":
         said = [one.but("hidden", "not sent") if "client-report" in one.hide else one for one in said]
     method = build_method(settings)
@@ -30,7 +30,7 @@ def disclosures(settings: Settings) -> list[Reveal]:
     if any(one.what == PRESENCE.what for one in found):
         dense = settings.privacy.dense_uploads or settings.privacy.secure_aggregation
         found.append(
-            wire.SIZE.but("hidden", "every upload has a row for every class") if dense else wire.SIZE
+            traffic.SIZE.but("hidden", "every upload has a row for every class") if dense else traffic.SIZE
         )
     return sorted(found, key=lambda one: MESSAGES.index(one.message))
 

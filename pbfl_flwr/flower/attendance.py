@@ -9,9 +9,10 @@ from flwr.app import Message
 from flwr.common import log
 from flwr.serverapp import Grid
 
+from pbfl_flwr.flower.hello import welcome_back
 from pbfl_flwr.flower.late import Debt, Debts
 from pbfl_flwr.flower.replies import Phase
-from pbfl_flwr.flower.roster import Roster, welcome_back
+from pbfl_flwr.flower.roster import Roster
 
 GREETING_SECONDS = 60.0  # for a node that comes in the middle of a run
 

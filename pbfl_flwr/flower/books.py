@@ -1,4 +1,4 @@
-"""The books of a round: accuracies over clients, its lines of rounds.jsonl and clients.jsonl, and what they note."""
+"""The books of a round: accuracies over clients, and its lines of rounds.jsonl and clients.jsonl."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from typing import Any
 import numpy as np
 
 from pbfl_flwr.config import PREDICTORS
-from pbfl_flwr.flower import wire
+from pbfl_flwr.flower import notes
 from pbfl_flwr.flower.history import finite
 from pbfl_flwr.flower.replies import Outcome, Phase
+from pbfl_flwr.flower.report import SPENT, Report
+from pbfl_flwr.flower.traffic import Traffic
 from pbfl_flwr.method import Method, Moment
 
 
-def summarise(reports: Mapping[int, wire.Report]) -> dict[str, dict[str, float]]:
+def summarise(reports: Mapping[int, Report]) -> dict[str, dict[str, float]]:
     """Return predictor -> accuracy over clients.
 
     ``weighted`` is correct samples over all samples (what most published tables show), ``mean`` the plain mean over
@@ -44,7 +46,7 @@ def summarise(reports: Mapping[int, wire.Report]) -> dict[str, dict[str, float]]
     return found
 
 
-def on_validation(reports: Mapping[int, wire.Report]) -> dict[int, wire.Report]:
+def on_validation(reports: Mapping[int, Report]) -> dict[int, Report]:
     """Return the reports with what was held out for validation in the place of the test data."""
     return {
         client: replace(report, num_test=report.num_validation, correct=report.validation)
@@ -53,7 +55,7 @@ def on_validation(reports: Mapping[int, wire.Report]) -> dict[int, wire.Report]:
     }
 
 
-def at_the_other_moment(reports: Mapping[int, wire.Report]) -> dict[int, wire.Report]:
+def at_the_other_moment(reports: Mapping[int, Report]) -> dict[int, Report]:
     """Return the reports of clients that were scored twice, with what they scored at the other moment."""
     return {
         client: replace(report, correct=report.other)
@@ -106,7 +108,7 @@ def round_line(
         name: _mean([(report.metrics or {}).get(name) for report in trained], weights) for name in names
     }
     reports, honest = list(outcome.reports.values()), phase.honest(outcome.reports)
-    seconds = {name: sum(report.seconds[i] for report in reports) for i, name in enumerate(wire.SPENT)}
+    seconds = {name: sum(report.seconds[i] for report in reports) for i, name in enumerate(SPENT)}
     held_out, twice = on_validation(honest), at_the_other_moment(honest)
     late = [{"client": client, **asdict(item)} for client, item in sorted(outcome.late.items())]
     return {
@@ -123,7 +125,7 @@ def round_line(
         "trained": outcome.trained,
         **({"late": late} if late else {}),
         **({"ages": ages} if ages is not None else {}),
-        "notes": [*method.notes(state), *_held_back(outcome), *_idle(outcome), *_clipped(outcome)],
+        "notes": [*method.notes(state), *notes.of_uploads(outcome)],
         "failures": named(outcome.failures, phase.names),
         "bytes_up": _traffic(outcome.up),
         "bytes_down": _traffic(phase.down),
@@ -167,21 +169,6 @@ def final_scores(phase: Phase, outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def forgetful(phase: Phase, outcome: Outcome, before: Mapping[int, int]) -> list[int]:
-    """Return the clients that have taken part less often than the server has seen: they lost their state.
-
-    Args:
-        phase: what was sent.
-        outcome: what came back.
-        before: client -> rounds it had trained in when it was last heard of.
-    """
-    return [
-        client
-        for client, report in outcome.reports.items()
-        if client in before and report.participations < before[client] + (client in phase.training)
-    ]
-
-
 def named(failures: Mapping[int, str], names: Mapping[int, str]) -> list[dict[str, Any]]:
     """Return failures as the history writes them: number, name where there is one, reason."""
     return [
@@ -190,33 +177,8 @@ def named(failures: Mapping[int, str], names: Mapping[int, str]) -> list[dict[st
     ]
 
 
-def _held_back(outcome: Outcome) -> list[str]:
-    found = [(outcome.reports[client].metrics or {}).get("held-back", 0) for client in outcome.trained]
-    if not any(found):
-        return []
-    return [
-        f"classes held back for having fewer samples than min-class-count: {sum(found):.0f}, on "
-        f"{sum(classes > 0 for classes in found)} of {len(found)} clients"
-    ]
-
-
-def _idle(outcome: Outcome) -> list[str]:
-    found = [client for client in outcome.trained if (outcome.reports[client].metrics or {}).get("idle")]
-    if not found:
-        return []
-    return [
-        f"made no training step, for want of samples (batch-size, drop-last; BatchNorm needs two): client "
-        f"{', '.join(map(str, found))}"
-    ]
-
-
-def _clipped(outcome: Outcome) -> list[str]:
-    found = [(outcome.reports[client].metrics or {}).get("secure-clipped", 0) for client in outcome.trained]
-    return [f"{sum(found):.0f} entries of uploads were clipped to ±secure-range"] if any(found) else []
-
-
-def _traffic(per_client: Mapping[int, wire.Traffic]) -> dict[str, int]:
-    return asdict(sum(per_client.values(), wire.Traffic()))
+def _traffic(per_client: Mapping[int, Traffic]) -> dict[str, int]:
+    return asdict(sum(per_client.values(), Traffic()))
 
 
 def _mean(values: list[float | None], weights: list[int]) -> float | None:

@@ -40,6 +40,7 @@ from pbfl_flwr.flower.opening import (
     open_client,
     store_of,
 )
+from pbfl_flwr.flower.report import Report
 from pbfl_flwr.flower.store import ClientState
 from pbfl_flwr.flower.terms import digest
 from pbfl_flwr.method import Client, Method, Moment, Nearest, Predictor
@@ -326,12 +327,12 @@ def _report(
     participations: int,
     seconds: tuple[float, float, float, float, float],
     metrics: Mapping[str, float] | None = None,
-) -> wire.Report:
+) -> Report:
     """Return what is said beside the payload; with client-report none only what says nothing about the samples."""
     if opened.settings.privacy.client_report == "none":
         kept = {name: value for name, value in (metrics or {}).items() if name == "epsilon"}
-        return wire.Report(0, 0, participations, metrics=kept)
-    return wire.Report(
+        return Report(0, 0, participations, metrics=kept)
+    return Report(
         num_train=len(opened.client.data.train.labels),
         num_test=scores.num_samples,
         participations=participations,

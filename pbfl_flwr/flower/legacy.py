@@ -47,6 +47,7 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import wire
 from pbfl_flwr.flower.books import summarise
 from pbfl_flwr.flower.replies import said_of
+from pbfl_flwr.flower.report import Report
 from pbfl_flwr.method import Method, Round
 from pbfl_flwr.methods import build_method
 from pbfl_flwr.payloads import Payload, Prototypes
@@ -68,13 +69,13 @@ def payload_of(record: ArrayRecord) -> ArrayRecord:
     return ArrayRecord({key: array for key, array in record.items() if key != compat.EMPTY_TENSOR_KEY})
 
 
-def report_of(metrics: Mapping[str, Scalar]) -> wire.Report:
+def report_of(metrics: Mapping[str, Scalar]) -> Report:
     """Return the report that a client put into the metrics of its FitRes.
 
     Raises:
         RejectedPayload: if it is none.
     """
-    return wire.Report.from_record(MetricRecord(json.loads(str(metrics[REPORT]))))
+    return Report.from_record(MetricRecord(json.loads(str(metrics[REPORT]))))
 
 
 def fit_result(parameters: Parameters, report: MetricRecord) -> FitRes:
@@ -158,7 +159,7 @@ class LegacyMethodStrategy(TrainingOnly):
             )
         self.experiment = experiment or f"{settings.fingerprint()}-{uuid.uuid4().hex[:8]}"
         self.state: Any = self.method.init(task, settings.run.seed)
-        self.reports: dict[str, wire.Report] = {}
+        self.reports: dict[str, Report] = {}
         self.failures: dict[str, str] = {}
 
     def workflow(self) -> SecAggPlusWorkflow:

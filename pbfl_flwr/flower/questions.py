@@ -13,6 +13,7 @@ from pbfl_flwr.flower import wire
 from pbfl_flwr.flower.replies import Phase
 from pbfl_flwr.flower.roster import Roster
 from pbfl_flwr.flower.terms import KEY
+from pbfl_flwr.flower.traffic import weigh
 from pbfl_flwr.method import Method
 from pbfl_flwr.payloads import Payload
 
@@ -69,7 +70,7 @@ class Questions:
                 message_type=kinds[client],
                 group_id=str(server_round),
             )
-            down[client] = wire.weigh(message)
+            down[client] = weigh(message)
             scalars += payload.scalars()
             sent.append((message, client))
         training = {client for client, kind in kinds.items() if kind == "train"}

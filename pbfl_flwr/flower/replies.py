@@ -12,7 +12,8 @@ from flwr.app import ArrayRecord, Message, MetricRecord
 from pbfl_flwr.errors import LONGEST, pointed, printable
 from pbfl_flwr.flower import wire
 from pbfl_flwr.flower.late import Debt
-from pbfl_flwr.flower.roster import reason_of
+from pbfl_flwr.flower.report import Report
+from pbfl_flwr.flower.traffic import Traffic, weigh
 from pbfl_flwr.method import Method
 from pbfl_flwr.payloads import Mixtures, Payload, Prototypes, RejectedPayload, WeightsAndPrototypes
 from pbfl_flwr.task import Task
@@ -27,7 +28,7 @@ class Phase:
 
     messages: list[tuple[Message, int]]  # with the client each one went to
     training: set[int]
-    down: dict[int, wire.Traffic]
+    down: dict[int, Traffic]
     scalars_down: int
     started: float
     names: dict[int, str] = field(default_factory=dict)  # of the clients that have one
@@ -35,7 +36,11 @@ class Phase:
     absent: dict[int, str] = field(default_factory=dict)  # who was not asked, and why
     malicious: frozenset[int] = frozenset()  # who lies on purpose
 
-    def honest(self, reports: Mapping[int, wire.Report]) -> dict[int, wire.Report]:
+    def called(self, client: int) -> str:
+        """How a person calls a client: its name, or its number."""
+        return self.names.get(client, str(client))
+
+    def honest(self, reports: Mapping[int, Report]) -> dict[int, Report]:
         """Return the reports without those of malicious clients: what accuracies are taken over."""
         return {client: report for client, report in reports.items() if client not in self.malicious}
 
@@ -93,10 +98,10 @@ class Outcome:
     """
 
     uploads: Mapping[int, Payload] = field(default_factory=dict)
-    reports: dict[int, wire.Report] = field(default_factory=dict)
+    reports: dict[int, Report] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
     late: dict[int, Late] = field(default_factory=dict)
-    up: dict[int, wire.Traffic] = field(default_factory=dict)
+    up: dict[int, Traffic] = field(default_factory=dict)
     scalars_up: int = 0
     classes: dict[int, int] | None = None
 
@@ -113,15 +118,15 @@ class Outcome:
 
 @dataclass(frozen=True)
 class _Answer:
-    report: wire.Report
+    report: Report
     upload: Payload | None
-    traffic: wire.Traffic
+    traffic: Traffic
 
 
 @dataclass(frozen=True)
 class _Rejected:
     reason: str
-    traffic: wire.Traffic
+    traffic: Traffic
 
 
 @dataclass(frozen=True)
@@ -133,14 +138,14 @@ class _Reader:
     task: Task
     max_bytes: int
 
-    def weigh(self, reply: Message) -> wire.Traffic | _Rejected:
+    def weigh(self, reply: Message) -> Traffic | _Rejected:
         """Return a reply's bytes, or why they cannot be counted."""
         try:
-            return wire.weigh(reply)
+            return weigh(reply)
         except Exception as error:  # the boundary, as below
-            return _Rejected(f"upload rejected: {said_of(error)}", wire.Traffic())
+            return _Rejected(f"upload rejected: {said_of(error)}", Traffic())
 
-    def read(self, reply: Message, training: bool, traffic: wire.Traffic | _Rejected) -> _Answer | _Rejected:
+    def read(self, reply: Message, training: bool, traffic: Traffic | _Rejected) -> _Answer | _Rejected:
         """Return what a reply of so many bytes holds, or why it is rejected."""
         if isinstance(traffic, _Rejected):
             return traffic
@@ -203,7 +208,7 @@ def read(
             uploads[client] = upload
 
     def arrived(client: int, found: _Answer | _Rejected) -> None:
-        outcome.up[client] = outcome.up.get(client, wire.Traffic()) + found.traffic
+        outcome.up[client] = outcome.up.get(client, Traffic()) + found.traffic
 
     def keep_late(client: int, reply: Message, found: _Answer | _Rejected, server_round: int) -> None:
         weight, age = 0.0, phase.number - server_round
@@ -277,9 +282,28 @@ def _upload_of(reply: Message, method: Method[Any, Any, Any], state: Any, task: 
     return upload
 
 
-def _report_of(reply: Message, max_bytes: int) -> wire.Report:
+def _report_of(reply: Message, max_bytes: int) -> Report:
     record = reply.content.get(wire.METRICS) if reply.has_content() else None
     if not isinstance(record, MetricRecord):
         raise RejectedPayload("its report is missing")
     wire.check_content(reply.content, max_bytes)
-    return wire.Report.from_record(record)
+    return Report.from_record(record)
+
+
+def reason_of(reply: Message) -> str:
+    """Return the readable line of an error reply: ours as it is, of a traceback the last line."""
+    if worker_died(reply):
+        return "its simulation worker died"
+    text = reply.error.reason or ""
+    lines = [said for line in text.splitlines() if (said := printable(line).strip())]
+    if not lines:
+        return f"error code {reply.error.code}"
+    return (lines[-1] if "Traceback" in text else "; ".join(lines))[:LONGEST]
+
+
+def worker_died(reply: Message) -> bool:
+    """Whether Ray lost the process that ran the client; Flower keeps such a worker in its pool for ever."""
+    text = reply.error.reason or ""
+    return "ray.exceptions." in text and (
+        "ActorDied" in text or "ActorUnavailable" in text or "RayActorError" in text
+    )

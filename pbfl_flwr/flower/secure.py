@@ -44,8 +44,9 @@ from pbfl_flwr.config import Settings
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import wire
 from pbfl_flwr.flower.legacy import TrainingOnly, bound_of, parameters_of, report_of, summed, workflow_of
-from pbfl_flwr.flower.replies import Outcome, Phase, read, said_of
-from pbfl_flwr.flower.roster import reason_of
+from pbfl_flwr.flower.replies import Outcome, Phase, read, reason_of, said_of
+from pbfl_flwr.flower.report import Report
+from pbfl_flwr.flower.traffic import Traffic, weigh
 from pbfl_flwr.method import Method
 from pbfl_flwr.payloads import Payload
 from pbfl_flwr.task import Task
@@ -109,7 +110,7 @@ class SecureRounds:
             return outcome
         clients = {message.metadata.dst_node_id: c for message, c in phase.messages if c in phase.training}
         waited = time.perf_counter() - phase.started
-        found: dict[int, wire.Report] = {}
+        found: dict[int, Report] = {}
         for node, result in self._face.results.items():
             try:
                 found[clients[node]] = report_of(result.metrics)
@@ -132,8 +133,8 @@ class SecureRounds:
         outcome.reports = dict(sorted({**outcome.reports, **found}.items()))
         outcome.failures = dict(sorted(outcome.failures.items()))
         for node, client in clients.items():
-            phase.down[client] = self._metered.down.get(node, wire.Traffic())
-            outcome.up[client] = self._metered.up.get(node, wire.Traffic())
+            phase.down[client] = self._metered.down.get(node, Traffic())
+            outcome.up[client] = self._metered.up.get(node, Traffic())
         return outcome
 
 
@@ -188,8 +189,8 @@ class _Meter:
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
-        self.up: dict[int, wire.Traffic] = {}
-        self.down: dict[int, wire.Traffic] = {}
+        self.up: dict[int, Traffic] = {}
+        self.down: dict[int, Traffic] = {}
         self.faults: dict[int, str] = {}
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
@@ -198,18 +199,18 @@ class _Meter:
         nodes = {message.metadata.message_id: message.metadata.dst_node_id for message in asked}
         for message in asked:
             node = message.metadata.dst_node_id
-            self.down[node] = self.down.get(node, wire.Traffic()) + _weigh(message)
+            self.down[node] = self.down.get(node, Traffic()) + _weigh(message)
         for reply in replies:
             node = nodes[reply.metadata.reply_to_message_id]
-            self.up[node] = self.up.get(node, wire.Traffic()) + _weigh(reply)
+            self.up[node] = self.up.get(node, Traffic()) + _weigh(reply)
             if reply.has_error():
                 self.faults.setdefault(node, reason_of(reply))
         return replies
 
 
-def _weigh(message: Message) -> wire.Traffic:
+def _weigh(message: Message) -> Traffic:
     """Return the bytes of a message; a masked vector is a payload, though it stands among the settings."""
-    weight = wire.weigh(message)
+    weight = weigh(message)
     if not message.has_content():
         return weight
     protocol = message.content.config_records.get(RECORD_KEY_CONFIGS, ConfigRecord())

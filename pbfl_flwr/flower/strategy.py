@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from logging import INFO, WARNING
 from pathlib import Path
@@ -27,16 +27,17 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from pbfl_flwr.config import Settings, announced
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower import wire
+from pbfl_flwr.flower import notes, wire
 from pbfl_flwr.flower.attendance import Attendance
-from pbfl_flwr.flower.books import aged, client_columns, final_scores, forgetful, round_line
+from pbfl_flwr.flower.books import aged, client_columns, final_scores, round_line
 from pbfl_flwr.flower.client import resolved_moment
+from pbfl_flwr.flower.hello import meet, unchanged
 from pbfl_flwr.flower.history import RunDirectory
 from pbfl_flwr.flower.newcomers import Newcomers, new_clients
 from pbfl_flwr.flower.questions import Questions
 from pbfl_flwr.flower.recorder import Recorder
-from pbfl_flwr.flower.replies import Outcome, Phase, read
-from pbfl_flwr.flower.roster import Roster, meet, unchanged, worker_died
+from pbfl_flwr.flower.replies import Outcome, Phase, read, worker_died
+from pbfl_flwr.flower.roster import Roster
 from pbfl_flwr.flower.secure import SecureRounds
 from pbfl_flwr.flower.waiting import attentive
 from pbfl_flwr.method import Method, Moment, Round
@@ -119,8 +120,7 @@ class MethodStrategy(Strategy):
             models.models,
             models.feature_dim,
         )
-        notes = privacy_notes(self.settings, self.method) + self.method.forewarnings(self._num_rounds)
-        for note in notes:
+        for note in privacy_notes(self.settings, self.method) + self.method.forewarnings(self._num_rounds):
             log(WARNING, "%s", note)
 
     def prepare(self, grid: Grid) -> None:
@@ -304,54 +304,23 @@ class MethodStrategy(Strategy):
         assert self._phase is not None, "configure_train comes first"
         assert self.task is not None
         phase, outcome = self._phase, self._read(received)
-        called = {client: phase.names.get(client, str(client)) for client in outcome.failures}
-        valid = len(outcome.trained)
         started = time.perf_counter()
-        if valid >= self.settings.run.min_replies:
+        if len(outcome.trained) >= self.settings.run.min_replies:
             uploads = outcome.uploads if self._secure is None else self._secure.one_for_all(outcome.uploads)
-            late = (
-                (outcome.shares,) if outcome.shares else ()
-            )  # an own aggregate_fit need not know of late uploads
-            self.aggregate_fit(server_round, uploads, *late)
+            # An own aggregate_fit need not know of late uploads.
+            self.aggregate_fit(server_round, uploads, *((outcome.shares,) if outcome.shares else ()))
         aggregated = time.perf_counter() - started
         before = self.history[-1].get("ages") if self.history else None
         ages = aged(before, outcome.classes, self.task.num_classes)
         line = round_line(
             server_round, phase, outcome, self.method, self.state, self.moment, aggregated, ages
         )
-        line["notes"] += (
-            self._lost(phase, outcome)
-            + self._unheard_of(ages)
-            + self._without_headline(line)
-            + (self._recorder.warnings() if self._recorder else [])
-        )
-        for client, item in outcome.late.items():
-            said = item.reason or f"counts {item.weight:.3g}"
-            who = phase.names.get(client, str(client))
-            log(INFO, "round %s: client %s, upload of round %s: %s", server_round, who, item.round, said)
-        for client, reason in outcome.failures.items():
-            log(WARNING, "round %s: client %s failed: %s", server_round, called[client], reason)
-        for note in line["notes"]:
-            log(WARNING, "round %s: %s", server_round, note)
+        line["notes"] += self._notes(line, phase, outcome)
+        self._say(line, phase, outcome)
         self.history = [entry for entry in self.history if entry["round"] < server_round] + [line]
         self._clients = client_columns(server_round, phase, outcome)
         self._stop_at(server_round, outcome, phase)
-        # Of a device it would be its own word, which must not end the others' run.
-        simulation = all(member.simulated for member in self.participants.members.values())
-        if simulation and any(worker_died(reply) for reply in received if reply.has_error()):
-            raise RunEnded(
-                f"round {server_round}: a simulation worker died (client "
-                f"{', '.join(called.values())}); Flower cannot replace it. Rounds up to "
-                f"{server_round - 1} are kept and can be resumed"
-            )
-        if valid < self.settings.run.min_replies:
-            reasons = "; ".join(
-                f"client {called[client]}: {reason}" for client, reason in list(outcome.failures.items())[:5]
-            )
-            raise RunEnded(
-                f"round {server_round}: {valid} valid replies, min-replies is {self.settings.run.min_replies}: "
-                f"{reasons}"
-            )
+        self._need_workers_and_replies(server_round, outcome, phase, received)
         broadcast = self.method.broadcast(self.state, min(phase.training))
         figures = MetricRecord(
             {"bytes-up": line["bytes_up"]["total"], "bytes-down": line["bytes_down"]["total"]}
@@ -360,6 +329,42 @@ class MethodStrategy(Strategy):
             figures[f"accuracy-{name}"] = found["weighted"]
         return wire.encode(broadcast), figures
 
+    def _say(self, line: Mapping[str, Any], phase: Phase, outcome: Outcome) -> None:
+        """Log what came late, who failed, and the round's notes."""
+        server_round = line["round"]
+        for client, item in outcome.late.items():
+            said = item.reason or f"counts {item.weight:.3g}"
+            log(
+                INFO,
+                "round %s: client %s, upload of round %s: %s",
+                server_round,
+                phase.called(client),
+                item.round,
+                said,
+            )
+        for client, reason in outcome.failures.items():
+            log(WARNING, "round %s: client %s failed: %s", server_round, phase.called(client), reason)
+        for note in line["notes"]:
+            log(WARNING, "round %s: %s", server_round, note)
+
+    def _need_workers_and_replies(
+        self, server_round: int, outcome: Outcome, phase: Phase, received: Sequence[Message]
+    ) -> None:
+        """End a run that has lost a simulation worker, or whose round too few clients answered."""
+        # Of a device it would be its own word, which must not end the others' run.
+        simulation = all(member.simulated for member in self.participants.members.values())
+        if simulation and any(worker_died(reply) for reply in received if reply.has_error()):
+            raise RunEnded(
+                f"round {server_round}: a simulation worker died (client "
+                f"{', '.join(map(phase.called, outcome.failures))}); Flower cannot replace it. Rounds up to "
+                f"{server_round - 1} are kept and can be resumed"
+            )
+        valid, wanted = len(outcome.trained), self.settings.run.min_replies
+        if valid < wanted:
+            few = list(outcome.failures.items())[:5]
+            reasons = "; ".join(f"client {phase.called(client)}: {reason}" for client, reason in few)
+            raise RunEnded(f"round {server_round}: {valid} valid replies, min-replies is {wanted}: {reasons}")
+
     def _stop_at(self, server_round: int, outcome: Outcome, phase: Phase) -> None:
         """Remember who failed, and end the run if it is to end at the first."""
         assert self._attendance is not None
@@ -367,24 +372,20 @@ class MethodStrategy(Strategy):
         if self.settings.run.failure_policy == "stop" and outcome.failures:
             client, reason = next(iter(outcome.failures.items()))
             raise RunEnded(
-                f"round {server_round}: client {phase.names.get(client, client)} failed: {reason}; failure-policy is "
+                f"round {server_round}: client {phase.called(client)} failed: {reason}; failure-policy is "
                 f"'stop'. Rounds up to {server_round - 1} are kept and can be resumed"
             )
 
-    def _lost(self, phase: Phase, outcome: Outcome) -> list[str]:
-        """Say which clients have forgotten rounds that the server knows of: another disk, or none any more."""
-        found = [
-            phase.names.get(client, str(client)) for client in forgetful(phase, outcome, self._participations)
-        ]
+    def _notes(self, line: Mapping[str, Any], phase: Phase, outcome: Outcome) -> list[str]:
+        """Say what the server, which remembers other rounds, sees in this one."""
+        found = notes.forgotten(phase, outcome, self._participations)
         self._participations |= {client: report.participations for client, report in outcome.reports.items()}
-        return [f"client {', '.join(found)} lost its state and begins anew"] if found else []
-
-    def _unheard_of(self, ages: list[int] | None) -> list[str]:
-        """Say of classes that nobody has sent for 10, 100, 1,000 rounds, once each."""
         assert self.roster is not None
         labels = next(iter(self.roster.members.values())).labels
-        found = [label for label, age in zip(labels, ages or [], strict=False) if age in (10, 100, 1000)]
-        return [f"nobody sent these classes for 10 rounds or more: {', '.join(found)}"] if found else []
+        found += notes.unheard_of(labels, line.get("ages"))
+        if self._num_rounds == line["round"] > 1 and self.settings.evaluation.predictor != "auto":
+            found += notes.not_scored(self.headline, self.method.name, line["accuracy"])
+        return found + (self._recorder.warnings() if self._recorder else [])
 
     def aggregate_fit(
         self, server_round: int, uploads: Mapping[int, Payload], shares: Mapping[int, float] | None = None
@@ -433,17 +434,6 @@ class MethodStrategy(Strategy):
         assert self._attendance is not None
         late = self._attendance.settle(phase, replies)
         return read(replies, phase, self.method, self.state, self.task, max_bytes, late, run.stale_weight)
-
-    def _without_headline(self, line: dict[str, Any]) -> list[str]:
-        """Say in the last round that nobody was scored as ``predictor`` asks; in round 1 prototypes may be missing."""
-        scored = line["accuracy"]
-        last = line["round"] == self._num_rounds and line["round"] > 1
-        if not last or not scored or self.settings.evaluation.predictor == "auto" or self.headline in scored:
-            return []
-        return [
-            f"predictor = '{self.headline}': method '{self.method.name}' was not scored so and no round is best; "
-            f"there are {', '.join(scored)}"
-        ]
 
     def _finish_round(self, server_round: int) -> None:
         self.history[-1]["seconds"]["total"] = time.perf_counter() - self._round_started

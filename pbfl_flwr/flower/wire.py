@@ -1,33 +1,24 @@
-"""Payloads on the wire, and what they weigh.
+"""Payloads on the wire.
 
 A payload travels as one array of bytes in the safetensors format: ragged, without pickle, checked in full before
-anything is rebuilt from it. One array, because Flower spends about 600 bytes on each. Bytes are counted here, where
-messages are encoded, so that no method can flatter itself.
+anything is rebuilt from it. One array, because Flower spends about 600 bytes on each.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import Literal, TypeVar
 
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
-from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE as MAX_CHUNK
-from flwr.common.serde_utils import metadata_to_proto
-from flwr.proto.message_pb2 import Message as ProtoMessage
-from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, no_object_id_recompute
 from safetensors import SafetensorError
 from safetensors.torch import save
 from torch import Tensor
 
-from pbfl_flwr.config import PREDICTORS
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.headers import load
-from pbfl_flwr.payloads import MAX_COUNT, Payload, Prototypes, RejectedPayload, Reveal, separate
+from pbfl_flwr.payloads import Payload, Prototypes, RejectedPayload, separate
 from pbfl_flwr.task import Task
 
 P = TypeVar("P", bound=Payload)
@@ -35,14 +26,9 @@ WireDtype = Literal["float32", "float16", "bfloat16", "int8"]
 
 PAYLOAD, METRICS, CONFIG = "p", "m", "c"  # record names: short, they travel with every message
 MAX_BYTES = 2**31  # of one payload; Flower's own frame limit
-SPENT = ("data", "open", "fit", "evaluate", "save")  # data: its own shards; open: network, state and settings
-MAX_METRICS = 100  # of one report
-MAX_NAME = 100  # characters of a metric's name
 FORMAT = "safetensors crc32="  # how the one array says what its bytes are; Flower hands unknown ones on as they are
 MAX_HEADER = 2**20  # bytes that name the tensors of a payload; those of a network with 2,000 take 200,000
-_LARGEST_FLOAT = 1e40  # beyond float32: no loss, no time and no memory is that large
 _SCALE = "#scale"
-_HASH = "0" * 64  # as long as the names of Flower's objects are
 _CAST = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -165,203 +151,6 @@ def _dequantised(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             raise RejectedPayload(f"the scales of '{base}' do not fit its rows")
         plain[base] = rows.to(torch.float32) * scale.reshape(-1, *[1] * (rows.dim() - 1))
     return plain
-
-
-REVEALS = tuple(  # what the report tells the server
-    Reveal(what, how, "client-report = 'none'", message="report")
-    for what, how in (
-        ("number of training and test samples", "every round"),
-        ("accuracies and test loss", "of every predictor: how easy the client's data is"),
-        ("training losses", "the mean of every term, and what else the method reports"),
-        ("timings and memory", "they grow with the number of samples and tell the hardware"),
-    )
-)
-SIZE = Reveal(
-    "size of the message",
-    "bytes grow with the rows that are sent, also for who reads encrypted traffic",
-    "dense-uploads",
-)
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a client says about its round beside the payload: counters, never samples.
-
-    Attributes:
-        num_train, num_test: samples.
-        participations: rounds this client has trained in, this one included.
-        correct: predictor -> correctly predicted test samples; only predictors that could be asked.
-        test_loss: mean cross-entropy on the test samples.
-        seconds: what the client spent its time on, in the order of SPENT.
-        peak_mb: the worker's peak resident memory.
-        metrics: what the method reports.
-        num_validation: samples held out for validation.
-        validation: predictor -> correctly predicted ones of them; None without any.
-        round: whose upload this is; 0 where nothing was trained.
-        other: predictor -> correctly predicted test samples at the other moment (before training instead of after it,
-            or the other way round); None where the client was not scored twice.
-    """
-
-    num_train: int
-    num_test: int
-    participations: int = 0
-    correct: Mapping[str, int] | None = None
-    test_loss: float = 0.0
-    seconds: tuple[float, float, float, float, float] = (0.0, 0.0, 0.0, 0.0, 0.0)
-    peak_mb: float = 0.0
-    metrics: Mapping[str, float] | None = None
-    num_validation: int = 0
-    validation: Mapping[str, int] | None = None
-    round: int = 0
-    other: Mapping[str, int] | None = None
-
-    def to_record(self) -> MetricRecord:
-        """Return the compact record: lists with a fixed layout, since every key costs bytes."""
-        fixed: dict[str, float | list[int] | list[float]] = {
-            "n": [self.num_train, self.num_test, self.participations, self.round],
-            "c": _in_order(self.correct),
-            "t": [self.test_loss, *self.seconds, self.peak_mb],
-        }
-        if self.num_validation:
-            fixed["v"] = [self.num_validation, *_in_order(self.validation)]
-        if self.other is not None:
-            fixed["o"] = _in_order(self.other)
-        return MetricRecord({**(self.metrics or {}), **fixed})
-
-    @classmethod
-    def from_record(cls, record: MetricRecord) -> Report:
-        """Rebuild a report.
-
-        Raises:
-            RejectedPayload: if a field is missing or of a wrong length, or a counter contradicts another.
-        """
-        num_train, num_test, participations, number = (int(value) for value in _list(record, "n", 4))
-        correct = [int(value) for value in _list(record, "c", len(PREDICTORS))]
-        held_out = _list(record, "v", 1 + len(PREDICTORS)) if "v" in record else [0] * (1 + len(PREDICTORS))
-        num_validation, *validated = (int(value) for value in held_out)
-        other = [int(value) for value in _list(record, "o", len(PREDICTORS))] if "o" in record else None
-        loss, data, opened, fitted, evaluated, saved, peak_mb = _list(record, "t", 7)
-        counters = (num_train, num_test, participations, num_validation, number)
-        if min(counters) < 0 or max(correct + (other or [])) > num_test or max(validated) > num_validation:
-            raise RejectedPayload("its counters contradict each other")
-        if max(counters) >= MAX_COUNT:
-            raise RejectedPayload(f"its report counts {max(counters)} samples")
-        if len(record) > MAX_METRICS:
-            raise RejectedPayload(f"its report has {len(record)} entries, allowed are {MAX_METRICS}")
-        if (longest := max(map(len, record))) > MAX_NAME:
-            raise RejectedPayload(f"its report has a name of {longest} characters, allowed are {MAX_NAME}")
-        scored, by_validation = _named(correct), _named(validated) if num_validation else None
-        metrics = {key: _checked(key, value) for key, value in record.items() if not isinstance(value, list)}
-        seconds = (data, opened, fitted, evaluated, saved)
-        return cls(
-            num_train,
-            num_test,
-            participations,
-            scored,
-            loss,
-            seconds,
-            peak_mb,
-            metrics,
-            num_validation,
-            by_validation,
-            number,
-            None if other is None else _named(other),
-        )
-
-
-def _in_order(correct: Mapping[str, int] | None) -> list[int]:
-    return [(correct or {}).get(name, -1) for name in PREDICTORS]
-
-
-def _named(correct: list[int]) -> dict[str, int]:
-    return {name: value for name, value in zip(PREDICTORS, correct, strict=True) if value >= 0}
-
-
-def _list(record: MetricRecord, key: str, length: int) -> list[float]:
-    values = record.get(key)
-    if not isinstance(values, list) or len(values) != length:
-        raise RejectedPayload(f"its report lacks '{key}' of length {length}")
-    return [_checked(key, value) for value in values]
-
-
-def _checked(key: str, value: float) -> float:
-    # Python compares whole numbers of any size, and NaN with nothing.
-    if not -_LARGEST_FLOAT <= value <= _LARGEST_FLOAT:
-        found = value if isinstance(value, float) and not math.isfinite(value) else "a number beyond 1e40"
-        raise RejectedPayload(f"its report holds {found} in '{key[:40]}'")
-    return float(value)
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes of one message.
-
-    Attributes:
-        payload: the encoded payload.
-        ours: payload, report and configuration, as encoded.
-        total: all of Flower's objects for this message, before transport headers and encryption.
-    """
-
-    payload: int = 0
-    ours: int = 0
-    total: int = 0
-
-    def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(self.payload + other.payload, self.ours + other.ours, self.total + other.total)
-
-
-def weigh(message: Message) -> Traffic:
-    """Return the bytes of one message."""
-    if not message.has_content():
-        return Traffic()
-    records = list(message.content.values())
-    arrays = [array for record in records if isinstance(record, ArrayRecord) for array in record.values()]
-    beside = [record.deflate() for record in records if not isinstance(record, ArrayRecord)]
-    payload = sum(len(array.data) for array in arrays)
-    total = _counted(message, arrays, beside) if len(arrays) <= 1 else encoded_bytes(message)
-    return Traffic(payload, payload + sum(map(len, beside)), total)
-
-
-def encoded_bytes(message: Message) -> int:
-    """Return the bytes of all of Flower's objects for a message, by making them."""
-    with no_object_id_recompute():  # each level's hash is asked for several times
-        return sum(len(item.deflate()) for item in get_all_nested_objects(message).values())
-
-
-def _counted(message: Message, arrays: Sequence[Array], beside: Iterable[bytes]) -> int:
-    """Return the same for a message with one array at most, neither encoding nor hashing what is in it.
-
-    An object names its children by hashes of one length, and equal objects are one. So an array's size follows from
-    its description, a record's from its names, and the message's own is that of an empty one with its metadata.
-    """
-    others = set(beside)
-    holders = {tuple(record) for record in message.content.values() if isinstance(record, ArrayRecord)}
-    described = metadata_to_proto(message.metadata)
-    described.message_id = ""  # as Flower sends it
-    total = _size("Message", 1, ProtoMessage(metadata=described).ByteSize()) + sum(map(len, others))
-    total += _size("RecordDict", len(holders) + len(others), _references(message.content))
-    total += sum(_size("ArrayRecord", len(names), _references(names)) for names in holders)
-    for array in arrays:
-        chunks = [array.data[at : at + MAX_CHUNK] for at in range(0, len(array.data), MAX_CHUNK)]
-        known: dict[bytes, int] = {}
-        places = (
-            [known.setdefault(chunk, len(known)) for chunk in chunks]
-            if len(chunks) > 1
-            else [0][: len(chunks)]
-        )
-        about = {"dtype": array.dtype, "shape": array.shape, "stype": array.stype, "arraychunk_ids": places}
-        total += _size("Array", len(set(places)), len(json.dumps(about)))
-        total += sum(_size("ArrayChunk", 0, len(chunk)) for chunk in known or chunks)
-    return total
-
-
-def _size(kind: str, children: int, body: int) -> int:
-    """Return the bytes of one of Flower's objects: ``kind hash,hash,… length-of-body``, a zero byte, the body."""
-    return len(f"{kind} {','.join([_HASH] * children)} {body}") + 1 + body
-
-
-def _references(names: Iterable[str]) -> int:
-    return len(json.dumps(dict.fromkeys(names, _HASH)))
 
 
 def check_content(content: RecordDict, max_bytes: int) -> None:

@@ -11,7 +11,7 @@ from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data import client_data
 from pbfl_flwr.data.clients import hold_out
 from pbfl_flwr.flower.books import on_validation, summarise
-from pbfl_flwr.flower.wire import Report
+from pbfl_flwr.flower.report import Report
 from pbfl_flwr.payloads import RejectedPayload
 from pbfl_flwr.training import evaluate
 from tests.test_training import client, data

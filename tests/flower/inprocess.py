@@ -31,6 +31,7 @@ from pbfl_flwr.flower import device, opening, wire
 from pbfl_flwr.flower.client import make_client_app
 from pbfl_flwr.flower.history import RunDirectory
 from pbfl_flwr.flower.opening import DataSource
+from pbfl_flwr.flower.report import Report
 from pbfl_flwr.flower.strategy import MethodStrategy
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.payloads import Payload
@@ -362,9 +363,9 @@ def hello(client: int, task: Task) -> dict[str, Any]:
     }
 
 
-def reply_of(payload: Payload, report: wire.Report | None = None) -> RecordDict:
+def reply_of(payload: Payload, report: Report | None = None) -> RecordDict:
     """Return the content of a client's reply."""
-    sent = report or wire.Report(10, 4, 1, {"head": 2}, 0.5, metrics={"loss.ce": 1.0})
+    sent = report or Report(10, 4, 1, {"head": 2}, 0.5, metrics={"loss.ce": 1.0})
     return wire.content(wire.encode(payload), sent.to_record())
 
 

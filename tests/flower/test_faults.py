@@ -15,11 +15,13 @@ from pbfl_flwr.config import FaultRates, Scalar, parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import client as client_module
 from pbfl_flwr.flower import faults, history, store, wire
-from pbfl_flwr.flower import roster as roster_module
+from pbfl_flwr.flower import hello as hello_module
 from pbfl_flwr.flower.books import aged
+from pbfl_flwr.flower.hello import agreed, welcome_back
 from pbfl_flwr.flower.history import RunDirectory
 from pbfl_flwr.flower.late import PATIENCE
-from pbfl_flwr.flower.roster import Member, agreed, welcome_back
+from pbfl_flwr.flower.report import Report
+from pbfl_flwr.flower.roster import Member
 from pbfl_flwr.flower.store import load_tensors
 from pbfl_flwr.flower.strategy import MethodStrategy, RunEnded
 from pbfl_flwr.methods import SECTIONS
@@ -236,7 +238,7 @@ def straggling(
 
     def answer(client: int, server_round: int) -> RecordDict:
         value = (client + 1.0) * 10.0 ** (server_round - 1)
-        report = wire.Report(10, 4, server_round, {"head": 2}, 0.5, round=server_round)
+        report = Report(10, 4, server_round, {"head": 2}, 0.5, round=server_round)
         return reply_of(prototypes({0: value, 3: value} if client == 2 else {0: value}), report)
 
     config = {"num-clients": 3, "num-server-rounds": rounds, "feature-dim": 6, "join-timeout": 0.2}
@@ -423,7 +425,7 @@ def test_ages_are_in_the_history_and_survive_a_resume(tmp_path: Path) -> None:
 def test_a_class_that_nobody_sends_for_ten_rounds_is_said_once() -> None:
     def answer(client: int, server_round: int) -> RecordDict:
         sent = prototypes({0: 1.0, 2: 1.0} if server_round == 1 else {0: 1.0})
-        return reply_of(sent, wire.Report(10, 4, server_round))
+        return reply_of(sent, Report(10, 4, server_round))
 
     config = {"num-clients": 1, "num-server-rounds": 13, "feature-dim": 6}
     strategy = MethodStrategy(parse(config, SECTIONS))
@@ -631,7 +633,7 @@ def test_a_client_that_comes_back_as_another_is_not_asked(monkeypatch: pytest.Mo
 
     before = agreed([member(0, 11), member(1, 12)])
     came = [member(1, 22, architecture="resnet4"), member(5, 23)]
-    monkeypatch.setattr(roster_module, "_greet", lambda *arguments: (came, {}))
+    monkeypatch.setattr(hello_module, "_greet", lambda *arguments: (came, {}))
     nobody: Any = None  # the greeting is replaced: no grid is asked
     after, refused = welcome_back(nobody, before, {11, 22, 23}, {1}, "e", 1.0)
     assert after == before

@@ -20,6 +20,7 @@ from pbfl_flwr.config import Scalar, parse
 from pbfl_flwr.errors import LONGEST
 from pbfl_flwr.flower import wire
 from pbfl_flwr.flower.client import _peak_mb
+from pbfl_flwr.flower.report import Report
 from pbfl_flwr.flower.strategy import MethodStrategy
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.payloads import Mixtures, Payload, Prototypes, Weights
@@ -73,7 +74,7 @@ METHODS: dict[str, tuple[dict[str, Scalar], Callable[[MethodStrategy, int], Payl
 
 
 def report() -> MetricRecord:
-    return wire.Report(10, 4, 1, {"head": 2}, 0.5, metrics={"loss.ce": 1.0}).to_record()
+    return Report(10, 4, 1, {"head": 2}, 0.5, metrics={"loss.ce": 1.0}).to_record()
 
 
 def of(data: bytes) -> RecordDict:

@@ -3,7 +3,7 @@
 import pytest
 
 from pbfl_flwr.flower.books import summarise
-from pbfl_flwr.flower.wire import Report
+from pbfl_flwr.flower.report import Report
 
 
 def report(num_test: int, correct: int, **others: int) -> Report:

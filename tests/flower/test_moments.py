@@ -9,7 +9,7 @@ from pbfl_flwr.config import Scalar
 from pbfl_flwr.experiments import tables
 from pbfl_flwr.experiments.records import load
 from pbfl_flwr.experiments.report import accuracy_sheet
-from pbfl_flwr.flower import wire
+from pbfl_flwr.flower.report import Report
 from pbfl_flwr.methods import METHODS
 from pbfl_flwr.payloads import RejectedPayload
 from pbfl_flwr.sinks import steps
@@ -69,11 +69,11 @@ def test_tables_name_the_moment_and_its_round(tmp_path: Path) -> None:
 
 
 def test_a_report_with_more_right_than_tested_is_rejected() -> None:
-    record = wire.Report(4, 3, correct={"head": 1}, other={"head": 3}).to_record()
-    assert wire.Report.from_record(record).other == {"head": 3}
+    record = Report(4, 3, correct={"head": 1}, other={"head": 3}).to_record()
+    assert Report.from_record(record).other == {"head": 3}
     record["o"] = [4, -1, -1, -1, -1]
     with pytest.raises(RejectedPayload, match="contradict"):
-        wire.Report.from_record(record)
+        Report.from_record(record)
     record["o"] = [1]
     with pytest.raises(RejectedPayload, match="lacks 'o' of length 5"):
-        wire.Report.from_record(record)
+        Report.from_record(record)

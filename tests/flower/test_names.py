@@ -16,7 +16,8 @@ from pbfl_flwr.config import Scalar
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.tables import failure_lines, show
 from pbfl_flwr.flower import wire
-from pbfl_flwr.flower.roster import Member, numbered
+from pbfl_flwr.flower.hello import numbered
+from pbfl_flwr.flower.roster import Member
 from pbfl_flwr.flower.store import load_tensors
 from pbfl_flwr.method import Client
 from pbfl_flwr.task import Task

@@ -20,6 +20,7 @@ from pbfl_flwr.config import Scalar, parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import wire
 from pbfl_flwr.flower.legacy import REPORT, LegacyMethodStrategy, fit_result, parameters_of
+from pbfl_flwr.flower.report import Report
 from pbfl_flwr.flower.strategy import RunEnded
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.payloads import Prototypes, RejectedPayload
@@ -313,7 +314,7 @@ def test_the_older_interface_drops_and_names_bad_uploads(tmp_path: Path) -> None
     good = Prototypes(torch.where(present[:, None], torch.ones(10, 64), 0), present, None)
     wide = replace(good, values=torch.ones(10, 63))
     broken = replace(good, values=good.values * float("nan"))
-    report = wire.Report(10, 4, 1, {"head": 2}, 0.5).to_record()
+    report = Report(10, 4, 1, {"head": 2}, 0.5).to_record()
 
     def result(upload: Prototypes) -> FitRes:
         return fit_result(parameters_of(wire.encode(upload)), report)

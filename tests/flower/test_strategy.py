@@ -23,8 +23,10 @@ from pbfl_flwr.errors import LONGEST, PbflError
 from pbfl_flwr.flower import history, wire
 from pbfl_flwr.flower.client import make_client_app
 from pbfl_flwr.flower.files import DamagedState
+from pbfl_flwr.flower.hello import agreed
 from pbfl_flwr.flower.history import ERROR, RunDirectory, RunRefused
-from pbfl_flwr.flower.roster import Member, Roster, agreed
+from pbfl_flwr.flower.report import Report
+from pbfl_flwr.flower.roster import Member, Roster
 from pbfl_flwr.flower.strategy import MethodStrategy, RunEnded
 from pbfl_flwr.method import Method, Round, Update
 from pbfl_flwr.methods import SECTIONS
@@ -212,7 +214,7 @@ POISON: dict[str, tuple[str, dict[str, Tensor], str]] = {
 }
 
 
-TIMES = wire.Report(0, 0).to_record()["t"]
+TIMES = Report(0, 0).to_record()["t"]
 
 
 def scripted(rule: str, poison: RecordDict | Message | None) -> MethodStrategy:
@@ -231,7 +233,7 @@ def scripted(rule: str, poison: RecordDict | Message | None) -> MethodStrategy:
 @pytest.mark.parametrize("name", list(POISON))
 def test_poison_is_rejected_and_named_and_the_aggregate_unharmed(name: str) -> None:
     rule, tensors, reason = POISON[name]
-    report = wire.Report(10, 4, 1, {"head": 2}, 0.5).to_record()
+    report = Report(10, 4, 1, {"head": 2}, 0.5).to_record()
     record = wire.sealed(_saved(tensors))  # float8 and complex cannot be encoded by our side
 
     poisoned, without = scripted(rule, wire.content(record, report)), scripted(rule, None)
@@ -268,7 +270,7 @@ def _saved(tensors: Mapping[str, Tensor]) -> bytes:
     ],
 )
 def test_a_report_that_cannot_be_is_rejected(change: dict[str, Any], reason: str) -> None:
-    record = wire.Report(10, 4, 1, {"head": 2}, 0.5, metrics={"loss.ce": 1.0}).to_record()
+    record = Report(10, 4, 1, {"head": 2}, 0.5, metrics={"loss.ce": 1.0}).to_record()
     forged = MetricRecord({**dict(record), **change})
     strategy = scripted("mean", wire.content(wire.encode(prototypes(2, [0])), forged))
     (failure,) = strategy.history[0]["failures"]
@@ -282,10 +284,10 @@ def test_a_report_that_cannot_be_is_rejected(change: dict[str, Any], reason: str
     [
         (RecordDict(), "its report is missing"),
         (RecordDict({"p": ConfigRecord({"a": 1})}), "its report is missing"),
-        (wire.content(report=wire.Report(10, 4).to_record()), "its payload is missing"),
-        (wire.content(ArrayRecord(), wire.Report(10, 4).to_record()), "'labels' is missing"),
+        (wire.content(report=Report(10, 4).to_record()), "its payload is missing"),
+        (wire.content(ArrayRecord(), Report(10, 4).to_record()), "'labels' is missing"),
         (
-            wire.content(ArrayRecord({"s": wire.Array(np.ones(3))}), wire.Report(10, 4).to_record()),
+            wire.content(ArrayRecord({"s": wire.Array(np.ones(3))}), Report(10, 4).to_record()),
             "an array of format 'numpy.ndarray', expected 'safetensors'",
         ),
     ],

@@ -12,7 +12,8 @@ from flwr.superlink.grid.inmemory_grid import InMemoryGrid
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import waiting
-from pbfl_flwr.flower.roster import Roster, wait_for_nodes
+from pbfl_flwr.flower.hello import wait_for_nodes
+from pbfl_flwr.flower.roster import Roster
 from pbfl_flwr.flower.waiting import Attentive, attentive, looks
 from tests.flower.inprocess import LocalGrid
 

@@ -1,0 +1,270 @@
+"""The hello round: who is there, and does what they bring fit together?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from flwr.app import ConfigRecord, Message
+from flwr.serverapp import Grid
+
+from pbfl_flwr.errors import LONGEST, PbflError, printable
+from pbfl_flwr.flower import wire
+from pbfl_flwr.flower.history import RunRefused
+from pbfl_flwr.flower.replies import reason_of
+from pbfl_flwr.flower.roster import Member, Roster
+from pbfl_flwr.flower.waiting import looks
+from pbfl_flwr.payloads import RejectedPayload, Reveal
+
+SAME = ("task", "labels", "columns", "architecture", "parameters")  # of a client that comes back
+OF_A_RUN = ("simulated", "name", "configured_data", *SAME)  # of the clients of a run that goes on
+REVEALS = (  # what the hello round tells the server
+    Reveal("client id, or the device's name", "how the server tells clients apart", message="hello"),
+    Reveal("number of training and test samples", "said once", "client-report = 'none'", message="hello"),
+    Reveal(
+        "names of the classes, input shape, hash of the columns' names or of the words",
+        "all clients must agree on them",
+        message="hello",
+    ),
+    Reveal("architecture, number of parameters, kind of device", "for logs and costs", message="hello"),
+)
+FEW = 3  # nodes that a line names
+
+
+def wait_for_nodes(grid: Grid, wanted: int, timeout: float) -> list[int]:
+    """Return the node ids once enough of them have joined; in a simulation they join during the first seconds.
+
+    Raises:
+        PbflError: if too few have joined when the time is over.
+    """
+
+    def joined() -> list[int]:
+        return sorted(grid.get_node_ids())
+
+    for _ in looks(timeout, lambda: f"waiting for nodes: {len(joined())} of {wanted} have joined"):
+        if len(nodes := joined()) >= wanted:
+            return nodes
+    raise PbflError(
+        f"num-clients = {wanted}, but only {len(joined())} nodes joined within {timeout:.0f} s; a simulation "
+        f"needs --federation-config 'num-supernodes={wanted}' (pbfl run passes it), a deployment needs "
+        f"{wanted} running SuperNodes"
+    )
+
+
+def meet(
+    grid: Grid,
+    num_clients: int,
+    experiment: str,
+    timeout: float,
+    join_timeout: float,
+    known: Mapping[str, int] | None = None,
+) -> Roster:
+    """Say hello to every node and check that what they bring fits together, before any training starts.
+
+    Args:
+        grid: Flower's.
+        num_clients: M.
+        experiment: id of the run.
+        timeout: seconds to wait for the answers.
+        join_timeout: seconds to wait for the nodes.
+        known: name -> number, as the run gave them when it began.
+
+    Raises:
+        PbflError: naming the clients that could not answer and why, or both sides of a disagreement.
+    """
+    nodes = wait_for_nodes(grid, num_clients, join_timeout)
+    members, refused = _greet(grid, nodes, experiment, timeout)
+    if refused:
+        raise PbflError("\n".join(_refusals(refused, len(nodes))))
+    roster = agreed(numbered(members, num_clients, known or {}))
+    if beyond := [client for client in roster.members if client >= num_clients]:
+        raise PbflError(
+            f"client-id {beyond[0]} is beyond num-clients = {num_clients}: allowed are 0 to {num_clients - 1}"
+        )
+    return roster
+
+
+def _refusals(refused: Mapping[int, str], num_nodes: int) -> list[str]:
+    """Return a line for each reason: how many clients it stopped and, of few that do not say who they are, where."""
+    lines = []
+    for reason in dict.fromkeys(refused.values()):
+        nodes = [node for node, why in refused.items() if why == reason]
+        which = (
+            f" (on node {', '.join(map(str, nodes))})"
+            if len(nodes) <= FEW and "client-id" not in reason
+            else ""
+        )
+        lines.append(f"{len(nodes)} of {num_nodes} clients: {reason}{which}")
+    return lines
+
+
+def _greet(
+    grid: Grid, nodes: Sequence[int], experiment: str, timeout: float
+) -> tuple[list[Member], dict[int, str]]:
+    """Say hello to nodes; return who answered, and why the nodes that are left could not."""
+    asked = [
+        Message(
+            wire.content(config=ConfigRecord({"experiment": experiment})),
+            dst_node_id=node,
+            message_type="query",
+            group_id="hello",
+        )
+        for node in nodes
+    ]
+    replies = list(grid.send_and_receive(asked, timeout=timeout))
+    node_of = {message.metadata.message_id: message.metadata.dst_node_id for message in asked}
+    members: list[Member] = []
+    refused = dict.fromkeys(nodes, f"no answer within {timeout:.0f} s")
+    for reply in replies:
+        node = node_of.get(reply.metadata.reply_to_message_id, 0)
+        if reply.has_error():
+            refused[node] = reason_of(reply)
+            continue
+        try:
+            if not reply.has_content() or wire.CONFIG not in reply.content.config_records:
+                raise RejectedPayload("its hello is empty")
+            members.append(Member.from_reply(node, reply.content.config_records[wire.CONFIG]))
+            refused.pop(node, None)
+        except RejectedPayload as error:
+            refused[node] = printable(str(error)[:LONGEST])
+    return members, refused
+
+
+def welcome_back(
+    grid: Grid,
+    roster: Roster,
+    online: Collection[int],
+    failed: Collection[int],
+    experiment: str,
+    timeout: float,
+) -> tuple[Roster, list[str]]:
+    """Greet nodes that are not in the roster: clients whose SuperNode was started again and has another node id now.
+
+    A client moves to a new node if its old one is gone or failed in the last round; otherwise two nodes claim the same
+    client, and the new one is not asked anything.
+
+    Args:
+        grid: Flower's.
+        roster: so far.
+        online: ids of the nodes that are connected.
+        failed: clients that failed in the last round.
+        experiment: id of the run.
+        timeout: seconds to wait for the answers.
+
+    Returns:
+        The roster with new nodes for old clients, and a line for every node that was refused.
+    """
+    new = sorted(set(online) - {member.node for member in roster.members.values()})
+    if not new:
+        return roster, []
+    came, silent = _greet(grid, new, experiment, timeout)
+    refused = [f"node {node}: {reason}" for node, reason in silent.items()]
+    numbers = {member.label: client for client, member in roster.members.items()}
+    found = dict(roster.members)
+    for member in came:
+        client = numbers.get(member.label)
+        old = roster.members[client] if client is not None else None
+        if client is None or old is None:
+            refused.append(f"client-id {member.label} on node {member.node} is none of this run")
+            continue
+        moved = replace(member, client=client)
+        differ = [key for key in SAME if getattr(moved, key) != getattr(old, key)]
+        if differ:
+            was, now = getattr(old, differ[0]), getattr(moved, differ[0])
+            refused.append(f"client {member.label} came back with another {differ[0]}: {now}, it had {was}")
+        elif old.node in online and client not in failed:
+            refused.append(f"client-id {member.label} is used by two nodes, {old.node} and {member.node}")
+        else:
+            found[client] = moved
+    return Roster(found), refused
+
+
+def numbered(members: Iterable[Member], num_clients: int, known: Mapping[str, int]) -> list[Member]:
+    """Return the members with numbers for those that have names.
+
+    A name keeps the number that it had in the run; new ones take, in ascending order, the lowest numbers that are free.
+
+    Args:
+        members: what came, in any order.
+        num_clients: M.
+        known: name -> number, of a run that goes on.
+
+    Raises:
+        PbflError: if there are more names than free numbers.
+    """
+    found = list(members)
+    new = sorted({member.name for member in found if member.name} - set(known))
+    taken = {member.client for member in found if not member.name} | set(known.values())
+    free = [number for number in range(num_clients) if number not in taken]
+    if len(new) > len(free):
+        beyond = f"client-id '{new[len(free)]}' has no place among num-clients = {num_clients}"
+        if known:
+            raise PbflError(f"{beyond}: this run goes on with {', '.join(sorted(known))}")
+        raise PbflError(f"{beyond}; {len(found)} clients came: {', '.join(sorted(m.label for m in found))}")
+    numbers = {**known, **dict(zip(new, free, strict=False))}
+    return [replace(m, client=numbers[m.name]) if m.name else m for m in found]
+
+
+def agreed(members: Iterable[Member]) -> Roster:
+    """Return the roster if all members fit together.
+
+    Raises:
+        PbflError: if a client id is taken twice, or if two clients differ in K, d, input shape, names of classes,
+            columns or vocabulary.
+    """
+    by_client: dict[int, Member] = {}
+    for member in sorted(members, key=lambda m: (m.client, m.node)):
+        if (other := by_client.get(member.client)) is not None:
+            which = f"client-id {member.label}"
+            if member.name != other.name:
+                which = f"number {member.client} (of client-ids {other.label} and {member.label})"
+            raise PbflError(f"{which} is used by two nodes, {other.node} and {member.node}")
+        by_client[member.client] = member
+    first, *others = by_client.values()
+    hint = "; labels='...' names all classes, in --node-config or in the run configuration"
+    shaped = "; input-shape='...', in --node-config or in the run configuration, brings images to one"
+    for other in others:
+        for what, mine, theirs, advice in (
+            ("num classes K", first.task.num_classes, other.task.num_classes, hint),
+            ("feature-dim d", first.task.feature_dim, other.task.feature_dim, ""),
+            ("input shape", first.task.input_shape, other.task.input_shape, shaped),
+            ("label names", first.labels, other.labels, hint),
+            ("vocabulary size V", first.task.vocabulary_size, other.task.vocabulary_size, ""),
+        ):
+            if mine != theirs:
+                raise PbflError(
+                    f"clients disagree in {what}: client {first.label} has {str(mine)[:LONGEST]}, "
+                    f"{other.label} has {str(theirs)[:LONGEST]}{advice}"
+                )
+    first, *others = [m for m in by_client.values() if m.columns] or [first]
+    for other in others:
+        if other.columns != first.columns:
+            named = "words of the vocabulary" if first.task.vocabulary_size else "feature columns"
+            raise PbflError(
+                f"clients disagree in {named}: those of client {first.label} and {other.label} differ in "
+                "name or order; pbfl check-data prints them"
+            )
+    return Roster(by_client)
+
+
+def unchanged(roster: Roster, recorded: Iterable[Mapping[str, Any]]) -> None:
+    """Check that the clients of a run that goes on are those with which it began.
+
+    Args:
+        roster: who came.
+        recorded: who came then, as run.json has them.
+
+    Raises:
+        RunRefused: naming the first client that differs.
+    """
+    for was in recorded:
+        member = roster.members[int(was["client"])]
+        now = json.loads(json.dumps(asdict(member)))
+        for key in OF_A_RUN:
+            if now[key] != was.get(key, now[key]):
+                raise RunRefused(
+                    f"client {member.label}: a run that goes on keeps its clients, but this one has {key} = "
+                    f"{str(now[key])[:LONGEST]}, it had {str(was[key])[:LONGEST]}"
+                )
