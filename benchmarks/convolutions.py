@@ -2,8 +2,9 @@
 
     python benchmarks/convolutions.py [--batch 32] [--out convolutions.json]
 
-The shapes are those of MobileNetV2, EfficientNet-B0 and ShuffleNetV2 on 32x32 images. One thread, channels-last,
-CPU seconds, median of nine. The threshold FEW_PIXELS is where the ratio of depthwise convolutions falls below one.
+The shapes are those of MobileNetV2, EfficientNet-B0, ShuffleNetV2, ResNet-8 and ResNet-18 on 32x32 images. One thread,
+channels-last, CPU seconds, median of nine. The threshold FEW_PIXELS is where the ratios of depthwise convolutions, by
+the pixels of the input, and of dense ones, by those of the output, fall below one.
 """
 
 from __future__ import annotations
@@ -35,6 +36,17 @@ DEPTHWISE = (  # channels, side, kernel, stride
     (192, 4, 3, 1),
     (144, 8, 3, 1),
 )
+DENSE = (  # channels in, channels out, side, kernel, stride
+    (512, 512, 1, 3, 1),
+    (256, 512, 2, 3, 2),
+    (256, 256, 2, 3, 1),
+    (512, 512, 2, 3, 1),
+    (128, 256, 4, 3, 2),
+    (128, 128, 3, 3, 1),
+    (128, 128, 4, 3, 1),
+    (64, 128, 8, 3, 2),
+    (64, 64, 8, 3, 1),
+)
 POINTWISE = (  # channels in, channels out, side
     (192, 1152, 1),
     (1152, 192, 1),
@@ -62,7 +74,7 @@ def compare(conv: nn.Conv2d, side: int, batch: int) -> tuple[float, float]:
     inputs = torch.randn(batch, conv.in_channels, side, side).contiguous(memory_format=torch.channels_last)
     inputs.requires_grad_()
     plain = milliseconds(conv.to(memory_format=torch.channels_last), inputs)
-    with patch.object(arrangement, "FEW_PIXELS", side * side):
+    with patch.object(arrangement, "FEW_PIXELS", side * side):  # no map is too large
         return plain, milliseconds(arrange(nn.Sequential(conv), "channels-last"), inputs)
 
 
@@ -78,7 +90,12 @@ def main() -> int:
     cases = [
         (f"depthwise {c}, {k}x{k}/{s}", side, nn.Conv2d(c, c, k, s, k // 2, groups=c, bias=False))
         for c, side, k, s in DEPTHWISE
-    ] + [(f"pointwise {a} to {b}", side, nn.Conv2d(a, b, 1, bias=False)) for a, b, side in POINTWISE]
+    ]
+    cases += [
+        (f"dense {a} to {b}, {k}x{k}/{s}", side, nn.Conv2d(a, b, k, s, k // 2, bias=False))
+        for a, b, side, k, s in DENSE
+    ]
+    cases += [(f"pointwise {a} to {b}", side, nn.Conv2d(a, b, 1, bias=False)) for a, b, side in POINTWISE]
     introduce(1)
     print(f"{'convolution':<26}{'map':>8}{'library, ms':>14}{'arranged, ms':>14}{'ratio':>8}")
     found = []

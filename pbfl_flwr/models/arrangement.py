@@ -1,8 +1,9 @@
 """How a network's arithmetic is arranged on a CPU: memory layout, and convolutions that libraries are slow at.
 
-Same parameters, same names, same function; only the order of floating-point sums differs. On the CPU the backward
-pass of a depthwise convolution over a map of a few pixels takes up to ninety times as long as its arithmetic needs
-(benchmarks/convolutions.py), and the deeper half of MobileNet and EfficientNet at 32x32 consists of such maps.
+Same parameters, same names, same function; only the order of floating-point sums differs. Over maps of a few pixels a
+convolution's backward pass takes far longer on a CPU than its arithmetic needs, up to ninety times if it is depthwise
+and ten if it is not (benchmarks/convolutions.py). The deeper half of MobileNet and EfficientNet at 32x32 consists of
+such maps, and so do the last stages of ResNets.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models.contract import SplitModel
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-FEW_PIXELS = 4  # of the input map; above that the library's convolution is the faster one
+FEW_PIXELS = 4  # of a map; above that the library's convolution is the faster one
 
 
 def arrange(model: ModuleT, layout: str, precision: str = "float32") -> ModuleT:
@@ -25,8 +26,9 @@ def arrange(model: ModuleT, layout: str, precision: str = "float32") -> ModuleT:
 
     Args:
         model: any network; layers of its own kinds stay as they are.
-        layout: ``channels-last`` stores images as (B, h, w, C), and replaces pointwise convolutions by matrix
-            products and depthwise ones over few pixels by sums; ``contiguous`` leaves everything as it was built.
+        layout: ``channels-last`` stores images as (B, h, w, C), and replaces pointwise convolutions, and others that
+            give few pixels, by matrix products and depthwise ones over few pixels by sums; ``contiguous`` leaves
+            everything as it was built.
         precision: ``bfloat16`` computes the body's products in it (torch's autocast); parameters, features and head
             stay float32. Only of a :class:`SplitModel`, where body and head are told apart.
 
@@ -58,6 +60,30 @@ class PointwiseConv2d(nn.Conv2d):
             return super().forward(input)
         product = nn.functional.linear(input.permute(0, 2, 3, 1), self.weight.flatten(1), self.bias)
         return product.permute(0, 3, 1, 2)
+
+
+class FewPixelsConv2d(nn.Conv2d):
+    """A convolution that is one matrix product where it makes at most FEW_PIXELS pixels out of four times as many.
+
+    The rows of the product are what every output pixel sees of the map, zeros beyond its border. They are put together
+    by another product, with a small table, since gathering them costs more when gradients come back. What no output
+    pixel sees the map through is left out of the kernel: over one pixel, all but its middle.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return (B, C_out, h', w') for (B, C_in, h, w)."""
+        batch, channels, height, width = input.shape
+        (kernel, _), (stride, _) = self.kernel_size, self.stride
+        rows, columns = _sides(height, width, kernel, stride, int(self.padding[0]))
+        few = 0 < rows * columns <= FEW_PIXELS and height * width <= 4 * FEW_PIXELS
+        if input.device.type != "cpu" or not few:
+            return super().forward(input)
+        seen, first, last = _seen(height, width, kernel, stride, int(self.padding[0]))
+        pixels = input.permute(0, 2, 3, 1).reshape(batch, height * width, channels)
+        patches = (seen.to(input.dtype) @ pixels).view(batch * rows * columns, -1)
+        weights = self.weight.permute(0, 2, 3, 1)[:, first[0] : last[0], first[1] : last[1]].flatten(1)
+        product = nn.functional.linear(patches, weights, self.bias)
+        return product.view(batch, rows, columns, self.out_channels).permute(0, 3, 1, 2)
 
 
 class DepthwiseConv2d(nn.Conv2d):
@@ -95,6 +121,8 @@ def _replacement(conv: nn.Conv2d) -> nn.Conv2d | None:
         kind = PointwiseConv2d
     elif conv.groups == conv.in_channels == conv.out_channels:
         kind = DepthwiseConv2d
+    elif conv.groups == 1 and conv.kernel_size[0] > 1:
+        kind = FewPixelsConv2d
     else:
         return None
     replacement = kind(
@@ -111,10 +139,37 @@ def _replacement(conv: nn.Conv2d) -> nn.Conv2d | None:
     return replacement.train(conv.training)
 
 
+def _sides(height: int, width: int, kernel: int, stride: int, padding: int) -> tuple[int, int]:
+    """Return h' and w' of what a convolution gives."""
+    return (height + 2 * padding - kernel) // stride + 1, (width + 2 * padding - kernel) // stride + 1
+
+
+@lru_cache(maxsize=64)
+def _seen(
+    height: int, width: int, kernel: int, stride: int, padding: int
+) -> tuple[Tensor, tuple[int, int], tuple[int, int]]:
+    """Return which pixel each output pixel sees through each element of the kernel, and which of its rows and columns.
+
+    Returns:
+        (h'·w'·i·j, h·w), one where an output pixel sees a pixel, of the i x j elements of the kernel that lie on the
+        map for some output pixel; the first of those elements, (row, column), and the one after the last.
+    """
+    taps, rows, columns = _taps(height, width, kernel, stride, padding)
+    table = taps.view(height * width, rows * columns, kernel, kernel).permute(1, 2, 3, 0)
+    on_the_map = table.any(dim=3).any(dim=0)
+    if not on_the_map.any():  # so much padding that the map is stepped over
+        on_the_map = torch.ones_like(on_the_map)
+    i, j = on_the_map.any(dim=1).nonzero(), on_the_map.any(dim=0).nonzero()
+    first, last = (int(i.min()), int(j.min())), (int(i.max()) + 1, int(j.max()) + 1)
+    with torch.inference_mode(False):
+        seen = table[:, first[0] : last[0], first[1] : last[1]].reshape(-1, height * width).clone()
+    return seen, first, last
+
+
 @lru_cache(maxsize=64)
 def _taps(height: int, width: int, kernel: int, stride: int, padding: int) -> tuple[Tensor, int, int]:
     """Return (h·w·h'·w', kernel²), one where an element of the kernel joins an input and an output pixel; h', w'."""
-    rows, columns = ((side + 2 * padding - kernel) // stride + 1 for side in (height, width))
+    rows, columns = _sides(height, width, kernel, stride, padding)
     with torch.inference_mode(False):  # who asks first may be evaluating, who asks next will train
         table = torch.zeros(height, width, rows, columns, kernel, kernel)
     for row in range(rows):

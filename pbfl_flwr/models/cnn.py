@@ -1,7 +1,8 @@
 """Plain convolutional networks: two 5x5 convolutions without padding, a hidden layer, a classifier.
 
 Both impose d as the width of the hidden layer instead of pooling to d: that is what the costs published for
-the 4-layer CNN at d = 500 imply. Features are after a ReLU, hence never negative.
+the 4-layer CNN at d = 500 imply. Features are after a ReLU, hence never negative. Maps are pooled before their ReLU,
+which gives the same bits, gradients too, for a quarter of the work.
 """
 
 from torch import nn
@@ -19,8 +20,8 @@ def cnn4(task: Task) -> SplitModel:
     channels = image_shape("cnn4", task)[0]
     height, width = _map_after_two_blocks("cnn4", task)
     stages = [
-        nn.Sequential(nn.Conv2d(channels, 32, 5), nn.ReLU(inplace=True), nn.MaxPool2d(2)),
-        nn.Sequential(nn.Conv2d(32, 64, 5), nn.ReLU(inplace=True), nn.MaxPool2d(2)),
+        nn.Sequential(nn.Conv2d(channels, 32, 5), nn.MaxPool2d(2), nn.ReLU(inplace=True)),
+        nn.Sequential(nn.Conv2d(32, 64, 5), nn.MaxPool2d(2), nn.ReLU(inplace=True)),
     ]
     hidden = _hidden_layer(64 * height * width, task)
     replaced_classifier(task.feature_dim, task)

@@ -34,4 +34,4 @@ def har_cnn(task: Task) -> SplitModel:
 
 
 def _block(before: int, channels: int, kernel: int) -> list[nn.Module]:
-    return [nn.Conv1d(before, channels, kernel, padding=kernel // 2), nn.ReLU(inplace=True), nn.MaxPool1d(2)]
+    return [nn.Conv1d(before, channels, kernel, padding=kernel // 2), nn.MaxPool1d(2), nn.ReLU(inplace=True)]

@@ -6,14 +6,15 @@ from torch import Tensor, nn
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models import MODELS, arrange, arrangement, build_model
-from pbfl_flwr.models.arrangement import FEW_PIXELS, DepthwiseConv2d, PointwiseConv2d
+from pbfl_flwr.models.arrangement import FEW_PIXELS, DepthwiseConv2d, FewPixelsConv2d, PointwiseConv2d
 from pbfl_flwr.task import Task
 
 TASK = Task(5, 24, (3, 32, 32))
 
 
 def replaced(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if isinstance(module, DepthwiseConv2d | PointwiseConv2d)]
+    kinds = (DepthwiseConv2d, FewPixelsConv2d, PointwiseConv2d)
+    return [module for module in model.modules() if isinstance(module, kinds)]
 
 
 def gradients(function: nn.Module, inputs: Tensor) -> list[Tensor]:
@@ -38,6 +39,44 @@ def test_a_depthwise_convolution_keeps_its_values_and_gradients(
     assert isinstance(model[0], DepthwiseConv2d)
     for found, wanted in zip(gradients(model[0], inputs), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("sides", [(1, 1), (2, 2), (4, 4), (1, 4), (4, 1), (3, 2), (5, 6)])
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding"), [(3, 1, 1), (3, 2, 1), (5, 1, 2), (5, 2, 2), (2, 2, 0), (4, 3, 3)]
+)
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_dense_convolution_keeps_its_values_and_gradients(
+    sides: tuple[int, int], kernel: int, stride: int, padding: int, bias: bool
+) -> None:
+    sides = (max(sides[0], kernel - 2 * padding), max(sides[1], kernel - 2 * padding))
+    torch.manual_seed(0)
+    conv = nn.Conv2d(3, 4, kernel, stride, padding, bias=bias).double()
+    model = nn.Sequential(conv)
+    inputs = torch.randn(5, 3, *sides, dtype=torch.float64)
+    expected = gradients(conv, inputs)
+    arrange(model, "channels-last")
+    assert isinstance(model[0], FewPixelsConv2d)
+    for found, wanted in zip(gradients(model[0], inputs), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+
+
+def test_a_dense_convolution_over_one_pixel_by_hand() -> None:
+    conv = nn.Conv2d(1, 2, 3, padding=1)
+    with torch.no_grad():
+        conv.weight.copy_(torch.arange(18.0).view(2, 1, 3, 3))
+        conv.bias.copy_(torch.tensor([0.5, -1.0]))
+    model = arrange(nn.Sequential(conv), "channels-last")
+    assert model(torch.tensor([[[[2.0]]]])).flatten().tolist() == [8.5, 25.0]
+
+
+def test_a_kernel_that_meets_no_pixel_gives_the_bias() -> None:
+    conv = nn.Conv2d(2, 1, 2, stride=9, padding=4)
+    inputs = torch.ones(2, 2, 1, 1)
+    expected = gradients(conv, inputs)
+    model = arrange(nn.Sequential(conv), "channels-last")
+    for found, wanted in zip(gradients(model[0], inputs), expected, strict=True):
+        torch.testing.assert_close(found, wanted)
 
 
 def test_a_depthwise_convolution_over_one_pixel_by_hand() -> None:
@@ -65,7 +104,9 @@ def test_a_pointwise_convolution_keeps_its_values_and_gradients(bias: bool) -> N
 @pytest.mark.parametrize(
     "conv",
     [
-        nn.Conv2d(4, 4, 3, padding=1),
+        nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect"),
+        nn.Conv2d(4, 4, 3, padding=1, dilation=2),
+        nn.Conv2d(4, 4, (3, 5), padding=1),
         nn.Conv2d(4, 8, 3, padding=1, groups=4),
         nn.Conv2d(4, 4, 3, padding="same", groups=4),
         nn.Conv2d(4, 4, 3, padding=2, dilation=2, groups=4),
@@ -91,6 +132,16 @@ def test_every_architecture_stays_the_same_function(name: str) -> None:
     plain.double().eval()
     arranged.double().eval()
     torch.testing.assert_close(arranged.features(inputs.double()), plain.features(inputs.double()))
+
+
+def test_the_last_stage_of_a_resnet_is_small() -> None:
+    model = arrange(build_model("resnet8", TASK, 0), "channels-last").eval()
+    sizes: list[int] = []
+    for module in model.modules():
+        if isinstance(module, FewPixelsConv2d):
+            module.register_forward_hook(lambda _, given, found: sizes.append(found[0, 0].numel()))
+    model.features(torch.zeros(1, *TASK.input_shape))
+    assert sum(size <= FEW_PIXELS for size in sizes) == 2
 
 
 @pytest.mark.parametrize("name", ["mobilenet-v2", "efficientnet-b0"])

@@ -127,7 +127,7 @@ def test_dry_forward_names_a_model_that_cannot_take_the_input() -> None:
         ("stages.1.1", nn.BatchNorm2d(9), ["(BatchNorm2d)", "(B, 9, height, width)", "found (2, 64, 2, 2)"]),
         ("neck.1", nn.Linear(65, 24), ["(Linear)", "expected (B, 65)", "found (2, 64)"]),
         ("head", nn.Linear(25, 10), ["layer head (Linear)", "expected (B, 25)", "found (2, 24)"]),
-        ("stages.0.2", nn.MaxPool2d(99), ["(MaxPool2d)", "does not take input of shape (2, 32, 12, 12)"]),
+        ("stages.0.1", nn.MaxPool2d(99), ["(MaxPool2d)", "does not take input of shape (2, 32, 12, 12)"]),
     ],
 )
 def test_dry_forward_names_layer_expected_and_found(
