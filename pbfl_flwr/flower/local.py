@@ -58,6 +58,7 @@ class LocalGrid(Grid):
         self._states = [RecordDict() for _ in range(num_clients)]
         self._asked: dict[str, Future[Message]] = {}
         self._messages = 0
+        self._took: dict[tuple[int, str], float] = {}  # seconds, the last time, by node and kind of message
 
     @property
     def run(self) -> Run:
@@ -83,7 +84,10 @@ class LocalGrid(Grid):
         return [FIRST_NODE + client for client in range(self._num_clients)]
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
-        """Have the clients answer, one after the other or as many at once as there are workers."""
+        """Have the clients answer, as many at once as there are workers, those first who took longest the last time.
+
+        So no worker begins a long training when the others have nothing left to do.
+        """
         return self._push(messages, float("inf"))
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
@@ -102,12 +106,10 @@ class LocalGrid(Grid):
         return self.pull_messages(ids)
 
     def _push(self, messages: Iterable[Message], deadline: float) -> list[str]:
-        ids = []
-        for message in messages:
-            message_id = self._named(message)
-            self._asked[message_id] = self._submit(partial(self._ask, message, deadline))
-            ids.append(message_id)
-        return ids
+        named = {self._named(message): message for message in messages}
+        for message_id in sorted(named, key=lambda i: self._took.get(_job(named[i]), 0.0), reverse=True):
+            self._asked[message_id] = self._submit(partial(self._ask, named[message_id], deadline))
+        return list(named)
 
     def _named(self, message: Message) -> str:
         """Give a message its id, as whoever carries messages does."""
@@ -117,7 +119,8 @@ class LocalGrid(Grid):
         return message_id
 
     def _ask(self, message: Message, deadline: float) -> Message:
-        if time.monotonic() >= deadline:
+        begin = time.monotonic()
+        if begin >= deadline:
             return Message(Error(code=TOO_LATE, reason="its turn came after the deadline"), reply_to=message)
         client = message.metadata.dst_node_id - FIRST_NODE
         place: dict[str, bool | float | int | str] = {
@@ -129,7 +132,12 @@ class LocalGrid(Grid):
         )
         answered = self._answer(message, context)
         self._states[client] = context.state
+        self._took[_job(message)] = time.monotonic() - begin
         return answered
+
+
+def _job(message: Message) -> tuple[int, str]:
+    return message.metadata.dst_node_id, message.metadata.message_type
 
 
 def in_this_process() -> Answer:

@@ -6,6 +6,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from flwr.app import ConfigRecord, Context, Message
 
 from pbfl_flwr.config import Scalar, parse
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower import device, wire
+from pbfl_flwr.flower import device, local, wire
 from pbfl_flwr.flower.client import make_client_app
 from pbfl_flwr.flower.crew import DIED, Crew, Post
 from pbfl_flwr.flower.engine import Resources
@@ -84,6 +85,28 @@ def test_who_has_not_begun_at_the_deadline_is_not_asked() -> None:
     assert said(grid.send_and_receive(ask(grid, [2, 0]))) == [2, 0]
     (reply,) = grid.send_and_receive(ask(grid, [1]), timeout=0)
     assert reply.error.reason == "its turn came after the deadline"
+
+
+def test_who_took_longest_the_last_time_begins_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, order = 0.0, []
+
+    def answer(message: Message, context: Context) -> Message:
+        nonlocal now
+        client = int(str(context.node_config["partition-id"]))
+        order.append(client)
+        now += [3.0, 5.0, 1.0, 5.0][client]
+        return echo(message, context)
+
+    monkeypatch.setattr(local, "time", SimpleNamespace(monotonic=lambda: now))
+    grid = LocalGrid(answer, at_once, {}, 5)
+    assert said(grid.send_and_receive(ask(grid, [0, 1, 2, 3]))) == [0, 1, 2, 3]
+    asked = ask(grid, [2, 3, 0, 1])
+    assert said(grid.send_and_receive(asked)) == [2, 3, 0, 1]  # answers come in the order of the questions
+    ids = [int(message.metadata.message_id.replace("-", ""), 16) for message in asked]
+    assert ids == sorted(ids)
+    other = Message(asked[0].content, dst_node_id=[*grid.get_node_ids()][2], message_type="train")
+    grid.send_and_receive([other, *ask(grid, [0])])
+    assert order == [*range(4), *(3, 1, 0, 2), *(0, 2)]  # of another kind of question nothing is known yet
 
 
 def test_who_is_late_is_fetched_later_and_once() -> None:
