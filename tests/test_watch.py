@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from pbfl_flwr.experiments import watch
-from pbfl_flwr.flower.history import ERROR, RunDirectory
+from pbfl_flwr.flower.history import ERROR, WAITING, RunDirectory
 from tests.runs import entry, pbfl, write_run
 
 
@@ -43,6 +43,17 @@ def test_a_run_in_the_middle(tmp_path: Path) -> None:
     assert "note: classes held back" in text
     assert "client 1 failed in round 2: boom" in text
     assert "nothing new" not in text
+
+
+def test_whom_the_server_waits_for_is_shown(tmp_path: Path) -> None:
+    RunDirectory(tmp_path).waits("waiting for nodes: 2 of 3 have joined, 61 s so far")
+    assert "waiting for nodes: 2 of 3 have joined, 61 s so far" in shown(watch.look(tmp_path, time.time()))
+    run = write_run(tmp_path / "run", [entry(1, 0.5, 0.5)], **{"num-server-rounds": 2})
+    (run / WAITING).write_text("round 2: 1 of 2 have answered; waiting for client 1\x1b[2J, 60 s so far")
+    assert "waiting for client 1, 60 s so far" in shown(watch.look(run, time.time()))
+    assert watch.look(run, (run / WAITING).stat().st_mtime + 1).quiet == pytest.approx(1.0)  # it is alive
+    RunDirectory(run).waits("")
+    assert "waiting" not in shown(watch.look(run, time.time()))
 
 
 def test_silence_is_remarked_when_it_is_long(tmp_path: Path) -> None:

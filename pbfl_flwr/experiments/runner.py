@@ -213,6 +213,7 @@ class Follower:
         self._headline = ""
         self._seconds: list[float] = []
         self._notes: set[str] = set()
+        self._waiting = self._run.waiting()  # left by one that was killed
 
     def look(self) -> None:
         """Print the lines of the rounds that have come since the last look."""
@@ -228,6 +229,10 @@ class Follower:
                 self._round(json.loads(line))
         for line in self._newcomers.read():
             self._newcomer(json.loads(line))
+        if (waiting := self._run.waiting()) != self._waiting:
+            self._waiting = waiting
+            if waiting:
+                say(self._console, f"  {waiting}", "dim")
 
     def _newcomer(self, line: Mapping[str, Any]) -> None:
         text = f"new clients, round {line['round'] - line['after']} of their own"

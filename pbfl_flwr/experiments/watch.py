@@ -23,11 +23,11 @@ from pbfl_flwr.config import PREDICTORS
 from pbfl_flwr.experiments.figures import clock, kilobytes
 from pbfl_flwr.experiments.runner import go_on_with
 from pbfl_flwr.experiments.tables import failure_lines, rounds_of_newcomers, scores, settings_line
-from pbfl_flwr.flower.history import ERROR, NEWCOMERS, RunDirectory
+from pbfl_flwr.flower.history import ERROR, NEWCOMERS, WAITING, RunDirectory
 
 QUIET_SECONDS = 120.0  # silence below this is never remarkable
 QUIET_ROUNDS = 5  # nor is silence below this many rounds' time
-WRITTEN = ("run.json", "rounds.jsonl", NEWCOMERS)
+WRITTEN = ("run.json", "rounds.jsonl", NEWCOMERS, WAITING)
 LAST = 5  # failures and notes that are shown
 State = Literal["waiting", "running", "silent", "finished", "failed"]
 
@@ -43,6 +43,7 @@ class View:
         error: why the run ended early; empty if it did not.
         quiet: seconds since anything was written.
         newcomers: what newcomers.jsonl holds of the clients that come after the last of these rounds.
+        waiting: whom the server waits for, after a minute.
     """
 
     path: Path
@@ -51,6 +52,7 @@ class View:
     error: str
     quiet: float
     newcomers: Sequence[Mapping[str, Any]] = ()
+    waiting: str = ""
 
     @property
     def wanted(self) -> int:
@@ -96,7 +98,8 @@ def look(path: Path, now: float) -> View:
     files = [file for name in WRITTEN if (file := path / name).exists()]
     written = max((file.stat().st_mtime for file in files), default=now)
     rounds = run.rounds()
-    return View(path, about, rounds, error, max(0.0, now - written), run.newcomers(len(rounds)))
+    quiet = max(0.0, now - written)
+    return View(path, about, rounds, error, quiet, run.newcomers(len(rounds)), run.waiting())
 
 
 def frame(view: View) -> RenderableType:
@@ -105,6 +108,7 @@ def frame(view: View) -> RenderableType:
         told = f"waiting for a run: {view.path} " + (
             "has no run.json yet" if view.path.exists() else "is not there yet"
         )
+        told += f"\n{view.waiting}" if view.waiting else ""
         return Text(f"{told}\nit ended with: {view.error}" if view.error else told, style="yellow")
     done = len(view.rounds)
     parts: list[RenderableType] = [
@@ -124,6 +128,8 @@ def frame(view: View) -> RenderableType:
             Text(line, style="yellow")
             for line in list(failure_lines([*view.rounds, *view.newcomers]))[-LAST:]
         ]
+    if view.waiting and view.state in ("running", "silent"):
+        parts.append(Text(view.waiting))
     if view.state == "silent":
         each = f", a round takes {clock(view.pace)}" if view.pace else ""
         parts.append(

@@ -15,7 +15,7 @@ from pbfl_flwr.flower import wire
 from pbfl_flwr.flower.history import RunRefused
 from pbfl_flwr.flower.replies import reason_of
 from pbfl_flwr.flower.roster import Member, Roster
-from pbfl_flwr.flower.waiting import looks
+from pbfl_flwr.flower.waiting import Hear, looks, no_one
 from pbfl_flwr.payloads import RejectedPayload, Reveal
 
 SAME = ("task", "labels", "columns", "architecture", "parameters")  # of a client that comes back
@@ -33,7 +33,7 @@ REVEALS = (  # what the hello round tells the server
 FEW = 3  # nodes that a line names
 
 
-def wait_for_nodes(grid: Grid, wanted: int, timeout: float) -> list[int]:
+def wait_for_nodes(grid: Grid, wanted: int, timeout: float, hear: Hear = no_one) -> list[int]:
     """Return the node ids once enough of them have joined; in a simulation they join during the first seconds.
 
     Raises:
@@ -43,7 +43,10 @@ def wait_for_nodes(grid: Grid, wanted: int, timeout: float) -> list[int]:
     def joined() -> list[int]:
         return sorted(grid.get_node_ids())
 
-    for _ in looks(timeout, lambda: f"waiting for nodes: {len(joined())} of {wanted} have joined"):
+    def said() -> str:
+        return f"waiting for nodes: {len(joined())} of {wanted} have joined"
+
+    for _ in looks(timeout, said, hear):
         if len(nodes := joined()) >= wanted:
             return nodes
     raise PbflError(
@@ -60,6 +63,7 @@ def meet(
     timeout: float,
     join_timeout: float,
     known: Mapping[str, int] | None = None,
+    hear: Hear = no_one,
 ) -> Roster:
     """Say hello to every node and check that what they bring fits together, before any training starts.
 
@@ -70,11 +74,12 @@ def meet(
         timeout: seconds to wait for the answers.
         join_timeout: seconds to wait for the nodes.
         known: name -> number, as the run gave them when it began.
+        hear: is told how many nodes have joined, as long as that takes.
 
     Raises:
         PbflError: naming the clients that could not answer and why, or both sides of a disagreement.
     """
-    nodes = wait_for_nodes(grid, num_clients, join_timeout)
+    nodes = wait_for_nodes(grid, num_clients, join_timeout, hear)
     members, refused = _greet(grid, nodes, experiment, timeout)
     if refused:
         raise PbflError("\n".join(_refusals(refused, len(nodes))))

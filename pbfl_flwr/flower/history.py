@@ -4,6 +4,7 @@
 
     <run-dir>/run.json                resolved configuration, versions, seeds, roster
               error.txt               why it ended early, in the words of the ServerApp; not there if it did not
+              waiting.txt             whom the server waits for, after a minute; gone when it waits no more
               rounds.jsonl            one line a round: accuracies, loss, bytes, seconds, failures, the server's figures
               clients.jsonl           one line a round: every client's counters; "final" of the last: a last scoring
               newcomers.jsonl         one line a round of the clients that came after the last one (new-clients)
@@ -30,19 +31,20 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from pbfl_flwr.errors import PbflError
+from pbfl_flwr.errors import PbflError, printable
 from pbfl_flwr.flower.files import DamagedState, UnsavedState, remove_torn, write_atomically
 
 if TYPE_CHECKING:  # who reads what a run wrote down needs neither torch nor Flower
     from pbfl_flwr.payloads import Payload
     from pbfl_flwr.task import Task
 
-ERROR, NEWCOMERS = "error.txt", "newcomers.jsonl"
+ERROR, NEWCOMERS, WAITING = "error.txt", "newcomers.jsonl", "waiting.txt"
 FIGURES = ("majority", "newcomer_majority", "paper_scalars")  # of partition.json
 SERVER_LOCK, STATES_REMOVED = ".server.lock", "clients-removed.txt"
 FILES = (
     "run.json",
     ERROR,
+    WAITING,
     "rounds.jsonl",
     "clients.jsonl",
     NEWCOMERS,
@@ -120,6 +122,20 @@ class RunDirectory:
     def forget_error(self) -> None:
         """Remove what an earlier server wrote on why it ended; for who is alone and may write this run."""
         (self.path / ERROR).unlink(missing_ok=True)
+
+    def waits(self, line: str) -> None:
+        """Write down whom the server waits for; an empty line removes it. A disk that is full may go without."""
+        with suppress(UnsavedState):
+            if line:
+                write_atomically(self.path / WAITING, f"{line}\n".encode())
+            else:
+                (self.path / WAITING).unlink(missing_ok=True)
+
+    def waiting(self) -> str:
+        """Return whom the server waits for, or nothing."""
+        with suppress(OSError):
+            return printable((self.path / WAITING).read_text(encoding="utf-8", errors="replace").strip())
+        return ""
 
     def start(self, configuration: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
         """Write run.json.

@@ -139,7 +139,8 @@ class MethodStrategy(Strategy):
         came = (previous or {}).get("clients", [])
         known = {m["name"]: m["client"] for m in came if m.get("name")}
         hello = max(run.round_timeout, run.join_timeout)  # its first message finds a client process starting
-        roster = meet(grid, run.num_clients, self.experiment, hello, run.join_timeout, known)
+        roster = meet(grid, run.num_clients, self.experiment, hello, run.join_timeout, known, self._waits)
+        self._waits("")
         unchanged(roster, came)
         self._attendance = Attendance(roster, self.experiment, run.join_timeout)
         self.method.check(roster.task, roster.architectures)
@@ -196,15 +197,22 @@ class MethodStrategy(Strategy):
         self._num_rounds = num_rounds or self.settings.run.num_server_rounds
         self.summary()
         timeout = timeout or self.settings.run.round_timeout
-        grid = attentive(grid, lambda node: (self.roster or Roster({})).called(node))
+        grid = attentive(grid, lambda node: (self.roster or Roster({})).called(node), self._waits)
         with nullcontext() if self.run is None else self.run.alone():
+            self._waits("")  # what a killed server has left
             if self._attendance is None:
                 self.prepare(grid)
             try:
                 return self._rounds(grid, timeout, evaluate_fn)
             finally:
+                self._waits("")
                 if self._recorder is not None:
                     self._recorder.close()
+
+    def _waits(self, line: str) -> None:
+        """Let others read whom the server waits for, or that it waits no more."""
+        if self.run is not None:
+            self.run.waits(line)
 
     def _rounds(
         self,
@@ -436,6 +444,7 @@ class MethodStrategy(Strategy):
         return read(replies, phase, self.method, self.state, self.task, max_bytes, late, run.stale_weight)
 
     def _finish_round(self, server_round: int) -> None:
+        self._waits("")
         self.history[-1]["seconds"]["total"] = time.perf_counter() - self._round_started
         self.done = server_round
         line = self.history[-1]

@@ -17,13 +17,23 @@ SHORTEST, LONGEST = 0.5, 3.0  # seconds between two looks; a SuperLink logs each
 SHARE = 0.02  # of what was waited already
 FEW = 5  # clients that a line names
 
+Hear = Callable[[str], object]
+"""Takes a line on whom one waits for."""
 
-def looks(timeout: float, say: Callable[[], str], interval: float | None = None) -> Iterator[None]:
+
+def no_one(line: str) -> None:
+    """Nobody listens beside the log."""
+
+
+def looks(
+    timeout: float, say: Callable[[], str], hear: Hear = no_one, interval: float | None = None
+) -> Iterator[None]:
     """Yield whenever it is time to look, for the last time when the time is over.
 
     Args:
         timeout: seconds.
         say: what is logged after one minute, two, four and so on, before the seconds.
+        hear: is told the same.
         interval: seconds between two looks; by default a share of what was waited already.
     """
     started, word = time.monotonic(), FIRST_WORD
@@ -33,14 +43,16 @@ def looks(timeout: float, say: Callable[[], str], interval: float | None = None)
         if waited >= timeout:
             return
         if waited >= word:
-            log(INFO, "%s", f"{say()}, {waited:.0f} s so far")
+            line = f"{say()}, {waited:.0f} s so far"
+            log(INFO, "%s", line)
+            hear(line)
             word *= 2
         time.sleep(min(interval or max(SHORTEST, SHARE * waited), LONGEST, timeout - waited))
 
 
-def attentive(grid: Grid, called: Callable[[int], str]) -> Grid:
+def attentive(grid: Grid, called: Callable[[int], str], hear: Hear = no_one) -> Grid:
     """Return a grid that says whom it waits for, if this is one of Flower's own; others wait as they like."""
-    return Attentive(grid, called) if type(grid).__module__.split(".")[0] == "flwr" else grid
+    return Attentive(grid, called, hear) if type(grid).__module__.split(".")[0] == "flwr" else grid
 
 
 class Attentive(Grid):
@@ -51,10 +63,11 @@ class Attentive(Grid):
     Args:
         grid: Flower's.
         called: how a person calls the client on a node.
+        hear: is told what is logged.
     """
 
-    def __init__(self, grid: Grid, called: Callable[[int], str]) -> None:
-        self._grid, self._called = grid, called
+    def __init__(self, grid: Grid, called: Callable[[int], str], hear: Hear = no_one) -> None:
+        self._grid, self._called, self._hear = grid, called, hear
         self._interval = getattr(
             grid, "pull_interval", None
         )  # of the simulation's, where looking costs nothing
@@ -82,7 +95,7 @@ class Attentive(Grid):
             rest = f" and {len(names) - FEW} more" if len(names) > FEW else ""
             return f"{what}: {len(came)} of {len(asked)} have answered; waiting for {', '.join(names[:FEW])}{rest}"
 
-        for _ in looks(math.inf if timeout is None else timeout, say, self._interval):
+        for _ in looks(math.inf if timeout is None else timeout, say, self._hear, self._interval):
             for answer in self._grid.pull_messages(list(awaited)) if awaited else ():
                 came.append(answer)
                 awaited.pop(answer.metadata.reply_to_message_id, None)

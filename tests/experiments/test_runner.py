@@ -11,6 +11,7 @@ from pbfl_flwr.config import Scalar
 from pbfl_flwr.experiments import runner
 from pbfl_flwr.experiments.runner import Follower, Tail
 from pbfl_flwr.flower.engine import Resources
+from pbfl_flwr.flower.history import RunDirectory
 from tests.runs import entry, write_run
 
 
@@ -74,6 +75,25 @@ def test_a_round_is_told_once_also_when_the_history_is_cut_and_made_again(tmp_pa
         if "round " in line
     ]
     assert said == ["62.5", "75.0", "87.5"]
+
+
+def test_whom_the_server_waits_for_is_told_once(tmp_path: Path) -> None:
+    run = RunDirectory(write_run(tmp_path / "run", [entry(1, 0.25, 0.5)]))
+    run.waits("left by a server that was killed")
+    console = Console(record=True, width=200)
+    follower = Follower(run.path, 3, console)
+    for line in (
+        "left by a server that was killed",
+        "",
+        "round 2: 61 s",
+        "round 2: 61 s",
+        "round 2: 122 s",
+        "",
+    ):
+        run.waits(line)
+        follower.look()
+    told = [line.strip() for line in console.export_text().splitlines() if "killed" in line or " s" in line]
+    assert told == ["round 2: 61 s", "round 2: 122 s"]
 
 
 @pytest.mark.parametrize(("keys", "threads"), [({}, 3), ({"threads": "auto"}, 3), ({"threads": 1}, 1)])

@@ -4,7 +4,8 @@ import json
 import random
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -830,6 +831,33 @@ def test_scoring_before_training_ends_with_a_last_scoring(tmp_path: Path) -> Non
     assert [history[1]["accuracy"]["head"], final["accuracy"]["head"]] == head
     assert [kind for _, number, kind in found.grid.asked if number == 2] == ["train"] * 5 + ["evaluate"] * 5
     assert lines(found)[1]["final"] == final
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_whom_the_server_waits_for_stands_beside_the_run_only_meanwhile(tmp_path: Path, fails: bool) -> None:
+    found = federation(tmp_path / "a", "fedproto", on_disk=True, num_clients=3, num_server_rounds=2)
+    found.directory.path.mkdir(parents=True)
+    found.directory.waits("what a killed server has left")
+    before: dict[str, str] = {}
+    exchange = found.grid.send_and_receive
+
+    def watched(messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        asked = list(messages)
+        group = asked[0].metadata.group_id
+        before[group] = found.directory.waiting()
+        found.strategy._waits(f"{group}: waiting")  # as a grid of Flower's would have it
+        assert found.directory.waiting() == f"{group}: waiting"
+        if fails and group == "2":
+            raise RunEnded("there is an end to waiting")
+        return exchange(asked, timeout=timeout)
+
+    with (
+        patch.object(found.grid, "send_and_receive", watched),
+        pytest.raises(RunEnded) if fails else nullcontext(),
+    ):
+        found.run()
+    assert before == {"hello": "", "1": "", "2": ""}
+    assert found.directory.waiting() == ""
 
 
 def test_the_partition_is_written_where_the_server_can_deal_it(tmp_path: Path) -> None:

@@ -129,8 +129,11 @@ def test_whom_one_waits_for_is_said_after_a_minute_two_and_four(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     grid = SlowGrid(clock, {1: 0.0, **dict.fromkeys(range(2, 9), 200.0), 9: 130.0})
+    heard: list[str] = []
     with caplog.at_level(logging.INFO, "flwr"):
-        Attentive(grid, lambda node: f"client {node}").send_and_receive(questions(*range(1, 10)), timeout=290)
+        watched = Attentive(grid, lambda node: f"client {node}", heard.append)
+        watched.send_and_receive(questions(*range(1, 10)), timeout=290)
+    assert heard == caplog.messages
     first, second = (record.getMessage().rpartition(",")[0] for record in caplog.records)
     named = "client 2, client 3, client 4, client 5, client 6"
     assert first == f"round 3: 1 of 9 have answered; waiting for {named} and 3 more"
@@ -154,9 +157,10 @@ def test_nodes_that_have_not_joined_are_counted_while_one_waits(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     grid = SlowGrid(clock, {5: 0.0, 6: 70.0, 7: 1000.0})
+    heard: list[str] = []
     with caplog.at_level(logging.INFO, "flwr"):
-        assert wait_for_nodes(grid, 2, 100) == [5, 6]
-    assert caplog.messages == ["waiting for nodes: 1 of 2 have joined, 61 s so far"]
+        assert wait_for_nodes(grid, 2, 100, heard.append) == [5, 6]
+    assert caplog.messages == heard == ["waiting for nodes: 1 of 2 have joined, 61 s so far"]
     with pytest.raises(PbflError, match="num-clients = 3, but only 2 nodes joined within 10 s"):
         wait_for_nodes(grid, 3, 10)
 
