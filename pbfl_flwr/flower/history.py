@@ -124,8 +124,8 @@ class RunDirectory:
         (self.path / ERROR).unlink(missing_ok=True)
 
     def waits(self, line: str) -> None:
-        """Write down whom the server waits for; an empty line removes it. A disk that is full may go without."""
-        with suppress(UnsavedState):
+        """Write down whom the server waits for, or remove it if the line is empty. If need be a run goes on without."""
+        with suppress(UnsavedState, OSError):
             if line:
                 write_atomically(self.path / WAITING, f"{line}\n".encode())
             else:

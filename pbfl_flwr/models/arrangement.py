@@ -56,7 +56,7 @@ class PointwiseConv2d(nn.Conv2d):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return (B, C_out, h, w) for (B, C_in, h, w)."""
-        if input.device.type != "cpu":
+        if not _is_ours(input):
             return super().forward(input)
         product = nn.functional.linear(input.permute(0, 2, 3, 1), self.weight.flatten(1), self.bias)
         return product.permute(0, 3, 1, 2)
@@ -72,12 +72,13 @@ class FewPixelsConv2d(nn.Conv2d):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return (B, C_out, h', w') for (B, C_in, h, w)."""
-        batch, channels, height, width = input.shape
+        height, width = input.shape[-2:]
         (kernel, _), (stride, _) = self.kernel_size, self.stride
         rows, columns = _sides(height, width, kernel, stride, int(self.padding[0]))
         few = 0 < rows * columns <= FEW_PIXELS and height * width <= 4 * FEW_PIXELS
-        if input.device.type != "cpu" or not few:
+        if not few or not _is_ours(input):
             return super().forward(input)
+        batch, channels = input.shape[:2]
         seen, first, last = _seen(height, width, kernel, stride, int(self.padding[0]))
         pixels = input.permute(0, 2, 3, 1).reshape(batch, height * width, channels)
         patches = (seen.to(input.dtype) @ pixels).view(batch * rows * columns, -1)
@@ -95,9 +96,10 @@ class DepthwiseConv2d(nn.Conv2d):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return (B, C, h', w') for (B, C, h, w)."""
-        batch, channels, height, width = input.shape
-        if input.device.type != "cpu" or height * width > FEW_PIXELS:
+        height, width = input.shape[-2:]
+        if height * width > FEW_PIXELS or not _is_ours(input):
             return super().forward(input)
+        batch, channels = input.shape[:2]
         (kernel, _), (stride, _) = self.kernel_size, self.stride
         table, rows, columns = _taps(height, width, kernel, stride, int(self.padding[0]))
         table = table.to(input.dtype)
@@ -107,6 +109,11 @@ class DepthwiseConv2d(nn.Conv2d):
         if self.bias is not None:
             total = total + self.bias
         return total.view(batch, rows, columns, channels).permute(0, 3, 1, 2)
+
+
+def _is_ours(maps: Tensor) -> bool:
+    """Whether there is a batch of maps on a CPU: everything else, a single map without its batch, is the library's."""
+    return maps.device.type == "cpu" and maps.dim() == 4 and len(maps) > 0
 
 
 def _replacement(conv: nn.Conv2d) -> nn.Conv2d | None:

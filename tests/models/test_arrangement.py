@@ -70,6 +70,22 @@ def test_a_dense_convolution_over_one_pixel_by_hand() -> None:
     assert model(torch.tensor([[[[2.0]]]])).flatten().tolist() == [8.5, 25.0]
 
 
+@pytest.mark.parametrize(
+    "conv",
+    [
+        nn.Conv2d(4, 3, 3, padding=1),
+        nn.Conv2d(4, 4, 3, padding=1, groups=4),
+        nn.Conv2d(4, 3, 1),
+    ],
+)
+def test_a_single_map_and_no_map_at_all_are_the_librarys(conv: nn.Conv2d) -> None:
+    model = arrange(nn.Sequential(conv), "channels-last")
+    assert replaced(model)
+    maps = torch.randn(2, 4, 2, 2)
+    torch.testing.assert_close(model(maps[0]), conv(maps)[0])
+    assert model(maps[:0]).shape == (0, conv.out_channels, 2, 2)
+
+
 def test_a_kernel_that_meets_no_pixel_gives_the_bias() -> None:
     conv = nn.Conv2d(2, 1, 2, stride=9, padding=4)
     inputs = torch.ones(2, 2, 1, 1)
