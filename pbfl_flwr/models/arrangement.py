@@ -79,10 +79,10 @@ class FewPixelsConv2d(nn.Conv2d):
         if not few or not _is_ours(input):
             return super().forward(input)
         batch, channels = input.shape[:2]
-        seen, first, last = _seen(height, width, kernel, stride, int(self.padding[0]))
+        seen, down, across = _seen(height, width, kernel, stride, int(self.padding[0]))
         pixels = input.permute(0, 2, 3, 1).reshape(batch, height * width, channels)
         patches = (seen.to(input.dtype) @ pixels).view(batch * rows * columns, -1)
-        weights = self.weight.permute(0, 2, 3, 1)[:, first[0] : last[0], first[1] : last[1]].flatten(1)
+        weights = self.weight.permute(0, 2, 3, 1)[:, down, across].flatten(1)
         product = nn.functional.linear(patches, weights, self.bias)
         return product.view(batch, rows, columns, self.out_channels).permute(0, 3, 1, 2)
 
@@ -152,25 +152,25 @@ def _sides(height: int, width: int, kernel: int, stride: int, padding: int) -> t
 
 
 @lru_cache(maxsize=64)
-def _seen(
-    height: int, width: int, kernel: int, stride: int, padding: int
-) -> tuple[Tensor, tuple[int, int], tuple[int, int]]:
-    """Return which pixel each output pixel sees through each element of the kernel, and which of its rows and columns.
+def _seen(height: int, width: int, kernel: int, stride: int, padding: int) -> tuple[Tensor, slice, slice]:
+    """Return which pixel each output pixel sees through each element of the kernel, and those elements.
 
     Returns:
         (h'·w'·i·j, h·w), one where an output pixel sees a pixel, of the i x j elements of the kernel that lie on the
-        map for some output pixel; the first of those elements, (row, column), and the one after the last.
+        map for some output pixel; the rows and the columns of these elements.
     """
     taps, rows, columns = _taps(height, width, kernel, stride, padding)
+    across = _on_the_map(width, columns, kernel, stride, padding)
+    down = _on_the_map(height, rows, kernel, stride, padding)
     table = taps.view(height * width, rows * columns, kernel, kernel).permute(1, 2, 3, 0)
-    on_the_map = table.any(dim=3).any(dim=0)
-    if not on_the_map.any():  # so much padding that the map is stepped over
-        on_the_map = torch.ones_like(on_the_map)
-    i, j = on_the_map.any(dim=1).nonzero(), on_the_map.any(dim=0).nonzero()
-    first, last = (int(i.min()), int(j.min())), (int(i.max()) + 1, int(j.max()) + 1)
     with torch.inference_mode(False):
-        seen = table[:, first[0] : last[0], first[1] : last[1]].reshape(-1, height * width).clone()
-    return seen, first, last
+        return table[:, down, across].reshape(-1, height * width).clone(), down, across
+
+
+def _on_the_map(side: int, outputs: int, kernel: int, stride: int, padding: int) -> slice:
+    """Return the elements of one side of the kernel through which some output sees the map, all if none does."""
+    used = [i for i in range(kernel) if any(0 <= out * stride + i - padding < side for out in range(outputs))]
+    return slice(used[0], used[-1] + 1) if used else slice(0, kernel)
 
 
 @lru_cache(maxsize=64)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.models import build_model, check_compiler, compilation, compile_body
+from pbfl_flwr.models import arrange, build_model, check_compiler, compilation, compile_body
 from pbfl_flwr.task import Task
 
 CPU = torch.device("cpu")
@@ -86,3 +86,18 @@ def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilation.torch, "compile", lambda model, mode=None: model)
     with pytest.raises(PbflError, match="has no isolate_recompiles; allowed here is 'off'"):
         check_compiler("default", CPU)
+
+
+def test_an_arranged_network_is_one_graph() -> None:
+    """What looks at tensors' numbers while it is traced would break it into pieces, each with its own launches."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    model = arrange(build_model("resnet8", Task(5, 24, (1, 32, 32)), 0), "channels-last").eval()
+    inputs = torch.randn(2, 1, 32, 32)
+    found = torch.compile(model.features, backend=backend)(inputs)
+    torch.testing.assert_close(found, model.features(inputs))
+    assert len(graphs) == 1
