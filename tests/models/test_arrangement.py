@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pbfl_flwr.descent import Descent, Group
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models import MODELS, arrange, arrangement, build_model
 from pbfl_flwr.models.arrangement import FEW_PIXELS, DepthwiseConv2d, FewPixelsConv2d, PointwiseConv2d
@@ -169,6 +170,22 @@ def test_deep_networks_meet_small_maps(name: str) -> None:
             module.register_forward_pre_hook(lambda _, given: sizes.append(given[0][0, 0].numel()))
     model.features(torch.zeros(1, *TASK.input_shape))
     assert sum(size <= FEW_PIXELS for size in sizes) >= 7
+
+
+@pytest.mark.parametrize("name", ["cnn4", "resnet18", "mobilenet-v2"])
+def test_a_step_goes_along_the_gradient_whatever_the_layout(name: str) -> None:
+    """torch's fused SGD pairs the wrong numbers where a parameter is channels-last and its gradient is not."""
+    model = arrange(build_model(name, TASK, 0), "channels-last").train()
+    inputs = torch.randn(4, *TASK.input_shape, generator=torch.Generator().manual_seed(1))
+    parameters = tuple(model.parameters())
+    descent = Descent([Group(parameters, 0.1)])
+    model.head(
+        model.features(inputs.contiguous(memory_format=torch.channels_last))
+    ).square().mean().backward()
+    wanted = [p.detach() - 0.1 * p.grad for p in parameters if p.grad is not None]
+    descent.step()
+    for found, expected in zip([p for p in parameters if p.grad is not None], wanted, strict=True):
+        torch.testing.assert_close(found.detach(), expected)
 
 
 def test_a_network_that_was_scored_first_can_be_trained() -> None:
