@@ -303,3 +303,21 @@ def test_no_code_is_imported_unless_named(external: str, monkeypatch: pytest.Mon
     build_model("cnn4", TASK, seed=0)
     with pytest.raises(AssertionError, match=f"imported {external}"):
         build_model(f"{external}:build", TASK, seed=0)
+
+
+@pytest.mark.parametrize("name", ["cnn4", "resnet4", "resnet18"])
+def test_pooling_before_the_relu_gives_the_bits_of_pooling_after_it(name: str) -> None:
+    inputs = torch.randn(8, *TASK.input_shape, generator=torch.Generator().manual_seed(2))
+    found: list[list[torch.Tensor]] = []
+    for swapped in (False, True):
+        model = build_model(name, TASK, seed=0)
+        for stage in model.modules() if swapped else ():
+            layers = list(stage.children()) if isinstance(stage, nn.Sequential) else []
+            if len(layers) > 1 and isinstance(layers[-1], nn.ReLU) and isinstance(layers[-2], nn.MaxPool2d):
+                stage[-2], stage[-1] = layers[-1], layers[-2]
+        kinds = [type(module) for module in model.modules()]
+        assert (kinds.index(nn.MaxPool2d) > kinds.index(nn.ReLU)) == swapped
+        features = model.features(inputs)
+        model.head(features).square().sum().backward()
+        found.append([features, *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
