@@ -22,12 +22,12 @@ class Group:
 
     Attributes:
         parameters: at least one.
-        learning_rate: η.
+        learning_rate: η; a tensor on the parameters' device where a recorded step must not hold its number.
         max_grad_norm: 0 is no bound.
     """
 
     parameters: tuple[nn.Parameter, ...]
-    learning_rate: float
+    learning_rate: float | Tensor
     max_grad_norm: float = 0.0
 
 

@@ -13,7 +13,7 @@ methods whose steps are all alike may be recorded: :meth:`pbfl_flwr.method.Metho
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -24,8 +24,8 @@ from torch import Tensor
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.recording import Run, StandIns, copy_some
 
-Step = Callable[[Tensor, Tensor], None]
-"""Trains on a batch: inputs (B, ...), labels (B,)."""
+Step = Callable[..., None]
+"""Trains on a batch: inputs (B, ...), labels (B,), and more tensors that always have the same shapes."""
 
 WARM_UP = 3  # steps before the first recording, in which libraries set themselves up; PyTorch's own number
 KEPT = 32  # recordings of a process; of one that was pushed out the step is recorded again
@@ -80,18 +80,18 @@ class Replayed:
         self._own: list[Tensor] = []  # what this client has in the places of the recording's tensors
         self._ahead = False  # whether the recording's tensors have been trained on since they were copied
 
-    def __call__(self, inputs: Tensor, labels: Tensor) -> None:
+    def __call__(self, *batch: Tensor) -> None:
         """Train on these samples."""
-        if len(labels) != self._batch_size:
+        if len(batch[1]) != self._batch_size:
             self.settle()
-            self._step(inputs, labels)
+            self._step(*batch)
         elif self._recording is not None:
-            self._replay(self._recording, inputs, labels)
+            self._replay(self._recording, batch)
         elif self._done == 0:  # makes the sums and the momentum that the others find
-            aside(lambda: self._step(inputs, labels), self._device)
+            aside(lambda: self._step(*batch), self._device)
             self._done += 1
         else:
-            self._on_stand_ins(inputs, labels)
+            self._on_stand_ins(batch)
             self._done += 1
 
     def settle(self) -> None:
@@ -101,21 +101,21 @@ class Replayed:
         self._ahead = False
 
     @torch.no_grad()
-    def _replay(self, recording: Recording, inputs: Tensor, labels: Tensor) -> None:
+    def _replay(self, recording: Recording, batch: Sequence[Tensor]) -> None:
         if not self._ahead:
-            copy_some(self._own, recording.tensors, range(2, len(self._own)))
+            copy_some(self._own, recording.tensors, range(len(batch), len(self._own)))
             self._ahead = True
-        recording.tensors[0].copy_(inputs)
-        recording.tensors[1].copy_(labels)
+        for there, here in zip(recording.tensors, batch, strict=False):
+            there.copy_(here)
         recording.replay()
 
-    def _on_stand_ins(self, inputs: Tensor, labels: Tensor) -> None:
+    def _on_stand_ins(self, batch: Sequence[Tensor]) -> None:
         """Train a step on stand-ins, then look for a recording of it, or make one after the warm-up."""
-        seen = StandIns(inputs, labels)
+        seen = StandIns(*batch)
 
         def within(stand_ins: StandIns) -> None:
             with stand_ins:
-                self._step(inputs, labels)
+                self._step(*batch)
 
         aside(lambda: within(seen), self._device)
         seen.bring_back()

@@ -21,8 +21,8 @@ from pbfl_flwr.method import Client, Predictor
 from pbfl_flwr.models import SplitModel, has_batch_norm, is_still
 from pbfl_flwr.replay import Replayed
 
-Loss = Callable[[Tensor, Tensor], Mapping[str, Tensor]]
-"""(inputs (B, ...), labels (B,)) -> named terms; their sum is what the optimiser descends."""
+Loss = Callable[..., Mapping[str, Tensor]]
+"""(inputs (B, ...), labels (B,), what was drawn for the step) -> named terms; their sum is what SGD descends."""
 
 
 REMEDY = "lower learning-rate, or set max-grad-norm"
@@ -106,6 +106,7 @@ def fit(
     parts: Sequence[Part] | None = None,
     companions: Sequence[nn.Module] = (),
     source: tuple[Tensor, Tensor] | None = None,
+    draw: Callable[[], tuple[Tensor, ...]] | None = None,
     epochs: int | None = None,
     max_steps: int | None = None,
     phase: str = "fit",
@@ -121,6 +122,7 @@ def fit(
             though its BatchNorm statistics move with the data, as they do in the references.
         companions: other networks that take part, put into training mode with the client's.
         source: (inputs, labels) on the client's device to train on as they are, instead of the client's data.
+        draw: called before every step; the loss is given what it returns after the batch, always in the same shapes.
         epochs: passes over the data; by default local-epochs.
         max_steps: stop after so many steps, whatever the epochs; None is no bound.
         phase: names this pass, so that two passes of a round draw different batches.
@@ -133,7 +135,8 @@ def fit(
     settings, data, model = client.training, client.data, client.model
     chosen = list(parts) if parts is not None else [part(model)]
     share = rate_share(settings, client.round)
-    groups = [_group(p, settings, share) for p in chosen if p.parameters]
+    recorded = settings.compile == "cuda-graph"
+    groups = [_group(p, settings, share, client.device if recorded else None) for p in chosen if p.parameters]
     if not groups:
         return FitReport(0, 0, {}, {})
     known = {id(parameter) for group in groups for parameter in group.parameters}
@@ -148,15 +151,14 @@ def fit(
     trained_on = data.train.labels if source is None else source[1]
     totals: dict[str, Tensor] = {}
 
-    def learn(inputs: Tensor, labels: Tensor) -> None:
-        terms = loss(inputs, labels)
+    def learn(*batch: Tensor) -> None:
+        terms = loss(*batch)
         descent.clear()
         torch.stack(list(terms.values())).sum().backward()
         descent.step()
         for name, value in terms.items():
             _add(totals, name, value.detach())
 
-    recorded = settings.compile == "cuda-graph"
     replayed = Replayed(learn, settings.batch_size, client.device) if recorded else None
     steps = samples = 0
     try:
@@ -174,7 +176,7 @@ def fit(
                     batch = take(data, data.train, index, client.device, settings.layout)
                 else:
                     batch = source[0][index], source[1][index]
-                (replayed or learn)(*batch)
+                (replayed or learn)(*batch, *(draw() if draw is not None else ()))
                 if after_step is not None:
                     after_step()
                 steps, samples = steps + 1, samples + len(index)
@@ -210,11 +212,11 @@ def rate_share(settings: TrainingSettings, number: int) -> float:
     return decayed * (1 + math.cos(math.pi * (min(number, rounds) - 1) / rounds)) / 2
 
 
-def _group(part: Part, settings: TrainingSettings, share: float) -> Group:
-    """Return a part with the settings filled in, its rate times what the round leaves of it."""
-    rate = settings.learning_rate if part.learning_rate is None else part.learning_rate
+def _group(part: Part, settings: TrainingSettings, share: float, place: torch.device | None) -> Group:
+    """Return a part with the settings filled in, its rate times what the round leaves of it, as a tensor on request."""
+    rate = (settings.learning_rate if part.learning_rate is None else part.learning_rate) * share
     bound = settings.max_grad_norm if part.max_grad_norm is None else part.max_grad_norm
-    return Group(tuple(part.parameters), rate * share, bound)
+    return Group(tuple(part.parameters), rate if place is None else torch.tensor(rate, device=place), bound)
 
 
 def batches(

@@ -171,11 +171,11 @@ def test_the_pretended_recording_refuses_what_a_recording_refuses(step, said) ->
 
 def test_what_cannot_be_recorded_is_said_before_the_first_round() -> None:
     check_replayable("cuda-graph", "fedproto", True)
-    check_replayable("reduce-overhead", "fedgen", False)
+    check_replayable("reduce-overhead", "fedfa", False)
     with pytest.raises(
-        PbflError, match=r"the training steps of 'fedgen' are not all alike.*'reduce-overhead'"
+        PbflError, match=r"the training steps of 'fedfa' are not all alike.*'reduce-overhead'"
     ):
-        check_replayable("cuda-graph", "fedgen", False)
+        check_replayable("cuda-graph", "fedfa", False)
     check_compiler("cuda-graph", torch.device("cuda"))
     with pytest.raises(PbflError, match=r"device 'cpu'; allowed here are 'off' and 'default'"):
         check_compiler("cuda-graph", torch.device("cpu"))

@@ -77,6 +77,7 @@ class FedCPD(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndProtot
     down = WeightsAndPrototypes
     up = WeightsAndPrototypes
     same_architecture = True
+    replayable = True
 
     @property
     def share(self) -> Share:

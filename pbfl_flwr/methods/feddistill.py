@@ -112,6 +112,7 @@ class FedDistill(Method[DistillState, Logits, Logits]):
     state = DistillState
     down = Logits
     up = Logits
+    replayable = True
 
     def init(self, task: Task, seed: int) -> DistillState:
         """No class has a row yet."""
@@ -131,15 +132,18 @@ class FedDistill(Method[DistillState, Logits, Logits]):
     def local_update(self, client: Client, down: Logits) -> Update[Logits]:
         """Cross-entropy and distillation; the outputs of every batch are summed before its step."""
         K = client.task.num_classes
-        taught = Logits(down.values.to(client.device), down.present.to(client.device))
-        outputs = ClassSums(K, K)
+        taught, known = (
+            Logits(down.values.to(client.device), down.present.to(client.device)),
+            down.num_present > 0,
+        )
+        outputs = ClassSums(K, K, client.device)
 
         def loss(inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
             logits = forward(client.model, inputs)[1]
             seen = logits.detach()
             outputs.add(seen.softmax(dim=1) if self.form == "paper" else seen, labels)
             terms = {"ce": nn.functional.cross_entropy(logits, labels)}
-            if down.num_present:
+            if known:
                 terms["distillation"] = self.weight * distillation(logits, labels, taught, self.form)
             return terms
 

@@ -106,6 +106,7 @@ class FedGen(Method[GenerativeState, Taught, LabelledHead]):
     weighting: Weighting = "samples"
     name: str = "fedgen"
     moment: Moment = "before"
+    replayable = True
 
     state = GenerativeState
     down = Taught
@@ -129,15 +130,15 @@ class FedGen(Method[GenerativeState, Taught, LabelledHead]):
         self.install(client, down)
         draw = sampler(self.shape, client, down, client.training.batch_size)
 
-        def loss(inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        def loss(inputs: Tensor, labels: Tensor, *generated: Tensor) -> dict[str, Tensor]:
             terms = {"ce": nn.functional.cross_entropy(forward(client.model, inputs)[1], labels)}
-            if draw is not None:
-                features, drawn = draw()
+            if generated:
+                features, drawn = generated
                 scores: Tensor = client.model.head(features)
                 terms["generated"] = nn.functional.cross_entropy(scores, drawn)
             return terms
 
-        report = fit(client, loss)
+        report = fit(client, loss, draw=draw)
         labels = complete_batches(client).labels.cpu()
         upload = LabelledHead(answer(client, "head"), labels.bincount(minlength=client.task.num_classes))
         return Update(upload, report.optimizer, report.metrics())

@@ -115,6 +115,7 @@ class FedPA(Method[GenerativeState, Taught, WeightsAndPrototypes]):
     stale: Literal["keep", "drop"] = "keep"
     name: str = "fedpa"
     same_architecture: bool = True
+    replayable: bool = True
 
     state = GenerativeState
     down = Taught
@@ -141,26 +142,31 @@ class FedPA(Method[GenerativeState, Taught, WeightsAndPrototypes]):
         K, d, t = client.task.num_classes, client.task.feature_dim, client.round - 1
         draw = sampler(self.shape, client, down, client.training.batch_size, by_batch=False)
         table = down.prototypes or Prototypes.empty(K, d)
-        seen = ClassSums(K, d)
+        values, present = table.values.to(client.device), table.present.to(client.device)
+        known = table.num_present > 0
+        # tensors, since a recorded step keeps numbers
+        a, b = (
+            torch.tensor(weight(t), device=client.device) for weight in (generation_weight, prototype_weight)
+        )
+        seen = ClassSums(K, d, client.device)
 
-        def loss(inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        def loss(inputs: Tensor, labels: Tensor, *generated: Tensor) -> dict[str, Tensor]:
             z, logits = forward(client.model, inputs)
             seen.add(z, labels)
             terms = {"ce": nn.functional.cross_entropy(logits, labels)}
-            if draw is not None:
-                features, drawn = draw()
+            if generated:
+                features, drawn = generated
                 scores: Tensor = client.model.head(features)
-                terms["generated"] = generation_weight(t) * nn.functional.cross_entropy(scores, drawn)
-            if table.num_present:
-                pull = distillation.pull(z, labels, table.values, table.present, form="mse")
-                terms["pull"] = prototype_weight(t) * pull
+                terms["generated"] = a * nn.functional.cross_entropy(scores, drawn)
+            if known:
+                terms["pull"] = b * distillation.pull(z, labels, values, present, form="mse")
             return terms
 
         steps = self.config.local_steps or None
         rate = client.training.learning_rate * self.config.client_rate_decay**t
-        report = fit(client, loss, parts=[part(client.model, rate)], epochs=steps, max_steps=steps)
-        values, held, counts = seen.means()
-        upload = WeightsAndPrototypes(answer(client, "all"), Prototypes(values, held, counts))
+        parts = [part(client.model, rate)]
+        report = fit(client, loss, parts=parts, draw=draw, epochs=steps, max_steps=steps)
+        upload = WeightsAndPrototypes(answer(client, "all"), Prototypes(*seen.means()))
         return Update(upload, report.optimizer, report.metrics())
 
     def aggregate(

@@ -52,12 +52,12 @@ def variance(logits: Tensor) -> Tensor:
 
 def uniformity(features: Tensor, detach_sigma: bool = False) -> Tensor:
     """Return U = mean over pairs b < b' of exp(-‖z_b - z_b'‖²/σ²); 0 if all rows are equal."""
-    squared = torch.pdist(features).square()  # (B·(B-1)/2,)
-    different = squared[squared > 0]
-    if not len(different):
-        return features.sum() * 0
-    sigma = different.median()
-    return torch.exp(-squared / (sigma.detach() if detach_sigma else sigma)).mean()
+    squared = torch.pdist(features).square()  # (P,), P = B·(B-1)/2
+    equal = (squared <= 0).sum()  # in order they come first, the median of the others follows
+    place = equal + (len(squared) - equal - 1).div(2, rounding_mode="floor")
+    sigma = squared.sort().values.gather(0, place.unsqueeze(0))  # (1,), 0 if there are no others
+    scale = torch.where(sigma > 0, sigma.detach() if detach_sigma else sigma, 1.0)
+    return torch.exp(-squared / scale).mean() * (equal < len(squared))
 
 
 @dataclass(frozen=True)
@@ -90,5 +90,4 @@ def build(settings: Settings) -> SharedWeights:
         Spread(parse_section(Config, settings)),
         weighting_of(settings, "samples"),
         moment="after",
-        replayable=False,  # U picks out the distances that are not zero
     )

@@ -21,7 +21,7 @@ def class_sums_of(client: Client, transform: Callable[[Tensor], Tensor] | None =
         client: whose network and data.
         transform: applied to the features (B, d) before they are added, e.g. to give them unit length.
     """
-    sums = ClassSums(client.task.num_classes, client.task.feature_dim)
+    sums = ClassSums(client.task.num_classes, client.task.feature_dim, client.device)
     for features, labels in each_feature(client, complete_batches(client)):
         sums.add(features if transform is None else transform(features), labels)
     return sums

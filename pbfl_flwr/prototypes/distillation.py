@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from pbfl_flwr.errors import PbflError
 
 SMALLEST_NORM = 1e-8
+ABSENT = -100  # a label that torch's cross-entropy leaves out
 
 
 def pull(
@@ -103,7 +104,8 @@ def contrast(
     """Return FedCPD's L_pcl = mean_b -log(e^{s(z_b,P_y)/τ} / Σ_{c available} e^{s(z_b,P_c)/τ}), s the cosine.
 
     A class without a prototype is not in the denominator; its samples take no part in the mean. With one
-    available class the loss is 0, with none it is a 0 that has a graph. Norms are clamped at 1e-8.
+    available class the loss is 0, with none it is a 0 that has a graph. Norms are clamped at 1e-8. No shape depends on
+    who has a prototype, so that a GPU is not waited for and a step can be recorded.
 
     Args:
         features: (B, d) z with a graph.
@@ -119,12 +121,13 @@ def contrast(
         raise PbflError(f"the temperature of the contrast is {temperature}; it must be positive")
     present = present.to(features.device)
     usable = present[labels]
-    if not bool(usable.any()):
-        return features.sum() * 0
-    units = F.normalize(prototypes.detach().to(features), dim=1, eps=SMALLEST_NORM)
-    cosines = F.normalize(features[usable], dim=1, eps=SMALLEST_NORM) @ units[present].T
-    column = present.cumsum(0) - 1  # class -> its column among the available ones
-    return F.cross_entropy(cosines / temperature, column[labels[usable]])
+    known = prototypes.detach().to(features).masked_fill(~present.unsqueeze(1), 0.0)
+    units = F.normalize(known, dim=1, eps=SMALLEST_NORM)
+    cosines = F.normalize(features, dim=1, eps=SMALLEST_NORM) @ units.T  # (B, K)
+    scores = (cosines / temperature).masked_fill(~present, torch.finfo(cosines.dtype).min)  # e^ of it is 0
+    targets = labels.masked_fill(~usable, ABSENT)
+    summed = F.cross_entropy(scores, targets, ignore_index=ABSENT, reduction="sum")
+    return summed / usable.sum().clamp_min(1)
 
 
 def alignment_pull(features: Tensor, labels: Tensor, prototypes: Tensor, present: Tensor) -> Tensor:

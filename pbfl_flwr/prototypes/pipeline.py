@@ -123,7 +123,6 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         server_training: FedTGP's settings, or None.
         mask_seed: seed of the masks, the only thing about them that clients must agree on.
         release: what of a client's table leaves the device.
-        replayable: unless features are summed on the way, in tensors that the first batch puts in their place.
     """
 
     name: str
@@ -133,8 +132,8 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
     headline: str = "global"
     moment: Moment = "after"
     release: Release = field(default_factory=Release)
-    replayable: bool = False
     protects_uploads = True
+    replayable = True
 
     state = PipelineState
     down = Prototypes
@@ -155,7 +154,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         beta = distillation.proportional_weights(client.data.counts).to(client.device)  # β_i of CPKD
         table = self._masks(client.task)
         inside = None if table is None or stages.cps_pull != "masked" else table.to(client.device)
-        on_the_way = ClassSums(K, client.task.feature_dim)
+        on_the_way = ClassSums(K, client.task.feature_dim, client.device)
         # The texts' norm is between class means; CPKD's sample form keeps it between samples.
         per_class = stages.cpkd == "class" or (stages.pull_form == "l2" and stages.cpkd == "off")
 
@@ -404,8 +403,7 @@ def pipeline(
         once=stages.collect == "post" and settings.training.drop_last != "always",
     )
     masks_from = seeds.derive(settings.run.seed, "masks") % 2**32
-    alike = stages.collect != "trajectory"
-    return Pipeline(name, stages, server_training, masks_from, headline, release=stage, replayable=alike)
+    return Pipeline(name, stages, server_training, masks_from, headline, release=stage)
 
 
 _Allocation = tuple[int, int, int, Literal["dimension", "block"], int]

@@ -23,8 +23,8 @@ def class_sums(features: Tensor, labels: Tensor, num_classes: int) -> tuple[Tens
         wide = wide.to(torch.float32)
     labels = labels.to(wide.device, torch.int64)
     sums = wide.new_zeros(num_classes, wide.shape[1]).index_add_(0, labels, wide)
-    counts = torch.zeros(num_classes, dtype=torch.int64, device=wide.device)
-    return sums, counts.index_add_(0, labels, torch.ones_like(labels))
+    counts = labels.new_zeros(num_classes).index_add_(0, labels, torch.ones_like(labels))
+    return sums, counts
 
 
 def class_means(sums: Tensor, counts: Tensor) -> Tensor:
@@ -43,19 +43,19 @@ class ClassSums:
     Args:
         num_classes: K.
         feature_dim: d.
+        device: where the features are.
     """
 
-    def __init__(self, num_classes: int, feature_dim: int) -> None:
-        self.sums = torch.zeros(num_classes, feature_dim, dtype=torch.float64)
-        self.counts = torch.zeros(num_classes, dtype=torch.int64)
+    def __init__(self, num_classes: int, feature_dim: int, device: torch.device) -> None:
+        place = device if device.type == "cuda" else torch.device("cpu")
+        self.sums = torch.zeros(num_classes, feature_dim, dtype=torch.float64, device=place)
+        self.counts = torch.zeros(num_classes, dtype=torch.int64, device=place)
 
     def add(self, features: Tensor, labels: Tensor) -> None:
-        """Add one batch: features (B, d) of any floating dtype and device, labels (B,)."""
+        """Add one batch in place, features (B, d) of any floating dtype, labels (B,)."""
         sums, counts = class_sums(features, labels, len(self.counts))
-        place = sums.device if sums.device.type == "cuda" else torch.device("cpu")
-        self.sums, self.counts = self.sums.to(place), self.counts.to(place)
-        self.sums += sums.to(place, torch.float64)
-        self.counts += counts.to(place)
+        self.sums += sums.to(self.sums)
+        self.counts += counts.to(self.counts.device)
 
     def means(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return c̄_ij (K, d) float32, which classes are present (K,) bool, and n_ij (K,) int64, on the CPU."""

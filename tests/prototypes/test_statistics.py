@@ -3,7 +3,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pbfl_flwr.prototypes.statistics import ClassSums, class_means, class_sums
-from tests.pretend_card import OnCard, card
+from tests.pretend_card import CUDA, OnCard, card
+
+CPU = torch.device("cpu")
 
 
 def test_sums_counts_and_means_by_hand():
@@ -20,7 +22,7 @@ def test_any_batching_equals_the_loop_over_samples(seed, samples, batch):
     random = torch.Generator().manual_seed(seed)
     features = torch.randn(samples, 3, generator=random)
     labels = torch.randint(5, (samples,), generator=random)
-    table = ClassSums(5, 3)
+    table = ClassSums(5, 3, CPU)
     for first in range(0, samples, batch):
         table.add(features[first : first + batch], labels[first : first + batch])
     values, present, counts = table.means()
@@ -48,7 +50,7 @@ def test_sums_carry_no_graph():
 
 
 def test_the_returned_counts_are_a_copy():
-    table = ClassSums(2, 1)
+    table = ClassSums(2, 1, CPU)
     table.add(torch.ones(1, 1), torch.tensor([0]))
     counts = table.means()[2]
     table.add(torch.ones(1, 1), torch.tensor([0]))
@@ -57,8 +59,9 @@ def test_the_returned_counts_are_a_copy():
 
 def test_batches_on_a_card_are_summed_there():
     """No batch waits for a copy; one table comes back in the end."""
-    table, features, labels = ClassSums(3, 2), torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([0, 0])
+    features, labels = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([0, 0])
     with card():
+        table = ClassSums(3, 2, CUDA)
         for _ in range(2):
             table.add(features.to("cuda"), labels.to("cuda"))
         assert isinstance(table.sums, OnCard)
