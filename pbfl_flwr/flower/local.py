@@ -31,6 +31,7 @@ from pbfl_flwr.flower.crew import Crew, Post
 from pbfl_flwr.flower.device import as_worker
 from pbfl_flwr.flower.engine import LOG, Resources, claim, lock_of
 from pbfl_flwr.flower.server import serve
+from pbfl_flwr.flower.turns import Turns
 
 RUN_ID = FIRST_NODE = 2**62  # of the size of Flower's own, so that messages weigh the same
 TOO_LATE = 3  # Flower's code for a message that is not to be had any more
@@ -58,7 +59,7 @@ class LocalGrid(Grid):
         self._states = [RecordDict() for _ in range(num_clients)]
         self._asked: dict[str, Future[Message]] = {}
         self._messages = 0
-        self._took: dict[tuple[int, str], float] = {}  # seconds, the last time, by node and kind of message
+        self._turns = Turns()
 
     @property
     def run(self) -> Run:
@@ -84,10 +85,7 @@ class LocalGrid(Grid):
         return [FIRST_NODE + client for client in range(self._num_clients)]
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
-        """Have the clients answer, as many at once as there are workers, those first who took longest the last time.
-
-        So no worker begins a long training when the others have nothing left to do.
-        """
+        """Have the clients answer, as many at once as there are workers."""
         return self._push(messages, float("inf"))
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
@@ -106,10 +104,11 @@ class LocalGrid(Grid):
         return self.pull_messages(ids)
 
     def _push(self, messages: Iterable[Message], deadline: float) -> list[str]:
-        named = {self._named(message): message for message in messages}
-        for message_id in sorted(named, key=lambda i: self._took.get(_job(named[i]), 0.0), reverse=True):
-            self._asked[message_id] = self._submit(partial(self._ask, named[message_id], deadline))
-        return list(named)
+        asked = list(messages)
+        ids = [self._named(message) for message in asked]
+        for message in self._turns.ordered(asked):
+            self._asked[message.metadata.message_id] = self._submit(partial(self._ask, message, deadline))
+        return ids
 
     def _named(self, message: Message) -> str:
         """Give a message its id, as whoever carries messages does."""
@@ -132,12 +131,8 @@ class LocalGrid(Grid):
         )
         answered = self._answer(message, context)
         self._states[client] = context.state
-        self._took[_job(message)] = time.monotonic() - begin
+        self._turns.took(message, time.monotonic() - begin)
         return answered
-
-
-def _job(message: Message) -> tuple[int, str]:
-    return message.metadata.dst_node_id, message.metadata.message_type
 
 
 def in_this_process() -> Answer:

@@ -113,6 +113,14 @@ class Report:
         )
 
 
+def seconds_in(record: MetricRecord) -> float:
+    """Return all that a client says it has spent on a round, 0 where that cannot be read."""
+    try:
+        return sum(Report.from_record(record).seconds)
+    except RejectedPayload:
+        return 0.0
+
+
 def _in_order(correct: Mapping[str, int] | None) -> list[int]:
     return [(correct or {}).get(name, -1) for name in PREDICTORS]
 

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from logging import INFO
 
-from flwr.app import Message, RecordDict
+from flwr.app import Message, MetricRecord, RecordDict
 from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
+
+from pbfl_flwr.flower.report import seconds_in
+from pbfl_flwr.flower.turns import Turns
+from pbfl_flwr.flower.wire import METRICS
 
 FIRST_WORD = 60.0  # seconds of silence; then twice as long, and so on
 SHORTEST, LONGEST = 0.5, 3.0  # seconds between two looks; a SuperLink logs each
 SHARE = 0.02  # of what was waited already
 FEW = 5  # clients that a line names
+PARTS = 8  # at most, in which a simulation's messages are pushed
+PAUSE = 0.15  # seconds between two of them: Flower's simulation hands on what lies there every 0.1 s
+WORTH = 20  # times the pauses is what a phase must have lasted to be pushed in parts
 
 Hear = Callable[[str], object]
 """Takes a line on whom one waits for."""
@@ -58,7 +66,9 @@ def attentive(grid: Grid, called: Callable[[int], str], hear: Hear = no_one) -> 
 class Attentive(Grid):
     """A grid that says whom it waits for, and looks for answers as often as the time they take is worth.
 
-    Flower's own waits without a word and, where clients are devices, looks every three seconds.
+    Flower's own waits without a word and, where clients are devices, looks every three seconds. Its simulation hands
+    messages to the workers in the order of their nodes, so that at the end one may be busy with a long training while
+    the others have nothing left to do. Here those who took longest the last time go first.
 
     Args:
         grid: Flower's.
@@ -71,6 +81,7 @@ class Attentive(Grid):
         self._interval = getattr(
             grid, "pull_interval", None
         )  # of the simulation's, where looking costs nothing
+        self._turns, self._lasted = Turns(), 0.0
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         """Send messages and return the answers that come in time, in the order in which they come.
@@ -81,27 +92,45 @@ class Attentive(Grid):
             messages: at most one a node.
             timeout: seconds; None waits for all.
         """
-        asked = list(messages)
-        sent = {message_id for message_id in self._grid.push_messages(asked) if message_id}
-        awaited = {
-            m.metadata.message_id: m.metadata.dst_node_id for m in asked if m.metadata.message_id in sent
-        }
+        asked, started = list(messages), time.monotonic()
+        sent = {message_id for message_id in self._pushed(asked) if message_id}
+        awaited = {m.metadata.message_id: m for m in asked if m.metadata.message_id in sent}
         came: list[Message] = []
 
         def say() -> str:
             group = asked[0].metadata.group_id
             what = f"round {group}" if group.isdigit() else group
-            names = [self._called(node) for node in awaited.values()]
+            names = [self._called(message.metadata.dst_node_id) for message in awaited.values()]
             rest = f" and {len(names) - FEW} more" if len(names) > FEW else ""
             return f"{what}: {len(came)} of {len(asked)} have answered; waiting for {', '.join(names[:FEW])}{rest}"
 
         for _ in looks(math.inf if timeout is None else timeout, say, self._hear, self._interval):
             for answer in self._grid.pull_messages(list(awaited)) if awaited else ():
                 came.append(answer)
-                awaited.pop(answer.metadata.reply_to_message_id, None)
+                question = awaited.pop(answer.metadata.reply_to_message_id, None)
+                if question is not None:
+                    self._learn(question, answer)
             if not awaited:
                 break
+        self._lasted = time.monotonic() - started
         return came
+
+    def _learn(self, question: Message, answer: Message) -> None:
+        record = answer.content.get(METRICS) if answer.has_content() else None
+        if self._interval is not None and isinstance(record, MetricRecord):
+            self._turns.took(question, seconds_in(record))
+
+    def _pushed(self, asked: list[Message]) -> Iterator[str]:
+        """Push messages, a simulation's in parts if it is long enough, and yield their ids."""
+        size = max(os.cpu_count() or 1, math.ceil(len(asked) / PARTS))  # no worker waits for the second part
+        pauses = math.ceil(len(asked) / size) - 1
+        if self._interval is None or self._lasted < WORTH * PAUSE * pauses:
+            size, pauses = len(asked), 0
+        queue = self._turns.ordered(asked)
+        for part in range(pauses + 1):
+            if part:
+                time.sleep(PAUSE)
+            yield from self._grid.push_messages(queue[part * size : (part + 1) * size])
 
     # The rest is the grid's own ----------------------------------------------------------------------------
 

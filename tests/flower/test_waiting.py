@@ -11,8 +11,9 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.superlink.grid.inmemory_grid import InMemoryGrid
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower import waiting
+from pbfl_flwr.flower import waiting, wire
 from pbfl_flwr.flower.hello import wait_for_nodes
+from pbfl_flwr.flower.report import Report
 from pbfl_flwr.flower.roster import Roster
 from pbfl_flwr.flower.waiting import Attentive, attentive, looks
 from tests.flower.inprocess import LocalGrid
@@ -46,12 +47,15 @@ class SlowGrid(LocalGrid):
         self.clock, self.seconds, self.pulls = clock, seconds, 0
         self.pull_interval: float | None = None
         self.due: dict[str, tuple[float, Message]] = {}
+        self.pushed: list[tuple[float, list[int]]] = []
 
     def get_node_ids(self) -> list[int]:
         return [node for node, seconds in self.seconds.items() if seconds <= self.clock.now]
 
     def push_messages(self, messages: Iterable[Message]) -> list[Any]:
         ids: list[Any] = []
+        messages = list(messages)
+        self.pushed.append((self.clock.now, [message.metadata.dst_node_id for message in messages]))
         for message in messages:
             message_id = f"message to {message.metadata.dst_node_id}"
             message.metadata.__dict__["_message_id"] = message_id
@@ -59,7 +63,9 @@ class SlowGrid(LocalGrid):
                 ids.append(None)  # as Flower has it
             else:
                 ids.append(message_id)
-                self.due[message_id] = self.clock.now + seconds, Message(RecordDict(), reply_to=message)
+                report = Report(1, 1, seconds=(0.0, 0.0, seconds, 0.0, 0.0)).to_record()
+                answer = Message(wire.content(report=report), reply_to=message)
+                self.due[message_id] = self.clock.now + seconds, answer
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
@@ -100,6 +106,30 @@ def test_the_longer_it_takes_the_seldomer_one_looks(clock: Clock) -> None:
     assert clock.now < 1003.1
     # Every 0.5 s for 25 s, then by 2 % more each time up to 3 s at 150 s, then every 3 s.
     assert grid.pulls < 25 / 0.5 + math.log(150 / 25) / math.log(1.02) + 850 / 3 + 10
+
+
+def test_in_a_simulation_who_took_longest_the_last_time_is_handed_over_first(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flower hands on what lies there in the order of nodes: in parts, none of which leaves a core idle."""
+    monkeypatch.setattr(waiting.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(waiting, "PARTS", 3)
+    grid = SlowGrid(clock, {1: 1.0, 2: 5.0, 3: 3.0, 4: 9.0, 5: 2.0})
+    grid.pull_interval = 0.1
+    watched = Attentive(grid, str)
+    for asked in ([1, 2, 3, 4, 5], [1, 2, 3, 4, 5], [1, 5], [1, 2, 3]):
+        watched.send_and_receive(questions(*asked), timeout=60)
+    (_, first), (begun, *second), third, fourth, *others = grid.pushed
+    assert first == [1, 2, 3, 4, 5]
+    assert [second, third[1], fourth[1]] == [[[4, 2]], [3, 5], [1]]
+    assert [third[0] - begun, fourth[0] - begun] == pytest.approx([waiting.PAUSE, 2 * waiting.PAUSE])
+    # Two clients are one part anyway; after a phase of two seconds a pause would not be worth it.
+    assert [nodes for _, nodes in others] == [[5, 1], [2, 3, 1]]
+    devices = SlowGrid(clock, {1: 1.0, 2: 50.0})
+    watched = Attentive(devices, str)
+    for _ in range(2):
+        watched.send_and_receive(questions(1, 2), timeout=60)
+    assert [nodes for _, nodes in devices.pushed] == [[1, 2], [1, 2]]
 
 
 def test_who_does_not_answer_in_time_is_left_out_and_its_answer_can_be_had_later(clock: Clock) -> None:
