@@ -25,7 +25,7 @@ from pbfl_flwr.methods import SECTIONS
 Aggregation = Literal[
     "auto", "mean", "weighted", "weighted-shrunk", "ppa", "aps-sum", "aps-mean", "median", "trimmed-mean"
 ]
-Alignment = Literal["auto", "off", "thomson", "simplex", "lbfgs"]
+Alignment = Literal["auto", "off", "unit", "thomson", "simplex", "lbfgs"]
 Cpkd = Literal["auto", "off", "sample", "class"]
 
 

@@ -40,7 +40,8 @@ class FitReport:
         steps: optimiser steps.
         samples: samples seen, all epochs together.
         losses: mean of every loss term over the steps.
-        optimizer: the momentum buffers, by parameter name, for the settings that keep them.
+        optimizer: the momentum buffers, for the settings that keep them: by parameter name, of what is not the client's
+            network by its place.
     """
 
     steps: int
@@ -141,6 +142,9 @@ def fit(
         return FitReport(0, 0, {}, {})
     known = {id(parameter) for group in groups for parameter in group.parameters}
     names = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in known}
+    own = {id(parameter) for parameter in names.values()}
+    others = (parameter for group in groups for parameter in group.parameters if id(parameter) not in own)
+    names |= {f"beside.{place}": parameter for place, parameter in enumerate(others)}
     kept = _kept_momentum(names, client.memory) if settings.optimizer_state == "kept" else {}
     descent = Descent(groups, settings.momentum, settings.weight_decay, kept)
     frozen = [p for p in model.parameters() if p.requires_grad and id(p) not in known]
@@ -181,6 +185,8 @@ def fit(
                     after_step()
                 steps, samples = steps + 1, samples + len(index)
             if after_epoch is not None:
+                if replayed is not None:
+                    replayed.settle()
                 after_epoch()
         if replayed is not None:
             replayed.settle()

@@ -131,7 +131,7 @@ def test_the_protocol_table_is_complete_and_its_values_are_allowed() -> None:
         for protocol, value in row.items():
             if value != "auto":
                 parse({key: value})
-            found = parse({"protocol": protocol, "method": method or "fedproto"}).as_dict()
+            found = parse({"protocol": protocol, "method": method or "local"}).as_dict()
             assert found[key] == value
 
 
@@ -143,7 +143,7 @@ def test_a_method_may_have_a_row_of_its_own() -> None:
     assert collected == {
         "fedproto": "trajectory",
         "fedtgp": "before",
-        "protonorm": "post",
+        "protonorm": "before",
         "tinyproto": "trajectory",
     }
 

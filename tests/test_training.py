@@ -311,6 +311,24 @@ def test_momentum_of_a_part_of_the_parameters_can_be_gone_on_with() -> None:
     assert not torch.allclose(model.head.weight, twin.head.weight)
 
 
+def test_momentum_of_what_is_not_the_network_is_kept_by_place() -> None:
+    model, companion = Net(), nn.Linear(1, 1, bias=False)
+
+    def loss(inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"companion": companion.weight.sum()}
+
+    parts, memory, weights = [part(model), part(companion)], {}, []
+    with torch.no_grad():
+        companion.weight.zero_()
+    for number in (1, 2):
+        who = client(model, n=4, round=number, momentum=0.5, optimizer_state="kept", learning_rate=1.0)
+        memory = fit(replace(who, memory=memory), loss, parts=parts).optimizer
+        weights.append(companion.weight.item())
+    # one step a round: b = 1, then 0.5·1 + 1
+    assert weights == [-1.0, -2.5]
+    assert {name: b.item() for name, b in memory.items()} == {"momentum.beside.0": 1.5}
+
+
 # Divergence -------------------------------------------------------------------------------------------------
 
 

@@ -276,6 +276,9 @@ class ModelSettings(Group):
         "small-4", description="a family, a model, a comma list, or my_package.module:function"
     )
     feature_dim: int = Field(512, ge=1, le=65_536, description="d, the common width of features")
+    initial_weights: Literal["auto", "alike", "own"] = Field(
+        "auto", description="whether clients of one architecture begin with the same weights"
+    )
 
 
 class TrainingSettings(Group):
@@ -372,8 +375,9 @@ class PrototypeSettings(Group):
         "auto", description="λ, weight of the pull towards global prototypes"
     )
     pull_form: Literal["auto", "mse", "l2"] = Field("auto", description="mean over B·d, or the L2 norm")
-    collect: Literal["auto", "post", "trajectory", "before"] = Field(
-        "auto", description="local prototypes after training, averaged on the way, or before training"
+    collect: Literal["auto", "post", "trajectory", "last-epoch", "before"] = Field(
+        "auto",
+        description="local prototypes after training, averaged on the way (or in the last epoch), or before training",
     )
     aggregation: Literal[
         "auto", "mean", "weighted", "weighted-shrunk", "ppa", "aps-sum", "aps-mean", "median", "trimmed-mean"
@@ -399,7 +403,9 @@ class PrototypeSettings(Group):
         "reported", description="n of PPA: sum of reported n_i, or total-examples times participation"
     )
     total_examples: int = Field(0, ge=0, description="n when ppa-total is known")
-    alignment: Literal["auto", "off", "thomson", "simplex", "lbfgs"] = Field("auto", description="PA solver")
+    alignment: Literal["auto", "off", "unit", "thomson", "simplex", "lbfgs"] = Field(
+        "auto", description="PA solver; unit: rows get length 1 and no more"
+    )
     upscale: Annotated[float, Field(ge=0)] | Auto = Field(
         "auto", description="γ of ProtoNorm's upscaling; 1 is off"
     )

@@ -35,9 +35,12 @@ PROTOCOLS: dict[str, dict[str, str | int]] = {
     "batch-order": {"clean": "shuffled", "htfl": "fixed", "pfl": "shuffled", "fedproto": "shuffled"},
     "drop-last": {"clean": "small", "htfl": "always", "pfl": "always", "fedproto": "always"},
     "layout": {"clean": "channels-last", "htfl": "contiguous", "pfl": "contiguous", "fedproto": "contiguous"},
-    "collect": {"clean": "post", "htfl": "trajectory", "pfl": "trajectory", "fedproto": "trajectory"},
+    "initial-weights": {"clean": "alike", "htfl": "alike", "pfl": "alike", "fedproto": "own"},
+    "collect": {"clean": "post", "htfl": "trajectory", "pfl": "trajectory", "fedproto": "last-epoch"},
     "fedtgp.collect": {"clean": "post", "htfl": "before", "pfl": "post", "fedproto": "post"},
-    "protonorm.collect": {"clean": "post", "htfl": "post", "pfl": "post", "fedproto": "post"},
+    "protonorm.collect": {"clean": "post", "htfl": "before", "pfl": "post", "fedproto": "post"},
+    "predictor": {"clean": "auto", "htfl": "auto", "pfl": "auto", "fedproto": "auto"},
+    "fedproto.predictor": {"clean": "auto", "htfl": "auto", "pfl": "auto", "fedproto": "global-local"},
     "evaluate-moment": {"clean": "auto", "htfl": "before", "pfl": "before", "fedproto": "auto"},
     # No code base scores the averaged network of these two; see their pages.
     "fedpa.evaluate-moment": {"clean": "auto", "htfl": "auto", "pfl": "auto", "fedproto": "auto"},
@@ -196,6 +199,7 @@ def parse_section(group: type[G], settings: Settings) -> G:
 
 def _apply_protocol(settings: Settings) -> Settings:
     changes: dict[str, dict[str, str | int]] = {
+        "models": {},
         "training": {},
         "prototypes": {},
         "evaluation": {},

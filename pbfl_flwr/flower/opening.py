@@ -15,6 +15,7 @@ import torch
 from flwr.app import ConfigRecord, Context, Message
 from torch import Tensor
 
+from pbfl_flwr import seeds
 from pbfl_flwr.allocator import keep_freed_memory
 from pbfl_flwr.config import Scalar, Settings, TrainingSettings, parse
 from pbfl_flwr.data import ClientData, client_data, own_data
@@ -135,6 +136,9 @@ def open_client(message: Message, context: Context, source: Source) -> Opened:
         stored.memory if stored else {},
         name,
     )
+    if stored is None and settings.models.initial_weights == "own":
+        own = build_model(store.architecture, task, seeds.derive(settings.run.seed, "weights", client.key))
+        model.load_state_dict(own.state_dict())
     method = build_method(settings)
     opening = time.perf_counter() - started - getting
     return Opened(client, method, settings, store, stored, (getting, opening))

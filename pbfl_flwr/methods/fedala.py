@@ -12,7 +12,7 @@ Differs from the paper: p counts parameter tensors from the end as in the publis
 convergence is given up after fedala.max-epochs passes, where paper and code have no bound.
 Differs from the references: PFLlib runs this on all clients every round and keeps the result, here only for clients
 that train; it asks whether the first tensors are equal to see its first round, here the client's memory says so. A
-sees the incomplete last batch, which PFLlib leaves out in later versions. BatchNorm statistics of the passes on A are
+sees the incomplete last batch, which PFLlib left out in 2023. BatchNorm statistics of the passes on A are
 dropped. Scoring before training and training each derive A, from the same seed.
 """
 

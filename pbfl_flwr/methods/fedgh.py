@@ -8,8 +8,8 @@ received pairs (c̄_ij, j), S epochs in shuffled batches.
 Travels: down the head (K·d + K), up K_i·d numbers a client; no counts, no weights.
 Predicts: the logits of the own body under the head that was just broadcast, before local training.
 Differs from the paper: its code steps an optimiser that holds a client's network, so that the header never
-changes; here the header is what is optimised, as in HtFLlib. The loss is a mean over prototypes, not over the batch
-means of clients.
+changes; here the header is what is optimised, as in HtFLlib. Prototypes are means over samples, the code's of batches;
+a step is one of a batch of prototypes, the code's of a single one.
 Differs from the reference: the order in which the server sees the prototypes. Prototypes are taken over all training
 samples; protocol "htfl" and "pfl" leave out the incomplete last batch (drop-last), as HtFLlib does.
 """

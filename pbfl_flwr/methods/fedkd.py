@@ -97,6 +97,11 @@ class MenteeState:
         """Shape of every tensor."""
         return {name: tensor.shape for name, tensor in self.weights.tensors.items()}
 
+    @property
+    def zeroed(self) -> list[str]:
+        """Names of the matrices in which nothing is left."""
+        return [name for name, t in self.weights.tensors.items() if t.dim() > 1 and not bool(t.any())]
+
     def to_tensors(self) -> dict[str, Tensor]:
         """Return everything under prefixed names; see :class:`pbfl_flwr.payloads.Payload`."""
         update = {} if self.update is None else joined(update=self.update)
@@ -195,8 +200,11 @@ class FedKD(Method[MenteeState, LowRank, LowRank]):
         if self.scheme == "safe":
             memory |= {f"held.{name}": tensor for name, tensor in received.items()}
             memory["held-version"] = torch.tensor([down.version])
-        sent = {"sent-share": upload.scalars() / sum(tensor.numel() for tensor in received.values())}
-        return Update(upload, memory, {**report.metrics(), **sent})
+        lost = sum(factors.sigma.shape[-1] == 0 for factors in upload.factors.values())
+        share = upload.scalars() / sum(tensor.numel() for tensor in received.values())
+        return Update(
+            upload, memory, {**report.metrics(), "sent-share": share, "zeroed-tensors": float(lost)}
+        )
 
     def _received(self, client: Client, down: LowRank) -> dict[str, Tensor]:
         """Return the mentee's parameters: those of the message, or those kept plus the message."""
@@ -268,11 +276,20 @@ class FedKD(Method[MenteeState, LowRank, LowRank]):
             raise RejectedPayload(f"relative to version {upload.base}, expected {expected}")
 
     def report(self, state: MenteeState) -> dict[str, float]:
-        """The share of the mentee's parameters that a compressed broadcast is, and tensors cut to nothing."""
+        """The share of the mentee's parameters that a compressed broadcast is, and its matrices that are zero."""
         if state.update is None:
             return {}
-        lost = sum(factors.sigma.shape[-1] == 0 for factors in state.update.factors.values())
-        return {"sent-share": state.update.scalars() / state.weights.scalars(), "zeroed-tensors": float(lost)}
+        share, lost = state.update.scalars() / state.weights.scalars(), len(state.zeroed)
+        return {"sent-share": share, "zeroed-tensors": float(lost)}
+
+    def notes(self, state: MenteeState) -> list[str]:
+        """Say that matrices of the mentee were lost."""
+        if state.update is None or not (lost := state.zeroed):
+            return []
+        return [
+            f"the mentee has lost {len(lost)} matrices, which as-coded factors make zero where they need their full "
+            f"rank ({', '.join(lost[:3])}{', ...' if len(lost) > 3 else ''}); fedkd.compression = 'safe' keeps them"
+        ]
 
     def check(self, task: Task, architectures: Sequence[str]) -> None:
         """The mentee must take the task's inputs and, as coded, have matrices and 2-d convolutions only."""

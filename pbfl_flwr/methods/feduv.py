@@ -10,7 +10,7 @@ Predicts: the logits of the client's locally trained network, which is what Prot
 before training (evaluate-moment="before") it is the global model.
 Differs from the paper: its figures are the global model's, after rounds with momentum, weight decay and a rate that
 falls along a cosine, which are the run's settings. Its code calls the weight of V λ and that of U μ, ProtoNorm's text
-the other way round; the values, 2.5 and 0.5, are the same.
+the other way round; the values, 2.5 and 0.5, are the same. Its code averages BatchNorm's buffers, too.
 Differs from the reference: σ² carries a gradient, as there (feduv.detach-sigma stops it). A batch of one sample has
 neither term, a batch of equal features no U, where the code would give NaN.
 """

@@ -44,9 +44,7 @@ class Mixtures:
             "distribution of features",
             "means, deviations and shares of the components: the method itself draws features from them",
         ),
-        Reveal(
-            "features of single samples", "a component of one sample has its feature as mean and no deviation"
-        ),
+        Reveal("features of single samples", "a component of one sample has its feature as mean"),
         Reveal("samples of each class", "weights, where they are scaled by counts (gfpl.weight)"),
     )
 

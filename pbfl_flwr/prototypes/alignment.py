@@ -5,7 +5,8 @@ those of :mod:`pbfl_flwr.prototypes.sphere`; three solvers lower E.
 
 On the sphere F_j·C_j = (K-1)/2 whatever the configuration. The mean force that the published stopping rule
 watches is therefore a constant plus a second-order term: it freezes once the tangential force is below about
-sqrt((K-1)·5e-5), after 20 to 30 steps for d = 512 and up to 130 for fewer dimensions, however far the optimum still is.
+sqrt((K-1)·5e-5), after 20 to 30 steps for K = 10 and d = 512, some 220 for K = 100 and d = 10, however far the optimum
+still is.
 
 For K <= d + 1 the optimum is known: the regular simplex, all distances sqrt(2K/(K-1)), with
 E = -(K(K-1)/4)·ln(2K/(K-1)). By Jensen's inequality nothing is below it, since ln is concave and
@@ -17,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ from torch import Tensor
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.prototypes.sphere import Geometry, forces, geometry, normalised, squared_distances
 
-Solver = Literal["thomson", "simplex", "lbfgs"]
+Solver = Literal["unit", "thomson", "simplex", "lbfgs"]
 
 COINCIDENT = 1e-7  # rows nearer than this are taken for identical and get a jitter of JITTER
 JITTER = 1e-6
@@ -117,18 +118,18 @@ def align(
 ) -> Alignment:
     """Spread the prototypes of the present classes over the unit sphere.
 
-    "thomson" is Algorithm 1 as published, with a Gram matrix instead of all K² differences: memory O(K² +
-    K·d) and, since forces never leave the span of the start, iterations on K·min(K, d) numbers. It runs in
-    float64 on the CPU (in float32 the rounded mean force can freeze at another step) and in float32
-    elsewhere. "simplex" is the regular simplex nearest to the normalised prototypes. "lbfgs" goes on from the
-    Thomson result with SciPy's L-BFGS-B.
+    "unit" is the first line of Algorithm 1 alone: rows get length 1. "thomson" is Algorithm 1 as published, with a
+    Gram matrix instead of all K² differences: memory O(K² + K·d) and, since forces never leave the span of the
+    start, iterations on K·min(K, d) numbers. It runs in float64 on the CPU (in float32 the rounded mean force can
+    freeze at another step) and in float32 elsewhere. "simplex" is the regular simplex nearest to the normalised
+    prototypes. "lbfgs" goes on from the Thomson result with SciPy's L-BFGS-B.
 
     Absent classes take no part; the input is left as it is.
 
     Args:
         prototypes: (K, d) aggregated prototypes c_j.
         present: (K,) bool.
-        solver: "thomson", "simplex" or "lbfgs".
+        solver: "unit", "thomson", "simplex" or "lbfgs".
         settings: of the solvers.
         seed: of the vectors that replace zero rows and of the jitter on identical ones.
         watch: called with the unit rows of the present classes, in coordinates of their span, before the first and
@@ -140,8 +141,8 @@ def align(
     Raises:
         PbflError: if the solver is unknown, or "simplex" is asked of more than d + 1 classes.
     """
-    if solver not in ("thomson", "simplex", "lbfgs"):
-        raise PbflError(f"alignment is '{solver}'; allowed is 'thomson', 'simplex' or 'lbfgs'")
+    if solver not in get_args(Solver):
+        raise PbflError(f"alignment is '{solver}'; allowed are {', '.join(get_args(Solver))}")
     device = prototypes.device
     rows = prototypes.detach()[present].to("cpu", torch.float64)
     num_rows, dim = rows.shape
@@ -152,7 +153,7 @@ def align(
         )
     basis, start, replaced = _prepare(rows, seed)
     steps, converged = 0, True
-    if num_rows < 2:
+    if num_rows < 2 or solver == "unit":
         moved = start
     elif solver == "simplex":
         moved = _nearest_simplex(start)

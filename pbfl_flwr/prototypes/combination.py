@@ -57,7 +57,10 @@ class Combination:
             known = None if self.stages.sends_total else self._expected_total(uploads, at)
             return aggregation.ppa(sent, K, known, shares)
         if rule == "aps-mean":
-            return aggregation.aps(sent, 1.0, "mean", shares)  # μ is applied by the client
+            combined = aggregation.aps(sent, 1.0, "mean", shares)  # μ is applied by the client
+            # A mean over holders does not grow with who answers, so μ follows the samples of all clients.
+            everybody = round((combined.num_examples or 0) * at.num_clients / self._answered(uploads, at))
+            return replace(combined, num_examples=everybody or None)
         return aggregation.aps(sent, self._whole(uploads, at), "sum", shares)
 
     def at_scale_of(self, n_t: int | None, kept: Prototypes) -> Prototypes:
@@ -104,6 +107,8 @@ class Combination:
             factor = 1 / max(1, total.clients)
         rows = torch.where(present[:, None], total.rows * factor, torch.zeros_like(total.rows))
         n_t = total.num_examples if self.stages.sends_total else None
+        if n_t and self.stages.aggregation == "aps-mean":
+            n_t = max(1, round(n_t / max(1, total.clients)))  # of the one client that the sum then is
         return Prototypes(rows.to(torch.float32), present, None, n_t)
 
     def _total(self, uploads: Uploads, at: Round) -> int:

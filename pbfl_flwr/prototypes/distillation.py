@@ -103,9 +103,9 @@ def contrast(
 ) -> Tensor:
     """Return FedCPD's L_pcl = mean_b -log(e^{s(z_b,P_y)/τ} / Σ_{c available} e^{s(z_b,P_c)/τ}), s the cosine.
 
-    A class without a prototype is not in the denominator; its samples take no part in the mean. With one
-    available class the loss is 0, with none it is a 0 that has a graph. Norms are clamped at 1e-8. No shape depends on
-    who has a prototype, so that a GPU is not waited for and a step can be recorded.
+    A class without a prototype is not in the denominator; its samples add nothing and count in the mean, as in
+    :func:`alignment_pull`. With one available class the loss is 0, with none it is a 0 that has a graph. Norms are
+    clamped at 1e-8. No shape depends on who has a prototype: a GPU is not waited for, a step can be recorded.
 
     Args:
         features: (B, d) z with a graph.
@@ -120,14 +120,12 @@ def contrast(
     if not temperature > 0:
         raise PbflError(f"the temperature of the contrast is {temperature}; it must be positive")
     present = present.to(features.device)
-    usable = present[labels]
     known = prototypes.detach().to(features).masked_fill(~present.unsqueeze(1), 0.0)
     units = F.normalize(known, dim=1, eps=SMALLEST_NORM)
     cosines = F.normalize(features, dim=1, eps=SMALLEST_NORM) @ units.T  # (B, K)
     scores = (cosines / temperature).masked_fill(~present, torch.finfo(cosines.dtype).min)  # e^ of it is 0
-    targets = labels.masked_fill(~usable, ABSENT)
-    summed = F.cross_entropy(scores, targets, ignore_index=ABSENT, reduction="sum")
-    return summed / usable.sum().clamp_min(1)
+    targets = labels.masked_fill(~present[labels], ABSENT)
+    return F.cross_entropy(scores, targets, ignore_index=ABSENT, reduction="sum") / len(labels)
 
 
 def alignment_pull(features: Tensor, labels: Tensor, prototypes: Tensor, present: Tensor) -> Tensor:

@@ -154,13 +154,15 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         beta = distillation.proportional_weights(client.data.counts).to(client.device)  # β_i of CPKD
         table = self._masks(client.task)
         inside = None if table is None or stages.cps_pull != "masked" else table.to(client.device)
-        on_the_way = ClassSums(K, client.task.feature_dim, client.device)
+        passing = stages.collect in ("trajectory", "last-epoch")
+        on_the_way = ClassSums(K, client.task.feature_dim, client.device) if passing else None
+        epochs: list[ClassSums] = []
         # The texts' norm is between class means; CPKD's sample form keeps it between samples.
         per_class = stages.cpkd == "class" or (stages.pull_form == "l2" and stages.cpkd == "off")
 
         def loss(inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
             features, logits = forward(client.model, inputs)
-            if stages.collect == "trajectory":
+            if on_the_way is not None:
                 on_the_way.add(features.detach(), labels)
             terms = {"ce": nn.functional.cross_entropy(logits, labels)}
             if known:
@@ -176,10 +178,13 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
                 )
             return terms
 
-        sums = class_sums_of(client) if stages.collect == "before" else on_the_way
-        report = fit(client, loss)
-        if stages.collect == "post":
-            sums = class_sums_of(client)
+        def close_epoch() -> None:
+            if on_the_way is not None and stages.collect == "last-epoch":
+                epochs[:] = [on_the_way.emptied()]
+
+        early = class_sums_of(client) if stages.collect == "before" else on_the_way
+        report = fit(client, loss, after_epoch=close_epoch)
+        sums = epochs[0] if epochs else early if early is not None else class_sums_of(client)
         values, held, seen = sums.means()
         sent = released_means(client, self.release, values)
         released = self.release.table(
@@ -318,6 +323,15 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
     def report(self, state: PipelineState) -> dict[str, float]:
         """Figures of the last aggregation: solver, margin, training, ages."""
         return dict(state.figures)
+
+    def forewarnings(self, num_rounds: int) -> list[str]:
+        """Whether the pull is towards a multiple of what the features are."""
+        if self.stages.alignment != "off" or self.stages.upscale == 1:
+            return []
+        return [
+            f"upscale = {self.stages.upscale:g} multiplies prototypes that alignment = 'off' leaves at the features' "
+            "own length; ProtoNorm scales unit vectors (alignment = 'unit' where nothing is to be moved)"
+        ]
 
     def notes(self, state: PipelineState) -> list[str]:
         """Say that the server's training or the solver has not converged."""

@@ -26,7 +26,7 @@ class Stages(Group):
 
     pull_weight: float = Field(10.0, ge=0)  # λ
     pull_form: Literal["mse", "l2"] = "mse"
-    collect: Literal["post", "trajectory", "before"] = "post"
+    collect: Literal["post", "trajectory", "last-epoch", "before"] = "post"
     aggregation: Literal[
         "mean", "weighted", "weighted-shrunk", "ppa", "aps-sum", "aps-mean", "median", "trimmed-mean"
     ] = "mean"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+
 import torch
 from torch import Tensor
 
@@ -56,6 +58,14 @@ class ClassSums:
         sums, counts = class_sums(features, labels, len(self.counts))
         self.sums += sums.to(self.sums)
         self.counts += counts.to(self.counts.device)
+
+    def emptied(self) -> ClassSums:
+        """Return what was added so far, and begin anew in the same memory."""
+        kept = copy(self)
+        kept.sums, kept.counts = self.sums.clone(), self.counts.clone()
+        self.sums.zero_()
+        self.counts.zero_()
+        return kept
 
     def means(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return c̄_ij (K, d) float32, which classes are present (K,) bool, and n_ij (K,) int64, on the CPU."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower import opening
+from pbfl_flwr.flower import client, opening
 from tests.flower.inprocess import federation
 
 
@@ -26,6 +26,37 @@ def test_every_architecture_has_its_own_layout_and_precision(
     run = federation(tmp_path, num_server_rounds=1, **keys).run()
     assert run.strategy.history[0]["failures"] == []
     assert seen == {"cnn4": ("channels-last", "bfloat16"), "resnet4": ("contiguous", "float32")}
+
+
+def test_clients_begin_alike_or_each_with_its_own_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: dict[str, list[torch.Tensor]] = {}
+    original = opening.open_client
+
+    def opened(message: Any, context: Any, source: Any) -> Any:
+        found = original(message, context, source)
+        if found.stored is None:
+            begun[name].append(found.client.model.head.weight.detach().clone())
+        return found
+
+    monkeypatch.setattr(client, "open_client", opened)
+    for name, keys in {
+        "alike": {},
+        "own": {"initial-weights": "own"},
+        "again": {"initial-weights": "own"},
+        "fedproto": {"protocol": "fedproto"},
+    }.items():
+        begun[name] = []
+        run = federation(
+            tmp_path / name, num_clients=3, models="cnn4", batch_size=1, num_server_rounds=1, **keys
+        ).run()
+        assert run.strategy.history[0]["failures"] == []
+    assert torch.equal(begun["alike"][0], begun["alike"][2])
+    own = begun["own"]
+    assert not any(torch.equal(own[i], own[j]) for i, j in [(0, 1), (0, 2), (1, 2)])
+    assert all(torch.equal(*pair) for pair in zip(own, begun["again"], strict=True))
+    assert not torch.equal(*begun["fedproto"][:2])
 
 
 def test_a_name_that_is_no_architecture_ends_the_run_before_it_begins(tmp_path: Path) -> None:

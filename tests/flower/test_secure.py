@@ -52,7 +52,8 @@ def test_the_sum_is_right_within_quantisation(tmp_path: Path, name: str) -> None
     plain, secure = both(tmp_path, **SETTINGS[name])
     expected, found = plain.strategy.state.combined, secure.strategy.state.combined
     assert torch.equal(found.present, expected.present)
-    assert found.num_examples == expected.num_examples
+    off = NUM_CLIENTS if name == "aps-mean" else 0  # whose n is a mean, rounded, times M
+    assert abs((found.num_examples or 0) - (expected.num_examples or 0)) <= off
     bound = sums.RANGES[secure.strategy.method.stages.aggregation]
     # Five clients, each wrong by less than one step; PPA multiplies the sum by K/n.
     factor = 10 / 90 if name.startswith("ppa") else 1.0

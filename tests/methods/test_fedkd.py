@@ -183,6 +183,24 @@ def test_as_coded_sends_parameters_and_stands_for_itself(make_method, make_clien
     }
     assert not [name for name in memories[0] if name.startswith("held")]
     assert {"sent-share", "zeroed-tensors"} == set(method.report(states[1]))
+    assert method.notes(states[1]) == []
+
+
+def test_matrices_that_as_coded_loses_are_said(make_method, make_client, task):
+    """At energy 1 every matrix needs its full rank; the clients' zeros travel as they are from then on."""
+    method = make_method("fedkd", protocol="htfl", own={"energy_start": 1.0, "energy_end": 1.0})
+    state = method.init(task, 0)
+    update = method.local_update(make_client(0), method.broadcast(state, 0))
+    matrices = [name for name, tensor in state.weights.tensors.items() if tensor.dim() > 1]
+    assert update.metrics["zeroed-tensors"] == len(matrices)
+    after = method.aggregate(state, {0: update.payload}, Round(1, task, 1))
+    assert (after.zeroed, after.update.factors) == (matrices, {})
+    assert method.report(after)["zeroed-tensors"] == len(matrices)
+    assert method.notes(state) == []
+    (note,) = method.notes(after)
+    assert f"has lost {len(matrices)} matrices" in note
+    assert matrices[0] in note
+    assert method.notes(MenteeState.from_tensors(after.to_tensors(), task)) == [note]
 
 
 @pytest.mark.parametrize("compression", ["safe", "as-coded"])

@@ -299,3 +299,11 @@ def test_user_errors_are_named():
         align(gaussian(6, 4), everybody(gaussian(6, 4)), "simplex")
     with pytest.raises(PbflError, match="alignment is 'newton'"):
         align(gaussian(3, 4), everybody(gaussian(3, 4)), "newton")
+
+
+def test_unit_is_the_length_alone() -> None:
+    rows = torch.tensor([[3.0, 4.0], [9.0, 9.0], [0.0, 5.0]])
+    found = align(rows, torch.tensor([True, False, True]), "unit")
+    torch.testing.assert_close(found.values, torch.tensor([[0.6, 0.8], [0.0, 0.0], [0.0, 1.0]]))
+    assert (found.report.solver, found.report.iterations, found.report.converged) == ("unit", 0, True)
+    assert found.report.before == found.report.after

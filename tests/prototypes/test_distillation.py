@@ -128,9 +128,9 @@ def test_proportional_weights_by_hand():
 
 def test_contrast_is_cross_entropy_over_cosines_of_available_classes():
     z = torch.tensor([[1.0, 0.0], [3.0, 3.0], [5.0, 1.0]])
-    labels = torch.tensor([0, 1, 2])  # class 2 has no prototype: its sample takes no part
+    labels = torch.tensor([0, 1, 2])  # class 2 has no prototype: its sample adds nothing
     # cosines with (1,0) and (0,1): (1, 0) and (√½, √½); τ = 0.5
-    expected = (math.log(1 + math.exp(-2)) + math.log(2)) / 2
+    expected = (math.log(1 + math.exp(-2)) + math.log(2)) / 3
     assert float(contrast(z, labels, PROTOTYPES, PRESENT, 0.5)) == pytest.approx(expected, rel=1e-5)
     longer = PROTOTYPES * torch.tensor([[10.0], [0.1], [1.0]])
     torch.testing.assert_close(

@@ -141,6 +141,23 @@ def test_prototypes_of_the_network_before_or_after_its_training() -> None:
     assert not torch.allclose(class_means(fresh, one.data.train, 5), expected, atol=1e-6)
 
 
+def test_of_all_epochs_or_the_last_one_only() -> None:
+    """The epochs' order is drawn alike, so what two epochs have seen is what one has and what the second adds."""
+
+    def sent(collect: str, epochs: int) -> Tensor:
+        given = parse({"batch-size": 2, "local-epochs": epochs}).training
+        torch.manual_seed(0)  # of dropout
+        update = method(collect=collect, min_class_count=1).local_update(
+            replace(client(), training=given), Prototypes.empty(4, 8)
+        )
+        return update.payload.values[:2]
+
+    first, both, last = sent("trajectory", 1), sent("trajectory", 2), sent("last-epoch", 2)
+    assert torch.equal(sent("last-epoch", 1), first)
+    torch.testing.assert_close((first + last) / 2, both)
+    assert not torch.allclose(first, last)
+
+
 def test_the_last_samples_that_are_never_trained_on_are_not_collected_either() -> None:
     # 3 + 2 samples in batches of 2: the fifth, of class 1, is left out where drop-last is "always"
     for protocol, samples in (("htfl", 4), ("clean", 5)):
@@ -209,7 +226,9 @@ def one(label: int, n: int, total: int | None, mean: float = 1.0) -> Prototypes:
 
 @pytest.mark.parametrize("form", ["aps-sum", "aps-mean"])
 def test_a_kept_sum_keeps_its_scale_when_another_number_of_samples_answers(form: str) -> None:
-    # class 1 is seen in round 1 only: μ·c_1 is 0.9·(4/100)·50 = 1.8 then and after rounds over 1,000 and 200 samples
+    # class 1 is seen in round 1 only: μ·c_1 is 0.9·(4/100)·50 = 1.8 then and after rounds over 1,000 and 200 samples;
+    # of a mean, n is that of all three clients, of whom one answers: 0.6
+    size = {"aps-sum": 1.8, "aps-mean": 0.6}[form]
     found, mine = method(aggregation=form), client()
     state = found.init(TASK, 0)
     for number, n in ((1, 100), (2, 1000), (3, 200)):
@@ -222,8 +241,18 @@ def test_a_kept_sum_keeps_its_scale_when_another_number_of_samples_answers(form:
             }
         state = found.aggregate(state, sent, at(number))
         targets = found._targets(mine, found.broadcast(state, 0))
-        torch.testing.assert_close(targets[:2], torch.full((2, 8), 1.8))
+        torch.testing.assert_close(targets[:2], torch.full((2, 8), size))
     assert state.ages.tolist()[:2] == [0, 2]
+
+
+@pytest.mark.parametrize(("form", "size"), [("aps-sum", 0.9), ("aps-mean", 0.3)])
+def test_prototypes_are_of_one_size_whoever_answers(form: str, size: float) -> None:
+    # three clients of 10 samples of every class, K = 4: μ = 0.9·4/120, Σ n_ij = 30 and their mean 10
+    found, mine = method(aggregation=form), client()
+    everything = Prototypes(torch.full((4, 8), 10.0), torch.ones(4, dtype=torch.bool), None, 40)
+    for answered in (3, 2, 1):
+        down = run(found, dict.fromkeys(range(answered), everything))
+        torch.testing.assert_close(found._targets(mine, down), torch.full((4, 8), size))
 
 
 @pytest.mark.parametrize("base", ["fedproto", "fedtgp"])
@@ -262,6 +291,13 @@ def test_what_a_client_sends_is_scaled_and_masked() -> None:
     for j, n in ((0, 3), (1, 2)):
         expected = n * update.memory["prototypes"][j][table[j]]
         torch.testing.assert_close(update.payload.values[j], expected)
+
+
+def test_a_multiple_of_raw_means_is_forewarned() -> None:
+    for keys in ({}, {"alignment": "unit"}, {"alignment": "off", "upscale": 1}):
+        assert method("protonorm", **keys).forewarnings(5) == []
+    (said,) = method("protonorm", alignment="off").forewarnings(5)
+    assert said.startswith("upscale = 100 multiplies prototypes that alignment = 'off' leaves")
 
 
 def test_weighted_rules_send_counts_and_others_do_not() -> None:
