@@ -191,8 +191,12 @@ class RunSettings(Group):
     max_upload_mb: int = Field(
         256, ge=1, le=2048, description="MiB of one client's answer; larger ones are refused unread"
     )
-    round_timeout: float = Field(3600.0, gt=0, description="seconds the server waits for a round's replies")
-    join_timeout: float = Field(180.0, gt=0, description="seconds the server waits for the clients to join")
+    round_timeout: float = Field(
+        3600.0, gt=0, le=1e9, description="seconds the server waits for a round's replies"
+    )
+    join_timeout: float = Field(
+        180.0, gt=0, le=1e9, description="seconds the server waits for the clients to join"
+    )
     seed: int = Field(0, ge=0, lt=2**31, description="seed of weights, batches and sampling")
     protocol: Literal["clean", "htfl", "pfl", "fedproto"] = Field(
         "clean", description="whose conventions fill the auto values of loader, evaluation and averaging"
@@ -212,6 +216,11 @@ class RunSettings(Group):
     def participants(self) -> int:
         """Clients that take part in the rounds."""
         return self.num_clients - self.new_clients
+
+    @property
+    def trained(self) -> int:
+        """Clients that are to train in a round, where all can be asked."""
+        return max(1, round(self.fraction_train * self.participants))
 
 
 class DataSettings(Group):
@@ -284,8 +293,10 @@ class ModelSettings(Group):
 class TrainingSettings(Group):
     """Local training."""
 
-    local_epochs: int = Field(1, ge=1, description="E, passes over the client's data in a round")
-    batch_size: int = Field(32, ge=1, description="B")
+    local_epochs: int = Field(
+        1, ge=1, le=1_000_000, description="E, passes over the client's data in a round"
+    )
+    batch_size: int = Field(32, ge=1, le=2**31, description="B")
     learning_rate: float = Field(0.01, gt=0, description="η of plain SGD")
     learning_rate_decay: float = Field(
         1.0, gt=0, le=1, description="of every client's SGD: its rate in round t is η·decay^(t-1)"
@@ -365,7 +376,7 @@ class EvaluationSettings(Group):
         "auto",
         description="headline: logits, nearest global / own classes' global / local prototype, GFPL's fixed frame",
     )
-    eval_batch_size: int = Field(512, ge=1, description="samples that are scored at once")
+    eval_batch_size: int = Field(512, ge=1, le=2**31, description="samples that are scored at once")
 
 
 class PrototypeSettings(Group):

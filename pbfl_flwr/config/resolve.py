@@ -163,8 +163,11 @@ def _disagreements(settings: Settings) -> list[str]:
             f"new-clients = {run.new_clients}: allowed is up to {run.num_clients - 1}, since somebody of num-clients = "
             f"{run.num_clients} must take part in the rounds"
         )
-    elif run.min_replies > run.participants:
-        found.append(f"min-replies = {run.min_replies}: allowed is up to {run.participants}, the clients")
+    elif run.min_replies > run.trained:
+        found.append(
+            f"min-replies = {run.min_replies}: allowed is up to {run.trained}, the clients that train in a round "
+            f"(fraction-train = {run.fraction_train:g} of {run.participants})"
+        )
     if run.new_clients and settings.privacy.secure_aggregation:
         found.append(
             f"new-clients = {run.new_clients}: with secure-aggregation = true nobody trains alone; allowed is 0"

@@ -7,6 +7,7 @@ import pickle
 import queue
 import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -50,6 +51,8 @@ class Crew:
         self._workers: list[_Worker] = []
         self._free: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._ending = False
+        self._busy: dict[int, _Worker] = {}  # by node
+        self._deciding = threading.Lock()
 
     def __enter__(self) -> Crew:
         self._workers = [_Worker(post) for post in self._posts]
@@ -58,25 +61,39 @@ class Crew:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        self._ending = True
-        for worker in self._workers:
-            worker.end()
+        with self._deciding:
+            self._ending = True
+            for worker in self._workers:
+                worker.end()
 
     def answer(self, message: Message, context: Context) -> Message:
         """Have a free worker answer, and take what the client keeps in Flower's context from there.
 
         Several threads may call this at once; a worker that dies costs this answer alone.
         """
-        worker = self._free.get()
+        worker, node = self._free.get(), message.metadata.dst_node_id
+        with self._deciding:
+            self._busy[node] = worker
+        died = False
         try:
             return worker.answer(message, context)
         except (EOFError, OSError):
-            if not self._ending:
-                worker.end()
-                worker.start()
+            died = True
             return Message(Error(code=CLIENT_FAULT, reason=DIED), reply_to=message)
         finally:
+            with self._deciding:
+                if self._busy.get(node) is worker:
+                    del self._busy[node]
+                if (died or not worker.alive) and not self._ending:
+                    worker.end()
+                    worker.start()
             self._free.put(worker)
+
+    def give_up(self, node: int) -> None:
+        """End the worker that is busy with a node's message, if one is: another takes its place."""
+        with self._deciding:
+            if (worker := self._busy.pop(node, None)) is not None:
+                worker.kill()
 
 
 class _Worker:
@@ -100,9 +117,16 @@ class _Worker:
         answered, context.state = pickle.loads(self._ours.recv_bytes())
         return answered
 
-    def end(self) -> None:
+    @property
+    def alive(self) -> bool:
+        return self._process.is_alive()
+
+    def kill(self) -> None:
         self._process.kill()  # all that clients write is written atomically
         self._process.join()
+
+    def end(self) -> None:
+        self.kill()
         self._ours.close()
 
 

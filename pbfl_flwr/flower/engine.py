@@ -146,6 +146,8 @@ class Link(ABC):
 
     def ended(self) -> bool:
         """Whether the run seems to be over; :meth:`outcome` says for certain."""
+        if self._processes is not None:
+            self._processes.sweep()
         watched = (self._follower, self._superexec, self._superlink)
         return any(process is None or process.poll() is not None for process in watched)
 

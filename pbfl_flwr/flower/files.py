@@ -23,7 +23,7 @@ class UnsavedState(PbflError):
     """A file that could not be written, e.g. because the disk is full; what was there before is still there."""
 
 
-def write_atomically(path: Path, data: bytes, *, locked: bool = False) -> None:
+def write_atomically(path: Path, data: bytes, *, locked: bool = False, private: bool = False) -> None:
     """Write a file so that it is either the old one or the new one, whatever happens in between.
 
     Args:
@@ -31,6 +31,7 @@ def write_atomically(path: Path, data: bytes, *, locked: bool = False) -> None:
         data: what it shall hold.
         locked: the caller holds the file's lock, so that what it writes beside it always has the same name, and what
             a killed process left there is written over.
+        private: only its owner may read it.
 
     Raises:
         UnsavedState: if the system refuses it, or cannot say that the new name lasts.
@@ -38,8 +39,8 @@ def write_atomically(path: Path, data: bytes, *, locked: bool = False) -> None:
     writer = "" if locked else f".{os.getpid()}"
     temporary = path.with_name(f".{path.name}{writer}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
+        make_directory(path.parent)
+        with open(temporary, "wb", opener=_owners_alone if private else None) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -51,12 +52,34 @@ def write_atomically(path: Path, data: bytes, *, locked: bool = False) -> None:
             f"{path} cannot be written ({error.strerror}); what it held before is kept"
         ) from None
     try:
-        _flush_directory(path.parent)
+        flush_directory(path.parent)
     except OSError as error:
         raise UnsavedState(f"{path} is written, but may not outlast a power cut ({error.strerror})") from None
 
 
-def _flush_directory(path: Path) -> None:
+def _owners_alone(name: str, flags: int) -> int:
+    return os.open(name, flags, 0o600)
+
+
+def make_directory(path: Path, *, private: bool = False) -> None:
+    """Make a directory and those above it, which last when this returns.
+
+    Args:
+        path: the directory; nothing happens if it is there.
+        private: only its owner may enter it, if it is made.
+
+    Raises:
+        OSError: if the system refuses it.
+    """
+    if path.is_dir():
+        return
+    if path.parent != path:
+        make_directory(path.parent)
+    path.mkdir(mode=0o700 if private else 0o777, exist_ok=True)
+    flush_directory(path.parent)
+
+
+def flush_directory(path: Path) -> None:
     """Make the new name of a file last, where the system knows of such a thing."""
     try:
         directory = os.open(path, os.O_RDONLY)

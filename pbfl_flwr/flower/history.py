@@ -31,8 +31,15 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from pbfl_flwr.errors import PbflError, printable
-from pbfl_flwr.flower.files import DamagedState, UnsavedState, remove_torn, write_atomically
+from pbfl_flwr.errors import PbflError, pointed, printable
+from pbfl_flwr.flower.files import (
+    DamagedState,
+    UnsavedState,
+    flush_directory,
+    make_directory,
+    remove_torn,
+    write_atomically,
+)
 
 if TYPE_CHECKING:  # who reads what a run wrote down needs neither torch nor Flower
     from pbfl_flwr.payloads import Payload
@@ -85,7 +92,7 @@ class RunDirectory:
         """
         lock = FileLock(self.path / SERVER_LOCK)
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            make_directory(self.path)
             lock.acquire(timeout=HANDOVER_SECONDS)
         except Timeout:
             raise RunRefused(
@@ -98,9 +105,10 @@ class RunDirectory:
             yield
         except RunRefused:
             raise
-        except PbflError as error:
+        except Exception as error:
+            said = error if isinstance(error, PbflError) else pointed(error)
             with suppress(UnsavedState):  # a full disk may be the very reason
-                write_atomically(self.path / ERROR, f"{error}\n".encode())
+                write_atomically(self.path / ERROR, f"{said}\n".encode())
             raise
         finally:
             lock.release()
@@ -216,10 +224,13 @@ class RunDirectory:
 
     def _append(self, name: str, entry: Mapping[str, Any]) -> None:
         try:
+            begins = not (self.path / name).exists()
             with (self.path / name).open("a") as file:
                 file.write(json.dumps(entry) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
+            if begins:
+                flush_directory(self.path)
         except OSError as error:
             raise UnsavedState(f"{self.path / name} cannot be written ({error.strerror})") from None
 

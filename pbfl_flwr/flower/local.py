@@ -39,6 +39,8 @@ TOO_LATE = 3  # Flower's code for a message that is not to be had any more
 Answer = Callable[[Message, Context], Message]
 Job = Callable[[], Message]
 Submit = Callable[[Job], "Future[Message]"]
+GiveUp = Callable[[int], object]
+"""Takes a node whose question is not waited for any more."""
 
 
 class LocalGrid(Grid):
@@ -49,15 +51,22 @@ class LocalGrid(Grid):
         submit: does a job now or later.
         config: the run configuration that every client sees.
         num_clients: M.
+        give_up: ends what a client is busy with.
     """
 
     def __init__(
-        self, answer: Answer, submit: Submit, config: Mapping[str, Scalar], num_clients: int
+        self,
+        answer: Answer,
+        submit: Submit,
+        config: Mapping[str, Scalar],
+        num_clients: int,
+        give_up: GiveUp = lambda node: None,
     ) -> None:
-        self._answer, self._submit = answer, submit
+        self._answer, self._submit, self._give_up = answer, submit, give_up
         self._config, self._num_clients = dict(config), num_clients
         self._states = [RecordDict() for _ in range(num_clients)]
         self._asked: dict[str, Future[Message]] = {}
+        self._last: dict[int, Future[Message]] = {}  # of each node
         self._messages = 0
         self._turns = Turns()
 
@@ -85,7 +94,11 @@ class LocalGrid(Grid):
         return [FIRST_NODE + client for client in range(self._num_clients)]
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
-        """Have the clients answer, as many at once as there are workers."""
+        """Have the clients answer, as many at once as there are workers.
+
+        A client that is asked again while it is still busy with an earlier question would wait for itself: that
+        question is given up.
+        """
         return self._push(messages, float("inf"))
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
@@ -107,7 +120,11 @@ class LocalGrid(Grid):
         asked = list(messages)
         ids = [self._named(message) for message in asked]
         for message in self._turns.ordered(asked):
-            self._asked[message.metadata.message_id] = self._submit(partial(self._ask, message, deadline))
+            node = message.metadata.dst_node_id
+            if node in self._last and not self._last[node].done():
+                self._give_up(node)
+            self._last[node] = self._submit(partial(self._ask, message, deadline))
+            self._asked[message.metadata.message_id] = self._last[node]
         return ids
 
     def _named(self, message: Message) -> str:
@@ -170,18 +187,16 @@ def federate(run_dir: Path, config: Mapping[str, Scalar], num_clients: int, reso
         stack.enter_context(_logged_to(run_dir / LOG))
         stack.enter_context(_environment(posts[0]))
         TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = RUN_ID  # messages ask for them
-        answer: Answer
-        submit: Submit
         if len(posts) == 1:
             stack.enter_context(as_worker(posts[0].cores))
             stack.enter_context(threadpool_limits(posts[0].cores))
-            answer, submit = in_this_process(), at_once
+            grid = LocalGrid(in_this_process(), at_once, keys, num_clients)
         else:
             threads = stack.enter_context(ThreadPoolExecutor(len(posts)))
             crew = stack.enter_context(Crew(posts))  # ended first, so that no thread waits for it
             stack.callback(threads.shutdown, wait=False, cancel_futures=True)
-            answer, submit = crew.answer, threads.submit
-        serve(LocalGrid(answer, submit, keys, num_clients), keys, RUN_ID)
+            grid = LocalGrid(crew.answer, threads.submit, keys, num_clients, crew.give_up)
+        serve(grid, keys, RUN_ID)
 
 
 def posts_of(resources: Resources, num_clients: int, log: Path) -> list[Post]:

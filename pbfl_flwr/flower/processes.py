@@ -57,15 +57,24 @@ class Processes:
         self._tell(str(process.pid))
         return process
 
+    def sweep(self) -> None:
+        """End what those that have ended left behind, at once: their numbers may soon be somebody else's."""
+        for process in [process for process in self._started if process.poll() is not None]:
+            self._end(process)
+
     def end(self) -> None:
         """End them all, the last one first, with everything they started."""
-        for process in reversed(self._started):
-            if os.name == "posix":
-                warden.end_group(process.pid, process.poll)
-            else:
-                process.kill()
-                process.wait()
-        self._started = []
+        for process in reversed(self._started[:]):
+            self._end(process)
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        if os.name == "posix":
+            warden.end_group(process.pid, process.poll)
+        else:
+            process.kill()
+            process.wait()
+        self._started.remove(process)
+        self._tell(f"-{process.pid}")
 
     def close(self) -> None:
         """End them all and remove the scratch directories."""

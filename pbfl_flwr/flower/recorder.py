@@ -62,7 +62,7 @@ class Recorder:
         return about
 
     def begin(self, facts: Mapping[str, Any], members: Iterable[Member]) -> None:
-        """Write down a new run before its first round, and in a simulation who holds what.
+        """Write down a new run before its first round, and in a simulation who holds what; run.json last, as its seal.
 
         Raises:
             PbflError: if the directory holds a run already, or a sink cannot be opened.
@@ -70,7 +70,7 @@ class Recorder:
         known = list(members)
         clients = [{**asdict(member), "node": str(member.node)} for member in known]
         liars = {"malicious": list(malicious(self._settings))} if self._settings.run.attack else {}
-        self.run.start(self._settings.as_dict(), {**facts, **liars, "clients": clients})
+        self.run.begin_alone()
         if all(member.simulated and member.configured_data for member in known):
             partition = check_data(self._settings.data, self._settings.run.num_clients)
             taking = self._settings.run.participants
@@ -83,6 +83,7 @@ class Recorder:
             )
             counts, notes = partition.counts.tolist(), list(partition.notes)
             self.run.write_partition(counts, notes, majority, of_newcomers, scalars, pool.fingerprint())
+        self.run.start(self._settings.as_dict(), {**facts, **liars, "clients": clients})
         self._open_sinks()
 
     def go_on(

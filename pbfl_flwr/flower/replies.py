@@ -258,7 +258,12 @@ def read(
         if debt.training and not reply.has_error():
             found = reader.read(reply, True, reader.weigh(reply))
             arrived(debt.client, found)
-            keep_late(debt.client, reply, found, debt.round)
+            of = debt.round if isinstance(found, _Rejected) else found.report.round or debt.round
+            if of > debt.round:
+                found = _Rejected(
+                    f"answered with its upload of round {of}, asked for {debt.round}", found.traffic
+                )
+            keep_late(debt.client, reply, found, min(of, debt.round))
     outcome.uploads = Uploads(records, method.up, task) if streams else dict(sorted(uploads.items()))
     return outcome
 

@@ -18,16 +18,25 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from pbfl_flwr.flower.files import SCHEMA, DamagedState, UnsavedState, write_atomically
+from pbfl_flwr.flower.files import SCHEMA, DamagedState, UnsavedState, make_directory, write_atomically
 from pbfl_flwr.payloads import separate, under
 
 
-def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write tensors and metadata with schema version and checksum; the caller is the only one who writes the file."""
+def save_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], *, private: bool = False
+) -> None:
+    """Write tensors and metadata with schema version and checksum; the caller is the only one who writes the file.
+
+    Args:
+        path: the file.
+        tensors: by name.
+        metadata: kept beside them.
+        private: only the file's owner may read it.
+    """
     kept = separate(tensors)
     full = {**metadata, "schema": SCHEMA}
     full["checksum"] = _checksum(kept, full)
-    write_atomically(path, save(kept, full), locked=True)
+    write_atomically(path, save(kept, full), locked=True, private=private)
 
 
 def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -120,7 +129,7 @@ class ClientStore:
         """
         lock = self.path.with_name(f".{self.path.stem}.lock")
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            make_directory(self.directory, private=True)
             lock.touch()
         except OSError as error:
             raise UnsavedState(f"state-dir {self.directory} cannot be written ({error.strerror})") from None
@@ -162,6 +171,8 @@ class ClientStore:
     def save(self, state: ClientState) -> None:
         """Write the client's state in one piece: model, memory and reply are of the same round or not at all.
 
+        It holds class means and counts, which only its owner may read.
+
         Whoever calls this holds the lock, or is the only one there is.
         """
         tensors = {f"model.{name}": tensor for name, tensor in state.model.items()}
@@ -175,7 +186,7 @@ class ClientStore:
             "participations": str(state.participations),
             "report": json.dumps(dict(state.report)),
         }
-        save_tensors(self.path, tensors, metadata)
+        save_tensors(self.path, tensors, metadata, private=True)
 
     def _identity(self) -> dict[str, str]:
         return {"experiment": self.experiment, "client": str(self.client), "architecture": self.architecture}

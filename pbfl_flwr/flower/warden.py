@@ -1,6 +1,7 @@
 """Ends process groups when the process that started them is gone, however it went.
 
-Run as a script: it reads the groups' numbers from its standard input, a line each. When the input ends without the
+Run as a script: it reads the groups' numbers from its standard input, a line each, those that were ended with a minus
+before them. When the input ends without the
 line "done", which is what happens when the other end was killed, it ends the groups and removes the directories given
 as arguments. Flower's and Ray's own ways of noticing a dead parent leave the simulation running for ever.
 The standard library only: it must start in an instant and from anywhere.
@@ -44,7 +45,10 @@ def main() -> None:
     for line in sys.stdin:
         if line.strip() == "done":
             return
-        groups.append(int(line))
+        if (number := int(line)) > 0:
+            groups.append(number)
+        elif -number in groups:
+            groups.remove(-number)
     for group in reversed(groups):
         end_group(group)
     for directory in sys.argv[1:]:

@@ -283,6 +283,24 @@ def test_with_a_stale_weight_it_counts_for_less(rounds_late: int, weight: float)
     assert line["accuracy"]["head"]["clients"] == 2  # its scores are of another round
 
 
+def test_a_late_answer_with_an_earlier_upload_is_as_old_as_that() -> None:
+    """The answer to round 2 comes in round 3, with the upload of round 1, or with one of a round to come."""
+    for claimed, weight, reason in (
+        (1, 0.25, ""),
+        (3, 0.0, "answered with its upload of round 3, asked for 2"),
+    ):
+
+        def answer(client: int, server_round: int, claimed: int = claimed) -> RecordDict:
+            number = claimed if (client, server_round) == (2, 2) else server_round
+            return reply_of(prototypes({0: 1.0}), Report(10, 4, server_round, {"head": 2}, 0.5, round=number))
+
+        config = {"num-clients": 3, "num-server-rounds": 3, "feature-dim": 6, "stale-weight": 0.5}
+        strategy = MethodStrategy(parse(config, SECTIONS))
+        strategy.start(LateGrid(answer, {(2, 2): 3}))
+        (item,) = strategy.history[2]["late"]
+        assert item == {"client": 2, "round": min(claimed, 2), "weight": weight, "reason": reason}
+
+
 def test_who_never_answers_is_asked_again_after_some_rounds() -> None:
     strategy, grid = straggling({(2, 1): 99}, 2 + PATIENCE)
     assert [2 in asked for asked in grid.asked] == [True] + [False] * (PATIENCE - 1) + [True] * 2
@@ -477,13 +495,13 @@ def test_a_full_disk_is_one_clear_line_and_nothing_is_lost(tmp_path: Path) -> No
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    def writing(path: Path, data: bytes, *, locked: bool = False) -> None:
+    def writing(path: Path, data: bytes, **how: bool) -> None:
         during["round"] += path.name == "client-00002.safetensors"
         if path.name == "client-00002.safetensors" and during["round"] == 2:
             with patch.object(os, "fsync", full):
-                write(path, data, locked=locked)
+                write(path, data, **how)
         else:
-            write(path, data, locked=locked)
+            write(path, data, **how)
 
     after: list[Any] = []
     with (

@@ -4,8 +4,9 @@ import os
 import signal
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+from queue import SimpleQueue
 from types import SimpleNamespace
 
 import pytest
@@ -126,6 +127,51 @@ def test_who_is_late_is_fetched_later_and_once() -> None:
         released.set()
     assert said(grid.pull_messages(ids)) == [1]
     assert grid.pull_messages(ids) == []
+
+
+def test_what_a_client_is_still_busy_with_is_given_up_when_it_is_asked_again() -> None:
+    released, given_up = threading.Event(), list[int]()
+
+    def answer(message: Message, context: Context) -> Message:
+        if message.metadata.group_id == "hangs":
+            released.wait(60)
+        return echo(message, context)
+
+    def give_up(node: int) -> None:
+        given_up.append(node)
+        released.set()
+
+    with ThreadPoolExecutor(2) as threads:
+        grid = LocalGrid(answer, threads.submit, {}, 2, give_up)
+        (question,) = ask(grid, [1])
+        question.metadata.group_id = "hangs"
+        assert grid.send_and_receive([question], timeout=0.2) == []
+        assert said(grid.send_and_receive(ask(grid, [0]), timeout=60)) == [0]
+        assert given_up == []
+        assert said(grid.send_and_receive(ask(grid, [1, 0]), timeout=60)) == [1, 0]
+    assert given_up == [list(grid.get_node_ids())[1]]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="sends SIGSTOP")
+def test_a_worker_that_hangs_is_ended_when_its_client_is_asked_again(tmp_path: Path) -> None:
+    config: dict[str, Scalar] = {**KEYS, "run-dir": str(tmp_path / "run")}
+    with ThreadPoolExecutor(2) as threads, Crew([Post(1, "", tmp_path / "log")] * 2) as crew:
+        grid = LocalGrid(crew.answer, threads.submit, config, 3, crew.give_up)
+        assert said(grid.send_and_receive(ask(grid, [0, 1]))) == [0, 1]
+        stopped = crew._free.get()
+        os.kill(stopped._process.pid or 0, signal.SIGSTOP)
+        crew._free, others = SimpleQueue(), crew._free
+        crew._free.put(stopped)
+        asked = ask(grid, [2])
+        assert grid.send_and_receive(asked, timeout=1) == []
+        crew._free.put(others.get())
+        assert said(grid.send_and_receive(ask(grid, [0]))) == [0], "the others go on"
+        assert said(grid.send_and_receive(ask(grid, [2, 1]))) == [2, 1]
+        wait([grid._asked[asked[0].metadata.message_id]], 60)
+        (given_up,) = grid.pull_messages([asked[0].metadata.message_id])
+        assert given_up.error.reason == DIED
+        assert said(grid.send_and_receive(ask(grid, [0, 1, 2]))) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])

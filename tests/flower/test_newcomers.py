@@ -179,7 +179,7 @@ def test_a_round_without_enough_of_the_others_ends_the_run(tmp_path: Path) -> No
             {"new-clients": 4},
             "new-clients = 4: allowed is up to 3, since somebody of num-clients = 4 must take",
         ),
-        ({"new-clients": 2, "min-replies": 3}, "min-replies = 3: allowed is up to 2, the clients"),
+        ({"new-clients": 2, "min-replies": 3}, "min-replies = 3: allowed is up to 2, the clients that train"),
         ({"new-clients": 1, "secure-aggregation": True}, "nobody trains alone; allowed is 0"),
         (
             {"new-clients": 1, "client-report": "none"},

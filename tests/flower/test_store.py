@@ -59,6 +59,17 @@ def test_views_and_strides_are_no_obstacle(client: ClientStore) -> None:
     assert torch.equal(found.memory["image"], image)
 
 
+@pytest.mark.skipif(os.name != "posix", reason="has other permissions")
+def test_only_its_owner_can_read_it(client: ClientStore) -> None:
+    """It holds class means and counts."""
+    place = replace(client, directory=client.directory / "of" / "its-own")
+    with place.alone():
+        place.save(STATE)
+    assert stat.S_IMODE(place.path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(place.directory.stat().st_mode) == 0o700
+    assert stat.S_IMODE(place.directory.parent.stat().st_mode) != 0o700
+
+
 def test_other_tools_can_read_it(client: ClientStore) -> None:
     client.save(STATE)
     assert torch.equal(load_file(client.path)["model.a"], STATE.model["a"])
@@ -142,7 +153,8 @@ def test_the_data_is_on_the_disk_before_the_name_changes(
     monkeypatch.setattr(os, "fsync", watched_sync)
     monkeypatch.setattr(Path, "replace", watched_rename)
     write_atomically(tmp_path / "new" / "file", b"content")
-    assert steps == ["fsync", "rename", "fsync"]  # the file, its name, its directory
+    # the new directory's name, the file, its name, its directory
+    assert steps == ["fsync", "fsync", "rename", "fsync"]
     assert (tmp_path / "new" / "file").read_bytes() == b"content"
 
 

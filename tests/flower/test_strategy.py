@@ -461,8 +461,10 @@ def test_too_few_replies_end_the_run_with_the_reasons(tmp_path: Path) -> None:
 
 
 def test_more_replies_than_clients_cannot_be_asked_for(tmp_path: Path) -> None:
-    with pytest.raises(PbflError, match="min-replies = 6: allowed is up to 5, the clients"):
+    with pytest.raises(PbflError, match="min-replies = 6: allowed is up to 5, the clients that train"):
         federation(tmp_path, min_replies=6).run()
+    with pytest.raises(PbflError, match=r"allowed is up to 2, .* \(fraction-train = 0.5 of 5\)"):
+        federation(tmp_path, min_replies=3, fraction_train=0.5).run()
 
 
 def test_a_dead_worker_ends_the_run_which_can_be_resumed(tmp_path: Path) -> None:
@@ -897,6 +899,42 @@ def test_a_run_does_not_go_on_with_other_samples(tmp_path: Path) -> None:
         run(resume=True).run()
     file.write_text(said)
     assert run(resume=True).run().strategy.done == 2
+
+
+def test_a_run_that_was_killed_while_it_began_begins_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """run.json is the seal: what stands there without it is no run, and what stands beside it is complete."""
+    keys: dict[str, Scalar] = {"num_clients": 2, "models": "cnn2", "max_samples": 60, "num_server_rounds": 1}
+    written: list[str] = []
+    original = RunDirectory._write
+
+    def killed(self: RunDirectory, name: str, content: Any) -> None:
+        original(self, name, content)
+        written.append(name)
+        if written == ["partition.json"]:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(RunDirectory, "_write", killed)
+    with pytest.raises(KeyboardInterrupt):
+        federation(tmp_path, on_disk=True, data=None, **keys).run()
+    found = federation(tmp_path, on_disk=True, data=None, **keys).run()
+    assert written[:3] == ["partition.json", "partition.json", "run.json"]
+    assert found.directory.majority() is not None
+
+
+def test_what_nobody_foresaw_is_written_down_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(*given: Any) -> None:
+        raise ValueError("an own aggregate\nthat fails")
+
+    found = federation(tmp_path, "local", on_disk=True)
+    monkeypatch.setattr(found.strategy, "aggregate_fit", breaks)
+    with pytest.raises(ValueError, match="an own aggregate"):
+        found.run()
+    said = (found.directory.path / "error.txt").read_text()
+    assert said.startswith("ValueError: an own aggregate that fails (test_strategy.py:")
+    assert federation(tmp_path, "local", on_disk=True, resume=True).run().strategy.done == 2
+    assert not (found.directory.path / "error.txt").exists()
 
 
 def test_the_run_directory_is_readable_by_others(tmp_path: Path, two_rounds: Federation) -> None:

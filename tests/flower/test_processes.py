@@ -1,0 +1,51 @@
+"""Processes of one's own: none is left, and nobody else's is touched."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pbfl_flwr.flower import warden
+from pbfl_flwr.flower.processes import Processes
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="has no process groups")
+LEAVES_A_CHILD = (
+    "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])"
+)
+
+
+def test_a_group_is_ended_once_and_then_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After its leader was waited for its number may be somebody else's."""
+    ended: list[int] = []
+    original = warden.end_group
+    monkeypatch.setattr(warden, "end_group", lambda group, reap: (ended.append(group), original(group, reap)))
+    processes = Processes()
+    with (tmp_path / "log").open("wb") as log:
+        first = processes.start([sys.executable, "-c", LEAVES_A_CHILD], tmp_path, os.environ, log)
+        second = processes.start(
+            [sys.executable, "-c", "import time; time.sleep(60)"], tmp_path, os.environ, log
+        )
+    first.wait(30)
+    processes.sweep()
+    assert ended == [first.pid]
+    with pytest.raises(ProcessLookupError):
+        os.killpg(first.pid, 0)  # its child, too
+    processes.close()
+    assert ended == [first.pid, second.pid]
+    assert second.returncode is not None
+
+
+def test_the_warden_leaves_alone_what_was_ended() -> None:
+    kept = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    said = f"{kept.pid}\n{other.pid}\n-{kept.pid}\n-99999\n"
+    watching = subprocess.Popen([sys.executable, "-I", warden.__file__], stdin=subprocess.PIPE, text=True)
+    watching.communicate(said, timeout=30)  # its input ends without a word: whoever wrote it is gone
+    try:
+        assert other.wait(30) < 0
+        assert kept.poll() is None
+    finally:
+        kept.kill()
+        kept.wait()
