@@ -192,10 +192,10 @@ class RunSettings(Group):
         256, ge=1, le=2048, description="MiB of one client's answer; larger ones are refused unread"
     )
     round_timeout: float = Field(
-        3600.0, gt=0, le=1e9, description="seconds the server waits for a round's replies"
+        3600.0, gt=0, le=31_536_000, description="seconds the server waits for a round's replies"
     )
     join_timeout: float = Field(
-        180.0, gt=0, le=1e9, description="seconds the server waits for the clients to join"
+        180.0, gt=0, le=31_536_000, description="seconds the server waits for the clients to join"
     )
     seed: int = Field(0, ge=0, lt=2**31, description="seed of weights, batches and sampling")
     protocol: Literal["clean", "htfl", "pfl", "fedproto"] = Field(
@@ -296,7 +296,7 @@ class TrainingSettings(Group):
     local_epochs: int = Field(
         1, ge=1, le=1_000_000, description="E, passes over the client's data in a round"
     )
-    batch_size: int = Field(32, ge=1, le=2**31, description="B")
+    batch_size: int = Field(32, ge=1, le=1_000_000_000, description="B")
     learning_rate: float = Field(0.01, gt=0, description="η of plain SGD")
     learning_rate_decay: float = Field(
         1.0, gt=0, le=1, description="of every client's SGD: its rate in round t is η·decay^(t-1)"
@@ -376,7 +376,7 @@ class EvaluationSettings(Group):
         "auto",
         description="headline: logits, nearest global / own classes' global / local prototype, GFPL's fixed frame",
     )
-    eval_batch_size: int = Field(512, ge=1, le=2**31, description="samples that are scored at once")
+    eval_batch_size: int = Field(512, ge=1, le=1_000_000_000, description="samples that are scored at once")
 
 
 class PrototypeSettings(Group):
