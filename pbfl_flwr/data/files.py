@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import zipfile
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -11,6 +13,19 @@ from filelock import FileLock
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data.cache import home
 from pbfl_flwr.errors import PbflError
+
+# What reading a compressed file raises that is damaged, encrypted, or compressed in a way that Python does not know; or
+# whose arrays are, as it says, larger than any memory.
+UNREADABLE = (
+    OSError,
+    EOFError,
+    ValueError,
+    RuntimeError,
+    MemoryError,
+    OverflowError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
 
 
 def data_root(settings: DataSettings) -> Path:
