@@ -6,6 +6,7 @@ import os
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from io import BufferedIOBase
 from pathlib import Path
 
 from filelock import FileLock
@@ -78,6 +79,19 @@ def check_memory(size: int, path: Path) -> None:
         raise PbflError(
             f"{path} holds {size / 2**20:,.0f} MiB, more than this machine's memory of {memory / 2**20:,.0f} MiB"
         )
+
+
+def unpack(source: BufferedIOBase, target: BufferedIOBase, path: Path) -> None:
+    """Copy the content of a compressed file that does not say how large it is; no more than memory would hold.
+
+    Raises:
+        PbflError: as :func:`check_memory`.
+    """
+    size = 0
+    while block := source.read(2**20):
+        size += len(block)
+        check_memory(size, path)
+        target.write(block)
 
 
 def missing(settings: DataSettings, looked: Sequence[Path], goes_to: Path | None) -> PbflError:
