@@ -22,6 +22,7 @@ class Card(BaseModel):
         labels: the K names.
         columns: names of the features, of tables.
         vocabulary: of text: the tokens, whose places are the ids that inputs are made of.
+        text_column: of text: the column of a table that holds it, where it was said; "" is none in particular.
         images: whether inputs are uint8 images; else they are token ids where there is a vocabulary, or float32.
         scale, shift: one number a channel (the first axis): the network is fed x·scale + shift.
         unit_features: whether the head reads features of unit length.
@@ -40,6 +41,7 @@ class Card(BaseModel):
     labels: tuple[str, ...]
     columns: tuple[str, ...]
     vocabulary: tuple[str, ...] = ()
+    text_column: str = ""
     images: bool
     scale: tuple[float, ...]
     shift: tuple[float, ...]

@@ -286,6 +286,7 @@ def _card(opened: Opened, participations: int) -> str:
         labels=tuple(data.label_names),
         columns=tuple(data.columns),
         vocabulary=tuple(data.vocabulary),
+        text_column=opened.settings.data.text_column if opened.settings.data.dataset == "text" else "",
         images=data.train.inputs.dtype is torch.uint8,
         scale=tuple(data.scale.flatten().tolist()),
         shift=tuple(data.shift.flatten().tolist()),

@@ -306,6 +306,8 @@ def test_what_does_not_fit_is_one_line(
     for model, file, said in cases:
         with pytest.raises(PbflError, match=said):
             list(predict(model, [file]))
+    with pytest.raises(PbflError, match="text-column = 'said': this model reads no text"):
+        list(predict(garden, [flowers.place / "iris.csv"], text_column="said"))
 
 
 def copy_of(source: Path, target: Path) -> Path:
