@@ -25,7 +25,7 @@ from safetensors.torch import load
 from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from pbfl_flwr.card import Card
+from pbfl_flwr.card import Card, fault
 from pbfl_flwr.data import tokens
 from pbfl_flwr.data.columns import CLIENT, LABEL, SUFFIXES
 from pbfl_flwr.data.image_folder import one_image
@@ -139,8 +139,7 @@ def _card(path: Path) -> tuple[Card, dict[str, str]]:
     except FileNotFoundError:
         raise PbflError(f"{path.parent} is no exported model: it has no {CARD}") from None
     except ValidationError as error:
-        found = error.errors()[0]
-        raise PbflError(f"{path}: {'.'.join(map(str, found['loc'])) or 'card'}: {found['msg']}") from None
+        raise PbflError(f"{path}: {fault(error)}") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise PbflError(f"{path} cannot be read ({error})") from None
 

@@ -65,6 +65,11 @@ def test_bytes_are_images(save):
             "not a readable .npz file of plain arrays",
         ),
         ({"x": np.array([["a"]] * 2), "y": np.array([0, 1])}, "allowed are numbers"),
+        (
+            {"x": np.zeros((4, 2, 2, 2, 2, 2)), "y": np.array([0, 1, 0, 1])},
+            r"inputs of shape \(2, 2, 2, 2, 2\); allowed are 1 to 4 axes, none empty",
+        ),
+        ({"x": np.zeros((4, 2, 0)), "y": np.array([0, 1, 0, 1])}, "allowed are 1 to 4 axes, none empty"),
         ({"x": np.zeros((2, 8, 8, 3), dtype=np.uint8), "y": np.array([0, 1])}, "channels first"),
         (
             {"x": np.zeros((2, 1)), "y": np.array([0, 1]), "client": np.zeros(3)},

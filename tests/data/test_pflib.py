@@ -146,6 +146,10 @@ def test_a_pickle_inside_an_object_array_is_refused_as_well(tmp_path):
         (lambda d: np.savez(d / "test" / "1.npz", data=np.zeros(3)), "one pickled object is expected"),
         (lambda d: np.savez(d / "test" / "1.npz", data={"x": 1}), "must hold a dict with x and y"),
         (lambda d: write_client(d, 1, *[(np.zeros((2, 5)), np.zeros(2, int))] * 2), "the files before have"),
+        (
+            lambda d: [write_client(d, k, *[(np.zeros((2,) * 6), np.array([0, 1]))] * 2) for k in range(2)],
+            "allowed are 1 to 4 axes, none empty",
+        ),
         (lambda d: write_client(d, 1, *[(np.array(["a", "b"]), np.zeros(2, int))] * 2), "no text"),
         (lambda d: write_client(d, 1, *[(np.zeros((2, 1, 4, 4)), np.array(["a", "b"]))] * 2), "no text"),
         (lambda d: write_client(d, 1, *[([[1], [1, 2]], np.zeros(2, int))] * 2), "are no arrays"),
