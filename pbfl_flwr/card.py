@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from pbfl_flwr.task import Task
+from pbfl_flwr.task import MAX_AXES, Task
 
 MAX_VALUES = 10**8  # of one input
 
@@ -22,6 +22,7 @@ class Card(BaseModel):
         labels: the K names.
         columns: names of the features, of tables.
         vocabulary: of text: the tokens, whose places are the ids that inputs are made of.
+        text_column: of text: the column of a table that holds it, where it was said; "" is none in particular.
         images: whether inputs are uint8 images; else they are token ids where there is a vocabulary, or float32.
         scale, shift: one number a channel (the first axis): the network is fed x·scale + shift.
         unit_features: whether the head reads features of unit length.
@@ -36,10 +37,11 @@ class Card(BaseModel):
     participations: int = Field(ge=0)
     num_classes: int = Field(ge=2, le=10**6)
     feature_dim: int = Field(ge=1, le=65_536)
-    input_shape: tuple[Annotated[int, Field(ge=1)], ...] = Field(min_length=1, max_length=4)
+    input_shape: tuple[Annotated[int, Field(ge=1)], ...] = Field(min_length=1, max_length=MAX_AXES)
     labels: tuple[str, ...]
     columns: tuple[str, ...]
     vocabulary: tuple[str, ...] = ()
+    text_column: str = ""
     images: bool
     scale: tuple[float, ...]
     shift: tuple[float, ...]
@@ -61,3 +63,9 @@ class Card(BaseModel):
     def task(self) -> Task:
         """K, d and the shape of an input."""
         return Task(self.num_classes, self.feature_dim, self.input_shape, len(self.vocabulary))
+
+
+def fault(error: ValidationError) -> str:
+    """Return in a line what is wrong with a card."""
+    found = error.errors()[0]
+    return f"{'.'.join(map(str, found['loc'])) or 'card'}: {found['msg']}"

@@ -6,6 +6,8 @@ from typing import Any, Self
 
 from pbfl_flwr.errors import PbflError
 
+MAX_AXES = 4  # of an input that is read from files
+
 
 @dataclass(frozen=True)
 class Task:

@@ -164,6 +164,7 @@ def predict(
     ] = "head",
     form: Annotated[Format, typer.Option("--format", help="How the answer is printed.")] = Format.table,
     model: Code = "",
+    text_column: TextColumn = "",
 ) -> None:
     """Print class and probability for every image, row and line."""
     from pbfl_flwr.serving.predict import open_exported, written
@@ -171,7 +172,7 @@ def predict(
 
     try:
         exported = open_exported(model_dir.expanduser(), model)
-        found = list(ask(exported, files, by))
+        found = list(ask(exported, files, by, text_column))
     except PbflError as error:
         raise ended(error) from None
     print(written(found, exported.card.labels, form.value), end="")

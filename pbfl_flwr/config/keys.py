@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from pbfl_flwr.config.attack import Attack
 from pbfl_flwr.config.choices import choice, one_or_each
+from pbfl_flwr.task import MAX_AXES
 
 Scalar = bool | int | float | str
 Auto = Literal["auto"]
@@ -147,8 +148,8 @@ def _labels(text: str) -> str:
 
 def _shape(text: str) -> str:
     sides = text.split(",") if text else []
-    if len(sides) > 4 or not all(re.fullmatch(r"[1-9]\d{0,5}", side) for side in sides):
-        raise ValueError("nothing, or 1 to 4 whole numbers from 1, e.g. '3,64,64'")
+    if len(sides) > MAX_AXES or not all(re.fullmatch(r"[1-9]\d{0,5}", side) for side in sides):
+        raise ValueError(f"nothing, or 1 to {MAX_AXES} whole numbers from 1, e.g. '3,64,64'")
     return text
 
 

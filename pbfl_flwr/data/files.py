@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import zipfile
+import zlib
 from collections.abc import Callable, Iterable, Sequence
+from io import BufferedIOBase
 from pathlib import Path
 
 from filelock import FileLock
@@ -11,6 +14,19 @@ from filelock import FileLock
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data.cache import home
 from pbfl_flwr.errors import PbflError
+
+# What reading a compressed file raises that is damaged, encrypted, or compressed in a way that Python does not know; or
+# whose arrays are, as it says, larger than any memory.
+UNREADABLE = (
+    OSError,
+    EOFError,
+    ValueError,
+    RuntimeError,
+    MemoryError,
+    OverflowError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
 
 
 def data_root(settings: DataSettings) -> Path:
@@ -63,6 +79,19 @@ def check_memory(size: int, path: Path) -> None:
         raise PbflError(
             f"{path} holds {size / 2**20:,.0f} MiB, more than this machine's memory of {memory / 2**20:,.0f} MiB"
         )
+
+
+def unpack(source: BufferedIOBase, target: BufferedIOBase, path: Path) -> None:
+    """Copy the content of a compressed file that does not say how large it is; no more than memory would hold.
+
+    Raises:
+        PbflError: as :func:`check_memory`.
+    """
+    size = 0
+    while block := source.read(2**20):
+        size += len(block)
+        check_memory(size, path)
+        target.write(block)
 
 
 def missing(settings: DataSettings, looked: Sequence[Path], goes_to: Path | None) -> PbflError:

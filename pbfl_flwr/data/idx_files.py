@@ -8,9 +8,7 @@ classes; its images stay transposed, as the files and torchvision have them.
 from __future__ import annotations
 
 import gzip
-import shutil
 import tempfile
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ import numpy as np
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data.cache import Allocate, cached
 from pbfl_flwr.data.contract import Pool
-from pbfl_flwr.data.files import damaged, data_root, fetch, missing
+from pbfl_flwr.data.files import UNREADABLE, damaged, data_root, fetch, missing, unpack
 
 DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 _MNIST_FILES = tuple(
@@ -103,18 +101,9 @@ def _load(
             with tempfile.TemporaryDirectory() as scratch:  # torchvision's reader takes plain files only
                 plain = Path(scratch) / path.stem
                 with gzip.open(path) as source, plain.open("wb") as target:
-                    shutil.copyfileobj(source, target)
+                    unpack(source, target, path)
                 return reader(str(plain)).numpy()
-        except (
-            OSError,
-            EOFError,
-            zlib.error,
-            ValueError,
-            TypeError,
-            KeyError,
-            RuntimeError,
-            AssertionError,
-        ) as error:
+        except (*UNREADABLE, TypeError, KeyError, AssertionError) as error:
             raise damaged(settings, path, error) from error
 
     return cached(settings.dataset, found, decode)

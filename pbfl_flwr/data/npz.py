@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zipfile
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data.cache import Allocate, cached
 from pbfl_flwr.data.contract import Pool, Rows
-from pbfl_flwr.data.files import check_memory, given_path
+from pbfl_flwr.data.files import UNREADABLE, check_memory, given_path
 from pbfl_flwr.data.labels import numbered_classes
 from pbfl_flwr.data.validation import check_labels
 from pbfl_flwr.errors import PbflError
@@ -96,9 +95,9 @@ def read_arrays(path: Path, who: str, needed: Sequence[str]) -> dict[str, NDArra
             if absent := [key for key in needed if key not in archive]:
                 raise PbflError(f"{who}: {path} has no array '{absent[0]}'; it has {sorted(archive.files)}")
             return dict(archive)
-    # RuntimeError: encrypted, or compressed in a way that Python does not know.
-    except (OSError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
-        raise PbflError(f"{who}: {path} is not a readable .npz file of plain arrays ({error})") from error
+    except UNREADABLE as error:
+        reason = " ".join(str(error).split())
+        raise PbflError(f"{who}: {path} is not a readable .npz file of plain arrays ({reason})") from error
 
 
 def _inputs(values: NDArray[Any], path: Path, name: str) -> NDArray[Any]:

@@ -177,8 +177,8 @@ def _read_part(path: Path) -> tuple[NDArray[Any], Rows]:
     if not isinstance(content, dict) or not {"x", "y"} <= content.keys():
         raise PbflError(f"{path} must hold a dict with x and y")
     try:
-        x, y = np.asarray(content["x"]), np.asarray(content["y"])
-    except ValueError as error:  # lists of different lengths
+        x, y = (_array(content[name]) for name in ("x", "y"))
+    except (ValueError, TypeError, OverflowError) as error:  # lists of different lengths, or of other things
         raise PbflError(f"{path}: x and y are no arrays ({error})") from error
     numbers = all(np.issubdtype(part.dtype, np.number) for part in (x, y))
     if not numbers or x.ndim < 1 or y.shape != (len(x),):
@@ -189,3 +189,8 @@ def _read_part(path: Path) -> tuple[NDArray[Any], Rows]:
     if not np.array_equal(whole, y):
         raise PbflError(f"{path}: y is not whole numbers")
     return x, whole
+
+
+def _array(values: object) -> NDArray[Any]:
+    # A list is read as numbers: as an array of strings each cell would take the longest one's room.
+    return values if isinstance(values, np.ndarray) else np.asarray(values, dtype=np.float64)

@@ -1,63 +1,265 @@
-"""Read a pickled object array without letting the file run code.
+"""Read a pickled object array without letting the file run code, or say what lies in memory.
 
-``numpy.load(allow_pickle=True)`` executes whatever a file says. Here only what NumPy needs to rebuild arrays
-can be named by the file; everything else is refused before it is called.
+``numpy.load(allow_pickle=True)`` executes whatever a file says. NumPy's own classes are no safer: an array and a dtype
+take over the state that a pickle gives them, and bytes that are said to be objects are pointers. Here a file gets
+neither. What it may name are stand-ins, which only note what NumPy would have been told; arrays of plain numbers and
+text are made of these notes afterwards. Everything else is refused before it is called.
 """
 
 from __future__ import annotations
 
 import pickle
+import re
+import struct
 import zipfile
-import zlib
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
+from pbfl_flwr.data.files import UNREADABLE, check_memory
 from pbfl_flwr.errors import PbflError
 
 _MULTIARRAY = ("numpy.core.multiarray", "numpy._core.multiarray")
 _NUMERIC = ("numpy.core.numeric", "numpy._core.numeric")
-_ALLOWED = {
-    ("numpy", "ndarray"),
-    ("numpy", "dtype"),
-    ("_codecs", "encode"),  # bytes in pickles of protocol 2 and below
-    *((module, name) for module in _MULTIARRAY for name in ("_reconstruct", "scalar")),
-    *((module, "_frombuffer") for module in _NUMERIC),
-    *(
-        ("builtins", name)
-        for name in ("dict", "list", "tuple", "bytes", "bytearray", "int", "float", "str", "bool")
-    ),
+_BUILTINS = ("builtins", "__builtin__")
+_PLAIN = re.compile(r"\?|b1|[iu][1248]|f(2|4|8|12|16)|c(8|16|24|32)|[SU][1-9]\d{0,5}")
+_OBJECTS = ("O", "O4", "O8")
+# What NumPy's arrays in dicts and lists are written with.
+_OPCODES = (
+    pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.POP, pickle.POP_MARK,
+    pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1,
+    pickle.BINFLOAT, pickle.BINUNICODE, pickle.SHORT_BINUNICODE, pickle.BINUNICODE8,
+    pickle.BINBYTES, pickle.SHORT_BINBYTES, pickle.BINBYTES8, pickle.BYTEARRAY8,
+    pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3,
+    pickle.EMPTY_LIST, pickle.APPEND, pickle.APPENDS, pickle.EMPTY_DICT, pickle.SETITEM, pickle.SETITEMS,
+    pickle.BINGET, pickle.LONG_BINGET, pickle.BINPUT, pickle.LONG_BINPUT, pickle.MEMOIZE,
+    pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.REDUCE, pickle.BUILD,
+)  # fmt: skip
+
+
+class _Dtype:
+    """What a file says of a dtype: plain numbers, text, or objects, for which there are lists."""
+
+    def __init__(self, name: object, align: object = False, copy: object = True) -> None:
+        if not isinstance(name, str) or not (_PLAIN.fullmatch(name) or name in _OBJECTS):
+            shown = repr(name[:40]) if isinstance(name, str) else f"a {type(name).__name__}"
+            raise pickle.UnpicklingError(f"it wants the dtype {shown}, and only numbers and text are allowed")
+        self.dtype: np.dtype[Any] = np.dtype(object if name in _OBJECTS else name)
+
+    def restore(self, state: object) -> None:
+        """Note the order of the bytes; a state with names, fields, other flags or a shape of its own is refused."""
+        order = state[1] if isinstance(state, tuple) and len(state) == 8 else None
+        dtype = self.dtype.newbyteorder(order) if order in ("<", ">", "|") else self.dtype
+        if dtype.__reduce__()[2] != state:
+            raise pickle.UnpicklingError(
+                f"it changes the dtype {self.dtype}, and only numbers and text are allowed"
+            )
+        self.dtype = dtype
+
+
+class _Array:
+    """What a file says of an array; nothing of it is true before :class:`_Found` has looked at it."""
+
+    def __init__(self, data: Any, dtype: Any, shape: Any = (), order: Any = "C") -> None:
+        self.data, self.dtype, self.shape, self.order = data, dtype, shape, order
+
+    def restore(self, state: object) -> None:
+        """Note what an array's ``__setstate__`` would get."""
+        if not isinstance(state, tuple) or len(state) != 5:
+            raise pickle.UnpicklingError("the state of an array is none that NumPy writes")
+        _, self.shape, self.dtype, fortran, self.data = state
+        self.order = "F" if fortran else "C"
+
+
+class _Scalar(_Array):
+    """What a file says of a number of NumPy's."""
+
+
+class _Dict(dict[str | int, Any]):
+    """A dict whose keys are names or numbers: the hash of tuples in tuples in tuples ... overflows the stack."""
+
+    def __setitem__(self, key: str | int, value: Any) -> None:
+        if not isinstance(key, str | int):
+            raise pickle.UnpicklingError(
+                f"a key of a dict is a {type(key).__name__}; allowed are names and numbers"
+            )
+        super().__setitem__(key, value)
+
+
+def _ndarray(*_: object) -> None:
+    """Stand for the class of arrays, which files name and never call."""
+    raise pickle.UnpicklingError("it wants to lay an array over memory, and only NumPy arrays are allowed")
+
+
+def _reconstruct(kind: object, shape: object, code: object) -> _Array:
+    if kind is not _ndarray:
+        raise pickle.UnpicklingError("it wants another class of arrays, and only NumPy arrays are allowed")
+    return _Array(None, None)
+
+
+def _frombuffer(data: object, dtype: object, shape: object, order: object) -> _Array:
+    return _Array(data, dtype, shape, order)
+
+
+def _scalar(dtype: object, data: object) -> _Scalar:
+    return _Scalar(data, dtype)
+
+
+def _encode(text: object, encoding: object) -> object:
+    """Return text as it is: bytes in pickles of protocol 2, which :class:`_Found` encodes."""
+    if encoding != "latin1":
+        raise pickle.UnpicklingError("it wants an encoding, and only bytes are allowed")
+    return text
+
+
+def _bytes() -> bytes:
+    """Return no bytes, which have no other form in pickles of protocol 2."""
+    return b""
+
+
+_GIVEN: dict[tuple[str, str], Any] = {
+    ("numpy", "ndarray"): _ndarray,
+    ("numpy", "dtype"): _Dtype,
+    ("_codecs", "encode"): _encode,
+    **{(module, "bytes"): _bytes for module in _BUILTINS},
+    **{(module, "_reconstruct"): _reconstruct for module in _MULTIARRAY},
+    **{(module, "scalar"): _scalar for module in _MULTIARRAY},
+    **{(module, "_frombuffer"): _frombuffer for module in _NUMERIC},
 }
 
 
-class _ArrayUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str, /) -> Any:
-        if (module, name) not in _ALLOWED:
+# Python's own one and not the faster one in C, whose memo a number in the file makes as long as it likes, and whose
+# instructions cannot be left out. An array is a few instructions, whatever its size.
+class _ArrayUnpickler(pickle._Unpickler):
+    dispatch: ClassVar[dict[int, Any]] = {code[0]: pickle._Unpickler.dispatch[code[0]] for code in _OPCODES}
+    stack: list[Any]
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _GIVEN:
             raise pickle.UnpicklingError(
-                f"it wants to call {module}.{name}, and only NumPy arrays are allowed"
+                f"it wants to call {f'{module}.{name}'[:80]}, and only NumPy arrays are allowed"
             )
-        return super().find_class(module, name)
+        return _GIVEN[module, name]
+
+    def load_empty_dictionary(self) -> None:
+        self.stack.append(_Dict())
+
+    def load_reduce(self) -> None:
+        arguments, function = self.stack.pop(), self.stack.pop()
+        if not callable(function) or not isinstance(arguments, tuple):
+            raise pickle.UnpicklingError(
+                f"it wants to call a {type(function).__name__}, and only NumPy arrays are allowed"
+            )
+        try:
+            self.stack.append(function(*arguments))
+        except TypeError as error:
+            raise pickle.UnpicklingError(
+                f"it wants to call NumPy otherwise than for an array ({error})"
+            ) from error
+
+    def load_build(self) -> None:
+        state = self.stack.pop()
+        if not isinstance(self.stack[-1], _Array | _Dtype):
+            raise pickle.UnpicklingError(
+                f"it changes a {type(self.stack[-1]).__name__}, and only NumPy arrays have a state"
+            )
+        self.stack[-1].restore(state)
+
+    # Python would fill an array of bytes with zeros, as many as the file says, before it reads them.
+    dispatch[pickle.BYTEARRAY8[0]] = dispatch[pickle.BINBYTES8[0]]
+    dispatch[pickle.EMPTY_DICT[0]] = load_empty_dictionary
+    dispatch[pickle.REDUCE[0]] = load_reduce
+    dispatch[pickle.BUILD[0]] = load_build
+
+
+class _Found:
+    """Makes arrays of what was noted.
+
+    Args:
+        size: bytes of the file. What stands in several places counts in each of them, and all together must not be
+            larger: lists of lists of the same list would grow without end.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._room = size
+
+    def plain(self, found: Any) -> Any:
+        """Return what was read with arrays for their stand-ins, in dicts, lists and tuples."""
+        self._take(1)
+        match found:
+            case _Scalar():
+                return self._array(found)[()]
+            case _Array():
+                return self._array(found)
+            case dict():
+                return {key: self.plain(value) for key, value in found.items()}
+            case list() | tuple():
+                return type(found)(self.plain(each) for each in found)
+        return found
+
+    def _array(self, found: _Array) -> NDArray[Any]:
+        shape, data = found.shape, found.data
+        if not isinstance(found.dtype, _Dtype) or not isinstance(shape, tuple):
+            raise pickle.UnpicklingError("an array has no type or no shape")
+        if not all(type(side) is int and side >= 0 for side in shape):
+            raise pickle.UnpicklingError("the shape of an array is not of whole numbers from 0")
+        values: NDArray[Any]
+        if found.dtype.dtype.hasobject:
+            values = self._objects(data)
+        else:
+            values = np.frombuffer(
+                data.encode("latin1") if isinstance(data, str) else data, found.dtype.dtype
+            )
+            self._take(values.nbytes)
+        return values.reshape(shape, order=found.order)
+
+    def _objects(self, data: object) -> NDArray[Any]:
+        if not isinstance(data, list):
+            raise pickle.UnpicklingError(
+                "it says where objects lie in memory, and only NumPy arrays are allowed"
+            )
+        values = np.empty(len(data), dtype=object)
+        for place, each in enumerate(data):
+            values[place] = self.plain(each)
+        return values
+
+    def _take(self, room: int) -> None:
+        self._room -= room
+        if self._room < 0:
+            raise pickle.UnpicklingError("the same part of it stands in too many places")
 
 
 def load_object_array(path: Path, key: str) -> Any:
     """Return the Python object that ``np.savez(path, key=object)`` stored; arrays, dicts and lists only.
 
     Raises:
-        PbflError: if the file is unreadable, has no such key, or names anything but NumPy arrays.
+        PbflError: if the file is unreadable or larger than the memory, has no such key, or names anything but NumPy
+            arrays of plain numbers and text.
     """
+    name = f"{key}.npy"
     try:
-        with zipfile.ZipFile(path) as archive, archive.open(f"{key}.npy") as file:
-            return _load(file)
-    except KeyError as error:
-        raise PbflError(f"{path} has no array '{key}'") from error
-    except (OSError, EOFError, ValueError, TypeError, AttributeError, IndexError) as error:
-        raise PbflError(f"{path} is not a readable dataset file: {error}") from error
-    except (RuntimeError, zipfile.BadZipFile, zlib.error, pickle.UnpicklingError) as error:
-        raise PbflError(f"{path} is refused: {error}") from error
+        with zipfile.ZipFile(path) as archive:
+            if name not in archive.namelist():
+                raise PbflError(f"{path} has no array '{key}'")
+            size = archive.getinfo(name).file_size
+            check_memory(size, path)
+            with archive.open(name) as file:
+                return _load(file, size)
+    except (
+        *UNREADABLE,
+        TypeError,
+        AttributeError,
+        IndexError,
+        struct.error,
+        pickle.UnpicklingError,
+    ) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise PbflError(f"{path} is refused: {reason}") from error
 
 
-def _load(file: IO[bytes]) -> Any:
+def _load(file: IO[bytes], size: int) -> Any:
     version = np.lib.format.read_magic(file)
     read_header = (
         np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
@@ -65,5 +267,13 @@ def _load(file: IO[bytes]) -> Any:
     shape, _, dtype = read_header(file)
     if shape != () or not dtype.hasobject:
         raise ValueError(f"it holds {dtype} of shape {shape} where one pickled object is expected")
-    content = _ArrayUnpickler(file).load()
+    try:
+        found = _ArrayUnpickler(file).load()
+    except EOFError as error:
+        raise pickle.UnpicklingError("it ends before its time") from error
+    except KeyError as error:
+        raise pickle.UnpicklingError(f"it has the instruction {error}, which no array needs") from error
+    content = _Found(size).plain(found)
+    if not isinstance(content, np.ndarray) or content.shape != ():
+        raise ValueError("it holds no array where one pickled object is expected")
     return content.item()  # an object array of shape ()

@@ -131,7 +131,9 @@ def texts_of(path: Path, text_column: str = "") -> Iterator[str]:
 def _text_place(path: Path, names: tuple[str, ...], wanted: str) -> int:
     name = wanted or TEXT
     if name not in names:
-        raise PbflError(f"{path} has no column '{name}' with texts; it has {shown(names)}")
+        raise PbflError(
+            f"{path} has no column '{name}' with texts; it has {shown(names)}; text-column names another"
+        )
     return names.index(name)
 
 

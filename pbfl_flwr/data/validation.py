@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from pbfl_flwr.data.contract import Pool
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.task import MAX_AXES
 
 _ROWS_AT_A_TIME = 4096
 
@@ -17,8 +18,8 @@ def validate(pool: Pool, name: str) -> None:
     """Check a pool from top to bottom.
 
     Raises:
-        PbflError: if lengths disagree, labels are not 0..K-1, K < 2, an input is NaN or infinite, or a token id is
-            not in the vocabulary.
+        PbflError: if lengths disagree, an input has too many axes or an empty one, labels are not 0..K-1, K < 2, an
+            input is NaN or infinite, or a token id is not in the vocabulary.
     """
     rows = len(pool.labels)
     if len(pool.inputs) != rows or rows == 0:
@@ -33,9 +34,9 @@ def validate(pool: Pool, name: str) -> None:
         raise PbflError(
             f"dataset '{name}' marks training rows but has no client column; allowed is both or neither"
         )
-    if not pool.input_shape or min(pool.input_shape) < 1:
+    if not 1 <= len(pool.input_shape) <= MAX_AXES or min(pool.input_shape) < 1:
         raise PbflError(
-            f"dataset '{name}' has inputs of shape {pool.input_shape}; allowed is 1 axis or more, none empty"
+            f"dataset '{name}' has inputs of shape {pool.input_shape}; allowed are 1 to {MAX_AXES} axes, none empty"
         )
     check_labels(pool.labels, name, pool.num_classes)
     if pool.vocabulary:

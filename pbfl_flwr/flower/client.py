@@ -13,19 +13,22 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
+from logging import WARNING
 from typing import Any
 
 import torch
 from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord
 from flwr.client.mod import secaggplus_mod
 from flwr.clientapp import ClientApp
+from flwr.common import log
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS
 from flwr.compat.common.recorddict_compat import fitres_to_recorddict
+from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.random import fork_rng
 
 from pbfl_flwr import seeds
-from pbfl_flwr.card import Card
+from pbfl_flwr.card import Card, fault
 from pbfl_flwr.config import Settings
 from pbfl_flwr.errors import PbflError, pointed
 from pbfl_flwr.flower import faults, wire
@@ -268,12 +271,23 @@ def _unnoticed(client: Client) -> Iterator[None]:
 def _card(opened: Opened, participations: int) -> str:
     """Return what one needs to know of the client's network to use it elsewhere, as JSON.
 
-    Nothing for an app's own data that is not normalised by channel or does not name its classes.
+    Nothing for an app's own data that is not normalised by channel or does not name its classes, nor, with a line in
+    the log, for what a card cannot hold: it is for later, and must not cost the client its round.
     """
     client, data = opened.client, opened.client.data
     channels = client.task.input_shape[0]
     if not data.scale.numel() == data.shift.numel() == channels or len(data.label_names) != data.num_classes:
         return ""
+    try:
+        return _written(opened, participations)
+    except ValueError as error:  # pydantic's, of values and of writing them
+        said = fault(error) if isinstance(error, ValidationError) else str(error)
+        log(WARNING, "client %s: its model of this round cannot be exported (%s)", client.key, said)
+        return ""
+
+
+def _written(opened: Opened, participations: int) -> str:
+    client, data = opened.client, opened.client.data
     return Card(
         method=opened.method.name,
         client=str(client.key),
@@ -286,6 +300,7 @@ def _card(opened: Opened, participations: int) -> str:
         labels=tuple(data.label_names),
         columns=tuple(data.columns),
         vocabulary=tuple(data.vocabulary),
+        text_column=opened.settings.data.text_column if opened.settings.data.dataset == "text" else "",
         images=data.train.inputs.dtype is torch.uint8,
         scale=tuple(data.scale.flatten().tolist()),
         shift=tuple(data.shift.flatten().tolist()),

@@ -123,7 +123,7 @@ def read_state(file: Path) -> Kept:
     if not metadata.get("card"):
         raise PbflError(
             f"{file} does not say what its model takes: it is no client's state, of an older version, or of an app "
-            "whose data has no names of classes or no normalisation by channel"
+            "whose data has no names of classes, no normalisation by channel, or what a card cannot hold"
         )
     try:
         card = Card.model_validate_json(metadata["card"])

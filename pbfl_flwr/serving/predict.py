@@ -25,7 +25,7 @@ from safetensors.torch import load
 from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from pbfl_flwr.card import Card
+from pbfl_flwr.card import Card, fault
 from pbfl_flwr.data import tokens
 from pbfl_flwr.data.columns import CLIENT, LABEL, SUFFIXES
 from pbfl_flwr.data.image_folder import one_image
@@ -139,8 +139,7 @@ def _card(path: Path) -> tuple[Card, dict[str, str]]:
     except FileNotFoundError:
         raise PbflError(f"{path.parent} is no exported model: it has no {CARD}") from None
     except ValidationError as error:
-        found = error.errors()[0]
-        raise PbflError(f"{path}: {'.'.join(map(str, found['loc'])) or 'card'}: {found['msg']}") from None
+        raise PbflError(f"{path}: {fault(error)}") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise PbflError(f"{path} cannot be read ({error})") from None
 
@@ -155,19 +154,27 @@ def _tensors(path: Path, hashes: Mapping[str, str]) -> dict[str, Tensor]:
         raise PbflError(f"{path} cannot be read ({error})") from None
 
 
-def predict(model: Exported, files: Sequence[Path], by: str = HEAD) -> Iterator[Prediction]:
+def predict(
+    model: Exported, files: Sequence[Path], by: str = HEAD, text_column: str = ""
+) -> Iterator[Prediction]:
     """Yield a prediction for every image and every row, in the order of the files.
 
     Args:
         model: see :func:`open_exported`.
         files: images, folders of images, ``.npz`` files with ``x``, CSV or Parquet files, ``.txt`` with a text a line.
         by: see :meth:`Exported.probabilities`.
+        text_column: of tables of texts, the column that holds them; by default the one of the training.
 
     Raises:
-        PbflError: for a file that cannot be read or does not fit the model's input.
+        PbflError: for a file that cannot be read or does not fit the model's input, or a column of texts for a model
+            that reads none.
     """
-    labels = model.card.labels
-    for file, first, inputs in _inputs(model.card, files):
+    card, labels = model.card, model.card.labels
+    if text_column:
+        if not card.vocabulary:
+            raise PbflError(f"text-column = '{text_column}': this model reads no text")
+        card = card.model_copy(update={"text_column": text_column})
+    for file, first, inputs in _inputs(card, files):
         for row, found in enumerate(model.probabilities(inputs, by), start=first):
             best = int(found.argmax())
             yield Prediction(file, row, labels[best], float(found[best]), tuple(found.tolist()))
@@ -229,7 +236,7 @@ def _texts(card: Card, path: Path) -> NDArray[Any]:
         raise PbflError(
             f"{path} is text, but this model takes inputs of shape {card.input_shape} and no tokens"
         )
-    texts = list(texts_of(path))
+    texts = list(texts_of(path, card.text_column))
     ids = np.empty((len(texts), *card.input_shape), np.int32)
     tokens.encode(texts, card.vocabulary, ids)
     return ids

@@ -1,3 +1,4 @@
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,6 +65,11 @@ def test_bytes_are_images(save):
             "not a readable .npz file of plain arrays",
         ),
         ({"x": np.array([["a"]] * 2), "y": np.array([0, 1])}, "allowed are numbers"),
+        (
+            {"x": np.zeros((4, 2, 2, 2, 2, 2)), "y": np.array([0, 1, 0, 1])},
+            r"inputs of shape \(2, 2, 2, 2, 2\); allowed are 1 to 4 axes, none empty",
+        ),
+        ({"x": np.zeros((4, 2, 0)), "y": np.array([0, 1, 0, 1])}, "allowed are 1 to 4 axes, none empty"),
         ({"x": np.zeros((2, 8, 8, 3), dtype=np.uint8), "y": np.array([0, 1])}, "channels first"),
         (
             {"x": np.zeros((2, 1)), "y": np.array([0, 1]), "client": np.zeros(3)},
@@ -80,6 +86,17 @@ def test_a_file_that_is_no_archive_is_named(tmp_path):
     (tmp_path / "set.npz").write_bytes(b"not a zip")
     with pytest.raises(PbflError, match=r"set.npz is not a readable .npz file"):
         load_pool(DataSettings(dataset="npz", data_dir=str(tmp_path / "set.npz")))
+
+
+def test_an_array_that_says_it_is_larger_than_any_memory(tmp_path: Path) -> None:
+    header = np.lib.format.magic(1, 0) + (118).to_bytes(2, "little")
+    header += (
+        f"{{'descr': '<f8', 'fortran_order': False, 'shape': ({10**15},), }}".ljust(117).encode() + b"\n"
+    )
+    with zipfile.ZipFile(tmp_path / "set.npz", "w") as archive:
+        archive.writestr("x.npy", header + bytes(8))
+    with pytest.raises(PbflError, match=r"set\.npz is not a readable \.npz file .*Unable to allocate"):
+        read_arrays(tmp_path / "set.npz", "test", ("x",))
 
 
 def test_har_clients_are_the_people(tmp_path):

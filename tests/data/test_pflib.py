@@ -78,6 +78,17 @@ def test_what_is_exported_comes_back_identical(tmp_path, dataset):
         export_pfl_directory(part, pool, tmp_path / "out")
 
 
+def test_lists_and_other_bytes_are_numbers_as_well(directory):
+    rows = [[k, k + 0.5] for k in range(6)]
+    values = np.array(rows)
+    for x, y in ((rows, [0, 1, 2] * 2), (values.astype(">f8"), np.array([0, 1, 2] * 2, ">i2"))):
+        for client in range(2):
+            write_client(directory, client, (x, y), (x[:2], y[:2]))
+        data = client_data(DataSettings(dataset="pflib", data_dir=str(directory)), 2, 1)
+        assert data.train.inputs.tolist() == rows
+        assert data.train.labels.tolist() == [0, 1, 2, 0, 1, 2]
+
+
 def test_a_client_with_an_empty_test_part_survives(tmp_path):
     write_client(
         tmp_path, 0, (np.zeros((2, 3), "f4"), np.array([0, 1])), (np.zeros((0, 3), "f4"), np.zeros(0, int))
@@ -135,9 +146,16 @@ def test_a_pickle_inside_an_object_array_is_refused_as_well(tmp_path):
         (lambda d: np.savez(d / "test" / "1.npz", data=np.zeros(3)), "one pickled object is expected"),
         (lambda d: np.savez(d / "test" / "1.npz", data={"x": 1}), "must hold a dict with x and y"),
         (lambda d: write_client(d, 1, *[(np.zeros((2, 5)), np.zeros(2, int))] * 2), "the files before have"),
+        (
+            lambda d: [write_client(d, k, *[(np.zeros((2,) * 6), np.array([0, 1]))] * 2) for k in range(2)],
+            "allowed are 1 to 4 axes, none empty",
+        ),
         (lambda d: write_client(d, 1, *[(np.array(["a", "b"]), np.zeros(2, int))] * 2), "no text"),
         (lambda d: write_client(d, 1, *[(np.zeros((2, 1, 4, 4)), np.array(["a", "b"]))] * 2), "no text"),
         (lambda d: write_client(d, 1, *[([[1], [1, 2]], np.zeros(2, int))] * 2), "are no arrays"),
+        (lambda d: write_client(d, 1, *[(["a" * 9, "b"], np.zeros(2, int))] * 2), "are no arrays"),
+        (lambda d: write_client(d, 1, *[([10**400, 1], np.zeros(2, int))] * 2), "are no arrays"),
+        (lambda d: write_client(d, 1, *[([{}, {}], np.zeros(2, int))] * 2), "are no arrays"),
         (
             lambda d: (d / "config.json").write_text('{"num_clients": 2, "num_classes": 1000000000000}'),
             "allowed are 1 to 100000 and 2 to 10000",

@@ -95,6 +95,18 @@ def test_fashion_mnist_is_found_where_debian_puts_it(tmp_path, write_idx, monkey
     assert pool.label_names[9] == "Ankle boot"
 
 
+def test_a_gzipped_file_that_would_fill_the_memory(tmp_path, write_idx, monkeypatch):
+    write_mnist(tmp_path, write_idx)
+    broken = tmp_path / "t10k-images-idx3-ubyte"
+    (tmp_path / f"{broken.name}.gz").write_bytes(gzip.compress(broken.read_bytes() + bytes(2**23)))
+    broken.unlink()
+    monkeypatch.setattr("os.sysconf", lambda name: 1024)
+    with pytest.raises(
+        PbflError, match=r"idx3-ubyte\.gz holds 2 MiB, more than this machine's memory of 1 MiB"
+    ):
+        load_pool(DataSettings(dataset="mnist", data_dir=str(tmp_path)))  # and no more of the 8 is unpacked
+
+
 def test_a_truncated_idx_file_is_named(tmp_path, write_idx):
     write_mnist(tmp_path, write_idx)
     broken = tmp_path / "t10k-images-idx3-ubyte"

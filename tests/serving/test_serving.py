@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 from pbfl_flwr.card import Card
 from pbfl_flwr.cli import app
-from pbfl_flwr.config import parse
-from pbfl_flwr.data import ClientData, own_data
+from pbfl_flwr.config import Settings, parse
+from pbfl_flwr.data import ClientData, Shard, own_data
 from pbfl_flwr.data.inspection import settings_for
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.store import load_tensors, save_tensors
@@ -306,6 +306,8 @@ def test_what_does_not_fit_is_one_line(
     for model, file, said in cases:
         with pytest.raises(PbflError, match=said):
             list(predict(model, [file]))
+    with pytest.raises(PbflError, match="text-column = 'said': this model reads no text"):
+        list(predict(garden, [flowers.place / "iris.csv"], text_column="said"))
 
 
 def copy_of(source: Path, target: Path) -> Path:
@@ -384,6 +386,40 @@ def test_where_a_state_is_looked_for(sites: Ran, tmp_path: Path) -> None:
     save_tensors(tmp_path / "old.safetensors", tensors, metadata)
     with pytest.raises(PbflError, match="does not say what its model takes"):
         read_state(tmp_path / "old.safetensors")
+
+
+def five_axes(settings: Settings, client: int) -> ClientData:
+    """What an app's own data may be, and data that are read from files may not."""
+    labels = torch.arange(8) % 2
+    x = torch.randn(8, 2, 2, 2, 2, 2, generator=torch.Generator().manual_seed(client))
+    ones = torch.ones(2, 1, 1, 1, 1)
+    return ClientData(Shard(x, labels), Shard(x, labels), 2, ("a", "b"), ones, 0 * ones)
+
+
+def test_what_no_card_can_hold_costs_no_round(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fed = federation(
+        tmp_path, data=five_axes, on_disk=True, num_clients=2, models="mlp5", feature_dim=8
+    ).run()
+    assert [(line["trained"], line["failures"]) for line in fed.strategy.history] == [([0, 1], [])] * 2
+    said = [each for each in caplog.messages if "exported" in each]
+    assert len(said) == 4
+    assert "client 0: its model of this round cannot be exported (input_shape: Tuple should have" in said[0]
+    with pytest.raises(PbflError, match=r"does not say what its model takes: .* or what a card cannot hold"):
+        read_state(state_file(tmp_path / "run", "0"))
+
+
+def test_a_device_whose_inputs_have_too_many_axes_is_refused_before_training(
+    place: Path, tmp_path: Path
+) -> None:
+    np.savez(tmp_path / "x.npz", x=np.zeros((60, 2, 2, 2, 2, 2)), y=np.arange(60) % 2)
+    node = {"client-id": "clinic", "data-path": str(tmp_path / "x.npz")}
+    said = (
+        r"client-id = 'clinic': dataset 'npz' has inputs of shape \(2, 2, 2, 2, 2\); allowed are 1 to 4 axes"
+    )
+    with pytest.raises(PbflError, match=said):
+        ran(tmp_path, [node], models="mlp5", feature_dim=8)
+    refused = CliRunner().invoke(app, ["check-data", str(tmp_path / "x.npz")])
+    assert (refused.exit_code, "allowed are 1 to 4 axes" in " ".join(refused.output.split())) == (2, True)
 
 
 CODE = """

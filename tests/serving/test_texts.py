@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from pbfl_flwr.cli import app
-from pbfl_flwr.data import own_data
+from pbfl_flwr.data import own_data, tokens
 from pbfl_flwr.data.inspection import settings_for
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models import build_model
@@ -132,6 +132,48 @@ def test_other_files_are_refused_in_a_line(exported: tuple[str, Path], tmp_path:
             list(predict(model, [tmp_path / file]))
     np.savez(tmp_path / "ids.npz", x=np.ones((2, 200), int))
     assert len(list(predict(model, [tmp_path / "ids.npz"]))) == 2
+
+
+def test_texts_are_found_in_the_column_of_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PBFL_HOME", str(tmp_path / "home"))
+    words = {word for topic in TOPICS for word in topic.split()}
+    (tmp_path / "words.txt").write_text("\n".join([*tokens.SPECIALS, *sorted(words)]) + "\n")
+    rows = [f"{topic},{topic[::-1]},{number}" for number, topic in enumerate(TOPICS) for _ in range(4)]
+    (tmp_path / "t.csv").write_text("\n".join(["body,title,label", *rows]) + "\n")
+    node = {
+        "client-id": "north", "data-path": str(tmp_path / "t.csv"), "vocabulary": str(tmp_path / "words.txt"),
+        "text-column": "body", "input-shape": "8", "model": "fasttext", "state-dir": str(tmp_path / "state"),
+    }  # fmt: skip
+    federation(
+        tmp_path, data=None, on_disk=True, node_configs=[node], partitions=[0], num_clients=1, num_server_rounds=1,
+        feature_dim=16,
+    ).run()  # fmt: skip
+    out = tmp_path / "out"
+
+    def call(*arguments: object) -> tuple[int, str]:
+        done = CliRunner().invoke(app, [str(each) for each in arguments])
+        return done.exit_code, done.output
+
+    assert call("export", tmp_path / "state", "--out", out)[0] == 0
+    assert open_exported(out).card.text_column == "body"
+    code, bodies = call("predict", out, tmp_path / "t.csv", "--format", "csv")
+    assert (code, len(bodies.splitlines())) == (0, 17)
+    code, titles = call("predict", out, tmp_path / "t.csv", "--format", "csv", "--text-column", "title")
+    answers = {line.split(",")[-1] for line in titles.splitlines()[1:]}
+    assert (code, len(answers)) == (0, 1)  # none of their words is known
+    code, said = call("predict", out, tmp_path / "t.csv", "--text-column", "other")
+    assert (code, "has no column 'other' with texts" in " ".join(said.split())) == (2, True)
+    # a card of a version that did not keep the column
+    content = json.loads((out / "card.json").read_text())
+    del content["card"]["text_column"]
+    (out / "card.json").write_text(json.dumps(content))
+    with pytest.raises(
+        PbflError, match="no column 'text' with texts; it has body, title, label; text-column"
+    ):
+        list(predict(open_exported(out), [tmp_path / "t.csv"]))
+    assert call("predict", out, tmp_path / "t.csv", "--format", "csv", "--text-column", "body") == (0, bodies)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,298 @@
+"""Files of other tools that hold pickles: what NumPy writes is read, and what wants more is refused in a line."""
+
+import base64
+import json
+import pickle
+import struct
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pbfl_flwr.data.restricted_pickle import load_object_array
+from pbfl_flwr.errors import PbflError
+
+HEADER = np.lib.format.magic(1, 0) + (118).to_bytes(2, "little")
+HEADER += "{'descr': '|O', 'fortran_order': False, 'shape': (), }".ljust(117).encode() + b"\n"
+ROOT = Path(__file__).parents[2]
+
+# Of {"x": np.asfortranarray(np.arange(6, dtype="f4").reshape(2, 3)), "y": np.array([2, 1])}, by np.savez_compressed.
+BY_NUMPY_1_26 = (
+    "P)h>@EdT%j2mk;8ApjF%P~!jp|NsC0|NjU86aZvlbYU)TaCrd$5CHT600000002V)00000005<pOH0E*6oqdRpYc`S^&MX%h0>LaB0>WN7Y0)a2"
+    "z4QnS4p8wdM6Vx*g`k8?b<)!Kh;UnF2tn=W`=v_-1B|vkM|Ex9K6E2?6{##<ZDUp*5sljHv&S5>AwWTaTEL2Y=tiKL(lBEY*q?IsVDtUVqdWRsNI"
+    "Q6c0k-xJ8IFUNr)MXFT}M2KcpnGsfduJMBmANk<(y+e3i3M7~+h9vx>$QCLxE$9aqG;Iu8J~GR}`jLtHR$QPG4t$Gk3zx~|`SGo_bSp}1s?pK-Z"
+    "|D@q!9!&MKwl(ObAM9#o<hR}FT_`nS>>uy}(X41W7;P$lp26ujU1I1lyRLw&wRR!o**in-K;7i3k#XT$Cjd6bpJxHL31|Fr*0Ul3~%`%=ONXfuch"
+    "V=fz&a81Y$7eL)CNG{-ys#pZ;-yvk0Z>Z;0xbhA000080000X025+R;zI!d0Q3O>00;m800000000000Du7i0001FVRT_GZg6=}O9ci10000100"
+    "96t0001e0RR9100"
+)
+
+VALUES: dict[str, Any] = {
+    "C order": np.arange(24, dtype=np.float32).reshape(2, 3, 4),
+    "Fortran order": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+    "a part of an array": np.arange(24).reshape(4, 6)[::2, 1:5:2],
+    "big-endian": np.arange(5, dtype=">i4"),
+    "big-endian text": np.array(["a", "bé"], dtype=">U2"),
+    "no samples": np.zeros((0, 3, 4), np.float32),
+    "no axis": np.array(2.5),
+    "half": np.arange(3, dtype=np.float16),
+    "complex": np.array([1 + 2j]),
+    "bool": np.array([True, False]),
+    "bytes": np.array([b"ab", b"c"]),
+    "all bytes": np.arange(256, dtype=np.uint8),
+    "a number of NumPy's": np.float32(1.5),
+    "a big-endian number": np.array([7], dtype=">i8")[0],
+    "a truth of NumPy's": np.bool_(True),
+    "a text of NumPy's": np.str_("ab"),
+    "objects": np.array([np.arange(2), None, "a", [1, 2]], dtype=object),
+    "numbers": [[0, 1, 255, 70_000, -1, 2**40], (True, None, 0.5)],
+    "arrays in lists": [np.arange(2), {"in a dict": np.int8(3), 4: "four"}],
+}
+
+
+def store(path: Path, body: bytes) -> Path:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("data.npy", HEADER + body)
+    return path
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, np.ndarray) and one.dtype.hasobject:
+        return one.shape == other.shape and all(map(same, one.ravel(), other.ravel()))
+    if isinstance(one, np.ndarray | np.generic):
+        native = [each.dtype.newbyteorder("=") for each in (one, other)]
+        return type(one) is type(other) and native[0] == native[1] and np.array_equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
+    return type(one) is type(other) and one == other
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("name", VALUES)
+def test_what_numpy_writes_is_read(tmp_path: Path, name: str, protocol: int) -> None:
+    content = {"x": VALUES[name], "y": VALUES[name]}  # the second one of a dtype refers to the first
+    body = pickle.dumps(np.array(content, dtype=object), protocol=protocol)
+    if protocol == 3:  # names end with a line there
+        body = body.replace(b"numpy._core", b"numpy.core")  # as NumPy 1 calls it
+    expected = pickle.loads(body).item()
+    assert same(expected, load_object_array(store(tmp_path / "0.npz", body), "data"))
+
+
+def test_files_of_numpy_1_and_of_this_one(tmp_path: Path) -> None:
+    (tmp_path / "1.npz").write_bytes(base64.b85decode(BY_NUMPY_1_26))
+    x, y = np.asfortranarray(np.arange(6, dtype=np.float32).reshape(2, 3)), np.array([2, 1])
+    np.savez_compressed(tmp_path / "2.npz", data={"x": x, "y": y})
+    for name in ("1.npz", "2.npz"):
+        assert same({"x": x, "y": y}, load_object_array(tmp_path / name, "data"))
+
+
+def test_a_file_that_would_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    np.savez_compressed(tmp_path / "0.npz", data={"x": np.zeros(2**21, np.uint8)})
+    assert (tmp_path / "0.npz").stat().st_size < 2**14
+    monkeypatch.setattr("os.sysconf", lambda name: 1024)
+    with pytest.raises(PbflError, match=r"0\.npz holds 2 MiB, more than this machine's memory of 1 MiB"):
+        load_object_array(tmp_path / "0.npz", "data")
+
+
+# hostile files ----------------------------------------------------------------------------------------------
+
+
+def text(said: str) -> bytes:
+    return pickle.SHORT_BINUNICODE + bytes([len(said)]) + said.encode()
+
+
+def number(value: int) -> bytes:
+    return pickle.LONG1 + bytes([9]) + value.to_bytes(9, "little", signed=True)
+
+
+def named(module: str, name: str) -> bytes:
+    return text(module) + text(name) + pickle.STACK_GLOBAL
+
+
+def row(*parts: bytes) -> bytes:
+    return pickle.MARK + b"".join(parts) + pickle.TUPLE
+
+
+def call(function: bytes, *arguments: bytes) -> bytes:
+    return function + row(*arguments) + pickle.REDUCE
+
+
+def raw(data: bytes) -> bytes:
+    return pickle.BINBYTES + struct.pack("<I", len(data)) + data
+
+
+NO, YES, NONE, BUILD = pickle.NEWFALSE, pickle.NEWTRUE, pickle.NONE, pickle.BUILD
+ADDRESS = raw(b"A" * 8)
+NDARRAY = named("numpy", "ndarray")
+MULTIARRAY = "numpy.core.multiarray"
+
+
+def dtype(name: str, *state: bytes) -> bytes:
+    made = call(named("numpy", "dtype"), text(name), NO, YES)
+    return made + row(*state) + BUILD if state else made
+
+
+def state_of(
+    order: str = "<", subarray: bytes = NONE, names: bytes = NONE, fields: bytes = NONE, flags: int = 0
+) -> Any:
+    minus = number(-1)
+    return number(3), text(order), subarray, names, fields, minus, minus, number(flags)
+
+
+OBJECTS = dtype("O8", *state_of("|", flags=63))
+FLOATS = dtype("f8", *state_of())
+
+
+def array(kind: bytes, data: bytes, shape: bytes = row(number(1))) -> bytes:
+    made = call(named(MULTIARRAY, "_reconstruct"), NDARRAY, row(number(0)), raw(b"b"))
+    return made + row(number(1), shape, kind, NO, data) + BUILD
+
+
+def wrapped(content: bytes) -> bytes:
+    """An object array of no axis, as np.savez makes one of a dict."""
+    return array(OBJECTS, pickle.EMPTY_LIST + content + pickle.APPEND, row())
+
+
+def kept(place: int) -> bytes:
+    return pickle.BINPUT + bytes([place])
+
+
+def again(place: int) -> bytes:
+    return pickle.BINGET + bytes([place])
+
+
+DOUBLED = pickle.EMPTY_LIST + kept(0) + pickle.POP
+for depth in range(60):
+    DOUBLED += pickle.EMPTY_LIST + 2 * (again(depth) + pickle.APPEND) + kept(depth + 1) + pickle.POP
+
+ARRAYS = "only NumPy arrays are allowed"
+PLAIN = "only numbers and text are allowed"
+HOSTILE: dict[str, tuple[bytes, str]] = {
+    "an array over an address": (call(NDARRAY, row(), text("O"), ADDRESS), "lay an array over memory"),
+    "objects that are not marked": (array(dtype("O8", *state_of("|")), ADDRESS), "changes the dtype object"),
+    "objects as bytes": (array(OBJECTS, ADDRESS), "where objects lie in memory"),
+    "an object from bytes": (call(named(MULTIARRAY, "scalar"), OBJECTS, ADDRESS), "where objects lie in memory"),
+    "objects from a buffer": (
+        call(named("numpy._core.numeric", "_frombuffer"), ADDRESS, OBJECTS, row(number(1)), text("C")),
+        "where objects lie in memory",
+    ),
+    "fields": (dtype("V8"), f"wants the dtype 'V8', and {PLAIN}"),
+    "a list of fields": (dtype("O,f8"), f"wants the dtype 'O,f8', and {PLAIN}"),
+    "a dtype of a dtype": (
+        call(named("numpy", "dtype"), OBJECTS, NO, YES), f"wants the dtype a _Dtype, and {PLAIN}"
+    ),
+    "fields later": (
+        dtype("f8", *state_of(names=row(text("a")), fields=pickle.EMPTY_DICT)), "changes the dtype float64"
+    ),
+    "a dtype within": (
+        dtype("f8", *state_of(subarray=row(OBJECTS, row(number(1))))), "changes the dtype float64"
+    ),
+    "flags": (dtype("f8", *state_of(flags=1)), "changes the dtype float64"),
+    "more of a dtype": (dtype("f8", *state_of(), pickle.EMPTY_DICT), "changes the dtype float64"),
+    "numbers as a state": (array(FLOATS, NONE), "a bytes-like object is required"),
+    "too few bytes": (array(FLOATS, ADDRESS, row(number(10**15))), "cannot reshape array of size 1"),
+    "half a number": (array(FLOATS, raw(b"A" * 5)), "must be a multiple of element size"),
+    "fewer than none": (array(FLOATS, ADDRESS, row(number(-1))), "is not of whole numbers from 0"),
+    "no shape": (array(FLOATS, ADDRESS, NONE), "has no type or no shape"),
+    "no dtype": (array(NONE, ADDRESS), "has no type or no shape"),
+    "another class": (
+        call(named(MULTIARRAY, "_reconstruct"), named("numpy", "dtype"), row(), raw(b"b")), "another class"
+    ),
+    "a short state": (
+        call(named(MULTIARRAY, "_reconstruct"), NDARRAY, row(), raw(b"b")) + row(number(1)) + BUILD,
+        "none that NumPy writes",
+    ),
+    "a function that is changed": (
+        named(MULTIARRAY, "_reconstruct") + row(NONE, pickle.EMPTY_DICT) + BUILD, "changes a function"
+    ),
+    "a class that is changed": (named("numpy", "dtype") + pickle.EMPTY_DICT + BUILD, "changes a type"),
+    "a call of no function": (call(text("a")), f"wants to call a str, and {ARRAYS}"),
+    "a call with a string": (NDARRAY + text("abc") + pickle.REDUCE, f"wants to call a function, and {ARRAYS}"),
+    "a call without arguments": (call(named(MULTIARRAY, "scalar")), "otherwise than for an array"),
+    "bytes without end": (call(named("builtins", "bytes"), number(10**15)), "otherwise than for an array"),
+    "a list of a type": (call(named("builtins", "list"), text("a")), f"call builtins.list, and {ARRAYS}"),
+    "another codec": (call(named("_codecs", "encode"), text("a"), text("idna")), "wants an encoding"),
+    "an attribute of a function": (named(MULTIARRAY, "_reconstruct.__globals__"), ARRAYS),
+    "an object of its own": (NDARRAY + pickle.EMPTY_TUPLE + pickle.NEWOBJ, "has the instruction 129"),
+    "a set": (pickle.EMPTY_SET, "has the instruction 143"),
+    "a long memo": (NONE + pickle.LONG_BINPUT + struct.pack("<I", 2**32 - 2), "it holds no array"),
+    "a deep key": (
+        pickle.EMPTY_DICT + b")" + 10**6 * pickle.TUPLE1 + NONE + pickle.SETITEM, "a key of a dict is a tuple"
+    ),
+    "a deep list": (
+        wrapped(10**5 * pickle.EMPTY_LIST + (10**5 - 1) * pickle.APPEND), "maximum recursion depth"
+    ),
+    "lists that double": (wrapped(DOUBLED + again(60)), "stands in too many places"),
+    "an array many times": (
+        wrapped(
+            pickle.EMPTY_LIST + array(FLOATS, raw(bytes(8000)), row(number(1000))) + kept(0) + pickle.APPEND
+            + 1000 * (again(0) + pickle.APPEND)
+        ),
+        "stands in too many places",
+    ),
+    "an array in itself": (
+        call(named(MULTIARRAY, "_reconstruct"), NDARRAY, row(number(0)), raw(b"b")) + kept(0)
+        + row(number(1), row(), OBJECTS, NO, pickle.EMPTY_LIST + again(0) + pickle.APPEND) + BUILD,
+        "stands in too many places",
+    ),
+    "more bytes than there are": (pickle.BYTEARRAY8 + struct.pack("<Q", 2**35), "it ends before its time"),
+    "an end before its time": (pickle.BINBYTES + b"\x01", "unpack requires a buffer of 4 bytes"),
+    "nothing": (b"", "it ends before its time"),
+    "no array": (text("a"), "it holds no array where one pickled object is expected"),
+}  # fmt: skip
+
+ASK = """
+import json, sys
+from pathlib import Path
+from pbfl_flwr.data.restricted_pickle import load_object_array
+from pbfl_flwr.errors import PbflError
+
+for name in sorted(Path(sys.argv[1]).iterdir()):
+    print(json.dumps([name.stem]), end="", flush=True)
+    try:
+        load_object_array(name, "data")
+        print(json.dumps("was read"), flush=True)
+    except PbflError as error:
+        print(json.dumps(str(error)), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What is said of every hostile file, by a process of its own: one that dies must not take the tests with it."""
+    folder = tmp_path_factory.mktemp("hostile")
+    for name, (body, _) in HOSTILE.items():
+        store(folder / f"{name}.npz", b"\x80\x05" + body + pickle.STOP * bool(body))
+    done = subprocess.run(
+        [sys.executable, "-c", ASK, str(folder)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    lines = (line.partition("]") for line in done.stdout.splitlines())
+    return {json.loads(f"{name}]")[0]: said for name, _, said in lines}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_file_is_refused_in_a_line(verdicts: dict[str, str], name: str) -> None:
+    said = json.loads(verdicts.get(name) or '"the process died"')
+    assert f"{name}.npz is refused: " in said
+    assert HOSTILE[name][1] in said
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_any_byte_may_be_another_one(tmp_path: Path, protocol: int) -> None:
+    content = {"x": np.arange(4.0).reshape(2, 2), "y": [np.int8(1), np.array(["a"])]}
+    body = pickle.dumps(np.array(content, dtype=object), protocol=protocol)
+    refused = 0
+    for place in range(len(body)):
+        for bits in (0xFF, 1 << place % 8):
+            file = store(tmp_path / "0.npz", body[:place] + bytes([body[place] ^ bits]) + body[place + 1 :])
+            try:
+                load_object_array(file, "data")
+            except PbflError:
+                refused += 1
+    assert refused > len(body)
