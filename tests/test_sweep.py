@@ -66,6 +66,8 @@ def test_labels_can_name_directories_and_differ() -> None:
         (["cps-dim"], "--set cps-dim: allowed is key=value"),
         (["seed=true,false"], "--set seed=True,False: allowed are whole numbers from 0"),
         (["seed=0,x"], "--set seed=0,x: allowed are whole numbers from 0"),
+        (["seed=0,1,0"], "--set seed=0,1,0: 0 stands there twice; allowed is each value once"),
+        (["learning-rate=0.1, 1, 1.0"], "--set learning-rate=0.1, 1, 1.0: 1.0 stands there twice"),
         (["cps-dim=[[1], [2]]"], "allowed is a value, or values separated by commas"),
     ],
 )
