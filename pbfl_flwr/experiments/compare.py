@@ -30,8 +30,8 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import configuration
 from pbfl_flwr.experiments.figures import say
 from pbfl_flwr.experiments.runner import simulate
-from pbfl_flwr.flower.engine import Resources
 from pbfl_flwr.flower.history import RunDirectory
+from pbfl_flwr.flower.placement import Resources
 
 FOLDER = "experiments/comparisons"
 INTERRUPTED = 130
