@@ -1,6 +1,8 @@
 """Sweeps: lists become combinations, combinations become runs, and runs side by side leave nothing behind."""
 
 import json
+import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,6 +16,7 @@ from pbfl_flwr.experiments import compare, comparison_table, side_by_side, sweep
 from pbfl_flwr.flower.memory import available_memory
 from pbfl_flwr.flower.placement import Machine, Resources, Slot
 from tests.runs import entry, pbfl, write_run
+from tests.test_engine import MARK, nothing_is_left
 
 
 @pytest.mark.parametrize(
@@ -210,6 +213,41 @@ def test_an_interrupted_run_ends_its_neighbours(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         side_by_side.make_side_by_side(planned(tmp_path, 2), [Slot(1)] * 2, command, lambda line: None)
     assert time.monotonic() - begin < 30
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="sends SIGKILL, reads /proc")
+def test_runs_side_by_side_end_when_their_parent_is_killed(tmp_path: Path) -> None:
+    """With what they have started themselves, and also if they do not hear SIGTERM."""
+    helper = "import sys, time, pathlib; pathlib.Path(sys.argv[1]).touch(); time.sleep(120)"
+    stays = f"""
+import signal, subprocess, sys
+if sys.argv[1] == "1":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+subprocess.Popen([sys.executable, "-c", {helper!r}, sys.argv[1]]).wait()
+"""
+    parent = f"""
+import sys
+from pathlib import Path
+from pbfl_flwr.experiments import side_by_side, sweep
+from pbfl_flwr.flower.placement import Slot
+runs = sweep.plans(sweep.read(None, ["seed=0,1"]), Path("out").absolute())
+command = lambda run, slot: [sys.executable, "-c", {stays!r}, str(run.seed)]
+side_by_side.make_side_by_side(runs, [Slot(1)] * 2, command, print)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", parent],
+        cwd=tmp_path,
+        env={**os.environ, MARK: str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[1])},
+    )
+    end = time.monotonic() + 60
+    while not all((tmp_path / name).exists() for name in "01"):
+        assert process.poll() is None
+        assert time.monotonic() < end, "the runs did not start"
+        time.sleep(0.1)
+    process.kill()
+    process.wait()
+    assert nothing_is_left(tmp_path)
 
 
 def test_a_finished_run_with_other_keys_is_not_taken_for_this_one(tmp_path: Path) -> None:

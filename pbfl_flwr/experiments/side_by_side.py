@@ -9,12 +9,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from pbfl_flwr.errors import PbflError, writing
 from pbfl_flwr.experiments.compare import INTERRUPTED, Planned, ready, refused
 from pbfl_flwr.experiments.runner import interruptible
 from pbfl_flwr.flower.placement import Machine, Resources, Slot, slots
+from pbfl_flwr.flower.processes import Processes, deaf
 
 ENGINE_MB = 900  # SuperLink, SuperExec, simulation and Ray; docs/experiments.md has the measurement
 WORKER_MB = 350
@@ -22,6 +25,7 @@ PROCESS_MB = (
     600  # of --engine processes, where the command serves, and trains itself if it has no worker beside it
 )
 POLL_SECONDS = 0.5
+CLEARING_SECONDS = 60.0  # an interrupted run stops Flower and ends its processes, the last of them by force
 
 
 def room(wanted: int, available: int | None, machine: Machine, wishes: Resources) -> list[Slot]:
@@ -73,7 +77,7 @@ def make_side_by_side(
     """Make the runs that are not finished, several at once, and return what failed.
 
     Each is a process of its own, whose output goes to ``pbfl.log`` in the run's directory. When this process is
-    interrupted, all of them are, and have cleared up when it ends.
+    interrupted, all of them are, and have cleared up when it ends; when it is killed, their wardens end them.
 
     Args:
         planned: in the order in which they are started.
@@ -86,7 +90,7 @@ def make_side_by_side(
         KeyboardInterrupt: if this process or one of the runs was interrupted.
     """
     waiting: list[Planned] = []
-    running: dict[subprocess.Popen[bytes], tuple[Planned, Slot]] = {}
+    running: list[_Running] = []
     free = [*shared]
     failed: list[str] = []
     for run in planned:
@@ -100,37 +104,53 @@ def make_side_by_side(
                 while waiting and free:
                     run, slot = waiting.pop(0), free.pop(0)
                     tell(f"{run.directory.name}: started, see {run.directory / 'pbfl.log'}")
-                    running[_start(run, command_of(run, slot), slot)] = run, slot
-                for process, (run, slot) in list(running.items()):
-                    if (code := process.poll()) is None:
+                    running.append(_start(run, command_of(run, slot), slot))
+                for one in running[:]:
+                    if (code := one.process.poll()) is None:
                         continue
-                    del running[process]
-                    free.append(slot)
+                    one.processes.close()
+                    running.remove(one)
+                    free.append(one.slot)
                     if code == INTERRUPTED:
                         raise KeyboardInterrupt
-                    tell(f"{run.directory.name}: {'failed' if code else 'finished'}")
-                    failed += [run.name] if code else []
-                    after(run)
+                    tell(f"{one.run.directory.name}: {'failed' if code else 'finished'}")
+                    failed += [one.run.name] if code else []
+                    after(one.run)
                 time.sleep(POLL_SECONDS)
         finally:
-            for process in running:
-                process.terminate()
-            for process in running:
-                process.wait()
+            with deaf():
+                _end(running)
     return failed
 
 
-def _start(run: Planned, words: Sequence[str], slot: Slot) -> subprocess.Popen[bytes]:
+@dataclass(frozen=True, eq=False)
+class _Running:
+    """A run that is being made, in a process with a warden of its own: a number may be another process's later."""
+
+    run: Planned
+    slot: Slot
+    process: subprocess.Popen[bytes]
+    processes: Processes
+
+
+def _start(run: Planned, words: Sequence[str], slot: Slot) -> _Running:
     cards = {"CUDA_VISIBLE_DEVICES": slot.cards} if slot.cards else {}
     with writing(run.directory):
         run.directory.mkdir(parents=True, exist_ok=True)
         log = (run.directory / "pbfl.log").open("ab")
+    processes = Processes()
     with log:
-        return subprocess.Popen(
-            words,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **cards, "COLUMNS": "160"},
-            start_new_session=True,  # Ctrl-C comes to this process alone, which passes it on
-        )
+        environment = {**os.environ, **cards, "COLUMNS": "160"}
+        return _Running(run, slot, processes.start(words, Path.cwd(), environment, log), processes)
+
+
+def _end(running: Sequence[_Running]) -> None:
+    """Interrupt all at once, give them time to clear up, and end what is left."""
+    for one in running:
+        one.process.terminate()
+    end = time.monotonic() + CLEARING_SECONDS
+    for one in running:
+        with suppress(subprocess.TimeoutExpired):
+            one.process.wait(max(0.0, end - time.monotonic()))
+    for one in running:
+        one.processes.close()
