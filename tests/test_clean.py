@@ -13,9 +13,10 @@ from filelock import FileLock
 
 from pbfl_flwr.data import Pool, cache
 from pbfl_flwr.experiments import leftovers
-from pbfl_flwr.flower.engine import Resources, lock_of
+from pbfl_flwr.flower.engine import lock_of
 from pbfl_flwr.flower.history import STATES_REMOVED, RunDirectory
 from pbfl_flwr.flower.local import federate
+from pbfl_flwr.flower.placement import Resources
 from pbfl_flwr.flower.store import ClientState, ClientStore
 from tests.flower.test_local import KEYS
 from tests.runs import pbfl

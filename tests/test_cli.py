@@ -15,7 +15,8 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import compare, configuration, reproduce, tables
 from pbfl_flwr.experiments.figures import clock, kilobytes
 from pbfl_flwr.experiments.runner import round_line
-from pbfl_flwr.flower.engine import Resources, toml
+from pbfl_flwr.flower.engine import toml
+from pbfl_flwr.flower.placement import Resources
 from pbfl_flwr.methods import METHODS, SECTIONS
 from pbfl_flwr.models import FAMILIES, MODELS
 from tests.runs import entry, pbfl, write_run

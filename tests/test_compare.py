@@ -152,6 +152,9 @@ def test_only_and_seeds_are_checked(file: Path, tmp_path: Path) -> None:
     with pytest.raises(PbflError, match="--seeds 1,x: allowed are whole numbers"):
         compare.numbers("--seeds", "1,x")
     assert compare.numbers("--seeds", "0, 2") == [0, 2]
+    said = "--seeds 0,1,00: 0 stands there twice; allowed is each number once"
+    with pytest.raises(PbflError, match=said):  # the same run would count as two seeds
+        compare.numbers("--seeds", "0,1,00")
 
 
 def test_finished_runs_are_kept_and_a_failure_stops_nobody(file: Path, tmp_path: Path) -> None:

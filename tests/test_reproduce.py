@@ -148,6 +148,7 @@ def test_blocks_are_chosen_by_dataset_and_name(paper: reproduce.Reproduction) ->
         (("runs.B.cps-dim = 3", "runs.C.cps-dim = 3"), "blocks.two.runs.C is no run"),
         (('hardware = "a computer"', ""), "hardware: Field required"),
         (('round = "best"', 'round = "worst"'), "round: Input should be"),
+        (("seeds = [0, 1]", "seeds = [0, 1, 0]"), "0 stands there twice; allowed is each seed once"),
     ],
 )
 def test_files_that_are_no_reproduction(change: tuple[str, str], said: str, tmp_path: Path) -> None:

@@ -1,18 +1,22 @@
 """Sweeps: lists become combinations, combinations become runs, and runs side by side leave nothing behind."""
 
 import json
+import os
+import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pbfl_flwr.config import Scalar
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import compare, comparison_table, side_by_side, sweep
-from pbfl_flwr.flower.engine import Resources
 from pbfl_flwr.flower.memory import available_memory
+from pbfl_flwr.flower.placement import Machine, Resources, Slot
 from tests.runs import entry, pbfl, write_run
+from tests.test_engine import MARK, nothing_is_left
 
 
 @pytest.mark.parametrize(
@@ -66,6 +70,8 @@ def test_labels_can_name_directories_and_differ() -> None:
         (["cps-dim"], "--set cps-dim: allowed is key=value"),
         (["seed=true,false"], "--set seed=True,False: allowed are whole numbers from 0"),
         (["seed=0,x"], "--set seed=0,x: allowed are whole numbers from 0"),
+        (["seed=0,1,0"], "--set seed=0,1,0: 0 stands there twice; allowed is each value once"),
+        (["learning-rate=0.1, 1, 1.0"], "--set learning-rate=0.1, 1, 1.0: 1.0 stands there twice"),
         (["cps-dim=[[1], [2]]"], "allowed is a value, or values separated by commas"),
     ],
 )
@@ -87,20 +93,31 @@ def test_bad_values_are_named_with_their_combination(tmp_path: Path) -> None:
 
 
 def test_room_is_bounded_by_memory_and_cpus() -> None:
+    def room(wanted: int, available: int | None, cpus: int, **wishes: Any) -> int:
+        return len(side_by_side.room(wanted, available, Machine(cpus), Resources(**wishes)))
+
     one, two = (
         (900 + 2 * 350) * 2**20,
         2 * (900 + 350) * 2**20,
     )  # on two CPUs: one run with two workers, two with one each
-    assert side_by_side.room(4, None, 2) == 2
-    assert side_by_side.room(4, two, 2) == 2
-    assert side_by_side.room(4, two - 1, 2) == 1
+    assert room(4, None, 2) == 2
+    assert room(4, two, 2) == 2
+    assert room(4, two - 1, 2) == 1
+    assert room(4, two, 2, workers=2) == 1  # each of them was wished two
     lean = side_by_side.PROCESS_MB * 2**20
-    assert side_by_side.room(4, 2 * lean, 2, processes=True) == 2  # of one process each
-    assert side_by_side.room(4, 2 * lean - 1, 2, processes=True) == 1
-    assert side_by_side.room(2, 6 * lean, 4, processes=True) == 2  # of a server and two workers each
-    assert side_by_side.room(2, 6 * lean - 1, 4, processes=True) == 1
-    assert side_by_side.room(1, one - 1, 2) == 1  # the one that was asked for is tried all the same
-    assert side_by_side.workers(3, 8) == 2
+    assert room(4, 2 * lean, 2, processes=True) == 2  # of one process each
+    assert room(4, 2 * lean - 1, 2, processes=True) == 1
+    assert room(2, 6 * lean, 4, processes=True) == 2  # of a server and two workers each
+    assert room(2, 6 * lean - 1, 4, processes=True) == 1
+    assert room(1, one - 1, 2) == 1  # the one that was asked for is tried all the same
+    assert side_by_side.room(3, None, Machine(8), Resources()) == [Slot(2)] * 3
+
+
+def test_room_is_bounded_by_cards() -> None:
+    machine = Machine(8, ("0",))
+    assert side_by_side.room(4, None, machine, Resources(1, 1)) == [Slot(1, "0")]
+    assert side_by_side.room(4, None, machine, Resources(1, 0.25)) == [Slot(1, "0")] * 4
+    assert side_by_side.room(4, None, machine, Resources(1, 0.4)) == [Slot(1, "0")] * 2
 
 
 def test_a_container_has_the_memory_that_it_was_given(tmp_path: Path) -> None:
@@ -144,13 +161,15 @@ def test_runs_side_by_side(tmp_path: Path) -> None:
         "pathlib.Path(sys.argv[1]).write_text(f'{begin} {time.time()}'); sys.exit(int(sys.argv[2]))"
     )
 
-    def command(run: compare.Planned) -> list[str]:
+    def command(run: compare.Planned, slot: Slot) -> list[str]:
         return [sys.executable, "-c", code, str(tmp_path / "times" / str(run.seed)), str(int(run.seed == 1))]
 
     told: list[str] = []
     after: list[int] = []
     runs = planned(tmp_path, 4)
-    failed = side_by_side.make_side_by_side(runs, 2, command, told.append, lambda run: after.append(run.seed))
+    failed = side_by_side.make_side_by_side(
+        runs, [Slot(1)] * 2, command, told.append, lambda run: after.append(run.seed)
+    )
     assert failed == ["all, seed 1"]
     assert sorted(after) == [0, 1, 2, 3]
     assert "all-seed1: failed" in told
@@ -161,25 +180,82 @@ def test_runs_side_by_side(tmp_path: Path) -> None:
     assert max(at_once) == 2
 
 
+def test_runs_side_by_side_see_the_cards_of_their_slots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "all")
+    code = "import os, sys, time; print(os.environ['CUDA_VISIBLE_DEVICES'], sys.argv[1]); time.sleep(0.4)"
+
+    def command(run: compare.Planned, slot: Slot) -> list[str]:
+        return [sys.executable, "-c", code, str(slot.workers)]
+
+    def made(place: Path, *shared: Slot) -> list[str]:
+        assert side_by_side.make_side_by_side(planned(place, 4), shared, command, lambda line: None) == []
+        return sorted((place / f"all-seed{seed}" / "pbfl.log").read_text().strip() for seed in range(4))
+
+    seen = made(tmp_path / "cards", Slot(2, "0"), Slot(3, "1,2"))
+    assert set(seen) == {"0 2", "1,2 3"}
+    assert (
+        made(tmp_path / "none", Slot(1), Slot(1)) == ["all 1"] * 4
+    )  # workers hide cards that were not wished for
+
+
 def test_an_interrupted_run_ends_its_neighbours(tmp_path: Path) -> None:
     alive = tmp_path / "alive"
     stays = f"import time, pathlib; pathlib.Path({str(alive)!r}).touch(); time.sleep(60)"
     stops = f"import sys, time, pathlib\nalive = pathlib.Path({str(alive)!r})\n"
     stops += "while not alive.exists(): time.sleep(0.05)\nsys.exit(130)"
 
-    def command(run: compare.Planned) -> list[str]:
+    def command(run: compare.Planned, slot: Slot) -> list[str]:
         return [sys.executable, "-c", stops if run.seed else stays]
 
     begin = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        side_by_side.make_side_by_side(planned(tmp_path, 2), 2, command, lambda line: None)
+        side_by_side.make_side_by_side(planned(tmp_path, 2), [Slot(1)] * 2, command, lambda line: None)
     assert time.monotonic() - begin < 30
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="sends SIGKILL, reads /proc")
+def test_runs_side_by_side_end_when_their_parent_is_killed(tmp_path: Path) -> None:
+    """With what they have started themselves, and also if they do not hear SIGTERM."""
+    helper = "import sys, time, pathlib; pathlib.Path(sys.argv[1]).touch(); time.sleep(120)"
+    stays = f"""
+import signal, subprocess, sys
+if sys.argv[1] == "1":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+subprocess.Popen([sys.executable, "-c", {helper!r}, sys.argv[1]]).wait()
+"""
+    parent = f"""
+import sys
+from pathlib import Path
+from pbfl_flwr.experiments import side_by_side, sweep
+from pbfl_flwr.flower.placement import Slot
+runs = sweep.plans(sweep.read(None, ["seed=0,1"]), Path("out").absolute())
+command = lambda run, slot: [sys.executable, "-c", {stays!r}, str(run.seed)]
+side_by_side.make_side_by_side(runs, [Slot(1)] * 2, command, print)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", parent],
+        cwd=tmp_path,
+        env={**os.environ, MARK: str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[1])},
+    )
+    end = time.monotonic() + 60
+    while not all((tmp_path / name).exists() for name in "01"):
+        assert process.poll() is None
+        assert time.monotonic() < end, "the runs did not start"
+        time.sleep(0.1)
+    process.kill()
+    process.wait()
+    assert nothing_is_left(tmp_path)
 
 
 def test_a_finished_run_with_other_keys_is_not_taken_for_this_one(tmp_path: Path) -> None:
     (run, _) = sweep.plans(sweep.read(None, ["seed=0,1", "num-server-rounds=1"]), tmp_path)
     write_run(run.directory, [entry(1, 0.5, 0.5)])  # two clients, d = 4
-    (failed,) = side_by_side.make_side_by_side([run], 1, lambda _: ["false"], lambda line: None)
+    (failed,) = side_by_side.make_side_by_side(
+        [run], [Slot(1)], lambda run, slot: ["false"], lambda line: None
+    )
     assert failed.startswith("all, seed 0: ")
     assert "all-seed0 was made with num-clients = 2, feature-dim = 4; allowed are" in failed
 

@@ -22,7 +22,10 @@ Assignments = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="A key of the run configuration; may be repeated."),
 ]
 Gpus = Annotated[
-    float, typer.Option("--gpus-per-client", min=0, help="Share of a GPU that a client gets, e.g. 0.25.")
+    float,
+    typer.Option(
+        "--gpus-per-client", min=0, help="Share of a GPU that a client gets, e.g. 0.25; or whole GPUs."
+    ),
 ]
 Workers = Annotated[
     int | None, typer.Option("--workers", min=1, help="Worker processes of a run; default one for every CPU.")

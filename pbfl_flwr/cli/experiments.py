@@ -60,7 +60,7 @@ def run(
     """Run a federation on this machine, on Flower's simulation engine."""
     from pbfl_flwr.experiments import configuration, tables
     from pbfl_flwr.experiments.runner import simulate
-    from pbfl_flwr.flower.engine import Resources
+    from pbfl_flwr.flower.placement import Resources
     from pbfl_flwr.methods import build_method, privacy_notes
 
     console = screen()
@@ -128,7 +128,7 @@ def compare(
     """Make several runs on the same data and print one table; started again, it goes on where it stopped."""
     from pbfl_flwr.experiments import compare as comparison
     from pbfl_flwr.experiments import comparison_table
-    from pbfl_flwr.flower.engine import Resources
+    from pbfl_flwr.flower.placement import Resources
 
     console = screen()
     resources = Resources(1, gpus_per_client, workers, engine is EngineName.processes)

@@ -59,7 +59,7 @@ def reproduce(
     """Make a published table again and print it beside the paper's; started again, it goes on where it stopped."""
     from pbfl_flwr.experiments import compare, reproduction_table
     from pbfl_flwr.experiments import reproduce as reproduction
-    from pbfl_flwr.flower.engine import Resources
+    from pbfl_flwr.flower.placement import Resources
 
     console = screen()
     resources = Resources(1, gpus_per_client, workers, engine is EngineName.processes)

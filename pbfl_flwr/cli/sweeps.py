@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -39,7 +40,7 @@ def sweep(
         typer.Option("--out", help="Where runs and table go; default runs/sweep-<preset>-<keys>."),
     ] = None,
     parallel: Annotated[
-        int, typer.Option("--parallel", min=1, help="Runs at once, as far as memory and CPUs allow.")
+        int, typer.Option("--parallel", min=1, help="Runs at once, as far as memory, CPUs and GPUs allow.")
     ] = 1,
     gpus_per_client: Gpus = 0.0,
     workers: Workers = None,
@@ -47,28 +48,26 @@ def sweep(
     app_dir: AppDirectory = None,
 ) -> None:
     """Run every combination of the values and print one table; started again, it goes on where it stopped."""
-    import joblib
-
     from pbfl_flwr.experiments import compare, comparison_table, side_by_side
     from pbfl_flwr.experiments import sweep as sweeping
-    from pbfl_flwr.flower.engine import Resources
     from pbfl_flwr.flower.memory import available_memory
+    from pbfl_flwr.flower.placement import Machine, Resources
 
     console = screen()
+    resources = Resources(1, gpus_per_client, workers, engine is EngineName.processes)
     try:
         source = app_for(engine, app_dir)
         swept = sweeping.read(preset, assignments or [])
         directory = (out or sweeping.directory(preset, swept)).expanduser().absolute()
         planned = sweeping.plans(swept, directory)
-        compare.preflight(planned, Resources(1, gpus_per_client, workers, engine is EngineName.processes))
+        compare.preflight(planned, resources)
+        slots = side_by_side.room(parallel, available_memory(), Machine.here(resources), resources)
     except PbflError as error:
         raise ended(error) from None
     title = f"Sweep over {', '.join(swept.swept) or 'seeds'}"
-    cpus = int(joblib.cpu_count())  # those of the container, where there is one
-    processes = engine is EngineName.processes
-    slots = side_by_side.room(parallel, available_memory(), cpus, processes=processes)
-    if slots < parallel:
-        say(console, f"--parallel {parallel}: memory and CPUs have room for {slots}", "yellow")
+    if len(slots) < parallel:
+        what = "memory, CPUs and GPUs have" if gpus_per_client else "memory and CPUs have"
+        say(console, f"--parallel {parallel}: {what} room for {len(slots)}", "yellow")
     say(console, f"{sum(not compare.finished(run) for run in planned)} of {len(planned)} runs are to be made")
 
     def table(_: compare.Planned | None = None) -> str:
@@ -78,15 +77,13 @@ def sweep(
         return sheet.markdown()
 
     with running(KEPT):
-        if slots == 1:
-            resources = Resources(1, gpus_per_client, workers, processes)
+        if len(slots) == 1:
             failed = compare.make(planned, compare.starter(source, resources, console), table)
         else:
-            resources = Resources(1, gpus_per_client, workers or side_by_side.workers(slots, cpus), processes)
             failed = side_by_side.make_side_by_side(
                 planned,
                 slots,
-                lambda run: side_by_side.command(run, source, resources),
+                lambda run, slot: side_by_side.command(run, source, replace(resources, workers=slot.workers)),
                 lambda line: say(console, line),
                 table,
             )

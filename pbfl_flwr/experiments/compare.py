@@ -30,8 +30,8 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import configuration
 from pbfl_flwr.experiments.figures import say
 from pbfl_flwr.experiments.runner import simulate
-from pbfl_flwr.flower.engine import Resources
 from pbfl_flwr.flower.history import RunDirectory
+from pbfl_flwr.flower.placement import Resources
 
 FOLDER = "experiments/comparisons"
 INTERRUPTED = 130
@@ -173,7 +173,7 @@ def preflight(planned: Sequence[Planned], resources: Resources) -> None:
 
 
 def numbers(option: str, text: str) -> list[int]:
-    """Return a comma list of whole numbers from 0.
+    """Return a comma list of whole numbers from 0, each once.
 
     Raises:
         PbflError: if it is none.
@@ -184,7 +184,14 @@ def numbers(option: str, text: str) -> list[int]:
         found = [-1]
     if any(number < 0 for number in found):
         raise PbflError(f"{option} {text}: allowed are whole numbers from 0, separated by commas")
+    if again := repeated(found):
+        raise PbflError(f"{option} {text}: {again[0]} stands there twice; allowed is each number once")
     return found
+
+
+def repeated(values: Sequence[Scalar]) -> list[Scalar]:
+    """Return what stands in a list a second time: such a run would count as two."""
+    return [value for number, value in enumerate(values) if value in values[:number]]
 
 
 def finished(run: Planned) -> bool:

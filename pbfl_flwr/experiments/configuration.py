@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -17,8 +16,8 @@ from pbfl_flwr.config import CHANGEABLE, DataSettings, Scalar, Settings, parse
 from pbfl_flwr.data import DATASETS, Partition, check_data, load_pool
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.runner import go_on_with, simulated
-from pbfl_flwr.flower.engine import Resources
 from pbfl_flwr.flower.history import RunDirectory
+from pbfl_flwr.flower.placement import Machine, Resources, places
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method
 from pbfl_flwr.own_code import is_external
 from pbfl_flwr.sinks import check as check_sinks
@@ -194,16 +193,7 @@ def _check_resources(settings: Settings, resources: Resources) -> None:
     """Refuse what Flower would only answer with an empty pool of workers."""
     if settings.training.device == "cuda" and not resources.gpus_per_client:
         raise PbflError("device = 'cuda': clients see no GPU; add --gpus-per-client, e.g. 0.25")
-    if resources.gpus_per_client:
-        import torch
-
-        if not torch.cuda.device_count():
-            raise PbflError(f"--gpus-per-client {resources.gpus_per_client}: this machine has no CUDA device")
-    cpus = os.cpu_count() or 1
-    if resources.workers is None and resources.cpus_per_client > cpus:
-        raise PbflError(
-            f"--cpus-per-client {resources.cpus_per_client}: allowed is up to {cpus}, the CPUs here"
-        )
+    places(Machine.here(resources), resources)
 
 
 def _unknown_method(name: object) -> list[str]:

@@ -17,9 +17,9 @@ from pbfl_flwr.experiments.figures import say
 from pbfl_flwr.experiments.runner import NODES, attend
 from pbfl_flwr.flower.deployment import Deployment, check, complete, node_config
 from pbfl_flwr.flower.device import share_of_cores
-from pbfl_flwr.flower.engine import Resources
 from pbfl_flwr.flower.files import DamagedState, write_atomically
 from pbfl_flwr.flower.history import read_object
+from pbfl_flwr.flower.placement import Resources
 from pbfl_flwr.models import check_models
 
 DEFAULT_COUNT = 3

@@ -175,6 +175,9 @@ def same_data(one: Record, other: Record) -> bool:
     keys = [*DataSettings.key_names(), "num-clients"]
     if any(one.config.get(key) != other.config.get(key) for key in keys):
         return False
+    hashes = [record.directory.data() for record in (one, other)]
+    if None not in hashes and hashes[0] != hashes[1]:  # None in runs of a time without hashes
+        return False
     if one.counts is None or other.counts is None:
         return one.counts is other.counts
     return np.array_equal(one.counts, other.counts)

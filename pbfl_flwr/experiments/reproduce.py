@@ -36,13 +36,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from pbfl_flwr.config import Scalar, Settings
 from pbfl_flwr.data import check_data
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import configuration
-from pbfl_flwr.experiments.compare import Planned, plan
+from pbfl_flwr.experiments.compare import Planned, plan, repeated
 
 FOLDER = "experiments/reproductions"
 SILENT = {
@@ -60,6 +60,12 @@ Cell = Annotated[list[Percent], Field(max_length=2)]
 """[accuracy, ±], [accuracy], or [] where the paper prints "-"; in %."""
 
 
+def _each_once(seeds: list[int]) -> list[int]:
+    if again := repeated(seeds):
+        raise ValueError(f"{again[0]} stands there twice; allowed is each seed once")
+    return seeds
+
+
 class _File(BaseModel):
     """The parts of the TOML file, named as there."""
 
@@ -72,7 +78,7 @@ class _File(BaseModel):
     accuracy: Literal["weighted", "mean"]
     round: Literal["best", "last"]
     spread: Literal["clients", "seeds", "none"]
-    seeds: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+    seeds: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1), AfterValidator(_each_once)]
     deviations: Annotated[list[str], Field(min_length=1)]
     common: dict[str, Any]
     small: dict[str, Any]

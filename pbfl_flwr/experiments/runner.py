@@ -19,8 +19,9 @@ from rich.console import Console
 from pbfl_flwr.config import Scalar, announced
 from pbfl_flwr.errors import PbflError, writing
 from pbfl_flwr.experiments.figures import clock, kilobytes, percent, say
-from pbfl_flwr.flower.engine import ENDED, Engine, Link, Resources
+from pbfl_flwr.flower.engine import ENDED, Engine, Link
 from pbfl_flwr.flower.history import ERROR, NEWCOMERS, RunDirectory, RunRefused
+from pbfl_flwr.flower.placement import Resources
 
 COMPLETED, FAILED, INTERRUPTED = 0, 1, 130
 NODES = "nodes.json"  # what pbfl deploy local keeps of its SuperNodes, in the run directory

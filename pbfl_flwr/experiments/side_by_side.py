@@ -9,12 +9,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from pbfl_flwr.errors import PbflError, writing
 from pbfl_flwr.experiments.compare import INTERRUPTED, Planned, ready, refused
 from pbfl_flwr.experiments.runner import interruptible
-from pbfl_flwr.flower.engine import Resources
+from pbfl_flwr.flower.placement import Machine, Resources, Slot, slots
+from pbfl_flwr.flower.processes import Processes, deaf
 
 ENGINE_MB = 900  # SuperLink, SuperExec, simulation and Ray; docs/experiments.md has the measurement
 WORKER_MB = 350
@@ -22,23 +25,26 @@ PROCESS_MB = (
     600  # of --engine processes, where the command serves, and trains itself if it has no worker beside it
 )
 POLL_SECONDS = 0.5
+CLEARING_SECONDS = 60.0  # an interrupted run stops Flower and ends its processes, the last of them by force
 
 
-def room(wanted: int, available: int | None, cpus: int, *, processes: bool = False) -> int:
-    """Return how many runs fit beside each other, at least 1 and at most as many as wanted.
+def room(wanted: int, available: int | None, machine: Machine, wishes: Resources) -> list[Slot]:
+    """Return what each of the runs that fit beside each other gets: at least one run and at most as many as wanted.
 
     Args:
         wanted: runs.
         available: bytes of memory that programs can still get; None where it is not known.
-        cpus: CPUs of the machine; each run has at least one worker.
-        processes: whether they are made without Flower's engine.
+        machine: its CPUs and cards, which the runs share.
+        wishes: of the workers of each run.
+
+    Raises:
+        PbflError: as :func:`pbfl_flwr.flower.placement.places`.
     """
-    need = _without_engine if processes else _with_engine
+    need = _without_engine if wishes.processes else _with_engine
     room_mb = math.inf if available is None else available / 2**20
-    fit = [
-        count for count in range(1, min(wanted, cpus) + 1) if count * need(workers(count, cpus)) <= room_mb
-    ]
-    return max(fit, default=1)
+    shared = [slots(machine, wishes, count) for count in range(1, min(wanted, machine.cpus) + 1)]
+    fit = [found for found in shared if found and sum(need(slot.workers) for slot in found) <= room_mb]
+    return fit[-1] if fit else shared[0]
 
 
 def _with_engine(workers: int) -> float:
@@ -47,11 +53,6 @@ def _with_engine(workers: int) -> float:
 
 def _without_engine(workers: int) -> float:
     return PROCESS_MB * (1 if workers == 1 else 1 + workers)
-
-
-def workers(count: int, cpus: int) -> int:
-    """Return the worker processes of each of ``count`` runs: together one for every CPU."""
-    return max(1, cpus // count)
 
 
 def command(run: Planned, app: Path, resources: Resources) -> list[str]:
@@ -68,20 +69,20 @@ def command(run: Planned, app: Path, resources: Resources) -> list[str]:
 
 def make_side_by_side(
     planned: Sequence[Planned],
-    slots: int,
-    command_of: Callable[[Planned], Sequence[str]],
+    shared: Sequence[Slot],
+    command_of: Callable[[Planned, Slot], Sequence[str]],
     tell: Callable[[str], None],
     after: Callable[[Planned], object] = lambda run: None,
 ) -> list[str]:
     """Make the runs that are not finished, several at once, and return what failed.
 
     Each is a process of its own, whose output goes to ``pbfl.log`` in the run's directory. When this process is
-    interrupted, all of them are, and have cleared up when it ends.
+    interrupted, all of them are, and have cleared up when it ends; when it is killed, their wardens end them.
 
     Args:
         planned: in the order in which they are started.
-        slots: how many at once.
-        command_of: the command line of a run.
+        shared: what each of those that are made at once gets.
+        command_of: the command line of a run in a slot.
         tell: takes a line when a run starts and ends.
         after: called after every run that was made.
 
@@ -89,7 +90,8 @@ def make_side_by_side(
         KeyboardInterrupt: if this process or one of the runs was interrupted.
     """
     waiting: list[Planned] = []
-    running: dict[subprocess.Popen[bytes], Planned] = {}
+    running: list[_Running] = []
+    free = [*shared]
     failed: list[str] = []
     for run in planned:
         try:
@@ -99,38 +101,56 @@ def make_side_by_side(
     with interruptible():
         try:
             while waiting or running:
-                while waiting and len(running) < slots:
-                    run = waiting.pop(0)
+                while waiting and free:
+                    run, slot = waiting.pop(0), free.pop(0)
                     tell(f"{run.directory.name}: started, see {run.directory / 'pbfl.log'}")
-                    running[_start(run, command_of(run))] = run
-                for process, run in list(running.items()):
-                    if (code := process.poll()) is None:
+                    running.append(_start(run, command_of(run, slot), slot))
+                for one in running[:]:
+                    if (code := one.process.poll()) is None:
                         continue
-                    del running[process]
+                    one.processes.close()
+                    running.remove(one)
+                    free.append(one.slot)
                     if code == INTERRUPTED:
                         raise KeyboardInterrupt
-                    tell(f"{run.directory.name}: {'failed' if code else 'finished'}")
-                    failed += [run.name] if code else []
-                    after(run)
+                    tell(f"{one.run.directory.name}: {'failed' if code else 'finished'}")
+                    failed += [one.run.name] if code else []
+                    after(one.run)
                 time.sleep(POLL_SECONDS)
         finally:
-            for process in running:
-                process.terminate()
-            for process in running:
-                process.wait()
+            with deaf():
+                _end(running)
     return failed
 
 
-def _start(run: Planned, words: Sequence[str]) -> subprocess.Popen[bytes]:
+@dataclass(frozen=True, eq=False)
+class _Running:
+    """A run that is being made, in a process with a warden of its own: a number may be another process's later."""
+
+    run: Planned
+    slot: Slot
+    process: subprocess.Popen[bytes]
+    processes: Processes
+
+
+def _start(run: Planned, words: Sequence[str], slot: Slot) -> _Running:
+    cards = {"CUDA_VISIBLE_DEVICES": slot.cards} if slot.cards else {}
     with writing(run.directory):
         run.directory.mkdir(parents=True, exist_ok=True)
         log = (run.directory / "pbfl.log").open("ab")
+    processes = Processes()
     with log:
-        return subprocess.Popen(
-            words,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "COLUMNS": "160"},
-            start_new_session=True,  # Ctrl-C comes to this process alone, which passes it on
-        )
+        environment = {**os.environ, **cards, "COLUMNS": "160"}
+        return _Running(run, slot, processes.start(words, Path.cwd(), environment, log), processes)
+
+
+def _end(running: Sequence[_Running]) -> None:
+    """Interrupt all at once, give them time to clear up, and end what is left."""
+    for one in running:
+        one.process.terminate()
+    end = time.monotonic() + CLEARING_SECONDS
+    for one in running:
+        with suppress(subprocess.TimeoutExpired):
+            one.process.wait(max(0.0, end - time.monotonic()))
+    for one in running:
+        one.processes.close()

@@ -18,7 +18,7 @@ from pathlib import Path
 from pbfl_flwr.config import PREDICTORS, Scalar
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import configuration
-from pbfl_flwr.experiments.compare import Planned, finished, plan
+from pbfl_flwr.experiments.compare import Planned, finished, plan, repeated
 from pbfl_flwr.experiments.comparison_table import PLAIN, Row, remarks
 from pbfl_flwr.experiments.figures import kilobytes
 from pbfl_flwr.experiments.sheets import Sheet, figure
@@ -52,8 +52,8 @@ def read(preset: str | None, assignments: Iterable[str]) -> Sweep:
         assignments: ``key=value`` or ``key=list``, see the module.
 
     Raises:
-        PbflError: if the preset holds what is no value, an assignment is none, a seed is no whole number, or nothing
-            has several values.
+        PbflError: if the preset holds what is no value, an assignment is none, a value stands there twice, a seed is no
+            whole number, or nothing has several values.
     """
     wishes = configuration.gather(preset, [])
     if wishes.problems:
@@ -64,7 +64,9 @@ def read(preset: str | None, assignments: Iterable[str]) -> Sweep:
         key, equals, text = assignment.partition("=")
         if not equals or not key.strip():
             raise PbflError(f"--set {assignment}: allowed is key=value or key=value,value")
-        found[key.strip()] = list(dict.fromkeys(listed(key.strip(), text.strip())))
+        found[key.strip()] = listed(key.strip(), text.strip())
+        if again := repeated(found[key.strip()]):
+            raise PbflError(f"--set {assignment}: {again[0]} stands there twice; allowed is each value once")
     seeds = found.pop("seed", [base.get("seed", 0)])
     if not all(isinstance(seed, int) and not isinstance(seed, bool) and seed >= 0 for seed in seeds):
         raise PbflError(f"--set seed={','.join(map(str, seeds))}: allowed are whole numbers from 0")

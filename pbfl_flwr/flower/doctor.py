@@ -30,6 +30,7 @@ from packaging.requirements import Requirement
 
 from pbfl_flwr import security
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower.device import share_of_cores
 from pbfl_flwr.flower.fleet import ANSWER_SECONDS, BAD_INTERVAL, CLOCK, OTHER_VERSION, UNKNOWN_KEY, Fleet
 from pbfl_flwr.flower.memory import available_memory
 
@@ -190,7 +191,7 @@ def accelerator(wanted: str) -> Finding:
         return Finding(
             what, Status.FAILED, said, "install the driver and a torch build for it, or use the CPU"
         )
-    return Finding(what, Status.OK, f"none; training uses the CPU ({os.cpu_count()} cores)")
+    return Finding(what, Status.OK, f"none; training uses the CPU ({share_of_cores()} cores)")
 
 
 # The SuperLink --------------------------------------------------------------------------------------------------

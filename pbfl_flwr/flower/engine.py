@@ -18,7 +18,7 @@ import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -29,6 +29,7 @@ from pbfl_flwr.config import Scalar
 from pbfl_flwr.errors import PbflError, writing
 from pbfl_flwr.flower.bundle import gathered
 from pbfl_flwr.flower.history import RunRefused
+from pbfl_flwr.flower.placement import Machine, Resources, places
 from pbfl_flwr.flower.processes import Processes, deaf, executable, free_port, healthy
 
 LOG, RUN_LOCK = "flower.log", ".lock"
@@ -37,34 +38,6 @@ START_SECONDS = 60.0
 CLI_SECONDS = 120.0
 CONNECTION = "own"  # the SuperLink's name in config.toml
 ATTEMPTS = 3  # another process may take the free port before the SuperLink does
-
-
-@dataclass(frozen=True)
-class Resources:
-    """What the simulation's workers get.
-
-    Attributes:
-        cpus_per_client: whole CPUs for a client.
-        gpus_per_client: share of a GPU; 0 hides GPUs from the clients.
-        workers: worker processes; None is one for every ``cpus_per_client`` CPUs.
-        processes: whether :mod:`pbfl_flwr.flower.local` runs them instead of Flower's simulation engine.
-    """
-
-    cpus_per_client: int = 1
-    gpus_per_client: float = 0.0
-    workers: int | None = None
-    processes: bool = False
-
-    def federation(self, num_clients: int) -> str:
-        """Return the value of ``flwr run --federation-config``."""
-        settings = {
-            "num-supernodes": num_clients,
-            "client-resources-num-cpus": self.cpus_per_client,
-            "client-resources-num-gpus": float(self.gpus_per_client),
-        }
-        if self.workers is not None:
-            settings["init-args-num-cpus"] = self.workers * self.cpus_per_client
-        return " ".join(f"{key}={value}" for key, value in settings.items())
 
 
 def toml(config: Mapping[str, Scalar]) -> str:
@@ -313,9 +286,12 @@ class Engine(Link):
             resources: of the workers.
 
         Raises:
-            PbflError: if Flower refuses the run.
+            PbflError: if Flower refuses the run, or the machine has no room for a worker.
         """
-        return self._run(app, config, "--federation-config", resources.federation(num_clients))
+        # Flower counts all cards as one: of two, 3 workers with 0.6 each, of which Ray would never start the third.
+        workers = len(places(Machine.here(resources), resources))
+        federation = replace(resources, workers=workers).federation(num_clients)
+        return self._run(app, config, "--federation-config", federation)
 
     def _options(self, address: str) -> list[str]:
         return ["--insecure", "--simulation"]

@@ -17,8 +17,6 @@ from functools import partial
 from pathlib import Path
 from uuid import UUID
 
-import joblib
-import torch
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
@@ -29,7 +27,8 @@ from pbfl_flwr.config import Scalar
 from pbfl_flwr.flower.client import make_client_app
 from pbfl_flwr.flower.crew import Crew, Post
 from pbfl_flwr.flower.device import as_worker
-from pbfl_flwr.flower.engine import LOG, Resources, claim, lock_of
+from pbfl_flwr.flower.engine import LOG, claim, lock_of
+from pbfl_flwr.flower.placement import Machine, Resources, places
 from pbfl_flwr.flower.server import serve
 from pbfl_flwr.flower.turns import Turns
 
@@ -206,20 +205,12 @@ def posts_of(resources: Resources, num_clients: int, log: Path) -> list[Post]:
         resources: of the workers.
         num_clients: M.
         log: the run's.
+
+    Raises:
+        PbflError: as :func:`pbfl_flwr.flower.placement.places`.
     """
-    share = resources.gpus_per_client
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    count = torch.cuda.device_count() if share else 0
-    cards = [name.strip() for name in named.split(",")] if named else [str(i) for i in range(count)]
-    wanted = resources.workers or max(1, joblib.cpu_count() // resources.cpus_per_client)
-    if share:
-        wanted = min(wanted, max(1, int(count / share + 1e-9)))
-
-    def gpus(worker: int) -> str:
-        first = int(worker * share + 1e-9)
-        return ",".join(cards[first : max(first + 1, int((worker + 1) * share + 1e-9))]) if share else ""
-
-    return [Post(resources.cpus_per_client, gpus(i), log) for i in range(min(wanted, num_clients))]
+    found = places(Machine.here(resources), resources)
+    return [Post(resources.cpus_per_client, gpus, log) for gpus in found[:num_clients]]
 
 
 @contextmanager

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from logging import INFO
 
+import joblib
 from flwr.app import Message, MetricRecord, RecordDict
 from flwr.common import log
 from flwr.serverapp import Grid
@@ -122,7 +122,7 @@ class Attentive(Grid):
 
     def _pushed(self, asked: list[Message]) -> Iterator[str]:
         """Push messages, a simulation's in parts if it is long enough, and yield their ids."""
-        size = max(os.cpu_count() or 1, math.ceil(len(asked) / PARTS))  # no worker waits for the second part
+        size = max(joblib.cpu_count(), math.ceil(len(asked) / PARTS))  # no worker waits for the second part
         pauses = math.ceil(len(asked) / size) - 1
         if self._interval is None or self._lasted < WORTH * PAUSE * pauses:
             size, pauses = len(asked), 0

@@ -4,9 +4,11 @@ from itertools import product
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
+from scipy.stats import rankdata, wilcoxon
 
 from pbfl_flwr.experiments import statistics
-from pbfl_flwr.experiments.statistics import fairness, holm, paired, spread
+from pbfl_flwr.experiments.statistics import EXACT_PAIRS, fairness, holm, paired, signed_rank, spread
 
 
 def test_spread_over_seeds() -> None:
@@ -39,6 +41,62 @@ def test_wilcoxon_against_all_signs() -> None:
     assert (found.n, found.better, found.worse, found.equal) == (7, 6, 1, 0)
     assert found.smallest_p == 2 / 2**7
     assert not found.too_few
+
+
+def counted(differences: NDArray[np.int64]) -> float:
+    """p by every assignment of signs to the ranks of whole numbers that are not 0."""
+    ranks = rankdata(np.abs(differences))
+    signs = np.array(list(product((0, 1), repeat=differences.size)))
+    totals, found = signs @ ranks, ranks[differences > 0].sum()
+    return min(1.0, 2 * min(np.mean(totals <= found), np.mean(totals >= found)))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_wilcoxon_with_ties_and_zeros_against_all_signs(seed: int) -> None:
+    """Clients with 20 test samples: differences are few numbers, which their shares hold with rounding noise."""
+    rng = np.random.default_rng(seed)
+    correct = rng.integers(0, 21, size=(2, rng.integers(2, 14)))
+    if seed % 4 == 0:
+        correct[1] = np.minimum(20, correct[0] + rng.integers(0, 4, size=correct.shape[1]))
+    shares, differences = correct / 20, correct[0] - correct[1]
+    differing = differences[differences != 0]
+    found = paired(*shares, resamples=1)
+    assert found.equal == differences.size - differing.size
+    if differing.size:
+        assert found.p == pytest.approx(counted(differing))
+        assert found.smallest_p == counted(np.abs(differing))
+        assert found.p >= found.smallest_p
+    else:
+        assert (found.p, found.smallest_p) == (None, 1.0)
+
+
+def test_rounding_breaks_no_ties() -> None:
+    first = np.array([12, 14, 11, 17, 11, 12, 18, 15, 8, 11, 8, 17]) / 20
+    second = np.array([9, 13, 11, 20, 12, 15, 20, 18, 9, 13, 11, 18]) / 20
+    # The ranks of 1, 2 and 3 twentieths are 2.5, 5.5 and 9. Told apart by noise they had p = 0.027.
+    assert paired(first, second).p == 0.0625
+    thirds = np.array([1 / 3, 2 / 3, 1.0, 0.1 + 0.2, 0.7, 0.6])  # means over seeds
+    assert paired(thirds + 0.1, thirds).p == 2 / 2**6
+    assert paired(thirds + 0.1, thirds).p == signed_rank(np.ones(6))
+
+
+def test_equal_pairs_bring_no_p_below_the_smallest() -> None:
+    differences = np.r_[0.1, 0.2, 0.3, 0.4, 0.5, 0.6, np.zeros(10)]
+    found = paired(differences, np.zeros(16))
+    assert (found.p, found.smallest_p) == (2 / 2**6, 2 / 2**6)  # the normal distribution would have 0.028
+
+
+@pytest.mark.parametrize("count", [1, 2, 30, EXACT_PAIRS, EXACT_PAIRS + 1, 300])
+def test_wilcoxon_against_scipy_where_it_counts_the_same(count: int) -> None:
+    rng = np.random.default_rng(count)
+    method = "exact" if count <= EXACT_PAIRS else "asymptotic"
+    untied = rng.normal(0.2, 1, size=count)
+    assert signed_rank(untied) == pytest.approx(wilcoxon(untied, method=method).pvalue, rel=1e-9)
+    if count > EXACT_PAIRS:
+        tied = rng.integers(1, 5, size=count) * rng.choice([-1.0, 1.0], size=count)
+        assert signed_rank(tied) == pytest.approx(wilcoxon(tied, method=method).pvalue, rel=1e-9)
+        found = paired(np.abs(tied), np.zeros(count), resamples=1)
+        assert found.p == found.smallest_p > 0
 
 
 def test_the_interval_holds_the_mean_and_is_the_same_every_time() -> None:

@@ -66,6 +66,22 @@ def test_pairs_on_the_same_clients(tmp_path: Path) -> None:
     assert "One common seed, so nothing is said about seeds: fedproto − tinyproto." in sheet.notes
 
 
+def test_the_same_keys_are_not_the_same_data_where_the_files_changed(tmp_path: Path) -> None:
+    places = [run(tmp_path / name, 0.5, [1, 3], method=name) for name in ("fedproto", "tinyproto", "gfpl")]
+    for place, data in zip(
+        places, ("0123", "4567", None), strict=True
+    ):  # the third is of a time without hashes
+        file = place / "partition.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "data": data}))
+    first, changed, unknown = (group.first for group in records.load(places))
+    assert records.same_data(first, first)
+    assert not records.same_data(first, changed)
+    assert records.same_data(first, unknown)
+    sheet = paired_sheet(records.load(places[:2]))
+    assert sheet.rows == ()
+    assert "Not the same data on the same clients, so not compared: fedproto − tinyproto." in sheet.notes
+
+
 def test_rows_name_unlike_predictors_and_notes_stay_short(tmp_path: Path) -> None:
     places = [
         run(tmp_path / name, 0.5, [1, 3], method=name) for name in ("fedproto", "tinyproto", "protonorm")

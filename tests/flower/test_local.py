@@ -19,9 +19,9 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import device, local, wire
 from pbfl_flwr.flower.client import make_client_app
 from pbfl_flwr.flower.crew import DIED, Crew, Post
-from pbfl_flwr.flower.engine import Resources
 from pbfl_flwr.flower.history import RunDirectory
 from pbfl_flwr.flower.local import LocalGrid, at_once, federate, posts_of
+from pbfl_flwr.flower.placement import Resources
 from pbfl_flwr.flower.store import load_tensors
 from pbfl_flwr.flower.strategy import MethodStrategy
 from pbfl_flwr.methods import SECTIONS
@@ -202,10 +202,12 @@ def test_a_worker_that_dies_costs_its_own_answer_alone(tmp_path: Path) -> None:
     [
         (Resources(workers=5), None, [""] * 3),  # no more than clients
         (Resources(cpus_per_client=2), None, [""] * 2),
-        (Resources(gpus_per_client=0.5), None, ["0", "0", "1"]),
-        (Resources(gpus_per_client=0.25, workers=2), None, ["0", "0"]),
+        (Resources(gpus_per_client=0.5), None, ["0", "1", "0"]),
+        (Resources(gpus_per_client=0.25, workers=2), None, ["0", "1"]),
         (Resources(gpus_per_client=1), "6,GPU-ab", ["6", "GPU-ab"]),
         (Resources(gpus_per_client=2), None, ["0,1"]),
+        (Resources(gpus_per_client=0.7), None, ["0", "1"]),
+        (Resources(gpus_per_client=0.4), None, ["0", "1", "0"]),
     ],
 )
 def test_workers_share_cpus_and_cards(

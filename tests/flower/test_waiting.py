@@ -112,7 +112,7 @@ def test_in_a_simulation_who_took_longest_the_last_time_is_handed_over_first(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Flower hands on what lies there in the order of nodes: in parts, none of which leaves a core idle."""
-    monkeypatch.setattr(waiting.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr("joblib.cpu_count", lambda: 2)
     monkeypatch.setattr(waiting, "PARTS", 3)
     grid = SlowGrid(clock, {1: 1.0, 2: 5.0, 3: 3.0, 4: 9.0, 5: 2.0})
     grid.pull_interval = 0.1

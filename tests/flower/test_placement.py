@@ -1,0 +1,170 @@
+"""Who works where: CPUs and cards shared out among workers and among runs, no card twice."""
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments import configuration
+from pbfl_flwr.flower.engine import Engine
+from pbfl_flwr.flower.placement import Machine, Resources, Slot, places, slots
+from tests.runs import pbfl
+
+ONE, TWO, FIVE = ("0",), ("0", "1"), ("6", "7", "8", "9", "GPU-ab")
+
+
+@pytest.mark.parametrize(
+    ("cpus", "cards", "wishes", "expected"),
+    [
+        (4, (), Resources(), [""] * 4),
+        (4, TWO, Resources(), [""] * 4),  # hidden
+        (5, (), Resources(2), [""] * 2),
+        (2, (), Resources(workers=5), [""] * 5),
+        (2, (), Resources(4, workers=1), [""]),
+        (9, ONE, Resources(1, 0.25), ["0"] * 4),
+        (3, ONE, Resources(1, 0.25), ["0"] * 3),
+        (9, ONE, Resources(1, 1 / 3), ["0"] * 3),
+        (9, ONE, Resources(1, 0.7), ["0"]),
+        (9, TWO, Resources(1, 0.7), ["0", "1"]),  # neither both on card 0
+        (9, TWO, Resources(1, 0.6), ["0", "1"]),  # nor a third one on 0.4 of each
+        (9, TWO, Resources(1, 0.3), ["0", "1"] * 3),
+        (9, TWO, Resources(1, 0.4), ["0", "1"] * 2),
+        (9, TWO, Resources(1, 0.4, 3), ["0", "1", "0"]),
+        (9, TWO, Resources(1, 0.5, 9), ["0", "1"] * 2),
+        (9, FIVE, Resources(1, 1), ["6", "7", "8", "9", "GPU-ab"]),
+        (9, FIVE, Resources(1, 2), ["6,7", "8,9"]),
+        (9, FIVE, Resources(1, 5), ["6,7,8,9,GPU-ab"]),
+        (1, FIVE, Resources(1, 2), ["6,7"]),
+    ],
+)
+def test_places(cpus: int, cards: tuple[str, ...], wishes: Resources, expected: list[str]) -> None:
+    assert places(Machine(cpus, cards), wishes) == expected
+
+
+@pytest.mark.parametrize(
+    ("cards", "wishes", "said"),
+    [
+        ((), Resources(5), "--cpus-per-client 5: allowed is up to 4, the CPUs here"),
+        ((), Resources(1, 0.25), "--gpus-per-client 0.25: this machine has no CUDA device"),
+        (ONE, Resources(1, 2), "--gpus-per-client 2: allowed is up to 1, the CUDA devices here"),
+        *(
+            (
+                TWO,
+                Resources(1, share),
+                f"--gpus-per-client {share:g}: allowed are 0, a share of one card from",
+            )
+            for share in (1.5, 1e-5, -1.0, float("nan"), float("inf"))
+        ),
+    ],
+)
+def test_wishes_that_no_worker_can_have(cards: tuple[str, ...], wishes: Resources, said: str) -> None:
+    with pytest.raises(PbflError) as caught:
+        places(Machine(4, cards), wishes)
+    assert str(caught.value).startswith(said)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("cpus", "cards", "wishes", "runs", "expected"),
+    [
+        (8, (), Resources(), 3, [Slot(2)] * 3),
+        (2, (), Resources(), 3, []),
+        (8, (), Resources(workers=3), 3, [Slot(3)] * 3),
+        (8, ONE, Resources(1, 1), 4, []),
+        (8, ONE, Resources(1, 1), 1, [Slot(1, "0")]),
+        (8, TWO, Resources(1, 1), 2, [Slot(1, "0"), Slot(1, "1")]),
+        (8, ONE, Resources(1, 0.25), 2, [Slot(2, "0")] * 2),  # half a card each
+        (8, ONE, Resources(1, 0.25), 4, [Slot(1, "0")] * 4),
+        (8, ONE, Resources(1, 0.25), 5, []),
+        (12, TWO, Resources(1, 0.25), 3, [Slot(2, "0"), Slot(4, "1"), Slot(2, "0")]),
+        (12, FIVE, Resources(1, 0.5), 2, [Slot(6, "6,8,GPU-ab"), Slot(4, "7,9")]),
+        (12, FIVE, Resources(1, 2), 2, [Slot(1, "6,7"), Slot(1, "8,9")]),
+        (12, FIVE, Resources(1, 2), 3, []),
+        (12, FIVE, Resources(1, 2), 1, [Slot(2, "6,7,8,9")]),
+        (12, TWO, Resources(1, 0.7), 3, []),
+    ],
+)
+def test_slots(cpus: int, cards: tuple[str, ...], wishes: Resources, runs: int, expected: list[Slot]) -> None:
+    assert slots(Machine(cpus, cards), wishes, runs) == expected
+
+
+@pytest.mark.parametrize("share", [0.1, 0.25, 0.3, 1 / 3, 0.4, 0.6, 0.7, 1, 2, 3])
+def test_whatever_is_wished_for_no_card_is_given_away_twice(share: float) -> None:
+    """Runs that see the cards of their slots share them out among their workers, as posts_of does."""
+    for count in range(max(1, int(share)), 6):
+        machine = Machine(16, tuple(map(str, range(count))))
+        for workers in (None, 1, 3, 40):
+            wishes = Resources(1, share, workers)
+            for runs in range(1, 17):
+                taken: Counter[str] = Counter()
+                for slot in slots(machine, wishes, runs):
+                    seen = Machine(16, tuple(slot.cards.split(",")))
+                    found = places(seen, replace(wishes, workers=slot.workers))
+                    assert len(found) == slot.workers >= 1
+                    for place in found:
+                        cards = place.split(",")
+                        assert len(cards) == max(1, share)
+                        taken.update(dict.fromkeys(cards, share if share < 1 else 1.0))
+                assert all(total <= 1 + 1e-9 for total in taken.values()), (count, workers, runs, taken)
+
+
+@pytest.mark.parametrize(
+    ("named", "count", "expected"),
+    [
+        (None, 2, ("0", "1")),
+        ("6, GPU-ab", 2, ("6", "GPU-ab")),
+        ("0,1,2,3", 2, ("0", "1")),  # CUDA stops at the first that is not there
+        ("", 0, ()),
+        ("-1", 0, ()),
+    ],
+)
+def test_the_machine_at_hand(
+    named: str | None, count: int, expected: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr("joblib.cpu_count", lambda: 3)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if named is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    assert Machine.here(Resources(1, 0.5)) == Machine(3, expected)
+    assert Machine.here(Resources()) == Machine(3)
+
+
+def test_more_cards_than_there_are_is_one_line_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    said = "error: --gpus-per-client 2: allowed is up to 1, the CUDA devices here\n"
+    for command in (["run", "--run-dir"], ["sweep", "--set", "seed=0,1", "--parallel", "2", "--out"]):
+        result = pbfl(*command, tmp_path / "out", "--gpus-per-client", "2")
+        assert (result.exit_code, result.stderr) == (2, said)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_cpus_of_a_container_are_counted_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    monkeypatch.setattr("joblib.cpu_count", lambda: 2)
+    settings = configuration.check(configuration.Wishes({}))
+    with pytest.raises(PbflError, match="--cpus-per-client 4: allowed is up to 2, the CPUs here"):
+        configuration.preflight(settings, Resources(4))
+
+
+def test_flowers_engine_starts_no_worker_that_fits_on_no_card(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr("joblib.cpu_count", lambda: 8)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    handed: list[str] = []
+    monkeypatch.setattr(Engine, "_run", lambda self, app, config, *more: handed.extend(more))
+    engine = Engine(tmp_path)
+    engine.submit(
+        tmp_path, {}, 4, Resources(2, 0.6)
+    )  # by Flower's own count 3 of them, of which one never starts
+    engine.submit(tmp_path, {}, 4, Resources(2))
+    assert [text.rpartition("=")[2] for text in handed if "=" in text] == ["4", "8"]
+    assert all("init-args-num-cpus=" in text for text in handed if "=" in text)
