@@ -2,6 +2,7 @@ import json
 import os
 import tomllib
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import click
@@ -14,8 +15,9 @@ from pbfl_flwr.data import DATASETS
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import compare, configuration, reproduce, tables
 from pbfl_flwr.experiments.figures import clock, kilobytes
-from pbfl_flwr.experiments.runner import round_line
+from pbfl_flwr.experiments.runner import go_on_with, round_line
 from pbfl_flwr.flower.engine import toml
+from pbfl_flwr.flower.history import RunDirectory
 from pbfl_flwr.flower.placement import Resources
 from pbfl_flwr.methods import METHODS, SECTIONS
 from pbfl_flwr.models import FAMILIES, MODELS
@@ -302,6 +304,25 @@ def test_a_directory_that_holds_a_run_is_refused(tmp_path: Path) -> None:
     result = pbfl("run", "--run-dir", run)
     assert result.exit_code == 2
     assert "already holds a run" in result.stderr
+
+
+def test_runs_that_begin_in_the_same_second_have_directories_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = configuration.check(configuration.gather(None, []))
+    first = configuration.run_directory(settings, None)
+    name = first.name
+    made = [configuration.made(first, chosen=False) for _ in range(3)]
+    assert [path.name for path in made] == [name, f"{name}-2", f"{name}-3"]
+    assert all(path.is_dir() for path in made)
+    assert configuration.made(first, chosen=True) == first
+
+
+def test_what_is_to_be_typed_can_be_typed(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "an odd 'name", [entry(1, 0.25, 0.5)])
+    assert f"--resume {quote(str(run))}" in pbfl("run", "--run-dir", run).stderr
+    assert go_on_with(run, RunDirectory(run).read()) == f"pbfl run --resume {quote(str(run))}"
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,12 @@ def test_every_bad_key_is_named_at_once() -> None:
     ]
 
 
+def test_a_number_is_text_where_text_is_wanted() -> None:
+    """--set label-column=2020 cannot be said otherwise; a text is never a number."""
+    settings = parse({"label-column": 2020, "input-shape": 2, "initial-weights": "own"})
+    assert (settings.data.label_column, settings.data.input_shape) == ("2020", "2")
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -58,7 +64,7 @@ def test_every_bad_key_is_named_at_once() -> None:
         ("momentum", True),
         ("download", 1),
         ("download", "true"),
-        ("method", 3),
+        ("method", True),
         ("cps-dim", 1.5),
         ("cps-dim", "all"),
     ],

@@ -28,7 +28,7 @@ from pbfl_flwr.cli.common import (
     running,
     words,
 )
-from pbfl_flwr.errors import PbflError, reading, writing
+from pbfl_flwr.errors import PbflError, reading
 from pbfl_flwr.experiments.figures import say, screen
 
 
@@ -71,8 +71,9 @@ def run(
         if resume is None:
             settings = configuration.check(wishes)
             directory = configuration.run_directory(settings, run_dir)
+            chosen = configuration.chosen_directory(settings, run_dir) is not None
         elif run_dir is None:
-            directory = resume.expanduser().absolute()
+            directory, chosen = resume.expanduser().absolute(), True
             wishes = configuration.resumed(directory, wishes)
             settings = configuration.check(wishes)
         else:
@@ -80,8 +81,7 @@ def run(
                 "--resume and --run-dir: a resumed run stays in its directory; give one of the two"
             )
         partition = configuration.preflight(settings, resources)
-        with writing(directory):
-            directory.mkdir(parents=True, exist_ok=True)
+        directory = configuration.made(directory, chosen=chosen)
     except PbflError as error:
         raise ended(error, REFUSED) from None
     for note in partition.notes:

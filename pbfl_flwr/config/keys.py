@@ -6,9 +6,9 @@ import re
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from pbfl_flwr.config.attack import Attack
 from pbfl_flwr.config.choices import choice, one_or_each
@@ -30,6 +30,19 @@ class Group(BaseModel):
         validate_by_alias=True,
         allow_inf_nan=False,
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _text(cls, given: Any) -> Any:
+        """Take a number for text where text is wanted: ``--set data-dir=2024`` cannot be said otherwise."""
+        texts = {name for name, field in cls.model_fields.items() if field.annotation is str}
+        texts |= {str(cls.model_fields[name].alias) for name in texts}
+        return {
+            key: str(value)
+            if key in texts and isinstance(value, int | float) and not isinstance(value, bool)
+            else value
+            for key, value in dict(given).items()
+        }
 
     @classmethod
     def key_names(cls) -> list[str]:

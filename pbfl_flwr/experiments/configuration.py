@@ -8,14 +8,17 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from importlib.resources import files
+from itertools import chain, count
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from pbfl_flwr.architectures import architecture_of, architectures, check_named
 from pbfl_flwr.config import CHANGEABLE, DataSettings, Scalar, Settings, parse
 from pbfl_flwr.data import DATASETS, Partition, check_data, load_pool
-from pbfl_flwr.errors import PbflError
+from pbfl_flwr.errors import PbflError, writing
 from pbfl_flwr.experiments.runner import go_on_with, simulated
+from pbfl_flwr.flower.device import choose_device
 from pbfl_flwr.flower.history import RunDirectory
 from pbfl_flwr.flower.placement import Machine, Resources, places
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method
@@ -74,8 +77,8 @@ def gather(preset: str | None, assignments: Iterable[str]) -> Wishes:
 def absolute(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
     """Return the keys with paths made absolute, since the workers run in other directories."""
     return {
-        key: str(Path(value).expanduser().absolute())
-        if key in PATHS and isinstance(value, str) and value
+        key: str(Path(str(value)).expanduser().absolute())
+        if key in PATHS and not isinstance(value, bool) and value != ""
         else value
         for key, value in values.items()
     }
@@ -166,16 +169,47 @@ def run_directory(settings: Settings, wanted: Path | None) -> Path:
     Raises:
         PbflError: if there is a run already.
     """
-    chosen = wanted or (Path(settings.run.run_dir) if settings.run.run_dir else None)
+    chosen = chosen_directory(settings, wanted)
     if chosen is None:
         name = (
             f"{datetime.now():%Y%m%d-%H%M%S}-{settings.run.method.replace(':', '-')}-{settings.data.dataset}"
         )
-        chosen = Path("runs") / name
+        return _unused(Path("runs").absolute() / name)
     path = chosen.expanduser().absolute()
     if (path / "run.json").exists():
-        raise PbflError(f"run-dir = '{path}' already holds a run; choose another one, or --resume {path}")
+        raise PbflError(
+            f"run-dir = '{path}' already holds a run; choose another one, or --resume {quote(str(path))}"
+        )
     return path
+
+
+def chosen_directory(settings: Settings, wanted: Path | None) -> Path | None:
+    """Return the directory that a person chose for a run; None where it gets one by date and name."""
+    return wanted or (Path(settings.run.run_dir) if settings.run.run_dir else None)
+
+
+def made(directory: Path, *, chosen: bool) -> Path:
+    """Make a run's directory and return it: another one if nobody chose it and somebody has made it since.
+
+    Raises:
+        PbflError: if it cannot be made.
+    """
+    found = directory
+    with writing(directory):
+        while True:
+            try:
+                found.mkdir(parents=True, exist_ok=chosen)
+                return found
+            except FileExistsError:
+                if chosen:
+                    raise
+                found = _unused(directory)
+
+
+def _unused(path: Path) -> Path:
+    """Return the path, or with the first number behind it that makes it new."""
+    numbered = (path.with_name(f"{path.name}-{number}") for number in count(2))
+    return next(candidate for candidate in chain([path], numbered) if not candidate.exists())
 
 
 def flatten(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -191,8 +225,14 @@ def flatten(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _check_resources(settings: Settings, resources: Resources) -> None:
     """Refuse what Flower would only answer with an empty pool of workers."""
-    if settings.training.device == "cuda" and not resources.gpus_per_client:
-        raise PbflError("device = 'cuda': clients see no GPU; add --gpus-per-client, e.g. 0.25")
+    for key, value, needs in (
+        ("device", settings.training.device, "cuda"),
+        ("compile", settings.training.compile, "cuda-graph"),
+    ):
+        if value == needs and not resources.gpus_per_client:
+            raise PbflError(f"{key} = '{value}': clients see no GPU; add --gpus-per-client, e.g. 0.25")
+    if settings.training.device == "mps":
+        choose_device("mps")
     places(Machine.here(resources), resources)
 
 

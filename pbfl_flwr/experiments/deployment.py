@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 
 from rich.console import Console
 
@@ -141,7 +142,9 @@ def start(app: Path, plan: Plan, console: Console) -> int:
         return run_id
 
     rounds = plan.settings.run.num_server_rounds
-    return attend(deployment, submit, rounds, console, f"pbfl deploy local --resume {plan.run_dir}")
+    return attend(
+        deployment, submit, rounds, console, f"pbfl deploy local --resume {quote(str(plan.run_dir))}"
+    )
 
 
 def _check(settings: Settings, nodes: Sequence[Mapping[str, Scalar]]) -> None:

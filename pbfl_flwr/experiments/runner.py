@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from shlex import quote
 from statistics import median
 from threading import Event, Thread
 from types import FrameType
@@ -57,7 +58,7 @@ def simulate(
     # Said as a number, so that whoever resumes the run has as many threads, whatever the workers are given then.
     threads = {"threads": resources.cpus_per_client} if config.get("threads", "auto") == "auto" else {}
     keys = {**config, **threads, "run-dir": str(run_dir)}
-    go_on = f"pbfl run --resume {run_dir}"
+    go_on = f"pbfl run --resume {quote(str(run_dir))}"
     if resources.processes:
         from pbfl_flwr.flower.local import federate
 
@@ -114,8 +115,7 @@ def beside(
         printing.join()
         follower.look()
     if isinstance(stopped, KeyboardInterrupt):
-        say(console, f"interrupted; go on with: {go_on}")
-        return INTERRUPTED
+        return _interrupted(run_dir, console, go_on)
     return COMPLETED if stopped is None else _failed(run_dir, str(stopped), console, go_on)
 
 
@@ -125,6 +125,12 @@ def _following(run_dir: Path, num_rounds: int, console: Console) -> Follower:
         run_dir.mkdir(parents=True, exist_ok=True)
     say(console, f"run {run_dir}")
     return Follower(run_dir, num_rounds, console)
+
+
+def _interrupted(run_dir: Path, console: Console, go_on: str) -> int:
+    begun = RunDirectory(run_dir).taken
+    say(console, f"interrupted; go on with: {go_on}" if begun else "interrupted before the run began")
+    return INTERRUPTED
 
 
 def _failed(run_dir: Path, reason: str, console: Console, go_on: str) -> int:
@@ -147,9 +153,9 @@ def go_on_with(run_dir: Path, about: Mapping[str, Any]) -> str:
         about: what run.json holds.
     """
     if simulated(about):
-        return f"pbfl run --resume {run_dir}"
+        return f"pbfl run --resume {quote(str(run_dir))}"
     if (run_dir / NODES).exists():
-        return f"pbfl deploy local --resume {run_dir}"
+        return f"pbfl deploy local --resume {quote(str(run_dir))}"
     return f"flwr run, with the same configuration, run-dir='{run_dir}' and resume=true"
 
 
@@ -180,8 +186,7 @@ def attend(link: Link, submit: Callable[[], str], num_rounds: int, console: Cons
             say(console, "stopping")
             link.stop(run_id)
             follower.look()
-            say(console, f"interrupted; go on with: {go_on}")
-            return INTERRUPTED
+            return _interrupted(run_dir, console, go_on)
         follower.look()
         present = {line["round"] for line in RunDirectory(run_dir).rounds()}
         missing = num_rounds - len(present & set(range(1, num_rounds + 1)))

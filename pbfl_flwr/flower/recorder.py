@@ -69,13 +69,14 @@ class Recorder:
         """
         known = list(members)
         clients = [{**asdict(member), "node": str(member.node)} for member in known]
-        liars = {"malicious": list(malicious(self._settings))} if self._settings.run.attack else {}
+        attack = {"malicious": list(malicious(self._settings))} if self._settings.run.attack else {}
         self.run.begin_alone()
         if all(member.simulated and member.configured_data for member in known):
             partition = check_data(self._settings.data, self._settings.run.num_clients)
-            taking = self._settings.run.participants
+            taking, liars = self._settings.run.participants, malicious(self._settings)
             pool, splits = load_pool(self._settings.data), partition.splits
-            parts = (replace(partition, splits=part) for part in (splits[:taking], splits[taking:]))
+            scored = tuple(split for client, split in enumerate(splits[:taking]) if client not in liars)
+            parts = (replace(partition, splits=part) for part in (scored, splits[taking:]))
             majority, of_newcomers = (part.majority(pool.labels) for part in parts)
             held = (partition.counts[:taking] > 0).sum(axis=1).tolist()
             scalars = build_method(self._settings).paper_scalars(
@@ -83,7 +84,7 @@ class Recorder:
             )
             counts, notes = partition.counts.tolist(), list(partition.notes)
             self.run.write_partition(counts, notes, majority, of_newcomers, scalars, pool.fingerprint())
-        self.run.start(self._settings.as_dict(), {**facts, **liars, "clients": clients})
+        self.run.start(self._settings.as_dict(), {**facts, **attack, "clients": clients})
         self._open_sinks()
 
     def go_on(

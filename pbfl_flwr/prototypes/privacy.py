@@ -39,7 +39,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pbfl_flwr.config import PrivacySettings
+from pbfl_flwr.config import PROTOCOLS, PrivacySettings
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client
 from pbfl_flwr.payloads.reveals import COUNTS, HOLDER, MEANS, PRESENCE, SINGLE, TOTAL, Reveal
@@ -335,10 +335,8 @@ def release(settings: PrivacySettings, rule: str, *, trained: bool, sends_total:
     if rule in COUNTED:
         raise PbflError(f"dp-noise: rule '{rule}' sends exact counts beside the rows; allowed are the others")
     if sends_total:
-        raise PbflError(
-            f"dp-noise: rule '{rule}' sends n_i exactly; set ppa-total = 'known' with total-examples, or "
-            "aps-scale to a number"
-        )
+        remedy = "ppa-total = 'known' with total-examples" if rule == "ppa" else "aps-scale to a number"
+        raise PbflError(f"dp-noise: rule '{rule}' sends n_i exactly; set {remedy}")
     if settings.count_bucket != "off":
         raise PbflError("dp-noise: a bucketed count jumps by more than one sample; set count-bucket = 'off'")
     return Release(settings, rule in (*SUMS, "aps-mean"))
@@ -348,8 +346,7 @@ def unprotected(settings: PrivacySettings) -> list[str]:
     """Return the settings that ask for more than the default, as ``key = value``, for methods that cannot keep them."""
     plain = PrivacySettings()
     asked = ("dense_uploads", "count_bucket", "dp_clip", "dp_noise", "secure_aggregation")
-    return [
-        f"{key.replace('_', '-')} = {getattr(settings, key)!r}"
-        for key in asked
-        if getattr(settings, key) != getattr(plain, key)
-    ]
+    more = [key for key in asked if getattr(settings, key) != getattr(plain, key)]
+    if settings.min_class_count not in ("auto", *PROTOCOLS["min-class-count"].values()):
+        more.append("min_class_count")
+    return [f"{key.replace('_', '-')} = {getattr(settings, key)!r}" for key in more]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pbfl_flwr.config import Scalar, parse
+from pbfl_flwr.data import client_data
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import tables
 from pbfl_flwr.experiments.records import Record
@@ -104,6 +105,15 @@ def test_accuracies_are_over_honest_clients(tmp_path: Path, caplog: pytest.LogCa
         assert entry["head"]["clients"] == 3
     losses = [(every["test_loss"][i], every["num_test"][i]) for i in range(NUM_CLIENTS) if i not in liars]
     assert line["test_loss"] == pytest.approx(sum(a * n for a, n in losses) / sum(n for _, n in losses))
+    # What always answering the largest class scores is over the same clients.
+    right = tested = 0
+    for client in honest:
+        data = client_data(found.strategy.settings.data, NUM_CLIENTS, client)
+        assert data.validation is not None  # counts as training data here
+        known = torch.cat([data.train.labels, data.validation.labels])
+        right += int((data.test.labels == known.bincount().argmax()).sum())
+        tested += len(data.test)
+    assert directory.majority() == pytest.approx(right / tested)
     record = Record.load(directory.path)
     assert set(record.accuracies()) == set(range(NUM_CLIENTS)) - set(liars)
 

@@ -97,6 +97,10 @@ def test_a_run(tmp_path):
         ({"method": "fedproto", "method-settings": "alpha=1"}, "they are for methods of your own"),
         ({"method": "feddyn:build", "aggregation": "ppa"}, "has no such stage"),
         ({"method": "feddyn:build", "dp-noise": 1.0}, "which these settings cannot protect"),
+        (
+            {"method": "feddyn:build", "min-class-count": 5},
+            "min-class-count = 5: .*which these settings cannot protect",
+        ),
         ({"method": "feddyn:"}, "allowed is one of local, .*, or my_package.page:build"),
     ],
 )

@@ -210,7 +210,10 @@ def test_the_client_counts_its_releases() -> None:
         ({"dp-noise": 1.0}, "dp-noise needs dp-clip"),
         ({"dp-noise": 1.0, "dp-clip": 1.0, "aggregation": "weighted"}, "sends exact counts"),
         ({"dp-noise": 1.0, "dp-clip": 1.0, "aggregation": "ppa"}, "sends n_i exactly; set ppa-total"),
-        ({"dp-noise": 1.0, "dp-clip": 1.0, "method": "tinyproto"}, "sends n_i exactly; set ppa-total"),
+        (
+            {"dp-noise": 1.0, "dp-clip": 1.0, "method": "tinyproto"},
+            "sends n_i exactly; set aps-scale to a number",
+        ),
         ({"dp-noise": 1.0, "dp-clip": 1.0, "count-bucket": "powers"}, "set count-bucket = 'off'"),
         (
             {"dp-noise": 1.0, "dp-clip": 1.0, "dp-unit": "sample", "protocol": "htfl"},
