@@ -56,10 +56,11 @@ from pbfl_flwr.models import (
     check_named,
     count_parameters,
 )
+from pbfl_flwr.payloads import Payload, RejectedPayload
 from pbfl_flwr.prototypes.attacks import attacked
 from pbfl_flwr.replay import check_replayable
 from pbfl_flwr.task import Task
-from pbfl_flwr.training import Scores, evaluate
+from pbfl_flwr.training import REMEDY, Diverged, Scores, evaluate
 
 if sys.platform != "win32":
     import resource
@@ -228,7 +229,9 @@ def _trained(opened: Opened, message: Message) -> Message:
             scores["before"] = evaluate(client, method.predictors(client, down))
             evaluated = time.perf_counter() - started
     started = time.perf_counter()
-    update = attacked(opened.settings, client, method.local_update(client, down))
+    trained = method.local_update(client, down)
+    _check_usable(trained.payload, method, client.task)
+    update = attacked(opened.settings, client, trained)
     fitted = time.perf_counter() - started
     predictors = method.predictors(replace(client, memory=update.memory), down)
     if moment == "after" or both:
@@ -257,6 +260,18 @@ def _trained(opened: Opened, message: Message) -> Message:
     if opened.settings.privacy.client_report == "full":
         report = replace(report, seconds=(*seconds[:-1], time.perf_counter() - started))
     return Message(wire.content(payload, report.to_record()), reply_to=message)
+
+
+def _check_usable(upload: Payload, method: Method[Any, Any, Any], task: Task) -> None:
+    """Refuse here what the server would refuse: a network whose numbers are without bounds is not worth storing.
+
+    Raises:
+        Diverged: saying which numbers.
+    """
+    try:
+        method.up.from_tensors(upload.to_tensors(), task)
+    except RejectedPayload as error:
+        raise Diverged(f"its upload would be refused: {error}; {REMEDY}") from None
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -11,7 +12,11 @@ from flwr.app import Message
 
 from pbfl_flwr.config import Scalar
 from pbfl_flwr.experiments.tables import privacy_line
+from pbfl_flwr.flower.store import load_tensors
+from pbfl_flwr.method import Client, Update
 from pbfl_flwr.methods import PROTECTED
+from pbfl_flwr.payloads import Prototypes
+from pbfl_flwr.prototypes.pipeline import Pipeline
 from pbfl_flwr.prototypes.privacy import epsilon_of
 from tests.flower.inprocess import NUM_CLIENTS, federation, through_flower
 
@@ -125,3 +130,26 @@ def test_a_silent_client_says_nothing_of_its_samples(tmp_path: Path) -> None:
         assert all(seconds == [0.0] * 5 for seconds in line["seconds"])
     assert found.roster is not None
     assert {member.num_train for member in found.roster.members.values()} == {0}
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_an_upload_without_bounds_is_refused_where_it_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, secure: bool
+) -> None:
+    """The client says what to do, and keeps the state of the round before."""
+    original = Pipeline.local_update
+
+    def explodes(self: Pipeline, client: Client, down: Prototypes) -> Update[Prototypes]:
+        update = original(self, client, down)
+        if (client.id, client.round) != (3, 2):
+            return update
+        return replace(update, payload=replace(update.payload, values=update.payload.values * 1e12))
+
+    monkeypatch.setattr(Pipeline, "local_update", explodes)
+    found = federation(tmp_path, on_disk=True, secure_aggregation=secure).run()
+    (failure,) = found.strategy.history[1]["failures"]
+    assert failure["client"] == 3
+    assert "its upload would be refused: 'rows' holds" in failure["reason"]
+    assert "lower learning-rate" in failure["reason"]
+    (file,) = (tmp_path / "run").rglob("client-00003.safetensors")
+    assert load_tensors(file)[1]["round"] == "1"
