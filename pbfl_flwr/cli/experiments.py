@@ -87,6 +87,9 @@ def run(
     for note in partition.notes:
         say(console, f"data: {note}")
     method = build_method(settings)
+    for key in wishes.values:
+        if "." in key and not key.startswith(f"{method.name}."):
+            say(console, f"{key}: without effect, the method is '{method.name}'")
     for note in privacy_notes(settings, method):
         say(console, f"privacy: {note}")
     for note in method.forewarnings(settings.run.num_server_rounds):

@@ -325,12 +325,13 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         return dict(state.figures)
 
     def forewarnings(self, num_rounds: int) -> list[str]:
-        """Whether the pull is towards a multiple of what the features are."""
+        """What has no effect, and whether the pull is towards a multiple of what the features are."""
         if self.stages.alignment != "off" or self.stages.upscale == 1:
-            return []
+            return self.stages.idle()
         return [
+            *self.stages.idle(),
             f"upscale = {self.stages.upscale:g} multiplies prototypes that alignment = 'off' leaves at the features' "
-            "own length; ProtoNorm scales unit vectors (alignment = 'unit' where nothing is to be moved)"
+            "own length; ProtoNorm scales unit vectors (alignment = 'unit' where nothing is to be moved)",
         ]
 
     def notes(self, state: PipelineState) -> list[str]:

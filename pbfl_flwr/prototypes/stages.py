@@ -55,6 +55,26 @@ class Stages(Group):
             return self.ppa_total == "reported"
         return self.aggregation in APS_RULES and self.aps_scale == "auto"
 
+    def idle(self) -> list[str]:
+        """Return a line for every setting that another one keeps from having an effect."""
+        needs = {
+            "trim_share": ("aggregation = 'trimmed-mean'", self.aggregation == "trimmed-mean"),
+            "aps_scale": ("an aggregation of APS", self.aggregation in APS_RULES),
+            "ppa_total": ("aggregation = 'ppa'", self.aggregation == "ppa"),
+            "total_examples": (
+                "aggregation = 'ppa' with ppa-total = 'known'",
+                (self.aggregation, self.ppa_total) == ("ppa", "known"),
+            ),
+            "cps_scheme": ("cps-dim above 0", self.cps_dim > 0),
+            "cps_pull": ("cps-dim above 0", self.cps_dim > 0),
+        }
+        plain = Stages()
+        return [
+            f"{name.replace('_', '-')} = {getattr(self, name)!r} has no effect without {what}"
+            for name, (what, met) in needs.items()
+            if not met and getattr(self, name) != getattr(plain, name)
+        ]
+
 
 def resolved(settings: Settings, named: Stages) -> Stages:
     """Return the stages of a configuration.

@@ -293,6 +293,26 @@ def test_what_a_client_sends_is_scaled_and_masked() -> None:
         torch.testing.assert_close(update.payload.values[j], expected)
 
 
+def test_settings_that_others_keep_from_an_effect_are_said() -> None:
+    idle: dict[str, Scalar] = {
+        "trim_share": 0.1,
+        "aps_scale": 0.5,
+        "cps_scheme": "block",
+        "ppa_total": "known",
+    }
+    said = method("fedproto", **idle, total_examples=60).forewarnings(5)
+    assert [line.partition(" has no effect without ")[::2] for line in said] == [
+        ("trim-share = 0.1", "aggregation = 'trimmed-mean'"),
+        ("aps-scale = 0.5", "an aggregation of APS"),
+        ("ppa-total = 'known'", "aggregation = 'ppa'"),
+        ("total-examples = 60", "aggregation = 'ppa' with ppa-total = 'known'"),
+        ("cps-scheme = 'block'", "cps-dim above 0"),
+    ]
+    assert method("fedproto", aggregation="trimmed-mean", trim_share=0.1).forewarnings(5) == []
+    assert method("tinyproto", aps_scale=0.5, cps_scheme="block", cps_dim=2).forewarnings(5) == []
+    assert method("fedtgp").forewarnings(5) == method("protonorm").forewarnings(5) == []
+
+
 def test_a_multiple_of_raw_means_is_forewarned() -> None:
     for keys in ({}, {"alignment": "unit"}, {"alignment": "off", "upscale": 1}):
         assert method("protonorm", **keys).forewarnings(5) == []
