@@ -90,9 +90,13 @@ def test_fashion_mnist_is_found_where_debian_puts_it(tmp_path, write_idx, monkey
         (debian / f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
         path.unlink()
     monkeypatch.setattr(idx_files, "DEBIAN_FASHION_MNIST", debian)
-    pool = load_pool(DataSettings(dataset="fashion-mnist", data_dir=str(tmp_path / "empty")))
+    pool = load_pool(DataSettings(dataset="fashion-mnist"))
     assert np.array_equal(pool.inputs[:, 0], images)
     assert pool.label_names[9] == "Ankle boot"
+    given = tmp_path / "nowhere"  # who names a place means no other one
+    with pytest.raises(PbflError, match=f"looked for {given}") as error:
+        load_pool(DataSettings(dataset="fashion-mnist", data_dir=str(given)))
+    assert str(debian) not in str(error.value)
 
 
 def test_a_gzipped_file_that_would_fill_the_memory(tmp_path, write_idx, monkeypatch):
