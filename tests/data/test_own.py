@@ -243,6 +243,9 @@ def test_the_command(tmp_path: Path, photos: Path) -> None:
     assert (code, json.loads(text)["refused"]) == (2, f"{photos} has the class 'emu'; labels allows cat, dog")
     assert call(str(photos), "--model", "har-cnn")[0] == 2
     assert call(str(tmp_path / "nothing"))[0] == 2
+    (tmp_path / "ok.npz").touch()
+    code, text = call(str(tmp_path / "ok.npz"), "--dataset", "image-folder")
+    assert (code, "is a file" in " ".join(text.split())) == (2, True)
 
 
 def test_it_needs_neither_flower_nor_ray(tmp_path: Path) -> None:

@@ -295,12 +295,25 @@ def test_an_image_folder_without_a_test_part_and_with_odd_sizes(tmp_path, write_
     assert part.notes == ("1 of 3 images were resized to 6x4, the size of the first image",)
 
 
+def test_what_begins_with_a_dot_is_neither_class_nor_image(tmp_path, write_image):
+    folder = tmp_path / ".data" / "photos"  # above the folder it does not count
+    for name in ("cat/a.png", "cat/.thumbs/a.png", "dog/b.png", ".git/c.png"):
+        write_image(folder / name, 3)
+    (folder / "dog" / "._b.png").write_bytes(b"what macOS writes beside a picture")
+    pool = load_pool(DataSettings(dataset="image-folder", data_dir=str(folder)))
+    assert (pool.label_names, pool.labels.tolist()) == (("cat", "dog"), [0, 1])
+    assert [note.rpartition("begin with a dot: ")[2] for note in pool.notes] == ["2"]
+
+
 def test_an_image_folder_that_cannot_be_used_says_why(tmp_path, write_image):
     def load(path: Path) -> None:
         load_pool(DataSettings(dataset="image-folder", data_dir=str(path)))
 
     with pytest.raises(PbflError, match="nothing at data-dir"):
         load(tmp_path / "nowhere")
+    (tmp_path / "ok.npz").write_bytes(b"")
+    with pytest.raises(PbflError, match=r"ok\.npz is a file; it should be a folder with train/<class>/"):
+        load(tmp_path / "ok.npz")
     (tmp_path / "none").mkdir()
     with pytest.raises(PbflError, match="should hold <class>/"):
         load(tmp_path / "none")
