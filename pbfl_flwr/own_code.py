@@ -6,9 +6,11 @@ does too (:mod:`pbfl_flwr.flower.device`).
 
 import importlib
 import re
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 
-from pbfl_flwr.errors import PbflError
+from pbfl_flwr.errors import LONGEST, PbflError, printable
 
 SPEC = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
@@ -19,14 +21,14 @@ def is_external(name: str) -> bool:
 
 
 def function_of(key: str, spec: str) -> Callable[..., object]:
-    """Import the module and return the function. What the module itself raises is passed on as it is.
+    """Import the module and return the function.
 
     Args:
         key: of the run configuration, for messages.
         spec: ``my_package.module:function``.
 
     Raises:
-        PbflError: if there is no such module or function.
+        PbflError: if there is no such module or function, or the module raises.
     """
     module_name, _, function_name = spec.partition(":")
     try:
@@ -36,8 +38,52 @@ def function_of(key: str, spec: str) -> Callable[..., object]:
             f"{key} = '{spec}': cannot import '{module_name}' ({error}); is it installed, or the directory that holds "
             "it in PYTHONPATH?"
         ) from error
+    except Exception as error:  # whatever somebody's code raises
+        raise PbflError(
+            f"{key} = '{spec}': importing '{module_name}' raised {raised(error, spec)}"
+        ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
         raise PbflError(f"{key} = '{spec}': '{module_name}' has no function '{function_name}'")
     found: Callable[..., object] = function
     return found
+
+
+def made(key: str, spec: str, what: str, argument: object) -> object:
+    """Import the module, call the function and return what it made.
+
+    Args:
+        key: of the run configuration, for messages.
+        spec: ``my_package.module:function``.
+        what: the argument is, for messages.
+        argument: the only one.
+
+    Raises:
+        PbflError: as :func:`function_of`, and if the function raises; its own PbflError is passed on as it is.
+    """
+    function = function_of(key, spec)
+    try:
+        return function(argument)
+    except PbflError:
+        raise
+    except Exception as error:  # whatever somebody's code raises
+        name, code = spec.partition(":")[2], getattr(function, "__code__", None)
+        begins = f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if code else ""
+        raise PbflError(f"{key} = '{spec}': {name}({what}) raised {raised(error, spec, begins)}") from error
+
+
+def raised(error: Exception, spec: str, otherwise: str = "") -> str:
+    """Return in one line what somebody's code raised, and the last line of that code that was running.
+
+    Args:
+        error: what it raised, maybe in a library that it called.
+        spec: ``my_package.module:function``; all of ``my_package`` is their code.
+        otherwise: what stands for the line if none was running yet.
+    """
+    package = re.split("[.:]", spec)[0]
+    where = otherwise
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if str(frame.f_globals.get("__name__")).partition(".")[0] == package:
+            where = f" ({Path(frame.f_code.co_filename).name}:{line})"
+    said = f"{type(error).__name__}: {' '.join(printable(str(error)).split())}"
+    return said[:LONGEST].removesuffix(": ") + where

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +15,9 @@ import typer
 from pbfl_flwr.cli.common import REFUSED, ended
 from pbfl_flwr.errors import PbflError, writing
 from pbfl_flwr.experiments.figures import say, screen
+
+SHELLS_OWN = '"$`\\!'  # what a shell reads between double quotes
+UNWRITABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")  # TOML refuses it, and a terminal garbles it
 
 DataPath = Annotated[
     Path,
@@ -83,8 +89,23 @@ def check_data(
         say(screen(), line)
     if (file := names_file(labels)) is not None:
         more["labels"] = str(file.absolute())
-    keys = "".join(f" {key}='{value}'" for key, value in more.items() if value)
-    say(screen(), f"ok: --node-config \"client-id='NAME' data-path='{found.path}'{keys}\"")
+    keys = {"client-id": "NAME", "data-path": str(found.path), **more}
+    say(screen(), f"ok: {_node_config({key: value for key, value in keys.items() if value})}")
+
+
+def _node_config(keys: Mapping[str, str]) -> str:
+    """Return ``--node-config`` with these keys as a shell takes it, or the first key that cannot stand there."""
+    written = []
+    for key, value in keys.items():
+        if UNWRITABLE.search(value) or {"'", '"'} <= set(value):
+            return (
+                f"but --node-config cannot hold {key} = {value!r}: allowed are ' or \", not both, and no control "
+                "characters; rename it"
+            )
+        quoted = '"' + value.replace("\\", "\\\\") + '"' if "'" in value else f"'{value}'"
+        written.append(f"{key}={quoted}")
+    text = " ".join(written)
+    return "--node-config " + (shlex.quote(text) if set(text) & set(SHELLS_OWN) else f'"{text}"')
 
 
 def vocabulary(

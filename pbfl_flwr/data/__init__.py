@@ -39,7 +39,8 @@ DATASETS: dict[str, Dataset] = {
     "spiral": Dataset(spiral, "30,000 points of six spiral arms, (2,), 6 classes; no files needed"),
     "mnist": Dataset(mnist, "70,000 handwritten digits, 1x28x28, 10 classes"),
     "fashion-mnist": Dataset(
-        fashion_mnist, "70,000 pieces of clothing, 1x28x28, 10 classes; also Debian's package"
+        fashion_mnist,
+        "70,000 pieces of clothing, 1x28x28, 10 classes; without data-dir also Debian's package",
     ),
     "emnist": Dataset(emnist, "131,600 handwritten characters (balanced split), 1x28x28, 47 classes"),
     "femnist": Dataset(

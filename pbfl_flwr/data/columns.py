@@ -29,6 +29,7 @@ SUFFIXES = (".csv", ".tsv", ".parquet")
 MAX_COLUMNS = 65_536
 LABEL, CLIENT = "label", "client"
 _SEPARATORS = ",;\t"
+_FORM = "separated by ',', ';' or a tab, with their names in the first line"
 _ROWS_AT_A_TIME = 4096
 _FRACTION = re.compile(r"-?\d*\.\d+(e-?\d+)?", re.IGNORECASE)
 _WHOLE = re.compile(r"(-?\d+)\.0*")
@@ -57,10 +58,12 @@ class Members:
         settings: ``label-column`` and ``labels``.
 
     Raises:
-        PbflError: if label-column is none of the columns.
+        PbflError: if there is no column beside the classes, or label-column is none of the columns.
     """
 
     def __init__(self, path: Path, names: Sequence[str], settings: DataSettings) -> None:
+        if len(names) < 2:
+            raise PbflError(f"{path} has {len(names)} columns; allowed are 2 or more, {_FORM}")
         wanted = settings.label_column
         if wanted and wanted not in names:
             raise PbflError(f"label-column = '{wanted}': {path} has no such column; it has {shown(names)}")
@@ -191,11 +194,8 @@ def _parquet(path: Path) -> Iterator[tuple[tuple[str, ...], Iterator[tuple[int, 
 
 
 def _check_names(names: Sequence[str], path: Path) -> None:
-    if len(names) < 2:
-        raise PbflError(
-            f"{path} has {len(names)} columns; allowed are 2 or more, separated by ',', ';' or a tab, with their names "
-            "in the first line"
-        )
+    if not names:
+        raise PbflError(f"{path} has no columns; they are {_FORM}")
     if len(names) > MAX_COLUMNS:
         raise PbflError(f"{path} has {len(names)} columns; allowed are {MAX_COLUMNS}")
     if "" in names:

@@ -1,8 +1,8 @@
 """MNIST, Fashion-MNIST and EMNIST: idx files, plain or gzipped, 1x28x28.
 
-Looked for in data-dir, in ``data-dir/<Name>/raw`` (where torchvision puts them) and, for Fashion-MNIST, where
-Debian's package ``dataset-fashion-mnist`` puts them. EMNIST is the "balanced" split: 131,600 characters, 47
-classes; its images stay transposed, as the files and torchvision have them.
+Looked for in data-dir, in ``data-dir/<Name>/raw`` (where torchvision puts them) and, for Fashion-MNIST without
+data-dir, where Debian's package ``dataset-fashion-mnist`` puts them. EMNIST is the "balanced" split: 131,600
+characters, 47 classes; its images stay transposed, as the files and torchvision have them.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _load(
 
     root = data_root(settings)
     raw = root / folder / "raw"
-    places = (root, raw, *elsewhere)
+    places = (root, raw) if settings.data_dir else (root, raw, *elsewhere)
     found = next((paths for place in places if (paths := _idx_files(place, files))), None)
     if found is None:
         if not settings.download:

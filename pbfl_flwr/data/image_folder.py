@@ -4,11 +4,12 @@ data-dir holds ``train/<class>/*`` and optionally ``test/<class>/*``, or just ``
 numbered in the order of their names, files are taken in the order of theirs (torchvision's ``ImageFolder``).
 All images become RGB of the size of the first one; images of another size are resized (bilinear, aspect not
 kept) and their number is noted. ``labels`` names all classes, also those without a folder here; ``input-shape``
-gives the size, and 1 channel for grey.
+gives the size, and 1 channel for grey. What begins with a dot (``.git``, ``._a.png``) is left out.
 """
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,12 @@ def image_folder(settings: DataSettings) -> Pool:
     """Return the images of data-dir as 3xHxW; ``test/`` is the official test part.
 
     Raises:
-        PbflError: if there is no class folder, a class has no image, ``test/`` has a class that ``train/``
-            lacks, a class is not among ``labels``, or an image cannot be read.
+        PbflError: if data-dir is a file, there is no class folder, a class has no image, ``test/`` has a class that
+            ``train/`` lacks, a class is not among ``labels``, or an image cannot be read.
     """
     root = given_path(settings, _WHAT)
+    if not root.is_dir():
+        raise PbflError(f"dataset '{settings.dataset}': {root} is a file; it should be {_WHAT}")
     train_dir = root / "train" if (root / "train").is_dir() else root
     wanted = list(settings.classes) or None
     train, held = labelled_files(train_dir, settings.dataset, wanted)
@@ -58,7 +61,8 @@ def image_folder(settings: DataSettings) -> Pool:
         from torchvision.datasets.folder import IMG_EXTENSIONS
 
         if ignored := sum(len(files_under(folder)) for folder in folders) - len(train) - len(test):
-            notes = (*notes, f"files left out that are no images ({', '.join(IMG_EXTENSIONS)}): {ignored}")
+            kinds = ", ".join(IMG_EXTENSIONS)
+            notes = (*notes, f"files left out that are no images ({kinds}) or begin with a dot: {ignored}")
         return Pool(inputs, labels, tuple(classes), num_train=len(train), notes=notes)
 
     sources = (path for path, _ in [*train, *test])
@@ -107,20 +111,25 @@ def labelled_files(
     Raises:
         PbflError: if there is no class folder, or a class without an image.
     """
-    from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
+    from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
+
+    def taken(path: str) -> bool:
+        below = path[len(str(folder)) :]
+        return path.lower().endswith(IMG_EXTENSIONS) and f"{os.sep}." not in below
 
     try:
-        found, numbers = find_classes(str(folder))
-        if classes is not None:
-            numbers = {name: number for number, name in enumerate(classes) if name in found}
+        found = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and entry.name[0] != ".")
+        if not found:
+            raise FileNotFoundError("there is no class folder")
         empty = classes is not None
+        wanted = enumerate(found if classes is None else classes)
+        numbers = {name: number for number, name in wanted if name in found}
         samples = (
-            make_dataset(str(folder), numbers, extensions=IMG_EXTENSIONS, allow_empty=empty)
-            if numbers
-            else []
+            make_dataset(str(folder), numbers, is_valid_file=taken, allow_empty=empty) if numbers else []
         )
-    except FileNotFoundError as error:
+    except OSError as error:
         raise PbflError(
-            f"dataset '{dataset}': {error}; {folder} should hold <class>/* with images"
+            f"dataset '{dataset}': {error}; {folder} should hold <class>/* with images "
+            f"({', '.join(IMG_EXTENSIONS)})"
         ) from error
     return [(Path(path), label) for path, label in samples], found

@@ -55,6 +55,8 @@ def features(path: Path, wanted: Sequence[str] | None, without: Sequence[str] = 
         wanted = [name for name in names if name not in without] if wanted is None else wanted
         if absent := [name for name in wanted if name not in names]:
             raise PbflError(f"{path} has no column '{absent[0]}'; it has {shown(names)}")
+        if not wanted:
+            raise PbflError(f"{path} has no feature column; it has {shown(names)}")
         places = [names.index(name) for name in wanted]
         parts = [_numbers(block, places, names, first, path) for first, block in blocks]
     return np.concatenate(parts) if parts else np.empty((0, len(wanted)), np.float32)

@@ -8,17 +8,18 @@ from typing import Any
 from pbfl_flwr.config import Group, Settings, parse_section
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Method
-from pbfl_flwr.own_code import function_of
+from pbfl_flwr.own_code import function_of, made
 
 
 def build_external(settings: Settings) -> Method[Any, Any, Any]:
     """Import the page, check ``method-settings`` by its ``Config`` and call its builder with the settings.
 
     Raises:
-        PbflError: if page or builder are not there, ``method-settings`` do not fit, or what was built is no method.
+        PbflError: if page or builder are not there or raise, ``method-settings`` do not fit, or what was built is no
+            method.
     """
     spec = settings.run.method
-    build = function_of("method", spec)
+    function_of("method", spec)  # imports the page, where Config is looked for
     if settings.run.method_settings:
         config = getattr(sys.modules[spec.partition(":")[0]], "Config", None)
         if not (isinstance(config, type) and issubclass(config, Group)):
@@ -27,7 +28,7 @@ def build_external(settings: Settings) -> Method[Any, Any, Any]:
                 "class Config(Group)"
             )
         parse_section(config, settings)
-    method = build(settings)
+    method = made("method", spec, "settings", settings)
     if not isinstance(method, Method):
         raise PbflError(
             f"method = '{spec}': it built {type(method).__name__}, expected a pbfl_flwr.method.Method"

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models.contract import SplitModel, random_inputs
+from pbfl_flwr.own_code import raised
 from pbfl_flwr.task import Task
 
 BATCH = 2
@@ -20,7 +21,7 @@ SHAPE_ERRORS = (RuntimeError, ValueError, IndexError, TypeError)
 class _Call:
     name: str
     layer: nn.Module
-    found: str
+    inputs: object
 
 
 def dry_forward(name: str, model: SplitModel, task: Task) -> None:
@@ -35,7 +36,8 @@ def dry_forward(name: str, model: SplitModel, task: Task) -> None:
 
     Raises:
         PbflError: naming model and layer with expected and found shape, if a layer refuses its input, if
-            features are not (2, d) or logits not (2, K), or if either holds NaN or infinity.
+            features are not (2, d) or logits not (2, K), or if either holds NaN or infinity; or saying what else
+            the model raised.
     """
     model.eval()
     inputs = random_inputs(task, BATCH)
@@ -45,6 +47,10 @@ def dry_forward(name: str, model: SplitModel, task: Task) -> None:
                 outputs = getattr(model, step)(inputs)
             except SHAPE_ERRORS as error:
                 raise PbflError(_refusal(name, step, running, inputs, error)) from error
+            except PbflError:
+                raise
+            except Exception as error:  # whatever somebody's code raises
+                raise PbflError(f"model '{name}', {step}: raised {raised(error, name)}") from error
             if not isinstance(outputs, Tensor) or outputs.shape != (BATCH, expected):
                 raise PbflError(
                     f"model '{name}', {step}: expected output {(BATCH, expected)}, found {_shape(outputs)}"
@@ -64,7 +70,7 @@ def _running_layers(model: nn.Module) -> Iterator[list[_Call]]:
             continue
 
         def enter(layer: nn.Module, args: tuple[object, ...], name: str = name) -> None:
-            running.append(_Call(name, layer, _shape(args[0]) if args else "no positional input"))
+            running.append(_Call(name, layer, args[0] if args else None))
 
         def leave(layer: nn.Module, args: tuple[object, ...], output: object) -> None:
             # A layer whose error was caught inside the model may still lie above.
@@ -84,12 +90,14 @@ def _refusal(name: str, step: str, running: list[_Call], inputs: Tensor, error: 
     if not running:
         return f"model '{name}', {step}: does not take input of shape {_shape(inputs)} ({reason})"
     call = running[-1]
-    expected = _expected(call.layer)
-    wish = (
-        f"expected {expected}, found {call.found}"
-        if expected
-        else f"does not take input of shape {call.found}"
-    )
+    expected, found = _expected(call.layer), _shape(call.inputs)
+    if expected and (kinds := _unlike(call)):
+        wish = "its weights are {}, its input is {}; allowed is one type for both, and inputs come as float32"
+        wish = wish.format(*kinds)
+    elif expected:
+        wish = f"expected {expected}, found {found}"
+    else:
+        wish = f"does not take input of shape {found}"
     return f"model '{name}', layer {call.name} ({type(call.layer).__name__}): {wish} ({reason})"
 
 
@@ -110,7 +118,16 @@ def _expected(layer: nn.Module) -> str:
     return ""
 
 
+def _unlike(call: _Call) -> tuple[str, str] | None:
+    """Return the types of a layer's weights and of its input if both are floating point and differ."""
+    weights = next(call.layer.parameters(recurse=False), None)
+    if weights is None or not isinstance(call.inputs, Tensor) or not call.inputs.is_floating_point():
+        return None
+    kinds = [str(tensor.dtype).removeprefix("torch.") for tensor in (weights, call.inputs)]
+    return None if kinds[0] == kinds[1] else (kinds[0], kinds[1])
+
+
 def _shape(value: object) -> str:
     if not isinstance(value, Tensor):
-        return type(value).__name__
+        return "no positional input" if value is None else type(value).__name__
     return f"{tuple(value.shape)}{'' if value.is_floating_point() else ' of token ids'}"

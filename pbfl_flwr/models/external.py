@@ -6,7 +6,7 @@ from torch import nn
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models.contract import SplitModel
-from pbfl_flwr.own_code import function_of
+from pbfl_flwr.own_code import made
 from pbfl_flwr.task import Task
 
 
@@ -14,16 +14,16 @@ def build_external(spec: str, task: Task) -> SplitModel:
     """Import the module, call the function with the task and check what it returns.
 
     The module is somebody's code and runs with all rights; it is only ever imported because the configuration
-    names it. What the function itself raises is passed on as it is.
+    names it.
 
     Returns:
         The model as the function made it. Only ``features`` and ``head`` are promised: without ``stages``
         there are no feature maps, and logits are ``head(features(x))`` whatever its ``forward`` does.
 
     Raises:
-        PbflError: if module or function are not there, or the model answers no ``features`` or ``head``.
+        PbflError: if module or function are not there or raise, or the model answers no ``features`` or ``head``.
     """
-    model = function_of("models", spec)(task)
+    model = made("models", spec, "task", task)
     if not isinstance(model, nn.Module):
         raise PbflError(
             f"models = '{spec}': the function returned {type(model).__name__}, expected a torch.nn.Module"
@@ -32,7 +32,7 @@ def build_external(spec: str, task: Task) -> SplitModel:
         raise PbflError(f"model '{spec}' has no method features(x) that answers (B, {task.feature_dim})")
     if not isinstance(getattr(model, "head", None), nn.Module):
         raise PbflError(
-            f"model '{spec}' has no submodule head that maps (B, {task.feature_dim}) to "
-            f"(B, {task.num_classes})"
+            f"model '{spec}' has no submodule head that maps (B, {task.feature_dim}) to (B, {task.num_classes}); a "
+            "method is none: the weights of the head are those whose names begin with 'head.'"
         )
     return cast(SplitModel, model)

@@ -185,7 +185,7 @@ def _inputs(card: Card, files: Sequence[Path]) -> Iterator[tuple[str, int, NDArr
     for path in files:
         suffix = path.suffix.lower()
         if path.is_dir():
-            images = sorted(p for p in path.rglob("*") if p.suffix.lower() in IMG_EXTENSIONS and p.is_file())
+            images = sorted(p for p in path.rglob("*") if _is_image(p, path))
             if not images:
                 raise PbflError(f"{path} holds no image")
             yield from _inputs(card, images)
@@ -202,6 +202,12 @@ def _inputs(card: Card, files: Sequence[Path]) -> Iterator[tuple[str, int, NDArr
         else:
             allowed = f"images, .npz, {', '.join(SUFFIXES)}, {LINES}, and folders of images"
             raise PbflError(f"{path}: allowed are {allowed}")
+
+
+def _is_image(path: Path, folder: Path) -> bool:
+    """Return whether a path below a folder is an image as an image folder has them: no name begins with a dot."""
+    seen = not any(part.startswith(".") for part in path.relative_to(folder).parts)
+    return seen and path.suffix.lower() in IMG_EXTENSIONS and path.is_file()
 
 
 def _image(card: Card, path: Path) -> NDArray[Any]:

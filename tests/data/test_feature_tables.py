@@ -10,6 +10,7 @@ import pytest
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data import check_data, load_pool
 from pbfl_flwr.data.table import features
+from pbfl_flwr.data.texts import texts_of
 from pbfl_flwr.errors import PbflError
 
 
@@ -70,7 +71,7 @@ def test_a_client_column_gives_natural_clients(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "has 0 columns"),
+        ("", "has no columns"),
         ("a\n1\n", "has 1 columns; allowed are 2 or more"),
         ("a,label\n", "has no rows"),
         ("a,label\n1,x\n,y\n", "row 2, column 'a': the cell is empty; allowed are numbers"),
@@ -114,6 +115,13 @@ def test_columns_are_found_by_name_for_prediction(tmp_path: Path) -> None:
     assert features(path, ["a", "b"]).tolist() == [[2.0, 1.0], [4.0, 3.0]]
     with pytest.raises(PbflError, match="has no column 'c'; it has b, note, a"):
         features(path, ["a", "c"])
+    one = write(tmp_path, "a\n3\n4\n")  # no class is needed
+    assert features(one, ["a"]).tolist() == features(one, None).tolist() == [[3.0], [4.0]]
+    assert list(texts_of(write(tmp_path, "text\nhi ho\n"))) == ["hi ho"]
+    with pytest.raises(PbflError, match="has no feature column; it has label"):
+        features(write(tmp_path, "label\nx\n"), None, without=("label",))
+    with pytest.raises(PbflError, match="has no columns; they are separated by"):
+        features(write(tmp_path, ""), None)
 
 
 def test_parquet_is_the_same_table(tmp_path: Path) -> None:

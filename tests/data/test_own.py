@@ -1,6 +1,7 @@
 """What a device brings: kinds of data, names of classes, shapes; and what check-data says of it."""
 
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from flwr.common.config import parse_config_args
 from typer.testing import CliRunner
 
 from pbfl_flwr.cli import app
@@ -25,7 +27,7 @@ from pbfl_flwr.data import (
 from pbfl_flwr.data.files import check_memory
 from pbfl_flwr.data.inspection import inspect, settings_for
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower.deployment import complete
+from pbfl_flwr.flower.deployment import complete, node_config
 
 
 @pytest.fixture
@@ -243,6 +245,30 @@ def test_the_command(tmp_path: Path, photos: Path) -> None:
     assert (code, json.loads(text)["refused"]) == (2, f"{photos} has the class 'emu'; labels allows cat, dog")
     assert call(str(photos), "--model", "har-cnn")[0] == 2
     assert call(str(tmp_path / "nothing"))[0] == 2
+    (tmp_path / "ok.npz").touch()
+    code, text = call(str(tmp_path / "ok.npz"), "--dataset", "image-folder")
+    assert (code, "is a file" in " ".join(text.split())) == (2, True)
+
+
+@pytest.mark.parametrize(
+    "name", ["plain.csv", "two words.csv", "Anna's.csv", 'the "new".csv', "$HOME.csv", "it's `a` \\ $b.csv"]
+)
+def test_the_keys_can_be_pasted(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_text("a,label\n1,x\n2,y\n")
+    code, text = call(str(path), "--label-column", "label")
+    assert code == 0, text
+    printed = shlex.split(text[text.index("--node-config") :])
+    said = {"client-id": "NAME", "data-path": str(path), "label-column": "label"}
+    assert (printed[0], len(printed)) == ("--node-config", 2)
+    assert node_config(printed[1]) == parse_config_args(printed[1:]) == said
+
+
+def test_keys_that_cannot_be_written_are_named(tmp_path: Path) -> None:
+    (path := tmp_path / 'Anna\'s "own".csv').write_text("a,label\n1,x\n2,y\n")
+    code, text = call(str(path))
+    assert (code, "--node-config cannot hold data-path = " in text) == (0, True)
+    assert "client-id" not in text
 
 
 def test_it_needs_neither_flower_nor_ray(tmp_path: Path) -> None:

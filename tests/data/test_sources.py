@@ -90,9 +90,13 @@ def test_fashion_mnist_is_found_where_debian_puts_it(tmp_path, write_idx, monkey
         (debian / f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
         path.unlink()
     monkeypatch.setattr(idx_files, "DEBIAN_FASHION_MNIST", debian)
-    pool = load_pool(DataSettings(dataset="fashion-mnist", data_dir=str(tmp_path / "empty")))
+    pool = load_pool(DataSettings(dataset="fashion-mnist"))
     assert np.array_equal(pool.inputs[:, 0], images)
     assert pool.label_names[9] == "Ankle boot"
+    given = tmp_path / "nowhere"  # who names a place means no other one
+    with pytest.raises(PbflError, match=f"looked for {given}") as error:
+        load_pool(DataSettings(dataset="fashion-mnist", data_dir=str(given)))
+    assert str(debian) not in str(error.value)
 
 
 def test_a_gzipped_file_that_would_fill_the_memory(tmp_path, write_idx, monkeypatch):
@@ -291,12 +295,25 @@ def test_an_image_folder_without_a_test_part_and_with_odd_sizes(tmp_path, write_
     assert part.notes == ("1 of 3 images were resized to 6x4, the size of the first image",)
 
 
+def test_what_begins_with_a_dot_is_neither_class_nor_image(tmp_path, write_image):
+    folder = tmp_path / ".data" / "photos"  # above the folder it does not count
+    for name in ("cat/a.png", "cat/.thumbs/a.png", "dog/b.png", ".git/c.png"):
+        write_image(folder / name, 3)
+    (folder / "dog" / "._b.png").write_bytes(b"what macOS writes beside a picture")
+    pool = load_pool(DataSettings(dataset="image-folder", data_dir=str(folder)))
+    assert (pool.label_names, pool.labels.tolist()) == (("cat", "dog"), [0, 1])
+    assert [note.rpartition("begin with a dot: ")[2] for note in pool.notes] == ["2"]
+
+
 def test_an_image_folder_that_cannot_be_used_says_why(tmp_path, write_image):
     def load(path: Path) -> None:
         load_pool(DataSettings(dataset="image-folder", data_dir=str(path)))
 
     with pytest.raises(PbflError, match="nothing at data-dir"):
         load(tmp_path / "nowhere")
+    (tmp_path / "ok.npz").write_bytes(b"")
+    with pytest.raises(PbflError, match=r"ok\.npz is a file; it should be a folder with train/<class>/"):
+        load(tmp_path / "ok.npz")
     (tmp_path / "none").mkdir()
     with pytest.raises(PbflError, match="should hold <class>/"):
         load(tmp_path / "none")

@@ -33,6 +33,8 @@ def page(tmp_path, monkeypatch):
         "class Silent(Local):\n"
         "    up = int  # no payload\n"
         "def silent(settings): return Silent()\n"
+        "def raises(settings): return settings.run.colours\n"
+        "def takes_two(settings, more): return None\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
 
@@ -89,6 +91,11 @@ def test_a_run(tmp_path):
         ({"method": "no_page:number"}, "'no_page' has no function 'number'"),
         ({"method": "no_page:nothing"}, "it built NoneType, expected a pbfl_flwr.method.Method"),
         ({"method": "no_page:silent"}, "int does not say what it reveals"),
+        (
+            {"method": "no_page:raises"},
+            r"raises\(settings\) raised AttributeError: .*'colours' \(no_page.py:8\)$",
+        ),
+        ({"method": "no_page:takes_two"}, r"missing 1 required .*'more' \(no_page.py:9\)$"),
         ({"method": "no_page:build", "method-settings": "a=1"}, "its module has no class Config"),
         ({"method": "feddyn:build", "method-settings": "alpha=0"}, "alpha = 0: allowed is greater than 0"),
         ({"method": "feddyn:build", "method-settings": "mu=1"}, "unknown key 'mu'; allowed are alpha"),

@@ -245,6 +245,42 @@ EXTERNAL = """
         return None
 
 
+    def head_is_a_method(task):
+        net = nn.Sequential(nn.Flatten())
+        net.features = net.forward
+        net.head = lambda features: features
+        return net
+
+
+    def raises(task):
+        channels, height, width, depth = task.input_shape
+
+
+    def raises_in_torch(task):
+        return nn.Linear("wide", 3)
+
+
+    def raises_later(task):
+        net = Net(task)
+        net.features = lambda x: net.hiden(x)
+        return net
+
+
+    def takes_nothing():
+        return None
+
+
+    def says(task):
+        from pbfl_flwr.errors import PbflError
+        raise PbflError("I want colours")
+
+
+    def double(task):
+        net = Net(task)
+        net.hidden = net.hidden.double()
+        return net
+
+
     value = 3
 """
 
@@ -253,6 +289,7 @@ EXTERNAL = """
 def external(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     (tmp_path / "somebodys_nets.py").write_text(textwrap.dedent(EXTERNAL))
     (tmp_path / "somebodys_broken_nets.py").write_text("import a_package_that_is_not_there\n")
+    (tmp_path / "somebodys_raising_nets.py").write_text("\nraise KeyError('colours')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     yield "somebodys_nets"
     sys.modules.pop("somebodys_nets", None)
@@ -277,7 +314,20 @@ def test_external_model_by_module_and_function(external: str) -> None:
     [
         ("{}:without_features", r"has no method features\(x\) that answers \(B, 24\)"),
         ("{}:without_head", r"has no submodule head that maps \(B, 24\) to \(B, 10\)"),
+        ("{}:head_is_a_method", r"no submodule head .* a method is none"),
         ("{}:nothing", "returned NoneType, expected a torch.nn.Module"),
+        ("{}:raises", r": raises\(task\) raised ValueError: not enough .* \(somebodys_nets\.py:48\)$"),
+        ("{}:raises_in_torch", r": raises_in_torch\(task\) raised TypeError: .* \(somebodys_nets\.py:52\)$"),
+        ("{}:raises_later", r"features: raised AttributeError: .*'hiden' \(somebodys_nets\.py:57\)$"),
+        (
+            "{}:takes_nothing",
+            r"takes_nothing\(task\) raised TypeError: .* was given \(somebodys_nets\.py:61\)$",
+        ),
+        ("{}:double", r"layer hidden \(Linear\): its weights are float64, its input is float32; allowed is"),
+        (
+            "somebodys_raising_nets:build",
+            r"importing .* raised KeyError: 'colours' \(somebodys_raising_nets\.py:2\)$",
+        ),
         ("{}:narrow", r"layer hidden \(Linear\): expected \(B, 200\), found \(2, 256\)"),
         ("{}:misspelt", "'{}' has no function 'misspelt'"),
         ("{}:value", "'{}' has no function 'value'"),
@@ -292,6 +342,12 @@ def test_external_models_that_do_not_answer(external: str, spec: str, message: s
     with pytest.raises(PbflError, match=message.replace("{}", external)) as caught:
         check_models(spec.format(external), TASK)
     assert spec.format(external) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_an_external_model_refuses_itself_is_passed_on(external: str) -> None:
+    with pytest.raises(PbflError, match=r"^I want colours$"):
+        build_model(f"{external}:says", TASK, seed=0)
 
 
 def test_no_code_is_imported_unless_named(external: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,7 +357,7 @@ def test_no_code_is_imported_unless_named(external: str, monkeypatch: pytest.Mon
     monkeypatch.setattr("importlib.import_module", refuse)
     assert architectures(f"{external}:build") == (f"{external}:build",)
     build_model("cnn4", TASK, seed=0)
-    with pytest.raises(AssertionError, match=f"imported {external}"):
+    with pytest.raises(PbflError, match=f"AssertionError: imported {external}"):
         build_model(f"{external}:build", TASK, seed=0)
 
 

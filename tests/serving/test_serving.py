@@ -232,6 +232,7 @@ def test_images_arrays_and_tables(
     x, _ = pictures(300, 3)
     Image.fromarray(rgb(x)[0].transpose(1, 2, 0)).save(tmp_path / "a.png")
     Image.fromarray(x[1]).save(tmp_path / "b.png")  # grey becomes RGB
+    (tmp_path / "._b.png").write_bytes(b"what macOS writes beside a picture")
     np.savez(tmp_path / "x.npz", x=rgb(x))
     clinic = open_exported(exported["clinic"])
     alone = list(predict(clinic, [tmp_path / "x.npz"]))
