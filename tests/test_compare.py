@@ -192,6 +192,32 @@ def test_a_run_that_is_refused_stops_nobody_and_is_in_no_table(file: Path, tmp_p
     assert comparison_table.rows(planned) == comparison_table.groups(planned) == []
 
 
+def test_a_longer_run_is_not_taken_for_the_one_that_is_asked_for(file: Path, tmp_path: Path) -> None:
+    first, second = compare.plan(compare.read(str(file))[1], [], [], [], tmp_path)  # two rounds each
+    lines = [entry(number, 0.5, 0.5) for number in (1, 2, 3)]
+    write_run(first.directory, lines)
+    write_run(second.directory, lines[:2], **{**second.wishes.values, "num-server-rounds": 3})
+    said = compare.make([first, second], lambda wishes, directory: 0)
+    assert [line.rsplit(": ", 1)[0] for line in said] == ["A, seed 0", "B, seed 0"]
+    assert all("was made with num-server-rounds = 3, not 2; allowed are at least as many" in s for s in said)
+    assert comparison_table.rows([first, second]) == comparison_table.groups([first, second]) == []
+    longer = compare.plan(compare.read(str(file))[1], ["num-server-rounds=3"], [], ["A"], tmp_path)
+    assert [row.rounds for row in comparison_table.rows(longer)] == [3]
+
+
+def test_an_interrupted_run_ends_sooner_where_it_has_not_come_that_far(file: Path, tmp_path: Path) -> None:
+    (run,) = compare.plan(compare.read(str(file))[1], [], [], ["A"], tmp_path)
+    write_run(run.directory, [entry(1, 0.5, 0.5)], **{"num-server-rounds": 3})
+    seen: list[Wishes] = []
+
+    def start(wishes: Wishes, directory: Path) -> int:
+        seen.append(wishes)
+        return 0
+
+    assert compare.make([run], start) == []
+    assert (seen[0].values["resume"], seen[0].values["num-server-rounds"]) == (True, 2)
+
+
 @pytest.mark.parametrize("seed", ["abc", "1.5", "true", "-1"])
 def test_a_seed_is_a_whole_number(file: Path, tmp_path: Path, seed: str) -> None:
     with pytest.raises(PbflError, match="A: seed = "):

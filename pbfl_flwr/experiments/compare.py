@@ -206,19 +206,25 @@ def ready(run: Planned) -> bool:
     """Whether a run need not be made, having made sure that what is there was made with its keys.
 
     Raises:
-        PbflError: if it was made with other keys, or is damaged.
+        PbflError: if it was made with other keys or for more rounds, or is damaged.
     """
     there = RunDirectory(run.directory)
     if not there.taken:
         return False
     wanted = configuration.check(run.wishes)
-    recorded = configuration.check(configuration.Wishes(there.read()["configuration"])).relevant()
+    made = configuration.check(configuration.Wishes(there.read()["configuration"]))
     now = wanted.relevant()
-    if odd := [f"{key} = {value}" for key, value in recorded.items() if now.get(key) != value]:
+    if odd := [f"{key} = {value}" for key, value in made.relevant().items() if now.get(key) != value]:
         raise PbflError(
             f"{run.directory} was made with {', '.join(odd)}; allowed are the same keys, or another --out"
         )
-    rounds = wanted.run.num_server_rounds
+    rounds, until = wanted.run.num_server_rounds, made.run.num_server_rounds
+    # Its first rounds are not the shorter run: a last scoring, new clients and schedules belong to the last round.
+    if len(there.rounds()) >= rounds and until > rounds:
+        raise PbflError(
+            f"{run.directory} was made with num-server-rounds = {until}, not {rounds}; allowed are at least as many "
+            "rounds, or another --out"
+        )
     newcomers = wanted.run.new_client_rounds if wanted.run.new_clients else 0
     return len(there.rounds()) >= rounds and len(there.newcomers(rounds)) >= newcomers
 
