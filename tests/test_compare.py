@@ -312,8 +312,37 @@ def test_all_methods_go_through_into_one_table(tmp_path: Path) -> None:
 
 
 def test_a_table_that_cannot_be_written_is_one_line(file: Path, tmp_path: Path) -> None:
-    (tmp_path / "taken").touch()
-    result = pbfl("compare", file, "--out", tmp_path / "taken" / "x", "--engine", "processes")
+    for run in compare.plan(compare.read(str(file))[1], [], [], [], tmp_path / "x"):
+        write_run(run.directory, [entry(1, 0.5, 0.5), entry(2, 0.5, 0.5)], **run.wishes.values)
+    (tmp_path / "x" / "table.md").mkdir()
+    result = pbfl("compare", file, "--out", tmp_path / "x", "--engine", "processes")
     assert result.exit_code == 1
     assert isinstance(result.exception, SystemExit)
-    assert f"{tmp_path}/taken/x/table.md cannot be written" in result.stderr
+    assert f"{tmp_path}/x/table.md cannot be written" in result.stderr
+
+
+@pytest.mark.parametrize("change", ["learning-rate=0.2", "num-server-rounds=1"])
+def test_the_tables_of_an_earlier_start_stay_where_a_run_is_refused(
+    file: Path, tmp_path: Path, change: str
+) -> None:
+    out = tmp_path / "out"
+    for run in compare.plan(compare.read(str(file))[1], [], [], [], out):
+        write_run(run.directory, [entry(1, 0.5, 0.5), entry(2, 0.5, 0.5)], **run.wishes.values)
+    words = ["compare", file, "--out", out, "--engine", "processes", "--workers", 1]
+    assert pbfl(*words).exit_code == 0
+    before = {path: path.read_bytes() for path in out.glob("*.*")}
+    assert len(before) == 6
+    result = pbfl(*words, "--set", change)
+    assert result.exit_code == 1
+    assert "not written, since a run is refused; left as it was" in result.stdout
+    assert {path: path.read_bytes() for path in out.glob("*.*")} == before
+
+
+def test_without_a_finished_run_there_is_no_table(file: Path, tmp_path: Path) -> None:
+    planned = compare.plan(compare.read(str(file))[1], [], [], [], tmp_path)
+    assert compare.no_tables(planned) == "no run is finished"
+    write_run(planned[0].directory, [entry(1, 0.5, 0.5), entry(2, 0.5, 0.5)])
+    assert not compare.no_tables(planned)
+    write_run(planned[1].directory, [entry(1, 0.5, 0.5)], **planned[1].wishes.values)
+    (planned[1].directory / "clients-removed.txt").touch()  # it can not go on
+    assert compare.no_tables(planned) == "a run is refused"

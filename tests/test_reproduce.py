@@ -199,6 +199,22 @@ def test_the_table(paper: reproduce.Reproduction, tmp_path: Path) -> None:
     assert lines[2].startswith("two,A,global,,,50.0000,0.0000,50.0000,0.0000,,2,1,")
 
 
+def test_the_tables_of_an_earlier_start_stay_where_a_run_is_refused(
+    paper: reproduce.Reproduction, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    for run in reproduce.plans(paper, ["one"], "small", [], [], [], out)["one"]:
+        write_run(run.directory, [entry(1, 0.5, 0.75), entry(2, 0.5, 0.25)], **run.wishes.values)
+    words = ["reproduce", tmp_path / "nine.toml", "--block", "one", "--out", out, "--engine", "processes"]
+    assert pbfl(*words).exit_code == 0
+    before = {path: path.read_bytes() for path in out.glob("table.*")}
+    assert len(before) == 2
+    result = pbfl(*words, "--set", "learning-rate=0.2")
+    assert result.exit_code == 1
+    assert "not written, since a run is refused; left as it was" in result.stdout
+    assert {path: path.read_bytes() for path in out.glob("table.*")} == before
+
+
 def test_a_spread_over_clients_is_the_runs_own(paper: reproduce.Reproduction, tmp_path: Path) -> None:
     (tmp_path / "clients.toml").write_text(FILE.replace('spread = "seeds"', 'spread = "clients"'))
     paper = reproduce.read(str(tmp_path / "clients.toml"))

@@ -229,6 +229,29 @@ def ready(run: Planned) -> bool:
     return len(there.rounds()) >= rounds and len(there.newcomers(rounds)) >= newcomers
 
 
+def to_make(run: Planned) -> configuration.Wishes | None:
+    """Return the keys with which a run is made or goes on, None if it need not be made.
+
+    Raises:
+        PbflError: if it is refused, see :func:`ready` and :func:`pbfl_flwr.experiments.configuration.resumed`.
+    """
+    if ready(run):
+        return None
+    taken = RunDirectory(run.directory).taken
+    return configuration.resumed(run.directory, run.wishes) if taken else run.wishes
+
+
+def no_tables(planned: Iterable[Planned]) -> str:
+    """Return why the tables of an earlier start stay as they are, nothing where new ones are to be written."""
+    runs = list(planned)
+    for run in runs:
+        try:
+            to_make(run)
+        except PbflError:
+            return "a run is refused"
+    return "" if any(map(finished, runs)) else "no run is finished"
+
+
 def starter(app: Path, resources: Resources, console: Console) -> Start:
     """Return what starts a run on the simulation engine.
 
@@ -266,10 +289,8 @@ def make(
     failed = []
     for run in planned:
         try:
-            if ready(run):
+            if (wishes := to_make(run)) is None:
                 continue
-            goes_on = RunDirectory(run.directory).taken
-            wishes = configuration.resumed(run.directory, run.wishes) if goes_on else run.wishes
             code = start(wishes, run.directory)
         except PbflError as error:
             failed.append(refused(run, error))

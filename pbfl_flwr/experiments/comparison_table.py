@@ -169,7 +169,12 @@ def write(out: Path, title: str, found: Sequence[Row], groups: Sequence[Group]) 
     lines = tuple((row.label, *row.plain(), row.paper, f"{row.seconds:.2f}") for row in found)
     plain = Sheet(title, ("run", *PLAIN, "paper", "seconds"), lines)
     write_atomically(out / "table.csv", plain.csv().encode())
-    paired_sheet(groups, f"{title}: pairs").write(out / "paired")
+    pairs(title, groups).write(out / "paired")
+
+
+def pairs(title: str, groups: Sequence[Group]) -> Sheet:
+    """Return the comparison of every two labels."""
+    return paired_sheet(groups, f"{title}: pairs")
 
 
 def groups(planned: Sequence[Planned]) -> list[Group]:

@@ -8,14 +8,13 @@ as well, but its runs are repetitions: they share a row, with mean and deviation
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pbfl_flwr.config import PREDICTORS, Scalar
+from pbfl_flwr.config import CHANGEABLE, PREDICTORS, Scalar
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import configuration
 from pbfl_flwr.experiments.compare import Planned, finished, plan, repeated
@@ -36,12 +35,14 @@ class Sweep:
         runs: label -> keys, one a combination.
         values: label -> the swept keys' values, in their order.
         seeds: one run a label and seed.
+        fixed: the other keys that were set, each with its one value.
     """
 
     swept: list[str]
     runs: dict[str, dict[str, Scalar]]
     values: dict[str, tuple[Scalar, ...]]
     seeds: list[int]
+    fixed: dict[str, Scalar]
 
 
 def read(preset: str | None, assignments: Iterable[str]) -> Sweep:
@@ -80,7 +81,7 @@ def read(preset: str | None, assignments: Iterable[str]) -> Sweep:
         label = _label(dict(zip(swept, values, strict=True)), runs)
         runs[label] = {**base, **fixed, **dict(zip(swept, values, strict=True))}
         values_of[label] = values
-    return Sweep(swept, runs, values_of, [int(seed) for seed in seeds])
+    return Sweep(swept, runs, values_of, [int(seed) for seed in seeds], fixed)
 
 
 def listed(key: str, text: str) -> list[Scalar]:
@@ -102,18 +103,21 @@ def listed(key: str, text: str) -> list[Scalar]:
 
 def _label(values: Mapping[str, Scalar], taken: Iterable[str]) -> str:
     """Return a name that a directory can have."""
-    words = [f"{key}={json.dumps(v) if isinstance(v, bool) else v}" for key, v in values.items()]
-    label = re.sub(r"[^A-Za-z0-9.=+,-]", "_", ",".join(words))[:150] or "all"
+    label = _words(values) or "all"
     while label in taken:
         label += "_"
     return label
 
 
+def _words(values: Mapping[str, Scalar]) -> str:
+    return re.sub(r"[^A-Za-z0-9.=+,-]", "_", ",".join(f"{key}={_text(v)}" for key, v in values.items()))[:150]
+
+
 def directory(preset: str | None, sweep: Sweep) -> Path:
-    """Return where a sweep goes by default: the same place when it is started again."""
-    return Path("runs") / "-".join(
-        ["sweep", *([Path(preset).stem] if preset else []), *(sweep.swept or ["seed"])]
-    )
+    """Return where a sweep goes by default: the same place when it is started again, also to go further."""
+    fixed = _words({key: value for key, value in sweep.fixed.items() if key not in CHANGEABLE})
+    names = ["sweep", *([Path(preset).stem] if preset else []), *(sweep.swept or ["seed"])]
+    return Path("runs") / "-".join([*names, *([fixed] if fixed else [])])
 
 
 def plans(sweep: Sweep, out: Path) -> list[Planned]:
