@@ -14,7 +14,7 @@ from pbfl_flwr.methods import METHODS, SECTIONS, build_method
 from pbfl_flwr.models import architecture_of
 from pbfl_flwr.task import Task
 from tests.flower.inprocess import InProcessGrid
-from tests.runs import entry, pbfl, write_run
+from tests.runs import entry, over, pbfl, write_run
 
 FILE = """
 title = "Two methods"
@@ -262,6 +262,22 @@ def test_the_table(file: Path, tmp_path: Path) -> None:
     )
     assert r"A & global & 50.00 $\pm$ 35.36 &" in (tmp_path / "table.tex").read_text()
     assert {path.name for path in tmp_path.glob("paired.*")} == {"paired.md", "paired.csv", "paired.tex"}
+
+
+def test_the_table_says_over_how_many_clients_it_is(file: Path, tmp_path: Path) -> None:
+    planned = compare.plan(compare.read(str(file))[1], [], [0, 1], [], tmp_path)
+    both = [entry(1, 0.5, 0.75), entry(2, 0.5, 0.25)]
+    (first, second) = both
+    histories = [both, [first, over(1, second)], [first, over(1, second, "head")], both]
+    for number in (0, 3):
+        write_run(planned[number].directory, both, **planned[number].wishes.values)
+    (row, other) = comparison_table.rows(planned)
+    assert not any("not over all" in note for note in comparison_table.table("", [row, other]).notes)
+    for number in (1, 2):
+        write_run(planned[number].directory, histories[number], **planned[number].wishes.values)
+    found = comparison_table.rows(planned)
+    said = "Accuracies that are not over all clients taking part: A: global over 1–2 of 2; B: head over 1–2 of 2."
+    assert said in comparison_table.table("", found).notes
 
 
 def test_a_run_that_was_never_scored_has_a_row_without_scores(file: Path, tmp_path: Path) -> None:

@@ -14,7 +14,14 @@ from pbfl_flwr.experiments.figures import kilobytes
 from pbfl_flwr.experiments.records import Group, Record
 from pbfl_flwr.experiments.sheets import Sheet, figure
 from pbfl_flwr.experiments.summaries import NEW_NOTE, OTHER_NOTE, paired_sheet
-from pbfl_flwr.experiments.tables import majority_lines, paper_scalars, participants, scores
+from pbfl_flwr.experiments.tables import (
+    few_clients,
+    few_lines,
+    majority_lines,
+    paper_scalars,
+    participants,
+    scores,
+)
 from pbfl_flwr.flower.files import write_atomically
 from pbfl_flwr.flower.history import RunDirectory
 
@@ -41,6 +48,7 @@ class Row:
         new: headline accuracies of the new clients after their own rounds; empty where there are none.
         majority: what the skew of the labels alone scores, one a seed; None where it is not known.
         newcomer_majority: the same of the new clients.
+        few: predictor -> over how many of the clients its accuracies are, see :func:`.tables.few_clients`.
     """
 
     label: str
@@ -62,6 +70,7 @@ class Row:
     new: list[float] = field(default_factory=list)
     majority: list[float | None] = field(default_factory=list)
     newcomer_majority: list[float | None] = field(default_factory=list)
+    few: Mapping[str, str] = field(default_factory=dict)
 
     def plain(self) -> list[str]:
         """Return the mean figures in the order of :data:`PLAIN`, as other programs read them."""
@@ -114,6 +123,7 @@ def _row(label: str, runs: Sequence[RunDirectory]) -> Row:
         [100 * a for run in runs if (a := Record.load(run.path).newcomer_accuracy()) is not None],
         [run.majority() for run in runs],
         [run.newcomer_majority() for run in runs],
+        few_clients(zip(abouts, all_scores, strict=True)),
     )
 
 
@@ -148,12 +158,13 @@ def table(title: str, found: Sequence[Row]) -> Sheet:
 
 
 def remarks(found: Sequence[Row]) -> list[str]:
-    """Return what is to be said below a table of what clients score at another moment, as new ones, without learning.
+    """Return what is to be said below a table: over whom it is, what other moments, new clients and skew mean.
 
     Args:
         found: its rows.
     """
     return [
+        *few_lines([(row.label, row.few) for row in found]),
         *([OTHER_NOTE] if any(row.other for row in found) else []),
         *([NEW_NOTE] if any(row.new for row in found) else []),
         *majority_lines(share for row in found for share in row.majority),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Literal
@@ -13,7 +13,7 @@ from pbfl_flwr.experiments.compare import Planned, finished
 from pbfl_flwr.experiments.reproduce import Reproduction, Scale, changes
 from pbfl_flwr.experiments.sheets import Sheet, figure
 from pbfl_flwr.experiments.statistics import spread as deviation
-from pbfl_flwr.experiments.tables import Scores, scores
+from pbfl_flwr.experiments.tables import Scores, few_clients, few_lines, scores
 from pbfl_flwr.flower.files import write_atomically
 from pbfl_flwr.flower.history import RunDirectory
 
@@ -31,6 +31,7 @@ class Row:
         others: predictor -> last accuracies.
         rounds: how many were made.
         seconds: a round.
+        few: predictor -> over how many of the clients its accuracies are, see :func:`.tables.few_clients`.
     """
 
     block: str
@@ -44,6 +45,7 @@ class Row:
     others: Mapping[str, list[float]]
     rounds: int
     seconds: float
+    few: Mapping[str, str] = field(default_factory=dict)
 
     def compared(self, paper: Reproduction) -> list[float]:
         """Return the values that are compared with the paper's."""
@@ -86,6 +88,7 @@ def _row(paper: Reproduction, block: str, label: str, runs: Sequence[RunDirector
         {name: column("last", paper.accuracy, name) for name in PREDICTORS if name in found[0]},
         len(histories[0]),
         fmean(line["seconds"]["total"] for history in histories for line in history),
+        few_clients((run.read(), score) for run, score in zip(runs, found, strict=True)),
     )
 
 
@@ -129,6 +132,7 @@ def _table(paper: Reproduction, block: str, found: Sequence[Row], runs: Sequence
         ]
         lines.append((*cells, str(row.rounds), str(len(row.best)), f"{row.seconds:.1f}"))
     notes = ["Columns named after predictors are accuracies of the last round."] if found else []
+    notes += few_lines([(row.label, row.few) for row in found])
     done = {row.label for row in found}
     if to_do := [label for label in dict.fromkeys(run.label for run in runs) if label not in done]:
         notes.append(f"Not finished: {', '.join(to_do)}.")

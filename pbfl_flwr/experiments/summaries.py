@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import combinations
 
-from pbfl_flwr.experiments.records import Group, mean_over_seeds, same_data
+from pbfl_flwr.experiments.records import Group, Record, mean_over_seeds, same_data
 from pbfl_flwr.experiments.sheets import Sheet, figure
 from pbfl_flwr.experiments.statistics import CONFIDENCE, Paired, fairness, holm, paired
-from pbfl_flwr.experiments.tables import majority_lines, scores
+from pbfl_flwr.experiments.tables import Scores, few_clients, few_lines, majority_lines, scores
 
 SUMMARY_NOTES = (
     "Accuracies in % of the headline predictor; last, best and validation-chosen are weighted by samples. "
@@ -29,6 +29,11 @@ PAIRED_NOTES = (
     "signed-rank test, beside it adjusted for the number of rows of its kind (Holm).",
     "Over clients: each client once, its accuracy the mean over the common seeds. Clients of one run learn from each "
     "other, so this speaks of this partition and these seeds only. Over seeds: the run's sample-weighted accuracy.",
+)
+
+OTHER_CLIENTS = (
+    "Accuracies over other clients (new-clients, attack, fraction-train, fraction-evaluate, failures), so nothing is "
+    "said about seeds"
 )
 
 
@@ -73,8 +78,13 @@ def summary_sheet(groups: Sequence[Group], title: str = "Accuracy and fairness")
         *(["new clients"] if new else []),
     )
     runs = [record.directory for group in groups for record in group.records]
+    few = [
+        (group.label, few_clients((record.about, _headline(record)) for record in group.records))
+        for group in groups
+    ]
     notes = (
         *SUMMARY_NOTES,
+        *few_lines(few),
         *([NEW_NOTE] if new else []),
         *majority_lines(run.majority() for run in runs),
         *majority_lines((run.newcomer_majority() for run in runs), "a new client"),
@@ -99,9 +109,9 @@ def paired_sheet(groups: Sequence[Group], title: str = "Paired comparison") -> S
         if clients := sorted(set(first) & set(second)):
             found = paired([first[client] for client in clients], [second[client] for client in clients])
             rows.append((label, "clients", found, odd))
-        if any(one.by_seed()[seed].honest != other.by_seed()[seed].honest for seed in seeds):
-            said = "Accuracies over other clients (new-clients, attack), so nothing is said about seeds"
-            told.setdefault(said, []).append(label)
+        common = [(one.by_seed()[seed], other.by_seed()[seed]) for seed in seeds]
+        if any(a.honest != b.honest or a.scored != b.scored for a, b in common):
+            told.setdefault(OTHER_CLIENTS, []).append(label)
         elif len(seeds) > 1 and _scored(one) and _scored(other):
             last = [[_last(group, seed) for seed in seeds] for group in (one, other)]
             rows.append((label, "seeds", paired(*last), odd))
@@ -160,6 +170,11 @@ def _paired_row(row: tuple[str, str, Paired, str], adjusted: float | None) -> tu
         f"{found.better} / {found.equal} / {found.worse}",
         "; ".join(remarks),
     )
+
+
+def _headline(record: Record) -> dict[str, Scores]:
+    found = scores(record.rounds)
+    return {record.headline: found[record.headline]} if record.headline in found else {}
 
 
 def _scored(group: Group) -> bool:

@@ -10,7 +10,7 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import records
 from pbfl_flwr.experiments.summaries import paired_sheet, summary_sheet
 from pbfl_flwr.experiments.tables import scores
-from tests.runs import entry, write_run
+from tests.runs import entry, over, write_run
 
 
 def client_line(number: int, correct: list[int], tests: int = 4) -> dict[str, Any]:
@@ -117,8 +117,42 @@ def test_seeds_are_compared_over_the_same_clients_only(tmp_path: Path) -> None:
     sheet = paired_sheet(records.load(pairs))
     assert [row[1:3] for row in sheet.rows] == [("clients", "1")]
     assert sheet.notes[-1].startswith(
-        "Accuracies over other clients (new-clients, attack), so nothing is said"
+        "Accuracies over other clients (new-clients, attack, fraction-train, fraction-evaluate, failures), so"
     )
+
+
+def test_seeds_are_not_compared_where_other_clients_were_scored(tmp_path: Path) -> None:
+    def pairs(place: Path, correct: list[int], clients: list[int]) -> list[tuple[str, ...]]:
+        runs = [run(place / f"a{seed}", 0.5, [1, 3], seed=seed) for seed in (0, 1)]
+        for seed in (0, 1):
+            runs.append(run(place / f"b{seed}", 0.25, correct, seed=seed, method="tinyproto"))
+            line = {**client_line(2, correct), "client": clients}
+            (runs[-1] / "clients.jsonl").write_text(json.dumps(line) + "\n")
+        return [row[1:3] for row in paired_sheet(records.load(runs)).rows]
+
+    assert pairs(tmp_path / "all", [0, 2], [0, 1]) == [("clients", "2"), ("seeds", "2")]
+    assert pairs(tmp_path / "one", [0], [1]) == [("clients", "1")]
+
+
+def test_a_last_accuracy_is_over_the_clients_of_its_round(tmp_path: Path) -> None:
+    path = run(tmp_path / "a", 0.5, [1, 3])
+    unheard = {"round": 2, "client": [], "num_test": [], "correct": []}
+    with (path / "clients.jsonl").open("a") as file:
+        file.write(json.dumps(unheard) + "\n")
+    assert records.Record.load(path).scored == {0, 1}
+    assert records.Record.load(path).accuracies() == {}
+    line = {**unheard, "final": {**client_line(2, [3]), "client": [1]}}
+    (path / "clients.jsonl").write_text(json.dumps(client_line(1, [1, 3])) + "\n" + json.dumps(line) + "\n")
+    assert records.Record.load(path).scored == {1}
+
+
+def test_a_summary_says_over_how_many_clients_it_is(tmp_path: Path) -> None:
+    places = [run(tmp_path / name, 0.5, [1, 3], method=name) for name in ("fedproto", "tinyproto")]
+    assert not any("not over all" in note for note in summary_sheet(records.load(places)).notes)
+    write_run(tmp_path / "few", [over(1, entry(1, 0.25, 0.5))], method="tinyproto", seed=1)
+    sheet = summary_sheet(records.load([*places, tmp_path / "few"]))
+    said = "Accuracies that are not over all clients taking part: tinyproto: global over 1–2 of 2."
+    assert said in sheet.notes
 
 
 def test_labels_say_what_differs(tmp_path: Path) -> None:
