@@ -280,6 +280,22 @@ def test_the_table_says_over_how_many_clients_it_is(file: Path, tmp_path: Path) 
     assert said in comparison_table.table("", found).notes
 
 
+def test_the_table_says_when_rows_were_scored_and_after_how_many_rounds(file: Path, tmp_path: Path) -> None:
+    file.write_text(FILE + "num-server-rounds = 1\n")  # of B
+    first, second = compare.plan(compare.read(str(file))[1], [], [], [], tmp_path)
+    write_run(first.directory, [entry(1, 0.5, 0.75), entry(2, 0.5, 0.25)])
+    write_run(second.directory, [entry(1, 0.5, 0.5)], **second.wishes.values)
+    about = second.directory / "run.json"
+    sheet = comparison_table.table("", comparison_table.rows([first, second]))
+    assert sheet.columns[1:4] == ("headline", "rounds", "last")
+    about.write_text(about.read_text().replace('"moment": "after"', '"moment": "before"'))
+    sheet = comparison_table.table("", comparison_table.rows([first, second]))
+    assert sheet.columns[1:5] == ("headline", "scored", "rounds", "last")
+    assert [row[2:4] for row in sheet.rows] == [("after", "2"), ("before", "1")]
+    assert {len(row) for row in sheet.rows} == {len(sheet.columns)}
+    assert any(note.startswith("Scored: before or after") for note in sheet.notes)
+
+
 def test_a_run_that_was_never_scored_has_a_row_without_scores(file: Path, tmp_path: Path) -> None:
     planned = compare.plan(compare.read(str(file))[1], [], [0], [], tmp_path)
     write_run(planned[0].directory, [entry(1, 0.5, None), entry(2, 0.5, None)])  # headline: global

@@ -285,6 +285,20 @@ def test_the_table(tmp_path: Path) -> None:
     assert lines[1].startswith("1,global,2,2,50.0000,75.0000,")
 
 
+def test_the_table_says_when_rows_were_scored(tmp_path: Path) -> None:
+    found = sweep.read(None, ["cps-dim=1,2", "num-clients=2", "num-server-rounds=1", "feature-dim=4"])
+    runs = sweep.plans(found, tmp_path)
+    for run in runs:
+        write_run(run.directory, [entry(1, 0.5, 0.75)], **run.wishes.values)
+    assert "scored" not in sweep.table(found, comparison_table.rows(runs), runs, "").columns
+    about = runs[1].directory / "run.json"
+    about.write_text(about.read_text().replace('"moment": "after"', '"moment": "before"'))
+    sheet = sweep.table(found, comparison_table.rows(runs), runs, "")
+    assert sheet.columns[:4] == ("cps-dim", "headline", "scored", "last")
+    assert [row[2] for row in sheet.rows] == ["after", "before"]
+    assert {len(row) for row in sheet.rows} == {len(sheet.columns)}
+
+
 def test_the_tables_of_an_earlier_sweep_stay_where_a_run_is_refused(tmp_path: Path) -> None:
     words = ["--set", "cps-dim=1,2", "--set", "num-clients=2", "--set", "feature-dim=4"]
     words += [

@@ -13,7 +13,7 @@ from pbfl_flwr.experiments.compare import Planned, finished
 from pbfl_flwr.experiments.figures import kilobytes
 from pbfl_flwr.experiments.records import Group, Record
 from pbfl_flwr.experiments.sheets import Sheet, figure
-from pbfl_flwr.experiments.summaries import NEW_NOTE, OTHER_NOTE, paired_sheet
+from pbfl_flwr.experiments.summaries import MOMENT_NOTE, NEW_NOTE, OTHER_NOTE, paired_sheet
 from pbfl_flwr.experiments.tables import (
     few_clients,
     few_lines,
@@ -49,6 +49,7 @@ class Row:
         majority: what the skew of the labels alone scores, one a seed; None where it is not known.
         newcomer_majority: the same of the new clients.
         few: predictor -> over how many of the clients its accuracies are, see :func:`.tables.few_clients`.
+        moment: when clients were scored, before or after their training.
     """
 
     label: str
@@ -71,6 +72,7 @@ class Row:
     majority: list[float | None] = field(default_factory=list)
     newcomer_majority: list[float | None] = field(default_factory=list)
     few: Mapping[str, str] = field(default_factory=dict)
+    moment: str = ""
 
     def plain(self) -> list[str]:
         """Return the mean figures in the order of :data:`PLAIN`, as other programs read them."""
@@ -124,6 +126,7 @@ def _row(label: str, runs: Sequence[RunDirectory]) -> Row:
         [run.majority() for run in runs],
         [run.newcomer_majority() for run in runs],
         few_clients(zip(abouts, all_scores, strict=True)),
+        str(abouts[0]["moment"]),
     )
 
 
@@ -132,13 +135,17 @@ def table(title: str, found: Sequence[Row]) -> Sheet:
     names = [name for name in PREDICTORS if any(name in row.others for row in found)]
     chosen, new = any(row.chosen for row in found), any(row.new for row in found)
     twice = any(row.other for row in found)
-    head = ["run", "headline", "last", "best (on test data)", *(["validation-chosen"] if chosen else [])]
+    moments, lengths = unlike(found)
+    head = ["run", "headline", *(["scored"] if moments else []), *(["rounds"] if lengths else [])]
+    head += ["last", "best (on test data)", *(["validation-chosen"] if chosen else [])]
     head += ["at the other moment"] if twice else []
     head += ["std over clients", "worst decile", *(["new clients"] if new else []), *names]
     head += ["payload up", "payload down", "all bytes a round", "paper's scalars", "s a round"]
     lines = []
     for row in found:
-        cells = [row.label, row.headline, figure(row.last), figure(row.best)]
+        cells = [row.label, row.headline, *([row.moment] if moments else [])]
+        cells += [str(row.rounds)] if lengths else []
+        cells += [figure(row.last), figure(row.best)]
         cells += [figure(row.chosen)] if chosen else []
         cells += [figure(row.other)] if twice else []
         cells += [figure(row.spread), figure(row.worst)]
@@ -154,7 +161,12 @@ def table(title: str, found: Sequence[Row]) -> Sheet:
     note += "clients, also those that were not asked; the paper's scalars are for all clients taking part. "
     note += "± is the sample deviation over seeds."
     notes = (note, *remarks(found))
-    return Sheet(title, tuple(head), tuple(lines), notes, text_columns=2)
+    return Sheet(title, tuple(head), tuple(lines), notes, text_columns=3 if moments else 2)
+
+
+def unlike(found: Sequence[Row]) -> tuple[bool, bool]:
+    """Return whether rows were scored at different moments, and whether they have different numbers of rounds."""
+    return len({row.moment for row in found}) > 1, len({row.rounds for row in found}) > 1
 
 
 def remarks(found: Sequence[Row]) -> list[str]:
@@ -164,6 +176,7 @@ def remarks(found: Sequence[Row]) -> list[str]:
         found: its rows.
     """
     return [
+        *([MOMENT_NOTE] if unlike(found)[0] else []),
         *few_lines([(row.label, row.few) for row in found]),
         *([OTHER_NOTE] if any(row.other for row in found) else []),
         *([NEW_NOTE] if any(row.new for row in found) else []),

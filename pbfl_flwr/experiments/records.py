@@ -78,6 +78,11 @@ class Record:
         return str(self.about["headline"])
 
     @property
+    def moment(self) -> str:
+        """When clients were scored, before or after their training."""
+        return str(self.about["moment"])
+
+    @property
     def seed(self) -> int:
         """The run's."""
         return int(self.config["seed"])

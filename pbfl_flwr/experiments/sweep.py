@@ -18,7 +18,7 @@ from pbfl_flwr.config import CHANGEABLE, PREDICTORS, Scalar
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import configuration
 from pbfl_flwr.experiments.compare import Planned, finished, plan, repeated
-from pbfl_flwr.experiments.comparison_table import PLAIN, Row, remarks
+from pbfl_flwr.experiments.comparison_table import PLAIN, Row, remarks, unlike
 from pbfl_flwr.experiments.figures import kilobytes
 from pbfl_flwr.experiments.sheets import Sheet, figure
 from pbfl_flwr.flower.files import write_atomically
@@ -139,13 +139,15 @@ def table(sweep: Sweep, found: Sequence[Row], planned: Sequence[Planned], title:
     """
     names = [name for name in PREDICTORS if any(name in row.others for row in found)]
     twice, new = any(row.other for row in found), any(row.new for row in found)
-    head = [*sweep.swept, "headline", "last", "best (on test data)"]
+    moments, _ = unlike(found)
+    head = [*sweep.swept, "headline", *(["scored"] if moments else []), "last", "best (on test data)"]
     head += ["at the other moment"] if twice else []
     head += ["std over clients", "worst decile", *(["new clients"] if new else []), *names]
     head += ["payload up", "payload down", "all bytes a round", "rounds", "seeds", "s a round"]
     lines = []
     for row in found:
         cells = [*(_text(value) for value in sweep.values[row.label]), row.headline]
+        cells += [row.moment] if moments else []
         cells += [figure(row.last), figure(row.best), *([figure(row.other)] if twice else [])]
         cells += [figure(row.spread), figure(row.worst), *([figure(row.new)] if new else [])]
         cells += [figure(row.others.get(name, [])) for name in names]
@@ -154,7 +156,7 @@ def table(sweep: Sweep, found: Sequence[Row], planned: Sequence[Planned], title:
     missing = sum(not finished(run) for run in planned)
     notes = [f"{missing} of {len(planned)} runs are not finished."] if missing else []
     notes += remarks(found)
-    return Sheet(title, tuple(head), tuple(lines), tuple(notes), text_columns=len(sweep.swept) + 1)
+    return Sheet(title, tuple(head), tuple(lines), tuple(notes), text_columns=len(sweep.swept) + 1 + moments)
 
 
 def write(out: Path, sweep: Sweep, found: Sequence[Row], sheet: Sheet) -> None:

@@ -12,6 +12,8 @@ from pbfl_flwr.experiments.summaries import paired_sheet, summary_sheet
 from pbfl_flwr.experiments.tables import scores
 from tests.runs import entry, over, write_run
 
+ROUNDS = {"num-server-rounds": 2}
+
 
 def client_line(number: int, correct: list[int], tests: int = 4) -> dict[str, Any]:
     """One line of clients.jsonl: predictor global, the same number of test samples each."""
@@ -94,6 +96,37 @@ def test_rows_name_unlike_predictors_and_notes_stay_short(tmp_path: Path) -> Non
     assert remarks["fedproto − tinyproto"] == "no pair differs"
     assert remarks["fedproto − protonorm"].startswith("global against head")
     assert "One common seed, so nothing is said about seeds: every pair." in sheet.notes
+
+
+def test_pairs_at_other_moments_and_of_other_lengths_are_remarked(tmp_path: Path) -> None:
+    places = [
+        run(tmp_path / name, 0.5, [1, 3], method=name) for name in ("fedproto", "tinyproto", "protonorm")
+    ]
+    about = places[1] / "run.json"
+    about.write_text(about.read_text().replace('"moment": "after"', '"moment": "before"'))
+    lines = [entry(number, 0.25, 0.5) for number in (1, 2)]
+    (places[2] / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    groups = records.load(places)
+    remarks = {row[0]: row[-1] for row in paired_sheet(groups).rows}
+    moments, lengths = "scored after against before local training", "1 against 2 rounds"
+    assert remarks["fedproto − tinyproto"] == f"{moments}; no pair differs"
+    assert remarks["fedproto − protonorm"] == f"{lengths}; no pair differs"
+    said = "scored before against after local training"
+    assert remarks["tinyproto − protonorm"] == f"{said}; {lengths}; no pair differs"
+    sheet = summary_sheet(groups)
+    assert [row[2] for row in sheet.rows] == ["after", "before", "after"]
+    assert {len(row) for row in sheet.rows} == {len(sheet.columns)}
+    assert "scored" not in summary_sheet(groups[::2]).columns
+
+
+def test_a_row_of_runs_of_different_lengths_is_remarked(tmp_path: Path) -> None:
+    places = [run(tmp_path / f"a{seed}", 0.5, [1, 3], seed=seed, **ROUNDS) for seed in (0, 1)]
+    places += [run(tmp_path / "b", 0.5, [1, 3], method="tinyproto", **ROUNDS)]
+    with (places[1] / "rounds.jsonl").open("a") as file:
+        file.write(json.dumps(entry(2, 0.25, 0.5)) + "\n")
+    sheet = summary_sheet(records.load(places))
+    assert [row[3] for row in sheet.rows] == ["1–2", "1"]
+    assert "Runs of different numbers of rounds in one row: fedproto." in sheet.notes
 
 
 def test_clients_are_averaged_over_the_common_seeds(tmp_path: Path) -> None:
