@@ -367,6 +367,7 @@ def test_the_tables_of_an_earlier_start_stay_where_a_run_is_refused(
     result = pbfl(*words, "--set", change)
     assert result.exit_code == 1
     assert "not written, since a run is refused; left as it was" in result.stdout
+    assert "**Two methods**" not in result.stdout
     assert {path: path.read_bytes() for path in out.glob("*.*")} == before
 
 

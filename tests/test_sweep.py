@@ -320,6 +320,7 @@ def test_the_tables_of_an_earlier_sweep_stay_where_a_run_is_refused(tmp_path: Pa
     result = pbfl("sweep", *words, "--set", "learning-rate=0.2")
     assert result.exit_code == 1
     assert "not written, since a run is refused; left as it was" in result.stdout
+    assert "**Sweep over" not in result.stdout
     assert {path: path.read_bytes() for path in tmp_path.glob("table.*")} == before
 
 

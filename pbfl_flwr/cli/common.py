@@ -96,14 +96,15 @@ def concluded(
 
     Args:
         console: where.
-        table: of the finished ones.
+        table: of the finished ones; may be empty.
         written: which files, and where.
         failed: the others.
         unwritten: why these files were left as they were, if so.
     """
     from pbfl_flwr.experiments import narrow
 
-    narrow.show(table, console)
+    if table:
+        narrow.show(table, console)
     if unwritten:
         say(console, f"not written, since {unwritten}; left as it was, if it is there: {written}", "yellow")
     else:

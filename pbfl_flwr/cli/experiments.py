@@ -148,7 +148,7 @@ def compare(
         groups = comparison_table.groups(planned)
         if not (unwritten := comparison.no_tables(planned)):
             comparison_table.write(directory, title, found, groups)
-        table = comparison_table.table(title, found).markdown()
+        table = comparison_table.table(title, found).markdown() if found else ""
         if len(groups) > 1:
             table += "\n" + comparison_table.pairs(title, groups).markdown()
     written = f"{directory}: table and paired, each as .md, .csv and .tex"

@@ -77,7 +77,7 @@ def sweep(
         sheet = sweeping.table(swept, found, planned, title)
         if not compare.no_tables(planned):
             sweeping.write(directory, swept, found, sheet)
-        return sheet.markdown()
+        return sheet.markdown() if found else ""
 
     with running(KEPT):
         if len(slots) == 1:
