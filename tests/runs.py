@@ -45,6 +45,12 @@ def entry(number: int, heads: float, globals_: float | None, **more: Any) -> dic
     }
 
 
+def over(clients: int, line: dict[str, Any], predictor: str = "global") -> dict[str, Any]:
+    """A line of rounds.jsonl whose accuracy is over so many clients."""
+    accuracy = {**line["accuracy"], predictor: {**line["accuracy"][predictor], "clients": clients}}
+    return {**line, "accuracy": accuracy}
+
+
 def write_run(path: Path, rounds: list[dict[str, Any]], **changes: Any) -> Path:
     """Write a run of two clients and three classes that ended after these rounds."""
     config = parse(

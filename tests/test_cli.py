@@ -21,7 +21,7 @@ from pbfl_flwr.flower.history import RunDirectory
 from pbfl_flwr.flower.placement import Resources
 from pbfl_flwr.methods import METHODS, SECTIONS
 from pbfl_flwr.models import FAMILIES, MODELS
-from tests.runs import entry, pbfl, write_run
+from tests.runs import entry, over, pbfl, write_run
 
 
 @pytest.fixture(autouse=True)
@@ -437,6 +437,13 @@ def test_a_run_of_another_version_is_one_line(
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: ")
     assert "is damaged, or of another version: " in line
+
+
+def test_a_run_says_over_how_many_clients_its_accuracies_are(tmp_path: Path) -> None:
+    said = "Accuracies that are not over all clients taking part"
+    assert said not in pbfl("show", write_run(tmp_path / "all", [entry(1, 0.5, 0.5)])).stdout
+    few = write_run(tmp_path / "few", [over(1, entry(1, 0.5, 0.5), "head")])
+    assert f"{said}: head over 1 of 2." in pbfl("show", few).stdout
 
 
 def test_a_run_cannot_steer_the_terminal(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pbfl_flwr.methods import METHODS, SECTIONS, build_method
 from pbfl_flwr.models import architecture_of
 from pbfl_flwr.task import Task
 from tests.flower.inprocess import InProcessGrid
-from tests.runs import entry, pbfl, write_run
+from tests.runs import entry, over, pbfl, write_run
 
 FILE = """
 title = "Two methods"
@@ -192,6 +192,32 @@ def test_a_run_that_is_refused_stops_nobody_and_is_in_no_table(file: Path, tmp_p
     assert comparison_table.rows(planned) == comparison_table.groups(planned) == []
 
 
+def test_a_longer_run_is_not_taken_for_the_one_that_is_asked_for(file: Path, tmp_path: Path) -> None:
+    first, second = compare.plan(compare.read(str(file))[1], [], [], [], tmp_path)  # two rounds each
+    lines = [entry(number, 0.5, 0.5) for number in (1, 2, 3)]
+    write_run(first.directory, lines)
+    write_run(second.directory, lines[:2], **{**second.wishes.values, "num-server-rounds": 3})
+    said = compare.make([first, second], lambda wishes, directory: 0)
+    assert [line.rsplit(": ", 1)[0] for line in said] == ["A, seed 0", "B, seed 0"]
+    assert all("was made with num-server-rounds = 3, not 2; allowed are at least as many" in s for s in said)
+    assert comparison_table.rows([first, second]) == comparison_table.groups([first, second]) == []
+    longer = compare.plan(compare.read(str(file))[1], ["num-server-rounds=3"], [], ["A"], tmp_path)
+    assert [row.rounds for row in comparison_table.rows(longer)] == [3]
+
+
+def test_an_interrupted_run_ends_sooner_where_it_has_not_come_that_far(file: Path, tmp_path: Path) -> None:
+    (run,) = compare.plan(compare.read(str(file))[1], [], [], ["A"], tmp_path)
+    write_run(run.directory, [entry(1, 0.5, 0.5)], **{"num-server-rounds": 3})
+    seen: list[Wishes] = []
+
+    def start(wishes: Wishes, directory: Path) -> int:
+        seen.append(wishes)
+        return 0
+
+    assert compare.make([run], start) == []
+    assert (seen[0].values["resume"], seen[0].values["num-server-rounds"]) == (True, 2)
+
+
 @pytest.mark.parametrize("seed", ["abc", "1.5", "true", "-1"])
 def test_a_seed_is_a_whole_number(file: Path, tmp_path: Path, seed: str) -> None:
     with pytest.raises(PbflError, match="A: seed = "):
@@ -236,6 +262,38 @@ def test_the_table(file: Path, tmp_path: Path) -> None:
     )
     assert r"A & global & 50.00 $\pm$ 35.36 &" in (tmp_path / "table.tex").read_text()
     assert {path.name for path in tmp_path.glob("paired.*")} == {"paired.md", "paired.csv", "paired.tex"}
+
+
+def test_the_table_says_over_how_many_clients_it_is(file: Path, tmp_path: Path) -> None:
+    planned = compare.plan(compare.read(str(file))[1], [], [0, 1], [], tmp_path)
+    both = [entry(1, 0.5, 0.75), entry(2, 0.5, 0.25)]
+    (first, second) = both
+    histories = [both, [first, over(1, second)], [first, over(1, second, "head")], both]
+    for number in (0, 3):
+        write_run(planned[number].directory, both, **planned[number].wishes.values)
+    (row, other) = comparison_table.rows(planned)
+    assert not any("not over all" in note for note in comparison_table.table("", [row, other]).notes)
+    for number in (1, 2):
+        write_run(planned[number].directory, histories[number], **planned[number].wishes.values)
+    found = comparison_table.rows(planned)
+    said = "Accuracies that are not over all clients taking part: A: global over 1–2 of 2; B: head over 1–2 of 2."
+    assert said in comparison_table.table("", found).notes
+
+
+def test_the_table_says_when_rows_were_scored_and_after_how_many_rounds(file: Path, tmp_path: Path) -> None:
+    file.write_text(FILE + "num-server-rounds = 1\n")  # of B
+    first, second = compare.plan(compare.read(str(file))[1], [], [], [], tmp_path)
+    write_run(first.directory, [entry(1, 0.5, 0.75), entry(2, 0.5, 0.25)])
+    write_run(second.directory, [entry(1, 0.5, 0.5)], **second.wishes.values)
+    about = second.directory / "run.json"
+    sheet = comparison_table.table("", comparison_table.rows([first, second]))
+    assert sheet.columns[1:4] == ("headline", "rounds", "last")
+    about.write_text(about.read_text().replace('"moment": "after"', '"moment": "before"'))
+    sheet = comparison_table.table("", comparison_table.rows([first, second]))
+    assert sheet.columns[1:5] == ("headline", "scored", "rounds", "last")
+    assert [row[2:4] for row in sheet.rows] == [("after", "2"), ("before", "1")]
+    assert {len(row) for row in sheet.rows} == {len(sheet.columns)}
+    assert any(note.startswith("Scored: before or after") for note in sheet.notes)
 
 
 def test_a_run_that_was_never_scored_has_a_row_without_scores(file: Path, tmp_path: Path) -> None:
@@ -286,8 +344,38 @@ def test_all_methods_go_through_into_one_table(tmp_path: Path) -> None:
 
 
 def test_a_table_that_cannot_be_written_is_one_line(file: Path, tmp_path: Path) -> None:
-    (tmp_path / "taken").touch()
-    result = pbfl("compare", file, "--out", tmp_path / "taken" / "x", "--engine", "processes")
+    for run in compare.plan(compare.read(str(file))[1], [], [], [], tmp_path / "x"):
+        write_run(run.directory, [entry(1, 0.5, 0.5), entry(2, 0.5, 0.5)], **run.wishes.values)
+    (tmp_path / "x" / "table.md").mkdir()
+    result = pbfl("compare", file, "--out", tmp_path / "x", "--engine", "processes")
     assert result.exit_code == 1
     assert isinstance(result.exception, SystemExit)
-    assert f"{tmp_path}/taken/x/table.md cannot be written" in result.stderr
+    assert f"{tmp_path}/x/table.md cannot be written" in result.stderr
+
+
+@pytest.mark.parametrize("change", ["learning-rate=0.2", "num-server-rounds=1"])
+def test_the_tables_of_an_earlier_start_stay_where_a_run_is_refused(
+    file: Path, tmp_path: Path, change: str
+) -> None:
+    out = tmp_path / "out"
+    for run in compare.plan(compare.read(str(file))[1], [], [], [], out):
+        write_run(run.directory, [entry(1, 0.5, 0.5), entry(2, 0.5, 0.5)], **run.wishes.values)
+    words = ["compare", file, "--out", out, "--engine", "processes", "--workers", 1]
+    assert pbfl(*words).exit_code == 0
+    before = {path: path.read_bytes() for path in out.glob("*.*")}
+    assert len(before) == 6
+    result = pbfl(*words, "--set", change)
+    assert result.exit_code == 1
+    assert "not written, since a run is refused; left as it was" in result.stdout
+    assert "**Two methods**" not in result.stdout
+    assert {path: path.read_bytes() for path in out.glob("*.*")} == before
+
+
+def test_without_a_finished_run_there_is_no_table(file: Path, tmp_path: Path) -> None:
+    planned = compare.plan(compare.read(str(file))[1], [], [], [], tmp_path)
+    assert compare.no_tables(planned) == "no run is finished"
+    write_run(planned[0].directory, [entry(1, 0.5, 0.5), entry(2, 0.5, 0.5)])
+    assert not compare.no_tables(planned)
+    write_run(planned[1].directory, [entry(1, 0.5, 0.5)], **planned[1].wishes.values)
+    (planned[1].directory / "clients-removed.txt").touch()  # it can not go on
+    assert compare.no_tables(planned) == "a run is refused"

@@ -8,7 +8,7 @@ import pytest
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import reproduce, reproduction_table
 from pbfl_flwr.experiments.catalogue import ROWS
-from tests.runs import entry, pbfl, write_run
+from tests.runs import entry, over, pbfl, write_run
 
 FILE = """
 title = "A table"
@@ -197,6 +197,40 @@ def test_the_table(paper: reproduce.Reproduction, tmp_path: Path) -> None:
     lines = (tmp_path / "table.csv").read_text().splitlines()
     assert lines[1].startswith("one,A,global,51.50,0.25,62.5000,17.6777,37.5000,17.6777,11.0000,2,2,")
     assert lines[2].startswith("two,A,global,,,50.0000,0.0000,50.0000,0.0000,,2,1,")
+
+
+def test_the_table_says_when_rows_were_scored_and_over_how_many_clients(
+    paper: reproduce.Reproduction, tmp_path: Path
+) -> None:
+    planned = reproduce.plans(paper, ["one"], "small", [], [], [], tmp_path)
+    for run, clients in zip(planned["one"], (1, 2), strict=True):
+        lines = [entry(1, 0.5, 0.75), over(clients, entry(2, 0.5, 0.25))]
+        write_run(run.directory, lines, **run.wishes.values)
+    text = reproduction_table.markdown(paper, "small", planned, reproduction_table.rows(paper, planned), {})
+    assert "Accuracies that are not over all clients taking part: A: global over 1–2 of 2." in text
+    assert "| run | compared by | paper |" in text
+    about = planned["one"][1].directory / "run.json"
+    about.write_text(about.read_text().replace('"moment": "after"', '"moment": "before"'))
+    text = reproduction_table.markdown(paper, "small", planned, reproduction_table.rows(paper, planned), {})
+    assert "| run | compared by | scored | paper |" in text
+    assert "| A | global | after | 51.50 ± 0.25 |" in text
+    assert "| B | global | before | 60.00 |" in text
+
+
+def test_the_tables_of_an_earlier_start_stay_where_a_run_is_refused(
+    paper: reproduce.Reproduction, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    for run in reproduce.plans(paper, ["one"], "small", [], [], [], out)["one"]:
+        write_run(run.directory, [entry(1, 0.5, 0.75), entry(2, 0.5, 0.25)], **run.wishes.values)
+    words = ["reproduce", tmp_path / "nine.toml", "--block", "one", "--out", out, "--engine", "processes"]
+    assert pbfl(*words).exit_code == 0
+    before = {path: path.read_bytes() for path in out.glob("table.*")}
+    assert len(before) == 2
+    result = pbfl(*words, "--set", "learning-rate=0.2")
+    assert result.exit_code == 1
+    assert "not written, since a run is refused; left as it was" in result.stdout
+    assert {path: path.read_bytes() for path in out.glob("table.*")} == before
 
 
 def test_a_spread_over_clients_is_the_runs_own(paper: reproduce.Reproduction, tmp_path: Path) -> None:

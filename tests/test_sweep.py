@@ -49,10 +49,14 @@ def test_every_combination_is_a_run_and_seeds_share_a_row(tmp_path: Path) -> Non
     keys = planned[5].wishes.values
     assert (keys["cps-dim"], keys["method"], keys["seed"]) == (25, "fedtgp", 2)
     assert (keys["learning-rate"], keys["dataset"]) == (0.1, "digits")
-    assert sweep.directory("fedproto-digits", found) == Path("runs/sweep-fedproto-digits-cps-dim-method")
+    place = Path("runs/sweep-fedproto-digits-cps-dim-method-learning-rate=0.1")
+    assert sweep.directory("fedproto-digits", found) == place
     only_seeds = sweep.read(None, ["seed=0,1"])
     assert list(only_seeds.runs) == ["all"]
     assert sweep.directory(None, only_seeds) == Path("runs/sweep-seed")
+    fixed = ["models=a/b", "both-moments=true", "num-server-rounds=3"]  # a sweep may go further where it is
+    other = sweep.read(None, ["seed=0,1", *fixed])
+    assert sweep.directory(None, other) == Path("runs/sweep-seed-models=a_b,both-moments=true")
 
 
 def test_labels_can_name_directories_and_differ() -> None:
@@ -279,6 +283,45 @@ def test_the_table(tmp_path: Path) -> None:
     lines = (tmp_path / "table.csv").read_text().splitlines()
     assert lines[0].startswith("cps-dim,headline,seeds,rounds,last,")
     assert lines[1].startswith("1,global,2,2,50.0000,75.0000,")
+
+
+def test_the_table_says_when_rows_were_scored(tmp_path: Path) -> None:
+    found = sweep.read(None, ["cps-dim=1,2", "num-clients=2", "num-server-rounds=1", "feature-dim=4"])
+    runs = sweep.plans(found, tmp_path)
+    for run in runs:
+        write_run(run.directory, [entry(1, 0.5, 0.75)], **run.wishes.values)
+    assert "scored" not in sweep.table(found, comparison_table.rows(runs), runs, "").columns
+    about = runs[1].directory / "run.json"
+    about.write_text(about.read_text().replace('"moment": "after"', '"moment": "before"'))
+    sheet = sweep.table(found, comparison_table.rows(runs), runs, "")
+    assert sheet.columns[:4] == ("cps-dim", "headline", "scored", "last")
+    assert [row[2] for row in sheet.rows] == ["after", "before"]
+    assert {len(row) for row in sheet.rows} == {len(sheet.columns)}
+
+
+def test_the_tables_of_an_earlier_sweep_stay_where_a_run_is_refused(tmp_path: Path) -> None:
+    words = ["--set", "cps-dim=1,2", "--set", "num-clients=2", "--set", "feature-dim=4"]
+    words += [
+        "--set",
+        "num-server-rounds=1",
+        "--engine",
+        "processes",
+        "--workers",
+        "1",
+        "--out",
+        str(tmp_path),
+    ]
+    keys = {"num-clients": 2, "feature-dim": 4}
+    for dim in (1, 2):
+        write_run(tmp_path / f"cps-dim={dim}-seed0", [entry(1, 0.5, 0.5)], **keys, **{"cps-dim": dim})
+    assert pbfl("sweep", *words).exit_code == 0
+    before = {path: path.read_bytes() for path in tmp_path.glob("table.*")}
+    assert len(before) == 3
+    result = pbfl("sweep", *words, "--set", "learning-rate=0.2")
+    assert result.exit_code == 1
+    assert "not written, since a run is refused; left as it was" in result.stdout
+    assert "**Sweep over" not in result.stdout
+    assert {path: path.read_bytes() for path in tmp_path.glob("table.*")} == before
 
 
 def test_the_table_has_new_clients_and_the_other_moment(tmp_path: Path) -> None:

@@ -89,19 +89,26 @@ def running(interrupted: str = "") -> Iterator[None]:
         raise typer.Exit(INTERRUPTED) from None
 
 
-def concluded(console: Console, table: str, written: str, failed: Sequence[str]) -> typer.Exit:
+def concluded(
+    console: Console, table: str, written: str, failed: Sequence[str], unwritten: str = ""
+) -> typer.Exit:
     """Print what came of several runs, and return the exit.
 
     Args:
         console: where.
-        table: of the finished ones.
+        table: of the finished ones; may be empty.
         written: which files, and where.
         failed: the others.
+        unwritten: why these files were left as they were, if so.
     """
     from pbfl_flwr.experiments import narrow
 
-    narrow.show(table, console)
-    say(console, f"written to {written}")
+    if table:
+        narrow.show(table, console)
+    if unwritten:
+        say(console, f"not written, since {unwritten}; left as it was, if it is there: {written}", "yellow")
+    else:
+        say(console, f"written to {written}")
     for label in failed:
         say(console, f"failed: {label}", "red")
     return typer.Exit(FAILED if failed else COMPLETED)

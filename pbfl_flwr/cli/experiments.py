@@ -149,11 +149,13 @@ def compare(
         failed = comparison.make(planned, comparison.starter(source, resources, console))
         found = comparison_table.rows(planned)
         groups = comparison_table.groups(planned)
-        comparison_table.write(directory, title, found, groups)
-        table = comparison_table.table(title, found).markdown()
+        if not (unwritten := comparison.no_tables(planned)):
+            comparison_table.write(directory, title, found, groups)
+        table = comparison_table.table(title, found).markdown() if found else ""
         if len(groups) > 1:
-            table += "\n" + (directory / "paired.md").read_text(encoding="utf-8")
-    raise concluded(console, table, f"{directory}: table and paired, each as .md, .csv and .tex", failed)
+            table += "\n" + comparison_table.pairs(title, groups).markdown()
+    written = f"{directory}: table and paired, each as .md, .csv and .tex"
+    raise concluded(console, table, written, failed, unwritten)
 
 
 def list_(

@@ -89,11 +89,12 @@ def reproduce(
     def table(_: compare.Planned | None = None) -> str:
         found = reproduction_table.rows(paper, planned)
         text = reproduction_table.markdown(paper, scale.value, planned, found, missing)
-        reproduction_table.write(directory, paper, text, found)
+        if not compare.no_tables(runs):
+            reproduction_table.write(directory, paper, text, found)
         return text
 
     with running(KEPT):
         failed = compare.make(runs, compare.starter(source, resources, console), table)
-        text = table()
-    ending = concluded(console, text, f"{directory / 'table.md'} and table.csv", failed)
+        text, unwritten = table(), compare.no_tables(runs)
+    ending = concluded(console, text, f"{directory / 'table.md'} and table.csv", failed, unwritten)
     raise typer.Exit(FAILED) if missing else ending

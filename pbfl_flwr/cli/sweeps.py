@@ -37,7 +37,9 @@ def sweep(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", help="Where runs and table go; default runs/sweep-<preset>-<keys>."),
+        typer.Option(
+            "--out", help="Where runs and table go; default runs/sweep-<preset>-<keys>-<fixed values>."
+        ),
     ] = None,
     parallel: Annotated[
         int, typer.Option("--parallel", min=1, help="Runs at once, as far as memory, CPUs and GPUs allow.")
@@ -73,8 +75,9 @@ def sweep(
     def table(_: compare.Planned | None = None) -> str:
         found = comparison_table.rows(planned)
         sheet = sweeping.table(swept, found, planned, title)
-        sweeping.write(directory, swept, found, sheet)
-        return sheet.markdown()
+        if not compare.no_tables(planned):
+            sweeping.write(directory, swept, found, sheet)
+        return sheet.markdown() if found else ""
 
     with running(KEPT):
         if len(slots) == 1:
@@ -87,5 +90,5 @@ def sweep(
                 lambda line: say(console, line),
                 table,
             )
-        text = table()
-    raise concluded(console, text, f"{directory}: table as .md, .csv and .tex", failed)
+        text, unwritten = table(), compare.no_tables(planned)
+    raise concluded(console, text, f"{directory}: table as .md, .csv and .tex", failed, unwritten)

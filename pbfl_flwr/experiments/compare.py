@@ -206,21 +206,50 @@ def ready(run: Planned) -> bool:
     """Whether a run need not be made, having made sure that what is there was made with its keys.
 
     Raises:
-        PbflError: if it was made with other keys, or is damaged.
+        PbflError: if it was made with other keys or for more rounds, or is damaged.
     """
     there = RunDirectory(run.directory)
     if not there.taken:
         return False
     wanted = configuration.check(run.wishes)
-    recorded = configuration.check(configuration.Wishes(there.read()["configuration"])).relevant()
+    made = configuration.check(configuration.Wishes(there.read()["configuration"]))
     now = wanted.relevant()
-    if odd := [f"{key} = {value}" for key, value in recorded.items() if now.get(key) != value]:
+    if odd := [f"{key} = {value}" for key, value in made.relevant().items() if now.get(key) != value]:
         raise PbflError(
             f"{run.directory} was made with {', '.join(odd)}; allowed are the same keys, or another --out"
         )
-    rounds = wanted.run.num_server_rounds
+    rounds, until = wanted.run.num_server_rounds, made.run.num_server_rounds
+    # Its first rounds are not the shorter run: a last scoring, new clients and schedules belong to the last round.
+    if len(there.rounds()) >= rounds and until > rounds:
+        raise PbflError(
+            f"{run.directory} was made with num-server-rounds = {until}, not {rounds}; allowed are at least as many "
+            "rounds, or another --out"
+        )
     newcomers = wanted.run.new_client_rounds if wanted.run.new_clients else 0
     return len(there.rounds()) >= rounds and len(there.newcomers(rounds)) >= newcomers
+
+
+def to_make(run: Planned) -> configuration.Wishes | None:
+    """Return the keys with which a run is made or goes on, None if it need not be made.
+
+    Raises:
+        PbflError: if it is refused, see :func:`ready` and :func:`pbfl_flwr.experiments.configuration.resumed`.
+    """
+    if ready(run):
+        return None
+    taken = RunDirectory(run.directory).taken
+    return configuration.resumed(run.directory, run.wishes) if taken else run.wishes
+
+
+def no_tables(planned: Iterable[Planned]) -> str:
+    """Return why the tables of an earlier start stay as they are, nothing where new ones are to be written."""
+    runs = list(planned)
+    for run in runs:
+        try:
+            to_make(run)
+        except PbflError:
+            return "a run is refused"
+    return "" if any(map(finished, runs)) else "no run is finished"
 
 
 def starter(app: Path, resources: Resources, console: Console) -> Start:
@@ -260,10 +289,8 @@ def make(
     failed = []
     for run in planned:
         try:
-            if ready(run):
+            if (wishes := to_make(run)) is None:
                 continue
-            goes_on = RunDirectory(run.directory).taken
-            wishes = configuration.resumed(run.directory, run.wishes) if goes_on else run.wishes
             code = start(wishes, run.directory)
         except PbflError as error:
             failed.append(refused(run, error))

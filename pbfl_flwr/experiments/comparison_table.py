@@ -13,8 +13,15 @@ from pbfl_flwr.experiments.compare import Planned, finished
 from pbfl_flwr.experiments.figures import kilobytes
 from pbfl_flwr.experiments.records import Group, Record
 from pbfl_flwr.experiments.sheets import Sheet, figure
-from pbfl_flwr.experiments.summaries import NEW_NOTE, OTHER_NOTE, paired_sheet
-from pbfl_flwr.experiments.tables import majority_lines, paper_scalars, participants, scores
+from pbfl_flwr.experiments.summaries import MOMENT_NOTE, NEW_NOTE, OTHER_NOTE, paired_sheet
+from pbfl_flwr.experiments.tables import (
+    few_clients,
+    few_lines,
+    majority_lines,
+    paper_scalars,
+    participants,
+    scores,
+)
 from pbfl_flwr.flower.files import write_atomically
 from pbfl_flwr.flower.history import RunDirectory
 
@@ -41,6 +48,8 @@ class Row:
         new: headline accuracies of the new clients after their own rounds; empty where there are none.
         majority: what the skew of the labels alone scores, one a seed; None where it is not known.
         newcomer_majority: the same of the new clients.
+        few: predictor -> over how many of the clients its accuracies are, see :func:`.tables.few_clients`.
+        moment: when clients were scored, before or after their training.
     """
 
     label: str
@@ -62,6 +71,8 @@ class Row:
     new: list[float] = field(default_factory=list)
     majority: list[float | None] = field(default_factory=list)
     newcomer_majority: list[float | None] = field(default_factory=list)
+    few: Mapping[str, str] = field(default_factory=dict)
+    moment: str = ""
 
     def plain(self) -> list[str]:
         """Return the mean figures in the order of :data:`PLAIN`, as other programs read them."""
@@ -114,6 +125,8 @@ def _row(label: str, runs: Sequence[RunDirectory]) -> Row:
         [100 * a for run in runs if (a := Record.load(run.path).newcomer_accuracy()) is not None],
         [run.majority() for run in runs],
         [run.newcomer_majority() for run in runs],
+        few_clients(zip(abouts, all_scores, strict=True)),
+        str(abouts[0]["moment"]),
     )
 
 
@@ -122,13 +135,17 @@ def table(title: str, found: Sequence[Row]) -> Sheet:
     names = [name for name in PREDICTORS if any(name in row.others for row in found)]
     chosen, new = any(row.chosen for row in found), any(row.new for row in found)
     twice = any(row.other for row in found)
-    head = ["run", "headline", "last", "best (on test data)", *(["validation-chosen"] if chosen else [])]
+    moments, lengths = unlike(found)
+    head = ["run", "headline", *(["scored"] if moments else []), *(["rounds"] if lengths else [])]
+    head += ["last", "best (on test data)", *(["validation-chosen"] if chosen else [])]
     head += ["at the other moment"] if twice else []
     head += ["std over clients", "worst decile", *(["new clients"] if new else []), *names]
     head += ["payload up", "payload down", "all bytes a round", "paper's scalars", "s a round"]
     lines = []
     for row in found:
-        cells = [row.label, row.headline, figure(row.last), figure(row.best)]
+        cells = [row.label, row.headline, *([row.moment] if moments else [])]
+        cells += [str(row.rounds)] if lengths else []
+        cells += [figure(row.last), figure(row.best)]
         cells += [figure(row.chosen)] if chosen else []
         cells += [figure(row.other)] if twice else []
         cells += [figure(row.spread), figure(row.worst)]
@@ -144,16 +161,23 @@ def table(title: str, found: Sequence[Row]) -> Sheet:
     note += "clients, also those that were not asked; the paper's scalars are for all clients taking part. "
     note += "± is the sample deviation over seeds."
     notes = (note, *remarks(found))
-    return Sheet(title, tuple(head), tuple(lines), notes, text_columns=2)
+    return Sheet(title, tuple(head), tuple(lines), notes, text_columns=3 if moments else 2)
+
+
+def unlike(found: Sequence[Row]) -> tuple[bool, bool]:
+    """Return whether rows were scored at different moments, and whether they have different numbers of rounds."""
+    return len({row.moment for row in found}) > 1, len({row.rounds for row in found}) > 1
 
 
 def remarks(found: Sequence[Row]) -> list[str]:
-    """Return what is to be said below a table of what clients score at another moment, as new ones, without learning.
+    """Return what is to be said below a table: over whom it is, what other moments, new clients and skew mean.
 
     Args:
         found: its rows.
     """
     return [
+        *([MOMENT_NOTE] if unlike(found)[0] else []),
+        *few_lines([(row.label, row.few) for row in found]),
         *([OTHER_NOTE] if any(row.other for row in found) else []),
         *([NEW_NOTE] if any(row.new for row in found) else []),
         *majority_lines(share for row in found for share in row.majority),
@@ -169,7 +193,12 @@ def write(out: Path, title: str, found: Sequence[Row], groups: Sequence[Group]) 
     lines = tuple((row.label, *row.plain(), row.paper, f"{row.seconds:.2f}") for row in found)
     plain = Sheet(title, ("run", *PLAIN, "paper", "seconds"), lines)
     write_atomically(out / "table.csv", plain.csv().encode())
-    paired_sheet(groups, f"{title}: pairs").write(out / "paired")
+    pairs(title, groups).write(out / "paired")
+
+
+def pairs(title: str, groups: Sequence[Group]) -> Sheet:
+    """Return the comparison of every two labels."""
+    return paired_sheet(groups, f"{title}: pairs")
 
 
 def groups(planned: Sequence[Planned]) -> list[Group]:

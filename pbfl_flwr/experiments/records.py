@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments.tables import participants, series
+from pbfl_flwr.experiments.tables import honest, series
 from pbfl_flwr.flower.history import RunDirectory
 
 NEUTRAL = frozenset(
@@ -78,6 +78,11 @@ class Record:
         return str(self.about["headline"])
 
     @property
+    def moment(self) -> str:
+        """When clients were scored, before or after their training."""
+        return str(self.about["moment"])
+
+    @property
     def seed(self) -> int:
         """The run's."""
         return int(self.config["seed"])
@@ -99,13 +104,21 @@ class Record:
         """
         if not self.clients:
             return {}
-        line = self.clients[-1].get("final", self.clients[-1])
-        name = predictor or self.headline
+        return self._accuracies(self.clients[-1].get("final", self.clients[-1]), predictor or self.headline)
+
+    def _accuracies(self, line: Mapping[str, Any], name: str) -> dict[int, float]:
         return {
             client: correct[name] / tests
             for client, correct, tests in zip(line["client"], line["correct"], line["num_test"], strict=True)
             if tests and name in correct and client not in self.about.get("malicious", [])
         }
+
+    @property
+    def scored(self) -> frozenset[int]:
+        """The clients over which the headline's last accuracy is, of the last round in which it was scored."""
+        last = [self.clients[-1]["final"]] if self.clients and "final" in self.clients[-1] else []
+        found = (self._accuracies(line, self.headline) for line in (*last, *reversed(self.clients)))
+        return frozenset(next((each for each in found if each), {}))
 
     def newcomer_accuracy(self) -> float | None:
         """Return the new clients' sample-weighted accuracy after all of their own rounds, None without any."""
@@ -114,8 +127,8 @@ class Record:
 
     @property
     def honest(self) -> frozenset[int]:
-        """The clients over which the run's accuracies are: those that take part in the rounds and do not lie."""
-        return frozenset(range(participants(self.about))) - frozenset(self.about.get("malicious", []))
+        """The clients over which the run's accuracies may be: those that take part in the rounds and do not lie."""
+        return honest(self.about)
 
     def curve(self, predictor: str | None = None) -> list[tuple[int, float]]:
         """Return (round, sample-weighted accuracy) as far as the predictor was scored."""

@@ -21,7 +21,15 @@ from pbfl_flwr.experiments.figures import kilobytes
 from pbfl_flwr.experiments.records import NEUTRAL, Group, Record
 from pbfl_flwr.experiments.sheets import Sheet
 from pbfl_flwr.experiments.summaries import OTHER_NOTE, paired_sheet, summary_sheet
-from pbfl_flwr.experiments.tables import failure_lines, paper_scalars, participants, scores, settings_line
+from pbfl_flwr.experiments.tables import (
+    failure_lines,
+    few_clients,
+    few_lines,
+    paper_scalars,
+    participants,
+    scores,
+    settings_line,
+)
 from pbfl_flwr.flower.files import write_atomically
 from pbfl_flwr.flower.history import ERROR
 
@@ -175,9 +183,11 @@ def accuracy_sheet(groups: Sequence[Group]) -> Sheet:
         "std over clients",
         "worst decile",
     )
+    few = [(group.label, few_clients([(group.first.about, scores(group.first.rounds))])) for group in groups]
     notes = (
         "Accuracy on the clients' test data in %, weighted by samples, with its round; the three on the right are of "
         "the last round. First seed of each configuration.",
+        *few_lines(few),
         *([OTHER_NOTE] if twice else []),
     )
     return Sheet("Predictors and rounds", columns, tuple(rows), notes, text_columns=2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Literal
@@ -13,7 +13,8 @@ from pbfl_flwr.experiments.compare import Planned, finished
 from pbfl_flwr.experiments.reproduce import Reproduction, Scale, changes
 from pbfl_flwr.experiments.sheets import Sheet, figure
 from pbfl_flwr.experiments.statistics import spread as deviation
-from pbfl_flwr.experiments.tables import Scores, scores
+from pbfl_flwr.experiments.summaries import MOMENT_NOTE
+from pbfl_flwr.experiments.tables import Scores, few_clients, few_lines, scores
 from pbfl_flwr.flower.files import write_atomically
 from pbfl_flwr.flower.history import RunDirectory
 
@@ -31,6 +32,8 @@ class Row:
         others: predictor -> last accuracies.
         rounds: how many were made.
         seconds: a round.
+        few: predictor -> over how many of the clients its accuracies are, see :func:`.tables.few_clients`.
+        moment: when clients were scored, before or after their training.
     """
 
     block: str
@@ -44,6 +47,8 @@ class Row:
     others: Mapping[str, list[float]]
     rounds: int
     seconds: float
+    few: Mapping[str, str] = field(default_factory=dict)
+    moment: str = ""
 
     def compared(self, paper: Reproduction) -> list[float]:
         """Return the values that are compared with the paper's."""
@@ -86,6 +91,8 @@ def _row(paper: Reproduction, block: str, label: str, runs: Sequence[RunDirector
         {name: column("last", paper.accuracy, name) for name in PREDICTORS if name in found[0]},
         len(histories[0]),
         fmean(line["seconds"]["total"] for history in histories for line in history),
+        few_clients((run.read(), score) for run, score in zip(runs, found, strict=True)),
+        str(runs[0].read()["moment"]),
     )
 
 
@@ -117,11 +124,22 @@ def markdown(
 
 def _table(paper: Reproduction, block: str, found: Sequence[Row], runs: Sequence[Planned]) -> Sheet:
     names = [name for name in PREDICTORS if any(name in row.others for row in found)]
-    head = ["run", "compared by", "paper", "here, best round", "here, last round", "difference", *names]
+    moments = len({row.moment for row in found}) > 1
+    head = [
+        "run",
+        "compared by",
+        *(["scored"] if moments else []),
+        "paper",
+        "here, best round",
+        "here, last round",
+        "difference",
+        *names,
+    ]
     lines = []
     for row in found:
         gap = row.difference(paper)
-        cells = [row.label, row.rule, " ± ".join(f"{value:.2f}" for value in row.published) or "-"]
+        cells = [row.label, row.rule, *([row.moment] if moments else [])]
+        cells += [" ± ".join(f"{value:.2f}" for value in row.published) or "-"]
         cells += [_cell(row.best, row.best_spread, paper), _cell(row.last, row.last_spread, paper)]
         cells += [
             "-" if gap is None else f"{gap:+.2f}",
@@ -129,12 +147,16 @@ def _table(paper: Reproduction, block: str, found: Sequence[Row], runs: Sequence
         ]
         lines.append((*cells, str(row.rounds), str(len(row.best)), f"{row.seconds:.1f}"))
     notes = ["Columns named after predictors are accuracies of the last round."] if found else []
+    notes += [MOMENT_NOTE] if moments else []
+    notes += few_lines([(row.label, row.few) for row in found])
     done = {row.label for row in found}
     if to_do := [label for label in dict.fromkeys(run.label for run in runs) if label not in done]:
         notes.append(f"Not finished: {', '.join(to_do)}.")
     notes += [paper.blocks[block].remark] if paper.blocks[block].remark else []
     columns = (*head, "rounds", "seeds", "s a round")
-    return Sheet(f"{paper.title}, {block}", columns, tuple(lines), tuple(notes), text_columns=2)
+    return Sheet(
+        f"{paper.title}, {block}", columns, tuple(lines), tuple(notes), text_columns=3 if moments else 2
+    )
 
 
 def _cell(values: Sequence[float], spreads: Sequence[float], paper: Reproduction) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pbfl_flwr.errors import PbflError, writing
-from pbfl_flwr.experiments.compare import INTERRUPTED, Planned, ready, refused
+from pbfl_flwr.experiments.compare import INTERRUPTED, Planned, refused, to_make
 from pbfl_flwr.experiments.runner import interruptible
 from pbfl_flwr.flower.placement import Machine, Resources, Slot, slots
 from pbfl_flwr.flower.processes import Processes, deaf
@@ -95,7 +95,7 @@ def make_side_by_side(
     failed: list[str] = []
     for run in planned:
         try:
-            waiting += [] if ready(run) else [run]
+            waiting += [] if to_make(run) is None else [run]
         except PbflError as error:
             failed.append(refused(run, error))
     with interruptible():

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import combinations
 
-from pbfl_flwr.experiments.records import Group, mean_over_seeds, same_data
+from pbfl_flwr.experiments.records import Group, Record, mean_over_seeds, same_data
 from pbfl_flwr.experiments.sheets import Sheet, figure
 from pbfl_flwr.experiments.statistics import CONFIDENCE, Paired, fairness, holm, paired
-from pbfl_flwr.experiments.tables import majority_lines, scores
+from pbfl_flwr.experiments.tables import Scores, few_clients, few_lines, majority_lines, scores, span
 
 SUMMARY_NOTES = (
     "Accuracies in % of the headline predictor; last, best and validation-chosen are weighted by samples. "
@@ -23,6 +23,7 @@ OTHER_NOTE = (
     "The other moment is before local training, of a run that is scored after it, and the other way round; over the "
     "clients that trained in the last round."
 )
+MOMENT_NOTE = "Scored: before or after the local training of a round."
 PAIRED_NOTES = (
     "Difference: first minus second, in percentage points of the last round's headline accuracy; interval: "
     f"{CONFIDENCE:.0%} percentile bootstrap of the mean difference, 10,000 resamples, seeded; p: two-sided Wilcoxon "
@@ -31,10 +32,17 @@ PAIRED_NOTES = (
     "other, so this speaks of this partition and these seeds only. Over seeds: the run's sample-weighted accuracy.",
 )
 
+OTHER_CLIENTS = (
+    "Accuracies over other clients (new-clients, attack, fraction-train, fraction-evaluate, failures), so nothing is "
+    "said about seeds"
+)
+
 
 def summary_sheet(groups: Sequence[Group], title: str = "Accuracy and fairness") -> Sheet:
     """Return a row a group: last, best and validation-chosen accuracy, and how even clients are served."""
     rows = []
+    moments = len({group.first.moment for group in groups}) > 1
+    mixed = [group.label for group in groups if len({len(record.rounds) for record in group.records}) > 1]
     new = any(record.newcomers for group in groups for record in group.records)
     for group in groups:
         found = [scores(record.rounds)[record.headline] for record in group.records if _scored(group)]
@@ -42,7 +50,7 @@ def summary_sheet(groups: Sequence[Group], title: str = "Accuracy and fairness")
             fairness(list(record.accuracies().values())) for record in group.records if record.accuracies()
         ]
         chosen = [score.chosen for score in found if score.chosen is not None]
-        rounds = sorted({len(record.rounds) for record in group.records})
+        rounds = span(len(record.rounds) for record in group.records)
         cells = [
             figure([100 * score.last[1]["weighted"] for score in found]),
             figure([100 * score.best[1]["weighted"] for score in found]),
@@ -56,10 +64,12 @@ def summary_sheet(groups: Sequence[Group], title: str = "Accuracy and fairness")
         if new:
             cells.append(figure([100 * a for r in group.records if (a := r.newcomer_accuracy()) is not None]))
         seeds = str(len(group.records))
-        rows.append((group.label, group.first.headline, seeds, "–".join(map(str, rounds)), *cells))
+        scored = [group.first.moment] if moments else []
+        rows.append((group.label, group.first.headline, *scored, seeds, rounds, *cells))
     columns = (
         "run",
         "headline",
+        *(["scored"] if moments else []),
         "seeds",
         "rounds",
         "last",
@@ -73,13 +83,20 @@ def summary_sheet(groups: Sequence[Group], title: str = "Accuracy and fairness")
         *(["new clients"] if new else []),
     )
     runs = [record.directory for group in groups for record in group.records]
+    few = [
+        (group.label, few_clients((record.about, _headline(record)) for record in group.records))
+        for group in groups
+    ]
     notes = (
         *SUMMARY_NOTES,
+        *([MOMENT_NOTE] if moments else []),
+        *([f"Runs of different numbers of rounds in one row: {'; '.join(mixed)}."] if mixed else []),
+        *few_lines(few),
         *([NEW_NOTE] if new else []),
         *majority_lines(run.majority() for run in runs),
         *majority_lines((run.newcomer_majority() for run in runs), "a new client"),
     )
-    return Sheet(title, columns, tuple(rows), notes, text_columns=2)
+    return Sheet(title, columns, tuple(rows), notes, text_columns=3 if moments else 2)
 
 
 def paired_sheet(groups: Sequence[Group], title: str = "Paired comparison") -> Sheet:
@@ -92,16 +109,15 @@ def paired_sheet(groups: Sequence[Group], title: str = "Paired comparison") -> S
         if not same_data(one.first, other.first):
             told.setdefault("Not the same data on the same clients, so not compared", []).append(label)
             continue
-        predictors = (one.first.headline, other.first.headline)
-        odd = "" if len({*predictors}) == 1 else " against ".join(predictors)
         seeds = sorted(set(one.by_seed()) & set(other.by_seed()))
+        odd = "; ".join(_unlike(one, other, seeds))
         first, second = mean_over_seeds(one, seeds), mean_over_seeds(other, seeds)
         if clients := sorted(set(first) & set(second)):
             found = paired([first[client] for client in clients], [second[client] for client in clients])
             rows.append((label, "clients", found, odd))
-        if any(one.by_seed()[seed].honest != other.by_seed()[seed].honest for seed in seeds):
-            said = "Accuracies over other clients (new-clients, attack), so nothing is said about seeds"
-            told.setdefault(said, []).append(label)
+        common = [(one.by_seed()[seed], other.by_seed()[seed]) for seed in seeds]
+        if any(a.honest != b.honest or a.scored != b.scored for a, b in common):
+            told.setdefault(OTHER_CLIENTS, []).append(label)
         elif len(seeds) > 1 and _scored(one) and _scored(other):
             last = [[_last(group, seed) for seed in seeds] for group in (one, other)]
             rows.append((label, "seeds", paired(*last), odd))
@@ -140,11 +156,11 @@ def probability(p: float | None) -> str:
 
 
 def _paired_row(row: tuple[str, str, Paired, str], adjusted: float | None) -> tuple[str, ...]:
-    label, over, found, predictors = row
+    label, over, found, unlike = row
     interval = "-"
     if found.low is not None and found.high is not None:
         interval = f"{100 * found.low:+.2f} to {100 * found.high:+.2f}"
-    remarks = [predictors] if predictors else []
+    remarks = [unlike] if unlike else []
     if found.p is None:
         remarks.append("no pair differs")
     elif found.too_few:
@@ -160,6 +176,22 @@ def _paired_row(row: tuple[str, str, Paired, str], adjusted: float | None) -> tu
         f"{found.better} / {found.equal} / {found.worse}",
         "; ".join(remarks),
     )
+
+
+def _unlike(one: Group, other: Group, seeds: Sequence[int]) -> list[str]:
+    """Return in what the figures of two groups differ: predictor, moment of the scoring, numbers of rounds."""
+    heads, moments = ([getattr(g.first, name) for g in (one, other)] for name in ("headline", "moment"))
+    rounds = [[len(group.by_seed()[seed].rounds) for seed in seeds] for group in (one, other)]
+    found = [" against ".join(heads)] if len({*heads}) > 1 else []
+    found += [f"scored {moments[0]} against {moments[1]} local training"] if len({*moments}) > 1 else []
+    if len({number for numbers in rounds for number in numbers}) > 1:
+        found.append(f"{' against '.join(map(span, rounds))} rounds")
+    return found
+
+
+def _headline(record: Record) -> dict[str, Scores]:
+    found = scores(record.rounds)
+    return {record.headline: found[record.headline]} if record.headline in found else {}
 
 
 def _scored(group: Group) -> bool:

@@ -8,18 +8,17 @@ as well, but its runs are repetitions: they share a row, with mean and deviation
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pbfl_flwr.config import PREDICTORS, Scalar
+from pbfl_flwr.config import CHANGEABLE, PREDICTORS, Scalar
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import configuration
 from pbfl_flwr.experiments.compare import Planned, finished, plan, repeated
-from pbfl_flwr.experiments.comparison_table import PLAIN, Row, remarks
+from pbfl_flwr.experiments.comparison_table import PLAIN, Row, remarks, unlike
 from pbfl_flwr.experiments.figures import kilobytes
 from pbfl_flwr.experiments.sheets import Sheet, figure
 from pbfl_flwr.flower.files import write_atomically
@@ -36,12 +35,14 @@ class Sweep:
         runs: label -> keys, one a combination.
         values: label -> the swept keys' values, in their order.
         seeds: one run a label and seed.
+        fixed: the other keys that were set, each with its one value.
     """
 
     swept: list[str]
     runs: dict[str, dict[str, Scalar]]
     values: dict[str, tuple[Scalar, ...]]
     seeds: list[int]
+    fixed: dict[str, Scalar]
 
 
 def read(preset: str | None, assignments: Iterable[str]) -> Sweep:
@@ -80,7 +81,7 @@ def read(preset: str | None, assignments: Iterable[str]) -> Sweep:
         label = _label(dict(zip(swept, values, strict=True)), runs)
         runs[label] = {**base, **fixed, **dict(zip(swept, values, strict=True))}
         values_of[label] = values
-    return Sweep(swept, runs, values_of, [int(seed) for seed in seeds])
+    return Sweep(swept, runs, values_of, [int(seed) for seed in seeds], fixed)
 
 
 def listed(key: str, text: str) -> list[Scalar]:
@@ -102,18 +103,21 @@ def listed(key: str, text: str) -> list[Scalar]:
 
 def _label(values: Mapping[str, Scalar], taken: Iterable[str]) -> str:
     """Return a name that a directory can have."""
-    words = [f"{key}={json.dumps(v) if isinstance(v, bool) else v}" for key, v in values.items()]
-    label = re.sub(r"[^A-Za-z0-9.=+,-]", "_", ",".join(words))[:150] or "all"
+    label = _words(values) or "all"
     while label in taken:
         label += "_"
     return label
 
 
+def _words(values: Mapping[str, Scalar]) -> str:
+    return re.sub(r"[^A-Za-z0-9.=+,-]", "_", ",".join(f"{key}={_text(v)}" for key, v in values.items()))[:150]
+
+
 def directory(preset: str | None, sweep: Sweep) -> Path:
-    """Return where a sweep goes by default: the same place when it is started again."""
-    return Path("runs") / "-".join(
-        ["sweep", *([Path(preset).stem] if preset else []), *(sweep.swept or ["seed"])]
-    )
+    """Return where a sweep goes by default: the same place when it is started again, also to go further."""
+    fixed = _words({key: value for key, value in sweep.fixed.items() if key not in CHANGEABLE})
+    names = ["sweep", *([Path(preset).stem] if preset else []), *(sweep.swept or ["seed"])]
+    return Path("runs") / "-".join([*names, *([fixed] if fixed else [])])
 
 
 def plans(sweep: Sweep, out: Path) -> list[Planned]:
@@ -135,13 +139,15 @@ def table(sweep: Sweep, found: Sequence[Row], planned: Sequence[Planned], title:
     """
     names = [name for name in PREDICTORS if any(name in row.others for row in found)]
     twice, new = any(row.other for row in found), any(row.new for row in found)
-    head = [*sweep.swept, "headline", "last", "best (on test data)"]
+    moments, _ = unlike(found)
+    head = [*sweep.swept, "headline", *(["scored"] if moments else []), "last", "best (on test data)"]
     head += ["at the other moment"] if twice else []
     head += ["std over clients", "worst decile", *(["new clients"] if new else []), *names]
     head += ["payload up", "payload down", "all bytes a round", "rounds", "seeds", "s a round"]
     lines = []
     for row in found:
         cells = [*(_text(value) for value in sweep.values[row.label]), row.headline]
+        cells += [row.moment] if moments else []
         cells += [figure(row.last), figure(row.best), *([figure(row.other)] if twice else [])]
         cells += [figure(row.spread), figure(row.worst), *([figure(row.new)] if new else [])]
         cells += [figure(row.others.get(name, [])) for name in names]
@@ -150,7 +156,7 @@ def table(sweep: Sweep, found: Sequence[Row], planned: Sequence[Planned], title:
     missing = sum(not finished(run) for run in planned)
     notes = [f"{missing} of {len(planned)} runs are not finished."] if missing else []
     notes += remarks(found)
-    return Sheet(title, tuple(head), tuple(lines), tuple(notes), text_columns=len(sweep.swept) + 1)
+    return Sheet(title, tuple(head), tuple(lines), tuple(notes), text_columns=len(sweep.swept) + 1 + moments)
 
 
 def write(out: Path, sweep: Sweep, found: Sequence[Row], sheet: Sheet) -> None:

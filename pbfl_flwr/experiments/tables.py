@@ -104,6 +104,8 @@ def show(run_dir: Path, console: Console) -> None:
     if rounds:
         if found := scores(rounds):
             console.print(accuracy_table(found, about["headline"], other_moment(about)))
+            for sentence in few_lines([("", few_clients([(about, found)]))]):
+                say(console, sentence)
         else:
             say(console, "no accuracies: no client has said any")
         for sentence in majority_lines([run.majority()]):
@@ -218,6 +220,55 @@ def accuracy_table(found: Mapping[str, Scores], headline: str, other: str) -> Ta
 def participants(about: Mapping[str, Any]) -> int:
     """Return how many clients take part in the rounds of a run, whose run.json is given."""
     return len(about["clients"]) - int(about["configuration"].get("new-clients", 0))
+
+
+def honest(about: Mapping[str, Any]) -> frozenset[int]:
+    """Return the clients over which a run's accuracies may be: those that take part in the rounds and do not lie."""
+    return frozenset(range(participants(about))) - frozenset(about.get("malicious", []))
+
+
+def few_clients(runs: Iterable[tuple[Mapping[str, Any], Mapping[str, Scores]]]) -> dict[str, str]:
+    """Return predictor -> "n of M", over how many clients its accuracies are, where they are not over all of them.
+
+    Args:
+        runs: (run.json, predictor -> scores) of each run of a row.
+    """
+    found: dict[str, set[int]] = {}
+    everybody = 0
+    for about, scored in runs:
+        everybody = max(everybody, len(honest(about)))
+        for name, score in scored.items():
+            points = [point[1] for point in (score.last, score.best, score.chosen) if point is not None]
+            found.setdefault(name, set()).update(int(at["clients"]) for at in points if "clients" in at)
+    return {
+        name: f"{span(numbers)} of {everybody}"
+        for name, numbers in found.items()
+        if numbers and min(numbers) < everybody
+    }
+
+
+def few_lines(rows: Sequence[tuple[str, Mapping[str, str]]]) -> list[str]:
+    """Return which accuracies of a table are over some of the clients only, in a sentence; none where none are.
+
+    Args:
+        rows: label and what :func:`few_clients` says of it; labels stand in the sentence where rows differ.
+    """
+    told: dict[str, list[str]] = {}
+    for label, few in rows:
+        said = ", ".join(f"{name} over {numbers}" for name, numbers in few.items())
+        told.setdefault(said, []).append(label)
+    parts = [
+        said if len(labels) == len(rows) else f"{', '.join(labels)}: {said}"
+        for said, labels in told.items()
+        if said
+    ]
+    return [f"Accuracies that are not over all clients taking part: {'; '.join(parts)}."] if parts else []
+
+
+def span(numbers: Iterable[int]) -> str:
+    """Return a number, or the lowest and the highest of several."""
+    found = sorted(set(numbers))
+    return str(found[0]) if len(found) == 1 else f"{found[0]}–{found[-1]}"
 
 
 def rounds_of_newcomers(about: Mapping[str, Any]) -> int:

@@ -10,7 +10,9 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import records
 from pbfl_flwr.experiments.summaries import paired_sheet, summary_sheet
 from pbfl_flwr.experiments.tables import scores
-from tests.runs import entry, write_run
+from tests.runs import entry, over, write_run
+
+ROUNDS = {"num-server-rounds": 2}
 
 
 def client_line(number: int, correct: list[int], tests: int = 4) -> dict[str, Any]:
@@ -96,6 +98,37 @@ def test_rows_name_unlike_predictors_and_notes_stay_short(tmp_path: Path) -> Non
     assert "One common seed, so nothing is said about seeds: every pair." in sheet.notes
 
 
+def test_pairs_at_other_moments_and_of_other_lengths_are_remarked(tmp_path: Path) -> None:
+    places = [
+        run(tmp_path / name, 0.5, [1, 3], method=name) for name in ("fedproto", "tinyproto", "protonorm")
+    ]
+    about = places[1] / "run.json"
+    about.write_text(about.read_text().replace('"moment": "after"', '"moment": "before"'))
+    lines = [entry(number, 0.25, 0.5) for number in (1, 2)]
+    (places[2] / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    groups = records.load(places)
+    remarks = {row[0]: row[-1] for row in paired_sheet(groups).rows}
+    moments, lengths = "scored after against before local training", "1 against 2 rounds"
+    assert remarks["fedproto − tinyproto"] == f"{moments}; no pair differs"
+    assert remarks["fedproto − protonorm"] == f"{lengths}; no pair differs"
+    said = "scored before against after local training"
+    assert remarks["tinyproto − protonorm"] == f"{said}; {lengths}; no pair differs"
+    sheet = summary_sheet(groups)
+    assert [row[2] for row in sheet.rows] == ["after", "before", "after"]
+    assert {len(row) for row in sheet.rows} == {len(sheet.columns)}
+    assert "scored" not in summary_sheet(groups[::2]).columns
+
+
+def test_a_row_of_runs_of_different_lengths_is_remarked(tmp_path: Path) -> None:
+    places = [run(tmp_path / f"a{seed}", 0.5, [1, 3], seed=seed, **ROUNDS) for seed in (0, 1)]
+    places += [run(tmp_path / "b", 0.5, [1, 3], method="tinyproto", **ROUNDS)]
+    with (places[1] / "rounds.jsonl").open("a") as file:
+        file.write(json.dumps(entry(2, 0.25, 0.5)) + "\n")
+    sheet = summary_sheet(records.load(places))
+    assert [row[3] for row in sheet.rows] == ["1–2", "1"]
+    assert "Runs of different numbers of rounds in one row: fedproto." in sheet.notes
+
+
 def test_clients_are_averaged_over_the_common_seeds(tmp_path: Path) -> None:
     groups = records.load(
         [
@@ -117,8 +150,42 @@ def test_seeds_are_compared_over_the_same_clients_only(tmp_path: Path) -> None:
     sheet = paired_sheet(records.load(pairs))
     assert [row[1:3] for row in sheet.rows] == [("clients", "1")]
     assert sheet.notes[-1].startswith(
-        "Accuracies over other clients (new-clients, attack), so nothing is said"
+        "Accuracies over other clients (new-clients, attack, fraction-train, fraction-evaluate, failures), so"
     )
+
+
+def test_seeds_are_not_compared_where_other_clients_were_scored(tmp_path: Path) -> None:
+    def pairs(place: Path, correct: list[int], clients: list[int]) -> list[tuple[str, ...]]:
+        runs = [run(place / f"a{seed}", 0.5, [1, 3], seed=seed) for seed in (0, 1)]
+        for seed in (0, 1):
+            runs.append(run(place / f"b{seed}", 0.25, correct, seed=seed, method="tinyproto"))
+            line = {**client_line(2, correct), "client": clients}
+            (runs[-1] / "clients.jsonl").write_text(json.dumps(line) + "\n")
+        return [row[1:3] for row in paired_sheet(records.load(runs)).rows]
+
+    assert pairs(tmp_path / "all", [0, 2], [0, 1]) == [("clients", "2"), ("seeds", "2")]
+    assert pairs(tmp_path / "one", [0], [1]) == [("clients", "1")]
+
+
+def test_a_last_accuracy_is_over_the_clients_of_its_round(tmp_path: Path) -> None:
+    path = run(tmp_path / "a", 0.5, [1, 3])
+    unheard = {"round": 2, "client": [], "num_test": [], "correct": []}
+    with (path / "clients.jsonl").open("a") as file:
+        file.write(json.dumps(unheard) + "\n")
+    assert records.Record.load(path).scored == {0, 1}
+    assert records.Record.load(path).accuracies() == {}
+    line = {**unheard, "final": {**client_line(2, [3]), "client": [1]}}
+    (path / "clients.jsonl").write_text(json.dumps(client_line(1, [1, 3])) + "\n" + json.dumps(line) + "\n")
+    assert records.Record.load(path).scored == {1}
+
+
+def test_a_summary_says_over_how_many_clients_it_is(tmp_path: Path) -> None:
+    places = [run(tmp_path / name, 0.5, [1, 3], method=name) for name in ("fedproto", "tinyproto")]
+    assert not any("not over all" in note for note in summary_sheet(records.load(places)).notes)
+    write_run(tmp_path / "few", [over(1, entry(1, 0.25, 0.5))], method="tinyproto", seed=1)
+    sheet = summary_sheet(records.load([*places, tmp_path / "few"]))
+    said = "Accuracies that are not over all clients taking part: tinyproto: global over 1–2 of 2."
+    assert said in sheet.notes
 
 
 def test_labels_say_what_differs(tmp_path: Path) -> None:
