@@ -18,7 +18,6 @@ from pbfl_flwr.config import CHANGEABLE, DataSettings, Scalar, Settings, parse
 from pbfl_flwr.data import DATASETS, Partition, check_data, load_pool
 from pbfl_flwr.errors import PbflError, writing
 from pbfl_flwr.experiments.runner import go_on_with, simulated
-from pbfl_flwr.flower.device import choose_device
 from pbfl_flwr.flower.history import RunDirectory
 from pbfl_flwr.flower.placement import Machine, Resources, places
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method
@@ -232,6 +231,8 @@ def _check_resources(settings: Settings, resources: Resources) -> None:
         if value == needs and not resources.gpus_per_client:
             raise PbflError(f"{key} = '{value}': clients see no GPU; add --gpus-per-client, e.g. 0.25")
     if settings.training.device == "mps":
+        from pbfl_flwr.flower.device import choose_device
+
         choose_device("mps")
     places(Machine.here(resources), resources)
 
