@@ -115,7 +115,7 @@ def _words(values: Mapping[str, Scalar]) -> str:
 
 def directory(preset: str | None, sweep: Sweep) -> Path:
     """Return where a sweep goes by default: the same place when it is started again, also to go further."""
-    fixed = _words({key: value for key, value in sweep.fixed.items() if key not in CHANGEABLE})
+    fixed = _words({key: sweep.fixed[key] for key in sorted(sweep.fixed) if key not in CHANGEABLE})
     names = ["sweep", *([Path(preset).stem] if preset else []), *(sweep.swept or ["seed"])]
     return Path("runs") / "-".join([*names, *([fixed] if fixed else [])])
 
