@@ -23,7 +23,7 @@ SHARE = 0.02  # of what was waited already
 FEW = 5  # clients that a line names
 PARTS = 8  # at most, in which a simulation's messages are pushed
 PAUSE = 0.15  # seconds between two of them: Flower's simulation hands on what lies there every 0.1 s
-WORTH = 20  # times the pauses is what a phase must have lasted to be pushed in parts
+WORTH = 10  # times the pauses is what a phase must have lasted to be pushed in parts
 
 Hear = Callable[[str], object]
 """Takes a line on whom one waits for."""

@@ -114,6 +114,7 @@ def test_in_a_simulation_who_took_longest_the_last_time_is_handed_over_first(
     """Flower hands on what lies there in the order of nodes: in parts, none of which leaves a core idle."""
     monkeypatch.setattr("joblib.cpu_count", lambda: 2)
     monkeypatch.setattr(waiting, "PARTS", 3)
+    monkeypatch.setattr(waiting, "WORTH", 20)
     grid = SlowGrid(clock, {1: 1.0, 2: 5.0, 3: 3.0, 4: 9.0, 5: 2.0})
     grid.pull_interval = 0.1
     watched = Attentive(grid, str)
