@@ -124,6 +124,7 @@ def test_keys_by_word_by_group_and_by_method() -> None:
     assert [line.split()[0] for line in group.splitlines() if line[:3].strip() and line[0] == " "] == [
         "models",
         "feature-dim",
+        "initial-weights",
     ]
     method = pbfl("list", "keys", "fedprox").stdout
     assert method.splitlines()[1] == "  fedprox.mu = 0.001"
