@@ -88,8 +88,8 @@ def run(
         say(console, f"data: {note}")
     method = build_method(settings)
     for key in wishes.values:
-        if "." in key and not key.startswith(f"{method.name}."):
-            say(console, f"{key}: without effect, the method is '{method.name}'")
+        if "." in key and not key.startswith(f"{settings.run.method}."):
+            say(console, f"{key}: without effect, the method is '{settings.run.method}'")
     for note in privacy_notes(settings, method):
         say(console, f"privacy: {note}")
     for note in method.forewarnings(settings.run.num_server_rounds):

@@ -179,11 +179,11 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
             return terms
 
         def close_epoch() -> None:
-            if on_the_way is not None and stages.collect == "last-epoch":
+            if on_the_way is not None:
                 epochs[:] = [on_the_way.emptied()]
 
         early = class_sums_of(client) if stages.collect == "before" else on_the_way
-        report = fit(client, loss, after_epoch=close_epoch)
+        report = fit(client, loss, after_epoch=close_epoch if stages.collect == "last-epoch" else None)
         sums = epochs[0] if epochs else early if early is not None else class_sums_of(client)
         values, held, seen = sums.means()
         sent = released_means(client, self.release, values)

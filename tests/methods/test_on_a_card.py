@@ -26,6 +26,7 @@ VARIANTS: dict[str, dict[str, Scalar]] = {
     },
     "class-pull": {"cps-dim": 8, "aggregation": "aps-sum", "cpkd": "class", "cps-pull": "masked"},
     "norm": {"pull-form": "l2", "collect": "trajectory", "aggregation": "weighted"},
+    "last-epoch": {"collect": "last-epoch", "local-epochs": 2},
     "before": {"collect": "before", "evaluate-moment": "before", "protocol": "pfl"},
     "private": {"dp-clip": 1.0, "dp-noise": 0.5, "dp-randomness": "seed"},
     "sgd": {"momentum": 0.9, "optimizer-state": "kept", "weight-decay": 0.01, "max-grad-norm": 1.0},
