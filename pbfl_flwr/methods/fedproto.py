@@ -11,8 +11,9 @@ prototypes |N_j| times (aggregation="weighted-shrunk"; "weighted" is the true we
 averages uniformly, so that is the default. The printed pull is a norm between class means with λ = 1
 (pull-form="l2"); every released code uses the mean square over the batch with λ = 10, so that is the default.
 Differs from the reference: prototypes are collected after local training, as the paper's equation says;
-collect="trajectory" averages the features seen on the way, as the references do. A class that nobody sent
-in a round keeps its prototype (stale="drop" forgets it, as the references do).
+collect="trajectory" averages the features seen on the way, as HtFLlib and PFLlib do. FedProto's own code averages
+those of the last epoch, predicts among a client's own classes and begins with different weights (protocol
+"fedproto"). A class that nobody sent in a round keeps its prototype (stale="drop" forgets it, as the references do).
 """
 
 from __future__ import annotations

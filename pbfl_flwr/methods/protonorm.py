@@ -11,8 +11,9 @@ Differs from the paper: its stopping rule names no tolerance; the released code'
 λ = 10 with the mean square as in the released code, not the text's 1 with a norm. Its equation 6 predicts by the
 nearest local prototype (predictor="local"), the released code by the global one. Upscale defaults to the CIFAR-10
 value γ = 100.
-Differs from the reference: classes that nobody ever sent take part in nothing, where the reference stops with an
-error; alignment="simplex" gives the exact minimum for K <= d+1, "lbfgs" refines the solver's result.
+Differs from the reference: it collects prototypes with the network as it was before training (protocol "htfl"), here as
+the paper has it; its clients begin with different weights (initial-weights="own"). Classes that nobody ever sent take
+part in nothing, where the reference stops with an error; alignment="simplex" gives the exact minimum for K <= d+1, "lbfgs" refines the solver's result.
 """
 
 from __future__ import annotations
