@@ -13,7 +13,8 @@ nearest local prototype (predictor="local"), the released code by the global one
 value γ = 100.
 Differs from the reference: it collects prototypes with the network as it was before training (protocol "htfl"), here as
 the paper has it; its clients begin with different weights (initial-weights="own"). Classes that nobody ever sent take
-part in nothing, where the reference stops with an error; alignment="simplex" gives the exact minimum for K <= d+1, "lbfgs" refines the solver's result.
+part in nothing, where the reference stops with an error. alignment="simplex" gives the exact minimum for K <= d+1,
+"lbfgs" refines the solver's result.
 """
 
 from __future__ import annotations
