@@ -9,19 +9,13 @@ from statistics import fmean
 from typing import Any
 
 from pbfl_flwr.config import PREDICTORS
+from pbfl_flwr.experiments.accuracies import few_clients, few_lines, majority_lines, participants, scores
 from pbfl_flwr.experiments.compare import Planned, finished
 from pbfl_flwr.experiments.figures import kilobytes
 from pbfl_flwr.experiments.records import Group, Record
 from pbfl_flwr.experiments.sheets import Sheet, figure
 from pbfl_flwr.experiments.summaries import MOMENT_NOTE, NEW_NOTE, OTHER_NOTE, paired_sheet
-from pbfl_flwr.experiments.tables import (
-    few_clients,
-    few_lines,
-    majority_lines,
-    paper_scalars,
-    participants,
-    scores,
-)
+from pbfl_flwr.experiments.tables import paper_scalars
 from pbfl_flwr.flower.files import write_atomically
 from pbfl_flwr.flower.history import RunDirectory
 
@@ -48,7 +42,7 @@ class Row:
         new: headline accuracies of the new clients after their own rounds; empty where there are none.
         majority: what the skew of the labels alone scores, one a seed; None where it is not known.
         newcomer_majority: the same of the new clients.
-        few: predictor -> over how many of the clients its accuracies are, see :func:`.tables.few_clients`.
+        few: predictor -> over how many of the clients its accuracies are, see :func:`.accuracies.few_clients`.
         moment: when clients were scored, before or after their training.
     """
 

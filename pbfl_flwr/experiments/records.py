@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments.tables import honest, series
+from pbfl_flwr.experiments.accuracies import honest, series
 from pbfl_flwr.flower.history import RunDirectory
 
 NEUTRAL = frozenset(

@@ -17,19 +17,12 @@ from statistics import fmean
 from typing import Any
 
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments.accuracies import few_clients, few_lines, participants, scores
 from pbfl_flwr.experiments.figures import kilobytes
 from pbfl_flwr.experiments.records import NEUTRAL, Group, Record
 from pbfl_flwr.experiments.sheets import Sheet
 from pbfl_flwr.experiments.summaries import OTHER_NOTE, paired_sheet, summary_sheet
-from pbfl_flwr.experiments.tables import (
-    failure_lines,
-    few_clients,
-    few_lines,
-    paper_scalars,
-    participants,
-    scores,
-    settings_line,
-)
+from pbfl_flwr.experiments.tables import failure_lines, paper_scalars, settings_line
 from pbfl_flwr.flower.files import write_atomically
 from pbfl_flwr.flower.history import ERROR
 

@@ -9,12 +9,12 @@ from statistics import fmean
 from typing import Literal
 
 from pbfl_flwr.config import PREDICTORS
+from pbfl_flwr.experiments.accuracies import Scores, few_clients, few_lines, scores
 from pbfl_flwr.experiments.compare import Planned, finished
 from pbfl_flwr.experiments.reproduce import Reproduction, Scale, changes
 from pbfl_flwr.experiments.sheets import Sheet, figure
 from pbfl_flwr.experiments.statistics import spread as deviation
 from pbfl_flwr.experiments.summaries import MOMENT_NOTE
-from pbfl_flwr.experiments.tables import Scores, few_clients, few_lines, scores
 from pbfl_flwr.flower.files import write_atomically
 from pbfl_flwr.flower.history import RunDirectory
 
@@ -32,7 +32,7 @@ class Row:
         others: predictor -> last accuracies.
         rounds: how many were made.
         seconds: a round.
-        few: predictor -> over how many of the clients its accuracies are, see :func:`.tables.few_clients`.
+        few: predictor -> over how many of the clients its accuracies are, see :func:`.accuracies.few_clients`.
         moment: when clients were scored, before or after their training.
     """
 

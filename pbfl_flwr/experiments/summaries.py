@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import combinations
 
+from pbfl_flwr.experiments.accuracies import Scores, few_clients, few_lines, majority_lines, scores, span
 from pbfl_flwr.experiments.records import Group, Record, mean_over_seeds, same_data
 from pbfl_flwr.experiments.sheets import Sheet, figure
 from pbfl_flwr.experiments.statistics import CONFIDENCE, Paired, fairness, holm, paired
-from pbfl_flwr.experiments.tables import Scores, few_clients, few_lines, majority_lines, scores, span
 
 SUMMARY_NOTES = (
     "Accuracies in % of the headline predictor; last, best and validation-chosen are weighted by samples. "

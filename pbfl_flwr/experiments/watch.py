@@ -20,9 +20,10 @@ from rich.table import Table
 from rich.text import Text
 
 from pbfl_flwr.config import PREDICTORS
+from pbfl_flwr.experiments.accuracies import scores
 from pbfl_flwr.experiments.figures import clock, kilobytes
 from pbfl_flwr.experiments.runner import go_on_with
-from pbfl_flwr.experiments.tables import failure_lines, rounds_of_newcomers, scores, settings_line
+from pbfl_flwr.experiments.tables import failure_lines, rounds_of_newcomers, settings_line
 from pbfl_flwr.flower.history import ERROR, NEWCOMERS, WAITING, RunDirectory
 
 QUIET_SECONDS = 120.0  # silence below this is never remarkable

@@ -8,8 +8,8 @@ import pytest
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import records
+from pbfl_flwr.experiments.accuracies import scores
 from pbfl_flwr.experiments.summaries import paired_sheet, summary_sheet
-from pbfl_flwr.experiments.tables import scores
 from tests.runs import entry, over, write_run
 
 ROUNDS = {"num-server-rounds": 2}
