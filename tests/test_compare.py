@@ -258,7 +258,7 @@ def test_the_table(file: Path, tmp_path: Path) -> None:
         (tmp_path / "table.csv")
         .read_text()
         .splitlines()[1]
-        .startswith("A,global,2,2,50.0000,75.0000,12.5000,")
+        .startswith("A,global,after,2,2,2,50.0000,75.0000,12.5000,")
     )
     assert r"A & global & 50.00 $\pm$ 35.36 &" in (tmp_path / "table.tex").read_text()
     assert {path.name for path in tmp_path.glob("paired.*")} == {"paired.md", "paired.csv", "paired.tex"}
@@ -278,6 +278,7 @@ def test_the_table_says_over_how_many_clients_it_is(file: Path, tmp_path: Path) 
     found = comparison_table.rows(planned)
     said = "Accuracies that are not over all clients taking part: A: global over 1–2 of 2; B: head over 1–2 of 2."
     assert said in comparison_table.table("", found).notes
+    assert [row.plain()[2] for row in found] == ["1–2 of 2", "2"]  # B's headline is global
 
 
 def test_the_table_says_when_rows_were_scored_and_after_how_many_rounds(file: Path, tmp_path: Path) -> None:
@@ -307,7 +308,10 @@ def test_a_run_that_was_never_scored_has_a_row_without_scores(file: Path, tmp_pa
     assert "| A | global | - | - | - | - | 50.00 |" in text
     assert "| B | global | - | - | - | - | - |" in text
     assert (
-        (tmp_path / "table.csv").read_text().splitlines()[2].startswith("B,global,1,2,,,,,100.0000,300.0000,")
+        (tmp_path / "table.csv")
+        .read_text()
+        .splitlines()[2]
+        .startswith("B,global,after,,1,2,,,,,100.0000,300.0000,")
     )
 
 
@@ -369,6 +373,25 @@ def test_the_tables_of_an_earlier_start_stay_where_a_run_is_refused(
     assert "not written, since a run is refused; left as it was" in result.stdout
     assert "**Two methods**" not in result.stdout
     assert {path: path.read_bytes() for path in out.glob("*.*")} == before
+
+
+def test_rows_that_were_not_asked_for_this_time_stay_in_the_tables(file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for run in compare.plan(compare.read(str(file))[1], [], [], [], out):
+        write_run(run.directory, [entry(1, 0.5, 0.5), entry(2, 0.5, 0.5)], **run.wishes.values)
+    words = ["compare", file, "--out", out, "--engine", "processes", "--workers", 1]
+    assert pbfl(*words).exit_code == 0
+    before = {path: path.read_bytes() for path in out.glob("*.*")}
+    assert pbfl(*words, "--only", "B").exit_code == 0
+    assert {path: path.read_bytes() for path in out.glob("*.*")} == before
+    (out / "A-seed0" / "rounds.jsonl").unlink()  # begun, not finished
+    assert pbfl(*words, "--only", "B").exit_code == 0
+    assert [line.split(",")[0] for line in (out / "table.csv").read_text().splitlines()] == ["run", "B"]
+    runs = compare.read(str(file))[1]
+    asked = compare.plan(runs, ["learning-rate=0.2"], [], ["A"], out)
+    assert compare.with_finished(asked, runs, ["learning-rate=0.2"], [], out) == asked  # B has other keys
+    asked = compare.plan(runs, ["cps-dim=3"], [], ["B"], out)
+    assert compare.with_finished(asked, runs, ["cps-dim=3"], [], out) == asked
 
 
 def test_without_a_finished_run_there_is_no_table(file: Path, tmp_path: Path) -> None:

@@ -195,8 +195,8 @@ def test_the_table(paper: reproduce.Reproduction, tmp_path: Path) -> None:
         assert line in text
     reproduction_table.write(tmp_path, paper, text, found)
     lines = (tmp_path / "table.csv").read_text().splitlines()
-    assert lines[1].startswith("one,A,global,51.50,0.25,62.5000,17.6777,37.5000,17.6777,11.0000,2,2,")
-    assert lines[2].startswith("two,A,global,,,50.0000,0.0000,50.0000,0.0000,,2,1,")
+    assert lines[1].startswith("one,A,global,after,2,51.50,0.25,62.5000,17.6777,37.5000,17.6777,11.0000,2,2,")
+    assert lines[2].startswith("two,A,global,after,2,,,50.0000,0.0000,50.0000,0.0000,,2,1,")
 
 
 def test_the_table_says_when_rows_were_scored_and_over_how_many_clients(
@@ -231,6 +231,24 @@ def test_the_tables_of_an_earlier_start_stay_where_a_run_is_refused(
     assert result.exit_code == 1
     assert "not written, since a run is refused; left as it was" in result.stdout
     assert {path: path.read_bytes() for path in out.glob("table.*")} == before
+
+
+def test_blocks_and_rows_that_were_not_asked_for_this_time_stay_in_the_tables(
+    paper: reproduce.Reproduction, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    planned = reproduce.plans(paper, ["one", "two"], "small", [], [], [], out)
+    for run in [run for runs in planned.values() for run in runs]:
+        write_run(run.directory, [entry(1, 0.5, 0.75), entry(2, 0.5, 0.25)], **run.wishes.values)
+    words = ["reproduce", tmp_path / "nine.toml", "--out", out, "--engine", "processes"]
+    assert pbfl(*words).exit_code == 0
+    before = {path: path.read_bytes() for path in out.glob("table.*")}
+    assert pbfl(*words, "--block", "two", "--only", "B").exit_code == 0
+    assert {path: path.read_bytes() for path in out.glob("table.*")} == before
+    (planned["one"][0].directory / "rounds.jsonl").unlink()  # begun, not finished
+    assert pbfl(*words, "--block", "two").exit_code == 0
+    rows = [line.split(",")[:2] for line in (out / "table.csv").read_text().splitlines()]
+    assert rows == [["block", "run"], ["one", "B"], ["two", "A"], ["two", "B"]]
 
 
 def test_a_spread_over_clients_is_the_runs_own(paper: reproduce.Reproduction, tmp_path: Path) -> None:

@@ -281,8 +281,8 @@ def test_the_table(tmp_path: Path) -> None:
     assert "2 of 4 runs are not finished." in text
     sweep.write(tmp_path, found, rows, sheet)
     lines = (tmp_path / "table.csv").read_text().splitlines()
-    assert lines[0].startswith("cps-dim,headline,seeds,rounds,last,")
-    assert lines[1].startswith("1,global,2,2,50.0000,75.0000,")
+    assert lines[0].startswith("cps-dim,headline,scored,clients,seeds,rounds,last,")
+    assert lines[1].startswith("1,global,after,2,2,2,50.0000,75.0000,")
 
 
 def test_the_table_says_when_rows_were_scored(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from pbfl_flwr.experiments import watch
 from pbfl_flwr.flower.history import ERROR, WAITING, RunDirectory
-from tests.runs import entry, pbfl, write_run
+from tests.runs import entry, over, pbfl, write_run
 
 
 def shown(view: watch.View) -> str:
@@ -43,6 +43,10 @@ def test_a_run_in_the_middle(tmp_path: Path) -> None:
     assert "note: classes held back" in text
     assert "client 1 failed in round 2: boom" in text
     assert "nothing new" not in text
+    assert "not over all clients" not in text
+    few = write_run(tmp_path / "few", [over(1, entry(1, 0.5, 0.75))])
+    said = "Accuracies that are not over all clients taking part: global over 1 of 2."
+    assert said in shown(watch.look(few, time.time()))
 
 
 def test_whom_the_server_waits_for_is_shown(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def compare(
     ] = None,
     assignments: Assignments = None,
     seeds: Annotated[str, typer.Option("--seeds", help="One run a seed, e.g. 0,1,2.")] = "",
-    only: Annotated[str, typer.Option("--only", help="Labels, separated by commas.")] = "",
+    only: Annotated[str, typer.Option("--only", help="Make these labels only, separated by commas.")] = "",
     gpus_per_client: Gpus = 0.0,
     workers: Workers = None,
     engine: WhichEngine = EngineName.flower,
@@ -147,8 +147,9 @@ def compare(
 
     with running(KEPT):
         failed = comparison.make(planned, comparison.starter(source, resources, console))
-        found = comparison_table.rows(planned)
-        groups = comparison_table.groups(planned)
+        shown = comparison.with_finished(planned, runs, assignments or [], chosen, directory)
+        found = comparison_table.rows(shown)
+        groups = comparison_table.groups(shown)
         if not (unwritten := comparison.no_tables(planned)):
             comparison_table.write(directory, title, found, groups)
         table = comparison_table.table(title, found).markdown() if found else ""

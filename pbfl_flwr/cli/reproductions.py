@@ -38,15 +38,17 @@ def reproduce(
     name: Annotated[
         str, typer.Argument(metavar="TABLE", help="A TOML file, or one of `pbfl list reproductions`.")
     ],
-    dataset: Annotated[str | None, typer.Option("--dataset", help="Only the blocks on this dataset.")] = None,
-    block: Annotated[str, typer.Option("--block", help="Only these blocks, separated by commas.")] = "",
+    dataset: Annotated[
+        str | None, typer.Option("--dataset", help="Make only the blocks on this dataset.")
+    ] = None,
+    block: Annotated[str, typer.Option("--block", help="Make these blocks only, separated by commas.")] = "",
     scale: Annotated[
         Scale, typer.Option("--scale", help="The full setting, or what a small machine does in minutes.")
     ] = Scale.small,
     seeds: Annotated[
         str, typer.Option("--seeds", help="One run a seed, e.g. 0,1,2; default the paper's, one at small.")
     ] = "",
-    only: Annotated[str, typer.Option("--only", help="Rows, separated by commas.")] = "",
+    only: Annotated[str, typer.Option("--only", help="Make these rows only, separated by commas.")] = "",
     assignments: Assignments = None,
     out: Annotated[
         Path | None, typer.Option("--out", help="Where runs and table go; default runs/<table>-<scale>.")
@@ -87,8 +89,9 @@ def reproduce(
     say(console, f"{sum(not compare.finished(run) for run in runs)} of {len(runs)} runs are to be made")
 
     def table(_: compare.Planned | None = None) -> str:
-        found = reproduction_table.rows(paper, planned)
-        text = reproduction_table.markdown(paper, scale.value, planned, found, missing)
+        shown = reproduction.with_finished(planned, paper, scale.value, assignments or [], numbers, directory)
+        found = reproduction_table.rows(paper, shown)
+        text = reproduction_table.markdown(paper, scale.value, shown, found, missing)
         if not compare.no_tables(runs):
             reproduction_table.write(directory, paper, text, found)
         return text

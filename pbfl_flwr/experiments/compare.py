@@ -162,6 +162,43 @@ def plan(
     return planned
 
 
+def with_finished(
+    planned: Sequence[Planned],
+    runs: Mapping[str, Mapping[str, Scalar]],
+    assignments: Sequence[str],
+    seeds: Sequence[int],
+    out: Path,
+) -> list[Planned]:
+    """Return what a table is of: planned runs, and the finished ones of labels that were not asked for this time.
+
+    Args:
+        planned: what :func:`plan` returned for the labels that were asked for.
+        runs: as there.
+        assignments: as there.
+        seeds: as there.
+        out: as there.
+    """
+    found: list[Planned] = []
+    for label in runs:
+        own = [run for run in planned if run.label == label]
+        found += own or [run for run in _plan_of(label, runs, assignments, seeds, out) if finished(run)]
+    return found
+
+
+def _plan_of(
+    label: str,
+    runs: Mapping[str, Mapping[str, Scalar]],
+    assignments: Sequence[str],
+    seeds: Sequence[int],
+    out: Path,
+) -> list[Planned]:
+    """Return the runs of one label; none where the keys do not fit it."""
+    try:
+        return plan(runs, assignments, seeds, [label], out)
+    except PbflError:
+        return []
+
+
 def preflight(planned: Sequence[Planned], resources: Resources) -> None:
     """Load the data and try the networks of every different configuration, before any run starts.
 

@@ -9,7 +9,14 @@ from statistics import fmean
 from typing import Any
 
 from pbfl_flwr.config import PREDICTORS
-from pbfl_flwr.experiments.accuracies import few_clients, few_lines, majority_lines, participants, scores
+from pbfl_flwr.experiments.accuracies import (
+    few_clients,
+    few_lines,
+    honest,
+    majority_lines,
+    participants,
+    scores,
+)
 from pbfl_flwr.experiments.compare import Planned, finished
 from pbfl_flwr.experiments.figures import kilobytes
 from pbfl_flwr.experiments.records import Group, Record
@@ -19,7 +26,20 @@ from pbfl_flwr.experiments.tables import paper_scalars
 from pbfl_flwr.flower.files import write_atomically
 from pbfl_flwr.flower.history import RunDirectory
 
-PLAIN = ("headline", "seeds", "rounds", "last", "best", "std", "worst", "up", "down", "total")
+PLAIN = (
+    "headline",
+    "scored",
+    "clients",
+    "seeds",
+    "rounds",
+    "last",
+    "best",
+    "std",
+    "worst",
+    "up",
+    "down",
+    "total",
+)
 
 
 @dataclass(frozen=True)
@@ -44,6 +64,7 @@ class Row:
         newcomer_majority: the same of the new clients.
         few: predictor -> over how many of the clients its accuracies are, see :func:`.accuracies.few_clients`.
         moment: when clients were scored, before or after their training.
+        clients: how many the accuracies are to be over: those that take part and do not lie.
     """
 
     label: str
@@ -67,6 +88,7 @@ class Row:
     newcomer_majority: list[float | None] = field(default_factory=list)
     few: Mapping[str, str] = field(default_factory=dict)
     moment: str = ""
+    clients: int = 0
 
     def plain(self) -> list[str]:
         """Return the mean figures in the order of :data:`PLAIN`, as other programs read them."""
@@ -74,7 +96,16 @@ class Row:
             f"{fmean(of):.4f}" if of else "" for of in (self.last, self.best, self.spread, self.worst)
         ]
         bytes_ = [f"{number:.4f}" for number in (self.up, self.down, self.total)]
-        return [self.headline, str(self.seeds), str(self.rounds), *accuracies, *bytes_]
+        clients = self.few.get(self.headline, str(self.clients) if self.last else "")
+        return [
+            self.headline,
+            self.moment,
+            clients,
+            str(self.seeds),
+            str(self.rounds),
+            *accuracies,
+            *bytes_,
+        ]
 
 
 def rows(planned: Sequence[Planned]) -> list[Row]:
@@ -121,6 +152,7 @@ def _row(label: str, runs: Sequence[RunDirectory]) -> Row:
         [run.newcomer_majority() for run in runs],
         few_clients(zip(abouts, all_scores, strict=True)),
         str(abouts[0]["moment"]),
+        len(honest(abouts[0])),
     )
 
 

@@ -41,7 +41,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from pbfl_flwr.config import Scalar, Settings
 from pbfl_flwr.data import check_data
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments import configuration
+from pbfl_flwr.experiments import compare, configuration
 from pbfl_flwr.experiments.compare import Planned, plan, repeated
 
 FOLDER = "experiments/reproductions"
@@ -232,18 +232,46 @@ def plans(
     Raises:
         PbflError: one line for every bad key, and for labels that do not exist.
     """
-    taken = seeds or (paper.seeds if scale == "paper" else paper.seeds[:1])
-    changed = paper.small if scale == "small" else {}
-    return {
-        name: plan(
-            {label: {**keys, **changed} for label, keys in paper.blocks[name].runs.items()},
-            assignments,
-            taken,
-            only,
-            out / name,
+    taken = _seeds(paper, scale, seeds)
+    return {name: plan(_runs(paper, name, scale), assignments, taken, only, out / name) for name in names}
+
+
+def with_finished(
+    planned: Mapping[str, Sequence[Planned]],
+    paper: Reproduction,
+    scale: Scale,
+    assignments: Sequence[str],
+    seeds: Sequence[int],
+    out: Path,
+) -> dict[str, list[Planned]]:
+    """Return what the tables are of: planned runs, and finished ones that were not asked for this time.
+
+    Args:
+        planned: what :func:`plans` returned.
+        paper: as there.
+        scale: as there.
+        assignments: as there.
+        seeds: as there.
+        out: as there.
+    """
+    taken = _seeds(paper, scale, seeds)
+    found = {
+        name: compare.with_finished(
+            planned.get(name, []), _runs(paper, name, scale), assignments, taken, out / name
         )
-        for name in names
+        for name in paper.blocks
     }
+    return {name: runs for name, runs in found.items() if runs}
+
+
+def _seeds(paper: Reproduction, scale: Scale, seeds: Sequence[int]) -> Sequence[int]:
+    return seeds or (paper.seeds if scale == "paper" else paper.seeds[:1])
+
+
+def _runs(paper: Reproduction, block: str, scale: Scale) -> dict[str, Keys]:
+    """Return label -> keys of a block at a scale."""
+    changed = paper.small if scale == "small" else {}
+    return {label: {**keys, **changed} for label, keys in paper.blocks[block].runs.items()}
 
 
 def absent(planned: Mapping[str, Sequence[Planned]]) -> dict[str, str]:

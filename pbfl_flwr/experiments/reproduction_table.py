@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Literal
 
 from pbfl_flwr.config import PREDICTORS
-from pbfl_flwr.experiments.accuracies import Scores, few_clients, few_lines, scores
+from pbfl_flwr.experiments.accuracies import Scores, few_clients, few_lines, honest, scores
 from pbfl_flwr.experiments.compare import Planned, finished
 from pbfl_flwr.experiments.reproduce import Reproduction, Scale, changes
 from pbfl_flwr.experiments.sheets import Sheet, figure
@@ -34,6 +34,7 @@ class Row:
         seconds: a round.
         few: predictor -> over how many of the clients its accuracies are, see :func:`.accuracies.few_clients`.
         moment: when clients were scored, before or after their training.
+        clients: how many the accuracies are to be over: those that take part and do not lie.
     """
 
     block: str
@@ -49,6 +50,7 @@ class Row:
     seconds: float
     few: Mapping[str, str] = field(default_factory=dict)
     moment: str = ""
+    clients: int = 0
 
     def compared(self, paper: Reproduction) -> list[float]:
         """Return the values that are compared with the paper's."""
@@ -93,6 +95,7 @@ def _row(paper: Reproduction, block: str, label: str, runs: Sequence[RunDirector
         fmean(line["seconds"]["total"] for history in histories for line in history),
         few_clients((run.read(), score) for run, score in zip(runs, found, strict=True)),
         str(runs[0].read()["moment"]),
+        len(honest(runs[0].read())),
     )
 
 
@@ -169,7 +172,8 @@ def write(out: Path, paper: Reproduction, text: str, found: Sequence[Row]) -> No
     """Write table.md (the text) and table.csv (a line a row, plain numbers)."""
     write_atomically(out / "table.md", text.encode())
     head = (
-        "block run rule paper paper_spread best best_spread last last_spread difference rounds seeds seconds"
+        "block run rule scored clients paper paper_spread best best_spread last last_spread difference rounds "
+        "seeds seconds"
     )
     lines = []
     for row in found:
@@ -182,7 +186,8 @@ def write(out: Path, paper: Reproduction, text: str, found: Sequence[Row]) -> No
             str(len(row.best)),
             f"{row.seconds:.2f}",
         ]
-        lines.append((row.block, row.label, row.rule, *printed, *figures, *rest))
+        clients = row.few.get(row.rule, str(row.clients) if row.last else "")
+        lines.append((row.block, row.label, row.rule, row.moment, clients, *printed, *figures, *rest))
     plain = Sheet(paper.title, tuple(head.split()), tuple(lines))
     write_atomically(out / "table.csv", plain.csv().encode())
 

@@ -19,8 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from pbfl_flwr.config import PREDICTORS
-from pbfl_flwr.experiments.accuracies import scores
+from pbfl_flwr.experiments.accuracies import Scores, few_clients, few_lines, scores
 from pbfl_flwr.experiments.figures import clock, kilobytes
 from pbfl_flwr.experiments.runner import go_on_with
 from pbfl_flwr.experiments.tables import failure_lines, rounds_of_newcomers, settings_line
@@ -122,7 +121,10 @@ def frame(view: View) -> RenderableType:
             Text(f"new clients: {len(view.newcomers)} of {view.wanted_of_newcomers} rounds of their own")
         )
     if view.rounds:
-        parts += [_accuracies(view, str(view.about["headline"])), Text(_traffic(view.rounds))]
+        found = scores(view.rounds)
+        parts.append(_accuracies(found, str(view.about["headline"])))
+        parts += [Text(line) for line in few_lines([("", few_clients([(view.about, found)]))])]
+        parts.append(Text(_traffic(view.rounds)))
         notes = dict.fromkeys(note for entry in view.rounds for note in entry.get("notes", []))
         parts += [Text(f"note: {note}", style="yellow") for note in list(notes)[-LAST:]]
         parts += [
@@ -181,7 +183,7 @@ def _progress(view: View, done: int) -> RenderableType:
     return row
 
 
-def _accuracies(view: View, headline: str) -> Table:
+def _accuracies(found: Mapping[str, Scores], headline: str) -> Table:
     table = Table(
         title="accuracy, %, weighted by samples",
         title_justify="left",
@@ -192,10 +194,8 @@ def _accuracies(view: View, headline: str) -> Table:
     table.add_column("predictor", no_wrap=True)
     for name in ("round", "last", "std", "worst 10%", "best", "in round"):
         table.add_column(name, justify="right")
-    found = scores(view.rounds)
-    for name in (name for name in PREDICTORS if name in found):
-        number, last = found[name].last
-        at, best = found[name].best
+    for name, score in found.items():
+        (number, last), (at, best) = score.last, score.best
         figures = [f"{100 * last[key]:.2f}" for key in ("weighted", "std", "worst")]
         label = f"{name} (headline)" if name == headline else name
         table.add_row(
