@@ -130,6 +130,7 @@ class Method(ABC, Generic[StateT, DownT, UpT]):
         name: its name in METHODS.
         state, down, up: the payload types of the server's state and of what travels.
         headline: the predictor the paper reports.
+        predicts: the names that :meth:`predictors` may ever return.
         moment: when the paper scores a client, relative to its local training.
         same_architecture: whether every client must have the same network.
         unit_features: whether the head reads features of unit length.
@@ -144,6 +145,7 @@ class Method(ABC, Generic[StateT, DownT, UpT]):
     down: type[DownT]
     up: type[UpT]
     headline: str = "head"
+    predicts: tuple[str, ...] = ("head",)
     moment: Moment = "after"
     same_architecture: bool = False
     unit_features: bool = False
@@ -184,7 +186,7 @@ class Method(ABC, Generic[StateT, DownT, UpT]):
         """Put what was broadcast into the client's network, for scoring before local training."""
 
     def predictors(self, client: Client, down: DownT) -> dict[str, Predictor]:
-        """Return the predictions that can be made, by name out of PREDICTORS."""
+        """Return the predictions that can be made now, by name; all names that can come stand in ``predicts``."""
         return {"head": head_scores}
 
     def validate(self, upload: UpT, state: StateT, task: Task) -> None:

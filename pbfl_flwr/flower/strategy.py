@@ -41,7 +41,7 @@ from pbfl_flwr.flower.roster import Roster
 from pbfl_flwr.flower.secure import SecureRounds
 from pbfl_flwr.flower.waiting import attentive
 from pbfl_flwr.method import Method, Moment, Round
-from pbfl_flwr.methods import build_method, privacy_notes
+from pbfl_flwr.methods import build_method, check_asked, privacy_notes
 from pbfl_flwr.payloads import Payload
 from pbfl_flwr.prototypes.attacks import malicious
 from pbfl_flwr.sinks import check
@@ -71,6 +71,7 @@ class MethodStrategy(Strategy):
     ) -> None:
         self.settings = settings
         self.method = method or build_method(settings)
+        check_asked(settings, self.method)
         self.run = RunDirectory(directory) if directory else None
         self.state: Any = None
         self.history: list[dict[str, Any]] = []
@@ -144,11 +145,6 @@ class MethodStrategy(Strategy):
         unchanged(roster, came)
         self._attendance = Attendance(roster, self.experiment, run.join_timeout)
         self.method.check(roster.task, roster.architectures)
-        if run.stale_weight > 0 and (self._secure is not None or not self.method.streams()):
-            raise PbflError(
-                f"stale-weight = {run.stale_weight}: with these settings method '{self.method.name}' is no sum, in "
-                "which an upload can count for less; allowed is 0 (off)"
-            )
         if run.faults:
             log(WARNING, "faults are injected: %s", run.faults)
         if run.attack:

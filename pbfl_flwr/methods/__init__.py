@@ -125,6 +125,7 @@ def build_method(settings: Settings) -> Method[Any, Any, Any]:
     from pbfl_flwr.prototypes.sums import MOST_CLIENTS
 
     method = _built(settings)
+    check_asked(settings, method)
     if idle := list(_without_effect(settings, method)):
         raise PbflError("\n".join(idle))
     if not method.protects_uploads and (asked := unprotected(settings.privacy)):
@@ -143,6 +144,25 @@ def build_method(settings: Settings) -> Method[Any, Any, Any]:
             f"{asked_clients} (num-clients, fraction-train)"
         )
     return method
+
+
+def check_asked(settings: Settings, method: Method[Any, Any, Any]) -> None:
+    """Check that the method can do what the settings ask of whichever method it is.
+
+    Raises:
+        PbflError: naming the key and what is allowed.
+    """
+    wanted, run = settings.evaluation.predictor, settings.run
+    if wanted not in ("auto", *method.predicts):
+        raise PbflError(
+            f"predictor = '{wanted}': method '{method.name}' with these settings never predicts so; allowed are auto, "
+            f"{', '.join(method.predicts)}"
+        )
+    if run.stale_weight > 0 and (settings.privacy.secure_aggregation or not method.streams()):
+        raise PbflError(
+            f"stale-weight = {run.stale_weight}: with these settings method '{method.name}' is no sum, in which an "
+            "upload can count for less; allowed is 0 (off)"
+        )
 
 
 def _built(settings: Settings) -> Method[Any, Any, Any]:

@@ -64,6 +64,7 @@ class Gfpl(Method[MixtureState, Mixtures, Mixtures]):
     config: Config = field(default_factory=Config)
     stale: Literal["keep", "drop"] = "keep"
     headline: str = "head"
+    predicts: tuple[str, ...] = ("head", "etf")
     name: str = "gfpl"
 
     state = MixtureState
@@ -198,4 +199,6 @@ def build(settings: Settings) -> Gfpl:
         raise PbflError(
             "gfpl.cross-entropy = false: gfpl.dual-classifier = false or gfpl.dot-weight = 0 then leaves no loss"
         )
-    return Gfpl(config, settings.prototypes.stale, "head" if config.cross_entropy else "etf")
+    headline = "head" if config.cross_entropy else "etf"
+    predicts = ("head", "etf") if config.dual_classifier else ("head",)
+    return Gfpl(config, settings.prototypes.stale, headline, predicts)

@@ -132,6 +132,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
     headline: str = "global"
     moment: Moment = "after"
     release: Release = field(default_factory=Release)
+    predicts = ("head", "global", "global-local", "local")
     protects_uploads = True
     replayable = True
 

@@ -123,7 +123,8 @@ def test_with_both_parts_off_it_is_local_training_bit_for_bit(make_method, make_
     assert update.metrics == other.metrics
     assert update.payload.num_components == 0
     assert equal(dict(update.memory), dict(other.memory))
-    assert set(make_method("gfpl", own=OFF).predictors(client, Mixtures.empty(6))) == {"head"}
+    method = make_method("gfpl", own=OFF)
+    assert set(method.predictors(client, Mixtures.empty(6))) == set(method.predicts) == {"head"}
 
 
 def test_without_the_dual_classifier_pseudo_features_train_the_head_by_cross_entropy(
