@@ -90,6 +90,7 @@ def test_all_bad_keys_are_told_at_once_and_nothing_starts(tmp_path: Path) -> Non
         (["--set", "device=cuda"], "--gpus-per-client"),
         (["--cpus-per-client", "5000"], "--cpus-per-client 5000"),
         (["--resume", "nowhere"], "no run.json"),
+        (["--set", "resume=true"], "of which run? allowed is --resume RUN"),
         (["--resume", "nowhere", "--run-dir", "there"], "--resume and --run-dir"),
         (["--app", "."], "is no checkout"),
         (["--app", ".", "--engine", "processes"], "clients run the installed package"),

@@ -70,6 +70,10 @@ def gather(preset: str | None, assignments: Iterable[str]) -> Wishes:
             problems.append(f"{key} = {given!r}: allowed is one number, true, false or text")
         else:
             values[key] = given
+    if values.get("resume") is True:
+        problems.append(
+            "resume = true: of which run? allowed is --resume RUN (compare, sweep and reproduce go on by themselves)"
+        )
     return Wishes(absolute(values), tuple(problems))
 
 
