@@ -31,6 +31,7 @@ from pbfl_flwr.flower.engine import LOG, claim, lock_of
 from pbfl_flwr.flower.placement import Machine, Resources, places
 from pbfl_flwr.flower.server import serve
 from pbfl_flwr.flower.turns import Turns
+from pbfl_flwr.flower.waiting import LONGEST, Called, Hear, awaiting, looks, no_one
 
 RUN_ID = FIRST_NODE = 2**62  # of the size of Flower's own, so that messages weigh the same
 TOO_LATE = 3  # Flower's code for a message that is not to be had any more
@@ -68,6 +69,12 @@ class LocalGrid(Grid):
         self._last: dict[int, Future[Message]] = {}  # of each node
         self._messages = 0
         self._turns = Turns()
+        self._called: Called = str
+        self._hear: Hear = no_one
+
+    def tell(self, called: Called, hear: Hear) -> None:
+        """Take how a person calls the client on a node, and who is told whom one waits for."""
+        self._called, self._hear = called, hear
 
     @property
     def run(self) -> Run:
@@ -110,9 +117,17 @@ class LocalGrid(Grid):
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         """Return the answers that come in time; who has not begun by then is not asked any more."""
-        seconds = float("inf") if timeout is None else timeout
-        ids = self._push(messages, time.monotonic() + seconds)
-        wait([self._asked[message_id] for message_id in ids], timeout)
+        asked, seconds = list(messages), float("inf") if timeout is None else timeout
+        ids = self._push(asked, time.monotonic() + seconds)
+        answers = [self._asked[message_id] for message_id in ids]
+
+        def say() -> str:
+            open_ = (question for question, answer in zip(asked, answers, strict=True) if not answer.done())
+            return awaiting(asked, open_, self._called)
+
+        for _ in looks(seconds, say, self._hear, LONGEST, lambda longest: wait(answers, longest)):
+            if all(answer.done() for answer in answers):
+                break
         return self.pull_messages(ids)
 
     def _push(self, messages: Iterable[Message], deadline: float) -> list[str]:

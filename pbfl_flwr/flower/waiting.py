@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from logging import INFO
+from typing import Protocol, runtime_checkable
 
 import joblib
 from flwr.app import Message, MetricRecord, RecordDict
@@ -27,6 +28,8 @@ WORTH = 10  # times the pauses is what a phase must have lasted to be pushed in 
 
 Hear = Callable[[str], object]
 """Takes a line on whom one waits for."""
+Called = Callable[[int], str]
+"""Says how a person calls the client on a node."""
 
 
 def no_one(line: str) -> None:
@@ -34,7 +37,11 @@ def no_one(line: str) -> None:
 
 
 def looks(
-    timeout: float, say: Callable[[], str], hear: Hear = no_one, interval: float | None = None
+    timeout: float,
+    say: Callable[[], str],
+    hear: Hear = no_one,
+    interval: float | None = None,
+    rest: Callable[[float], object] | None = None,
 ) -> Iterator[None]:
     """Yield whenever it is time to look, for the last time when the time is over.
 
@@ -43,6 +50,7 @@ def looks(
         say: what is logged after one minute, two, four and so on, before the seconds.
         hear: is told the same.
         interval: seconds between two looks; by default a share of what was waited already.
+        rest: lets these seconds pass, or fewer if there is something to see; by default sleep.
     """
     started, word = time.monotonic(), FIRST_WORD
     while True:
@@ -55,11 +63,39 @@ def looks(
             log(INFO, "%s", line)
             hear(line)
             word *= 2
-        time.sleep(min(interval or max(SHORTEST, SHARE * waited), LONGEST, timeout - waited))
+        (rest or time.sleep)(min(interval or max(SHORTEST, SHARE * waited), LONGEST, timeout - waited))
 
 
-def attentive(grid: Grid, called: Callable[[int], str], hear: Hear = no_one) -> Grid:
-    """Return a grid that says whom it waits for, if this is one of Flower's own; others wait as they like."""
+def awaiting(asked: Sequence[Message], awaited: Iterable[Message], called: Called) -> str:
+    """Return whom one waits for, in words.
+
+    Args:
+        asked: all messages of the round, at least one.
+        awaited: those that have no answer yet.
+        called: how a person calls the client on a node.
+    """
+    group = asked[0].metadata.group_id
+    what = f"round {group}" if group.isdigit() else group
+    names = [called(message.metadata.dst_node_id) for message in awaited]
+    rest = f" and {len(names) - FEW} more" if len(names) > FEW else ""
+    return (
+        f"{what}: {len(asked) - len(names)} of {len(asked)} have answered; waiting for "
+        f"{', '.join(names[:FEW])}{rest}"
+    )
+
+
+@runtime_checkable
+class Hears(Protocol):
+    """A grid that can say itself whom it waits for."""
+
+    def tell(self, called: Called, hear: Hear) -> None:
+        """Take how a person calls the client on a node, and who is told what is logged."""
+
+
+def attentive(grid: Grid, called: Called, hear: Hear = no_one) -> Grid:
+    """Return a grid that says whom it waits for, if this is one of ours or Flower's; others wait as they like."""
+    if isinstance(grid, Hears):
+        grid.tell(called, hear)
     return Attentive(grid, called, hear) if type(grid).__module__.split(".")[0] == "flwr" else grid
 
 
@@ -76,7 +112,7 @@ class Attentive(Grid):
         hear: is told what is logged.
     """
 
-    def __init__(self, grid: Grid, called: Callable[[int], str], hear: Hear = no_one) -> None:
+    def __init__(self, grid: Grid, called: Called, hear: Hear = no_one) -> None:
         self._grid, self._called, self._hear = grid, called, hear
         self._interval = getattr(
             grid, "pull_interval", None
@@ -98,11 +134,7 @@ class Attentive(Grid):
         came: list[Message] = []
 
         def say() -> str:
-            group = asked[0].metadata.group_id
-            what = f"round {group}" if group.isdigit() else group
-            names = [self._called(message.metadata.dst_node_id) for message in awaited.values()]
-            rest = f" and {len(names) - FEW} more" if len(names) > FEW else ""
-            return f"{what}: {len(came)} of {len(asked)} have answered; waiting for {', '.join(names[:FEW])}{rest}"
+            return awaiting(asked, awaited.values(), self._called)
 
         for _ in looks(math.inf if timeout is None else timeout, say, self._hear, self._interval):
             for answer in self._grid.pull_messages(list(awaited)) if awaited else ():

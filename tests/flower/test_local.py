@@ -16,7 +16,7 @@ from flwr.app import ConfigRecord, Context, Message
 
 from pbfl_flwr.config import Scalar, parse
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower import device, local, wire
+from pbfl_flwr.flower import device, local, waiting, wire
 from pbfl_flwr.flower.client import make_client_app
 from pbfl_flwr.flower.crew import DIED, Crew, Post
 from pbfl_flwr.flower.history import RunDirectory
@@ -24,6 +24,7 @@ from pbfl_flwr.flower.local import LocalGrid, at_once, federate, posts_of
 from pbfl_flwr.flower.placement import Resources
 from pbfl_flwr.flower.store import load_tensors
 from pbfl_flwr.flower.strategy import MethodStrategy
+from pbfl_flwr.flower.waiting import attentive
 from pbfl_flwr.methods import SECTIONS
 from tests.flower.inprocess import InProcessGrid, same_tensors
 
@@ -127,6 +128,27 @@ def test_who_is_late_is_fetched_later_and_once() -> None:
         released.set()
     assert said(grid.pull_messages(ids)) == [1]
     assert grid.pull_messages(ids) == []
+
+
+def test_whom_a_round_waits_for_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "FIRST_WORD", 0.05)
+    monkeypatch.setattr(local, "LONGEST", 0.01)
+    released, heard = threading.Event(), list[str]()
+
+    def slow(message: Message, context: Context) -> Message:
+        if context.node_config["partition-id"] == 1:
+            released.wait(60)
+        return echo(message, context)
+
+    def hear(line: str) -> None:
+        heard.append(line)
+        released.set()
+
+    with ThreadPoolExecutor(2) as threads:
+        grid = LocalGrid(slow, threads.submit, {}, 2)
+        assert attentive(grid, lambda node: f"client {node - local.FIRST_NODE}", hear) is grid
+        assert said(grid.send_and_receive(ask(grid, [0, 1]), timeout=60)) == [0, 1]
+    assert ": 1 of 2 have answered; waiting for client 1, " in heard[0]
 
 
 def test_what_a_client_is_still_busy_with_is_given_up_when_it_is_asked_again() -> None:
