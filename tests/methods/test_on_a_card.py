@@ -10,6 +10,7 @@ import torch
 
 from pbfl_flwr import replay
 from pbfl_flwr.config import Scalar, parse
+from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import client, opening
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method
 from tests.flower.inprocess import federation
@@ -157,6 +158,21 @@ def test_recorded_steps_on_a_real_card_learn_the_same(
         found = on_a_real_card(tmp_path, name, "cuda-graph", **keys)
     assert replays.call_count > 4
     assert found == pytest.approx(expected, rel=0.02, abs=0.002)
+
+
+def test_a_card_that_is_too_full_is_said_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*anything: object) -> None:
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has a total of 8 GiB."
+        )
+
+    monkeypatch.setattr(client, "evaluate", full)
+    with pytest.raises(
+        PbflError, match=r"Tried to allocate 2.00 GiB. GPU 0 .*; lower batch-size or eval-batch-size"
+    ):
+        federation(tmp_path, "local", num_clients=1).run()
 
 
 def test_the_pretended_card_refuses_what_a_card_refuses() -> None:
