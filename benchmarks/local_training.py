@@ -8,7 +8,8 @@ prototypes, then a pass that collects the client's prototypes. The plain loop is
 with torch's own number of threads and memory layout, a DataLoader over (image, label) pairs, a fresh model for every
 client, prototypes handled sample by sample. Ours is the method's own ``local_update`` in worker processes of one
 thread each. The two sides take turns, so that a busy machine disturbs both. Images are random: only time is measured.
-With ``--device cuda`` both sides train on the card, which our workers share; without a card nothing is measured.
+With ``--device cuda`` both sides train on the card, which our workers share; without a card nothing is measured. With
+``--compile`` a worker pays once for every architecture that it meets, whenever that is: give it more rounds.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 LONGEST = 500  # characters of what others say, in a line of ours
+TOO_FULL = "lower batch-size or eval-batch-size, or have fewer clients share a GPU (--gpus-per-client)"
 CONTROL = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
 )  # a colour, or what else steers a terminal
@@ -30,7 +31,8 @@ def pointed(error: Exception) -> str:
     """Return in one line what nobody foresaw, and where it was raised."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     said = f"{type(error).__name__}: {' '.join(printable(str(error)).split())}"
-    return f"{said[:LONGEST]} ({Path(frame.filename).name}:{frame.lineno})"
+    advice = f"; {TOO_FULL}" if type(error).__name__ == "OutOfMemoryError" else ""  # torch's, of a GPU
+    return f"{said[:LONGEST]} ({Path(frame.filename).name}:{frame.lineno}){advice}"
 
 
 @contextmanager

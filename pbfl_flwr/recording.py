@@ -150,9 +150,15 @@ class StandIns(TorchDispatchMode):
 
 @torch.no_grad()
 def copy_some(here: Sequence[Tensor], there: Sequence[Tensor], places: Sequence[int]) -> None:
-    """Copy the tensors at these places of one list to the same places of another, in one launch."""
-    if places:
-        torch._foreach_copy_([there[place] for place in places], [here[place] for place in places])
+    """Copy the tensors at these places of one list to the same places of another, in one launch for each type.
+
+    Given several types at once, torch copies tensor by tensor: a network with BatchNorm has counters among its floats.
+    """
+    of_type: dict[torch.dtype, list[int]] = {}
+    for place in places:
+        of_type.setdefault(here[place].dtype, []).append(place)
+    for alike in of_type.values():
+        torch._foreach_copy_([there[place] for place in alike], [here[place] for place in alike])
 
 
 def each_tensor(change: Callable[[Tensor], Any], item: Any) -> Any:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pbfl_flwr.errors import PbflError
+from pbfl_flwr.errors import PbflError, pointed
 from pbfl_flwr.recording import Run, StandIns, copy_some
 
 Step = Callable[..., None]
@@ -140,10 +140,26 @@ def aside(run: Run, device: torch.device) -> None:
 
 
 def record(run: Run, device: torch.device) -> Run:
-    """Record what a function launches, which is not computed yet, and return what computes it."""
+    """Record what a function launches, which is not computed yet, and return what computes it.
+
+    Raises:
+        PbflError: if something in it cannot be recorded, naming that: CUDA then complains once more when the recording
+            ends, of nothing but that it failed.
+    """
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.device(device), torch.cuda.graph(graph, pool=_pool(), stream=_stream(device)):
-        run()
+    refused: Exception | None = None
+    try:
+        with torch.cuda.device(device), torch.cuda.graph(graph, pool=_pool(), stream=_stream(device)):
+            try:
+                run()
+            except Exception as error:
+                refused = error
+                raise
+    except Exception as error:
+        raise PbflError(
+            f"compile = 'cuda-graph': a training step could not be recorded ({pointed(refused or error)}); allowed "
+            "instead is 'off'"
+        ) from error
 
     def replay() -> None:
         graph.replay()

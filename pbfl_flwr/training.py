@@ -18,7 +18,7 @@ from pbfl_flwr.data import ClientData, Shard
 from pbfl_flwr.descent import Descent, Group
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client, Predictor
-from pbfl_flwr.models import SplitModel, has_batch_norm, is_still
+from pbfl_flwr.models import SplitModel, begin_batch, has_batch_norm, is_still
 from pbfl_flwr.replay import Replayed
 
 Loss = Callable[..., Mapping[str, Tensor]]
@@ -180,6 +180,7 @@ def fit(
                     batch = take(data, data.train, index, client.device, settings.layout)
                 else:
                     batch = source[0][index], source[1][index]
+                begin_batch(settings.compile, client.device)
                 (replayed or learn)(*batch, *(draw() if draw is not None else ()))
                 if after_step is not None:
                     after_step()
@@ -269,7 +270,10 @@ def each_feature(client: Client, shard: Shard) -> Iterator[tuple[Tensor, Tensor]
     for start in range(0, len(shard.labels), size):
         batch = slice(start, start + size)
         inputs, labels = take(client.data, shard, batch, client.device, client.training.layout)
-        yield client.model.features(inputs), labels
+        begin_batch(client.training.compile, client.device)
+        features = client.model.features(inputs)
+        # The next batch would be written over these, which the caller may keep.
+        yield features.clone() if client.training.compile == "reduce-overhead" else features, labels
 
 
 def fixed_features(client: Client) -> tuple[Tensor, Tensor] | None:
@@ -322,6 +326,7 @@ def _scores(client: Client, shard: Shard, predictors: Mapping[str, Predictor]) -
     for start in range(0, len(shard.labels), size):
         batch = slice(start, start + size)
         inputs, labels = take(client.data, shard, batch, client.device, client.training.layout)
+        begin_batch(client.training.compile, client.device)
         features, logits = forward(client.model, inputs)
         answered = logits
         for name, predictor in predictors.items():

@@ -4,8 +4,9 @@ Code for a GPU goes wrong where tensors of two devices meet: a mask made on the 
 a prototype that was just decoded. On a machine without a card that would never show. Within :func:`card`, tensors
 moved to ``cuda`` are of the class ``OnCard``; every operation looks whether all that it is given is there, refuses
 what CUDA refuses, and computes what the CPU computes, bit for bit. :func:`record` does what a CUDA graph does: it keeps
-operations with the very tensors and numbers that they were given, and refuses what a recording may not hold. Speed,
-memory, CUDA's own kernels and autocast are not pretended.
+operations with the very tensors and numbers that they were given, refuses what a recording may not hold, and does not
+keep alive what was there before it. Not pretended: speed, how much memory there is, streams and the threads of a
+backward pass, CUDA's own kernels and which of them torch takes there, autocast.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
+from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from pbfl_flwr.recording import each_tensor
 
@@ -158,10 +160,15 @@ class Recording(TorchDispatchMode):
             if unsaid or (argument.alias_info is not None and argument.alias_info.is_write):
                 written = tree_leaves(by_name.get(argument.name))
                 self._before += [(tensor, tensor.clone()) for tensor in written if isinstance(tensor, Tensor)]
+        given_args, given_kwargs = tree_map(self._kept, (args, kwargs))
         found = func(*args, **kwargs)
         self._made.update(id(item) for item in tree_leaves(found) if isinstance(item, Tensor))
-        self.steps.append((func, args, kwargs, found))
+        self.steps.append((func, given_args, given_kwargs, found))
         return found
+
+    def _kept(self, item: Any) -> Any:
+        """Return what a recording keeps of an argument: of a tensor from before it, only where that lies."""
+        return ref(item) if isinstance(item, OnCard) and id(item) not in self._made else item
 
     def undo(self) -> None:
         """Put back what the recorded operations have written: on a card they are not computed yet."""
@@ -173,7 +180,8 @@ class Recording(TorchDispatchMode):
     def replay(self) -> None:
         """Compute it all again, into the same tensors."""
         Recording.replayed += 1
-        for func, args, kwargs, kept in self.steps:
+        for func, given_args, given_kwargs, kept in self.steps:
+            args, kwargs = tree_map(_there, (given_args, given_kwargs))
             found = func(*args, **kwargs)
             returns = [returned.alias_info for returned in func._schema.returns]
             for alias, old, new in zip(
@@ -181,6 +189,14 @@ class Recording(TorchDispatchMode):
             ):
                 if alias is None and isinstance(old, Tensor):
                     old.copy_(new)
+
+
+def _there(item: Any) -> Any:
+    if not isinstance(item, ref):
+        return item
+    if (tensor := item()) is None:
+        raise RuntimeError("a recorded step uses memory that has been freed since")
+    return tensor
 
 
 def record(run: Callable[[], None], device: torch.device) -> Callable[[], None]:

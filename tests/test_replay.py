@@ -2,17 +2,19 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pbfl_flwr import replay
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models import check_compiler
-from pbfl_flwr.recording import StandIns
+from pbfl_flwr.recording import StandIns, copy_some
 from pbfl_flwr.replay import WARM_UP, Replayed, check_replayable
-from tests.pretend_card import CUDA, Recording, card
+from tests.pretend_card import CUDA, Recording, card, record
 
 LABELS = torch.zeros(2, dtype=torch.int64)
 
@@ -167,6 +169,71 @@ def test_the_pretended_recording_refuses_what_a_recording_refuses(step, said) ->
             train(*batch)
         with pytest.raises(RuntimeError, match=said):
             train(*batch)
+
+
+def test_the_pretended_recording_keeps_nothing_alive() -> None:
+    with card():
+        total, kept, *others = (torch.zeros(2).to(CUDA) + number for number in range(3))
+        add = record(lambda: total.add_(kept * 2), CUDA)
+        add()
+        assert total.tolist() == [2.0, 2.0]
+        add = record(lambda: total.add_(others[0] * 2), CUDA)
+        others.clear()
+        with pytest.raises(RuntimeError, match="memory that has been freed"):
+            add()
+
+
+@pytest.mark.parametrize("ends_well", [True, False])
+def test_what_a_gpu_refuses_to_record_is_said_in_one_line(
+    ends_well: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A refused operation makes the recording's end fail, too, and that says less."""
+
+    @contextmanager
+    def graph(made: object, pool: object, stream: object) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            if not ends_well:
+                raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+    def refused() -> None:
+        raise RuntimeError("CUDA error: operation not permitted\nwhen stream is capturing")
+
+    for name, stand_in in (("CUDAGraph", object), ("graph", graph), ("device", lambda device: nullcontext())):
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(replay, "_pool", lambda: None)
+    monkeypatch.setattr(replay, "_stream", lambda device: None)
+    said = r"a training step could not be recorded \(RuntimeError: CUDA error: operation not permitted when stream is"
+    with pytest.raises(PbflError, match=said):
+        replay.record(refused, torch.device("cuda", 0))
+
+
+def test_what_the_cards_own_batch_norm_writes_is_noted() -> None:
+    """On a GPU torch takes other operations than on a CPU: cuDNN's say of nothing that they write it."""
+    with FakeTensorMode():  # which asks no card
+        with torch.device("cuda"):
+            norm, inputs = nn.BatchNorm2d(3), torch.ones(2, 3, 4, 4)
+        with StandIns() as seen:
+            norm(inputs)
+        written = [seen.originals[place] for place in seen.written]
+    assert all(any(buffer is tensor for tensor in written) for buffer in norm.buffers())
+    assert not any(parameter is tensor for parameter in norm.parameters() for tensor in written)
+
+
+def test_tensors_are_copied_type_by_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several types at once torch copies on a GPU one after the other."""
+    here = [torch.ones(2), torch.tensor(3), torch.ones(1), torch.tensor(4)]
+    there = [torch.zeros_like(tensor) for tensor in here]
+    launched: list[int] = []
+    copied = torch._foreach_copy_
+    monkeypatch.setattr(
+        torch, "_foreach_copy_", lambda to, of: (launched.append(len({t.dtype for t in of})), copied(to, of))
+    )
+    copy_some(here, there, [0, 1, 3])
+    assert [tensor.tolist() for tensor in there] == [[1.0, 1.0], 3, [0.0], 4]
+    assert launched == [1, 1]
+    copy_some(here, there, [])
 
 
 def test_what_cannot_be_recorded_is_said_before_the_first_round() -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pbfl_flwr import training
 from pbfl_flwr.config import EvaluationSettings, TrainingSettings, parse
 from pbfl_flwr.data import ClientData, Shard
 from pbfl_flwr.method import EXCLUDED, Client, head_scores, nearest
@@ -464,6 +465,19 @@ def test_features_come_in_order_and_in_evaluation_mode() -> None:
     assert torch.equal(torch.cat([labels for _, labels in parts]), data(9).train.labels)
     assert not changed(before, who.model)
     assert not any(features.requires_grad for features, _ in parts)
+
+
+def test_features_outlive_the_next_batch_of_a_recorded_body(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recording writes every batch's features to the same place, once it has heard that a batch begins."""
+    model, place, begun = Net(), torch.empty(2, TASK.feature_dim), list[str]()
+    monkeypatch.setattr(training, "begin_batch", lambda mode, device: begun.append(mode))
+    monkeypatch.setattr(model, "features", lambda inputs: place.fill_(len(begun)))
+    who = replace(
+        client(model, n=6, compile="reduce-overhead"), evaluation=EvaluationSettings(eval_batch_size=2)
+    )
+    assert [float(features.mean()) for features, _ in list(each_feature(who, who.data.train))] == [1, 2, 3]
+    evaluate(who, {})
+    assert begun == ["reduce-overhead"] * (3 + 3)
 
 
 def test_nearest_prefers_the_nearest_candidate() -> None:

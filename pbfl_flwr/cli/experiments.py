@@ -60,7 +60,7 @@ def run(
     """Run a federation on this machine, on Flower's simulation engine."""
     from pbfl_flwr.experiments import configuration, tables
     from pbfl_flwr.experiments.runner import simulate
-    from pbfl_flwr.flower.placement import Resources
+    from pbfl_flwr.flower.placement import Resources, idle_cards
     from pbfl_flwr.methods import build_method, privacy_notes
 
     console = screen()
@@ -90,6 +90,8 @@ def run(
     for key in wishes.values:
         if "." in key and not key.startswith(f"{settings.run.method}."):
             say(console, f"{key}: without effect, the method is '{settings.run.method}'")
+    if note := idle_cards(resources, settings.training.device):
+        say(console, f"device: {note}")
     for note in privacy_notes(settings, method):
         say(console, f"privacy: {note}")
     for note in method.forewarnings(settings.run.num_server_rounds):

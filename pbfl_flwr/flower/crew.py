@@ -8,13 +8,14 @@ import queue
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import torch
 from flwr.app import Context, Error, Message
 from threadpoolctl import threadpool_limits
 
@@ -84,7 +85,7 @@ class Crew:
             with self._deciding:
                 if self._busy.get(node) is worker:
                     del self._busy[node]
-                if (died or not worker.alive) and not self._ending:
+                if (died or worker.spent or not worker.alive) and not self._ending:
                     worker.end()
                     worker.start()
             self._free.put(worker)
@@ -97,13 +98,18 @@ class Crew:
 
 
 class _Worker:
-    """One process and our end of the pipe to it."""
+    """One process and our end of the pipe to it.
+
+    Attributes:
+        spent: whether it cannot use its GPU any more.
+    """
 
     def __init__(self, post: Post) -> None:
         self._post = post
         self.start()
 
     def start(self) -> None:
+        self.spent = False
         context = get_context("spawn")  # a forked process has torch's threads half
         self._ours, theirs = context.Pipe()
         self._process = context.Process(target=_work, args=(theirs, self._post), daemon=True)
@@ -114,7 +120,7 @@ class _Worker:
     def answer(self, message: Message, context: Context) -> Message:
         self._ours.send_bytes(pickle.dumps((message, context)))
         answered: Message
-        answered, context.state = pickle.loads(self._ours.recv_bytes())
+        answered, context.state, self.spent = pickle.loads(self._ours.recv_bytes())
         return answered
 
     @property
@@ -150,12 +156,32 @@ def _work(connection: Connection, post: Post) -> None:
     with post.log.open("ab") as log:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(log.fileno(), stream.fileno())
-    app = make_client_app()
     with as_worker(post.cores), threadpool_limits(post.cores):
-        while True:
-            try:
-                message, context = pickle.loads(connection.recv_bytes())
-            except EOFError:
-                return
-            answered = app(message, context)
-            connection.send_bytes(pickle.dumps((answered, context.state)))
+        _answer_all(connection, make_client_app())
+
+
+def _answer_all(connection: Connection, app: Callable[[Message, Context], Message]) -> None:
+    while True:
+        try:
+            message, context = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        answered = app(message, context)
+        spent = answered.has_error() and not card_given_back()
+        connection.send_bytes(pickle.dumps((answered, context.state, spent)))
+
+
+def card_given_back() -> bool:
+    """Return a GPU's memory that torch keeps for later, after a failure; others on the card may need it now.
+
+    Returns:
+        Whether this process can go on using the GPU: after some errors CUDA answers nothing else.
+    """
+    if not torch.cuda.is_initialized():
+        return True
+    try:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    except RuntimeError:
+        return False
+    return True

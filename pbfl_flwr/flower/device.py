@@ -8,6 +8,7 @@ its node configuration says.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -215,7 +216,10 @@ def choose_device(wanted: str) -> torch.device:
     Raises:
         PbflError: if the device that was asked for is not there; there is no fallback.
     """
-    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    hidden = (
+        os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    )  # what CUDA itself reads once, when a process first asks
+    cuda, mps = not hidden and torch.cuda.is_available(), torch.backends.mps.is_available()
     if wanted == "cuda" and not cuda:
         raise PbflError(
             "device = 'cuda': this client sees no CUDA device; in a simulation Flower gives it one with "

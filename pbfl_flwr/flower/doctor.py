@@ -15,6 +15,7 @@ import shutil
 import socket
 import ssl
 import tempfile
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -29,7 +30,7 @@ from flwr.common.constant import SYSTEM_TIME_TOLERANCE, TIMESTAMP_TOLERANCE
 from packaging.requirements import Requirement
 
 from pbfl_flwr import security
-from pbfl_flwr.errors import PbflError
+from pbfl_flwr.errors import PbflError, pointed, printable
 from pbfl_flwr.flower.device import share_of_cores
 from pbfl_flwr.flower.fleet import ANSWER_SECONDS, BAD_INTERVAL, CLOCK, OTHER_VERSION, UNKNOWN_KEY, Fleet
 from pbfl_flwr.flower.memory import available_memory
@@ -37,6 +38,7 @@ from pbfl_flwr.flower.memory import available_memory
 DEVICES = ("auto", "cpu", "cuda", "mps")  # of the run-config key
 EXPIRES_SOON = timedelta(days=30)
 LITTLE_DISK, NO_DISK = 1e9, 1e8  # bytes
+NO_KERNELS = "install a torch build for this card, free it of other programs, or use the CPU"
 LITTLE_MEMORY = 1e9  # bytes; a client that trains a small network on a CPU takes about as much
 
 
@@ -178,12 +180,31 @@ def memory() -> Finding:
 
 
 def accelerator(wanted: str) -> Finding:
-    """Which GPU torch sees."""
+    """Which GPU torch sees, and whether it computes there."""
     what = "gpu"
-    if torch.cuda.is_available():
-        free, total = torch.cuda.mem_get_info()
-        name = torch.cuda.get_device_name()
-        return Finding(what, Status.OK, f"{name}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free")
+    with warnings.catch_warnings(record=True) as warned:  # of a driver that is too old for this torch
+        warnings.simplefilter("always")
+        cuda = torch.cuda.is_available()
+    if cuda:
+        try:
+            free, total = torch.cuda.mem_get_info()
+            name = torch.cuda.get_device_name()
+            computed = float(
+                torch.ones(2, device="cuda").sum()
+            )  # torch lacks kernels for cards that are too old
+        except RuntimeError as error:
+            return Finding(
+                what, Status.FAILED, f"nothing can be computed on it: {pointed(error)}", NO_KERNELS
+            )
+        found = Status.OK if computed == 2 else Status.FAILED
+        return Finding(what, found, f"{name}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free")
+    if cards := torch.cuda.device_count():  # as the driver counts
+        reason = f": {' '.join(str(warned[-1].message).split())}" if warned else ""
+        said = f"torch {torch.__version__} cannot use the {cards} that are here{reason}"
+        needed = Status.FAILED if wanted == "cuda" else Status.WARNING
+        return Finding(
+            what, needed, printable(said), "install a driver for this torch, or a torch build for it"
+        )
     if torch.backends.mps.is_available():
         return Finding(what, Status.OK, "Metal")
     if wanted in ("cuda", "mps"):

@@ -66,10 +66,27 @@ class Machine:
             return cls(cpus)
         import torch
 
-        count = torch.cuda.device_count()
+        # The driver counts cards that are too new or too old for this torch, which then computes on the CPU.
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         names = [name.strip() for name in named.split(",")] if named else [str(i) for i in range(count)]
         return cls(cpus, tuple(names[:count]))
+
+
+def idle_cards(wishes: Resources, device: str) -> str:
+    """Return what a person should hear whose clients would take a card if they saw one; empty if all is well.
+
+    Args:
+        wishes: of the run.
+        device: the run-config key.
+    """
+    if wishes.gpus_per_client or device != "auto":
+        return ""
+    import torch
+
+    if not torch.cuda.device_count():
+        return ""
+    return "clients see no GPU and train on the CPU; --gpus-per-client 0.25 lets four of them share one"
 
 
 @dataclass(frozen=True)
@@ -136,7 +153,7 @@ def _units(cards: Sequence[str], share: float) -> tuple[list[str], int]:
             "number of cards"
         )
     if not cards:
-        raise PbflError(f"--gpus-per-client {share:g}: this machine has no CUDA device")
+        raise PbflError(f"--gpus-per-client {share:g}: torch sees no CUDA device here; pbfl doctor says more")
     if share > len(cards):
         raise PbflError(f"--gpus-per-client {share:g}: allowed is up to {len(cards)}, the CUDA devices here")
     if share < 1:

@@ -19,7 +19,7 @@ from pbfl_flwr.architectures import (
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models.arrangement import arrange
 from pbfl_flwr.models.cnn import cnn2, cnn4
-from pbfl_flwr.models.compilation import check_compiler, compile_body
+from pbfl_flwr.models.compilation import begin_batch, check_compiler, compile_body
 from pbfl_flwr.models.contract import (
     SplitModel,
     body_names,
@@ -67,6 +67,7 @@ __all__ = [
     "architecture_of",
     "architectures",
     "arrange",
+    "begin_batch",
     "body_names",
     "build_model",
     "check_compiler",

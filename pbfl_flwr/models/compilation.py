@@ -42,6 +42,20 @@ def check_compiler(mode: Mode, device: torch.device) -> None:
     compiler = os.environ.get("CXX", "g++")
     if device.type == "cpu" and shutil.which(compiler) is None:
         raise PbflError(f"compile = '{mode}': no C++ compiler '{compiler}' was found; install it or set CXX")
+    if device.type == "cuda" and "CC" not in os.environ and not any(map(shutil.which, ("gcc", "clang"))):
+        raise PbflError(
+            f"compile = '{mode}': no C compiler was found, with which Triton starts its kernels; install gcc or set CC"
+        )
+
+
+def begin_batch(mode: Mode, device: torch.device) -> None:
+    """Say that nothing of the batch before is read any more, where recordings write their results over the last ones.
+
+    By itself torch takes every compiled part's call for a new batch unless a backward pass is to come: in evaluation,
+    and behind a frozen body, the second part would find its input gone.
+    """
+    if mode == "reduce-overhead" and device.type == "cuda":
+        torch.compiler.cudagraph_mark_step_begin()
 
 
 def compile_body(model: nn.Module, mode: Mode) -> None:
@@ -52,5 +66,6 @@ def compile_body(model: nn.Module, mode: Mode) -> None:
         parts = [*model.stages, model.neck]
     else:
         parts = [child for name, child in model.named_children() if name != "head"]
+    begin_batch(mode, next(model.parameters()).device)  # from now on nothing else begins one
     for part in parts:
         part.compile(mode=None if mode == "default" else mode, isolate_recompiles=True)

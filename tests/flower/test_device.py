@@ -182,6 +182,21 @@ def test_a_device_imports_the_methods_that_its_operator_allows() -> None:
     assert allowed.run.method == "os:getcwd"
 
 
+@pytest.mark.parametrize(("visible", "chosen"), [("", "cpu"), ("0", "cuda"), (None, "cuda")])
+def test_a_card_that_is_hidden_is_not_there(
+    visible: str | None, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also from a process that has asked for cards before, as one that runs clients itself may have."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert choose_device("auto") == torch.device(chosen)
+    if visible == "":
+        with pytest.raises(PbflError, match="sees no CUDA device"):
+            choose_device("cuda")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a card that must not be there")
 def test_a_device_that_is_not_there_is_an_error() -> None:
     with pytest.raises(PbflError, match="this client sees no CUDA device"):

@@ -2,6 +2,7 @@
 
 import json
 import socket
+import warnings
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from flwr.common.constant import NOOP_FLWR_AID
 from flwr.server.superlink.fleet.grpc_rere.node_auth_server_interceptor import NodeAuthServerInterceptor
 from flwr.server.superlink.linkstate import LinkStateFactory
@@ -142,6 +144,37 @@ def test_a_device_that_is_none() -> None:
     result = CliRunner().invoke(app, ["doctor", "--device", "cuad"])
     assert result.exit_code == 2
     assert result.stderr == "error: --device cuad: allowed are auto, cpu, cuda, mps\n"
+
+
+def test_a_card_on_which_torch_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (70e9, 80e9))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H100")
+    with monkeypatch.context() as here:
+        here.setattr(torch, "ones", lambda n, device: torch.full((n,), 1.0))
+        assert doctor.accelerator("auto") == Finding("gpu", Status.OK, "H100, 70.0 of 80.0 GB free")
+
+    def lacking(n: int, device: str) -> torch.Tensor:
+        raise RuntimeError("CUDA error: no kernel image is available\nfor execution on the device")
+
+    monkeypatch.setattr(torch, "ones", lacking)
+    finding = doctor.accelerator("auto")
+    assert finding.status is Status.FAILED
+    assert "no kernel image is available for execution" in finding.said
+    assert "torch build for this card" in finding.advice
+
+
+@pytest.mark.parametrize(("wanted", "status"), [("auto", Status.WARNING), ("cuda", Status.FAILED)])
+def test_a_driver_that_is_too_old(wanted: str, status: Status, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unavailable() -> bool:
+        warnings.warn("CUDA initialization: The NVIDIA driver on your system is too old", stacklevel=1)
+        return False
+
+    monkeypatch.setattr(torch.cuda, "is_available", unavailable)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    finding = doctor.accelerator(wanted)
+    assert finding.status is status
+    assert "cannot use the 2 that are here: CUDA initialization: The NVIDIA driver" in finding.said
 
 
 def test_the_state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

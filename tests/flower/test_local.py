@@ -5,6 +5,7 @@ import signal
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
+from multiprocessing import Pipe
 from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -12,10 +13,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from filelock import FileLock
-from flwr.app import ConfigRecord, Context, Message
+from flwr.app import ConfigRecord, Context, Error, Message
 
 from pbfl_flwr.config import Scalar, parse
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower import crew as crews
 from pbfl_flwr.flower import device, local, waiting, wire
 from pbfl_flwr.flower.client import make_client_app
 from pbfl_flwr.flower.crew import DIED, Crew, Post
@@ -219,6 +221,45 @@ def test_a_worker_that_dies_costs_its_own_answer_alone(tmp_path: Path) -> None:
     assert not any(process.is_alive() for process in processes)
 
 
+@pytest.mark.parametrize(("fails", "broken"), [(False, True), (True, False), (True, True)])
+def test_a_worker_whose_card_answers_nothing_more_is_replaced(
+    fails: bool, broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within this process, on a card that is none; the memory of one that goes on is given back."""
+    given_back: list[int] = []
+
+    def wait_for_card() -> None:
+        if broken:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+
+    def answer(message: Message, context: Context) -> Message:
+        return (
+            Message(Error(code=1, reason="it failed"), reply_to=message) if fails else echo(message, context)
+        )
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", wait_for_card)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(1))
+    started: list[crews._Worker] = []
+
+    def start(worker: crews._Worker) -> None:
+        started.append(worker)
+        worker.spent = False
+        worker._ours, theirs = Pipe()
+        threading.Thread(target=crews._answer_all, args=(theirs, answer), daemon=True).start()
+
+    monkeypatch.setattr(crews._Worker, "start", start)
+    monkeypatch.setattr(crews._Worker, "alive", True)
+    monkeypatch.setattr(crews._Worker, "kill", lambda worker: None)
+    with Crew([Post(1, "0", Path("log"))]) as workers:
+        grid = LocalGrid(workers.answer, at_once, {}, 1)
+        replies = grid.send_and_receive(ask(grid, [0]))
+        replaced = len(started) - 1
+    assert [reply.has_error() for reply in replies] == [fails]
+    assert replaced == int(fails and broken)
+    assert given_back == [1] * (fails and not broken)
+
+
 @pytest.mark.parametrize(
     ("resources", "seen", "expected"),
     [
@@ -240,6 +281,7 @@ def test_workers_share_cpus_and_cards(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("joblib.cpu_count", lambda: 4)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if seen:

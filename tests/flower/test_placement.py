@@ -10,8 +10,14 @@ import torch
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import configuration
 from pbfl_flwr.flower.engine import Engine
-from pbfl_flwr.flower.placement import Machine, Resources, Slot, places, slots
+from pbfl_flwr.flower.placement import Machine, Resources, Slot, idle_cards, places, slots
 from tests.runs import pbfl
+
+
+def pretend_cards(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+
 
 ONE, TWO, FIVE = ("0",), ("0", "1"), ("6", "7", "8", "9", "GPU-ab")
 
@@ -48,7 +54,11 @@ def test_places(cpus: int, cards: tuple[str, ...], wishes: Resources, expected: 
     ("cards", "wishes", "said"),
     [
         ((), Resources(5), "--cpus-per-client 5: allowed is up to 4, the CPUs here"),
-        ((), Resources(1, 0.25), "--gpus-per-client 0.25: this machine has no CUDA device"),
+        (
+            (),
+            Resources(1, 0.25),
+            "--gpus-per-client 0.25: torch sees no CUDA device here; pbfl doctor says more",
+        ),
         (ONE, Resources(1, 2), "--gpus-per-client 2: allowed is up to 1, the CUDA devices here"),
         *(
             (
@@ -124,7 +134,7 @@ def test_whatever_is_wished_for_no_card_is_given_away_twice(share: float) -> Non
 def test_the_machine_at_hand(
     named: str | None, count: int, expected: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    pretend_cards(monkeypatch, count)
     monkeypatch.setattr("joblib.cpu_count", lambda: 3)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if named is not None:
@@ -133,10 +143,29 @@ def test_the_machine_at_hand(
     assert Machine.here(Resources()) == Machine(3)
 
 
+def test_a_card_that_torch_cannot_use_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver counts it; clients would fall back to the CPU without a word."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert Machine.here(Resources(1, 0.5)).cards == ()
+
+
+@pytest.mark.parametrize(
+    ("count", "share", "device", "said"),
+    [(1, 0.0, "auto", True), (0, 0.0, "auto", False), (1, 0.5, "auto", False), (1, 0.0, "cpu", False)],
+)
+def test_a_card_that_nobody_uses_is_mentioned(
+    count: int, share: float, device: str, said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    assert ("--gpus-per-client 0.25" in idle_cards(Resources(1, share), device)) is said
+
+
 def test_more_cards_than_there_are_is_one_line_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    pretend_cards(monkeypatch, 1)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     said = "error: --gpus-per-client 2: allowed is up to 1, the CUDA devices here\n"
     for command in (["run", "--run-dir"], ["sweep", "--set", "seed=0,1", "--parallel", "2", "--out"]):
@@ -156,7 +185,7 @@ def test_the_cpus_of_a_container_are_counted_everywhere(monkeypatch: pytest.Monk
 def test_flowers_engine_starts_no_worker_that_fits_on_no_card(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    pretend_cards(monkeypatch, 2)
     monkeypatch.setattr("joblib.cpu_count", lambda: 8)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     handed: list[str] = []

@@ -8,6 +8,7 @@ from pbfl_flwr.payloads import RejectedPayload, Weights
 from pbfl_flwr.task import Task
 from pbfl_flwr.training import batches, take
 from pbfl_flwr.weights import load_parameters
+from tests.pretend_card import CUDA, card, record
 
 
 def test_anchors_at_the_start():
@@ -23,6 +24,12 @@ def test_pull_by_hand():
     features = torch.tensor([[1.0, 0.0], [3.0, 0.0], [2.0, 2.0]])
     anchors = torch.tensor([[0.0, 0.0], [9.0, 9.0], [2.0, 0.0]])
     assert float(anchor_pull(features, torch.tensor([0, 0, 2]), anchors)) == 3.0
+
+
+def test_no_gpu_is_waited_for_in_a_pull():
+    with card():
+        features, labels = torch.ones(3, 2).to(CUDA), torch.tensor([0, 0, 2]).to(CUDA)
+        record(lambda: anchor_pull(features, labels, features), CUDA)  # refuses what waits
 
 
 @pytest.mark.parametrize(("biased", "expected"), [(False, 2.5), (True, 1.5)])

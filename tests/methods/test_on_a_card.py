@@ -10,6 +10,7 @@ import torch
 
 from pbfl_flwr import replay
 from pbfl_flwr.config import Scalar, parse
+from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import client, opening
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method
 from tests.flower.inprocess import federation
@@ -112,16 +113,66 @@ def test_a_learning_rate_that_falls_needs_no_other_recording(tmp_path: Path) -> 
     assert replayed(tmp_path, "fedavg", {"learning-rate-decay": 0.5, "num-server-rounds": 3}) == 1
 
 
+def on_a_real_card(tmp_path: Path, name: str, compiled: str, **keys: Scalar) -> dict[str, float]:
+    """Return the mean losses of the last round."""
+    keys = {**(GFPL if name == "gfpl" else {}), **keys, "device": "cuda", "compile": compiled}
+    run = federation(tmp_path / compiled, name, **keys).run()
+    assert [line["failures"] for line in run.strategy.history] == [[], []]
+    assert run.strategy.history[-1]["accuracy"]["head"]["clients"] > 0
+    return {
+        key: value for key, value in run.strategy.history[-1]["clients"].items() if key.startswith("loss.")
+    }
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(
     ("name", "compiled"),
-    [*product(METHODS, ["off", "reduce-overhead"]), *product(REPLAYABLE, ["cuda-graph"])],
+    [
+        *product(METHODS, ["off"]),
+        *product(
+            ["fedproto", "fedrep", "fedcpd"], ["reduce-overhead"]
+        ),  # a body that learns, rests, is taught
+        *(pytest.param(name, "reduce-overhead", marks=pytest.mark.long) for name in METHODS),
+    ],
 )
 def test_a_method_on_a_real_card(name: str, compiled: str, tmp_path: Path) -> None:
-    keys = {**(GFPL if name == "gfpl" else {}), "device": "cuda", "compile": compiled}
-    run = federation(tmp_path, name, **keys).run()
-    assert [line["failures"] for line in run.strategy.history] == [[], []]
-    assert run.strategy.history[-1]["accuracy"]["head"]["clients"] > 0
+    on_a_real_card(tmp_path, name, compiled)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [*product(REPLAYABLE, [{}]), ("fedproto", {**VARIANTS["sgd"], "models": "cnn2"})],  # the last has dropout
+)
+def test_recorded_steps_on_a_real_card_learn_the_same(
+    name: str, keys: dict[str, Scalar], tmp_path: Path
+) -> None:
+    """Up to the order of sums, in small batches, of which there are enough to replay."""
+    keys = {"batch-size": 3, "num-clients": 1, **keys}
+    expected = on_a_real_card(tmp_path, name, "off", **keys)
+    run = torch.cuda.CUDAGraph.replay
+    with (
+        patch.object(torch.cuda.CUDAGraph, "replay", autospec=True, side_effect=run) as replays,
+        patch.object(replay, "_recordings", OrderedDict()),
+    ):
+        found = on_a_real_card(tmp_path, name, "cuda-graph", **keys)
+    assert replays.call_count > 4
+    assert found == pytest.approx(expected, rel=0.02, abs=0.002)
+
+
+def test_a_card_that_is_too_full_is_said_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*anything: object) -> None:
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has a total of 8 GiB."
+        )
+
+    monkeypatch.setattr(client, "evaluate", full)
+    with pytest.raises(
+        PbflError, match=r"Tried to allocate 2.00 GiB. GPU 0 .*; lower batch-size or eval-batch-size"
+    ):
+        federation(tmp_path, "local", num_clients=1).run()
 
 
 def test_the_pretended_card_refuses_what_a_card_refuses() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.models import arrange, build_model, check_compiler, compilation, compile_body
+from pbfl_flwr.models import arrange, begin_batch, build_model, check_compiler, compilation, compile_body
 from pbfl_flwr.task import Task
 
 CPU = torch.device("cpu")
@@ -78,7 +78,12 @@ def test_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     check_compiler("off", CPU)
+    monkeypatch.setenv("CC", "some-compiler")
     check_compiler("default", torch.device("cuda"))
+    monkeypatch.delenv("CC")
+    monkeypatch.setattr(compilation.shutil, "which", lambda name: None)
+    with pytest.raises(PbflError, match="compile = 'default': no C compiler was found"):
+        check_compiler("default", torch.device("cuda"))
     with pytest.raises(
         PbflError, match=r"compile = 'default': no C\+\+ compiler 'no-such-compiler' was found"
     ):
@@ -101,3 +106,18 @@ def test_an_arranged_network_is_one_graph() -> None:
     found = torch.compile(model.features, backend=backend)(inputs)
     torch.testing.assert_close(found, model.features(inputs))
     assert len(graphs) == 1
+
+
+def test_recordings_of_several_parts_hear_when_a_batch_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[int] = []
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: begun.append(1))
+    for mode, device in (
+        ("off", "cuda"),
+        ("cuda-graph", "cuda"),
+        ("default", "cuda"),
+        ("reduce-overhead", "cpu"),
+    ):
+        begin_batch(mode, torch.device(device))
+    assert not begun
+    begin_batch("reduce-overhead", torch.device("cuda"))
+    assert begun == [1]
