@@ -250,6 +250,27 @@ def test_round_line() -> None:
     assert "25.0 % (head, weighted) before training" in round_line(
         entry(1, 0.25, None, accuracy_of_round=0), 9, "global"
     )
+    assert "75.0 % (global, weighted, over 1 of 2)" in round_line(
+        over(1, entry(1, 0.5, 0.75)), 9, "global", 2
+    )
+    assert "75.0 % (global, weighted)" in round_line(entry(1, 0.5, 0.75), 9, "global", 2)
+
+
+def test_many_clients_that_fail_alike_are_one_line() -> None:
+    def failures(*clients: int) -> list[dict[str, Any]]:
+        return [{"client": client, "reason": "gone"} for client in clients]
+
+    few = [entry(1, 0.5, 0.5, failures=failures(0, 1)), entry(2, 0.5, 0.5, failures=failures(1))]
+    assert list(tables.failure_lines(few)) == [
+        "client 0 failed in round 1: gone",
+        "client 1 failed in 2 rounds, first 1: gone",
+    ]
+    odd = {"client": 1, "reason": "boom"}
+    many = [entry(1, 0.5, 0.5, failures=[*failures(*range(7)), odd])]
+    assert list(tables.failure_lines(many)) == [
+        "7 clients (0, 1, 2, 3, 4 and 2 more) failed in round 1: gone",
+        "client 1 failed in round 1: boom",
+    ]
 
 
 def test_figures() -> None:

@@ -2,7 +2,7 @@
 
 import os
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
@@ -11,6 +11,7 @@ from rich.text import Text
 from pbfl_flwr.errors import printable
 
 UNLIMITED = 10_000  # characters of a line
+FEW = 5  # clients that a line names
 
 
 class Screen(Console):
@@ -51,6 +52,14 @@ def hang(console: Console, head: str, text: str, indent: int, style: str = "bold
     shown = Text((first + f"\n{' ' * indent}".join(lines)).rstrip())
     shown.stylize(style, 0, len(head))
     console.print(shown, soft_wrap=True)
+
+
+def clients_named(names: Sequence[str], kind: str = "client") -> str:
+    """Return "client 3", or how many they are and the first of them."""
+    if len(names) == 1:
+        return f"{kind} {names[0]}"
+    rest = f" and {len(names) - FEW} more" if len(names) > FEW else ""
+    return f"{len(names)} {kind}s ({', '.join(names[:FEW])}{rest})"
 
 
 def percent(share: float) -> str:

@@ -19,7 +19,8 @@ from rich.console import Console
 
 from pbfl_flwr.config import Scalar, announced
 from pbfl_flwr.errors import PbflError, writing
-from pbfl_flwr.experiments.figures import clock, kilobytes, percent, say
+from pbfl_flwr.experiments.accuracies import honest
+from pbfl_flwr.experiments.figures import clients_named, clock, kilobytes, percent, say
 from pbfl_flwr.flower.engine import ENDED, Engine, Link
 from pbfl_flwr.flower.history import ERROR, NEWCOMERS, RunDirectory, RunRefused
 from pbfl_flwr.flower.placement import Resources
@@ -216,7 +217,7 @@ class Follower:
         self._newcomers.read()  # those of an earlier end of the run
         # By content: a resumed run first cuts off rounds that its checkpoint does not know, then makes them again.
         self._seen = set(self._tail.read())
-        self._headline = ""
+        self._headline, self._everybody = "", 0
         self._seconds: list[float] = []
         self._notes: set[str] = set()
         self._waiting = self._run.waiting()  # left by one that was killed
@@ -225,7 +226,7 @@ class Follower:
         """Print the lines of the rounds that have come since the last look."""
         if not self._headline and (self._run.path / "run.json").exists():
             about = self._run.read()
-            self._headline = about["headline"]
+            self._headline, self._everybody = about["headline"], len(honest(about))
             say(self._console, introduction(about))
             if liars := about.get("malicious"):
                 say(self._console, announced(about["configuration"]["attack"], liars), "yellow")
@@ -251,7 +252,7 @@ class Follower:
         left = median(self._seconds[-5:]) * (self._num_rounds - line["round"])
         say(
             self._console,
-            f"{round_line(line, self._num_rounds, self._headline)}  left {clock(left)}",
+            f"{round_line(line, self._num_rounds, self._headline, self._everybody)}  left {clock(left)}",
         )
         for note in line.get("notes", []):
             if note not in self._notes:  # once a run is enough; the history has every round's
@@ -260,9 +261,11 @@ class Follower:
         self._failures(line)
 
     def _failures(self, line: Mapping[str, Any]) -> None:
+        by_reason: dict[str, list[str]] = {}
         for failure in [*line["failures"], *line.get("final", {}).get("failures", [])]:
-            who = failure.get("name", failure["client"])
-            say(self._console, f"  client {who} failed: {failure['reason']}", "yellow")
+            by_reason.setdefault(failure["reason"], []).append(str(failure.get("name", failure["client"])))
+        for reason, who in by_reason.items():
+            say(self._console, f"  {clients_named(who)} failed: {reason}", "yellow")
 
 
 class Tail:
@@ -311,18 +314,19 @@ def introduction(about: Mapping[str, Any]) -> str:
     )
 
 
-def round_line(line: Mapping[str, Any], num_rounds: int, headline: str) -> str:
+def round_line(line: Mapping[str, Any], num_rounds: int, headline: str, everybody: int = 0) -> str:
     """Return a round's line: accuracy, loss, bytes of all messages up and down, seconds.
 
     Args:
         line: an entry of rounds.jsonl.
         num_rounds: T.
         headline: the predictor that is reported; before there are prototypes, another one is named instead.
+        everybody: how many clients take part and do not lie; an accuracy over fewer says so.
     """
     loss = "-" if line["test_loss"] is None else f"{line['test_loss']:.3f}"
     width = len(str(num_rounds))
     text = (
-        f"round {line['round']:>{width}}/{num_rounds}  {score_of(line, headline)}  loss {loss}  "
+        f"round {line['round']:>{width}}/{num_rounds}  {score_of(line, headline, everybody)}  loss {loss}  "
         f"up {kilobytes(line['bytes_up']['total'])}  down {kilobytes(line['bytes_down']['total'])}  "
         f"{line['seconds']['total']:.1f} s"
     )
@@ -335,12 +339,14 @@ def then(line: Mapping[str, Any], headline: str) -> str:
     return "" if final is None else f"  then {percent(final['weighted'])}"
 
 
-def score_of(line: Mapping[str, Any], headline: str) -> str:
+def score_of(line: Mapping[str, Any], headline: str, everybody: int = 0) -> str:
     """Return what a round's line says of accuracy, by the headline predictor or, while it has none, another one."""
     predictor = _scored_by(line, headline)
     if predictor is None:
         return "accuracy not scored"
-    said = f"accuracy {percent(line['accuracy'][predictor]['weighted'])} ({predictor}, weighted)"
+    found = line["accuracy"][predictor]
+    over = f", over {found['clients']} of {everybody}" if found.get("clients", everybody) < everybody else ""
+    said = f"accuracy {percent(found['weighted'])} ({predictor}, weighted{over})"
     return said if line["accuracy_of_round"] == line["round"] else f"{said} before training"
 
 

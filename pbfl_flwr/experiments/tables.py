@@ -21,7 +21,7 @@ from pbfl_flwr.experiments.accuracies import (
     scores,
     series,
 )
-from pbfl_flwr.experiments.figures import kilobytes, say
+from pbfl_flwr.experiments.figures import FEW, clients_named, kilobytes, say
 from pbfl_flwr.experiments.narrow import print_blocks
 from pbfl_flwr.experiments.runner import go_on_with
 from pbfl_flwr.flower.history import ERROR, RunDirectory
@@ -274,11 +274,21 @@ def failure_lines(rounds: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         for failure in [*entry["failures"], *entry.get("final", {}).get("failures", [])]:
             who = new, failure["client"], failure.get("name", str(failure["client"])), failure["reason"]
             found.setdefault(who, []).append(entry["round"] - entry.get("after", 0))
+    by_reason: dict[tuple[bool, str], list[tuple[str, list[int]]]] = {}
     for (new, _, client, reason), numbers in sorted(found.items()):
-        own = " of its own" if new else ""
-        where = (
-            f"round {numbers[0]}{own}"
-            if len(numbers) == 1
-            else f"{len(numbers)} rounds{own}, first {numbers[0]}"
-        )
-        yield f"{'new ' if new else ''}client {client} failed in {where}: {reason}"
+        by_reason.setdefault((new, reason), []).append((client, numbers))
+    for (new, reason), failed in by_reason.items():
+        kind = "new client" if new else "client"
+        together = sorted({number for _, numbers in failed for number in numbers})
+        lines = [([client], numbers) for client, numbers in failed]
+        if len(lines) > FEW:
+            lines = [([client for client, _ in failed], together)]
+        for clients, numbers in lines:
+            yield f"{clients_named(clients, kind)} failed in {_when(numbers, new)}: {reason}"
+
+
+def _when(numbers: Sequence[int], new: bool) -> str:
+    own = " of its own" if new else ""
+    if len(numbers) == 1:
+        return f"round {numbers[0]}{own}"
+    return f"{len(numbers)} rounds{own}, first {numbers[0]}"
