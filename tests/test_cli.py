@@ -301,6 +301,14 @@ def test_a_resumed_run_keeps_what_changes_results(tmp_path: Path) -> None:
         configuration.resumed(run, configuration.Wishes({"state-dir": "/elsewhere"}))
 
 
+def test_a_run_is_not_resumed_for_fewer_rounds_than_it_has(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [entry(1, 0.25, 0.5), entry(2, 0.5, 0.5)], method="fedproto")
+    assert configuration.resumed(run, configuration.Wishes({"num-server-rounds": 2}))
+    result = pbfl("run", "--resume", run, "--set", "num-server-rounds=1")
+    assert result.exit_code == 2
+    assert "num-server-rounds = 1: the run has 2 rounds already" in result.stderr
+
+
 def test_a_run_of_devices_is_no_simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "400")
     run = write_run(tmp_path / "run", [entry(1, 0.25, 0.5)], **{"num-server-rounds": 9})

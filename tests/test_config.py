@@ -41,7 +41,7 @@ def test_every_bad_key_is_named_at_once() -> None:
         "unknown key 'batchsize'; did you mean 'batch-size'?",
         "num-clients = 0: allowed is greater than or equal to 1",
         "partition = 'random': allowed is 'dirichlet', 'pathological', 'way-shot', 'natural' or 'iid'",
-        "learning-rate = 'fast': allowed is a valid number",
+        "learning-rate = 'fast': allowed is a number",
         "unknown key 'fedtgp.knd'; did you mean 'fedtgp.kind'?",
         "fedtgp.rate = -1.0: allowed is greater than 0",
         "unknown section 'fedtgx.'; sections are 'fedtgp'",

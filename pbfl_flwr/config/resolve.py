@@ -223,6 +223,14 @@ def _apply_protocol(settings: Settings) -> Settings:
     return settings.model_copy(update=resolved)
 
 
+# pydantic's words for a type, as `pbfl list keys` has them
+PLAIN = {
+    "a valid integer": "a whole number",
+    "a valid number": "a number",
+    "a valid boolean": "true or false",
+}
+
+
 def _parse_group(group: type[G], values: Mapping[str, Scalar], prefix: str, problems: list[str]) -> G | None:
     names = group.key_names()
     unknown = [
@@ -235,7 +243,7 @@ def _parse_group(group: type[G], values: Mapping[str, Scalar], prefix: str, prob
         by_key: dict[str, list[str]] = {}
         for problem in error.errors():
             message = problem["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-            by_key.setdefault(str(problem["loc"][0]), []).append(message)
+            by_key.setdefault(str(problem["loc"][0]), []).append(PLAIN.get(message, message))
         for key, messages in by_key.items():
             allowed = " or ".join(dict.fromkeys(messages))
             given = f"{values[key]!r}: allowed is {allowed}" if key in values else "?: it has no default"

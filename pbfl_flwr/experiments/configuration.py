@@ -141,8 +141,8 @@ def resumed(run: Path, wishes: Wishes, *, devices: bool = False) -> Wishes:
         devices: whether SuperNodes are to go on with it, not the simulation engine.
 
     Raises:
-        PbflError: if there is no run, if it is one of devices and they are not to go on with it, or if the changes
-            would give other results.
+        PbflError: if there is no run, if it is one of devices and they are not to go on with it, if it has more rounds
+            than are wanted, or if the changes would give other results.
     """
     about = RunDirectory(run).read()
     RunDirectory(run).check_states()
@@ -158,10 +158,16 @@ def resumed(run: Path, wishes: Wishes, *, devices: bool = False) -> Wishes:
             f"{f'state-dir = {kept!r}' if kept else 'in its own directory'}"
         )
     changed = Wishes({**recorded, **wishes.values, "run-dir": str(run), "resume": True}, wishes.problems)
-    if check(changed).fingerprint() != check(Wishes(recorded)).fingerprint():
+    wanted = check(changed)
+    if wanted.fingerprint() != check(Wishes(recorded)).fingerprint():
         different = [f"{key} = {value}" for key, value in wishes.values.items() if recorded.get(key) != value]
         raise PbflError(
             f"{', '.join(different)}: a resumed run keeps what changes its results; allowed are {', '.join(CHANGEABLE)}"
+        )
+    rounds = wanted.run.num_server_rounds
+    if (done := len(RunDirectory(run).rounds())) > rounds:
+        raise PbflError(
+            f"num-server-rounds = {rounds}: the run has {done} rounds already; allowed is from there"
         )
     return changed
 
