@@ -273,6 +273,24 @@ def test_lbfgs_goes_on_from_thomson():
     assert refined.iterations > thomson.iterations
 
 
+def test_lbfgs_ends_where_no_prototype_is_pushed_along_the_sphere():
+    start = gaussian(20, 5)
+    units = align(start, everybody(start), "lbfgs").values.double()
+    force = literal_forces(units)
+    along = force - (force * units).sum(1, keepdim=True) * units
+    assert (
+        float(along.abs().max()) < 2e-6 * 19 / 2
+    )  # the tolerance is a share of (K - 1)/2; values are float32
+
+
+def test_the_solver_is_watched_from_the_start_to_the_end():
+    start, seen = gaussian(7, 3), []
+    result = align(start, everybody(start), watch=lambda units: seen.append(units.clone()))
+    assert len(seen) == 1 + result.report.iterations
+    torch.testing.assert_close(seen[0].float(), start / start.norm(dim=1, keepdim=True))
+    assert torch.equal(seen[-1].float(), result.values)
+
+
 def test_geometry_by_hand():
     # a square on the unit circle: 4 sides of √2, 2 diagonals of 2
     square = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0], [0.0, -1.0]])
