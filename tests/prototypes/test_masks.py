@@ -133,6 +133,7 @@ def test_these_masks_are_what_seed_3_means():
         (30, 12, 4, "dimension", "ffa031b61ebd"),  # more classes than dimensions: all dealt, then swaps
         (20, 6, 3, "dimension", "60c1926c6a9a"),  # every subset is needed: the unused ones are listed
         (60, 24, 2, "dimension", "42168de98dff"),  # 276 subsets are more than 4·60: the unused ones are drawn
+        (30, 16, 2, "dimension", "8e5fe53ce1c8"),  # 120 subsets are 4·30: listed
         (20, 64, 16, "block", "ff515ec8f24c"),
     ],
 )
