@@ -257,6 +257,11 @@ def one(label: int, n: int, total: int | None, mean: float = 1.0) -> Prototypes:
     return Prototypes(values, present, None, total)
 
 
+def test_a_single_prototype_pulls_and_none_does_not() -> None:
+    for down, pulls in ((Prototypes.empty(4, 8), False), (one(1, 1, None), True)):
+        assert ("loss.pull" in method().local_update(client(), down).metrics) == pulls
+
+
 @pytest.mark.parametrize("form", ["aps-sum", "aps-mean"])
 def test_a_kept_sum_keeps_its_scale_when_another_number_of_samples_answers(form: str) -> None:
     # class 1 is seen in round 1 only: μ·c_1 is 0.9·(4/100)·50 = 1.8 then and after rounds over 1,000 and 200 samples;
