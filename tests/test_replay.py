@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pbfl_flwr import replay
+from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.methods import METHODS, SECTIONS, build_method
 from pbfl_flwr.models import check_compiler
 from pbfl_flwr.recording import StandIns, copy_some
 from pbfl_flwr.replay import WARM_UP, Replayed, check_replayable
@@ -246,3 +248,8 @@ def test_what_cannot_be_recorded_is_said_before_the_first_round() -> None:
     check_compiler("cuda-graph", torch.device("cuda"))
     with pytest.raises(PbflError, match=r"device 'cpu'; allowed here are 'off' and 'default'"):
         check_compiler("cuda-graph", torch.device("cpu"))
+
+
+def test_every_method_but_one_can_be_recorded() -> None:
+    found = {name for name in METHODS if not build_method(parse({"method": name}, SECTIONS)).replayable}
+    assert found == {"fedfa"}

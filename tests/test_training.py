@@ -134,6 +134,22 @@ def test_the_order_depends_on_client_round_and_phase_only() -> None:
     assert not torch.equal(base, weights_after(client(), "second"))
 
 
+def test_networks_that_were_scored_train_in_training_mode() -> None:
+    who, companion = client(Net(normalised=True), n=4, batch_order="fixed"), Net(normalised=True)
+    evaluate(who, {"head": lambda features, logits: logits})
+    companion.eval()
+    moved = 0.1 * first(who)(who.data.train.inputs).mean(0)  # BatchNorm's share of a batch, off from 0
+
+    def loss(inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        both = [nn.functional.cross_entropy(forward(one, inputs)[1], labels) for one in (net(who), companion)]
+        return {"ce": torch.stack(both).sum()}
+
+    fit(who, loss, companions=[companion], epochs=1)
+    for one in (net(who), companion):
+        assert isinstance(one.body[1], nn.BatchNorm1d)
+        torch.testing.assert_close(one.body[1].running_mean, moved)
+
+
 def test_batchnorm_never_meets_a_single_sample() -> None:
     for normalised, steps in ((False, 2), (True, 1)):  # 5 samples in batches of 4 and 1
         who = client(Net(normalised), n=5, drop_last="never")
@@ -283,6 +299,15 @@ def test_kept_momentum_is_one_uninterrupted_sgd() -> None:
 def test_fresh_momentum_is_nothing_to_remember() -> None:
     who = client(momentum=0.9)
     assert fit(who, classification(who.model)).optimizer == {}
+
+
+def test_fresh_momentum_leaves_out_what_an_earlier_run_kept() -> None:
+    kept = client(momentum=0.9, optimizer_state="kept")
+    memory = fit(kept, classification(kept.model)).optimizer
+    with_it, without = replace(client(momentum=0.9), memory=memory), client(momentum=0.9)
+    for who in (with_it, without):
+        fit(who, classification(who.model))
+    assert not changed(weights(without.model), with_it.model)
 
 
 def test_what_the_client_remembers_is_not_changed_by_training() -> None:

@@ -21,11 +21,13 @@ def test_spread_over_seeds() -> None:
 def test_fairness_takes_whole_clients() -> None:
     found = fairness(np.arange(20.0) / 20)  # 0, 0.05, .., 0.95: two clients are a tenth
     assert (found.lowest, found.n) == (0.0, 20)
+    assert found.mean == pytest.approx(0.475)
     assert found.worst_decile == pytest.approx(0.025)
     assert found.best_decile == pytest.approx(0.925)
     assert found.deviation == pytest.approx(0.05 * (399 / 12) ** 0.5)  # of 0..n-1: sqrt((n² - 1)/12)
     alone = fairness([0.25, 0.75])
     assert (alone.worst_decile, alone.best_decile, alone.deviation) == (0.25, 0.75, 0.25)
+    assert (fairness([0.75, 0.25, 0.2]).lowest, fairness([0.75, 0.25, 0.2]).mean) == (0.2, pytest.approx(0.4))
 
 
 def test_wilcoxon_against_all_signs() -> None:

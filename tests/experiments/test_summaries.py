@@ -225,3 +225,25 @@ def test_the_validation_chosen_round() -> None:
     assert (found.chosen[0], found.chosen[1]["weighted"]) == (2, 0.75)
     assert found.best[0] == 3
     assert scores(rounds)["head"].chosen is None
+
+
+def test_the_first_of_equally_good_rounds_is_the_best_one_and_the_scoring_at_the_end_counts() -> None:
+    def at(weighted: float, mean: float) -> dict[str, Any]:
+        return {"head": {"weighted": weighted, "mean": mean}}
+
+    # Scored before training: a line holds what the round before it came to, the last one its own as well.
+    rounds: list[dict[str, Any]] = [
+        {"round": 1, "accuracy_of_round": 0, "accuracy": at(0.25, 0.5), "validation": at(0.5, 0.0)},
+        {"round": 2, "accuracy_of_round": 1, "accuracy": at(0.75, 0.25), "validation": at(0.5, 0.0)},
+        {"round": 3, "accuracy_of_round": 2, "accuracy": at(0.75, 0.375), "validation": at(0.25, 0.0)},
+    ]
+    found = scores(rounds)["head"]
+    assert (found.last[0], found.best[0]) == (2, 1)
+    assert found.chosen == (0, at(0.25, 0.5)["head"])  # 0.5 on validation samples, first in round 0
+    assert scores(rounds, "mean")["head"].best[0] == 0
+    rounds[-1]["final"] = {"accuracy": at(0.5, 0.625), "validation": at(0.75, 0.0)}
+    found = scores(rounds)["head"]
+    assert (found.last, found.best[0]) == ((3, at(0.5, 0.625)["head"]), 1)
+    assert found.chosen == found.last == scores(rounds, "mean")["head"].best
+    assert set(scores(rounds)) == {"head"}
+    assert scores([]) == {}

@@ -1,9 +1,17 @@
-"""Accuracies over clients."""
+"""Accuracies over clients, and the line of a round."""
+
+from typing import Any, Literal
 
 import pytest
 
-from pbfl_flwr.flower.books import summarise
-from pbfl_flwr.flower.report import Report
+from pbfl_flwr.config import parse
+from pbfl_flwr.flower.books import client_columns, final_scores, round_line, summarise
+from pbfl_flwr.flower.replies import Outcome, Phase
+from pbfl_flwr.flower.report import SPENT, Report
+from pbfl_flwr.flower.traffic import Traffic
+from pbfl_flwr.methods import SECTIONS, build_method
+from pbfl_flwr.payloads import Prototypes
+from pbfl_flwr.task import Task
 
 
 def report(num_test: int, correct: int, **others: int) -> Report:
@@ -25,3 +33,67 @@ def test_who_has_no_test_samples_or_cannot_be_asked_is_left_out() -> None:
     assert found["head"]["clients"] == 2
     assert (found["global"]["weighted"], found["global"]["clients"]) == (0.25, 1)
     assert summarise({1: report(0, 0)}) == {}
+
+
+def a_round() -> tuple[Phase, Outcome]:
+    """Clients 0, 1 and 3 train, of which 3 lies; client 2 is only scored."""
+    seconds = (1.0, 2.0, 3.0, 4.0, 5.0)
+    reports = {
+        0: Report(1, 2, 1, {"head": 2}, 0.5, seconds, 70.0, {"loss.ce": 1.0}, other={"head": 0}),
+        1: Report(
+            3, 6, 1, {"head": 3}, 1.5, seconds, 90.0, {"loss.ce": 3.0, "held-back": 4.0}, 4, {"head": 1}
+        ),
+        2: Report(9, 2, 1, {"head": 0}, 2.5, seconds, 80.0),
+        3: Report(
+            4, 8, 1, {"head": 8}, 9.0, seconds, 60.0, {"loss.ce": 5.0}, 5, {"head": 5}, other={"head": 8}
+        ),
+    }
+    down = {client: Traffic(1, 10, 100) for client in reports}
+    phase = Phase([], {0, 1, 3}, down, 12, 0.0, malicious=frozenset({3}))
+    uploads = dict.fromkeys((0, 1, 3), Prototypes.empty(2, 2))
+    up = {0: Traffic(2, 20, 200), 1: Traffic(3, 30, 300), 3: Traffic(), 2: Traffic(0, 1, 1)}
+    return phase, Outcome(uploads, reports, {4: "gone"}, up=up, scalars_up=7)
+
+
+@pytest.mark.parametrize(("moment", "scored"), [("after", 5), ("before", 4)])
+def test_the_line_of_a_round_by_hand(moment: Literal["before", "after"], scored: int) -> None:
+    method = build_method(parse({"method": "fedproto", "feature-dim": 2}, SECTIONS))
+    state = method.init(Task(2, 2, (1,)), 0)
+    line: dict[str, Any] = round_line(5, *a_round(), method, state, moment, 0.25)
+    assert (line["round"], line["accuracy_of_round"]) == (5, scored)
+    assert line["accuracy"]["head"]["weighted"] == 0.5  # (2 + 3 + 0)/(2 + 6 + 2), without the liar
+    assert line["accuracy"]["head"]["clients"] == 3
+    assert (line["validation"]["head"]["weighted"], line["validation"]["head"]["clients"]) == (0.25, 1)
+    assert (line["other"]["head"]["weighted"], line["other"]["head"]["clients"]) == (0.0, 1)
+    assert line["test_loss"] == 1.5  # (2·0.5 + 6·1.5 + 2·2.5)/10: by test samples
+    assert line["clients"] == {"held-back": 4.0, "loss.ce": 3.75}  # (1·1 + 3·3 + 4·5)/8: by training samples
+    assert line["trained"] == [0, 1, 3]
+    assert line["failures"] == [{"client": 4, "reason": "gone"}]
+    assert line["bytes_up"] == {"payload": 5, "ours": 51, "total": 501}
+    assert line["bytes_down"] == {"payload": 4, "ours": 40, "total": 400}
+    assert line["scalars"] == {"up": 7, "down": 12}
+    assert line["seconds"]["clients"] == dict(zip(SPENT, (4.0, 8.0, 12.0, 16.0, 20.0), strict=True))
+    assert (line["seconds"]["aggregate"], line["peak_mb"]) == (0.25, 90.0)
+    final = final_scores(*a_round())
+    assert final == {key: line[key] for key in ("accuracy", "validation", "failures")}
+
+
+def test_the_columns_of_a_round_keep_every_client() -> None:
+    columns = client_columns(5, *a_round())
+    assert (columns["round"], columns["client"]) == (5, [0, 1, 2, 3])
+    assert columns["correct"] == [{"head": 2}, {"head": 3}, {"head": 0}, {"head": 8}]
+    assert columns["num_validation"] == [0, 4, 0, 5]
+    assert columns["validated"] == [{}, {"head": 1}, {}, {"head": 5}]
+    assert columns["other"] == [{"head": 0}, {}, {}, {"head": 8}]
+    assert [entry["ours"] for entry in columns["bytes_up"]] == [20, 30, 1, 0]
+    assert "name" not in columns
+
+
+def test_what_nobody_reports_is_none() -> None:
+    phase, outcome = a_round()
+    method = build_method(parse({"method": "fedproto", "feature-dim": 2}, SECTIONS))
+    state = method.init(Task(2, 2, (1,)), 0)
+    outcome = Outcome({}, {2: Report(9, 0)}, up={2: Traffic()})
+    line = round_line(1, phase, outcome, method, state, "after", 0.0)
+    assert (line["test_loss"], line["clients"], line["accuracy"]) == (None, {}, {})
+    assert not {"validation", "other", "late", "ages"} & set(line)

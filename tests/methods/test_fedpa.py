@@ -161,6 +161,14 @@ def test_first_round_is_cross_entropy_then_generator_and_pull_join(make_method, 
     assert set(second.metrics) == {"loss.ce", "loss.generated", "loss.pull"}
 
 
+def test_a_single_prototype_pulls(make_method, make_client, task):
+    method = replace(make_method("fedpa", own=SMALL), architecture="cnn4")
+    for held, terms in (([0, 0, 0, 0], {"loss.ce"}), ([0, 1, 0, 0], {"loss.ce", "loss.pull"})):
+        table = Prototypes(torch.ones(4, 6) * torch.tensor(held)[:, None], torch.tensor(held).bool())
+        down = replace(method.init(task, 0).taught, prototypes=table)
+        assert set(method.local_update(make_client(architecture="cnn4", round=2), down).metrics) == terms
+
+
 def test_a_second_round_of_a_client_follows_the_repositorys_loop(make_method, make_client, task):
     method, keys = make_method("fedpa", models="cnn4", own=SMALL), {"learning_rate": 0.1, "batch_size": 4}
     start = method.init(task, 3)

@@ -59,11 +59,14 @@ def test_fewer_clients_than_centres(make_method, task):
     }
 
 
+@pytest.mark.parametrize("size", [1.0, 1e-3])
 @pytest.mark.parametrize("seed", range(4))
-def test_equal_updates_are_one_to_the_first_clusters(make_method, task, seed):
+def test_equal_updates_are_one_to_the_first_clusters(make_method, task, seed, size):
     """Whatever a machine's eigenvectors round to: k-means is not asked for more clusters than there are updates."""
     draw = torch.Generator().manual_seed(seed)
-    one, two = ({"body": torch.randn(300, generator=draw), "head.weight": torch.zeros(2)} for _ in range(2))
+    one, two = (
+        {"body": size * torch.randn(300, generator=draw), "head.weight": torch.zeros(2)} for _ in range(2)
+    )
     start = Centres((Weights({name: torch.zeros_like(t) for name, t in one.items()}, 1),), START.assigned)
     uploads = {client: Weights(one if client % 3 else two, 1) for client in range(12)}
     state = make_method("fesem", models="cnn4", own={"centres": 5}).aggregate(

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.methods import METHODS, SECTIONS, build_method
 from pbfl_flwr.models import build_model
 from pbfl_flwr.payloads import RejectedPayload, Weights
 from pbfl_flwr.task import Task
@@ -64,6 +66,21 @@ def test_other_shapes_and_names_are_rejected(make_method, task):
 
 
 def test_different_architectures_are_refused_before_round_1(make_method, task):
-    for name in ("fedavg", "fedprox", "fedper", "fedrep"):
+    one = [
+        "fedavg",
+        "fedprox",
+        "fedper",
+        "fedrep",
+        "fedcpd",
+        "fedala",
+        "fesem",
+        "feduv",
+        "fednh",
+        "fedfa",
+        "fedpa",
+    ]
+    for name in one:
         with pytest.raises(PbflError, match=f"'{name}'.*cnn4, resnet4"):
             make_method(name).check(task, ["cnn4", "resnet4"])
+    asked = {name for name in METHODS if build_method(parse({"method": name}, SECTIONS)).same_architecture}
+    assert asked == set(one)

@@ -76,6 +76,14 @@ def test_ppa_by_hand():
     assert result.present.tolist() == [True, True, True, False]
 
 
+def test_ppa_of_a_single_sample_or_of_none():
+    alone = upload({2: [3.0, -1.0]})
+    assert aggregation.ppa([alone], 4, 1).values[2].tolist() == [12, -4]  # K/n = 4/1
+    assert aggregation.ppa([alone], 4).values[2].tolist() == [12, -4]  # no n_i came: n counts as 1
+    two = replace(alone, num_examples=2)
+    assert aggregation.ppa([two, two], 4, None, [1.0, 0.5]).values[2].tolist() == [6, -2]  # 1.5·4·(3, -1)/3
+
+
 def test_aps_by_hand_and_its_relation_to_ppa():
     uploads = [scaled(one) for one in UPLOADS]
     assert aggregation.aps(uploads, 0.5).values.tolist() == [[4.5, 9], [17.5, 17.5], [-1.5, 0], [0, 0]]

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.prototypes import sphere
 from pbfl_flwr.prototypes.alignment import AlignmentSettings, align
-from pbfl_flwr.prototypes.sphere import forces, geometry
+from pbfl_flwr.prototypes.sphere import Geometry, forces, geometry, squared_distances
 
 
 def relu_like(num_classes, dim, seed=0):
@@ -138,6 +139,18 @@ def test_forces_of_a_table_that_is_one_cluster_are_exact():
     torch.testing.assert_close(forces(units), expected, rtol=1e-7, atol=1e-7 * float(expected.abs().max()))
 
 
+@pytest.mark.parametrize("at_once", [1, 4, 5, 4096])
+def test_close_pairs_are_mended_on_both_sides_however_many_at_a_time(at_once, monkeypatch):
+    monkeypatch.setattr(sphere, "PAIRS_AT_ONCE", at_once)
+    units = relu_like(8, 64).double()
+    units[1:4] = units[0] + 1e-6 * gaussian(3, 64).double()  # 6 close pairs and, with rows 6 and 7, a seventh
+    units[6] = units[7] + 1e-6
+    literal = ((units.unsqueeze(1) - units.unsqueeze(0)) ** 2).sum(2)
+    torch.testing.assert_close(squared_distances(units), literal, rtol=1e-7, atol=0)
+    error = (forces(units) - literal_forces(units)).norm(dim=1)
+    assert bool((error <= 1e-7 * literal_forces(units).norm(dim=1)).all())
+
+
 @pytest.mark.parametrize("gap", [1e-1, 1e-3, 1e-5, 1e-8, 0.0])
 @pytest.mark.parametrize("solver", ["thomson", "simplex", "lbfgs"])
 def test_near_coincident_prototypes_do_not_blow_up(gap, solver):
@@ -260,6 +273,24 @@ def test_lbfgs_goes_on_from_thomson():
     assert refined.iterations > thomson.iterations
 
 
+def test_lbfgs_ends_where_no_prototype_is_pushed_along_the_sphere():
+    start = gaussian(20, 5)
+    units = align(start, everybody(start), "lbfgs").values.double()
+    force = literal_forces(units)
+    along = force - (force * units).sum(1, keepdim=True) * units
+    assert (
+        float(along.abs().max()) < 2e-6 * 19 / 2
+    )  # the tolerance is a share of (K - 1)/2; values are float32
+
+
+def test_the_solver_is_watched_from_the_start_to_the_end():
+    start, seen = gaussian(7, 3), []
+    result = align(start, everybody(start), watch=lambda units: seen.append(units.clone()))
+    assert len(seen) == 1 + result.report.iterations
+    torch.testing.assert_close(seen[0].float(), start / start.norm(dim=1, keepdim=True))
+    assert torch.equal(seen[-1].float(), result.values)
+
+
 def test_geometry_by_hand():
     # a square on the unit circle: 4 sides of √2, 2 diagonals of 2
     square = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0], [0.0, -1.0]])
@@ -272,6 +303,10 @@ def test_geometry_by_hand():
     lopsided = torch.tensor([[1.0, 0.0], [0.8, 0.6], [-1.0, 0.0]])
     assert geometry(lopsided).margin == pytest.approx(math.sqrt(1.8**2 + 0.6**2))  # of (-1, 0), to (0.8, 0.6)
     assert geometry(lopsided).min_distance == pytest.approx(math.sqrt(0.2**2 + 0.6**2))
+
+
+def test_a_single_prototype_has_no_geometry():
+    assert geometry(torch.tensor([[0.6, 0.8]])) == Geometry(0.0, 0.0, 0.0, 0.0, 0.0) == Geometry()
 
 
 def test_figures_are_flat_numbers():

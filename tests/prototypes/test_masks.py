@@ -1,3 +1,4 @@
+import hashlib
 import math
 from itertools import combinations
 
@@ -115,6 +116,31 @@ def test_these_masks_are_what_seed_3_means():
         "010001",
         "010100",
     ]
+
+
+@pytest.mark.parametrize(
+    ("num_classes", "feature_dim", "size", "scheme", "digest"),
+    [
+        (
+            10,
+            64,
+            23,
+            "dimension",
+            "29b5d2a293ef",
+        ),  # orbits of 4 and of 3 rows, one fewer than fit; 14 columns dealt
+        (24, 60, 9, "dimension", "4164972113ca"),  # as many orbits as fit
+        (5, 7, 3, "dimension", "fb0c2dd31131"),
+        (30, 12, 4, "dimension", "ffa031b61ebd"),  # more classes than dimensions: all dealt, then swaps
+        (20, 6, 3, "dimension", "60c1926c6a9a"),  # every subset is needed: the unused ones are listed
+        (60, 24, 2, "dimension", "42168de98dff"),  # 276 subsets are more than 4·60: the unused ones are drawn
+        (30, 16, 2, "dimension", "8e5fe53ce1c8"),  # 120 subsets are 4·30: listed
+        (20, 64, 16, "block", "ff515ec8f24c"),
+    ],
+)
+def test_these_digests_are_what_seed_5_means(num_classes, feature_dim, size, scheme, digest):
+    masks = allocate_masks(num_classes, feature_dim, size, scheme=scheme, seed=5)
+    bits = "".join(str(int(bit)) for bit in masks.flatten())
+    assert hashlib.sha256(bits.encode()).hexdigest()[:12] == digest
 
 
 @pytest.mark.parametrize(

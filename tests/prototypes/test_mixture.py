@@ -185,6 +185,19 @@ def test_threshold_decides_and_may_count_per_dimension():
     assert fuse([parts, parts], 2, threshold=0).num_components == 4
 
 
+def test_the_heaviest_component_is_the_first_seed_and_the_lowest_of_equal_ones():
+    # In one dimension and with deviations of 1, D_B = shift²/8: neighbours 0.125, the outer two 0.5 apart.
+    def fused(*weights):
+        return fuse([components(*((0, w, [x], [1.0]) for x, w in enumerate(weights)))], 1, threshold=0.2)
+
+    heavy = fused(1, 6, 1)  # the middle one takes both
+    assert (heavy.weights.tolist(), heavy.means.flatten().tolist()) == ([8], [1])
+    heavy = fused(1, 1, 6)  # the last one takes the middle one
+    assert (heavy.weights.tolist(), heavy.means.flatten().tolist()) == ([7, 1], [pytest.approx(13 / 7), 0])
+    equal = fused(1, 1, 1)  # the first one takes the middle one
+    assert (equal.weights.tolist(), equal.means.flatten().tolist()) == ([2, 1], [0.5, 2])
+
+
 def test_classes_never_fuse_and_nothing_fuses_to_nothing():
     parts = components((1, 1, [0.0, 0.0], [1.0, 1.0]), (3, 1, [0.0, 0.0], [1.0, 1.0]))
     assert fuse([parts], 2, threshold=9).labels.tolist() == [1, 3]

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from pbfl_flwr.method import Client, Round
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.models import build_model
 from pbfl_flwr.payloads import Prototypes, RejectedPayload
-from pbfl_flwr.prototypes import masks
+from pbfl_flwr.prototypes import masks, sums
 from pbfl_flwr.prototypes.pipeline import Pipeline
 from pbfl_flwr.prototypes.stages import Stages
 from pbfl_flwr.task import Task
@@ -217,11 +218,48 @@ def test_aps_sums_or_averages_and_the_client_scales(form: str, divisor: list[int
         np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("answering", [[0, 1, 2], [0, 2], [1]])
+@pytest.mark.parametrize(
+    ("keys", "factor"),  # of what all rows together, or the mean of those of a class, are multiplied by
+    [
+        ({"aggregation": "mean"}, None),
+        ({"aggregation": "aps-mean"}, None),
+        ({"aggregation": "ppa"}, lambda sent: 4 / sum(N[i] for i in sent)),
+        (
+            {"aggregation": "ppa", "ppa_total": "known", "total_examples": 60},
+            lambda sent: 4 / (20 * len(sent)),
+        ),
+        ({"aggregation": "aps-sum"}, lambda sent: 1.0),
+        ({"aggregation": "aps-sum", "aps_scale": 0.5}, lambda sent: 3 / len(sent)),
+    ],
+    ids=lambda given: "-".join(map(str, given.values())) if isinstance(given, dict) else "",
+)
+def test_the_upload_that_stands_for_a_sum_gives_what_all_give(
+    keys: dict[str, Scalar], factor: Callable[[list[int]], float] | None, answering: list[int]
+) -> None:
+    found = method(**keys)
+    sent = {i: up for i, up in uploads(scaled=True, total=True).items() if i in answering}
+    rows, held = torch.from_numpy(summed(sent)), torch.stack([up.present for up in sent.values()]).sum(0)
+    total = sums.Total(rows, held, sum(N[i] for i in sent), len(sent))
+    alone = run(found, {0: found.summed(total, 3)})
+    expected = rows * factor(answering) if factor else rows / held.clamp_min(1)[:, None]
+    np.testing.assert_allclose(alone.values, expected, rtol=1e-6)
+    assert torch.equal(alone.present, held > 0)
+    if not found.stages.sends_total:
+        sent = {i: replace(up, num_examples=None) for i, up in sent.items()}
+    np.testing.assert_allclose(run(found, sent).values, expected, rtol=1e-6)
+
+
 def one(label: int, n: int, total: int | None, mean: float = 1.0) -> Prototypes:
     """n samples of one class whose mean is ``mean`` everywhere, n-scaled."""
     values, present = torch.zeros(4, 8), torch.zeros(4, dtype=torch.bool)
     values[label], present[label] = n * mean, True
     return Prototypes(values, present, None, total)
+
+
+def test_a_single_prototype_pulls_and_none_does_not() -> None:
+    for down, pulls in ((Prototypes.empty(4, 8), False), (one(1, 1, None), True)):
+        assert ("loss.pull" in method().local_update(client(), down).metrics) == pulls
 
 
 @pytest.mark.parametrize("form", ["aps-sum", "aps-mean"])

@@ -184,6 +184,34 @@ def test_noise_has_its_deviation_and_is_never_the_same() -> None:
     assert torch.equal(first.rows, second.rows)
 
 
+@pytest.mark.parametrize(("scaled", "keys"), [(False, {}), (True, {"dense_uploads": True})])
+def test_the_rows_that_are_sent_bear_the_whole_noise(scaled: bool, keys: dict[str, Any]) -> None:
+    stage, means = stage_of(scaled, dp_noise=0.5, **keys), torch.full((2, 20_000), 0.25 * C)
+    rows = stage.table(client_of([0, 0, 0, 1]), means, torch.tensor([3, 1])).rows.double()
+    sigma = (
+        0.5 * 2 * C * math.sqrt(2)
+    )  # z·2C·√K; both rows are clipped to C first, so that an entry is C/√20000
+    assert rows.std(1).tolist() == pytest.approx([sigma, sigma], rel=0.05)
+    assert rows.mean(1).tolist() == pytest.approx([0, 0], abs=0.05 * sigma)
+    assert float((rows[0] * rows[1]).mean()) == pytest.approx(
+        0, abs=0.05 * sigma**2
+    )  # every entry has its own
+    # Noise of a seed can be taken off again: what is left are the clipped rows.
+    seeded, client = stage_of(scaled, dp_noise=0.5, dp_randomness="seed", **keys), client_of([0, 0, 0, 1])
+    rows = seeded.table(client, means, torch.tensor([3, 1])).rows
+    noise = sigma * torch.randn(2, 20_000, generator=client.generator("privacy"), dtype=torch.float64)
+    left = torch.full((2, 20_000), C / 20_000**0.5, dtype=torch.float64)
+    torch.testing.assert_close(rows - noise, left, atol=2e-6, rtol=0)  # float32 of numbers near 8
+
+
+def test_features_are_clipped_where_a_sample_is_the_unit_and_there_is_a_bound() -> None:
+    assert stage_of(False).of_samples is None  # of clients
+    assert stage_of(False, dp_unit="sample", dp_clip=0.0).of_samples is None
+    clipped = stage_of(False, dp_unit="sample").of_samples
+    assert clipped is not None
+    torch.testing.assert_close(clipped(torch.tensor([[3.0, 4.0]])), torch.tensor([[0.6 * C, 0.8 * C]]))
+
+
 def test_absent_classes_get_no_noise_where_they_are_not_sent() -> None:
     sent = stage_of(False, dp_noise=3.0).table(client_of([0, 0]), torch.zeros(2, 2), torch.tensor([2, 0]))
     assert sent.present.tolist() == [True, False]
