@@ -16,7 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -234,6 +234,11 @@ class Method(ABC, Generic[StateT, DownT, UpT]):
             parameters: (body, head) parameters of every client's network.
         """
         return None
+
+
+def resolved_moment(settings: EvaluationSettings, method: Method[Any, Any, Any]) -> Moment:
+    """Return when clients are scored: what the configuration says, else the method's own habit."""
+    return method.moment if settings.evaluate_moment == "auto" else settings.evaluate_moment
 
 
 def head_scores(features: Tensor, logits: Tensor) -> Tensor:

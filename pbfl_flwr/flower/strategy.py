@@ -30,7 +30,6 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import notes, wire
 from pbfl_flwr.flower.attendance import Attendance
 from pbfl_flwr.flower.books import aged, client_columns, final_scores, round_line
-from pbfl_flwr.flower.client import resolved_moment
 from pbfl_flwr.flower.hello import meet, unchanged
 from pbfl_flwr.flower.history import RunDirectory
 from pbfl_flwr.flower.newcomers import Newcomers, new_clients
@@ -40,7 +39,7 @@ from pbfl_flwr.flower.replies import Outcome, Phase, read, worker_died
 from pbfl_flwr.flower.roster import Roster
 from pbfl_flwr.flower.secure import SecureRounds
 from pbfl_flwr.flower.waiting import attentive
-from pbfl_flwr.method import Method, Moment, Round
+from pbfl_flwr.method import Method, Moment, Round, resolved_moment
 from pbfl_flwr.methods import build_method, privacy_notes
 from pbfl_flwr.payloads import Payload
 from pbfl_flwr.prototypes.attacks import malicious
@@ -77,7 +76,7 @@ class MethodStrategy(Strategy):
         self.newcomers: list[dict[str, Any]] = []
         self.done = 0
         self.experiment = f"{settings.fingerprint()}-{uuid.uuid4().hex[:8]}"
-        self.moment: Moment = resolved_moment(settings, self.method)
+        self.moment: Moment = resolved_moment(settings.evaluation, self.method)
         wanted = settings.evaluation.predictor
         self.headline = self.method.headline if wanted == "auto" else wanted
         self.task: Task | None = None

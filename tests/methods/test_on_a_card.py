@@ -10,7 +10,7 @@ import torch
 
 from pbfl_flwr import replay
 from pbfl_flwr.config import Scalar, parse
-from pbfl_flwr.flower import client, opening
+from pbfl_flwr.flower import introduction, opening
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method
 from tests.flower.inprocess import federation
 from tests.pretend_card import CUDA, OnCard, Recording, card
@@ -62,7 +62,7 @@ def replayed(tmp_path: Path, method: str, keys: dict[str, Scalar]) -> int:
     with (
         card(),
         patch.object(opening, "choose_device", lambda wanted: CUDA),
-        patch.object(client, "choose_device", lambda wanted: CUDA),
+        patch.object(introduction, "choose_device", lambda wanted: CUDA),
         patch.object(replay, "_recordings", OrderedDict()),
     ):
         on_card = federation(tmp_path / "card", method, **keys, compile="cuda-graph").run()
