@@ -17,12 +17,13 @@ from pbfl_flwr.flower import checkpoint, faults, history, store, wire
 from pbfl_flwr.flower import client as client_module
 from pbfl_flwr.flower import hello as hello_module
 from pbfl_flwr.flower.books import aged
+from pbfl_flwr.flower.endings import RunEnded
 from pbfl_flwr.flower.hello import agreed, welcome_back
 from pbfl_flwr.flower.late import PATIENCE
 from pbfl_flwr.flower.report import Report
 from pbfl_flwr.flower.roster import Member
 from pbfl_flwr.flower.store import load_tensors
-from pbfl_flwr.flower.strategy import MethodStrategy, RunEnded
+from pbfl_flwr.flower.strategy import MethodStrategy
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.payloads import Prototypes
 from pbfl_flwr.prototypes.pipeline import Pipeline
