@@ -45,6 +45,27 @@ class PrototypeGenerator(nn.Module):
 
 
 @dataclass(frozen=True)
+class ServerTraining:
+    """Settings of FedTGP's server-trained prototypes.
+
+    Attributes:
+        epochs: S, passes over the uploaded prototypes in a round.
+        batch_size, learning_rate, momentum: of the server's SGD.
+        margin_cap: τ, upper bound of the adaptive margin.
+        margin: of which two classes it is the distance.
+        absent: whether a class that nobody ever sent takes part in prediction and pull ("keep") or not.
+    """
+
+    epochs: int = 100
+    batch_size: int = 32
+    learning_rate: float = 0.01
+    momentum: float = 0.0
+    margin_cap: float = 100.0
+    margin: Margin = "nearest"
+    absent: Literal["exclude", "keep"] = "exclude"
+
+
+@dataclass(frozen=True)
 class TrainableState:
     """What the server keeps from round to round.
 
