@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -140,14 +141,9 @@ def fit(
     groups = [_group(p, settings, share, client.device if recorded else None) for p in chosen if p.parameters]
     if not groups:
         return FitReport(0, 0, {}, {})
-    known = {id(parameter) for group in groups for parameter in group.parameters}
-    names = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in known}
-    own = {id(parameter) for parameter in names.values()}
-    others = (parameter for group in groups for parameter in group.parameters if id(parameter) not in own)
-    names |= {f"beside.{place}": parameter for place, parameter in enumerate(others)}
+    names = _names(model, groups)
     kept = _kept_momentum(names, client.memory) if settings.optimizer_state == "kept" else {}
     descent = Descent(groups, settings.momentum, settings.weight_decay, kept)
-    frozen = [p for p in model.parameters() if p.requires_grad and id(p) not in known]
     order = client.generator(phase)
     for network in (model, *companions):
         network.train()
@@ -165,9 +161,7 @@ def fit(
 
     replayed = Replayed(learn, settings.batch_size, client.device) if recorded else None
     steps = samples = 0
-    try:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
+    with _gradients_of(descent, model):
         for _ in range(settings.local_epochs if epochs is None else epochs):
             if steps == max_steps:
                 break
@@ -190,20 +184,50 @@ def fit(
                 after_epoch()
         if replayed is not None:
             replayed.settle()
+    losses = {name: float(total) / steps for name, total in totals.items()}
+    _check_finite(losses, descent.parameters, steps)
+    buffers = descent.buffers if settings.optimizer_state == "kept" else {}
+    return FitReport(steps, samples, losses, _momentum(buffers, names))
+
+
+def _names(model: SplitModel, groups: Sequence[Group]) -> dict[str, nn.Parameter]:
+    """Return what is trained by name: the network's own parameters under theirs, others by their place among them."""
+    trained = [parameter for group in groups for parameter in group.parameters]
+    known = {id(parameter) for parameter in trained}
+    names = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in known}
+    own = {id(parameter) for parameter in names.values()}
+    others = (parameter for parameter in trained if id(parameter) not in own)
+    return names | {f"beside.{place}": parameter for place, parameter in enumerate(others)}
+
+
+@contextmanager
+def _gradients_of(descent: Descent, model: SplitModel) -> Iterator[None]:
+    """Within, only what is trained gets gradients of the network's parameters; afterwards nothing keeps one."""
+    trained = {id(parameter) for parameter in descent.parameters}
+    frozen = [p for p in model.parameters() if p.requires_grad and id(p) not in trained]
+    try:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        yield
     finally:
         descent.clear()  # a recording's memory is that of its gradients, too
         for parameter in frozen:
             parameter.requires_grad_(True)
-    losses = {name: float(total) / steps for name, total in totals.items()}
+
+
+def _check_finite(losses: Mapping[str, float], parameters: Sequence[nn.Parameter], steps: int) -> None:
+    """Check what so many steps came to.
+
+    Raises:
+        Diverged: if a loss term or a weight is not finite.
+    """
     if bad := [name for name, value in losses.items() if not math.isfinite(value)]:
         raise Diverged(
             f"loss term '{bad[0]}' is not finite after {steps} steps; {REMEDY}, or lower its weight"
         )
-    finite = [parameter.isfinite().all() for parameter in descent.parameters]
+    finite = [parameter.isfinite().all() for parameter in parameters]
     if finite and not bool(torch.stack(finite).all()):  # a GPU is waited for once
         raise Diverged(f"a weight is not finite after {steps} steps; {REMEDY}")
-    buffers = descent.buffers if settings.optimizer_state == "kept" else {}
-    return FitReport(steps, samples, losses, _momentum(buffers, names))
 
 
 def rate_share(settings: TrainingSettings, number: int) -> float:
