@@ -267,8 +267,3 @@ class Nearest:
         return torch.where(
             self.candidates.to(features.device), -distance, torch.full_like(distance, EXCLUDED)
         )
-
-
-def nearest(prototypes: Tensor, candidates: Tensor) -> Nearest:
-    """Return the predictor by the nearest of these prototypes (K, d) among the candidates (K,)."""
-    return Nearest(prototypes, candidates)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from pbfl_flwr import seeds
 from pbfl_flwr.config import Settings
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.method import Client, Method, Moment, Predictor, Round, Update, head_scores, nearest
+from pbfl_flwr.method import Client, Method, Moment, Nearest, Predictor, Round, Update, head_scores
 from pbfl_flwr.payloads import Prototypes, RejectedPayload, Reveal, joined, under
 from pbfl_flwr.prototypes import aggregation, distillation, scaling, sums
 from pbfl_flwr.prototypes.alignment import align
@@ -178,11 +178,11 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         own = client.data.counts > 0
         if down.num_present:
             targets = self._targets(client, down)
-            found["global"] = nearest(targets, down.present)
+            found["global"] = Nearest(targets, down.present)
             if bool((down.present & own).any()):
-                found["global-local"] = nearest(targets, down.present & own)
+                found["global-local"] = Nearest(targets, down.present & own)
         if "held" in client.memory and bool(client.memory["held"].any()):
-            found["local"] = nearest(client.memory["prototypes"], client.memory["held"])
+            found["local"] = Nearest(client.memory["prototypes"], client.memory["held"])
         return found
 
     def _targets(self, client: Client, down: Prototypes) -> Tensor:
