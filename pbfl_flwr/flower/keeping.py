@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from logging import WARNING
 
 import torch
-from flwr.app import MetricRecord
 from flwr.common import log
 from pydantic import ValidationError
 from torch import Tensor, nn
 
 from pbfl_flwr.card import Card, fault
 from pbfl_flwr.flower.opening import Opened
-from pbfl_flwr.flower.report import Report
+from pbfl_flwr.flower.report import Report, plain
 from pbfl_flwr.flower.store import ClientState
 from pbfl_flwr.method import Nearest, Predictor, Update
 from pbfl_flwr.payloads import Payload
@@ -36,7 +35,7 @@ def kept(
         _state_of(opened.client.model),
         update.memory,
         update.payload.to_tensors(),
-        _plain(report.to_record()),
+        plain(report.to_record()),
         _card(opened, report.participations),
         _prototypes(predictors),
     )
@@ -98,7 +97,3 @@ def _prototypes(predictors: Mapping[str, Predictor]) -> dict[str, Tensor]:
 
 def _state_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
-
-
-def _plain(record: MetricRecord) -> dict[str, float | list[float]]:
-    return {key: [*value] if isinstance(value, list) else value for key, value in record.items()}
