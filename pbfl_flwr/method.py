@@ -155,7 +155,11 @@ class Method(ABC, Generic[StateT, DownT, UpT]):
         """Return the server's state before round 1."""
 
     def broadcast(self, state: StateT, client: int) -> DownT:
-        """Return what travels to one client; by default the state itself."""
+        """Return what travels to one client; by default the state itself.
+
+        Raises:
+            TypeError: if the state is no such payload and the method does not say how it becomes one.
+        """
         if not isinstance(state, self.down):
             raise TypeError(f"{type(self).__name__} must say how its state becomes {self.down.__name__}")
         return state

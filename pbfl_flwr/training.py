@@ -256,6 +256,12 @@ def batches(
 
     ``batch-order`` fixed keeps the stored order; ``drop-last`` small drops an incomplete last batch unless the
     client has less than one batch, always drops it (a small client then makes no step), never keeps it.
+
+    Args:
+        num_samples: n, all indices are 0..n-1.
+        settings: with ``batch-size``, ``batch-order`` and ``drop-last``.
+        order: draws the order of the samples, on the CPU.
+        device: where the samples are.
     """
     fixed = settings.batch_order == "fixed"
     index = torch.arange(num_samples) if fixed else torch.randperm(num_samples, generator=order)
@@ -278,7 +284,15 @@ def complete_batches(client: Client) -> Shard:
 def take(
     data: ClientData, shard: Shard, index: Tensor | slice, device: torch.device, layout: str = "contiguous"
 ) -> tuple[Tensor, Tensor]:
-    """Return (normalised float inputs, labels) of the chosen samples on the device."""
+    """Return (normalised float inputs (B, ...), labels (B,)) of the chosen samples on the device.
+
+    Args:
+        data: knows how its inputs are normalised.
+        shard: samples of it.
+        index: which of them.
+        device: where they are to be.
+        layout: of the memory of images: "contiguous" or "channels-last".
+    """
     inputs = data.prepare(shard.inputs[index].to(device))
     if inputs.dim() == 4 and layout == "channels-last":
         inputs = inputs.contiguous(memory_format=torch.channels_last)

@@ -166,6 +166,12 @@ def margin_logits(vectors: Tensor, prototypes: Tensor, labels: Tensor, margin: f
 
     Squared distances come from a Gram matrix as in the published code, but clamped at 1e-12 before the root:
     rounding can make them negative and the root's slope at zero is infinite.
+
+    Args:
+        vectors: (B, d) c̄_b.
+        prototypes: (K, d) P.
+        labels: (B,) y.
+        margin: δ.
     """
     squared = (vectors**2).sum(1, keepdim=True) + (prototypes**2).sum(1) - 2 * vectors @ prototypes.T
     distances = squared.clamp_min(1e-12).sqrt()
