@@ -164,8 +164,7 @@ class LegacyMethodStrategy(TrainingOnly):
     def workflow(self) -> SecAggPlusWorkflow:
         """Return the fit workflow of a run with ``secure-aggregation``."""
         run = self.settings.run
-        asked = max(1, round(run.fraction_train * run.num_clients))
-        return workflow_of(self.settings.privacy, summing(self.method).bound, asked, run.round_timeout)
+        return workflow_of(self.settings.privacy, summing(self.method).bound, run.trained, run.round_timeout)
 
     def initialize_parameters(self, client_manager: ClientManager) -> Parameters:
         """Return the first broadcast."""
@@ -177,7 +176,7 @@ class LegacyMethodStrategy(TrainingOnly):
         """Ask a share of the clients, the broadcast and the round in hand."""
         run = self.settings.run
         client_manager.wait_for(run.num_clients, int(run.join_timeout))
-        asked = client_manager.sample(max(1, round(run.fraction_train * run.num_clients)))
+        asked = client_manager.sample(run.trained)
         config: dict[str, Scalar] = {"round": server_round, "experiment": self.experiment}
         return [(proxy, FitIns(self._broadcast(), dict(config))) for proxy in asked]
 
