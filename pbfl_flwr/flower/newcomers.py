@@ -24,6 +24,7 @@ from pbfl_flwr.flower.questions import Questions
 from pbfl_flwr.flower.replies import Outcome, Phase, read
 from pbfl_flwr.flower.telling import accuracy
 from pbfl_flwr.method import Moment
+from pbfl_flwr.payloads import Payload
 from pbfl_flwr.task import Task
 
 
@@ -55,7 +56,7 @@ class Newcomers:
     headline: str
     after: int
 
-    def rounds(self, grid: Grid, state: Any, done: int, timeout: float) -> Iterator[dict[str, Any]]:
+    def rounds(self, grid: Grid, state: Payload, done: int, timeout: float) -> Iterator[dict[str, Any]]:
         """Let them train and yield a line for each of their rounds, of the form that rounds.jsonl has.
 
         ``round`` counts on from the run's rounds, ``after`` says how many those were, ``columns`` are the clients'
@@ -101,7 +102,9 @@ class Newcomers:
             if run.failure_policy == "stop":
                 raise RunEnded(f"{said}; failure-policy is 'stop'. All rounds are kept and can be resumed")
 
-    def _asked(self, grid: Grid, state: Any, number: int, kind: str, timeout: float) -> tuple[Phase, Outcome]:
+    def _asked(
+        self, grid: Grid, state: Payload, number: int, kind: str, timeout: float
+    ) -> tuple[Phase, Outcome]:
         clients = new_clients(self.settings)
         absent = {c: why for c, why in self.attendance.absent(grid, number).items() if c in clients}
         kinds = dict.fromkeys(sorted(clients - set(absent)), kind)

@@ -134,7 +134,7 @@ class _Reader:
     """Decodes and validates replies."""
 
     method: Method[Any, Any, Any]
-    state: Any
+    state: Payload
     task: Task
     max_bytes: int
 
@@ -254,7 +254,7 @@ def read(
     replies: list[Message],
     phase: Phase,
     method: Method[Any, Any, Any],
-    state: Any,
+    state: Payload,
     task: Task,
     max_bytes: int = wire.MAX_BYTES,
     late: Sequence[tuple[Debt, Message]] = (),
@@ -310,7 +310,7 @@ def _classes(upload: Payload, task: Task) -> list[int] | None:
     return labels
 
 
-def _upload_of(reply: Message, method: Method[Any, Any, Any], state: Any, task: Task) -> Payload:
+def _upload_of(reply: Message, method: Method[Any, Any, Any], state: Payload, task: Task) -> Payload:
     upload: Payload = wire.decode(wire.payload_in(reply.content), method.up, task)
     method.validate(upload, state, task)
     return upload

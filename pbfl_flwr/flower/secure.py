@@ -96,7 +96,9 @@ class SecureRounds:
         """Return the one upload that stands for the sum, under the first client's number."""
         return {min(uploads): uploads[min(uploads)]} if uploads else {}
 
-    def read(self, replies: list[Message], phase: Phase, state: Any, task: Task, max_bytes: int) -> Outcome:
+    def read(
+        self, replies: list[Message], phase: Phase, state: Payload, task: Task, max_bytes: int
+    ) -> Outcome:
         """Return what came of a phase: reports, traffic, who fell out and why; the arguments are those of replies.read.
 
         The upload of every client that was added is the one that stands for their sum.
