@@ -16,7 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -157,7 +157,11 @@ class Method(ABC, Generic[StateT, DownT, UpT]):
         """Return the server's state before round 1."""
 
     def broadcast(self, state: StateT, client: int) -> DownT:
-        """Return what travels to one client; by default the state itself."""
+        """Return what travels to one client; by default the state itself.
+
+        Raises:
+            TypeError: if the state is no such payload and the method does not say how it becomes one.
+        """
         if not isinstance(state, self.down):
             raise TypeError(f"{type(self).__name__} must say how its state becomes {self.down.__name__}")
         return state
@@ -238,6 +242,11 @@ class Method(ABC, Generic[StateT, DownT, UpT]):
         return None
 
 
+def resolved_moment(settings: EvaluationSettings, method: Method[Any, Any, Any]) -> Moment:
+    """Return when clients are scored: what the configuration says, else the method's own habit."""
+    return method.moment if settings.evaluate_moment == "auto" else settings.evaluate_moment
+
+
 def head_scores(features: Tensor, logits: Tensor) -> Tensor:
     """Predictor ``head``: the logits."""
     return logits
@@ -264,8 +273,3 @@ class Nearest:
         return torch.where(
             self.candidates.to(features.device), -distance, torch.full_like(distance, EXCLUDED)
         )
-
-
-def nearest(prototypes: Tensor, candidates: Tensor) -> Nearest:
-    """Return the predictor by the nearest of these prototypes (K, d) among the candidates (K,)."""
-    return Nearest(prototypes, candidates)

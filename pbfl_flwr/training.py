@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -140,14 +141,9 @@ def fit(
     groups = [_group(p, settings, share, client.device if recorded else None) for p in chosen if p.parameters]
     if not groups:
         return FitReport(0, 0, {}, {})
-    known = {id(parameter) for group in groups for parameter in group.parameters}
-    names = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in known}
-    own = {id(parameter) for parameter in names.values()}
-    others = (parameter for group in groups for parameter in group.parameters if id(parameter) not in own)
-    names |= {f"beside.{place}": parameter for place, parameter in enumerate(others)}
+    names = _names(model, groups)
     kept = _kept_momentum(names, client.memory) if settings.optimizer_state == "kept" else {}
     descent = Descent(groups, settings.momentum, settings.weight_decay, kept)
-    frozen = [p for p in model.parameters() if p.requires_grad and id(p) not in known]
     order = client.generator(phase)
     for network in (model, *companions):
         network.train()
@@ -165,9 +161,7 @@ def fit(
 
     replayed = Replayed(learn, settings.batch_size, client.device) if recorded else None
     steps = samples = 0
-    try:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
+    with _gradients_of(descent, model):
         for _ in range(settings.local_epochs if epochs is None else epochs):
             if steps == max_steps:
                 break
@@ -191,20 +185,50 @@ def fit(
                 after_epoch()
         if replayed is not None:
             replayed.settle()
+    losses = {name: float(total) / steps for name, total in totals.items()}
+    _check_finite(losses, descent.parameters, steps)
+    buffers = descent.buffers if settings.optimizer_state == "kept" else {}
+    return FitReport(steps, samples, losses, _momentum(buffers, names))
+
+
+def _names(model: SplitModel, groups: Sequence[Group]) -> dict[str, nn.Parameter]:
+    """Return what is trained by name: the network's own parameters under theirs, others by their place among them."""
+    trained = [parameter for group in groups for parameter in group.parameters]
+    known = {id(parameter) for parameter in trained}
+    names = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in known}
+    own = {id(parameter) for parameter in names.values()}
+    others = (parameter for parameter in trained if id(parameter) not in own)
+    return names | {f"beside.{place}": parameter for place, parameter in enumerate(others)}
+
+
+@contextmanager
+def _gradients_of(descent: Descent, model: SplitModel) -> Iterator[None]:
+    """Within, only what is trained gets gradients of the network's parameters; afterwards nothing keeps one."""
+    trained = {id(parameter) for parameter in descent.parameters}
+    frozen = [p for p in model.parameters() if p.requires_grad and id(p) not in trained]
+    try:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        yield
     finally:
         descent.clear()  # a recording's memory is that of its gradients, too
         for parameter in frozen:
             parameter.requires_grad_(True)
-    losses = {name: float(total) / steps for name, total in totals.items()}
+
+
+def _check_finite(losses: Mapping[str, float], parameters: Sequence[nn.Parameter], steps: int) -> None:
+    """Check what so many steps came to.
+
+    Raises:
+        Diverged: if a loss term or a weight is not finite.
+    """
     if bad := [name for name, value in losses.items() if not math.isfinite(value)]:
         raise Diverged(
             f"loss term '{bad[0]}' is not finite after {steps} steps; {REMEDY}, or lower its weight"
         )
-    finite = [parameter.isfinite().all() for parameter in descent.parameters]
+    finite = [parameter.isfinite().all() for parameter in parameters]
     if finite and not bool(torch.stack(finite).all()):  # a GPU is waited for once
         raise Diverged(f"a weight is not finite after {steps} steps; {REMEDY}")
-    buffers = descent.buffers if settings.optimizer_state == "kept" else {}
-    return FitReport(steps, samples, losses, _momentum(buffers, names))
 
 
 def rate_share(settings: TrainingSettings, number: int) -> float:
@@ -233,6 +257,12 @@ def batches(
 
     ``batch-order`` fixed keeps the stored order; ``drop-last`` small drops an incomplete last batch unless the
     client has less than one batch, always drops it (a small client then makes no step), never keeps it.
+
+    Args:
+        num_samples: n, all indices are 0..n-1.
+        settings: with ``batch-size``, ``batch-order`` and ``drop-last``.
+        order: draws the order of the samples, on the CPU.
+        device: where the samples are.
     """
     fixed = settings.batch_order == "fixed"
     index = torch.arange(num_samples) if fixed else torch.randperm(num_samples, generator=order)
@@ -255,7 +285,15 @@ def complete_batches(client: Client) -> Shard:
 def take(
     data: ClientData, shard: Shard, index: Tensor | slice, device: torch.device, layout: str = "contiguous"
 ) -> tuple[Tensor, Tensor]:
-    """Return (normalised float inputs, labels) of the chosen samples on the device."""
+    """Return (normalised float inputs (B, ...), labels (B,)) of the chosen samples on the device.
+
+    Args:
+        data: knows how its inputs are normalised.
+        shard: samples of it.
+        index: which of them.
+        device: where they are to be.
+        layout: of the memory of images: "contiguous" or "channels-last".
+    """
     inputs = data.prepare(shard.inputs[index].to(device))
     if inputs.dim() == 4 and layout == "channels-last":
         inputs = inputs.contiguous(memory_format=torch.channels_last)

@@ -16,11 +16,11 @@ import torch
 from pbfl_flwr import security
 from pbfl_flwr.config import DataSettings, Scalar, parse
 from pbfl_flwr.data import load_pool
-from pbfl_flwr.flower import doctor
+from pbfl_flwr.flower import connection
 from pbfl_flwr.flower.client import make_client_app
 from pbfl_flwr.flower.deployment import Deployment, complete, why_ended
-from pbfl_flwr.flower.doctor import Status, Wanted
 from pbfl_flwr.flower.engine import ENDED
+from pbfl_flwr.flower.findings import Status, Wanted
 from pbfl_flwr.flower.history import RunDirectory
 from pbfl_flwr.flower.store import load_tensors
 from pbfl_flwr.flower.strategy import MethodStrategy
@@ -115,7 +115,7 @@ def test_three_devices_give_what_one_process_gives_and_strangers_stay_out(
             (ca, tmp_path / "stranger", "key", "not registered"),
             (foreign, known, "tls", "a foreign CA"),
         ):
-            found = doctor.network(Wanted(deployment.fleet_address, trusted, key))
+            found = connection.network(Wanted(deployment.fleet_address, trusted, key))
             assert [finding.what for finding in found if finding.status is Status.FAILED] == [what]
             assert said in next(finding.said for finding in found if finding.what == what)
         knocking = {

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from pbfl_flwr import training
 from pbfl_flwr.config import EvaluationSettings, TrainingSettings, parse
 from pbfl_flwr.data import ClientData, Shard
-from pbfl_flwr.method import EXCLUDED, Client, head_scores, nearest
+from pbfl_flwr.method import EXCLUDED, Client, Nearest, head_scores
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.models import build_model, dry_forward
 from pbfl_flwr.payloads import Prototypes
@@ -507,6 +507,6 @@ def test_features_outlive_the_next_batch_of_a_recorded_body(monkeypatch: pytest.
 
 def test_nearest_prefers_the_nearest_candidate() -> None:
     table = torch.tensor([[0.0, 0.0], [3.0, 4.0], [1.0, 0.0]])
-    scores = nearest(table, torch.tensor([True, True, False]))(torch.tensor([[1.0, 0.0]]), torch.zeros(1, 3))
+    scores = Nearest(table, torch.tensor([True, True, False]))(torch.tensor([[1.0, 0.0]]), torch.zeros(1, 3))
     # squared distances of (1, 0): 1, 4 + 16 = 20, and 0 for the class that is no candidate
     assert scores.tolist() == [[-1.0, -20.0, pytest.approx(EXCLUDED)]]

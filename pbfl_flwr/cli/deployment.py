@@ -124,7 +124,8 @@ def doctor(
     import json
     from dataclasses import asdict
 
-    from pbfl_flwr.flower.doctor import Status, Wanted, examine
+    from pbfl_flwr.flower.doctor import examine
+    from pbfl_flwr.flower.findings import Status, Wanted
 
     try:
         found = examine(Wanted(superlink, ca, key, control, state_dir, device, insecure))

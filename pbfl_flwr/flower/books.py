@@ -16,6 +16,7 @@ from pbfl_flwr.flower.replies import Outcome, Phase
 from pbfl_flwr.flower.report import SPENT, Report
 from pbfl_flwr.flower.traffic import Traffic
 from pbfl_flwr.method import Method, Moment
+from pbfl_flwr.payloads import Payload
 
 
 def summarise(reports: Mapping[int, Report]) -> dict[str, dict[str, float]]:
@@ -84,7 +85,7 @@ def round_line(
     phase: Phase,
     outcome: Outcome,
     method: Method[Any, Any, Any],
-    state: Any,
+    state: Payload,
     moment: Moment,
     aggregated: float,
     ages: Sequence[int] | None = None,

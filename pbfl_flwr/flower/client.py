@@ -12,58 +12,35 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import lru_cache, partial
-from logging import WARNING
+from functools import partial
 from typing import Any
 
 import torch
 from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord
 from flwr.client.mod import secaggplus_mod
 from flwr.clientapp import ClientApp
-from flwr.common import log
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS
 from flwr.compat.common.recorddict_compat import fitres_to_recorddict
-from pydantic import ValidationError
-from torch import Tensor, nn
 from torch.random import fork_rng
 
 from pbfl_flwr import seeds
-from pbfl_flwr.card import Card, fault
 from pbfl_flwr.config import Settings
 from pbfl_flwr.errors import PbflError, pointed
 from pbfl_flwr.flower import faults, wire
-from pbfl_flwr.flower.device import choose_device, identify
+from pbfl_flwr.flower.device import identify
+from pbfl_flwr.flower.introduction import introduce
+from pbfl_flwr.flower.keeping import kept
 from pbfl_flwr.flower.legacy import CONFIG, FITINS, fit_result, parameters_of, payload_of, to_be_masked
-from pbfl_flwr.flower.opening import (
-    DataSource,
-    Opened,
-    Source,
-    architecture_for,
-    configured_data,
-    open_client,
-    store_of,
-)
+from pbfl_flwr.flower.memory import peak_memory
+from pbfl_flwr.flower.opening import DataSource, Opened, Source, configured_data, open_client, store_of
 from pbfl_flwr.flower.report import Report
 from pbfl_flwr.flower.store import ClientState
-from pbfl_flwr.flower.terms import digest
-from pbfl_flwr.method import Client, Method, Moment, Nearest, Predictor
+from pbfl_flwr.method import Client, Method, Moment, resolved_moment
 from pbfl_flwr.methods import build_method
-from pbfl_flwr.models import (
-    arrange,
-    build_model,
-    check_compiler,
-    check_models,
-    check_named,
-    count_parameters,
-)
 from pbfl_flwr.payloads import Payload, RejectedPayload
 from pbfl_flwr.prototypes.attacks import attacked
-from pbfl_flwr.replay import check_replayable
 from pbfl_flwr.task import Task
 from pbfl_flwr.training import REMEDY, Diverged, Scores, evaluate
-
-if sys.platform != "win32":
-    import resource
 
 CLIENT_FAULT = 2  # Flower's code for "the ClientApp raised an exception"
 
@@ -81,7 +58,7 @@ def make_client_app(data: DataSource | None = None, settings: Settings | None = 
 
     @app.query()
     def hello(message: Message, context: Context) -> Message:
-        return _guarded(_hello, message, context, source)
+        return _guarded(introduce, message, context, source)
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
@@ -109,57 +86,6 @@ def _guarded(
         reason = pointed(error)
         traceback.print_exc(file=sys.stderr)
     return Message(Error(code=CLIENT_FAULT, reason=reason), reply_to=message)
-
-
-def _hello(message: Message, context: Context, source: Source) -> Message:
-    """Say who this is and what it brings, having tried that its architecture takes its data.
-
-    Raises:
-        PbflError: if something is wrong; a device says whose it is, since the server does not know that yet.
-    """
-    try:
-        return _introduced(message, context, source)
-    except PbflError as error:
-        who = context.node_config.get("client-id")
-        if who is None or "client-id" in str(error):
-            raise
-        raise PbflError(f"client-id = {who!r}: {error}") from None
-
-
-def _introduced(message: Message, context: Context, source: Source) -> Message:
-    settings = source.settings_of(context)
-    identity = identify(context, settings, str(message.content.config_records[wire.CONFIG]["experiment"]))
-    data = source.data_of(settings, identity)
-    task = data.task(settings.models.feature_dim)
-    architecture = architecture_for(settings, identity)
-    _dry_forward(architecture, task)
-    device = choose_device(settings.training.device)
-    check_named(settings.training)
-    check_compiler(settings.training.compile, device)
-    method = build_method(settings)
-    check_replayable(settings.training.compile, method.name, method.replayable)
-    how = settings.training.of(architecture)
-    body, head = _parameters(architecture, task, how.layout, how.precision)
-    told = settings.privacy.client_report == "full"
-    answer = ConfigRecord(
-        {
-            "client": identity.client,
-            "simulated": identity.simulated,
-            "configured-data": source.data is configured_data and not identity.own_data,
-            "num-classes": task.num_classes,
-            "feature-dim": task.feature_dim,
-            "input-shape": list(task.input_shape),
-            "vocabulary-size": task.vocabulary_size,
-            "labels": list(data.label_names),
-            "columns": digest(data.columns or data.vocabulary),
-            "architecture": architecture,
-            "parameters": [body, head],
-            "device": str(device),
-            "num-train": len(data.train.labels) if told else 0,
-            "num-test": len(data.test.labels) if told else 0,
-        }
-    )
-    return Message(wire.content(config=answer), reply_to=message)
 
 
 def _train_as_asked(message: Message, context: Context, source: Source) -> Message:
@@ -219,7 +145,10 @@ def _trained(opened: Opened, message: Message) -> Message:
     method, stored, client = opened.method, opened.stored, opened.client
     down = wire.decode(message.content.array_records[wire.PAYLOAD], method.down, client.task)
     torch.manual_seed(seeds.derive(client.seed, "layers", client.key, client.round))  # dropout
-    moment, both = resolved_moment(opened.settings, method), opened.settings.evaluation.both_moments
+    moment, both = (
+        resolved_moment(opened.settings.evaluation, method),
+        opened.settings.evaluation.both_moments,
+    )
     scores: dict[Moment, Scores] = {}
     evaluated = 0.0
     if moment == "before" or both:
@@ -240,23 +169,14 @@ def _trained(opened: Opened, message: Message) -> Message:
         evaluated += time.perf_counter() - started
     participations = 1 + (stored.participations if stored else 0)
     seconds = (*opened.seconds, fitted, evaluated, 0.0)
-    report = _report(opened, scores.pop(moment), participations, seconds, update.metrics)
-    if scores:
-        report = replace(report, other=next(iter(scores.values())).correct)
-    report = replace(report, round=client.round)
+    report = replace(
+        _report(opened, scores.pop(moment), participations, seconds, update.metrics),
+        round=client.round,
+        other=next((twice.correct for twice in scores.values()), None),
+    )
     payload = wire.encode(update.payload, opened.settings.prototypes.wire_dtype)
     started = time.perf_counter()
-    state = ClientState(
-        client.round,
-        participations,
-        _state_of(client.model),
-        update.memory,
-        update.payload.to_tensors(),
-        _plain(report.to_record()),
-        _card(opened, participations),
-        _prototypes(predictors),
-    )
-    opened.store.save(state)
+    opened.store.save(kept(opened, update, predictors, report))
     if opened.settings.privacy.client_report == "full":
         report = replace(report, seconds=(*seconds[:-1], time.perf_counter() - started))
     return Message(wire.content(payload, report.to_record()), reply_to=message)
@@ -283,66 +203,12 @@ def _unnoticed(client: Client) -> Iterator[None]:
     client.model.load_state_dict(own)
 
 
-def _card(opened: Opened, participations: int) -> str:
-    """Return what one needs to know of the client's network to use it elsewhere, as JSON.
-
-    Nothing for an app's own data that is not normalised by channel or does not name its classes, nor, with a line in
-    the log, for what a card cannot hold: it is for later, and must not cost the client its round.
-    """
-    client, data = opened.client, opened.client.data
-    channels = client.task.input_shape[0]
-    if not data.scale.numel() == data.shift.numel() == channels or len(data.label_names) != data.num_classes:
-        return ""
-    try:
-        return _written(opened, participations)
-    except ValueError as error:  # pydantic's, of values and of writing them
-        said = fault(error) if isinstance(error, ValidationError) else str(error)
-        log(WARNING, "client %s: its model of this round cannot be exported (%s)", client.key, said)
-        return ""
-
-
-def _written(opened: Opened, participations: int) -> str:
-    client, data = opened.client, opened.client.data
-    return Card(
-        method=opened.method.name,
-        client=str(client.key),
-        architecture=opened.store.architecture,
-        round=client.round,
-        participations=participations,
-        num_classes=client.task.num_classes,
-        feature_dim=client.task.feature_dim,
-        input_shape=client.task.input_shape,
-        labels=tuple(data.label_names),
-        columns=tuple(data.columns),
-        vocabulary=tuple(data.vocabulary),
-        text_column=opened.settings.data.text_column if opened.settings.data.dataset == "text" else "",
-        images=data.train.inputs.dtype is torch.uint8,
-        scale=tuple(data.scale.flatten().tolist()),
-        shift=tuple(data.shift.flatten().tolist()),
-        unit_features=opened.method.unit_features,
-    ).model_dump_json()
-
-
-def _prototypes(predictors: Mapping[str, Predictor]) -> dict[str, Tensor]:
-    """Return the tables behind the predictors by nearest prototype, rows (K, d) and candidates (K,).
-
-    Rows that are the ones of ``global`` are not kept a second time.
-    """
-    tables: dict[str, Tensor] = {}
-    for name, predictor in predictors.items():
-        if isinstance(predictor, Nearest):
-            tables[f"{name}.candidates"] = predictor.candidates
-            if predictor.prototypes is not tables.get("global.rows"):
-                tables[f"{name}.rows"] = predictor.prototypes
-    return tables
-
-
 def _evaluate(message: Message, context: Context, source: Source) -> Message:
     """Score what this client has, with what was broadcast; nothing is trained and nothing stored."""
     opened = open_client(message, context, source)
     method, client = opened.method, opened.client
     down = wire.decode(message.content.array_records[wire.PAYLOAD], method.down, client.task)
-    if resolved_moment(opened.settings, method) == "before":
+    if resolved_moment(opened.settings.evaluation, method) == "before":
         method.install(client, down)
     started = time.perf_counter()
     scores = evaluate(client, method.predictors(client, down))
@@ -360,8 +226,9 @@ def _report(
 ) -> Report:
     """Return what is said beside the payload; with client-report none only what says nothing about the samples."""
     if opened.settings.privacy.client_report == "none":
-        kept = {name: value for name, value in (metrics or {}).items() if name == "epsilon"}
-        return Report(0, 0, participations, metrics=kept)
+        spent = {name: value for name, value in (metrics or {}).items() if name == "epsilon"}
+        return Report(0, 0, participations, metrics=spent)
+    held_out = scores.validation
     return Report(
         num_train=len(opened.client.data.train.labels),
         num_test=scores.num_samples,
@@ -369,51 +236,14 @@ def _report(
         correct=scores.correct,
         test_loss=scores.loss,
         seconds=seconds,
-        peak_mb=_peak_mb(),
+        peak_mb=peak_memory(),
         metrics=metrics,
-        **_validated(scores),
+        num_validation=held_out.num_samples if held_out else 0,
+        validation=held_out.correct if held_out else None,
     )
-
-
-def _validated(scores: Scores) -> dict[str, Any]:
-    """Return the report's fields on held-out samples."""
-    if scores.validation is None:
-        return {}
-    return {"num_validation": scores.validation.num_samples, "validation": scores.validation.correct}
 
 
 def _again(stored: ClientState, message: Message, settings: Settings) -> Message:
     """Answer a question that was answered before, without training twice."""
     payload = wire.encode_tensors(stored.reply, settings.prototypes.wire_dtype)
     return Message(wire.content(payload, MetricRecord(dict(stored.report))), reply_to=message)
-
-
-def resolved_moment(settings: Settings, method: Method[Any, Any, Any]) -> Moment:
-    """Return when clients are scored: what the configuration says, else the method's own habit."""
-    moment = settings.evaluation.evaluate_moment
-    return method.moment if moment == "auto" else moment
-
-
-@lru_cache(maxsize=64)
-def _dry_forward(architecture: str, task: Task) -> None:
-    check_models(architecture, task)
-
-
-@lru_cache(maxsize=64)
-def _parameters(architecture: str, task: Task, layout: str, precision: str) -> tuple[int, int]:
-    return count_parameters(arrange(build_model(architecture, task, 0), layout, precision))
-
-
-def _state_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
-
-
-def _plain(record: MetricRecord) -> dict[str, float | list[float]]:
-    return {key: [*value] if isinstance(value, list) else value for key, value in record.items()}
-
-
-def _peak_mb() -> float:
-    if sys.platform == "win32":
-        return 0.0
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / (1024**2 if sys.platform == "darwin" else 1024)

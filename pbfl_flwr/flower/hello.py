@@ -36,6 +36,12 @@ FEW = 3  # nodes that a line names
 def wait_for_nodes(grid: Grid, wanted: int, timeout: float, hear: Hear = no_one) -> list[int]:
     """Return the node ids once enough of them have joined; in a simulation they join during the first seconds.
 
+    Args:
+        grid: Flower's.
+        wanted: nodes that must join.
+        timeout: seconds to wait for them.
+        hear: is told how many have joined.
+
     Raises:
         PbflError: if too few have joined when the time is over.
     """

@@ -14,6 +14,9 @@
               best.safetensors        the server's state with which the clients scored best so far
               clients/<experiment>/   the clients' own models (simulation)
               clients-removed.txt     in their place, when pbfl clean removed them
+
+The files with tensors are written and read in :mod:`~pbfl_flwr.flower.checkpoint`; no torch here, so that who only
+reads what a run wrote down starts at once.
 """
 
 from __future__ import annotations
@@ -23,11 +26,11 @@ import json
 import math
 import os
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -41,12 +44,8 @@ from pbfl_flwr.flower.files import (
     write_atomically,
 )
 
-if TYPE_CHECKING:  # who reads what a run wrote down needs neither torch nor Flower
-    from pbfl_flwr.payloads import Payload
-    from pbfl_flwr.task import Task
-
 ERROR, NEWCOMERS, WAITING = "error.txt", "newcomers.jsonl", "waiting.txt"
-FIGURES = ("majority", "newcomer_majority", "paper_scalars")  # of partition.json
+BROADCAST, CHECKPOINT, BEST = "prototypes.safetensors", "checkpoint.safetensors", "best.safetensors"
 SERVER_LOCK, STATES_REMOVED = ".server.lock", "clients-removed.txt"
 FILES = (
     "run.json",
@@ -56,9 +55,9 @@ FILES = (
     "clients.jsonl",
     NEWCOMERS,
     "partition.json",
-    "prototypes.safetensors",
-    "checkpoint.safetensors",
-    "best.safetensors",
+    BROADCAST,
+    CHECKPOINT,
+    BEST,
     SERVER_LOCK,
     STATES_REMOVED,
 )  # of a run directory, of the server
@@ -72,6 +71,27 @@ PACKAGES = ("pbfl-flwr", "flwr", "ray", "torch", "torchvision", "numpy", "scipy"
 
 class RunRefused(PbflError):
     """A run that may not be made here because of the run that is here already, which is not marked as failed for it."""
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """What partition.json says: the samples of each class on each client, and what follows from them alone.
+
+    Attributes:
+        counts: (M, K).
+        notes: on the partition.
+        majority: what always answering a client's largest class scores.
+        newcomer_majority: the same of the clients that come after the last round.
+        paper_scalars: that travel in a round by the paper's formula, None where there is none.
+        data: a hash of the samples that were dealt.
+    """
+
+    counts: list[list[int]] | None
+    notes: list[str] | None
+    majority: float | None
+    newcomer_majority: float | None
+    paper_scalars: float | None
+    data: str | None
 
 
 @dataclass(frozen=True)
@@ -234,32 +254,9 @@ class RunDirectory:
         except OSError as error:
             raise UnsavedState(f"{self.path / name} cannot be written ({error.strerror})") from None
 
-    def write_partition(
-        self,
-        counts: Sequence[Sequence[int]],
-        notes: Sequence[str],
-        majority: float | None,
-        newcomer_majority: float | None,
-        paper_scalars: float | None,
-        data: str,
-    ) -> None:
-        """Write the samples of each class on each client, and what follows from them alone.
-
-        Args:
-            counts: (M, K).
-            notes: on the partition.
-            majority: what always answering a client's largest class scores.
-            newcomer_majority: the same of the clients that come after the last round.
-            paper_scalars: that travel in a round by the paper's formula, None where there is none.
-            data: a hash of the samples that were dealt.
-        """
-        figures = {
-            "majority": majority,
-            "newcomer_majority": newcomer_majority,
-            "paper_scalars": paper_scalars,
-            "data": data,
-        }
-        self._write("partition.json", {"counts": counts, "notes": notes, **figures})
+    def write_partition(self, dealt: Dealt) -> None:
+        """Write partition.json."""
+        self._write("partition.json", asdict(dealt))
 
     def partition_counts(self) -> list[list[int]] | None:
         """Return the samples of each class on each client, None where they are not known.
@@ -267,95 +264,39 @@ class RunDirectory:
         Raises:
             DamagedState: if partition.json is.
         """
-        found: list[list[int]] | None = self._partition().get("counts")
-        return found
+        return self._dealt().counts
 
     def majority(self) -> float | None:
         """Return what always answering a client's most frequent training class scores, None where it is not known."""
-        found: float | None = self._partition().get("majority")
-        return found
+        return self._dealt().majority
 
     def newcomer_majority(self) -> float | None:
         """Return the same of the clients that come after the last round, None where there are none."""
-        found: float | None = self._partition().get("newcomer_majority")
-        return found
+        return self._dealt().newcomer_majority
 
     def paper_scalars(self) -> float | None:
         """Return the paper's count of the scalars that travel in a round, all clients, None where it is not known."""
-        found: float | None = self._partition().get("paper_scalars")
-        return found
+        return self._dealt().paper_scalars
 
     def data(self) -> str | None:
         """Return the hash of the samples that were dealt, None where it is not known."""
-        found = self._partition().get("data")
-        return None if found is None else str(found)
+        return self._dealt().data
 
-    def _partition(self) -> dict[str, Any]:
+    def _dealt(self) -> Dealt:
         file = self.path / "partition.json"
         found = read_object(file) if file.exists() else {}
-        rows, figures = found.get("counts"), [found.get(name) for name in FIGURES]
-        counted = rows is None or (
-            isinstance(rows, list)
-            and all(isinstance(row, list) and all(isinstance(n, int) for n in row) for row in rows)
+        dealt = Dealt(**{field.name: found.get(field.name) for field in fields(Dealt)})
+        counted = dealt.counts is None or (
+            isinstance(dealt.counts, list)
+            and all(isinstance(row, list) and all(isinstance(n, int) for n in row) for row in dealt.counts)
         )
+        figures = (dealt.majority, dealt.newcomer_majority, dealt.paper_scalars)
         if not counted or not all(isinstance(figure, int | float | None) for figure in figures):
             raise DamagedState(f"{file} is damaged: its counts or figures are no numbers")
-        return found
+        return dealt
 
-    def save_checkpoint(
-        self, state: Payload, broadcast: Payload, server_round: int, fingerprint: str
-    ) -> None:
-        """Write the server's state after a round, and the broadcast for others to read."""
-        from pbfl_flwr.flower.store import save_tensors
-
-        save_tensors(
-            self.path / "prototypes.safetensors", broadcast.to_tensors(), {"round": str(server_round)}
-        )
-        metadata = {"round": str(server_round), "fingerprint": fingerprint}
-        save_tensors(self.path / "checkpoint.safetensors", state.to_tensors(), metadata)
-
-    def save_best(self, state: Payload, server_round: int, accuracy: float, predictor: str) -> None:
-        """Write the state with which a round's clients scored: the one that had been broadcast for it."""
-        from pbfl_flwr.flower.store import save_tensors
-
-        metadata = {
-            "scored-in-round": str(server_round),
-            "accuracy": f"{accuracy:.6f}",
-            "predictor": predictor,
-        }
-        save_tensors(self.path / "best.safetensors", state.to_tensors(), metadata)
-
-    def resume(self, state: type[Payload], task: Task, fingerprint: str) -> tuple[Payload, int] | None:
-        """Return (state, finished rounds) of the checkpoint, None if no round was finished.
-
-        What the histories hold beyond the checkpoint was never acknowledged by it and is cut off.
-
-        Raises:
-            RunRefused: if the checkpoint was made with a configuration that gives other results.
-            DamagedState: if it is lost while the history holds several rounds, or if it is damaged.
-        """
-        from pbfl_flwr.flower.store import load_tensors
-        from pbfl_flwr.payloads import RejectedPayload
-
-        file = self.path / "checkpoint.safetensors"
-        try:
-            tensors, metadata = load_tensors(file)
-        except FileNotFoundError:
-            if (finished := len(self.rounds())) > 1:  # a round is written down before its checkpoint
-                raise DamagedState(f"{file} is missing, but the history holds {finished} rounds") from None
-            self._cut(0)
-            return None
-        if metadata.get("fingerprint") != fingerprint:
-            raise RunRefused(OTHER_CONFIGURATION.format(self.path))
-        done = int(metadata["round"])
-        try:
-            resumed = state.from_tensors(tensors, task)
-        except (RejectedPayload, KeyError) as error:
-            raise DamagedState(f"{file} holds no state of this method: {error}") from None
-        self._cut(done)
-        return resumed, done
-
-    def _cut(self, done: int) -> None:
+    def cut(self, done: int) -> None:
+        """Remove from the histories what lies beyond so many rounds: it was never acknowledged by a checkpoint."""
         for name in ("rounds.jsonl", "clients.jsonl", NEWCOMERS):
             lines = _lines(self.path / name)
             kept = [entry for entry in lines if entry.get("after", entry["round"]) <= done]

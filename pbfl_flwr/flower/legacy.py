@@ -47,7 +47,7 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import wire
 from pbfl_flwr.flower.books import summarise
 from pbfl_flwr.flower.replies import said_of
-from pbfl_flwr.flower.report import Report
+from pbfl_flwr.flower.report import Report, plain
 from pbfl_flwr.method import Method, Round
 from pbfl_flwr.methods import build_method
 from pbfl_flwr.payloads import Payload, Prototypes
@@ -80,8 +80,7 @@ def report_of(metrics: Mapping[str, Scalar]) -> Report:
 
 def fit_result(parameters: Parameters, report: MetricRecord) -> FitRes:
     """Return what a client answers; n is 1, since sums are not weighted and n_i is the method's own affair."""
-    plain = {key: [*value] if isinstance(value, list) else value for key, value in report.items()}
-    return FitRes(Status(Code.OK, ""), parameters, 1, {REPORT: json.dumps(plain)})
+    return FitRes(Status(Code.OK, ""), parameters, 1, {REPORT: json.dumps(plain(report))})
 
 
 def workflow_of(keys: PrivacySettings, bound: float, num_clients: int, timeout: float) -> SecAggPlusWorkflow:
@@ -165,8 +164,7 @@ class LegacyMethodStrategy(TrainingOnly):
     def workflow(self) -> SecAggPlusWorkflow:
         """Return the fit workflow of a run with ``secure-aggregation``."""
         run = self.settings.run
-        asked = max(1, round(run.fraction_train * run.num_clients))
-        return workflow_of(self.settings.privacy, bound_of(self.method), asked, run.round_timeout)
+        return workflow_of(self.settings.privacy, summing(self.method).bound, run.trained, run.round_timeout)
 
     def initialize_parameters(self, client_manager: ClientManager) -> Parameters:
         """Return the first broadcast."""
@@ -178,7 +176,7 @@ class LegacyMethodStrategy(TrainingOnly):
         """Ask a share of the clients, the broadcast and the round in hand."""
         run = self.settings.run
         client_manager.wait_for(run.num_clients, int(run.join_timeout))
-        asked = client_manager.sample(max(1, round(run.fraction_train * run.num_clients)))
+        asked = client_manager.sample(run.trained)
         config: dict[str, Scalar] = {"round": server_round, "experiment": self.experiment}
         return [(proxy, FitIns(self._broadcast(), dict(config))) for proxy in asked]
 
@@ -230,15 +228,15 @@ class LegacyMethodStrategy(TrainingOnly):
         return parameters_of(wire.encode(payload, self.settings.prototypes.wire_dtype))
 
 
-def bound_of(method: Method[Any, Any, Any]) -> float:
-    """Return R of a method that can be summed.
+def summing(method: Method[Any, Any, Any]) -> Pipeline:
+    """Return a method whose uploads can be summed as what it is.
 
     Raises:
-        PbflError: if it cannot.
+        PbflError: if they cannot.
     """
     if not isinstance(method, Pipeline):
         raise PbflError(f"secure-aggregation = true: method '{method.name}' does not aggregate by a sum")
-    return method.bound
+    return method
 
 
 def summed(
@@ -257,13 +255,12 @@ def summed(
         RejectedPayload: if the vector is no sum of tables.
     """
     total = np.asarray(mean, dtype=np.float64) * clients
-    bound = bound_of(method)
-    assert isinstance(method, Pipeline)
-    return method.summed(sums.from_vector(total, task.num_classes, clients, bound), num_clients)
+    found = summing(method)
+    return found.summed(sums.from_vector(total, task.num_classes, clients, found.bound), num_clients)
 
 
 def to_be_masked(upload: Payload, method: Method[Any, Any, Any]) -> tuple[Parameters, int]:
     """Return an upload as the one vector that a client masks, and how many of its entries were clipped."""
     assert isinstance(upload, Prototypes), "only methods whose uploads are prototypes can be summed"
-    vector, clipped = sums.to_vector(upload, bound_of(method))
+    vector, clipped = sums.to_vector(upload, summing(method).bound)
     return ndarrays_to_parameters([vector]), clipped

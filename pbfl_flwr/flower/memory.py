@@ -1,8 +1,12 @@
-"""How much memory programs can still get."""
+"""How much memory programs can still get, and how much this one has taken."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+
+if sys.platform != "win32":
+    import resource
 
 
 def available_memory(root: Path = Path("/")) -> int | None:
@@ -26,3 +30,11 @@ def available_memory(root: Path = Path("/")) -> int | None:
     if limit.exists() and used.exists() and (most := limit.read_text(encoding="utf-8").strip()) != "max":
         available = min(available, max(0, int(most) - int(used.read_text(encoding="utf-8"))))
     return available
+
+
+def peak_memory() -> float:
+    """Return the peak resident memory of this process in MB, 0 where the system does not say (Windows)."""
+    if sys.platform == "win32":
+        return 0.0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (1024**2 if sys.platform == "darwin" else 1024)

@@ -17,12 +17,14 @@ from flwr.common import log
 from flwr.serverapp import Grid
 
 from pbfl_flwr.config import Settings
-from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.attendance import Attendance
 from pbfl_flwr.flower.books import client_columns, final_scores, round_line
+from pbfl_flwr.flower.endings import RunEnded
 from pbfl_flwr.flower.questions import Questions
 from pbfl_flwr.flower.replies import Outcome, Phase, read
+from pbfl_flwr.flower.telling import accuracy
 from pbfl_flwr.method import Moment
+from pbfl_flwr.payloads import Payload
 from pbfl_flwr.task import Task
 
 
@@ -54,7 +56,7 @@ class Newcomers:
     headline: str
     after: int
 
-    def rounds(self, grid: Grid, state: Any, done: int, timeout: float) -> Iterator[dict[str, Any]]:
+    def rounds(self, grid: Grid, state: Payload, done: int, timeout: float) -> Iterator[dict[str, Any]]:
         """Let them train and yield a line for each of their rounds, of the form that rounds.jsonl has.
 
         ``round`` counts on from the run's rounds, ``after`` says how many those were, ``columns`` are the clients'
@@ -83,25 +85,26 @@ class Newcomers:
         """Log what came of a round.
 
         Raises:
-            PbflError: if somebody failed and failure-policy is "stop".
+            RunEnded: if somebody failed and failure-policy is "stop".
         """
         run = self.settings.run
-        scored = line.get("final", line)["accuracy"].get(self.headline)
         log(
             INFO,
             "new clients, round %s/%s: accuracy %s (%s)",
             line["round"] - self.after,
             run.new_client_rounds,
-            f"{100 * scored['weighted']:.1f} %" if scored else "not scored yet",
+            accuracy(line, self.headline),
             self.headline,
         )
         for failure in [*line["failures"], *line.get("final", {}).get("failures", [])]:
             said = f"new client {failure.get('name', failure['client'])} failed: {failure['reason']}"
             log(WARNING, "%s", said)
             if run.failure_policy == "stop":
-                raise PbflError(f"{said}; failure-policy is 'stop'. All rounds are kept and can be resumed")
+                raise RunEnded(f"{said}; failure-policy is 'stop'. All rounds are kept and can be resumed")
 
-    def _asked(self, grid: Grid, state: Any, number: int, kind: str, timeout: float) -> tuple[Phase, Outcome]:
+    def _asked(
+        self, grid: Grid, state: Payload, number: int, kind: str, timeout: float
+    ) -> tuple[Phase, Outcome]:
         clients = new_clients(self.settings)
         absent = {c: why for c, why in self.attendance.absent(grid, number).items() if c in clients}
         kinds = dict.fromkeys(sorted(clients - set(absent)), kind)

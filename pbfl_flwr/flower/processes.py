@@ -43,7 +43,14 @@ class Processes:
     def start(
         self, command: Sequence[str], directory: Path, environment: Mapping[str, str], output: BinaryIO
     ) -> subprocess.Popen[bytes]:
-        """Start a process that leads a group of its own, so that Ctrl-C reaches only us."""
+        """Start a process that leads a group of its own, so that Ctrl-C reaches only us.
+
+        Args:
+            command: the program and its arguments.
+            directory: where it runs.
+            environment: all of its environment.
+            output: takes what it writes, errors too.
+        """
         process = subprocess.Popen(
             command,
             cwd=directory,

@@ -36,7 +36,7 @@ class Questions:
 
     def phase(
         self,
-        state: Any,
+        state: Payload,
         roster: Roster,
         kinds: Mapping[int, str],
         server_round: int,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from logging import INFO, WARNING
 from typing import Any
@@ -11,7 +11,8 @@ from flwr.common import log
 
 from pbfl_flwr.config import Settings
 from pbfl_flwr.data import check_data, load_pool
-from pbfl_flwr.flower.history import OTHER_CONFIGURATION, RunDirectory, RunRefused
+from pbfl_flwr.flower import checkpoint
+from pbfl_flwr.flower.history import OTHER_CONFIGURATION, Dealt, RunDirectory, RunRefused
 from pbfl_flwr.flower.roster import Member
 from pbfl_flwr.methods import build_method
 from pbfl_flwr.payloads import Payload
@@ -72,18 +73,7 @@ class Recorder:
         attack = {"malicious": list(malicious(self._settings))} if self._settings.run.attack else {}
         self.run.begin_alone()
         if all(member.simulated and member.configured_data for member in known):
-            partition = check_data(self._settings.data, self._settings.run.num_clients)
-            taking, liars = self._settings.run.participants, malicious(self._settings)
-            pool, splits = load_pool(self._settings.data), partition.splits
-            scored = tuple(split for client, split in enumerate(splits[:taking]) if client not in liars)
-            parts = (replace(partition, splits=part) for part in (scored, splits[taking:]))
-            majority, of_newcomers = (part.majority(pool.labels) for part in parts)
-            held = (partition.counts[:taking] > 0).sum(axis=1).tolist()
-            scalars = build_method(self._settings).paper_scalars(
-                known[0].task, held, [member.parameters for member in known[:taking]]
-            )
-            counts, notes = partition.counts.tolist(), list(partition.notes)
-            self.run.write_partition(counts, notes, majority, of_newcomers, scalars, pool.fingerprint())
+            self.run.write_partition(_dealt(self._settings, known))
         self.run.start(self._settings.as_dict(), {**facts, **attack, "clients": clients})
         self._open_sinks()
 
@@ -108,7 +98,7 @@ class Recorder:
                 f"data-dir = '{data.data_dir}': the samples of dataset = '{data.dataset}' are not those with which "
                 f"run-dir = '{self.run.path}' began"
             )
-        resumed = self.run.resume(kind, task, self._fingerprint)
+        resumed = checkpoint.resume(self.run, kind, task, self._fingerprint)
         done = resumed[1] if resumed else 0
         if done > num_rounds:
             raise RunRefused(
@@ -148,8 +138,8 @@ class Recorder:
         for figure, final in self._figures(line):
             if figure > self._best:
                 self._best = figure
-                self.run.save_best(state if final else scored, number, figure, self._headline)
-        self.run.save_checkpoint(state, broadcast, number, self._fingerprint)
+                checkpoint.save_best(self.run, state if final else scored, number, figure, self._headline)
+        checkpoint.save(self.run, state, broadcast, number, self._fingerprint)
         if self._sinks is not None:
             self._warn(self._sinks.log(line))
 
@@ -189,3 +179,24 @@ class Recorder:
             if self._headline in scored:
                 found.append((float(scored[self._headline]["weighted"]), final))
         return found
+
+
+def _dealt(settings: Settings, members: Sequence[Member]) -> Dealt:
+    """Return what follows from the partition of a simulation alone; the scores leave malicious clients out."""
+    partition, pool = check_data(settings.data, settings.run.num_clients), load_pool(settings.data)
+    taking, liars = settings.run.participants, malicious(settings)
+    honest = [split for client, split in enumerate(partition.splits[:taking]) if client not in liars]
+    majority, of_newcomers = (
+        replace(partition, splits=tuple(splits)).majority(pool.labels)
+        for splits in (honest, partition.splits[taking:])
+    )
+    held = (partition.counts[:taking] > 0).sum(axis=1).tolist()
+    parameters = [member.parameters for member in members[:taking]]
+    return Dealt(
+        counts=partition.counts.tolist(),
+        notes=list(partition.notes),
+        majority=majority,
+        newcomer_majority=of_newcomers,
+        paper_scalars=build_method(settings).paper_scalars(members[0].task, held, parameters),
+        data=pool.fingerprint(),
+    )

@@ -134,7 +134,7 @@ class _Reader:
     """Decodes and validates replies."""
 
     method: Method[Any, Any, Any]
-    state: Any
+    state: Payload
     task: Task
     max_bytes: int
 
@@ -158,6 +158,91 @@ class _Reader:
             return _Rejected(f"upload rejected: {said_of(error)}", traffic)
 
 
+@dataclass
+class _Intake:
+    """Sorts what was read into what is aggregated, what failed, and what came too late.
+
+    Attributes:
+        phase: what was sent.
+        task: what all clients agree on.
+        streams: whether uploads are decoded again when their turn comes, and not held until then.
+        stale_weight: 0 leaves uploads of earlier rounds out.
+        outcome: so far.
+    """
+
+    phase: Phase
+    task: Task
+    streams: bool
+    stale_weight: float
+    outcome: Outcome = field(default_factory=Outcome)
+    _uploads: dict[int, Payload] = field(default_factory=dict)
+    _records: dict[int, ArrayRecord] = field(default_factory=dict)
+    _fresh: set[int] = field(default_factory=set)  # classes of which something of this round came
+
+    def take(self, client: int, reply: Message, found: _Answer | _Rejected) -> None:
+        """Take what a client answered in time, which may be its upload of an earlier round."""
+        outcome, number = self.outcome, self.phase.number
+        self._count(client, found.traffic)
+        if isinstance(found, _Rejected):
+            outcome.failures[client] = found.reason
+            return
+        answered = found.report.round or number
+        if found.upload is None or answered == number:
+            outcome.reports[client] = found.report
+            if found.upload is not None:
+                self._keep(client, reply, found.upload, 0)
+        elif self.stale_weight == 0 or answered > number:
+            outcome.failures[client] = f"answered with its upload of round {answered}, asked for {number}"
+        else:
+            self._keep_late(client, reply, found, answered)
+
+    def take_late(self, debt: Debt, reply: Message, found: _Answer | _Rejected) -> None:
+        """Take what came of a client's debt, after its round."""
+        self._count(debt.client, found.traffic)
+        of = debt.round if isinstance(found, _Rejected) else found.report.round or debt.round
+        if of > debt.round:
+            found = _Rejected(
+                f"answered with its upload of round {of}, asked for {debt.round}", found.traffic
+            )
+        self._keep_late(debt.client, reply, found, min(of, debt.round))
+
+    def close(self, kind: type[Payload]) -> None:
+        """Hand the uploads over, which are of this kind, in ascending client order."""
+        if self.streams:
+            self.outcome.uploads = Uploads(self._records, kind, self.task)
+        else:
+            self.outcome.uploads = dict(sorted(self._uploads.items()))
+
+    def _count(self, client: int, traffic: Traffic) -> None:
+        self.outcome.up[client] = self.outcome.up.get(client, Traffic()) + traffic
+
+    def _keep(self, client: int, reply: Message, upload: Payload, age: int) -> None:
+        outcome, fresh = self.outcome, self._fresh
+        outcome.scalars_up += upload.scalars()
+        if len(fresh) < self.task.num_classes and (held := _classes(upload, self.task)) is not None:
+            known = outcome.classes = outcome.classes or {}
+            known.update({label: age for label in held if known.get(label, age + 1) > age})
+            fresh.update(held if age == 0 else ())
+        if self.streams:
+            self._records[client] = wire.payload_in(reply.content)
+        else:
+            self._uploads[client] = upload
+
+    def _keep_late(self, client: int, reply: Message, found: _Answer | _Rejected, server_round: int) -> None:
+        outcome, weight, age = self.outcome, 0.0, self.phase.number - server_round
+        if isinstance(found, _Rejected):
+            reason = found.reason
+        elif client in outcome.reports or client in outcome.late:
+            reason = "a newer one came"
+        elif self.stale_weight == 0:
+            reason = "stale-weight is 0"
+        else:
+            weight, reason = self.stale_weight**age, ""
+            if found.upload is not None:
+                self._keep(client, reply, found.upload, age)
+        outcome.late.setdefault(client, Late(server_round, weight, reason))
+
+
 def said_of(error: Exception) -> str:
     """Return in one line why a client's answer is refused; of what our checks did not foresee, where it was raised."""
     if isinstance(error, RejectedPayload):
@@ -169,7 +254,7 @@ def read(
     replies: list[Message],
     phase: Phase,
     method: Method[Any, Any, Any],
-    state: Any,
+    state: Payload,
     task: Task,
     max_bytes: int = wire.MAX_BYTES,
     late: Sequence[tuple[Debt, Message]] = (),
@@ -190,40 +275,8 @@ def read(
         late: answers to earlier rounds, the newest first.
         stale_weight: 0 leaves uploads of earlier rounds out.
     """
-    outcome, reader = Outcome(), _Reader(method, state, task, max_bytes)
-    uploads: dict[int, Payload] = {}
-    records: dict[int, ArrayRecord] = {}
-    streams = method.streams()
-    fresh: set[int] = set()  # classes of which something of this round came
-
-    def keep(client: int, reply: Message, upload: Payload, age: int) -> None:
-        outcome.scalars_up += upload.scalars()
-        if len(fresh) < task.num_classes and (held := _classes(upload, task)) is not None:
-            known = outcome.classes = outcome.classes or {}
-            known.update({label: age for label in held if known.get(label, age + 1) > age})
-            fresh.update(held if age == 0 else ())
-        if streams:  # decoded again when its turn comes, and not held until then
-            records[client] = wire.payload_in(reply.content)
-        else:
-            uploads[client] = upload
-
-    def arrived(client: int, found: _Answer | _Rejected) -> None:
-        outcome.up[client] = outcome.up.get(client, Traffic()) + found.traffic
-
-    def keep_late(client: int, reply: Message, found: _Answer | _Rejected, server_round: int) -> None:
-        weight, age = 0.0, phase.number - server_round
-        if isinstance(found, _Rejected):
-            reason = found.reason
-        elif client in outcome.reports or client in outcome.late:
-            reason = "a newer one came"
-        elif stale_weight == 0:
-            reason = "stale-weight is 0"
-        else:
-            weight, reason = stale_weight**age, ""
-            if found.upload is not None:
-                keep(client, reply, found.upload, age)
-        outcome.late.setdefault(client, Late(server_round, weight, reason))
-
+    reader = _Reader(method, state, task, max_bytes)
+    intake = _Intake(phase, task, method.streams(), stale_weight)
     by_client = wire.ordered(replies, {m.metadata.message_id: client for m, client in phase.messages})
     # All are weighed before one is decoded: a processor keeps the code of one task at hand, not of both.
     weighed = {client: reader.weigh(reply) for client, reply in by_client.items()}
@@ -231,41 +284,17 @@ def read(
         reply = by_client.get(client)
         if reply is None:
             waited = time.perf_counter() - phase.started
-            outcome.failures[client] = f"no answer within {waited:.0f} s"
-            continue
-        if reply.has_error():
-            outcome.failures[client] = reason_of(reply)
-            continue
-        found = reader.read(reply, client in phase.training, weighed[client])
-        arrived(client, found)
-        if isinstance(found, _Rejected):
-            outcome.failures[client] = found.reason
-            continue
-        answered = found.report.round or phase.number
-        if found.upload is not None and answered != phase.number:
-            if stale_weight == 0 or answered > phase.number:
-                outcome.failures[client] = (
-                    f"answered with its upload of round {answered}, asked for {phase.number}"
-                )
-            else:
-                keep_late(client, reply, found, answered)
-            continue
-        outcome.reports[client] = found.report
-        if found.upload is not None:
-            keep(client, reply, found.upload, 0)
-    outcome.failures |= phase.absent
+            intake.outcome.failures[client] = f"no answer within {waited:.0f} s"
+        elif reply.has_error():
+            intake.outcome.failures[client] = reason_of(reply)
+        else:
+            intake.take(client, reply, reader.read(reply, client in phase.training, weighed[client]))
+    intake.outcome.failures |= phase.absent
     for debt, reply in late:
         if debt.training and not reply.has_error():
-            found = reader.read(reply, True, reader.weigh(reply))
-            arrived(debt.client, found)
-            of = debt.round if isinstance(found, _Rejected) else found.report.round or debt.round
-            if of > debt.round:
-                found = _Rejected(
-                    f"answered with its upload of round {of}, asked for {debt.round}", found.traffic
-                )
-            keep_late(debt.client, reply, found, min(of, debt.round))
-    outcome.uploads = Uploads(records, method.up, task) if streams else dict(sorted(uploads.items()))
-    return outcome
+            intake.take_late(debt, reply, reader.read(reply, True, reader.weigh(reply)))
+    intake.close(method.up)
+    return intake.outcome
 
 
 def _classes(upload: Payload, task: Task) -> list[int] | None:
@@ -281,7 +310,7 @@ def _classes(upload: Payload, task: Task) -> list[int] | None:
     return labels
 
 
-def _upload_of(reply: Message, method: Method[Any, Any, Any], state: Any, task: Task) -> Payload:
+def _upload_of(reply: Message, method: Method[Any, Any, Any], state: Payload, task: Task) -> Payload:
     upload: Payload = wire.decode(wire.payload_in(reply.content), method.up, task)
     method.validate(upload, state, task)
     return upload

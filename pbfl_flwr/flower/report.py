@@ -113,6 +113,11 @@ class Report:
         )
 
 
+def plain(record: MetricRecord) -> dict[str, float | list[float]]:
+    """Return a record as JSON can hold it."""
+    return {key: [*value] if isinstance(value, list) else value for key, value in record.items()}
+
+
 def seconds_in(record: MetricRecord) -> float:
     """Return all that a client says it has spent on a round, 0 where that cannot be read."""
     try:

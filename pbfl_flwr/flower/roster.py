@@ -148,7 +148,14 @@ class Roster:
         return _drawn(clients, size, seeds.derive(seed, "sample", server_round))
 
     def scored(self, fraction: float, seed: int, server_round: int, training: Collection[int]) -> list[int]:
-        """Return the clients that are only scored in a round: round(fraction·(M - training)), drawn likewise."""
+        """Return the clients that are only scored in a round: round(fraction·(M - training)), drawn likewise.
+
+        Args:
+            fraction: of the clients that do not train.
+            seed: of the run.
+            server_round: from 1.
+            training: clients that train in the round.
+        """
         others = sorted(set(self.members) - set(training))
         return _drawn(others, round(fraction * len(others)), seeds.derive(seed, "scored", server_round))
 

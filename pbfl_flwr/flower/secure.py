@@ -43,7 +43,7 @@ from flwr.serverapp import Grid
 from pbfl_flwr.config import Settings
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import wire
-from pbfl_flwr.flower.legacy import TrainingOnly, bound_of, parameters_of, report_of, summed, workflow_of
+from pbfl_flwr.flower.legacy import TrainingOnly, parameters_of, report_of, summed, summing, workflow_of
 from pbfl_flwr.flower.replies import Outcome, Phase, read, reason_of, said_of
 from pbfl_flwr.flower.report import Report
 from pbfl_flwr.flower.traffic import Traffic, weigh
@@ -65,7 +65,7 @@ class SecureRounds:
 
     def __init__(self, settings: Settings, method: Method[Any, Any, Any]) -> None:
         self.settings, self.method = settings, method
-        self.bound = bound_of(method)
+        self.bound = summing(method).bound
         self._metered: _Meter | None = None
         self._face: _Face | None = None
 
@@ -96,7 +96,9 @@ class SecureRounds:
         """Return the one upload that stands for the sum, under the first client's number."""
         return {min(uploads): uploads[min(uploads)]} if uploads else {}
 
-    def read(self, replies: list[Message], phase: Phase, state: Any, task: Task, max_bytes: int) -> Outcome:
+    def read(
+        self, replies: list[Message], phase: Phase, state: Payload, task: Task, max_bytes: int
+    ) -> Outcome:
         """Return what came of a phase: reports, traffic, who fell out and why; the arguments are those of replies.read.
 
         The upload of every client that was added is the one that stands for their sum.

@@ -13,43 +13,37 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from logging import INFO, WARNING
+from logging import WARNING
 from pathlib import Path
 from typing import Any
 
-import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from pbfl_flwr.config import Settings, announced
+from pbfl_flwr.config import Settings
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower import notes, wire
+from pbfl_flwr.flower import endings, notes, telling, wire
 from pbfl_flwr.flower.attendance import Attendance
 from pbfl_flwr.flower.books import aged, client_columns, final_scores, round_line
-from pbfl_flwr.flower.client import resolved_moment
 from pbfl_flwr.flower.hello import meet, unchanged
 from pbfl_flwr.flower.history import RunDirectory
 from pbfl_flwr.flower.newcomers import Newcomers, new_clients
 from pbfl_flwr.flower.questions import Questions
 from pbfl_flwr.flower.recorder import Recorder
-from pbfl_flwr.flower.replies import Outcome, Phase, read, worker_died
+from pbfl_flwr.flower.replies import Outcome, Phase, read
 from pbfl_flwr.flower.roster import Roster
 from pbfl_flwr.flower.secure import SecureRounds
 from pbfl_flwr.flower.waiting import attentive
-from pbfl_flwr.method import Method, Moment, Round
-from pbfl_flwr.methods import build_method, check_asked, privacy_notes
+from pbfl_flwr.method import Method, Moment, Round, resolved_moment
+from pbfl_flwr.methods import build_method, check_asked
 from pbfl_flwr.payloads import Payload
 from pbfl_flwr.prototypes.attacks import malicious
 from pbfl_flwr.sinks import check
 from pbfl_flwr.task import Task
-
-
-class RunEnded(PbflError):
-    """The run cannot go on; everything up to the last finished round is on disk and can be resumed."""
 
 
 class MethodStrategy(Strategy):
@@ -78,7 +72,7 @@ class MethodStrategy(Strategy):
         self.newcomers: list[dict[str, Any]] = []
         self.done = 0
         self.experiment = f"{settings.fingerprint()}-{uuid.uuid4().hex[:8]}"
-        self.moment: Moment = resolved_moment(settings, self.method)
+        self.moment: Moment = resolved_moment(settings.evaluation, self.method)
         wanted = settings.evaluation.predictor
         self.headline = self.method.headline if wanted == "auto" else wanted
         self.task: Task | None = None
@@ -112,17 +106,7 @@ class MethodStrategy(Strategy):
 
     def summary(self) -> None:
         """Log what is about to happen, one line."""
-        run, models = self.settings.run, self.settings.models
-        log(
-            INFO,
-            "%s: %s clients, %s, d=%s",
-            self.method.name,
-            run.num_clients,
-            models.models,
-            models.feature_dim,
-        )
-        for note in privacy_notes(self.settings, self.method) + self.method.forewarnings(self._num_rounds):
-            log(WARNING, "%s", note)
+        telling.before_start(self.settings, self.method, self._num_rounds)
 
     def prepare(self, grid: Grid) -> None:
         """Meet the clients, check that all fits, start or resume the run directory.
@@ -145,10 +129,7 @@ class MethodStrategy(Strategy):
         unchanged(roster, came)
         self._attendance = Attendance(roster, self.experiment, run.join_timeout)
         self.method.check(roster.task, roster.architectures)
-        if run.faults:
-            log(WARNING, "faults are injected: %s", run.faults)
-        if run.attack:
-            log(WARNING, "%s", announced(run.attack, malicious(self.settings)))
+        telling.of_experiments(self.settings)
         self.begin(roster.task)
         if self._recorder is None:
             return
@@ -320,11 +301,12 @@ class MethodStrategy(Strategy):
             server_round, phase, outcome, self.method, self.state, self.moment, aggregated, ages
         )
         line["notes"] += self._notes(line, phase, outcome)
-        self._say(line, phase, outcome)
+        telling.of_round(line, phase, outcome)
         self.history = [entry for entry in self.history if entry["round"] < server_round] + [line]
         self._clients = client_columns(server_round, phase, outcome)
-        self._stop_at(server_round, outcome, phase)
-        self._need_workers_and_replies(server_round, outcome, phase, received)
+        self._need_success(phase, outcome)
+        endings.need_workers(self.participants, phase, outcome, received)
+        endings.need_replies(self.settings.run.min_replies, phase, outcome)
         broadcast = self.method.broadcast(self.state, min(phase.training))
         figures = MetricRecord(
             {"bytes-up": line["bytes_up"]["total"], "bytes-down": line["bytes_down"]["total"]}
@@ -333,52 +315,12 @@ class MethodStrategy(Strategy):
             figures[f"accuracy-{name}"] = found["weighted"]
         return wire.encode(broadcast), figures
 
-    def _say(self, line: Mapping[str, Any], phase: Phase, outcome: Outcome) -> None:
-        """Log what came late, who failed, and the round's notes."""
-        server_round = line["round"]
-        for client, item in outcome.late.items():
-            said = item.reason or f"counts {item.weight:.3g}"
-            log(
-                INFO,
-                "round %s: client %s, upload of round %s: %s",
-                server_round,
-                phase.called(client),
-                item.round,
-                said,
-            )
-        for client, reason in outcome.failures.items():
-            log(WARNING, "round %s: client %s failed: %s", server_round, phase.called(client), reason)
-        for note in line["notes"]:
-            log(WARNING, "round %s: %s", server_round, note)
-
-    def _need_workers_and_replies(
-        self, server_round: int, outcome: Outcome, phase: Phase, received: Sequence[Message]
-    ) -> None:
-        """End a run that has lost a simulation worker, or whose round too few clients answered."""
-        # Of a device it would be its own word, which must not end the others' run.
-        simulation = all(member.simulated for member in self.participants.members.values())
-        if simulation and any(worker_died(reply) for reply in received if reply.has_error()):
-            raise RunEnded(
-                f"round {server_round}: a simulation worker died (client "
-                f"{', '.join(map(phase.called, outcome.failures))}); Flower cannot replace it. Rounds up to "
-                f"{server_round - 1} are kept and can be resumed"
-            )
-        valid, wanted = len(outcome.trained), self.settings.run.min_replies
-        if valid < wanted:
-            few = list(outcome.failures.items())[:5]
-            reasons = "; ".join(f"client {phase.called(client)}: {reason}" for client, reason in few)
-            raise RunEnded(f"round {server_round}: {valid} valid replies, min-replies is {wanted}: {reasons}")
-
-    def _stop_at(self, server_round: int, outcome: Outcome, phase: Phase) -> None:
+    def _need_success(self, phase: Phase, outcome: Outcome) -> None:
         """Remember who failed, and end the run if it is to end at the first."""
         assert self._attendance is not None
         self._attendance.failed(outcome.failures)
-        if self.settings.run.failure_policy == "stop" and outcome.failures:
-            client, reason = next(iter(outcome.failures.items()))
-            raise RunEnded(
-                f"round {server_round}: client {phase.called(client)} failed: {reason}; failure-policy is "
-                f"'stop'. Rounds up to {server_round - 1} are kept and can be resumed"
-            )
+        if self.settings.run.failure_policy == "stop":
+            endings.need_success(phase, outcome)
 
     def _notes(self, line: Mapping[str, Any], phase: Phase, outcome: Outcome) -> list[str]:
         """Say what the server, which remembers other rounds, sees in this one."""
@@ -410,7 +352,7 @@ class MethodStrategy(Strategy):
         if list(uploads) != sorted(uploads):
             uploads = dict(sorted(uploads.items()))
         state = self.method.aggregate(self.state, uploads, at)
-        _finite_broadcast(self.method, state, uploads, server_round)
+        endings.need_numbers(self.method.broadcast(state, min(uploads, default=0)), server_round)
         self.state = state
         return self.state
 
@@ -418,7 +360,7 @@ class MethodStrategy(Strategy):
         """Add the scores of a last evaluation to the round."""
         assert self._phase is not None
         outcome = self._read(list(replies))
-        self._stop_at(server_round, outcome, self._phase)
+        self._need_success(self._phase, outcome)
         final = self.history[-1]["final"] = final_scores(self._phase, outcome)
         self._clients["final"] = client_columns(server_round, self._phase, outcome)
         return MetricRecord({f"accuracy-{name}": of["weighted"] for name, of in final["accuracy"].items()})
@@ -444,29 +386,7 @@ class MethodStrategy(Strategy):
         self.history[-1]["seconds"]["total"] = time.perf_counter() - self._round_started
         self.done = server_round
         line = self.history[-1]
-        scored = line.get("final", line)["accuracy"].get(self.headline)
-        log(
-            INFO,
-            "round %s/%s: accuracy %s (%s), %s clients trained, %.1f s",
-            server_round,
-            self._num_rounds,
-            f"{100 * scored['weighted']:.1f} %" if scored else "not scored yet",
-            self.headline,
-            len(line["trained"]),
-            line["seconds"]["total"],
-        )
+        telling.after_round(line, self.headline, self._num_rounds)
         if self._recorder is not None:
             broadcast = self.method.broadcast(self.state, min(self.roster.members) if self.roster else 0)
             self._recorder.add(line, self._clients, self.state, self._scored, broadcast)
-
-
-def _finite_broadcast(
-    method: Method[Any, Any, Any], state: Any, uploads: Mapping[int, Payload], server_round: int
-) -> None:
-    broadcast = method.broadcast(state, min(uploads, default=0))
-    for name, tensor in broadcast.to_tensors().items():
-        if not bool(torch.isfinite(tensor).all()):
-            raise RunEnded(
-                f"round {server_round}: after aggregation '{name}' of the broadcast holds NaN or infinity; lower the "
-                f"learning rates. Rounds up to {server_round - 1} are kept"
-            )

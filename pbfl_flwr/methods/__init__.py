@@ -78,13 +78,8 @@ METHODS: dict[str, Entry] = {
     ),
 }
 
-PROTECTED = (
-    "fedproto",
-    "fedtgp",
-    "tinyproto",
-    "protonorm",
-    "fedgh",
-)  # methods whose uploads are prototypes alone
+# Methods whose uploads are prototypes alone.
+PROTECTED = ("fedproto", "fedtgp", "tinyproto", "protonorm", "fedgh")
 
 
 class _Sections(Mapping[str, type[Group]]):
@@ -121,28 +116,9 @@ def build_method(settings: Settings) -> Method[Any, Any, Any]:
         raise PbflError(
             f"method = '{name}': allowed is one of {', '.join(METHODS)}, or my_package.page:build{hint}"
         )
-    from pbfl_flwr.prototypes.privacy import unprotected
-    from pbfl_flwr.prototypes.sums import MOST_CLIENTS
-
     method = _built(settings)
     check_asked(settings, method)
-    if idle := list(_without_effect(settings, method)):
-        raise PbflError("\n".join(idle))
-    if not method.protects_uploads and (asked := unprotected(settings.privacy)):
-        raise PbflError(
-            f"{', '.join(asked)}: method '{name}' sends {method.up.__name__}, which these settings cannot protect; "
-            f"they apply to {', '.join(PROTECTED)}"
-        )
-    if settings.run.attack:
-        from pbfl_flwr.prototypes.attacks import check_attack
-
-        check_attack(settings, method.up)
-    asked_clients = max(1, round(settings.run.fraction_train * settings.run.participants))
-    if settings.privacy.secure_aggregation and not 3 <= asked_clients <= MOST_CLIENTS:
-        raise PbflError(
-            f"secure-aggregation = true needs at least 3 clients in a round and at most {MOST_CLIENTS}, found "
-            f"{asked_clients} (num-clients, fraction-train)"
-        )
+    _check(settings, method)
     return method
 
 
@@ -171,6 +147,32 @@ def _built(settings: Settings) -> Method[Any, Any, Any]:
     from pbfl_flwr.methods.external import build_external
 
     return build_external(settings)
+
+
+def _check(settings: Settings, method: Method[Any, Any, Any]) -> None:
+    """Check that a method can do all that the configuration asks of it.
+
+    Raises:
+        PbflError: naming the settings that it cannot follow.
+    """
+    from pbfl_flwr.prototypes.attacks import check_attack
+    from pbfl_flwr.prototypes.privacy import unprotected
+    from pbfl_flwr.prototypes.sums import MOST_CLIENTS
+
+    if idle := list(_without_effect(settings, method)):
+        raise PbflError("\n".join(idle))
+    if not method.protects_uploads and (asked := unprotected(settings.privacy)):
+        raise PbflError(
+            f"{', '.join(asked)}: method '{settings.run.method}' sends {method.up.__name__}, which these settings "
+            f"cannot protect; they apply to {', '.join(PROTECTED)}"
+        )
+    check_attack(settings, method.up)
+    trained = settings.run.trained
+    if settings.privacy.secure_aggregation and not 3 <= trained <= MOST_CLIENTS:
+        raise PbflError(
+            f"secure-aggregation = true needs at least 3 clients in a round and at most {MOST_CLIENTS}, found "
+            f"{trained} (num-clients, fraction-train)"
+        )
 
 
 def _without_effect(settings: Settings, method: Method[Any, Any, Any]) -> Iterator[str]:

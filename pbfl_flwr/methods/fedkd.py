@@ -324,8 +324,6 @@ def build(settings: Settings) -> FedKD:
             "rounding would add up from round to round; allowed is 'float32', or fedkd.compression 'as-coded'"
         )
     rounds = settings.run.num_server_rounds if config.schedule_rounds == "auto" else config.schedule_rounds
-    if rounds < 1:
-        raise PbflError(f"fedkd.schedule-rounds = {rounds}: allowed is a whole number from 1 or 'auto'")
     return FedKD(
         config,
         one_architecture("fedkd.auxiliary", config.auxiliary),

@@ -25,9 +25,9 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from pbfl_flwr.config import Auto, Group, Settings, parse_section
-from pbfl_flwr.prototypes.pipeline import Pipeline, ServerTraining, pipeline
+from pbfl_flwr.prototypes.pipeline import Pipeline, pipeline
 from pbfl_flwr.prototypes.stages import Stages
-from pbfl_flwr.prototypes.trainable import Margin
+from pbfl_flwr.prototypes.trainable import Margin, ServerTraining
 
 
 class Config(Group):

@@ -191,7 +191,11 @@ class Gfpl(Method[MixtureState, Mixtures, Mixtures]):
 
 
 def build(settings: Settings) -> Gfpl:
-    """Return the method; a PbflError says so if its settings leave nothing to train or retrain."""
+    """Return the method.
+
+    Raises:
+        PbflError: if its settings leave nothing to train or retrain.
+    """
     config = parse_section(Config, settings)
     if config.retrain == "projection" and not config.dual_classifier:
         raise PbflError("gfpl.retrain = 'projection': gfpl.dual-classifier = false has none; use 'both'")

@@ -53,7 +53,14 @@ def answer(client: Client, share: Share) -> Weights:
 
 
 def initial(architecture: str, task: Task, seed: int, share: Share) -> Weights:
-    """Return the shared part of a freshly initialised network."""
+    """Return the shared part of a freshly initialised network.
+
+    Args:
+        architecture: the network's name.
+        task: what all clients agree on.
+        seed: of the run.
+        share: which part.
+    """
     return Weights(copies(shared_parameters(build_model(architecture, task, seed), share)))
 
 
@@ -99,7 +106,14 @@ def check_both(upload: WeightsAndPrototypes, weights: Weights, task: Task, *, co
 
 
 def shared_scalars(architecture: str, task: Task, num_clients: int, share: Share) -> float:
-    """Return 2·M·|shared part|: down and up, all clients, biases counted."""
+    """Return 2·M·|shared part|: down and up, all clients, biases counted.
+
+    Args:
+        architecture: the network's name.
+        task: what all clients agree on.
+        num_clients: M.
+        share: which part.
+    """
     shared = shared_parameters(build_model(architecture, task, 0), share)
     return float(2 * num_clients * sum(parameter.numel() for parameter in shared.values()))
 

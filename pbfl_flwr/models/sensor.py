@@ -15,6 +15,9 @@ def har_cnn(task: Task) -> SplitModel:
 
     Average pooling over time makes it independent of the window's length. This project's own design. PFLlib's
     layout of HAR data, (channels, 1, length), is taken as well.
+
+    Raises:
+        PbflError: if inputs are no such windows, or too short.
     """
     shape = task.input_shape
     if not (len(shape) == 2 or (len(shape) == 3 and shape[1] == 1)) or shape[-1] < SHORTEST_WINDOW:

@@ -27,7 +27,11 @@ def fasttext(task: Task) -> SplitModel:
 
 
 def textcnn(task: Task) -> SplitModel:
-    """TextCNN for token ids: 100 channels each of width 3, 4 and 5 over embeddings, hidden layer d; from 5 tokens."""
+    """TextCNN for token ids: 100 channels each of width 3, 4 and 5 over embeddings, hidden layer d; from 5 tokens.
+
+    Raises:
+        PbflError: if inputs are no token ids, or too few.
+    """
     embedding = _embedding("textcnn", task)
     if task.input_shape[0] < max(WIDTHS):
         raise PbflError(

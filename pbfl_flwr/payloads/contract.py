@@ -101,6 +101,12 @@ def separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def floats(tensors: Mapping[str, Tensor], name: str, dimensions: int | None, limit: float) -> Tensor:
     """Return a tensor of finite numbers up to a limit as float32.
 
+    Args:
+        tensors: what came.
+        name: of the one that is wanted.
+        dimensions: how many it must have; None allows any number.
+        limit: of its largest absolute value.
+
     Raises:
         RejectedPayload: if it is missing, not floating point, of other dimensions, not finite or too large.
     """

@@ -12,7 +12,6 @@ swapped rows are what flipped labels are among samples.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -79,7 +78,7 @@ def falsified(upload: Prototypes, attack: Attack, generator: torch.Generator) ->
     return replace(upload, values=values, counts=counts)
 
 
-def attacked(settings: Settings, client: Client, update: Update[Any]) -> Update[Any]:
+def attacked(settings: Settings, client: Client, update: Update[Payload]) -> Update[Payload]:
     """Return a client's update as the run configuration wants it sent: falsified if it is malicious, else as it is."""
     if client.id not in malicious(settings) or not isinstance(update.payload, Prototypes):
         return update

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from pbfl_flwr.method import Client
 from pbfl_flwr.prototypes.privacy import Release
+from pbfl_flwr.prototypes.stages import Collect
 from pbfl_flwr.prototypes.statistics import ClassSums
 from pbfl_flwr.training import complete_batches, each_feature
 
@@ -25,6 +26,40 @@ def class_sums_of(client: Client, transform: Callable[[Tensor], Tensor] | None =
     for features, labels in each_feature(client, complete_batches(client)):
         sums.add(features if transform is None else transform(features), labels)
     return sums
+
+
+class Collector:
+    """Takes a client's class sums at the moment that the slot ``collect`` names.
+
+    ``post``: after its training. ``before``: before it. ``trajectory``: from the batches that it trains on, with the
+    network as it is at each step. ``last-epoch``: likewise, of the last epoch alone.
+
+    Args:
+        client: about to be trained.
+        moment: the slot's value.
+    """
+
+    def __init__(self, client: Client, moment: Collect) -> None:
+        self._client, self.by_epoch = client, moment == "last-epoch"
+        self._passing: ClassSums | None = None
+        if self.by_epoch or moment == "trajectory":
+            self._passing = ClassSums(client.task.num_classes, client.task.feature_dim, client.device)
+        self._taken = class_sums_of(client) if moment == "before" else None
+
+    def add(self, features: Tensor, labels: Tensor) -> None:
+        """Take note of a batch that is trained on: features (B, d), labels (B,)."""
+        if self._passing is not None:
+            self._passing.add(features.detach(), labels)
+
+    def close_epoch(self) -> None:
+        """Keep the sums of an epoch in the place of the last one's, where epochs are told apart (``by_epoch``)."""
+        if self._passing is not None and self.by_epoch:
+            self._taken = self._passing.emptied()
+
+    def sums(self) -> ClassSums:
+        """Return the class sums, once the client is trained."""
+        found = self._passing if self._taken is None else self._taken
+        return class_sums_of(self._client) if found is None else found
 
 
 def released_means(client: Client, stage: Release, means: Tensor) -> Tensor:

@@ -17,8 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -26,18 +24,18 @@ from torch import Tensor, nn
 from pbfl_flwr import seeds
 from pbfl_flwr.config import Settings
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.method import Client, Method, Moment, Predictor, Round, Update, head_scores, nearest
+from pbfl_flwr.method import Client, Method, Moment, Nearest, Predictor, Round, Update, head_scores
 from pbfl_flwr.payloads import Prototypes, RejectedPayload, Reveal, joined, under
-from pbfl_flwr.prototypes import aggregation, distillation, masks, scaling, sums
+from pbfl_flwr.prototypes import aggregation, distillation, scaling, sums
 from pbfl_flwr.prototypes.alignment import align
 from pbfl_flwr.prototypes.bounding import bounded
-from pbfl_flwr.prototypes.collect import class_sums_of, released_means
+from pbfl_flwr.prototypes.collect import Collector, released_means
 from pbfl_flwr.prototypes.combination import Combination
 from pbfl_flwr.prototypes.privacy import Release, release
+from pbfl_flwr.prototypes.sparsity import Sparsity
 from pbfl_flwr.prototypes.stages import APS_RULES, ROBUST_RULES, TRAINED_RULES, Stages, resolved
-from pbfl_flwr.prototypes.statistics import ClassSums
 from pbfl_flwr.prototypes.trainable import (
-    Margin,
+    ServerTraining,
     TrainableState,
     initial_state,
     stack_uploads,
@@ -45,27 +43,6 @@ from pbfl_flwr.prototypes.trainable import (
 )
 from pbfl_flwr.task import Task
 from pbfl_flwr.training import fit, forward
-
-
-@dataclass(frozen=True)
-class ServerTraining:
-    """Settings of FedTGP's server-trained prototypes.
-
-    Attributes:
-        epochs: S, passes over the uploaded prototypes in a round.
-        batch_size, learning_rate, momentum: of the server's SGD.
-        margin_cap: τ, upper bound of the adaptive margin.
-        margin: of which two classes it is the distance.
-        absent: whether a class that nobody ever sent takes part in prediction and pull ("keep") or not.
-    """
-
-    epochs: int = 100
-    batch_size: int = 32
-    learning_rate: float = 0.01
-    momentum: float = 0.0
-    margin_cap: float = 100.0
-    margin: Margin = "nearest"
-    absent: Literal["exclude", "keep"] = "exclude"
 
 
 @dataclass(frozen=True)
@@ -145,26 +122,28 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         """The server's rule."""
         return Combination(self.stages, self.release.settings.dense_uploads)
 
+    @property
+    def sparsity(self) -> Sparsity:
+        """What of a row travels."""
+        return Sparsity(self.stages.cps_dim, self.stages.cps_scheme, self.mask_seed)
+
     # Client -----------------------------------------------------------------------------------------------
 
     def local_update(self, client: Client, down: Prototypes) -> Update[Prototypes]:
         """Fit with the pull towards the global prototypes, then answer the local ones."""
-        K, stages = client.task.num_classes, self.stages
+        stages = self.stages
         targets = self._targets(client, down)  # (K, d)
         known, present = down.num_present > 0, down.present.to(client.device)
         beta = distillation.proportional_weights(client.data.counts).to(client.device)  # β_i of CPKD
-        table = self._masks(client.task)
-        inside = None if table is None or stages.cps_pull != "masked" else table.to(client.device)
-        passing = stages.collect in ("trajectory", "last-epoch")
-        on_the_way = ClassSums(K, client.task.feature_dim, client.device) if passing else None
-        epochs: list[ClassSums] = []
+        table = self.sparsity.masks(client.task) if stages.cps_pull == "masked" else None
+        inside = None if table is None else table.to(client.device)
         # The texts' norm is between class means; CPKD's sample form keeps it between samples.
         per_class = stages.cpkd == "class" or (stages.pull_form == "l2" and stages.cpkd == "off")
+        collector = Collector(client, stages.collect)
 
         def loss(inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
             features, logits = forward(client.model, inputs)
-            if on_the_way is not None:
-                on_the_way.add(features.detach(), labels)
+            collector.add(features, labels)
             terms = {"ce": nn.functional.cross_entropy(logits, labels)}
             if known:
                 terms["pull"] = stages.pull_weight * distillation.pull(
@@ -179,17 +158,11 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
                 )
             return terms
 
-        def close_epoch() -> None:
-            if on_the_way is not None:
-                epochs[:] = [on_the_way.emptied()]
-
-        early = class_sums_of(client) if stages.collect == "before" else on_the_way
-        report = fit(client, loss, after_epoch=close_epoch if stages.collect == "last-epoch" else None)
-        sums = epochs[0] if epochs else early if early is not None else class_sums_of(client)
-        values, held, seen = sums.means()
+        report = fit(client, loss, after_epoch=collector.close_epoch if collector.by_epoch else None)
+        values, held, seen = collector.sums().means()
         sent = released_means(client, self.release, values)
         released = self.release.table(
-            client, sent, seen, None if table is None else lambda rows: masks.compress(rows, table)
+            client, sent, seen, lambda rows: self.sparsity.compress(rows, client.task)
         )
         upload = Prototypes(
             released.rows,
@@ -206,11 +179,11 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         own = client.data.counts > 0
         if down.num_present:
             targets = self._targets(client, down)
-            found["global"] = nearest(targets, down.present)
+            found["global"] = Nearest(targets, down.present)
             if bool((down.present & own).any()):
-                found["global-local"] = nearest(targets, down.present & own)
+                found["global-local"] = Nearest(targets, down.present & own)
         if "held" in client.memory and bool(client.memory["held"].any()):
-            found["local"] = nearest(client.memory["prototypes"], client.memory["held"])
+            found["local"] = Nearest(client.memory["prototypes"], client.memory["held"])
         return found
 
     def _targets(self, client: Client, down: Prototypes) -> Tensor:
@@ -226,7 +199,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
 
     def init(self, task: Task, seed: int) -> PipelineState:
         """No class has a prototype yet; FedTGP's generator starts from its own seed."""
-        nobody = Prototypes.empty(task.num_classes, self._width(task))
+        nobody = Prototypes.empty(task.num_classes, self.sparsity.width(task))
         trained = None
         if self.server_training is not None:
             trained = initial_state(task.num_classes, task.feature_dim, seed)
@@ -239,7 +212,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
     def aggregate(self, state: PipelineState, uploads: Mapping[int, Prototypes], at: Round) -> PipelineState:
         """Bound norms, combine, keep what nobody sent, train, align, compress."""
         task, stages = at.task, self.stages
-        nobody = Prototypes.empty(task.num_classes, self._width(task))
+        nobody = Prototypes.empty(task.num_classes, self.sparsity.width(task))
         uploads, cut = bounded(uploads, stages.norm_bound)
         fresh = self.combination.combine(uploads, at) if uploads else nobody
         before = self.combination.at_scale_of(fresh.num_examples, state.combined)
@@ -261,8 +234,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
             values = aligned.values
             figures |= aligned.report.figures()
         values = torch.where(present[:, None], values, torch.zeros_like(values))
-        table = self._masks(task)
-        rows = values if table is None else masks.compress(values, table)
+        rows = self.sparsity.compress(values, task)
         down = Prototypes(rows.to(torch.float32), present, None, combined.num_examples)
         return PipelineState(down, combined, ages, trained, figures)
 
@@ -304,7 +276,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
 
     def validate(self, upload: Prototypes, state: PipelineState, task: Task) -> None:
         """Width, and exactly the counts and the rows that the rule needs."""
-        width, rule = self._width(task), self.stages.aggregation
+        width, rule = self.sparsity.width(task), self.stages.aggregation
         if self.release.settings.dense_uploads and not bool(upload.present.all()):
             raise RejectedPayload(f"{upload.num_present} rows, a dense upload has {task.num_classes}")
         if upload.values.shape[1] != width:
@@ -351,12 +323,11 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
 
     def dense(self, sent: Prototypes, task: Task) -> Prototypes:
         """Return prototypes as they travel (K, s) in d dimensions, zero outside the masks."""
-        table = self._masks(task)
-        return sent if table is None else replace(sent, values=masks.expand(sent.values, table))
+        return replace(sent, values=self.sparsity.expand(sent.values, task))
 
     def check(self, task: Task, architectures: Sequence[str]) -> None:
         """Masks must exist and the solver must be able to place K prototypes in d dimensions."""
-        self._masks(task)
+        self.sparsity.masks(task)
         if self.stages.alignment == "simplex" and task.num_classes > task.feature_dim + 1:
             raise PbflError(
                 f"alignment = 'simplex' needs num classes <= feature-dim + 1, found K={task.num_classes} and "
@@ -369,20 +340,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         """Σ_i (K_i + K)·s: up K_i rows (K if dense), down K rows, to each of M clients."""
         K = task.num_classes
         up = [K if self.release.settings.dense_uploads else held for held in class_counts]
-        return float(sum(rows + K for rows in up) * self._width(task))
-
-    def _width(self, task: Task) -> int:
-        table = self._masks(task)
-        return task.feature_dim if table is None else _sent(self._mask_of(task))
-
-    def _masks(self, task: Task) -> Tensor | None:
-        if self.stages.cps_dim in (0, task.feature_dim):
-            return None
-        return _allocated(self._mask_of(task))
-
-    def _mask_of(self, task: Task) -> _Allocation:
-        s, scheme = self.stages.cps_dim, self.stages.cps_scheme
-        return task.num_classes, task.feature_dim, s, scheme, self.mask_seed
+        return float(sum(rows + K for rows in up) * self.sparsity.width(task))
 
 
 def pipeline(
@@ -420,18 +378,3 @@ def pipeline(
     )
     masks_from = seeds.derive(settings.run.seed, "masks") % 2**32
     return Pipeline(name, stages, server_training, masks_from, headline, release=stage)
-
-
-_Allocation = tuple[int, int, int, Literal["dimension", "block"], int]
-"""K, d, s, scheme, seed."""
-
-
-@lru_cache(maxsize=8)
-def _allocated(wanted: _Allocation) -> Tensor:
-    num_classes, feature_dim, size, scheme, seed = wanted
-    return masks.allocate_masks(num_classes, feature_dim, size, scheme=scheme, seed=seed)
-
-
-@lru_cache(maxsize=8)
-def _sent(wanted: _Allocation) -> int:
-    return int(_allocated(wanted)[0].sum())  # as many in every row

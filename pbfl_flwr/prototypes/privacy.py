@@ -32,7 +32,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -42,13 +42,13 @@ from torch import Tensor
 from pbfl_flwr.config import PROTOCOLS, PrivacySettings
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client
-from pbfl_flwr.payloads.reveals import COUNTS, HOLDER, MEANS, PRESENCE, SINGLE, TOTAL, Reveal
+from pbfl_flwr.payloads import Reveal
 from pbfl_flwr.prototypes import sums
+from pbfl_flwr.prototypes.revealed import revealed
 from pbfl_flwr.prototypes.scaling import scale_by_counts
+from pbfl_flwr.prototypes.stages import SCALED_RULES, WEIGHTED_RULES
 
 SUMS = ("ppa", "aps-sum")  # rules to which a zero row adds nothing
-COUNTED = ("weighted", "weighted-shrunk")  # rules that send n_ij
-MASKED = "under SecAgg+ masks (docs/privacy.md on their strength) the server learns only"
 RELEASES = "releases"  # the client's own count of its noisy releases, in its memory
 
 
@@ -245,57 +245,9 @@ class Release:
             rule: of the server.
             sends_total: whether uploads carry n_i.
         """
-        keys = self.settings
-        noisy = (
-            f"noise of {keys.dp_noise:g} times the sensitivity, unit {keys.dp_unit}" if keys.dp_noise else ""
+        return revealed(
+            self.settings, rule, minimum=self.minimum, scaled=self.scaled, sends_total=sends_total
         )
-        presence, rows, single, counts = PRESENCE, MEANS, SINGLE, COUNTS
-        if self.scaled:
-            rows = replace(
-                rows,
-                what="sums of features of each class",
-                how="the rows n_ij·c̄_ij; divided by n_ij, class means",
-            )
-        if keys.dense_uploads and noisy:
-            presence = presence.but("hidden", noisy)
-        elif keys.dense_uploads:
-            presence = presence.but(
-                "blurred", "a zero row is an absent class; only the message's size is the same"
-            )
-        if noisy:
-            rows, single = rows.but("blurred", noisy), single.but("blurred", noisy)
-        elif keys.dp_clip:
-            rows = replace(rows, how=f"{rows.how}; norms are clipped to {keys.dp_clip:g}")
-        if self.minimum > 1:
-            single = single.but("hidden", f"classes of fewer than {self.minimum} samples are not sent")
-        if self.scaled:
-            how = "hidden from a casual look only: the length of n_ij·c̄_ij gives most within 10 % (docs/privacy.md)"
-            how = f"{how}; {noisy}" if noisy else how
-            counts = replace(counts.but("blurred", how), hide="dp-noise, secure-aggregation, or count-bucket")
-        elif rule not in COUNTED:
-            counts = counts.but("hidden", f"rule '{rule}' sends none")
-        total = TOTAL if sends_total else TOTAL.but("hidden", "not part of the upload")
-        if keys.count_bucket != "off":
-            said = f"rounded to {'powers of two' if keys.count_bucket == 'powers' else keys.count_bucket}"
-            counts, total = (
-                one if one.state == "hidden" else one.but("blurred", f"{one.how}; {said}")
-                for one in (counts, total)
-            )
-        if keys.secure_aggregation:
-            presence, rows, single, counts, total = (
-                one if one.state == "hidden" else one.but("hidden", f"{MASKED} {learnt}")
-                for one, learnt in zip(
-                    (presence, rows, single, counts, total),
-                    (
-                        "how many clients hold a class",
-                        "the sum of all rows",
-                        "the sum of all rows",
-                        *2 * ("Σ n_i",),
-                    ),
-                    strict=True,
-                )
-            )
-        return presence, rows, single, counts, total, HOLDER
 
 
 def release(settings: PrivacySettings, rule: str, *, trained: bool, sends_total: bool, once: bool) -> Release:
@@ -329,17 +281,17 @@ def release(settings: PrivacySettings, rule: str, *, trained: bool, sends_total:
             f"secure-aggregation = true: {why}; allowed are aggregation = {allowed} without server training"
         )
     if not settings.dp_noise:
-        return Release(settings, rule in (*SUMS, "aps-mean"))
+        return Release(settings, rule in SCALED_RULES)
     if not settings.dp_clip:
         raise PbflError("dp-noise needs dp-clip, the norm that the noise is measured by: above 0")
-    if rule in COUNTED:
+    if rule in WEIGHTED_RULES:
         raise PbflError(f"dp-noise: rule '{rule}' sends exact counts beside the rows; allowed are the others")
     if sends_total:
         remedy = "ppa-total = 'known' with total-examples" if rule == "ppa" else "aps-scale to a number"
         raise PbflError(f"dp-noise: rule '{rule}' sends n_i exactly; set {remedy}")
     if settings.count_bucket != "off":
         raise PbflError("dp-noise: a bucketed count jumps by more than one sample; set count-bucket = 'off'")
-    return Release(settings, rule in (*SUMS, "aps-mean"))
+    return Release(settings, rule in SCALED_RULES)
 
 
 def unprotected(settings: PrivacySettings) -> list[str]:

@@ -10,6 +10,7 @@ from pbfl_flwr.config import Auto, Group, Settings
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.prototypes.alignment import Solver
 
+Collect = Literal["post", "trajectory", "last-epoch", "before"]
 APS_RULES = ("aps-sum", "aps-mean")
 SCALED_RULES = ("ppa", *APS_RULES)
 WEIGHTED_RULES = ("weighted", "weighted-shrunk")
@@ -26,7 +27,7 @@ class Stages(Group):
 
     pull_weight: float = Field(10.0, ge=0)  # λ
     pull_form: Literal["mse", "l2"] = "mse"
-    collect: Literal["post", "trajectory", "last-epoch", "before"] = "post"
+    collect: Collect = "post"
     aggregation: Literal[
         "mean", "weighted", "weighted-shrunk", "ppa", "aps-sum", "aps-mean", "median", "trimmed-mean"
     ] = "mean"

@@ -73,6 +73,12 @@ def to_vector(upload: Prototypes, bound: float) -> tuple[Vector, int]:
 def from_vector(total: Vector, num_classes: int, clients: int, bound: float) -> Total:
     """Return what a sum of vectors stands for.
 
+    Args:
+        total: the sum of what :func:`to_vector` gives, K·(s + 1) + 1 numbers.
+        num_classes: K.
+        clients: how many vectors it is the sum of.
+        bound: R.
+
     Raises:
         RejectedPayload: if its length or its presence bits are impossible; then no client's table was added right.
     """

@@ -45,6 +45,27 @@ class PrototypeGenerator(nn.Module):
 
 
 @dataclass(frozen=True)
+class ServerTraining:
+    """Settings of FedTGP's server-trained prototypes.
+
+    Attributes:
+        epochs: S, passes over the uploaded prototypes in a round.
+        batch_size, learning_rate, momentum: of the server's SGD.
+        margin_cap: τ, upper bound of the adaptive margin.
+        margin: of which two classes it is the distance.
+        absent: whether a class that nobody ever sent takes part in prediction and pull ("keep") or not.
+    """
+
+    epochs: int = 100
+    batch_size: int = 32
+    learning_rate: float = 0.01
+    momentum: float = 0.0
+    margin_cap: float = 100.0
+    margin: Margin = "nearest"
+    absent: Literal["exclude", "keep"] = "exclude"
+
+
+@dataclass(frozen=True)
 class TrainableState:
     """What the server keeps from round to round.
 
@@ -145,6 +166,12 @@ def margin_logits(vectors: Tensor, prototypes: Tensor, labels: Tensor, margin: f
 
     Squared distances come from a Gram matrix as in the published code, but clamped at 1e-12 before the root:
     rounding can make them negative and the root's slope at zero is infinite.
+
+    Args:
+        vectors: (B, d) c̄_b.
+        prototypes: (K, d) P.
+        labels: (B,) y.
+        margin: δ.
     """
     squared = (vectors**2).sum(1, keepdim=True) + (prototypes**2).sum(1) - 2 * vectors @ prototypes.T
     distances = squared.clamp_min(1e-12).sqrt()

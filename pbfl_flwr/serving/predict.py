@@ -33,7 +33,7 @@ from pbfl_flwr.data.npz import read_arrays
 from pbfl_flwr.data.table import features
 from pbfl_flwr.data.texts import LINES, texts_of
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.method import nearest
+from pbfl_flwr.method import Nearest
 from pbfl_flwr.payloads import under
 from pbfl_flwr.serving.export import CARD, FORMAT, PROTOTYPES, WEIGHTS
 from pbfl_flwr.serving.network import Served, rebuild
@@ -82,7 +82,7 @@ class Exported:
         """
         if by != HEAD and by not in self.prototypes:
             raise PbflError(f"--by {by}: this model has {', '.join([HEAD, *self.prototypes])}")
-        scored = nearest(*self.prototypes[by]) if by != HEAD else None
+        scored = Nearest(*self.prototypes[by]) if by != HEAD else None
         found, dtype = [], np.int64 if self.card.vocabulary else np.float32
         for start in range(0, len(inputs), BATCH):
             batch = torch.from_numpy(np.ascontiguousarray(inputs[start : start + BATCH], dtype=dtype))

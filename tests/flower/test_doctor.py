@@ -23,8 +23,8 @@ from typer.testing import CliRunner
 
 from pbfl_flwr import security
 from pbfl_flwr.cli import app
-from pbfl_flwr.flower import doctor, fleet
-from pbfl_flwr.flower.doctor import Finding, Status, Wanted
+from pbfl_flwr.flower import connection, doctor, fleet
+from pbfl_flwr.flower.findings import Finding, Status, Wanted
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def superlink(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamesp
 
 
 def found(wanted: Wanted) -> dict[str, Finding]:
-    return {finding.what: finding for finding in doctor.network(wanted)}
+    return {finding.what: finding for finding in connection.network(wanted)}
 
 
 def test_all_is_well(superlink: SimpleNamespace) -> None:
@@ -78,7 +78,7 @@ def test_a_certificate_lasts_as_long_as_its_ca(
     security.make_certificates(tmp_path, ["127.0.0.1"], days, ca_days=ca_days)
     shown = security.Handshake(None, security.read_certificate(tmp_path / "server.pem"))
     monkeypatch.setattr(security, "shake_hands", lambda *_: shown)
-    usable, _, [finding] = doctor.transport("127.0.0.1:1", tmp_path / "ca.pem", insecure=False)
+    usable, _, [finding] = connection.transport("127.0.0.1:1", tmp_path / "ca.pem", insecure=False)
     assert usable
     assert finding.status is Status.WARNING
     end = datetime.now(UTC) + timedelta(days=5)
@@ -108,7 +108,7 @@ def test_a_wrong_clock_is_measured(
 
     monkeypatch.setattr(fleet, "datetime", Clock)
     asked = fleet.Fleet(superlink.address, superlink.files / "ca.pem", insecure=False, key=None)
-    finding = doctor.about_clock(asked)
+    finding = connection.about_clock(asked)
     assert finding.status is status
     if status is Status.WARNING:
         said, _, side = finding.said.split()[:3]
@@ -124,7 +124,7 @@ def test_the_bound_is_found_by_halving(bound: float) -> None:
         asked.append(shift)
         return shift < bound
 
-    assert doctor.latest_accepted(accepts) == pytest.approx(bound, abs=0.1)
+    assert connection.latest_accepted(accepts) == pytest.approx(bound, abs=0.1)
     assert len(asked) < 15
 
 
@@ -132,11 +132,11 @@ def test_addresses_that_do_not_answer() -> None:
     taken = socket.create_server(("127.0.0.1", 0))
     port = taken.getsockname()[1]
     taken.close()
-    assert "refuses" in doctor.reachable("superlink", f"127.0.0.1:{port}").said
-    assert "HOST:PORT" in doctor.reachable("superlink", "127.0.0.1").said
-    assert "is not found" in doctor.reachable("superlink", "nobody.invalid:1").said
+    assert "refuses" in connection.reachable("superlink", f"127.0.0.1:{port}").said
+    assert "HOST:PORT" in connection.reachable("superlink", "127.0.0.1").said
+    assert "is not found" in connection.reachable("superlink", "nobody.invalid:1").said
     for name in ("a..b", "x" * 64):
-        said = doctor.reachable("superlink", f"{name}:9092").said
+        said = connection.reachable("superlink", f"{name}:9092").said
         assert said == f"the name '{name}' is not found (no name can be like this)"
 
 
@@ -202,9 +202,9 @@ def test_a_date_before_the_certificate_is_wrong(
             return datetime(1970, 1, 2, tzinfo=UTC)
 
     certificate = security.read_certificate(superlink.files / "server.pem")
-    assert doctor.clock_by_certificate(certificate).status is Status.OK
-    monkeypatch.setattr(doctor, "datetime", Clock)
-    assert doctor.clock_by_certificate(certificate).status is Status.FAILED
+    assert connection.clock_by_certificate(certificate).status is Status.OK
+    monkeypatch.setattr(connection, "datetime", Clock)
+    assert connection.clock_by_certificate(certificate).status is Status.FAILED
 
 
 def test_what_is_installed_fits() -> None:

@@ -13,17 +13,17 @@ from flwr.app import ConfigRecord, Message, RecordDict
 
 from pbfl_flwr.config import FaultRates, Scalar, parse
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower import checkpoint, faults, history, store, wire
 from pbfl_flwr.flower import client as client_module
-from pbfl_flwr.flower import faults, history, store, wire
 from pbfl_flwr.flower import hello as hello_module
 from pbfl_flwr.flower.books import aged
+from pbfl_flwr.flower.endings import RunEnded
 from pbfl_flwr.flower.hello import agreed, welcome_back
-from pbfl_flwr.flower.history import RunDirectory
 from pbfl_flwr.flower.late import PATIENCE
 from pbfl_flwr.flower.report import Report
 from pbfl_flwr.flower.roster import Member
 from pbfl_flwr.flower.store import load_tensors
-from pbfl_flwr.flower.strategy import MethodStrategy, RunEnded
+from pbfl_flwr.flower.strategy import MethodStrategy
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.payloads import Prototypes
 from pbfl_flwr.prototypes.pipeline import Pipeline
@@ -563,8 +563,8 @@ class Killed(BaseException):
             2,
         ),  # the clients have trained round 2, the server knows nothing of it
         (MethodStrategy, "_finish_round", 2),
-        (RunDirectory, "save_best", 1),
-        (RunDirectory, "save_checkpoint", 2),  # the history is a round ahead of the checkpoint
+        (checkpoint, "save_best", 1),
+        (checkpoint, "save", 2),  # the history is a round ahead of the checkpoint
         (MethodStrategy, "configure_train", 3),
         (MethodStrategy, "aggregate_evaluate", 1),
     ],

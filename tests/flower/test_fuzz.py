@@ -19,7 +19,7 @@ from torch import Tensor
 from pbfl_flwr.config import Scalar, parse
 from pbfl_flwr.errors import LONGEST
 from pbfl_flwr.flower import wire
-from pbfl_flwr.flower.client import _peak_mb
+from pbfl_flwr.flower.memory import peak_memory
 from pbfl_flwr.flower.report import Report
 from pbfl_flwr.flower.strategy import MethodStrategy
 from pbfl_flwr.methods import SECTIONS
@@ -265,9 +265,9 @@ def test_malformed_uploads_change_nothing(name: str) -> None:
         return strategy
 
     clean = run(False)
-    before = _peak_mb()
+    before = peak_memory()
     poisoned = run(True)
-    grown = _peak_mb() - before
+    grown = peak_memory() - before
 
     assert len(made) >= ROUNDS * len(BAD)  # where a last scoring follows, there are more
     good = [client for client in range(CLIENTS) if client not in BAD]

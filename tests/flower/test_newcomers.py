@@ -19,9 +19,9 @@ from pbfl_flwr.experiments.comparison_table import rows, table
 from pbfl_flwr.experiments.configuration import Wishes
 from pbfl_flwr.experiments.records import Record, load
 from pbfl_flwr.experiments.summaries import summary_sheet
+from pbfl_flwr.flower.endings import RunEnded
 from pbfl_flwr.flower.history import RunDirectory
 from pbfl_flwr.flower.legacy import LegacyMethodStrategy
-from pbfl_flwr.flower.strategy import RunEnded
 from pbfl_flwr.methods import METHODS, SECTIONS
 from pbfl_flwr.prototypes.privacy import epsilon_of
 from pbfl_flwr.serving.export import state_file

@@ -23,12 +23,13 @@ from pbfl_flwr.data import check_data, client_data, load_pool
 from pbfl_flwr.errors import LONGEST, PbflError
 from pbfl_flwr.flower import history, wire
 from pbfl_flwr.flower.client import make_client_app
+from pbfl_flwr.flower.endings import RunEnded
 from pbfl_flwr.flower.files import DamagedState
 from pbfl_flwr.flower.hello import agreed
 from pbfl_flwr.flower.history import ERROR, RunDirectory, RunRefused
 from pbfl_flwr.flower.report import Report
 from pbfl_flwr.flower.roster import Member, Roster
-from pbfl_flwr.flower.strategy import MethodStrategy, RunEnded
+from pbfl_flwr.flower.strategy import MethodStrategy
 from pbfl_flwr.method import Method, Round, Update
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.payloads import Prototypes, Weights

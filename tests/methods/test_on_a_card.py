@@ -11,7 +11,7 @@ import torch
 from pbfl_flwr import replay
 from pbfl_flwr.config import Scalar, parse
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower import client, opening
+from pbfl_flwr.flower import client, introduction, opening
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method
 from tests.flower.inprocess import federation
 from tests.pretend_card import CUDA, OnCard, Recording, card
@@ -63,7 +63,7 @@ def replayed(tmp_path: Path, method: str, keys: dict[str, Scalar]) -> int:
     with (
         card(),
         patch.object(opening, "choose_device", lambda wanted: CUDA),
-        patch.object(client, "choose_device", lambda wanted: CUDA),
+        patch.object(introduction, "choose_device", lambda wanted: CUDA),
         patch.object(replay, "_recordings", OrderedDict()),
     ):
         on_card = federation(tmp_path / "card", method, **keys, compile="cuda-graph").run()

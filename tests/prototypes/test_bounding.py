@@ -8,7 +8,7 @@ from pbfl_flwr.config import Attack, Scalar, parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import wire
 from pbfl_flwr.flower.replies import Uploads
-from pbfl_flwr.method import Round, nearest
+from pbfl_flwr.method import Nearest, Round
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.payloads import Prototypes
 from pbfl_flwr.prototypes import aggregation
@@ -170,7 +170,7 @@ def test_defences_turn_a_lie_that_the_mean_follows() -> None:
 
     def predicts(values: Tensor) -> list[int]:
         candidates = torch.tensor([True, True, False, False])
-        scores = nearest(values, candidates)(torch.tensor([[1.0, 0], [-1, 0]]), torch.zeros(2, 4))
+        scores = Nearest(values, candidates)(torch.tensor([[1.0, 0], [-1, 0]]), torch.zeros(2, 4))
         return [int(label) for label in scores.argmax(1)]
 
     assert predicts(aggregate(honest)[0]) == [0, 1]

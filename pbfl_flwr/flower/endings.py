@@ -1,0 +1,85 @@
+"""When a run ends before its last round. Each function looks for one reason and raises if it finds it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from flwr.app import Message
+
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower.replies import Outcome, Phase, worker_died
+from pbfl_flwr.flower.roster import Roster
+from pbfl_flwr.payloads import Payload
+
+
+class RunEnded(PbflError):
+    """The run cannot go on; everything up to the last finished round is on disk and can be resumed."""
+
+
+def need_success(phase: Phase, outcome: Outcome) -> None:
+    """Make sure that nobody failed, for a run that is to end at the first failure.
+
+    Raises:
+        RunEnded: if somebody did.
+    """
+    if outcome.failures:
+        client, reason = next(iter(outcome.failures.items()))
+        raise RunEnded(
+            f"round {phase.number}: client {phase.called(client)} failed: {reason}; failure-policy is "
+            f"'stop'. Rounds up to {phase.number - 1} are kept and can be resumed"
+        )
+
+
+def need_workers(roster: Roster, phase: Phase, outcome: Outcome, replies: Iterable[Message]) -> None:
+    """Make sure that a simulation has all its workers.
+
+    Args:
+        roster: who takes part.
+        phase: what was sent.
+        outcome: what came back.
+        replies: as they came.
+
+    Raises:
+        RunEnded: if one died.
+    """
+    # Of a device it would be its own word, which must not end the others' run.
+    simulation = all(member.simulated for member in roster.members.values())
+    if simulation and any(worker_died(reply) for reply in replies if reply.has_error()):
+        raise RunEnded(
+            f"round {phase.number}: a simulation worker died (client "
+            f"{', '.join(map(phase.called, outcome.failures))}); Flower cannot replace it. Rounds up to "
+            f"{phase.number - 1} are kept and can be resumed"
+        )
+
+
+def need_replies(wanted: int, phase: Phase, outcome: Outcome) -> None:
+    """Make sure that enough clients trained.
+
+    Args:
+        wanted: min-replies.
+        phase: what was sent.
+        outcome: what came back.
+
+    Raises:
+        RunEnded: if fewer did, with the first reasons.
+    """
+    valid = len(outcome.trained)
+    if valid < wanted:
+        few = list(outcome.failures.items())[:5]
+        reasons = "; ".join(f"client {phase.called(client)}: {reason}" for client, reason in few)
+        raise RunEnded(f"round {phase.number}: {valid} valid replies, min-replies is {wanted}: {reasons}")
+
+
+def need_numbers(broadcast: Payload, server_round: int) -> None:
+    """Make sure that what clients would get next is finite.
+
+    Raises:
+        RunEnded: naming the tensor that is not.
+    """
+    for name, tensor in broadcast.to_tensors().items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise RunEnded(
+                f"round {server_round}: after aggregation '{name}' of the broadcast holds NaN or infinity; lower the "
+                f"learning rates. Rounds up to {server_round - 1} are kept"
+            )

@@ -1,0 +1,85 @@
+"""A client's answer to the hello round: who it is and what it brings, tried out before it is said."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from flwr.app import ConfigRecord, Context, Message
+
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower import wire
+from pbfl_flwr.flower.device import choose_device, identify
+from pbfl_flwr.flower.opening import Source, architecture_for, configured_data
+from pbfl_flwr.flower.terms import digest
+from pbfl_flwr.methods import build_method
+from pbfl_flwr.models import (
+    arrange,
+    build_model,
+    check_compiler,
+    check_models,
+    check_named,
+    count_parameters,
+)
+from pbfl_flwr.replay import check_replayable
+from pbfl_flwr.task import Task
+
+
+def introduce(message: Message, context: Context, source: Source) -> Message:
+    """Return the answer to a hello, having tried that the client's network takes its data.
+
+    Raises:
+        PbflError: if something is wrong; a device says whose it is, since the server does not know that yet.
+    """
+    try:
+        return _introduced(message, context, source)
+    except PbflError as error:
+        who = context.node_config.get("client-id")
+        if who is None or "client-id" in str(error):
+            raise
+        raise PbflError(f"client-id = {who!r}: {error}") from None
+
+
+def _introduced(message: Message, context: Context, source: Source) -> Message:
+    settings = source.settings_of(context)
+    identity = identify(context, settings, str(message.content.config_records[wire.CONFIG]["experiment"]))
+    data = source.data_of(settings, identity)
+    task = data.task(settings.models.feature_dim)
+    architecture = architecture_for(settings, identity)
+    _dry_forward(architecture, task)
+    device = choose_device(settings.training.device)
+    check_named(settings.training)
+    check_compiler(settings.training.compile, device)
+    method = build_method(settings)
+    check_replayable(settings.training.compile, method.name, method.replayable)
+    how = settings.training.of(architecture)
+    body, head = _parameters(architecture, task, how.layout, how.precision)
+    told = settings.privacy.client_report == "full"
+    answer = ConfigRecord(
+        {
+            "client": identity.client,
+            "simulated": identity.simulated,
+            "configured-data": source.data is configured_data and not identity.own_data,
+            "num-classes": task.num_classes,
+            "feature-dim": task.feature_dim,
+            "input-shape": list(task.input_shape),
+            "vocabulary-size": task.vocabulary_size,
+            "labels": list(data.label_names),
+            "columns": digest(data.columns or data.vocabulary),
+            "architecture": architecture,
+            "parameters": [body, head],
+            "device": str(device),
+            "num-train": len(data.train.labels) if told else 0,
+            "num-test": len(data.test.labels) if told else 0,
+        }
+    )
+    return Message(wire.content(config=answer), reply_to=message)
+
+
+@lru_cache(maxsize=64)
+def _dry_forward(architecture: str, task: Task) -> None:
+    check_models(architecture, task)
+
+
+@lru_cache(maxsize=64)
+def _parameters(architecture: str, task: Task, layout: str, precision: str) -> tuple[int, int]:
+    return count_parameters(arrange(build_model(architecture, task, 0), layout, precision))
