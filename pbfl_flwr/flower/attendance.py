@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from logging import INFO, WARNING
+from logging import INFO
 
 from flwr.app import Message
 from flwr.common import log
 from flwr.serverapp import Grid
 
-from pbfl_flwr.flower.hello import welcome_back
 from pbfl_flwr.flower.late import Debt, Debts
 from pbfl_flwr.flower.replies import Phase
+from pbfl_flwr.flower.returning import welcome_back
 from pbfl_flwr.flower.roster import Roster
 
 GREETING_SECONDS = 60.0  # for a node that comes in the middle of a run
@@ -35,6 +35,7 @@ class Attendance:
         self._debts = Debts()
         self._failed: frozenset[int] = frozenset()
         self._refused: set[str] = set()  # what was said of nodes that are not greeted as clients
+        self._notes: list[str] = []
 
     def absent(self, grid: Grid, server_round: int) -> dict[int, str]:
         """Return the clients that cannot be asked and why, having looked for those that came back.
@@ -48,9 +49,7 @@ class Attendance:
         self.roster, refused = welcome_back(
             grid, before, online, self._failed, self._experiment, self._patience
         )
-        for reason in sorted(set(refused) - self._refused):
-            log(WARNING, "round %s: a new node is not asked: %s", server_round, reason)
-        self._refused |= set(refused)
+        self.refuse(refused)
         for client, member in self.roster.members.items():
             if member.node != before.members[client].node:
                 log(INFO, "round %s: client %s is back, on another node", server_round, member.label)
@@ -72,6 +71,16 @@ class Attendance:
         late = self._debts.take() if phase.training else []
         self._debts.note(phase.unanswered(replies))
         return late
+
+    def refuse(self, reasons: Collection[str]) -> None:
+        """Note why nodes that came are not asked, each reason once."""
+        self._notes += [f"a new node is not asked: {why}" for why in sorted(set(reasons) - self._refused)]
+        self._refused |= set(reasons)
+
+    def notes(self) -> list[str]:
+        """Return what there is to say since the last call."""
+        found, self._notes = self._notes, []
+        return found
 
     def failed(self, clients: Collection[int]) -> None:
         """Say who failed in the last round."""

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from flwr.app import ConfigRecord, Message
 from flwr.serverapp import Grid
 
 from pbfl_flwr.errors import LONGEST, PbflError, printable
 from pbfl_flwr.flower import wire
-from pbfl_flwr.flower.history import RunRefused
 from pbfl_flwr.flower.replies import reason_of
 from pbfl_flwr.flower.roster import Member, Roster
 from pbfl_flwr.flower.waiting import Hear, looks, no_one
 from pbfl_flwr.payloads import RejectedPayload, Reveal
 
-SAME = ("task", "labels", "columns", "architecture", "parameters")  # of a client that comes back
-OF_A_RUN = ("simulated", "name", "configured_data", *SAME)  # of the clients of a run that goes on
 REVEALS = (  # what the hello round tells the server
     Reveal("client id, or the device's name", "how the server tells clients apart", message="hello"),
     Reveal("number of training and test samples", "said once", "client-report = 'none'", message="hello"),
@@ -33,7 +28,9 @@ REVEALS = (  # what the hello round tells the server
 FEW = 3  # nodes that a line names
 
 
-def wait_for_nodes(grid: Grid, wanted: int, timeout: float, hear: Hear = no_one) -> list[int]:
+def wait_for_nodes(
+    grid: Grid, wanted: int, timeout: float, hear: Hear = no_one, least: int | None = None
+) -> list[int]:
     """Return the node ids once enough of them have joined; in a simulation they join during the first seconds.
 
     Args:
@@ -41,6 +38,7 @@ def wait_for_nodes(grid: Grid, wanted: int, timeout: float, hear: Hear = no_one)
         wanted: nodes that must join.
         timeout: seconds to wait for them.
         hear: is told how many have joined.
+        least: as many do when the time is over; by default all that are wanted.
 
     Raises:
         PbflError: if too few have joined when the time is over.
@@ -55,6 +53,8 @@ def wait_for_nodes(grid: Grid, wanted: int, timeout: float, hear: Hear = no_one)
     for _ in looks(timeout, said, hear):
         if len(nodes := joined()) >= wanted:
             return nodes
+    if least is not None and len(nodes) >= least:
+        return nodes
     raise PbflError(
         f"num-clients = {wanted}, but only {len(joined())} nodes joined within {timeout:.0f} s; a simulation "
         f"needs --federation-config 'num-supernodes={wanted}' (pbfl run passes it), a deployment needs "
@@ -68,7 +68,6 @@ def meet(
     experiment: str,
     timeout: float,
     join_timeout: float,
-    known: Mapping[str, int] | None = None,
     hear: Hear = no_one,
 ) -> Roster:
     """Say hello to every node and check that what they bring fits together, before any training starts.
@@ -79,17 +78,16 @@ def meet(
         experiment: id of the run.
         timeout: seconds to wait for the answers.
         join_timeout: seconds to wait for the nodes.
-        known: name -> number, as the run gave them when it began.
         hear: is told how many nodes have joined, as long as that takes.
 
     Raises:
         PbflError: naming the clients that could not answer and why, or both sides of a disagreement.
     """
     nodes = wait_for_nodes(grid, num_clients, join_timeout, hear)
-    members, refused = _greet(grid, nodes, experiment, timeout)
+    members, refused = greet(grid, nodes, experiment, timeout)
     if refused:
-        raise PbflError("\n".join(_refusals(refused, len(nodes))))
-    roster = agreed(numbered(members, num_clients, known or {}))
+        raise PbflError("\n".join(refusals(refused, len(nodes))))
+    roster = agreed(numbered(members, num_clients))
     if beyond := [client for client in roster.members if client >= num_clients]:
         raise PbflError(
             f"client-id {beyond[0]} is beyond num-clients = {num_clients}: allowed are 0 to {num_clients - 1}"
@@ -97,7 +95,7 @@ def meet(
     return roster
 
 
-def _refusals(refused: Mapping[int, str], num_nodes: int) -> list[str]:
+def refusals(refused: Mapping[int, str], num_nodes: int) -> list[str]:
     """Return a line for each reason: how many clients it stopped and, of few that do not say who they are, where."""
     lines = []
     for reason in dict.fromkeys(refused.values()):
@@ -111,10 +109,20 @@ def _refusals(refused: Mapping[int, str], num_nodes: int) -> list[str]:
     return lines
 
 
-def _greet(
+def greet(
     grid: Grid, nodes: Sequence[int], experiment: str, timeout: float
 ) -> tuple[list[Member], dict[int, str]]:
-    """Say hello to nodes; return who answered, and why the nodes that are left could not."""
+    """Say hello to nodes.
+
+    Args:
+        grid: Flower's.
+        nodes: their ids.
+        experiment: id of the run.
+        timeout: seconds to wait for the answers.
+
+    Returns:
+        Who answered, and node -> why for the others.
+    """
     asked = [
         Message(
             wire.content(config=ConfigRecord({"experiment": experiment})),
@@ -143,78 +151,26 @@ def _greet(
     return members, refused
 
 
-def welcome_back(
-    grid: Grid,
-    roster: Roster,
-    online: Collection[int],
-    failed: Collection[int],
-    experiment: str,
-    timeout: float,
-) -> tuple[Roster, list[str]]:
-    """Greet nodes that are not in the roster: clients whose SuperNode was started again and has another node id now.
-
-    A client moves to a new node if its old one is gone or failed in the last round; otherwise two nodes claim the same
-    client, and the new one is not asked anything.
-
-    Args:
-        grid: Flower's.
-        roster: so far.
-        online: ids of the nodes that are connected.
-        failed: clients that failed in the last round.
-        experiment: id of the run.
-        timeout: seconds to wait for the answers.
-
-    Returns:
-        The roster with new nodes for old clients, and a line for every node that was refused.
-    """
-    new = sorted(set(online) - {member.node for member in roster.members.values()})
-    if not new:
-        return roster, []
-    came, silent = _greet(grid, new, experiment, timeout)
-    refused = [f"node {node}: {reason}" for node, reason in silent.items()]
-    numbers = {member.label: client for client, member in roster.members.items()}
-    found = dict(roster.members)
-    for member in came:
-        client = numbers.get(member.label)
-        old = roster.members[client] if client is not None else None
-        if client is None or old is None:
-            refused.append(f"client-id {member.label} on node {member.node} is none of this run")
-            continue
-        moved = replace(member, client=client)
-        differ = [key for key in SAME if getattr(moved, key) != getattr(old, key)]
-        if differ:
-            was, now = getattr(old, differ[0]), getattr(moved, differ[0])
-            refused.append(f"client {member.label} came back with another {differ[0]}: {now}, it had {was}")
-        elif old.node in online and client not in failed:
-            refused.append(f"client-id {member.label} is used by two nodes, {old.node} and {member.node}")
-        else:
-            found[client] = moved
-    return Roster(found), refused
-
-
-def numbered(members: Iterable[Member], num_clients: int, known: Mapping[str, int]) -> list[Member]:
-    """Return the members with numbers for those that have names.
-
-    A name keeps the number that it had in the run; new ones take, in ascending order, the lowest numbers that are free.
+def numbered(members: Iterable[Member], num_clients: int) -> list[Member]:
+    """Return the members with numbers for those that have names: in ascending order, the lowest that are free.
 
     Args:
         members: what came, in any order.
         num_clients: M.
-        known: name -> number, of a run that goes on.
 
     Raises:
         PbflError: if there are more names than free numbers.
     """
     found = list(members)
-    new = sorted({member.name for member in found if member.name} - set(known))
-    taken = {member.client for member in found if not member.name} | set(known.values())
+    names = sorted({member.name for member in found if member.name})
+    taken = {member.client for member in found if not member.name}
     free = [number for number in range(num_clients) if number not in taken]
-    if len(new) > len(free):
-        beyond = f"client-id '{new[len(free)]}' has no place among num-clients = {num_clients}"
-        if known:
-            raise PbflError(f"{beyond}: this run goes on with {', '.join(sorted(known))}")
-        raise PbflError(f"{beyond}; {len(found)} clients came: {', '.join(sorted(m.label for m in found))}")
-    numbers = {**known, **dict(zip(new, free, strict=False))}
+    if len(names) > len(free):
+        raise PbflError(
+            f"client-id '{names[len(free)]}' has no place among num-clients = {num_clients}; {len(found)} clients "
+            f"came: {', '.join(sorted(m.label for m in found))}"
+        )
+    numbers = dict(zip(names, free, strict=False))
     return [replace(m, client=numbers[m.name]) if m.name else m for m in found]
 
 
@@ -258,24 +214,3 @@ def agreed(members: Iterable[Member]) -> Roster:
                 "name or order; pbfl check-data prints them"
             )
     return Roster(by_client)
-
-
-def unchanged(roster: Roster, recorded: Iterable[Mapping[str, Any]]) -> None:
-    """Check that the clients of a run that goes on are those with which it began.
-
-    Args:
-        roster: who came.
-        recorded: who came then, as run.json has them.
-
-    Raises:
-        RunRefused: naming the first client that differs.
-    """
-    for was in recorded:
-        member = roster.members[int(was["client"])]
-        now = json.loads(json.dumps(asdict(member)))
-        for key in OF_A_RUN:
-            if now[key] != was.get(key, now[key]):
-                raise RunRefused(
-                    f"client {member.label}: a run that goes on keeps its clients, but this one has {key} = "
-                    f"{str(now[key])[:LONGEST]}, it had {str(was[key])[:LONGEST]}"
-                )

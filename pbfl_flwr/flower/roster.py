@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from flwr.app import ConfigRecord
@@ -14,6 +15,8 @@ from pbfl_flwr.flower.device import NAME, is_number
 from pbfl_flwr.flower.terms import terms
 from pbfl_flwr.payloads import RejectedPayload
 from pbfl_flwr.task import Task
+
+NOWHERE = 0  # no node has this id
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,13 @@ class Member:
             )
         except (KeyError, ValueError, IndexError, PbflError) as error:
             raise RejectedPayload(f"its hello cannot be read: {error}") from None
+
+    @classmethod
+    def recorded(cls, was: Mapping[str, Any]) -> Member:
+        """Rebuild a client of run.json; on which node it is now is not known."""
+        task = {**was["task"], "input_shape": tuple(was["task"]["input_shape"])}
+        listed = {key: tuple(was[key]) for key in ("labels", "parameters")}
+        return cls(**{**was, **listed, "node": NOWHERE, "task": Task(**task)})
 
     @property
     def label(self) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from logging import WARNING
 from pathlib import Path
@@ -29,12 +29,13 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import endings, notes, telling, wire
 from pbfl_flwr.flower.attendance import Attendance
 from pbfl_flwr.flower.books import aged, client_columns, final_scores, round_line
-from pbfl_flwr.flower.hello import meet, unchanged
+from pbfl_flwr.flower.hello import meet
 from pbfl_flwr.flower.history import RunDirectory
 from pbfl_flwr.flower.newcomers import Newcomers, new_clients
 from pbfl_flwr.flower.questions import Questions
 from pbfl_flwr.flower.recorder import Recorder
 from pbfl_flwr.flower.replies import Outcome, Phase, read
+from pbfl_flwr.flower.returning import meet_again
 from pbfl_flwr.flower.roster import Roster
 from pbfl_flwr.flower.secure import SecureRounds
 from pbfl_flwr.flower.waiting import attentive
@@ -121,13 +122,9 @@ class MethodStrategy(Strategy):
             raise PbflError(f"sinks = '{run.sinks}': they need a run directory, this strategy has none")
         if previous is not None:
             self.experiment = str(previous["experiment"])
-        came = (previous or {}).get("clients", [])
-        known = {m["name"]: m["client"] for m in came if m.get("name")}
-        hello = max(run.round_timeout, run.join_timeout)  # its first message finds a client process starting
-        roster = meet(grid, run.num_clients, self.experiment, hello, run.join_timeout, known, self._waits)
+        self._attendance = self._met(grid, None if previous is None else previous["clients"])
         self._waits("")
-        unchanged(roster, came)
-        self._attendance = Attendance(roster, self.experiment, run.join_timeout)
+        roster = self._attendance.roster
         self.method.check(roster.task, roster.architectures)
         telling.of_experiments(self.settings)
         self.begin(roster.task)
@@ -140,6 +137,23 @@ class MethodStrategy(Strategy):
             self.state, self.done, self.history = resumed
             for columns in self._recorder.run.client_rounds():
                 self._participations |= zip(columns["client"], columns["participations"], strict=True)
+
+    def _met(self, grid: Grid, recorded: Sequence[Mapping[str, Any]] | None) -> Attendance:
+        """Meet the clients of a new run, or those of one that goes on."""
+        run = self.settings.run
+        hello = max(run.round_timeout, run.join_timeout)  # its first message finds a client process starting
+        if recorded is None:
+            roster = meet(grid, run.num_clients, self.experiment, hello, run.join_timeout, self._waits)
+            return Attendance(roster, self.experiment, run.join_timeout)
+        strict = run.failure_policy == "stop" or any(was["simulated"] for was in recorded)
+        least = len(recorded) if strict else run.min_replies
+        roster, missing, strange = meet_again(
+            grid, recorded, self.experiment, hello, run.join_timeout, least, self._waits
+        )
+        attendance = Attendance(roster, self.experiment, run.join_timeout)
+        attendance.refuse(strange)
+        attendance.failed(missing)  # so that the first round looks for them
+        return attendance
 
     def begin(self, task: Task) -> None:
         """Take the method's initial state; :meth:`prepare` does this, a test without a grid does it itself."""
@@ -324,7 +338,8 @@ class MethodStrategy(Strategy):
 
     def _notes(self, line: Mapping[str, Any], phase: Phase, outcome: Outcome) -> list[str]:
         """Say what the server, which remembers other rounds, sees in this one."""
-        found = notes.forgotten(phase, outcome, self._participations)
+        found = self._attendance.notes() if self._attendance else []
+        found += notes.forgotten(phase, outcome, self._participations)
         self._participations |= {client: report.participations for client, report in outcome.reports.items()}
         assert self.roster is not None
         labels = next(iter(self.roster.members.values())).labels

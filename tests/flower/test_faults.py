@@ -13,14 +13,14 @@ from flwr.app import ConfigRecord, Message, RecordDict
 
 from pbfl_flwr.config import FaultRates, Scalar, parse
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower import checkpoint, faults, history, store, wire
+from pbfl_flwr.flower import checkpoint, faults, history, returning, store, wire
 from pbfl_flwr.flower import client as client_module
-from pbfl_flwr.flower import hello as hello_module
 from pbfl_flwr.flower.books import aged
 from pbfl_flwr.flower.endings import RunEnded
-from pbfl_flwr.flower.hello import agreed, welcome_back
+from pbfl_flwr.flower.hello import agreed
 from pbfl_flwr.flower.late import PATIENCE
 from pbfl_flwr.flower.report import Report
+from pbfl_flwr.flower.returning import welcome_back
 from pbfl_flwr.flower.roster import Member
 from pbfl_flwr.flower.store import load_tensors
 from pbfl_flwr.flower.strategy import MethodStrategy
@@ -651,7 +651,7 @@ def test_a_client_that_comes_back_as_another_is_not_asked(monkeypatch: pytest.Mo
 
     before = agreed([member(0, 11), member(1, 12)])
     came = [member(1, 22, architecture="resnet4"), member(5, 23)]
-    monkeypatch.setattr(hello_module, "_greet", lambda *arguments: (came, {}))
+    monkeypatch.setattr(returning, "greet", lambda *arguments: (came, {}))
     nobody: Any = None  # the greeting is replaced: no grid is asked
     after, refused = welcome_back(nobody, before, {11, 22, 23}, {1}, "e", 1.0)
     assert after == before

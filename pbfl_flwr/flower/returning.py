@@ -1,0 +1,139 @@
+"""Clients that come back: of a run that goes on, or on another node in the middle of one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+from flwr.serverapp import Grid
+
+from pbfl_flwr.errors import LONGEST, PbflError
+from pbfl_flwr.flower.hello import agreed, greet, refusals, wait_for_nodes
+from pbfl_flwr.flower.history import RunRefused
+from pbfl_flwr.flower.roster import Member, Roster
+from pbfl_flwr.flower.waiting import Hear, no_one
+
+SAME = ("task", "labels", "columns", "architecture", "parameters")  # of a client that comes back
+OF_A_RUN = ("simulated", "name", "configured_data", *SAME)  # of the clients of a run that goes on
+
+
+def meet_again(
+    grid: Grid,
+    recorded: Iterable[Mapping[str, Any]],
+    experiment: str,
+    timeout: float,
+    join_timeout: float,
+    least: int,
+    hear: Hear = no_one,
+) -> tuple[Roster, frozenset[int], list[str]]:
+    """Say hello to the clients of a run that goes on; who is missing may come later, and nobody else is asked.
+
+    Args:
+        grid: Flower's.
+        recorded: who took part, as run.json has them.
+        experiment: id of the run.
+        timeout: seconds to wait for the answers.
+        join_timeout: seconds to wait for the nodes.
+        least: clients of the run without which it does not go on.
+        hear: is told how many nodes have joined, as long as that takes.
+
+    Returns:
+        All clients of the run, those that are missing on no node; who is missing; and a line for every other node.
+
+    Raises:
+        RunRefused: naming the first client that came back as another one.
+        PbflError: if fewer than ``least`` came, naming who is missing, or if two nodes are one client.
+    """
+    began = {int(was["client"]): Member.recorded(was) for was in recorded}
+    numbers = {member.label: client for client, member in began.items()}
+    nodes = wait_for_nodes(grid, len(began), join_timeout, hear, least)
+    came, silent = greet(grid, nodes, experiment, timeout)
+    back = [replace(member, client=numbers[member.label]) for member in came if member.label in numbers]
+    strange = [_stranger(member) for member in came if member.label not in numbers]
+    strange += [f"node {node}: {reason}" for node, reason in silent.items()]
+    there = agreed(back) if back else Roster({})
+    if len(there.members) < least:
+        missing = ", ".join(sorted(set(numbers) - {member.label for member in back}))
+        others = ", ".join(sorted({member.label for member in came} - set(numbers)))
+        needed = f"this run goes on with at least {least} of its {len(began)} clients; missing: {missing}"
+        instead = f"; others came: {others}" if others else ""
+        raise PbflError("\n".join([f"{needed}{instead}", *refusals(silent, len(nodes))]))
+    unchanged(there, [was for was in recorded if int(was["client"]) in there.members])
+    roster = Roster(dict(sorted({**began, **there.members}.items())))
+    return roster, frozenset(began.keys() - there.members.keys()), strange
+
+
+def _stranger(member: Member) -> str:
+    return f"client-id {member.label} on node {member.node} is none of this run"
+
+
+def welcome_back(
+    grid: Grid,
+    roster: Roster,
+    online: Collection[int],
+    failed: Collection[int],
+    experiment: str,
+    timeout: float,
+) -> tuple[Roster, list[str]]:
+    """Greet nodes that are not in the roster: clients whose SuperNode was started again and has another node id now.
+
+    A client moves to a new node if its old one is gone or failed in the last round; otherwise two nodes claim the same
+    client, and the new one is not asked anything.
+
+    Args:
+        grid: Flower's.
+        roster: so far.
+        online: ids of the nodes that are connected.
+        failed: clients that failed in the last round.
+        experiment: id of the run.
+        timeout: seconds to wait for the answers.
+
+    Returns:
+        The roster with new nodes for old clients, and a line for every node that was refused.
+    """
+    new = sorted(set(online) - {member.node for member in roster.members.values()})
+    if not new:
+        return roster, []
+    came, silent = greet(grid, new, experiment, timeout)
+    refused = [f"node {node}: {reason}" for node, reason in silent.items()]
+    numbers = {member.label: client for client, member in roster.members.items()}
+    found = dict(roster.members)
+    for member in came:
+        client = numbers.get(member.label)
+        old = roster.members[client] if client is not None else None
+        if client is None or old is None:
+            refused.append(_stranger(member))
+            continue
+        moved = replace(member, client=client)
+        differ = [key for key in SAME if getattr(moved, key) != getattr(old, key)]
+        if differ:
+            was, now = getattr(old, differ[0]), getattr(moved, differ[0])
+            refused.append(f"client {member.label} came back with another {differ[0]}: {now}, it had {was}")
+        elif old.node in online and client not in failed:
+            refused.append(f"client-id {member.label} is used by two nodes, {old.node} and {member.node}")
+        else:
+            found[client] = moved
+    return Roster(found), refused
+
+
+def unchanged(roster: Roster, recorded: Iterable[Mapping[str, Any]]) -> None:
+    """Check that the clients of a run that goes on are those with which it began.
+
+    Args:
+        roster: who came.
+        recorded: who came then, as run.json has them.
+
+    Raises:
+        RunRefused: naming the first client that differs.
+    """
+    for was in recorded:
+        member = roster.members[int(was["client"])]
+        now = json.loads(json.dumps(asdict(member)))
+        for key in OF_A_RUN:
+            if now[key] != was.get(key, now[key]):
+                raise RunRefused(
+                    f"client {member.label}: a run that goes on keeps its clients, but this one has {key} = "
+                    f"{str(now[key])[:LONGEST]}, it had {str(was[key])[:LONGEST]}"
+                )
