@@ -199,6 +199,20 @@ def test_the_table(paper: reproduce.Reproduction, tmp_path: Path) -> None:
     assert lines[2].startswith("two,A,global,after,2,,,50.0000,0.0000,50.0000,0.0000,,2,1,")
 
 
+def test_the_table_by_one_predictor(paper: reproduce.Reproduction, tmp_path: Path) -> None:
+    planned = reproduce.plans(paper, ["one"], "small", [], [], [], tmp_path)
+    for run in planned["one"]:
+        write_run(run.directory, [entry(1, 0.5, 0.75), entry(2, 0.25, 0.25)], **run.wishes.values)
+    found = reproduction_table.rows(paper, planned, "head")
+    text = reproduction_table.markdown(paper, "small", planned, found, {}, "head")
+    assert "scale small, by head" in text
+    assert "| A | head | 51.50 ± 0.25 | 50.00 | 25.00 | -1.50 |" in text
+    found = reproduction_table.rows(paper, planned, "local")
+    text = reproduction_table.markdown(paper, "small", planned, found, {}, "local")
+    assert "| A | local | 51.50 ± 0.25 | - | - | - |" in text
+    assert "Never scored by local: A, B." in text
+
+
 def test_the_table_says_when_rows_were_scored_and_over_how_many_clients(
     paper: reproduce.Reproduction, tmp_path: Path
 ) -> None:

@@ -285,6 +285,25 @@ def test_the_table(tmp_path: Path) -> None:
     assert lines[1].startswith("1,global,after,2,2,2,50.0000,75.0000,")
 
 
+def test_the_table_by_one_predictor(tmp_path: Path) -> None:
+    words = ["cps-dim=1,2", "num-clients=2", "feature-dim=4", "num-server-rounds=1"]
+    runs = sweep.plans(sweep.read(None, words), tmp_path)
+    for run, globals_ in zip(runs, (0.75, None), strict=True):
+        write_run(run.directory, [entry(1, 0.5, globals_)], **run.wishes.values)
+    options = [option for word in words for option in ("--set", word)]
+    command = ["sweep", *options, "--engine", "processes", "--workers", 1, "--out", tmp_path]
+    assert pbfl(*command, "--by", "head").exit_code == 0
+    text = (tmp_path / "table.md").read_text()
+    assert text.startswith("**Sweep over cps-dim, by head**\n\n| cps-dim | by | last |")
+    assert "| 1 | head | 50.00 |" in text
+    assert "| 2 | head | 50.00 |" in text
+    assert pbfl(*command).exit_code == 0
+    text = (tmp_path / "table.md").read_text()
+    assert "| 1 | global | 75.00 |" in text
+    assert "| 2 | global | - |" in text
+    assert "Never scored by global: cps-dim=2." in text
+
+
 def test_the_table_says_when_rows_were_scored(tmp_path: Path) -> None:
     found = sweep.read(None, ["cps-dim=1,2", "num-clients=2", "num-server-rounds=1", "feature-dim=4"])
     runs = sweep.plans(found, tmp_path)

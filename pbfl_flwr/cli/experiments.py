@@ -14,6 +14,7 @@ from pbfl_flwr.cli.common import (
     REFUSED,
     AppDirectory,
     Assignments,
+    By,
     EngineName,
     Gpus,
     NewRunDir,
@@ -25,6 +26,7 @@ from pbfl_flwr.cli.common import (
     app_for,
     concluded,
     ended,
+    predictor,
     running,
     words,
 )
@@ -123,6 +125,7 @@ def compare(
     assignments: Assignments = None,
     seeds: Annotated[str, typer.Option("--seeds", help="One run a seed, e.g. 0,1,2.")] = "",
     only: Annotated[str, typer.Option("--only", help="Make these labels only, separated by commas.")] = "",
+    by: By = "",
     gpus_per_client: Gpus = 0.0,
     workers: Workers = None,
     engine: WhichEngine = EngineName.flower,
@@ -136,7 +139,7 @@ def compare(
     console = screen()
     resources = Resources(1, gpus_per_client, workers, engine is EngineName.processes)
     try:
-        source = app_for(engine, app_dir)
+        source, by = app_for(engine, app_dir), predictor(by)
         title, runs = comparison.read(name)
         directory = (out or Path("runs") / Path(name).stem).expanduser().absolute()
         chosen = comparison.numbers("--seeds", seeds)
@@ -148,11 +151,11 @@ def compare(
     with running(KEPT):
         failed = comparison.make(planned, comparison.starter(source, resources, console))
         shown = comparison.with_finished(planned, runs, assignments or [], chosen, directory)
-        found = comparison_table.rows(shown)
-        groups = comparison_table.groups(shown)
+        found = comparison_table.rows(shown, by)
+        groups = comparison_table.groups(shown, by)
         if not (unwritten := comparison.no_tables(planned)):
-            comparison_table.write(directory, title, found, groups)
-        table = comparison_table.table(title, found).markdown() if found else ""
+            comparison_table.write(directory, title, found, groups, by)
+        table = comparison_table.table(title, found, by).markdown() if found else ""
         if len(groups) > 1:
             table += "\n" + comparison_table.pairs(title, groups).markdown()
     written = f"{directory}: table and paired, each as .md, .csv and .tex"

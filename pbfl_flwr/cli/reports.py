@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pbfl_flwr.cli.common import REFUSED, ended
+from pbfl_flwr.cli.common import REFUSED, By, ended, predictor
 from pbfl_flwr.errors import PbflError, reading
 from pbfl_flwr.experiments.figures import kilobytes, say, screen
 
@@ -15,6 +15,7 @@ from pbfl_flwr.experiments.figures import kilobytes, say, screen
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")],
     out: Annotated[Path, typer.Option("--out", help="The page that is written.")] = Path("report.html"),
+    by: By = "",
     png: Annotated[bool, typer.Option("--png", help="Write the pictures as PNG files too.")] = False,
     allowed: Annotated[
         list[str] | None,
@@ -32,7 +33,7 @@ def report(
 
     try:
         with reading(", ".join(map(str, runs))):
-            groups = records.load(runs, allowed or ())
+            groups = records.load(runs, allowed or (), predictor(by))
             written = reporting.write(groups, out.expanduser().absolute(), png=png, svg=svg)
     except PbflError as error:
         raise ended(error, REFUSED) from None

@@ -89,6 +89,33 @@ def majority_lines(shares: Iterable[float | None], who: str = "a client") -> lis
     return [said] if known else []
 
 
+def accuracy_by(by: str) -> str:
+    """Return what the accuracies of a table are called.
+
+    Args:
+        by: the predictor that was asked for; nothing is the one that each run reports.
+    """
+    return f"accuracy by {by}" if by else "headline accuracy"
+
+
+def titled(title: str, by: str) -> str:
+    """Return the title of a table, with the predictor that was asked for; the arguments are those above."""
+    return f"{title}, by {by}" if by else title
+
+
+def unscored_lines(rows: Iterable[tuple[str, str]], consequence: str = "") -> list[str]:
+    """Return which rows have no accuracy, in a sentence for each predictor; none where all have one.
+
+    Args:
+        rows: label and predictor of those without.
+        consequence: what follows for them.
+    """
+    found: dict[str, list[str]] = {}
+    for label, predictor in rows:
+        found.setdefault(predictor, []).append(label)
+    return [f"Never scored by {name}{consequence}: {', '.join(labels)}." for name, labels in found.items()]
+
+
 def other_moment(about: Mapping[str, Any]) -> str:
     """Return the moment that is not the headline's of a run, whose run.json is given."""
     return "after training" if about["moment"] == "before" else "before training"

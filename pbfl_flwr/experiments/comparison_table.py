@@ -16,6 +16,8 @@ from pbfl_flwr.experiments.accuracies import (
     majority_lines,
     participants,
     scores,
+    titled,
+    unscored_lines,
 )
 from pbfl_flwr.experiments.compare import Planned, finished
 from pbfl_flwr.experiments.figures import kilobytes
@@ -47,7 +49,8 @@ class Row:
     """One label, all its seeds.
 
     Attributes:
-        label, headline: of the runs.
+        label: of the runs.
+        headline: their predictor, or the one that was asked for instead.
         seeds, rounds: how many seeds, and how many rounds each.
         last, best: headline accuracies (sample-weighted, %), one a seed in which it was scored.
         others: predictor -> last accuracies.
@@ -108,19 +111,24 @@ class Row:
         ]
 
 
-def rows(planned: Sequence[Planned]) -> list[Row]:
-    """Return a row for every label that has a finished run."""
+def rows(planned: Sequence[Planned], by: str = "") -> list[Row]:
+    """Return a row for every label that has a finished run.
+
+    Args:
+        planned: the runs.
+        by: the predictor of all rows; nothing is the headline of each run.
+    """
     found = []
     for label in dict.fromkeys(run.label for run in planned):
         done = [RunDirectory(run.directory) for run in planned if run.label == label and finished(run)]
         if done:
-            found.append(_row(label, done))
+            found.append(_row(label, done, by))
     return found
 
 
-def _row(label: str, runs: Sequence[RunDirectory]) -> Row:
+def _row(label: str, runs: Sequence[RunDirectory], by: str) -> Row:
     abouts, histories = [run.read() for run in runs], [run.rounds() for run in runs]
-    headline = str(abouts[0]["headline"])
+    headline = by or str(abouts[0]["headline"])
     all_scores = [scores(history) for history in histories]
     # None where clients report nothing, have no test samples, or prototypes came after the last scoring.
     scored = [found[headline] for found in all_scores if headline in found]
@@ -147,7 +155,7 @@ def _row(label: str, runs: Sequence[RunDirectory]) -> Row:
         paper_scalars(runs[0].paper_scalars()),
         fmean(entry["seconds"]["total"] for entry in entries),
         [100 * at[1]["weighted"] for found in scored if (at := found.other) is not None],
-        [100 * a for run in runs if (a := Record.load(run.path).newcomer_accuracy()) is not None],
+        [100 * a for run in runs if (a := Record.load(run.path, by=by).newcomer_accuracy()) is not None],
         [run.majority() for run in runs],
         [run.newcomer_majority() for run in runs],
         few_clients(zip(abouts, all_scores, strict=True)),
@@ -156,13 +164,24 @@ def _row(label: str, runs: Sequence[RunDirectory]) -> Row:
     )
 
 
-def table(title: str, found: Sequence[Row]) -> Sheet:
-    """Return the table: accuracies in %, sample-weighted over all clients; ± over seeds where there are several."""
+def table(title: str, found: Sequence[Row], by: str = "") -> Sheet:
+    """Return the table: accuracies in %, sample-weighted over all clients; ± over seeds where there are several.
+
+    Args:
+        title: of the comparison.
+        found: what :func:`rows` returned.
+        by: as there.
+    """
     names = [name for name in PREDICTORS if any(name in row.others for row in found)]
     chosen, new = any(row.chosen for row in found), any(row.new for row in found)
     twice = any(row.other for row in found)
     moments, lengths = unlike(found)
-    head = ["run", "headline", *(["scored"] if moments else []), *(["rounds"] if lengths else [])]
+    head = [
+        "run",
+        "by" if by else "headline",
+        *(["scored"] if moments else []),
+        *(["rounds"] if lengths else []),
+    ]
     head += ["last", "best (on test data)", *(["validation-chosen"] if chosen else [])]
     head += ["at the other moment"] if twice else []
     head += ["std over clients", "worst decile", *(["new clients"] if new else []), *names]
@@ -187,7 +206,7 @@ def table(title: str, found: Sequence[Row]) -> Sheet:
     note += "clients, also those that were not asked; the paper's scalars are for all clients taking part. "
     note += "± is the sample deviation over seeds."
     notes = (note, *remarks(found))
-    return Sheet(title, tuple(head), tuple(lines), notes, text_columns=3 if moments else 2)
+    return Sheet(titled(title, by), tuple(head), tuple(lines), notes, text_columns=3 if moments else 2)
 
 
 def unlike(found: Sequence[Row]) -> tuple[bool, bool]:
@@ -203,6 +222,7 @@ def remarks(found: Sequence[Row]) -> list[str]:
     """
     return [
         *([MOMENT_NOTE] if unlike(found)[0] else []),
+        *unscored_lines((row.label, row.headline) for row in found if not row.last),
         *few_lines([(row.label, row.few) for row in found]),
         *([OTHER_NOTE] if any(row.other for row in found) else []),
         *([NEW_NOTE] if any(row.new for row in found) else []),
@@ -211,9 +231,17 @@ def remarks(found: Sequence[Row]) -> list[str]:
     ]
 
 
-def write(out: Path, title: str, found: Sequence[Row], groups: Sequence[Group]) -> None:
-    """Write table.md, table.tex and table.csv (plain numbers), and the comparison of pairs as paired.*."""
-    sheet = table(title, found)
+def write(out: Path, title: str, found: Sequence[Row], groups: Sequence[Group], by: str = "") -> None:
+    """Write table.md, table.tex and table.csv (plain numbers), and the comparison of pairs as paired.*.
+
+    Args:
+        out: the directory.
+        title: of the comparison.
+        found: the rows.
+        groups: their runs.
+        by: the predictor of all of them; nothing is the headline of each run.
+    """
+    sheet = table(title, found, by)
     write_atomically(out / "table.md", sheet.markdown().encode())
     write_atomically(out / "table.tex", sheet.latex().encode())
     lines = tuple((row.label, *row.plain(), row.paper, f"{row.seconds:.2f}") for row in found)
@@ -224,14 +252,14 @@ def write(out: Path, title: str, found: Sequence[Row], groups: Sequence[Group]) 
 
 def pairs(title: str, groups: Sequence[Group]) -> Sheet:
     """Return the comparison of every two labels."""
-    return paired_sheet(groups, f"{title}: pairs")
+    return paired_sheet(groups, titled(f"{title}: pairs", groups[0].by if groups else ""))
 
 
-def groups(planned: Sequence[Planned]) -> list[Group]:
-    """Return the finished runs of every label that has one."""
+def groups(planned: Sequence[Planned], by: str = "") -> list[Group]:
+    """Return the finished runs of every label that has one; the arguments are those of :func:`rows`."""
     found = []
     for label in dict.fromkeys(run.label for run in planned):
         done = [run.directory for run in planned if run.label == label and finished(run)]
         if done:
-            found.append(Group(label, tuple(Record.load(directory) for directory in done)))
+            found.append(Group(label, tuple(Record.load(directory, by=by) for directory in done)))
     return found

@@ -35,6 +35,7 @@ class Record:
         newcomers: newcomers.jsonl, of the clients that came after the last of these rounds.
         counts: samples of each class on each client (M, K), None where they are the devices' own.
         allowed: code that may be imported because the run names it, as my_package.module:function.
+        by: the predictor that its accuracies are asked for by; nothing is the headline.
     """
 
     directory: RunDirectory
@@ -44,10 +45,11 @@ class Record:
     counts: NDArray[np.int64] | None
     newcomers: Sequence[Mapping[str, Any]] = ()
     allowed: frozenset[str] = frozenset()
+    by: str = ""
 
     @classmethod
-    def load(cls, path: Path, allowed: Iterable[str] = ()) -> Record:
-        """Read a run directory.
+    def load(cls, path: Path, allowed: Iterable[str] = (), by: str = "") -> Record:
+        """Read a run directory; the arguments are those of the class.
 
         Raises:
             PbflError: if there is no run, it is damaged, or no round is finished.
@@ -59,7 +61,8 @@ class Record:
         counts = directory.partition_counts()
         table = None if counts is None else np.array(counts, dtype=np.int64)
         newcomers = directory.newcomers(len(rounds))
-        return cls(directory, about, rounds, directory.client_rounds(), table, newcomers, frozenset(allowed))
+        clients = directory.client_rounds()
+        return cls(directory, about, rounds, clients, table, newcomers, frozenset(allowed), by)
 
     @property
     def path(self) -> Path:
@@ -74,8 +77,13 @@ class Record:
 
     @property
     def headline(self) -> str:
-        """The predictor that is reported."""
+        """The predictor that the run reports."""
         return str(self.about["headline"])
+
+    @property
+    def predictor(self) -> str:
+        """The predictor whose accuracies are shown: the one that was asked for, or the headline."""
+        return self.by or self.headline
 
     @property
     def moment(self) -> str:
@@ -100,11 +108,11 @@ class Record:
         Malicious ones are left out, as in all accuracies of a run.
 
         Args:
-            predictor: by default the headline.
+            predictor: by default the one that is shown.
         """
         if not self.clients:
             return {}
-        return self._accuracies(self.clients[-1].get("final", self.clients[-1]), predictor or self.headline)
+        return self._accuracies(self.clients[-1].get("final", self.clients[-1]), predictor or self.predictor)
 
     def _accuracies(self, line: Mapping[str, Any], name: str) -> dict[int, float]:
         return {
@@ -115,15 +123,15 @@ class Record:
 
     @property
     def scored(self) -> frozenset[int]:
-        """The clients over which the headline's last accuracy is, of the last round in which it was scored."""
+        """The clients over which the last accuracy is, of the last round in which it was scored."""
         last = [self.clients[-1]["final"]] if self.clients and "final" in self.clients[-1] else []
-        found = (self._accuracies(line, self.headline) for line in (*last, *reversed(self.clients)))
+        found = (self._accuracies(line, self.predictor) for line in (*last, *reversed(self.clients)))
         return frozenset(next((each for each in found if each), {}))
 
     def newcomer_accuracy(self) -> float | None:
         """Return the new clients' sample-weighted accuracy after all of their own rounds, None without any."""
         scored = series(self.newcomers)[-1][1] if self.newcomers else {}
-        return float(scored[self.headline]["weighted"]) if self.headline in scored else None
+        return float(scored[self.predictor]["weighted"]) if self.predictor in scored else None
 
     @property
     def honest(self) -> frozenset[int]:
@@ -132,7 +140,7 @@ class Record:
 
     def curve(self, predictor: str | None = None) -> list[tuple[int, float]]:
         """Return (round, sample-weighted accuracy) as far as the predictor was scored."""
-        name = predictor or self.headline
+        name = predictor or self.predictor
         return [(at, found[name]["weighted"]) for at, found in series(self.rounds) if name in found]
 
 
@@ -149,6 +157,11 @@ class Group:
     records: tuple[Record, ...]
 
     @property
+    def by(self) -> str:
+        """The predictor that its accuracies are asked for by; nothing is the headline of each run."""
+        return self.first.by
+
+    @property
     def first(self) -> Record:
         """The run that stands for the group where only one can be shown."""
         return self.records[0]
@@ -158,12 +171,13 @@ class Group:
         return {record.seed: record for record in self.records}
 
 
-def load(paths: Iterable[Path], allowed: Sequence[str] = ()) -> list[Group]:
+def load(paths: Iterable[Path], allowed: Sequence[str] = (), by: str = "") -> list[Group]:
     """Read runs and group those that differ in the seed alone.
 
     Args:
         paths: of run directories.
         allowed: see :class:`Record`.
+        by: see there.
 
     Raises:
         PbflError: for a path that holds no run with a finished round, or stands there twice.
@@ -173,7 +187,7 @@ def load(paths: Iterable[Path], allowed: Sequence[str] = ()) -> list[Group]:
         raise PbflError(f"'{twice[0]}' is given twice; once is enough")
     keyed: dict[tuple[object, int], list[Record]] = {}
     for place in places:
-        record = Record.load(place, allowed)
+        record = Record.load(place, allowed, by)
         key = frozenset(item for item in record.config.items() if item[0] not in NEUTRAL)
         repetition = 0  # the same seed again is no further seed, but a group of its own
         while any(record.seed == other.seed for other in keyed.get((key, repetition), [])):

@@ -103,6 +103,27 @@ def test_the_sheets_of_the_page(groups: list[Group]) -> None:
     assert [report.is_numeric(remarked, column) for column in (0, 1, 2)] == [False, True, False]
 
 
+def test_the_page_by_one_predictor(three_runs: list[Path], tmp_path: Path) -> None:
+    groups = records.load(three_runs, by="local")
+    name = {group.label: group.first.accuracies("local") for group in groups}
+    assert [row[-3] for row in report.client_sheet(groups).rows] == [
+        f"{100 * name['fedproto'][client]:.2f}" for client in range(4)
+    ]
+    out = tmp_path / "local.html"
+    assert pbfl("report", *three_runs, "--by", "local", "--out", out).exit_code == 0
+    text = Reader(out.read_text(encoding="utf-8")).text
+    assert "fedproto, tinyproto, protonorm, by local" in text
+    assert "Accuracy by local in %; last, best" in text
+    assert "the last round's accuracy by local;" in text
+    assert "Accuracy by local of every client in the last round" in text
+    assert pbfl("report", *three_runs, "--by", "etf", "--out", out).exit_code == 0
+    text = Reader(out.read_text(encoding="utf-8")).text
+    assert "Never scored by etf, so in no pair: fedproto, tinyproto, protonorm." in text
+    assert "fedproto: no client was scored by 'etf'" in text
+    result = pbfl("report", *three_runs, "--by", "nobody", "--out", out)
+    assert (result.exit_code, result.stderr[:16]) == (2, "error: --by nobo")
+
+
 def test_warnings_are_on_top(hostile_run: Path) -> None:
     (run,) = report.overviews(records.load([hostile_run]))
     assert any(line.startswith("client 1 failed in 3 rounds, first 1:") for line in run.warnings)

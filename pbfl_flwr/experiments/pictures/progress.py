@@ -9,6 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from pbfl_flwr.config import PREDICTORS
+from pbfl_flwr.experiments.accuracies import accuracy_by
 from pbfl_flwr.experiments.artefacts import NotThere
 from pbfl_flwr.experiments.figures import kilobytes
 from pbfl_flwr.experiments.pictures.style import (
@@ -27,7 +28,7 @@ UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 
 
 def accuracy_over_rounds(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
-    """Yield the curves of the headline accuracy; of one configuration alone, those of all predictors."""
+    """Yield the curves of the predictor that is shown; of one configuration alone, those of all predictors."""
     figure, (axes,) = canvas()
     said = []
     if len(groups) == 1:
@@ -36,6 +37,9 @@ def accuracy_over_rounds(groups: Sequence[Group]) -> Iterator[Picture | NotThere
     else:
         title = "Accuracy over rounds"
         curves = {group.label: [dict(record.curve()) for record in group.records] for group in groups}
+        for group in groups:
+            if not any(curves[group.label]):
+                yield NotThere(f"{group.label}: no client was scored by '{group.first.predictor}'")
     drawn = {label: found for label, found in curves.items() if any(found)}
     if not drawn:
         yield NotThere("no client was scored")
@@ -47,7 +51,8 @@ def accuracy_over_rounds(groups: Sequence[Group]) -> Iterator[Picture | NotThere
             said.append(f"{label} ends at {100 * each[:, -1].mean():.1f} %")
     lines(axes, "round", "accuracy (%)", whole=True)
     key_below(figure, axes)
-    what = "all predictors" if len(groups) == 1 else "the headline predictor of each run"
+    reported = groups[0].by or "the headline predictor of each run"
+    what = "all predictors" if len(groups) == 1 else reported
     yield finished(
         "accuracy-over-rounds",
         title,
@@ -107,7 +112,7 @@ def accuracy_against_bytes(groups: Sequence[Group]) -> Iterator[Picture | NotThe
     yield finished(
         "accuracy-against-bytes",
         "Accuracy against bytes",
-        "Headline accuracy, weighted by samples, when so many bytes of payload had travelled (up and down, all "
+        f"{_accuracy(groups)}, weighted by samples, when so many bytes of payload had travelled (up and down, all "
         "clients; a logarithmic axis where the range is wide). The first seed of each configuration.",
         f"Curves of accuracy against bytes. In the end: {'; '.join(said)}.",
         figure,
@@ -122,7 +127,7 @@ def accuracy_of_clients(groups: Sequence[Group]) -> Iterator[Picture | NotThere]
         values = sorted(group.first.accuracies().values())
         if not values:
             yield NotThere(
-                f"{group.label}: no client was scored by '{group.first.headline}' in the last round"
+                f"{group.label}: no client was scored by '{group.first.predictor}' in the last round"
             )
             continue
         places = range(1, len(values) + 1)
@@ -136,11 +141,15 @@ def accuracy_of_clients(groups: Sequence[Group]) -> Iterator[Picture | NotThere]
     yield finished(
         "accuracy-of-clients",
         "Accuracy of the clients, sorted",
-        "Headline accuracy of every client in the last round, each run sorted by itself: the flatter, the fairer. The "
-        "first seed of each configuration.",
+        f"{_accuracy(groups)} of every client in the last round, each run sorted by itself: the flatter, the fairer. "
+        "The first seed of each configuration.",
         f"Sorted accuracies of the clients: {'; '.join(said)}.",
         figure,
     )
+
+
+def _accuracy(groups: Sequence[Group]) -> str:
+    return accuracy_by(groups[0].by).capitalize()
 
 
 def _travelled(record: Record) -> list[int]:
