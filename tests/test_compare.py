@@ -1,5 +1,6 @@
 """Comparisons: plans are checked before anything starts, finished runs are kept, the table is what the runs say."""
 
+import csv
 import json
 from pathlib import Path
 
@@ -261,6 +262,13 @@ def test_the_table(file: Path, tmp_path: Path) -> None:
         .splitlines()[1]
         .startswith("A,global,after,2,2,2,50.0000,75.0000,12.5000,")
     )
+    with (tmp_path / "table.csv").open() as lines:
+        (found,) = csv.DictReader(lines)
+    assert [*found][13:17] == ["paper", "seconds", "last_sd", "best_sd"]
+    expected = {"paper": "36", "last_sd": "35.3553", "best_sd": "0.0000", "majority": "75.1200"}
+    expected |= {"head": "37.5000", "head_sd": "17.6777", "global": "50.0000", "global_sd": "35.3553"}
+    expected |= dict.fromkeys(("local", "local_sd", "validation_chosen", "new_clients", "new_clients_sd"), "")
+    assert {name: found[name] for name in expected} == expected
     assert r"A & global & 50.00 $\pm$ 35.36 &" in (tmp_path / "table.tex").read_text()
     assert {path.name for path in tmp_path.glob("paired.*")} == {"paired.md", "paired.csv", "paired.tex"}
 

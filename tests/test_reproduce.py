@@ -196,6 +196,9 @@ def test_the_table(paper: reproduce.Reproduction, tmp_path: Path) -> None:
     reproduction_table.write(tmp_path, paper, text, found)
     lines = (tmp_path / "table.csv").read_text().splitlines()
     assert lines[1].startswith("one,A,global,after,2,51.50,0.25,62.5000,17.6777,37.5000,17.6777,11.0000,2,2,")
+    assert lines[0].split(",")[15:19] == ["best_sd", "last_sd", "head", "head_sd"]
+    assert lines[1].split(",")[15:21] == ["17.6777", "17.6777", "37.5000", "17.6777", "37.5000", "17.6777"]
+    assert lines[2].split(",")[15:19] == ["", "", "25.0000", ""]
     assert lines[2].startswith("two,A,global,after,2,,,50.0000,0.0000,50.0000,0.0000,,2,1,")
 
 

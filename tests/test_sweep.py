@@ -1,5 +1,6 @@
 """Sweeps: lists become combinations, combinations become runs, and runs side by side leave nothing behind."""
 
+import csv
 import json
 import os
 import subprocess
@@ -359,6 +360,16 @@ def test_the_table_has_new_clients_and_the_other_moment(tmp_path: Path) -> None:
     columns = [dict(zip(sheet.columns, row, strict=True)) for row in sheet.rows]
     assert [row["new clients"] for row in columns] == ["-", "62.50"]
     assert [row["at the other moment"] for row in columns] == ["12.50", "12.50"]
+    sweep.write(tmp_path, found, comparison_table.rows(runs), sheet)
+    with (tmp_path / "table.csv").open() as lines:
+        old, new = csv.DictReader(lines)
+    assert (old["new_clients"], new["new_clients"], new["new_clients_sd"]) == ("", "62.5000", "")
+    assert (new["other_moment"], new["global"], new["paper"], new["last_sd"]) == (
+        "12.5000",
+        "75.0000",
+        "36",
+        "",
+    )
     assert any(note.startswith("New clients took no part in the rounds") for note in sheet.notes)
 
 

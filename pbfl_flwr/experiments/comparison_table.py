@@ -22,7 +22,7 @@ from pbfl_flwr.experiments.accuracies import (
 from pbfl_flwr.experiments.compare import Planned, finished
 from pbfl_flwr.experiments.figures import kilobytes
 from pbfl_flwr.experiments.records import Group, Record
-from pbfl_flwr.experiments.sheets import Sheet, figure
+from pbfl_flwr.experiments.sheets import Sheet, figure, plain
 from pbfl_flwr.experiments.summaries import MOMENT_NOTE, NEW_NOTE, OTHER_NOTE, paired_sheet
 from pbfl_flwr.experiments.tables import paper_scalars
 from pbfl_flwr.flower.files import write_atomically
@@ -42,6 +42,19 @@ PLAIN = (
     "down",
     "total",
 )
+FURTHER = (
+    "last_sd",
+    "best_sd",
+    *(f"{name}{suffix}" for name in PREDICTORS for suffix in ("", "_sd")),
+    "validation_chosen",
+    "validation_chosen_sd",
+    "other_moment",
+    "other_moment_sd",
+    "new_clients",
+    "new_clients_sd",
+    "majority",
+    "new_clients_majority",
+)
 
 
 @dataclass(frozen=True)
@@ -59,7 +72,7 @@ class Row:
         worst: mean of the worst tenth of the clients, last round.
         up, down: bytes a client and round, payload.
         total: bytes a round, all clients and both ways, Flower's objects included.
-        paper: scalars by the paper's formula.
+        paper: scalars by the paper's formula; None where they are not known.
         seconds: a round.
         other: headline accuracies at the other moment; empty where clients are scored once.
         new: headline accuracies of the new clients after their own rounds; empty where there are none.
@@ -83,7 +96,7 @@ class Row:
     up: float
     down: float
     total: float
-    paper: str
+    paper: float | None
     seconds: float
     other: list[float] = field(default_factory=list)
     new: list[float] = field(default_factory=list)
@@ -92,6 +105,11 @@ class Row:
     few: Mapping[str, str] = field(default_factory=dict)
     moment: str = ""
     clients: int = 0
+
+    @property
+    def plain_paper(self) -> str:
+        """The paper's scalars as other programs read them; nothing where they are not known."""
+        return "" if self.paper is None else f"{self.paper:.0f}"
 
     def plain(self) -> list[str]:
         """Return the mean figures in the order of :data:`PLAIN`, as other programs read them."""
@@ -108,6 +126,18 @@ class Row:
             str(self.rounds),
             *accuracies,
             *bytes_,
+        ]
+
+    def further(self) -> list[str]:
+        """Return deviations over seeds and all other accuracies in the order of :data:`FURTHER`; they are in %, too."""
+        accuracies = [*(self.others.get(name, []) for name in PREDICTORS), self.chosen, self.other, self.new]
+        majorities = (self.majority, self.newcomer_majority)
+        shares = ([100 * share for share in of if share is not None] for of in majorities)
+        return [
+            plain(self.last)[1],
+            plain(self.best)[1],
+            *(figure for values in accuracies for figure in plain(values)),
+            *(plain(values)[0] for values in shares),
         ]
 
 
@@ -152,7 +182,7 @@ def _row(label: str, runs: Sequence[RunDirectory], by: str) -> Row:
         fmean(entry["bytes_up"]["payload"] for entry in entries) / clients,
         fmean(entry["bytes_down"]["payload"] for entry in entries) / clients,
         fmean(entry["bytes_up"]["total"] + entry["bytes_down"]["total"] for entry in entries),
-        paper_scalars(runs[0].paper_scalars()),
+        runs[0].paper_scalars(),
         fmean(entry["seconds"]["total"] for entry in entries),
         [100 * at[1]["weighted"] for found in scored if (at := found.other) is not None],
         [100 * a for run in runs if (a := Record.load(run.path, by=by).newcomer_accuracy()) is not None],
@@ -196,7 +226,7 @@ def table(title: str, found: Sequence[Row], by: str = "") -> Sheet:
         cells += [figure(row.spread), figure(row.worst)]
         cells += [figure(row.new)] if new else []
         cells += [figure(row.others.get(name, [])) for name in names]
-        cells += [kilobytes(row.up), kilobytes(row.down), kilobytes(row.total), row.paper]
+        cells += [kilobytes(row.up), kilobytes(row.down), kilobytes(row.total), paper_scalars(row.paper)]
         lines.append((*cells, f"{row.seconds:.1f}"))
     rounds = sorted({row.rounds for row in found})
     note = f"Rounds: {', '.join(map(str, rounds))}. Seeds: {max((row.seeds for row in found), default=0)}. "
@@ -244,9 +274,11 @@ def write(out: Path, title: str, found: Sequence[Row], groups: Sequence[Group], 
     sheet = table(title, found, by)
     write_atomically(out / "table.md", sheet.markdown().encode())
     write_atomically(out / "table.tex", sheet.latex().encode())
-    lines = tuple((row.label, *row.plain(), row.paper, f"{row.seconds:.2f}") for row in found)
-    plain = Sheet(title, ("run", *PLAIN, "paper", "seconds"), lines)
-    write_atomically(out / "table.csv", plain.csv().encode())
+    lines = tuple(
+        (row.label, *row.plain(), row.plain_paper, f"{row.seconds:.2f}", *row.further()) for row in found
+    )
+    figures = Sheet(title, ("run", *PLAIN, "paper", "seconds", *FURTHER), lines)
+    write_atomically(out / "table.csv", figures.csv().encode())
     pairs(title, groups).write(out / "paired")
 
 

@@ -20,7 +20,7 @@ from pbfl_flwr.experiments.accuracies import (
 )
 from pbfl_flwr.experiments.compare import Planned, finished
 from pbfl_flwr.experiments.reproduce import Reproduction, Scale, changes
-from pbfl_flwr.experiments.sheets import Sheet, figure
+from pbfl_flwr.experiments.sheets import Sheet, figure, plain
 from pbfl_flwr.experiments.statistics import spread as deviation
 from pbfl_flwr.experiments.summaries import MOMENT_NOTE
 from pbfl_flwr.flower.files import write_atomically
@@ -198,8 +198,9 @@ def write(out: Path, paper: Reproduction, text: str, found: Sequence[Row]) -> No
     write_atomically(out / "table.md", text.encode())
     head = (
         "block run rule scored clients paper paper_spread best best_spread last last_spread difference rounds "
-        "seeds seconds"
+        "seeds seconds best_sd last_sd"
     )
+    predictors = [f"{name}{suffix}" for name in PREDICTORS for suffix in ("", "_sd")]
     lines = []
     for row in found:
         gap = row.difference(paper)
@@ -212,9 +213,11 @@ def write(out: Path, paper: Reproduction, text: str, found: Sequence[Row]) -> No
             f"{row.seconds:.2f}",
         ]
         clients = row.few.get(row.rule, str(row.clients) if row.last else "")
+        rest += [plain(row.best)[1], plain(row.last)[1]]
+        rest += [cell for name in PREDICTORS for cell in plain(row.others.get(name, []))]
         lines.append((row.block, row.label, row.rule, row.moment, clients, *printed, *figures, *rest))
-    plain = Sheet(paper.title, tuple(head.split()), tuple(lines))
-    write_atomically(out / "table.csv", plain.csv().encode())
+    sheet = Sheet(paper.title, (*head.split(), *predictors), tuple(lines))
+    write_atomically(out / "table.csv", sheet.csv().encode())
 
 
 def _plain(paper: Reproduction, values: Sequence[float], spreads: Sequence[float]) -> tuple[str, str]:

@@ -19,7 +19,7 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import configuration
 from pbfl_flwr.experiments.accuracies import titled
 from pbfl_flwr.experiments.compare import Planned, finished, plan, repeated
-from pbfl_flwr.experiments.comparison_table import PLAIN, Row, remarks, unlike
+from pbfl_flwr.experiments.comparison_table import FURTHER, PLAIN, Row, remarks, unlike
 from pbfl_flwr.experiments.figures import kilobytes
 from pbfl_flwr.experiments.sheets import Sheet, figure
 from pbfl_flwr.flower.files import write_atomically
@@ -178,8 +178,11 @@ def write(out: Path, sweep: Sweep, found: Sequence[Row], sheet: Sheet) -> None:
     """Write table.md, table.tex and table.csv (plain numbers)."""
     write_atomically(out / "table.md", sheet.markdown().encode())
     write_atomically(out / "table.tex", sheet.latex().encode())
-    lines = tuple((*map(_text, sweep.values[row.label]), *row.plain(), f"{row.seconds:.2f}") for row in found)
-    plain = Sheet(sheet.title, (*sweep.swept, *PLAIN, "seconds"), lines)
+    lines = []
+    for row in found:
+        values = (*map(_text, sweep.values[row.label]), *row.plain(), f"{row.seconds:.2f}")
+        lines.append((*values, row.plain_paper, *row.further()))
+    plain = Sheet(sheet.title, (*sweep.swept, *PLAIN, "seconds", "paper", *FURTHER), tuple(lines))
     write_atomically(out / "table.csv", plain.csv().encode())
 
 
