@@ -1,10 +1,12 @@
 """Pictures: the numbers behind them against others' arithmetic, and what every one of them must have."""
 
+import errno
 import json
 import math
 import shutil
 import xml.etree.ElementTree as ET
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -127,6 +129,26 @@ def test_without_the_clients_state_the_rest_is_drawn(three_runs: list[Path], tmp
     (path / "prototypes.safetensors").write_bytes(b"nonsense")
     reasons = [line for section in pictures.draw(records.load([path])) for line in section.left_out]
     assert any("prototypes.safetensors cannot be read" in line for line in reasons)
+
+
+@pytest.mark.parametrize("unreadable", ["clients", "prototypes.safetensors"])
+def test_what_may_not_be_read_is_left_out_alone(
+    three_runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unreadable: str
+) -> None:
+    def refused(path: Path, exists: Callable[[Path], bool] = Path.exists) -> bool:
+        if unreadable in path.parts:  # root may read everything
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return exists(path)
+
+    monkeypatch.setattr(Path, "exists", refused)
+    out = tmp_path / "page.html"
+    result = pbfl("report", three_runs[0], "--out", out)
+    assert result.exit_code == 0, result.stderr
+    text = out.read_text(encoding="utf-8")
+    assert "cannot be read (Permission denied)" in text
+    assert 'id="accuracy-over-rounds-alt"' in text
+    assert ('id="head-norms-0-alt"' in text) == (unreadable != "clients")
+    assert ('id="cosine-of-prototypes-0-alt"' in text) == (unreadable == "clients")
 
 
 # The numbers behind them ----------------------------------------------------------------------------------
