@@ -42,6 +42,24 @@ def series(rounds: Sequence[Mapping[str, Any]], on: str = "accuracy") -> list[tu
     return found
 
 
+def client_series(
+    rounds: Sequence[Mapping[str, Any]], clients: Sequence[Mapping[str, Any]]
+) -> list[tuple[int, Mapping[str, Any]]]:
+    """Return (round of the accuracies, every client's counters) in the order of the rounds.
+
+    Args:
+        rounds: what rounds.jsonl holds; what clients.jsonl holds beyond it is left out.
+        clients: what clients.jsonl holds.
+    """
+    numbers = {entry["round"]: entry["accuracy_of_round"] for entry in rounds}
+    found: list[tuple[int, Mapping[str, Any]]] = []
+    for line in clients:
+        if line["round"] in numbers:
+            found.append((numbers[line["round"]], line))
+            found += [(line["round"], line["final"])] if "final" in line else []
+    return found
+
+
 def scores(rounds: Sequence[Mapping[str, Any]], by: str = "weighted") -> dict[str, Scores]:
     """Return predictor -> scores.
 

@@ -219,7 +219,14 @@ def mean_over_seeds(group: Group, seeds: Iterable[int]) -> dict[int, float]:
 
 
 def _labels(groups: Sequence[tuple[Record, ...]]) -> list[str]:
-    """Return the method's name where it tells groups apart, else with the keys that do, else directory names."""
+    """Return labels that tell groups apart.
+
+    They are those of a comparison where all runs have one; else the method's name, else with the keys that differ,
+    else names of directories.
+    """
+    given = [_given(records) for records in groups]
+    if _usable(given):
+        return given
     labels = []
     for records in groups:
         config = records[0].config
@@ -231,10 +238,20 @@ def _labels(groups: Sequence[tuple[Record, ...]]) -> list[str]:
         )
         told = ", ".join(f"{key}={config[key]}" for key in keys)
         labels.append(f"{config['method']} ({told})" if told else str(config["method"]))
-    usable = len(set(labels)) == len(labels) and all(len(label) <= LONGEST_LABEL for label in labels)
-    if usable:
+    if _usable(labels):
         return labels
     names = [records[0].path.name for records in groups]
     if len(set(names)) == len(names):
         return names
     return [f"{records[0].path.parent.name}/{records[0].path.name}" for records in groups]
+
+
+def _usable(labels: Sequence[str]) -> bool:
+    return len(set(labels)) == len(labels) and all(0 < len(label) <= LONGEST_LABEL for label in labels)
+
+
+def _given(records: Sequence[Record]) -> str:
+    """Return the label that a comparison gave to runs, whose directories are <label>-seed<seed>; or nothing."""
+    ends = [(record.path.name, f"-seed{record.seed}") for record in records]
+    names = {name.removesuffix(end) if name.endswith(end) else "" for name, end in ends}
+    return names.pop() if len(names) == 1 else ""
