@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments.accuracies import honest, series
+from pbfl_flwr.experiments.accuracies import client_series, honest, series
 from pbfl_flwr.flower.history import RunDirectory
 
 NEUTRAL = frozenset(
@@ -120,6 +120,14 @@ class Record:
             for client, correct, tests in zip(line["client"], line["correct"], line["num_test"], strict=True)
             if tests and name in correct and client not in self.about.get("malicious", [])
         }
+
+    def client_curves(self) -> dict[int, list[tuple[int, float]]]:
+        """Return client -> (round, share of correct test samples) as far as it was scored, without malicious ones."""
+        found: dict[int, list[tuple[int, float]]] = {}
+        for at, line in client_series(self.rounds, self.clients):
+            for client, share in self._accuracies(line, self.predictor).items():
+                found.setdefault(client, []).append((at, share))
+        return found
 
     @property
     def scored(self) -> frozenset[int]:

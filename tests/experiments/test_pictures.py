@@ -17,7 +17,7 @@ pytest.importorskip("matplotlib", reason="matplotlib is not installed (the extra
 
 from pbfl_flwr.experiments import artefacts, pictures, records
 from pbfl_flwr.experiments.artefacts import NotThere
-from pbfl_flwr.experiments.pictures import alignment, personalisation, similarity, style
+from pbfl_flwr.experiments.pictures import alignment, personalisation, progress, similarity, style
 from pbfl_flwr.experiments.records import Group
 from pbfl_flwr.flower.store import ClientState
 from pbfl_flwr.prototypes.sphere import geometry
@@ -27,6 +27,7 @@ EVERYWHERE = {
     "label-distribution",
     "accuracy-over-rounds",
     "accuracy-of-clients",
+    "clients-over-rounds",
     "bytes-over-rounds",
     "accuracy-against-bytes",
     "prototypes-of-a-class",
@@ -193,6 +194,35 @@ def test_similarities_distances_margins() -> None:
     assert np.isnan(similarity.distances(rows)[1, 1])
     assert similarity.distances(rows)[1, 2] == pytest.approx(13**0.5)
     assert similarity.margins(rows) == pytest.approx([(5 / 13) ** 0.5, (5 / 13) ** 0.5, 1])  # √5, √5, √13
+
+
+def test_a_line_a_client(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", [entry(1, 0.5, 0.5), entry(2, 0.5, 0.75)], **{"num-clients": 120})
+    about = json.loads((path / "run.json").read_text())
+    (path / "run.json").write_text(json.dumps({**about, "malicious": [7]}))
+    columns = [
+        {
+            "round": number,
+            "client": list(range(120)),
+            "num_test": [0, *[200] * 119],
+            "correct": [{}, *({"global": number * client % 200} for client in range(1, 120))],
+        }
+        for number in (1, 2)
+    ]
+    (path / "clients.jsonl").write_text("".join(json.dumps(line) + "\n" for line in columns))
+    groups = records.load([path])
+    curves = groups[0].first.client_curves()
+    assert sorted(curves) == [client for client in range(1, 120) if client != 7]
+    assert curves[90] == [(1, 0.45), (2, 0.9)]
+    (picture,) = progress.clients_over_rounds(groups)
+    assert isinstance(picture, style.Picture)
+    thin = [line for line in picture.figure.axes[0].lines if line.get_linewidth() < 1]
+    assert len(thin) == progress.MOST_LINES
+    ends = [line.get_ydata()[-1] for line in thin]
+    assert ends == sorted(ends)
+    assert (ends[0], ends[-1]) == (0.0, 99.0)
+    assert "50 of the 118 clients, evenly from the worst to the best" in picture.caption
+    assert "between 0 and 99 %; all together reach 75.0 %" in picture.alt
 
 
 def test_normalised_columns() -> None:

@@ -13,6 +13,7 @@ from pbfl_flwr.experiments.accuracies import accuracy_by
 from pbfl_flwr.experiments.artefacts import NotThere
 from pbfl_flwr.experiments.figures import kilobytes
 from pbfl_flwr.experiments.pictures.style import (
+    COLOURS,
     Picture,
     canvas,
     finished,
@@ -24,6 +25,8 @@ from pbfl_flwr.experiments.pictures.style import (
 )
 from pbfl_flwr.experiments.records import Group, Record
 
+MOST_LINES = 50  # clients in one picture
+Curve = Sequence[tuple[int, float]]
 UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 
 
@@ -145,6 +148,55 @@ def accuracy_of_clients(groups: Sequence[Group]) -> Iterator[Picture | NotThere]
         "The first seed of each configuration.",
         f"Sorted accuracies of the clients: {'; '.join(said)}.",
         figure,
+    )
+
+
+def clients_over_rounds(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
+    """Yield for every run a thin line a client, and what all of them reach together."""
+    for number, group in enumerate(groups):
+        record = group.first
+        curves, together = record.client_curves(), record.curve()
+        if not curves or not together:
+            yield NotThere(f"{group.label}: no client was scored by '{record.predictor}'")
+            continue
+        figure, (axes,) = canvas()
+        for place, curve in enumerate(_evenly(curves)):
+            _thin(axes, curve, "" if place else "a client")
+        rounds, shares = zip(*together, strict=True)
+        bold = {**look(1), "linestyle": "-"}
+        axes.plot(
+            rounds, [100 * share for share in shares], label="all", markevery=marked(len(rounds)), **bold
+        )
+        lines(axes, "round", "accuracy (%)", whole=True)
+        axes.set_ylim(-3, 103)
+        key_below(figure, axes)
+        some = f"{MOST_LINES} of the {len(curves)} clients, evenly from the worst to the best"
+        who = some if len(curves) > MOST_LINES else f"{len(curves)} clients"
+        last = sorted(100 * curve[-1][1] for curve in curves.values())
+        yield finished(
+            f"clients-over-rounds-{number}",
+            f"Accuracy of each client over rounds: {group.label}",
+            f"{_accuracy(groups)} of {who}, each on its own test data; the thick line is of all, weighted by samples. "
+            "The first seed.",
+            f"A curve a client, which end between {last[0]:.0f} and {last[-1]:.0f} %; all together reach "
+            f"{100 * shares[-1]:.1f} %.",
+            figure,
+        )
+
+
+def _evenly(curves: Mapping[int, Curve]) -> list[Curve]:
+    """Return as many curves as can be told apart, of clients from the worst to the best when they were last scored."""
+    ranked = sorted(curves.values(), key=lambda curve: curve[-1][1])
+    places = np.linspace(0, len(ranked) - 1, min(len(ranked), MOST_LINES)).round()
+    return [ranked[int(place)] for place in places]
+
+
+def _thin(axes: Axes, curve: Curve, label: str) -> None:
+    rounds, shares = zip(*curve, strict=True)
+    shown = [100 * share for share in shares]
+    dot = "o" if len(curve) == 1 else ""
+    axes.plot(
+        rounds, shown, label=label, color=COLOURS[0], linewidth=0.7, alpha=0.45, marker=dot, markersize=2
     )
 
 
