@@ -272,6 +272,8 @@ def test_show_for_other_programs(tmp_path: Path) -> None:
     assert (found["costs"]["scalars-by-the-papers-formula"], found["costs"]["seconds"]) == (36.0, 2.0)
     assert found["majority"]["clients"] == 0.7512
     assert found["failures"] == [{"round": 2, "new-client": False, **failures[0]}]
+    shown = [line.split() for line in pbfl("show", run).stdout.splitlines()]
+    assert ["0", "cnn4", "6", "2", "2", "100.00"] in shown  # of the last scoring, after round 2
     lines = pbfl("show", run, "--format", "csv").stdout.splitlines()
     assert lines == [
         "round,client,name,architecture,num_train,num_test,predictor,correct,accuracy",
