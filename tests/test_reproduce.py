@@ -214,6 +214,14 @@ def test_the_table_by_one_predictor(paper: reproduce.Reproduction, tmp_path: Pat
     text = reproduction_table.markdown(paper, "small", planned, found, {}, "local")
     assert "| A | local | 51.50 ± 0.25 | - | - | - |" in text
     assert "Never scored by local: A, B." in text
+    words = ["reproduce", tmp_path / "nine.toml", "--block", "one", "--engine", "processes", "--by", "head"]
+    assert pbfl(*words, "--out", tmp_path).exit_code == 0
+    assert (
+        (tmp_path / "table.csv")
+        .read_text()
+        .splitlines()[1]
+        .startswith("one,A,head,after,2,51.50,0.25,50.0000,")
+    )
 
 
 def test_the_table_says_when_rows_were_scored_and_over_how_many_clients(
