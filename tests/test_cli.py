@@ -237,6 +237,115 @@ def test_show_says_how_an_unfinished_run_ended(tmp_path: Path) -> None:
     assert "round 2: 0 valid replies" in text
 
 
+def test_show_for_other_programs(tmp_path: Path) -> None:
+    failures = [{"client": 1, "reason": "out of paper"}]
+    first, last = entry(1, 0.25, None, accuracy_of_round=0), entry(2, 0.5, 0.75, accuracy_of_round=1)
+    final = {"accuracy": entry(2, 0.625, 0.875)["accuracy"], "failures": []}
+    run = write_run(tmp_path / "run", [first, {**last, "failures": failures, "final": final}])
+    about = json.loads((run / "run.json").read_text())
+    about["clients"][1]["name"] = "site-\x1b[31mb"
+    (run / "run.json").write_text(json.dumps({**about, "moment": "before"}))
+
+    def line(number: int, *correct: dict[str, int]) -> dict[str, Any]:
+        return {
+            "round": number,
+            "client": [0, 1],
+            "num_train": [6, 5],
+            "num_test": [2, 4],
+            "correct": correct,
+        }
+
+    columns = [
+        line(1, {"head": 1}, {"head": 0}),
+        {**line(2, {"head": 1, "global": 2}, {}), "final": line(2, {"head": 2}, {"head": 3})},
+        line(3, {"head": 0}, {"head": 0}),  # torn off before its line of rounds.jsonl
+    ]
+    (run / "clients.jsonl").write_text("".join(json.dumps(each) + "\n" for each in columns))
+    found = json.loads(pbfl("show", run, "--format", "json").stdout)
+    assert found["settings"]["configuration"] == about["configuration"]
+    assert (found["settings"]["headline"], found["settings"]["moment"]) == ("global", "before")
+    assert found["rounds"] == {"done": 2, "wanted": 2}
+    scored = found["accuracies"]["head"]
+    assert (scored["last"]["round"], scored["last"]["weighted"]) == (2, 0.625)
+    assert (scored["best"]["weighted"], scored["validation-chosen"]) == (0.625, None)
+    assert found["costs"]["bytes"]["up"] == {"payload": 200, "with-reports": 220, "with-flower": 400}
+    assert (found["costs"]["scalars-by-the-papers-formula"], found["costs"]["seconds"]) == (36.0, 2.0)
+    assert found["majority"]["clients"] == 0.7512
+    assert found["failures"] == [{"round": 2, "new-client": False, **failures[0]}]
+    shown = [line.split() for line in pbfl("show", run).stdout.splitlines()]
+    assert ["0", "cnn4", "6", "2", "2", "100.00"] in shown  # of the last scoring, after round 2
+    lines = pbfl("show", run, "--format", "csv").stdout.splitlines()
+    assert lines == [
+        "round,client,name,architecture,num_train,num_test,predictor,correct,accuracy",
+        "0,0,,cnn4,6,2,head,1,0.500000",
+        "0,1,site-b,cnn4,5,4,head,0,0.000000",
+        "1,0,,cnn4,6,2,head,1,0.500000",
+        "1,0,,cnn4,6,2,global,2,1.000000",
+        "2,0,,cnn4,6,2,head,2,1.000000",
+        "2,1,site-b,cnn4,5,4,head,3,0.750000",
+    ]
+    begun = write_run(tmp_path / "begun", [], **{"num-server-rounds": 3})
+    found = json.loads(pbfl("show", begun, "--format", "json").stdout)
+    assert (found["rounds"], found["costs"]) == ({"done": 0, "wanted": 3}, None)
+    assert len(pbfl("show", begun, "--format", "csv").stdout.splitlines()) == 1
+
+
+def test_new_clients_for_other_programs(tmp_path: Path) -> None:
+    keys = {"new-clients": 1, "new-client-rounds": 1, "num-clients": 3}
+    run = write_run(tmp_path / "run", [entry(1, 0.5, 0.75)], **keys)
+    columns = {"round": 2, "client": [1], "num_train": [6], "num_test": [4], "correct": [{"head": 3}]}
+    line = entry(2, 0.75, None, after=1, columns=columns)
+    (run / "newcomers.jsonl").write_text(json.dumps(line) + "\n")
+    found = json.loads(pbfl("show", run, "--format", "json").stdout)["new-clients"]
+    assert found["rounds"] == {"done": 1, "wanted": 1}
+    assert [(each["round"], each["weighted"]) for each in found["accuracies"]["head"]] == [(1, 0.75)]
+    lines = pbfl("show", run, "--format", "csv").stdout.splitlines()
+    assert lines[1:] == ["2,1,,cnn4,6,4,head,3,0.750000"]
+
+
+def test_many_runs_are_a_list(tmp_path: Path) -> None:
+    lines = [entry(1, 0.5, 0.25), entry(2, 0.5, 0.75)]
+    for seed in (2, 10):
+        write_run(tmp_path / "runs" / "mine" / f"A-seed{seed}", lines, seed=seed)
+    begun = write_run(tmp_path / "runs" / "b", lines[:1], method="local", **{"num-server-rounds": 4})
+    os.utime(begun / "rounds.jsonl", (0, 0))
+    os.utime(begun / "run.json", (0, 0))
+    failed = write_run(tmp_path / "runs" / "c", [], **{"num-server-rounds": 4})
+    (failed / "error.txt").write_text("no")
+    damaged = write_run(tmp_path / "runs" / "deep" / "er" / "d", lines)
+    (damaged / "run.json").write_text("{")
+    (tmp_path / "runs" / "mine" / "table.md").write_text("")
+    result = pbfl("list", "runs")
+    assert result.exit_code == 0
+    found = [line.split() for line in result.stdout.splitlines()]
+    assert found[0] == ["run", "method", "dataset", "seed", "rounds", "headline", "last", "state"]
+    assert found[2:] == [
+        ["runs/b", "local", "digits", "0", "1/4", "global", "25.00", "unfinished"],
+        ["runs/c", "fedproto", "digits", "0", "0/4", "global", "-", "failed"],
+        ["runs/deep/er/d", "-", "-", "-", "0/0", "-", "-", "damaged"],
+        ["runs/mine/A-seed2", "fedproto", "digits", "2", "2/2", "global", "75.00", "finished"],
+        ["runs/mine/A-seed10", "fedproto", "digits", "10", "2/2", "global", "75.00", "finished"],
+    ]
+    assert pbfl("show", "runs").stdout == result.stdout == pbfl("list", "runs", "runs").stdout
+    objects = json.loads(pbfl("show", "runs/mine", "--format", "json").stdout)
+    assert [(each["seed"], each["last"], each["state"]) for each in objects] == [
+        (2, 0.75, "finished"),
+        (10, 0.75, "finished"),
+    ]
+    text = pbfl("show", "runs/mine", "--format", "csv").stdout
+    assert text.splitlines()[1] == "runs/mine/A-seed2,fedproto,digits,2,2,2,global,0.75,finished"
+
+
+def test_a_list_of_no_runs_is_one_line(tmp_path: Path) -> None:
+    for words, said in (
+        (["list", "runs"], "error: 'runs' is no directory; allowed is one that holds runs"),
+        (["list", "runs", "."], "error: '.' holds no run: no run.json in it or up to 3 directories below it"),
+        (["show", "."], "error: '.' is no run directory: it has no run.json"),
+    ):
+        result = pbfl(*words)
+        assert (result.exit_code, result.stderr.splitlines()) == (2, [said])
+
+
 def test_show_of_something_else(tmp_path: Path) -> None:
     result = pbfl("show", tmp_path)
     assert result.exit_code == 2

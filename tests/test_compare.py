@@ -1,5 +1,7 @@
 """Comparisons: plans are checked before anything starts, finished runs are kept, the table is what the runs say."""
 
+import csv
+import json
 from pathlib import Path
 
 import pytest
@@ -260,6 +262,13 @@ def test_the_table(file: Path, tmp_path: Path) -> None:
         .splitlines()[1]
         .startswith("A,global,after,2,2,2,50.0000,75.0000,12.5000,")
     )
+    with (tmp_path / "table.csv").open() as lines:
+        (found,) = csv.DictReader(lines)
+    assert [*found][13:17] == ["paper", "seconds", "last_sd", "best_sd"]
+    expected = {"paper": "36", "last_sd": "35.3553", "best_sd": "0.0000", "majority": "75.1200"}
+    expected |= {"head": "37.5000", "head_sd": "17.6777", "global": "50.0000", "global_sd": "35.3553"}
+    expected |= dict.fromkeys(("local", "local_sd", "validation_chosen", "new_clients", "new_clients_sd"), "")
+    assert {name: found[name] for name in expected} == expected
     assert r"A & global & 50.00 $\pm$ 35.36 &" in (tmp_path / "table.tex").read_text()
     assert {path.name for path in tmp_path.glob("paired.*")} == {"paired.md", "paired.csv", "paired.tex"}
 
@@ -313,6 +322,46 @@ def test_a_run_that_was_never_scored_has_a_row_without_scores(file: Path, tmp_pa
         .splitlines()[2]
         .startswith("B,global,after,,1,2,,,,,100.0000,300.0000,")
     )
+
+
+def test_all_rows_and_pairs_by_one_predictor(file: Path, tmp_path: Path) -> None:
+    file.write_text(FILE + '[runs.C]\nmethod = "local"\n')
+    out = tmp_path / "out"
+    for run in compare.plan(compare.read(str(file))[1], [], [], [], out):
+        scores = [0.25, 0.75] if run.label == "A" else [0.25, 0.5]
+        globals_ = None if run.label == "C" else scores[1]
+        write_run(run.directory, [entry(n, scores[0], globals_) for n in (1, 2)], **run.wishes.values)
+        predictors = {"head": 1} if run.label == "C" else {"head": 1, "global": round(4 * scores[1])}
+        line = {"round": 2, "client": [0, 1], "num_test": [4, 4], "correct": [predictors] * 2}
+        (run.directory / "clients.jsonl").write_text(json.dumps(line) + "\n")
+        if run.label != "A":
+            about = run.directory / "run.json"
+            about.write_text(about.read_text().replace('"headline": "global"', '"headline": "head"'))
+    words = ["compare", file, "--out", out, "--engine", "processes", "--workers", 1]
+    assert pbfl(*words).exit_code == 0
+    assert "| A − B | clients | 2 | +50.00 |" in (out / "paired.md").read_text()
+    assert "global against head" in (out / "paired.md").read_text()
+    assert "| C | head | 25.00 |" in (out / "table.md").read_text()
+    assert pbfl(*words, "--by", "global").exit_code == 0
+    text, pairs = ((out / f"{name}.md").read_text() for name in ("table", "paired"))
+    assert text.startswith("**Two methods, by global**\n\n| run | by | last |")
+    for line in (
+        "| A | global | 75.00 |",
+        "| B | global | 50.00 |",
+        "| C | global | - | - | - | - | 25.00 |",
+    ):
+        assert line in text
+    assert "\nNever scored by global: C.\n" in text
+    assert pairs.startswith("**Two methods: pairs, by global**")
+    assert "| A − B | clients | 2 | +25.00 |" in pairs
+    assert " − C |" not in pairs
+    assert "against" not in pairs
+    assert "the last round's accuracy by global;" in pairs
+    assert "\nNever scored by global, so in no pair: C.\n" in pairs
+    assert [line.split(",")[1] for line in (out / "table.csv").read_text().splitlines()[1:]] == ["global"] * 3
+    result = pbfl(*words, "--by", "nobody")
+    assert result.exit_code == 2
+    assert result.stderr == "error: --by nobody: allowed are head, global, global-local, local, etf\n"
 
 
 def test_the_command_refuses_before_it_starts(file: Path, tmp_path: Path) -> None:

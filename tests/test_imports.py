@@ -121,6 +121,8 @@ def test_commands_that_only_read_and_list_answer_without_what_takes_seconds(tmp_
         *(["list", topic] for topic in ("methods", "models", "datasets", "presets", "comparisons")),
         ["list", "reproductions"],
         ["show", str(run)],
+        *(["show", str(run), "--format", form] for form in ("json", "csv")),
+        ["list", "runs", str(tmp_path)],
         ["watch", str(run)],
         ["list", "keys", "privacy"],
         ["clean", str(run)],

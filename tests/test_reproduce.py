@@ -196,7 +196,32 @@ def test_the_table(paper: reproduce.Reproduction, tmp_path: Path) -> None:
     reproduction_table.write(tmp_path, paper, text, found)
     lines = (tmp_path / "table.csv").read_text().splitlines()
     assert lines[1].startswith("one,A,global,after,2,51.50,0.25,62.5000,17.6777,37.5000,17.6777,11.0000,2,2,")
+    assert lines[0].split(",")[15:19] == ["best_sd", "last_sd", "head", "head_sd"]
+    assert lines[1].split(",")[15:21] == ["17.6777", "17.6777", "37.5000", "17.6777", "37.5000", "17.6777"]
+    assert lines[2].split(",")[15:19] == ["", "", "25.0000", ""]
     assert lines[2].startswith("two,A,global,after,2,,,50.0000,0.0000,50.0000,0.0000,,2,1,")
+
+
+def test_the_table_by_one_predictor(paper: reproduce.Reproduction, tmp_path: Path) -> None:
+    planned = reproduce.plans(paper, ["one"], "small", [], [], [], tmp_path)
+    for run in planned["one"]:
+        write_run(run.directory, [entry(1, 0.5, 0.75), entry(2, 0.25, 0.25)], **run.wishes.values)
+    found = reproduction_table.rows(paper, planned, "head")
+    text = reproduction_table.markdown(paper, "small", planned, found, {}, "head")
+    assert "scale small, by head" in text
+    assert "| A | head | 51.50 ± 0.25 | 50.00 | 25.00 | -1.50 |" in text
+    found = reproduction_table.rows(paper, planned, "local")
+    text = reproduction_table.markdown(paper, "small", planned, found, {}, "local")
+    assert "| A | local | 51.50 ± 0.25 | - | - | - |" in text
+    assert "Never scored by local: A, B." in text
+    words = ["reproduce", tmp_path / "nine.toml", "--block", "one", "--engine", "processes", "--by", "head"]
+    assert pbfl(*words, "--out", tmp_path).exit_code == 0
+    assert (
+        (tmp_path / "table.csv")
+        .read_text()
+        .splitlines()[1]
+        .startswith("one,A,head,after,2,51.50,0.25,50.0000,")
+    )
 
 
 def test_the_table_says_when_rows_were_scored_and_over_how_many_clients(

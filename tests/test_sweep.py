@@ -1,5 +1,6 @@
 """Sweeps: lists become combinations, combinations become runs, and runs side by side leave nothing behind."""
 
+import csv
 import json
 import os
 import subprocess
@@ -285,6 +286,25 @@ def test_the_table(tmp_path: Path) -> None:
     assert lines[1].startswith("1,global,after,2,2,2,50.0000,75.0000,")
 
 
+def test_the_table_by_one_predictor(tmp_path: Path) -> None:
+    words = ["cps-dim=1,2", "num-clients=2", "feature-dim=4", "num-server-rounds=1"]
+    runs = sweep.plans(sweep.read(None, words), tmp_path)
+    for run, globals_ in zip(runs, (0.75, None), strict=True):
+        write_run(run.directory, [entry(1, 0.5, globals_)], **run.wishes.values)
+    options = [option for word in words for option in ("--set", word)]
+    command = ["sweep", *options, "--engine", "processes", "--workers", 1, "--out", tmp_path]
+    assert pbfl(*command, "--by", "head").exit_code == 0
+    text = (tmp_path / "table.md").read_text()
+    assert text.startswith("**Sweep over cps-dim, by head**\n\n| cps-dim | by | last |")
+    assert "| 1 | head | 50.00 |" in text
+    assert "| 2 | head | 50.00 |" in text
+    assert pbfl(*command).exit_code == 0
+    text = (tmp_path / "table.md").read_text()
+    assert "| 1 | global | 75.00 |" in text
+    assert "| 2 | global | - |" in text
+    assert "Never scored by global: cps-dim=2." in text
+
+
 def test_the_table_says_when_rows_were_scored(tmp_path: Path) -> None:
     found = sweep.read(None, ["cps-dim=1,2", "num-clients=2", "num-server-rounds=1", "feature-dim=4"])
     runs = sweep.plans(found, tmp_path)
@@ -340,6 +360,16 @@ def test_the_table_has_new_clients_and_the_other_moment(tmp_path: Path) -> None:
     columns = [dict(zip(sheet.columns, row, strict=True)) for row in sheet.rows]
     assert [row["new clients"] for row in columns] == ["-", "62.50"]
     assert [row["at the other moment"] for row in columns] == ["12.50", "12.50"]
+    sweep.write(tmp_path, found, comparison_table.rows(runs), sheet)
+    with (tmp_path / "table.csv").open() as lines:
+        old, new = csv.DictReader(lines)
+    assert (old["new_clients"], new["new_clients"], new["new_clients_sd"]) == ("", "62.5000", "")
+    assert (new["other_moment"], new["global"], new["paper"], new["last_sd"]) == (
+        "12.5000",
+        "75.0000",
+        "36",
+        "",
+    )
     assert any(note.startswith("New clients took no part in the rounds") for note in sheet.notes)
 
 

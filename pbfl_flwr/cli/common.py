@@ -62,6 +62,14 @@ Preset = Annotated[
     str | None,
     typer.Argument(metavar="[PRESET.toml]", help="A TOML file, or one of `pbfl list presets`."),
 ]
+By = Annotated[
+    str,
+    typer.Option(
+        "--by",
+        metavar="PREDICTOR",
+        help="One predictor for all rows: head, global, global-local, local, etf; default each run's headline.",
+    ),
+]
 KEPT = "what is finished is kept; the same command goes on"
 
 
@@ -112,6 +120,19 @@ def concluded(
     for label in failed:
         say(console, f"failed: {label}", "red")
     return typer.Exit(FAILED if failed else COMPLETED)
+
+
+def predictor(by: str) -> str:
+    """Return a predictor, or nothing where none was asked for.
+
+    Raises:
+        PbflError: if there is no such one.
+    """
+    from pbfl_flwr.config import PREDICTORS
+
+    if by and by not in PREDICTORS:
+        raise PbflError(f"--by {by}: allowed are {', '.join(PREDICTORS)}")
+    return by
 
 
 def words(text: str) -> list[str]:

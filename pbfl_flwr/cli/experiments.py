@@ -14,21 +14,22 @@ from pbfl_flwr.cli.common import (
     REFUSED,
     AppDirectory,
     Assignments,
+    By,
     EngineName,
     Gpus,
     NewRunDir,
     Preset,
     Resumed,
-    RunDir,
     WhichEngine,
     Workers,
     app_for,
     concluded,
     ended,
+    predictor,
     running,
     words,
 )
-from pbfl_flwr.errors import PbflError, reading
+from pbfl_flwr.errors import PbflError, printable, reading
 from pbfl_flwr.experiments.figures import say, screen
 
 
@@ -42,6 +43,15 @@ class Topic(StrEnum):
     comparisons = "comparisons"
     reproductions = "reproductions"
     keys = "keys"
+    runs = "runs"
+
+
+class Form(StrEnum):
+    """How ``pbfl show`` answers."""
+
+    text = "text"
+    json = "json"
+    csv = "csv"
 
 
 def run(
@@ -104,15 +114,41 @@ def run(
     raise typer.Exit(code)
 
 
-def show(run: RunDir) -> None:
-    """Print the tables of a run."""
-    from pbfl_flwr.experiments import tables
+def show(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, or a directory of runs.")],
+    form: Annotated[
+        Form,
+        typer.Option(
+            "--format",
+            help="text: tables. json: one document. csv: a line for every client, round and predictor.",
+        ),
+    ] = Form.text,
+) -> None:
+    """Print the tables of a run; of a directory of runs, a line each."""
+    from pbfl_flwr.experiments import documents, listing, tables
 
     try:
         with reading(str(run)):
-            tables.show(run, screen())
+            if not listing.is_run(run) and listing.runs_in(run, listing.DEPTH):
+                _list_runs(run, form)
+            elif form is Form.text:
+                tables.show(run, screen())
+            else:
+                document = documents.as_json if form is Form.json else documents.as_csv
+                print(printable(document(run)), end="")
     except PbflError as error:
         raise ended(error, REFUSED) from None
+
+
+def _list_runs(directory: Path, form: Form = Form.text) -> None:
+    from pbfl_flwr.experiments import listing
+
+    found = listing.below(directory)
+    if form is Form.text:
+        listing.show(found, screen())
+    else:
+        document = listing.as_json if form is Form.json else listing.as_csv
+        print(printable(document(found)), end="")
 
 
 def compare(
@@ -125,6 +161,7 @@ def compare(
     assignments: Assignments = None,
     seeds: Annotated[str, typer.Option("--seeds", help="One run a seed, e.g. 0,1,2.")] = "",
     only: Annotated[str, typer.Option("--only", help="Make these labels only, separated by commas.")] = "",
+    by: By = "",
     gpus_per_client: Gpus = 0.0,
     workers: Workers = None,
     engine: WhichEngine = EngineName.flower,
@@ -138,7 +175,7 @@ def compare(
     console = screen()
     resources = Resources(1, gpus_per_client, workers, engine is EngineName.processes)
     try:
-        source = app_for(engine, app_dir)
+        source, by = app_for(engine, app_dir), predictor(by)
         title, runs = comparison.read(name)
         directory = (out or Path("runs") / Path(name).stem).expanduser().absolute()
         chosen = comparison.numbers("--seeds", seeds)
@@ -150,11 +187,11 @@ def compare(
     with running(KEPT):
         failed = comparison.make(planned, comparison.starter(source, resources, console))
         shown = comparison.with_finished(planned, runs, assignments or [], chosen, directory)
-        found = comparison_table.rows(shown)
-        groups = comparison_table.groups(shown)
+        found = comparison_table.rows(shown, by)
+        groups = comparison_table.groups(shown, by)
         if not (unwritten := comparison.no_tables(planned)):
-            comparison_table.write(directory, title, found, groups)
-        table = comparison_table.table(title, found).markdown() if found else ""
+            comparison_table.write(directory, title, found, groups, by)
+        table = comparison_table.table(title, found, by).markdown() if found else ""
         if len(groups) > 1:
             table += "\n" + comparison_table.pairs(title, groups).markdown()
     written = f"{directory}: table and paired, each as .md, .csv and .tex"
@@ -167,14 +204,14 @@ def list_(
         str,
         typer.Argument(
             metavar="[WORD]",
-            help="Only names that contain it; of keys also a group or a method, e.g. privacy.",
+            help="Only names that contain it; of keys also a group or a method, e.g. privacy; of runs the directory.",
         ),
     ] = "",
     markdown: Annotated[
         bool, typer.Option("--markdown", help="All keys as a page: pbfl list keys --markdown.")
     ] = False,
 ) -> None:
-    """Tell what there is: methods, models, datasets, presets, keys of the run configuration."""
+    """Tell what there is: methods, models, datasets, presets, keys of the run configuration, runs in ./runs."""
     from pbfl_flwr.experiments import catalogue
 
     try:
@@ -182,6 +219,8 @@ def list_(
             raise PbflError("--markdown: allowed with pbfl list keys alone")
         if markdown:
             print(catalogue.keys_page(), end="")
+        elif topic is Topic.runs:
+            _list_runs(Path(word or "runs"))
         elif topic is Topic.keys:
             catalogue.show_keys(word, screen())
         else:

@@ -7,14 +7,17 @@ from typing import Annotated
 
 import typer
 
-from pbfl_flwr.cli.common import REFUSED, ended
+from pbfl_flwr.cli.common import REFUSED, By, ended, predictor
 from pbfl_flwr.errors import PbflError, reading
 from pbfl_flwr.experiments.figures import kilobytes, say, screen
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")],
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Run directories, or directories of runs.")
+    ],
     out: Annotated[Path, typer.Option("--out", help="The page that is written.")] = Path("report.html"),
+    by: By = "",
     png: Annotated[bool, typer.Option("--png", help="Write the pictures as PNG files too.")] = False,
     allowed: Annotated[
         list[str] | None,
@@ -27,16 +30,19 @@ def report(
     svg: Annotated[bool, typer.Option("--svg", help="Write the pictures as SVG files too.")] = False,
 ) -> None:
     """Write one self-contained page about one run or several side by side: tables, statistics, pictures."""
-    from pbfl_flwr.experiments import records
+    from pbfl_flwr.experiments import listing, records
     from pbfl_flwr.experiments import report as reporting
 
     try:
         with reading(", ".join(map(str, runs))):
-            groups = records.load(runs, allowed or ())
+            found, left_out = listing.for_a_report(runs)
+            groups = records.load(found, allowed or (), predictor(by))
             written = reporting.write(groups, out.expanduser().absolute(), png=png, svg=svg)
     except PbflError as error:
         raise ended(error, REFUSED) from None
     console = screen()
+    for line in left_out:
+        say(console, line)
     say(console, f"written to {written[0]} ({kilobytes(written[0].stat().st_size)})")
     if len(written) > 1:
         say(console, f"{len(written) - 1} pictures in {written[-1].parent}")

@@ -13,6 +13,7 @@ from pbfl_flwr.cli.common import (
     KEPT,
     AppDirectory,
     Assignments,
+    By,
     EngineName,
     Gpus,
     WhichEngine,
@@ -20,6 +21,7 @@ from pbfl_flwr.cli.common import (
     app_for,
     concluded,
     ended,
+    predictor,
     running,
     words,
 )
@@ -49,6 +51,7 @@ def reproduce(
         str, typer.Option("--seeds", help="One run a seed, e.g. 0,1,2; default the paper's, one at small.")
     ] = "",
     only: Annotated[str, typer.Option("--only", help="Make these rows only, separated by commas.")] = "",
+    by: By = "",
     assignments: Assignments = None,
     out: Annotated[
         Path | None, typer.Option("--out", help="Where runs and table go; default runs/<table>-<scale>.")
@@ -67,7 +70,7 @@ def reproduce(
     resources = Resources(1, gpus_per_client, workers, engine is EngineName.processes)
     directory = (out or Path("runs") / f"{Path(name).stem}-{scale.value}").expanduser().absolute()
     try:
-        source = app_for(engine, app_dir)
+        source, by = app_for(engine, app_dir), predictor(by)
         paper = reproduction.read(name)
         blocks = reproduction.chosen(paper, dataset, words(block))
         numbers = compare.numbers("--seeds", seeds)
@@ -90,8 +93,8 @@ def reproduce(
 
     def table(_: compare.Planned | None = None) -> str:
         shown = reproduction.with_finished(planned, paper, scale.value, assignments or [], numbers, directory)
-        found = reproduction_table.rows(paper, shown)
-        text = reproduction_table.markdown(paper, scale.value, shown, found, missing)
+        found = reproduction_table.rows(paper, shown, by)
+        text = reproduction_table.markdown(paper, scale.value, shown, found, missing, by)
         if not compare.no_tables(runs):
             reproduction_table.write(directory, paper, text, found)
         return text

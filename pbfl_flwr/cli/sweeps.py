@@ -11,6 +11,7 @@ import typer
 from pbfl_flwr.cli.common import (
     KEPT,
     AppDirectory,
+    By,
     EngineName,
     Gpus,
     Preset,
@@ -19,6 +20,7 @@ from pbfl_flwr.cli.common import (
     app_for,
     concluded,
     ended,
+    predictor,
     running,
 )
 from pbfl_flwr.errors import PbflError
@@ -44,6 +46,7 @@ def sweep(
     parallel: Annotated[
         int, typer.Option("--parallel", min=1, help="Runs at once, as far as memory, CPUs and GPUs allow.")
     ] = 1,
+    by: By = "",
     gpus_per_client: Gpus = 0.0,
     workers: Workers = None,
     engine: WhichEngine = EngineName.flower,
@@ -58,7 +61,7 @@ def sweep(
     console = screen()
     resources = Resources(1, gpus_per_client, workers, engine is EngineName.processes)
     try:
-        source = app_for(engine, app_dir)
+        source, by = app_for(engine, app_dir), predictor(by)
         swept = sweeping.read(preset, assignments or [])
         directory = (out or sweeping.directory(preset, swept)).expanduser().absolute()
         planned = sweeping.plans(swept, directory)
@@ -73,8 +76,8 @@ def sweep(
     say(console, f"{sum(not compare.finished(run) for run in planned)} of {len(planned)} runs are to be made")
 
     def table(_: compare.Planned | None = None) -> str:
-        found = comparison_table.rows(planned)
-        sheet = sweeping.table(swept, found, planned, title)
+        found = comparison_table.rows(planned, by)
+        sheet = sweeping.table(swept, found, planned, title, by)
         if not compare.no_tables(planned):
             sweeping.write(directory, swept, found, sheet)
         return sheet.markdown() if found else ""

@@ -42,6 +42,24 @@ def series(rounds: Sequence[Mapping[str, Any]], on: str = "accuracy") -> list[tu
     return found
 
 
+def client_series(
+    rounds: Sequence[Mapping[str, Any]], clients: Sequence[Mapping[str, Any]]
+) -> list[tuple[int, Mapping[str, Any]]]:
+    """Return (round of the accuracies, every client's counters) in the order of the rounds.
+
+    Args:
+        rounds: what rounds.jsonl holds; what clients.jsonl holds beyond it is left out.
+        clients: what clients.jsonl holds.
+    """
+    numbers = {entry["round"]: entry["accuracy_of_round"] for entry in rounds}
+    found: list[tuple[int, Mapping[str, Any]]] = []
+    for line in clients:
+        if line["round"] in numbers:
+            found.append((numbers[line["round"]], line))
+            found += [(line["round"], line["final"])] if "final" in line else []
+    return found
+
+
 def scores(rounds: Sequence[Mapping[str, Any]], by: str = "weighted") -> dict[str, Scores]:
     """Return predictor -> scores.
 
@@ -87,6 +105,33 @@ def majority_lines(shares: Iterable[float | None], who: str = "a client") -> lis
         f"Always answering {who}'s most frequent training class: {', '.join(known)} %, weighted by samples."
     )
     return [said] if known else []
+
+
+def accuracy_by(by: str) -> str:
+    """Return what the accuracies of a table are called.
+
+    Args:
+        by: the predictor that was asked for; nothing is the one that each run reports.
+    """
+    return f"accuracy by {by}" if by else "headline accuracy"
+
+
+def titled(title: str, by: str) -> str:
+    """Return the title of a table, with the predictor that was asked for; the arguments are those above."""
+    return f"{title}, by {by}" if by else title
+
+
+def unscored_lines(rows: Iterable[tuple[str, str]], consequence: str = "") -> list[str]:
+    """Return which rows have no accuracy, in a sentence for each predictor; none where all have one.
+
+    Args:
+        rows: label and predictor of those without.
+        consequence: what follows for them.
+    """
+    found: dict[str, list[str]] = {}
+    for label, predictor in rows:
+        found.setdefault(predictor, []).append(label)
+    return [f"Never scored by {name}{consequence}: {', '.join(labels)}." for name, labels in found.items()]
 
 
 def other_moment(about: Mapping[str, Any]) -> str:

@@ -102,7 +102,7 @@ def client_states(record: Record) -> Iterator[tuple[int, ClientState]]:
     """Yield (client, what it kept) of those that have trained, one at a time: networks may be large.
 
     Raises:
-        NotThere: if no client's state lies on this machine, or a file is damaged.
+        NotThere: if no client's state lies on this machine, or a file is damaged or may not be read.
     """
     given = str(record.config["state-dir"])
     directory = (Path(given) if given else record.path / "clients") / str(record.about["experiment"])
@@ -117,6 +117,8 @@ def client_states(record: Record) -> Iterator[tuple[int, ClientState]]:
             state = store.load()
         except PbflError as error:
             raise NotThere(str(error)) from None
+        except OSError as error:
+            raise _unreadable("the clients' own state", directory, error) from None
         if state is not None:
             nobody = False
             yield member["client"], state
@@ -155,7 +157,7 @@ def data_of(record: Record, client: int) -> ClientData:
     try:
         data = settings.data.model_copy(update={"download": False})
         return client_data(data, settings.run.num_clients, client)
-    except PbflError as error:
+    except (PbflError, OSError) as error:
         raise NotThere(f"the dataset cannot be read here ({error})") from None
 
 
@@ -228,6 +230,13 @@ def _tensors(file: Path) -> Mapping[str, Tensor]:
         raise NotThere(f"{file.name} is missing") from None
     except PbflError as error:
         raise NotThere(str(error)) from None
+    except OSError as error:
+        raise _unreadable(file.name, file.parent, error) from None
+
+
+def _unreadable(what: str, place: Path, error: OSError) -> NotThere:
+    """Return what is said of files that may be another user's."""
+    return NotThere(f"{what} in {place} cannot be read ({error.strerror or error})")
 
 
 def _prototypes(sent: Payload, verb: str) -> Prototypes:

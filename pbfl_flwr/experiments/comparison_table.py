@@ -16,11 +16,13 @@ from pbfl_flwr.experiments.accuracies import (
     majority_lines,
     participants,
     scores,
+    titled,
+    unscored_lines,
 )
 from pbfl_flwr.experiments.compare import Planned, finished
 from pbfl_flwr.experiments.figures import kilobytes
 from pbfl_flwr.experiments.records import Group, Record
-from pbfl_flwr.experiments.sheets import Sheet, figure
+from pbfl_flwr.experiments.sheets import Sheet, figure, plain
 from pbfl_flwr.experiments.summaries import MOMENT_NOTE, NEW_NOTE, OTHER_NOTE, paired_sheet
 from pbfl_flwr.experiments.tables import paper_scalars
 from pbfl_flwr.flower.files import write_atomically
@@ -40,6 +42,19 @@ PLAIN = (
     "down",
     "total",
 )
+FURTHER = (
+    "last_sd",
+    "best_sd",
+    *(f"{name}{suffix}" for name in PREDICTORS for suffix in ("", "_sd")),
+    "validation_chosen",
+    "validation_chosen_sd",
+    "other_moment",
+    "other_moment_sd",
+    "new_clients",
+    "new_clients_sd",
+    "majority",
+    "new_clients_majority",
+)
 
 
 @dataclass(frozen=True)
@@ -47,7 +62,8 @@ class Row:
     """One label, all its seeds.
 
     Attributes:
-        label, headline: of the runs.
+        label: of the runs.
+        headline: their predictor, or the one that was asked for instead.
         seeds, rounds: how many seeds, and how many rounds each.
         last, best: headline accuracies (sample-weighted, %), one a seed in which it was scored.
         others: predictor -> last accuracies.
@@ -56,7 +72,7 @@ class Row:
         worst: mean of the worst tenth of the clients, last round.
         up, down: bytes a client and round, payload.
         total: bytes a round, all clients and both ways, Flower's objects included.
-        paper: scalars by the paper's formula.
+        paper: scalars by the paper's formula; None where they are not known.
         seconds: a round.
         other: headline accuracies at the other moment; empty where clients are scored once.
         new: headline accuracies of the new clients after their own rounds; empty where there are none.
@@ -80,7 +96,7 @@ class Row:
     up: float
     down: float
     total: float
-    paper: str
+    paper: float | None
     seconds: float
     other: list[float] = field(default_factory=list)
     new: list[float] = field(default_factory=list)
@@ -89,6 +105,11 @@ class Row:
     few: Mapping[str, str] = field(default_factory=dict)
     moment: str = ""
     clients: int = 0
+
+    @property
+    def plain_paper(self) -> str:
+        """The paper's scalars as other programs read them; nothing where they are not known."""
+        return "" if self.paper is None else f"{self.paper:.0f}"
 
     def plain(self) -> list[str]:
         """Return the mean figures in the order of :data:`PLAIN`, as other programs read them."""
@@ -107,20 +128,37 @@ class Row:
             *bytes_,
         ]
 
+    def further(self) -> list[str]:
+        """Return deviations over seeds and all other accuracies in the order of :data:`FURTHER`; they are in %, too."""
+        accuracies = [*(self.others.get(name, []) for name in PREDICTORS), self.chosen, self.other, self.new]
+        majorities = (self.majority, self.newcomer_majority)
+        shares = ([100 * share for share in of if share is not None] for of in majorities)
+        return [
+            plain(self.last)[1],
+            plain(self.best)[1],
+            *(figure for values in accuracies for figure in plain(values)),
+            *(plain(values)[0] for values in shares),
+        ]
 
-def rows(planned: Sequence[Planned]) -> list[Row]:
-    """Return a row for every label that has a finished run."""
+
+def rows(planned: Sequence[Planned], by: str = "") -> list[Row]:
+    """Return a row for every label that has a finished run.
+
+    Args:
+        planned: the runs.
+        by: the predictor of all rows; nothing is the headline of each run.
+    """
     found = []
     for label in dict.fromkeys(run.label for run in planned):
         done = [RunDirectory(run.directory) for run in planned if run.label == label and finished(run)]
         if done:
-            found.append(_row(label, done))
+            found.append(_row(label, done, by))
     return found
 
 
-def _row(label: str, runs: Sequence[RunDirectory]) -> Row:
+def _row(label: str, runs: Sequence[RunDirectory], by: str) -> Row:
     abouts, histories = [run.read() for run in runs], [run.rounds() for run in runs]
-    headline = str(abouts[0]["headline"])
+    headline = by or str(abouts[0]["headline"])
     all_scores = [scores(history) for history in histories]
     # None where clients report nothing, have no test samples, or prototypes came after the last scoring.
     scored = [found[headline] for found in all_scores if headline in found]
@@ -144,10 +182,10 @@ def _row(label: str, runs: Sequence[RunDirectory]) -> Row:
         fmean(entry["bytes_up"]["payload"] for entry in entries) / clients,
         fmean(entry["bytes_down"]["payload"] for entry in entries) / clients,
         fmean(entry["bytes_up"]["total"] + entry["bytes_down"]["total"] for entry in entries),
-        paper_scalars(runs[0].paper_scalars()),
+        runs[0].paper_scalars(),
         fmean(entry["seconds"]["total"] for entry in entries),
         [100 * at[1]["weighted"] for found in scored if (at := found.other) is not None],
-        [100 * a for run in runs if (a := Record.load(run.path).newcomer_accuracy()) is not None],
+        [100 * a for run in runs if (a := Record.load(run.path, by=by).newcomer_accuracy()) is not None],
         [run.majority() for run in runs],
         [run.newcomer_majority() for run in runs],
         few_clients(zip(abouts, all_scores, strict=True)),
@@ -156,13 +194,24 @@ def _row(label: str, runs: Sequence[RunDirectory]) -> Row:
     )
 
 
-def table(title: str, found: Sequence[Row]) -> Sheet:
-    """Return the table: accuracies in %, sample-weighted over all clients; ± over seeds where there are several."""
+def table(title: str, found: Sequence[Row], by: str = "") -> Sheet:
+    """Return the table: accuracies in %, sample-weighted over all clients; ± over seeds where there are several.
+
+    Args:
+        title: of the comparison.
+        found: what :func:`rows` returned.
+        by: as there.
+    """
     names = [name for name in PREDICTORS if any(name in row.others for row in found)]
     chosen, new = any(row.chosen for row in found), any(row.new for row in found)
     twice = any(row.other for row in found)
     moments, lengths = unlike(found)
-    head = ["run", "headline", *(["scored"] if moments else []), *(["rounds"] if lengths else [])]
+    head = [
+        "run",
+        "by" if by else "headline",
+        *(["scored"] if moments else []),
+        *(["rounds"] if lengths else []),
+    ]
     head += ["last", "best (on test data)", *(["validation-chosen"] if chosen else [])]
     head += ["at the other moment"] if twice else []
     head += ["std over clients", "worst decile", *(["new clients"] if new else []), *names]
@@ -177,7 +226,7 @@ def table(title: str, found: Sequence[Row]) -> Sheet:
         cells += [figure(row.spread), figure(row.worst)]
         cells += [figure(row.new)] if new else []
         cells += [figure(row.others.get(name, [])) for name in names]
-        cells += [kilobytes(row.up), kilobytes(row.down), kilobytes(row.total), row.paper]
+        cells += [kilobytes(row.up), kilobytes(row.down), kilobytes(row.total), paper_scalars(row.paper)]
         lines.append((*cells, f"{row.seconds:.1f}"))
     rounds = sorted({row.rounds for row in found})
     note = f"Rounds: {', '.join(map(str, rounds))}. Seeds: {max((row.seeds for row in found), default=0)}. "
@@ -187,7 +236,7 @@ def table(title: str, found: Sequence[Row]) -> Sheet:
     note += "clients, also those that were not asked; the paper's scalars are for all clients taking part. "
     note += "± is the sample deviation over seeds."
     notes = (note, *remarks(found))
-    return Sheet(title, tuple(head), tuple(lines), notes, text_columns=3 if moments else 2)
+    return Sheet(titled(title, by), tuple(head), tuple(lines), notes, text_columns=3 if moments else 2)
 
 
 def unlike(found: Sequence[Row]) -> tuple[bool, bool]:
@@ -203,6 +252,7 @@ def remarks(found: Sequence[Row]) -> list[str]:
     """
     return [
         *([MOMENT_NOTE] if unlike(found)[0] else []),
+        *unscored_lines((row.label, row.headline) for row in found if not row.last),
         *few_lines([(row.label, row.few) for row in found]),
         *([OTHER_NOTE] if any(row.other for row in found) else []),
         *([NEW_NOTE] if any(row.new for row in found) else []),
@@ -211,27 +261,37 @@ def remarks(found: Sequence[Row]) -> list[str]:
     ]
 
 
-def write(out: Path, title: str, found: Sequence[Row], groups: Sequence[Group]) -> None:
-    """Write table.md, table.tex and table.csv (plain numbers), and the comparison of pairs as paired.*."""
-    sheet = table(title, found)
+def write(out: Path, title: str, found: Sequence[Row], groups: Sequence[Group], by: str = "") -> None:
+    """Write table.md, table.tex and table.csv (plain numbers), and the comparison of pairs as paired.*.
+
+    Args:
+        out: the directory.
+        title: of the comparison.
+        found: the rows.
+        groups: their runs.
+        by: the predictor of all of them; nothing is the headline of each run.
+    """
+    sheet = table(title, found, by)
     write_atomically(out / "table.md", sheet.markdown().encode())
     write_atomically(out / "table.tex", sheet.latex().encode())
-    lines = tuple((row.label, *row.plain(), row.paper, f"{row.seconds:.2f}") for row in found)
-    plain = Sheet(title, ("run", *PLAIN, "paper", "seconds"), lines)
-    write_atomically(out / "table.csv", plain.csv().encode())
+    lines = tuple(
+        (row.label, *row.plain(), row.plain_paper, f"{row.seconds:.2f}", *row.further()) for row in found
+    )
+    figures = Sheet(title, ("run", *PLAIN, "paper", "seconds", *FURTHER), lines)
+    write_atomically(out / "table.csv", figures.csv().encode())
     pairs(title, groups).write(out / "paired")
 
 
 def pairs(title: str, groups: Sequence[Group]) -> Sheet:
     """Return the comparison of every two labels."""
-    return paired_sheet(groups, f"{title}: pairs")
+    return paired_sheet(groups, titled(f"{title}: pairs", groups[0].by if groups else ""))
 
 
-def groups(planned: Sequence[Planned]) -> list[Group]:
-    """Return the finished runs of every label that has one."""
+def groups(planned: Sequence[Planned], by: str = "") -> list[Group]:
+    """Return the finished runs of every label that has one; the arguments are those of :func:`rows`."""
     found = []
     for label in dict.fromkeys(run.label for run in planned):
         done = [run.directory for run in planned if run.label == label and finished(run)]
         if done:
-            found.append(Group(label, tuple(Record.load(directory) for directory in done)))
+            found.append(Group(label, tuple(Record.load(directory, by=by) for directory in done)))
     return found

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments.accuracies import honest, series
+from pbfl_flwr.experiments.accuracies import client_series, honest, series
 from pbfl_flwr.flower.history import RunDirectory
 
 NEUTRAL = frozenset(
@@ -35,6 +35,7 @@ class Record:
         newcomers: newcomers.jsonl, of the clients that came after the last of these rounds.
         counts: samples of each class on each client (M, K), None where they are the devices' own.
         allowed: code that may be imported because the run names it, as my_package.module:function.
+        by: the predictor that its accuracies are asked for by; nothing is the headline.
     """
 
     directory: RunDirectory
@@ -44,10 +45,11 @@ class Record:
     counts: NDArray[np.int64] | None
     newcomers: Sequence[Mapping[str, Any]] = ()
     allowed: frozenset[str] = frozenset()
+    by: str = ""
 
     @classmethod
-    def load(cls, path: Path, allowed: Iterable[str] = ()) -> Record:
-        """Read a run directory.
+    def load(cls, path: Path, allowed: Iterable[str] = (), by: str = "") -> Record:
+        """Read a run directory; the arguments are those of the class.
 
         Raises:
             PbflError: if there is no run, it is damaged, or no round is finished.
@@ -59,7 +61,8 @@ class Record:
         counts = directory.partition_counts()
         table = None if counts is None else np.array(counts, dtype=np.int64)
         newcomers = directory.newcomers(len(rounds))
-        return cls(directory, about, rounds, directory.client_rounds(), table, newcomers, frozenset(allowed))
+        clients = directory.client_rounds()
+        return cls(directory, about, rounds, clients, table, newcomers, frozenset(allowed), by)
 
     @property
     def path(self) -> Path:
@@ -74,8 +77,13 @@ class Record:
 
     @property
     def headline(self) -> str:
-        """The predictor that is reported."""
+        """The predictor that the run reports."""
         return str(self.about["headline"])
+
+    @property
+    def predictor(self) -> str:
+        """The predictor whose accuracies are shown: the one that was asked for, or the headline."""
+        return self.by or self.headline
 
     @property
     def moment(self) -> str:
@@ -100,11 +108,11 @@ class Record:
         Malicious ones are left out, as in all accuracies of a run.
 
         Args:
-            predictor: by default the headline.
+            predictor: by default the one that is shown.
         """
         if not self.clients:
             return {}
-        return self._accuracies(self.clients[-1].get("final", self.clients[-1]), predictor or self.headline)
+        return self._accuracies(self.clients[-1].get("final", self.clients[-1]), predictor or self.predictor)
 
     def _accuracies(self, line: Mapping[str, Any], name: str) -> dict[int, float]:
         return {
@@ -113,17 +121,25 @@ class Record:
             if tests and name in correct and client not in self.about.get("malicious", [])
         }
 
+    def client_curves(self) -> dict[int, list[tuple[int, float]]]:
+        """Return client -> (round, share of correct test samples) as far as it was scored, without malicious ones."""
+        found: dict[int, list[tuple[int, float]]] = {}
+        for at, line in client_series(self.rounds, self.clients):
+            for client, share in self._accuracies(line, self.predictor).items():
+                found.setdefault(client, []).append((at, share))
+        return found
+
     @property
     def scored(self) -> frozenset[int]:
-        """The clients over which the headline's last accuracy is, of the last round in which it was scored."""
+        """The clients over which the last accuracy is, of the last round in which it was scored."""
         last = [self.clients[-1]["final"]] if self.clients and "final" in self.clients[-1] else []
-        found = (self._accuracies(line, self.headline) for line in (*last, *reversed(self.clients)))
+        found = (self._accuracies(line, self.predictor) for line in (*last, *reversed(self.clients)))
         return frozenset(next((each for each in found if each), {}))
 
     def newcomer_accuracy(self) -> float | None:
         """Return the new clients' sample-weighted accuracy after all of their own rounds, None without any."""
         scored = series(self.newcomers)[-1][1] if self.newcomers else {}
-        return float(scored[self.headline]["weighted"]) if self.headline in scored else None
+        return float(scored[self.predictor]["weighted"]) if self.predictor in scored else None
 
     @property
     def honest(self) -> frozenset[int]:
@@ -132,7 +148,7 @@ class Record:
 
     def curve(self, predictor: str | None = None) -> list[tuple[int, float]]:
         """Return (round, sample-weighted accuracy) as far as the predictor was scored."""
-        name = predictor or self.headline
+        name = predictor or self.predictor
         return [(at, found[name]["weighted"]) for at, found in series(self.rounds) if name in found]
 
 
@@ -149,6 +165,11 @@ class Group:
     records: tuple[Record, ...]
 
     @property
+    def by(self) -> str:
+        """The predictor that its accuracies are asked for by; nothing is the headline of each run."""
+        return self.first.by
+
+    @property
     def first(self) -> Record:
         """The run that stands for the group where only one can be shown."""
         return self.records[0]
@@ -158,12 +179,13 @@ class Group:
         return {record.seed: record for record in self.records}
 
 
-def load(paths: Iterable[Path], allowed: Sequence[str] = ()) -> list[Group]:
+def load(paths: Iterable[Path], allowed: Sequence[str] = (), by: str = "") -> list[Group]:
     """Read runs and group those that differ in the seed alone.
 
     Args:
         paths: of run directories.
         allowed: see :class:`Record`.
+        by: see there.
 
     Raises:
         PbflError: for a path that holds no run with a finished round, or stands there twice.
@@ -173,7 +195,7 @@ def load(paths: Iterable[Path], allowed: Sequence[str] = ()) -> list[Group]:
         raise PbflError(f"'{twice[0]}' is given twice; once is enough")
     keyed: dict[tuple[object, int], list[Record]] = {}
     for place in places:
-        record = Record.load(place, allowed)
+        record = Record.load(place, allowed, by)
         key = frozenset(item for item in record.config.items() if item[0] not in NEUTRAL)
         repetition = 0  # the same seed again is no further seed, but a group of its own
         while any(record.seed == other.seed for other in keyed.get((key, repetition), [])):
@@ -205,7 +227,14 @@ def mean_over_seeds(group: Group, seeds: Iterable[int]) -> dict[int, float]:
 
 
 def _labels(groups: Sequence[tuple[Record, ...]]) -> list[str]:
-    """Return the method's name where it tells groups apart, else with the keys that do, else directory names."""
+    """Return labels that tell groups apart.
+
+    They are those of a comparison where all runs have one; else the method's name, else with the keys that differ,
+    else names of directories.
+    """
+    given = [_given(records) for records in groups]
+    if _usable(given):
+        return given
     labels = []
     for records in groups:
         config = records[0].config
@@ -217,10 +246,20 @@ def _labels(groups: Sequence[tuple[Record, ...]]) -> list[str]:
         )
         told = ", ".join(f"{key}={config[key]}" for key in keys)
         labels.append(f"{config['method']} ({told})" if told else str(config["method"]))
-    usable = len(set(labels)) == len(labels) and all(len(label) <= LONGEST_LABEL for label in labels)
-    if usable:
+    if _usable(labels):
         return labels
     names = [records[0].path.name for records in groups]
     if len(set(names)) == len(names):
         return names
     return [f"{records[0].path.parent.name}/{records[0].path.name}" for records in groups]
+
+
+def _usable(labels: Sequence[str]) -> bool:
+    return len(set(labels)) == len(labels) and all(0 < len(label) <= LONGEST_LABEL for label in labels)
+
+
+def _given(records: Sequence[Record]) -> str:
+    """Return the label that a comparison gave to runs, whose directories are <label>-seed<seed>; or nothing."""
+    ends = [(record.path.name, f"-seed{record.seed}") for record in records]
+    names = {name.removesuffix(end) if name.endswith(end) else "" for name, end in ends}
+    return names.pop() if len(names) == 1 else ""

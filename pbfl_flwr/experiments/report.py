@@ -17,7 +17,14 @@ from statistics import fmean
 from typing import Any
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments.accuracies import few_clients, few_lines, participants, scores
+from pbfl_flwr.experiments.accuracies import (
+    accuracy_by,
+    few_clients,
+    few_lines,
+    participants,
+    scores,
+    titled,
+)
 from pbfl_flwr.experiments.figures import kilobytes
 from pbfl_flwr.experiments.records import NEUTRAL, Group, Record
 from pbfl_flwr.experiments.sheets import Sheet
@@ -113,7 +120,7 @@ def page(groups: Sequence[Group], sections: Sequence[Any]) -> str:
     if len(groups) > 1:
         sheets.insert(1, paired_sheet(groups))
     return environment.get_template("report.html").render(
-        title=", ".join(group.label for group in groups),
+        title=titled(", ".join(group.label for group in groups), groups[0].by),
         overviews=overviews(groups),
         sheets=sheets,
         clients=client_sheet(groups),
@@ -245,8 +252,8 @@ def client_sheet(groups: Sequence[Group]) -> Sheet:
         *(f"{group.label}, %" for group in groups),
     )
     note = (
-        "Headline accuracy of the last round; networks, devices and sample counts are those of the first run "
-        "that has the client."
+        f"{accuracy_by(groups[0].by).capitalize()} in the last round; networks, devices and sample counts are "
+        "those of the first run that has the client."
     )
     return Sheet("Clients", columns, tuple(rows), (note,), text_columns=0)
 

@@ -9,10 +9,18 @@ from statistics import fmean
 from typing import Literal
 
 from pbfl_flwr.config import PREDICTORS
-from pbfl_flwr.experiments.accuracies import Scores, few_clients, few_lines, honest, scores
+from pbfl_flwr.experiments.accuracies import (
+    Scores,
+    few_clients,
+    few_lines,
+    honest,
+    scores,
+    titled,
+    unscored_lines,
+)
 from pbfl_flwr.experiments.compare import Planned, finished
 from pbfl_flwr.experiments.reproduce import Reproduction, Scale, changes
-from pbfl_flwr.experiments.sheets import Sheet, figure
+from pbfl_flwr.experiments.sheets import Sheet, figure, plain
 from pbfl_flwr.experiments.statistics import spread as deviation
 from pbfl_flwr.experiments.summaries import MOMENT_NOTE
 from pbfl_flwr.flower.files import write_atomically
@@ -62,21 +70,27 @@ class Row:
         return fmean(values) - self.published[0] if values and self.published else None
 
 
-def rows(paper: Reproduction, planned: Mapping[str, Sequence[Planned]]) -> list[Row]:
-    """Return a row for every block and label that has a finished run."""
+def rows(paper: Reproduction, planned: Mapping[str, Sequence[Planned]], by: str = "") -> list[Row]:
+    """Return a row for every block and label that has a finished run.
+
+    Args:
+        paper: the published table.
+        planned: the runs of each block.
+        by: the predictor of all rows; nothing is the headline of each run.
+    """
     found = []
     for name, runs in planned.items():
         for label in dict.fromkeys(run.label for run in runs):
             done = [RunDirectory(run.directory) for run in runs if run.label == label and finished(run)]
             if done:
-                found.append(_row(paper, name, label, done))
+                found.append(_row(paper, name, label, done, by))
     return found
 
 
-def _row(paper: Reproduction, block: str, label: str, runs: Sequence[RunDirectory]) -> Row:
+def _row(paper: Reproduction, block: str, label: str, runs: Sequence[RunDirectory], by: str) -> Row:
     histories = [run.rounds() for run in runs]
     found: list[dict[str, Scores]] = [scores(history, by=paper.accuracy) for history in histories]
-    rule = str(runs[0].read()["headline"])
+    rule = by or str(runs[0].read()["headline"])
 
     def column(which: Literal["best", "last"], statistic: str, name: str = rule) -> list[float]:
         return [100 * getattr(score[name], which)[1][statistic] for score in found if name in score]
@@ -105,15 +119,25 @@ def markdown(
     planned: Mapping[str, Sequence[Planned]],
     found: Sequence[Row],
     missing: Mapping[str, str],
+    by: str = "",
 ) -> str:
-    """Return the tables of all blocks and the list of what differs from the paper."""
+    """Return the tables of all blocks and the list of what differs from the paper.
+
+    Args:
+        paper: the published table.
+        scale: of the runs.
+        planned: the runs of each block.
+        found: what :func:`rows` returned.
+        missing: blocks that were left out, and why.
+        by: as in :func:`rows`.
+    """
     over = "over samples" if paper.accuracy == "weighted" else "mean over clients"
     spread = {
         "clients": "± over clients",
         "seeds": "± is the sample deviation over seeds",
         "none": "no ± is printed",
     }[paper.spread]
-    lines = [f"**{paper.title}**, scale {scale}", "", f"{paper.paper}. {paper.table}", ""]
+    lines = [f"**{paper.title}**, {titled(f'scale {scale}', by)}", "", f"{paper.paper}. {paper.table}", ""]
     lines += [f"Accuracy in %, {over}, {paper.round} round is compared, {spread}.", ""]
     for name, runs in planned.items():
         lines += [_table(paper, name, [row for row in found if row.block == name], runs).markdown()]
@@ -151,6 +175,7 @@ def _table(paper: Reproduction, block: str, found: Sequence[Row], runs: Sequence
         lines.append((*cells, str(row.rounds), str(len(row.best)), f"{row.seconds:.1f}"))
     notes = ["Columns named after predictors are accuracies of the last round."] if found else []
     notes += [MOMENT_NOTE] if moments else []
+    notes += unscored_lines((row.label, row.rule) for row in found if not row.last)
     notes += few_lines([(row.label, row.few) for row in found])
     done = {row.label for row in found}
     if to_do := [label for label in dict.fromkeys(run.label for run in runs) if label not in done]:
@@ -173,8 +198,9 @@ def write(out: Path, paper: Reproduction, text: str, found: Sequence[Row]) -> No
     write_atomically(out / "table.md", text.encode())
     head = (
         "block run rule scored clients paper paper_spread best best_spread last last_spread difference rounds "
-        "seeds seconds"
+        "seeds seconds best_sd last_sd"
     )
+    predictors = [f"{name}{suffix}" for name in PREDICTORS for suffix in ("", "_sd")]
     lines = []
     for row in found:
         gap = row.difference(paper)
@@ -187,9 +213,11 @@ def write(out: Path, paper: Reproduction, text: str, found: Sequence[Row]) -> No
             f"{row.seconds:.2f}",
         ]
         clients = row.few.get(row.rule, str(row.clients) if row.last else "")
+        rest += [plain(row.best)[1], plain(row.last)[1]]
+        rest += [cell for name in PREDICTORS for cell in plain(row.others.get(name, []))]
         lines.append((row.block, row.label, row.rule, row.moment, clients, *printed, *figures, *rest))
-    plain = Sheet(paper.title, tuple(head.split()), tuple(lines))
-    write_atomically(out / "table.csv", plain.csv().encode())
+    sheet = Sheet(paper.title, (*head.split(), *predictors), tuple(lines))
+    write_atomically(out / "table.csv", sheet.csv().encode())
 
 
 def _plain(paper: Reproduction, values: Sequence[float], spreads: Sequence[float]) -> tuple[str, str]:

@@ -107,6 +107,14 @@ def figure(values: Sequence[float], digits: int = 2) -> str:
     return f"{found.mean:.{digits}f}" + (f" ± {found.deviation:.{digits}f}" if found.n > 1 else "")
 
 
+def plain(values: Sequence[float]) -> tuple[str, str]:
+    """Return mean and sample deviation as other programs read them; what is not known is empty."""
+    if not len(values):
+        return "", ""
+    found = spread(values)
+    return f"{found.mean:.4f}", f"{found.deviation:.4f}" if found.n > 1 else ""
+
+
 def _piped(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 

@@ -5,13 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import combinations
 
-from pbfl_flwr.experiments.accuracies import Scores, few_clients, few_lines, majority_lines, scores, span
+from pbfl_flwr.experiments.accuracies import (
+    Scores,
+    accuracy_by,
+    few_clients,
+    few_lines,
+    majority_lines,
+    scores,
+    span,
+    unscored_lines,
+)
 from pbfl_flwr.experiments.records import Group, Record, mean_over_seeds, same_data
 from pbfl_flwr.experiments.sheets import Sheet, figure
 from pbfl_flwr.experiments.statistics import CONFIDENCE, Paired, fairness, holm, paired
 
 SUMMARY_NOTES = (
-    "Accuracies in % of the headline predictor; last, best and validation-chosen are weighted by samples. "
+    "{accuracy} in %; last, best and validation-chosen are weighted by samples. "
     "± is the sample deviation over seeds.",
     "“Best” is chosen on the test data and therefore too high; the validation-chosen round needs "
     "validation-share.",
@@ -25,7 +34,7 @@ OTHER_NOTE = (
 )
 MOMENT_NOTE = "Scored: before or after the local training of a round."
 PAIRED_NOTES = (
-    "Difference: first minus second, in percentage points of the last round's headline accuracy; interval: "
+    "Difference: first minus second, in percentage points of the last round's {accuracy}; interval: "
     f"{CONFIDENCE:.0%} percentile bootstrap of the mean difference, 10,000 resamples, seeded; p: two-sided Wilcoxon "
     "signed-rank test, beside it adjusted for the number of rows of its kind (Holm).",
     "Over clients: each client once, its accuracy the mean over the common seeds. Clients of one run learn from each "
@@ -45,7 +54,7 @@ def summary_sheet(groups: Sequence[Group], title: str = "Accuracy and fairness")
     mixed = [group.label for group in groups if len({len(record.rounds) for record in group.records}) > 1]
     new = any(record.newcomers for group in groups for record in group.records)
     for group in groups:
-        found = [scores(record.rounds)[record.headline] for record in group.records if _scored(group)]
+        found = [scores(record.rounds)[record.predictor] for record in group.records if _scored(group)]
         even = [
             fairness(list(record.accuracies().values())) for record in group.records if record.accuracies()
         ]
@@ -65,10 +74,10 @@ def summary_sheet(groups: Sequence[Group], title: str = "Accuracy and fairness")
             cells.append(figure([100 * a for r in group.records if (a := r.newcomer_accuracy()) is not None]))
         seeds = str(len(group.records))
         scored = [group.first.moment] if moments else []
-        rows.append((group.label, group.first.headline, *scored, seeds, rounds, *cells))
+        rows.append((group.label, group.first.predictor, *scored, seeds, rounds, *cells))
     columns = (
         "run",
-        "headline",
+        "by" if groups[0].by else "headline",
         *(["scored"] if moments else []),
         "seeds",
         "rounds",
@@ -84,13 +93,15 @@ def summary_sheet(groups: Sequence[Group], title: str = "Accuracy and fairness")
     )
     runs = [record.directory for group in groups for record in group.records]
     few = [
-        (group.label, few_clients((record.about, _headline(record)) for record in group.records))
+        (group.label, few_clients((record.about, _shown(record)) for record in group.records))
         for group in groups
     ]
+    accuracy = accuracy_by(groups[0].by if groups else "")
     notes = (
-        *SUMMARY_NOTES,
+        *(note.format(accuracy=accuracy.capitalize()) for note in SUMMARY_NOTES),
         *([MOMENT_NOTE] if moments else []),
         *([f"Runs of different numbers of rounds in one row: {'; '.join(mixed)}."] if mixed else []),
+        *unscored_lines((group.label, group.first.predictor) for group in groups if not _scored(group)),
         *few_lines(few),
         *([NEW_NOTE] if new else []),
         *majority_lines(run.majority() for run in runs),
@@ -103,7 +114,8 @@ def paired_sheet(groups: Sequence[Group], title: str = "Paired comparison") -> S
     """Return the comparison of every pair of groups on the same partition: over clients, and over seeds."""
     rows: list[tuple[str, str, Paired, str]] = []
     told: dict[str, list[str]] = {}
-    pairs = list(combinations(groups, 2))
+    alone = [group for group in groups if not any(map(_shown, group.records))]
+    pairs = list(combinations([group for group in groups if group not in alone], 2))
     for one, other in pairs:
         label = f"{one.label} − {other.label}"
         if not same_data(one.first, other.first):
@@ -125,7 +137,8 @@ def paired_sheet(groups: Sequence[Group], title: str = "Paired comparison") -> S
             told.setdefault("One common seed, so nothing is said about seeds", []).append(label)
         else:
             told.setdefault("No common seed, so not compared", []).append(label)
-    notes = [
+    notes = unscored_lines(((group.label, group.first.predictor) for group in alone), ", so in no pair")
+    notes += [
         f"{reason}: {'every pair' if 1 < len(labels) == len(pairs) else '; '.join(labels)}."
         for reason, labels in told.items()
     ]
@@ -145,7 +158,8 @@ def paired_sheet(groups: Sequence[Group], title: str = "Paired comparison") -> S
         "remark",
     )
     cells = tuple(_paired_row(row, adjusted[number]) for number, row in enumerate(rows))
-    return Sheet(title, columns, cells, (*PAIRED_NOTES, *notes), text_columns=2)
+    about = [note.format(accuracy=accuracy_by(groups[0].by if groups else "")) for note in PAIRED_NOTES]
+    return Sheet(title, columns, cells, (*about, *notes), text_columns=2)
 
 
 def probability(p: float | None) -> str:
@@ -180,7 +194,7 @@ def _paired_row(row: tuple[str, str, Paired, str], adjusted: float | None) -> tu
 
 def _unlike(one: Group, other: Group, seeds: Sequence[int]) -> list[str]:
     """Return in what the figures of two groups differ: predictor, moment of the scoring, numbers of rounds."""
-    heads, moments = ([getattr(g.first, name) for g in (one, other)] for name in ("headline", "moment"))
+    heads, moments = ([getattr(g.first, name) for g in (one, other)] for name in ("predictor", "moment"))
     rounds = [[len(group.by_seed()[seed].rounds) for seed in seeds] for group in (one, other)]
     found = [" against ".join(heads)] if len({*heads}) > 1 else []
     found += [f"scored {moments[0]} against {moments[1]} local training"] if len({*moments}) > 1 else []
@@ -189,15 +203,15 @@ def _unlike(one: Group, other: Group, seeds: Sequence[int]) -> list[str]:
     return found
 
 
-def _headline(record: Record) -> dict[str, Scores]:
-    found = scores(record.rounds)
-    return {record.headline: found[record.headline]} if record.headline in found else {}
+def _shown(record: Record) -> dict[str, Scores]:
+    """Return the scores of the predictor that is shown; nothing where it never was scored."""
+    return {name: score for name, score in scores(record.rounds).items() if name == record.predictor}
 
 
 def _scored(group: Group) -> bool:
-    return all(record.headline in scores(record.rounds) for record in group.records)
+    return all(map(_shown, group.records))
 
 
 def _last(group: Group, seed: int) -> float:
     record = group.by_seed()[seed]
-    return scores(record.rounds)[record.headline].last[1]["weighted"]
+    return scores(record.rounds)[record.predictor].last[1]["weighted"]

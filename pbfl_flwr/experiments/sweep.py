@@ -17,8 +17,9 @@ from pathlib import Path
 from pbfl_flwr.config import CHANGEABLE, PREDICTORS, Scalar
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import configuration
+from pbfl_flwr.experiments.accuracies import titled
 from pbfl_flwr.experiments.compare import Planned, finished, plan, repeated
-from pbfl_flwr.experiments.comparison_table import PLAIN, Row, remarks, unlike
+from pbfl_flwr.experiments.comparison_table import FURTHER, PLAIN, Row, remarks, unlike
 from pbfl_flwr.experiments.figures import kilobytes
 from pbfl_flwr.experiments.sheets import Sheet, figure
 from pbfl_flwr.flower.files import write_atomically
@@ -132,15 +133,28 @@ def plans(sweep: Sweep, out: Path) -> list[Planned]:
 # The table --------------------------------------------------------------------------------------------------------
 
 
-def table(sweep: Sweep, found: Sequence[Row], planned: Sequence[Planned], title: str) -> Sheet:
+def table(sweep: Sweep, found: Sequence[Row], planned: Sequence[Planned], title: str, by: str = "") -> Sheet:
     """Return the table: a column a swept key, accuracies in %, ± over seeds where there are several.
 
     The columns named after predictors are last-round accuracies.
+
+    Args:
+        sweep: what was swept.
+        found: the rows.
+        planned: all runs, also those that are not finished.
+        title: of the table.
+        by: the predictor of all rows; nothing is the headline of each run.
     """
     names = [name for name in PREDICTORS if any(name in row.others for row in found)]
     twice, new = any(row.other for row in found), any(row.new for row in found)
     moments, _ = unlike(found)
-    head = [*sweep.swept, "headline", *(["scored"] if moments else []), "last", "best (on test data)"]
+    head = [
+        *sweep.swept,
+        "by" if by else "headline",
+        *(["scored"] if moments else []),
+        "last",
+        "best (on test data)",
+    ]
     head += ["at the other moment"] if twice else []
     head += ["std over clients", "worst decile", *(["new clients"] if new else []), *names]
     head += ["payload up", "payload down", "all bytes a round", "rounds", "seeds", "s a round"]
@@ -156,15 +170,19 @@ def table(sweep: Sweep, found: Sequence[Row], planned: Sequence[Planned], title:
     missing = sum(not finished(run) for run in planned)
     notes = [f"{missing} of {len(planned)} runs are not finished."] if missing else []
     notes += remarks(found)
-    return Sheet(title, tuple(head), tuple(lines), tuple(notes), text_columns=len(sweep.swept) + 1 + moments)
+    words = len(sweep.swept) + 1 + moments
+    return Sheet(titled(title, by), tuple(head), tuple(lines), tuple(notes), text_columns=words)
 
 
 def write(out: Path, sweep: Sweep, found: Sequence[Row], sheet: Sheet) -> None:
     """Write table.md, table.tex and table.csv (plain numbers)."""
     write_atomically(out / "table.md", sheet.markdown().encode())
     write_atomically(out / "table.tex", sheet.latex().encode())
-    lines = tuple((*map(_text, sweep.values[row.label]), *row.plain(), f"{row.seconds:.2f}") for row in found)
-    plain = Sheet(sheet.title, (*sweep.swept, *PLAIN, "seconds"), lines)
+    lines = []
+    for row in found:
+        values = (*map(_text, sweep.values[row.label]), *row.plain(), f"{row.seconds:.2f}")
+        lines.append((*values, row.plain_paper, *row.further()))
+    plain = Sheet(sheet.title, (*sweep.swept, *PLAIN, "seconds", "paper", *FURTHER), tuple(lines))
     write_atomically(out / "table.csv", plain.csv().encode())
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -13,6 +13,7 @@ from rich.table import Table
 from pbfl_flwr.config import PREDICTORS, announced
 from pbfl_flwr.experiments.accuracies import (
     Scores,
+    client_series,
     few_clients,
     few_lines,
     majority_lines,
@@ -59,7 +60,8 @@ def show(run_dir: Path, console: Console) -> None:
                 say(console, sentence)
         if any(member.get("name") for member in about["clients"]):
             say(console, "clients, accuracy on their own test data, %")
-            print_blocks(console, *client_rows(about, run.client_rounds()), words=2)
+            columns = client_series(rounds, run.client_rounds())
+            print_blocks(console, *client_rows(about, columns), words=2)
         console.print(cost_table(about, rounds, run.paper_scalars()))
         answers = [*run.client_rounds(), *(line["columns"] for line in newcomers)]
         if line := privacy_line(about["configuration"], answers):
@@ -171,25 +173,25 @@ def newcomer_table(about: Mapping[str, Any], newcomers: Sequence[Mapping[str, An
 
 
 def client_rows(
-    about: Mapping[str, Any], clients: Sequence[Mapping[str, Any]]
+    about: Mapping[str, Any], found: Iterable[tuple[int, Mapping[str, Any]]]
 ) -> tuple[list[str], list[list[str]]]:
     """Return (head, rows) on named clients: what each one is, and its accuracy in % when it was last scored.
 
     Args:
         about: what run.json holds.
-        clients: what clients.jsonl holds.
+        found: what :func:`.accuracies.client_series` returns.
     """
     last: dict[int, tuple[int, int, Mapping[str, int]]] = {}
-    for entry in clients:
-        counters = zip(entry["client"], entry["num_test"], entry["correct"], strict=True)
-        last |= {client: (entry["round"], tested, correct) for client, tested, correct in counters}
+    for at, line in found:
+        counters = zip(line["client"], line["num_test"], line["correct"], strict=True)
+        last |= {client: (at, tested, correct) for client, tested, correct in counters}
     asked = [name for name in PREDICTORS if any(name in correct for _, _, correct in last.values())]
     rows = []
     for member in about["clients"]:
         number, tested, correct = last.get(member["client"], (0, 0, {}))
         scores = (f"{100 * correct[n] / tested:.2f}" if tested and n in correct else "-" for n in asked)
         who = member.get("name") or str(member["client"])
-        sizes = (str(member["num_train"]), str(member["num_test"]), str(number or "-"))
+        sizes = (str(member["num_train"]), str(member["num_test"]), str(number) if tested else "-")
         rows.append([who, member["architecture"], *sizes, *scores])
     return ["client", "model", "train", "test", "round", *asked], rows
 

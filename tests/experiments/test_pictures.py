@@ -1,10 +1,12 @@
 """Pictures: the numbers behind them against others' arithmetic, and what every one of them must have."""
 
+import errno
 import json
 import math
 import shutil
 import xml.etree.ElementTree as ET
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,7 @@ pytest.importorskip("matplotlib", reason="matplotlib is not installed (the extra
 
 from pbfl_flwr.experiments import artefacts, pictures, records
 from pbfl_flwr.experiments.artefacts import NotThere
-from pbfl_flwr.experiments.pictures import alignment, personalisation, similarity, style
+from pbfl_flwr.experiments.pictures import alignment, personalisation, progress, similarity, style
 from pbfl_flwr.experiments.records import Group
 from pbfl_flwr.flower.store import ClientState
 from pbfl_flwr.prototypes.sphere import geometry
@@ -25,6 +27,7 @@ EVERYWHERE = {
     "label-distribution",
     "accuracy-over-rounds",
     "accuracy-of-clients",
+    "clients-over-rounds",
     "bytes-over-rounds",
     "accuracy-against-bytes",
     "prototypes-of-a-class",
@@ -129,6 +132,26 @@ def test_without_the_clients_state_the_rest_is_drawn(three_runs: list[Path], tmp
     assert any("prototypes.safetensors cannot be read" in line for line in reasons)
 
 
+@pytest.mark.parametrize("unreadable", ["clients", "prototypes.safetensors"])
+def test_what_may_not_be_read_is_left_out_alone(
+    three_runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unreadable: str
+) -> None:
+    def refused(path: Path, exists: Callable[[Path], bool] = Path.exists) -> bool:
+        if unreadable in path.parts:  # root may read everything
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return exists(path)
+
+    monkeypatch.setattr(Path, "exists", refused)
+    out = tmp_path / "page.html"
+    result = pbfl("report", three_runs[0], "--out", out)
+    assert result.exit_code == 0, result.stderr
+    text = out.read_text(encoding="utf-8")
+    assert "cannot be read (Permission denied)" in text
+    assert 'id="accuracy-over-rounds-alt"' in text
+    assert ('id="head-norms-0-alt"' in text) == (unreadable != "clients")
+    assert ('id="cosine-of-prototypes-0-alt"' in text) == (unreadable == "clients")
+
+
 # The numbers behind them ----------------------------------------------------------------------------------
 
 
@@ -171,6 +194,35 @@ def test_similarities_distances_margins() -> None:
     assert np.isnan(similarity.distances(rows)[1, 1])
     assert similarity.distances(rows)[1, 2] == pytest.approx(13**0.5)
     assert similarity.margins(rows) == pytest.approx([(5 / 13) ** 0.5, (5 / 13) ** 0.5, 1])  # √5, √5, √13
+
+
+def test_a_line_a_client(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", [entry(1, 0.5, 0.5), entry(2, 0.5, 0.75)], **{"num-clients": 120})
+    about = json.loads((path / "run.json").read_text())
+    (path / "run.json").write_text(json.dumps({**about, "malicious": [7]}))
+    columns = [
+        {
+            "round": number,
+            "client": list(range(120)),
+            "num_test": [0, *[200] * 119],
+            "correct": [{}, *({"global": number * client % 200} for client in range(1, 120))],
+        }
+        for number in (1, 2)
+    ]
+    (path / "clients.jsonl").write_text("".join(json.dumps(line) + "\n" for line in columns))
+    groups = records.load([path])
+    curves = groups[0].first.client_curves()
+    assert sorted(curves) == [client for client in range(1, 120) if client != 7]
+    assert curves[90] == [(1, 0.45), (2, 0.9)]
+    (picture,) = progress.clients_over_rounds(groups)
+    assert isinstance(picture, style.Picture)
+    thin = [line for line in picture.figure.axes[0].lines if line.get_linewidth() < 1]
+    assert len(thin) == progress.MOST_LINES
+    ends = [line.get_ydata()[-1] for line in thin]
+    assert ends == sorted(ends)
+    assert (ends[0], ends[-1]) == (0.0, 99.0)
+    assert "50 of the 118 clients, evenly from the worst to the best" in picture.caption
+    assert "between 0 and 99 %; all together reach 75.0 %" in picture.alt
 
 
 def test_normalised_columns() -> None:

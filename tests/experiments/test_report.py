@@ -13,7 +13,7 @@ pytest.importorskip("jinja2", reason="jinja2 is not installed (the extra 'report
 from pbfl_flwr.experiments import records, report
 from pbfl_flwr.experiments.records import Group
 from pbfl_flwr.experiments.sheets import Sheet
-from tests.runs import pbfl
+from tests.runs import entry, pbfl, write_run
 
 
 class Reader(HTMLParser):
@@ -103,9 +103,63 @@ def test_the_sheets_of_the_page(groups: list[Group]) -> None:
     assert [report.is_numeric(remarked, column) for column in (0, 1, 2)] == [False, True, False]
 
 
+def test_the_page_by_one_predictor(three_runs: list[Path], tmp_path: Path) -> None:
+    groups = records.load(three_runs, by="local")
+    name = {group.label: group.first.accuracies("local") for group in groups}
+    assert [row[-3] for row in report.client_sheet(groups).rows] == [
+        f"{100 * name['fedproto'][client]:.2f}" for client in range(4)
+    ]
+    out = tmp_path / "local.html"
+    assert pbfl("report", *three_runs, "--by", "local", "--out", out).exit_code == 0
+    text = Reader(out.read_text(encoding="utf-8")).text
+    assert "fedproto, tinyproto, protonorm, by local" in text
+    assert "Accuracy by local in %; last, best" in text
+    assert "the last round's accuracy by local;" in text
+    assert "Accuracy by local of every client in the last round" in text
+    assert pbfl("report", *three_runs, "--by", "etf", "--out", out).exit_code == 0
+    text = Reader(out.read_text(encoding="utf-8")).text
+    assert "Never scored by etf, so in no pair: fedproto, tinyproto, protonorm." in text
+    assert "fedproto: no client was scored by 'etf'" in text
+    result = pbfl("report", *three_runs, "--by", "nobody", "--out", out)
+    assert (result.exit_code, result.stderr[:16]) == (2, "error: --by nobo")
+
+
 def test_warnings_are_on_top(hostile_run: Path) -> None:
     (run,) = report.overviews(records.load([hostile_run]))
     assert any(line.startswith("client 1 failed in 3 rounds, first 1:") for line in run.warnings)
+
+
+def test_a_directory_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = [entry(number, 0.5, 0.75) for number in (1, 2)]
+    mine = tmp_path / "runs" / "mine"
+    for label, keys in (("A", {}), ("B-x", {"cps-dim": 2})):
+        for seed in (0, 1):
+            write_run(mine / f"{label}-seed{seed}", lines, seed=seed, **keys)
+    write_run(mine / "C-seed0", lines[:1], **{"num-server-rounds": 2, "cps-dim": 3})
+    (mine / "table.md").write_text("")
+    result = pbfl("report", "runs/mine")
+    assert result.exit_code == 0, result.stderr
+    assert "left out, not finished: runs/mine/C-seed0\n" in result.stdout
+    text = Reader((tmp_path / "report.html").read_text(encoding="utf-8")).text
+    assert "A, B-x – pbfl report" in text
+    assert "A − B-x" in text
+    named = sorted(path for path in mine.iterdir() if path.name != "C-seed0")
+    result = pbfl("report", *named)
+    assert result.exit_code == 0, result.stderr
+    assert f"left out, no run: {mine / 'table.md'}\n" in result.stdout
+    for words, said in (
+        ([mine / "table.md", mine / "table.md"], "no finished run to report; left out, no run: "),
+        (["runs"], "'runs' holds no run itself; name one of these: runs/mine"),
+        ([mine / "C-seed0", tmp_path / "nowhere"], "nowhere' is no run directory"),
+    ):
+        result = pbfl("report", *words)
+        assert result.exit_code == 2
+        assert said in result.stderr
+        assert len(result.stderr.splitlines()) == 1
+    for path in mine.glob("[AB]*/rounds.jsonl"):
+        path.write_text(path.read_text().splitlines(keepends=True)[0])
+    assert "no finished run to report; left out, not finished: " in pbfl("report", mine).stderr
 
 
 def test_what_cannot_be_reported_is_one_line(

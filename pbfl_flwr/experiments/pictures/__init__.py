@@ -30,6 +30,7 @@ SECTIONS: dict[str, tuple[Kind, ...]] = {
     "Progress and cost": (
         progress.accuracy_over_rounds,
         progress.accuracy_of_clients,
+        progress.clients_over_rounds,
         progress.bytes_over_rounds,
         progress.accuracy_against_bytes,
     ),

@@ -9,9 +9,11 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from pbfl_flwr.config import PREDICTORS
+from pbfl_flwr.experiments.accuracies import accuracy_by
 from pbfl_flwr.experiments.artefacts import NotThere
 from pbfl_flwr.experiments.figures import kilobytes
 from pbfl_flwr.experiments.pictures.style import (
+    COLOURS,
     Picture,
     canvas,
     finished,
@@ -23,11 +25,13 @@ from pbfl_flwr.experiments.pictures.style import (
 )
 from pbfl_flwr.experiments.records import Group, Record
 
+MOST_LINES = 50  # clients in one picture
+Curve = Sequence[tuple[int, float]]
 UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 
 
 def accuracy_over_rounds(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
-    """Yield the curves of the headline accuracy; of one configuration alone, those of all predictors."""
+    """Yield the curves of the predictor that is shown; of one configuration alone, those of all predictors."""
     figure, (axes,) = canvas()
     said = []
     if len(groups) == 1:
@@ -36,6 +40,9 @@ def accuracy_over_rounds(groups: Sequence[Group]) -> Iterator[Picture | NotThere
     else:
         title = "Accuracy over rounds"
         curves = {group.label: [dict(record.curve()) for record in group.records] for group in groups}
+        for group in groups:
+            if not any(curves[group.label]):
+                yield NotThere(f"{group.label}: no client was scored by '{group.first.predictor}'")
     drawn = {label: found for label, found in curves.items() if any(found)}
     if not drawn:
         yield NotThere("no client was scored")
@@ -47,7 +54,8 @@ def accuracy_over_rounds(groups: Sequence[Group]) -> Iterator[Picture | NotThere
             said.append(f"{label} ends at {100 * each[:, -1].mean():.1f} %")
     lines(axes, "round", "accuracy (%)", whole=True)
     key_below(figure, axes)
-    what = "all predictors" if len(groups) == 1 else "the headline predictor of each run"
+    reported = groups[0].by or "the headline predictor of each run"
+    what = "all predictors" if len(groups) == 1 else reported
     yield finished(
         "accuracy-over-rounds",
         title,
@@ -107,7 +115,7 @@ def accuracy_against_bytes(groups: Sequence[Group]) -> Iterator[Picture | NotThe
     yield finished(
         "accuracy-against-bytes",
         "Accuracy against bytes",
-        "Headline accuracy, weighted by samples, when so many bytes of payload had travelled (up and down, all "
+        f"{_accuracy(groups)}, weighted by samples, when so many bytes of payload had travelled (up and down, all "
         "clients; a logarithmic axis where the range is wide). The first seed of each configuration.",
         f"Curves of accuracy against bytes. In the end: {'; '.join(said)}.",
         figure,
@@ -122,7 +130,7 @@ def accuracy_of_clients(groups: Sequence[Group]) -> Iterator[Picture | NotThere]
         values = sorted(group.first.accuracies().values())
         if not values:
             yield NotThere(
-                f"{group.label}: no client was scored by '{group.first.headline}' in the last round"
+                f"{group.label}: no client was scored by '{group.first.predictor}' in the last round"
             )
             continue
         places = range(1, len(values) + 1)
@@ -136,11 +144,64 @@ def accuracy_of_clients(groups: Sequence[Group]) -> Iterator[Picture | NotThere]
     yield finished(
         "accuracy-of-clients",
         "Accuracy of the clients, sorted",
-        "Headline accuracy of every client in the last round, each run sorted by itself: the flatter, the fairer. The "
-        "first seed of each configuration.",
+        f"{_accuracy(groups)} of every client in the last round, each run sorted by itself: the flatter, the fairer. "
+        "The first seed of each configuration.",
         f"Sorted accuracies of the clients: {'; '.join(said)}.",
         figure,
     )
+
+
+def clients_over_rounds(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
+    """Yield for every run a thin line a client, and what all of them reach together."""
+    for number, group in enumerate(groups):
+        record = group.first
+        curves, together = record.client_curves(), record.curve()
+        if not curves or not together:
+            yield NotThere(f"{group.label}: no client was scored by '{record.predictor}'")
+            continue
+        figure, (axes,) = canvas()
+        for place, curve in enumerate(_evenly(curves)):
+            _thin(axes, curve, "" if place else "a client")
+        rounds, shares = zip(*together, strict=True)
+        bold = {**look(1), "linestyle": "-"}
+        axes.plot(
+            rounds, [100 * share for share in shares], label="all", markevery=marked(len(rounds)), **bold
+        )
+        lines(axes, "round", "accuracy (%)", whole=True)
+        axes.set_ylim(-3, 103)
+        key_below(figure, axes)
+        some = f"{MOST_LINES} of the {len(curves)} clients, evenly from the worst to the best"
+        who = some if len(curves) > MOST_LINES else f"{len(curves)} clients"
+        last = sorted(100 * curve[-1][1] for curve in curves.values())
+        yield finished(
+            f"clients-over-rounds-{number}",
+            f"Accuracy of each client over rounds: {group.label}",
+            f"{_accuracy(groups)} of {who}, each on its own test data; the thick line is of all, weighted by samples. "
+            "The first seed.",
+            f"A curve a client, which end between {last[0]:.0f} and {last[-1]:.0f} %; all together reach "
+            f"{100 * shares[-1]:.1f} %.",
+            figure,
+        )
+
+
+def _evenly(curves: Mapping[int, Curve]) -> list[Curve]:
+    """Return as many curves as can be told apart, of clients from the worst to the best when they were last scored."""
+    ranked = sorted(curves.values(), key=lambda curve: curve[-1][1])
+    places = np.linspace(0, len(ranked) - 1, min(len(ranked), MOST_LINES)).round()
+    return [ranked[int(place)] for place in places]
+
+
+def _thin(axes: Axes, curve: Curve, label: str) -> None:
+    rounds, shares = zip(*curve, strict=True)
+    shown = [100 * share for share in shares]
+    dot = "o" if len(curve) == 1 else ""
+    axes.plot(
+        rounds, shown, label=label, color=COLOURS[0], linewidth=0.7, alpha=0.45, marker=dot, markersize=2
+    )
+
+
+def _accuracy(groups: Sequence[Group]) -> str:
+    return accuracy_by(groups[0].by).capitalize()
 
 
 def _travelled(record: Record) -> list[int]:
