@@ -27,7 +27,7 @@ from pbfl_flwr import seeds
 from pbfl_flwr.config import Settings
 from pbfl_flwr.errors import PbflError, pointed
 from pbfl_flwr.flower import faults, wire
-from pbfl_flwr.flower.device import identify
+from pbfl_flwr.flower.device import card_given_back, identify
 from pbfl_flwr.flower.introduction import introduce
 from pbfl_flwr.flower.keeping import kept
 from pbfl_flwr.flower.legacy import CONFIG, FITINS, fit_result, parameters_of, payload_of, to_be_masked
@@ -85,6 +85,7 @@ def _guarded(
     except Exception as error:  # the boundary: whatever happens here must not cost another client's work
         reason = pointed(error)
         traceback.print_exc(file=sys.stderr)
+    card_given_back()  # the error, which held on to tensors, is gone here
     return Message(Error(code=CLIENT_FAULT, reason=reason), reply_to=message)
 
 

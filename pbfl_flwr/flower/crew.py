@@ -15,12 +15,11 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import torch
 from flwr.app import Context, Error, Message
 from threadpoolctl import threadpool_limits
 
 from pbfl_flwr.flower.client import CLIENT_FAULT, make_client_app
-from pbfl_flwr.flower.device import as_worker
+from pbfl_flwr.flower.device import as_worker, card_given_back
 
 DIED = "the worker process that ran it died; was there too little memory?"
 
@@ -169,19 +168,3 @@ def _answer_all(connection: Connection, app: Callable[[Message, Context], Messag
         answered = app(message, context)
         spent = answered.has_error() and not card_given_back()
         connection.send_bytes(pickle.dumps((answered, context.state, spent)))
-
-
-def card_given_back() -> bool:
-    """Return a GPU's memory that torch keeps for later, after a failure; others on the card may need it now.
-
-    Returns:
-        Whether this process can go on using the GPU: after some errors CUDA answers nothing else.
-    """
-    if not torch.cuda.is_initialized():
-        return True
-    try:
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-    except RuntimeError:
-        return False
-    return True

@@ -216,9 +216,7 @@ def choose_device(wanted: str) -> torch.device:
     Raises:
         PbflError: if the device that was asked for is not there; there is no fallback.
     """
-    hidden = (
-        os.environ.get("CUDA_VISIBLE_DEVICES") == ""
-    )  # what CUDA itself reads once, when a process first asks
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""  # CUDA reads it once, when a process first asks
     cuda, mps = not hidden and torch.cuda.is_available(), torch.backends.mps.is_available()
     if wanted == "cuda" and not cuda:
         raise PbflError(
@@ -230,3 +228,19 @@ def choose_device(wanted: str) -> torch.device:
     if wanted == "auto":
         wanted = "cuda" if cuda else "cpu"
     return torch.device(wanted)
+
+
+def card_given_back() -> bool:
+    """Return a GPU's memory that torch keeps for later, after a failure; others on the card may need it now.
+
+    Returns:
+        Whether this process can go on using the GPU: after some errors CUDA answers nothing else.
+    """
+    if not torch.cuda.is_initialized():
+        return True
+    try:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    except RuntimeError:
+        return False
+    return True

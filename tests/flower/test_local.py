@@ -260,6 +260,17 @@ def test_a_worker_whose_card_answers_nothing_more_is_replaced(
     assert given_back == [1] * (fails and not broken)
 
 
+def test_a_client_that_fails_gives_its_cards_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    given_back: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(1))
+    grid = LocalGrid(local.in_this_process(), at_once, {**KEYS, "models": "har-cnn"}, 3)
+    (reply,) = grid.send_and_receive(ask(grid, [0]))
+    assert "har-cnn" in reply.error.reason
+    assert given_back == [1]
+
+
 @pytest.mark.parametrize(
     ("resources", "seen", "expected"),
     [
