@@ -229,6 +229,12 @@ def test_the_title_says_what_devices_brought() -> None:
     assert "fedproto on digits, dirichlet(0.1), 2 clients, models small-4, d = 64" in simulated
 
 
+def test_a_count_that_is_not_known_is_a_word_and_a_reason_below() -> None:
+    assert [tables.paper_scalars(count) for count in (None, 34304.0)] == ["unknown", "34,304"]
+    assert tables.unknown_lines([34304.0]) == []
+    assert len(tables.unknown_lines([34304.0, None])) == 1
+
+
 def test_show_says_how_an_unfinished_run_ended(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [entry(1, 0.25, 0.5)], **{"num-server-rounds": 9})
     (run / "error.txt").write_text("round 2: 0 valid replies\n")

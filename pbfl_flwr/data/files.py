@@ -44,7 +44,7 @@ def given_path(settings: DataSettings, what: str) -> Path:
         raise PbflError(f"dataset '{settings.dataset}' needs data-dir: {what}")
     path = data_root(settings)
     if not path.exists():
-        raise PbflError(f"dataset '{settings.dataset}': nothing at data-dir {path}; it should be {what}")
+        raise PbflError(f"dataset '{settings.dataset}': there is nothing at {path}; it should be {what}")
     return path
 
 

@@ -24,7 +24,7 @@ from pbfl_flwr.experiments.figures import kilobytes
 from pbfl_flwr.experiments.records import Group, Record
 from pbfl_flwr.experiments.sheets import Sheet, figure, plain
 from pbfl_flwr.experiments.summaries import MOMENT_NOTE, NEW_NOTE, OTHER_NOTE, paired_sheet
-from pbfl_flwr.experiments.tables import paper_scalars
+from pbfl_flwr.experiments.tables import paper_scalars, unknown_lines
 from pbfl_flwr.flower.files import write_atomically
 from pbfl_flwr.flower.history import RunDirectory
 
@@ -235,7 +235,7 @@ def table(title: str, found: Sequence[Row], by: str = "") -> Sheet:
     )
     note += "clients, also those that were not asked; the paper's scalars are for all clients taking part. "
     note += "± is the sample deviation over seeds."
-    notes = (note, *remarks(found))
+    notes = (note, *unknown_lines(row.paper for row in found), *remarks(found))
     return Sheet(titled(title, by), tuple(head), tuple(lines), notes, text_columns=3 if moments else 2)
 
 

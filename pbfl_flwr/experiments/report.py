@@ -29,7 +29,7 @@ from pbfl_flwr.experiments.figures import kilobytes
 from pbfl_flwr.experiments.records import NEUTRAL, Group, Record
 from pbfl_flwr.experiments.sheets import Sheet
 from pbfl_flwr.experiments.summaries import OTHER_NOTE, paired_sheet, summary_sheet
-from pbfl_flwr.experiments.tables import failure_lines, paper_scalars, settings_line
+from pbfl_flwr.experiments.tables import failure_lines, paper_scalars, settings_line, unknown_lines
 from pbfl_flwr.flower.files import write_atomically
 from pbfl_flwr.flower.history import ERROR
 
@@ -224,7 +224,11 @@ def cost_sheet(groups: Sequence[Group]) -> Sheet:
         "seconds",
         "peak memory of a worker, MB",
     )
-    return Sheet("Cost of a round", columns, tuple(rows), ("Mean over the rounds, first seed.",))
+    notes = (
+        "Mean over the rounds, first seed.",
+        *unknown_lines(g.first.directory.paper_scalars() for g in groups),
+    )
+    return Sheet("Cost of a round", columns, tuple(rows), notes)
 
 
 def client_sheet(groups: Sequence[Group]) -> Sheet:

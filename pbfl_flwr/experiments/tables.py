@@ -62,7 +62,10 @@ def show(run_dir: Path, console: Console) -> None:
             say(console, "clients, accuracy on their own test data, %")
             columns = client_series(rounds, run.client_rounds())
             print_blocks(console, *client_rows(about, columns), words=2)
-        console.print(cost_table(about, rounds, run.paper_scalars()))
+        paper = run.paper_scalars()
+        console.print(cost_table(about, rounds, paper))
+        for sentence in unknown_lines([paper]):
+            say(console, sentence)
         answers = [*run.client_rounds(), *(line["columns"] for line in newcomers)]
         if line := privacy_line(about["configuration"], answers):
             say(console, line)
@@ -107,7 +110,7 @@ def settings_line(about: Mapping[str, Any], num_rounds: int) -> str:
         clients += f" ({new} of them new after the last round)"
     return (
         f"{config['method']} on {data}, {clients}, "
-        f"models {models}, d = {config['feature-dim']}, {num_rounds} rounds, "
+        f"models {models}, d = {config['feature-dim']}, {num_rounds} round{'' if num_rounds == 1 else 's'}, "
         f"protocol {config['protocol']}, seed {config['seed']}, scored {about['moment']} local training"
         f"{attack}"
     )
@@ -260,8 +263,15 @@ def privacy_line(configuration: Mapping[str, Any], clients: Sequence[Mapping[str
 
 
 def paper_scalars(found: float | None) -> str:
-    """Return the paper's count of the scalars that travel in a round, or why it is not known."""
-    return "unknown (no formula, or K_i are the devices' own)" if found is None else f"{found:,.0f}"
+    """Return the paper's count of the scalars that travel in a round, in words where it is not known."""
+    return "unknown" if found is None else f"{found:,.0f}"
+
+
+def unknown_lines(counts: Iterable[float | None]) -> list[str]:
+    """Return why a paper's count of scalars is not known, in a sentence; none where all are."""
+    if all(count is not None for count in counts):
+        return []
+    return ["The paper's count is unknown: there is no formula, or it needs class counts that devices keep."]
 
 
 def failure_lines(rounds: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -309,7 +309,7 @@ def test_an_image_folder_that_cannot_be_used_says_why(tmp_path, write_image):
     def load(path: Path) -> None:
         load_pool(DataSettings(dataset="image-folder", data_dir=str(path)))
 
-    with pytest.raises(PbflError, match="nothing at data-dir"):
+    with pytest.raises(PbflError, match="there is nothing at"):
         load(tmp_path / "nowhere")
     (tmp_path / "ok.npz").write_bytes(b"")
     with pytest.raises(PbflError, match=r"ok\.npz is a file; it should be a folder with train/<class>/"):
