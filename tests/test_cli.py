@@ -103,6 +103,38 @@ def test_what_cannot_run_is_one_line(arguments: list[str], said: str) -> None:
     assert len(result.stderr.splitlines()) == 1
 
 
+@pytest.mark.skipif(os.name != "posix", reason="the home directory is HOME's or that of /etc/passwd")
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["run", "fedproto-digits", "--engine", "processes"],
+        ["clean"],
+        ["watch", "~/run"],
+        ["reproduce", "fedcpd-table1", "--out", "~/there"],
+        ["check-data", "~/data", "--vocabulary", "~/words"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_a_user_without_a_home_is_told_so(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(number: int) -> None:
+        raise KeyError(number)
+
+    for name in ("HOME", "PBFL_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    result = pbfl(*command)
+    assert result.exit_code == 2
+    assert "this user has no home directory" in result.stderr
+    assert "PBFL_HOME" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_home_of_a_user_who_is_not_there_is_one_line() -> None:
+    result = pbfl("run", "--set", "data-dir=~nobody-of-that-name/x")
+    assert result.exit_code == 2
+    assert "there is no user 'nobody-of-that-name'" in result.stderr
+
+
 def test_values_are_toml_scalars_and_bare_words() -> None:
     assignments = [
         "a=3",

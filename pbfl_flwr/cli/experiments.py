@@ -28,7 +28,7 @@ from pbfl_flwr.cli.common import (
     running,
     words,
 )
-from pbfl_flwr.errors import PbflError, reading
+from pbfl_flwr.errors import PbflError, expanded, reading
 from pbfl_flwr.experiments.figures import say, screen
 
 
@@ -73,7 +73,7 @@ def run(
             directory = configuration.run_directory(settings, run_dir)
             chosen = configuration.chosen_directory(settings, run_dir) is not None
         elif run_dir is None:
-            directory, chosen = resume.expanduser().absolute(), True
+            directory, chosen = expanded(resume).absolute(), True
             wishes = configuration.resumed(directory, wishes)
             settings = configuration.check(wishes)
         else:
@@ -138,7 +138,7 @@ def compare(
     try:
         source = app_for(engine, app_dir)
         title, runs = comparison.read(name)
-        directory = (out or Path("runs") / Path(name).stem).expanduser().absolute()
+        directory = expanded(out or Path("runs") / Path(name).stem).absolute()
         chosen = comparison.numbers("--seeds", seeds)
         planned = comparison.plan(runs, assignments or [], chosen, words(only), directory)
         comparison.preflight(planned, resources)

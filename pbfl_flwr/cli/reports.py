@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from pbfl_flwr.cli.common import REFUSED, ended
-from pbfl_flwr.errors import PbflError, reading
+from pbfl_flwr.errors import PbflError, expanded, reading
 from pbfl_flwr.experiments.figures import kilobytes, say, screen
 
 
@@ -33,7 +33,7 @@ def report(
     try:
         with reading(", ".join(map(str, runs))):
             groups = records.load(runs, allowed or ())
-            written = reporting.write(groups, out.expanduser().absolute(), png=png, svg=svg)
+            written = reporting.write(groups, expanded(out).absolute(), png=png, svg=svg)
     except PbflError as error:
         raise ended(error, REFUSED) from None
     console = screen()

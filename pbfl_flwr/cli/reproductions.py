@@ -23,7 +23,7 @@ from pbfl_flwr.cli.common import (
     running,
     words,
 )
-from pbfl_flwr.errors import PbflError
+from pbfl_flwr.errors import PbflError, expanded
 from pbfl_flwr.experiments.figures import say, screen
 
 
@@ -65,8 +65,8 @@ def reproduce(
 
     console = screen()
     resources = Resources(1, gpus_per_client, workers, engine is EngineName.processes)
-    directory = (out or Path("runs") / f"{Path(name).stem}-{scale.value}").expanduser().absolute()
     try:
+        directory = expanded(out or Path("runs") / f"{Path(name).stem}-{scale.value}").absolute()
         source = app_for(engine, app_dir)
         paper = reproduction.read(name)
         blocks = reproduction.chosen(paper, dataset, words(block))

@@ -16,7 +16,7 @@ from typing import Any
 from pbfl_flwr.architectures import architecture_of, architectures, check_named
 from pbfl_flwr.config import CHANGEABLE, DataSettings, Scalar, Settings, parse
 from pbfl_flwr.data import DATASETS, Partition, check_data, load_pool
-from pbfl_flwr.errors import PbflError, writing
+from pbfl_flwr.errors import PbflError, expanded, writing
 from pbfl_flwr.experiments.runner import go_on_with, simulated
 from pbfl_flwr.flower.history import RunDirectory
 from pbfl_flwr.flower.placement import Machine, Resources, places
@@ -80,7 +80,7 @@ def gather(preset: str | None, assignments: Iterable[str]) -> Wishes:
 def absolute(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
     """Return the keys with paths made absolute, since the workers run in other directories."""
     return {
-        key: str(Path(str(value)).expanduser().absolute())
+        key: str(expanded(str(value)).absolute())
         if key in PATHS and not isinstance(value, bool) and value != ""
         else value
         for key, value in values.items()
@@ -178,7 +178,7 @@ def run_directory(settings: Settings, wanted: Path | None) -> Path:
             f"{datetime.now():%Y%m%d-%H%M%S}-{settings.run.method.replace(':', '-')}-{settings.data.dataset}"
         )
         return _unused(Path("runs").absolute() / name)
-    path = chosen.expanduser().absolute()
+    path = expanded(chosen).absolute()
     if (path / "run.json").exists():
         raise PbflError(
             f"run-dir = '{path}' already holds a run; choose another one, or --resume {quote(str(path))}"
@@ -282,7 +282,7 @@ def read_toml(kind: str, name: str, folder: str) -> dict[str, Any]:
     Raises:
         PbflError: if there is none, or it is no TOML.
     """
-    path = Path(name).expanduser()
+    path = expanded(name)
     if path.is_file():
         read = partial(path.read_text, encoding="utf-8")
     elif name in shipped(folder):
