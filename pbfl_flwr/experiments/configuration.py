@@ -158,8 +158,11 @@ def resumed(run: Path, wishes: Wishes, *, devices: bool = False) -> Wishes:
             f"{f'state-dir = {kept!r}' if kept else 'in its own directory'}"
         )
     changed = Wishes({**recorded, **wishes.values, "run-dir": str(run), "resume": True}, wishes.problems)
-    if check(changed).fingerprint() != check(Wishes(recorded)).fingerprint():
-        different = [f"{key} = {value}" for key, value in wishes.values.items() if recorded.get(key) != value]
+    now, then = check(changed).relevant(), check(Wishes(recorded)).relevant()
+    if now != then:
+        different = [
+            f"{key} = {value}" for key, value in wishes.values.items() if now.get(key) != then.get(key)
+        ]
         raise PbflError(
             f"{', '.join(different)}: a resumed run keeps what changes its results; allowed are {', '.join(CHANGEABLE)}"
         )
