@@ -121,7 +121,7 @@ def compare(
         Path | None, typer.Option("--out", help="Where runs and table go; default runs/<name>.")
     ] = None,
     assignments: Assignments = None,
-    seeds: Annotated[str, typer.Option("--seeds", help="One run a seed, e.g. 0,1,2.")] = "",
+    seeds: Annotated[str, typer.Option("--seeds", help="One run a seed, e.g. 0,1,2 or 0-2.")] = "",
     only: Annotated[str, typer.Option("--only", help="Make these labels only, separated by commas.")] = "",
     gpus_per_client: Gpus = 0.0,
     workers: Workers = None,

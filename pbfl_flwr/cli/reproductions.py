@@ -46,7 +46,8 @@ def reproduce(
         Scale, typer.Option("--scale", help="The full setting, or what a small machine does in minutes.")
     ] = Scale.small,
     seeds: Annotated[
-        str, typer.Option("--seeds", help="One run a seed, e.g. 0,1,2; default the paper's, one at small.")
+        str,
+        typer.Option("--seeds", help="One run a seed, e.g. 0,1,2 or 0-2; default the paper's, one at small."),
     ] = "",
     only: Annotated[str, typer.Option("--only", help="Make these rows only, separated by commas.")] = "",
     assignments: Assignments = None,
