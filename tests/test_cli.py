@@ -315,7 +315,7 @@ def test_a_resumed_run_keeps_what_changes_results(tmp_path: Path) -> None:
         "threads": 1,
         "batch-size": 5,
     }
-    with pytest.raises(PbflError, match="^seed = 4, batch-size = 5: a resumed run keeps"):
+    with pytest.raises(PbflError, match=r"^seed = 4, batch-size = 5: a resumed run keeps"):
         configuration.resumed(run, configuration.Wishes(wanted))
     with pytest.raises(PbflError, match=r"state-dir = '/elsewhere': .* where it is, in its own directory"):
         configuration.resumed(run, configuration.Wishes({"state-dir": "/elsewhere"}))

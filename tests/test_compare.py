@@ -167,9 +167,9 @@ def test_only_and_seeds_are_checked(file: Path, tmp_path: Path) -> None:
 def test_labels_may_be_written_without_capitals() -> None:
     labels = ["FedProto", "FedTGP", "local", "Local"]
     assert compare.named("--only", ["fedproto", "FEDTGP", "local"], labels) == ["FedProto", "FedTGP", "local"]
-    with pytest.raises(PbflError, match="--only LOCAL: did you mean local or Local[?] Allowed are FedProto"):
+    with pytest.raises(PbflError, match=r"--only LOCAL: did you mean local or Local[?] Allowed are FedProto"):
         compare.named("--only", ["LOCAL"], labels)
-    with pytest.raises(PbflError, match="--only fedpoto: did you mean FedProto[?] Allowed are"):
+    with pytest.raises(PbflError, match=r"--only fedpoto: did you mean FedProto[?] Allowed are"):
         compare.named("--only", ["fedpoto"], labels)
 
 
