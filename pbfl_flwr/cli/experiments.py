@@ -165,7 +165,7 @@ def list_(
         str,
         typer.Argument(
             metavar="[WORD]",
-            help="Only names that contain it; of keys also a group or a method, e.g. privacy.",
+            help="Only names that contain it; of keys also a group, a method, or a word of what is said of them.",
         ),
     ] = "",
     markdown: Annotated[
