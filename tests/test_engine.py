@@ -95,6 +95,10 @@ def bits(run_dir: Path) -> tuple[dict[str, torch.Tensor], list[object]]:
     return load_file(run_dir / "prototypes.safetensors"), scores
 
 
+def result_of(run_dir: Path) -> str:
+    return (run_dir / "result.txt").read_text().strip()
+
+
 @pytest.mark.xdist_group("finished")
 def test_processes_without_flowers_engine_give_the_same_bits(
     finished: tuple[Path, str], tmp_path: Path
@@ -111,6 +115,8 @@ def test_processes_without_flowers_engine_give_the_same_bits(
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name]) for name in expected)
         assert scores == scores_of_engine
+        assert result_of(run_dir) == result_of(finished[0])
+        assert f"result hash {result_of(run_dir)}" in said
         assert "round 2/2  accuracy" in said
         assert "4 clients trained" in (run_dir / "flower.log").read_text()
         assert left_behind(run_dir) == []

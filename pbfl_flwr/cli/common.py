@@ -89,6 +89,20 @@ def running(interrupted: str = "") -> Iterator[None]:
         raise typer.Exit(INTERRUPTED) from None
 
 
+def told(run: Path, console: Console) -> None:
+    """Print the tables of a run, and the hash of what it came to.
+
+    Raises:
+        PbflError: if there is no run.
+    """
+    from pbfl_flwr.experiments import tables
+    from pbfl_flwr.flower.history import RunDirectory
+
+    tables.show(run, console)
+    if result := RunDirectory(run).result():
+        say(console, f"result hash {result}")
+
+
 def concluded(
     console: Console, table: str, written: str, failed: Sequence[str], unwritten: str = ""
 ) -> typer.Exit:

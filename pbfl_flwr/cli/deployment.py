@@ -18,6 +18,7 @@ from pbfl_flwr.cli.common import (
     checkout,
     ended,
     running,
+    told,
 )
 from pbfl_flwr.errors import PbflError, writing
 from pbfl_flwr.experiments.figures import hang, say, screen
@@ -171,7 +172,7 @@ def local(
     app_dir: AppDirectory = None,
 ) -> None:
     """Run a whole secured federation on this machine: SuperLink and SuperNodes as processes of their own."""
-    from pbfl_flwr.experiments import deployment, tables
+    from pbfl_flwr.experiments import deployment
 
     console = screen()
     try:
@@ -192,5 +193,5 @@ def local(
     with running():
         code = deployment.start(source, plan, console)
     if code == COMPLETED:
-        tables.show(plan.run_dir, console)
+        told(plan.run_dir, console)
     raise typer.Exit(code)

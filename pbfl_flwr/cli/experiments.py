@@ -26,6 +26,7 @@ from pbfl_flwr.cli.common import (
     concluded,
     ended,
     running,
+    told,
     words,
 )
 from pbfl_flwr.errors import PbflError, expanded, reading
@@ -58,7 +59,7 @@ def run(
     app_dir: AppDirectory = None,
 ) -> None:
     """Run a federation on this machine, on Flower's simulation engine."""
-    from pbfl_flwr.experiments import configuration, tables
+    from pbfl_flwr.experiments import configuration
     from pbfl_flwr.experiments.runner import simulate
     from pbfl_flwr.flower.placement import Resources
     from pbfl_flwr.methods import build_method, privacy_notes
@@ -98,17 +99,15 @@ def run(
     with running():
         code = simulate(source, directory, wishes.values, num_clients, num_rounds, resources, console)
     if code == COMPLETED:
-        tables.show(directory, console)
+        told(directory, console)
     raise typer.Exit(code)
 
 
 def show(run: RunDir) -> None:
     """Print the tables of a run."""
-    from pbfl_flwr.experiments import tables
-
     try:
         with reading(str(run)):
-            tables.show(run, screen())
+            told(run, screen())
     except PbflError as error:
         raise ended(error, REFUSED) from None
 
