@@ -42,7 +42,7 @@ def save_tensors(
 
 
 def _in_order(file: bytes) -> bytes:
-    """Return a safetensors file with its metadata sorted, which the library writes in any order: same content, same bytes."""
+    """Return a safetensors file with its metadata sorted, so that the same content is the same bytes."""
     size = int.from_bytes(file[:SIZE_BYTES], "little")
     header = json.loads(file[SIZE_BYTES : SIZE_BYTES + size])
     header["__metadata__"] = dict(sorted(header["__metadata__"].items()))

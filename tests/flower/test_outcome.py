@@ -49,7 +49,7 @@ def test_what_is_in_it_and_what_is_not(tmp_path: Path) -> None:
     assert changed(run, turned) == before, "who answered first is no result"
     assert changed(run, lambda lines: lines[0]["correct"][0].update(head=10**6)) != before
     (run.path / "checkpoint.safetensors").write_bytes(b"\0")
-    with pytest.raises(DamagedState, match="checkpoint.safetensors cannot be read"):
+    with pytest.raises(DamagedState, match=r"checkpoint\.safetensors cannot be read"):
         result_hash(run, 2)
 
 
