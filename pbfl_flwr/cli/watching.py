@@ -34,4 +34,4 @@ def watch(
         raise ended(error) from None
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
-    raise typer.Exit(FAILED if state == "failed" else COMPLETED)
+    raise typer.Exit(FAILED if state in ("failed", "stopped") else COMPLETED)
