@@ -1,7 +1,9 @@
 import json
 import os
 import tomllib
+from importlib.metadata import version
 from pathlib import Path
+from platform import python_version
 from shlex import quote
 from typing import Any
 
@@ -133,6 +135,58 @@ def test_a_home_of_a_user_who_is_not_there_is_one_line() -> None:
     result = pbfl("run", "--set", "data-dir=~nobody-of-that-name/x")
     assert result.exit_code == 2
     assert "there is no user 'nobody-of-that-name'" in result.stderr
+
+
+def test_a_dry_run_prints_a_preset_and_starts_nothing(tmp_path: Path) -> None:
+    wanted = [
+        "protocol=htfl",
+        "method=fedtgp",
+        "fedtgp.server-epochs=7",
+        "data-dir=",
+        "tinyproto.base=fedtgp",
+    ]
+    words = [word for setting in wanted for word in ("--set", setting)]
+    result = pbfl("run", "fedproto-digits", *words, "--run-dir", "there", "--dry-run")
+    assert result.exit_code == 0
+    assert not (tmp_path / "runs").exists()
+    assert not (tmp_path / "there").exists()
+    lines = result.stdout.splitlines()
+    assert "# tinyproto.base: without effect, the method is 'fedtgp'" in lines
+    assert "# the headline is predictor 'global', before local training" in lines
+    asked, by_protocol = (
+        lines.index('method = "fedtgp"'),
+        lines.index("# what protocol = 'htfl' makes of auto"),
+    )
+    assert asked < lines.index("fedtgp.server-epochs = 7") < by_protocol < lines.index('collect = "before"')
+    assert lines.index('collect = "before"') < lines.index("momentum = 0.0")
+    own = configuration.gather("fedproto-digits", wanted[:3])
+    (tmp_path / "mine.toml").write_text(result.stdout)
+    again = configuration.check(configuration.gather("mine.toml", []))
+    assert again.as_dict() == configuration.check(own).as_dict(), (
+        "every key is said, also those of the method"
+    )
+    refused = pbfl("run", "--set", "models=har-cnn", "--dry-run")
+    assert (refused.exit_code, refused.stdout) == (2, "")
+
+
+def test_a_dry_run_of_a_resumed_run(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [entry(1, 0.25, 0.5)], **{"num-server-rounds": 2})
+    before = (run / "run.json").read_bytes()
+    result = pbfl("run", "--resume", run, "--set", "num-server-rounds=5", "--dry-run")
+    assert result.exit_code == 0
+    preset = tomllib.loads(result.stdout)
+    assert preset["num-server-rounds"] == 5
+    assert not {"resume", "run-dir"} & set(preset)
+    assert (run / "run.json").read_bytes() == before
+
+
+def test_versions_in_a_line() -> None:
+    result = pbfl("--version")
+    assert result.exit_code == 0
+    (line,) = result.stdout.splitlines()
+    for package in ("pbfl-flwr", "flwr", "torch"):
+        assert f"{package} {version(package)}, " in line
+    assert line.endswith(f"Python {python_version()}")
 
 
 def test_values_are_toml_scalars_and_bare_words() -> None:

@@ -57,12 +57,17 @@ def run(
     workers: Workers = None,
     engine: WhichEngine = EngineName.flower,
     app_dir: AppDirectory = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="Check everything, print the configuration as a preset, and start nothing."
+        ),
+    ] = False,
 ) -> None:
     """Run a federation on this machine, on Flower's simulation engine."""
     from pbfl_flwr.experiments import configuration
     from pbfl_flwr.experiments.runner import simulate
     from pbfl_flwr.flower.placement import Resources
-    from pbfl_flwr.methods import build_method, privacy_notes
 
     console = screen()
     resources = Resources(cpus_per_client, gpus_per_client, workers, engine is EngineName.processes)
@@ -82,19 +87,17 @@ def run(
                 "--resume and --run-dir: a resumed run stays in its directory; give one of the two"
             )
         partition = configuration.preflight(settings, resources)
+        notes = configuration.forewarnings(settings, wishes, partition)
+        if dry_run:
+            from pbfl_flwr.experiments.dry_run import page
+
+            print(page(settings, wishes.values, notes), end="")
+            return
         directory = configuration.made(directory, chosen=chosen)
     except PbflError as error:
         raise ended(error, REFUSED) from None
-    for note in partition.notes:
-        say(console, f"data: {note}")
-    method = build_method(settings)
-    for key in wishes.values:
-        if "." in key and not key.startswith(f"{settings.run.method}."):
-            say(console, f"{key}: without effect, the method is '{settings.run.method}'")
-    for note in privacy_notes(settings, method):
-        say(console, f"privacy: {note}")
-    for note in method.forewarnings(settings.run.num_server_rounds):
-        say(console, f"{method.name}: {note}")
+    for note in notes:
+        say(console, note)
     num_clients, num_rounds = settings.run.num_clients, settings.run.num_server_rounds
     with running():
         code = simulate(source, directory, wishes.values, num_clients, num_rounds, resources, console)

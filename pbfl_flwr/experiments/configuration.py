@@ -20,7 +20,7 @@ from pbfl_flwr.errors import PbflError, expanded, writing
 from pbfl_flwr.experiments.runner import go_on_with, simulated
 from pbfl_flwr.flower.history import RunDirectory
 from pbfl_flwr.flower.placement import Machine, Resources, places
-from pbfl_flwr.methods import METHODS, SECTIONS, build_method
+from pbfl_flwr.methods import METHODS, SECTIONS, build_method, privacy_notes
 from pbfl_flwr.own_code import is_external
 from pbfl_flwr.sinks import check as check_sinks
 
@@ -130,6 +130,19 @@ def preflight(settings: Settings, resources: Resources) -> Partition:
     method.check(task, names)
     check_replayable(settings.training.compile, method.name, method.replayable)
     return partition
+
+
+def forewarnings(settings: Settings, wishes: Wishes, partition: Partition) -> list[str]:
+    """Return what is said before a run starts: of the data, of keys without effect, of privacy, of the method."""
+    method = build_method(settings)
+    name = settings.run.method
+    others = [key for key in wishes.values if "." in key and not key.startswith(f"{name}.")]
+    return [
+        *(f"data: {note}" for note in partition.notes),
+        *(f"{key}: without effect, the method is '{name}'" for key in others),
+        *(f"privacy: {note}" for note in privacy_notes(settings, method)),
+        *(f"{method.name}: {note}" for note in method.forewarnings(settings.run.num_server_rounds)),
+    ]
 
 
 def resumed(run: Path, wishes: Wishes, *, devices: bool = False) -> Wishes:
