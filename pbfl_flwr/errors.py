@@ -35,6 +35,24 @@ def pointed(error: Exception) -> str:
     return f"{said[:LONGEST]} ({Path(frame.filename).name}:{frame.lineno}){advice}"
 
 
+def expanded(path: Path | str) -> Path:
+    """Return a path with ~ as the home directory that it stands for.
+
+    Raises:
+        PbflError: if nobody knows which one that is, as in a container whose user has no entry in /etc/passwd.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        user = Path(path).parts[0].removeprefix("~")
+    if user:
+        raise PbflError(f"'{path}': there is no user '{user}'; allowed is a path that begins otherwise")
+    raise PbflError(
+        f"'{path}': this user has no home directory, neither in HOME nor in /etc/passwd; set the environment variable "
+        "PBFL_HOME to a directory for what this project keeps, or set HOME"
+    )
+
+
 @contextmanager
 def reading(what: str) -> Iterator[None]:
     """Say in one line that files hold something else than their reader takes, and where it noticed.

@@ -1,7 +1,9 @@
 import json
 import os
 import tomllib
+from importlib.metadata import version
 from pathlib import Path
+from platform import python_version
 from shlex import quote
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 import typer
 
 from pbfl_flwr.cli import app
-from pbfl_flwr.config import Settings, parse
+from pbfl_flwr.config import Scalar, Settings, parse
 from pbfl_flwr.data import DATASETS
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import compare, configuration, reproduce, tables
@@ -101,6 +103,90 @@ def test_what_cannot_run_is_one_line(arguments: list[str], said: str) -> None:
     assert result.exit_code == 2
     assert said in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.skipif(os.name != "posix", reason="the home directory is HOME's or that of /etc/passwd")
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["run", "fedproto-digits", "--engine", "processes"],
+        ["clean"],
+        ["watch", "~/run"],
+        ["reproduce", "fedcpd-table1", "--out", "~/there"],
+        ["check-data", "~/data", "--vocabulary", "~/words"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_a_user_without_a_home_is_told_so(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(number: int) -> None:
+        raise KeyError(number)
+
+    for name in ("HOME", "PBFL_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    result = pbfl(*command)
+    assert result.exit_code == 2
+    assert "this user has no home directory" in result.stderr
+    assert "PBFL_HOME" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_home_of_a_user_who_is_not_there_is_one_line() -> None:
+    result = pbfl("run", "--set", "data-dir=~nobody-of-that-name/x")
+    assert result.exit_code == 2
+    assert "there is no user 'nobody-of-that-name'" in result.stderr
+
+
+def test_a_dry_run_prints_a_preset_and_starts_nothing(tmp_path: Path) -> None:
+    wanted = [
+        "protocol=htfl",
+        "method=fedtgp",
+        "fedtgp.server-epochs=7",
+        "data-dir=",
+        "tinyproto.base=fedtgp",
+    ]
+    words = [word for setting in wanted for word in ("--set", setting)]
+    result = pbfl("run", "fedproto-digits", *words, "--run-dir", "there", "--dry-run")
+    assert result.exit_code == 0
+    assert not (tmp_path / "runs").exists()
+    assert not (tmp_path / "there").exists()
+    lines = result.stdout.splitlines()
+    assert "# tinyproto.base: without effect, the method is 'fedtgp'" in lines
+    assert "# the headline is predictor 'global', before local training" in lines
+    asked, by_protocol = (
+        lines.index('method = "fedtgp"'),
+        lines.index("# what protocol = 'htfl' makes of auto"),
+    )
+    assert asked < lines.index("fedtgp.server-epochs = 7") < by_protocol < lines.index('collect = "before"')
+    assert lines.index('collect = "before"') < lines.index("momentum = 0.0")
+    own = configuration.gather("fedproto-digits", wanted[:3])
+    (tmp_path / "mine.toml").write_text(result.stdout)
+    again = configuration.check(configuration.gather("mine.toml", []))
+    assert again.as_dict() == configuration.check(own).as_dict(), (
+        "every key is said, also those of the method"
+    )
+    refused = pbfl("run", "--set", "models=har-cnn", "--dry-run")
+    assert (refused.exit_code, refused.stdout) == (2, "")
+
+
+def test_a_dry_run_of_a_resumed_run(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [entry(1, 0.25, 0.5)], **{"num-server-rounds": 2})
+    before = (run / "run.json").read_bytes()
+    result = pbfl("run", "--resume", run, "--set", "num-server-rounds=5", "--dry-run")
+    assert result.exit_code == 0
+    preset = tomllib.loads(result.stdout)
+    assert preset["num-server-rounds"] == 5
+    assert not {"resume", "run-dir"} & set(preset)
+    assert (run / "run.json").read_bytes() == before
+
+
+def test_versions_in_a_line() -> None:
+    result = pbfl("--version")
+    assert result.exit_code == 0
+    (line,) = result.stdout.splitlines()
+    for package in ("pbfl-flwr", "flwr", "torch"):
+        assert f"{package} {version(package)}, " in line
+    assert line.endswith(f"Python {python_version()}")
 
 
 def test_values_are_toml_scalars_and_bare_words() -> None:
@@ -410,8 +496,17 @@ def test_a_resumed_run_keeps_what_changes_results(tmp_path: Path) -> None:
     assert settings.run.resume
     assert settings.run.num_server_rounds == 30
     assert settings.method_section["base"] == "fedtgp"
-    with pytest.raises(PbflError, match="seed = 4"):
-        configuration.resumed(run, configuration.Wishes({"seed": 4}))
+    # What may differ, or is as it was, is not to blame.
+    wanted: dict[str, Scalar] = {
+        "num-server-rounds": 30,
+        "seed": 4,
+        "cps-dim": 2,
+        "collect": "auto",
+        "threads": 1,
+        "batch-size": 5,
+    }
+    with pytest.raises(PbflError, match=r"^seed = 4, batch-size = 5: a resumed run keeps"):
+        configuration.resumed(run, configuration.Wishes(wanted))
     with pytest.raises(PbflError, match=r"state-dir = '/elsewhere': .* where it is, in its own directory"):
         configuration.resumed(run, configuration.Wishes({"state-dir": "/elsewhere"}))
 

@@ -151,12 +151,28 @@ def test_files_that_are_no_comparison(text: str, reason: str, tmp_path: Path) ->
 def test_only_and_seeds_are_checked(file: Path, tmp_path: Path) -> None:
     with pytest.raises(PbflError, match="--only C: allowed are A, B"):
         compare.plan(compare.read(str(file))[1], [], [], ["C"], tmp_path)
-    with pytest.raises(PbflError, match="--seeds 1,x: allowed are whole numbers"):
-        compare.numbers("--seeds", "1,x")
+    for wrong in ("1,x", "-1", "0-", "1-2-3", "0:2"):
+        with pytest.raises(PbflError, match=f"--seeds {wrong}: allowed are whole numbers"):
+            compare.numbers("--seeds", wrong)
+    for wrong in ("2-0", "0-99999999999"):
+        with pytest.raises(PbflError, match=f"--seeds {wrong}: allowed in a range"):
+            compare.numbers("--seeds", wrong)
     assert compare.numbers("--seeds", "0, 2") == [0, 2]
+    assert compare.numbers("--seeds", "0-2,5 - 6") == [0, 1, 2, 5, 6]
+    with pytest.raises(PbflError, match="1 stands there twice"):
+        compare.numbers("--seeds", "0-2,1")
     said = "--seeds 0,1,00: 0 stands there twice; allowed is each number once"
     with pytest.raises(PbflError, match=said):  # the same run would count as two seeds
         compare.numbers("--seeds", "0,1,00")
+
+
+def test_labels_may_be_written_without_capitals() -> None:
+    labels = ["FedProto", "FedTGP", "local", "Local"]
+    assert compare.named("--only", ["fedproto", "FEDTGP", "local"], labels) == ["FedProto", "FedTGP", "local"]
+    with pytest.raises(PbflError, match=r"--only LOCAL: did you mean local or Local[?] Allowed are FedProto"):
+        compare.named("--only", ["LOCAL"], labels)
+    with pytest.raises(PbflError, match=r"--only fedpoto: did you mean FedProto[?] Allowed are"):
+        compare.named("--only", ["fedpoto"], labels)
 
 
 def test_finished_runs_are_kept_and_a_failure_stops_nobody(file: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from pbfl_flwr.config import GROUPS, PROTOCOLS, Auto, Group, Scalar, Settings, TrainingSettings, parse
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments.configuration import flatten
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method
 
 
@@ -46,6 +47,20 @@ def test_every_bad_key_is_named_at_once() -> None:
         "fedtgp.rate = -1.0: allowed is greater than 0",
         "unknown section 'fedtgx.'; sections are 'fedtgp'",
     ]
+
+
+def test_a_shared_key_below_a_table_is_told_where_it_belongs() -> None:
+    preset = tomllib.loads("[fedtgp]\nlocal-epochs = 2\nbatch-size = 4\n[training]\nmomentum = 0.5\nfoo = 1")
+    found = refused(flatten(preset))
+    assert found[0] == (
+        "unknown key 'fedtgp.local-epochs'; 'local-epochs' is no key of one method: in a file move it above the first "
+        "[table], with --set leave 'fedtgp.' out"
+    )
+    assert found[1].startswith("unknown key 'training.momentum'; 'momentum' is no key of one method")
+    assert (
+        found[2] == "unknown section 'training.'; sections are 'fedtgp'"
+    )  # a method may have one of the same name
+    assert len(found) == 3
 
 
 def test_a_number_is_text_where_text_is_wanted() -> None:

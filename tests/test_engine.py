@@ -30,6 +30,12 @@ def sets(*settings: str) -> list[str]:
     return [word for setting in settings for word in ("--set", setting)]
 
 
+def hear() -> None:
+    """A shell without job control has background jobs ignore SIGINT, nohup SIGHUP; children inherit that."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def pbfl(run_dir: Path, home: Path, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "pbfl_flwr.cli", "run", *arguments],
@@ -38,8 +44,7 @@ def pbfl(run_dir: Path, home: Path, *arguments: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        # A shell without job control starts background jobs with SIGINT ignored, and children inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=hear,
     )
 
 
@@ -95,6 +100,10 @@ def bits(run_dir: Path) -> tuple[dict[str, torch.Tensor], list[object]]:
     return load_file(run_dir / "prototypes.safetensors"), scores
 
 
+def result_of(run_dir: Path) -> str:
+    return (run_dir / "result.txt").read_text().strip()
+
+
 @pytest.mark.xdist_group("finished")
 def test_processes_without_flowers_engine_give_the_same_bits(
     finished: tuple[Path, str], tmp_path: Path
@@ -111,12 +120,14 @@ def test_processes_without_flowers_engine_give_the_same_bits(
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name]) for name in expected)
         assert scores == scores_of_engine
+        assert result_of(run_dir) == result_of(finished[0])
+        assert f"result hash {result_of(run_dir)}" in said
         assert "round 2/2  accuracy" in said
         assert "4 clients trained" in (run_dir / "flower.log").read_text()
         assert left_behind(run_dir) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGKILL])
 def test_processes_end_with_their_command_and_are_resumed(tmp_path: Path, number: signal.Signals) -> None:
     run_dir = tmp_path / "run"
     more = sets(*SMALL, "num-server-rounds=10000")
@@ -125,7 +136,7 @@ def test_processes_end_with_their_command_and_are_resumed(tmp_path: Path, number
     process.send_signal(number)
     said, _ = process.communicate(timeout=120)
     assert nothing_is_left(run_dir)
-    if number == signal.SIGINT:
+    if number != signal.SIGKILL:
         assert process.returncode == 130, said
         assert f"go on with: pbfl run --resume {run_dir} --engine processes" in said
     done = len((run_dir / "rounds.jsonl").read_text().splitlines())

@@ -118,6 +118,7 @@ def test_commands_that_only_read_and_list_answer_without_what_takes_seconds(tmp_
     run = write_run(tmp_path / "run", [entry(1, 0.5, 0.5)])
     commands = [
         ["--help"],
+        ["--version"],
         *(["list", topic] for topic in ("methods", "models", "datasets", "presets", "comparisons")),
         ["list", "reproductions"],
         ["show", str(run)],

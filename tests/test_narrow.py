@@ -126,6 +126,10 @@ def test_keys_by_word_by_group_and_by_method() -> None:
         "feature-dim",
         "initial-weights",
     ]
+    by_what_is_said = pbfl("list", "keys", "Stop").stdout.splitlines()
+    assert by_what_is_said[0] == "'Stop' in what is said of other keys:"
+    assert "  failure-policy = continue" in by_what_is_said
+    assert pbfl("list", "keys", "early").exit_code == 2  # which is not in "nearly", nor in "linearly"
     method = pbfl("list", "keys", "fedprox").stdout
     assert method.splitlines()[1] == "  fedprox.mu = 0.001"
     assert len(method.splitlines()) == 3

@@ -2,15 +2,19 @@
 
 import json
 import os
+import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from rich.console import Console
 
 from pbfl_flwr.experiments import watch
-from pbfl_flwr.flower.history import ERROR, WAITING, RunDirectory
+from pbfl_flwr.flower import holders
+from pbfl_flwr.flower.engine import RUN_LOCK, claim, lock_of
+from pbfl_flwr.flower.history import ERROR, SERVER_LOCK, WAITING, RunDirectory
 from tests.runs import entry, over, pbfl, write_run
 
 
@@ -70,6 +74,92 @@ def test_silence_is_remarked_when_it_is_long(tmp_path: Path) -> None:
     assert f"pbfl run --resume {run}" in shown(view).replace("\n", "")
     slow = [entry(1, 0.5, 0.5, seconds={"total": 100.0})]
     assert watch.View(run, view.about, slow, "", 200.0).state == "running"  # five rounds' time is 500 s
+
+
+on_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="known on Linux alone")
+
+
+@on_linux
+@pytest.mark.parametrize("name", [RUN_LOCK, SERVER_LOCK])
+def test_a_run_without_a_first_line_is_over_when_nobody_holds_its_lock(tmp_path: Path, name: str) -> None:
+    with FileLock(tmp_path / name):
+        assert watch.look(tmp_path, time.time()).state == "waiting"
+    (tmp_path / name).touch()
+    view = watch.look(tmp_path, time.time())
+    assert view.state == "stopped"
+    assert "the run was stopped or killed before it began; start it again" in shown(view).replace("\n", "")
+    with lock_of(tmp_path):  # it is started again
+        assert watch.look(tmp_path, time.time()).state == "waiting"
+
+
+@on_linux
+def test_a_run_is_over_when_nobody_holds_a_lock_of_it(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [entry(1, 0.5, 0.5)], **{"num-server-rounds": 5})
+    for name in (RUN_LOCK, SERVER_LOCK):
+        (run / name).touch()
+        assert watch.look(run, time.time()).state == "stopped"
+    for name in (
+        RUN_LOCK,
+        SERVER_LOCK,
+    ):  # of the command alone while it starts or ends, of the server without pbfl
+        with FileLock(run / name):
+            assert watch.look(run, time.time()).state == "running"
+    view = watch.look(run, time.time())
+    text = shown(view).replace("\n", "")
+    assert "1 of 5 rounds, 0:02 a round" in text
+    assert "left" not in text
+    assert f"nobody goes on with it: it was stopped or killed; go on with pbfl run --resume {run}" in text
+    result = pbfl("watch", run, "--once")
+    assert result.exit_code == 1
+    done = write_run(tmp_path / "done", [entry(1, 0.5, 0.5)])
+    (done / RUN_LOCK).touch()
+    assert watch.look(done, time.time()).state == "finished"
+
+
+def test_elsewhere_a_lock_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a network's file system it may be held on another machine."""
+    (tmp_path / RUN_LOCK).touch()
+    mounts = tmp_path / "mounts"
+    monkeypatch.setattr(holders, "MOUNTS", mounts)
+    above = "24 1 8:1 / / rw - ext4 /dev/sda rw"
+    for line in (f"25 24 0:40 / {tmp_path} rw - nfs4 server:/ rw", "", "24 1 0:1 / / rw - 9p x rw"):
+        mounts.write_text(f"{above}\n{line}" if "nfs4" in line else line)
+        assert watch.look(tmp_path, time.time()).state == "waiting"
+
+
+@on_linux
+def test_looking_at_a_lock_refuses_nobody(tmp_path: Path) -> None:
+    """Somebody who only looks has it for an instant; a run that begins waits that long."""
+    import fcntl
+
+    looked = (tmp_path / RUN_LOCK).open("w")
+    fcntl.flock(looked, fcntl.LOCK_SH)
+    threading.Timer(0.1, looked.close).start()
+    claim(lock := lock_of(tmp_path), tmp_path)
+    assert lock.is_locked
+    lock.release()
+
+
+@on_linux
+def test_a_stopped_run_has_a_minute_to_be_gone_on_with(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [entry(1, 0.5, 0.5)], **{"num-server-rounds": 2})
+    (run / RUN_LOCK).touch()
+    seconds = iter(range(0, 1000, 25))
+    with open(os.devnull, "w") as nowhere:
+        assert watch.follow(run, Console(file=nowhere), 0.01, lambda: float(next(seconds))) == "stopped"
+    assert next(seconds) == 100
+
+    def somebody_else() -> None:
+        time.sleep(0.2)
+        with lock_of(run):
+            time.sleep(0.2)
+            RunDirectory(run).add_round(entry(2, 0.5, 0.5), {"round": 2})
+
+    other = threading.Thread(target=somebody_else)
+    other.start()
+    with open(os.devnull, "w") as nowhere:
+        assert watch.follow(run, Console(file=nowhere), 0.05) == "finished"
+    other.join()
 
 
 def test_the_two_ends(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ The commands import what they need when they run: torch and Flower take seconds,
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Annotated
 
 import typer
 
@@ -38,6 +39,33 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "export": devices.export,
     "predict": devices.predict,
 }
+
+
+def version(wanted: bool) -> None:
+    """Print the versions that a report of a fault needs, and end."""
+    if wanted:
+        from importlib.metadata import version as of
+        from platform import python_version
+
+        found = ", ".join(f"{package} {of(package)}" for package in ("pbfl-flwr", "flwr", "torch"))
+        print(f"{found}, Python {python_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    _: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=version,
+            is_eager=True,
+            help="Print versions: of this package, flwr, torch, Python.",
+        ),
+    ] = False,
+) -> None:
+    """Prototype-based federated learning on Flower."""
+
 
 for name, command in COMMANDS.items():
     app.command(name)(command)

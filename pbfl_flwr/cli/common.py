@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 import pbfl_flwr
-from pbfl_flwr.errors import PbflError
+from pbfl_flwr.errors import PbflError, expanded
 from pbfl_flwr.experiments.figures import say, screen
 
 COMPLETED, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
@@ -161,7 +161,7 @@ def checkout(given: Path | None) -> Path:
     Raises:
         PbflError: if there is none; an installed wheel has the packages only.
     """
-    path = (given or Path(pbfl_flwr.__file__).parent.parent).expanduser().absolute()
+    path = expanded(given or Path(pbfl_flwr.__file__).parent.parent).absolute()
     for part in ("pyproject.toml", "pbfl_flwr", "client_app", "server_app"):
         if not (path / part).exists():
             raise PbflError(

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from pbfl_flwr.cli.common import REFUSED, ended
-from pbfl_flwr.errors import PbflError, writing
+from pbfl_flwr.errors import PbflError, expanded, writing
 from pbfl_flwr.experiments.figures import say, screen
 
 SHELLS_OWN = '"$`\\!'  # what a shell reads between double quotes
@@ -70,9 +70,9 @@ def check_data(
         "label-column": label_column,
         "input-shape": input_shape,
         "text-column": text_column,
-        "vocabulary": str(vocabulary.expanduser().absolute()) if vocabulary else "",
     }
     try:
+        more["vocabulary"] = str(expanded(vocabulary).absolute()) if vocabulary else ""
         settings = settings_for(path, **{key.replace("-", "_"): value for key, value in more.items()})
         found = inspect(settings, files)
         if model:
@@ -158,9 +158,9 @@ def export(
 
     console = screen()
     try:
-        kept = room.read_state(room.state_file(path.expanduser(), client))
+        kept = room.read_state(room.state_file(expanded(path), client))
         with writing(out):
-            files = room.export(kept, out.expanduser(), model)
+            files = room.export(kept, expanded(out), model)
     except PbflError as error:
         raise ended(error) from None
     card, shape = kept.card, "x".join(map(str, kept.card.input_shape))
@@ -192,7 +192,7 @@ def predict(
     from pbfl_flwr.serving.predict import predict as ask
 
     try:
-        exported = open_exported(model_dir.expanduser(), model)
+        exported = open_exported(expanded(model_dir), model)
         found = list(ask(exported, files, by, text_column))
     except PbflError as error:
         raise ended(error) from None

@@ -29,7 +29,7 @@ from pbfl_flwr.cli.common import (
     running,
     words,
 )
-from pbfl_flwr.errors import PbflError, printable, reading
+from pbfl_flwr.errors import PbflError, expanded, printable, reading
 from pbfl_flwr.experiments.figures import say, screen
 
 
@@ -66,12 +66,17 @@ def run(
     workers: Workers = None,
     engine: WhichEngine = EngineName.flower,
     app_dir: AppDirectory = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="Check everything, print the configuration as a preset, and start nothing."
+        ),
+    ] = False,
 ) -> None:
     """Run a federation on this machine, on Flower's simulation engine."""
     from pbfl_flwr.experiments import configuration, tables
     from pbfl_flwr.experiments.runner import simulate
     from pbfl_flwr.flower.placement import Resources, idle_cards
-    from pbfl_flwr.methods import build_method, privacy_notes
 
     console = screen()
     resources = Resources(cpus_per_client, gpus_per_client, workers, engine is EngineName.processes)
@@ -83,7 +88,7 @@ def run(
             directory = configuration.run_directory(settings, run_dir)
             chosen = configuration.chosen_directory(settings, run_dir) is not None
         elif run_dir is None:
-            directory, chosen = resume.expanduser().absolute(), True
+            directory, chosen = expanded(resume).absolute(), True
             wishes = configuration.resumed(directory, wishes)
             settings = configuration.check(wishes)
         else:
@@ -91,21 +96,19 @@ def run(
                 "--resume and --run-dir: a resumed run stays in its directory; give one of the two"
             )
         partition = configuration.preflight(settings, resources)
+        notes = configuration.forewarnings(settings, wishes, partition)
+        if dry_run:
+            from pbfl_flwr.experiments.dry_run import page
+
+            print(page(settings, wishes.values, notes), end="")
+            return
         directory = configuration.made(directory, chosen=chosen)
     except PbflError as error:
         raise ended(error, REFUSED) from None
-    for note in partition.notes:
-        say(console, f"data: {note}")
-    method = build_method(settings)
-    for key in wishes.values:
-        if "." in key and not key.startswith(f"{settings.run.method}."):
-            say(console, f"{key}: without effect, the method is '{settings.run.method}'")
     if note := idle_cards(resources, settings.training.device):
         say(console, f"device: {note}")
-    for note in privacy_notes(settings, method):
-        say(console, f"privacy: {note}")
-    for note in method.forewarnings(settings.run.num_server_rounds):
-        say(console, f"{method.name}: {note}")
+    for note in notes:
+        say(console, note)
     num_clients, num_rounds = settings.run.num_clients, settings.run.num_server_rounds
     with running():
         code = simulate(source, directory, wishes.values, num_clients, num_rounds, resources, console)
@@ -159,7 +162,7 @@ def compare(
         Path | None, typer.Option("--out", help="Where runs and table go; default runs/<name>.")
     ] = None,
     assignments: Assignments = None,
-    seeds: Annotated[str, typer.Option("--seeds", help="One run a seed, e.g. 0,1,2.")] = "",
+    seeds: Annotated[str, typer.Option("--seeds", help="One run a seed, e.g. 0,1,2 or 0-2.")] = "",
     only: Annotated[str, typer.Option("--only", help="Make these labels only, separated by commas.")] = "",
     by: By = "",
     gpus_per_client: Gpus = 0.0,
@@ -177,7 +180,7 @@ def compare(
     try:
         source, by = app_for(engine, app_dir), predictor(by)
         title, runs = comparison.read(name)
-        directory = (out or Path("runs") / Path(name).stem).expanduser().absolute()
+        directory = expanded(out or Path("runs") / Path(name).stem).absolute()
         chosen = comparison.numbers("--seeds", seeds)
         planned = comparison.plan(runs, assignments or [], chosen, words(only), directory)
         comparison.preflight(planned, resources)
@@ -204,7 +207,8 @@ def list_(
         str,
         typer.Argument(
             metavar="[WORD]",
-            help="Only names that contain it; of keys also a group or a method, e.g. privacy; of runs the directory.",
+            help="Only names that contain it; of keys also a group, a method, or a word of what is said of them; of "
+            "runs the directory.",
         ),
     ] = "",
     markdown: Annotated[

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from pbfl_flwr.cli.common import REFUSED, By, ended, predictor
-from pbfl_flwr.errors import PbflError, reading
+from pbfl_flwr.errors import PbflError, expanded, reading
 from pbfl_flwr.experiments.figures import kilobytes, say, screen
 
 
@@ -37,7 +37,7 @@ def report(
         with reading(", ".join(map(str, runs))):
             found, left_out = listing.for_a_report(runs)
             groups = records.load(found, allowed or (), predictor(by))
-            written = reporting.write(groups, out.expanduser().absolute(), png=png, svg=svg)
+            written = reporting.write(groups, expanded(out).absolute(), png=png, svg=svg)
     except PbflError as error:
         raise ended(error, REFUSED) from None
     console = screen()

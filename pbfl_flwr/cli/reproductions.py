@@ -25,7 +25,7 @@ from pbfl_flwr.cli.common import (
     running,
     words,
 )
-from pbfl_flwr.errors import PbflError
+from pbfl_flwr.errors import PbflError, expanded
 from pbfl_flwr.experiments.figures import say, screen
 
 
@@ -48,7 +48,8 @@ def reproduce(
         Scale, typer.Option("--scale", help="The full setting, or what a small machine does in minutes.")
     ] = Scale.small,
     seeds: Annotated[
-        str, typer.Option("--seeds", help="One run a seed, e.g. 0,1,2; default the paper's, one at small.")
+        str,
+        typer.Option("--seeds", help="One run a seed, e.g. 0,1,2 or 0-2; default the paper's, one at small."),
     ] = "",
     only: Annotated[str, typer.Option("--only", help="Make these rows only, separated by commas.")] = "",
     by: By = "",
@@ -68,8 +69,8 @@ def reproduce(
 
     console = screen()
     resources = Resources(1, gpus_per_client, workers, engine is EngineName.processes)
-    directory = (out or Path("runs") / f"{Path(name).stem}-{scale.value}").expanduser().absolute()
     try:
+        directory = expanded(out or Path("runs") / f"{Path(name).stem}-{scale.value}").absolute()
         source, by = app_for(engine, app_dir), predictor(by)
         paper = reproduction.read(name)
         blocks = reproduction.chosen(paper, dataset, words(block))

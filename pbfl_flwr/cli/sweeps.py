@@ -23,7 +23,7 @@ from pbfl_flwr.cli.common import (
     predictor,
     running,
 )
-from pbfl_flwr.errors import PbflError
+from pbfl_flwr.errors import PbflError, expanded
 from pbfl_flwr.experiments.figures import say, screen
 
 
@@ -63,7 +63,7 @@ def sweep(
     try:
         source, by = app_for(engine, app_dir), predictor(by)
         swept = sweeping.read(preset, assignments or [])
-        directory = (out or sweeping.directory(preset, swept)).expanduser().absolute()
+        directory = expanded(out or sweeping.directory(preset, swept)).absolute()
         planned = sweeping.plans(swept, directory)
         compare.preflight(planned, resources)
         slots = side_by_side.room(parallel, available_memory(), Machine.here(resources), resources)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from pbfl_flwr.cli.common import COMPLETED, FAILED, INTERRUPTED, RunDir, ended
-from pbfl_flwr.errors import PbflError, reading
+from pbfl_flwr.errors import PbflError, expanded, reading
 from pbfl_flwr.experiments.figures import screen
 
 
@@ -21,8 +21,8 @@ def watch(
     from pbfl_flwr.experiments import watch as watching
 
     console = screen()
-    path = run.expanduser().absolute()
     try:
+        path = expanded(run).absolute()
         with reading(str(path)):
             if once:
                 view = watching.look(path, time.time())
@@ -34,4 +34,4 @@ def watch(
         raise ended(error) from None
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
-    raise typer.Exit(FAILED if state == "failed" else COMPLETED)
+    raise typer.Exit(FAILED if state in ("failed", "stopped") else COMPLETED)

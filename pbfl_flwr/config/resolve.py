@@ -135,8 +135,13 @@ def parse(run_config: Mapping[str, Scalar], sections: Mapping[str, type[Group]] 
             prefix, _, rest = key.partition(".")
             by_section.setdefault(prefix, {})[rest] = value
     for prefix, values in by_section.items():
+        own = sections[prefix].key_names() if prefix in sections else []
+        misplaced = [key for key in values if key in known and key not in own]
+        problems += [_misplaced(key, prefix) for key in misplaced]
+        values = {key: value for key, value in values.items() if key not in misplaced}
         if prefix not in sections:
-            problems.append(f"unknown section '{prefix}.'; sections are {_listed(sections)}")
+            if values:
+                problems.append(f"unknown section '{prefix}.'; sections are {_listed(sections)}")
             continue
         parsed_section = _parse_group(sections[prefix], values, f"{prefix}.", problems)
         if prefix == chosen and parsed_section is not None:
@@ -256,6 +261,14 @@ def _unknown(key: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(key, list(known), n=1)
     hint = f"; did you mean '{close[0]}'?" if close else "; `pbfl list keys` shows them all"
     return f"unknown key '{key}'{hint}"
+
+
+def _misplaced(key: str, prefix: str) -> str:
+    """Return what is said of a shared key that stands below a table of a TOML file, and so has that one's name."""
+    return (
+        f"unknown key '{prefix}.{key}'; '{key}' is no key of one method: in a file move it above the first [table], "
+        f"with --set leave '{prefix}.' out"
+    )
 
 
 def _listed(names: Iterable[str]) -> str:

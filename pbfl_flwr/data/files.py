@@ -13,7 +13,7 @@ from filelock import FileLock
 
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data.cache import home
-from pbfl_flwr.errors import PbflError
+from pbfl_flwr.errors import PbflError, expanded
 
 # What reading a compressed file raises that is damaged, encrypted, or compressed in a way that Python does not know; or
 # whose arrays are, as it says, larger than any memory.
@@ -31,7 +31,7 @@ UNREADABLE = (
 
 def data_root(settings: DataSettings) -> Path:
     """Return data-dir, or <home>/data when it is empty; absolute."""
-    return Path(settings.data_dir).expanduser().absolute() if settings.data_dir else home() / "data"
+    return expanded(settings.data_dir).absolute() if settings.data_dir else home() / "data"
 
 
 def given_path(settings: DataSettings, what: str) -> Path:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from pbfl_flwr.config import DataSettings, parse
 from pbfl_flwr.data import DATASETS, kind_of, names_file, own_pool, partition, read_names
 from pbfl_flwr.data.contract import Pool
+from pbfl_flwr.errors import expanded
 
 LARGE = 100.0  # of a feature; networks want inputs around 1
 BAR = 40
@@ -93,9 +94,9 @@ def settings_for(path: Path, **keys: str | float) -> DataSettings:
     given = {key.replace("_", "-"): value for key, value in keys.items() if value}
     if (file := names_file(str(given.get("labels", "")))) is not None:
         given["labels"] = read_names(file)
-    place = path.expanduser().absolute()
+    place = expanded(path).absolute()
     if vocabulary := given.get("vocabulary"):
-        given["vocabulary"] = str(Path(str(vocabulary)).expanduser().absolute())
+        given["vocabulary"] = str(expanded(str(vocabulary)).absolute())
     given.setdefault("dataset", kind_of(place, texts=bool(vocabulary)))
     return parse({**given, "data-dir": str(place), "partition": "iid"}).data
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -76,33 +77,47 @@ class Keys:
         name: of a group of the configuration, or of a method with keys of its own.
         title: what they are about.
         keys: in their order.
+        by_name: whether they were found by their names, not by what is said of them.
     """
 
     name: str
     title: str
     keys: tuple[Key, ...]
+    by_name: bool = True
 
 
 def keys(word: str = "") -> Iterator[Keys]:
     """Yield the keys of the run configuration, group by group; those of methods last, whose pages take seconds.
 
     Args:
-        word: a group, a method, or what the names of the keys shall contain; nothing is everything.
+        word: a group, a method, or what the names of the keys shall contain; nothing is everything. Keys with a name
+            of which this is a part come first; behind them, as topics of their own, those that are explained with it.
 
     Raises:
         PbflError: if there is no such key.
     """
     known = [*GROUPS, *SECTIONS]
     seen: list[str] = []
+    explained: list[Keys] = []
+    begins = re.compile(rf"\b{re.escape(word)}", re.IGNORECASE)  # "early" is no part of "nearly"
     for name in [word] if word in known else known:
         every = _group(name)
         if found := tuple(key for key in every.keys if word in key.name or word == name):
             yield replace(every, keys=found)
+        others = tuple(
+            key for key in every.keys if key not in found and begins.search(f"{key.meaning} {key.allowed}")
+        )
+        if others:
+            explained.append(replace(every, keys=others, by_name=False))
         seen += [key.name for key in every.keys]
-    if word not in known and not any(word in name for name in seen):
+    yield from explained
+    if word not in known and not explained and not any(word in name for name in seen):
         close = difflib.get_close_matches(word, [*seen, *known], n=1)
         hint = f"did you mean '{close[0]}'? The groups" if close else "the groups"
-        raise PbflError(f"'{word}': no key, group or method of this name; {hint} are {', '.join(GROUPS)}")
+        raise PbflError(
+            f"'{word}': no key, group or method has it in its name, and no key is explained with it; {hint} are "
+            f"{', '.join(GROUPS)}"
+        )
 
 
 def show_keys(word: str, console: Console) -> None:
@@ -115,9 +130,14 @@ def show_keys(word: str, console: Console) -> None:
     Raises:
         PbflError: as :func:`keys`.
     """
+    named = True
     for number, topic in enumerate(keys(word)):
         if number:
             say(console, "")
+        if named and not topic.by_name:
+            say(console, f"'{word}' in what is said of other keys:", "dim")
+            say(console, "")
+        named = topic.by_name
         hang(console, f"{topic.name}: ", topic.title, 2 + len(topic.name))
         for key in topic.keys:
             say(console, f"  {key.name} = {key.default}", "bold")

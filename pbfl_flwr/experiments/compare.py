@@ -18,6 +18,8 @@ A comparison is a TOML file: what all runs share, and a table a run with what it
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +37,7 @@ from pbfl_flwr.flower.placement import Resources
 
 FOLDER = "experiments/comparisons"
 INTERRUPTED = 130
+LONGEST_RANGE = 1000  # of seeds; a longer one is a slip of the finger
 Start = Callable[[configuration.Wishes, Path], int]
 """(keys, run directory) -> exit code of the run."""
 
@@ -138,8 +141,7 @@ def plan(
     Raises:
         PbflError: one line for every bad key of every run, and for labels that do not exist.
     """
-    if unknown := [label for label in only if label not in runs]:
-        raise PbflError(f"--only {unknown[0]}: allowed are {', '.join(runs)}")
+    only = named("--only", only, runs)
     given = configuration.gather(None, assignments)
     planned, problems = [], []
     for label, keys in runs.items():
@@ -209,18 +211,50 @@ def preflight(planned: Sequence[Planned], resources: Resources) -> None:
         configuration.preflight(configuration.check(wishes), resources)
 
 
+def named(option: str, words: Sequence[str], known: Iterable[str]) -> list[str]:
+    """Return the names that were asked for, as they are spelt; capitals need not be, where no two names differ in them.
+
+    Args:
+        option: of the command line, for messages.
+        words: what was asked for.
+        known: all names.
+
+    Raises:
+        PbflError: for a word that is no name, or several.
+    """
+    names = list(known)
+    found = []
+    for word in words:
+        alike = [name for name in names if name.casefold() == word.casefold()]
+        if word not in names and len(alike) != 1:
+            folded = {name.casefold(): name for name in names}
+            close = alike or [
+                folded[name] for name in difflib.get_close_matches(word.casefold(), folded, n=1)
+            ]
+            hint = f"did you mean {' or '.join(close)}? Allowed" if close else "allowed"
+            raise PbflError(f"{option} {word}: {hint} are {', '.join(names)}")
+        found.append(word if word in names else alike[0])
+    return found
+
+
 def numbers(option: str, text: str) -> list[int]:
-    """Return a comma list of whole numbers from 0, each once.
+    """Return the whole numbers from 0 of a comma list, each once; ``0-2`` in it are 0, 1 and 2.
 
     Raises:
         PbflError: if it is none.
     """
-    try:
-        found = [int(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        found = [-1]
-    if any(number < 0 for number in found):
-        raise PbflError(f"{option} {text}: allowed are whole numbers from 0, separated by commas")
+    found: list[int] = []
+    for part in filter(None, map(str.strip, text.split(","))):
+        if (ends := re.fullmatch(r"(\d{1,15})(?:\s*-\s*(\d{1,15}))?", part)) is None:
+            raise PbflError(
+                f"{option} {text}: allowed are whole numbers from 0, separated by commas, or a range like 0-2"
+            )
+        first, last = int(ends[1]), int(ends[2] or ends[1])
+        if not first <= last < first + LONGEST_RANGE:
+            raise PbflError(
+                f"{option} {text}: allowed in a range are up to {LONGEST_RANGE} numbers, the smaller end first"
+            )
+        found += range(first, last + 1)
     if again := repeated(found):
         raise PbflError(f"{option} {text}: {again[0]} stands there twice; allowed is each number once")
     return found

@@ -16,11 +16,11 @@ from typing import Any
 from pbfl_flwr.architectures import architecture_of, architectures, check_named
 from pbfl_flwr.config import CHANGEABLE, DataSettings, Scalar, Settings, parse
 from pbfl_flwr.data import DATASETS, Partition, check_data, load_pool
-from pbfl_flwr.errors import PbflError, writing
+from pbfl_flwr.errors import PbflError, expanded, writing
 from pbfl_flwr.experiments.runner import go_on_with, simulated
 from pbfl_flwr.flower.history import RunDirectory
 from pbfl_flwr.flower.placement import Machine, Resources, places
-from pbfl_flwr.methods import METHODS, SECTIONS, build_method
+from pbfl_flwr.methods import METHODS, SECTIONS, build_method, privacy_notes
 from pbfl_flwr.own_code import is_external
 from pbfl_flwr.sinks import check as check_sinks
 
@@ -80,7 +80,7 @@ def gather(preset: str | None, assignments: Iterable[str]) -> Wishes:
 def absolute(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
     """Return the keys with paths made absolute, since the workers run in other directories."""
     return {
-        key: str(Path(str(value)).expanduser().absolute())
+        key: str(expanded(str(value)).absolute())
         if key in PATHS and not isinstance(value, bool) and value != ""
         else value
         for key, value in values.items()
@@ -132,6 +132,19 @@ def preflight(settings: Settings, resources: Resources) -> Partition:
     return partition
 
 
+def forewarnings(settings: Settings, wishes: Wishes, partition: Partition) -> list[str]:
+    """Return what is said before a run starts: of the data, of keys without effect, of privacy, of the method."""
+    method = build_method(settings)
+    name = settings.run.method
+    others = [key for key in wishes.values if "." in key and not key.startswith(f"{name}.")]
+    return [
+        *(f"data: {note}" for note in partition.notes),
+        *(f"{key}: without effect, the method is '{name}'" for key in others),
+        *(f"privacy: {note}" for note in privacy_notes(settings, method)),
+        *(f"{method.name}: {note}" for note in method.forewarnings(settings.run.num_server_rounds)),
+    ]
+
+
 def resumed(run: Path, wishes: Wishes, *, devices: bool = False) -> Wishes:
     """Return the configuration of a run that is to go on.
 
@@ -159,8 +172,11 @@ def resumed(run: Path, wishes: Wishes, *, devices: bool = False) -> Wishes:
         )
     changed = Wishes({**recorded, **wishes.values, "run-dir": str(run), "resume": True}, wishes.problems)
     wanted = check(changed)
-    if wanted.fingerprint() != check(Wishes(recorded)).fingerprint():
-        different = [f"{key} = {value}" for key, value in wishes.values.items() if recorded.get(key) != value]
+    now, then = wanted.relevant(), check(Wishes(recorded)).relevant()
+    if now != then:
+        different = [
+            f"{key} = {value}" for key, value in wishes.values.items() if now.get(key) != then.get(key)
+        ]
         raise PbflError(
             f"{', '.join(different)}: a resumed run keeps what changes its results; allowed are {', '.join(CHANGEABLE)}"
         )
@@ -184,7 +200,7 @@ def run_directory(settings: Settings, wanted: Path | None) -> Path:
             f"{datetime.now():%Y%m%d-%H%M%S}-{settings.run.method.replace(':', '-')}-{settings.data.dataset}"
         )
         return _unused(Path("runs").absolute() / name)
-    path = chosen.expanduser().absolute()
+    path = expanded(chosen).absolute()
     if (path / "run.json").exists():
         raise PbflError(
             f"run-dir = '{path}' already holds a run; choose another one, or --resume {quote(str(path))}"
@@ -288,7 +304,7 @@ def read_toml(kind: str, name: str, folder: str) -> dict[str, Any]:
     Raises:
         PbflError: if there is none, or it is no TOML.
     """
-    path = Path(name).expanduser()
+    path = expanded(name)
     if path.is_file():
         read = partial(path.read_text, encoding="utf-8")
     elif name in shipped(folder):

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from pbfl_flwr.config import Scalar, Settings
 from pbfl_flwr.data import own_data
-from pbfl_flwr.errors import PbflError
+from pbfl_flwr.errors import PbflError, expanded
 from pbfl_flwr.experiments import configuration
 from pbfl_flwr.experiments.figures import say
 from pbfl_flwr.experiments.runner import NODES, attend
@@ -95,7 +95,7 @@ def resumed(run: Path, assignments: Iterable[str]) -> Plan:
     Raises:
         PbflError: if there is none, or if the changes would give other results.
     """
-    directory = run.expanduser().absolute()
+    directory = expanded(run).absolute()
     wishes = configuration.resumed(directory, configuration.gather(None, assignments), devices=True)
     settings = configuration.check(wishes)
     file = directory / NODES

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pbfl_flwr.config import DataSettings
-from pbfl_flwr.errors import PbflError
+from pbfl_flwr.errors import PbflError, expanded
 from pbfl_flwr.experiments.accuracies import client_series, honest, series
 from pbfl_flwr.flower.history import RunDirectory
 
@@ -190,7 +190,7 @@ def load(paths: Iterable[Path], allowed: Sequence[str] = (), by: str = "") -> li
     Raises:
         PbflError: for a path that holds no run with a finished round, or stands there twice.
     """
-    places = [path.expanduser().absolute() for path in paths]
+    places = [expanded(path).absolute() for path in paths]
     if twice := [place for number, place in enumerate(places) if place in places[:number]]:
         raise PbflError(f"'{twice[0]}' is given twice; once is enough")
     keyed: dict[tuple[object, int], list[Record]] = {}

@@ -42,7 +42,7 @@ from pbfl_flwr.config import Scalar, Settings
 from pbfl_flwr.data import check_data
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import compare, configuration
-from pbfl_flwr.experiments.compare import Planned, plan, repeated
+from pbfl_flwr.experiments.compare import Planned, named, plan, repeated
 
 FOLDER = "experiments/reproductions"
 SILENT = {
@@ -194,8 +194,7 @@ def chosen(paper: Reproduction, dataset: str | None, names: Sequence[str]) -> li
     Raises:
         PbflError: if there is none.
     """
-    if unknown := [name for name in names if name not in paper.blocks]:
-        raise PbflError(f"--block {unknown[0]}: allowed are {', '.join(paper.blocks)}")
+    names = named("--block", names, paper.blocks)
     datasets = {name: str(next(iter(block.runs.values()))["dataset"]) for name, block in paper.blocks.items()}
     if dataset is not None and dataset not in datasets.values():
         raise PbflError(f"--dataset {dataset}: allowed are {', '.join(dict.fromkeys(datasets.values()))}")

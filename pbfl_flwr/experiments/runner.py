@@ -24,6 +24,7 @@ from pbfl_flwr.experiments.figures import clients_named, clock, kilobytes, perce
 from pbfl_flwr.flower.engine import ENDED, Engine, Link
 from pbfl_flwr.flower.history import ERROR, NEWCOMERS, RunDirectory, RunRefused
 from pbfl_flwr.flower.placement import Resources
+from pbfl_flwr.flower.processes import HANGUPS, forget_lost_terminal
 
 COMPLETED, FAILED, INTERRUPTED = 0, 1, 130
 NODES = "nodes.json"  # what pbfl deploy local keeps of its SuperNodes, in the run directory
@@ -380,13 +381,20 @@ def _reason(run_dir: Path, before: int | None, link: Link, status: str, details:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Treat SIGTERM like Ctrl-C, so that both clear up."""
+    """Treat SIGTERM, and SIGHUP when the terminal goes, like Ctrl-C, so that all clear up.
+
+    A SIGHUP that is ignored, as under nohup, stays ignored.
+    """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
+        if number in HANGUPS:
+            forget_lost_terminal()
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    ends = [signal.SIGTERM, *(number for number in HANGUPS if signal.getsignal(number) is not signal.SIG_IGN)]
+    before = {number: signal.signal(number, interrupt) for number in ends}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

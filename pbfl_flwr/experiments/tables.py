@@ -79,6 +79,8 @@ def show(run_dir: Path, console: Console) -> None:
     elif len(newcomers) < wanted_of_newcomers:
         done = f"{len(newcomers)} of {wanted_of_newcomers} rounds of the new clients"
         say(console, f"{done}; go on with: {go_on_with(run_dir, about)}")
+    if result := run.result():
+        say(console, f"result hash {result}")
     if (error := run_dir / ERROR).exists():
         say(console, f"it ended with: {error.read_text(encoding='utf-8').strip()}", "red")
 

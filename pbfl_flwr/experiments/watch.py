@@ -24,12 +24,14 @@ from pbfl_flwr.experiments.figures import clock, kilobytes
 from pbfl_flwr.experiments.runner import go_on_with
 from pbfl_flwr.experiments.tables import failure_lines, rounds_of_newcomers, settings_line
 from pbfl_flwr.flower.history import ERROR, NEWCOMERS, WAITING, RunDirectory
+from pbfl_flwr.flower.holders import abandoned
 
 QUIET_SECONDS = 120.0  # silence below this is never remarkable
 QUIET_ROUNDS = 5  # nor is silence below this many rounds' time
 WRITTEN = ("run.json", "rounds.jsonl", NEWCOMERS, WAITING)
 LAST = 5  # failures and notes that are shown
-State = Literal["waiting", "running", "silent", "finished", "failed"]
+STOPPED_SECONDS = 60.0  # a run that is being resumed needs some to take its directory again
+State = Literal["waiting", "running", "silent", "stopped", "finished", "failed"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class View:
         quiet: seconds since anything was written.
         newcomers: what newcomers.jsonl holds of the clients that come after the last of these rounds.
         waiting: whom the server waits for, after a minute.
+        abandoned: whether nobody works in the directory any more, as far as that is certain.
     """
 
     path: Path
@@ -53,6 +56,7 @@ class View:
     quiet: float
     newcomers: Sequence[Mapping[str, Any]] = ()
     waiting: str = ""
+    abandoned: bool = False
 
     @property
     def wanted(self) -> int:
@@ -71,12 +75,17 @@ class View:
 
     @property
     def state(self) -> State:
-        """Where the run stands; "silent" is one from which nothing has come for remarkably long."""
+        """Where the run stands; "stopped" is one that nobody goes on with, "silent" one from which nothing has come.
+
+        The latter where it is not certain whether anybody goes on with it, and for remarkably long only.
+        """
         done = len(self.rounds) >= self.wanted and len(self.newcomers) >= self.wanted_of_newcomers
         if self.about is not None and done:
             return "finished"
         if self.error:
             return "failed"
+        if self.abandoned:
+            return "stopped"
         if self.about is None:
             return "waiting"
         return "silent" if self.quiet > max(QUIET_SECONDS, QUIET_ROUNDS * (self.pace or 0.0)) else "running"
@@ -92,6 +101,7 @@ def look(path: Path, now: float) -> View:
     Raises:
         PbflError: if one of its files is damaged.
     """
+    alone = abandoned(path)  # first: what is read after the last one has gone is all that there is
     run = RunDirectory(path)
     about = run.read() if (path / "run.json").exists() else None
     error = (path / ERROR).read_text(encoding="utf-8").strip() if (path / ERROR).exists() else ""
@@ -99,11 +109,17 @@ def look(path: Path, now: float) -> View:
     written = max((file.stat().st_mtime for file in files), default=now)
     rounds = run.rounds()
     quiet = max(0.0, now - written)
-    return View(path, about, rounds, error, quiet, run.newcomers(len(rounds)), run.waiting())
+    return View(path, about, rounds, error, quiet, run.newcomers(len(rounds)), run.waiting(), alone)
 
 
 def frame(view: View) -> RenderableType:
     """Return the picture of a moment."""
+    if view.about is None and view.state == "stopped":
+        return Text(
+            f"{view.path} has no run.json, and nobody works there any more: the run was stopped or killed before it "
+            "began; start it again with the same command",
+            style="red",
+        )
     if view.about is None:
         told = f"waiting for a run: {view.path} " + (
             "has no run.json yet" if view.path.exists() else "is not there yet"
@@ -142,13 +158,20 @@ def frame(view: View) -> RenderableType:
                 style="red",
             )
         )
+    if view.state == "stopped":
+        parts.append(
+            Text(
+                f"nobody goes on with it: it was stopped or killed; go on with {go_on_with(view.path, view.about)}",
+                style="red",
+            )
+        )
     if view.error:
         parts.append(Text(f"it ended with: {view.error}", style="red"))
     return Group(*parts)
 
 
 def follow(path: Path, console: Console, seconds: float, clock_now: Callable[[], float] = time.time) -> State:
-    """Show the run until it has ended, and return how.
+    """Show the run until it has ended, and return how; one that was stopped has a minute to be gone on with.
 
     Args:
         path: of the run; it need not exist yet.
@@ -159,11 +182,13 @@ def follow(path: Path, console: Console, seconds: float, clock_now: Callable[[],
     Raises:
         PbflError: if one of its files is damaged.
     """
-    view = look(path, clock_now())
+    view = look(path, now := clock_now())
+    alive = now
     with Live(frame(view), console=console, auto_refresh=False) as live:
-        while view.state not in ("finished", "failed"):
+        while view.state not in ("finished", "failed") and now - alive < STOPPED_SECONDS:
             time.sleep(seconds)
-            view = look(path, clock_now())
+            view = look(path, now := clock_now())
+            alive = alive if view.state == "stopped" else now
             live.update(frame(view), refresh=True)
     return view.state
 
@@ -173,6 +198,8 @@ def _progress(view: View, done: int) -> RenderableType:
         rest = "finished"
     elif view.pace is None:
         rest = "before the first round"
+    elif view.state == "stopped":
+        rest = f"{clock(view.pace)} a round"
     else:
         rest = f"{clock(view.pace)} a round, left {clock(view.pace * (view.wanted - done))}"
     row = Table.grid(padding=(0, 1))

@@ -20,6 +20,7 @@ from threadpoolctl import threadpool_limits
 
 from pbfl_flwr.flower.client import CLIENT_FAULT, make_client_app
 from pbfl_flwr.flower.device import as_worker, card_given_back
+from pbfl_flwr.flower.processes import HANGUPS
 
 DIED = "the worker process that ran it died; was there too little memory?"
 
@@ -137,11 +138,14 @@ class _Worker:
 
 @contextmanager
 def _deaf() -> Iterator[None]:
-    """Have processes that are started not hear Ctrl-C, which is the parent's to act upon, from their first moment."""
+    """Have processes that are started not hear Ctrl-C, nor that the terminal goes, from their first moment.
+
+    It is the parent's to act upon.
+    """
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *HANGUPS})
     try:
         yield
     finally:
@@ -150,7 +154,8 @@ def _deaf() -> Iterator[None]:
 
 def _work(connection: Connection, post: Post) -> None:
     """Answer until the pipe is closed, as it is when the parent is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, *HANGUPS):
+        signal.signal(number, signal.SIG_IGN)
     os.environ["CUDA_VISIBLE_DEVICES"] = post.gpus
     with post.log.open("ab") as log:
         for stream in (sys.stdout, sys.stderr):

@@ -19,7 +19,7 @@ from typing import Any
 from pbfl_flwr import security
 from pbfl_flwr.config import Scalar, Settings
 from pbfl_flwr.data import names_file
-from pbfl_flwr.errors import PbflError
+from pbfl_flwr.errors import PbflError, expanded
 from pbfl_flwr.flower.device import own_settings
 from pbfl_flwr.flower.engine import Link, toml
 from pbfl_flwr.flower.fleet import ONE_PORT
@@ -165,7 +165,7 @@ def complete(nodes: Sequence[Mapping[str, Scalar]], count: int, directory: Path)
             node |= nodes[index]
         for key in PATHS:
             if key in node and (key != "labels" or names_file(str(node[key])) is not None):
-                node[key] = str(Path(str(node[key])).expanduser().absolute())
+                node[key] = str(expanded(str(node[key])).absolute())
         found.append(node)
     return found
 

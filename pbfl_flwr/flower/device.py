@@ -26,7 +26,7 @@ from pbfl_flwr.architectures import architectures
 from pbfl_flwr.config import Scalar, Settings, parse
 from pbfl_flwr.data import kind_of, read_names
 from pbfl_flwr.data.cache import home
-from pbfl_flwr.errors import PbflError
+from pbfl_flwr.errors import PbflError, expanded
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.own_code import is_external
 
@@ -106,7 +106,7 @@ def _own_path(node: Mapping[str, Any], key: str) -> Path | None:
     """Return a path that an operator gave, ~ being the home directory of whoever runs the SuperNode."""
     if key not in node:
         return None
-    path = Path(str(node[key])).expanduser()
+    path = expanded(str(node[key]))
     if not path.is_absolute():
         raise PbflError(f"{key} = '{node[key]}' in --node-config: allowed is an absolute path")
     return path

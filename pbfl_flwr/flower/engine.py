@@ -34,6 +34,7 @@ from pbfl_flwr.flower.processes import Processes, deaf, executable, free_port, h
 
 LOG, RUN_LOCK = "flower.log", ".lock"
 ENDED = ("finished:completed", "finished:failed", "finished:stopped")
+CLAIM_SECONDS = 0.3  # who only looks whether a lock is free has it for an instant
 START_SECONDS = 60.0
 CLI_SECONDS = 120.0
 CONNECTION = "own"  # the SuperLink's name in config.toml
@@ -66,7 +67,7 @@ def claim(lock: FileLock, run_dir: Path) -> None:
     with writing(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
         try:
-            lock.acquire(timeout=0)
+            lock.acquire(timeout=CLAIM_SECONDS)
         except Timeout:  # an OSError, too
             raise RunRefused(f"run-dir = '{run_dir}' is in use by another run") from None
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,12 +24,14 @@ class UnsavedState(PbflError):
     """A file that could not be written, e.g. because the disk is full; what was there before is still there."""
 
 
-def write_atomically(path: Path, data: bytes, *, locked: bool = False, private: bool = False) -> None:
+def write_atomically(
+    path: Path, data: bytes | Sequence[bytes | memoryview], *, locked: bool = False, private: bool = False
+) -> None:
     """Write a file so that it is either the old one or the new one, whatever happens in between.
 
     Args:
         path: the file; directories above it are made.
-        data: what it shall hold.
+        data: what it shall hold, in one piece or several.
         locked: the caller holds the file's lock, so that what it writes beside it always has the same name, and what
             a killed process left there is written over.
         private: only its owner may read it.
@@ -41,7 +44,7 @@ def write_atomically(path: Path, data: bytes, *, locked: bool = False, private: 
     try:
         make_directory(path.parent)
         with open(temporary, "wb", opener=_owners_alone if private else None) as file:
-            file.write(data)
+            file.writelines([data] if isinstance(data, bytes) else data)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

@@ -8,6 +8,7 @@
               rounds.jsonl            one line a round: accuracies, loss, bytes, seconds, failures, the server's figures
               clients.jsonl           one line a round: every client's counters; "final" of the last: a last scoring
               newcomers.jsonl         one line a round of the clients that came after the last one (new-clients)
+              result.txt              hash of what it came to; there once it is finished
               partition.json          samples of each class on each client, before the train/test split (simulation)
               prototypes.safetensors  what the server broadcasts after the last round
               checkpoint.safetensors  the server's whole state after the last round
@@ -44,7 +45,7 @@ from pbfl_flwr.flower.files import (
     write_atomically,
 )
 
-ERROR, NEWCOMERS, WAITING = "error.txt", "newcomers.jsonl", "waiting.txt"
+ERROR, NEWCOMERS, WAITING, RESULT = "error.txt", "newcomers.jsonl", "waiting.txt", "result.txt"
 BROADCAST, CHECKPOINT, BEST = "prototypes.safetensors", "checkpoint.safetensors", "best.safetensors"
 SERVER_LOCK, STATES_REMOVED = ".server.lock", "clients-removed.txt"
 FILES = (
@@ -54,6 +55,7 @@ FILES = (
     "rounds.jsonl",
     "clients.jsonl",
     NEWCOMERS,
+    RESULT,
     "partition.json",
     BROADCAST,
     CHECKPOINT,
@@ -150,6 +152,24 @@ class RunDirectory:
     def forget_error(self) -> None:
         """Remove what an earlier server wrote on why it ended; for who is alone and may write this run."""
         (self.path / ERROR).unlink(missing_ok=True)
+
+    def seal(self, result: str) -> None:
+        """Write down the hash of what the run came to.
+
+        Raises:
+            UnsavedState: if the system refuses it.
+        """
+        write_atomically(self.path / RESULT, f"{result}\n".encode())
+
+    def unseal(self) -> None:
+        """Remove it: the run goes on."""
+        (self.path / RESULT).unlink(missing_ok=True)
+
+    def result(self) -> str:
+        """Return the hash of what the run came to, or nothing while it is not finished."""
+        with suppress(OSError):
+            return printable((self.path / RESULT).read_text(encoding="utf-8", errors="replace").strip())
+        return ""
 
     def waits(self, line: str) -> None:
         """Write down whom the server waits for, or remove it if the line is empty. If need be a run goes on without."""

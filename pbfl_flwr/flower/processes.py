@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import ssl
+import stat
 import subprocess
 import sys
 import threading
@@ -18,6 +19,9 @@ from typing import BinaryIO
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import warden
+
+HANGUPS: tuple[signal.Signals, ...] = () if sys.platform == "win32" else (signal.SIGHUP,)
+"""What comes when the terminal goes, where there is such a thing."""
 
 
 class Processes:
@@ -106,12 +110,28 @@ def deaf() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    ends = (signal.SIGINT, signal.SIGTERM, *HANGUPS)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in ends}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def forget_lost_terminal() -> None:
+    """Let output go nowhere that went to a terminal which is gone: every further line would be an error."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for file in (0, 1, 2):
+        with contextlib.suppress(OSError):
+            about = os.fstat(file)
+            if (
+                stat.S_ISCHR(about.st_mode)
+                and about.st_rdev != os.fstat(nowhere).st_rdev
+                and not os.isatty(file)
+            ):
+                os.dup2(nowhere, file)
+    os.close(nowhere)
 
 
 def executable(name: str) -> str:

@@ -11,8 +11,10 @@ from flwr.common import log
 
 from pbfl_flwr.config import Settings
 from pbfl_flwr.data import check_data, load_pool
+from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import checkpoint
 from pbfl_flwr.flower.history import OTHER_CONFIGURATION, Dealt, RunDirectory, RunRefused
+from pbfl_flwr.flower.outcome import result_hash
 from pbfl_flwr.flower.roster import Member
 from pbfl_flwr.methods import build_method
 from pbfl_flwr.payloads import Payload
@@ -104,6 +106,7 @@ class Recorder:
             raise RunRefused(
                 f"num-server-rounds = {num_rounds}: the run has {done} rounds already; allowed is from there"
             )
+        self.run.unseal()
         self.run.go_on(self._settings.as_dict())
         self._open_sinks()
         if resumed is None:
@@ -159,9 +162,20 @@ class Recorder:
         return said
 
     def close(self) -> None:
-        """Let the sinks write what they still hold."""
+        """Seal the run if it is finished, and let the sinks write what they still hold."""
+        self._seal()
         if self._sinks is not None:
             self._warn(self._sinks.close())
+
+    def _seal(self) -> None:
+        run = self._settings.run
+        rounds, newcomers = run.num_server_rounds, run.new_client_rounds if run.new_clients else 0
+        try:
+            if len(self.run.rounds()) >= rounds and len(self.run.newcomers(rounds)) >= newcomers:
+                self.run.seal(found := result_hash(self.run, rounds))
+                log(INFO, "result hash %s", found)
+        except PbflError as error:  # the results are there all the same
+            log(WARNING, "no result hash: %s", error)
 
     def _open_sinks(self) -> None:
         self._sinks = Sinks(self._settings.run.sinks, self.run.path, self.run.read())

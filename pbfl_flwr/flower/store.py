@@ -21,6 +21,8 @@ from torch import Tensor
 from pbfl_flwr.flower.files import SCHEMA, DamagedState, UnsavedState, make_directory, write_atomically
 from pbfl_flwr.payloads import separate, under
 
+SIZE_BYTES = 8  # of the number before the header of a safetensors file
+
 
 def save_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], *, private: bool = False
@@ -36,7 +38,17 @@ def save_tensors(
     kept = separate(tensors)
     full = {**metadata, "schema": SCHEMA}
     full["checksum"] = _checksum(kept, full)
-    write_atomically(path, save(kept, full), locked=True, private=private)
+    write_atomically(path, _in_order(save(kept, full)), locked=True, private=private)
+
+
+def _in_order(file: bytes) -> tuple[bytes, bytes, memoryview]:
+    """Return the pieces of a safetensors file with sorted metadata, so that the same content is the same bytes."""
+    size = int.from_bytes(file[:SIZE_BYTES], "little")
+    header = json.loads(file[SIZE_BYTES : SIZE_BYTES + size])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % SIZE_BYTES)  # tensors begin where they can be mapped
+    return len(text).to_bytes(SIZE_BYTES, "little"), text, memoryview(file)[SIZE_BYTES + size :]
 
 
 def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

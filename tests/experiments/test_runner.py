@@ -1,6 +1,10 @@
 """What follows a run: the file that grows, and what is handed to Flower."""
 
 import json
+import os
+import pty
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +13,10 @@ from rich.console import Console
 
 from pbfl_flwr.config import Scalar
 from pbfl_flwr.experiments import runner
-from pbfl_flwr.experiments.runner import Follower, Tail
+from pbfl_flwr.experiments.runner import Follower, Tail, interruptible
 from pbfl_flwr.flower.history import RunDirectory
 from pbfl_flwr.flower.placement import Resources
+from pbfl_flwr.flower.processes import deaf
 from tests.runs import entry, write_run
 
 
@@ -113,3 +118,50 @@ def test_a_run_says_how_many_threads_it_has(
     monkeypatch.setattr(runner, "attend", lambda link, submit, *others: int(submit()))
     runner.simulate(tmp_path, tmp_path / "run", keys, 2, 1, Resources(cpus_per_client=3), Console())
     assert handed == {"threads": threads, "run-dir": str(tmp_path / "run")}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_who_ends_a_run_politely_interrupts_it(number: signal.Signals) -> None:
+    before = signal.signal(number, signal.SIG_DFL)  # who calls the tests with nohup ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt), interruptible():
+            signal.raise_signal(number)
+        assert signal.getsignal(number) is signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
+
+
+def test_under_nohup_a_run_goes_on_without_its_terminal() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with interruptible(), deaf():
+            signal.raise_signal(signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+LOST = """
+import signal, sys, time
+from pathlib import Path
+from pbfl_flwr.experiments.runner import interruptible
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+try:
+    with interruptible():
+        print("ready", flush=True)
+        time.sleep(60)
+except KeyboardInterrupt:
+    print("this goes nowhere", flush=True)
+    Path(sys.argv[1]).write_text("cleared up")
+"""
+
+
+def test_a_lost_terminal_does_not_disturb_the_clearing_up(tmp_path: Path) -> None:
+    child, terminal = pty.fork()
+    if child == 0:
+        os.execv(sys.executable, [sys.executable, "-c", LOST, str(tmp_path / "said")])
+    while b"ready" not in os.read(terminal, 100):
+        pass
+    os.close(terminal)  # as when the connection breaks
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert (tmp_path / "said").read_text() == "cleared up"

@@ -48,6 +48,22 @@ def test_state_comes_back_bit_for_bit(client: ClientStore) -> None:
     assert [file.name for file in client.directory.iterdir()] == ["client-00004.safetensors"]
 
 
+def test_the_same_content_gives_the_same_bytes(tmp_path: Path) -> None:
+    metadata = {f"key-{number}": 'ü "quoted"' for number in range(20)}
+    tensors = {"b": torch.randn(3, 5), "a": torch.arange(3, dtype=torch.uint8), "ä": torch.zeros(0, 2)}
+    files = [tmp_path / "one", tmp_path / "two"]
+    for file, keys in zip(files, (sorted(metadata), sorted(metadata, reverse=True)), strict=True):
+        save_tensors(file, tensors, {key: metadata[key] for key in keys})
+    assert files[0].read_bytes() == files[1].read_bytes()
+    header = int.from_bytes(files[0].read_bytes()[:8], "little")
+    assert header % 8 == 0
+    found, about = load_tensors(files[0])
+    assert {name: tensor.tolist() for name, tensor in found.items()} == {
+        name: tensor.tolist() for name, tensor in tensors.items()
+    }
+    assert about.items() >= metadata.items()
+
+
 def test_views_and_strides_are_no_obstacle(client: ClientStore) -> None:
     rows = torch.randn(4, 6)
     image = torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
