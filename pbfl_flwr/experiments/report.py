@@ -17,6 +17,7 @@ from statistics import fmean
 from typing import Any
 
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments import per_class
 from pbfl_flwr.experiments.accuracies import few_clients, few_lines, participants, scores
 from pbfl_flwr.experiments.figures import kilobytes
 from pbfl_flwr.experiments.records import NEUTRAL, Group, Record
@@ -112,6 +113,7 @@ def page(groups: Sequence[Group], sections: Sequence[Any]) -> str:
     sheets = [summary_sheet(groups), accuracy_sheet(groups), cost_sheet(groups)]
     if len(groups) > 1:
         sheets.insert(1, paired_sheet(groups))
+    sheets += per_class.sheets([per_class.Scored(g.label, g.first.about, g.first.rounds) for g in groups])
     return environment.get_template("report.html").render(
         title=", ".join(group.label for group in groups),
         overviews=overviews(groups),
