@@ -27,7 +27,7 @@ from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.payloads import RejectedPayload
 from pbfl_flwr.sinks import newcomers_step, steps
 from pbfl_flwr.training import evaluate
-from tests.flower.inprocess import SPLITS, Federation, altered, federation, raises
+from tests.flower.inprocess import SPLITS, Federation, altered, federation, raises, same_tensors
 from tests.test_training import client, data
 
 SCORES = {"balanced", "balanced_mean", "macro_f1", "macro_f1_mean", "by_class", "tested"}
@@ -131,7 +131,7 @@ def twice() -> Report:
 def test_counts_travel_as_whole_numbers_and_come_back() -> None:
     for sent in (report(SECOND), twice()):
         record = sent.to_record()
-        assert all(type(value) is int for value in [*record["k"], *record.get("ko", [])])  # type: ignore[misc]
+        assert all(type(value) is int for value in [*record["k"], *record.get("ko", [])])
         assert Report.from_record(record, 4) == sent
     several = ByClass([1, 2], {"head": [1, 1], "local": [0, 2]}, {"head": [2, 1], "local": [1, 2]})
     assert Report.from_record(report(several).to_record(), 2) == report(several)
@@ -167,7 +167,7 @@ LENGTH, COUNT, CONTRADICT = "lacks 'k' of length 12", "what is no count", "by cl
 )
 def test_malformed_counts_are_rejected(change: Any, said: str) -> None:
     record = report(FIRST).to_record()
-    record["k"] = change(list(record["k"]))  # type: ignore[arg-type]
+    record["k"] = change(list(record["k"]))
     with pytest.raises(RejectedPayload, match=said):
         Report.from_record(record, 4)
 
@@ -229,6 +229,7 @@ def test_a_run_has_them_wherever_it_has_accuracies(tmp_path: Path, method: str) 
     run = federation(tmp_path / "on", method, on_disk=True, per_class=True, **keys).run()
     off = federation(tmp_path / "off", method, on_disk=True, **keys).run()
     assert plain(run.strategy.history) == plain(off.strategy.history), "training must not notice"
+    assert same_tensors(*(of.strategy.state.to_tensors() for of in (run, off)))
     last, (new,) = run.strategy.history[-1], run.strategy.newcomers
     places = [last["accuracy"], last["other"], new["accuracy"], new["other"]]
     if run.strategy.moment == "before":
@@ -274,7 +275,7 @@ def test_liars_count_for_nothing(tmp_path: Path) -> None:
 def test_a_malformed_one_costs_its_client_alone(tmp_path: Path) -> None:
     def forge(content: RecordDict) -> None:
         record = content.metric_records[wire.METRICS]
-        record["k"] = [9, *list(record["k"])[1:]]  # type: ignore[arg-type]
+        record["k"] = [9, *list(record["k"])[1:]]
 
     def forget(content: RecordDict) -> None:
         del content.metric_records[wire.METRICS]["k"]
@@ -308,6 +309,14 @@ def test_who_failed_and_is_asked_again_says_the_same(tmp_path: Path) -> None:
     first, second = run.directory.client_rounds()
     assert 1 not in first["client"]
     assert second["by_class"][second["client"].index(1)]["classes"]
+
+
+def test_under_secure_aggregation_reports_are_as_in_clear(tmp_path: Path) -> None:
+    keys: dict[str, Scalar] = {"aggregation": "ppa", "num_server_rounds": 1, "per_class": True}
+    plain_run = federation(tmp_path / "plain", **keys).run()
+    secure = federation(tmp_path / "secure", **keys, secure_aggregation=True).run()
+    assert secure.strategy.history[0]["accuracy"] == plain_run.strategy.history[0]["accuracy"]
+    assert set(secure.strategy.history[0]["accuracy"]["head"]) >= SCORES
 
 
 def test_it_needs_clients_that_say_how_they_score() -> None:
