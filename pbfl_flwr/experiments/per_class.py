@@ -78,7 +78,7 @@ def balance_sheet(runs: Sequence[Scored]) -> Sheet | None:
     notes = (
         "Last round, %. Accuracy is weighted by samples; balanced accuracy is the mean accuracy of the classes, "
         "macro-F1 the mean F1 score of the classes: over the test samples of all clients together, and the plain mean "
-        "of the clients' own, each over the classes that it has.",
+        "of the clients' own, over the classes that a client has (macro-F1: or answers).",
     )
     return Sheet("Every class the same weight", columns, tuple(rows), notes, text_columns=2)
 
