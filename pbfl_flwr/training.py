@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from pbfl_flwr.by_class import ByClass
 from pbfl_flwr.config import TrainingSettings
 from pbfl_flwr.data import ClientData, Shard
 from pbfl_flwr.descent import Descent, Group
@@ -334,12 +335,14 @@ class Scores:
         correct: predictor -> correctly predicted samples.
         loss: mean cross-entropy of the predictor ``head``, 0 without samples.
         validation: the same on the held-out samples, None without any.
+        by_class: the test samples counted by class; None where nobody asked for that (``per-class``).
     """
 
     num_samples: int
     correct: dict[str, int]
     loss: float
     validation: Scores | None = None
+    by_class: ByClass | None = None
 
 
 @torch.no_grad()  # not inference_mode: a tensor that a network caches while it is scored must serve training, too
@@ -351,15 +354,18 @@ def evaluate(client: Client, predictors: Mapping[str, Predictor]) -> Scores:
         Diverged: if it gives scores that are not finite.
     """
     client.model.eval()
-    scores = _scores(client, client.data.test, predictors)
+    scores = _scores(client, client.data.test, predictors, client.evaluation.per_class)
     if client.data.validation is None:
         return scores
     return replace(scores, validation=_scores(client, client.data.validation, predictors))
 
 
-def _scores(client: Client, shard: Shard, predictors: Mapping[str, Predictor]) -> Scores:
+def _scores(
+    client: Client, shard: Shard, predictors: Mapping[str, Predictor], per_class: bool = False
+) -> Scores:
     size = client.evaluation.eval_batch_size
     correct = dict.fromkeys(predictors, 0)
+    answers: dict[str, list[Tensor]] = {name: [] for name in predictors}
     loss = 0.0
     for start in range(0, len(shard.labels), size):
         batch = slice(start, start + size)
@@ -373,12 +379,31 @@ def _scores(client: Client, shard: Shard, predictors: Mapping[str, Predictor]) -
                 raise ValueError(f"predictor '{name}' answers {tuple(scores.shape)}, expected (B, K)")
             if not bool(torch.isfinite(scores).all()):
                 raise Diverged(f"predictor '{name}' gives scores that are not finite; {REMEDY}")
-            correct[name] += int((scores.argmax(dim=1) == labels).sum())
+            answer = scores.argmax(dim=1)
+            correct[name] += int((answer == labels).sum())
+            if per_class:
+                answers[name].append(answer)
             if name == "head":
                 answered = scores
         loss += float(nn.functional.cross_entropy(answered, labels, reduction="sum"))
     n = len(shard.labels)
-    return Scores(n, correct, loss / n if n else 0.0)
+    counted = _by_class(shard.labels, answers, client.task.num_classes) if per_class else None
+    return Scores(n, correct, loss / n if n else 0.0, by_class=counted)
+
+
+def _by_class(labels: Tensor, answers: Mapping[str, Sequence[Tensor]], num_classes: int) -> ByClass:
+    """Return the counts of a whole pass, once it is over: a GPU is waited for once a predictor, not once a batch."""
+    known = labels.cpu()
+
+    def count(found: Tensor) -> list[int]:
+        each: list[int] = torch.bincount(found, minlength=num_classes).tolist()
+        return each
+
+    right, answered = {}, {}
+    for name, parts in answers.items():
+        answer = torch.cat(list(parts)).cpu() if parts else known[:0]
+        right[name], answered[name] = count(known[answer == known]), count(answer)
+    return ByClass(count(known), right, answered)
 
 
 def _add(totals: dict[str, Tensor], name: str, value: Tensor) -> None:

@@ -41,7 +41,7 @@ def test_payloads_that_carry_counts_say_so() -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["dp-noise", "secure-aggregation", "dense-uploads", "count-bucket", "client-report"]
+    "key", ["dp-noise", "secure-aggregation", "dense-uploads", "count-bucket", "client-report", "per-class"]
 )
 def test_the_settings_that_are_promised_exist(key: str) -> None:
     if key != "secure-aggregation":
@@ -75,6 +75,9 @@ def test_settings_hide_what_they_say() -> None:
     silent = states(client_report="none")
     assert {state for (message, _), state in silent.items() if message == "report"} == {"hidden"}
     assert silent["hello", "number of training and test samples"] == "hidden"
+    assert states()["report", "test samples of each class"] == "hidden"
+    counted = states(per_class=True, **dense, dp_clip=1.0, dp_noise=1.0)
+    assert counted["report", "test samples of each class"] == "in clear"
 
 
 def test_a_default_that_does_not_reach_a_method_is_said() -> None:

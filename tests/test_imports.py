@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 APPS = ("client_app", "server_app")
 # A module may import what stands before its own line, and its own line.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "seeds", "allocator"),
+    ("errors", "seeds", "allocator", "by_class"),
     ("task", "config", "payloads", "security", "card", "architectures", "own_code"),
     ("sinks",),
     ("models", "data"),

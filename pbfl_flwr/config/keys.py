@@ -386,6 +386,9 @@ class EvaluationSettings(Group):
     both_moments: bool = Field(
         False, description="score clients that train at the other moment too; evaluate-moment is the headline"
     )
+    per_class: bool = Field(
+        False, description="count by class too: balanced accuracy, macro-F1; tells the server the test labels"
+    )
     predictor: Literal["auto", "head", "global", "global-local", "local", "etf"] = Field(
         "auto",
         description="headline: logits, nearest global / own classes' global / local prototype, GFPL's fixed frame",

@@ -183,6 +183,8 @@ def _disagreements(settings: Settings) -> list[str]:
             found.append(f"new-clients = {run.new_clients}: {silent}; allowed is 0")
         if settings.evaluation.both_moments:
             found.append(f"both-moments = true: {silent}; allowed is false")
+        if settings.evaluation.per_class:
+            found.append(f"per-class = true: {silent}; allowed is false")
     return found
 
 

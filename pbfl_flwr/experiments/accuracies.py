@@ -139,6 +139,13 @@ def other_moment(about: Mapping[str, Any]) -> str:
     return "after training" if about["moment"] == "before" else "before training"
 
 
+def label_names(about: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the K names of a run's classes, whose run.json is given; numbers where clients gave none."""
+    member = about["clients"][0]
+    names = member.get("labels") or range(member["task"]["num_classes"])
+    return tuple(" ".join(str(name).split()) for name in names)
+
+
 def participants(about: Mapping[str, Any]) -> int:
     """Return how many clients take part in the rounds of a run, whose run.json is given."""
     return len(about["clients"]) - int(about["configuration"].get("new-clients", 0))

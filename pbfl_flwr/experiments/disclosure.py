@@ -22,7 +22,9 @@ STYLES = {"in clear": "red", "blurred": "yellow", "hidden": "green"}
 
 def disclosures(settings: Settings) -> list[Reveal]:
     """Return everything that a client's messages, and the broadcast, tell under this configuration."""
-    said = [*hello.REVEALS, *report.REVEALS]
+    counted = settings.evaluation.per_class
+    by_class = report.BY_CLASS if counted else report.BY_CLASS.but("hidden", "not sent")
+    said = [*hello.REVEALS, *report.REVEALS, by_class]
     if settings.privacy.client_report == "none":
         said = [one.but("hidden", "not sent") if "client-report" in one.hide else one for one in said]
     method = build_method(settings)

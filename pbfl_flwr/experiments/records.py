@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.errors import PbflError, expanded
-from pbfl_flwr.experiments.accuracies import client_series, honest, series
+from pbfl_flwr.experiments.accuracies import client_series, honest, label_names, series
 from pbfl_flwr.flower.history import RunDirectory
 
 NEUTRAL = frozenset(
@@ -98,9 +98,7 @@ class Record:
     @cached_property
     def label_names(self) -> tuple[str, ...]:
         """The K names; numbers where clients gave none."""
-        member = self.about["clients"][0]
-        names = member.get("labels") or range(member["task"]["num_classes"])
-        return tuple(" ".join(str(name).split()) for name in names)
+        return label_names(self.about)
 
     def accuracies(self, predictor: str | None = None) -> dict[int, float]:
         """Return client -> share of correct test samples in the last round, of the clients that were scored.

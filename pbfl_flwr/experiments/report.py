@@ -17,6 +17,7 @@ from statistics import fmean
 from typing import Any
 
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments import per_class
 from pbfl_flwr.experiments.accuracies import (
     accuracy_by,
     few_clients,
@@ -119,6 +120,7 @@ def page(groups: Sequence[Group], sections: Sequence[Any]) -> str:
     sheets = [summary_sheet(groups), accuracy_sheet(groups), cost_sheet(groups)]
     if len(groups) > 1:
         sheets.insert(1, paired_sheet(groups))
+    sheets += per_class.sheets([per_class.Scored(g.label, g.first.about, g.first.rounds) for g in groups])
     return environment.get_template("report.html").render(
         title=titled(", ".join(group.label for group in groups), groups[0].by),
         overviews=overviews(groups),

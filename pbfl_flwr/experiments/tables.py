@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pbfl_flwr.config import PREDICTORS, announced
+from pbfl_flwr.experiments import per_class
 from pbfl_flwr.experiments.accuracies import (
     Scores,
     client_series,
@@ -54,6 +55,7 @@ def show(run_dir: Path, console: Console) -> None:
             say(console, "no accuracies: no client has said any")
         for sentence in majority_lines([run.majority()]):
             say(console, sentence)
+        per_class.show(about, rounds, console)
         if newcomers:
             console.print(newcomer_table(about, newcomers))
             for sentence in majority_lines([run.newcomer_majority()], "a new client"):

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from pbfl_flwr import by_class
 from pbfl_flwr.config import PREDICTORS
 from pbfl_flwr.flower import notes
 from pbfl_flwr.flower.history import finite
@@ -19,15 +20,16 @@ from pbfl_flwr.method import Method, Moment
 from pbfl_flwr.payloads import Payload
 
 
-def summarise(reports: Mapping[int, Report]) -> dict[str, dict[str, float]]:
+def summarise(reports: Mapping[int, Report]) -> dict[str, dict[str, Any]]:
     """Return predictor -> accuracy over clients.
 
     ``weighted`` is correct samples over all samples (what most published tables show), ``mean`` the plain mean over
     clients, ``std`` their population deviation, ``worst`` the mean of the worst decile (at least one client). Clients
     without test samples are left out; a predictor is summarised when every scored client could be asked, or those
-    that could (then ``clients`` says how many).
+    that could (then ``clients`` says how many). Where clients count by class, what follows from that stands beside it,
+    see :func:`pbfl_flwr.by_class.statistics`.
     """
-    found: dict[str, dict[str, float]] = {}
+    found: dict[str, dict[str, Any]] = {}
     scored = {i: report for i, report in reports.items() if report.num_test}
     for name in PREDICTORS:
         asked = [report for report in scored.values() if report.correct and name in report.correct]
@@ -44,13 +46,16 @@ def summarise(reports: Mapping[int, Report]) -> dict[str, dict[str, float]]:
             "worst": float(worst.mean()),
             "clients": len(asked),
         }
+        counted = [report.by_class for report in asked if report.by_class is not None]
+        if len(counted) == len(asked):
+            found[name] |= by_class.statistics(counted, name)
     return found
 
 
 def on_validation(reports: Mapping[int, Report]) -> dict[int, Report]:
     """Return the reports with what was held out for validation in the place of the test data."""
     return {
-        client: replace(report, num_test=report.num_validation, correct=report.validation)
+        client: replace(report, num_test=report.num_validation, correct=report.validation, by_class=None)
         for client, report in reports.items()
         if report.num_validation
     }
@@ -59,7 +64,7 @@ def on_validation(reports: Mapping[int, Report]) -> dict[int, Report]:
 def at_the_other_moment(reports: Mapping[int, Report]) -> dict[int, Report]:
     """Return the reports of clients that were scored twice, with what they scored at the other moment."""
     return {
-        client: replace(report, correct=report.other)
+        client: replace(report, correct=report.other, by_class=report.other_by_class)
         for client, report in reports.items()
         if report.other is not None
     }
@@ -151,12 +156,21 @@ def client_columns(server_round: int, phase: Phase, outcome: Outcome) -> dict[st
         "num_validation": [report.num_validation for report in reports.values()],
         "validated": [dict(report.validation or {}) for report in reports.values()],
         **({"other": [dict(report.other or {}) for report in reports.values()]} if twice else {}),
+        **_counts("by_class", [report.by_class for report in reports.values()]),
+        **_counts("other_by_class", [report.other_by_class for report in reports.values()]),
         "test_loss": [report.test_loss for report in reports.values()],
         "metrics": [dict(report.metrics or {}) for report in reports.values()],
         "seconds": [list(report.seconds) for report in reports.values()],
         "bytes_up": [asdict(outcome.up[client]) for client in reports],
         "bytes_down": [asdict(phase.down[client]) for client in reports],
     }
+
+
+def _counts(column: str, counts: Sequence[by_class.ByClass | None]) -> dict[str, list[dict[str, Any]]]:
+    """Return the column of the counts by class, an entry a client; no column where nobody has any."""
+    if not any(counts):
+        return {}
+    return {column: [{} if of is None else of.brief() for of in counts]}
 
 
 def final_scores(phase: Phase, outcome: Outcome) -> dict[str, Any]:

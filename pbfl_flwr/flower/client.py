@@ -174,6 +174,7 @@ def _trained(opened: Opened, message: Message) -> Message:
         _report(opened, scores.pop(moment), participations, seconds, update.metrics),
         round=client.round,
         other=next((twice.correct for twice in scores.values()), None),
+        other_by_class=next((twice.by_class for twice in scores.values()), None),
     )
     payload = wire.encode(update.payload, opened.settings.prototypes.wire_dtype)
     started = time.perf_counter()
@@ -241,6 +242,7 @@ def _report(
         metrics=metrics,
         num_validation=held_out.num_samples if held_out else 0,
         validation=held_out.correct if held_out else None,
+        by_class=scores.by_class,
     )
 
 

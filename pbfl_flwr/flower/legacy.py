@@ -47,7 +47,7 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import wire
 from pbfl_flwr.flower.books import summarise
 from pbfl_flwr.flower.replies import said_of
-from pbfl_flwr.flower.report import Report, plain
+from pbfl_flwr.flower.report import Report, classes_counted, plain
 from pbfl_flwr.method import Method, Round
 from pbfl_flwr.methods import build_method
 from pbfl_flwr.payloads import Payload, Prototypes
@@ -69,13 +69,17 @@ def payload_of(record: ArrayRecord) -> ArrayRecord:
     return ArrayRecord({key: array for key, array in record.items() if key != compat.EMPTY_TENSOR_KEY})
 
 
-def report_of(metrics: Mapping[str, Scalar]) -> Report:
+def report_of(metrics: Mapping[str, Scalar], classes: int = 0) -> Report:
     """Return the report that a client put into the metrics of its FitRes.
+
+    Args:
+        metrics: as they came.
+        classes: K, where it must count by class.
 
     Raises:
         RejectedPayload: if it is none.
     """
-    return Report.from_record(MetricRecord(json.loads(str(metrics[REPORT]))))
+    return Report.from_record(MetricRecord(json.loads(str(metrics[REPORT]))), classes)
 
 
 def fit_result(parameters: Parameters, report: MetricRecord) -> FitRes:
@@ -198,7 +202,7 @@ class LegacyMethodStrategy(TrainingOnly):
         self.reports, self.failures = {}, {}
         for number, (proxy, result) in enumerate(ordered):
             try:
-                report = report_of(result.metrics)
+                report = report_of(result.metrics, classes_counted(self.settings.evaluation, self.task))
                 if not self.settings.privacy.secure_aggregation:
                     uploads[number] = self._upload_of(result)
                 self.reports[proxy.cid] = report

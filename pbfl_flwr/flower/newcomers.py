@@ -22,6 +22,7 @@ from pbfl_flwr.flower.books import client_columns, final_scores, round_line
 from pbfl_flwr.flower.endings import RunEnded
 from pbfl_flwr.flower.questions import Questions
 from pbfl_flwr.flower.replies import Outcome, Phase, read
+from pbfl_flwr.flower.report import classes_counted
 from pbfl_flwr.flower.telling import accuracy
 from pbfl_flwr.method import Moment
 from pbfl_flwr.payloads import Payload
@@ -113,6 +114,7 @@ class Newcomers:
         replies = list(grid.send_and_receive([message for message, _ in phase.messages], timeout=timeout))
         self.attendance.settle(phase, replies)  # late uploads of the run's last round are of no more use
         most = self.settings.run.max_upload_mb * 2**20
-        outcome = read(replies, phase, questions.method, state, self.task, most)
+        counted = classes_counted(self.settings.evaluation, self.task)
+        outcome = read(replies, phase, questions.method, state, self.task, most, classes=counted)
         self.attendance.failed(outcome.failures)
         return phase, outcome

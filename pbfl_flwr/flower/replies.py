@@ -137,6 +137,7 @@ class _Reader:
     state: Payload
     task: Task
     max_bytes: int
+    classes: int
 
     def weigh(self, reply: Message) -> Traffic | _Rejected:
         """Return a reply's bytes, or why they cannot be counted."""
@@ -150,7 +151,7 @@ class _Reader:
         if isinstance(traffic, _Rejected):
             return traffic
         try:
-            report, upload = _report_of(reply, self.max_bytes), None
+            report, upload = _report_of(reply, self.max_bytes, self.classes), None
             if training:
                 upload = _upload_of(reply, self.method, self.state, self.task)
             return _Answer(report, upload, traffic)
@@ -259,6 +260,7 @@ def read(
     max_bytes: int = wire.MAX_BYTES,
     late: Sequence[tuple[Debt, Message]] = (),
     stale_weight: float = 0.0,
+    classes: int = 0,
 ) -> Outcome:
     """Decode and validate every reply; a bad one costs its own client only.
 
@@ -274,8 +276,9 @@ def read(
         max_bytes: of one reply; larger ones are refused unread.
         late: answers to earlier rounds, the newest first.
         stale_weight: 0 leaves uploads of earlier rounds out.
+        classes: K, where reports must count by class; 0: those counts are not looked at.
     """
-    reader = _Reader(method, state, task, max_bytes)
+    reader = _Reader(method, state, task, max_bytes, classes)
     intake = _Intake(phase, task, method.streams(), stale_weight)
     by_client = wire.ordered(replies, {m.metadata.message_id: client for m, client in phase.messages})
     # All are weighed before one is decoded: a processor keeps the code of one task at hand, not of both.
@@ -316,12 +319,12 @@ def _upload_of(reply: Message, method: Method[Any, Any, Any], state: Payload, ta
     return upload
 
 
-def _report_of(reply: Message, max_bytes: int) -> Report:
+def _report_of(reply: Message, max_bytes: int, classes: int) -> Report:
     record = reply.content.get(wire.METRICS) if reply.has_content() else None
     if not isinstance(record, MetricRecord):
         raise RejectedPayload("its report is missing")
     wire.check_content(reply.content, max_bytes)
-    return Report.from_record(record)
+    return Report.from_record(record, classes)
 
 
 def reason_of(reply: Message) -> str:

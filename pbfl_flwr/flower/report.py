@@ -6,14 +6,19 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 from flwr.app import MetricRecord
+from numpy.typing import NDArray
 
-from pbfl_flwr.config import PREDICTORS
+from pbfl_flwr.by_class import ByClass
+from pbfl_flwr.config import PREDICTORS, EvaluationSettings
 from pbfl_flwr.payloads import MAX_COUNT, RejectedPayload, Reveal
+from pbfl_flwr.task import Task
 
 SPENT = ("data", "open", "fit", "evaluate", "save")  # data: its own shards; open: network, state and settings
 MAX_METRICS = 100  # of one report
 MAX_NAME = 100  # characters of a metric's name
+Table = NDArray[np.int64]
 _LARGEST_FLOAT = 1e40  # beyond float32: no loss, no time and no memory is that large
 
 REVEALS = tuple(  # what the report tells the server
@@ -24,6 +29,13 @@ REVEALS = tuple(  # what the report tells the server
         ("training losses", "the mean of every term, and what else the method reports"),
         ("timings and memory", "they grow with the number of samples and tell the hardware"),
     )
+)
+BY_CLASS = Reveal(
+    "test samples of each class",
+    "how many, how many of them right and how often answered: which classes the client holds, whatever hides it in "
+    "the upload",
+    "per-class = false, or client-report = 'none'",
+    message="report",
 )
 
 
@@ -44,6 +56,8 @@ class Report:
         round: whose upload this is; 0 where nothing was trained.
         other: predictor -> correctly predicted test samples at the other moment (before training instead of after it,
             or the other way round); None where the client was not scored twice.
+        by_class: the test samples counted by class, of every predictor in ``correct``; None where that was not asked.
+        other_by_class: the same at the other moment.
     """
 
     num_train: int
@@ -58,6 +72,8 @@ class Report:
     validation: Mapping[str, int] | None = None
     round: int = 0
     other: Mapping[str, int] | None = None
+    by_class: ByClass | None = None
+    other_by_class: ByClass | None = None
 
     def to_record(self) -> MetricRecord:
         """Return the compact record: lists with a fixed layout, since every key costs bytes."""
@@ -70,11 +86,19 @@ class Report:
             fixed["v"] = [self.num_validation, *_in_order(self.validation)]
         if self.other is not None:
             fixed["o"] = _in_order(self.other)
+        if self.by_class is not None:
+            fixed["k"] = [*self.by_class.tested, *_rows(self.by_class)]
+            if self.other_by_class is not None:
+                fixed["ko"] = _rows(self.other_by_class)
         return MetricRecord({**(self.metrics or {}), **fixed})
 
     @classmethod
-    def from_record(cls, record: MetricRecord) -> Report:
+    def from_record(cls, record: MetricRecord, classes: int = 0) -> Report:
         """Rebuild a report.
+
+        Args:
+            record: as it came.
+            classes: K, where it must count by class; 0: no such counts are looked at.
 
         Raises:
             RejectedPayload: if a field is missing or of a wrong length, or a counter contradicts another.
@@ -97,6 +121,13 @@ class Report:
         scored, by_validation = _named(correct), _named(validated) if num_validation else None
         metrics = {key: _checked(key, value) for key, value in record.items() if not isinstance(value, list)}
         seconds = (data, opened, fitted, evaluated, saved)
+        by_class = other_by_class = None
+        if classes:
+            (tested,), rows = _table(record, "k", classes, 1, scored)
+            by_class = _counted(tested, rows, num_test, scored)
+            if other is not None:
+                _, rows = _table(record, "ko", classes, 0, _named(other))
+                other_by_class = _counted(tested, rows, num_test, _named(other))
         return cls(
             num_train,
             num_test,
@@ -110,7 +141,14 @@ class Report:
             by_validation,
             number,
             None if other is None else _named(other),
+            by_class,
+            other_by_class,
         )
+
+
+def classes_counted(evaluation: EvaluationSettings, task: Task) -> int:
+    """Return K where reports count by class, else 0."""
+    return task.num_classes if evaluation.per_class else 0
 
 
 def plain(record: MetricRecord) -> dict[str, float | list[float]]:
@@ -132,6 +170,38 @@ def _in_order(correct: Mapping[str, int] | None) -> list[int]:
 
 def _named(correct: list[int]) -> dict[str, int]:
     return {name: value for name, value in zip(PREDICTORS, correct, strict=True) if value >= 0}
+
+
+def _rows(counts: ByClass) -> list[int]:
+    """Return R and A of every predictor, one after the other."""
+    asked = [name for name in PREDICTORS if name in counts.right]
+    return [count for name in asked for row in (counts.right[name], counts.answered[name]) for count in row]
+
+
+def _table(
+    record: MetricRecord, key: str, classes: int, first: int, scored: Mapping[str, int]
+) -> tuple[Table, Table]:
+    """Return (so many rows of K, R and A of every predictor (2·P, K)) of a list of whole numbers."""
+    values, length = record.get(key), (first + 2 * len(scored)) * classes
+    if not isinstance(values, list) or len(values) != length:
+        raise RejectedPayload(f"its report lacks '{key}' of length {length}, counts by class")
+    found = np.array(values) if values else np.zeros(0, dtype=np.int64)
+    if found.dtype.kind != "i" or (found.size and not 0 <= found.min() <= found.max() < MAX_COUNT):
+        raise RejectedPayload(f"'{key}' of its report holds what is no count")
+    table = found.reshape(-1, classes)
+    return table[:first], table[first:]
+
+
+def _counted(tested: Table, rows: Table, num_test: int, scored: Mapping[str, int]) -> ByClass:
+    """Return the counts by class, which must add up to what the rest of the report says."""
+    right, answered = rows[0::2], rows[1::2]
+    totals = list(scored.values())
+    agree = tested.sum() == num_test and (answered.sum(axis=1) == num_test).all()
+    agree = agree and right.sum(axis=1).tolist() == totals
+    if not agree or (right > np.minimum(tested, answered)).any():
+        raise RejectedPayload("its counts by class contradict the others")
+    named = [dict(zip(scored, table.tolist(), strict=True)) for table in (right, answered)]
+    return ByClass(tested.tolist(), *named)
 
 
 def _list(record: MetricRecord, key: str, length: int) -> list[float]:

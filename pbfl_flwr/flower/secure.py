@@ -45,7 +45,7 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import wire
 from pbfl_flwr.flower.legacy import TrainingOnly, parameters_of, report_of, summed, summing, workflow_of
 from pbfl_flwr.flower.replies import Outcome, Phase, read, reason_of, said_of
-from pbfl_flwr.flower.report import Report
+from pbfl_flwr.flower.report import Report, classes_counted
 from pbfl_flwr.flower.traffic import Traffic, weigh
 from pbfl_flwr.method import Method
 from pbfl_flwr.payloads import Payload
@@ -107,7 +107,8 @@ class SecureRounds:
             PbflError: if the sum is none.
         """
         rest = replace(phase, messages=[pair for pair in phase.messages if pair[1] not in phase.training])
-        outcome = read(replies, rest, self.method, state, task, max_bytes)
+        counted = classes_counted(self.settings.evaluation, task)
+        outcome = read(replies, rest, self.method, state, task, max_bytes, classes=counted)
         if self._face is None or self._metered is None:
             return outcome
         clients = {message.metadata.dst_node_id: c for message, c in phase.messages if c in phase.training}
@@ -115,7 +116,7 @@ class SecureRounds:
         found: dict[int, Report] = {}
         for node, result in self._face.results.items():
             try:
-                found[clients[node]] = report_of(result.metrics)
+                found[clients[node]] = report_of(result.metrics, counted)
             except Exception as error:  # the boundary, as replies.read has it
                 outcome.failures[clients[node]] = f"its report cannot be read: {said_of(error)}"
         for node, client in clients.items():

@@ -35,6 +35,7 @@ from pbfl_flwr.flower.newcomers import Newcomers, new_clients
 from pbfl_flwr.flower.questions import Questions
 from pbfl_flwr.flower.recorder import Recorder
 from pbfl_flwr.flower.replies import Outcome, Phase, read
+from pbfl_flwr.flower.report import classes_counted
 from pbfl_flwr.flower.returning import meet_again
 from pbfl_flwr.flower.roster import Roster
 from pbfl_flwr.flower.secure import SecureRounds
@@ -394,7 +395,10 @@ class MethodStrategy(Strategy):
             return self._secure.read(replies, phase, self.state, self.task, max_bytes)
         assert self._attendance is not None
         late = self._attendance.settle(phase, replies)
-        return read(replies, phase, self.method, self.state, self.task, max_bytes, late, run.stale_weight)
+        counted = classes_counted(self.settings.evaluation, self.task)
+        return read(
+            replies, phase, self.method, self.state, self.task, max_bytes, late, run.stale_weight, counted
+        )
 
     def _finish_round(self, server_round: int) -> None:
         self._waits("")

@@ -32,6 +32,7 @@ VARIANTS: dict[str, dict[str, Scalar]] = {
     "private": {"dp-clip": 1.0, "dp-noise": 0.5, "dp-randomness": "seed"},
     "sgd": {"momentum": 0.9, "optimizer-state": "kept", "weight-decay": 0.01, "max-grad-norm": 1.0},
     "held-out": {"validation-share": 0.3, "local-epochs": 2, "drop-last": "never"},
+    "by-class": {"per-class": True, "both-moments": True, "eval-batch-size": 3},
     "contiguous": {"layout": "contiguous", "models": "resnet6,shufflenet-v2"},
 }
 

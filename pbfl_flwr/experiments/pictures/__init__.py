@@ -13,6 +13,7 @@ from matplotlib import rc_context
 from pbfl_flwr.experiments.artefacts import NotThere
 from pbfl_flwr.experiments.pictures import (
     alignment,
+    by_class,
     distribution,
     features,
     personalisation,
@@ -34,6 +35,7 @@ SECTIONS: dict[str, tuple[Kind, ...]] = {
         progress.bytes_over_rounds,
         progress.accuracy_against_bytes,
     ),
+    "Classes": (by_class.accuracy_by_class, by_class.clients_by_class),
     "Prototypes": (
         prototypes.local_heatmaps,
         prototypes.global_heatmaps,

@@ -1,0 +1,95 @@
+"""Right answers and answers by class, and the scores that give every class the same weight.
+
+With T_k test samples of class k, R_k of them answered right, and A_k samples for which the answer was k:
+
+* the accuracy of class k is R_k/T_k, for T_k > 0 (its recall);
+* balanced accuracy is their plain mean, over the classes with T_k > 0;
+* macro-F1 is the plain mean of 2·R_k/(T_k + A_k), over the classes with T_k + A_k > 0.
+
+So scikit-learn's ``balanced_accuracy_score`` and ``f1_score(average="macro")`` have it: a class that is neither among
+the labels nor among the answers does not count, and one that is among the answers only counts 0 for F1, and nothing
+for balanced accuracy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+
+@dataclass(frozen=True)
+class ByClass:
+    """What is counted on a client's test samples, K numbers each.
+
+    Attributes:
+        tested: T, samples of each class.
+        right: predictor -> R, correctly predicted ones of them.
+        answered: predictor -> A, how often it answered each class.
+    """
+
+    tested: Sequence[int]
+    right: Mapping[str, Sequence[int]]
+    answered: Mapping[str, Sequence[int]]
+
+    def brief(self) -> dict[str, Any]:
+        """Return it for the books, without the classes that this client neither has nor was ever answered."""
+        rows = [self.tested, *self.right.values(), *self.answered.values()]
+        classes = [label for label in range(len(self.tested)) if any(row[label] for row in rows)]
+
+        def kept(row: Sequence[int]) -> list[int]:
+            return [row[label] for label in classes]
+
+        return {
+            "classes": classes,
+            "tested": kept(self.tested),
+            "right": {name: kept(row) for name, row in self.right.items()},
+            "answered": {name: kept(row) for name, row in self.answered.items()},
+        }
+
+
+def recalls(tested: ArrayLike, right: ArrayLike) -> NDArray[np.float64]:
+    """Return R/T (..., K), NaN for classes without test samples."""
+    samples = np.asarray(tested, dtype=np.float64)
+    found: NDArray[np.float64] = np.full(samples.shape, np.nan)
+    np.divide(right, samples, out=found, where=samples > 0)
+    return found
+
+
+def balanced_accuracy(tested: ArrayLike, right: ArrayLike) -> NDArray[np.float64]:
+    """Return the mean of R/T over the classes with test samples, of which there must be one, for every row (..., K)."""
+    return np.asarray(np.nanmean(recalls(tested, right), axis=-1))
+
+
+def macro_f1(tested: ArrayLike, right: ArrayLike, answered: ArrayLike) -> NDArray[np.float64]:
+    """Return the mean of 2·R/(T + A) over the classes with T + A > 0, at least one, for every row (..., K)."""
+    both = np.asarray(tested, dtype=np.float64) + np.asarray(answered)
+    found = np.divide(2 * np.asarray(right), both, out=np.full(both.shape, np.nan), where=both > 0)
+    return np.asarray(np.nanmean(found, axis=-1))
+
+
+def statistics(clients: Sequence[ByClass], name: str) -> dict[str, Any]:
+    """Return a predictor's scores over clients, each of which has test samples.
+
+    ``balanced`` and ``macro_f1`` are of all test samples together, ``balanced_mean`` and ``macro_f1_mean`` the plain
+    means of the clients' own; ``by_class`` are the accuracies of the classes over all test samples, None for one
+    without any, and ``tested`` those samples.
+    """
+    tested = np.array([client.tested for client in clients])
+    right, answered = (
+        np.array([found[name] for found in counts])
+        for counts in ([client.right for client in clients], [client.answered for client in clients])
+    )
+    all_tested, all_right, all_answered = (counts.sum(axis=0) for counts in (tested, right, answered))
+    each = recalls(all_tested, all_right)
+    return {
+        "balanced": float(balanced_accuracy(all_tested, all_right)),
+        "balanced_mean": float(balanced_accuracy(tested, right).mean()),
+        "macro_f1": float(macro_f1(all_tested, all_right, all_answered)),
+        "macro_f1_mean": float(macro_f1(tested, right, answered).mean()),
+        "by_class": [None if np.isnan(value) else float(value) for value in each],
+        "tested": all_tested.tolist(),
+    }

@@ -1,0 +1,147 @@
+"""Tables and pictures of runs with per-class."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from pbfl_flwr.experiments import per_class, records, tables
+from pbfl_flwr.experiments.per_class import Scored
+from tests.runs import entry, write_run
+
+# Class b has no test samples. Of the others 3 of 4 and 0 of 1 are right.
+COUNTED: dict[str, Any] = {
+    "weighted": 0.6,
+    "balanced": 0.375,
+    "balanced_mean": 0.5,
+    "macro_f1": 0.25,
+    "macro_f1_mean": 0.125,
+    "by_class": [0.75, None, 0.0],
+    "tested": [4, 0, 1],
+}
+COLUMNS: dict[str, Any] = {
+    "round": 1,
+    "client": [0, 1],
+    "num_test": [3, 2],
+    "correct": [{"global": 2, "head": 1}, {"global": 1, "head": 1}],
+    "num_validation": [0, 0],
+    "validated": [{}, {}],
+    "metrics": [{}, {}],
+    "by_class": [
+        {"classes": [0], "tested": [3], "right": {"global": [2]}, "answered": {"global": [3]}},
+        {"classes": [0, 1, 2], "tested": [1, 0, 1], "right": {"global": [1, 0, 0]}, "answered": {"global": [1, 1, 0]}},
+    ],
+}  # fmt: skip
+
+
+def line(**counted: Any) -> dict[str, Any]:
+    found = entry(1, 0.5, 0.6)
+    for name, score in found["accuracy"].items():
+        score |= {**COUNTED, **(counted if name == "global" else {})}
+    return found
+
+
+def run(place: Path, *lines: dict[str, Any], **keys: Any) -> Path:
+    path = write_run(place, list(lines), **{"per-class": True, **keys})
+    (path / "clients.jsonl").write_text(json.dumps(COLUMNS) + "\n")
+    return path
+
+
+def shown(path: Path, width: int = 120) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+    tables.show(path, console)
+    assert isinstance(console.file, io.StringIO)
+    return [text.rstrip() for text in console.file.getvalue().splitlines()]
+
+
+def test_show_prints_both_tables(tmp_path: Path) -> None:
+    told = shown(run(tmp_path / "run", line(balanced=0.5, by_class=[1.0, None, 0.25])))
+    words = [text.split() for text in told]
+    assert ["global", "(headline)", "1", "60.00", "50.00", "25.00", "50.00", "12.50"] in words
+    assert ["head", "1", "60.00", "37.50", "25.00", "50.00", "12.50"] in words
+    assert ["class", "test", "samples", "head", "global"] in words
+    assert ["a", "4", "75.00", "100.00"] in words
+    assert ["c", "1", "0.00", "25.00"] in words
+    assert "Without test samples: b." in told
+
+
+def test_show_prints_nothing_of_it_without_the_key(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", [entry(1, 0.5, 0.6)])
+    assert not [text for text in shown(path) if "class" in text.lower() and "most frequent" not in text]
+    assert (
+        per_class.sheets([Scored("", json.loads((path / "run.json").read_text()), [entry(1, 0.5, 0.6)])])
+        == []
+    )
+
+
+def test_the_last_scoring_and_the_other_moment(tmp_path: Path) -> None:
+    early = line() | {"accuracy_of_round": 0, "other": line(balanced=0.75)["accuracy"]}
+    early["final"] = {"accuracy": line(balanced=1.0)["accuracy"], "failures": []}
+    about = json.loads((write_run(tmp_path / "run", [early]) / "run.json").read_text()) | {"moment": "before"}
+    sheet = per_class.balance_sheet([Scored("one", about, [early])])
+    assert sheet is not None
+    rows = {row[1]: row for row in sheet.rows}
+    assert rows["global (headline)"][2:5] == ("1", "60.00", "100.00")
+    assert rows["global, after training"][2:5] == ("1", "60.00", "75.00")
+
+
+def test_many_classes_fit_into_a_terminal(tmp_path: Path) -> None:
+    K = 50
+    path = run(tmp_path / "run", line(by_class=[k / K for k in range(K)][::-1], tested=[2] * K))
+    about = json.loads((path / "run.json").read_text())
+    for member in about["clients"]:
+        member["labels"] = [f"class-{k}" for k in range(K)]
+    (path / "run.json").write_text(json.dumps(about))
+    found = json.loads((path / "rounds.jsonl").read_text())
+    found["accuracy"]["head"] |= {"by_class": [0.5] * K, "tested": [2] * K}
+    (path / "rounds.jsonl").write_text(json.dumps(found) + "\n")
+    told = shown(path, 80)
+    listed = [text.split()[0] for text in told if text.startswith("class-")]
+    assert listed == [f"class-{k}" for k in range(K - 1, K - 21, -1)]  # the worst first
+    assert "The 20 of 50 classes on which 'global' is worst." in told
+    tables_alone = [text for text in told if not text.endswith(".")]
+    assert max(map(len, tables_alone[3:])) <= 80
+
+
+def test_the_page_has_tables_and_pictures(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed (the extra 'report')")
+    from pbfl_flwr.experiments import pictures, report
+
+    with_it = run(tmp_path / "with", line())
+    without = write_run(tmp_path / "without", [entry(1, 0.5, 0.6)], method="local")
+    groups = records.load([with_it, without])
+    sections = pictures.draw(groups)
+    classes = next(section for section in sections if section.title == "Classes")
+    assert [picture.name for picture in classes.pictures] == ["accuracy-by-class-0", "clients-by-class-0"]
+    assert classes.left_out == ()
+    points, bars, *_ = classes.pictures[0].figure.axes
+    values = [drawn.get_ydata() for drawn in points.get_lines()]
+    np.testing.assert_array_equal(values, [[75.0, np.nan, 0.0]] * 2)
+    assert [bar.get_height() for bar in bars.patches] == [4, 0, 1]
+    (image,) = classes.pictures[1].figure.axes[0].get_images()
+    shown_values = np.ma.filled(image.get_array().astype(float), np.nan)  # type: ignore[union-attr]
+    np.testing.assert_allclose(shown_values, [[200 / 3, 100], [np.nan, np.nan], [np.nan, 0]])
+    page = report.page(groups, sections)
+    assert "Accuracy by class" in page
+    assert "Every class the same weight" in page
+    sheet = per_class.class_sheet([Scored(g.label, g.first.about, g.first.rounds) for g in groups])
+    assert sheet is not None
+    assert [row[:3] for row in sheet.rows] == [("fedproto", "a", "4"), ("fedproto", "c", "1")]
+    assert sheet.notes[-1] == "Without test samples: fedproto: b."
+
+
+def test_liars_are_not_in_the_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed (the extra 'report')")
+    from pbfl_flwr.experiments.pictures import by_class
+    from pbfl_flwr.experiments.pictures.style import Picture
+
+    path = run(tmp_path / "run", line())
+    about = json.loads((path / "run.json").read_text())
+    (path / "run.json").write_text(json.dumps(about | {"malicious": [0]}))
+    (picture,) = by_class.clients_by_class(records.load([path]))
+    assert isinstance(picture, Picture)
+    assert picture.alt.startswith("Heatmap of 3 classes by 1 clients; 2 cells")
