@@ -519,6 +519,25 @@ def test_a_run_is_not_resumed_for_fewer_rounds_than_it_has(tmp_path: Path) -> No
     assert "num-server-rounds = 1: the run has 2 rounds already" in result.stderr
 
 
+def test_a_finished_run_that_is_resumed_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def simulate(*arguments: object) -> int:
+        raise AssertionError("nothing is to be started")
+
+    monkeypatch.setattr("pbfl_flwr.experiments.runner.simulate", simulate)
+    run = write_run(tmp_path / "run", [entry(1, 0.5, 0.75), entry(2, 0.25, 0.5)])
+    (run / "result.txt").write_text("f387460871ab\n")
+    result = pbfl("run", "--resume", run)
+    assert result.exit_code == 0
+    assert "all its rounds are there; to go further: --set num-server-rounds=<more>" in result.stdout
+    assert "result hash f387460871ab" in result.stdout
+    settings = configuration.check(configuration.resumed(run, configuration.gather(None, [])))
+    assert configuration.complete(run, settings)
+    more = configuration.gather(None, ["num-server-rounds=3"])
+    assert not configuration.complete(run, configuration.check(configuration.resumed(run, more)))
+    (run / "result.txt").unlink()  # it was stopped before its end
+    assert not configuration.complete(run, settings)
+
+
 def test_a_run_of_devices_is_no_simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "400")
     run = write_run(tmp_path / "run", [entry(1, 0.25, 0.5)], **{"num-server-rounds": 9})

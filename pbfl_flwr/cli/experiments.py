@@ -91,6 +91,10 @@ def run(
             directory, chosen = expanded(resume).absolute(), True
             wishes = configuration.resumed(directory, wishes)
             settings = configuration.check(wishes)
+            if not dry_run and configuration.complete(directory, settings):
+                say(console, "all its rounds are there; to go further: --set num-server-rounds=<more>")
+                tables.show(directory, console)
+                return
         else:
             raise PbflError(
                 "--resume and --run-dir: a resumed run stays in its directory; give one of the two"

@@ -188,6 +188,12 @@ def resumed(run: Path, wishes: Wishes, *, devices: bool = False) -> Wishes:
     return changed
 
 
+def complete(run: Path, settings: Settings) -> bool:
+    """Whether a run came to its end and has all the rounds that are wanted."""
+    there = RunDirectory(run)
+    return bool(there.result()) and len(there.rounds()) == settings.run.num_server_rounds
+
+
 def run_directory(settings: Settings, wanted: Path | None) -> Path:
     """Return where a new run is written, absolute.
 
