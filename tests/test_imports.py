@@ -21,7 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("sinks",),
     ("models", "data"),
     ("method", "weights", "lowrank", "generators", "descent"),
-    ("training", "replay", "recording"),
+    ("training", "replay", "recording", "scoring"),
     ("prototypes",),
     ("methods",),
     ("flower",),

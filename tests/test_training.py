@@ -7,13 +7,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pbfl_flwr import training
+from pbfl_flwr import scoring, training
 from pbfl_flwr.config import EvaluationSettings, TrainingSettings, parse
 from pbfl_flwr.data import ClientData, Shard
 from pbfl_flwr.method import EXCLUDED, Client, Nearest, head_scores
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.models import build_model, dry_forward
 from pbfl_flwr.payloads import Prototypes
+from pbfl_flwr.scoring import evaluate
 from pbfl_flwr.task import Task
 from pbfl_flwr.training import (
     Diverged,
@@ -22,7 +23,6 @@ from pbfl_flwr.training import (
     batches,
     classification,
     each_feature,
-    evaluate,
     fit,
     forward,
     part,
@@ -495,7 +495,8 @@ def test_features_come_in_order_and_in_evaluation_mode() -> None:
 def test_features_outlive_the_next_batch_of_a_recorded_body(monkeypatch: pytest.MonkeyPatch) -> None:
     """A recording writes every batch's features to the same place, once it has heard that a batch begins."""
     model, place, begun = Net(), torch.empty(2, TASK.feature_dim), list[str]()
-    monkeypatch.setattr(training, "begin_batch", lambda mode, device: begun.append(mode))
+    for module in (training, scoring):
+        monkeypatch.setattr(module, "begin_batch", lambda mode, device: begun.append(mode))
     monkeypatch.setattr(model, "features", lambda inputs: place.fill_(len(begun)))
     who = replace(
         client(model, n=6, compile="reduce-overhead"), evaluation=EvaluationSettings(eval_batch_size=2)

@@ -41,6 +41,7 @@ def as_json(run_dir: Path) -> str:
     said = error.read_text(encoding="utf-8", errors="replace").strip() if error.exists() else None
     document = {
         "run": str(run_dir),
+        "result-hash": run.result() or None,
         "settings": {key: about.get(key) for key in ("configuration", "headline", "moment", "versions")},
         "rounds": {"done": len(rounds), "wanted": about["configuration"]["num-server-rounds"]},
         "ended-with": said,

@@ -36,7 +36,7 @@ class Listed:
         done, wanted: rounds.
         headline: the predictor that it reports.
         last: headline accuracy, sample-weighted, a share; None where it was not scored.
-        state: running, unfinished, finished, failed or damaged.
+        state: running, unfinished, stopped, finished, failed or damaged.
     """
 
     path: Path

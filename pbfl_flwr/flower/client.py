@@ -39,8 +39,9 @@ from pbfl_flwr.method import Client, Method, Moment, resolved_moment
 from pbfl_flwr.methods import build_method
 from pbfl_flwr.payloads import Payload, RejectedPayload
 from pbfl_flwr.prototypes.attacks import attacked
+from pbfl_flwr.scoring import Scores, evaluate
 from pbfl_flwr.task import Task
-from pbfl_flwr.training import REMEDY, Diverged, Scores, evaluate
+from pbfl_flwr.training import REMEDY, Diverged
 
 CLIENT_FAULT = 2  # Flower's code for "the ClientApp raised an exception"
 

@@ -13,7 +13,7 @@ from pbfl_flwr.data.clients import hold_out
 from pbfl_flwr.flower.books import on_validation, summarise
 from pbfl_flwr.flower.report import Report
 from pbfl_flwr.payloads import RejectedPayload
-from pbfl_flwr.training import evaluate
+from pbfl_flwr.scoring import evaluate
 from tests.test_training import client, data
 
 

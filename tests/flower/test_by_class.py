@@ -25,8 +25,8 @@ from pbfl_flwr.flower.report import Report
 from pbfl_flwr.flower.traffic import Traffic
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.payloads import RejectedPayload
+from pbfl_flwr.scoring import evaluate
 from pbfl_flwr.sinks import newcomers_step, steps
-from pbfl_flwr.training import evaluate
 from tests.flower.inprocess import SPLITS, Federation, altered, federation, raises, same_tensors
 from tests.test_training import client, data
 

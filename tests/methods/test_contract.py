@@ -28,7 +28,7 @@ from pbfl_flwr.flower.strategy import MethodStrategy
 from pbfl_flwr.method import Client, Method, Predictor, Round
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method
 from pbfl_flwr.payloads import Payload, RejectedPayload
-from pbfl_flwr.training import Scores
+from pbfl_flwr.scoring import Scores
 from tests.flower.inprocess import (
     NUM_CLIENTS,
     Federation,

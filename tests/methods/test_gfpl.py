@@ -9,8 +9,8 @@ from pbfl_flwr.method import Round
 from pbfl_flwr.models import body_names
 from pbfl_flwr.payloads import Mixtures, RejectedPayload
 from pbfl_flwr.prototypes.frame import equiangular_frame, projection_layer
+from pbfl_flwr.scoring import evaluate
 from pbfl_flwr.task import Task
-from pbfl_flwr.training import evaluate
 
 OFF = {"dual_classifier": False, "pseudo_features": False}
 SOON = {"start": 1, "interval": 1}
