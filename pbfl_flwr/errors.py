@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 LONGEST = 500  # characters of what others say, in a line of ours
+FEW = 5  # clients that a line names
 TOO_FULL = "lower batch-size or eval-batch-size, or have fewer clients share a GPU (--gpus-per-client)"
 CONTROL = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
@@ -33,6 +34,12 @@ def pointed(error: Exception) -> str:
     said = f"{type(error).__name__}: {' '.join(printable(str(error)).split())}"
     advice = f"; {TOO_FULL}" if type(error).__name__ == "OutOfMemoryError" else ""  # torch's, of a GPU
     return f"{said[:LONGEST]} ({Path(frame.filename).name}:{frame.lineno}){advice}"
+
+
+def some(names: Sequence[str], most: int = FEW) -> str:
+    """Return the first names of a list, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"
 
 
 def expanded(path: Path | str) -> Path:

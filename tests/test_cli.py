@@ -1,6 +1,7 @@
 import json
 import os
 import tomllib
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from platform import python_version
@@ -436,6 +437,16 @@ def test_a_list_of_no_runs_is_one_line(tmp_path: Path) -> None:
     ):
         result = pbfl(*words)
         assert (result.exit_code, result.stderr.splitlines()) == (2, [said])
+
+
+def test_a_directory_of_another_user_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: Path) -> Iterator[Path]:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "iterdir", refused)
+    result = pbfl("list", "runs", tmp_path)
+    assert result.exit_code == 2
+    assert result.stderr == f"error: '{tmp_path}' cannot be read (Permission denied)\n"
 
 
 def test_show_of_something_else(tmp_path: Path) -> None:

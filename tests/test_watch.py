@@ -116,6 +116,20 @@ def test_a_run_is_over_when_nobody_holds_a_lock_of_it(tmp_path: Path) -> None:
     assert watch.look(done, time.time()).state == "finished"
 
 
+@on_linux
+def test_of_a_run_that_has_ended_nobody_looks_who_holds_its_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes a second look at each, and a list may have hundreds of runs."""
+    monkeypatch.setattr(holders, "SECOND_LOOK", 3600.0)
+    for error, state in (("", "finished"), ("no more", "failed")):
+        run = write_run(tmp_path / state, [entry(1, 0.5, 0.5)], **{"num-server-rounds": 2 if error else 1})
+        (run / RUN_LOCK).touch()
+        if error:
+            (run / ERROR).write_text(error)
+        assert watch.look(run, time.time()).state == state
+
+
 def test_elsewhere_a_lock_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a network's file system it may be held on another machine."""
     (tmp_path / RUN_LOCK).touch()

@@ -8,10 +8,9 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from pbfl_flwr.errors import printable
+from pbfl_flwr.errors import printable, some
 
 UNLIMITED = 10_000  # characters of a line
-FEW = 5  # clients that a line names
 
 
 class Screen(Console):
@@ -58,8 +57,7 @@ def clients_named(names: Sequence[str], kind: str = "client") -> str:
     """Return "client 3", or how many they are and the first of them."""
     if len(names) == 1:
         return f"{kind} {names[0]}"
-    rest = f" and {len(names) - FEW} more" if len(names) > FEW else ""
-    return f"{len(names)} {kind}s ({', '.join(names[:FEW])}{rest})"
+    return f"{len(names)} {kind}s ({some(names)})"
 
 
 def percent(share: float) -> str:

@@ -26,7 +26,7 @@ from filelock import FileLock
 from safetensors import SafetensorError, safe_open
 
 from pbfl_flwr.data import cache
-from pbfl_flwr.errors import PbflError
+from pbfl_flwr.errors import PbflError, some
 from pbfl_flwr.experiments.figures import kilobytes
 from pbfl_flwr.experiments.runner import NODES
 from pbfl_flwr.flower.engine import LOG, RUN_LOCK
@@ -210,9 +210,7 @@ def reasons(left: Iterable[Left]) -> list[str]:
     lines = []
     for why, ones in by_reason.items():
         size = f"{kilobytes(sum(one.size for one in ones))}, " if any(one.size for one in ones) else ""
-        where = ", ".join(str(one.place) for one in ones[:NAMED])
-        more = f" and {len(ones) - NAMED} more" if len(ones) > NAMED else ""
-        lines.append(f"{size}{why}: {where}{more}")
+        lines.append(f"{size}{why}: {some([str(one.place) for one in ones], NAMED)}")
     return lines
 
 

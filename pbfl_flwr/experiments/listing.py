@@ -103,10 +103,14 @@ def below(directory: Path) -> list[Listed]:
     """Return all runs in a directory and below it.
 
     Raises:
-        PbflError: if there is no such directory, or no run.
+        PbflError: if there is no such directory, it may not be read, or it holds no run.
     """
-    if not directory.is_dir():
-        raise PbflError(f"'{directory}' is no directory; allowed is one that holds runs")
+    try:
+        next(directory.iterdir(), None)
+    except (FileNotFoundError, NotADirectoryError):
+        raise PbflError(f"'{directory}' is no directory; allowed is one that holds runs") from None
+    except OSError as error:
+        raise PbflError(f"'{directory}' cannot be read ({error.strerror})") from None
     if not (found := [directory] if is_run(directory) else runs_in(directory, DEPTH)):
         raise PbflError(
             f"'{directory}' holds no run: no run.json in it or up to {DEPTH} directories below it"

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from pbfl_flwr.config import PREDICTORS
+from pbfl_flwr.errors import some
 from pbfl_flwr.experiments.accuracies import label_names, other_moment, scores
 from pbfl_flwr.experiments.figures import say
 from pbfl_flwr.experiments.narrow import print_blocks
@@ -27,11 +28,13 @@ class Scored:
         label: its name beside other runs; empty for one alone.
         about: run.json.
         rounds: what rounds.jsonl holds.
+        by: the predictor that was asked for; nothing is the headline.
     """
 
     label: str
     about: Mapping[str, Any]
     rounds: Sequence[Mapping[str, Any]]
+    by: str = ""
 
     @cached_property
     def last(self) -> dict[str, tuple[int, Mapping[str, Any]]]:
@@ -46,9 +49,9 @@ class Scored:
         return {name: point for name, point in points.items() if point is not None and "by_class" in point[1]}
 
     @cached_property
-    def headline(self) -> str:
-        """The predictor that is reported; the first one that was counted if that was not."""
-        named = str(self.about["headline"])
+    def predictor(self) -> str:
+        """The predictor that is shown; the first one that was counted if that was not."""
+        named = self.by or str(self.about["headline"])
         return named if named in self.last else next(iter(self.last))
 
 
@@ -87,9 +90,10 @@ def class_sheet(runs: Sequence[Scored]) -> Sheet | None:
     """Return the last accuracies of the classes, a row a class and a column a predictor; None if no run has them."""
     counted = [run for run in runs if run.last]
     asked = [name for name in PREDICTORS if any(name in run.last for run in counted)]
+    by = counted[0].by if counted else ""
     rows, untested = [], []
     for run in counted:
-        last, tested = run.last, run.last[run.headline][1]["tested"]
+        last, tested = run.last, run.last[run.predictor][1]["tested"]
         for label, name in enumerate(label_names(run.about)):
             if not tested[label]:
                 untested.append(f"{run.label}: {name}" if run.label else name)
@@ -100,11 +104,11 @@ def class_sheet(runs: Sequence[Scored]) -> Sheet | None:
     if not rows:
         return None
     notes = [
-        "Last round, %, over the test samples of all clients together; test samples are those of the headline."
+        "Last round, %, over the test samples of all clients together; test samples are those of "
+        f"{by or 'the headline'}."
     ]
     if untested:
-        more = f" and {len(untested) - MOST} more" if len(untested) > MOST else ""
-        notes.append(f"Without test samples: {', '.join(untested[:MOST])}{more}.")
+        notes.append(f"Without test samples: {some(untested, MOST)}.")
     columns = ("run", "class", "test samples", *asked)
     return Sheet("Accuracy by class", columns, tuple(rows), tuple(notes), text_columns=2)
 
@@ -127,8 +131,8 @@ def show(about: Mapping[str, Any], rounds: Sequence[Mapping[str, Any]], console:
         rows = [row[1:] for row in sheet.rows]  # without the run
         head, notes = sheet.columns[1:], list(sheet.notes)
         if sheet.title == "Accuracy by class" and len(rows) > MOST:
-            at = head.index(run.headline)
-            notes.insert(0, f"The {MOST} of {len(rows)} classes on which '{run.headline}' is worst.")
+            at = head.index(run.predictor)
+            notes.insert(0, f"The {MOST} of {len(rows)} classes on which '{run.predictor}' is worst.")
             rows = sorted(rows, key=lambda row: float(row[at]))[:MOST]
         say(console, f"{sheet.title[0].lower()}{sheet.title[1:]}, %", "italic")
         print_blocks(console, head, rows, words=1)

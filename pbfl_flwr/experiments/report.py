@@ -120,7 +120,9 @@ def page(groups: Sequence[Group], sections: Sequence[Any]) -> str:
     sheets = [summary_sheet(groups), accuracy_sheet(groups), cost_sheet(groups)]
     if len(groups) > 1:
         sheets.insert(1, paired_sheet(groups))
-    sheets += per_class.sheets([per_class.Scored(g.label, g.first.about, g.first.rounds) for g in groups])
+    sheets += per_class.sheets(
+        [per_class.Scored(g.label, g.first.about, g.first.rounds, g.by) for g in groups]
+    )
     return environment.get_template("report.html").render(
         title=titled(", ".join(group.label for group in groups), groups[0].by),
         overviews=overviews(groups),

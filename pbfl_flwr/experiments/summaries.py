@@ -101,7 +101,12 @@ def summary_sheet(groups: Sequence[Group], title: str = "Accuracy and fairness")
         *(note.format(accuracy=accuracy.capitalize()) for note in SUMMARY_NOTES),
         *([MOMENT_NOTE] if moments else []),
         *([f"Runs of different numbers of rounds in one row: {'; '.join(mixed)}."] if mixed else []),
-        *unscored_lines((group.label, group.first.predictor) for group in groups if not _scored(group)),
+        *unscored_lines((group.label, group.first.predictor) for group in groups if _unscored(group)),
+        *(
+            [f"Not scored in every seed, so not shown: {'; '.join(half)}."]
+            if (half := _half_scored(groups))
+            else []
+        ),
         *few_lines(few),
         *([NEW_NOTE] if new else []),
         *majority_lines(run.majority() for run in runs),
@@ -114,7 +119,7 @@ def paired_sheet(groups: Sequence[Group], title: str = "Paired comparison") -> S
     """Return the comparison of every pair of groups on the same partition: over clients, and over seeds."""
     rows: list[tuple[str, str, Paired, str]] = []
     told: dict[str, list[str]] = {}
-    alone = [group for group in groups if not any(map(_shown, group.records))]
+    alone = [group for group in groups if _unscored(group)]
     pairs = list(combinations([group for group in groups if group not in alone], 2))
     for one, other in pairs:
         label = f"{one.label} − {other.label}"
@@ -133,6 +138,8 @@ def paired_sheet(groups: Sequence[Group], title: str = "Paired comparison") -> S
         elif len(seeds) > 1 and _scored(one) and _scored(other):
             last = [[_last(group, seed) for seed in seeds] for group in (one, other)]
             rows.append((label, "seeds", paired(*last), odd))
+        elif len(seeds) > 1:
+            told.setdefault("Not scored in every seed, so nothing is said about seeds", []).append(label)
         elif seeds:
             told.setdefault("One common seed, so nothing is said about seeds", []).append(label)
         else:
@@ -210,6 +217,14 @@ def _shown(record: Record) -> dict[str, Scores]:
 
 def _scored(group: Group) -> bool:
     return all(map(_shown, group.records))
+
+
+def _unscored(group: Group) -> bool:
+    return not any(map(_shown, group.records))
+
+
+def _half_scored(groups: Sequence[Group]) -> list[str]:
+    return [group.label for group in groups if not _scored(group) and not _unscored(group)]
 
 
 def _last(group: Group, seed: int) -> float:

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pbfl_flwr.config import PREDICTORS, announced
+from pbfl_flwr.errors import FEW
 from pbfl_flwr.experiments import per_class
 from pbfl_flwr.experiments.accuracies import (
     Scores,
@@ -23,7 +24,7 @@ from pbfl_flwr.experiments.accuracies import (
     scores,
     series,
 )
-from pbfl_flwr.experiments.figures import FEW, clients_named, kilobytes, say
+from pbfl_flwr.experiments.figures import clients_named, kilobytes, say
 from pbfl_flwr.experiments.narrow import print_blocks
 from pbfl_flwr.experiments.runner import go_on_with
 from pbfl_flwr.flower.history import ERROR, RunDirectory

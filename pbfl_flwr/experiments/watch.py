@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -101,7 +101,13 @@ def look(path: Path, now: float) -> View:
     Raises:
         PbflError: if one of its files is damaged.
     """
-    alone = abandoned(path)  # first: what is read after the last one has gone is all that there is
+    view = _read(path, now)
+    if view.state in ("finished", "failed") or not abandoned(path):
+        return view
+    return replace(_read(path, now), abandoned=True)  # again: what is read after the last one has gone is all
+
+
+def _read(path: Path, now: float) -> View:
     run = RunDirectory(path)
     about = run.read() if (path / "run.json").exists() else None
     error = (path / ERROR).read_text(encoding="utf-8").strip() if (path / ERROR).exists() else ""
@@ -109,7 +115,7 @@ def look(path: Path, now: float) -> View:
     written = max((file.stat().st_mtime for file in files), default=now)
     rounds = run.rounds()
     quiet = max(0.0, now - written)
-    return View(path, about, rounds, error, quiet, run.newcomers(len(rounds)), run.waiting(), alone)
+    return View(path, about, rounds, error, quiet, run.newcomers(len(rounds)), run.waiting())
 
 
 def frame(view: View) -> RenderableType:

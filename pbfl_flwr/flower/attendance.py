@@ -12,7 +12,7 @@ from flwr.serverapp import Grid
 from pbfl_flwr.flower.late import Debt, Debts
 from pbfl_flwr.flower.replies import Phase
 from pbfl_flwr.flower.returning import welcome_back
-from pbfl_flwr.flower.roster import Roster
+from pbfl_flwr.flower.roster import NOWHERE, Roster
 
 GREETING_SECONDS = 60.0  # for a node that comes in the middle of a run
 
@@ -40,10 +40,12 @@ class Attendance:
     def absent(self, grid: Grid, server_round: int) -> dict[int, str]:
         """Return the clients that cannot be asked and why, having looked for those that came back.
 
-        Only after a round in which somebody failed: a healthy federation is not asked for its nodes every round.
+        Only after a round in which somebody failed, or while somebody has been missing since the run was resumed: a
+        healthy federation is not asked for its nodes every round.
         """
         self.collect(grid)
-        if not self._failed:
+        missing = any(member.node == NOWHERE for member in self.roster.members.values())
+        if not self._failed and not missing:
             return {}
         online, before = set(grid.get_node_ids()), self.roster
         self.roster, refused = welcome_back(

@@ -7,6 +7,7 @@ them takes for possible what another one cannot do.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -86,6 +87,11 @@ def idle_cards(wishes: Resources, device: str) -> str:
 
     if not torch.cuda.device_count():
         return ""
+    with warnings.catch_warnings():  # torch's own, of a driver that is too old
+        warnings.simplefilter("ignore")
+        usable = torch.cuda.is_available()
+    if not usable:
+        return "there is a GPU, but torch cannot use it, and clients train on the CPU; pbfl doctor says why"
     return "clients see no GPU and train on the CPU; --gpus-per-client 0.25 lets four of them share one"
 
 

@@ -27,7 +27,7 @@ def meet_again(
     join_timeout: float,
     least: int,
     hear: Hear = no_one,
-) -> tuple[Roster, frozenset[int], list[str]]:
+) -> tuple[Roster, list[str]]:
     """Say hello to the clients of a run that goes on; who is missing may come later, and nobody else is asked.
 
     Args:
@@ -40,7 +40,7 @@ def meet_again(
         hear: is told how many nodes have joined, as long as that takes.
 
     Returns:
-        All clients of the run, those that are missing on no node; who is missing; and a line for every other node.
+        All clients of the run, those that are missing on no node, and a line for every other node.
 
     Raises:
         RunRefused: naming the first client that came back as another one.
@@ -48,8 +48,10 @@ def meet_again(
     """
     began = {int(was["client"]): Member.recorded(was) for was in recorded}
     numbers = {member.label: client for client, member in began.items()}
-    nodes = wait_for_nodes(grid, len(began), join_timeout, hear, least)
-    came, silent = greet(grid, nodes, experiment, timeout)
+    nodes = wait_for_nodes(
+        grid, len(began), join_timeout, hear, least=0
+    )  # who is missing they say themselves
+    came, silent = greet(grid, nodes, experiment, timeout) if nodes else ([], {})
     back = [replace(member, client=numbers[member.label]) for member in came if member.label in numbers]
     strange = [_stranger(member) for member in came if member.label not in numbers]
     strange += [f"node {node}: {reason}" for node, reason in silent.items()]
@@ -61,8 +63,7 @@ def meet_again(
         instead = f"; others came: {others}" if others else ""
         raise PbflError("\n".join([f"{needed}{instead}", *refusals(silent, len(nodes))]))
     unchanged(there, [was for was in recorded if int(was["client"]) in there.members])
-    roster = Roster(dict(sorted({**began, **there.members}.items())))
-    return roster, frozenset(began.keys() - there.members.keys()), strange
+    return Roster(dict(sorted({**began, **there.members}.items()))), strange
 
 
 def _stranger(member: Member) -> str:

@@ -148,12 +148,11 @@ class MethodStrategy(Strategy):
             return Attendance(roster, self.experiment, run.join_timeout)
         strict = run.failure_policy == "stop" or any(was["simulated"] for was in recorded)
         least = len(recorded) if strict else run.min_replies
-        roster, missing, strange = meet_again(
+        roster, strange = meet_again(
             grid, recorded, self.experiment, hello, run.join_timeout, least, self._waits
         )
         attendance = Attendance(roster, self.experiment, run.join_timeout)
         attendance.refuse(strange)
-        attendance.failed(missing)  # so that the first round looks for them
         return attendance
 
     def begin(self, task: Task) -> None:

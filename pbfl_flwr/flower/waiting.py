@@ -14,6 +14,7 @@ from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 
+from pbfl_flwr.errors import some
 from pbfl_flwr.flower.report import seconds_in
 from pbfl_flwr.flower.turns import Turns
 from pbfl_flwr.flower.wire import METRICS
@@ -21,7 +22,6 @@ from pbfl_flwr.flower.wire import METRICS
 FIRST_WORD = 60.0  # seconds of silence; then twice as long, and so on
 SHORTEST, LONGEST = 0.5, 3.0  # seconds between two looks; a SuperLink logs each
 SHARE = 0.02  # of what was waited already
-FEW = 5  # clients that a line names
 PARTS = 8  # at most, in which a simulation's messages are pushed
 PAUSE = 0.15  # seconds between two of them: Flower's simulation hands on what lies there every 0.1 s
 WORTH = 10  # times the pauses is what a phase must have lasted to be pushed in parts
@@ -77,11 +77,7 @@ def awaiting(asked: Sequence[Message], awaited: Iterable[Message], called: Calle
     group = asked[0].metadata.group_id
     what = f"round {group}" if group.isdigit() else group
     names = [called(message.metadata.dst_node_id) for message in awaited]
-    rest = f" and {len(names) - FEW} more" if len(names) > FEW else ""
-    return (
-        f"{what}: {len(asked) - len(names)} of {len(asked)} have answered; waiting for "
-        f"{', '.join(names[:FEW])}{rest}"
-    )
+    return f"{what}: {len(asked) - len(names)} of {len(asked)} have answered; waiting for {some(names)}"
 
 
 @runtime_checkable

@@ -134,6 +134,26 @@ def test_the_page_has_tables_and_pictures(tmp_path: Path) -> None:
     assert sheet.notes[-1] == "Without test samples: fedproto: b."
 
 
+def test_by_a_predictor_the_page_shows_its_counts(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed (the extra 'report')")
+    from pbfl_flwr.experiments import pictures, report
+
+    path = run(tmp_path / "run", line())
+    found = json.loads((path / "rounds.jsonl").read_text())
+    found["accuracy"]["head"] |= {"by_class": [None, 0.5, 0.5], "tested": [0, 2, 3]}
+    (path / "rounds.jsonl").write_text(json.dumps(found) + "\n")
+    groups = records.load([path], by="head")
+    sections = pictures.draw(groups)
+    classes = next(section for section in sections if section.title == "Classes")
+    (picture,) = classes.pictures  # the clients counted by the headline alone
+    assert "Predictor 'head': 60.0 % of the samples" in picture.caption
+    assert [bar.get_height() for bar in picture.figure.axes[1].patches] == [0, 2, 3]
+    assert classes.left_out == ("fedproto: no client was scored by head",)
+    page = report.page(groups, sections)
+    assert "test samples are those of head." in page
+    assert "Without test samples: fedproto: a." in page
+
+
 def test_liars_are_not_in_the_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed (the extra 'report')")
     from pbfl_flwr.experiments.pictures import by_class

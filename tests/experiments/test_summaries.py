@@ -247,3 +247,16 @@ def test_the_first_of_equally_good_rounds_is_the_best_one_and_the_scoring_at_the
     assert found.chosen == found.last == scores(rounds, "mean")["head"].best
     assert set(scores(rounds)) == {"head"}
     assert scores([]) == {}
+
+
+def test_a_predictor_that_one_seed_lacks_is_not_said_to_be_unscored(tmp_path: Path) -> None:
+    full, without = entry(1, 0.5, 0.6), entry(1, 0.5, 0.6)
+    del without["accuracy"]["global"]
+    runs = [write_run(tmp_path / f"a{seed}", [line], seed=seed) for seed, line in enumerate((full, without))]
+    runs += [write_run(tmp_path / f"b{seed}", [full], seed=seed, method="local") for seed in (0, 1)]
+    groups = records.load(runs, by="global")
+    notes = summary_sheet(groups).notes
+    assert "Not scored in every seed, so not shown: fedproto." in notes
+    assert not [note for note in notes if note.startswith("Never scored")]
+    notes = paired_sheet(groups).notes
+    assert "Not scored in every seed, so nothing is said about seeds: fedproto − local." in notes

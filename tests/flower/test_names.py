@@ -211,6 +211,27 @@ def test_a_run_that_needs_all_its_clients_does_not_go_on_without_one(
         run(tmp_path, came, num_server_rounds=2, num_clients=3, resume=True, **keys).run()
 
 
+def test_with_too_few_nodes_a_resumed_run_names_who_is_missing(tmp_path: Path) -> None:
+    nodes = sites(tmp_path, "a", "c", "d")
+    keys: dict[str, Any] = {"min_replies": 2, "join_timeout": 0.01}
+    run(tmp_path, nodes, num_server_rounds=1, **keys).run()
+    with pytest.raises(
+        PbflError, match=r"^this run goes on with at least 2 of its 3 clients; missing: a, d$"
+    ):
+        run(tmp_path, nodes[1:2], num_server_rounds=2, num_clients=3, resume=True, **keys).run()
+
+
+def test_a_new_client_that_is_missing_from_a_resumed_run_is_not_asked(tmp_path: Path) -> None:
+    """It takes no part in the rounds, so that nobody fails in them for its sake."""
+    nodes = sites(tmp_path, "a", "c", "d")
+    keys: dict[str, Any] = {"new_clients": 1, "new_client_rounds": 1, "join_timeout": 0.01}
+    run(tmp_path, nodes, num_server_rounds=1, **keys).run()
+    fed = run(tmp_path, nodes[:2], num_server_rounds=3, num_clients=3, resume=True, **keys).run()
+    assert [line["failures"] for line in fed.strategy.history[1:]] == [[], []]
+    (line,) = fed.strategy.newcomers
+    assert line["failures"] == [{"client": 2, "name": "d", "reason": "its node is not connected"}]
+
+
 def test_a_run_of_devices_goes_on_with_them_alone(tmp_path: Path) -> None:
     nodes = sites(tmp_path, "a", "c")
     run(tmp_path, nodes, num_server_rounds=1).run()

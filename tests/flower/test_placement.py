@@ -149,6 +149,9 @@ def test_a_card_that_torch_cannot_use_is_none(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert Machine.here(Resources(1, 0.5)).cards == ()
+    assert idle_cards(Resources(), "auto") == (
+        "there is a GPU, but torch cannot use it, and clients train on the CPU; pbfl doctor says why"
+    )
 
 
 @pytest.mark.parametrize(
@@ -158,7 +161,7 @@ def test_a_card_that_torch_cannot_use_is_none(monkeypatch: pytest.MonkeyPatch) -
 def test_a_card_that_nobody_uses_is_mentioned(
     count: int, share: float, device: str, said: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    pretend_cards(monkeypatch, count)
     assert ("--gpus-per-client 0.25" in idle_cards(Resources(1, share), device)) is said
 
 

@@ -28,11 +28,11 @@ def accuracy_by_class(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
     """Yield the last accuracies of the classes by every predictor, and below them the test samples of each class."""
     for number, group in enumerate(groups):
         record = group.first
-        run = Scored(group.label, record.about, record.rounds)
+        run = Scored(group.label, record.about, record.rounds, record.by)
         if not run.last:
             yield from _not_scored(group)
             continue
-        tested = np.array(run.last[run.headline][1]["tested"])
+        tested = np.array(run.last[run.predictor][1]["tested"])
         figure, (axes, below) = canvas(height=3.9, rows=2)
         places, said = np.arange(len(tested)), []
         for place, (name, (_, found)) in enumerate(run.last.items()):
@@ -48,12 +48,12 @@ def accuracy_by_class(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
             class_axis(part, record.label_names)
         axes.set_ylim(-6, 106)
         key_below(figure, axes)
-        balance = run.last[run.headline][1]
+        balance = run.last[run.predictor][1]
         yield finished(
             f"accuracy-by-class-{number}",
             f"Accuracy by class: {group.label}",
             "Accuracy of each class in the last round over the test samples of all clients together, every predictor, "
-            f"and how many those samples are. Headline '{run.headline}': {100 * balance['weighted']:.1f} % of the "
+            f"and how many those samples are. Predictor '{run.predictor}': {100 * balance['weighted']:.1f} % of the "
             f"samples, {100 * balance['balanced']:.1f} % in the mean of the classes. First seed.",
             f"Accuracies of {len(tested)} classes, from the lowest to the highest: {'; '.join(said)}. A class has "
             f"{tested.min()} to {tested.max()} test samples.",
@@ -62,7 +62,7 @@ def accuracy_by_class(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
 
 
 def clients_by_class(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
-    """Yield a heatmap of the headline accuracy, class x client, in the last round."""
+    """Yield a heatmap of the accuracy, class x client, by the predictor that is shown, in the last round."""
     for number, group in enumerate(groups):
         record = group.first
         found = _by_client(record)
@@ -85,8 +85,8 @@ def clients_by_class(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
         yield finished(
             f"clients-by-class-{number}",
             f"Accuracy by class and client: {group.label}",
-            f"Accuracy of '{record.headline}' in the last round on each client's test samples of each class; blank: it "
-            "has none. First seed.",
+            f"Accuracy of '{record.predictor}' in the last round on each client's test samples of each class; blank: "
+            "it has none. First seed.",
             f"Heatmap of {matrix.shape[1]} classes by {matrix.shape[0]} clients; {len(known)} cells have test samples, "
             f"their mean is {known.mean():.0f} %.",
             figure,
@@ -94,7 +94,10 @@ def clients_by_class(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
 
 
 def _by_client(record: Record) -> tuple[list[int], NDArray[np.float64]] | None:
-    """Return (clients, accuracies (M, K)) of the headline in the last round in which it was scored, liars left out."""
+    """Return (clients, accuracies (M, K)) by the predictor that is shown, of the last round in which it was scored.
+
+    Liars are left out.
+    """
     last: list[Any] = (
         [record.clients[-1]["final"]] if record.clients and "final" in record.clients[-1] else []
     )
@@ -104,14 +107,14 @@ def _by_client(record: Record) -> tuple[list[int], NDArray[np.float64]] | None:
         named = {
             client: counts
             for client, counts in pairs
-            if record.headline in counts.get("right", {}) and sum(counts["tested"]) and client not in liars
+            if record.predictor in counts.get("right", {}) and sum(counts["tested"]) and client not in liars
         }
         if named:
             clients = sorted(named)
             matrix = np.full((len(clients), len(record.label_names)), np.nan)
             for row, client in enumerate(clients):
                 counts = named[client]
-                tested, right = np.array(counts["tested"]), np.array(counts["right"][record.headline])
+                tested, right = np.array(counts["tested"]), np.array(counts["right"][record.predictor])
                 held = tested > 0
                 matrix[row, np.array(counts["classes"])[held]] = right[held] / tested[held]
             return clients, matrix
@@ -121,4 +124,4 @@ def _by_client(record: Record) -> tuple[list[int], NDArray[np.float64]] | None:
 def _not_scored(group: Group) -> Iterator[NotThere]:
     """Yield why there is nothing, of a run that was asked for it."""
     if group.first.config.get("per-class"):
-        yield NotThere(f"{group.label}: no client was scored")
+        yield NotThere(f"{group.label}: no client was scored{f' by {group.by}' if group.by else ''}")
