@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
@@ -48,10 +49,7 @@ def meet_again(
     """
     began = {int(was["client"]): Member.recorded(was) for was in recorded}
     numbers = {member.label: client for client, member in began.items()}
-    nodes = wait_for_nodes(
-        grid, len(began), join_timeout, hear, least=0
-    )  # who is missing they say themselves
-    came, silent = greet(grid, nodes, experiment, timeout) if nodes else ([], {})
+    came, silent = _all_that_come(grid, numbers, experiment, timeout, join_timeout, hear)
     back = [replace(member, client=numbers[member.label]) for member in came if member.label in numbers]
     strange = [_stranger(member) for member in came if member.label not in numbers]
     strange += [f"node {node}: {reason}" for node, reason in silent.items()]
@@ -61,9 +59,29 @@ def meet_again(
         others = ", ".join(sorted({member.label for member in came} - set(numbers)))
         needed = f"this run goes on with at least {least} of its {len(began)} clients; missing: {missing}"
         instead = f"; others came: {others}" if others else ""
-        raise PbflError("\n".join([f"{needed}{instead}", *refusals(silent, len(nodes))]))
+        raise PbflError("\n".join([f"{needed}{instead}", *refusals(silent, len(came) + len(silent))]))
     unchanged(there, [was for was in recorded if int(was["client"]) in there.members])
     return Roster(dict(sorted({**began, **there.members}.items()))), strange
+
+
+def _all_that_come(
+    grid: Grid, labels: Collection[str], experiment: str, timeout: float, join_timeout: float, hear: Hear
+) -> tuple[list[Member], dict[int, str]]:
+    """Greet nodes until all of these clients have come or the time is over; strangers do not shorten the waiting."""
+    end = time.monotonic() + join_timeout
+    came: list[Member] = []
+    silent: dict[int, str] = {}
+    while True:
+        strangers = len(silent) + sum(member.label not in labels for member in came)
+        left = max(0.0, end - time.monotonic())
+        nodes = wait_for_nodes(grid, len(labels) + strangers, left, hear, least=0)
+        new = sorted(set(nodes) - {member.node for member in came} - set(silent))
+        if not new:
+            return came, silent
+        greeted, quiet = greet(grid, new, experiment, timeout)
+        came, silent = came + greeted, silent | quiet
+        if set(labels) <= {member.label for member in came}:
+            return came, silent
 
 
 def _stranger(member: Member) -> str:

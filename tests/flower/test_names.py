@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from io import StringIO
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +191,7 @@ def test_a_resumed_run_goes_on_without_who_is_missing_and_asks_nobody_else(tmp_p
     nodes = sites(tmp_path, "a", "c", "d")
     run(tmp_path, nodes, num_server_rounds=1).run()
     came = [nodes[0], *sites(tmp_path, "b"), nodes[2]]
-    fed = run(tmp_path, came, num_server_rounds=2, num_clients=3, resume=True)
+    fed = run(tmp_path, came, num_server_rounds=2, num_clients=3, resume=True, join_timeout=1.0)
     stranger = [*fed.grid.get_node_ids()][1]
     line = fed.run().strategy.history[1]
     assert line["trained"] == [0, 2]
@@ -198,6 +199,20 @@ def test_a_resumed_run_goes_on_without_who_is_missing_and_asks_nobody_else(tmp_p
     assert f"a new node is not asked: client-id b on node {stranger} is none of this run" in line["notes"]
     back = run(tmp_path, nodes, num_server_rounds=3, resume=True).run().strategy.history
     assert back[2]["trained"] == [0, 1, 2]
+
+
+def test_a_stranger_does_not_shorten_the_waiting_for_who_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = sites(tmp_path, "a", "c", "d")
+    run(tmp_path, nodes, num_server_rounds=1).run()
+    came = [nodes[0], *sites(tmp_path, "b"), nodes[2], nodes[1]]
+    fed = run(tmp_path, came, num_server_rounds=2, num_clients=3, resume=True)
+    online, looks = [*fed.grid.get_node_ids()], count()
+    monkeypatch.setattr(fed.grid, "get_node_ids", lambda: online if next(looks) > 1 else online[:3])
+    line = fed.run().strategy.history[1]
+    assert (line["trained"], line["failures"]) == ([0, 1, 2], [])
+    assert f"a new node is not asked: client-id b on node {online[1]} is none of this run" in line["notes"]
 
 
 @pytest.mark.parametrize("keys", [{"min_replies": 3}, {"failure_policy": "stop"}])
@@ -208,7 +223,7 @@ def test_a_run_that_needs_all_its_clients_does_not_go_on_without_one(
     run(tmp_path, nodes, num_server_rounds=1, **keys).run()
     came = [nodes[0], *sites(tmp_path, "b"), nodes[2]]
     with pytest.raises(PbflError, match=r"at least 3 of its 3 clients; missing: c; others came: b$"):
-        run(tmp_path, came, num_server_rounds=2, num_clients=3, resume=True, **keys).run()
+        run(tmp_path, came, num_server_rounds=2, num_clients=3, resume=True, join_timeout=1.0, **keys).run()
 
 
 def test_with_too_few_nodes_a_resumed_run_names_who_is_missing(tmp_path: Path) -> None:
@@ -235,7 +250,7 @@ def test_a_new_client_that_is_missing_from_a_resumed_run_is_not_asked(tmp_path: 
 def test_a_run_of_devices_goes_on_with_them_alone(tmp_path: Path) -> None:
     nodes = sites(tmp_path, "a", "c")
     run(tmp_path, nodes, num_server_rounds=1).run()
-    again = {"num_server_rounds": 2, "resume": True, "models": "cnn4", "num_clients": 2}
+    again = {"num_server_rounds": 2, "resume": True, "models": "cnn4", "num_clients": 2, "join_timeout": 1.0}
     virtual = federation(tmp_path, data=None, on_disk=True, **again)
     with pytest.raises(PbflError, match=r"at least 1 of its 2 clients; missing: a, c; others came: 0, 1$"):
         virtual.run()

@@ -767,7 +767,7 @@ def test_why_a_run_ended_is_written_down_whenever_it_did(tmp_path: Path) -> None
         federation(tmp_path, on_disk=True, faults=broken).run()
     assert told.read_text().startswith("round 1: 0 valid replies")
     with pytest.raises(PbflError, match="is used by two nodes"):
-        federation(tmp_path, on_disk=True, resume=True, partitions=[0, 1, 1, 3, 4]).run()
+        federation(tmp_path, on_disk=True, resume=True, partitions=[0, 1, 1, 3, 4], join_timeout=1.0).run()
     assert "client-id 1 is used by two nodes" in told.read_text()
     federation(tmp_path, on_disk=True, resume=True).run()
     assert not told.exists()
