@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from pbfl_flwr.flower.terms import terms
 from pbfl_flwr.payloads import RejectedPayload
 from pbfl_flwr.task import Task
 
+ARCHITECTURE = re.compile(r"\w[\w.:-]{0,199}")  # cnn4, my_package.nets:build
 NOWHERE = 0  # no node has this id
 
 
@@ -62,6 +64,8 @@ class Member:
             name = client if isinstance(client, str) else ""
             if not (NAME.fullmatch(name) if name else is_number(client)):
                 raise ValueError(f"client {str(client)[:100]!r} is neither a number from 0 nor a name")
+            if not ARCHITECTURE.fullmatch(architecture := str(record["architecture"])):
+                raise ValueError(f"architecture {architecture[:100]!r} is no name of a network")
             return cls(
                 client=-1 if name else int(str(client)),
                 name=name,
@@ -75,7 +79,7 @@ class Member:
                     int(str(record.get("vocabulary-size", 0))),
                 ),
                 labels=tuple(labels),
-                architecture=printable(str(record["architecture"])),
+                architecture=architecture,
                 parameters=(int(sizes[0]), int(sizes[1])),
                 device=printable(str(record["device"])),
                 num_train=int(str(record["num-train"])),

@@ -540,6 +540,11 @@ def emptied(content: RecordDict) -> None:
     content.clear()
 
 
+def with_formula(content: RecordDict) -> None:
+    """Its network's name stands in tables, which a spreadsheet may open."""
+    content.config_records[wire.CONFIG]["architecture"] = "=HYPERLINK(1)"
+
+
 @pytest.mark.parametrize(
     ("fault", "text"),
     [
@@ -549,6 +554,7 @@ def emptied(content: RecordDict) -> None:
             altered(lambda content: wire.content(config=ConfigRecord({"client": 1}))),
             "its hello cannot be read",
         ),
+        (altered(with_formula), "architecture '=HYPERLINK(1)' is no name of a network"),
         (flower_error(""), "error code 3"),
     ],
 )
