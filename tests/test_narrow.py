@@ -107,6 +107,17 @@ def test_a_terminal_keeps_its_width(monkeypatch: pytest.MonkeyPatch) -> None:
     assert figures.screen().width == 60
 
 
+@pytest.mark.parametrize("width", [50, 60])
+def test_the_figures_of_a_run_stay_whole_on_a_narrow_terminal(
+    tmp_path: Path, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_run(tmp_path / "run", [entry(1, 0.5, 0.125), entry(2, 0.75, 0.25)])
+    monkeypatch.setenv("COLUMNS", str(width))
+    shown = pbfl("show", run).stdout
+    assert {"75.00", "25.00", "12.50", "62.50"} <= set(shown.split())
+    assert "…" not in shown
+
+
 def test_keys_by_word_by_group_and_by_method() -> None:
     everything = pbfl("list", "keys").stdout
     assert [line.split(":")[0] for line in everything.splitlines() if line[:1].strip()] == [

@@ -1,5 +1,6 @@
 """Watching: what is shown is what the directory says, from before it exists until the run has ended."""
 
+import io
 import json
 import os
 import sys
@@ -207,6 +208,13 @@ def test_it_follows_until_the_run_ends(tmp_path: Path) -> None:
     other.join()
 
 
+def test_the_figures_stay_whole_on_a_narrow_terminal(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [entry(1, 0.5, 0.25)])
+    console = Console(width=60, file=io.StringIO())
+    console.print(watch.frame(watch.look(run, time.time())))
+    assert "…" not in console.file.getvalue()  # type: ignore[attr-defined]
+
+
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     run = write_run(tmp_path / "run", [entry(1, 0.5, 0.5)], **{"num-server-rounds": 2})
@@ -214,7 +222,9 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exit_code == 0
     assert "1 of 2 rounds" in result.output
     (run / ERROR).write_text("no luck")
-    assert pbfl("watch", run).exit_code == 1
+    followed = pbfl("watch", run)
+    assert followed.exit_code == 1
+    assert followed.stdout.endswith("it ended with: no luck\n")
     (run / "run.json").write_text("{")
     result = pbfl("watch", run, "--once")
     assert result.exit_code == 2

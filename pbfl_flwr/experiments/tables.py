@@ -25,7 +25,7 @@ from pbfl_flwr.experiments.accuracies import (
     series,
 )
 from pbfl_flwr.experiments.figures import clients_named, kilobytes, say
-from pbfl_flwr.experiments.narrow import print_blocks
+from pbfl_flwr.experiments.narrow import print_blocks, print_whole
 from pbfl_flwr.experiments.runner import go_on_with
 from pbfl_flwr.flower.history import ERROR, RunDirectory
 
@@ -49,7 +49,7 @@ def show(run_dir: Path, console: Console) -> None:
     say(console, settings_line(about, len(rounds)))
     if rounds:
         if found := scores(rounds):
-            console.print(accuracy_table(found, about["headline"], other_moment(about)))
+            print_whole(console, accuracy_table(found, about["headline"], other_moment(about)))
             for sentence in few_lines([("", few_clients([(about, found)]))]):
                 say(console, sentence)
         else:
@@ -58,7 +58,7 @@ def show(run_dir: Path, console: Console) -> None:
             say(console, sentence)
         per_class.show(about, rounds, console)
         if newcomers:
-            console.print(newcomer_table(about, newcomers))
+            print_whole(console, newcomer_table(about, newcomers))
             for sentence in majority_lines([run.newcomer_majority()], "a new client"):
                 say(console, sentence)
         if any(member.get("name") for member in about["clients"]):
@@ -131,8 +131,7 @@ def accuracy_table(found: Mapping[str, Scores], headline: str, other: str) -> Ta
     """
     table = Table(title="accuracy on the clients' test data, %", title_justify="left")
     table.add_column("predictor", no_wrap=True)
-    table.add_column("round", justify="right")
-    for name in ("weighted", "mean", "std", "worst 10%"):
+    for name in ("round", "weighted", "mean", "std", "worst 10%"):
         table.add_column(name, justify="right")
     for name, score in found.items():
         style = "bold" if name == headline else ""

@@ -196,6 +196,8 @@ def follow(path: Path, console: Console, seconds: float, clock_now: Callable[[],
             view = look(path, now := clock_now())
             alive = alive if view.state == "stopped" else now
             live.update(frame(view), refresh=True)
+    if not console.is_terminal:
+        console.line()  # which rich ends on a terminal only
     return view.state
 
 
@@ -224,9 +226,9 @@ def _accuracies(found: Mapping[str, Scores], headline: str) -> Table:
         show_edge=False,
         pad_edge=False,
     )
-    table.add_column("predictor", no_wrap=True)
+    table.add_column("predictor", overflow="fold")
     for name in ("round", "last", "std", "worst 10%", "best", "in round"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", min_width=len("99.99"))
     for name, score in found.items():
         (number, last), (at, best) = score.last, score.best
         figures = [f"{100 * last[key]:.2f}" for key in ("weighted", "std", "worst")]
