@@ -1,5 +1,6 @@
 import json
 import os
+import signal
 import tomllib
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -13,6 +14,7 @@ import pytest
 import typer
 
 from pbfl_flwr.cli import app
+from pbfl_flwr.cli.common import INTERRUPTED, KEPT, running
 from pbfl_flwr.config import Scalar, Settings, parse
 from pbfl_flwr.data import DATASETS
 from pbfl_flwr.errors import PbflError
@@ -328,6 +330,31 @@ def test_show_says_how_an_unfinished_run_ended(tmp_path: Path) -> None:
     text = pbfl("show", run).stdout
     assert "1 of 9 rounds" in text
     assert "round 2: 0 valid replies" in text
+
+
+def test_what_no_client_says_is_no_cost_of_zero(tmp_path: Path) -> None:
+    spent = {"open": 0.0, "fit": 0.0}
+    silent = entry(1, 0.5, 0.5, peak_mb=0.0, seconds={"total": 2.0, "aggregate": 0.1, "clients": spent})
+    run = write_run(tmp_path / "run", [silent])
+    costs = json.loads(pbfl("show", run, "--format", "json").stdout)["costs"]
+    assert (costs["seconds"], costs["seconds-of-clients"], costs["peak-mb"]) == (2.0, None, None)
+    text = pbfl("show", run).stdout
+    assert " 0.00 " not in text
+    assert " 0 MB " not in text
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_between_two_runs_a_signal_is_an_interruption(
+    number: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        with pytest.raises(typer.Exit) as ended, running(KEPT):
+            signal.raise_signal(number)
+    finally:
+        signal.signal(number, before)
+    assert ended.value.exit_code == INTERRUPTED
+    assert KEPT in capsys.readouterr().out
 
 
 def test_show_for_other_programs(tmp_path: Path) -> None:

@@ -82,13 +82,16 @@ def ended(error: PbflError, code: int = REFUSED) -> typer.Exit:
 
 @contextmanager
 def running(interrupted: str = "") -> Iterator[None]:
-    """Give what ends runs its exit code: an error, said line by line, or Ctrl-C.
+    """Give what ends runs its exit code: an error, said line by line, or Ctrl-C; SIGTERM and SIGHUP likewise.
 
     Args:
         interrupted: what is said after Ctrl-C.
     """
+    from pbfl_flwr.experiments.runner import interruptible
+
     try:
-        yield
+        with interruptible():  # also between two runs, and while tables are made
+            yield
     except PbflError as error:
         raise ended(error, FAILED) from None
     except KeyboardInterrupt:

@@ -101,6 +101,10 @@ def _costs(
 ) -> dict[str, Any]:
     """Return what a round costs: bytes and seconds are means over the rounds, of all clients together."""
     ways = {"up": "bytes_up", "down": "bytes_down"}
+    spent = {  # this and the memory are 0 where no client says: client-report=none
+        name: fmean(line["seconds"]["clients"][name] for line in rounds)
+        for name in rounds[0]["seconds"]["clients"]
+    }
     kinds = {"payload": "payload", "with-reports": "ours", "with-flower": "total"}
     return {
         "clients": participants(about),
@@ -111,11 +115,8 @@ def _costs(
         "scalars-of-the-last-round": rounds[-1]["scalars"],
         "scalars-by-the-papers-formula": paper,
         "seconds": fmean(line["seconds"]["total"] for line in rounds),
-        "seconds-of-clients": {
-            name: fmean(line["seconds"]["clients"][name] for line in rounds)
-            for name in rounds[0]["seconds"]["clients"]
-        },
-        "peak-mb": max(line["peak_mb"] for line in rounds),
+        "seconds-of-clients": spent if any(spent.values()) else None,
+        "peak-mb": max(line["peak_mb"] for line in rounds) or None,
     }
 
 

@@ -208,6 +208,7 @@ def cost_sheet(groups: Sequence[Group]) -> Sheet:
             return fmean(entry[way][key] for entry in rounds)
 
         both = mean("bytes_up", "total") + mean("bytes_down", "total")
+        peak = max(entry["peak_mb"] for entry in record.rounds)  # 0 where no client says: client-report=none
         rows.append(
             (
                 group.label,
@@ -216,7 +217,7 @@ def cost_sheet(groups: Sequence[Group]) -> Sheet:
                 kilobytes(both),
                 paper_scalars(record.directory.paper_scalars()),
                 f"{fmean(entry['seconds']['total'] for entry in record.rounds):.2f}",
-                f"{max(entry['peak_mb'] for entry in record.rounds):.0f}",
+                f"{peak:.0f}" if peak else "-",
             )
         )
     columns = (

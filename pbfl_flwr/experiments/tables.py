@@ -235,12 +235,11 @@ def cost_table(about: Mapping[str, Any], rounds: Sequence[Mapping[str, Any]], pa
     table.add_row("  by the paper's formula, all taking part", "", "", paper_scalars(paper))
     mean = fmean(entry["seconds"]["total"] for entry in rounds)
     table.add_row("seconds", "", "", f"{mean:.2f}", end_section=True)
-    spent = {
-        key: fmean(entry["seconds"]["clients"][key] for entry in rounds)
-        for key in rounds[0]["seconds"]["clients"]
-    }
-    table.add_row("  of clients, summed", "", "", f"{sum(spent.values()):.2f}")
-    table.add_row("  peak memory of a worker", "", "", f"{max(entry['peak_mb'] for entry in rounds):.0f} MB")
+    # Both are 0 where no client says: client-report=none.
+    peak = max(entry["peak_mb"] for entry in rounds)
+    spent = fmean(sum(entry["seconds"]["clients"].values()) for entry in rounds)
+    table.add_row("  of clients, summed", "", "", f"{spent:.2f}" if spent else "-")
+    table.add_row("  peak memory of a worker", "", "", f"{peak:.0f} MB" if peak else "-")
     return table
 
 
