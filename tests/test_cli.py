@@ -14,13 +14,14 @@ import pytest
 import typer
 
 from pbfl_flwr.cli import app
-from pbfl_flwr.cli.common import INTERRUPTED, KEPT, running
-from pbfl_flwr.config import Scalar, Settings, parse
+from pbfl_flwr.cli.common import INTERRUPTED, KEPT, By, running
+from pbfl_flwr.config import PREDICTORS, Scalar, Settings, parse
 from pbfl_flwr.data import DATASETS
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import compare, configuration, reproduce, tables
 from pbfl_flwr.experiments.figures import clock, kilobytes
-from pbfl_flwr.experiments.runner import go_on_with, round_line
+from pbfl_flwr.experiments.following import round_line
+from pbfl_flwr.experiments.runner import go_on_with
 from pbfl_flwr.flower.engine import toml
 from pbfl_flwr.flower.history import RunDirectory
 from pbfl_flwr.flower.placement import Resources
@@ -34,6 +35,11 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.setenv("PBFL_HOME", str(tmp_path / "home"))
+
+
+def test_by_names_every_predictor() -> None:
+    (option,) = By.__metadata__
+    assert ", ".join(PREDICTORS) in option.help
 
 
 def test_help_says_what_every_argument_is() -> None:

@@ -422,16 +422,21 @@ def test_a_table_that_cannot_be_written_is_one_line(file: Path, tmp_path: Path) 
     assert f"{tmp_path}/x/table.md cannot be written" in result.stderr
 
 
+def compared(file: Path, out: Path) -> tuple[list[object], dict[Path, bytes]]:
+    """Finish all runs of a comparison; return the command that made its tables, and these."""
+    for run in compare.plan(compare.read(str(file))[1], [], [], [], out):
+        write_run(run.directory, [entry(1, 0.5, 0.5), entry(2, 0.5, 0.5)], **run.wishes.values)
+    words = ["compare", file, "--out", out, "--engine", "processes", "--workers", 1]
+    assert pbfl(*words).exit_code == 0
+    return words, {path: path.read_bytes() for path in out.glob("*.*")}
+
+
 @pytest.mark.parametrize("change", ["learning-rate=0.2", "num-server-rounds=1"])
 def test_the_tables_of_an_earlier_start_stay_where_a_run_is_refused(
     file: Path, tmp_path: Path, change: str
 ) -> None:
     out = tmp_path / "out"
-    for run in compare.plan(compare.read(str(file))[1], [], [], [], out):
-        write_run(run.directory, [entry(1, 0.5, 0.5), entry(2, 0.5, 0.5)], **run.wishes.values)
-    words = ["compare", file, "--out", out, "--engine", "processes", "--workers", 1]
-    assert pbfl(*words).exit_code == 0
-    before = {path: path.read_bytes() for path in out.glob("*.*")}
+    words, before = compared(file, out)
     assert len(before) == 6
     result = pbfl(*words, "--set", change)
     assert result.exit_code == 1
@@ -442,11 +447,7 @@ def test_the_tables_of_an_earlier_start_stay_where_a_run_is_refused(
 
 def test_rows_that_were_not_asked_for_this_time_stay_in_the_tables(file: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    for run in compare.plan(compare.read(str(file))[1], [], [], [], out):
-        write_run(run.directory, [entry(1, 0.5, 0.5), entry(2, 0.5, 0.5)], **run.wishes.values)
-    words = ["compare", file, "--out", out, "--engine", "processes", "--workers", 1]
-    assert pbfl(*words).exit_code == 0
-    before = {path: path.read_bytes() for path in out.glob("*.*")}
+    words, before = compared(file, out)
     assert pbfl(*words, "--only", "B").exit_code == 0
     assert {path: path.read_bytes() for path in out.glob("*.*")} == before
     (out / "A-seed0" / "rounds.jsonl").unlink()  # begun, not finished

@@ -212,7 +212,7 @@ def test_the_figures_stay_whole_on_a_narrow_terminal(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [entry(1, 0.5, 0.25)])
     console = Console(width=60, file=io.StringIO())
     console.print(watch.frame(watch.look(run, time.time())))
-    assert "…" not in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "…" not in console.file.getvalue()
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -183,22 +184,11 @@ def with_finished(
     found: list[Planned] = []
     for label in runs:
         own = [run for run in planned if run.label == label]
-        found += own or [run for run in _plan_of(label, runs, assignments, seeds, out) if finished(run)]
+        if not own:
+            with suppress(PbflError):  # the keys of this time do not fit it
+                own = [run for run in plan(runs, assignments, seeds, [label], out) if finished(run)]
+        found += own
     return found
-
-
-def _plan_of(
-    label: str,
-    runs: Mapping[str, Mapping[str, Scalar]],
-    assignments: Sequence[str],
-    seeds: Sequence[int],
-    out: Path,
-) -> list[Planned]:
-    """Return the runs of one label; none where the keys do not fit it."""
-    try:
-        return plan(runs, assignments, seeds, [label], out)
-    except PbflError:
-        return []
 
 
 def preflight(planned: Sequence[Planned], resources: Resources) -> None:

@@ -123,7 +123,7 @@ def test_the_page_has_tables_and_pictures(tmp_path: Path) -> None:
     np.testing.assert_array_equal(values, [[75.0, np.nan, 0.0]] * 2)
     assert [bar.get_height() for bar in bars.patches] == [4, 0, 1]
     (image,) = classes.pictures[1].figure.axes[0].get_images()
-    shown_values = np.ma.filled(image.get_array().astype(float), np.nan)  # type: ignore[union-attr]
+    shown_values = np.ma.filled(image.get_array().astype(float), np.nan)
     np.testing.assert_allclose(shown_values, [[200 / 3, 100], [np.nan, np.nan], [np.nan, 0]])
     page = report.page(groups, sections)
     assert "Accuracy by class" in page

@@ -13,7 +13,8 @@ from rich.console import Console
 
 from pbfl_flwr.config import Scalar
 from pbfl_flwr.experiments import runner
-from pbfl_flwr.experiments.runner import Follower, Tail, interruptible
+from pbfl_flwr.experiments.following import Follower, Tail
+from pbfl_flwr.experiments.runner import interruptible
 from pbfl_flwr.flower.history import RunDirectory
 from pbfl_flwr.flower.placement import Resources
 from pbfl_flwr.flower.processes import deaf
