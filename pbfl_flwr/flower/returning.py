@@ -44,10 +44,14 @@ def meet_again(
         All clients of the run, those that are missing on no node, and a line for every other node.
 
     Raises:
-        RunRefused: naming the first client that came back as another one.
+        RunRefused: naming the first client that came back as another one, or if run.json is damaged or of another
+            version.
         PbflError: if fewer than ``least`` came, naming who is missing, or if two nodes are one client.
     """
-    began = {int(was["client"]): Member.recorded(was) for was in recorded}
+    try:
+        began = {int(was["client"]): Member.recorded(was) for was in recorded}
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunRefused(f"run.json does not say who took part as this version has it: {error}") from None
     numbers = {member.label: client for client, member in began.items()}
     came, silent = _all_that_come(grid, numbers, experiment, timeout, join_timeout, hear)
     back = [replace(member, client=numbers[member.label]) for member in came if member.label in numbers]

@@ -247,6 +247,17 @@ def test_a_new_client_that_is_missing_from_a_resumed_run_is_not_asked(tmp_path: 
     assert line["failures"] == [{"client": 2, "name": "d", "reason": "its node is not connected"}]
 
 
+def test_clients_of_another_version_are_one_line(tmp_path: Path) -> None:
+    nodes = sites(tmp_path, "a", "c")
+    run(tmp_path, nodes, num_server_rounds=1).run()
+    about = tmp_path / "run" / "run.json"
+    about.write_text(about.read_text().replace('"num_test"', '"num_tests"'))
+    with pytest.raises(
+        PbflError, match=r"^run\.json does not say who took part as this version has it: [^\n]*num_test"
+    ):
+        run(tmp_path, nodes, num_server_rounds=2, resume=True).run()
+
+
 def test_a_run_of_devices_goes_on_with_them_alone(tmp_path: Path) -> None:
     nodes = sites(tmp_path, "a", "c")
     run(tmp_path, nodes, num_server_rounds=1).run()
