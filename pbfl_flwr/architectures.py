@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import difflib
+import re
+from dataclasses import dataclass
 
 from pbfl_flwr.config import TrainingSettings, choices
 from pbfl_flwr.errors import PbflError
@@ -17,6 +19,7 @@ ARCHITECTURES: dict[str, str] = {
     "efficientnet-b0": "EfficientNet-B0 of torchvision, no pretrained weights; a = 1280, 4,007,548 body parameters.",
     "fasttext": "FastText for token ids: the mean embedding of all places, padding included, hidden layer d.",
     "har-cnn": "1-D CNN for sensor windows (channels, length): 32, 64 and 128 channels, hidden layer d.",
+    "mlp": "Perceptron for tables: hidden layers of the widths in its name (mlp-500-200), hidden layer d.",
     "mlp5": "5-layer perceptron: flattened input-16-8-4-d, classifier; d = 2 shows prototypes in the plane.",
     "mobilenet-v2": "MobileNetV2 of torchvision, no pretrained weights; a = 1280, 2,223,872 body parameters.",
     "resnet4": "ResNet-4: stem and one residual block of width 64; a = 64.",
@@ -28,12 +31,63 @@ ARCHITECTURES: dict[str, str] = {
     "from 5 tokens.",
 }
 
+
+@dataclass(frozen=True)
+class Sizes:
+    """Whole numbers from 1 that follow an architecture's name, each after a hyphen: ``mlp-500-200``.
+
+    Attributes:
+        meaning: of them, in their order.
+        least, most: how many there are.
+        example: a whole name.
+    """
+
+    meaning: str
+    least: int
+    most: int
+    example: str
+
+
+SIZED: dict[str, Sizes] = {
+    "mlp": Sizes("widths of hidden layers", 0, 8, "mlp-500-200"),
+}
+LARGEST = 65_536  # a number in a name
+_SIZED_NAME = re.compile(r"(\D[\w-]*?)((?:-\d+)*)")
+
 # In the order of client ids, modulo.
 FAMILIES: dict[str, tuple[str, ...]] = {
     "heterogeneous-4": ("resnet8", "mobilenet-v2", "shufflenet-v2", "efficientnet-b0"),  # Ht0 of HtFLlib
     "small-4": ("cnn4", "resnet4", "resnet6", "resnet8"),
+    "table-4": ("mlp", "mlp-500", "mlp-1000-500", "mlp-1000-500-200"),  # widths of HtFLlib's MLPs
     "text-2": ("fasttext", "textcnn"),
 }
+
+
+def base_and_sizes(name: str) -> tuple[str, tuple[int, ...]]:
+    """Return the entry of ARCHITECTURES that a name is about, and the numbers in the name.
+
+    Raises:
+        PbflError: if there is no such entry, or the numbers are not what it takes.
+    """
+    if name in ARCHITECTURES and name not in SIZED:
+        return name, ()
+    match = _SIZED_NAME.fullmatch(name)
+    if match is None or match[1] not in SIZED:
+        raise PbflError(unknown(name))
+    base, numbers = match[1], tuple(int(number) for number in match[2].split("-")[1:])
+    takes = SIZED[base]
+    if not takes.least <= len(numbers) <= takes.most or not all(0 < n <= LARGEST for n in numbers):
+        count = str(takes.least) if takes.least == takes.most else f"{takes.least} to {takes.most}"
+        raise PbflError(
+            f"model '{name}': allowed after '{base}' are {count} whole numbers from 1 to {LARGEST:,} "
+            f"({takes.meaning}), e.g. {takes.example}"
+        )
+    return base, numbers
+
+
+def examples() -> list[str]:
+    """Return a name that can be built for every entry of ARCHITECTURES."""
+    return [SIZED[name].example if name in SIZED else name for name in ARCHITECTURES]
 
 
 def architectures(spec: str) -> tuple[str, ...]:
@@ -49,10 +103,9 @@ def architectures(spec: str) -> tuple[str, ...]:
     for item in (part.strip() for part in spec.split(",")):
         if item in FAMILIES:
             names.extend(FAMILIES[item])
-        elif item in ARCHITECTURES or is_external(item):
-            names.append(item)
         else:
-            raise PbflError(f"models = '{spec}': {unknown(item)}")
+            _check_name("models", spec, item)
+            names.append(item)
     return tuple(names)
 
 
@@ -75,15 +128,24 @@ def check_named(training: TrainingSettings) -> None:
     """
     for key, text in (("layout", training.layout), ("precision", training.precision)):
         for name in choices(text):
-            if name and name not in ARCHITECTURES and not is_external(name):
-                raise PbflError(f"{key} = '{text}': {unknown(name)}")
+            if name:
+                _check_name(key, text, name)
+
+
+def _check_name(key: str, text: str, name: str) -> None:
+    if is_external(name):
+        return
+    try:
+        base_and_sizes(name)
+    except PbflError as error:
+        raise PbflError(f"{key} = '{text}': {error}") from None
 
 
 def unknown(item: str) -> str:
-    """Return what to say of a name that is none: the closest one, and all that are allowed."""
+    """Return what to say of a name that is none: the closest one, and what is allowed."""
     close = difflib.get_close_matches(item, [*FAMILIES, *ARCHITECTURES], n=1)
     hint = f"; did you mean '{close[0]}'?" if close else ";"
     return (
-        f"unknown model '{item}'{hint} allowed are the families {', '.join(FAMILIES)}, "
-        f"the models {', '.join(ARCHITECTURES)}, my_package.module:function, or a comma list"
+        f"unknown model '{item}'{hint} allowed are the families {', '.join(FAMILIES)}, the models that "
+        "'pbfl list models' lists, my_package.module:function, or a comma list"
     )

@@ -2,8 +2,9 @@
 
 Every model answers ``features(x) -> (B, d)`` and ``head(features) -> (B, K)``. A new one is a function
 ``build(task) -> SplitModel`` whose docstring starts with one line about it, an entry in ``MODELS``, and that line in
-:mod:`pbfl_flwr.architectures`; the contract tests find it there. Builders import torchvision when they run: that takes
-seconds, and on a device every message has a new process.
+:mod:`pbfl_flwr.architectures`; the contract tests find it there. One whose name is followed by numbers, such as
+``mlp-500-200``, is ``build(task, *numbers)`` and has an entry in ``SIZED`` there, too. Builders import torchvision when
+they run: that takes seconds, and on a device every message has a new process.
 """
 
 from collections.abc import Callable
@@ -13,8 +14,8 @@ from pbfl_flwr.architectures import (
     FAMILIES,
     architecture_of,
     architectures,
+    base_and_sizes,
     check_named,
-    unknown,
 )
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models.arrangement import arrange
@@ -32,7 +33,7 @@ from pbfl_flwr.models.contract import (
 from pbfl_flwr.models.dry_forward import dry_forward
 from pbfl_flwr.models.efficientnet import efficientnet_b0
 from pbfl_flwr.models.external import build_external
-from pbfl_flwr.models.mlp import mlp5
+from pbfl_flwr.models.mlp import mlp, mlp5
 from pbfl_flwr.models.mobilenet import mobilenet_v2
 from pbfl_flwr.models.resnet import resnet4, resnet6, resnet8, resnet18
 from pbfl_flwr.models.sensor import har_cnn
@@ -41,7 +42,7 @@ from pbfl_flwr.models.text import fasttext, textcnn
 from pbfl_flwr.own_code import is_external
 from pbfl_flwr.task import Task
 
-Builder = Callable[[Task], SplitModel]
+Builder = Callable[..., SplitModel]
 
 MODELS: dict[str, Builder] = {
     "cnn2": cnn2,
@@ -49,6 +50,7 @@ MODELS: dict[str, Builder] = {
     "efficientnet-b0": efficientnet_b0,
     "fasttext": fasttext,
     "har-cnn": har_cnn,
+    "mlp": mlp,
     "mlp5": mlp5,
     "mobilenet-v2": mobilenet_v2,
     "resnet4": resnet4,
@@ -91,7 +93,7 @@ def build_model(name: str, task: Task, seed: int) -> SplitModel:
     draws them from torch's CPU generator.
 
     Args:
-        name: one of ``MODELS``, or ``my_package.module:function``.
+        name: one of ``MODELS``, with its numbers if it takes some, or ``my_package.module:function``.
         task: K, d and the shape of inputs.
         seed: of the initial weights.
 
@@ -99,10 +101,15 @@ def build_model(name: str, task: Task, seed: int) -> SplitModel:
         PbflError: if the name is unknown, the architecture cannot take the input, or an external model is not
             there or does not answer ``features`` and ``head``.
     """
-    if name not in MODELS and not is_external(name):
-        raise PbflError(f"models = '{name}': {unknown(name)}")
+    if is_external(name):
+        with seeds.seeded(seed):
+            return build_external(name, task)
+    try:
+        base, sizes = base_and_sizes(name)
+    except PbflError as error:
+        raise PbflError(f"models = '{name}': {error}") from None
     with seeds.seeded(seed):
-        return MODELS[name](task) if name in MODELS else build_external(name, task)
+        return MODELS[base](task, *sizes)
 
 
 def check_models(spec: str, task: Task) -> None:

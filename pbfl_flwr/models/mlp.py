@@ -1,6 +1,7 @@
-"""The perceptron of ProtoNorm's spiral example; its features have no activation, so they take any sign."""
+"""Perceptrons: of any widths for tables, and that of ProtoNorm's spiral example."""
 
 import math
+from itertools import pairwise
 
 from torch import nn
 
@@ -9,8 +10,23 @@ from pbfl_flwr.models.layers import linear_head
 from pbfl_flwr.task import Task
 
 
+def mlp(task: Task, *widths: int) -> SplitModel:
+    """Perceptron for tables: hidden layers of the widths in its name (mlp-500-200), hidden layer d.
+
+    Every hidden layer ends in a ReLU, that of width d too: features are never negative. So has HtFLlib its AmazonMLP,
+    whose last hidden layer has 100 units, averaged to d.
+    """
+    sizes = [math.prod(task.input_shape), *widths]
+    layers = [nn.Sequential(nn.Linear(a, b), nn.ReLU(inplace=True)) for a, b in pairwise(sizes)]
+    neck = nn.Sequential(nn.Linear(sizes[-1], task.feature_dim), nn.ReLU(inplace=True))
+    return SplitModel(task, [nn.Flatten(), *layers], neck, linear_head(task))
+
+
 def mlp5(task: Task) -> SplitModel:
-    """5-layer perceptron: flattened input-16-8-4-d, classifier; d = 2 shows prototypes in the plane."""
+    """5-layer perceptron: flattened input-16-8-4-d, classifier; d = 2 shows prototypes in the plane.
+
+    Its features have no activation, so they take any sign.
+    """
     stages = [
         nn.Sequential(nn.Flatten(), nn.Linear(math.prod(task.input_shape), 16), nn.ReLU(inplace=True)),
         nn.Sequential(nn.Linear(16, 8), nn.ReLU(inplace=True)),

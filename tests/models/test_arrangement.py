@@ -6,9 +6,10 @@ from torch import Tensor, nn
 
 from pbfl_flwr.descent import Descent, Group
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.models import MODELS, arrange, arrangement, build_model
+from pbfl_flwr.models import arrange, arrangement, build_model
 from pbfl_flwr.models.arrangement import FEW_PIXELS, DepthwiseConv2d, FewPixelsConv2d, PointwiseConv2d
 from pbfl_flwr.task import Task
+from tests.models.kinds import EXAMPLES, TABLES, is_one_of, takes_images
 
 TASK = Task(5, 24, (3, 32, 32))
 
@@ -139,7 +140,7 @@ def test_other_convolutions_stay_the_librarys(conv: nn.Conv2d) -> None:
     assert model[0] is conv
 
 
-@pytest.mark.parametrize("name", sorted(set(MODELS) - {"har-cnn", "fasttext", "textcnn"}))
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if takes_images(name) or is_one_of(name, TABLES)])
 def test_every_architecture_stays_the_same_function(name: str) -> None:
     plain, arranged = build_model(name, TASK, 0), arrange(build_model(name, TASK, 0), "channels-last")
     assert list(plain.state_dict()) == list(arranged.state_dict())

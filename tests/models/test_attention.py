@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from pbfl_flwr.models import MODELS, build_model, random_inputs
+from pbfl_flwr.models import build_model, random_inputs
 from pbfl_flwr.models.attention import (
     CBAM,
     CrossLayerFusion,
@@ -13,12 +13,16 @@ from pbfl_flwr.models.attention import (
     map_channels,
 )
 from pbfl_flwr.task import Task
+from tests.models.kinds import EXAMPLES, TABLES, is_one_of, shapes, takes_images, task_of
 
 IMAGES = Task(4, 6, (3, 16, 16))
-WINDOWS = Task(4, 6, (9, 32))
-TEXTS = Task(4, 6, (9,), 20)
-OTHERS = {"har-cnn": WINDOWS, "fasttext": TEXTS, "textcnn": TEXTS}
-CONVOLUTIONAL = [(name, OTHERS.get(name, IMAGES)) for name in MODELS if name != "mlp5"]
+
+
+def task_for(name):
+    return IMAGES if takes_images(name) else task_of(name, 6, shapes(name)[-1], 4)
+
+
+CONVOLUTIONAL = [(name, task_for(name)) for name in EXAMPLES if not is_one_of(name, TABLES)]
 
 
 def maps_of(name, task, batch=2):

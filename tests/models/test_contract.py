@@ -17,25 +17,10 @@ from pbfl_flwr.models import (
     head_names,
     random_inputs,
 )
-from pbfl_flwr.task import Task
+from tests.models.kinds import EXAMPLES, TEXTS, is_one_of, shapes, takes_images, task_of
 
 B, K = 3, 7
-OTHER_SHAPES = {
-    "mlp5": [(2,), (1, 8, 8)],
-    "har-cnn": [(9, 128), (9, 1, 128), (3, 50)],
-    "cnn2": [(1, 16, 16), (3, 32, 32), (1, 20, 28)],
-    "cnn4": [(1, 16, 16), (3, 32, 32), (1, 20, 28)],
-}
-IMAGE_SHAPES = [(1, 8, 8), (3, 32, 32), (4, 20, 28)]
-TEXTS = {"fasttext", "textcnn"}
-OTHER_SHAPES |= {name: [(5,), (40,)] for name in TEXTS}
-
-
-def task_of(name: str, d: int, shape: tuple[int, ...]) -> Task:
-    return Task(K, d, shape, vocabulary_size=11 if name in TEXTS else 0)
-
-
-CASES = [(name, shape) for name in MODELS for shape in OTHER_SHAPES.get(name, IMAGE_SHAPES)]
+CASES = [(name, shape) for name in EXAMPLES for shape in shapes(name)]
 
 
 @pytest.mark.parametrize(("name", "shape"), CASES)
@@ -57,7 +42,7 @@ def test_features_then_head(name: str, shape: tuple[int, ...]) -> None:
     assert torch.isfinite(logits).all()
     assert torch.equal(logits, model.head(features))
     assert torch.equal(features, from_maps)
-    assert len(maps) == len(model.stages) >= (1 if name in TEXTS else 2)
+    assert len(maps) == len(model.stages) >= (1 if is_one_of(name, TEXTS) else 2)
     for before, after in pairwise(maps):
         assert after.dim() == before.dim()
         assert after.shape[2:].numel() <= before.shape[2:].numel(), "maps must not grow"
@@ -69,10 +54,9 @@ def test_features_then_head(name: str, shape: tuple[int, ...]) -> None:
             assert torch.equal(current, found)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_every_parameter_learns_and_features_stay_as_they_were(name: str) -> None:
-    shape = OTHER_SHAPES.get(name, IMAGE_SHAPES)[-1]
-    task = task_of(name, 512, shape)
+    task = task_of(name, 512, shapes(name)[-1])
     model = build_model(name, task, seed=1).train()
     x = random_inputs(task, 4, seed=2)
 
@@ -85,10 +69,9 @@ def test_every_parameter_learns_and_features_stay_as_they_were(name: str) -> Non
     assert [n for n, p in model.named_parameters() if p.grad is None] == []
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_names_tell_body_and_head_apart(name: str) -> None:
-    shape = OTHER_SHAPES.get(name, IMAGE_SHAPES)[0]
-    model = build_model(name, task_of(name, 20, shape), seed=1)
+    model = build_model(name, task_of(name, 20, shapes(name)[0]), seed=1)
 
     parameters = dict(model.named_parameters())
     assert sorted(body_names(model) + head_names(model)) == sorted(parameters)
@@ -101,12 +84,11 @@ def test_names_tell_body_and_head_apart(name: str) -> None:
     assert sum(count_parameters(model)) == sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_batch_norm_is_reported(name: str) -> None:
-    shape = OTHER_SHAPES.get(name, IMAGE_SHAPES)[0]
-    model = build_model(name, task_of(name, 20, shape), seed=1)
+    model = build_model(name, task_of(name, 20, shapes(name)[0]), seed=1)
     assert has_batch_norm(model) == any("running_mean" in key for key in model.state_dict())
-    assert has_batch_norm(model) == (name not in {"cnn2", "cnn4", "mlp5", "har-cnn", *TEXTS})
+    assert has_batch_norm(model) == (takes_images(name) and name not in {"cnn2", "cnn4"})
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pbfl_flwr.architectures import ARCHITECTURES, base_and_sizes
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models import (
     FAMILIES,
@@ -32,7 +33,7 @@ def test_families_are_made_of_models_and_no_name_means_two_things() -> None:
     assert FAMILIES["heterogeneous-4"] == ("resnet8", "mobilenet-v2", "shufflenet-v2", "efficientnet-b0")
     assert FAMILIES["small-4"] == ("cnn4", "resnet4", "resnet6", "resnet8")
     assert FAMILIES["text-2"] == ("fasttext", "textcnn")
-    assert {name for family in FAMILIES.values() for name in family} <= set(MODELS)
+    assert {base_and_sizes(name)[0] for family in FAMILIES.values() for name in family} <= set(MODELS)
     assert not set(FAMILIES) & set(MODELS)
 
 
@@ -44,6 +45,7 @@ def test_families_are_made_of_models_and_no_name_means_two_things() -> None:
         ("cnn4, resnet8,cnn4", ("cnn4", "resnet8", "cnn4")),
         ("nets.zoo:build", ("nets.zoo:build",)),
         ("cnn2,nets:build", ("cnn2", "nets:build")),
+        ("mlp,mlp-20", ("mlp", "mlp-20")),
     ],
 )
 def test_specs(spec: str, expected: tuple[str, ...]) -> None:
@@ -59,9 +61,21 @@ def test_clients_take_the_list_in_turn() -> None:
 @pytest.mark.parametrize(
     ("spec", "parts"),
     [
-        ("resnet-8", ["unknown model 'resnet-8'", "did you mean 'resnet8'?", "heterogeneous-4", "cnn4"]),
+        (
+            "resnet-8",
+            ["unknown model 'resnet-8'", "did you mean 'resnet8'?", "heterogeneous-4", "pbfl list models"],
+        ),
         ("smal-4", ["did you mean 'small-4'?"]),
         ("cnn4,,resnet8", ["unknown model ''", "cnn4,,resnet8"]),
+        (
+            "mlp-0",
+            ["model 'mlp-0': allowed after 'mlp' are 0 to 8 whole numbers from 1 to 65,536", "mlp-500-200"],
+        ),
+        ("mlp-65537", ["'mlp-65537'"]),
+        ("mlp-1-1-1-1-1-1-1-1-1", ["0 to 8 whole numbers"]),
+        ("mlp-", ["unknown model 'mlp-'; did you mean 'mlp'?"]),
+        ("mlp5-3", ["unknown model 'mlp5-3'"]),
+        ("cnn4-3", ["unknown model 'cnn4-3'"]),
         ("nets.zoo:", ["unknown model 'nets.zoo:'", "my_package.module:function"]),
         ("../nets:build", ["unknown model '../nets:build'"]),
         ("", ["unknown model ''"]),
@@ -377,3 +391,16 @@ def test_pooling_before_the_relu_gives_the_bits_of_pooling_after_it(name: str) -
         model.head(features).square().sum().backward()
         found.append([features, *(p.grad for p in model.parameters() if p.grad is not None)])
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+def test_the_page_of_models_names_every_family_with_its_networks_and_every_model() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in page.splitlines()
+        if line.startswith("| `")
+    ]
+    families = {first.strip("`"): second for first, second, *more in rows if more}
+    assert families == {name: ", ".join(members) for name, members in FAMILIES.items()}
+    models = {name.strip(" `") for first, *more in rows if len(more) == 1 for name in first.split(",")}
+    assert models == set(ARCHITECTURES)

@@ -1,0 +1,37 @@
+"""A name for every architecture, and the inputs that it takes."""
+
+from pbfl_flwr.architectures import base_and_sizes, examples
+from pbfl_flwr.task import Task
+
+EXAMPLES = examples()
+WINDOWS = {"har-cnn"}
+TEXTS = {"fasttext", "textcnn"}
+TABLES = {"mlp", "mlp5"}
+IMAGE_SHAPES: list[tuple[int, ...]] = [(1, 8, 8), (3, 32, 32), (4, 20, 28)]
+FROM_16_PIXELS: list[tuple[int, ...]] = [(1, 16, 16), (3, 32, 32), (1, 20, 28)]
+
+
+def is_one_of(name: str, kind: set[str]) -> bool:
+    """Return whether an architecture, whatever the numbers in its name, is of this kind."""
+    return base_and_sizes(name)[0] in kind
+
+
+def takes_images(name: str) -> bool:
+    """Return whether an architecture is made for images."""
+    return not is_one_of(name, WINDOWS | TEXTS | TABLES)
+
+
+def shapes(name: str) -> list[tuple[int, ...]]:
+    """Return inputs that an architecture takes."""
+    if is_one_of(name, TABLES):
+        return [(2,), (1, 8, 8)]
+    if is_one_of(name, WINDOWS):
+        return [(9, 128), (9, 1, 128), (3, 50)]
+    if is_one_of(name, TEXTS):
+        return [(5,), (40,)]
+    return FROM_16_PIXELS if name in {"cnn2", "cnn4"} else IMAGE_SHAPES
+
+
+def task_of(name: str, d: int, shape: tuple[int, ...], num_classes: int = 7) -> Task:
+    """Return a task for it."""
+    return Task(num_classes, d, shape, vocabulary_size=11 if is_one_of(name, TEXTS) else 0)
