@@ -49,7 +49,8 @@ class Round:
     Attributes:
         number: 1 for the first round.
         task: what all clients agree on.
-        num_clients: M, all clients of the federation, whether they answered or not.
+        num_clients: M, all clients of the federation so far, whether they answered or not. Where devices join a run
+            that is under way (``min-clients``), ids may be larger.
         seed: the run's seed.
         shares: client -> s_i < 1 of uploads that came too late for their own round; see :meth:`Method.streams`.
     """

@@ -176,6 +176,11 @@ class RunSettings(Group):
         "", description="settings of a method of your own, e.g. mu=0.1,warm=true"
     )
     num_clients: int = Field(20, ge=1, le=100_000, description="clients of the federation, M")
+    min_clients: int = Field(
+        0,
+        ge=0,
+        description="devices with which a run may begin; the others join in any round. 0: all num-clients",
+    )
     num_server_rounds: int = Field(20, ge=1, le=1_000_000, description="rounds, T")
     fraction_train: float = Field(1.0, gt=0, le=1, description="share of the clients that train in a round")
     fraction_evaluate: float = Field(
@@ -233,8 +238,8 @@ class RunSettings(Group):
 
     @property
     def trained(self) -> int:
-        """Clients that are to train in a round, where all can be asked."""
-        return max(1, round(self.fraction_train * self.participants))
+        """Clients that are to train in a round, where all can be asked: at least, if others may still join."""
+        return max(1, round(self.fraction_train * (self.min_clients or self.participants)))
 
 
 class DataSettings(Group):

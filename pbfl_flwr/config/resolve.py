@@ -59,6 +59,7 @@ CHANGEABLE = (
     "round-timeout",
     "join-timeout",
     "failure-policy",
+    "min-clients",
     "max-upload-mb",
     "threads",
     "sinks",
@@ -163,6 +164,18 @@ def _disagreements(settings: Settings) -> list[str]:
             f"method-settings = {run.method_settings!r}: they are for methods of your own (my_package.page:build); "
             f"`pbfl list keys {run.method}.` shows what '{run.method}' has"
         )
+    if run.min_clients > run.num_clients:
+        found.append(f"min-clients = {run.min_clients}: allowed is up to num-clients = {run.num_clients}")
+    if run.min_clients and run.new_clients:
+        found.append(
+            f"min-clients = {run.min_clients}: with new-clients = {run.new_clients} all clients are there when the run "
+            "begins; allowed is 0"
+        )
+    if run.min_clients and settings.privacy.secure_aggregation:
+        found.append(
+            f"min-clients = {run.min_clients}: with secure-aggregation = true all clients are there when the run "
+            "begins; allowed is 0"
+        )
     if run.new_clients >= run.num_clients:
         found.append(
             f"new-clients = {run.new_clients}: allowed is up to {run.num_clients - 1}, since somebody of num-clients = "
@@ -171,7 +184,7 @@ def _disagreements(settings: Settings) -> list[str]:
     elif run.min_replies > run.trained:
         found.append(
             f"min-replies = {run.min_replies}: allowed is up to {run.trained}, the clients that train in a round "
-            f"(fraction-train = {run.fraction_train:g} of {run.participants})"
+            f"(fraction-train = {run.fraction_train:g} of {run.min_clients or run.participants})"
         )
     if run.new_clients and settings.privacy.secure_aggregation:
         found.append(

@@ -153,7 +153,8 @@ def participants(about: Mapping[str, Any]) -> int:
 
 def honest(about: Mapping[str, Any]) -> frozenset[int]:
     """Return the clients over which a run's accuracies may be: those that take part in the rounds and do not lie."""
-    return frozenset(range(participants(about))) - frozenset(about.get("malicious", []))
+    numbers = sorted(int(member["client"]) for member in about["clients"])
+    return frozenset(numbers[: participants(about)]) - frozenset(about.get("malicious", []))
 
 
 def few_clients(runs: Iterable[tuple[Mapping[str, Any], Mapping[str, Scores]]]) -> dict[str, str]:

@@ -9,12 +9,14 @@ from flwr.app import Message
 from flwr.common import log
 from flwr.serverapp import Grid
 
+from pbfl_flwr.flower.joining import Joining
 from pbfl_flwr.flower.late import Debt, Debts
 from pbfl_flwr.flower.replies import Phase
 from pbfl_flwr.flower.returning import welcome_back
 from pbfl_flwr.flower.roster import NOWHERE, Roster
 
 GREETING_SECONDS = 60.0  # for a node that comes in the middle of a run
+LONGEST_PAUSE = 32  # rounds in which a node that is no client is not greeted again
 
 
 class Attendance:
@@ -24,38 +26,38 @@ class Attendance:
         roster: who said hello before round 1.
         experiment: id of the run.
         join_timeout: seconds that a node may take to join.
+        joining: which other devices may join; None if none may.
 
     Attributes:
         roster: who is who now.
     """
 
-    def __init__(self, roster: Roster, experiment: str, join_timeout: float) -> None:
-        self.roster = roster
+    def __init__(
+        self, roster: Roster, experiment: str, join_timeout: float, joining: Joining | None = None
+    ) -> None:
+        self.roster, self._joining = roster, joining
         self._experiment, self._patience = experiment, min(join_timeout, GREETING_SECONDS)
         self._debts = Debts()
         self._failed: frozenset[int] = frozenset()
         self._refused: set[str] = set()  # what was said of nodes that are not greeted as clients
+        self._strange: dict[
+            int, tuple[int, int]
+        ] = {}  # node -> pause, round from which it may be greeted again
         self._notes: list[str] = []
 
     def absent(self, grid: Grid, server_round: int) -> dict[int, str]:
         """Return the clients that cannot be asked and why, having looked for those that came back.
 
-        Only after a round in which somebody failed, or while somebody has been missing since the run was resumed: a
-        healthy federation is not asked for its nodes every round.
+        Only after a round in which somebody failed, while somebody has been missing since the run was resumed, or
+        while others may join: a healthy federation is not asked for its nodes every round.
         """
         self.collect(grid)
         missing = any(member.node == NOWHERE for member in self.roster.members.values())
-        if not self._failed and not missing:
+        open_to_others = self._joining is not None and self._joining.has_room(self.roster)
+        if not self._failed and not missing and not open_to_others:
             return {}
-        online, before = set(grid.get_node_ids()), self.roster
-        self.roster, refused = welcome_back(
-            grid, before, online, self._failed, self._experiment, self._patience
-        )
-        self.refuse(refused)
-        for client, member in self.roster.members.items():
-            if member.node != before.members[client].node:
-                log(INFO, "round %s: client %s is back, on another node", server_round, member.label)
-                self._debts.forget(client)
+        online = set(grid.get_node_ids())
+        self._look_for_clients(grid, online, server_round)
         gone = {
             client: "its node is not connected"
             for client, member in self.roster.members.items()
@@ -63,6 +65,31 @@ class Attendance:
         }
         busy = {c: f"still busy with round {owed}" for c, owed in self._debts.owing(server_round).items()}
         return {**busy, **gone}
+
+    def _look_for_clients(self, grid: Grid, online: Collection[int], server_round: int) -> None:
+        """Greet the nodes that are new.
+
+        One that is no client, or says nothing, is greeted again after a pause, each twice as long as the last, or when
+        somebody failed, who may have come back there.
+        """
+        self._strange = {node: when for node, when in self._strange.items() if node in online}
+        resting = (
+            [] if self._failed else [n for n, (_, since) in self._strange.items() if server_round < since]
+        )
+        before = self.roster
+        self.roster, refused = welcome_back(
+            grid, before, online, self._failed, self._experiment, self._patience, self._joining, resting
+        )
+        self.refuse(refused.values())
+        for node in refused:
+            pause, _ = self._strange.get(node, (1, 0))
+            self._strange[node] = (min(2 * pause, LONGEST_PAUSE), server_round + pause)
+        for client, member in self.roster.members.items():
+            if client not in before.members:
+                self._notes.append(f"client {member.label} has joined the run")
+            elif member.node != before.members[client].node:
+                log(INFO, "round %s: client %s is back, on another node", server_round, member.label)
+                self._debts.forget(client)
 
     def collect(self, grid: Grid) -> None:
         """Fetch the answers that have come since their round."""

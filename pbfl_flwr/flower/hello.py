@@ -55,6 +55,10 @@ def wait_for_nodes(
             return nodes
     if least is not None and len(nodes) >= least:
         return nodes
+    if least is not None:
+        raise PbflError(
+            f"min-clients = {least}, but only {len(joined())} nodes joined within {timeout:.0f} s"
+        )
     raise PbflError(
         f"num-clients = {wanted}, but only {len(joined())} nodes joined within {timeout:.0f} s; a simulation "
         f"needs --federation-config 'num-supernodes={wanted}' (pbfl run passes it), a deployment needs "
@@ -69,7 +73,8 @@ def meet(
     timeout: float,
     join_timeout: float,
     hear: Hear = no_one,
-) -> Roster:
+    least: int = 0,
+) -> tuple[Roster, list[str]]:
     """Say hello to every node and check that what they bring fits together, before any training starts.
 
     Args:
@@ -79,20 +84,29 @@ def meet(
         timeout: seconds to wait for the answers.
         join_timeout: seconds to wait for the nodes.
         hear: is told how many nodes have joined, as long as that takes.
+        least: devices with which a run may begin after join_timeout; 0 for all clients.
+
+    Returns:
+        Who is there, and a line for every node that could not answer.
 
     Raises:
-        PbflError: naming the clients that could not answer and why, or both sides of a disagreement.
+        PbflError: naming the clients without which the run cannot begin, or both sides of a disagreement.
     """
-    nodes = wait_for_nodes(grid, num_clients, join_timeout, hear)
+    nodes = wait_for_nodes(grid, num_clients, join_timeout, hear, least or None)
     members, refused = greet(grid, nodes, experiment, timeout)
-    if refused:
+    if refused and not 0 < least <= len(members):
         raise PbflError("\n".join(refusals(refused, len(nodes))))
+    if len(members) < num_clients and any(member.simulated for member in members):
+        raise PbflError(
+            f"min-clients = {least}: allowed in a simulation is 0, since all num-clients = {num_clients} begin there; "
+            f"{len(members)} came"
+        )
     roster = agreed(numbered(members, num_clients))
     if beyond := [client for client in roster.members if client >= num_clients]:
         raise PbflError(
             f"client-id {beyond[0]} is beyond num-clients = {num_clients}: allowed are 0 to {num_clients - 1}"
         )
-    return roster
+    return roster, [f"node {node}: {reason}" for node, reason in refused.items()]
 
 
 def refusals(refused: Mapping[int, str], num_nodes: int) -> list[str]:

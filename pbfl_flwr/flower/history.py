@@ -27,7 +27,7 @@ import json
 import math
 import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -199,6 +199,14 @@ class RunDirectory:
     def go_on(self, configuration: Mapping[str, Any]) -> None:
         """Record the configuration under which a run goes on: how far it goes may have changed."""
         self._write("run.json", {**self.read(), "configuration": dict(configuration)})
+
+    def know(self, clients: Sequence[Mapping[str, Any]]) -> None:
+        """Write down who takes part, now that others have joined.
+
+        Raises:
+            UnsavedState: if the system refuses it.
+        """
+        self._write("run.json", {**self.read(), "clients": list(clients)})
 
     def read(self) -> dict[str, Any]:
         """Return run.json.

@@ -156,10 +156,9 @@ class LegacyMethodStrategy(TrainingOnly):
             )
         if settings.run.attack:  # its clients have no number before they answer
             raise PbflError(f"attack = '{settings.run.attack}': the older interface cannot tell who lies")
-        if settings.run.new_clients:
-            raise PbflError(
-                f"new-clients = {settings.run.new_clients}: the older interface has none; allowed is 0"
-            )
+        for key in ("new-clients", "min-clients"):
+            if number := settings.as_dict()[key]:
+                raise PbflError(f"{key} = {number}: the older interface has none; allowed is 0")
         self.experiment = experiment or f"{settings.fingerprint()}-{uuid.uuid4().hex[:8]}"
         self.state: Any = self.method.init(task, settings.run.seed)
         self.reports: dict[str, Report] = {}

@@ -71,13 +71,20 @@ class Recorder:
             PbflError: if the directory holds a run already, or a sink cannot be opened.
         """
         known = list(members)
-        clients = [{**asdict(member), "node": str(member.node)} for member in known]
         attack = {"malicious": list(malicious(self._settings))} if self._settings.run.attack else {}
         self.run.begin_alone()
         if all(member.simulated and member.configured_data for member in known):
             self.run.write_partition(_dealt(self._settings, known))
-        self.run.start(self._settings.as_dict(), {**facts, **attack, "clients": clients})
+        self.run.start(self._settings.as_dict(), {**facts, **attack, "clients": _listed(known)})
         self._open_sinks()
+
+    def joined(self, members: Iterable[Member]) -> None:
+        """Write down who takes part, before those who have joined are asked anything.
+
+        Raises:
+            UnsavedState: if the system refuses it.
+        """
+        self.run.know(_listed(members))
 
     def go_on(
         self, kind: type[Payload], task: Task, num_rounds: int
@@ -193,6 +200,10 @@ class Recorder:
             if self._headline in scored:
                 found.append((float(scored[self._headline]["weighted"]), final))
         return found
+
+
+def _listed(members: Iterable[Member]) -> list[dict[str, Any]]:
+    return [{**asdict(member), "node": str(member.node)} for member in members]
 
 
 def _dealt(settings: Settings, members: Sequence[Member]) -> Dealt:

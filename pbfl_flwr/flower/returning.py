@@ -1,4 +1,4 @@
-"""Clients that come back: of a run that goes on, or on another node in the middle of one."""
+"""Clients that come back: of a run that goes on, or on another node in the middle of one. Others may join it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from flwr.serverapp import Grid
 from pbfl_flwr.errors import LONGEST, PbflError
 from pbfl_flwr.flower.hello import agreed, greet, refusals, wait_for_nodes
 from pbfl_flwr.flower.history import RunRefused
+from pbfl_flwr.flower.joining import Joining
 from pbfl_flwr.flower.roster import Member, Roster
 from pbfl_flwr.flower.waiting import Hear, no_one
 
@@ -99,11 +100,13 @@ def welcome_back(
     failed: Collection[int],
     experiment: str,
     timeout: float,
-) -> tuple[Roster, list[str]]:
+    joining: Joining | None = None,
+    unasked: Collection[int] = (),
+) -> tuple[Roster, dict[int, str]]:
     """Greet nodes that are not in the roster: clients whose SuperNode was started again and has another node id now.
 
     A client moves to a new node if its old one is gone or failed in the last round; otherwise two nodes claim the same
-    client, and the new one is not asked anything.
+    client, and the new one is not asked anything. Others become clients of the run if they may join it.
 
     Args:
         grid: Flower's.
@@ -112,33 +115,52 @@ def welcome_back(
         failed: clients that failed in the last round.
         experiment: id of the run.
         timeout: seconds to wait for the answers.
+        joining: who may join the run; None if nobody may.
+        unasked: nodes that are not greeted.
 
     Returns:
-        The roster with new nodes for old clients, and a line for every node that was refused.
+        The roster with new nodes for old clients and with those that joined, and node -> why for the others.
     """
-    new = sorted(set(online) - {member.node for member in roster.members.values()})
+    new = sorted(set(online) - {member.node for member in roster.members.values()} - set(unasked))
     if not new:
-        return roster, []
+        return roster, {}
     came, silent = greet(grid, new, experiment, timeout)
-    refused = [f"node {node}: {reason}" for node, reason in silent.items()]
-    numbers = {member.label: client for client, member in roster.members.items()}
-    found = dict(roster.members)
+    refused = {node: f"node {node}: {reason}" for node, reason in silent.items()}
     for member in came:
-        client = numbers.get(member.label)
-        old = roster.members[client] if client is not None else None
-        if client is None or old is None:
-            refused.append(_stranger(member))
-            continue
-        moved = replace(member, client=client)
-        differ = [key for key in SAME if getattr(moved, key) != getattr(old, key)]
-        if differ:
-            was, now = getattr(old, differ[0]), getattr(moved, differ[0])
-            refused.append(f"client {member.label} came back with another {differ[0]}: {now}, it had {was}")
-        elif old.node in online and client not in failed:
-            refused.append(f"client-id {member.label} is used by two nodes, {old.node} and {member.node}")
-        else:
-            found[client] = moved
-    return Roster(found), refused
+        client = next(
+            (number for number, known in roster.members.items() if known.label == member.label), None
+        )
+        try:
+            if client is None:
+                roster = _joined(roster, member, joining)
+            else:
+                back = _moved(replace(member, client=client), roster.members[client], online, failed)
+                roster = Roster({**roster.members, client: back})
+        except PbflError as error:
+            refused[member.node] = str(error)
+    return roster, refused
+
+
+def _joined(roster: Roster, member: Member, joining: Joining | None) -> Roster:
+    if joining is None:
+        raise PbflError(_stranger(member))
+    try:
+        return joining.admitted(roster, member)
+    except PbflError as error:
+        raise PbflError(f"{_stranger(member)} and cannot join it: {error}") from None
+
+
+def _moved(now: Member, old: Member, online: Collection[int], failed: Collection[int]) -> Member:
+    """Return the client on its new node, if it is the one that it was and its old node lets it go."""
+    differ = [key for key in SAME if getattr(now, key) != getattr(old, key)]
+    if differ:
+        raise PbflError(
+            f"client {now.label} came back with another {differ[0]}: {getattr(now, differ[0])}, it had "
+            f"{getattr(old, differ[0])}"
+        )
+    if old.node in online and old.client not in failed:
+        raise PbflError(f"client-id {now.label} is used by two nodes, {old.node} and {now.node}")
+    return now
 
 
 def unchanged(roster: Roster, recorded: Iterable[Mapping[str, Any]]) -> None:

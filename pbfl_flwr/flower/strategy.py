@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from logging import WARNING
 from pathlib import Path
@@ -29,14 +29,13 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import endings, notes, telling, wire
 from pbfl_flwr.flower.attendance import Attendance
 from pbfl_flwr.flower.books import aged, client_columns, final_scores, round_line
-from pbfl_flwr.flower.hello import meet
 from pbfl_flwr.flower.history import RunDirectory
+from pbfl_flwr.flower.meeting import met
 from pbfl_flwr.flower.newcomers import Newcomers, new_clients
 from pbfl_flwr.flower.questions import Questions
 from pbfl_flwr.flower.recorder import Recorder
 from pbfl_flwr.flower.replies import Outcome, Phase, read
 from pbfl_flwr.flower.report import classes_counted
-from pbfl_flwr.flower.returning import meet_again
 from pbfl_flwr.flower.roster import Roster
 from pbfl_flwr.flower.secure import SecureRounds
 from pbfl_flwr.flower.waiting import attentive
@@ -123,10 +122,11 @@ class MethodStrategy(Strategy):
             raise PbflError(f"sinks = '{run.sinks}': they need a run directory, this strategy has none")
         if previous is not None:
             self.experiment = str(previous["experiment"])
-        self._attendance = self._met(grid, None if previous is None else previous["clients"])
+        began_with = None if previous is None else previous["clients"]
+        self._attendance = met(grid, run, self.experiment, self._fits, began_with, self._waits)
         self._waits("")
         roster = self._attendance.roster
-        self.method.check(roster.task, roster.architectures)
+        self._fits(roster)
         telling.of_experiments(self.settings)
         self.begin(roster.task)
         if self._recorder is None:
@@ -139,21 +139,8 @@ class MethodStrategy(Strategy):
             for columns in self._recorder.run.client_rounds():
                 self._participations |= zip(columns["client"], columns["participations"], strict=True)
 
-    def _met(self, grid: Grid, recorded: Sequence[Mapping[str, Any]] | None) -> Attendance:
-        """Meet the clients of a new run, or those of one that goes on."""
-        run = self.settings.run
-        hello = max(run.round_timeout, run.join_timeout)  # its first message finds a client process starting
-        if recorded is None:
-            roster = meet(grid, run.num_clients, self.experiment, hello, run.join_timeout, self._waits)
-            return Attendance(roster, self.experiment, run.join_timeout)
-        strict = run.failure_policy == "stop" or any(was["simulated"] for was in recorded)
-        least = len(recorded) if strict else run.min_replies
-        roster, strange = meet_again(
-            grid, recorded, self.experiment, hello, run.join_timeout, least, self._waits
-        )
-        attendance = Attendance(roster, self.experiment, run.join_timeout)
-        attendance.refuse(strange)
-        return attendance
+    def _fits(self, roster: Roster) -> None:
+        self.method.check(roster.task, roster.architectures)
 
     def begin(self, task: Task) -> None:
         """Take the method's initial state; :meth:`prepare` does this, a test without a grid does it itself."""
@@ -265,9 +252,8 @@ class MethodStrategy(Strategy):
         self._round_started = time.perf_counter()
         run = self.settings.run
         self._scored = self.state
-        absent = self._attendance.absent(grid, server_round)
+        absent = self._absent(grid, server_round)
         roster = self.participants
-        absent = {client: why for client, why in absent.items() if client in roster.members}
         chosen = set(roster.sample(run.fraction_train, run.seed, server_round, absent))
         scored = set(roster.scored(run.fraction_evaluate, run.seed, server_round, chosen)) - set(absent)
         return self._ask(
@@ -280,10 +266,19 @@ class MethodStrategy(Strategy):
         """Return nothing, but after the last round of runs that score before training: one last scoring."""
         if self.moment != "before" or server_round != self._num_rounds or self._attendance is None:
             return []
+        absent = self._absent(grid, server_round)
+        kinds = {client: "evaluate" for client in self.participants.members if client not in absent}
+        return self._ask(kinds, server_round, absent)
+
+    def _absent(self, grid: Grid, server_round: int) -> dict[int, str]:
+        """Return which participants cannot be asked and why, having written down who has joined."""
+        assert self._attendance is not None
+        before = self._attendance.roster.members
         absent = self._attendance.absent(grid, server_round)
-        members = self.participants.members
-        kinds = {client: "evaluate" for client in members if client not in absent}
-        return self._ask(kinds, server_round, {c: why for c, why in absent.items() if c in members})
+        members = self._attendance.roster.members
+        if self._recorder is not None and len(members) > len(before):
+            self._recorder.joined(members.values())
+        return {client: why for client, why in absent.items() if client in self.participants.members}
 
     def _ask(self, kinds: Mapping[int, str], server_round: int, absent: Mapping[int, str]) -> list[Message]:
         roster = self.roster
@@ -363,7 +358,8 @@ class MethodStrategy(Strategy):
         """
         assert self.task is not None, "begin(task) or prepare(grid) comes first"
         run = self.settings.run
-        at = Round(server_round, self.task, run.participants, run.seed, dict(shares or {}))
+        M = len(self.participants.members) if run.min_clients and self.roster else run.participants
+        at = Round(server_round, self.task, M, run.seed, dict(shares or {}))
         if list(uploads) != sorted(uploads):
             uploads = dict(sorted(uploads.items()))
         state = self.method.aggregate(self.state, uploads, at)

@@ -135,11 +135,13 @@ class FeSEM(Method[Centres, Weights, Weights]):
         clients = list(uploads)
         if len(state.assigned):
             chosen = self._distances(uploads.values(), state.weights).argmin(dim=1)
-            centres, assigned = state.weights, state.assigned.clone()
+            centres = state.weights
         else:
             chosen = self._first_clusters(list(uploads.values()), state.weights[0], at)
             centres = state.weights * self.centres
-            assigned = torch.full((at.num_clients,), NOBODY, dtype=torch.int64)
+        size = max(at.num_clients, 1 + max(clients), len(state.assigned))  # clients may have joined
+        assigned = torch.full((size,), NOBODY, dtype=torch.int64)
+        assigned[: len(state.assigned)] = state.assigned
         assigned[clients] = chosen
         members = [
             {i: uploads[i] for i, k in zip(clients, chosen.tolist(), strict=True) if k == centre}

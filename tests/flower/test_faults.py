@@ -655,7 +655,7 @@ def test_a_client_that_comes_back_as_another_is_not_asked(monkeypatch: pytest.Mo
     nobody: Any = None  # the greeting is replaced: no grid is asked
     after, refused = welcome_back(nobody, before, {11, 22, 23}, {1}, "e", 1.0)
     assert after == before
-    assert refused == [
-        "client 1 came back with another architecture: resnet4, it had cnn4",
-        "client-id 5 on node 23 is none of this run",
-    ]
+    assert refused == {
+        22: "client 1 came back with another architecture: resnet4, it had cnn4",
+        23: "client-id 5 on node 23 is none of this run",
+    }

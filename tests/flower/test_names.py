@@ -7,13 +7,11 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message
 from rich.console import Console
 
-from pbfl_flwr.config import Scalar
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.tables import failure_lines, show
 from pbfl_flwr.flower import wire
@@ -22,40 +20,8 @@ from pbfl_flwr.flower.roster import Member
 from pbfl_flwr.flower.store import load_tensors
 from pbfl_flwr.method import Client
 from pbfl_flwr.task import Task
-from tests.flower.inprocess import FIRST_NODE, Federation, federation, flower_error, hello, tiny_data
-
-
-def write_site(folder: Path, seed: int, samples: int = 24) -> Path:
-    """An .npz of three classes of bright and dark squares."""
-    rng = np.random.default_rng(seed)
-    y = np.arange(samples) % 3
-    x = rng.integers(0, 60, (samples, 16, 16)) + 60 * y[:, None, None]
-    folder.mkdir(parents=True, exist_ok=True)
-    np.savez(folder / "data.npz", x=x.astype(np.uint8), y=y)
-    return folder / "data.npz"
-
-
-def sites(tmp_path: Path, *names: str | int) -> list[dict[str, Scalar]]:
-    return [
-        {
-            "client-id": name,
-            "data-path": str(write_site(tmp_path / str(name), sum(map(ord, str(name))))),
-            "state-dir": str(tmp_path / "state"),
-        }
-        for name in names
-    ]
-
-
-def run(tmp_path: Path, nodes: list[dict[str, Scalar]], place: str = "run", **keys: Any) -> Federation:
-    base: dict[str, Any] = {"models": "cnn4", "num_clients": len(nodes), "run_dir": str(tmp_path / place)}
-    return federation(
-        tmp_path,
-        data=None,
-        on_disk=True,
-        node_configs=nodes,
-        partitions=range(len(nodes)),
-        **{**base, **keys},
-    )
+from tests.flower.inprocess import FIRST_NODE, federation, flower_error, hello, tiny_data
+from tests.flower.sites import run, sites, write_site
 
 
 @pytest.fixture(autouse=True)
