@@ -25,7 +25,7 @@ class Attendance:
     Args:
         roster: who said hello before round 1.
         experiment: id of the run.
-        join_timeout: seconds that a node may take to join.
+        patience: seconds to wait for the hello of a node that comes in the middle of the run, at most a minute.
         joining: which other devices may join; None if none may.
 
     Attributes:
@@ -33,10 +33,10 @@ class Attendance:
     """
 
     def __init__(
-        self, roster: Roster, experiment: str, join_timeout: float, joining: Joining | None = None
+        self, roster: Roster, experiment: str, patience: float, joining: Joining | None = None
     ) -> None:
         self.roster, self._joining = roster, joining
-        self._experiment, self._patience = experiment, min(join_timeout, GREETING_SECONDS)
+        self._experiment, self._patience = experiment, min(patience, GREETING_SECONDS)
         self._debts = Debts()
         self._failed: frozenset[int] = frozenset()
         self._refused: set[str] = set()  # what was said of nodes that are not greeted as clients

@@ -48,6 +48,6 @@ def met(
         roster, unasked = meet_again(grid, recorded, experiment, patience, run.join_timeout, least, hear)
         if others is not None and others.has_room(roster):
             unasked = []  # they may join in the next round
-    attendance = Attendance(roster, experiment, run.join_timeout, others)
+    attendance = Attendance(roster, experiment, patience, others)
     attendance.refuse(unasked)
     return attendance
