@@ -98,6 +98,25 @@ def test_a_device_with_a_number_keeps_it(tmp_path: Path) -> None:
     assert "over 2 of 4" not in text.getvalue()
 
 
+@pytest.mark.parametrize("method", ["fedproto", "fesem", "gfpl"])
+def test_numbers_that_nobody_has_are_missed_by_nobody(tmp_path: Path, method: str) -> None:
+    found = begun(tmp_path, sites(tmp_path, 1, 4, "x"), {1: [0, 1]}, method=method, num_clients=6)
+    assert [line["trained"] for line in found.strategy.history] == [[1, 4]] * 3
+    text = StringIO()
+    show(tmp_path / "run", Console(width=200, file=text))
+    assert "not over all clients" not in text.getvalue()
+    report.write(records.load([tmp_path / "run"]), tmp_path / "report.html")
+    begun(
+        tmp_path,
+        sites(tmp_path, 4, 1),
+        {1: [0, 1]},
+        method=method,
+        num_clients=6,
+        num_server_rounds=4,
+        resume=True,
+    )
+
+
 def test_who_came_first_stays_and_so_does_who_joined_when_the_run_goes_on(tmp_path: Path) -> None:
     nodes = sites(tmp_path, "m", "b", "z")
     begun(tmp_path, nodes[:2], {1: [0, 1]}, num_clients=4, num_server_rounds=1)
