@@ -18,6 +18,8 @@ ARCHITECTURES: dict[str, str] = {
     "cnn4": "4-layer CNN (FedAvgCNN): 5x5 convolutions to 32 and 64 channels, hidden layer d; from 16x16 pixels.",
     "efficientnet-b0": "EfficientNet-B0 of torchvision, no pretrained weights; a = 1280, 4,007,548 body parameters.",
     "fasttext": "FastText for token ids: the mean embedding of all places, padding included, hidden layer d.",
+    "googlenet": "GoogLeNet of torchvision, no auxiliary heads; from 15x15 pixels; a = 1024, "
+    "5,599,904 body parameters.",
     "har-cnn": "1-D CNN for sensor windows (channels, length): 32, 64 and 128 channels, hidden layer d.",
     "mlp": "Perceptron for tables: hidden layers of the widths in its name (mlp-500-200), hidden layer d.",
     "mlp5": "5-layer perceptron: flattened input-16-8-4-d, classifier; d = 2 shows prototypes in the plane.",
@@ -25,10 +27,20 @@ ARCHITECTURES: dict[str, str] = {
     "resnet4": "ResNet-4: stem and one residual block of width 64; a = 64.",
     "resnet6": "ResNet-6: stem and residual blocks of width 64 and 128; a = 128.",
     "resnet8": "ResNet-8: stem and residual blocks of width 64, 128 and 256; a = 256, 1,232,704 body parameters.",
+    "resnet10": "ResNet-10: stem and residual blocks of width 64, 128, 256 and 512; a = 512, "
+    "4,905,792 body parameters.",
     "resnet18": "ResNet-18 of torchvision, no pretrained weights; a = 512, 11,176,512 body parameters.",
+    "resnet34": "ResNet-34 of torchvision, no pretrained weights; a = 512, 21,284,672 body parameters.",
+    "resnet50": "ResNet-50 of torchvision, no pretrained weights; a = 2048, 23,508,032 body parameters.",
+    "resnet101": "ResNet-101 of torchvision, no pretrained weights; a = 2048, 42,500,160 body parameters.",
+    "resnet152": "ResNet-152 of torchvision, no pretrained weights; a = 2048, 58,143,808 body parameters.",
     "shufflenet-v2": "ShuffleNetV2 x1.0 of torchvision, no pretrained weights; a = 1024, 1,253,604 body parameters.",
     "textcnn": "TextCNN for token ids: 100 channels each of width 3, 4 and 5 over embeddings, hidden layer d; "
     "from 5 tokens.",
+    "vit-b-16": "ViT-B/16 of torchvision: square images of whole 16x16 patches; a = 768, "
+    "85,651,200 body parameters at 32x32.",
+    "vit-b-32": "ViT-B/32 of torchvision: square images of whole 32x32 patches; a = 768, "
+    "87,418,368 body parameters at 32x32.",
 }
 
 
@@ -54,9 +66,18 @@ SIZED: dict[str, Sizes] = {
 LARGEST = 65_536  # a number in a name
 _SIZED_NAME = re.compile(r"(\D[\w-]*?)((?:-\d+)*)")
 
-# In the order of client ids, modulo.
+_RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
+
+# In the order of client ids, modulo; htfe-... and htm-... are HtFLlib's, in its order.
 FAMILIES: dict[str, tuple[str, ...]] = {
     "heterogeneous-4": ("resnet8", "mobilenet-v2", "shufflenet-v2", "efficientnet-b0"),  # Ht0 of HtFLlib
+    "htfe-img-2": ("cnn4", "resnet18"),
+    "htfe-img-3": ("resnet10", "resnet18", "resnet34"),
+    "htfe-img-4": ("cnn4", "googlenet", "mobilenet-v2", "resnet18"),
+    "htfe-img-5": ("googlenet", "mobilenet-v2", "resnet18", "resnet34", "resnet50"),
+    "htfe-img-8": ("cnn4", "googlenet", "mobilenet-v2", *_RESNETS),
+    "htfe-img-9": ("resnet4", "resnet6", "resnet8", "resnet10", *_RESNETS),
+    "htm-img-10": ("cnn4", "googlenet", "mobilenet-v2", *_RESNETS, "vit-b-16", "vit-b-32"),
     "small-4": ("cnn4", "resnet4", "resnet6", "resnet8"),
     "table-4": ("mlp", "mlp-500", "mlp-1000-500", "mlp-1000-500-200"),  # widths of HtFLlib's MLPs
     "text-2": ("fasttext", "textcnn"),
@@ -143,7 +164,7 @@ def _check_name(key: str, text: str, name: str) -> None:
 
 def unknown(item: str) -> str:
     """Return what to say of a name that is none: the closest one, and what is allowed."""
-    close = difflib.get_close_matches(item, [*FAMILIES, *ARCHITECTURES], n=1)
+    close = difflib.get_close_matches(item.lower(), [*FAMILIES, *ARCHITECTURES], n=1)
     hint = f"; did you mean '{close[0]}'?" if close else ";"
     return (
         f"unknown model '{item}'{hint} allowed are the families {', '.join(FAMILIES)}, the models that "

@@ -33,12 +33,24 @@ from pbfl_flwr.models.contract import (
 from pbfl_flwr.models.dry_forward import dry_forward
 from pbfl_flwr.models.efficientnet import efficientnet_b0
 from pbfl_flwr.models.external import build_external
+from pbfl_flwr.models.googlenet import googlenet
 from pbfl_flwr.models.mlp import mlp, mlp5
 from pbfl_flwr.models.mobilenet import mobilenet_v2
-from pbfl_flwr.models.resnet import resnet4, resnet6, resnet8, resnet18
+from pbfl_flwr.models.resnet import (
+    resnet4,
+    resnet6,
+    resnet8,
+    resnet10,
+    resnet18,
+    resnet34,
+    resnet50,
+    resnet101,
+    resnet152,
+)
 from pbfl_flwr.models.sensor import har_cnn
 from pbfl_flwr.models.shufflenet import shufflenet_v2
 from pbfl_flwr.models.text import fasttext, textcnn
+from pbfl_flwr.models.transformer import vit_b_16, vit_b_32
 from pbfl_flwr.own_code import is_external
 from pbfl_flwr.task import Task
 
@@ -49,6 +61,7 @@ MODELS: dict[str, Builder] = {
     "cnn4": cnn4,
     "efficientnet-b0": efficientnet_b0,
     "fasttext": fasttext,
+    "googlenet": googlenet,
     "har-cnn": har_cnn,
     "mlp": mlp,
     "mlp5": mlp5,
@@ -56,9 +69,16 @@ MODELS: dict[str, Builder] = {
     "resnet4": resnet4,
     "resnet6": resnet6,
     "resnet8": resnet8,
+    "resnet10": resnet10,
     "resnet18": resnet18,
+    "resnet34": resnet34,
+    "resnet50": resnet50,
+    "resnet101": resnet101,
+    "resnet152": resnet152,
     "shufflenet-v2": shufflenet_v2,
     "textcnn": textcnn,
+    "vit-b-16": vit_b_16,
+    "vit-b-32": vit_b_32,
 }
 
 __all__ = [

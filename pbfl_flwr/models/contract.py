@@ -19,8 +19,8 @@ class SplitModel(nn.Module):
     Attributes:
         feature_dim: d, the width of the features.
         num_classes: K.
-        stages: the body's own block boundaries; each one maps a feature map to the next.
-        neck: what turns the last map into features: pooling, flattening, a hidden layer, the width d.
+        stages: the body's own block boundaries; each one maps a feature map to the next. None where there are no maps.
+        neck: what turns the last map, or the inputs, into features: pooling, flattening, a hidden layer, the width d.
         head: the classifier, (B, d) -> (B, K).
         reduced: the type in which the body's products are computed, None for that of its parameters.
     """

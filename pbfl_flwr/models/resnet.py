@@ -1,7 +1,7 @@
 """Residual networks with torchvision's stem (7x7 stride 2, BatchNorm, ReLU, 3x3 max-pooling stride 2).
 
-The stem pools before its ReLU, which gives the same bits, gradients too, for a quarter of the work. resnet4, resnet6
-and resnet8 have one BasicBlock a width: 64; 64-128; 64-128-256. ResNet-8 is client 0 of HtFLlib's heterogeneous
+The stem pools before its ReLU, which gives the same bits, gradients too, for a quarter of the work. resnet4 to resnet10
+have one BasicBlock a width: 64; 64-128; 64-128-256; 64-128-256-512. ResNet-8 is client 0 of HtFLlib's heterogeneous
 family. Features are averages after a ReLU, hence never negative.
 """
 
@@ -33,15 +33,44 @@ def resnet8(task: Task) -> SplitModel:
     return _one_block_each("resnet8", (64, 128, 256), task)
 
 
+def resnet10(task: Task) -> SplitModel:
+    """ResNet-10: stem and residual blocks of width 64, 128, 256 and 512; a = 512, 4,905,792 body parameters."""
+    return _one_block_each("resnet10", (64, 128, 256, 512), task)
+
+
 def resnet18(task: Task) -> SplitModel:
     """ResNet-18 of torchvision, no pretrained weights; a = 512, 11,176,512 body parameters."""
+    return _of_torchvision("resnet18", task)
+
+
+def resnet34(task: Task) -> SplitModel:
+    """ResNet-34 of torchvision, no pretrained weights; a = 512, 21,284,672 body parameters."""
+    return _of_torchvision("resnet34", task)
+
+
+def resnet50(task: Task) -> SplitModel:
+    """ResNet-50 of torchvision, no pretrained weights; a = 2048, 23,508,032 body parameters."""
+    return _of_torchvision("resnet50", task)
+
+
+def resnet101(task: Task) -> SplitModel:
+    """ResNet-101 of torchvision, no pretrained weights; a = 2048, 42,500,160 body parameters."""
+    return _of_torchvision("resnet101", task)
+
+
+def resnet152(task: Task) -> SplitModel:
+    """ResNet-152 of torchvision, no pretrained weights; a = 2048, 58,143,808 body parameters."""
+    return _of_torchvision("resnet152", task)
+
+
+def _of_torchvision(name: str, task: Task) -> SplitModel:
     from torchvision import models
 
-    channels, _, _ = image_shape("resnet18", task)
-    net = models.resnet18(weights=None, num_classes=task.num_classes)
+    channels, _, _ = image_shape(name, task)
+    net = getattr(models, name)(weights=None, num_classes=task.num_classes)
     stem = nn.Sequential(input_convolution(net.conv1, channels, fan_out=True), net.bn1, net.maxpool, net.relu)
     stages = [stem, net.layer1, net.layer2, net.layer3, net.layer4]
-    return SplitModel(task, stages, global_average(512, task), linear_head(task))
+    return SplitModel(task, stages, global_average(net.fc.in_features, task), linear_head(task))
 
 
 def _one_block_each(name: str, widths: tuple[int, ...], task: Task) -> SplitModel:

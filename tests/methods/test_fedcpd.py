@@ -197,10 +197,12 @@ def test_cost_is_bodies_and_prototypes(make_method):
     assert cost == 2 * 20 * 576_896 + (106 + 200) * 512
 
 
-def test_a_model_without_maps_is_refused_unless_memory_is_off(make_method, task):
-    with pytest.raises(PbflError, match=r"'mlp5' has none.*distill-weight = 0"):
-        make_method("fedcpd", models="mlp5").check(task, ["mlp5"])
-    make_method("fedcpd", models="mlp5", own={"distill_weight": 0.0}).check(task, ["mlp5"])
+@pytest.mark.parametrize("model", ["mlp5", "vit-b-32"])
+def test_a_model_without_maps_is_refused_unless_memory_is_off(make_method, model):
+    task = Task(4, 6, (1, 32, 32))
+    with pytest.raises(PbflError, match=rf"'{model}' has none.*distill-weight = 0"):
+        make_method("fedcpd", models=model).check(task, [model])
+    make_method("fedcpd", models=model, own={"distill_weight": 0.0}).check(task, [model])
 
 
 def test_a_narrow_prototype_is_rejected(make_method, task):

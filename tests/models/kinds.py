@@ -7,8 +7,19 @@ EXAMPLES = examples()
 WINDOWS = {"har-cnn"}
 TEXTS = {"fasttext", "textcnn"}
 TABLES = {"mlp", "mlp5"}
+TRANSFORMERS = {"vit-b-16", "vit-b-32"}
+LONGER = {"resnet101", "resnet152", "vit-b-32"}
+"""The same layers as resnet50 or vit-b-16 have: what is asked of layers need not be asked of them for seconds."""
 IMAGE_SHAPES: list[tuple[int, ...]] = [(1, 8, 8), (3, 32, 32), (4, 20, 28)]
 FROM_16_PIXELS: list[tuple[int, ...]] = [(1, 16, 16), (3, 32, 32), (1, 20, 28)]
+ONE_SHAPE: dict[str, tuple[int, ...]] = {
+    "resnet50": (3, 32, 32),
+    "resnet101": (3, 32, 32),
+    "resnet152": (1, 8, 8),
+    "vit-b-16": (1, 16, 16),
+    "vit-b-32": (3, 64, 64),
+}
+"""What large networks are tried on: that takes a second each."""
 
 
 def is_one_of(name: str, kind: set[str]) -> bool:
@@ -29,7 +40,9 @@ def shapes(name: str) -> list[tuple[int, ...]]:
         return [(9, 128), (9, 1, 128), (3, 50)]
     if is_one_of(name, TEXTS):
         return [(5,), (40,)]
-    return FROM_16_PIXELS if name in {"cnn2", "cnn4"} else IMAGE_SHAPES
+    if name in ONE_SHAPE:
+        return [ONE_SHAPE[name]]
+    return FROM_16_PIXELS if name in {"cnn2", "cnn4", "googlenet"} else IMAGE_SHAPES
 
 
 def task_of(name: str, d: int, shape: tuple[int, ...], num_classes: int = 7) -> Task:

@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 from torch import nn
+from torchvision import models
 
+from pbfl_flwr import seeds
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models import build_model, count_parameters
 from pbfl_flwr.models.layers import impose_width
@@ -19,7 +21,6 @@ GREY = (1, 28, 28)
     ("name", "shape", "d", "body"),
     [
         ("resnet8", RGB, 500, 1_232_704),
-        ("resnet18", RGB, 500, 11_176_512),
         ("shufflenet-v2", RGB, 500, 1_253_604),
         ("mobilenet-v2", RGB, 500, 2_223_872),
         ("efficientnet-b0", RGB, 500, 4_007_548),
@@ -27,6 +28,20 @@ GREY = (1, 28, 28)
         ("resnet4", RGB, 500, 9_536 + 73_984),
         # + block 64->128: 9·64·128 + 9·128·128 + 64·128 (shortcut) + 3·2·128 = 230,144
         ("resnet6", RGB, 500, 9_536 + 73_984 + 230_144),
+        # + block 256->512: 9·256·512 + 9·512·512 + 256·512 + 3·2·512 = 3,673,088
+        ("resnet10", RGB, 500, 1_232_704 + 3_673_088),
+        # torchvision's published numbers, less those of the classifier, (a + 1)·1000
+        ("resnet18", RGB, 512, 11_689_512 - 513_000),
+        ("resnet34", RGB, 512, 21_797_672 - 513_000),
+        ("resnet50", RGB, 512, 25_557_032 - 2_049_000),
+        ("resnet101", RGB, 512, 44_549_160 - 2_049_000),
+        ("resnet152", RGB, 512, 60_192_808 - 2_049_000),
+        ("googlenet", RGB, 512, 6_624_904 - 1_025_000),
+        ("vit-b-16", (3, 224, 224), 512, 86_567_656 - 769_000),
+        ("vit-b-32", (3, 224, 224), 512, 88_224_232 - 769_000),
+        # of 14·14 and 7·7 places 2·2 and 1 are left, each with 768 numbers
+        ("vit-b-16", RGB, 512, 86_567_656 - 769_000 - 192 * 768),
+        ("vit-b-32", RGB, 512, 88_224_232 - 769_000 - 48 * 768),
         # 25·c·32 + 32, 25·32·64 + 64, F·d + d with F = 64·5·5, 64·4·4, 64·13·13
         ("cnn4", RGB, 512, 873_408),
         ("cnn4", GREY, 512, 576_896),
@@ -45,8 +60,35 @@ GREY = (1, 28, 28)
     ],
 )
 def test_body_parameters(name: str, shape: tuple[int, ...], d: int, body: int) -> None:
-    model = build_model(name, Task(num_classes=10, feature_dim=d, input_shape=shape), seed=0)
+    with torch.device("meta"):
+        model = build_model(name, Task(num_classes=10, feature_dim=d, input_shape=shape), seed=0)
     assert count_parameters(model) == (body, 10 * d + 10)
+
+
+@pytest.mark.parametrize(
+    ("name", "classifier", "width"),
+    [
+        ("googlenet", "fc", 1024),
+        ("resnet18", "fc", 512),
+        ("resnet50", "fc", 2048),
+        ("vit-b-32", "heads", 768),
+    ],
+)
+def test_features_are_bit_for_bit_torchvisions(name: str, classifier: str, width: int) -> None:
+    """With the same seed: HtFLlib builds torchvision's networks and replaces their classifier."""
+    more = {"image_size": 32} if name == "vit-b-32" else {}
+    more |= {"aux_logits": False, "init_weights": True} if name == "googlenet" else {}
+    with seeds.seeded(4):
+        theirs = models.get_model(name.replace("-", "_"), weights=None, num_classes=10, **more)
+    setattr(theirs, classifier, nn.Identity())
+    ours = build_model(name, Task(num_classes=10, feature_dim=width, input_shape=RGB), seed=4)
+    images = torch.randn(2, *RGB, generator=torch.Generator().manual_seed(0))
+    found = []
+    for net in (theirs.train(), ours.train().features):  # in evaluation GoogLeNet's are zeros but for 1e-11
+        with seeds.seeded(5), torch.no_grad():
+            found.append(net(images))
+    assert torch.equal(*found)
+    assert float(found[0].abs().max()) > 0.1
 
 
 def test_cnn4_has_582_026_parameters_in_all() -> None:
@@ -82,6 +124,9 @@ def test_a_batch_of_one_is_no_batch_where_the_last_map_is_one_pixel(name: str, s
         # 32x32: the stem quarters the side, each further width halves it
         ("resnet8", [(64, 8), (64, 8), (128, 4), (256, 2)]),
         ("resnet18", [(64, 8), (64, 8), (128, 4), (256, 2), (512, 1)]),
+        ("resnet50", [(64, 8), (256, 8), (512, 4), (1024, 2), (2048, 1)]),
+        # the stem quarters the side, and before every later group the map is halved
+        ("googlenet", [(64, 8), (192, 4), (480, 4), (832, 2), (1024, 1)]),
         ("shufflenet-v2", [(24, 8), (116, 4), (232, 2), (464, 1), (1024, 1)]),
         (
             "mobilenet-v2",
@@ -133,7 +178,12 @@ def test_d_is_imposed_after_the_penultimate_activation_with_nothing_between() ->
 
 @pytest.mark.parametrize(
     ("name", "where"),
-    [("mobilenet-v2", ["neck.2"]), ("efficientnet-b0", ["head.0"]), ("cnn2", ["stages.1.1", "head.0"])],
+    [
+        ("mobilenet-v2", ["neck.2"]),
+        ("googlenet", ["neck.2"]),
+        ("efficientnet-b0", ["head.0"]),
+        ("cnn2", ["stages.1.1", "head.0"]),
+    ],
 )
 def test_dropout_stands_where_the_references_have_it(name: str, where: list[str]) -> None:
     model = build_model(name, Task(num_classes=10, feature_dim=50, input_shape=GREY), seed=0)
@@ -150,6 +200,21 @@ def test_first_convolution_is_drawn_by_fan_out(name: str, channels: int) -> None
     # Kaiming: variance 2 / (out channels · kernel area), whatever the input channels
     expected = math.sqrt(2 / (first.out_channels * first.kernel_size[0] * first.kernel_size[1]))
     assert float(first.weight.detach().std()) == pytest.approx(expected, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("name", "side", "deviation"),
+    # truncated normal numbers: of deviation 0.01, and of 1 over the root of the fan-in, 1·16·16
+    [("googlenet", 15, 0.01), ("vit-b-16", 16, 1 / 16)],
+)
+def test_a_first_convolution_for_grey_images_is_drawn_as_that_for_colours(
+    name: str, side: int, deviation: float
+) -> None:
+    model = build_model(name, Task(num_classes=10, feature_dim=50, input_shape=(1, side, side)), seed=0)
+    first = next(m for m in model.modules() if isinstance(m, nn.Conv2d))
+    assert first.in_channels == 1
+    assert float(first.weight.detach().std()) == pytest.approx(deviation, rel=0.05)
+    assert first.bias is None or not first.bias.any()
 
 
 def test_mlp5_features_take_both_signs_and_cnn4_features_do_not() -> None:
@@ -180,7 +245,32 @@ def test_too_small_images_are_one_clear_line(
 
 
 @pytest.mark.parametrize(
-    "name", ["resnet4", "resnet18", "shufflenet-v2", "mobilenet-v2", "efficientnet-b0", "cnn4"]
+    ("name", "shape", "expected"),
+    [
+        ("googlenet", (3, 14, 32), "images from 15x15 pixels, found 14x32"),
+        ("vit-b-16", (1, 28, 28), "square images of whole 16x16 patches, e.g. 32x32, found 28x28"),
+        ("vit-b-16", (3, 32, 64), "square images of whole 16x16 patches, e.g. 32x32, found 32x64"),
+        ("vit-b-32", (3, 48, 48), "square images of whole 32x32 patches, e.g. 64x64, found 48x48"),
+    ],
+)
+def test_images_of_another_size_are_one_clear_line(name: str, shape: tuple[int, ...], expected: str) -> None:
+    with pytest.raises(PbflError) as caught:
+        build_model(name, Task(num_classes=10, feature_dim=50, input_shape=shape), seed=0)
+    assert str(caught.value) == f"model '{name}', first layer: expected {expected} (input shape {shape})"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "resnet4",
+        "resnet18",
+        "shufflenet-v2",
+        "mobilenet-v2",
+        "efficientnet-b0",
+        "cnn4",
+        "googlenet",
+        "vit-b-16",
+    ],
 )
 def test_image_models_name_an_input_that_is_no_image(name: str) -> None:
     with pytest.raises(

@@ -1,5 +1,7 @@
 """Arranged networks are the same functions with the same parameters; the oracle is torch's own convolution."""
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,7 +11,7 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models import arrange, arrangement, build_model
 from pbfl_flwr.models.arrangement import FEW_PIXELS, DepthwiseConv2d, FewPixelsConv2d, PointwiseConv2d
 from pbfl_flwr.task import Task
-from tests.models.kinds import EXAMPLES, TABLES, is_one_of, takes_images
+from tests.models.kinds import EXAMPLES, LONGER, TABLES, is_one_of, takes_images
 
 TASK = Task(5, 24, (3, 32, 32))
 
@@ -140,9 +142,13 @@ def test_other_convolutions_stay_the_librarys(conv: nn.Conv2d) -> None:
     assert model[0] is conv
 
 
-@pytest.mark.parametrize("name", [name for name in EXAMPLES if takes_images(name) or is_one_of(name, TABLES)])
+@pytest.mark.parametrize(
+    "name",
+    [name for name in EXAMPLES if (takes_images(name) or is_one_of(name, TABLES)) and name not in LONGER],
+)
 def test_every_architecture_stays_the_same_function(name: str) -> None:
-    plain, arranged = build_model(name, TASK, 0), arrange(build_model(name, TASK, 0), "channels-last")
+    plain = build_model(name, TASK, 0)
+    arranged = arrange(copy.deepcopy(plain), "channels-last")
     assert list(plain.state_dict()) == list(arranged.state_dict())
     for ours, theirs in zip(arranged.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours, theirs)

@@ -33,6 +33,7 @@ def test_families_are_made_of_models_and_no_name_means_two_things() -> None:
     assert FAMILIES["heterogeneous-4"] == ("resnet8", "mobilenet-v2", "shufflenet-v2", "efficientnet-b0")
     assert FAMILIES["small-4"] == ("cnn4", "resnet4", "resnet6", "resnet8")
     assert FAMILIES["text-2"] == ("fasttext", "textcnn")
+    assert all(len(FAMILIES[name]) == int(name.rpartition("-")[2]) for name in FAMILIES)
     assert {base_and_sizes(name)[0] for family in FAMILIES.values() for name in family} <= set(MODELS)
     assert not set(FAMILIES) & set(MODELS)
 
@@ -66,6 +67,8 @@ def test_clients_take_the_list_in_turn() -> None:
             ["unknown model 'resnet-8'", "did you mean 'resnet8'?", "heterogeneous-4", "pbfl list models"],
         ),
         ("smal-4", ["did you mean 'small-4'?"]),
+        ("HtFE-img-8", ["did you mean 'htfe-img-8'?"]),
+        ("vit-b-14", ["unknown model 'vit-b-14'; did you mean 'vit-b-16'?"]),
         ("cnn4,,resnet8", ["unknown model ''", "cnn4,,resnet8"]),
         (
             "mlp-0",
@@ -394,13 +397,27 @@ def test_pooling_before_the_relu_gives_the_bits_of_pooling_after_it(name: str) -
 
 
 def test_the_page_of_models_names_every_family_with_its_networks_and_every_model() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
-    rows = [
-        [cell.strip() for cell in line.split("|")[1:-1]]
-        for line in page.splitlines()
-        if line.startswith("| `")
-    ]
-    families = {first.strip("`"): second for first, second, *more in rows if more}
+    families = {first.strip("`"): second for first, second, _ in rows_of_the_page("Families")}
     assert families == {name: ", ".join(members) for name, members in FAMILIES.items()}
-    models = {name.strip(" `") for first, *more in rows if len(more) == 1 for name in first.split(",")}
-    assert models == set(ARCHITECTURES)
+    models = [
+        row[0] for title in ("Images", "Sensor windows", "Tables", "Text") for row in rows_of_the_page(title)
+    ]
+    assert sorted(name.strip(" `") for cell in models for name in cell.split(",")) == sorted(ARCHITECTURES)
+
+
+def test_the_page_of_models_counts_the_bodies_parameters() -> None:
+    task = Task(num_classes=10, feature_dim=512, input_shape=(3, 32, 32))
+    rows = rows_of_the_page("Images")
+    assert len(rows) > 10
+    for name, _, counted in rows:
+        with torch.device("meta"):
+            model = build_model(name.strip("`"), task, seed=0)
+        assert (name, counted) == (name, f"{count_parameters(model)[0]:,}")
+
+
+def rows_of_the_page(title: str) -> list[list[str]]:
+    """Return the rows of a section's table, without their heads."""
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    section = page.split(f"\n## {title}\n")[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("| `")]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
