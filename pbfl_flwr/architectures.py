@@ -14,11 +14,14 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.own_code import is_external
 
 ARCHITECTURES: dict[str, str] = {
+    "bilstm": "BiLSTM for token ids: one layer of width d in each direction, hidden layer d over both last states.",
     "cnn2": "CNN of FedProto and GFPL: 5x5 convolutions to 10 and 20 channels, hidden layer d; from 16x16 pixels.",
     "cnn4": "4-layer CNN (FedAvgCNN): 5x5 convolutions to 32 and 64 channels, hidden layer d; from 16x16 pixels.",
     "efficientnet-b0": "EfficientNet-B0 of torchvision, no pretrained weights; a = 1280, 4,007,548 body parameters.",
     "fasttext": "FastText for token ids: the mean embedding of all places, padding included, hidden layer d.",
+    "gru": "GRU for token ids: two layers of width d, dropout 0.2; the state after the last token.",
     "har-cnn": "1-D CNN for sensor windows (channels, length): 32, 64 and 128 channels, hidden layer d.",
+    "lstm": "LSTM for token ids: two layers of width d, dropout 0.2; the ReLU of the state after the last token.",
     "mlp": "Perceptron for tables: hidden layers of the widths in its name (mlp-500-200), hidden layer d.",
     "mlp5": "5-layer perceptron: flattened input-16-8-4-d, classifier; d = 2 shows prototypes in the plane.",
     "mobilenet-v2": "MobileNetV2 of torchvision, no pretrained weights; a = 1280, 2,223,872 body parameters.",
@@ -27,8 +30,12 @@ ARCHITECTURES: dict[str, str] = {
     "resnet8": "ResNet-8: stem and residual blocks of width 64, 128 and 256; a = 256, 1,232,704 body parameters.",
     "resnet18": "ResNet-18 of torchvision, no pretrained weights; a = 512, 11,176,512 body parameters.",
     "shufflenet-v2": "ShuffleNetV2 x1.0 of torchvision, no pretrained weights; a = 1024, 1,253,604 body parameters.",
+    "text-logistic": "Logistic regression for token ids: the mean embedding of all places, padding included, no hidden "
+    "layer.",
     "textcnn": "TextCNN for token ids: 100 channels each of width 3, 4 and 5 over embeddings, hidden layer d; "
     "from 5 tokens.",
+    "transformer": "Transformer for token ids, transformer-HEADS-LAYERS: width d, perceptrons of 2048; the "
+    "output at <cls>.",
 }
 
 
@@ -50,6 +57,7 @@ class Sizes:
 
 SIZED: dict[str, Sizes] = {
     "mlp": Sizes("widths of hidden layers", 0, 8, "mlp-500-200"),
+    "transformer": Sizes("heads, layers", 2, 2, "transformer-8-2"),
 }
 LARGEST = 65_536  # a number in a name
 _SIZED_NAME = re.compile(r"(\D[\w-]*?)((?:-\d+)*)")
@@ -57,6 +65,13 @@ _SIZED_NAME = re.compile(r"(\D[\w-]*?)((?:-\d+)*)")
 # In the order of client ids, modulo.
 FAMILIES: dict[str, tuple[str, ...]] = {
     "heterogeneous-4": ("resnet8", "mobilenet-v2", "shufflenet-v2", "efficientnet-b0"),  # Ht0 of HtFLlib
+    # Of HtFLlib, in its order.
+    "htfe-txt-2": ("fasttext", "text-logistic"),
+    "htfe-txt-4": ("fasttext", "text-logistic", "lstm", "bilstm"),
+    "htfe-txt-5-1": tuple(f"transformer-8-{layers}" for layers in (1, 2, 4, 8, 16)),
+    "htfe-txt-5-2": tuple(f"transformer-{heads}-4" for heads in (1, 2, 4, 8, 16)),
+    "htfe-txt-5-3": tuple(f"transformer-{both}-{both}" for both in (1, 2, 4, 8, 16)),
+    "htfe-txt-6": ("fasttext", "lstm", "bilstm", "transformer-8-2", "text-logistic", "gru"),
     "small-4": ("cnn4", "resnet4", "resnet6", "resnet8"),
     "table-4": ("mlp", "mlp-500", "mlp-1000-500", "mlp-1000-500-200"),  # widths of HtFLlib's MLPs
     "text-2": ("fasttext", "textcnn"),

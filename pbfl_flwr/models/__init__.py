@@ -35,21 +35,26 @@ from pbfl_flwr.models.efficientnet import efficientnet_b0
 from pbfl_flwr.models.external import build_external
 from pbfl_flwr.models.mlp import mlp, mlp5
 from pbfl_flwr.models.mobilenet import mobilenet_v2
+from pbfl_flwr.models.recurrent import bilstm, gru, lstm
 from pbfl_flwr.models.resnet import resnet4, resnet6, resnet8, resnet18
 from pbfl_flwr.models.sensor import har_cnn
 from pbfl_flwr.models.shufflenet import shufflenet_v2
-from pbfl_flwr.models.text import fasttext, textcnn
+from pbfl_flwr.models.text import fasttext, text_logistic, textcnn
+from pbfl_flwr.models.transformer import transformer
 from pbfl_flwr.own_code import is_external
 from pbfl_flwr.task import Task
 
 Builder = Callable[..., SplitModel]
 
 MODELS: dict[str, Builder] = {
+    "bilstm": bilstm,
     "cnn2": cnn2,
     "cnn4": cnn4,
     "efficientnet-b0": efficientnet_b0,
     "fasttext": fasttext,
+    "gru": gru,
     "har-cnn": har_cnn,
+    "lstm": lstm,
     "mlp": mlp,
     "mlp5": mlp5,
     "mobilenet-v2": mobilenet_v2,
@@ -58,7 +63,9 @@ MODELS: dict[str, Builder] = {
     "resnet8": resnet8,
     "resnet18": resnet18,
     "shufflenet-v2": shufflenet_v2,
+    "text-logistic": text_logistic,
     "textcnn": textcnn,
+    "transformer": transformer,
 }
 
 __all__ = [

@@ -5,7 +5,8 @@ from pbfl_flwr.task import Task
 
 EXAMPLES = examples()
 WINDOWS = {"har-cnn"}
-TEXTS = {"fasttext", "textcnn"}
+TEXTS = {"bilstm", "fasttext", "gru", "lstm", "text-logistic", "textcnn", "transformer"}
+WITHOUT_PLACES = {"bilstm", "gru", "lstm", "transformer"}  # texts, of which a stage makes one state
 TABLES = {"mlp", "mlp5"}
 IMAGE_SHAPES: list[tuple[int, ...]] = [(1, 8, 8), (3, 32, 32), (4, 20, 28)]
 FROM_16_PIXELS: list[tuple[int, ...]] = [(1, 16, 16), (3, 32, 32), (1, 20, 28)]
@@ -30,6 +31,12 @@ def shapes(name: str) -> list[tuple[int, ...]]:
     if is_one_of(name, TEXTS):
         return [(5,), (40,)]
     return FROM_16_PIXELS if name in {"cnn2", "cnn4"} else IMAGE_SHAPES
+
+
+def width(name: str, d: int) -> int:
+    """Return the width from d on that an architecture takes: a transformer's heads divide it."""
+    base, sizes = base_and_sizes(name)
+    return -(-d // sizes[0]) * sizes[0] if base == "transformer" else d
 
 
 def task_of(name: str, d: int, shape: tuple[int, ...], num_classes: int = 7) -> Task:

@@ -13,7 +13,7 @@ from pbfl_flwr.models.attention import (
     map_channels,
 )
 from pbfl_flwr.task import Task
-from tests.models.kinds import EXAMPLES, TABLES, is_one_of, shapes, takes_images, task_of
+from tests.models.kinds import EXAMPLES, TABLES, WITHOUT_PLACES, is_one_of, shapes, takes_images, task_of
 
 IMAGES = Task(4, 6, (3, 16, 16))
 
@@ -22,7 +22,7 @@ def task_for(name):
     return IMAGES if takes_images(name) else task_of(name, 6, shapes(name)[-1], 4)
 
 
-CONVOLUTIONAL = [(name, task_for(name)) for name in EXAMPLES if not is_one_of(name, TABLES)]
+CONVOLUTIONAL = [(name, task_for(name)) for name in EXAMPLES if not is_one_of(name, TABLES | WITHOUT_PLACES)]
 
 
 def maps_of(name, task, batch=2):
@@ -48,6 +48,11 @@ def test_distillation_trains_every_stage_and_itself(name, task):
     assert [n for n, p in model.stages.named_parameters() if p.grad is None] == []
     assert [n for n, p in distillation.named_parameters() if p.grad is None] == []
     assert all(p.grad is None and not p.requires_grad for p in teacher.stages.parameters())
+
+
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if is_one_of(name, WITHOUT_PLACES)])
+def test_states_of_texts_are_no_maps_with_places(name):
+    assert map_channels(build_model(name, task_of(name, 8, (9,)), 0), task_of(name, 8, (9,))) == []
 
 
 def test_cnn4_on_28x28_has_the_published_maps():

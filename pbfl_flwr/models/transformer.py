@@ -1,0 +1,84 @@
+"""Transformers for text given as token ids, (B, length), with the sizes that HtFLlib has.
+
+The embedding has width d, its values times √d and the sines of the places are what the first layer reads. Features
+are the last layer's output at the first place, where every text has <cls>. Nobody attends to padding, so features do
+not depend on how far a text is padded.
+
+Differs from HtFLlib: there padding has an embedding that is trained, and is attended to. As there, all layers begin
+with the same weights, which is what torch.nn.TransformerEncoder does.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.models.contract import SplitModel
+from pbfl_flwr.models.layers import linear_head
+from pbfl_flwr.models.text import PAD, check_tokens
+from pbfl_flwr.task import Task
+
+HIDDEN = 2048  # of a layer's perceptron
+DROPOUT = 0.1
+RANGE = 0.1  # of the initial embedding
+MOST_LAYERS = 64
+
+
+def transformer(task: Task, heads: int, layers: int) -> SplitModel:
+    """Transformer for token ids, transformer-HEADS-LAYERS: width d, perceptrons of 2048; the output at <cls>.
+
+    Raises:
+        PbflError: if inputs are no token ids, the heads do not divide d, or there are too many layers.
+    """
+    name, d = f"transformer-{heads}-{layers}", task.feature_dim
+    check_tokens(name, task)
+    if d % heads:
+        raise PbflError(
+            f"model '{name}': its {heads} heads share feature-dim = {d} in equal parts; allowed are divisors of {d}"
+        )
+    if layers > MOST_LAYERS:
+        raise PbflError(f"model '{name}': found {layers:,} layers, allowed are at most {MOST_LAYERS}")
+    encoder = Encoder(task, heads, layers)
+    # As HtFLlib draws: both once more, and the classifier is replaced.
+    for weight in (encoder.embedding.weight, nn.Linear(d, task.num_classes).weight):
+        nn.init.uniform_(weight, -RANGE, RANGE)
+    nn.init.zeros_(encoder.embedding.weight[PAD])
+    return SplitModel(task, [encoder], nn.Identity(), linear_head(task))
+
+
+class Encoder(nn.Module):
+    """Token ids (B, length) to the last layer's output at the first place, (B, d).
+
+    Args:
+        task: the vocabulary, the length and d.
+        heads: of every layer; they divide d.
+        layers: how many.
+    """
+
+    places: Tensor
+
+    def __init__(self, task: Task, heads: int, layers: int) -> None:
+        super().__init__()
+        d = task.feature_dim
+        layer = nn.TransformerEncoderLayer(d, heads, HIDDEN, DROPOUT, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.embedding = nn.Embedding(task.vocabulary_size, d, padding_idx=PAD)
+        self.dropout = nn.Dropout(DROPOUT)
+        self.register_buffer("places", sines(task.input_shape[0], d), persistent=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return what the last layer makes of the first place."""
+        words = self.embedding(ids) * math.sqrt(self.embedding.embedding_dim) + self.places
+        # The first place is read even if it is padding: without any there would be nothing to attend to.
+        padding = (ids == PAD) & (torch.arange(ids.shape[1], device=ids.device) > 0)
+        encoded: Tensor = self.layers(self.dropout(words), src_key_padding_mask=padding)
+        return encoded[:, 0]
+
+
+def sines(length: int, width: int) -> Tensor:
+    """Return (length, width): of place p, sin(p·ω_i) and cos(p·ω_i) in turn with ω_i = 10000^(-2i/width)."""
+    angles = torch.arange(length).unsqueeze(1) * torch.exp(
+        torch.arange(0, width, 2) * (-math.log(10_000) / width)
+    )
+    return torch.stack([angles.sin(), angles.cos()], dim=2).flatten(1)[:, :width]
