@@ -103,7 +103,8 @@ def test_program_and_predictions_are_those_of_the_live_model(place: Path, export
 @pytest.mark.parametrize("name", ["text-logistic", "lstm", "gru", "bilstm", "transformer-8-2"])
 def test_every_network_for_texts_becomes_a_program(place: Path, name: str, tmp_path: Path) -> None:
     known = read_state(state_file(place / "state", "north")).card
-    card = known.model_copy(update={"architecture": name, "input_shape": (12,)})
+    shape = {"input_shape": (12,), "scale": known.scale[:12], "shift": known.shift[:12]}
+    card = known.model_copy(update={"architecture": name, **shape})
     model = build_model(name, card.task, 5).eval()
     names = export(Kept(card, model.state_dict(), {}), tmp_path / "out")
     ids = random_inputs(card.task, 3)
