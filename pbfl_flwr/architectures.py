@@ -14,13 +14,16 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.own_code import is_external
 
 ARCHITECTURES: dict[str, str] = {
+    "bilstm": "BiLSTM for token ids: one layer of width d in each direction, hidden layer d over both last states.",
     "cnn2": "CNN of FedProto and GFPL: 5x5 convolutions to 10 and 20 channels, hidden layer d; from 16x16 pixels.",
     "cnn4": "4-layer CNN (FedAvgCNN): 5x5 convolutions to 32 and 64 channels, hidden layer d; from 16x16 pixels.",
     "efficientnet-b0": "EfficientNet-B0 of torchvision, no pretrained weights; a = 1280, 4,007,548 body parameters.",
     "fasttext": "FastText for token ids: the mean embedding of all places, padding included, hidden layer d.",
     "googlenet": "GoogLeNet of torchvision, no auxiliary heads; from 15x15 pixels; a = 1024, "
     "5,599,904 body parameters.",
+    "gru": "GRU for token ids: two layers of width d, dropout 0.2; the state after the last token.",
     "har-cnn": "1-D CNN for sensor windows (channels, length): 32, 64 and 128 channels, hidden layer d.",
+    "lstm": "LSTM for token ids: two layers of width d, dropout 0.2; the ReLU of the state after the last token.",
     "mlp": "Perceptron for tables: hidden layers of the widths in its name (mlp-500-200), hidden layer d.",
     "mlp5": "5-layer perceptron: flattened input-16-8-4-d, classifier; d = 2 shows prototypes in the plane.",
     "mobilenet-v2": "MobileNetV2 of torchvision, no pretrained weights; a = 1280, 2,223,872 body parameters.",
@@ -35,8 +38,12 @@ ARCHITECTURES: dict[str, str] = {
     "resnet101": "ResNet-101 of torchvision, no pretrained weights; a = 2048, 42,500,160 body parameters.",
     "resnet152": "ResNet-152 of torchvision, no pretrained weights; a = 2048, 58,143,808 body parameters.",
     "shufflenet-v2": "ShuffleNetV2 x1.0 of torchvision, no pretrained weights; a = 1024, 1,253,604 body parameters.",
+    "text-logistic": "Logistic regression for token ids: the mean embedding of all places, padding included, no hidden "
+    "layer.",
     "textcnn": "TextCNN for token ids: 100 channels each of width 3, 4 and 5 over embeddings, hidden layer d; "
     "from 5 tokens.",
+    "transformer": "Transformer for token ids, transformer-HEADS-LAYERS: width d, perceptrons of 2048; the "
+    "output at <cls>.",
     "vit-b-16": "ViT-B/16 of torchvision: square images of whole 16x16 patches; a = 768, "
     "85,651,200 body parameters at 32x32.",
     "vit-b-32": "ViT-B/32 of torchvision: square images of whole 32x32 patches; a = 768, "
@@ -62,6 +69,7 @@ class Sizes:
 
 SIZED: dict[str, Sizes] = {
     "mlp": Sizes("widths of hidden layers", 0, 8, "mlp-500-200"),
+    "transformer": Sizes("heads, layers", 2, 2, "transformer-8-2"),
 }
 LARGEST = 65_536  # a number in a name
 _SIZED_NAME = re.compile(r"(\D[\w-]*?)((?:-\d+)*)")
@@ -78,6 +86,13 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "htfe-img-8": ("cnn4", "googlenet", "mobilenet-v2", *_RESNETS),
     "htfe-img-9": ("resnet4", "resnet6", "resnet8", "resnet10", *_RESNETS),
     "htm-img-10": ("cnn4", "googlenet", "mobilenet-v2", *_RESNETS, "vit-b-16", "vit-b-32"),
+    # Of HtFLlib, in its order.
+    "htfe-txt-2": ("fasttext", "text-logistic"),
+    "htfe-txt-4": ("fasttext", "text-logistic", "lstm", "bilstm"),
+    "htfe-txt-5-1": tuple(f"transformer-8-{layers}" for layers in (1, 2, 4, 8, 16)),
+    "htfe-txt-5-2": tuple(f"transformer-{heads}-4" for heads in (1, 2, 4, 8, 16)),
+    "htfe-txt-5-3": tuple(f"transformer-{both}-{both}" for both in (1, 2, 4, 8, 16)),
+    "htfe-txt-6": ("fasttext", "lstm", "bilstm", "transformer-8-2", "text-logistic", "gru"),
     "small-4": ("cnn4", "resnet4", "resnet6", "resnet8"),
     "table-4": ("mlp", "mlp-500", "mlp-1000-500", "mlp-1000-500-200"),  # widths of HtFLlib's MLPs
     "text-2": ("fasttext", "textcnn"),

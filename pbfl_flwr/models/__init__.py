@@ -36,6 +36,7 @@ from pbfl_flwr.models.external import build_external
 from pbfl_flwr.models.googlenet import googlenet
 from pbfl_flwr.models.mlp import mlp, mlp5
 from pbfl_flwr.models.mobilenet import mobilenet_v2
+from pbfl_flwr.models.recurrent import bilstm, gru, lstm
 from pbfl_flwr.models.resnet import (
     resnet4,
     resnet6,
@@ -49,20 +50,24 @@ from pbfl_flwr.models.resnet import (
 )
 from pbfl_flwr.models.sensor import har_cnn
 from pbfl_flwr.models.shufflenet import shufflenet_v2
-from pbfl_flwr.models.text import fasttext, textcnn
-from pbfl_flwr.models.transformer import vit_b_16, vit_b_32
+from pbfl_flwr.models.text import fasttext, text_logistic, textcnn
+from pbfl_flwr.models.transformer import transformer
+from pbfl_flwr.models.vision_transformer import vit_b_16, vit_b_32
 from pbfl_flwr.own_code import is_external
 from pbfl_flwr.task import Task
 
 Builder = Callable[..., SplitModel]
 
 MODELS: dict[str, Builder] = {
+    "bilstm": bilstm,
     "cnn2": cnn2,
     "cnn4": cnn4,
     "efficientnet-b0": efficientnet_b0,
     "fasttext": fasttext,
     "googlenet": googlenet,
+    "gru": gru,
     "har-cnn": har_cnn,
+    "lstm": lstm,
     "mlp": mlp,
     "mlp5": mlp5,
     "mobilenet-v2": mobilenet_v2,
@@ -76,7 +81,9 @@ MODELS: dict[str, Builder] = {
     "resnet101": resnet101,
     "resnet152": resnet152,
     "shufflenet-v2": shufflenet_v2,
+    "text-logistic": text_logistic,
     "textcnn": textcnn,
+    "transformer": transformer,
     "vit-b-16": vit_b_16,
     "vit-b-32": vit_b_32,
 }

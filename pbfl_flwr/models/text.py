@@ -1,8 +1,9 @@
-"""Networks for text given as token ids, (B, length): fastText and TextCNN with the sizes that HtFLlib has.
+"""Networks for text given as token ids, (B, length): fastText, TextCNN, logistic regression, sizes as HtFLlib has them.
 
-Both impose d as the width of the embedding and of the hidden layer. That layer has no activation, so features take
-any sign. HtFLlib's text models apply log_softmax to whatever stands in the place of their classifier, so prototypes
-there are means of log_softmax(hidden); here features are the hidden vector itself.
+All impose d as the width of the embedding, and of the hidden layer if there is one. That layer has no activation, so
+features take any sign. HtFLlib's text models apply log_softmax to whatever stands in the place of their classifier, so
+prototypes there are means of log_softmax(hidden); here features are the hidden vector itself. HtFLlib's logistic
+regression trains an embedding for padding; here that stays zero, as in the others.
 """
 
 import torch
@@ -43,6 +44,14 @@ def textcnn(task: Task) -> SplitModel:
     return SplitModel(task, [embedding], neck, linear_head(task))
 
 
+def text_logistic(task: Task) -> SplitModel:
+    """Logistic regression for token ids: the mean embedding of all places, padding included, no hidden layer."""
+    embedding = _embedding("text-logistic", task)
+    replaced_classifier(task.feature_dim, task)
+    neck = nn.Sequential(nn.AdaptiveAvgPool1d(1), nn.Flatten())
+    return SplitModel(task, [embedding], neck, linear_head(task))
+
+
 class TokenEmbedding(nn.Embedding):
     """Token ids (B, length) as a map (B, d, length)."""
 
@@ -63,11 +72,20 @@ class SideBySide(nn.Module):
         return torch.cat([conv(maps).relu().amax(dim=2) for conv in self.convolutions], dim=1)
 
 
-def _embedding(model: str, task: Task) -> TokenEmbedding:
+def check_tokens(model: str, task: Task) -> None:
+    """Check that inputs are token ids.
+
+    Raises:
+        PbflError: if they are something else.
+    """
     if not task.vocabulary_size or len(task.input_shape) != 1:
         kind = "token ids" if task.vocabulary_size else "numbers"
         raise PbflError(
             f"model '{model}', first layer: expected token ids (length,), found {kind} of shape {task.input_shape}; it "
             "reads text, e.g. dataset = ag-news"
         )
+
+
+def _embedding(model: str, task: Task) -> TokenEmbedding:
+    check_tokens(model, task)
     return TokenEmbedding(task.vocabulary_size, task.feature_dim, padding_idx=PAD)

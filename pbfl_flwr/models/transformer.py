@@ -1,52 +1,84 @@
-"""Vision transformers of torchvision. Features are the class token after a LayerNorm, so they take any sign.
+"""Transformers for text given as token ids, (B, length), with the sizes that HtFLlib has.
 
-Between its layers go tokens, which are no map: the class token has no place. So there are no stages.
-HtFLlib gives these networks alone a classifier with a hidden layer, Linear(d, 768), Tanh, Linear(768, K); here it is
-one linear layer, as everywhere.
+The embedding has width d, its values times √d and the sines of the places are what the first layer reads. Features
+are the last layer's output at the first place, where every text has <cls>. Nobody attends to padding, so features do
+not depend on how far a text is padded.
+
+Differs from HtFLlib: there padding has an embedding that is trained, and is attended to. As there, all layers begin
+with the same weights, which is what torch.nn.TransformerEncoder does.
 """
 
 import math
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models.contract import SplitModel
-from pbfl_flwr.models.layers import image_shape, impose_width, linear_head
+from pbfl_flwr.models.layers import linear_head
+from pbfl_flwr.models.text import PAD, check_tokens
 from pbfl_flwr.task import Task
 
-
-def vit_b_16(task: Task) -> SplitModel:
-    """ViT-B/16 of torchvision: square images of whole 16x16 patches; a = 768, 85,651,200 body parameters at 32x32.
-
-    Raises:
-        PbflError: if inputs are no such images.
-    """
-    return _of_torchvision("vit-b-16", 16, task)
+HIDDEN = 2048  # of a layer's perceptron
+DROPOUT = 0.1
+RANGE = 0.1  # of the initial embedding
+MOST_LAYERS = 64
 
 
-def vit_b_32(task: Task) -> SplitModel:
-    """ViT-B/32 of torchvision: square images of whole 32x32 patches; a = 768, 87,418,368 body parameters at 32x32.
+def transformer(task: Task, heads: int, layers: int) -> SplitModel:
+    """Transformer for token ids, transformer-HEADS-LAYERS: width d, perceptrons of 2048; the output at <cls>.
 
     Raises:
-        PbflError: if inputs are no such images.
+        PbflError: if inputs are no token ids, the heads do not divide d, or there are too many layers.
     """
-    return _of_torchvision("vit-b-32", 32, task)
-
-
-def _of_torchvision(name: str, patch: int, task: Task) -> SplitModel:
-    from torchvision import models
-
-    channels, height, width = image_shape(name, task)
-    if height != width or height % patch:
+    name, d = f"transformer-{heads}-{layers}", task.feature_dim
+    check_tokens(name, task)
+    if d % heads:
         raise PbflError(
-            f"model '{name}', first layer: expected square images of whole {patch}x{patch} patches, e.g. "
-            f"{2 * patch}x{2 * patch}, found {height}x{width} (input shape {task.input_shape})"
+            f"model '{name}': its {heads} heads share feature-dim = {d} in equal parts; allowed are divisors of {d}"
         )
-    build = models.vit_b_16 if patch == 16 else models.vit_b_32
-    net = build(weights=None, image_size=height, num_classes=task.num_classes)
-    if channels != net.conv_proj.in_channels:
-        net.conv_proj = nn.Conv2d(channels, net.hidden_dim, patch, patch)
-        nn.init.trunc_normal_(net.conv_proj.weight, std=math.sqrt(1 / (channels * patch**2)))
-        nn.init.zeros_(net.conv_proj.bias)
-    net.heads = nn.Sequential(*impose_width(net.hidden_dim, task.feature_dim))
-    return SplitModel(task, [], net, linear_head(task))
+    if layers > MOST_LAYERS:
+        raise PbflError(f"model '{name}': found {layers:,} layers, allowed are at most {MOST_LAYERS}")
+    encoder = Encoder(task, heads, layers)
+    # As HtFLlib draws: both once more, and the classifier is replaced.
+    for weight in (encoder.embedding.weight, nn.Linear(d, task.num_classes).weight):
+        nn.init.uniform_(weight, -RANGE, RANGE)
+    nn.init.zeros_(encoder.embedding.weight[PAD])
+    return SplitModel(task, [encoder], nn.Identity(), linear_head(task))
+
+
+class Encoder(nn.Module):
+    """Token ids (B, length) to the last layer's output at the first place, (B, d).
+
+    Args:
+        task: the vocabulary, the length and d.
+        heads: of every layer; they divide d.
+        layers: how many.
+    """
+
+    places: Tensor
+
+    def __init__(self, task: Task, heads: int, layers: int) -> None:
+        super().__init__()
+        d = task.feature_dim
+        layer = nn.TransformerEncoderLayer(d, heads, HIDDEN, DROPOUT, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.embedding = nn.Embedding(task.vocabulary_size, d, padding_idx=PAD)
+        self.dropout = nn.Dropout(DROPOUT)
+        self.register_buffer("places", sines(task.input_shape[0], d), persistent=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return what the last layer makes of the first place."""
+        words = self.embedding(ids) * math.sqrt(self.embedding.embedding_dim) + self.places
+        # The first place is read even if it is padding: without any there would be nothing to attend to.
+        padding = (ids == PAD) & (torch.arange(ids.shape[1], device=ids.device) > 0)
+        encoded: Tensor = self.layers(self.dropout(words), src_key_padding_mask=padding)
+        return encoded[:, 0]
+
+
+def sines(length: int, width: int) -> Tensor:
+    """Return (length, width): of place p, sin(p·ω_i) and cos(p·ω_i) in turn with ω_i = 10000^(-2i/width)."""
+    angles = torch.arange(length).unsqueeze(1) * torch.exp(
+        torch.arange(0, width, 2) * (-math.log(10_000) / width)
+    )
+    return torch.stack([angles.sin(), angles.cos()], dim=2).flatten(1)[:, :width]

@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from itertools import product
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -37,11 +38,11 @@ VARIANTS: dict[str, dict[str, Scalar]] = {
 }
 
 
-def alike(tmp_path: Path, method: str, keys: dict[str, Scalar]) -> None:
-    on_cpu = federation(tmp_path / "cpu", method, num_clients=3, **keys).run()
+def alike(tmp_path: Path, method: str, keys: dict[str, Scalar], **how: Any) -> None:
+    on_cpu = federation(tmp_path / "cpu", method, num_clients=3, **how, **keys).run()
     before = OnCard.operations
     with card(), patch.object(opening, "choose_device", lambda wanted: CUDA):
-        on_card = federation(tmp_path / "card", method, num_clients=3, **keys).run()
+        on_card = federation(tmp_path / "card", method, num_clients=3, **how, **keys).run()
     assert [line["failures"] for line in on_card.strategy.history] == [[], []]
     assert on_card.fingerprint == on_cpu.fingerprint
     assert OnCard.operations > before + 100, "it was trained elsewhere"

@@ -8,8 +8,10 @@ import torch
 
 from pbfl_flwr.config import Scalar, Settings
 from pbfl_flwr.data import ClientData, Shard
+from pbfl_flwr.errors import PbflError
 from pbfl_flwr.methods import METHODS
 from tests.flower.inprocess import federation
+from tests.methods.test_on_a_card import alike
 
 WORDS = tuple(f"word {j}" for j in range(40))
 MORE: dict[str, dict[str, Scalar]] = {
@@ -33,14 +35,36 @@ def texts(settings: Settings, client: int) -> ClientData:
     )
 
 
+# Their states are no maps with places.
+WITHOUT_MAPS = {"bilstm", "gru", "lstm", "transformer-2-1"}
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        *("fasttext", "lstm", "transformer-2-1"),
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("text-logistic", "bilstm", "gru")),
+    ],
+)
 @pytest.mark.parametrize("name", METHODS)
-def test_two_rounds_on_texts(name: str, tmp_path: Path) -> None:
+def test_two_rounds_on_texts(name: str, model: str, tmp_path: Path) -> None:
     keys: dict[str, Any] = {
         "num-clients": 2,
         "num-server-rounds": 2,
-        "models": "fasttext",
+        "models": model,
         "feature-dim": 8,
     }
+    if name == "fedcpd" and model in WITHOUT_MAPS:
+        with pytest.raises(PbflError, match=f"distils feature maps, and model '{model}' has none"):
+            federation(tmp_path / "refused", name, data=texts, **keys).run()
+        keys["fedcpd.distill-weight"] = 0.0
     run = federation(tmp_path, name, data=texts, **keys, **MORE.get(name, {})).run()
     assert [line["failures"] for line in run.strategy.history] == [[], []]
     assert [line["trained"] for line in run.strategy.history] == [[0, 1], [0, 1]]
+
+
+@pytest.mark.parametrize("model", ["text-logistic", *sorted(WITHOUT_MAPS)])
+def test_texts_on_a_card(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # In evaluation torch takes another kernel of the transformer, but not of tensors that are no plain ones.
+    monkeypatch.setattr(torch.backends.mha, "_is_fastpath_enabled", False)
+    alike(tmp_path, "fedproto", {"models": model, "feature-dim": 8}, data=texts)

@@ -5,9 +5,10 @@ from pbfl_flwr.task import Task
 
 EXAMPLES = examples()
 WINDOWS = {"har-cnn"}
-TEXTS = {"fasttext", "textcnn"}
+TEXTS = {"bilstm", "fasttext", "gru", "lstm", "text-logistic", "textcnn", "transformer"}
+WITHOUT_PLACES = {"bilstm", "gru", "lstm", "transformer"}  # texts, of which a stage makes one state
 TABLES = {"mlp", "mlp5"}
-TRANSFORMERS = {"vit-b-16", "vit-b-32"}
+VISION_TRANSFORMERS = {"vit-b-16", "vit-b-32"}
 LONGER = {"resnet101", "resnet152", "vit-b-32"}
 """The same layers as resnet50 or vit-b-16 have: what is asked of layers need not be asked of them for seconds."""
 IMAGE_SHAPES: list[tuple[int, ...]] = [(1, 8, 8), (3, 32, 32), (4, 20, 28)]
@@ -43,6 +44,12 @@ def shapes(name: str) -> list[tuple[int, ...]]:
     if name in ONE_SHAPE:
         return [ONE_SHAPE[name]]
     return FROM_16_PIXELS if name in {"cnn2", "cnn4", "googlenet"} else IMAGE_SHAPES
+
+
+def width(name: str, d: int) -> int:
+    """Return the width from d on that an architecture takes: a transformer's heads divide it."""
+    base, sizes = base_and_sizes(name)
+    return -(-d // sizes[0]) * sizes[0] if base == "transformer" else d
 
 
 def task_of(name: str, d: int, shape: tuple[int, ...], num_classes: int = 7) -> Task:

@@ -17,7 +17,8 @@ from tests.models.kinds import (
     EXAMPLES,
     LONGER,
     TABLES,
-    TRANSFORMERS,
+    VISION_TRANSFORMERS,
+    WITHOUT_PLACES,
     is_one_of,
     shapes,
     takes_images,
@@ -31,9 +32,8 @@ def task_for(name):
     return IMAGES if takes_images(name) else task_of(name, 6, shapes(name)[-1], 4)
 
 
-CONVOLUTIONAL = [
-    (name, task_for(name)) for name in EXAMPLES if not is_one_of(name, TABLES | TRANSFORMERS | LONGER)
-]
+WITHOUT_MAPS = TABLES | VISION_TRANSFORMERS | WITHOUT_PLACES
+CONVOLUTIONAL = [(name, task_for(name)) for name in EXAMPLES if not is_one_of(name, WITHOUT_MAPS | LONGER)]
 
 
 def maps_of(name, task, batch=2):
@@ -59,6 +59,11 @@ def test_distillation_trains_every_stage_and_itself(name, task):
     assert [n for n, p in model.stages.named_parameters() if p.grad is None] == []
     assert [n for n, p in distillation.named_parameters() if p.grad is None] == []
     assert all(p.grad is None and not p.requires_grad for p in teacher.stages.parameters())
+
+
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if is_one_of(name, WITHOUT_PLACES)])
+def test_states_of_texts_are_no_maps_with_places(name):
+    assert map_channels(build_model(name, task_of(name, 8, (9,)), 0), task_of(name, 8, (9,))) == []
 
 
 def test_cnn4_on_28x28_has_the_published_maps():

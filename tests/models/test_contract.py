@@ -17,7 +17,16 @@ from pbfl_flwr.models import (
     head_names,
     random_inputs,
 )
-from tests.models.kinds import EXAMPLES, TEXTS, TRANSFORMERS, is_one_of, shapes, takes_images, task_of
+from tests.models.kinds import (
+    EXAMPLES,
+    TEXTS,
+    VISION_TRANSFORMERS,
+    is_one_of,
+    shapes,
+    takes_images,
+    task_of,
+    width,
+)
 
 B, K = 3, 7
 CASES = [(name, shape) for name in EXAMPLES for shape in shapes(name)]
@@ -25,7 +34,8 @@ CASES = [(name, shape) for name in EXAMPLES for shape in shapes(name)]
 
 @pytest.mark.parametrize(("name", "shape"), CASES)
 def test_features_then_head(name: str, shape: tuple[int, ...]) -> None:
-    task = task_of(name, 33, shape)
+    d = width(name, 33)
+    task = task_of(name, d, shape)
     model = build_model(name, task, seed=1).eval()
     x = random_inputs(task, B, seed=2)
 
@@ -36,13 +46,13 @@ def test_features_then_head(name: str, shape: tuple[int, ...]) -> None:
         from_maps = model.neck(maps[-1] if maps else x)
 
     assert isinstance(model, SplitModel)
-    assert (model.feature_dim, model.num_classes) == (33, K)
-    assert features.shape == (B, 33)
+    assert (model.feature_dim, model.num_classes) == (d, K)
+    assert features.shape == (B, d)
     assert logits.shape == (B, K)
     assert torch.isfinite(logits).all()
     assert torch.equal(logits, model.head(features))
     assert torch.equal(features, from_maps)
-    least = 0 if name in TRANSFORMERS else 1 if is_one_of(name, TEXTS) else 2
+    least = 0 if name in VISION_TRANSFORMERS else 1 if is_one_of(name, TEXTS) else 2
     assert len(maps) == len(model.stages) >= least
     for before, after in pairwise(maps):
         assert after.dim() == before.dim()
@@ -72,26 +82,29 @@ def test_every_parameter_learns_and_features_stay_as_they_were(name: str) -> Non
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_names_tell_body_and_head_apart(name: str) -> None:
+    d = width(name, 20)
     with torch.device("meta"):
-        model = build_model(name, task_of(name, 20, shapes(name)[0]), seed=1)
+        model = build_model(name, task_of(name, d, shapes(name)[0]), seed=1)
 
     parameters = dict(model.named_parameters())
     assert sorted(body_names(model) + head_names(model)) == sorted(parameters)
     # The head is one linear layer with bias: K·d + K numbers.
-    assert sorted(tuple(parameters[n].shape) for n in head_names(model)) == [(K,), (K, 20)]
+    assert sorted(tuple(parameters[n].shape) for n in head_names(model)) == [(K,), (K, d)]
     assert {k for k in model.state_dict() if k.startswith("head.")} == set(head_names(model))
     head = {id(p) for p in model.head.parameters()}
     assert {n for n, p in parameters.items() if id(p) in head} == set(head_names(model))
-    assert count_parameters(model)[1] == K * 20 + K
+    assert count_parameters(model)[1] == K * d + K
     assert sum(count_parameters(model)) == sum(p.numel() for p in model.parameters())
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_batch_norm_is_reported(name: str) -> None:
     with torch.device("meta"):
-        model = build_model(name, task_of(name, 20, shapes(name)[0]), seed=1)
+        model = build_model(name, task_of(name, width(name, 20), shapes(name)[0]), seed=1)
     assert has_batch_norm(model) == any("running_mean" in key for key in model.state_dict())
-    assert has_batch_norm(model) == (takes_images(name) and name not in {"cnn2", "cnn4", *TRANSFORMERS})
+    assert has_batch_norm(model) == (
+        takes_images(name) and name not in {"cnn2", "cnn4", *VISION_TRANSFORMERS}
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -33,7 +33,15 @@ def test_families_are_made_of_models_and_no_name_means_two_things() -> None:
     assert FAMILIES["heterogeneous-4"] == ("resnet8", "mobilenet-v2", "shufflenet-v2", "efficientnet-b0")
     assert FAMILIES["small-4"] == ("cnn4", "resnet4", "resnet6", "resnet8")
     assert FAMILIES["text-2"] == ("fasttext", "textcnn")
-    assert all(len(FAMILIES[name]) == int(name.rpartition("-")[2]) for name in FAMILIES)
+    assert FAMILIES["htfe-txt-2"] == ("fasttext", "text-logistic")
+    assert FAMILIES["htfe-txt-4"] == ("fasttext", "text-logistic", "lstm", "bilstm")
+    assert FAMILIES["htfe-txt-6"] == ("fasttext", "lstm", "bilstm", "transformer-8-2", "text-logistic", "gru")
+    sizes = {n: [base_and_sizes(name)[1] for name in FAMILIES[f"htfe-txt-5-{n}"]] for n in (1, 2, 3)}
+    assert sizes == {
+        1: [(8, 1), (8, 2), (8, 4), (8, 8), (8, 16)],
+        2: [(1, 4), (2, 4), (4, 4), (8, 4), (16, 4)],
+        3: [(1, 1), (2, 2), (4, 4), (8, 8), (16, 16)],
+    }
     assert {base_and_sizes(name)[0] for family in FAMILIES.values() for name in family} <= set(MODELS)
     assert not set(FAMILIES) & set(MODELS)
 
@@ -47,6 +55,7 @@ def test_families_are_made_of_models_and_no_name_means_two_things() -> None:
         ("nets.zoo:build", ("nets.zoo:build",)),
         ("cnn2,nets:build", ("cnn2", "nets:build")),
         ("mlp,mlp-20", ("mlp", "mlp-20")),
+        ("htfe-txt-5-1,transformer-2-3", (*FAMILIES["htfe-txt-5-1"], "transformer-2-3")),
     ],
 )
 def test_specs(spec: str, expected: tuple[str, ...]) -> None:
@@ -76,6 +85,10 @@ def test_clients_take_the_list_in_turn() -> None:
         ),
         ("mlp-65537", ["'mlp-65537'"]),
         ("mlp-1-1-1-1-1-1-1-1-1", ["0 to 8 whole numbers"]),
+        ("transformer", ["allowed after 'transformer' are 2 whole numbers from 1 to 65,536 (heads, layers)"]),
+        ("transformer-8", ["'transformer-8'", "e.g. transformer-8-2"]),
+        ("transformer-8-2-1", ["'transformer-8-2-1'"]),
+        ("htfe-txt-5-4", ["unknown model 'htfe-txt-5-4'; did you mean 'htfe-txt-5-"]),
         ("mlp-", ["unknown model 'mlp-'; did you mean 'mlp'?"]),
         ("mlp5-3", ["unknown model 'mlp5-3'"]),
         ("cnn4-3", ["unknown model 'cnn4-3'"]),

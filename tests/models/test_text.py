@@ -1,11 +1,14 @@
-"""fastText and TextCNN: parameters, and the features by hand."""
+"""Networks for texts: parameters, and the features by hand."""
+
+import math
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models import arrange, build_model, check_models, count_parameters, random_inputs
+from pbfl_flwr.seeds import seeded
 from pbfl_flwr.task import Task
 
 V, D, L = 50, 6, 9
@@ -18,6 +21,13 @@ TEXT = Task(num_classes=4, feature_dim=D, input_shape=(L,), vocabulary_size=V)
         ("fasttext", V * D + D * D + D),
         # three convolutions D·w·100 + 100 of width 3, 4, 5; 300·D + D
         ("textcnn", V * D + D * 12 * 100 + 300 + 300 * D + D),
+        ("text-logistic", V * D),
+        # a layer has 4 gates (a GRU 3) of D·D for the input, D·D for the state and two biases
+        ("lstm", V * D + 2 * 4 * (2 * D * D + 2 * D)),
+        ("gru", V * D + 2 * 3 * (2 * D * D + 2 * D)),
+        ("bilstm", V * D + 2 * 4 * (2 * D * D + 2 * D) + 2 * D * D + D),
+        # of each layer: queries, keys, values and output, the perceptron, two normalisations
+        ("transformer-3-2", V * D + 2 * (4 * (D * D + D) + (D * 2048 + 2048) + (2048 * D + D) + 4 * D)),
     ],
 )
 def test_body_parameters(name: str, body: int) -> None:
@@ -49,19 +59,162 @@ def test_textcnn_takes_the_largest_answer_over_all_places() -> None:
     assert model.neck[1].p == 0.8
 
 
-@pytest.mark.parametrize("name", ["fasttext", "textcnn"])
+def test_logistic_regression_averages_all_places() -> None:
+    model = build_model("text-logistic", TEXT, 0).eval()
+    table = model.stages[0].weight
+    found = model.features(torch.tensor([[3, 7, 7] + [0] * 6]))
+    torch.testing.assert_close(found[0], (table[3] + 2 * table[7]) / L)
+
+
+def padded(*texts: list[int], length: int = L) -> Tensor:
+    return torch.tensor([text + [0] * (length - len(text)) for text in texts])
+
+
+def lstm_by_hand(layer: nn.LSTM, words: Tensor) -> Tensor:
+    """Return the output at every step, (length, d)."""
+    state = cell = torch.zeros(D)
+    steps = []
+    for word in words:
+        gates = layer.weight_ih_l0 @ word + layer.bias_ih_l0 + layer.weight_hh_l0 @ state + layer.bias_hh_l0
+        taken, kept, new, shown = gates.split(D)
+        cell = kept.sigmoid() * cell + taken.sigmoid() * new.tanh()
+        state = shown.sigmoid() * cell.tanh()
+        steps.append(state)
+    return torch.stack(steps)
+
+
+def gru_by_hand(layer: nn.GRU, words: Tensor) -> Tensor:
+    """Return the output at every step, (length, d)."""
+    state = torch.zeros(D)
+    steps = []
+    for word in words:
+        of_word = (layer.weight_ih_l0 @ word + layer.bias_ih_l0).split(D)
+        of_state = (layer.weight_hh_l0 @ state + layer.bias_hh_l0).split(D)
+        reset, update = ((of_word[gate] + of_state[gate]).sigmoid() for gate in range(2))
+        state = (1 - update) * (of_word[2] + reset * of_state[2]).tanh() + update * state
+        steps.append(state)
+    return torch.stack(steps)
+
+
+WORDS = [1, 7, 0, 9, 7, 4]  # a zero within a text is no padding behind it
+
+
+def test_lstm_by_hand() -> None:
+    model = build_model("lstm", TEXT, 0).eval()
+    stage = model.stages[0]
+    first, second = stage.layers
+    expected = lstm_by_hand(second, lstm_by_hand(first, stage.embedding.weight[WORDS]))[-1].relu()
+    torch.testing.assert_close(model.features(padded(WORDS, [5]))[0], expected)
+    assert [m.p for m in model.modules() if isinstance(m, nn.Dropout)] == [0.2, 0.2]
+
+
+def test_gru_by_hand() -> None:
+    model = build_model("gru", TEXT, 0).eval()
+    stage = model.stages[0]
+    first, second = stage.layers
+    expected = gru_by_hand(second, gru_by_hand(first, stage.embedding.weight[WORDS]))[-1]
+    torch.testing.assert_close(model.features(padded(WORDS, [5]))[0], expected)
+    assert [m.p for m in model.modules() if isinstance(m, nn.Dropout)] == [0.2, 0.2]
+
+
+def test_bilstm_by_hand() -> None:
+    model = build_model("bilstm", TEXT, 0).eval()
+    stage = model.stages[0]
+    words = stage.embedding.weight[WORDS]
+    forwards = lstm_by_hand(stage.forwards, words)[-1]
+    backwards = lstm_by_hand(stage.backwards, words.flip(0))[-1]
+    expected = model.neck(torch.cat([forwards, backwards]))
+    torch.testing.assert_close(model.features(padded(WORDS, [5]))[0], expected)
+
+
+def test_transformer_by_hand() -> None:
+    """Two heads of three values, one layer, post-norm, for the first place alone."""
+    model = build_model("transformer-2-1", TEXT, 0).eval()
+    stage = model.stages[0]
+    layer = stage.layers.layers[0]
+    waves = torch.tensor(
+        [
+            [wave(p / 10_000 ** (2 * i / D)) for i in range(D // 2) for wave in (math.sin, math.cos)]
+            for p in range(len(WORDS))
+        ]
+    )
+    words = stage.embedding.weight[WORDS] * D**0.5 + waves
+    attention = layer.self_attn
+    queries, keys, values = (words @ attention.in_proj_weight.T + attention.in_proj_bias).split(D, dim=1)
+    heads = []
+    seen = [place for place, word in enumerate(WORDS) if word != 0]
+    for part in (slice(0, 3), slice(3, 6)):
+        scores = keys[seen, part] @ queries[0, part] / 3**0.5
+        heads.append(scores.softmax(0) @ values[seen, part])
+    state = layer.norm1(words[0] + attention.out_proj(torch.cat(heads)))
+    expected = layer.norm2(state + layer.linear2(layer.linear1(state).relu()))
+    torch.testing.assert_close(model.features(padded(WORDS, [5]))[0], expected)
+    assert (layer.linear1.out_features, layer.dropout.p, stage.dropout.p) == (2048, 0.1, 0.1)
+    assert stage.embedding.weight.abs().max() <= 0.1
+
+
+STATES = ["lstm", "gru", "bilstm", "transformer-3-2"]
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_features_do_not_depend_on_how_far_a_text_is_padded(name: str) -> None:
+    short, long = (build_model(name, Task(4, D, (length,), V), 0).eval() for length in (L, 3 * L))
+    texts = [1, 7, 9], [1, *range(2, 2 + L - 1)]
+    torch.testing.assert_close(short.features(padded(*texts)), long.features(padded(*texts, length=3 * L)))
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_text_of_padding_alone_has_finite_features_and_gradients(name: str) -> None:
+    model = build_model(name, TEXT, 0).train()
+    model(padded([], [1, 2])).square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_dropout_draws_from_the_seed(name: str) -> None:
+    model = build_model(name, TEXT, 0).train()
+    ids = random_inputs(TEXT, 4)
+    found = []
+    for seed in (1, 1, 2):
+        with seeded(seed):
+            found.append(model.features(ids))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2]) == (name == "bilstm")  # which has no dropout
+
+
+def test_bilstm_draws_what_one_bidirectional_lstm_draws() -> None:
+    stage = build_model("bilstm", TEXT, 5).stages[0]
+    with seeded(5):
+        nn.Embedding(V, D)
+        one = nn.LSTM(D, D, bidirectional=True)
+    drawn = [*stage.forwards.parameters(), *stage.backwards.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(drawn, one.parameters(), strict=True))
+
+
+def test_a_transformer_says_which_numbers_it_takes() -> None:
+    with pytest.raises(
+        PbflError, match=r"'transformer-4-1': its 4 heads .* feature-dim = 6 .* divisors of 6"
+    ):
+        check_models("transformer-4-1", TEXT)
+    with pytest.raises(PbflError, match=r"'transformer-2-65': found 65 layers, allowed are at most 64"):
+        check_models("transformer-2-65", TEXT)
+    odd = Task(4, 5, (L,), V)  # the last sine has no cosine
+    check_models("transformer-1-1,transformer-5-1", odd)
+
+
+@pytest.mark.parametrize("name", ["fasttext", "textcnn", "text-logistic", *STATES])
 def test_the_embedding_of_padding_stays_zero(name: str) -> None:
     model = build_model(name, TEXT, 0).train()
     ids = random_inputs(TEXT, 4)
-    ids[:, 5:] = 0
+    ids[:, 0], ids[:, 5:] = 1, 0
     model(ids).square().sum().backward()
-    embedding = model.stages[0]
+    (embedding,) = (module for module in model.modules() if isinstance(module, nn.Embedding))
     assert not embedding.weight[0].any()
     assert not embedding.weight.grad[0].any()
     assert embedding.weight.grad[ids[0, 0]].any()
 
 
-@pytest.mark.parametrize("name", ["fasttext", "textcnn"])
+@pytest.mark.parametrize("name", ["fasttext", "textcnn", "text-logistic", *STATES])
 def test_reduced_precision_hands_on_float32(name: str) -> None:
     plain, reduced = (build_model(name, TEXT, 0).eval() for _ in range(2))
     arrange(reduced, "channels-last", "bfloat16")
@@ -77,6 +230,9 @@ def test_text_models_refuse_numbers_and_images_refuse_text() -> None:
         PbflError, match=r"'fasttext', first layer: expected token ids .* found numbers of shape"
     ):
         check_models("text-2", Task(4, D, (L,)))
+    for name in ("text-logistic", *STATES):
+        with pytest.raises(PbflError, match=rf"'{name}', first layer: expected token ids .* found numbers"):
+            check_models(name, Task(4, D, (L,)))
     with pytest.raises(PbflError, match=r"'textcnn': expected 5 tokens or more, found 4"):
         check_models("textcnn", Task(4, D, (4,), V))
     with pytest.raises(

@@ -15,8 +15,8 @@ from pbfl_flwr.cli import app
 from pbfl_flwr.data import own_data, tokens
 from pbfl_flwr.data.inspection import settings_for
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.models import build_model
-from pbfl_flwr.serving.export import has_onnx, read_state, state_file
+from pbfl_flwr.models import build_model, random_inputs
+from pbfl_flwr.serving.export import Kept, export, has_onnx, read_state, state_file
 from pbfl_flwr.serving.predict import open_exported, predict
 from tests.flower.inprocess import federation
 
@@ -98,6 +98,28 @@ def test_program_and_predictions_are_those_of_the_live_model(place: Path, export
         session = runtime.InferenceSession(out / "model.onnx")
         found = session.run(["logits", "features"], {"inputs": test.inputs.long().numpy()})
         np.testing.assert_allclose(found[0], expected[0].numpy(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["text-logistic", "lstm", "gru", "bilstm", "transformer-8-2"])
+def test_every_network_for_texts_becomes_a_program(place: Path, name: str, tmp_path: Path) -> None:
+    known = read_state(state_file(place / "state", "north")).card
+    shape = {"input_shape": (12,), "scale": known.scale[:12], "shift": known.shift[:12]}
+    card = known.model_copy(update={"architecture": name, **shape})
+    model = build_model(name, card.task, 5).eval()
+    names = export(Kept(card, model.state_dict(), {}), tmp_path / "out")
+    ids = random_inputs(card.task, 3)
+    ids[:, 0], ids[1, 5:], ids[2] = 1, 0, 0
+    with torch.inference_mode():
+        features = model.features(ids)
+        expected = model.head(features), features
+        program = torch.export.load(tmp_path / "out/model.pt2").module()
+        torch.testing.assert_close(program(ids), expected)
+        torch.testing.assert_close(program(ids[:1])[0], expected[0][:1])  # the batch is free
+    assert ("model.onnx" in names) == has_onnx()
+    if has_onnx():
+        reference = pytest.importorskip("onnx.reference").ReferenceEvaluator(tmp_path / "out/model.onnx")
+        for found, wanted in zip(reference.run(None, {"inputs": ids.numpy()}), expected, strict=True):
+            np.testing.assert_allclose(found, wanted.numpy(), rtol=1e-4, atol=1e-5)
 
 
 def test_a_text_a_line(exported: tuple[str, Path], tmp_path: Path) -> None:

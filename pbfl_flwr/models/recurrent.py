@@ -1,0 +1,115 @@
+"""Recurrent networks for text given as token ids, (B, length), with the sizes that HtFLlib has.
+
+Embedding and hidden state have width d. A text ends at its last token that is no padding: features are those of the
+state there, so that they do not depend on how far a text is padded or on what else is in its batch. The networks run
+over all places nevertheless, and the state is picked afterwards. Packed sequences would give the same; but their
+lengths must be known on the CPU, so that a step could neither be recorded on a GPU nor be exported.
+
+Differs from HtFLlib: its LSTM takes the last place of the batch's longest text, where all shorter ones are zero; its
+BiLSTM takes the backward direction at the last token, of which that direction has read nothing else, here it is taken
+at the first token, when all are read; its BiLSTM trains an embedding for padding; all but its BiLSTM apply log_softmax
+in front of the classifier. Initial weights are drawn in the order in which HtFLlib draws them.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from pbfl_flwr.models.contract import SplitModel
+from pbfl_flwr.models.layers import linear_head, replaced_classifier
+from pbfl_flwr.models.text import PAD, check_tokens
+from pbfl_flwr.task import Task
+
+LAYERS = 2
+DROPOUT = 0.2  # between the layers, and of the features
+
+
+def lstm(task: Task) -> SplitModel:
+    """LSTM for token ids: two layers of width d, dropout 0.2; the ReLU of the state after the last token."""
+    d, embedding = task.feature_dim, _embedding("lstm", task)
+    stage = LastState(embedding, [nn.LSTM(d, d, batch_first=True) for _ in range(LAYERS)])
+    replaced_classifier(d, task)
+    return SplitModel(task, [stage], nn.Sequential(nn.ReLU(), nn.Dropout(DROPOUT)), linear_head(task))
+
+
+def gru(task: Task) -> SplitModel:
+    """GRU for token ids: two layers of width d, dropout 0.2; the state after the last token."""
+    d, embedding = task.feature_dim, _embedding("gru", task)
+    stage = LastState(embedding, [nn.GRU(d, d, batch_first=True) for _ in range(LAYERS)])
+    replaced_classifier(d, task)
+    return SplitModel(task, [stage], nn.Dropout(DROPOUT), linear_head(task))
+
+
+def bilstm(task: Task) -> SplitModel:
+    """BiLSTM for token ids: one layer of width d in each direction, hidden layer d over both last states."""
+    d, embedding = task.feature_dim, _embedding("bilstm", task)
+    readers = [nn.LSTM(d, d, batch_first=True) for _ in range(2)]
+    neck = nn.Linear(2 * d, d)
+    replaced_classifier(d, task)
+    return SplitModel(task, [BothLastStates(embedding, *readers)], neck, linear_head(task))
+
+
+class LastState(nn.Module):
+    """Token ids (B, length) to the output of a recurrent network at the last token, (B, d).
+
+    Layers stand apart, with torch's own dropout between them: that of cuDNN draws from a state that no seed reaches
+    once a process has used it.
+
+    Args:
+        embedding: of the tokens.
+        layers: batch first, one direction; each reads what the one before it says.
+    """
+
+    def __init__(self, embedding: nn.Embedding, layers: Sequence[nn.RNNBase]) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.layers = nn.ModuleList(layers)
+        self.dropout = nn.Dropout(DROPOUT)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the last layer's state at each text's last token."""
+        *before, uppermost = self.layers
+        words = self.embedding(ids)
+        for layer in before:
+            words = self.dropout(layer(words)[0])
+        return _state(uppermost, words, last_places(ids))
+
+
+class BothLastStates(nn.Module):
+    """Token ids (B, length) to the states of two recurrent networks, (B, 2d): one reads forwards, one backwards.
+
+    Args:
+        embedding: of the tokens.
+        forwards, backwards: batch first, one direction each; the second is given every text in reverse.
+    """
+
+    def __init__(self, embedding: nn.Embedding, forwards: nn.RNNBase, backwards: nn.RNNBase) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.forwards = forwards
+        self.backwards = backwards
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the state that has read the text to its last token beside the one that has read it to its first."""
+        words, last = self.embedding(ids), last_places(ids)
+        places = torch.arange(ids.shape[1], device=ids.device)
+        mirrored = last.unsqueeze(1) - places
+        order = torch.where(mirrored < 0, places, mirrored)  # (B, length), padding stays behind the text
+        reverse = words.gather(1, order.unsqueeze(2).expand_as(words))
+        return torch.cat([_state(self.forwards, words, last), _state(self.backwards, reverse, last)], dim=1)
+
+
+def last_places(ids: Tensor) -> Tensor:
+    """Return the place of each text's last token that is no padding, (B,); 0 where all is padding."""
+    return ((ids != PAD) * torch.arange(ids.shape[1], device=ids.device)).amax(dim=1)
+
+
+def _state(reader: nn.Module, words: Tensor, last: Tensor) -> Tensor:
+    states: Tensor = reader(words)[0]  # (B, length, d)
+    return states.gather(1, last[:, None, None].expand(-1, 1, states.shape[2])).squeeze(1)
+
+
+def _embedding(model: str, task: Task) -> nn.Embedding:
+    check_tokens(model, task)
+    return nn.Embedding(task.vocabulary_size, task.feature_dim, padding_idx=PAD)

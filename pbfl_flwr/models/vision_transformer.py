@@ -1,0 +1,52 @@
+"""Vision transformers of torchvision. Features are the class token after a LayerNorm, so they take any sign.
+
+Between its layers go tokens, which are no map: the class token has no place. So there are no stages.
+HtFLlib gives these networks alone a classifier with a hidden layer, Linear(d, 768), Tanh, Linear(768, K); here it is
+one linear layer, as everywhere.
+"""
+
+import math
+
+from torch import nn
+
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.models.contract import SplitModel
+from pbfl_flwr.models.layers import image_shape, impose_width, linear_head
+from pbfl_flwr.task import Task
+
+
+def vit_b_16(task: Task) -> SplitModel:
+    """ViT-B/16 of torchvision: square images of whole 16x16 patches; a = 768, 85,651,200 body parameters at 32x32.
+
+    Raises:
+        PbflError: if inputs are no such images.
+    """
+    return _of_torchvision("vit-b-16", 16, task)
+
+
+def vit_b_32(task: Task) -> SplitModel:
+    """ViT-B/32 of torchvision: square images of whole 32x32 patches; a = 768, 87,418,368 body parameters at 32x32.
+
+    Raises:
+        PbflError: if inputs are no such images.
+    """
+    return _of_torchvision("vit-b-32", 32, task)
+
+
+def _of_torchvision(name: str, patch: int, task: Task) -> SplitModel:
+    from torchvision import models
+
+    channels, height, width = image_shape(name, task)
+    if height != width or height % patch:
+        raise PbflError(
+            f"model '{name}', first layer: expected square images of whole {patch}x{patch} patches, e.g. "
+            f"{2 * patch}x{2 * patch}, found {height}x{width} (input shape {task.input_shape})"
+        )
+    build = models.vit_b_16 if patch == 16 else models.vit_b_32
+    net = build(weights=None, image_size=height, num_classes=task.num_classes)
+    if channels != net.conv_proj.in_channels:
+        net.conv_proj = nn.Conv2d(channels, net.hidden_dim, patch, patch)
+        nn.init.trunc_normal_(net.conv_proj.weight, std=math.sqrt(1 / (channels * patch**2)))
+        nn.init.zeros_(net.conv_proj.bias)
+    net.heads = nn.Sequential(*impose_width(net.hidden_dim, task.feature_dim))
+    return SplitModel(task, [], net, linear_head(task))
