@@ -19,6 +19,9 @@ ARCHITECTURES: dict[str, str] = {
     "efficientnet-b0": "EfficientNet-B0 of torchvision, no pretrained weights; a = 1280, 4,007,548 body parameters.",
     "fasttext": "FastText for token ids: the mean embedding of all places, padding included, hidden layer d.",
     "har-cnn": "1-D CNN for sensor windows (channels, length): 32, 64 and 128 channels, hidden layer d.",
+    "har-gru": "GRU for sensor windows: 64 units over pairs of readings, mean over time, LayerNorm, hidden layer d.",
+    "har-resnet": "1-D residual network for sensor windows: blocks of 32, 64 and 128 channels; a = 128.",
+    "harcnn": "HtFLlib's HARCNN for sensor windows: blocks and stride in its name (harcnn-2-1), averaged to d.",
     "mlp": "Perceptron for tables: hidden layers of the widths in its name (mlp-500-200), hidden layer d.",
     "mlp5": "5-layer perceptron: flattened input-16-8-4-d, classifier; d = 2 shows prototypes in the plane.",
     "mobilenet-v2": "MobileNetV2 of torchvision, no pretrained weights; a = 1280, 2,223,872 body parameters.",
@@ -49,6 +52,7 @@ class Sizes:
 
 
 SIZED: dict[str, Sizes] = {
+    "harcnn": Sizes("blocks, at most 3, and the stride", 2, 2, "harcnn-2-1"),
     "mlp": Sizes("widths of hidden layers", 0, 8, "mlp-500-200"),
 }
 LARGEST = 65_536  # a number in a name
@@ -57,6 +61,14 @@ _SIZED_NAME = re.compile(r"(\D[\w-]*?)((?:-\d+)*)")
 # In the order of client ids, modulo.
 FAMILIES: dict[str, tuple[str, ...]] = {
     "heterogeneous-4": ("resnet8", "mobilenet-v2", "shufflenet-v2", "efficientnet-b0"),  # Ht0 of HtFLlib
+    "htfe-sen-2": ("harcnn-2-1", "harcnn-2-2"),
+    "htfe-sen-3": ("harcnn-2-1", "harcnn-2-2", "harcnn-2-3"),
+    "htfe-sen-5": ("harcnn-2-1", "harcnn-2-2", "harcnn-2-3", "harcnn-1-1", "harcnn-3-1"),
+    "htfe-sen-8": (
+        *("harcnn-2-1", "harcnn-2-2", "harcnn-2-3"),
+        *("harcnn-1-1", "harcnn-1-2", "harcnn-1-3", "harcnn-3-1", "harcnn-3-2"),
+    ),
+    "sensor-4": ("har-cnn", "har-resnet", "har-gru", "harcnn-2-1"),
     "small-4": ("cnn4", "resnet4", "resnet6", "resnet8"),
     "table-4": ("mlp", "mlp-500", "mlp-1000-500", "mlp-1000-500-200"),  # widths of HtFLlib's MLPs
     "text-2": ("fasttext", "textcnn"),

@@ -36,7 +36,7 @@ from pbfl_flwr.models.external import build_external
 from pbfl_flwr.models.mlp import mlp, mlp5
 from pbfl_flwr.models.mobilenet import mobilenet_v2
 from pbfl_flwr.models.resnet import resnet4, resnet6, resnet8, resnet18
-from pbfl_flwr.models.sensor import har_cnn
+from pbfl_flwr.models.sensor import har_cnn, har_gru, har_resnet, harcnn
 from pbfl_flwr.models.shufflenet import shufflenet_v2
 from pbfl_flwr.models.text import fasttext, textcnn
 from pbfl_flwr.own_code import is_external
@@ -50,6 +50,9 @@ MODELS: dict[str, Builder] = {
     "efficientnet-b0": efficientnet_b0,
     "fasttext": fasttext,
     "har-cnn": har_cnn,
+    "har-gru": har_gru,
+    "har-resnet": har_resnet,
+    "harcnn": harcnn,
     "mlp": mlp,
     "mlp5": mlp5,
     "mobilenet-v2": mobilenet_v2,

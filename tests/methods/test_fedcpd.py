@@ -201,6 +201,10 @@ def test_a_model_without_maps_is_refused_unless_memory_is_off(make_method, task)
     with pytest.raises(PbflError, match=r"'mlp5' has none.*distill-weight = 0"):
         make_method("fedcpd", models="mlp5").check(task, ["mlp5"])
     make_method("fedcpd", models="mlp5", own={"distill_weight": 0.0}).check(task, ["mlp5"])
+    windows = Task(4, 6, (3, 50))
+    with pytest.raises(PbflError, match="'har-gru' has none"):
+        make_method("fedcpd", models="har-gru").check(windows, ["har-gru"])
+    make_method("fedcpd", models="har-resnet").check(windows, ["har-resnet"])
 
 
 def test_a_narrow_prototype_is_rejected(make_method, task):

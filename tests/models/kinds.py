@@ -4,7 +4,8 @@ from pbfl_flwr.architectures import base_and_sizes, examples
 from pbfl_flwr.task import Task
 
 EXAMPLES = examples()
-WINDOWS = {"har-cnn"}
+WINDOWS = {"har-cnn", "har-gru", "har-resnet", "harcnn"}
+RECURRENT = {"har-gru"}
 TEXTS = {"fasttext", "textcnn"}
 TABLES = {"mlp", "mlp5"}
 IMAGE_SHAPES: list[tuple[int, ...]] = [(1, 8, 8), (3, 32, 32), (4, 20, 28)]

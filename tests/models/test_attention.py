@@ -13,7 +13,7 @@ from pbfl_flwr.models.attention import (
     map_channels,
 )
 from pbfl_flwr.task import Task
-from tests.models.kinds import EXAMPLES, TABLES, is_one_of, shapes, takes_images, task_of
+from tests.models.kinds import EXAMPLES, RECURRENT, TABLES, is_one_of, shapes, takes_images, task_of
 
 IMAGES = Task(4, 6, (3, 16, 16))
 
@@ -22,7 +22,7 @@ def task_for(name):
     return IMAGES if takes_images(name) else task_of(name, 6, shapes(name)[-1], 4)
 
 
-CONVOLUTIONAL = [(name, task_for(name)) for name in EXAMPLES if not is_one_of(name, TABLES)]
+CONVOLUTIONAL = [(name, task_for(name)) for name in EXAMPLES if not is_one_of(name, TABLES | RECURRENT)]
 
 
 def maps_of(name, task, batch=2):

@@ -17,7 +17,7 @@ from pbfl_flwr.models import (
     head_names,
     random_inputs,
 )
-from tests.models.kinds import EXAMPLES, TEXTS, is_one_of, shapes, takes_images, task_of
+from tests.models.kinds import EXAMPLES, RECURRENT, TEXTS, is_one_of, shapes, takes_images, task_of
 
 B, K = 3, 7
 CASES = [(name, shape) for name in EXAMPLES for shape in shapes(name)]
@@ -42,7 +42,7 @@ def test_features_then_head(name: str, shape: tuple[int, ...]) -> None:
     assert torch.isfinite(logits).all()
     assert torch.equal(logits, model.head(features))
     assert torch.equal(features, from_maps)
-    assert len(maps) == len(model.stages) >= (1 if is_one_of(name, TEXTS) else 2)
+    assert len(maps) == len(model.stages) >= (1 if is_one_of(name, TEXTS | RECURRENT) else 2)
     for before, after in pairwise(maps):
         assert after.dim() == before.dim()
         assert after.shape[2:].numel() <= before.shape[2:].numel(), "maps must not grow"
