@@ -23,6 +23,9 @@ ARCHITECTURES: dict[str, str] = {
     "5,599,904 body parameters.",
     "gru": "GRU for token ids: two layers of width d, dropout 0.2; the state after the last token.",
     "har-cnn": "1-D CNN for sensor windows (channels, length): 32, 64 and 128 channels, hidden layer d.",
+    "har-gru": "GRU for sensor windows: 64 units over pairs of readings, mean over time, LayerNorm, hidden layer d.",
+    "har-resnet": "1-D residual network for sensor windows: blocks of 32, 64 and 128 channels; a = 128.",
+    "harcnn": "HtFLlib's HARCNN for sensor windows: blocks and stride in its name (harcnn-2-1), averaged to d.",
     "lstm": "LSTM for token ids: two layers of width d, dropout 0.2; the ReLU of the state after the last token.",
     "mlp": "Perceptron for tables: hidden layers of the widths in its name (mlp-500-200), hidden layer d.",
     "mlp5": "5-layer perceptron: flattened input-16-8-4-d, classifier; d = 2 shows prototypes in the plane.",
@@ -68,6 +71,7 @@ class Sizes:
 
 
 SIZED: dict[str, Sizes] = {
+    "harcnn": Sizes("blocks, at most 3, and the stride", 2, 2, "harcnn-2-1"),
     "mlp": Sizes("widths of hidden layers", 0, 8, "mlp-500-200"),
     "transformer": Sizes("heads, layers", 2, 2, "transformer-8-2"),
 }
@@ -79,6 +83,14 @@ _RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 # In the order of client ids, modulo; htfe-... and htm-... are HtFLlib's, in its order.
 FAMILIES: dict[str, tuple[str, ...]] = {
     "heterogeneous-4": ("resnet8", "mobilenet-v2", "shufflenet-v2", "efficientnet-b0"),  # Ht0 of HtFLlib
+    "htfe-sen-2": ("harcnn-2-1", "harcnn-2-2"),
+    "htfe-sen-3": ("harcnn-2-1", "harcnn-2-2", "harcnn-2-3"),
+    "htfe-sen-5": ("harcnn-2-1", "harcnn-2-2", "harcnn-2-3", "harcnn-1-1", "harcnn-3-1"),
+    "htfe-sen-8": (
+        *("harcnn-2-1", "harcnn-2-2", "harcnn-2-3"),
+        *("harcnn-1-1", "harcnn-1-2", "harcnn-1-3", "harcnn-3-1", "harcnn-3-2"),
+    ),
+    "sensor-4": ("har-cnn", "har-resnet", "har-gru", "harcnn-2-1"),
     "htfe-img-2": ("cnn4", "resnet18"),
     "htfe-img-3": ("resnet10", "resnet18", "resnet34"),
     "htfe-img-4": ("cnn4", "googlenet", "mobilenet-v2", "resnet18"),

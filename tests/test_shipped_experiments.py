@@ -34,7 +34,9 @@ SETS: dict[str, tuple[tuple[int, ...], int, int, int]] = {
     "tiny-imagenet": ((3, 64, 64), 200, 110_000, 0),
     "femnist": ((1, 28, 28), 62, 736_000, 81_851),
     "ag-news": ((200,), 4, 120_000, 7_600),
+    "har": ((9, 128), 6, 10_299, 0),
 }
+PEOPLE = {"har": 30}
 TOKENS = {"ag-news": 32_000}
 EXCHANGED: Keys = {"gfpl.start": 1, "gfpl.interval": 1}  # in the one round there is
 
@@ -62,15 +64,16 @@ def stand_in(dataset: str) -> Pool:
     """As many labels as the dataset has, in its order, and no inputs."""
     _, classes, train, test = SETS[dataset]
     labels = np.concatenate([np.sort(np.arange(size) % classes) for size in (train, test)])
-    return Pool(np.zeros((0, 1), np.float32), labels, tuple(str(k) for k in range(classes)), train)
+    owner = np.arange(len(labels)) // classes % PEOPLE[dataset] if dataset in PEOPLE else None
+    return Pool(np.zeros((0, 1), np.float32), labels, tuple(str(k) for k in range(classes)), train, owner)
 
 
 def short(keys: Keys) -> Keys:
     """The run cut down to two clients that take part, one round, few features, and small networks of as many kinds."""
     kinds = set(architectures(str(keys["models"])))
-    text = kinds <= {*FAMILIES["text-2"]}
+    text, windows = kinds <= {*FAMILIES["text-2"]}, kinds <= {*FAMILIES["sensor-4"]}
     small = "resnet4" if kinds == {"resnet18"} else "cnn4,resnet4"
-    if text or (len(kinds) == 1 and kinds != {"resnet18"}):
+    if text or windows or (len(kinds) == 1 and kinds != {"resnet18"}):
         small = str(keys["models"])
     classes = SETS[str(keys["dataset"])][1]
     cut: Keys = {"num-clients": 2, "num-server-rounds": 1, "batch-size": 4, "models": small, "device": "cpu"}
@@ -78,7 +81,7 @@ def short(keys: Keys) -> Keys:
     if keys.get("cps-dim") or (keys["method"] == "tinyproto" and "cps-dim" not in keys):
         cut["cps-dim"] = 8
     shorter = EXCHANGED if keys["method"] == "gfpl" else SHORT.get(str(keys["method"]), {})
-    cut |= {key: value for key, value in shorter.items() if not (text and value == "cnn2")}
+    cut |= {key: value for key, value in shorter.items() if not ((text or windows) and value == "cnn2")}
     # New clients are tried with every method in tests/flower/test_newcomers.py.
     return {**{key: value for key, value in keys.items() if not key.startswith("new-client")}, **cut}
 
@@ -106,8 +109,8 @@ def noise(settings: Settings, client: int) -> ClientData:
         return Shard(inputs, (torch.arange(size) % 3 + 2 * client) % classes)
 
     names = tuple(str(k) for k in range(classes))
-    scale = torch.full((shape[0], 1, 1), 1 / 127.5)
-    shift = -torch.ones(shape[0], 1, 1)
+    scale = torch.full((shape[0], *(1 for _ in shape[1:])), 1 / 127.5)
+    shift = -torch.ones(scale.shape)
     return ClientData(shard(12), shard(4), classes, names, scale, shift, vocabulary=words)
 
 

@@ -48,7 +48,7 @@ from pbfl_flwr.models.resnet import (
     resnet101,
     resnet152,
 )
-from pbfl_flwr.models.sensor import har_cnn
+from pbfl_flwr.models.sensor import har_cnn, har_gru, har_resnet, harcnn
 from pbfl_flwr.models.shufflenet import shufflenet_v2
 from pbfl_flwr.models.text import fasttext, text_logistic, textcnn
 from pbfl_flwr.models.transformer import transformer
@@ -67,6 +67,9 @@ MODELS: dict[str, Builder] = {
     "googlenet": googlenet,
     "gru": gru,
     "har-cnn": har_cnn,
+    "har-gru": har_gru,
+    "har-resnet": har_resnet,
+    "harcnn": harcnn,
     "lstm": lstm,
     "mlp": mlp,
     "mlp5": mlp5,

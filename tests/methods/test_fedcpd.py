@@ -203,6 +203,10 @@ def test_a_model_without_maps_is_refused_unless_memory_is_off(make_method, model
     with pytest.raises(PbflError, match=rf"'{model}' has none.*distill-weight = 0"):
         make_method("fedcpd", models=model).check(task, [model])
     make_method("fedcpd", models=model, own={"distill_weight": 0.0}).check(task, [model])
+    windows = Task(4, 6, (3, 50))
+    with pytest.raises(PbflError, match="'har-gru' has none"):
+        make_method("fedcpd", models="har-gru").check(windows, ["har-gru"])
+    make_method("fedcpd", models="har-resnet").check(windows, ["har-resnet"])
 
 
 def test_a_narrow_prototype_is_rejected(make_method, task):

@@ -4,9 +4,9 @@ from pbfl_flwr.architectures import base_and_sizes, examples
 from pbfl_flwr.task import Task
 
 EXAMPLES = examples()
-WINDOWS = {"har-cnn"}
+WINDOWS = {"har-cnn", "har-gru", "har-resnet", "harcnn"}
 TEXTS = {"bilstm", "fasttext", "gru", "lstm", "text-logistic", "textcnn", "transformer"}
-WITHOUT_PLACES = {"bilstm", "gru", "lstm", "transformer"}  # texts, of which a stage makes one state
+WITHOUT_PLACES = {"bilstm", "gru", "har-gru", "lstm", "transformer"}  # a stage makes one state of a sequence
 TABLES = {"mlp", "mlp5"}
 VISION_TRANSFORMERS = {"vit-b-16", "vit-b-32"}
 LONGER = {"resnet101", "resnet152", "vit-b-32"}

@@ -57,6 +57,15 @@ GREY = (1, 28, 28)
         ("mlp", (5,), 3, 18),
         # 9·9·32 + 32, 5·32·64 + 64, 3·64·128 + 128, 128·64 + 64
         ("har-cnn", (9, 128), 64, 45_888),
+        # three gates of 9 inputs, 64 outputs and two biases; LayerNorm 2·64; 64·32 + 32
+        ("har-gru", (9, 128), 32, 3 * 64 * (9 + 64 + 2) + 128 + 2_080),
+        # stem 9·9·32 + 2·32; blocks 2·5·32² + 4·32; 5·32·64 + 5·64² + 4·64 + 32·64; 5·64·128 + 5·128² + 4·128 + 64·128
+        ("har-resnet", (9, 128), 64, 2_656 + 10_368 + 33_024 + 131_584),
+        # 9·9·32 + 32, 9·32·64 + 64
+        ("harcnn-1-1", (9, 128), 64, 2_624),
+        ("harcnn-2-3", (9, 1, 128), 64, 2_624 + 18_496),
+        # 5·9·32 + 32, 5·32·64 + 64, 5·64·128 + 128
+        ("harcnn-3-1", (9, 128), 64, 1_472 + 10_304 + 41_088),
     ],
 )
 def test_body_parameters(name: str, shape: tuple[int, ...], d: int, body: int) -> None:
@@ -277,17 +286,3 @@ def test_image_models_name_an_input_that_is_no_image(name: str) -> None:
         PbflError, match=rf"'{name}', first layer: expected images .* found input shape \(9, 128\)"
     ):
         build_model(name, Task(num_classes=10, feature_dim=50, input_shape=(9, 128)), seed=0)
-
-
-@pytest.mark.parametrize("shape", [(9,), (9, 4), (3, 32, 32)])
-def test_sensor_model_names_an_input_that_is_no_window(shape: tuple[int, ...]) -> None:
-    with pytest.raises(PbflError, match=r"'har-cnn', first layer: expected windows .* found input shape"):
-        build_model("har-cnn", Task(num_classes=6, feature_dim=50, input_shape=shape), seed=0)
-
-
-def test_sensor_model_reads_both_layouts_alike() -> None:
-    x = torch.randn(2, 9, 40, generator=torch.Generator().manual_seed(0))
-    flat = build_model("har-cnn", Task(num_classes=6, feature_dim=16, input_shape=(9, 40)), seed=0)
-    tall = build_model("har-cnn", Task(num_classes=6, feature_dim=16, input_shape=(9, 1, 40)), seed=0)
-    with torch.no_grad():
-        assert torch.equal(flat(x), tall(x.unsqueeze(2)))

@@ -62,8 +62,9 @@ def test_distillation_trains_every_stage_and_itself(name, task):
 
 
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if is_one_of(name, WITHOUT_PLACES)])
-def test_states_of_texts_are_no_maps_with_places(name):
-    assert map_channels(build_model(name, task_of(name, 8, (9,)), 0), task_of(name, 8, (9,))) == []
+def test_states_of_sequences_are_no_maps_with_places(name):
+    task = task_of(name, 8, shapes(name)[0])
+    assert map_channels(build_model(name, task, 0), task) == []
 
 
 def test_cnn4_on_28x28_has_the_published_maps():
