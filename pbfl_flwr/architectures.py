@@ -52,6 +52,8 @@ SIZED: dict[str, Sizes] = {
     "mlp": Sizes("widths of hidden layers", 0, 8, "mlp-500-200"),
 }
 LARGEST = 65_536  # a number in a name
+CLASSIFIER = Sizes("widths of its hidden layers", 1, 8, "resnet8+512-256")
+"""What follows the "+" in a name, for every architecture."""
 _SIZED_NAME = re.compile(r"(\D[\w-]*?)((?:-\d+)*)")
 
 # In the order of client ids, modulo.
@@ -63,26 +65,51 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 }
 
 
+def body_and_classifier(name: str) -> tuple[str, tuple[int, ...]]:
+    """Return a name without what follows its "+", and the widths of the classifier's hidden layers: none if linear.
+
+    Raises:
+        PbflError: if there is a "+" and what follows it are not such widths, or the model is somebody's own.
+    """
+    body, plus, widths = name.partition("+")
+    if not plus:
+        return name, ()
+    if is_external(body):
+        raise PbflError(
+            f"model '{name}': a function of your own builds the classifier, too; allowed is '{body}'"
+        )
+    if body in FAMILIES:
+        raise PbflError(
+            f"model '{name}': '{body}' is a family; allowed is a comma list of models, each with its own classifier"
+        )
+    return body, _whole_numbers(name, "+", widths, CLASSIFIER)
+
+
 def base_and_sizes(name: str) -> tuple[str, tuple[int, ...]]:
-    """Return the entry of ARCHITECTURES that a name is about, and the numbers in the name.
+    """Return the entry of ARCHITECTURES that a name is about, and the numbers of its body in the name.
 
     Raises:
         PbflError: if there is no such entry, or the numbers are not what it takes.
     """
-    if name in ARCHITECTURES and name not in SIZED:
-        return name, ()
-    match = _SIZED_NAME.fullmatch(name)
+    body, _ = body_and_classifier(name)
+    if body in ARCHITECTURES and body not in SIZED:
+        return body, ()
+    match = _SIZED_NAME.fullmatch(body)
     if match is None or match[1] not in SIZED:
-        raise PbflError(unknown(name))
-    base, numbers = match[1], tuple(int(number) for number in match[2].split("-")[1:])
-    takes = SIZED[base]
-    if not takes.least <= len(numbers) <= takes.most or not all(0 < n <= LARGEST for n in numbers):
+        raise PbflError(unknown(body))
+    return match[1], _whole_numbers(body, match[1], match[2].removeprefix("-"), SIZED[match[1]])
+
+
+def _whole_numbers(name: str, before: str, text: str, takes: Sizes) -> tuple[int, ...]:
+    found = text.split("-") if text else []
+    fits = all(re.fullmatch("[1-9][0-9]{0,4}", number) and int(number) <= LARGEST for number in found)
+    if not fits or not takes.least <= len(found) <= takes.most:
         count = str(takes.least) if takes.least == takes.most else f"{takes.least} to {takes.most}"
         raise PbflError(
-            f"model '{name}': allowed after '{base}' are {count} whole numbers from 1 to {LARGEST:,} "
+            f"model '{name}': allowed after '{before}' are {count} whole numbers from 1 to {LARGEST:,} "
             f"({takes.meaning}), e.g. {takes.example}"
         )
-    return base, numbers
+    return tuple(map(int, found))
 
 
 def examples() -> list[str]:
