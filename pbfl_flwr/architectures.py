@@ -52,7 +52,7 @@ SIZED: dict[str, Sizes] = {
     "mlp": Sizes("widths of hidden layers", 0, 8, "mlp-500-200"),
 }
 LARGEST = 65_536  # a number in a name
-CLASSIFIER = Sizes("widths of its hidden layers", 1, 8, "resnet8+512-256")
+CLASSIFIER = Sizes("widths of the classifier's hidden layers", 1, 8, "resnet8+512-256")
 """What follows the "+" in a name, for every architecture."""
 _SIZED_NAME = re.compile(r"(\D[\w-]*?)((?:-\d+)*)")
 

@@ -89,13 +89,13 @@ def check_heads(method: str, task: Task, architectures: Sequence[str], *, linear
     for name, found in shapes.items():
         if linear and found != expected:
             raise PbflError(
-                f"method '{method}' exchanges classifiers and needs a linear one in every model ({_said(expected)}), "
-                f"found {_said(found)} in '{name}'"
+                f"method '{method}' exchanges classifiers and needs a linear one in every model "
+                f"({_tensors(expected)}), found {_said(name, found)}"
             )
         if found != shapes[first]:
             raise PbflError(
                 f"method '{method}' exchanges classifiers and needs the same one in every model, found "
-                f"{_said(shapes[first])} in '{first}', but {_said(found)} in '{name}'"
+                f"{_said(first, shapes[first])}, but {_said(name, found)}"
             )
 
 
@@ -106,8 +106,19 @@ def _head_shapes(name: str, task: Task) -> dict[str, tuple[int, ...]]:
     return {key: tuple(tensor.shape) for key, tensor in head.items()}
 
 
-def _said(shapes: Mapping[str, tuple[int, ...]]) -> str:
+def _tensors(shapes: Mapping[str, tuple[int, ...]]) -> str:
     return ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+
+
+def _said(name: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
+    if is_external(name):
+        return f"{_tensors(shapes)} in '{name}'"
+    widths = body_and_classifier(name)[1]
+    return (
+        f"hidden layers of {'-'.join(map(str, widths))} in '{name}'"
+        if widths
+        else f"a linear one in '{name}'"
+    )
 
 
 def to_be_equal(architectures: Sequence[str], share: Share) -> Sequence[str]:
