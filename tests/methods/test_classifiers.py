@@ -91,3 +91,16 @@ def test_a_linear_classifier_is_said_to_be_needed(make_method, task, method: str
     )
     with pytest.raises(PbflError, match=rf"^method '{method}' exchanges classifiers and needs {said}"):
         make_method(method, models="cnn4+5").check(task, ["cnn4+5"])
+
+
+def test_the_page_of_models_has_every_method_where_it_belongs() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    rows = [
+        line.split("|")[1:-1] for line in page.partition("## Classifiers")[2].splitlines() if line[:1] == "|"
+    ]
+    found = {first.strip(): sorted(re.findall("`(.+?)`", second)) for first, second in rows[2:]}
+    assert found == {
+        "any, each client its own": sorted(METHODS.keys() - ALIKE),
+        "any, the same on all clients": sorted(ALIKE - LINEAR),
+        "linear": sorted(LINEAR),
+    }
