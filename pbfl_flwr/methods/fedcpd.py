@@ -195,7 +195,7 @@ class FedCPD(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndProtot
 
     def check(self, task: Task, architectures: Sequence[str]) -> None:
         """One architecture, its classifier free on FedRep; with memory distillation it needs maps."""
-        super().check(task, to_be_equal(architectures, self.share))
+        super().check(task, to_be_equal([self.architecture, *architectures], self.share))
         if self.config.distill_weight and not map_channels(build_model(self.architecture, task, 0), task):
             raise PbflError(
                 f"method 'fedcpd' distils feature maps, and model '{self.architecture}' has none; allowed are "

@@ -164,7 +164,7 @@ class FedNH(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndPrototy
 
     def check(self, task: Task, architectures: Sequence[str]) -> None:
         """One architecture, with a linear head."""
-        super().check(task, architectures)
+        super().check(task, [self.architecture, *architectures])
         check_heads(self.name, task, [self.architecture, *architectures])
 
     def reveals(self) -> tuple[Reveal, ...]:

@@ -219,7 +219,7 @@ class FedPA(Method[GenerativeState, Taught, WeightsAndPrototypes]):
 
     def check(self, task: Task, architectures: Sequence[str]) -> None:
         """One architecture, with a linear head."""
-        super().check(task, architectures)
+        super().check(task, [self.architecture, *architectures])
         check_heads(self.name, task, [self.architecture, *architectures])
 
     def report(self, state: GenerativeState) -> dict[str, float]:

@@ -122,7 +122,7 @@ def _said(name: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
 
 
 def to_be_equal(architectures: Sequence[str], share: Share) -> Sequence[str]:
-    """Return of each client's architecture what must be that of all: without its classifier where that stays at home.
+    """Return of each architecture what must be that of all: without its classifier where that stays at home.
 
     Args:
         architectures: names.
@@ -231,7 +231,7 @@ class SharedWeights(AveragedWeights):
 
     def check(self, task: Task, architectures: Sequence[str]) -> None:
         """One architecture (its classifier is free where that is not shared), and something in it that is shared."""
-        super().check(task, to_be_equal(architectures, self.share))
+        super().check(task, to_be_equal([self.architecture, *architectures], self.share))
         if not initial(self.architecture, task, 0, self.share).tensors:
             raise PbflError(
                 f"method '{self.name}' shares the {self.share} of a network, and '{self.architecture}' has none; "

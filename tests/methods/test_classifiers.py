@@ -93,6 +93,17 @@ def test_a_linear_classifier_is_said_to_be_needed(make_method, task, method: str
         make_method(method, models="cnn4+5").check(task, ["cnn4+5"])
 
 
+@pytest.mark.parametrize("method", ["fedavg", "fedcpd", "fednh", "fedpa", "fesem"])
+def test_clients_that_agree_on_another_network_than_the_server_has_are_refused(
+    make_method, task, method
+) -> None:
+    own = {"base": "fedavg"} if method == "fedcpd" else {}
+    with pytest.raises(
+        PbflError, match=r"needs one architecture on all clients, found cnn4, cnn4\+16; set models"
+    ):
+        make_method(method, models="cnn4", own=own).check(task, ["cnn4+16", "cnn4+16"])
+
+
 def test_the_page_of_models_has_every_method_where_it_belongs() -> None:
     page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
     rows = [
