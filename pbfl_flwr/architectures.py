@@ -76,11 +76,13 @@ SIZED: dict[str, Sizes] = {
     "transformer": Sizes("heads, layers", 2, 2, "transformer-8-2"),
 }
 LARGEST = 65_536  # a number in a name
+CLASSIFIER = Sizes("widths of the classifier's hidden layers", 1, 8, "resnet8+512-256")
+"""What follows the "+" in a name, for every architecture."""
 _SIZED_NAME = re.compile(r"(\D[\w-]*?)((?:-\d+)*)")
 
 _RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 
-# In the order of client ids, modulo; htfe-... and htm-... are HtFLlib's, in its order.
+# In the order of client ids, modulo; those with htfe, htm or htc in their names are HtFLlib's, in its order.
 FAMILIES: dict[str, tuple[str, ...]] = {
     "heterogeneous-4": ("resnet8", "mobilenet-v2", "shufflenet-v2", "efficientnet-b0"),  # Ht0 of HtFLlib
     "htfe-sen-2": ("harcnn-2-1", "harcnn-2-2"),
@@ -90,15 +92,19 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         *("harcnn-2-1", "harcnn-2-2", "harcnn-2-3"),
         *("harcnn-1-1", "harcnn-1-2", "harcnn-1-3", "harcnn-3-1", "harcnn-3-2"),
     ),
+    "res34-htc-img-4": ("resnet34", "resnet34+512", "resnet34+256", "resnet34+128"),
     "sensor-4": ("har-cnn", "har-resnet", "har-gru", "harcnn-2-1"),
     "htfe-img-2": ("cnn4", "resnet18"),
     "htfe-img-3": ("resnet10", "resnet18", "resnet34"),
     "htfe-img-4": ("cnn4", "googlenet", "mobilenet-v2", "resnet18"),
     "htfe-img-5": ("googlenet", "mobilenet-v2", "resnet18", "resnet34", "resnet50"),
     "htfe-img-8": ("cnn4", "googlenet", "mobilenet-v2", *_RESNETS),
+    "htfe-img-8-htc-img-4": (  # bodies and classifiers in turn: client i has body i mod 8 and classifier i mod 4
+        *("cnn4", "googlenet+512", "mobilenet-v2+256", "resnet18+128"),
+        *("resnet34", "resnet50+512", "resnet101+256", "resnet152+128"),
+    ),
     "htfe-img-9": ("resnet4", "resnet6", "resnet8", "resnet10", *_RESNETS),
     "htm-img-10": ("cnn4", "googlenet", "mobilenet-v2", *_RESNETS, "vit-b-16", "vit-b-32"),
-    # Of HtFLlib, in its order.
     "htfe-txt-2": ("fasttext", "text-logistic"),
     "htfe-txt-4": ("fasttext", "text-logistic", "lstm", "bilstm"),
     "htfe-txt-5-1": tuple(f"transformer-8-{layers}" for layers in (1, 2, 4, 8, 16)),
@@ -111,26 +117,51 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 }
 
 
+def body_and_classifier(name: str) -> tuple[str, tuple[int, ...]]:
+    """Return a name without what follows its "+", and the widths of the classifier's hidden layers: none if linear.
+
+    Raises:
+        PbflError: if there is a "+" and what follows it are not such widths, or the model is somebody's own.
+    """
+    body, plus, widths = name.partition("+")
+    if not plus:
+        return name, ()
+    if is_external(body):
+        raise PbflError(
+            f"model '{name}': a function of your own builds the classifier, too; allowed is '{body}'"
+        )
+    if body in FAMILIES:
+        raise PbflError(
+            f"model '{name}': '{body}' is a family; allowed is a comma list of models, each with its own classifier"
+        )
+    return body, _whole_numbers(name, "+", widths, CLASSIFIER)
+
+
 def base_and_sizes(name: str) -> tuple[str, tuple[int, ...]]:
-    """Return the entry of ARCHITECTURES that a name is about, and the numbers in the name.
+    """Return the entry of ARCHITECTURES that a name is about, and the numbers of its body in the name.
 
     Raises:
         PbflError: if there is no such entry, or the numbers are not what it takes.
     """
-    if name in ARCHITECTURES and name not in SIZED:
-        return name, ()
-    match = _SIZED_NAME.fullmatch(name)
+    body, _ = body_and_classifier(name)
+    if body in ARCHITECTURES and body not in SIZED:
+        return body, ()
+    match = _SIZED_NAME.fullmatch(body)
     if match is None or match[1] not in SIZED:
-        raise PbflError(unknown(name))
-    base, numbers = match[1], tuple(int(number) for number in match[2].split("-")[1:])
-    takes = SIZED[base]
-    if not takes.least <= len(numbers) <= takes.most or not all(0 < n <= LARGEST for n in numbers):
+        raise PbflError(unknown(body))
+    return match[1], _whole_numbers(body, match[1], match[2].removeprefix("-"), SIZED[match[1]])
+
+
+def _whole_numbers(name: str, before: str, text: str, takes: Sizes) -> tuple[int, ...]:
+    found = text.split("-") if text else []
+    fits = all(re.fullmatch("[1-9][0-9]{0,4}", number) and int(number) <= LARGEST for number in found)
+    if not fits or not takes.least <= len(found) <= takes.most:
         count = str(takes.least) if takes.least == takes.most else f"{takes.least} to {takes.most}"
         raise PbflError(
-            f"model '{name}': allowed after '{base}' are {count} whole numbers from 1 to {LARGEST:,} "
+            f"model '{name}': allowed after '{before}' are {count} whole numbers from 1 to {LARGEST:,} "
             f"({takes.meaning}), e.g. {takes.example}"
         )
-    return base, numbers
+    return tuple(map(int, found))
 
 
 def examples() -> list[str]:

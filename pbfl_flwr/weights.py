@@ -30,7 +30,8 @@ def shared_parameters(model: nn.Module, share: Share) -> dict[str, nn.Parameter]
     """Return the network's own parameters that are shared, by the name under which they travel.
 
     The names are the network's own. Those of a head lose what lies between (``head.1.weight`` is ``head.weight``) if
-    they stay different, so that heads with and without a dropout before the same linear layer fit together.
+    they stay different, else it becomes the number of the layer among those with parameters (``head.0.weight``), so
+    that heads with and without a dropout before the same layers fit together.
     """
     parameters = dict(model.named_parameters())
     if share == "all":
@@ -40,9 +41,12 @@ def shared_parameters(model: nn.Module, share: Share) -> dict[str, nn.Parameter]
     if share == "stages":
         return {name: parameter for name, parameter in parameters.items() if name.startswith("stages.")}
     names = head_names(model)
-    short = ["head." + name.rpartition(".")[2] for name in names]
-    travelling = short if len(set(short)) == len(short) else names
-    return {sent: parameters[name] for sent, name in zip(travelling, names, strict=True)}
+    parts = [(layer, leaf) for layer, _, leaf in (name.rpartition(".") for name in names)]
+    sent = [f"head.{leaf}" for _, leaf in parts]
+    if len(set(sent)) < len(sent):
+        numbers = {layer: number for number, layer in enumerate(dict.fromkeys(layer for layer, _ in parts))}
+        sent = [f"head.{numbers[layer]}.{leaf}" for layer, leaf in parts]
+    return dict(zip(sent, (parameters[name] for name in names), strict=True))
 
 
 def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 from rich.console import Console
 
-from pbfl_flwr.architectures import ARCHITECTURES, FAMILIES
+from pbfl_flwr.architectures import ARCHITECTURES, CLASSIFIER, FAMILIES
 from pbfl_flwr.config import GROUPS, Group
 from pbfl_flwr.data import DATASETS
 from pbfl_flwr.errors import PbflError
@@ -35,7 +35,11 @@ def methods() -> Rows:
 def models() -> Rows:
     """Return (name, description): families first."""
     families = [(name, f"family, by client id: {', '.join(members)}") for name, members in FAMILIES.items()]
-    return [*families, *ARCHITECTURES.items()]
+    deeper = (
+        CLASSIFIER.example,
+        "example of a classifier with hidden layers, whose widths may follow any model.",
+    )
+    return [*families, *ARCHITECTURES.items(), deeper]
 
 
 def datasets() -> Rows:

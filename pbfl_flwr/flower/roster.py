@@ -17,7 +17,7 @@ from pbfl_flwr.flower.terms import terms
 from pbfl_flwr.payloads import RejectedPayload
 from pbfl_flwr.task import Task
 
-ARCHITECTURE = re.compile(r"\w[\w.:-]{0,199}")  # cnn4, my_package.nets:build
+ARCHITECTURE = re.compile(r"\w[\w.:+-]{0,199}")  # cnn4, resnet8+512, my_package.nets:build
 NOWHERE = 0  # no node has this id
 
 

@@ -31,7 +31,7 @@ from pbfl_flwr.config import Group, Settings, parse_section
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client, Method, Moment, Round, Update
 from pbfl_flwr.methods.fedrep import HeadThenBody
-from pbfl_flwr.methods.sharing import answer, check_both, initial, receive, shared_scalars
+from pbfl_flwr.methods.sharing import answer, check_both, initial, receive, shared_scalars, to_be_equal
 from pbfl_flwr.models import architectures, build_model
 from pbfl_flwr.models.attention import MapDistillation, MapMemory, convolutional, map_channels
 from pbfl_flwr.payloads import Prototypes, WeightsAndPrototypes, under
@@ -194,8 +194,8 @@ class FedCPD(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndProtot
     # Both -------------------------------------------------------------------------------------------------
 
     def check(self, task: Task, architectures: Sequence[str]) -> None:
-        """One architecture; with memory distillation it needs maps."""
-        super().check(task, architectures)
+        """One architecture, its classifier free on FedRep; with memory distillation it needs maps."""
+        super().check(task, to_be_equal([self.architecture, *architectures], self.share))
         if self.config.distill_weight and not map_channels(build_model(self.architecture, task, 0), task):
             raise PbflError(
                 f"method 'fedcpd' distils feature maps, and model '{self.architecture}' has none; allowed are "

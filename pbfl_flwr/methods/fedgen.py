@@ -177,8 +177,8 @@ class FedGen(Method[GenerativeState, Taught, LabelledHead]):
         return state.report()
 
     def check(self, task: Task, architectures: Sequence[str]) -> None:
-        """All heads must have the same tensors."""
-        check_heads(self.name, task, architectures)
+        """All heads must be linear."""
+        check_heads(self.name, task, [self.architecture, *architectures])
 
     def paper_scalars(
         self, task: Task, class_counts: Sequence[int], parameters: Sequence[tuple[int, int]]

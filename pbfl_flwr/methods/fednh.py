@@ -164,8 +164,8 @@ class FedNH(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndPrototy
 
     def check(self, task: Task, architectures: Sequence[str]) -> None:
         """One architecture, with a linear head."""
-        super().check(task, architectures)
-        check_heads(self.name, task, architectures)
+        super().check(task, [self.architecture, *architectures])
+        check_heads(self.name, task, [self.architecture, *architectures])
 
     def reveals(self) -> tuple[Reveal, ...]:
         """Weights, class vectors, and the counts behind them."""

@@ -219,8 +219,8 @@ class FedPA(Method[GenerativeState, Taught, WeightsAndPrototypes]):
 
     def check(self, task: Task, architectures: Sequence[str]) -> None:
         """One architecture, with a linear head."""
-        super().check(task, architectures)
-        check_heads(self.name, task, architectures)
+        super().check(task, [self.architecture, *architectures])
+        check_heads(self.name, task, [self.architecture, *architectures])
 
     def report(self, state: GenerativeState) -> dict[str, float]:
         """The generator's loss."""

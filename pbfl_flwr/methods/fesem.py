@@ -203,6 +203,10 @@ class FeSEM(Method[Centres, Weights, Weights]):
         """How many clients follow each model."""
         return {f"centre-{k}.clients": float(size) for k, size in enumerate(state.sizes().tolist())}
 
+    def check(self, task: Task, architectures: Sequence[str]) -> None:
+        """One architecture, the server's."""
+        super().check(task, [self.architecture, *architectures])
+
     def paper_scalars(
         self, task: Task, class_counts: Sequence[int], parameters: Sequence[tuple[int, int]]
     ) -> float:

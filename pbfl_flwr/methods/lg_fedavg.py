@@ -4,7 +4,8 @@ Liang et al., "Think Locally, Act Globally: Federated Learning with Local and Gl
 
 Round: each client copies the global head φ, runs E epochs of SGD on cross-entropy over its body and the head
 together, and answers its head. The server averages, φ <- Σ_i (n_i/Σn)·φ_i.
-Travels: the head (weight K·d, bias K), both ways, and n_i. Bodies may differ in everything but the width d.
+Travels: the head (weight K·d, bias K), both ways, and n_i. Bodies may differ in everything but the width d; a
+classifier with hidden layers must be the same on all clients.
 Predicts: the logits of the own body under the head that was just broadcast, before local training.
 Differs from the paper: training starts from scratch, not from a FedAvg checkpoint; averages are weighted by samples
 where the paper's code takes the plain mean (weighting="uniform"); no client keeps its own best model.
@@ -19,9 +20,9 @@ from dataclasses import dataclass
 
 from pbfl_flwr.config import Settings
 from pbfl_flwr.methods.sharing import SharedWeights, check_heads
-from pbfl_flwr.models import architectures
+from pbfl_flwr.models import architectures, build_model
 from pbfl_flwr.task import Task
-from pbfl_flwr.weights import weighting_of
+from pbfl_flwr.weights import shared_parameters, weighting_of
 
 
 @dataclass(frozen=True)
@@ -30,13 +31,14 @@ class LGFedAvg(SharedWeights):
 
     def check(self, task: Task, architectures: Sequence[str]) -> None:
         """All heads must have the same tensors."""
-        check_heads(self.name, task, architectures)
+        check_heads(self.name, task, [self.architecture, *architectures], linear=False)
 
     def paper_scalars(
         self, task: Task, class_counts: Sequence[int], parameters: Sequence[tuple[int, int]]
     ) -> float:
-        """2·M·d·K; the papers leave the biases out."""
-        return float(2 * len(parameters) * task.feature_dim * task.num_classes)
+        """2·M·d·K, with hidden layers 2·M·Σ (width·next width); the papers leave the biases out."""
+        head = shared_parameters(build_model(self.architecture, task, 0), "head").values()
+        return float(2 * len(parameters) * sum(tensor.numel() for tensor in head if tensor.dim() > 1))
 
 
 def build(settings: Settings) -> LGFedAvg:

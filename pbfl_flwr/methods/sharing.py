@@ -14,8 +14,12 @@ is its own and persists.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
+import torch
+
+from pbfl_flwr.architectures import body_and_classifier
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client, Method, Moment, Round, Update
 from pbfl_flwr.models import build_model
@@ -64,26 +68,69 @@ def initial(architecture: str, task: Task, seed: int, share: Share) -> Weights:
     return Weights(copies(shared_parameters(build_model(architecture, task, seed), share)))
 
 
-def check_heads(method: str, task: Task, architectures: Sequence[str]) -> None:
+def check_heads(method: str, task: Task, architectures: Sequence[str], *, linear: bool = True) -> None:
     """Check that a head can pass from one architecture to any other.
 
-    The heads of the project's own models are linear layers from d to K; those of somebody else's models are compared
-    with them, tensor by tensor.
+    Args:
+        method: its name.
+        task: with d and K.
+        architectures: of the server and of the clients.
+        linear: whether the head must be one linear layer from d to K, and not merely the same everywhere.
 
     Raises:
         PbflError: naming the method, the architecture and the tensors of its head.
     """
+    names = dict.fromkeys(architectures)
+    if not any(is_external(name) or body_and_classifier(name)[1] for name in names):
+        return  # one linear layer, all of them
+    shapes = {name: _head_shapes(name, task) for name in names}
+    first = next(iter(names))
     expected = {"head.weight": (task.num_classes, task.feature_dim), "head.bias": (task.num_classes,)}
-    for name in dict.fromkeys(architectures):
-        if not is_external(name):
-            continue
-        head = shared_parameters(build_model(name, task, 0), "head")
-        found = {key: tuple(tensor.shape) for key, tensor in head.items()}
-        if found != expected:
+    for name, found in shapes.items():
+        if linear and found != expected:
             raise PbflError(
-                f"method '{method}' exchanges classifiers and needs a linear head {expected} in every model, "
-                f"found {found} in '{name}'"
+                f"method '{method}' exchanges classifiers and needs a linear one in every model "
+                f"({_tensors(expected)}), found {_said(name, found)}"
             )
+        if found != shapes[first]:
+            raise PbflError(
+                f"method '{method}' exchanges classifiers and needs the same one in every model, found "
+                f"{_said(first, shapes[first])}, but {_said(name, found)}"
+            )
+
+
+def _head_shapes(name: str, task: Task) -> dict[str, tuple[int, ...]]:
+    # A client may say any widths: no memory is taken for them.
+    with nullcontext() if is_external(name) else torch.device("meta"):
+        head = shared_parameters(build_model(name, task, 0), "head")
+    return {key: tuple(tensor.shape) for key, tensor in head.items()}
+
+
+def _tensors(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    return ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+
+
+def _said(name: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
+    if is_external(name):
+        return f"{_tensors(shapes)} in '{name}'"
+    widths = body_and_classifier(name)[1]
+    return (
+        f"hidden layers of {'-'.join(map(str, widths))} in '{name}'"
+        if widths
+        else f"a linear one in '{name}'"
+    )
+
+
+def to_be_equal(architectures: Sequence[str], share: Share) -> Sequence[str]:
+    """Return of each architecture what must be that of all: without its classifier where that stays at home.
+
+    Args:
+        architectures: names.
+        share: the part that travels.
+    """
+    if share == "all":
+        return architectures
+    return [body_and_classifier(name)[0] for name in architectures]
 
 
 def check_both(upload: WeightsAndPrototypes, weights: Weights, task: Task, *, counted: bool = False) -> None:
@@ -183,8 +230,8 @@ class SharedWeights(AveragedWeights):
         return Update(answer(client, self.share), report.optimizer, report.metrics())
 
     def check(self, task: Task, architectures: Sequence[str]) -> None:
-        """One architecture, and something in it that is shared."""
-        super().check(task, architectures)
+        """One architecture (its classifier is free where that is not shared), and something in it that is shared."""
+        super().check(task, to_be_equal([self.architecture, *architectures], self.share))
         if not initial(self.architecture, task, 0, self.share).tensors:
             raise PbflError(
                 f"method '{self.name}' shares the {self.share} of a network, and '{self.architecture}' has none; "

@@ -3,8 +3,9 @@
 Every model answers ``features(x) -> (B, d)`` and ``head(features) -> (B, K)``. A new one is a function
 ``build(task) -> SplitModel`` whose docstring starts with one line about it, an entry in ``MODELS``, and that line in
 :mod:`pbfl_flwr.architectures`; the contract tests find it there. One whose name is followed by numbers, such as
-``mlp-500-200``, is ``build(task, *numbers)`` and has an entry in ``SIZED`` there, too. Builders import torchvision when
-they run: that takes seconds, and on a device every message has a new process.
+``mlp-500-200``, is ``build(task, *numbers)`` and has an entry in ``SIZED`` there, too. Builders give a linear head, and
+a "+" in a name (``resnet8+512-256``) replaces it by a deeper one. They import torchvision when they run: that takes
+seconds, and on a device every message has a new process.
 """
 
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from pbfl_flwr.architectures import (
     architecture_of,
     architectures,
     base_and_sizes,
+    body_and_classifier,
     check_named,
 )
 from pbfl_flwr.errors import PbflError
@@ -34,6 +36,7 @@ from pbfl_flwr.models.dry_forward import dry_forward
 from pbfl_flwr.models.efficientnet import efficientnet_b0
 from pbfl_flwr.models.external import build_external
 from pbfl_flwr.models.googlenet import googlenet
+from pbfl_flwr.models.layers import deeper_head
 from pbfl_flwr.models.mlp import mlp, mlp5
 from pbfl_flwr.models.mobilenet import mobilenet_v2
 from pbfl_flwr.models.recurrent import bilstm, gru, lstm
@@ -123,7 +126,8 @@ def build_model(name: str, task: Task, seed: int) -> SplitModel:
     draws them from torch's CPU generator.
 
     Args:
-        name: one of ``MODELS``, with its numbers if it takes some, or ``my_package.module:function``.
+        name: one of ``MODELS``, with its numbers if it takes some and its classifier's after a "+" (the body's weights
+            are the same with it), or ``my_package.module:function``.
         task: K, d and the shape of inputs.
         seed: of the initial weights.
 
@@ -135,11 +139,14 @@ def build_model(name: str, task: Task, seed: int) -> SplitModel:
         with seeds.seeded(seed):
             return build_external(name, task)
     try:
-        base, sizes = base_and_sizes(name)
+        (base, sizes), (_, widths) = base_and_sizes(name), body_and_classifier(name)
     except PbflError as error:
         raise PbflError(f"models = '{name}': {error}") from None
     with seeds.seeded(seed):
-        return MODELS[base](task, *sizes)
+        model = MODELS[base](task, *sizes)
+        if widths:
+            model.head = deeper_head(model.head, widths, task)
+    return model
 
 
 def check_models(spec: str, task: Task) -> None:

@@ -1,5 +1,8 @@
 """What the families share: the input's channels, the width d, the classifier."""
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 from torch import nn
 
 from pbfl_flwr.errors import PbflError
@@ -64,6 +67,20 @@ def linear_head(task: Task, dropout: float = 0.0) -> nn.Module:
     """Return the classifier (B, d) -> (B, K): a linear layer with bias, dropout before it if any."""
     linear = nn.Linear(task.feature_dim, task.num_classes)
     return nn.Sequential(nn.Dropout(dropout), linear) if dropout else linear
+
+
+def deeper_head(linear: nn.Module, widths: Sequence[int], task: Task) -> nn.Sequential:
+    """Return the classifier (B, d) -> (B, K) with hidden layers of these widths, each ending in a ReLU.
+
+    Args:
+        linear: the network's own classifier; a dropout before its linear layer stays first.
+        widths: of the hidden layers, at least one.
+        task: with d and K.
+    """
+    layers: list[nn.Module] = [*linear.children()][:-1]
+    for before, width in pairwise([task.feature_dim, *widths]):
+        layers += [nn.Linear(before, width), nn.ReLU(inplace=True)]
+    return nn.Sequential(*layers, nn.Linear(widths[-1], task.num_classes))
 
 
 def replaced_classifier(width: int, task: Task) -> None:

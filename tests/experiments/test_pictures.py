@@ -21,6 +21,7 @@ from pbfl_flwr.experiments.pictures import alignment, personalisation, progress,
 from pbfl_flwr.experiments.records import Group
 from pbfl_flwr.flower.store import ClientState
 from pbfl_flwr.prototypes.sphere import geometry
+from tests.flower.inprocess import federation
 from tests.runs import entry, pbfl, write_run
 
 EVERYWHERE = {
@@ -228,6 +229,21 @@ def test_a_line_a_client(tmp_path: Path) -> None:
 def test_normalised_columns() -> None:
     found = personalisation.normalised_columns(np.array([[0.0, 5.0], [2.0, 5.0], [8.0, 5.0]]))
     assert found.tolist() == [[0.0, 0.0], [0.25, 0.0], [1.0, 0.0]]
+
+
+def test_rows_of_a_deeper_classifier_are_those_of_its_last_layer(tmp_path: Path) -> None:
+    # the names of ten layers are in no alphabetical order
+    federation(
+        tmp_path, "local", on_disk=True, num_server_rounds=1, models="cnn4,cnn4+12,cnn4+10-10-10-10-10-10"
+    ).run()
+    record = records.Record.load(tmp_path / "run")
+    norms, clients = personalisation._head_rows(record)
+    last = ["head.weight", "head.2.weight", "head.12.weight", "head.weight", "head.2.weight"]
+    assert clients == [0, 1, 2, 3, 4]
+    for row, name, (_, state) in zip(norms, last, artefacts.client_states(record), strict=True):
+        np.testing.assert_allclose(row, torch.linalg.vector_norm(state.model[name].double(), dim=1))
+    layers = personalisation._matrices(dict(artefacts.client_states(record))[2].model)
+    assert list(layers)[-2:] == ["head.10.weight", "head.12.weight"]
 
 
 def test_layers_of_two_clients_are_as_far_from_their_mean(groups: list[Group]) -> None:

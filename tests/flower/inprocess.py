@@ -308,10 +308,13 @@ class ScriptedGrid(LocalGrid):
     Args:
         task: what the clients bring.
         answers: (client, round) -> the content of the reply, or None for none at all.
+        num_clients: how many there are.
+        architecture: what they say that they have.
     """
 
-    def __init__(self, task: Task, answers: Script, num_clients: int = 4) -> None:
+    def __init__(self, task: Task, answers: Script, num_clients: int = 4, architecture: str = "cnn4") -> None:
         self.task, self.answers, self.num_clients = task, answers, num_clients
+        self.architecture = architecture
         self._sent = 0
         self._unanswered: list[Message] = []
 
@@ -326,7 +329,8 @@ class ScriptedGrid(LocalGrid):
             client = message.metadata.dst_node_id - 100
             answer: RecordDict | Message | None
             if message.metadata.message_type == "query":
-                answer = wire.content(config=ConfigRecord(hello(client, self.task)))
+                said = {**hello(client, self.task), "architecture": self.architecture}
+                answer = wire.content(config=ConfigRecord(said))
             else:
                 answer = self.answers(client, int(str(message.content[wire.CONFIG]["round"])))
             if isinstance(answer, RecordDict):

@@ -261,7 +261,7 @@ def test_malformed_uploads_change_nothing(name: str) -> None:
             tensors = {n: t.clone() for n, t in load(wire.encode(upload)["s"].data).items()}
             return mutation(tensors, rng)
 
-        strategy.start(ScriptedGrid(TASK, answer, CLIENTS))
+        strategy.start(ScriptedGrid(TASK, answer, CLIENTS, str(keys.get("models", "cnn4"))))
         return strategy
 
     clean = run(False)

@@ -107,6 +107,6 @@ def build(task):
     monkeypatch.syspath_prepend(tmp_path)
     method = make_method(name)
     method.check(task, ["cnn4"] if method.same_architecture else ["cnn4", "resnet4"])
-    others = [] if method.same_architecture else ["cnn4"]
+    models = "deep_head:build" if method.same_architecture else "cnn4,deep_head:build"
     with pytest.raises(PbflError, match=rf"'{name}' exchanges classifiers.*in 'deep_head:build'"):
-        method.check(task, [*others, "deep_head:build"])
+        make_method(name, models=models).check(task, models.split(","))

@@ -113,7 +113,7 @@ def sites(place: Path) -> Ran:
         folder.mkdir(parents=True, exist_ok=True)
         Image.fromarray(image).resize((20, 20)).save(folder / f"{number}.png")
     nodes: list[dict[str, Any]] = [
-        {"client-id": "clinic", "data-path": str(place / "clinic.npz"), "model": "resnet4"},
+        {"client-id": "clinic", "data-path": str(place / "clinic.npz"), "model": "resnet4+24"},
         {"client-id": "lab", "data-path": str(place / "lab.csv"), "input-shape": SHAPE, "model": "cnn4"},
         {"client-id": "van", "data-path": str(place / "photos"), "labels": DIGITS, "input-shape": SHAPE,
          "model": "cnn2"},

@@ -15,6 +15,7 @@ from pbfl_flwr.experiments.artefacts import NotThere, client_states
 from pbfl_flwr.experiments.pictures.style import GRID, Picture, canvas, finished, heatmap
 from pbfl_flwr.experiments.records import Group, Record
 from pbfl_flwr.models.contract import HEAD_PREFIX
+from pbfl_flwr.own_code import is_external
 
 
 def normalised_columns(values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -125,18 +126,16 @@ def _head_rows(record: Record) -> tuple[NDArray[np.float64], list[int]]:
     """Return the row norms of the last layer (M, K) and the clients they are of.
 
     Raises:
-        NotThere: if networks are not here, or a classifier is no single matrix with a row a class.
+        NotThere: if networks are not here, or it is not known which matrix gives the classes: of somebody's own network
+            with several in its classifier.
     """
     rows, clients = [], []
     for client, state in client_states(record):
-        heads = [
-            tensor
-            for name, tensor in state.model.items()
-            if name.startswith(HEAD_PREFIX) and tensor.dim() == 2
-        ]
-        if len(heads) != 1 or len(heads[0]) != len(record.label_names):
+        heads = [tensor for name, tensor in _matrices(state.model).items() if name.startswith(HEAD_PREFIX)]
+        known = len(heads) == 1 or (heads and not is_external(_architecture(record, client)))
+        if not known or heads[-1].dim() != 2 or len(heads[-1]) != len(record.label_names):
             raise NotThere("a client's classifier is not one matrix with a row a class")
-        rows.append(torch.linalg.vector_norm(heads[0].double(), dim=1).numpy())
+        rows.append(torch.linalg.vector_norm(heads[-1], dim=1).numpy())
         clients.append(client)
     return np.array(rows), clients
 

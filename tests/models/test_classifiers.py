@@ -1,0 +1,137 @@
+"""Classifiers with hidden layers: ``resnet8+512-256``."""
+
+import pytest
+import torch
+from torch import nn
+
+from pbfl_flwr.architectures import architectures, base_and_sizes, body_and_classifier
+from pbfl_flwr.config import parse
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower.roster import ARCHITECTURE
+from pbfl_flwr.methods import SECTIONS
+from pbfl_flwr.models import (
+    build_model,
+    check_models,
+    check_named,
+    count_parameters,
+    head_names,
+    is_still,
+    random_inputs,
+)
+from pbfl_flwr.task import Task
+from pbfl_flwr.weights import shared_parameters
+from tests.models.kinds import EXAMPLES, shapes, task_of, width
+
+K, D = 7, 20
+GREY = (1, 28, 28)
+WRONG = ("", "0", "032", "-32", "32-", "32--4", "65537", "9" * 5000, "x", "3.5", "32+16", "1-1-1-1-1-1-1-1-1")
+
+
+@pytest.mark.parametrize(
+    ("name", "base", "sizes", "widths"),
+    [
+        ("resnet8", "resnet8", (), ()),
+        ("resnet8+512-256", "resnet8", (), (512, 256)),
+        ("mlp+9", "mlp", (), (9,)),
+        ("mlp-500-20+256", "mlp", (500, 20), (256,)),
+        ("efficientnet-b0+1-2-3-4-5-6-7-8", "efficientnet-b0", (), (1, 2, 3, 4, 5, 6, 7, 8)),
+    ],
+)
+def test_names(name: str, base: str, sizes: tuple[int, ...], widths: tuple[int, ...]) -> None:
+    assert base_and_sizes(name) == (base, sizes)
+    assert body_and_classifier(name) == (name.partition("+")[0], widths)
+    assert architectures(f"cnn4, {name}") == ("cnn4", name)
+    assert ARCHITECTURE.fullmatch(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        *((f"cnn4+{wrong}", "allowed after '+' are 1 to 8 whole numbers from 1 to 65,536") for wrong in WRONG),
+        ("cnn5+32", "unknown model 'cnn5'; did you mean 'cnn4'?"),
+        ("+32", "unknown model ''"),
+        ("mlp-0+32", "model 'mlp-0': allowed after 'mlp'"),
+        ("small-4+32", "'small-4' is a family; allowed is a comma list of models"),
+        ("nets.zoo:build+32", "a function of your own builds the classifier, too; allowed is 'nets.zoo:build'"),
+    ],
+)  # fmt: skip
+def test_what_is_no_classifier_is_one_line(name: str, message: str) -> None:
+    with pytest.raises(PbflError) as caught:
+        architectures(f"cnn4,{name}")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_layout_and_precision_of_a_model_with_its_classifier() -> None:
+    keys = {"models": "cnn4+32,cnn4", "layout": "contiguous, cnn4+32=channels-last"}
+    training = parse(keys, SECTIONS).training
+    check_named(training)
+    assert [training.of(name).layout for name in ("cnn4+32", "cnn4")] == ["channels-last", "contiguous"]
+    with pytest.raises(PbflError, match=r"precision = '.*model 'cnn4\+': allowed after '\+'"):
+        check_named(parse({"precision": "float32, cnn4+=bfloat16"}, SECTIONS).training)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_features_then_a_deeper_head(name: str) -> None:
+    d = width(name, D)
+    task = task_of(name, d, shapes(name)[0])
+    check_models(f"{name}+17-9", task)
+    model, linear = build_model(f"{name}+17-9", task, seed=1), build_model(name, task, seed=1)
+    x = random_inputs(task, 64, seed=2)
+
+    # d·17 + 17, 17·9 + 9, 9·K + K
+    assert count_parameters(model) == (count_parameters(linear)[0], d * 17 + 17 + 17 * 9 + 9 + 9 * K + K)
+    assert [n for n, p in model.named_parameters() if n.startswith("head.")] == head_names(model)
+    others = {key: tensor for key, tensor in linear.state_dict().items() if not key.startswith("head.")}
+    same = {key: tensor for key, tensor in model.state_dict().items() if not key.startswith("head.")}
+    assert list(same) == list(others)
+    assert all(torch.equal(same[key], others[key]) for key in same), "the body begins with other weights"
+
+    model.eval()
+    with torch.no_grad():
+        features = model.features(x)
+        logits = model(x)
+        layers = [layer for layer in model.head if isinstance(layer, nn.Linear)]
+        hidden = layers[1](layers[0](features).relu()).relu()
+        assert torch.equal(logits, layers[2](hidden))
+    assert float(logits.min()) < 0 < float(logits.max()), "logits end in no ReLU"
+    assert is_still(model) == is_still(linear)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_every_parameter_of_it_learns_and_features_stay_as_they_were(name: str) -> None:
+    task = task_of(name, 512, shapes(name)[-1])
+    model = build_model(f"{name}+40", task, seed=1).train()
+    features = model.features(random_inputs(task, 4, seed=2))
+    kept = features.detach().clone()
+    logits = model.head(features)
+    assert torch.equal(features, kept)
+    (nn.functional.cross_entropy(logits, torch.tensor([0, 1, 2, 3])) + features.square().mean()).backward()
+    assert [n for n, p in model.named_parameters() if p.grad is None] == []
+
+
+def test_parameters_by_hand() -> None:
+    model = build_model("cnn4+32", Task(num_classes=10, feature_dim=50, input_shape=GREY), seed=0)
+    assert count_parameters(model)[1] == 50 * 32 + 32 + 32 * 10 + 10 == 1_962
+
+
+@pytest.mark.parametrize(
+    ("name", "where"), [("efficientnet-b0+8", ["head.0"]), ("cnn2+8-8", ["stages.1.1", "head.0"])]
+)
+def test_dropout_stays_before_the_first_layer(name: str, where: list[str]) -> None:
+    model = build_model(name, Task(num_classes=10, feature_dim=50, input_shape=GREY), seed=0)
+    assert [n for n, m in model.named_modules() if isinstance(m, nn.Dropout | nn.Dropout2d)] == where
+
+
+def test_the_same_classifier_travels_under_the_same_names_with_and_without_dropout() -> None:
+    task = Task(num_classes=10, feature_dim=50, input_shape=GREY)
+    with_dropout, without = (
+        shared_parameters(build_model(f"{name}+8-6", task, 0), "head") for name in ("cnn2", "cnn4")
+    )
+    assert (
+        list(with_dropout)
+        == list(without)
+        == [f"head.{n}.{leaf}" for n in range(3) for leaf in ("weight", "bias")]
+    )
+    assert [tuple(t.shape) for t in without.values()] == [(8, 50), (8,), (6, 8), (6,), (10, 6), (10,)]
+    assert [t.shape for t in with_dropout.values()] == [t.shape for t in without.values()]
