@@ -27,7 +27,7 @@ from pbfl_flwr.flower.history import RunDirectory
 from pbfl_flwr.flower.placement import Resources
 from pbfl_flwr.methods import METHODS, SECTIONS
 from pbfl_flwr.models import FAMILIES, MODELS
-from tests.runs import entry, over, pbfl, write_run
+from tests.runs import entry, over, pbfl, unread, write_run
 
 
 @pytest.fixture(autouse=True)
@@ -361,6 +361,39 @@ def test_between_two_runs_a_signal_is_an_interruption(
         signal.signal(number, before)
     assert ended.value.exit_code == INTERRUPTED
     assert KEPT in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["list", "methods"],
+        ["list", "keys", "--markdown"],
+        ["show", "run"],
+        ["show", "run", "--format", "csv"],
+        ["watch", "run", "--once"],
+        ["run", "--dry-run"],
+    ],
+)
+def test_what_nobody_reads_is_no_error(words: list[str], tmp_path: Path) -> None:
+    write_run(tmp_path / "run", [entry(1, 0.5, 0.25)])
+    assert unread(*words) == (0, "")
+
+
+def test_runs_are_made_though_nobody_reads_their_lines(tmp_path: Path) -> None:
+    words = [
+        "--engine",
+        "processes",
+        "--workers",
+        1,
+        "--set",
+        "num-clients=2",
+        "--set",
+        "num-server-rounds=2",
+    ]
+    assert unread("sweep", *words, "--set", "seed=0,1", "--out", tmp_path / "sweep") == (0, "")
+    for seed in (0, 1):
+        assert len(RunDirectory(tmp_path / "sweep" / f"all-seed{seed}").rounds()) == 2
+    assert (tmp_path / "sweep" / "table.md").exists()
 
 
 def test_show_for_other_programs(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import typer
 
 from pbfl_flwr.cli.common import REFUSED, ended
 from pbfl_flwr.errors import PbflError, expanded, writing
-from pbfl_flwr.experiments.figures import say, screen
+from pbfl_flwr.experiments.figures import document, say, screen
 
 SHELLS_OWN = '"$`\\!'  # what a shell reads between double quotes
 UNWRITABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")  # TOML refuses it, and a terminal garbles it
@@ -79,11 +79,11 @@ def check_data(
             check_models(model, Task(len(found.labels), 512, found.input_shape, found.vocabulary_size))
     except PbflError as error:
         if as_json:
-            print(json.dumps({"path": str(path), "refused": str(error)}, indent=1))
+            document(json.dumps({"path": str(path), "refused": str(error)}, indent=1) + "\n")
             raise typer.Exit(REFUSED) from None
         raise ended(PbflError(f"refused: {error}")) from None
     if as_json:
-        print(json.dumps({**found.as_dict(), "refused": None}, indent=1))
+        document(json.dumps({**found.as_dict(), "refused": None}, indent=1) + "\n")
         return
     for line in found.lines():
         say(screen(), line)
@@ -196,4 +196,4 @@ def predict(
         found = list(ask(exported, files, by, text_column))
     except PbflError as error:
         raise ended(error) from None
-    print(written(found, exported.card.labels, form.value), end="")
+    document(written(found, exported.card.labels, form.value))

@@ -29,8 +29,8 @@ from pbfl_flwr.cli.common import (
     running,
     words,
 )
-from pbfl_flwr.errors import PbflError, expanded, printable, reading
-from pbfl_flwr.experiments.figures import say, screen
+from pbfl_flwr.errors import PbflError, expanded, reading
+from pbfl_flwr.experiments.figures import document, say, screen
 
 
 class Topic(StrEnum):
@@ -104,7 +104,7 @@ def run(
         if dry_run:
             from pbfl_flwr.experiments.dry_run import page
 
-            print(page(settings, wishes.values, notes), end="")
+            document(page(settings, wishes.values, notes))
             return
         directory = configuration.made(directory, chosen=chosen)
     except PbflError as error:
@@ -141,8 +141,8 @@ def show(
             elif form is Form.text:
                 tables.show(run, screen())
             else:
-                document = documents.as_json if form is Form.json else documents.as_csv
-                print(printable(document(run)), end="")
+                written = documents.as_json if form is Form.json else documents.as_csv
+                document(written(run))
     except PbflError as error:
         raise ended(error, REFUSED) from None
 
@@ -154,8 +154,8 @@ def _list_runs(directory: Path, form: Form = Form.text) -> None:
     if form is Form.text:
         listing.show(found, screen())
     else:
-        document = listing.as_json if form is Form.json else listing.as_csv
-        print(printable(document(found)), end="")
+        written = listing.as_json if form is Form.json else listing.as_csv
+        document(written(found))
 
 
 def compare(
@@ -226,7 +226,7 @@ def list_(
         if markdown and (topic is not Topic.keys or word):
             raise PbflError("--markdown: allowed with pbfl list keys alone")
         if markdown:
-            print(catalogue.keys_page(), end="")
+            document(catalogue.keys_page())
         elif topic is Topic.runs:
             _list_runs(Path(word or "runs"))
         elif topic is Topic.keys:
