@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from pbfl_flwr.cli.common import REFUSED, ended
+from pbfl_flwr.cli.common import GIVEN, REFUSED, ended
 from pbfl_flwr.errors import PbflError, expanded, writing
 from pbfl_flwr.experiments.figures import document, say, screen
 
@@ -113,7 +113,7 @@ def vocabulary(
         list[Path],
         typer.Argument(metavar="FILES...", help="CSV, TSV or Parquet with texts; .txt with one a line."),
     ],
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="A new file.")],
+    out: Annotated[Path, typer.Option("--out", click_type=GIVEN, metavar="FILE", help="A new file.")],
     most: Annotated[
         int, typer.Option("--most", min=5, help="Tokens, the four special ones among them.")
     ] = 32_000,
@@ -149,7 +149,7 @@ def export(
     path: Annotated[
         Path, typer.Argument(metavar="PATH", help="A run, a device's state directory, or a state file.")
     ],
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="A new directory.")],
+    out: Annotated[Path, typer.Option("--out", click_type=GIVEN, metavar="DIR", help="A new directory.")],
     client: Annotated[str, typer.Option("--client", metavar="ID", help="Number or name of the client.")] = "",
     model: Code = "",
 ) -> None:

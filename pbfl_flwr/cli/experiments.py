@@ -10,6 +10,7 @@ import typer
 
 from pbfl_flwr.cli.common import (
     COMPLETED,
+    GIVEN,
     KEPT,
     REFUSED,
     AppDirectory,
@@ -163,7 +164,8 @@ def compare(
         str, typer.Argument(metavar="COMPARISON", help="A TOML file, or one of `pbfl list comparisons`.")
     ],
     out: Annotated[
-        Path | None, typer.Option("--out", help="Where runs and table go; default runs/<name>.")
+        Path | None,
+        typer.Option("--out", click_type=GIVEN, help="Where runs and table go; default runs/<name>."),
     ] = None,
     assignments: Assignments = None,
     seeds: Annotated[str, typer.Option("--seeds", help="One run a seed, e.g. 0,1,2 or 0-2.")] = "",

@@ -10,6 +10,7 @@ import typer
 
 from pbfl_flwr.cli.common import (
     FAILED,
+    GIVEN,
     KEPT,
     AppDirectory,
     Assignments,
@@ -55,7 +56,10 @@ def reproduce(
     by: By = "",
     assignments: Assignments = None,
     out: Annotated[
-        Path | None, typer.Option("--out", help="Where runs and table go; default runs/<table>-<scale>.")
+        Path | None,
+        typer.Option(
+            "--out", click_type=GIVEN, help="Where runs and table go; default runs/<table>-<scale>."
+        ),
     ] = None,
     gpus_per_client: Gpus = 0.0,
     workers: Workers = None,

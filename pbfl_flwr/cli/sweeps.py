@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from pbfl_flwr.cli.common import (
+    GIVEN,
     KEPT,
     AppDirectory,
     By,
@@ -40,7 +41,9 @@ def sweep(
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", help="Where runs and table go; default runs/sweep-<preset>-<keys>-<fixed values>."
+            "--out",
+            click_type=GIVEN,
+            help="Where runs and table go; default runs/sweep-<preset>-<keys>-<fixed values>.",
         ),
     ] = None,
     parallel: Annotated[
