@@ -3,6 +3,7 @@
 import csv
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -336,8 +337,44 @@ def test_a_run_that_was_never_scored_has_a_row_without_scores(file: Path, tmp_pa
         (tmp_path / "table.csv")
         .read_text()
         .splitlines()[2]
-        .startswith("B,global,after,,1,2,,,,,100.0000,300.0000,")
+        .startswith("B,global,after,,0,2,,,,,100.0000,300.0000,")
     )
+
+
+def test_seeds_are_those_over_which_the_figures_are(file: Path, tmp_path: Path) -> None:
+    planned = compare.plan(compare.read(str(file))[1], [], [0, 1], ["A"], tmp_path)
+    write_run(planned[0].directory, [entry(1, 0.5, 0.75), entry(2, 0.5, 0.25)])
+    write_run(planned[1].directory, [entry(1, 0.5, None), entry(2, 0.5, None)], seed=1)
+    (row,) = comparison_table.rows(planned)
+    assert (row.last, row.seeds, row.runs) == ([25.0], 1, 2)
+    assert "Not scored in every seed: A, 1 of 2 seeds." in comparison_table.table("", [row]).notes
+    (whole,) = comparison_table.rows(planned[:1])
+    assert not any("every seed" in note for note in comparison_table.table("", [whole]).notes)
+
+
+def test_scores_with_every_class_the_same_weight_have_columns_where_a_run_has_them(
+    file: Path, tmp_path: Path
+) -> None:
+    def counted(balanced: float, f1: float) -> dict[str, Any]:
+        line = entry(2, 0.5, 0.5)
+        line["accuracy"]["global"] |= {"balanced": balanced, "macro_f1": f1, "by_class": [0.5] * 3}
+        return line
+
+    planned = compare.plan(compare.read(str(file))[1], [], [0, 1], [], tmp_path)
+    for number, line in enumerate((counted(0.5, 0.25), counted(0.75, 0.25), entry(2, 0.5, 0.5))):
+        write_run(planned[number].directory, [entry(1, 0.5, 0.5), line], **planned[number].wishes.values)
+    found = comparison_table.rows(planned)
+    sheet = comparison_table.table("", found)
+    at = sheet.columns.index("balanced accuracy")
+    assert sheet.columns[at - 1 : at + 3] == ("worst decile", "balanced accuracy", "macro-F1", "head")
+    # (50 + 75)/2 and 25/√2, A over two seeds; B was made without per-class
+    assert [row[at : at + 2] for row in sheet.rows] == [("62.50 ± 17.68", "25.00 ± 0.00"), ("-", "-")]
+    assert any(note.startswith("Balanced accuracy and macro-F1") for note in sheet.notes)
+    assert found[0].further()[-4:] == ["62.5000", "17.6777", "25.0000", "0.0000"]
+    assert found[1].further()[-4:] == [""] * 4
+    without = comparison_table.table("", found[1:])
+    assert "balanced accuracy" not in without.columns
+    assert not any(note.startswith("Balanced") for note in without.notes)
 
 
 def test_all_rows_and_pairs_by_one_predictor(file: Path, tmp_path: Path) -> None:

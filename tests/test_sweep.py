@@ -373,6 +373,24 @@ def test_the_table_has_new_clients_and_the_other_moment(tmp_path: Path) -> None:
     assert any(note.startswith("New clients took no part in the rounds") for note in sheet.notes)
 
 
+def test_the_table_gives_every_class_the_same_weight_with_per_class(tmp_path: Path) -> None:
+    words = ["per-class=false,true", "num-clients=2", "num-server-rounds=1"]
+    found = sweep.read(None, words)
+    without, counted = sweep.plans(found, tmp_path)
+    line = entry(1, 0.5, 0.5)
+    write_run(without.directory, [line], **{**without.wishes.values, "feature-dim": 512})
+    line["accuracy"]["global"] |= {"balanced": 0.25, "macro_f1": 0.125}
+    write_run(counted.directory, [line], **{**counted.wishes.values, "feature-dim": 512})
+    sheet = sweep.table(found, comparison_table.rows([without, counted]), [without, counted], "")
+    columns = [dict(zip(sheet.columns, row, strict=True)) for row in sheet.rows]
+    assert [(row["balanced accuracy"], row["macro-F1"]) for row in columns] == [
+        ("-", "-"),
+        ("25.00", "12.50"),
+    ]
+    sheet = sweep.table(found, comparison_table.rows([without]), [without], "")
+    assert not {"balanced accuracy", "macro-F1"} & {*sheet.columns}
+
+
 def test_the_command_refuses_before_it_starts(tmp_path: Path) -> None:
     result = pbfl("sweep", "--set", "cps-dim=1,nonsense", "--out", tmp_path / "out")
     assert result.exit_code == 2
