@@ -54,6 +54,10 @@ Workers = Annotated[
     int | None, typer.Option("--workers", min=1, help="Worker processes of a run; default one for every CPU.")
 ]
 
+Parallel = Annotated[
+    int, typer.Option("--parallel", min=1, help="Runs at once, as far as memory, CPUs and GPUs allow.")
+]
+
 
 class EngineName(StrEnum):
     """Who runs the clients."""

@@ -19,6 +19,7 @@ from pbfl_flwr.cli.common import (
     EngineName,
     Gpus,
     NewRunDir,
+    Parallel,
     Preset,
     Resumed,
     WhichEngine,
@@ -171,6 +172,7 @@ def compare(
     seeds: Annotated[str, typer.Option("--seeds", help="One run a seed, e.g. 0,1,2 or 0-2.")] = "",
     only: Annotated[str, typer.Option("--only", help="Make these labels only, separated by commas.")] = "",
     by: By = "",
+    parallel: Parallel = 1,
     gpus_per_client: Gpus = 0.0,
     workers: Workers = None,
     engine: WhichEngine = EngineName.flower,
@@ -178,7 +180,7 @@ def compare(
 ) -> None:
     """Make several runs on the same data and print one table; started again, it goes on where it stopped."""
     from pbfl_flwr.experiments import compare as comparison
-    from pbfl_flwr.experiments import comparison_table
+    from pbfl_flwr.experiments import comparison_table, side_by_side
     from pbfl_flwr.flower.placement import Resources
 
     console = screen()
@@ -190,11 +192,12 @@ def compare(
         chosen = comparison.numbers("--seeds", seeds)
         planned = comparison.plan(runs, assignments or [], chosen, words(only), directory)
         comparison.preflight(planned, resources)
+        slots = side_by_side.room_here(parallel, resources, console)
     except PbflError as error:
         raise ended(error, REFUSED) from None
 
     with running(KEPT):
-        failed = comparison.make(planned, comparison.starter(source, resources, console))
+        failed = side_by_side.make(planned, slots, source, resources, console)
         shown = comparison.with_finished(planned, runs, assignments or [], chosen, directory)
         found = comparison_table.rows(shown, by)
         groups = comparison_table.groups(shown, by)
