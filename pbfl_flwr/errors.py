@@ -23,6 +23,10 @@ class PbflError(Exception):
     """
 
 
+class Unreadable(PbflError):
+    """What the system does not let one read, whatever it holds."""
+
+
 def printable(text: str) -> str:
     """Return text without control characters but tab and line feed: what others say must not steer a terminal."""
     return CONTROL.sub("", text)
@@ -68,11 +72,14 @@ def reading(what: str) -> Iterator[None]:
         what: that is read.
 
     Raises:
+        Unreadable: in the place of an OSError.
         PbflError: in the place of what Python says of a missing key, or of a value of another type.
     """
     try:
         yield
-    except (LookupError, TypeError, ValueError, AttributeError, OSError) as error:
+    except OSError as error:
+        raise Unreadable(f"{error.filename or what} cannot be read ({error.strerror or error})") from error
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise PbflError(f"{what} is damaged, or of another version: {pointed(error)}") from error
 
 

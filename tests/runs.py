@@ -1,6 +1,9 @@
 """Commands called in this process, and run directories written by hand for them."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,16 @@ from pbfl_flwr.methods import SECTIONS
 def pbfl(*arguments: object) -> Result:
     """Call the command."""
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def unread(*arguments: object) -> tuple[int, str]:
+    """Call the command with an output that nobody reads, and return its exit code and what it says of errors."""
+    reader, output = os.pipe()
+    os.close(reader)
+    words = [sys.executable, "-m", "pbfl_flwr.cli", *map(str, arguments)]
+    done = subprocess.run(words, stdout=output, stderr=subprocess.PIPE, text=True, timeout=100)
+    os.close(output)
+    return done.returncode, done.stderr
 
 
 def entry(number: int, heads: float, globals_: float | None, **more: Any) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from pbfl_flwr.flower.history import RunDirectory
 from pbfl_flwr.flower.placement import Resources
 from pbfl_flwr.methods import METHODS, SECTIONS
 from pbfl_flwr.models import FAMILIES, MODELS
-from tests.runs import entry, over, pbfl, write_run
+from tests.runs import entry, over, pbfl, unread, write_run
 
 
 @pytest.fixture(autouse=True)
@@ -103,6 +103,8 @@ def test_all_bad_keys_are_told_at_once_and_nothing_starts(tmp_path: Path) -> Non
         (["--resume", "nowhere"], "no run.json"),
         (["--set", "resume=true"], "of which run? allowed is --resume RUN"),
         (["--resume", "nowhere", "--run-dir", "there"], "--resume and --run-dir"),
+        (["--run-dir", ""], "--run-dir '': allowed is a path, . for the current directory"),
+        (["--resume", ""], "--resume '': allowed is a path"),
         (["--app", "."], "is no checkout"),
         (["--app", ".", "--engine", "processes"], "clients run the installed package"),
     ],
@@ -363,6 +365,39 @@ def test_between_two_runs_a_signal_is_an_interruption(
     assert KEPT in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["list", "methods"],
+        ["list", "keys", "--markdown"],
+        ["show", "run"],
+        ["show", "run", "--format", "csv"],
+        ["watch", "run", "--once"],
+        ["run", "--dry-run"],
+    ],
+)
+def test_what_nobody_reads_is_no_error(words: list[str], tmp_path: Path) -> None:
+    write_run(tmp_path / "run", [entry(1, 0.5, 0.25)])
+    assert unread(*words) == (0, "")
+
+
+def test_runs_are_made_though_nobody_reads_their_lines(tmp_path: Path) -> None:
+    words = [
+        "--engine",
+        "processes",
+        "--workers",
+        1,
+        "--set",
+        "num-clients=2",
+        "--set",
+        "num-server-rounds=2",
+    ]
+    assert unread("sweep", *words, "--set", "seed=0,1", "--out", tmp_path / "sweep") == (0, "")
+    for seed in (0, 1):
+        assert len(RunDirectory(tmp_path / "sweep" / f"all-seed{seed}").rounds()) == 2
+    assert (tmp_path / "sweep" / "table.md").exists()
+
+
 def test_show_for_other_programs(tmp_path: Path) -> None:
     failures = [{"client": 1, "reason": "out of paper"}]
     first, last = entry(1, 0.25, None, accuracy_of_round=0), entry(2, 0.5, 0.75, accuracy_of_round=1)
@@ -480,6 +515,42 @@ def test_a_directory_of_another_user_is_one_line(tmp_path: Path, monkeypatch: py
     result = pbfl("list", "runs", tmp_path)
     assert result.exit_code == 2
     assert result.stderr == f"error: '{tmp_path}' cannot be read (Permission denied)\n"
+
+
+def keep_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the system refuse what lies below a directory, as it would to somebody else (to root it refuses nothing)."""
+    opened, entered = Path.read_bytes, os.access
+
+    def read(file: Path) -> bytes:
+        if path in file.parents:
+            raise PermissionError(13, "Permission denied", str(file))
+        return opened(file)
+
+    monkeypatch.setattr(Path, "read_bytes", read)
+    monkeypatch.setattr(os, "access", lambda at, mode: path != at and entered(at, mode))
+
+
+def test_what_may_not_be_read_is_not_called_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, other = (write_run(tmp_path / "runs" / name, [entry(1, 0.5, 0.5)]) for name in ("own", "other"))
+    keep_away(other, monkeypatch)
+    for words in (["show", other], ["watch", other, "--once"], ["report", own, other]):
+        result = pbfl(*words)
+        said = f"error: {other / 'run.json'} cannot be read (Permission denied)\n"
+        assert (result.exit_code, result.stderr) == (2, said)
+    lines = pbfl("list", "runs", tmp_path / "runs").stdout.splitlines()
+    assert [line.split()[-1] for line in lines[2:]] == ["unreadable", "finished"]
+    assert f"left out, cannot be read: {other}\n" in pbfl("report", tmp_path / "runs").stdout
+
+
+def test_a_directory_that_may_not_be_entered_is_in_the_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(tmp_path / "runs" / "own", [entry(1, 0.5, 0.5)])
+    (hidden := tmp_path / "runs" / "other").mkdir()
+    monkeypatch.setattr(Path, "exists", lambda path: not path.is_relative_to(hidden) and os.path.exists(path))
+    assert "runs/other" not in pbfl("list", "runs").stdout
+    keep_away(Path("runs/other"), monkeypatch)
+    assert "runs/other" in pbfl("list", "runs").stdout
 
 
 def test_show_of_something_else(tmp_path: Path) -> None:

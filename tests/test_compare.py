@@ -1,22 +1,32 @@
 """Comparisons: plans are checked before anything starts, finished runs are kept, the table is what the runs say."""
 
 import csv
+import io
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.console import Console
 
 from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments import compare, comparison_table
+from pbfl_flwr.experiments import compare, comparison_table, side_by_side
 from pbfl_flwr.experiments.configuration import Wishes
 from pbfl_flwr.flower.client import make_client_app
+from pbfl_flwr.flower.history import RunDirectory
+from pbfl_flwr.flower.placement import Slot
 from pbfl_flwr.flower.strategy import MethodStrategy
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method
 from pbfl_flwr.models import architecture_of
 from pbfl_flwr.task import Task
 from tests.flower.inprocess import InProcessGrid
 from tests.runs import entry, over, pbfl, write_run
+from tests.test_engine import MARK, hear, nothing_is_left, wait_for_rounds
 
 FILE = """
 title = "Two methods"
@@ -336,8 +346,44 @@ def test_a_run_that_was_never_scored_has_a_row_without_scores(file: Path, tmp_pa
         (tmp_path / "table.csv")
         .read_text()
         .splitlines()[2]
-        .startswith("B,global,after,,1,2,,,,,100.0000,300.0000,")
+        .startswith("B,global,after,,0,2,,,,,100.0000,300.0000,")
     )
+
+
+def test_seeds_are_those_over_which_the_figures_are(file: Path, tmp_path: Path) -> None:
+    planned = compare.plan(compare.read(str(file))[1], [], [0, 1], ["A"], tmp_path)
+    write_run(planned[0].directory, [entry(1, 0.5, 0.75), entry(2, 0.5, 0.25)])
+    write_run(planned[1].directory, [entry(1, 0.5, None), entry(2, 0.5, None)], seed=1)
+    (row,) = comparison_table.rows(planned)
+    assert (row.last, row.seeds, row.runs) == ([25.0], 1, 2)
+    assert "Not scored in every seed: A, 1 of 2 seeds." in comparison_table.table("", [row]).notes
+    (whole,) = comparison_table.rows(planned[:1])
+    assert not any("every seed" in note for note in comparison_table.table("", [whole]).notes)
+
+
+def test_scores_with_every_class_the_same_weight_have_columns_where_a_run_has_them(
+    file: Path, tmp_path: Path
+) -> None:
+    def counted(balanced: float, f1: float) -> dict[str, Any]:
+        line = entry(2, 0.5, 0.5)
+        line["accuracy"]["global"] |= {"balanced": balanced, "macro_f1": f1, "by_class": [0.5] * 3}
+        return line
+
+    planned = compare.plan(compare.read(str(file))[1], [], [0, 1], [], tmp_path)
+    for number, line in enumerate((counted(0.5, 0.25), counted(0.75, 0.25), entry(2, 0.5, 0.5))):
+        write_run(planned[number].directory, [entry(1, 0.5, 0.5), line], **planned[number].wishes.values)
+    found = comparison_table.rows(planned)
+    sheet = comparison_table.table("", found)
+    at = sheet.columns.index("balanced accuracy")
+    assert sheet.columns[at - 1 : at + 3] == ("worst decile", "balanced accuracy", "macro-F1", "head")
+    # (50 + 75)/2 and 25/√2, A over two seeds; B was made without per-class
+    assert [row[at : at + 2] for row in sheet.rows] == [("62.50 ± 17.68", "25.00 ± 0.00"), ("-", "-")]
+    assert any(note.startswith("Balanced accuracy and macro-F1") for note in sheet.notes)
+    assert found[0].further()[-4:] == ["62.5000", "17.6777", "25.0000", "0.0000"]
+    assert found[1].further()[-4:] == [""] * 4
+    without = comparison_table.table("", found[1:])
+    assert "balanced accuracy" not in without.columns
+    assert not any(note.startswith("Balanced") for note in without.notes)
 
 
 def test_all_rows_and_pairs_by_one_predictor(file: Path, tmp_path: Path) -> None:
@@ -468,3 +514,106 @@ def test_without_a_finished_run_there_is_no_table(file: Path, tmp_path: Path) ->
     write_run(planned[1].directory, [entry(1, 0.5, 0.5)], **planned[1].wishes.values)
     (planned[1].directory / "clients-removed.txt").touch()  # it can not go on
     assert compare.no_tables(planned) == "a run is refused"
+
+
+SIDE_BY_SIDE = """
+title = "Side by side"
+[common]
+num-clients = 2
+max-samples = 200
+[runs.A]
+method = "fedproto"
+[runs.B]
+method = "local"
+"""
+
+
+def results(out: Path) -> dict[str, str]:
+    return {run.name: RunDirectory(run).result() for run in out.iterdir() if run.is_dir()}
+
+
+@pytest.mark.slow
+def test_runs_side_by_side_come_to_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (path := tmp_path / "c.toml").write_text(SIDE_BY_SIDE)
+    monkeypatch.setattr(side_by_side, "room", lambda wanted, *_: [Slot(1)] * wanted)  # on any machine
+    command = ["compare", path, "--set", "num-server-rounds=2", "--engine", "processes", "--workers", 1]
+    assert pbfl(*command, "--out", tmp_path / "one").exit_code == 0
+    done = pbfl(*command, "--out", tmp_path / "two", "--parallel", 2)
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    for name in ("A-seed0", "B-seed0"):
+        assert any(line.startswith(f"{name}: round 2/2  accuracy") for line in lines)
+        assert f"{name}: finished" in lines
+    found = results(tmp_path / "two")
+    assert found == results(tmp_path / "one")
+    assert all(found.values())
+    tables = [list(csv.DictReader((tmp_path / out / "table.csv").open())) for out in ("one", "two")]
+    assert [{**row, "seconds": ""} for row in tables[0]] == [{**row, "seconds": ""} for row in tables[1]]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="sends signals")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_runs_side_by_side_and_the_same_command_goes_on(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    (tmp_path / "c.toml").write_text(SIDE_BY_SIDE)
+    code = (
+        "from pbfl_flwr.cli import main; from pbfl_flwr.experiments import side_by_side; "
+        "from pbfl_flwr.flower.placement import Slot; "
+        "side_by_side.room = lambda wanted, *_: [Slot(1)] * wanted; main()"
+    )
+    words = [
+        "compare",
+        "c.toml",
+        "--out",
+        "out",
+        "--parallel",
+        "2",
+        "--engine",
+        "processes",
+        "--workers",
+        "1",
+    ]
+
+    def begun(rounds: int) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-c", code, *words, "--set", f"num-server-rounds={rounds}"],
+            cwd=tmp_path,
+            env={**os.environ, MARK: str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[1])},
+            stdout=subprocess.PIPE,
+            text=True,
+            preexec_fn=hear,
+        )
+
+    process = begun(10000)
+    runs = [tmp_path / "out" / f"{label}-seed0" for label in "AB"]
+    for run in runs:
+        wait_for_rounds(run, 1)
+    process.send_signal(number)
+    said, _ = process.communicate(timeout=100)
+    assert process.returncode == 130
+    assert "the same command goes on" in said
+    assert nothing_is_left(tmp_path)
+    done = max(len(RunDirectory(run).rounds()) for run in runs)
+    process = begun(done + 1)
+    said, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, said
+    assert all(len(RunDirectory(run).rounds()) == done + 1 for run in runs)
+    assert "A-seed0: round 1/" not in said
+
+
+def test_lines_of_runs_in_several_directories_say_which_they_are_of(tmp_path: Path) -> None:
+    (path := tmp_path / "c.toml").write_text(SIDE_BY_SIDE)
+    runs = [
+        run
+        for block in ("digits", "spiral")
+        for run in compare.plan(compare.read(str(path))[1], [], [], ["A"], tmp_path / block)
+    ]
+    console = Console(file=io.StringIO(), width=1000)
+    side_by_side.make_side_by_side(
+        runs, [Slot(1)], lambda run, slot: [sys.executable, "-c", "exit(1)"], console
+    )
+    assert isinstance(console.file, io.StringIO)
+    ends = [line for line in console.file.getvalue().splitlines() if "failed" in line]
+    assert [line.split(":")[0] for line in ends] == ["digits/A-seed0", "spiral/A-seed0"]

@@ -191,8 +191,11 @@ def test_the_table(paper: reproduce.Reproduction, tmp_path: Path) -> None:
         "**three** was left out: dataset 'x' not found",
         "* num-server-rounds = 2, the full setting has 9",
         "The paper's hardware: a computer.",
+        "At scale small our figures are not comparable with the paper's.",
     ):
         assert line in text
+    assert "Ours are all by" not in text
+    assert "not comparable" not in reproduction_table.markdown(paper, "paper", planned, found, {})
     reproduction_table.write(tmp_path, paper, text, found)
     lines = (tmp_path / "table.csv").read_text().splitlines()
     assert lines[1].startswith("one,A,global,after,2,51.50,0.25,62.5000,17.6777,37.5000,17.6777,11.0000,2,2,")
@@ -209,6 +212,7 @@ def test_the_table_by_one_predictor(paper: reproduce.Reproduction, tmp_path: Pat
     found = reproduction_table.rows(paper, planned, "head")
     text = reproduction_table.markdown(paper, "small", planned, found, {}, "head")
     assert "scale small, by head" in text
+    assert "Ours are all by head, the paper's by what each method predicts with." in text
     assert "| A | head | 51.50 ± 0.25 | 50.00 | 25.00 | -1.50 |" in text
     found = reproduction_table.rows(paper, planned, "local")
     text = reproduction_table.markdown(paper, "small", planned, found, {}, "local")

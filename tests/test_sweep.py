@@ -1,6 +1,7 @@
 """Sweeps: lists become combinations, combinations become runs, and runs side by side leave nothing behind."""
 
 import csv
+import io
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from pbfl_flwr.config import Scalar
 from pbfl_flwr.errors import PbflError
@@ -159,6 +161,10 @@ def planned(tmp_path: Path, count: int) -> list[compare.Planned]:
     return sweep.plans(sweep.read(None, [f"seed={','.join(map(str, range(count)))}"]), tmp_path)
 
 
+def quiet() -> Console:
+    return Console(file=io.StringIO(), width=1000)
+
+
 def test_runs_side_by_side(tmp_path: Path) -> None:
     (tmp_path / "times").mkdir()
     code = (
@@ -169,15 +175,17 @@ def test_runs_side_by_side(tmp_path: Path) -> None:
     def command(run: compare.Planned, slot: Slot) -> list[str]:
         return [sys.executable, "-c", code, str(tmp_path / "times" / str(run.seed)), str(int(run.seed == 1))]
 
-    told: list[str] = []
+    console = quiet()
     after: list[int] = []
     runs = planned(tmp_path, 4)
     failed = side_by_side.make_side_by_side(
-        runs, [Slot(1)] * 2, command, told.append, lambda run: after.append(run.seed)
+        runs, [Slot(1)] * 2, command, console, lambda run: after.append(run.seed)
     )
     assert failed == ["all, seed 1"]
     assert sorted(after) == [0, 1, 2, 3]
-    assert "all-seed1: failed" in told
+    assert isinstance(console.file, io.StringIO)
+    told = console.file.getvalue().splitlines()
+    assert f"all-seed1: failed, see {runs[1].directory / 'pbfl.log'}" in told
     assert "all-seed3: finished" in told
     assert (tmp_path / "all-seed0" / "pbfl.log").read_text() == "said\n"
     spans = [tuple(map(float, (tmp_path / "times" / str(n)).read_text().split())) for n in range(4)]
@@ -195,7 +203,7 @@ def test_runs_side_by_side_see_the_cards_of_their_slots(
         return [sys.executable, "-c", code, str(slot.workers)]
 
     def made(place: Path, *shared: Slot) -> list[str]:
-        assert side_by_side.make_side_by_side(planned(place, 4), shared, command, lambda line: None) == []
+        assert side_by_side.make_side_by_side(planned(place, 4), shared, command, quiet()) == []
         return sorted((place / f"all-seed{seed}" / "pbfl.log").read_text().strip() for seed in range(4))
 
     seen = made(tmp_path / "cards", Slot(2, "0"), Slot(3, "1,2"))
@@ -216,7 +224,7 @@ def test_an_interrupted_run_ends_its_neighbours(tmp_path: Path) -> None:
 
     begin = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        side_by_side.make_side_by_side(planned(tmp_path, 2), [Slot(1)] * 2, command, lambda line: None)
+        side_by_side.make_side_by_side(planned(tmp_path, 2), [Slot(1)] * 2, command, quiet())
     assert time.monotonic() - begin < 30
 
 
@@ -234,11 +242,12 @@ subprocess.Popen([sys.executable, "-c", {helper!r}, sys.argv[1]]).wait()
     parent = f"""
 import sys
 from pathlib import Path
+from rich.console import Console
 from pbfl_flwr.experiments import side_by_side, sweep
 from pbfl_flwr.flower.placement import Slot
 runs = sweep.plans(sweep.read(None, ["seed=0,1"]), Path("out").absolute())
 command = lambda run, slot: [sys.executable, "-c", {stays!r}, str(run.seed)]
-side_by_side.make_side_by_side(runs, [Slot(1)] * 2, command, print)
+side_by_side.make_side_by_side(runs, [Slot(1)] * 2, command, Console())
 """
     process = subprocess.Popen(
         [sys.executable, "-c", parent],
@@ -371,6 +380,24 @@ def test_the_table_has_new_clients_and_the_other_moment(tmp_path: Path) -> None:
         "",
     )
     assert any(note.startswith("New clients took no part in the rounds") for note in sheet.notes)
+
+
+def test_the_table_gives_every_class_the_same_weight_with_per_class(tmp_path: Path) -> None:
+    words = ["per-class=false,true", "num-clients=2", "num-server-rounds=1"]
+    found = sweep.read(None, words)
+    without, counted = sweep.plans(found, tmp_path)
+    line = entry(1, 0.5, 0.5)
+    write_run(without.directory, [line], **{**without.wishes.values, "feature-dim": 512})
+    line["accuracy"]["global"] |= {"balanced": 0.25, "macro_f1": 0.125}
+    write_run(counted.directory, [line], **{**counted.wishes.values, "feature-dim": 512})
+    sheet = sweep.table(found, comparison_table.rows([without, counted]), [without, counted], "")
+    columns = [dict(zip(sheet.columns, row, strict=True)) for row in sheet.rows]
+    assert [(row["balanced accuracy"], row["macro-F1"]) for row in columns] == [
+        ("-", "-"),
+        ("25.00", "12.50"),
+    ]
+    sheet = sweep.table(found, comparison_table.rows([without]), [without], "")
+    assert not {"balanced accuracy", "macro-F1"} & {*sheet.columns}
 
 
 def test_the_command_refuses_before_it_starts(tmp_path: Path) -> None:

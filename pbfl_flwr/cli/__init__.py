@@ -12,6 +12,7 @@ import typer
 
 from pbfl_flwr.cli import cleaning, deployment, devices, experiments, reports, reproductions, sweeps, watching
 from pbfl_flwr.cli.privacy import privacy
+from pbfl_flwr.experiments.figures import document
 
 app = typer.Typer(
     help="Prototype-based federated learning on Flower.",
@@ -48,7 +49,7 @@ def version(wanted: bool) -> None:
         from platform import python_version
 
         found = ", ".join(f"{package} {of(package)}" for package in ("pbfl-flwr", "flwr", "torch"))
-        print(f"{found}, Python {python_version()}")
+        document(f"{found}, Python {python_version()}\n")
         raise typer.Exit
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
+import click
 import typer
 from rich.console import Console
 
@@ -17,6 +19,27 @@ from pbfl_flwr.experiments.figures import say, screen
 
 COMPLETED, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 
+
+def ended(error: PbflError, code: int = REFUSED) -> typer.Exit:
+    """Print an error, one line each of its lines, and return the exit."""
+    for line in str(error).splitlines():
+        say(screen(stderr=True), f"error: {line}")
+    return typer.Exit(code)
+
+
+class _Given(click.Path):
+    """A path with a name: Python takes an empty one, as of a variable that is not set, for the current directory."""
+
+    def convert(
+        self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None
+    ) -> str | bytes | os.PathLike[str]:
+        if not os.fspath(value):
+            option = "" if param is None else f"{param.opts[0]} "
+            raise ended(PbflError(f"{option}'': allowed is a path, . for the current directory"))
+        return super().convert(value, param, ctx)
+
+
+GIVEN = _Given()
 Assignments = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="A key of the run configuration; may be repeated."),
@@ -29,6 +52,10 @@ Gpus = Annotated[
 ]
 Workers = Annotated[
     int | None, typer.Option("--workers", min=1, help="Worker processes of a run; default one for every CPU.")
+]
+
+Parallel = Annotated[
+    int, typer.Option("--parallel", min=1, help="Runs at once, as far as memory, CPUs and GPUs allow.")
 ]
 
 
@@ -53,10 +80,15 @@ AppDirectory = Annotated[
 RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
 NewRunDir = Annotated[
     Path | None,
-    typer.Option("--run-dir", help="Where the run is written; default runs/<date>-<method>-<dataset>."),
+    typer.Option(
+        "--run-dir",
+        click_type=GIVEN,
+        help="Where the run is written; default runs/<date>-<method>-<dataset>.",
+    ),
 ]
 Resumed = Annotated[
-    Path | None, typer.Option("--resume", metavar="RUN", help="Go on with the run of this directory.")
+    Path | None,
+    typer.Option("--resume", metavar="RUN", click_type=GIVEN, help="Go on with the run of this directory."),
 ]
 Preset = Annotated[
     str | None,
@@ -71,13 +103,6 @@ By = Annotated[
     ),
 ]
 KEPT = "what is finished is kept; the same command goes on"
-
-
-def ended(error: PbflError, code: int = REFUSED) -> typer.Exit:
-    """Print an error, one line each of its lines, and return the exit."""
-    for line in str(error).splitlines():
-        say(screen(stderr=True), f"error: {line}")
-    return typer.Exit(code)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import typer
 from pbfl_flwr.cli.common import (
     COMPLETED,
     FAILED,
+    GIVEN,
     REFUSED,
     AppDirectory,
     Assignments,
@@ -26,7 +27,7 @@ deploy = typer.Typer(help="Federations of SuperLink and SuperNodes.", no_args_is
 
 
 def certs(
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the files go.")],
+    out: Annotated[Path, typer.Option("--out", click_type=GIVEN, metavar="DIR", help="Where the files go.")],
     hosts: Annotated[
         list[str],
         typer.Option(
@@ -81,7 +82,7 @@ def certs(
 
 
 def keys(
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the files go.")],
+    out: Annotated[Path, typer.Option("--out", click_type=GIVEN, metavar="DIR", help="Where the files go.")],
     names: Annotated[list[str], typer.Argument(metavar="NAME...", help="A name for each device.")],
 ) -> None:
     """Make a key pair for each device, for Flower's SuperNode authentication."""

@@ -12,9 +12,9 @@ from typing import Annotated
 
 import typer
 
-from pbfl_flwr.cli.common import REFUSED, ended
+from pbfl_flwr.cli.common import GIVEN, REFUSED, ended
 from pbfl_flwr.errors import PbflError, expanded, writing
-from pbfl_flwr.experiments.figures import say, screen
+from pbfl_flwr.experiments.figures import document, say, screen
 
 SHELLS_OWN = '"$`\\!'  # what a shell reads between double quotes
 UNWRITABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")  # TOML refuses it, and a terminal garbles it
@@ -79,11 +79,11 @@ def check_data(
             check_models(model, Task(len(found.labels), 512, found.input_shape, found.vocabulary_size))
     except PbflError as error:
         if as_json:
-            print(json.dumps({"path": str(path), "refused": str(error)}, indent=1))
+            document(json.dumps({"path": str(path), "refused": str(error)}, indent=1) + "\n")
             raise typer.Exit(REFUSED) from None
         raise ended(PbflError(f"refused: {error}")) from None
     if as_json:
-        print(json.dumps({**found.as_dict(), "refused": None}, indent=1))
+        document(json.dumps({**found.as_dict(), "refused": None}, indent=1) + "\n")
         return
     for line in found.lines():
         say(screen(), line)
@@ -113,7 +113,7 @@ def vocabulary(
         list[Path],
         typer.Argument(metavar="FILES...", help="CSV, TSV or Parquet with texts; .txt with one a line."),
     ],
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="A new file.")],
+    out: Annotated[Path, typer.Option("--out", click_type=GIVEN, metavar="FILE", help="A new file.")],
     most: Annotated[
         int, typer.Option("--most", min=5, help="Tokens, the four special ones among them.")
     ] = 32_000,
@@ -149,7 +149,7 @@ def export(
     path: Annotated[
         Path, typer.Argument(metavar="PATH", help="A run, a device's state directory, or a state file.")
     ],
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="A new directory.")],
+    out: Annotated[Path, typer.Option("--out", click_type=GIVEN, metavar="DIR", help="A new directory.")],
     client: Annotated[str, typer.Option("--client", metavar="ID", help="Number or name of the client.")] = "",
     model: Code = "",
 ) -> None:
@@ -196,4 +196,4 @@ def predict(
         found = list(ask(exported, files, by, text_column))
     except PbflError as error:
         raise ended(error) from None
-    print(written(found, exported.card.labels, form.value), end="")
+    document(written(found, exported.card.labels, form.value))

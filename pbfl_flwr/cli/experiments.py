@@ -10,6 +10,7 @@ import typer
 
 from pbfl_flwr.cli.common import (
     COMPLETED,
+    GIVEN,
     KEPT,
     REFUSED,
     AppDirectory,
@@ -18,6 +19,7 @@ from pbfl_flwr.cli.common import (
     EngineName,
     Gpus,
     NewRunDir,
+    Parallel,
     Preset,
     Resumed,
     WhichEngine,
@@ -29,8 +31,8 @@ from pbfl_flwr.cli.common import (
     running,
     words,
 )
-from pbfl_flwr.errors import PbflError, expanded, printable, reading
-from pbfl_flwr.experiments.figures import say, screen
+from pbfl_flwr.errors import PbflError, expanded, reading
+from pbfl_flwr.experiments.figures import document, say, screen
 
 
 class Topic(StrEnum):
@@ -104,7 +106,7 @@ def run(
         if dry_run:
             from pbfl_flwr.experiments.dry_run import page
 
-            print(page(settings, wishes.values, notes), end="")
+            document(page(settings, wishes.values, notes))
             return
         directory = configuration.made(directory, chosen=chosen)
     except PbflError as error:
@@ -141,8 +143,8 @@ def show(
             elif form is Form.text:
                 tables.show(run, screen())
             else:
-                document = documents.as_json if form is Form.json else documents.as_csv
-                print(printable(document(run)), end="")
+                written = documents.as_json if form is Form.json else documents.as_csv
+                document(written(run))
     except PbflError as error:
         raise ended(error, REFUSED) from None
 
@@ -154,8 +156,8 @@ def _list_runs(directory: Path, form: Form = Form.text) -> None:
     if form is Form.text:
         listing.show(found, screen())
     else:
-        document = listing.as_json if form is Form.json else listing.as_csv
-        print(printable(document(found)), end="")
+        written = listing.as_json if form is Form.json else listing.as_csv
+        document(written(found))
 
 
 def compare(
@@ -163,12 +165,14 @@ def compare(
         str, typer.Argument(metavar="COMPARISON", help="A TOML file, or one of `pbfl list comparisons`.")
     ],
     out: Annotated[
-        Path | None, typer.Option("--out", help="Where runs and table go; default runs/<name>.")
+        Path | None,
+        typer.Option("--out", click_type=GIVEN, help="Where runs and table go; default runs/<name>."),
     ] = None,
     assignments: Assignments = None,
     seeds: Annotated[str, typer.Option("--seeds", help="One run a seed, e.g. 0,1,2 or 0-2.")] = "",
     only: Annotated[str, typer.Option("--only", help="Make these labels only, separated by commas.")] = "",
     by: By = "",
+    parallel: Parallel = 1,
     gpus_per_client: Gpus = 0.0,
     workers: Workers = None,
     engine: WhichEngine = EngineName.flower,
@@ -176,7 +180,7 @@ def compare(
 ) -> None:
     """Make several runs on the same data and print one table; started again, it goes on where it stopped."""
     from pbfl_flwr.experiments import compare as comparison
-    from pbfl_flwr.experiments import comparison_table
+    from pbfl_flwr.experiments import comparison_table, side_by_side
     from pbfl_flwr.flower.placement import Resources
 
     console = screen()
@@ -188,11 +192,12 @@ def compare(
         chosen = comparison.numbers("--seeds", seeds)
         planned = comparison.plan(runs, assignments or [], chosen, words(only), directory)
         comparison.preflight(planned, resources)
+        slots = side_by_side.room_here(parallel, resources, console)
     except PbflError as error:
         raise ended(error, REFUSED) from None
 
     with running(KEPT):
-        failed = comparison.make(planned, comparison.starter(source, resources, console))
+        failed = side_by_side.make(planned, slots, source, resources, console)
         shown = comparison.with_finished(planned, runs, assignments or [], chosen, directory)
         found = comparison_table.rows(shown, by)
         groups = comparison_table.groups(shown, by)
@@ -226,7 +231,7 @@ def list_(
         if markdown and (topic is not Topic.keys or word):
             raise PbflError("--markdown: allowed with pbfl list keys alone")
         if markdown:
-            print(catalogue.keys_page(), end="")
+            document(catalogue.keys_page())
         elif topic is Topic.runs:
             _list_runs(Path(word or "runs"))
         elif topic is Topic.keys:

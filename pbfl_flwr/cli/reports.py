@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pbfl_flwr.cli.common import REFUSED, By, ended, predictor
+from pbfl_flwr.cli.common import GIVEN, REFUSED, By, ended, predictor
 from pbfl_flwr.errors import PbflError, expanded, reading
 from pbfl_flwr.experiments.figures import kilobytes, say, screen
 
@@ -16,7 +16,9 @@ def report(
     runs: Annotated[
         list[Path], typer.Argument(metavar="RUN...", help="Run directories, or directories of runs.")
     ],
-    out: Annotated[Path, typer.Option("--out", help="The page that is written.")] = Path("report.html"),
+    out: Annotated[Path, typer.Option("--out", click_type=GIVEN, help="The page that is written.")] = Path(
+        "report.html"
+    ),
     by: By = "",
     png: Annotated[bool, typer.Option("--png", help="Write the pictures as PNG files too.")] = False,
     allowed: Annotated[

@@ -10,12 +10,14 @@ import typer
 
 from pbfl_flwr.cli.common import (
     FAILED,
+    GIVEN,
     KEPT,
     AppDirectory,
     Assignments,
     By,
     EngineName,
     Gpus,
+    Parallel,
     WhichEngine,
     Workers,
     app_for,
@@ -55,15 +57,19 @@ def reproduce(
     by: By = "",
     assignments: Assignments = None,
     out: Annotated[
-        Path | None, typer.Option("--out", help="Where runs and table go; default runs/<table>-<scale>.")
+        Path | None,
+        typer.Option(
+            "--out", click_type=GIVEN, help="Where runs and table go; default runs/<table>-<scale>."
+        ),
     ] = None,
+    parallel: Parallel = 1,
     gpus_per_client: Gpus = 0.0,
     workers: Workers = None,
     engine: WhichEngine = EngineName.flower,
     app_dir: AppDirectory = None,
 ) -> None:
     """Make a published table again and print it beside the paper's; started again, it goes on where it stopped."""
-    from pbfl_flwr.experiments import compare, reproduction_table
+    from pbfl_flwr.experiments import compare, reproduction_table, side_by_side
     from pbfl_flwr.experiments import reproduce as reproduction
     from pbfl_flwr.flower.placement import Resources
 
@@ -86,6 +92,7 @@ def reproduce(
             raise PbflError("no block can be run; the lines above say why")
         runs = [run for of_block in planned.values() for run in of_block]
         compare.preflight(runs, resources)
+        slots = side_by_side.room_here(parallel, resources, console)
     except PbflError as error:
         raise ended(error) from None
     for line in reproduction.changes(paper, planned):
@@ -101,7 +108,7 @@ def reproduce(
         return text
 
     with running(KEPT):
-        failed = compare.make(runs, compare.starter(source, resources, console), table)
+        failed = side_by_side.make(runs, slots, source, resources, console, table)
         text, unwritten = table(), compare.no_tables(runs)
     ending = concluded(console, text, f"{directory / 'table.md'} and table.csv", failed, unwritten)
     raise typer.Exit(FAILED) if missing else ending

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from pbfl_flwr.cli.common import (
+    GIVEN,
     KEPT,
     AppDirectory,
     By,
     EngineName,
     Gpus,
+    Parallel,
     Preset,
     WhichEngine,
     Workers,
@@ -40,12 +41,12 @@ def sweep(
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", help="Where runs and table go; default runs/sweep-<preset>-<keys>-<fixed values>."
+            "--out",
+            click_type=GIVEN,
+            help="Where runs and table go; default runs/sweep-<preset>-<keys>-<fixed values>.",
         ),
     ] = None,
-    parallel: Annotated[
-        int, typer.Option("--parallel", min=1, help="Runs at once, as far as memory, CPUs and GPUs allow.")
-    ] = 1,
+    parallel: Parallel = 1,
     by: By = "",
     gpus_per_client: Gpus = 0.0,
     workers: Workers = None,
@@ -55,8 +56,7 @@ def sweep(
     """Run every combination of the values and print one table; started again, it goes on where it stopped."""
     from pbfl_flwr.experiments import compare, comparison_table, side_by_side
     from pbfl_flwr.experiments import sweep as sweeping
-    from pbfl_flwr.flower.memory import available_memory
-    from pbfl_flwr.flower.placement import Machine, Resources
+    from pbfl_flwr.flower.placement import Resources
 
     console = screen()
     resources = Resources(1, gpus_per_client, workers, engine is EngineName.processes)
@@ -66,13 +66,10 @@ def sweep(
         directory = expanded(out or sweeping.directory(preset, swept)).absolute()
         planned = sweeping.plans(swept, directory)
         compare.preflight(planned, resources)
-        slots = side_by_side.room(parallel, available_memory(), Machine.here(resources), resources)
+        slots = side_by_side.room_here(parallel, resources, console)
     except PbflError as error:
         raise ended(error) from None
     title = f"Sweep over {', '.join(swept.swept) or 'seeds'}"
-    if len(slots) < parallel:
-        what = "memory, CPUs and GPUs have" if gpus_per_client else "memory and CPUs have"
-        say(console, f"--parallel {parallel}: {what} room for {len(slots)}", "yellow")
     say(console, f"{sum(not compare.finished(run) for run in planned)} of {len(planned)} runs are to be made")
 
     def table(_: compare.Planned | None = None) -> str:
@@ -83,15 +80,6 @@ def sweep(
         return sheet.markdown() if found else ""
 
     with running(KEPT):
-        if len(slots) == 1:
-            failed = compare.make(planned, compare.starter(source, resources, console), table)
-        else:
-            failed = side_by_side.make_side_by_side(
-                planned,
-                slots,
-                lambda run, slot: side_by_side.command(run, source, replace(resources, workers=slot.workers)),
-                lambda line: say(console, line),
-                table,
-            )
+        failed = side_by_side.make(planned, slots, source, resources, console, table)
         text, unwritten = table(), compare.no_tables(planned)
     raise concluded(console, text, f"{directory}: table as .md, .csv and .tex", failed, unwritten)

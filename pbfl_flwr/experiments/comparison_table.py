@@ -28,6 +28,11 @@ from pbfl_flwr.experiments.tables import paper_scalars, unknown_lines
 from pbfl_flwr.flower.files import write_atomically
 from pbfl_flwr.flower.history import RunDirectory
 
+BALANCED = ("balanced accuracy", "macro-F1")
+BALANCE_NOTE = (
+    "Balanced accuracy and macro-F1, the mean F1 score of the classes, give every class the same weight: last round, "
+    "by the predictor of the row, over the test samples of all clients together."
+)
 PLAIN = (
     "headline",
     "scored",
@@ -54,6 +59,10 @@ FURTHER = (
     "new_clients_sd",
     "majority",
     "new_clients_majority",
+    "balanced",
+    "balanced_sd",
+    "macro_f1",
+    "macro_f1_sd",
 )
 
 
@@ -64,7 +73,7 @@ class Row:
     Attributes:
         label: of the runs.
         headline: their predictor, or the one that was asked for instead.
-        seeds, rounds: how many seeds, and how many rounds each.
+        runs, rounds: how many finished runs, one a seed, and how many rounds each.
         last, best: headline accuracies (sample-weighted, %), one a seed in which it was scored.
         others: predictor -> last accuracies.
         chosen: the same at the validation-chosen round; empty without validation data.
@@ -81,11 +90,12 @@ class Row:
         few: predictor -> over how many of the clients its accuracies are, see :func:`.accuracies.few_clients`.
         moment: when clients were scored, before or after their training.
         clients: how many the accuracies are to be over: those that take part and do not lie.
+        balanced, macro_f1: the same accuracies with every class the same weight; empty without per-class.
     """
 
     label: str
     headline: str
-    seeds: int
+    runs: int
     rounds: int
     last: list[float]
     best: list[float]
@@ -105,6 +115,13 @@ class Row:
     few: Mapping[str, str] = field(default_factory=dict)
     moment: str = ""
     clients: int = 0
+    balanced: list[float] = field(default_factory=list)
+    macro_f1: list[float] = field(default_factory=list)
+
+    @property
+    def seeds(self) -> int:
+        """Over how many seeds the accuracies are."""
+        return len(self.last)
 
     @property
     def plain_paper(self) -> str:
@@ -138,6 +155,8 @@ class Row:
             plain(self.best)[1],
             *(figure for values in accuracies for figure in plain(values)),
             *(plain(values)[0] for values in shares),
+            *plain(self.balanced),
+            *plain(self.macro_f1),
         ]
 
 
@@ -191,6 +210,7 @@ def _row(label: str, runs: Sequence[RunDirectory], by: str) -> Row:
         few_clients(zip(abouts, all_scores, strict=True)),
         str(abouts[0]["moment"]),
         len(honest(abouts[0])),
+        *([100 * f.last[1][key] for f in scored if key in f.last[1]] for key in ("balanced", "macro_f1")),
     )
 
 
@@ -204,7 +224,7 @@ def table(title: str, found: Sequence[Row], by: str = "") -> Sheet:
     """
     names = [name for name in PREDICTORS if any(name in row.others for row in found)]
     chosen, new = any(row.chosen for row in found), any(row.new for row in found)
-    twice = any(row.other for row in found)
+    twice, counted = any(row.other for row in found), any(row.balanced for row in found)
     moments, lengths = unlike(found)
     head = [
         "run",
@@ -214,7 +234,8 @@ def table(title: str, found: Sequence[Row], by: str = "") -> Sheet:
     ]
     head += ["last", "best (on test data)", *(["validation-chosen"] if chosen else [])]
     head += ["at the other moment"] if twice else []
-    head += ["std over clients", "worst decile", *(["new clients"] if new else []), *names]
+    head += ["std over clients", "worst decile", *(BALANCED if counted else [])]
+    head += [*(["new clients"] if new else []), *names]
     head += ["payload up", "payload down", "all bytes a round", "paper's scalars", "s a round"]
     lines = []
     for row in found:
@@ -224,12 +245,13 @@ def table(title: str, found: Sequence[Row], by: str = "") -> Sheet:
         cells += [figure(row.chosen)] if chosen else []
         cells += [figure(row.other)] if twice else []
         cells += [figure(row.spread), figure(row.worst)]
+        cells += [figure(row.balanced), figure(row.macro_f1)] if counted else []
         cells += [figure(row.new)] if new else []
         cells += [figure(row.others.get(name, [])) for name in names]
         cells += [kilobytes(row.up), kilobytes(row.down), kilobytes(row.total), paper_scalars(row.paper)]
         lines.append((*cells, f"{row.seconds:.1f}"))
     rounds = sorted({row.rounds for row in found})
-    note = f"Rounds: {', '.join(map(str, rounds))}. Seeds: {max((row.seeds for row in found), default=0)}. "
+    note = f"Rounds: {', '.join(map(str, rounds))}. Seeds: {max((row.runs for row in found), default=0)}. "
     note += (
         "The columns named after predictors are last-round accuracies; payload is a round's mean over all "
     )
@@ -244,6 +266,11 @@ def unlike(found: Sequence[Row]) -> tuple[bool, bool]:
     return len({row.moment for row in found}) > 1, len({row.rounds for row in found}) > 1
 
 
+def _half_scored(found: Sequence[Row]) -> list[str]:
+    """Return of each row whose accuracies are over some of its seeds alone over how many they are."""
+    return [f"{row.label}, {row.seeds} of {row.runs} seeds" for row in found if 0 < row.seeds < row.runs]
+
+
 def remarks(found: Sequence[Row]) -> list[str]:
     """Return what is to be said below a table: over whom it is, what other moments, new clients and skew mean.
 
@@ -253,7 +280,9 @@ def remarks(found: Sequence[Row]) -> list[str]:
     return [
         *([MOMENT_NOTE] if unlike(found)[0] else []),
         *unscored_lines((row.label, row.headline) for row in found if not row.last),
+        *([f"Not scored in every seed: {'; '.join(half)}."] if (half := _half_scored(found)) else []),
         *few_lines([(row.label, row.few) for row in found]),
+        *([BALANCE_NOTE] if any(row.balanced for row in found) else []),
         *([OTHER_NOTE] if any(row.other for row in found) else []),
         *([NEW_NOTE] if any(row.new for row in found) else []),
         *majority_lines(share for row in found for share in row.majority),

@@ -1,8 +1,10 @@
 """Numbers and lines as people read them."""
 
 import os
+import sys
 import textwrap
 from collections.abc import Iterable, Sequence
+from typing import IO
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
@@ -21,6 +23,11 @@ class Screen(Console):
         for text, style, control in super().render(renderable, options):
             yield Segment(text if control else printable(text), style, control)
 
+    def on_broken_pipe(self) -> None:
+        """Print nothing more, since nobody reads it; the command goes on: a run must not end with its reader."""
+        _silence(self.file)
+        self.quiet = True
+
 
 def screen(*, stderr: bool = False) -> Console:
     """Return where a command prints; lines break for a terminal alone, what is piped has whole ones."""
@@ -32,6 +39,21 @@ def screen(*, stderr: bool = False) -> Console:
 def say(console: Console, text: str, style: str = "") -> None:
     """Print text as it is: no markup, no colours by guess, no line breaks of ours."""
     console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def document(text: str) -> None:
+    """Print a document for other programs, without control characters; nothing more of it once nobody reads it."""
+    try:
+        print(printable(text), end="", flush=True)
+    except BrokenPipeError:
+        _silence(sys.stdout)
+
+
+def _silence(file: IO[str]) -> None:
+    """Let what is written to a closed pipe go nowhere, also what Python still holds of it when it ends."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, file.fileno())
+    os.close(nowhere)
 
 
 def hang(console: Console, head: str, text: str, indent: int, style: str = "bold") -> None:

@@ -24,12 +24,14 @@ class Follower:
         run_dir: the run's.
         num_rounds: T.
         console: where the lines go.
+        name: what they begin with, where others write there, too.
     """
 
-    def __init__(self, run_dir: Path, num_rounds: int, console: Console) -> None:
+    def __init__(self, run_dir: Path, num_rounds: int, console: Console, name: str = "") -> None:
         self._run = RunDirectory(run_dir)
         self._num_rounds = num_rounds
         self._console = console
+        self._begin = f"{name}: " if name else ""
         self._tail = Tail(run_dir / "rounds.jsonl")
         self._newcomers = Tail(run_dir / NEWCOMERS)
         self._newcomers.read()  # those of an earlier end of the run
@@ -45,9 +47,9 @@ class Follower:
         if not self._headline and (self._run.path / "run.json").exists():
             about = self._run.read()
             self._headline, self._everybody = about["headline"], len(honest(about))
-            say(self._console, introduction(about))
+            self._say(introduction(about))
             if liars := about.get("malicious"):
-                say(self._console, announced(about["configuration"]["attack"], liars), "yellow")
+                self._say(announced(about["configuration"]["attack"], liars), "yellow")
         for line in self._tail.read():
             if line not in self._seen:
                 self._seen.add(line)
@@ -57,25 +59,24 @@ class Follower:
         if (waiting := self._run.waiting()) != self._waiting:
             self._waiting = waiting
             if waiting:
-                say(self._console, f"  {waiting}", "dim")
+                self._say(f"  {waiting}", "dim")
 
     def _newcomer(self, line: Mapping[str, Any]) -> None:
         text = f"new clients, round {line['round'] - line['after']} of their own"
         seconds = f"{line['seconds']['total']:.1f} s{then(line, self._headline)}"
-        say(self._console, f"{text}  {score_of(line, self._headline)}  {seconds}")
+        self._say(f"{text}  {score_of(line, self._headline)}  {seconds}")
         self._failures(line)
 
     def _round(self, line: Mapping[str, Any]) -> None:
         self._seconds.append(line["seconds"]["total"])
         left = median(self._seconds[-5:]) * (self._num_rounds - line["round"])
-        say(
-            self._console,
+        self._say(
             f"{round_line(line, self._num_rounds, self._headline, self._everybody)}  left {clock(left)}",
         )
         for note in line.get("notes", []):
             if note not in self._notes:  # once a run is enough; the history has every round's
                 self._notes.add(note)
-                say(self._console, f"  note: {note}", "yellow")
+                self._say(f"  note: {note}", "yellow")
         self._failures(line)
 
     def _failures(self, line: Mapping[str, Any]) -> None:
@@ -83,7 +84,10 @@ class Follower:
         for failure in [*line["failures"], *line.get("final", {}).get("failures", [])]:
             by_reason.setdefault(failure["reason"], []).append(str(failure.get("name", failure["client"])))
         for reason, who in by_reason.items():
-            say(self._console, f"  {clients_named(who)} failed: {reason}", "yellow")
+            self._say(f"  {clients_named(who)} failed: {reason}", "yellow")
+
+    def _say(self, text: str, style: str = "") -> None:
+        say(self._console, f"{self._begin}{text}", style)
 
 
 class Tail:

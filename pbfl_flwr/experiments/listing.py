@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from collections.abc import Iterable, Sequence
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from pbfl_flwr.errors import PbflError, reading
+from pbfl_flwr.errors import PbflError, Unreadable, reading
 from pbfl_flwr.experiments import watch
 from pbfl_flwr.experiments.accuracies import scores
 from pbfl_flwr.experiments.narrow import print_blocks
@@ -36,7 +37,7 @@ class Listed:
         done, wanted: rounds.
         headline: the predictor that it reports.
         last: headline accuracy, sample-weighted, a share; None where it was not scored.
-        state: running, unfinished, stopped, finished, failed or damaged.
+        state: running, unfinished, stopped, finished, failed, damaged or unreadable.
     """
 
     path: Path
@@ -71,7 +72,7 @@ def is_run(path: Path) -> bool:
 
 
 def runs_in(directory: Path, depth: int = 1) -> list[Path]:
-    """Return the run directories in a directory, by name.
+    """Return the run directories in a directory, by name, and those that may not be entered and could be some.
 
     Args:
         directory: no run itself.
@@ -83,7 +84,7 @@ def runs_in(directory: Path, depth: int = 1) -> list[Path]:
         return []
     found = []
     for folder in folders:
-        if is_run(folder):
+        if is_run(folder) or not os.access(folder, os.X_OK):
             found.append(folder)
         elif depth > 1 and not folder.name.startswith("."):
             found += runs_in(folder, depth - 1)
@@ -91,10 +92,12 @@ def runs_in(directory: Path, depth: int = 1) -> list[Path]:
 
 
 def listed(path: Path) -> Listed:
-    """Return how a run stands; one whose files cannot be read is damaged."""
+    """Return how a run stands, also of one that is damaged or may not be read."""
     try:
         with reading(str(path)):
             return _listed(watch.look(path, time.time()))
+    except Unreadable:
+        return Listed(path, state="unreadable")
     except PbflError:
         return Listed(path)
 
@@ -147,14 +150,15 @@ def for_a_report(paths: Iterable[Path]) -> tuple[list[Path], list[str]]:
     runs: list[Path] = []
     others: list[Path] = []
     unfinished: list[Path] = []
+    unreadable: list[Path] = []
     given = list(paths)
     for path in given:
         if is_run(path):
             runs.append(path)
         elif inside := runs_in(path):
-            done = [run for run in inside if listed(run).state == "finished"]
-            runs += done
-            unfinished += [run for run in inside if run not in done]
+            for run in inside:
+                kinds = {"finished": runs, "unreadable": unreadable}
+                kinds.get(listed(run).state, unfinished).append(run)
         elif deeper := list(dict.fromkeys(str(run.parent) for run in runs_in(path, DEPTH))):
             raise PbflError(f"'{path}' holds no run itself; name one of these: {', '.join(deeper)}")
         elif len(given) > 1 and path.exists():
@@ -163,7 +167,7 @@ def for_a_report(paths: Iterable[Path]) -> tuple[list[Path], list[str]]:
             runs.append(path)  # who reads it says what is wrong
     lines = [
         f"left out, {why}: {', '.join(map(str, which))}"
-        for why, which in (("not finished", unfinished), ("no run", others))
+        for why, which in (("not finished", unfinished), ("cannot be read", unreadable), ("no run", others))
         if which
     ]
     if not runs:

@@ -139,6 +139,10 @@ def markdown(
     }[paper.spread]
     lines = [f"**{paper.title}**, {titled(f'scale {scale}', by)}", "", f"{paper.paper}. {paper.table}", ""]
     lines += [f"Accuracy in %, {over}, {paper.round} round is compared, {spread}.", ""]
+    if scale == "small":
+        lines += ["At scale small our figures are not comparable with the paper's.", ""]
+    if by:
+        lines += [f"Ours are all by {by}, the paper's by what each method predicts with.", ""]
     for name, runs in planned.items():
         lines += [_table(paper, name, [row for row in found if row.block == name], runs).markdown()]
     lines += [f"**{name}** was left out: {why}" for name, why in missing.items()] + [""] * bool(missing)

@@ -10,12 +10,18 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rich.console import Console
+
 from pbfl_flwr.errors import PbflError, writing
+from pbfl_flwr.experiments import compare, configuration
 from pbfl_flwr.experiments.compare import INTERRUPTED, Planned, refused, to_make
+from pbfl_flwr.experiments.figures import say
+from pbfl_flwr.experiments.following import Follower
 from pbfl_flwr.experiments.runner import interruptible
+from pbfl_flwr.flower.memory import available_memory
 from pbfl_flwr.flower.placement import Machine, Resources, Slot, slots
 from pbfl_flwr.flower.processes import Processes, deaf
 
@@ -24,6 +30,7 @@ WORKER_MB = 350
 PROCESS_MB = (
     600  # of --engine processes, where the command serves, and trains itself if it has no worker beside it
 )
+LOG = "pbfl.log"
 POLL_SECONDS = 0.5
 CLEARING_SECONDS = 60.0  # an interrupted run stops Flower and ends its processes, the last of them by force
 
@@ -67,11 +74,54 @@ def command(run: Planned, app: Path, resources: Resources) -> list[str]:
     return words
 
 
+def room_here(wanted: int, wishes: Resources, console: Console) -> list[Slot]:
+    """Return what each of the runs that are made at once on this machine gets, and say if they are fewer than wanted.
+
+    Raises:
+        PbflError: see :func:`room`.
+    """
+    shared = room(wanted, available_memory(), Machine.here(wishes), wishes)
+    if len(shared) < wanted:
+        what = "memory, CPUs and GPUs have" if wishes.gpus_per_client else "memory and CPUs have"
+        say(console, f"--parallel {wanted}: {what} room for {len(shared)}", "yellow")
+    return shared
+
+
+def make(
+    planned: Sequence[Planned],
+    shared: Sequence[Slot],
+    app: Path,
+    resources: Resources,
+    console: Console,
+    after: Callable[[Planned], object] = lambda run: None,
+) -> list[str]:
+    """Make the runs that are not finished, in this process or beside each other, and return what failed.
+
+    Args:
+        planned: in the order in which they are made.
+        shared: what each of those that are made at once gets; a single one is made here.
+        app: directory of the Flower app.
+        resources: of the workers of each run.
+        console: where the lines go.
+        after: called after every run that was made.
+
+    Raises:
+        KeyboardInterrupt: if this process or one of the runs was interrupted.
+    """
+    if len(shared) == 1:
+        return compare.make(planned, compare.starter(app, resources, console), after)
+
+    def command_of(run: Planned, slot: Slot) -> list[str]:
+        return command(run, app, replace(resources, workers=slot.workers))
+
+    return make_side_by_side(planned, shared, command_of, console, after)
+
+
 def make_side_by_side(
     planned: Sequence[Planned],
     shared: Sequence[Slot],
     command_of: Callable[[Planned, Slot], Sequence[str]],
-    tell: Callable[[str], None],
+    console: Console,
     after: Callable[[Planned], object] = lambda run: None,
 ) -> list[str]:
     """Make the runs that are not finished, several at once, and return what failed.
@@ -83,7 +133,7 @@ def make_side_by_side(
         planned: in the order in which they are started.
         shared: what each of those that are made at once gets.
         command_of: the command line of a run in a slot.
-        tell: takes a line when a run starts and ends.
+        console: where a line goes when a run starts and ends, and for each of its rounds.
         after: called after every run that was made.
 
     Raises:
@@ -98,22 +148,29 @@ def make_side_by_side(
             waiting += [] if to_make(run) is None else [run]
         except PbflError as error:
             failed.append(refused(run, error))
+    names = _names(planned)
     with interruptible():
         try:
             while waiting or running:
                 while waiting and free:
                     run, slot = waiting.pop(0), free.pop(0)
-                    tell(f"{run.directory.name}: started, see {run.directory / 'pbfl.log'}")
-                    running.append(_start(run, command_of(run, slot), slot))
+                    name = names[run.directory]
+                    say(console, f"{name}: started, see {run.directory / LOG}")
+                    rounds = configuration.check(run.wishes).run.num_server_rounds
+                    follower = Follower(run.directory, rounds, console, name)
+                    running.append(_start(run, command_of(run, slot), slot, follower))
                 for one in running[:]:
-                    if (code := one.process.poll()) is None:
+                    code = one.process.poll()
+                    one.follower.look()
+                    if code is None:
                         continue
                     one.processes.close()
                     running.remove(one)
                     free.append(one.slot)
                     if code == INTERRUPTED:
                         raise KeyboardInterrupt
-                    tell(f"{one.run.directory.name}: {'failed' if code else 'finished'}")
+                    said = f"failed, see {one.run.directory / LOG}" if code else "finished"
+                    say(console, f"{names[one.run.directory]}: {said}", "red" if code else "")
                     failed += [one.run.name] if code else []
                     after(one.run)
                 time.sleep(POLL_SECONDS)
@@ -121,6 +178,14 @@ def make_side_by_side(
             with deaf():
                 _end(running)
     return failed
+
+
+def _names(planned: Sequence[Planned]) -> dict[Path, str]:
+    """Return directory -> what its lines begin with: its path below what all runs have in common."""
+    if not planned:
+        return {}
+    common = os.path.commonpath([run.directory.parent for run in planned])
+    return {run.directory: str(run.directory.relative_to(common)) for run in planned}
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,17 +196,19 @@ class _Running:
     slot: Slot
     process: subprocess.Popen[bytes]
     processes: Processes
+    follower: Follower
 
 
-def _start(run: Planned, words: Sequence[str], slot: Slot) -> _Running:
+def _start(run: Planned, words: Sequence[str], slot: Slot, follower: Follower) -> _Running:
     cards = {"CUDA_VISIBLE_DEVICES": slot.cards} if slot.cards else {}
     with writing(run.directory):
         run.directory.mkdir(parents=True, exist_ok=True)
-        log = (run.directory / "pbfl.log").open("ab")
+        log = (run.directory / LOG).open("ab")
     processes = Processes()
     with log:
         environment = {**os.environ, **cards, "COLUMNS": "160"}
-        return _Running(run, slot, processes.start(words, Path.cwd(), environment, log), processes)
+        process = processes.start(words, Path.cwd(), environment, log)
+        return _Running(run, slot, process, processes, follower)
 
 
 def _end(running: Sequence[_Running]) -> None:

@@ -72,7 +72,7 @@ def summary_sheet(groups: Sequence[Group], title: str = "Accuracy and fairness")
         ]
         if new:
             cells.append(figure([100 * a for r in group.records if (a := r.newcomer_accuracy()) is not None]))
-        seeds = str(len(group.records))
+        seeds = str(sum(bool(_shown(record)) for record in group.records))
         scored = [group.first.moment] if moments else []
         rows.append((group.label, group.first.predictor, *scored, seeds, rounds, *cells))
     columns = (

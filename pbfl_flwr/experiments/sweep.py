@@ -19,7 +19,7 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import configuration
 from pbfl_flwr.experiments.accuracies import titled
 from pbfl_flwr.experiments.compare import Planned, finished, plan, repeated
-from pbfl_flwr.experiments.comparison_table import FURTHER, PLAIN, Row, remarks, unlike
+from pbfl_flwr.experiments.comparison_table import BALANCED, FURTHER, PLAIN, Row, remarks, unlike
 from pbfl_flwr.experiments.figures import kilobytes
 from pbfl_flwr.experiments.sheets import Sheet, figure
 from pbfl_flwr.flower.files import write_atomically
@@ -147,6 +147,7 @@ def table(sweep: Sweep, found: Sequence[Row], planned: Sequence[Planned], title:
     """
     names = [name for name in PREDICTORS if any(name in row.others for row in found)]
     twice, new = any(row.other for row in found), any(row.new for row in found)
+    counted = any(row.balanced for row in found)
     moments, _ = unlike(found)
     head = [
         *sweep.swept,
@@ -156,14 +157,17 @@ def table(sweep: Sweep, found: Sequence[Row], planned: Sequence[Planned], title:
         "best (on test data)",
     ]
     head += ["at the other moment"] if twice else []
-    head += ["std over clients", "worst decile", *(["new clients"] if new else []), *names]
+    head += ["std over clients", "worst decile", *(BALANCED if counted else [])]
+    head += [*(["new clients"] if new else []), *names]
     head += ["payload up", "payload down", "all bytes a round", "rounds", "seeds", "s a round"]
     lines = []
     for row in found:
         cells = [*(_text(value) for value in sweep.values[row.label]), row.headline]
         cells += [row.moment] if moments else []
         cells += [figure(row.last), figure(row.best), *([figure(row.other)] if twice else [])]
-        cells += [figure(row.spread), figure(row.worst), *([figure(row.new)] if new else [])]
+        cells += [figure(row.spread), figure(row.worst)]
+        cells += [figure(row.balanced), figure(row.macro_f1)] if counted else []
+        cells += [figure(row.new)] if new else []
         cells += [figure(row.others.get(name, [])) for name in names]
         cells += [kilobytes(row.up), kilobytes(row.down), kilobytes(row.total)]
         lines.append((*cells, str(row.rounds), str(row.seeds), f"{row.seconds:.1f}"))

@@ -255,7 +255,9 @@ def test_a_predictor_that_one_seed_lacks_is_not_said_to_be_unscored(tmp_path: Pa
     runs = [write_run(tmp_path / f"a{seed}", [line], seed=seed) for seed, line in enumerate((full, without))]
     runs += [write_run(tmp_path / f"b{seed}", [full], seed=seed, method="local") for seed in (0, 1)]
     groups = records.load(runs, by="global")
-    notes = summary_sheet(groups).notes
+    sheet = summary_sheet(groups)
+    notes, seeds = sheet.notes, sheet.columns.index("seeds")
+    assert [row[seeds] for row in sheet.rows] == ["1", "2"]
     assert "Not scored in every seed, so not shown: fedproto." in notes
     assert not [note for note in notes if note.startswith("Never scored")]
     notes = paired_sheet(groups).notes
