@@ -85,15 +85,6 @@ _RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 # In the order of client ids, modulo; those with htfe, htm or htc in their names are HtFLlib's, in its order.
 FAMILIES: dict[str, tuple[str, ...]] = {
     "heterogeneous-4": ("resnet8", "mobilenet-v2", "shufflenet-v2", "efficientnet-b0"),  # Ht0 of HtFLlib
-    "htfe-sen-2": ("harcnn-2-1", "harcnn-2-2"),
-    "htfe-sen-3": ("harcnn-2-1", "harcnn-2-2", "harcnn-2-3"),
-    "htfe-sen-5": ("harcnn-2-1", "harcnn-2-2", "harcnn-2-3", "harcnn-1-1", "harcnn-3-1"),
-    "htfe-sen-8": (
-        *("harcnn-2-1", "harcnn-2-2", "harcnn-2-3"),
-        *("harcnn-1-1", "harcnn-1-2", "harcnn-1-3", "harcnn-3-1", "harcnn-3-2"),
-    ),
-    "res34-htc-img-4": ("resnet34", "resnet34+512", "resnet34+256", "resnet34+128"),
-    "sensor-4": ("har-cnn", "har-resnet", "har-gru", "harcnn-2-1"),
     "htfe-img-2": ("cnn4", "resnet18"),
     "htfe-img-3": ("resnet10", "resnet18", "resnet34"),
     "htfe-img-4": ("cnn4", "googlenet", "mobilenet-v2", "resnet18"),
@@ -105,12 +96,21 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     ),
     "htfe-img-9": ("resnet4", "resnet6", "resnet8", "resnet10", *_RESNETS),
     "htm-img-10": ("cnn4", "googlenet", "mobilenet-v2", *_RESNETS, "vit-b-16", "vit-b-32"),
+    "res34-htc-img-4": ("resnet34", "resnet34+512", "resnet34+256", "resnet34+128"),
+    "htfe-sen-2": ("harcnn-2-1", "harcnn-2-2"),
+    "htfe-sen-3": ("harcnn-2-1", "harcnn-2-2", "harcnn-2-3"),
+    "htfe-sen-5": ("harcnn-2-1", "harcnn-2-2", "harcnn-2-3", "harcnn-1-1", "harcnn-3-1"),
+    "htfe-sen-8": (
+        *("harcnn-2-1", "harcnn-2-2", "harcnn-2-3"),
+        *("harcnn-1-1", "harcnn-1-2", "harcnn-1-3", "harcnn-3-1", "harcnn-3-2"),
+    ),
     "htfe-txt-2": ("fasttext", "text-logistic"),
     "htfe-txt-4": ("fasttext", "text-logistic", "lstm", "bilstm"),
     "htfe-txt-5-1": tuple(f"transformer-8-{layers}" for layers in (1, 2, 4, 8, 16)),
     "htfe-txt-5-2": tuple(f"transformer-{heads}-4" for heads in (1, 2, 4, 8, 16)),
     "htfe-txt-5-3": tuple(f"transformer-{both}-{both}" for both in (1, 2, 4, 8, 16)),
     "htfe-txt-6": ("fasttext", "lstm", "bilstm", "transformer-8-2", "text-logistic", "gru"),
+    "sensor-4": ("har-cnn", "har-resnet", "har-gru", "harcnn-2-1"),
     "small-4": ("cnn4", "resnet4", "resnet6", "resnet8"),
     "table-4": ("mlp", "mlp-500", "mlp-1000-500", "mlp-1000-500-200"),  # widths of HtFLlib's MLPs
     "text-2": ("fasttext", "textcnn"),
@@ -225,6 +225,6 @@ def unknown(item: str) -> str:
     close = difflib.get_close_matches(item.lower(), [*FAMILIES, *ARCHITECTURES], n=1)
     hint = f"; did you mean '{close[0]}'?" if close else ";"
     return (
-        f"unknown model '{item}'{hint} allowed are the families {', '.join(FAMILIES)}, the models that "
-        "'pbfl list models' lists, my_package.module:function, or a comma list"
+        f"unknown model '{item}'{hint} allowed are the families and models that 'pbfl list models' "
+        "lists, my_package.module:function, or a comma list"
     )

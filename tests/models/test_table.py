@@ -73,7 +73,11 @@ def test_clients_take_the_list_in_turn() -> None:
     [
         (
             "resnet-8",
-            ["unknown model 'resnet-8'", "did you mean 'resnet8'?", "heterogeneous-4", "pbfl list models"],
+            [
+                "unknown model 'resnet-8'",
+                "did you mean 'resnet8'?",
+                "families and models that 'pbfl list models' lists",
+            ],
         ),
         ("smal-4", ["did you mean 'small-4'?"]),
         ("HtFE-img-8", ["did you mean 'htfe-img-8'?"]),
