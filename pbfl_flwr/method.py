@@ -222,6 +222,10 @@ class Method(ABC, Generic[StateT, DownT, UpT]):
         """Return what the log of a round says about the server's half."""
         return {}
 
+    def remedy(self, client: Client) -> str:
+        """Return what else helps a client whose upload has numbers without bounds; empty if nothing is known."""
+        return ""
+
     def forewarnings(self, num_rounds: int) -> list[str]:
         """Return what a person should hear before a run of so many rounds begins; empty if all is well."""
         return []

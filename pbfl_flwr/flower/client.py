@@ -40,7 +40,6 @@ from pbfl_flwr.methods import build_method
 from pbfl_flwr.payloads import Payload, RejectedPayload
 from pbfl_flwr.prototypes.attacks import attacked
 from pbfl_flwr.scoring import Scores, evaluate
-from pbfl_flwr.task import Task
 from pbfl_flwr.training import REMEDY, Diverged
 
 CLIENT_FAULT = 2  # Flower's code for "the ClientApp raised an exception"
@@ -161,7 +160,7 @@ def _trained(opened: Opened, message: Message) -> Message:
             evaluated = time.perf_counter() - started
     started = time.perf_counter()
     trained = method.local_update(client, down)
-    _check_usable(trained.payload, method, client.task)
+    _check_usable(trained.payload, method, client)
     update = attacked(opened.settings, client, trained)
     fitted = time.perf_counter() - started
     predictors = method.predictors(replace(client, memory=update.memory), down)
@@ -185,16 +184,17 @@ def _trained(opened: Opened, message: Message) -> Message:
     return Message(wire.content(payload, report.to_record()), reply_to=message)
 
 
-def _check_usable(upload: Payload, method: Method[Any, Any, Any], task: Task) -> None:
+def _check_usable(upload: Payload, method: Method[Any, Any, Any], client: Client) -> None:
     """Refuse here what the server would refuse: a network whose numbers are without bounds is not worth storing.
 
     Raises:
         Diverged: saying which numbers.
     """
     try:
-        method.up.from_tensors(upload.to_tensors(), task)
+        method.up.from_tensors(upload.to_tensors(), client.task)
     except RejectedPayload as error:
-        raise Diverged(f"its upload would be refused: {error}; {REMEDY}") from None
+        remedies = ", or ".join(filter(None, (REMEDY, method.remedy(client))))
+        raise Diverged(f"its upload would be refused: {error}; {remedies}") from None
 
 
 @contextmanager

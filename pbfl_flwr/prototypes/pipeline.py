@@ -25,6 +25,7 @@ from pbfl_flwr import seeds
 from pbfl_flwr.config import Settings
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client, Method, Moment, Nearest, Predictor, Round, Update, head_scores
+from pbfl_flwr.models import has_batch_norm
 from pbfl_flwr.payloads import Prototypes, RejectedPayload, Reveal, joined, under
 from pbfl_flwr.prototypes import aggregation, distillation, scaling, sums
 from pbfl_flwr.prototypes.alignment import align
@@ -296,6 +297,13 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
     def report(self, state: PipelineState) -> dict[str, float]:
         """Figures of the last aggregation: solver, margin, training, ages."""
         return dict(state.figures)
+
+    def remedy(self, client: Client) -> str:
+        """Prototypes of features in evaluation need statistics that BatchNorm has only after some batches."""
+        in_evaluation = self.stages.collect in ("post", "before")
+        return (
+            "collect = 'trajectory' with BatchNorm" if in_evaluation and has_batch_norm(client.model) else ""
+        )
 
     def forewarnings(self, num_rounds: int) -> list[str]:
         """What has no effect, and whether the pull is towards a multiple of what the features are."""
