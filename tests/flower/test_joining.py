@@ -232,6 +232,8 @@ def test_m_is_who_has_joined_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     nodes = sites(tmp_path, "a", "b", "c")
     begun(tmp_path, nodes, {1: [0, 1], 3: [2]}, num_clients=20)
     assert seen == [2, 2, 3]
+    begun(tmp_path, nodes, {1: [0, 1, 2]}, num_clients=20, num_server_rounds=4, resume=True, min_clients=0)
+    assert seen[3:] == [3]
 
 
 def test_who_joins_during_the_last_round_is_scored(tmp_path: Path) -> None:
