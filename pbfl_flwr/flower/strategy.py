@@ -372,7 +372,11 @@ class MethodStrategy(Strategy):
         assert self._phase is not None
         outcome = self._read(list(replies))
         self._need_success(self._phase, outcome)
-        final = self.history[-1]["final"] = final_scores(self._phase, outcome)
+        line = self.history[-1]
+        final = line["final"] = final_scores(self._phase, outcome)
+        if found := self._attendance.notes() if self._attendance else []:  # of who came since the training
+            line["notes"] += found
+            telling.of_notes(line["round"], found)
         self._clients["final"] = client_columns(server_round, self._phase, outcome)
         return MetricRecord({f"accuracy-{name}": of["weighted"] for name, of in final["accuracy"].items()})
 
