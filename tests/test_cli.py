@@ -551,6 +551,9 @@ def test_a_directory_that_may_not_be_entered_is_in_the_list(
     assert "runs/other" not in pbfl("list", "runs").stdout
     keep_away(Path("runs/other"), monkeypatch)
     assert "runs/other" in pbfl("list", "runs").stdout
+    hidden.rename(tmp_path / "runs" / ".other")
+    keep_away(Path("runs/.other"), monkeypatch)
+    assert "runs/.other" not in pbfl("list", "runs").stdout
 
 
 def test_show_of_something_else(tmp_path: Path) -> None:
