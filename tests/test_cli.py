@@ -116,6 +116,24 @@ def test_what_cannot_run_is_one_line(arguments: list[str], said: str) -> None:
     assert len(result.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["clean", "--yes"],
+        ["clean", "--yes", "runs"],
+        ["show"],
+        ["watch", "--once"],
+        ["report"],
+        ["report", "runs"],
+    ],
+)
+def test_a_path_without_a_name_is_not_the_current_directory(words: list[str]) -> None:
+    """``pbfl clean --yes "$DIR"`` with a variable that is not set."""
+    result = pbfl(*words, "")
+    said = "error: '': allowed is a path, . for the current directory\n"
+    assert (result.exit_code, result.stderr) == (2, said)
+
+
 @pytest.mark.skipif(os.name != "posix", reason="the home directory is HOME's or that of /etc/passwd")
 @pytest.mark.parametrize(
     "command",
@@ -551,6 +569,9 @@ def test_a_directory_that_may_not_be_entered_is_in_the_list(
     assert "runs/other" not in pbfl("list", "runs").stdout
     keep_away(Path("runs/other"), monkeypatch)
     assert "runs/other" in pbfl("list", "runs").stdout
+    hidden.rename(tmp_path / "runs" / ".other")
+    keep_away(Path("runs/.other"), monkeypatch)
+    assert "runs/.other" not in pbfl("list", "runs").stdout
 
 
 def test_show_of_something_else(tmp_path: Path) -> None:

@@ -264,12 +264,25 @@ side_by_side.make_side_by_side(runs, [Slot(1)] * 2, command, Console())
     assert nothing_is_left(tmp_path)
 
 
+def test_a_run_that_cannot_begin_keeps_no_other_from_it(tmp_path: Path) -> None:
+    runs = planned(tmp_path, 3)
+    runs[0].directory.touch()
+    made: list[int] = []
+    failed = side_by_side.make_side_by_side(
+        runs,
+        [Slot(1)] * 2,
+        lambda run, slot: [sys.executable, "-c", ""],
+        quiet(),
+        lambda run: made.append(run.seed),
+    )
+    assert failed == [f"all, seed 0: {runs[0].directory} cannot be written (File exists)"]
+    assert sorted(made) == [1, 2]
+
+
 def test_a_finished_run_with_other_keys_is_not_taken_for_this_one(tmp_path: Path) -> None:
     (run, _) = sweep.plans(sweep.read(None, ["seed=0,1", "num-server-rounds=1"]), tmp_path)
     write_run(run.directory, [entry(1, 0.5, 0.5)])  # two clients, d = 4
-    (failed,) = side_by_side.make_side_by_side(
-        [run], [Slot(1)], lambda run, slot: ["false"], lambda line: None
-    )
+    (failed,) = side_by_side.make_side_by_side([run], [Slot(1)], lambda run, slot: ["false"], quiet())
     assert failed.startswith("all, seed 0: ")
     assert "all-seed0 was made with num-clients = 2, feature-dim = 4; allowed are" in failed
 

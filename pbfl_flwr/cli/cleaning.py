@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from pbfl_flwr.cli.common import ended
+from pbfl_flwr.cli.common import GIVEN, ended
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.figures import hang, kilobytes, say, screen
 
@@ -18,6 +18,7 @@ def clean(
         list[Path] | None,
         typer.Argument(
             metavar="[DIR...]",
+            click_type=GIVEN,
             help="Runs, directories of runs, a device's state directory; default runs, and <home>/runs and /state.",
         ),
     ] = None,

@@ -34,7 +34,7 @@ class _Given(click.Path):
         self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None
     ) -> str | bytes | os.PathLike[str]:
         if not os.fspath(value):
-            option = "" if param is None else f"{param.opts[0]} "
+            option = f"{param.opts[0]} " if isinstance(param, click.Option) else ""
             raise ended(PbflError(f"{option}'': allowed is a path, . for the current directory"))
         return super().convert(value, param, ctx)
 
@@ -77,7 +77,7 @@ WhichEngine = Annotated[
 AppDirectory = Annotated[
     Path | None, typer.Option("--app", help="Directory of the Flower app; default this package's checkout.")
 ]
-RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
+RunDir = Annotated[Path, typer.Argument(metavar="RUN", click_type=GIVEN, help="A run directory.")]
 NewRunDir = Annotated[
     Path | None,
     typer.Option(

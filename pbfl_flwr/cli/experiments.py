@@ -124,7 +124,9 @@ def run(
 
 
 def show(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, or a directory of runs.")],
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", click_type=GIVEN, help="A run directory, or a directory of runs.")
+    ],
     form: Annotated[
         Form,
         typer.Option(

@@ -14,7 +14,8 @@ from pbfl_flwr.experiments.figures import kilobytes, say, screen
 
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Run directories, or directories of runs.")
+        list[Path],
+        typer.Argument(metavar="RUN...", click_type=GIVEN, help="Run directories, or directories of runs."),
     ],
     out: Annotated[Path, typer.Option("--out", click_type=GIVEN, help="The page that is written.")] = Path(
         "report.html"

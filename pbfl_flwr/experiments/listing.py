@@ -84,9 +84,10 @@ def runs_in(directory: Path, depth: int = 1) -> list[Path]:
         return []
     found = []
     for folder in folders:
-        if is_run(folder) or not os.access(folder, os.X_OK):
+        hidden = folder.name.startswith(".")
+        if is_run(folder) or not (hidden or os.access(folder, os.X_OK)):
             found.append(folder)
-        elif depth > 1 and not folder.name.startswith("."):
+        elif depth > 1 and not hidden:
             found += runs_in(folder, depth - 1)
     return found
 

@@ -100,6 +100,17 @@ class Record:
         """The K names; numbers where clients gave none."""
         return label_names(self.about)
 
+    @cached_property
+    def _names(self) -> dict[int, str]:
+        return {member["client"]: member["name"] for member in self.about["clients"] if member.get("name")}
+
+    def called(self, client: int) -> str:
+        """Return what a client is called in every run: its name, or its number if it has none.
+
+        A device with a name may have another number in another run.
+        """
+        return self._names.get(client, str(client))
+
     def accuracies(self, predictor: str | None = None) -> dict[int, float]:
         """Return client -> share of correct test samples in the last round, of the clients that were scored.
 
@@ -216,12 +227,14 @@ def same_data(one: Record, other: Record) -> bool:
     return np.array_equal(one.counts, other.counts)
 
 
-def mean_over_seeds(group: Group, seeds: Iterable[int]) -> dict[int, float]:
-    """Return client -> last accuracy, mean over those runs, of the clients that all of them scored."""
-    runs = group.by_seed()
-    each = [runs[seed].accuracies() for seed in seeds]
-    shared = set.intersection(*(set(found) for found in each)) if each else set()
-    return {client: fmean(found[client] for found in each) for client in sorted(shared)}
+def mean_over_seeds(group: Group, seeds: Iterable[int]) -> dict[str, float]:
+    """Return what a client is called -> last accuracy, mean over those runs, of the clients that all of them scored."""
+    each = [
+        {run.called(client): share for client, share in sorted(run.accuracies().items())}
+        for run in map(group.by_seed().__getitem__, seeds)
+    ]
+    first = each[0] if each else {}
+    return {who: fmean(found[who] for found in each) for who in first if all(who in found for found in each)}
 
 
 def _labels(groups: Sequence[tuple[Record, ...]]) -> list[str]:

@@ -238,16 +238,18 @@ def cost_sheet(groups: Sequence[Group]) -> Sheet:
 
 def client_sheet(groups: Sequence[Group]) -> Sheet:
     """Return a row a client: who it is, what it holds, and its last accuracy in every run."""
-    accuracies = [group.first.accuracies() for group in groups]
-    members: dict[int, Mapping[str, Any]] = {}
-    for group in groups:
-        for member in group.first.about["clients"]:
-            members.setdefault(member["client"], member)
+    accuracies: list[dict[str, float]] = []
+    members: dict[str, Mapping[str, Any]] = {}
+    for record in (group.first for group in groups):
+        accuracies.append({record.called(client): share for client, share in record.accuracies().items()})
+        for member in record.about["clients"]:
+            members.setdefault(record.called(member["client"]), member)
     rows = []
-    for client, member in sorted(members.items()):
-        last = (f"{100 * found[client]:.2f}" if client in found else "-" for found in accuracies)
-        who = (str(client), str(member.get("name") or ""), str(member["architecture"]), str(member["device"]))
-        rows.append((*who, str(member["num_train"]), str(member["num_test"]), *last))
+    for called, member in sorted(members.items(), key=lambda item: int(item[1]["client"])):
+        last = (f"{100 * found[called]:.2f}" if called in found else "-" for found in accuracies)
+        who = (str(member["client"]), str(member.get("name") or ""))
+        what = (str(member["architecture"]), str(member["device"]))
+        rows.append((*who, *what, str(member["num_train"]), str(member["num_test"]), *last))
     if not any(row[1] for row in rows):
         rows = [(row[0], *row[2:]) for row in rows]
     named = ("name",) if any(member.get("name") for member in members.values()) else ()
@@ -261,7 +263,7 @@ def client_sheet(groups: Sequence[Group]) -> Sheet:
         *(f"{group.label}, %" for group in groups),
     )
     note = (
-        f"{accuracy_by(groups[0].by).capitalize()} in the last round; networks, devices and sample counts are "
+        f"{accuracy_by(groups[0].by).capitalize()} in the last round; numbers, networks, devices and sample counts are "
         "those of the first run that has the client."
     )
     return Sheet("Clients", columns, tuple(rows), (note,), text_columns=0)

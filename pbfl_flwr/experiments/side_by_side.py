@@ -155,10 +155,15 @@ def make_side_by_side(
                 while waiting and free:
                     run, slot = waiting.pop(0), free.pop(0)
                     name = names[run.directory]
-                    say(console, f"{name}: started, see {run.directory / LOG}")
                     rounds = configuration.check(run.wishes).run.num_server_rounds
                     follower = Follower(run.directory, rounds, console, name)
-                    running.append(_start(run, command_of(run, slot), slot, follower))
+                    try:
+                        running.append(_start(run, command_of(run, slot), slot, follower))
+                    except PbflError as error:
+                        failed.append(refused(run, error))
+                        free.append(slot)
+                        continue
+                    say(console, f"{name}: started, see {run.directory / LOG}")
                 for one in running[:]:
                     code = one.process.poll()
                     one.follower.look()

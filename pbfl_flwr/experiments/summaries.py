@@ -129,11 +129,11 @@ def paired_sheet(groups: Sequence[Group], title: str = "Paired comparison") -> S
         seeds = sorted(set(one.by_seed()) & set(other.by_seed()))
         odd = "; ".join(_unlike(one, other, seeds))
         first, second = mean_over_seeds(one, seeds), mean_over_seeds(other, seeds)
-        if clients := sorted(set(first) & set(second)):
-            found = paired([first[client] for client in clients], [second[client] for client in clients])
+        if clients := [who for who in first if who in second]:
+            found = paired([first[who] for who in clients], [second[who] for who in clients])
             rows.append((label, "clients", found, odd))
         common = [(one.by_seed()[seed], other.by_seed()[seed]) for seed in seeds]
-        if any(a.honest != b.honest or a.scored != b.scored for a, b in common):
+        if any(_over(a) != _over(b) for a, b in common):
             told.setdefault(OTHER_CLIENTS, []).append(label)
         elif len(seeds) > 1 and _scored(one) and _scored(other):
             last = [[_last(group, seed) for seed in seeds] for group in (one, other)]
@@ -197,6 +197,11 @@ def _paired_row(row: tuple[str, str, Paired, str], adjusted: float | None) -> tu
         f"{found.better} / {found.equal} / {found.worse}",
         "; ".join(remarks),
     )
+
+
+def _over(record: Record) -> list[set[str]]:
+    """Return over which clients a run's accuracies may be, and over which the last one is."""
+    return [{record.called(client) for client in clients} for clients in (record.honest, record.scored)]
 
 
 def _unlike(one: Group, other: Group, seeds: Sequence[int]) -> list[str]:

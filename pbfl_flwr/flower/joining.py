@@ -41,6 +41,8 @@ class Joining:
         """
         if not self.has_room(roster):
             raise PbflError(f"the run has all its num-clients = {self.num_clients} clients already")
+        if member.simulated:
+            raise PbflError("simulated clients are there when their run begins")
         if member.name:
             free = next(number for number in range(self.num_clients) if number not in roster.members)
             member = replace(member, client=free)

@@ -358,7 +358,7 @@ class MethodStrategy(Strategy):
         """
         assert self.task is not None, "begin(task) or prepare(grid) comes first"
         run = self.settings.run
-        M = len(self.participants.members) if run.min_clients and self.roster else run.participants
+        M = len(self.participants.members) if self.roster else run.participants
         at = Round(server_round, self.task, M, run.seed, dict(shares or {}))
         if list(uploads) != sorted(uploads):
             uploads = dict(sorted(uploads.items()))
@@ -372,7 +372,11 @@ class MethodStrategy(Strategy):
         assert self._phase is not None
         outcome = self._read(list(replies))
         self._need_success(self._phase, outcome)
-        final = self.history[-1]["final"] = final_scores(self._phase, outcome)
+        line = self.history[-1]
+        final = line["final"] = final_scores(self._phase, outcome)
+        if found := self._attendance.notes() if self._attendance else []:  # of who came since the training
+            line["notes"] += found
+            telling.of_notes(line["round"], found)
         self._clients["final"] = client_columns(server_round, self._phase, outcome)
         return MetricRecord({f"accuracy-{name}": of["weighted"] for name, of in final["accuracy"].items()})
 

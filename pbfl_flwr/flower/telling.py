@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from logging import INFO, WARNING
 from typing import Any
 
@@ -22,7 +22,7 @@ def before_start(settings: Settings, method: Method[Any, Any, Any], num_rounds: 
         INFO,
         "%s: %s clients, %s, d=%s",
         method.name,
-        run.num_clients,
+        f"{run.min_clients} to {run.num_clients}" if run.min_clients else run.num_clients,
         models.models,
         models.feature_dim,
     )
@@ -59,8 +59,13 @@ def of_round(line: Mapping[str, Any], phase: Phase, outcome: Outcome) -> None:
         )
     for client, reason in outcome.failures.items():
         log(WARNING, "round %s: client %s failed: %s", number, phase.called(client), reason)
-    for note in line["notes"]:
-        log(WARNING, "round %s: %s", number, note)
+    of_notes(number, line["notes"])
+
+
+def of_notes(server_round: int, notes: Iterable[str]) -> None:
+    """Say what is to be noted of a round."""
+    for note in notes:
+        log(WARNING, "round %s: %s", server_round, note)
 
 
 def after_round(line: Mapping[str, Any], headline: str, num_rounds: int) -> None:

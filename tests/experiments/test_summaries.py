@@ -9,6 +9,7 @@ import pytest
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import records
 from pbfl_flwr.experiments.accuracies import scores
+from pbfl_flwr.experiments.report import client_sheet
 from pbfl_flwr.experiments.summaries import paired_sheet, summary_sheet
 from tests.runs import entry, over, write_run
 
@@ -165,6 +166,41 @@ def test_seeds_are_not_compared_where_other_clients_were_scored(tmp_path: Path) 
 
     assert pairs(tmp_path / "all", [0, 2], [0, 1]) == [("clients", "2"), ("seeds", "2")]
     assert pairs(tmp_path / "one", [0], [1]) == [("clients", "1")]
+
+
+def test_devices_with_names_are_paired_by_name(tmp_path: Path) -> None:
+    """Those that join are numbered as they come, in another order in every run."""
+
+    def named(place: str, names: str, correct: list[int], **keys: object) -> Path:
+        path = run(tmp_path / place, 0.5, correct, **keys)
+        about = json.loads((path / "run.json").read_text())
+        for member, name in zip(about["clients"], names, strict=True):
+            member["name"] = name
+        (path / "run.json").write_text(json.dumps(about))
+        return path
+
+    runs = [named("a0", "xy", [1, 3]), named("a1", "yx", [3, 0], seed=1)]
+    runs += [
+        named("b0", "yx", [3, 1], method="tinyproto"),
+        named("b1", "xy", [0, 3], seed=1, method="tinyproto"),
+    ]
+    groups = records.load(runs)
+    # of 4 test samples each: x 1 and 0, y 3 and 3
+    assert [records.mean_over_seeds(group, [0, 1]) for group in groups] == [
+        {"x": 0.125, "y": 0.75},
+        {"y": 0.75, "x": 0.125},
+    ]
+    rows = [
+        dict(zip(sheet.columns, row, strict=True)) for sheet in [paired_sheet(groups)] for row in sheet.rows
+    ]
+    assert [(row["over"], row["better / equal / worse"]) for row in rows] == [
+        ("clients", "0 / 2 / 0"),
+        ("seeds", "0 / 2 / 0"),
+    ]
+    assert [row[:2] + row[-2:] for row in client_sheet(groups).rows] == [
+        ("0", "x", "25.00", "25.00"),
+        ("1", "y", "75.00", "75.00"),
+    ]
 
 
 def test_a_last_accuracy_is_over_the_clients_of_its_round(tmp_path: Path) -> None:

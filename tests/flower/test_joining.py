@@ -88,6 +88,11 @@ def test_somebody_joins_whatever_the_method(tmp_path: Path, method: str) -> None
     assert found.strategy.history[1]["failures"] == []
 
 
+def test_the_log_says_how_many_there_may_be(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    begun(tmp_path, sites(tmp_path, "a", "b"), {1: [0, 1]}, num_clients=5, num_server_rounds=1)
+    assert "fedproto: 2 to 5 clients, cnn4" in caplog.text
+
+
 def test_a_device_with_a_number_keeps_it(tmp_path: Path) -> None:
     nodes = sites(tmp_path, 0, 3, "x", 2)
     found = begun(tmp_path, nodes, {1: [0, 1], 2: [2, 3]}, method="fesem")
@@ -232,6 +237,8 @@ def test_m_is_who_has_joined_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     nodes = sites(tmp_path, "a", "b", "c")
     begun(tmp_path, nodes, {1: [0, 1], 3: [2]}, num_clients=20)
     assert seen == [2, 2, 3]
+    begun(tmp_path, nodes, {1: [0, 1, 2]}, num_clients=20, num_server_rounds=4, resume=True, min_clients=0)
+    assert seen[3:] == [3]
 
 
 def test_who_joins_during_the_last_round_is_scored(tmp_path: Path) -> None:
@@ -240,11 +247,15 @@ def test_who_joins_during_the_last_round_is_scored(tmp_path: Path) -> None:
     found = begun(tmp_path, nodes, {1: [0, 1], 2: [2]}, **keys)
     (line,) = found.strategy.history
     assert line["final"]["accuracy"]["head"]["clients"] == 3
+    assert "client c has joined the run" in line["notes"]
+    assert "client c has joined the run" in RunDirectory(tmp_path / "run").rounds()[0]["notes"]
     assert len(RunDirectory(tmp_path / "run").read()["clients"]) == 3
 
 
 def member(client: int | str, **said: Any) -> Member:
-    return Member.from_reply(9, ConfigRecord({**hello(0, TASK), **said, "client": client}))
+    return Member.from_reply(
+        9, ConfigRecord({**hello(0, TASK), "simulated": False, **said, "client": client})
+    )
 
 
 def anything(roster: Roster) -> None:
@@ -255,6 +266,7 @@ def anything(roster: Roster) -> None:
     ("taken", "client", "said", "reason"),
     [
         ([0, 1, 2], "x", {}, "the run has all its num-clients = 3 clients already"),
+        ([0], 1, {"simulated": True}, "simulated clients are there when their run begins"),
         ([0], 3, {}, "allowed are client-ids 0 to 2, since num-clients = 3"),
         (["a"], 0, {}, r"number 0 \(of client-ids a and 0\) is used by two nodes"),
         ([0], 1, {"feature-dim": 5}, "clients disagree in feature-dim d: client 0 has 4, 1 has 5"),

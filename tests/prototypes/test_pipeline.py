@@ -73,6 +73,14 @@ def client(counts: list[int] = [3, 2, 0, 0]) -> Client:  # noqa: B006
     return Client(0, 2, TASK, build_model("cnn2", TASK, 0), data, parse({}).training)
 
 
+def test_what_else_helps_against_boundless_prototypes_is_named_where_it_does() -> None:
+    plain = client()  # of cnn2
+    normed = replace(plain, model=build_model("resnet4", TASK, 0))
+    named = {collect: method(collect=collect).remedy(normed) for collect in ("post", "before", "trajectory")}
+    assert named["post"] == named["before"] == "collect = 'trajectory' with BatchNorm"
+    assert named["trajectory"] == method(collect="post").remedy(plain) == ""
+
+
 # All combinations -------------------------------------------------------------------------------------------
 
 
