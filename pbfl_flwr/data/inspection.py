@@ -12,13 +12,10 @@ from numpy.typing import NDArray
 from pbfl_flwr.config import DataSettings, parse
 from pbfl_flwr.data import DATASETS, kind_of, names_file, own_pool, partition, read_names
 from pbfl_flwr.data.contract import Pool
+from pbfl_flwr.data.windows import mixed_up
 from pbfl_flwr.errors import expanded
 
 LARGE = 100.0  # of a feature; networks want inputs around 1
-ROUGH = (
-    4.0  # times smoother in another order: UCI HAR is 27 and 29 times where axes were mixed up, 0.1 where not
-)
-SHORTEST_SERIES = 16
 BAR = 40
 _ROWS_AT_A_TIME = 4096
 
@@ -189,35 +186,9 @@ def _warnings(
             )
         if constant := int((low == high).sum()):
             found.append(f"{constant} of {low.size} values of an input are the same in every sample")
-        if mixed := _mixed_up(pool):
-            found.append(mixed)
+    if mixed := mixed_up(pool):
+        found.append(mixed)
     return found
-
-
-def _mixed_up(pool: Pool) -> str:
-    """Return what to say of windows (C, L) that change more from reading to reading than in another order of axes."""
-    shape = tuple(side for side in pool.input_shape if side != 1)
-    if len(shape) != 2 or max(shape) < SHORTEST_SERIES:
-        return ""
-    windows = pool.inputs[:: max(1, len(pool.inputs) // 256)].reshape(-1, *shape)
-    channels, length = shape
-
-    def change(readings: NDArray[Any], axis: int) -> float:
-        return float(np.square(np.diff(readings, axis=axis)).mean())
-
-    other = {
-        "x.transpose(0, 2, 1)": change(windows, 1),
-        f"x.reshape(-1, {length}, {channels}).transpose(0, 2, 1)": change(
-            windows.reshape(-1, length, channels), 1
-        ),
-    }
-    remedy = min(other, key=lambda order: other[order])
-    if change(windows, 2) <= ROUGH * other[remedy]:
-        return ""
-    return (
-        f"inputs are read as windows (channels, length), {channels} of {length} readings, and neighbouring readings "
-        f"are far less alike than in {remedy}: were times and channels mixed up?"
-    )
 
 
 def _shown(names: tuple[str, ...] | list[str], most: int = 20) -> str:
