@@ -17,39 +17,42 @@ ARCHITECTURES: dict[str, str] = {
     "bilstm": "BiLSTM for token ids: one layer of width d in each direction, hidden layer d over both last states.",
     "cnn2": "CNN of FedProto and GFPL: 5x5 convolutions to 10 and 20 channels, hidden layer d; from 16x16 pixels.",
     "cnn4": "4-layer CNN (FedAvgCNN): 5x5 convolutions to 32 and 64 channels, hidden layer d; from 16x16 pixels.",
-    "efficientnet-b0": "EfficientNet-B0 of torchvision, no pretrained weights; a = 1280, 4,007,548 body parameters.",
+    "efficientnet-b0": "EfficientNet-B0 of torchvision, no pretrained weights; last layer 1280, "
+    "4,007,548 body parameters.",
     "fasttext": "FastText for token ids: the mean embedding of all places, padding included, hidden layer d.",
-    "googlenet": "GoogLeNet of torchvision, no auxiliary heads; from 15x15 pixels; a = 1024, "
+    "googlenet": "GoogLeNet of torchvision, no auxiliary heads; from 15x15 pixels; last layer 1024, "
     "5,599,904 body parameters.",
     "gru": "GRU for token ids: two layers of width d, dropout 0.2; the state after the last token.",
     "har-cnn": "1-D CNN for sensor windows (channels, length): 32, 64 and 128 channels, hidden layer d.",
     "har-gru": "GRU for sensor windows: 64 units over pairs of readings, mean over time, LayerNorm, hidden layer d.",
-    "har-resnet": "1-D residual network for sensor windows: blocks of 32, 64 and 128 channels; a = 128.",
+    "har-resnet": "1-D residual network for sensor windows: blocks of 32, 64 and 128 channels; last layer 128.",
     "harcnn": "HtFLlib's HARCNN for sensor windows: blocks and stride in its name (harcnn-2-1), averaged to d.",
     "lstm": "LSTM for token ids: two layers of width d, dropout 0.2; the ReLU of the state after the last token.",
     "mlp": "Perceptron for tables: hidden layers of the widths in its name (mlp-500-200), hidden layer d.",
     "mlp5": "5-layer perceptron: flattened input-16-8-4-d, classifier; d = 2 shows prototypes in the plane.",
-    "mobilenet-v2": "MobileNetV2 of torchvision, no pretrained weights; a = 1280, 2,223,872 body parameters.",
-    "resnet4": "ResNet-4: stem and one residual block of width 64; a = 64.",
-    "resnet6": "ResNet-6: stem and residual blocks of width 64 and 128; a = 128.",
-    "resnet8": "ResNet-8: stem and residual blocks of width 64, 128 and 256; a = 256, 1,232,704 body parameters.",
-    "resnet10": "ResNet-10: stem and residual blocks of width 64, 128, 256 and 512; a = 512, "
+    "mobilenet-v2": "MobileNetV2 of torchvision, no pretrained weights; last layer 1280, 2,223,872 body parameters.",
+    "resnet4": "ResNet-4: stem and one residual block of width 64; last layer 64.",
+    "resnet6": "ResNet-6: stem and residual blocks of width 64 and 128; last layer 128.",
+    "resnet8": "ResNet-8: stem and residual blocks of width 64, 128 and 256; last layer 256, "
+    "1,232,704 body parameters.",
+    "resnet10": "ResNet-10: stem and residual blocks of width 64, 128, 256 and 512; last layer 512, "
     "4,905,792 body parameters.",
-    "resnet18": "ResNet-18 of torchvision, no pretrained weights; a = 512, 11,176,512 body parameters.",
-    "resnet34": "ResNet-34 of torchvision, no pretrained weights; a = 512, 21,284,672 body parameters.",
-    "resnet50": "ResNet-50 of torchvision, no pretrained weights; a = 2048, 23,508,032 body parameters.",
-    "resnet101": "ResNet-101 of torchvision, no pretrained weights; a = 2048, 42,500,160 body parameters.",
-    "resnet152": "ResNet-152 of torchvision, no pretrained weights; a = 2048, 58,143,808 body parameters.",
-    "shufflenet-v2": "ShuffleNetV2 x1.0 of torchvision, no pretrained weights; a = 1024, 1,253,604 body parameters.",
+    "resnet18": "ResNet-18 of torchvision, no pretrained weights; last layer 512, 11,176,512 body parameters.",
+    "resnet34": "ResNet-34 of torchvision, no pretrained weights; last layer 512, 21,284,672 body parameters.",
+    "resnet50": "ResNet-50 of torchvision, no pretrained weights; last layer 2048, 23,508,032 body parameters.",
+    "resnet101": "ResNet-101 of torchvision, no pretrained weights; last layer 2048, 42,500,160 body parameters.",
+    "resnet152": "ResNet-152 of torchvision, no pretrained weights; last layer 2048, 58,143,808 body parameters.",
+    "shufflenet-v2": "ShuffleNetV2 x1.0 of torchvision, no pretrained weights; last layer 1024, "
+    "1,253,604 body parameters.",
     "text-logistic": "Logistic regression for token ids: the mean embedding of all places, padding included, no hidden "
     "layer.",
     "textcnn": "TextCNN for token ids: 100 channels each of width 3, 4 and 5 over embeddings, hidden layer d; "
     "from 5 tokens.",
     "transformer": "Transformer for token ids, transformer-HEADS-LAYERS: width d, perceptrons of 2048; the "
     "output at <cls>.",
-    "vit-b-16": "ViT-B/16 of torchvision: square images of whole 16x16 patches; a = 768, "
+    "vit-b-16": "ViT-B/16 of torchvision: square images of 16x16 patches; last layer 768, "
     "85,651,200 body parameters at 32x32.",
-    "vit-b-32": "ViT-B/32 of torchvision: square images of whole 32x32 patches; a = 768, "
+    "vit-b-32": "ViT-B/32 of torchvision: square images of 32x32 patches; last layer 768, "
     "87,418,368 body parameters at 32x32.",
 }
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -19,7 +20,7 @@ from pbfl_flwr.experiments import compare, comparison_table, side_by_side
 from pbfl_flwr.experiments.configuration import Wishes
 from pbfl_flwr.flower.client import make_client_app
 from pbfl_flwr.flower.history import RunDirectory
-from pbfl_flwr.flower.placement import Slot
+from pbfl_flwr.flower.placement import Resources, Slot
 from pbfl_flwr.flower.strategy import MethodStrategy
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method
 from pbfl_flwr.models import architecture_of
@@ -433,6 +434,21 @@ def test_the_command_refuses_before_it_starts(file: Path, tmp_path: Path) -> Non
     assert not (tmp_path / "out").exists()
 
 
+def test_data_that_look_wrong_are_warned_of_once_before_the_runs(file: Path, tmp_path: Path) -> None:
+    waves = np.sin(np.arange(64) * 0.2 + np.arange(20 * 3).reshape(20, 3, 1) * 1.7)
+    for name, x in (("mixed", waves.transpose(0, 2, 1).reshape(20, 3, 64)), ("right", waves)):
+        np.savez(tmp_path / f"{name}.npz", x=x, y=np.repeat(["run", "walk"], 10))
+    words = ["dataset=npz", "models=har-cnn", "partition=iid", f"data-dir={tmp_path}/mixed.npz"]
+    _, runs = compare.read(str(file))
+    (said,) = compare.preflight(compare.plan(runs, words, [0, 1], [], tmp_path), Resources())
+    assert said.startswith("data: inputs are read as windows (channels, length), 3 of 64 readings")
+    right = [*words[:-1], f"data-dir={tmp_path}/right.npz"]
+    assert compare.preflight(compare.plan(runs, right, [0, 1], [], tmp_path), Resources()) == []
+    for given, there in ((words, True), (right, False)):
+        options = [word for setting in (*given, "num-clients=2") for word in ("--set", setting)]
+        assert (f"# {said}" in pbfl("run", "--dry-run", *options).stdout.splitlines()) == there
+
+
 @pytest.mark.slow
 def test_all_methods_go_through_into_one_table(tmp_path: Path) -> None:
     title, runs = compare.read("all-methods-fashion-mnist")
@@ -560,7 +576,7 @@ def test_a_signal_ends_runs_side_by_side_and_the_same_command_goes_on(
     (tmp_path / "c.toml").write_text(SIDE_BY_SIDE)
     code = (
         "from pbfl_flwr.cli import main; from pbfl_flwr.experiments import side_by_side; "
-        "from pbfl_flwr.flower.placement import Slot; "
+        "from pbfl_flwr.flower.placement import Resources, Slot; "
         "side_by_side.room = lambda wanted, *_: [Slot(1)] * wanted; main()"
     )
     words = [

@@ -193,7 +193,8 @@ def compare(
         directory = expanded(out or Path("runs") / Path(name).stem).absolute()
         chosen = comparison.numbers("--seeds", seeds)
         planned = comparison.plan(runs, assignments or [], chosen, words(only), directory)
-        comparison.preflight(planned, resources)
+        for note in comparison.preflight(planned, resources):
+            say(console, note, "yellow")
         slots = side_by_side.room_here(parallel, resources, console)
     except PbflError as error:
         raise ended(error, REFUSED) from None

@@ -91,7 +91,8 @@ def reproduce(
         if not planned:
             raise PbflError("no block can be run; the lines above say why")
         runs = [run for of_block in planned.values() for run in of_block]
-        compare.preflight(runs, resources)
+        for note in compare.preflight(runs, resources):
+            say(console, note, "yellow")
         slots = side_by_side.room_here(parallel, resources, console)
     except PbflError as error:
         raise ended(error) from None

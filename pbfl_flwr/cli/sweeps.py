@@ -65,7 +65,8 @@ def sweep(
         swept = sweeping.read(preset, assignments or [])
         directory = expanded(out or sweeping.directory(preset, swept)).absolute()
         planned = sweeping.plans(swept, directory)
-        compare.preflight(planned, resources)
+        for note in compare.preflight(planned, resources):
+            say(console, note, "yellow")
         slots = side_by_side.room_here(parallel, resources, console)
     except PbflError as error:
         raise ended(error) from None

@@ -186,8 +186,8 @@ def _warnings(
             )
         if constant := int((low == high).sum()):
             found.append(f"{constant} of {low.size} values of an input are the same in every sample")
-        if (mixed := mixed_up(pool.inputs)) and mixed not in pool.notes:
-            found.append(mixed)
+    if mixed := mixed_up(pool):
+        found.append(mixed)
     return found
 
 

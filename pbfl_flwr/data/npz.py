@@ -16,7 +16,6 @@ from pbfl_flwr.data.contract import Pool, Rows
 from pbfl_flwr.data.files import UNREADABLE, check_memory, given_path
 from pbfl_flwr.data.labels import numbered_classes
 from pbfl_flwr.data.validation import check_labels
-from pbfl_flwr.data.windows import mixed_up
 from pbfl_flwr.errors import PbflError
 
 HAR_LABELS = ("walking", "walking upstairs", "walking downstairs", "sitting", "standing", "laying")
@@ -59,9 +58,7 @@ def _load(settings: DataSettings, path: Path, client_key: str, label_names: tupl
                     f"dataset '{name}': array '{client_key}' has shape {column.shape}; allowed is (N,)"
                 )
             owner = np.unique(column, return_inverse=True)[1].astype(np.int64)
-        inputs = _inputs(arrays["x"], path, name)
-        odd = mixed_up(inputs) if inputs.dtype == np.float32 else ""
-        return Pool(inputs, labels, names, len(labels), owner, notes=(odd,) if odd else ())
+        return Pool(_inputs(arrays["x"], path, name), labels, names, len(labels), owner)
 
     return cached(name, [path], decode, settings.classes)
 

@@ -1,4 +1,4 @@
-"""Windows of sensor readings: whether times and channels are where they should be."""
+"""Windows of sensor readings, and whether their axes are in the right order."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pbfl_flwr.data.contract import Pool
+
 ROUGH = (
-    4.0  # times smoother in another order: UCI HAR is 27 and 29 times with axes mixed up, 0.1 times without
+    4.0  # times smoother in another order: UCI HAR is 27 and 29 times where axes were mixed up, 0.1 where not
 )
 SHORTEST_SERIES = 16
-LOOKED_AT = 256  # windows
 
 
-def mixed_up(inputs: NDArray[Any]) -> str:
-    """Return what to say of windows that change more from reading to reading than in another order of axes.
+def mixed_up(pool: Pool) -> str:
+    """Return what to say of windows (C, L) that change more from reading to reading than in another order of axes.
 
-    Args:
-        inputs: (N, C, L) or (N, C, 1, L); nothing is said of inputs of other shapes, or of few readings.
+    Empty where nothing is to be said: of other inputs, and of windows that look right.
     """
-    shape = tuple(side for side in inputs.shape[1:] if side != 1)
-    if len(shape) != 2 or max(shape) < SHORTEST_SERIES:
+    shape = tuple(side for side in pool.input_shape if side != 1)
+    if pool.inputs.dtype != np.float32 or len(shape) != 2 or max(shape) < SHORTEST_SERIES:
         return ""
-    windows = inputs[:: max(1, len(inputs) // LOOKED_AT)].reshape(-1, *shape)
+    windows = pool.inputs[:: max(1, len(pool.inputs) // 256)].reshape(-1, *shape)
     channels, length = shape
 
     def change(readings: NDArray[Any], axis: int) -> float:

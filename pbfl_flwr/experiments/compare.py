@@ -191,14 +191,21 @@ def with_finished(
     return found
 
 
-def preflight(planned: Sequence[Planned], resources: Resources) -> None:
+def preflight(planned: Sequence[Planned], resources: Resources) -> list[str]:
     """Load the data and try the networks of every different configuration, before any run starts.
+
+    Returns:
+        What looks wrong with the data, a line each.
 
     Raises:
         PbflError: one line on what does not fit.
     """
+    found: dict[str, None] = {}
     for wishes in {str(sorted(run.wishes.values.items())): run.wishes for run in planned}.values():
-        configuration.preflight(configuration.check(wishes), resources)
+        settings = configuration.check(wishes)
+        configuration.preflight(settings, resources)
+        found.update(dict.fromkeys(configuration.suspicions(settings)))
+    return list(found)
 
 
 def named(option: str, words: Sequence[str], known: Iterable[str]) -> list[str]:

@@ -16,6 +16,7 @@ from typing import Any
 from pbfl_flwr.architectures import architecture_of, architectures, check_named
 from pbfl_flwr.config import CHANGEABLE, DataSettings, Scalar, Settings, parse
 from pbfl_flwr.data import DATASETS, Partition, check_data, load_pool
+from pbfl_flwr.data.windows import mixed_up
 from pbfl_flwr.errors import PbflError, expanded, writing
 from pbfl_flwr.experiments.runner import go_on_with, simulated
 from pbfl_flwr.flower.history import RunDirectory
@@ -132,6 +133,12 @@ def preflight(settings: Settings, resources: Resources) -> Partition:
     return partition
 
 
+def suspicions(settings: Settings) -> list[str]:
+    """Return what looks wrong with the data though they can be trained on."""
+    mixed = mixed_up(load_pool(settings.data))
+    return [f"data: {mixed}"] if mixed else []
+
+
 def forewarnings(settings: Settings, wishes: Wishes, partition: Partition) -> list[str]:
     """Return what is said before a run starts: of the data, of keys without effect, of privacy, of the method."""
     method = build_method(settings)
@@ -139,6 +146,7 @@ def forewarnings(settings: Settings, wishes: Wishes, partition: Partition) -> li
     others = [key for key in wishes.values if "." in key and not key.startswith(f"{name}.")]
     return [
         *(f"data: {note}" for note in partition.notes),
+        *suspicions(settings),
         *(f"{key}: without effect, the method is '{name}'" for key in others),
         *(f"privacy: {note}" for note in privacy_notes(settings, method)),
         *(f"{method.name}: {note}" for note in method.forewarnings(settings.run.num_server_rounds)),

@@ -30,7 +30,13 @@ from pbfl_flwr.experiments.figures import kilobytes
 from pbfl_flwr.experiments.records import NEUTRAL, Group, Record
 from pbfl_flwr.experiments.sheets import Sheet
 from pbfl_flwr.experiments.summaries import OTHER_NOTE, paired_sheet, summary_sheet
-from pbfl_flwr.experiments.tables import failure_lines, paper_scalars, settings_line, unknown_lines
+from pbfl_flwr.experiments.tables import (
+    failure_lines,
+    joined_lines,
+    paper_scalars,
+    settings_line,
+    unknown_lines,
+)
 from pbfl_flwr.flower.files import write_atomically
 from pbfl_flwr.flower.history import ERROR
 
@@ -154,6 +160,7 @@ def overviews(groups: Sequence[Group]) -> list[Overview]:
                     f"it ended with: {error.read_text(encoding='utf-8', errors='replace').strip()}"
                 )
             warnings += [f"last round: {note}" for note in record.rounds[-1].get("notes", [])]
+            warnings += joined_lines(record.rounds)
             warnings += failure_lines([*record.rounds, *record.newcomers])
             line = settings_line(record.about, done)
             found.append(Overview(group.label, str(record.path), line, tuple(warnings)))

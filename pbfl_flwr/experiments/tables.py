@@ -74,7 +74,7 @@ def show(run_dir: Path, console: Console) -> None:
             say(console, line)
         for note in rounds[-1].get("notes", []):
             say(console, f"last round: {note}", "yellow")
-        for line in failure_lines([*rounds, *newcomers]):
+        for line in [*joined_lines(rounds), *failure_lines([*rounds, *newcomers])]:
             say(console, line, "yellow")
     wanted, wanted_of_newcomers = about["configuration"]["num-server-rounds"], rounds_of_newcomers(about)
     if len(rounds) < wanted:
@@ -275,6 +275,14 @@ def unknown_lines(counts: Iterable[float | None]) -> list[str]:
     if all(count is not None for count in counts):
         return []
     return ["The paper's count is unknown: there is no formula, or it needs class counts that devices keep."]
+
+
+def joined_lines(rounds: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a line on the devices that joined while the run was under way, if there were any."""
+    found = [f"client {who} in round {entry['round']}" for entry in rounds for who in entry.get("joined", [])]
+    return (
+        [f"joined the run: {', '.join(found)}; accuracies of rounds before are without them"] if found else []
+    )
 
 
 def failure_lines(rounds: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -44,6 +44,7 @@ class Attendance:
             int, tuple[int, int]
         ] = {}  # node -> pause, round from which it may be greeted again
         self._notes: list[str] = []
+        self._joined: list[str] = []
 
     def absent(self, grid: Grid, server_round: int) -> dict[int, str]:
         """Return the clients that cannot be asked and why, having looked for those that came back.
@@ -87,6 +88,7 @@ class Attendance:
         for client, member in self.roster.members.items():
             if client not in before.members:
                 self._notes.append(f"client {member.label} has joined the run")
+                self._joined.append(member.label)
             elif member.node != before.members[client].node:
                 log(INFO, "round %s: client %s is back, on another node", server_round, member.label)
                 self._debts.forget(client)
@@ -109,6 +111,11 @@ class Attendance:
     def notes(self) -> list[str]:
         """Return what there is to say since the last call."""
         found, self._notes = self._notes, []
+        return found
+
+    def joined(self) -> list[str]:
+        """Return the labels of those who have joined since the last call."""
+        found, self._joined = self._joined, []
         return found
 
     def failed(self, clients: Collection[int]) -> None:

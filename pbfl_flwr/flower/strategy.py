@@ -310,6 +310,8 @@ class MethodStrategy(Strategy):
             server_round, phase, outcome, self.method, self.state, self.moment, aggregated, ages
         )
         line["notes"] += self._notes(line, phase, outcome)
+        if self._attendance is not None and (joined := self._attendance.joined()):
+            line["joined"] = joined
         telling.of_round(line, phase, outcome)
         self.history = [entry for entry in self.history if entry["round"] < server_round] + [line]
         self._clients = client_columns(server_round, phase, outcome)

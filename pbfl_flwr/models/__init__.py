@@ -132,8 +132,8 @@ def build_model(name: str, task: Task, seed: int) -> SplitModel:
         seed: of the initial weights.
 
     Raises:
-        PbflError: if the name is unknown, the architecture cannot take the input, or an external model is not
-            there or does not answer ``features`` and ``head``.
+        PbflError: if the name is unknown, the architecture cannot take the input, memory does not suffice, or an
+            external model is not there or does not answer ``features`` and ``head``.
     """
     if is_external(name):
         with seeds.seeded(seed):
@@ -142,10 +142,19 @@ def build_model(name: str, task: Task, seed: int) -> SplitModel:
         (base, sizes), (_, widths) = base_and_sizes(name), body_and_classifier(name)
     except PbflError as error:
         raise PbflError(f"models = '{name}': {error}") from None
-    with seeds.seeded(seed):
-        model = MODELS[base](task, *sizes)
-        if widths:
-            model.head = deeper_head(model.head, widths, task)
+    try:
+        with seeds.seeded(seed):
+            model = MODELS[base](task, *sizes)
+            if widths:
+                model.head = deeper_head(model.head, widths, task)
+    except RuntimeError as error:
+        if "you tried to allocate" not in str(
+            error
+        ):  # of torch's allocator, which has no class of its own for it
+            raise
+        raise PbflError(
+            f"model '{name}': the system has no memory for its weights; allowed is a smaller one"
+        ) from None
     return model
 
 

@@ -11,7 +11,7 @@ SMALLEST_IMAGE = 15  # halved five times, the last pooling still has a pixel
 
 
 def googlenet(task: Task) -> SplitModel:
-    """GoogLeNet of torchvision, no auxiliary heads; from 15x15 pixels; a = 1024, 5,599,904 body parameters.
+    """GoogLeNet of torchvision, no auxiliary heads; from 15x15 pixels; last layer 1024, 5,599,904 body parameters.
 
     As in the references its Dropout(0.2) stands inside the body, so features are noisy in training mode. Initial
     weights are torchvision's truncated normal numbers.

@@ -38,7 +38,7 @@ def har_cnn(task: Task) -> SplitModel:
 
 
 def har_resnet(task: Task) -> SplitModel:
-    """1-D residual network for sensor windows: blocks of 32, 64 and 128 channels; a = 128.
+    """1-D residual network for sensor windows: blocks of 32, 64 and 128 channels; last layer 128.
 
     This project's own design. GroupNorm instead of BatchNorm: a person's few windows, and the mean of several
     people's networks, need no statistics of batches.

@@ -8,7 +8,7 @@ from pbfl_flwr.task import Task
 
 
 def shufflenet_v2(task: Task) -> SplitModel:
-    """ShuffleNetV2 x1.0 of torchvision, no pretrained weights; a = 1024, 1,253,604 body parameters."""
+    """ShuffleNetV2 x1.0 of torchvision, no pretrained weights; last layer 1024, 1,253,604 body parameters."""
     from torchvision import models
 
     channels, _, _ = image_shape("shufflenet-v2", task)

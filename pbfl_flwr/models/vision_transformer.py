@@ -16,7 +16,7 @@ from pbfl_flwr.task import Task
 
 
 def vit_b_16(task: Task) -> SplitModel:
-    """ViT-B/16 of torchvision: square images of whole 16x16 patches; a = 768, 85,651,200 body parameters at 32x32.
+    """ViT-B/16 of torchvision: square images of 16x16 patches; last layer 768, 85,651,200 body parameters at 32x32.
 
     Raises:
         PbflError: if inputs are no such images.
@@ -25,7 +25,7 @@ def vit_b_16(task: Task) -> SplitModel:
 
 
 def vit_b_32(task: Task) -> SplitModel:
-    """ViT-B/32 of torchvision: square images of whole 32x32 patches; a = 768, 87,418,368 body parameters at 32x32.
+    """ViT-B/32 of torchvision: square images of 32x32 patches; last layer 768, 87,418,368 body parameters at 32x32.
 
     Raises:
         PbflError: if inputs are no such images.

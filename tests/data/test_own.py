@@ -188,7 +188,7 @@ def test_what_is_said_of_a_table(tmp_path: Path) -> None:
     assert "1 of 3 values of an input are the same in every sample" in text
 
 
-def test_of_windows_whose_times_and_channels_were_mixed_up_something_is_said(tmp_path: Path) -> None:
+def test_windows_whose_times_and_channels_were_mixed_up_are_warned_of(tmp_path: Path) -> None:
     waves = np.sin(np.arange(64) * 0.2 + np.arange(20 * 3).reshape(20, 3, 1) * 1.7).astype(np.float32)
     readings = waves.transpose(0, 2, 1)
     noise = np.random.default_rng(0).normal(size=(20, 3, 64))
@@ -200,14 +200,12 @@ def test_of_windows_whose_times_and_channels_were_mixed_up_something_is_said(tmp
         "transposed": readings,
         "reshaped": readings.reshape(20, 3, 64),
     }
-    notes = {}
+    warnings = {}
     for name, x in made.items():
         np.savez(tmp_path / f"{name}.npz", x=x, y=np.repeat(["run", "walk"], 10))
-        found = inspect(settings_for(tmp_path / f"{name}.npz"))
-        assert found.warnings == ()
-        notes[name] = found.notes
-    assert notes["right"] == notes["tall"] == notes["noise"] == notes["table"] == ()
-    (transposed,), (reshaped,) = notes["transposed"], notes["reshaped"]
+        warnings[name] = inspect(settings_for(tmp_path / f"{name}.npz")).warnings
+    assert warnings["right"] == warnings["tall"] == warnings["noise"] == warnings["table"] == ()
+    (transposed,), (reshaped,) = warnings["transposed"], warnings["reshaped"]
     assert "64 of 3 readings" in transposed
     assert "than in x.transpose(0, 2, 1):" in transposed
     assert "3 of 64 readings" in reshaped

@@ -75,8 +75,11 @@ def test_a_run_begins_with_some_and_others_join_in_any_round(tmp_path: Path) -> 
     text = StringIO()
     show(tmp_path / "run", Console(width=200, file=text))
     assert "client b has joined the run" in text.getvalue()
+    late = "joined the run: client a in round 2, client b in round 3; accuracies of rounds before are without them"
+    assert late in text.getvalue().splitlines()
     assert {row.split(",")[2] for row in as_csv(tmp_path / "run").splitlines()[1:]} == set("mbza")
     report.write(records.load([tmp_path / "run"]), tmp_path / "report.html")
+    assert late in report.overviews(records.load([tmp_path / "run"]))[0].warnings
 
 
 @pytest.mark.parametrize("method", sorted(METHODS))

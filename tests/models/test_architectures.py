@@ -9,7 +9,7 @@ from torchvision import models
 
 from pbfl_flwr import seeds
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.models import build_model, count_parameters
+from pbfl_flwr.models import MODELS, build_model, count_parameters
 from pbfl_flwr.models.layers import impose_width
 from pbfl_flwr.task import Task
 
@@ -266,6 +266,16 @@ def test_images_of_another_size_are_one_clear_line(name: str, shape: tuple[int, 
     with pytest.raises(PbflError) as caught:
         build_model(name, Task(num_classes=10, feature_dim=50, input_shape=shape), seed=0)
     assert str(caught.value) == f"model '{name}', first layer: expected {expected} (input shape {shape})"
+
+
+def test_a_network_for_which_there_is_no_memory_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = Task(num_classes=10, feature_dim=50, input_shape=GREY)
+    monkeypatch.setitem(MODELS, "mlp", lambda *_: torch.empty(2**60))  # torch itself refuses 4 EiB
+    with pytest.raises(PbflError) as caught:
+        build_model("mlp-9-9", task, seed=0)
+    assert str(caught.value) == (
+        "model 'mlp-9-9': the system has no memory for its weights; allowed is a smaller one"
+    )
 
 
 @pytest.mark.parametrize(
