@@ -69,6 +69,8 @@ class Follower:
 
     def _round(self, line: Mapping[str, Any]) -> None:
         self._seconds.append(line["seconds"]["total"])
+        if line.get("joined"):
+            self._everybody = len(honest(self._run.read()))
         left = median(self._seconds[-5:]) * (self._num_rounds - line["round"])
         self._say(
             f"{round_line(line, self._num_rounds, self._headline, self._everybody)}  left {clock(left)}",

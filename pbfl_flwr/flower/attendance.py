@@ -40,9 +40,8 @@ class Attendance:
         self._debts = Debts()
         self._failed: frozenset[int] = frozenset()
         self._refused: set[str] = set()  # what was said of nodes that are not greeted as clients
-        self._strange: dict[
-            int, tuple[int, int]
-        ] = {}  # node -> pause, round from which it may be greeted again
+        # Of nodes that are no clients: the next pause, and the round from which they may be greeted again.
+        self._strange: dict[int, tuple[int, int]] = {}
         self._notes: list[str] = []
         self._joined: list[str] = []
 
@@ -74,9 +73,8 @@ class Attendance:
         somebody failed, who may have come back there.
         """
         self._strange = {node: when for node, when in self._strange.items() if node in online}
-        resting = (
-            [] if self._failed else [n for n, (_, since) in self._strange.items() if server_round < since]
-        )
+        early = [node for node, (_, since) in self._strange.items() if server_round < since]
+        resting = [] if self._failed else early
         before = self.roster
         self.roster, refused = welcome_back(
             grid, before, online, self._failed, self._experiment, self._patience, self._joining, resting

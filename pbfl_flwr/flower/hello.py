@@ -53,9 +53,9 @@ def wait_for_nodes(
     for _ in looks(timeout, said, hear):
         if len(nodes := joined()) >= wanted:
             return nodes
-    if least is not None and len(nodes) >= least:
-        return nodes
     if least is not None:
+        if len(nodes) >= least:
+            return nodes
         raise PbflError(
             f"min-clients = {least}, but only {len(joined())} nodes joined within {timeout:.0f} s"
         )

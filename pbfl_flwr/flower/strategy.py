@@ -310,8 +310,7 @@ class MethodStrategy(Strategy):
             server_round, phase, outcome, self.method, self.state, self.moment, aggregated, ages
         )
         line["notes"] += self._notes(line, phase, outcome)
-        if self._attendance is not None and (joined := self._attendance.joined()):
-            line["joined"] = joined
+        self._write_joined(line)
         telling.of_round(line, phase, outcome)
         self.history = [entry for entry in self.history if entry["round"] < server_round] + [line]
         self._clients = client_columns(server_round, phase, outcome)
@@ -325,6 +324,10 @@ class MethodStrategy(Strategy):
         for name, found in line["accuracy"].items():
             figures[f"accuracy-{name}"] = found["weighted"]
         return wire.encode(broadcast), figures
+
+    def _write_joined(self, line: dict[str, Any]) -> None:
+        if self._attendance is not None and (joined := self._attendance.joined()):
+            line["joined"] = [*line.get("joined", []), *joined]
 
     def _need_success(self, phase: Phase, outcome: Outcome) -> None:
         """Remember who failed, and end the run if it is to end at the first."""
@@ -379,6 +382,7 @@ class MethodStrategy(Strategy):
         if found := self._attendance.notes() if self._attendance else []:  # of who came since the training
             line["notes"] += found
             telling.of_notes(line["round"], found)
+        self._write_joined(line)
         self._clients["final"] = client_columns(server_round, self._phase, outcome)
         return MetricRecord({f"accuracy-{name}": of["weighted"] for name, of in final["accuracy"].items()})
 

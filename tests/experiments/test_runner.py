@@ -83,6 +83,24 @@ def test_a_round_is_told_once_also_when_the_history_is_cut_and_made_again(tmp_pa
     assert said == ["62.5", "75.0", "87.5"]
 
 
+def test_a_score_is_over_those_who_have_joined_by_then(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [entry(1, 0.25, 0.5)])
+    console = Console(record=True, width=200)
+    follower = Follower(run, 3, console)
+    follower.look()
+    about = json.loads((run / "run.json").read_text())
+    everybody = len(about["clients"])
+    about["clients"].append({**about["clients"][0], "client": everybody})
+    (run / "run.json").write_text(json.dumps(about))
+    joins = {**entry(2, 0.25, 0.5), "joined": ["3"]}
+    for scored in joins["accuracy"].values():
+        scored["clients"] = everybody
+    with (run / "rounds.jsonl").open("a") as file:
+        file.write(json.dumps(joins) + "\n")
+    follower.look()
+    assert f"over {everybody} of {everybody + 1})" in console.export_text()
+
+
 def test_whom_the_server_waits_for_is_told_once(tmp_path: Path) -> None:
     run = RunDirectory(write_run(tmp_path / "run", [entry(1, 0.25, 0.5)]))
     run.waits("left by a server that was killed")

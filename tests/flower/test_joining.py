@@ -252,6 +252,7 @@ def test_who_joins_during_the_last_round_is_scored(tmp_path: Path) -> None:
     assert line["final"]["accuracy"]["head"]["clients"] == 3
     assert "client c has joined the run" in line["notes"]
     assert "client c has joined the run" in RunDirectory(tmp_path / "run").rounds()[0]["notes"]
+    assert RunDirectory(tmp_path / "run").rounds()[0]["joined"] == ["c"]
     assert len(RunDirectory(tmp_path / "run").read()["clients"]) == 3
 
 
