@@ -1,19 +1,25 @@
-"""Stochastic gradient descent over parts of a network, and Adam, by torch's functional forms of them.
+"""Stochastic gradient descent over parts of a network, and Adam and AdamW, by torch's functional forms of them.
 
-The same bits as ``torch.optim.SGD`` and ``torch.optim.Adam``, whose first step, though, imports torch's compiler: some
+The same bits as ``torch.optim.SGD``, ``Adam`` and ``AdamW``, whose first step, though, imports torch's compiler: some
 870 modules, three seconds of a processor. On a device every message has a new process, which would pay for that each
 time.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.optim.adam import adam
+from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
+
+FUSED = ("cpu", "cuda")  # devices with one kernel for a step
+
+State = Mapping[nn.Parameter, Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -31,32 +37,27 @@ class Group:
     max_grad_norm: float = 0.0
 
 
-class Descent:
-    """θ <- θ - η·b with b <- momentum·b + g + weight_decay·θ; a parameter without a gradient stays as it is.
+class Descent(ABC):
+    """Moves parameters along their gradients; one without a gradient stays as it is.
 
     Args:
         groups: every parameter in one of them.
-        momentum: 0 is plain descent, which keeps no b.
         weight_decay: of all groups.
-        buffers: b by parameter, of those that have one already; changed in place.
-        fused: one kernel for a step, which rounds as ``torch.optim.SGD(fused=True)`` does; without it as by default on
-            a CPU.
+        state: what the optimiser keeps of a parameter, by names of its own; of those that have something already.
+        fused: one kernel for a step, which rounds as torch's classes with ``fused=True`` do; without it as they do by
+            default on a CPU.
     """
 
+    keeps: tuple[str, ...]
+    """The names in the state of a parameter."""
+
     def __init__(
-        self,
-        groups: Sequence[Group],
-        momentum: float = 0.0,
-        weight_decay: float = 0.0,
-        buffers: Mapping[nn.Parameter, Tensor] | None = None,
-        *,
-        fused: bool = True,
+        self, groups: Sequence[Group], weight_decay: float, state: State | None, fused: bool
     ) -> None:
         self.groups = list(groups)
-        self.momentum = momentum
         self.weight_decay = weight_decay
-        self.buffers = dict(buffers or {})
-        self._fused = fused
+        self.state = {parameter: dict(kept) for parameter, kept in (state or {}).items()}
+        self.fused = fused
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -74,88 +75,119 @@ class Descent:
         for group in self.groups:
             if group.max_grad_norm > 0:
                 nn.utils.clip_grad_norm_(group.parameters, group.max_grad_norm)
-            self._move(group)
+            moved = {p: p.grad for p in group.parameters if p.grad is not None}
+            if moved:
+                fused = self.fused and next(iter(moved)).device.type in FUSED
+                self._move(list(moved), list(moved.values()), group.learning_rate, fused)
 
-    def _move(self, group: Group) -> None:
-        moved = [parameter for parameter in group.parameters if parameter.grad is not None]
-        if not moved:
-            return
+    @abstractmethod
+    def _move(
+        self, moved: list[nn.Parameter], gradients: list[Tensor], learning_rate: float | Tensor, fused: bool
+    ) -> None:
+        """Move at least one parameter of a group, each along its gradient."""
+
+
+class SGD(Descent):
+    """θ <- θ - η·b with b <- momentum·b + g + weight_decay·θ.
+
+    Args:
+        groups: every parameter in one of them.
+        momentum: 0 is plain descent, which keeps no b.
+        weight_decay: of all groups.
+        state: b as ``momentum``, changed in place.
+        fused: see :class:`Descent`.
+    """
+
+    keeps = ("momentum",)
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        state: State | None = None,
+        *,
+        fused: bool = True,
+    ) -> None:
+        super().__init__(groups, weight_decay, state, fused)
+        self.momentum = momentum
+
+    def _move(
+        self, moved: list[nn.Parameter], gradients: list[Tensor], learning_rate: float | Tensor, fused: bool
+    ) -> None:
         # torch wants the buffers of all or of none; zeros are what a parameter without one starts from.
-        known = [self.buffers.get(parameter) for parameter in moved]
+        known = [self.state[p]["momentum"] if p in self.state else None for p in moved]
         if self.momentum and any(buffer is not None for buffer in known):
             known = [torch.zeros_like(p) if b is None else b for p, b in zip(moved, known, strict=True)]
         sgd(
             list[Tensor](moved),
-            [parameter.grad for parameter in moved if parameter.grad is not None],
+            gradients,
             known if self.momentum else [],
-            fused=self._fused and moved[0].device.type in ("cpu", "cuda"),
+            fused=fused,
             foreach=False,
             weight_decay=self.weight_decay,
             momentum=self.momentum,
-            lr=group.learning_rate,
+            lr=learning_rate,
             dampening=0.0,
             nesterov=False,
             maximize=False,
         )
         if self.momentum:  # the first step has made them
-            self.buffers.update({p: b for p, b in zip(moved, known, strict=True) if b is not None})
+            self.state.update(
+                {p: {"momentum": b} for p, b in zip(moved, known, strict=True) if b is not None}
+            )
 
 
-class AdamDescent:
-    """Adam with its usual β₁ = 0.9, β₂ = 0.999, ε = 1e-8, a parameter without a gradient stays as it is.
+class Adam(Descent):
+    """Adam with its usual β₁ = 0.9, β₂ = 0.999, ε = 1e-8.
 
     Args:
-        parameters: at least one.
-        learning_rate: α.
-        weight_decay: added to the gradient, times the parameter.
-        moments: by parameter, of those that have some already, ``step``, ``exp_avg`` and ``exp_avg_sq``;
-            changed in place.
+        groups: every parameter in one of them.
+        weight_decay: added to the gradient, times the parameter; decoupled it shrinks the parameter by η times that.
+        state: ``step`` (a scalar), ``exp_avg`` and ``exp_avg_sq``, changed in place.
+        decoupled: AdamW.
+        fused: see :class:`Descent`.
     """
+
+    keeps = ("step", "exp_avg", "exp_avg_sq")
 
     def __init__(
         self,
-        parameters: Sequence[nn.Parameter],
-        learning_rate: float,
+        groups: Sequence[Group],
         weight_decay: float = 0.0,
-        moments: Mapping[nn.Parameter, Mapping[str, Tensor]] | None = None,
+        state: State | None = None,
+        *,
+        decoupled: bool = False,
+        fused: bool = True,
     ) -> None:
-        self.parameters = list(parameters)
-        self.learning_rate = learning_rate
-        self.weight_decay = weight_decay
-        self.moments = dict(moments or {})
+        super().__init__(groups, weight_decay, state, fused)
+        self.decoupled = decoupled
 
-    def clear(self) -> None:
-        """Forget the gradients."""
-        for parameter in self.parameters:
-            parameter.grad = None
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """Move along the gradients."""
-        moved = [parameter for parameter in self.parameters if parameter.grad is not None]
-        self.moments.update(
-            {parameter: _at_rest(parameter) for parameter in moved if parameter not in self.moments}
-        )
-        kept = [self.moments[parameter] for parameter in moved]
-        adam(
+    def _move(
+        self, moved: list[nn.Parameter], gradients: list[Tensor], learning_rate: float | Tensor, fused: bool
+    ) -> None:
+        self.state.update({p: _at_rest(p, fused) for p in moved if p not in self.state})
+        kept = [self.state[parameter] for parameter in moved]
+        (adamw if self.decoupled else adam)(
             list[Tensor](moved),
-            [parameter.grad for parameter in moved if parameter.grad is not None],
+            gradients,
             [of["exp_avg"] for of in kept],
             [of["exp_avg_sq"] for of in kept],
             [],
             [of["step"] for of in kept],
-            foreach=any(parameter.is_cuda for parameter in moved),
-            fused=False,
+            foreach=not fused and any(parameter.is_cuda for parameter in moved),
+            fused=fused,
             amsgrad=False,
             beta1=0.9,
             beta2=0.999,
-            lr=self.learning_rate,
+            lr=learning_rate,
             weight_decay=self.weight_decay,
             eps=1e-8,
             maximize=False,
         )
 
 
-def _at_rest(parameter: Tensor) -> dict[str, Tensor]:
+def _at_rest(parameter: Tensor, fused: bool) -> dict[str, Tensor]:
+    """Return the state before a first step; one kernel on a card reads the number of steps there."""
     moments = {name: torch.zeros_like(parameter, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
-    return {"step": torch.zeros(()), **moments}
+    return {"step": torch.zeros((), device=parameter.device if fused else "cpu"), **moments}

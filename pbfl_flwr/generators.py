@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from pbfl_flwr import seeds
-from pbfl_flwr.descent import AdamDescent
+from pbfl_flwr import descent, seeds
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client
 from pbfl_flwr.payloads import Prototypes, Weights, class_counts, joined, under
@@ -169,21 +168,22 @@ def train_generator(
         for name, parameter in named.items()
         if (moments := under(state.moments, name))
     }
-    descent = AdamDescent(list(named.values()), adam.learning_rate, adam.weight_decay, kept)
+    group = descent.Group(tuple(named.values()), adam.learning_rate)
+    steps = descent.Adam([group], adam.weight_decay, kept, fused=False)
     network.train()
     total = 0.0
     for _ in range(adam.steps):
         value = loss(network)
-        descent.clear()
+        steps.clear()
         torch.autograd.backward(value)
-        descent.step()
+        steps.step()
         total += float(value.detach())
     if not torch.isfinite(torch.tensor(total)):
         raise PbflError("the server's generator diverged: its loss is not finite; lower its learning rate")
     moments = {
         f"{name}.{key}": tensor.detach().clone()
         for name, parameter in named.items()
-        for key, tensor in descent.moments[parameter].items()
+        for key, tensor in steps.state[parameter].items()
     }
     return GeneratorState(tensors_of(network), moments), total / adam.steps
 

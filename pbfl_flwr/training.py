@@ -1,4 +1,4 @@
-"""The one SGD loop and the one pass over features: every method uses these.
+"""The one training loop and the one pass over features: every method uses these.
 
 A client's shard is a contiguous tensor; batches are cut by index, normalised on the device, and nothing here
 handles a single sample in Python.
@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from pbfl_flwr.config import TrainingSettings
 from pbfl_flwr.data import ClientData, Shard
-from pbfl_flwr.descent import Descent, Group
+from pbfl_flwr.descent import SGD, Adam, Descent, Group, State
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client
 from pbfl_flwr.models import SplitModel, begin_batch, has_batch_norm, is_still
 from pbfl_flwr.replay import Replayed
 
 Loss = Callable[..., Mapping[str, Tensor]]
-"""(inputs (B, ...), labels (B,), what was drawn for the step) -> named terms; their sum is what SGD descends."""
+"""(inputs (B, ...), labels (B,), what was drawn for the step) -> named terms; their sum is what is descended."""
 
 
 REMEDY = "lower learning-rate, or set max-grad-norm"
@@ -41,8 +41,8 @@ class FitReport:
         steps: optimiser steps.
         samples: samples seen, all epochs together.
         losses: mean of every loss term over the steps.
-        optimizer: the momentum buffers, for the settings that keep them: by parameter name, of what is not the client's
-            network by its place.
+        optimizer: what the optimiser keeps, for the settings under which it goes on: by parameter name, of what is not
+            the client's network by its place.
     """
 
     steps: int
@@ -115,7 +115,9 @@ def fit(
     after_step: Callable[[], None] | None = None,
     after_epoch: Callable[[], None] | None = None,
 ) -> FitReport:
-    """Train with SGD over the client's data. Where a network has BatchNorm, a batch of one sample is left out.
+    """Train over the client's data with the optimiser of the settings.
+
+    Where a network has BatchNorm, a batch of one sample is left out.
 
     Args:
         client: its network is changed in place.
@@ -142,8 +144,9 @@ def fit(
     if not groups:
         return FitReport(0, 0, {}, {})
     names = _names(model, groups)
-    kept = _kept_momentum(names, client.memory) if settings.optimizer_state == "kept" else {}
-    descent = Descent(groups, settings.momentum, settings.weight_decay, kept)
+    descent = _descent(settings, groups)
+    if settings.optimizer_state == "kept":
+        descent.state = _remembered(descent.keeps, names, client.memory)
     order = client.generator(phase)
     for network in (model, *companions):
         network.train()
@@ -187,8 +190,8 @@ def fit(
             replayed.settle()
     losses = {name: float(total) / steps for name, total in totals.items()}
     _check_finite(losses, descent.parameters, steps)
-    buffers = descent.buffers if settings.optimizer_state == "kept" else {}
-    return FitReport(steps, samples, losses, _momentum(buffers, names))
+    kept = _to_remember(descent.state, names) if settings.optimizer_state == "kept" else {}
+    return FitReport(steps, samples, losses, kept)
 
 
 def _names(model: SplitModel, groups: Sequence[Group]) -> dict[str, nn.Parameter]:
@@ -333,13 +336,29 @@ def _add(totals: dict[str, Tensor], name: str, value: Tensor) -> None:
     totals[name].add_(value)
 
 
-def _momentum(buffers: Mapping[nn.Parameter, Tensor], names: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    return {f"momentum.{name}": buffers[p] for name, p in names.items() if p in buffers}
+def _descent(settings: TrainingSettings, groups: Sequence[Group]) -> Descent:
+    if settings.optimizer == "sgd":
+        return SGD(groups, settings.momentum, settings.weight_decay)
+    return Adam(groups, settings.weight_decay, decoupled=settings.optimizer == "adamw")
 
 
-def _kept_momentum(
-    names: Mapping[str, nn.Parameter], memory: Mapping[str, Tensor]
-) -> dict[nn.Parameter, Tensor]:
-    """Return the buffers of the rounds before, each laid out in memory as its parameter is."""
-    kept = {p: memory[f"momentum.{name}"] for name, p in names.items() if f"momentum.{name}" in memory}
-    return {p: torch.zeros_like(p, requires_grad=False).copy_(buffer) for p, buffer in kept.items()}
+def _to_remember(state: State, names: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    return {f"{kind}.{name}": t for name, p in names.items() if p in state for kind, t in state[p].items()}
+
+
+def _remembered(
+    kinds: Sequence[str], names: Mapping[str, nn.Parameter], memory: Mapping[str, Tensor]
+) -> dict[nn.Parameter, dict[str, Tensor]]:
+    """Return copies of what was kept in the rounds before, of a parameter's shape each laid out in memory as it is."""
+    kept = {
+        p: {kind: memory[f"{kind}.{name}"] for kind in kinds}
+        for name, p in names.items()
+        if all(f"{kind}.{name}" in memory for kind in kinds)
+    }
+    return {p: {kind: _laid_out(p, tensor) for kind, tensor in state.items()} for p, state in kept.items()}
+
+
+def _laid_out(parameter: nn.Parameter, kept: Tensor) -> Tensor:
+    if kept.shape != parameter.shape:  # Adam's number of steps
+        return kept.to(parameter.device, copy=True)
+    return torch.zeros_like(parameter, requires_grad=False).copy_(kept)

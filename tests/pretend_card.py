@@ -284,6 +284,7 @@ def card() -> Iterator[None]:
             patch("torch.cuda.get_rng_state", lambda device: torch.get_rng_state()),
             patch("torch.cuda.set_rng_state", lambda state, device: None),
             patch("torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype", _grouped),
+            patch("torch.optim.optimizer._group_tensors_by_device_and_dtype", _grouped),
             patch("pbfl_flwr.replay.aside", lambda run, device: run()),
             patch("pbfl_flwr.replay.record", record),
             _Machine(),

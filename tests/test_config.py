@@ -114,6 +114,30 @@ def test_ranges(key: str, value: Scalar) -> None:
     assert line.startswith(f"{key} = {value!r}: allowed is ")
 
 
+def test_momentum_is_of_sgd() -> None:
+    with pytest.raises(PbflError) as error:
+        parse({"optimizer": "adamw", "momentum": 0.9})
+    assert str(error.value) == "momentum = 0.9: it is of optimizer = 'sgd', not of 'adamw'; allowed is 0"
+    assert parse({"optimizer": "sgd", "momentum": 0.9}).training.momentum == 0.9
+
+
+def test_a_rate_that_is_high_for_adam_is_remarked() -> None:
+    said = ["learning-rate = 0.01: adam usually takes 0.001 or less"]
+    assert parse({"optimizer": "adam"}).training.forewarnings() == said
+    assert parse({"optimizer": "adam", "learning-rate": 0.003}).training.forewarnings() == []
+    assert parse({"learning-rate": 0.1}).training.forewarnings() == []
+
+
+def test_the_servers_prototypes_have_a_rate_of_sgd() -> None:
+    def rate(**keys: Scalar) -> float:
+        settings = parse({"method": "fedtgp", **keys}, SECTIONS)
+        return build_method(settings).server_training.learning_rate
+
+    assert rate(**{"learning-rate": 0.03}) == 0.03
+    assert rate(**{"optimizer": "adam", "learning-rate": 0.001}) == 0.01
+    assert rate(**{"optimizer": "adam", "fedtgp.server-learning-rate": 0.2}) == 0.2
+
+
 def test_a_whole_number_is_a_number() -> None:
     assert parse({"learning-rate": 1, "pull-weight": 2}).training.learning_rate == 1
 

@@ -1,10 +1,10 @@
-"""SGD by torch's functional form against torch's own class, bit for bit."""
+"""SGD, Adam and AdamW by torch's functional forms against torch's own classes, bit for bit."""
 
 import pytest
 import torch
 from torch import nn
 
-from pbfl_flwr.descent import AdamDescent, Descent, Group
+from pbfl_flwr.descent import SGD, Adam, Group
 
 
 def network() -> nn.Sequential:
@@ -17,7 +17,7 @@ def network() -> nn.Sequential:
 def test_the_bits_of_torchs_sgd(momentum: float, weight_decay: float) -> None:
     """Two rates, a bound on one group's gradients, and a layer that gets none in the second of three steps."""
     ours, theirs = network(), network()
-    descent = Descent(
+    descent = SGD(
         [
             Group(tuple(ours[0].parameters()), 0.1),
             Group((*ours[2].parameters(), *ours[4].parameters()), 0.5, 0.2),
@@ -45,41 +45,58 @@ def test_the_bits_of_torchs_sgd(momentum: float, weight_decay: float) -> None:
         for found, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
             assert torch.equal(found, expected)
     assert all(parameter.grad is None for parameter in ours.parameters())
-    assert len(descent.buffers) == (6 if momentum else 0)
+    assert len(descent.state) == (6 if momentum else 0)
     for parameter, twin in zip(descent.parameters, [*theirs[0].parameters(), *last], strict=True):
         if momentum:
-            assert torch.equal(descent.buffers[parameter], optimizer.state[twin]["momentum_buffer"])
+            assert torch.equal(descent.state[parameter]["momentum"], optimizer.state[twin]["momentum_buffer"])
 
 
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("decoupled", [False, True])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_the_bits_of_torchs_adam(weight_decay: float) -> None:
-    """A layer gets no gradient in the second of three steps; then both go on from what they have kept."""
+def test_the_bits_of_torchs_adam(weight_decay: float, decoupled: bool, fused: bool) -> None:
+    """Two rates, a bound on one group, a layer that gets no gradient in the second of four steps; the last one goes on.
+
+    Before it a new object is given what the first has kept.
+    """
     ours, theirs = network(), network()
-    adam = AdamDescent(list(ours.parameters()), 0.05, weight_decay)
-    optimizer = torch.optim.Adam(theirs.parameters(), lr=0.05, weight_decay=weight_decay)
+    groups = [
+        Group(tuple(ours[0].parameters()), 0.05),
+        Group((*ours[2].parameters(), *ours[4].parameters()), 0.02, 0.2),
+    ]
+    adam = Adam(groups, weight_decay, decoupled=decoupled, fused=fused)
+    last = [*theirs[2].parameters(), *theirs[4].parameters()]
+    optimizer = (torch.optim.AdamW if decoupled else torch.optim.Adam)(
+        [{"params": list(theirs[0].parameters()), "lr": 0.05}, {"params": last, "lr": 0.02}],
+        weight_decay=weight_decay,
+        fused=fused,
+    )
     inputs = torch.randn(4, 8, 6, generator=torch.Generator().manual_seed(1))
     for step in range(4):
         for net in (ours, theirs):
             used = net[:3] if step == 1 else net
             used(inputs[step]).square().sum().backward()
         if step == 3:
-            adam = AdamDescent(adam.parameters, 0.05, weight_decay, adam.moments)
+            adam = Adam(groups, weight_decay, adam.state, decoupled=decoupled, fused=fused)
         adam.step()
         adam.clear()
+        nn.utils.clip_grad_norm_(last, 0.2)
         optimizer.step()
         optimizer.zero_grad()
         for found, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
             assert torch.equal(found, expected)
-    for parameter, twin in zip(ours.parameters(), theirs.parameters(), strict=True):
+    for parameter, twin in zip(adam.parameters, [*theirs[0].parameters(), *last], strict=True):
         assert parameter.grad is None
-        assert adam.moments[parameter].keys() == optimizer.state[twin].keys()
-        assert all(torch.equal(t, optimizer.state[twin][name]) for name, t in adam.moments[parameter].items())
+        kept = adam.state[parameter]
+        assert tuple(kept) == Adam.keeps
+        assert kept.keys() == optimizer.state[twin].keys()
+        assert all(torch.equal(t, optimizer.state[twin][name]) for name, t in kept.items())
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_unfused_the_bits_of_torchs_sgd_by_default(momentum: float) -> None:
     ours, theirs = network(), network()
-    descent = Descent([Group(tuple(ours.parameters()), 0.1)], momentum, fused=False)
+    descent = SGD([Group(tuple(ours.parameters()), 0.1)], momentum, fused=False)
     optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=momentum)
     for step in range(3):
         inputs = torch.full((2, 6), 0.1 + step)
@@ -94,7 +111,7 @@ def test_unfused_the_bits_of_torchs_sgd_by_default(momentum: float) -> None:
 def test_a_layer_whose_gradients_come_late_starts_as_in_a_first_step() -> None:
     """torch's own class mixes them up: with some buffers there and some not, it fails or reads memory of nobody."""
     net = network()
-    descent = Descent([Group(tuple(net.parameters()), 0.5)], momentum=0.9)
+    descent = SGD([Group(tuple(net.parameters()), 0.5)], momentum=0.9)
     inputs = torch.ones(2, 6)
     net[:3](inputs).sum().backward()
     descent.step()
@@ -108,7 +125,7 @@ def test_a_layer_whose_gradients_come_late_starts_as_in_a_first_step() -> None:
 
 def test_buffers_of_before_are_gone_on_with() -> None:
     weight = nn.Parameter(torch.tensor([1.0, 2.0]))
-    descent = Descent([Group((weight,), 0.1)], 0.5, buffers={weight: torch.tensor([4.0, -4.0])})
+    descent = SGD([Group((weight,), 0.1)], 0.5, state={weight: {"momentum": torch.tensor([4.0, -4.0])}})
     weight.grad = torch.tensor([1.0, 1.0])
     descent.step()  # b = 0.5·4 + 1 = 3 and 0.5·(-4) + 1 = -1
     assert torch.allclose(weight, torch.tensor([0.7, 2.1]))
@@ -116,5 +133,5 @@ def test_buffers_of_before_are_gone_on_with() -> None:
 
 def test_without_gradients_nothing_moves() -> None:
     weight = nn.Parameter(torch.tensor([1.0]))
-    Descent([Group((weight,), 0.1)], 0.9, 0.5).step()
+    SGD([Group((weight,), 0.1)], 0.9, 0.5).step()
     assert weight.item() == 1.0

@@ -268,6 +268,47 @@ def test_the_gradient_is_clipped() -> None:
 # Momentum ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["adam", "adamw"])
+def test_kept_moments_are_one_uninterrupted_adam(name: str) -> None:
+    keys = {"optimizer": name, "weight_decay": 0.1, "learning_rate": 0.02}
+    model, memory = Net(), dict[str, Tensor]()
+    for number in (1, 2, 3):
+        who = replace(client(model, round=number, optimizer_state="kept", **keys), memory=memory)
+        memory = fit(who, classification(model)).optimizer
+    kinds = ("step", "exp_avg", "exp_avg_sq")
+    assert set(memory) == {f"{kind}.{part}" for kind in kinds for part, _ in model.named_parameters()}
+    assert memory["step.head.weight"].item() == 6  # two batches a round
+
+    twin = Net()
+    chosen = torch.optim.AdamW if name == "adamw" else torch.optim.Adam
+    optimizer = chosen(twin.parameters(), lr=0.02, weight_decay=0.1)
+    shard = data().train
+    for number in (1, 2, 3):
+        for index in torch.randperm(10, generator=client(round=number).generator("fit"))[:8].split(4):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(forward(twin, shard.inputs[index])[1], shard.labels[index]).backward()
+            optimizer.step()
+    for (part_name, found), expected in zip(model.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, msg=part_name)
+
+    fresh = Net()
+    for number in (1, 2, 3):
+        assert fit(client(fresh, round=number, **keys), classification(fresh)).optimizer == {}
+    assert not torch.allclose(fresh.head.weight, twin.head.weight, atol=1e-3)
+
+
+def test_what_another_optimizer_kept_is_left_out() -> None:
+    kept = client(optimizer="adam", optimizer_state="kept")
+    memory = fit(kept, classification(kept.model)).optimizer
+    halved = {key: tensor for key, tensor in memory.items() if not key.startswith("exp_avg_sq.")}
+    for wanted, remembered in (("sgd", memory), ("adam", halved)):
+        with_it = replace(client(optimizer=wanted, optimizer_state="kept"), memory=remembered)
+        without = client(optimizer=wanted, optimizer_state="kept")
+        for who in (with_it, without):
+            fit(who, classification(who.model))
+        assert not changed(weights(without.model), with_it.model)
+
+
 def test_kept_momentum_is_one_uninterrupted_sgd() -> None:
     model = Net()
     memory: dict[str, Tensor] = {}

@@ -311,6 +311,9 @@ class ModelSettings(Group):
     )
 
 
+USUAL_RATE = 0.01  # of SGD
+
+
 class TrainingSettings(Group):
     """Local training."""
 
@@ -318,9 +321,12 @@ class TrainingSettings(Group):
         1, ge=1, le=1_000_000, description="E, passes over the client's data in a round"
     )
     batch_size: int = Field(32, ge=1, le=1_000_000_000, description="B")
-    learning_rate: float = Field(0.01, gt=0, description="η of plain SGD")
+    optimizer: Literal["sgd", "adam", "adamw"] = Field(
+        "sgd", description="of local training; adam and adamw with β = (0.9, 0.999), ε = 1e-8"
+    )
+    learning_rate: float = Field(USUAL_RATE, gt=0, description="η; adam and adamw usually take 0.001")
     learning_rate_decay: float = Field(
-        1.0, gt=0, le=1, description="of every client's SGD: its rate in round t is η·decay^(t-1)"
+        1.0, gt=0, le=1, description="of every client's optimizer: its rate in round t is η·decay^(t-1)"
     )
     learning_rate_cosine: int = Field(
         0,
@@ -328,10 +334,16 @@ class TrainingSettings(Group):
         le=1_000_000,
         description="R, rounds in which that rate falls along half a cosine, to 0; 0 is off",
     )
-    momentum: float = Field(0.0, ge=0, lt=1, description="of SGD, PyTorch's form")
-    weight_decay: float = Field(0.0, ge=0, description="added to the gradient, times the weight")
+    momentum: float = Field(0.0, ge=0, lt=1, description="of sgd, PyTorch's form")
+    weight_decay: float = Field(
+        0.0,
+        ge=0,
+        description="added to the gradient, times the weight; adamw takes η times that off the weight",
+    )
     max_grad_norm: float = Field(0.0, ge=0, description="clip the gradient's norm; 0 is off")
-    optimizer_state: Literal["fresh", "kept"] = Field("fresh", description="momentum across rounds")
+    optimizer_state: Literal["fresh", "kept"] = Field(
+        "fresh", description="momentum, or Adam's moments, across rounds"
+    )
     batch_order: Literal["auto", "shuffled", "fixed"] = Field("auto", description="order of the batches")
     drop_last: Literal["auto", "small", "always", "never"] = Field(
         "auto",
@@ -359,6 +371,12 @@ class TrainingSettings(Group):
         "auto",
         description="torch threads of a client; auto: a worker's share of the cores, all of a device's",
     )
+
+    def forewarnings(self) -> list[str]:
+        """Return what is said of these settings before a run starts."""
+        if self.optimizer == "sgd" or self.learning_rate < USUAL_RATE:
+            return []
+        return [f"learning-rate = {self.learning_rate:g}: {self.optimizer} usually takes 0.001 or less"]
 
     def of(self, architecture: str) -> TrainingSettings:
         """Return the settings of a client with this architecture: one layout and one precision."""

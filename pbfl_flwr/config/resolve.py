@@ -164,6 +164,11 @@ def _disagreements(settings: Settings) -> list[str]:
             f"method-settings = {run.method_settings!r}: they are for methods of your own (my_package.page:build); "
             f"`pbfl list keys {run.method}.` shows what '{run.method}' has"
         )
+    if settings.training.momentum and settings.training.optimizer != "sgd":
+        found.append(
+            f"momentum = {settings.training.momentum:g}: it is of optimizer = 'sgd', not of "
+            f"'{settings.training.optimizer}'; allowed is 0"
+        )
     if run.min_clients > run.num_clients:
         found.append(f"min-clients = {run.min_clients}: allowed is up to num-clients = {run.num_clients}")
     if run.min_clients and run.new_clients:

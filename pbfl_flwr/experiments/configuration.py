@@ -148,6 +148,7 @@ def forewarnings(settings: Settings, wishes: Wishes, partition: Partition) -> li
         *(f"data: {note}" for note in partition.notes),
         *suspicions(settings),
         *(f"{key}: without effect, the method is '{name}'" for key in others),
+        *settings.training.forewarnings(),
         *(f"privacy: {note}" for note in privacy_notes(settings, method)),
         *(f"{method.name}: {note}" for note in method.forewarnings(settings.run.num_server_rounds)),
     ]

@@ -26,7 +26,12 @@ def before_start(settings: Settings, method: Method[Any, Any, Any], num_rounds: 
         models.models,
         models.feature_dim,
     )
-    for note in privacy_notes(settings, method) + method.forewarnings(num_rounds):
+    said = [
+        *settings.training.forewarnings(),
+        *privacy_notes(settings, method),
+        *method.forewarnings(num_rounds),
+    ]
+    for note in said:
         log(WARNING, "%s", note)
 
 

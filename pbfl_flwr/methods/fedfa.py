@@ -25,9 +25,8 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pbfl_flwr import seeds
+from pbfl_flwr import descent, seeds
 from pbfl_flwr.config import Group, Settings, parse_section
-from pbfl_flwr.descent import AdamDescent
 from pbfl_flwr.method import Client, Update
 from pbfl_flwr.methods.sharing import SharedWeights, answer
 from pbfl_flwr.models import architectures
@@ -131,8 +130,8 @@ class FedFA(SharedWeights):
         config, model = self.config, client.model
         anchors = down.tensors[ANCHORS].to(client.device)  # A, fixed in this round
         running = RunningAnchors(anchors, config.anchor_momentum, config.anchor_mean == "all-batches")
-        classifier = list(model.head.parameters())
-        adam = AdamDescent(classifier, config.calibration_rate)
+        classifier = descent.Group(tuple(model.head.parameters()), config.calibration_rate)
+        adam = descent.Adam([classifier], fused=False)
         every_class = torch.arange(len(anchors), device=client.device)
 
         def loss(inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:

@@ -89,7 +89,7 @@ class FedGH(Method[Weights, Weights, Prototypes]):
         order = seeds.generator(at.seed, "fedgh", at.number)
         weight = nn.Parameter(state.tensors["head.weight"].clone())
         bias = nn.Parameter(state.tensors["head.bias"].clone())
-        sgd = descent.Descent([descent.Group((weight, bias), self.learning_rate)], fused=False)
+        sgd = descent.SGD([descent.Group((weight, bias), self.learning_rate)], fused=False)
         for _ in range(self.epochs):
             for batch in torch.randperm(len(labels), generator=order).split(self.batch_size):
                 logits = nn.functional.linear(vectors[batch], weight, bias)

@@ -24,7 +24,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from pbfl_flwr.config import Auto, Group, Settings, parse_section
+from pbfl_flwr.config import USUAL_RATE, Auto, Group, Settings, parse_section
 from pbfl_flwr.prototypes.pipeline import Pipeline, pipeline
 from pbfl_flwr.prototypes.stages import Stages
 from pbfl_flwr.prototypes.trainable import Margin, ServerTraining
@@ -36,7 +36,7 @@ class Config(Group):
     server_epochs: int = Field(100, ge=1, le=100_000, description="S, server epochs a round")
     server_batch_size: Annotated[int, Field(ge=1)] | Auto = Field("auto", description="auto: batch-size")
     server_learning_rate: Annotated[float, Field(gt=0)] | Auto = Field(
-        "auto", description="auto: learning-rate"
+        "auto", description="auto: learning-rate of sgd, else 0.01"
     )
     server_momentum: float = Field(0.0, ge=0, lt=1, description="of the prototypes' SGD")
     margin_cap: float = Field(100.0, gt=0, description="τ, upper bound of the margin")
@@ -50,10 +50,11 @@ class Config(Group):
 def server_training(config: Config, settings: Settings) -> ServerTraining:
     """Return the server's half with every "auto" resolved."""
     batch, rate = config.server_batch_size, config.server_learning_rate
+    same = settings.training.learning_rate if settings.training.optimizer == "sgd" else USUAL_RATE
     return ServerTraining(
         epochs=config.server_epochs,
         batch_size=settings.training.batch_size if batch == "auto" else batch,
-        learning_rate=settings.training.learning_rate if rate == "auto" else rate,
+        learning_rate=same if rate == "auto" else rate,
         momentum=config.server_momentum,
         margin_cap=config.margin_cap,
         margin=config.margin,

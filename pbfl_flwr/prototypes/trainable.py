@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pbfl_flwr import seeds
-from pbfl_flwr.descent import Descent, Group
+from pbfl_flwr.descent import SGD, Group
 from pbfl_flwr.payloads import Prototypes
 
 Margin = Literal["nearest", "farthest"]
@@ -224,11 +224,11 @@ def train_prototypes(
     margin = adaptive_margin(sums / holders.clamp_min(1).unsqueeze(1), holders > 0, margin_cap, margin_of)
     named = dict(network.named_parameters())
     kept = {
-        p: state.tensors[MOMENTUM + name].clone()
+        p: {"momentum": state.tensors[MOMENTUM + name].clone()}
         for name, p in named.items()
         if MOMENTUM + name in state.tensors
     }
-    descent = Descent([Group(tuple(named.values()), learning_rate)], momentum, buffers=kept, fused=False)
+    descent = SGD([Group(tuple(named.values()), learning_rate)], momentum, state=kept, fused=False)
     loss, trained = 0.0, epochs if len(vectors) else 0
     for _ in range(trained):
         loss = 0.0
@@ -241,8 +241,8 @@ def train_prototypes(
             loss += float(batch_loss.detach()) * len(batch) / len(vectors)
     tensors = {name: tensor.detach().clone() for name, tensor in network.state_dict().items()}
     if momentum > 0:
-        buffers = descent.buffers
-        tensors |= {MOMENTUM + name: buffers[p].clone() for name, p in named.items() if p in buffers}
+        kept = descent.state
+        tensors |= {MOMENTUM + name: kept[p]["momentum"].clone() for name, p in named.items() if p in kept}
     with torch.no_grad():
         prototypes = network()
     report = TrainingReport(loss, margin, trained > 0 and loss < CONVERGED_LOSS, trained)
