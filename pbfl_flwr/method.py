@@ -53,6 +53,7 @@ class Round:
             that is under way (``min-clients``), ids may be larger.
         seed: the run's seed.
         shares: client -> s_i < 1 of uploads that came too late for their own round; see :meth:`Method.streams`.
+        expected: how many clients the configuration is for, those that may still join with them; None: M.
     """
 
     number: int
@@ -60,6 +61,12 @@ class Round:
     num_clients: int
     seed: int = 0
     shares: Mapping[int, float] = field(default_factory=dict)
+    expected: int | None = None
+
+    @property
+    def configured_clients(self) -> int:
+        """The clients that a constant of the configuration is meant for, whoever has joined."""
+        return self.expected or self.num_clients
 
     def shares_of(self, uploads: Iterable[int]) -> list[float] | None:
         """Return s_i of every upload, 1 for those in time; None if all are."""

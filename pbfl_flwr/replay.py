@@ -1,7 +1,7 @@
 """A training step recorded once and replayed: on a GPU, one launch instead of hundreds.
 
 The kernels of a small network's step take microseconds each, less than launching them from Python does. With ``compile
-= "cuda-graph"`` the step after the batch was cut (forward, losses, backward, clipping, the optimiser, sums of the losses) is
+= "cuda-graph"`` the step after the batch was cut (forward, losses, backward, clipping, descent, sums of the losses) is
 recorded as a CUDA graph, and complete batches are replays of it; an incomplete one is trained as usual. A worker
 process keeps its recordings, so that of all clients with the same architecture, batch size, and number of classes
 where that shapes a tensor, the first alone waits for one.

@@ -455,7 +455,9 @@ class PrototypeSettings(Group):
     ppa_total: Literal["reported", "known"] = Field(
         "reported", description="n of PPA: sum of reported n_i, or total-examples times participation"
     )
-    total_examples: int = Field(0, ge=0, description="n when ppa-total is known")
+    total_examples: int = Field(
+        0, ge=0, description="n when ppa-total is known, of all num-clients but new-clients"
+    )
     alignment: Literal["auto", "off", "unit", "thomson", "simplex", "lbfgs"] = Field(
         "auto", description="PA solver; unit: rows get length 1 and no more"
     )

@@ -364,7 +364,7 @@ class MethodStrategy(Strategy):
         assert self.task is not None, "begin(task) or prepare(grid) comes first"
         run = self.settings.run
         M = len(self.participants.members) if self.roster else run.participants
-        at = Round(server_round, self.task, M, run.seed, dict(shares or {}))
+        at = Round(server_round, self.task, M, run.seed, dict(shares or {}), run.participants)
         if list(uploads) != sorted(uploads):
             uploads = dict(sorted(uploads.items()))
         state = self.method.aggregate(self.state, uploads, at)

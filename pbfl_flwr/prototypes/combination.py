@@ -1,7 +1,8 @@
 """How one round's uploads become one table: the rule, and the scale of what was sent n-scaled.
 
 PPA divides by n and APS multiplies by μ, both meant for all clients. Where only some answer, or a class is kept from an
-earlier round, the scale is that of the samples that are really behind a sum.
+earlier round, the scale is that of the samples that are really behind a sum. An n or a μ in the configuration is for
+its num-clients, also before all of them have joined.
 """
 
 from __future__ import annotations
@@ -118,11 +119,12 @@ class Combination:
         return max(1, sum(upload.num_examples or 0 for upload in uploads.values()))
 
     def _expected_total(self, uploads: Uploads, at: Round) -> int:
-        return max(1, round(self.stages.total_examples * self._answered(uploads, at) / at.num_clients))
+        answered = self._answered(uploads, at)
+        return max(1, round(self.stages.total_examples * answered / at.configured_clients))
 
     def _whole(self, uploads: Uploads, at: Round) -> float:
         """Return what makes this round's sum one over all clients, n/n_t, where μ is a number: M over who answered."""
-        return 1.0 if self.stages.aps_scale == "auto" else at.num_clients / self._answered(uploads, at)
+        return 1.0 if self.stages.aps_scale == "auto" else at.configured_clients / self._answered(uploads, at)
 
     @staticmethod
     def _answered(uploads: Uploads, at: Round) -> float:

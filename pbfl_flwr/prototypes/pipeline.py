@@ -226,7 +226,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
             {"oldest-prototype": float(ages.max()), **cut},
         )
         if self.server_training is not None and trained is not None:
-            trained, values, shown = self._train(trained, uploads, at)
+            trained, values, shown = self._train(trained, uploads or {0: nobody}, at)
             figures |= shown
             if self.server_training.absent == "keep":
                 present = torch.ones_like(present)

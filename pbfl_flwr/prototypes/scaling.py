@@ -33,8 +33,8 @@ def upscale(values: Tensor, gamma: float) -> Tensor:
 def default_aps_scale(num_classes: int, num_examples: int) -> float:
     """Return μ = 0.9·K/n, the start for data on which the TinyProto paper gives no μ.
 
-    The published constants are 0.9·K/n for CIFAR-10, CIFAR-100 and Tiny-ImageNet and 0.4-0.5·K/n for the
-    skewed GTSRB and Flowers-102, n being all samples of all clients: with the sum at the server, APS is PPA
+    The published constants are 0.9·K/n for CIFAR-10 and CIFAR-100, 0.83·K/n for Tiny-ImageNet and 0.4-0.5·K/n for
+    the skewed GTSRB and Flowers-102, n being all samples of all clients: with the sum at the server, APS is PPA
     with a tunable constant.
 
     Args:

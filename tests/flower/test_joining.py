@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from flwr.app import ConfigRecord, Message
 from rich.console import Console
 
@@ -242,6 +243,34 @@ def test_m_is_who_has_joined_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert seen == [2, 2, 3]
     begun(tmp_path, nodes, {1: [0, 1, 2]}, num_clients=20, num_server_rounds=4, resume=True, min_clients=0)
     assert seen[3:] == [3]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"method": "fedproto", "aggregation": "ppa", "ppa_total": "known", "total_examples": 80},
+        {"method": "tinyproto", "aps_scale": 3 / 80, "cps_dim": 0},
+    ],
+    ids=["ppa", "aps"],
+)
+def test_constants_for_all_clients_do_not_change_with_who_has_joined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any]
+) -> None:
+    aggregate, rounds = Pipeline.aggregate, []
+
+    def watched(self: Pipeline, state: Any, uploads: Any, at: Round) -> Any:
+        new = aggregate(self, state, uploads, at)
+        rounds.append(len(uploads))
+        sums = torch.stack([upload.values for upload in uploads.values()]).sum(0)
+        factor = 3 / (20 * len(uploads))  # K/n: the 80 samples of four clients are 20 of each that answers
+        if keys["method"] == "tinyproto":
+            factor /= 3 / 80  # the client multiplies by μ
+        torch.testing.assert_close(new.broadcast.values, factor * sums)
+        return new
+
+    monkeypatch.setattr(Pipeline, "aggregate", watched)
+    begun(tmp_path, sites(tmp_path, "a", "b", "c"), {1: [0, 1], 3: [2]}, num_clients=4, **keys)
+    assert rounds == [2, 2, 3]
 
 
 def test_who_joins_during_the_last_round_is_scored(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ VARIANTS: dict[str, dict[str, Scalar]] = {
     "before": {"collect": "before", "evaluate-moment": "before", "protocol": "pfl"},
     "private": {"dp-clip": 1.0, "dp-noise": 0.5, "dp-randomness": "seed"},
     "sgd": {"momentum": 0.9, "optimizer-state": "kept", "weight-decay": 0.01, "max-grad-norm": 1.0},
-    # A recording has the rate as a float32; Adam's kernel computes with it in float64: bits agree where both can hold it.
+    # A recording has the rate as a float32, Adam's kernel takes a float64: bits agree where both can hold it.
     "adam": {"optimizer": "adam", "learning-rate": 2**-10, "optimizer-state": "kept", "max-grad-norm": 1.0},
     "adamw": {"optimizer": "adamw", "learning-rate": 2**-10, "weight-decay": 0.01},
     "held-out": {"validation-share": 0.3, "local-epochs": 2, "drop-last": "never"},

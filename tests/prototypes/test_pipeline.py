@@ -428,6 +428,16 @@ def test_a_class_nobody_sends_is_kept_or_dropped(stale: str) -> None:
     assert torch.equal(second.broadcast.values[2], first.broadcast.values[2] if kept else torch.zeros(8))
 
 
+@pytest.mark.parametrize("name", ["fedproto", "fedtgp"])
+def test_a_round_without_uploads_leaves_the_prototypes_as_they_are(name: str) -> None:
+    found = method(name)
+    state = found.aggregate(found.init(TASK, 0), uploads(), at())
+    later = found.aggregate(state, {}, at(2))
+    assert torch.equal(later.broadcast.values, state.broadcast.values)
+    assert torch.equal(later.broadcast.present, state.broadcast.present)
+    assert later.ages.tolist() == [age + (age >= 0) for age in state.ages.tolist()]
+
+
 def test_local_predictions_are_of_own_classes_only() -> None:
     mine = client([3, 0, 2, 0])
     down = run(method(), {0: uploads()[0]})  # global prototypes of classes 0 and 1
