@@ -85,7 +85,7 @@ class FedALA(SharedWeights):
         own = {name: t.to(client.device) for name, t in under(client.memory, "own").items()}
         if not own:
             return {}, {}
-        received = {name: down.tensors[name].to(client.device) for name in own}
+        received = {name: down.tensors[name].to(tensor) for name, tensor in own.items()}
         known = under(client.memory, "ala")
         amounts = {
             name: known[name].to(client.device) if known else torch.ones_like(tensor)
@@ -125,7 +125,7 @@ class FedALA(SharedWeights):
                 loss = ce(
                     *take(client.data, client.data.train, chosen, client.device, client.training.layout)
                 )["ce"]
-                gradients = torch.autograd.grad(loss, list(upper.values()))
+                gradients = torch.autograd.grad(loss, list(upper.values()), materialize_grads=True)
                 for name, gradient in zip(upper, gradients, strict=True):
                     change = config.rate * gradient * (received[name] - own[name])
                     amounts[name] = (amounts[name] - change).clamp(0, 1)

@@ -7,7 +7,7 @@ and answers them with μ̂_ij, the normalised mean of its unit features of each 
 clients and moves the rows: W_j <- normalise(ρ·W_j + (1-ρ)·m_j), m_j = normalise(Σ_i (n_ij/Σ_i n_ij)·μ̂_ij).
 Travels: θ, s and W down; θ, s, K_i unit vectors and their counts up.
 Predicts: the logits of the received global model, scored before local training.
-Differs from the paper: nothing known in the equations. s starts at 20 for residual networks, else at 1, as in its code;
+Differs from the paper: nothing known in the equations. s starts at 20 for resnet*, else at 1, as in its code;
 momentum, weight decay and clipping are the run's.
 Differs from the reference: it multiplies the vectors by their counts before they travel, here both travel; a class
 nobody sends keeps its row bit for bit, where it divides by a count of 1e-12. Where K > d, rows cannot be orthogonal and
@@ -45,7 +45,7 @@ from pbfl_flwr.weights import (
     weighting_of,
 )
 
-SCALE = "scale"  # s among the weights
+SCALE = ".scale"  # s among the weights; a network's own names do not begin with a dot
 
 
 class Config(Group):

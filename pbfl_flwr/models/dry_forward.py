@@ -36,8 +36,8 @@ def dry_forward(name: str, model: SplitModel, task: Task) -> None:
 
     Raises:
         PbflError: naming model and layer with expected and found shape, if a layer refuses its input, if
-            features are not (2, d) or logits not (2, K), or if either holds NaN or infinity; or saying what else
-            the model raised.
+            features are not (2, d) or logits not (2, K), or if either is not float32 or holds NaN or infinity; or
+            saying what else the model raised.
     """
     model.eval()
     inputs = random_inputs(task, BATCH)
@@ -55,6 +55,9 @@ def dry_forward(name: str, model: SplitModel, task: Task) -> None:
                 raise PbflError(
                     f"model '{name}', {step}: expected output {(BATCH, expected)}, found {_shape(outputs)}"
                 )
+            if outputs.dtype is not torch.float32:
+                kind = str(outputs.dtype).removeprefix("torch.")
+                raise PbflError(f"model '{name}', {step}: expected float32 numbers, found {kind}")
             if not bool(torch.isfinite(outputs).all()):
                 raise PbflError(f"model '{name}', {step}: expected finite numbers, found NaN or infinity")
             inputs = outputs

@@ -182,3 +182,15 @@ def test_passes_over_batches_follow_a_literal_loop(make_method, make_client, tas
             torch.testing.assert_close(memory[f"ala.{name}"], amounts[name], atol=1e-4, rtol=0)
             mine[name] = memory[f"own.{name}"]
     assert 0.0 < float(amounts["head.weight"].mean()) < 1.0
+
+
+def test_mixes_weights_of_any_type_and_leaves_unused_ones_alone(make_method, make_client, task):
+    odd = "tests.methods.tiny_nets:Odd"
+    method = make_method("fedala", models=odd, own={"tensors": 0, "max_epochs": 2})
+    sent = {name: tensor.float() for name, tensor in method.init(task, 5).tensors.items()}  # as the wire does
+    memory = method.local_update(make_client(architecture=odd), Weights(sent)).memory
+    assert memory["own.body.1.weight"].dtype is torch.float64
+    received = Weights({name: tensor + 0.1 for name, tensor in sent.items()})
+    amounts = method.local_update(make_client(architecture=odd, round=2, memory=memory), received).memory
+    assert bool((amounts["ala.spare.weight"] == 1).all())  # its gradient is 0
+    assert not bool((amounts["ala.body.1.weight"] == 1).all())

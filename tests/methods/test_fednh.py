@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from pbfl_flwr.method import Round
-from pbfl_flwr.methods.fednh import move_rows, spread_rows
+from pbfl_flwr.methods.fednh import SCALE, move_rows, spread_rows
 from pbfl_flwr.payloads import Prototypes, RejectedPayload, Weights, WeightsAndPrototypes
 from pbfl_flwr.task import Task
 
@@ -32,14 +32,14 @@ def test_rows_move_and_absent_classes_stay_bit_for_bit():
 def upload(values, counts, weight, n):
     counts = torch.tensor(counts)
     table = Prototypes(torch.tensor(values), counts > 0, counts)
-    return WeightsAndPrototypes(Weights({"scale": torch.tensor([weight])}, n), table)
+    return WeightsAndPrototypes(Weights({SCALE: torch.tensor([weight])}, n), table)
 
 
 def test_server_weighs_class_vectors_by_counts_and_networks_alike(make_method):
     task = Task(2, 2, (1, 16, 16))
     method = make_method("fednh", models="cnn4", feature_dim=2, own={"smoothing": 0.0})
     state = WeightsAndPrototypes(
-        Weights({"scale": torch.zeros(1)}), Prototypes(torch.eye(2), torch.ones(2, dtype=torch.bool))
+        Weights({SCALE: torch.zeros(1)}), Prototypes(torch.eye(2), torch.ones(2, dtype=torch.bool))
     )
     # class 0: (3·(1, 0) + 4·(0, 1))/7, normalised (0.6, 0.8); class 1: nobody; s: (1 + 3)/2, not by samples
     uploads = {
@@ -48,7 +48,7 @@ def test_server_weighs_class_vectors_by_counts_and_networks_alike(make_method):
     }
     after = method.aggregate(state, uploads, Round(1, task, 2))
     torch.testing.assert_close(after.prototypes.values, torch.tensor([[0.6, 0.8], [0.0, 1.0]]))
-    assert float(after.weights.tensors["scale"]) == 2.0
+    assert float(after.weights.tensors[SCALE]) == 2.0
     assert after.prototypes.counts is None
     assert method.aggregate(state, {}, Round(1, task, 2)) is state
 
@@ -64,7 +64,7 @@ def test_client_trains_body_and_scale_on_cosine_logits(make_method, make_client,
     F.cross_entropy(s * F.normalize(twin.model.features(inputs), dim=1) @ W.T, labels).backward()
     update = method.local_update(client, state)
     sent = update.payload.weights.tensors
-    torch.testing.assert_close(sent["scale"], s.detach() - 0.1 * s.grad, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(sent[SCALE], s.detach() - 0.1 * s.grad, atol=1e-6, rtol=1e-5)
     for name, parameter in twin.model.named_parameters():
         if not name.startswith("head."):
             torch.testing.assert_close(
@@ -90,7 +90,7 @@ def test_prediction_is_the_received_model_before_and_the_own_after_training(make
     torch.testing.assert_close(scores, 3.0 * cosines)
     update = method.local_update(client, state)
     scores = method.predictors(client, state)["head"](z, torch.zeros(5, 4))
-    torch.testing.assert_close(scores.detach(), update.payload.weights.tensors["scale"] * cosines)
+    torch.testing.assert_close(scores.detach(), update.payload.weights.tensors[SCALE] * cosines)
 
 
 def test_scale_starts_as_in_the_reference(make_method):
@@ -104,6 +104,16 @@ def test_works_with_a_dropout_in_the_head(make_method, make_client, task):
     client = make_client(architecture="cnn2")
     method.check(task, ["cnn2"])
     assert set(method.local_update(client, method.init(task, 0)).metrics) == {"loss.ce", "scale"}
+
+
+def test_a_parameter_of_the_network_may_be_called_scale(make_method, make_client, task):
+    odd = "tests.methods.tiny_nets:Odd"
+    method = make_method("fednh", models=odd, own={"scale": 3.0})
+    state, client = method.init(task, 2), make_client(architecture=odd, learning_rate=0.1)
+    assert (float(state.weights.tensors["scale"]), float(state.weights.tensors[SCALE])) == (2.0, 3.0)
+    sent = method.local_update(client, state).payload.weights.tensors
+    assert torch.equal(sent["scale"], client.model.scale.detach())
+    assert float(sent[SCALE]) not in (3.0, float(sent["scale"]))
 
 
 def test_class_vectors_without_counts_are_rejected(make_method, make_client, task):

@@ -1,5 +1,6 @@
 """Networks that cost next to nothing, where a test is not about their layers."""
 
+import torch
 from torch import Tensor, nn
 
 from pbfl_flwr.models import SplitModel
@@ -26,3 +27,17 @@ class Plain(nn.Module):
         """Return (B, d)."""
         features: Tensor = self.body(inputs)
         return features
+
+
+class Odd(Plain):
+    """Its features are scaled by a parameter of that name, its body is float64, and some of it is never used."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        self.scale = nn.Parameter(torch.full((1,), 2.0))
+        self.body.double()
+        self.spare = nn.Linear(2, 3)
+
+    def features(self, inputs: Tensor) -> Tensor:
+        """Return (B, d)."""
+        return self.scale * super().features(inputs.double()).float()

@@ -243,6 +243,22 @@ def test_dry_forward_refuses_numbers_that_are_not_finite(step: str, layer: str) 
         dry_forward("cnn4", model, TASK)
 
 
+class ToFloat64(nn.Module):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs.double()
+
+
+@pytest.mark.parametrize("step", ["features", "head"])
+def test_dry_forward_refuses_numbers_of_another_type(step: str) -> None:
+    neck, head = nn.Linear(256, 24), nn.Linear(24, 10)
+    ends = {
+        "features": (nn.Sequential(neck, ToFloat64()), head),
+        "head": (neck, nn.Sequential(head, ToFloat64())),
+    }
+    with pytest.raises(PbflError, match=f"'own', {step}: expected float32 numbers, found float64"):
+        dry_forward("own", SplitModel(TASK, [nn.Flatten()], *ends[step]), TASK)
+
+
 EXTERNAL = """
     import torch
     from torch import nn
