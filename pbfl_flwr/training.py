@@ -125,7 +125,7 @@ def fit(
         parts: what is updated; by default the client's network. The rest of the client's network gets no gradient,
             though its BatchNorm statistics move with the data, as they do in the references.
         companions: other networks that take part, put into training mode with the client's.
-        source: (inputs, labels) on the client's device to train on as they are, instead of the client's data.
+        source: (features (n, d), labels) on the client's device to train the head on, instead of the client's data.
         draw: called before every step; the loss is given what it returns after the batch, always in the same shapes.
         epochs: passes over the data; by default local-epochs.
         max_steps: stop after so many steps, whatever the epochs; None is no bound.
@@ -150,7 +150,8 @@ def fit(
     order = client.generator(phase)
     for network in (model, *companions):
         network.train()
-    smallest = 2 if any(has_batch_norm(network) for network in (model, *companions)) else 1
+    passed = model if source is None else model.head  # what a batch goes through
+    smallest = 2 if any(has_batch_norm(network) for network in (passed, *companions)) else 1
     trained_on = data.train.labels if source is None else source[1]
     totals: dict[str, Tensor] = {}
 

@@ -65,6 +65,7 @@ class Gfpl(Method[MixtureState, Mixtures, Mixtures]):
     stale: Literal["keep", "drop"] = "keep"
     headline: str = "head"
     predicts: tuple[str, ...] = ("head", "etf")
+    new_clients: int = 0
     name: str = "gfpl"
 
     state = MixtureState
@@ -167,15 +168,22 @@ class Gfpl(Method[MixtureState, Mixtures, Mixtures]):
         return c.pseudo_features and number >= c.start and number % c.interval == 0
 
     def forewarnings(self, num_rounds: int) -> list[str]:
-        """Whether the run ends before anybody retrains on pseudo-features: then it was local training."""
+        """Whether the run ends before anybody retrains on pseudo-features, or has none for new clients."""
         c = self.config
         first = math.ceil(c.start / c.interval) * c.interval
-        if not c.pseudo_features or num_rounds > first:
+        if not c.pseudo_features:
             return []
-        return [
-            f"num-server-rounds = {num_rounds}: the first exchange of mixtures is in round {first} and shows in the "
-            "next one, so clients only train on their own; gfpl.start and gfpl.interval say when"
-        ]
+        if num_rounds <= first:
+            return [
+                f"num-server-rounds = {num_rounds}: the first exchange of mixtures is in round {first} and shows in "
+                "the next one, so clients only train on their own; gfpl.start and gfpl.interval say when"
+            ]
+        if self.new_clients and not self.exchanges(num_rounds):
+            return [
+                f"num-server-rounds = {num_rounds}: new clients get no mixtures, which are broadcast after a round of "
+                f"exchange alone; allowed for that are multiples of gfpl.interval = {c.interval}"
+            ]
+        return []
 
     def check(self, task: Task, architectures: Sequence[str]) -> None:
         """The frame must exist."""
@@ -205,4 +213,4 @@ def build(settings: Settings) -> Gfpl:
         )
     headline = "head" if config.cross_entropy else "etf"
     predicts = ("head", "etf") if config.dual_classifier else ("head",)
-    return Gfpl(config, settings.prototypes.stale, headline, predicts)
+    return Gfpl(config, settings.prototypes.stale, headline, predicts, settings.run.new_clients)

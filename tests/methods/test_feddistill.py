@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from pbfl_flwr.flower import wire
 from pbfl_flwr.method import Round
 from pbfl_flwr.methods.feddistill import DistillState, distillation
 from pbfl_flwr.payloads import Logits, RejectedPayload
@@ -128,10 +129,28 @@ def test_a_client_that_makes_no_step_sends_nothing(make_method, make_client):
     assert method.local_update(client, Logits.empty(4, 4)).payload.num_present == 0
 
 
-def test_uploads_are_checked(make_method, task):
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int8"])
+@pytest.mark.parametrize(("K", "own"), [(2, 0.999), (10, 0.5), (300, 0.45), (400, 0.4), (1000, 0.3)])
+def test_rows_may_be_rounded_on_the_wire(make_method, K, own, dtype):
+    # In int8 the other classes' 0.6/399 of 0.4 is less than half a step: they become 0, and the row adds up to 0.4.
+    task, method = Task(K, 6, (1, 16, 16)), make_method("feddistill")
+    values = torch.full((K, K), (1 - own) / (K - 1)).fill_diagonal_(own)
+    sent = Logits(values, torch.ones(K, dtype=torch.bool))
+    method.validate(wire.decode(wire.encode(sent, dtype), Logits, task), method.init(task, 0), task)
+
+
+@pytest.mark.parametrize(
+    "row", [[2.0, 0, 0, 0], [0.5, 0.7, 0, 0], [0.5, 0.2, 0, 0], [1.2, -0.2, 0, 0], [0.0] * 4]
+)
+def test_a_row_that_is_no_distribution_is_refused(make_method, task, row):
     paper = make_method("feddistill")
     with pytest.raises(RejectedPayload, match="no probability distribution"):
-        paper.validate(rows(c0=[2.0, 0.0, 0.0, 0.0]), paper.init(task, 0), task)
+        paper.validate(rows(c0=row), paper.init(task, 0), task)
+
+
+def test_uploads_are_checked(make_method, task):
+    paper = make_method("feddistill")
+    paper.validate(rows(), paper.init(task, 0), task)
     narrow = {"labels": torch.tensor([0], dtype=torch.uint8), "rows": torch.zeros(1, 3)}
     with pytest.raises(RejectedPayload, match=r"3 wide, allowed is 4\.\.4"):
         Logits.from_tensors(narrow, task)

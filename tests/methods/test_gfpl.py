@@ -88,6 +88,27 @@ def test_a_run_that_ends_before_an_exchange_shows_is_forewarned(make_method, own
         assert method.forewarnings(1) == []
 
 
+def test_a_run_whose_new_clients_get_no_mixtures_is_forewarned(make_method):
+    method = make_method("gfpl", new_clients=2, num_clients=6)
+    (said,) = method.forewarnings(12)
+    assert said.startswith("num-server-rounds = 12: new clients get no mixtures")
+    assert method.forewarnings(20) == make_method("gfpl").forewarnings(12) == []
+    assert make_method("gfpl", new_clients=2, num_clients=6, own=OFF).forewarnings(12) == []
+
+
+@pytest.mark.parametrize("architecture", ["mlp5", "resnet4"])
+@pytest.mark.parametrize(("samples", "batch"), [(3, 4), (1, 1)])
+def test_all_pseudo_features_are_trained_on(make_method, make_client, task, architecture, samples, batch):
+    # Batches of 4, 4 and 1: BatchNorm has no variance over one sample, but pseudo-features pass by the body.
+    method = make_method("gfpl", own={**SOON, "samples": samples})
+    client = make_client(architecture=architecture, round=2, batch_size=batch)
+    before = weights(client)
+    report = method._train(client, method._dual(client), mixtures(0, 1, 2))
+    assert report.samples == 3 * samples
+    body = body_names(client.model)
+    assert all(torch.equal(before[name], client.model.state_dict()[name]) for name in body)
+
+
 def test_only_rounds_of_exchange_carry_components(make_method, make_client, task):
     method = make_method("gfpl", own={"start": 2, "interval": 2, "components": 2})
     holders = [(0, 0, 0, 1, 1, 1), (1, 1, 1, 1, 2, 2)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pbfl_flwr.descent import Descent, Group
+from pbfl_flwr.descent import SGD, Group
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models import arrange, arrangement, build_model
 from pbfl_flwr.models.arrangement import FEW_PIXELS, DepthwiseConv2d, FewPixelsConv2d, PointwiseConv2d
@@ -185,7 +185,7 @@ def test_a_step_goes_along_the_gradient_whatever_the_layout(name: str) -> None:
     model = arrange(build_model(name, TASK, 0), "channels-last").train()
     inputs = torch.randn(4, *TASK.input_shape, generator=torch.Generator().manual_seed(1))
     parameters = tuple(model.parameters())
-    descent = Descent([Group(parameters, 0.1)])
+    descent = SGD([Group(parameters, 0.1)])
     model.head(
         model.features(inputs.contiguous(memory_format=torch.channels_last))
     ).square().mean().backward()
