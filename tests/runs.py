@@ -23,6 +23,15 @@ def unread(*arguments: object) -> tuple[int, str]:
     """Call the command with an output that nobody reads, and return its exit code and what it says of errors."""
     reader, output = os.pipe()
     os.close(reader)
+    return _printing_to(output, *arguments)
+
+
+def without_room(*arguments: object) -> tuple[int, str]:
+    """Call the command with an output that holds nothing, and return its exit code and what it says of errors."""
+    return _printing_to(os.open("/dev/full", os.O_WRONLY), *arguments)
+
+
+def _printing_to(output: int, *arguments: object) -> tuple[int, str]:
     words = [sys.executable, "-m", "pbfl_flwr.cli", *map(str, arguments)]
     done = subprocess.run(words, stdout=output, stderr=subprocess.PIPE, text=True, timeout=100)
     os.close(output)

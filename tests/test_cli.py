@@ -27,7 +27,7 @@ from pbfl_flwr.flower.history import RunDirectory
 from pbfl_flwr.flower.placement import Resources
 from pbfl_flwr.methods import METHODS, SECTIONS
 from pbfl_flwr.models import FAMILIES, MODELS
-from tests.runs import entry, over, pbfl, unread, write_run
+from tests.runs import entry, over, pbfl, unread, without_room, write_run
 
 
 @pytest.fixture(autouse=True)
@@ -546,6 +546,12 @@ def keep_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Path, "read_bytes", read)
     monkeypatch.setattr(os, "access", lambda at, mode: path != at and entered(at, mode))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
+@pytest.mark.parametrize("words", [["--help"], ["list", "methods"], ["list", "keys", "--markdown"]])
+def test_words_that_find_no_room_are_a_line(words: list[str]) -> None:
+    assert without_room(*words) == (1, "error: what is printed: No space left on device\n")
 
 
 def test_what_may_not_be_read_is_not_called_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,8 @@ The commands import what they need when they run: torch and Flower take seconds,
 
 from __future__ import annotations
 
+import errno
+import sys
 from collections.abc import Callable
 from typing import Annotated
 
@@ -12,7 +14,7 @@ import typer
 
 from pbfl_flwr.cli import cleaning, deployment, devices, experiments, reports, reproductions, sweeps, watching
 from pbfl_flwr.cli.privacy import privacy
-from pbfl_flwr.experiments.figures import document
+from pbfl_flwr.experiments.figures import document, silence
 
 app = typer.Typer(
     help="Prototype-based federated learning on Flower.",
@@ -74,5 +76,15 @@ app.add_typer(deployment.deploy, name="deploy")
 
 
 def main() -> None:
-    """Run the command line."""
-    app()
+    """Run the command line. A full disk is a line and exit code 1, also where it takes the command's own words."""
+    try:
+        try:
+            app()
+        finally:
+            if sys.stdout is not None:  # it was closed
+                sys.stdout.flush()
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        silence(sys.stdout)
+        sys.exit(f"error: {error.filename or 'what is printed'}: {error.strerror}")

@@ -71,6 +71,7 @@ def check_data(
         "input-shape": input_shape,
         "text-column": text_column,
     }
+    found, refused = None, None
     try:
         more["vocabulary"] = str(expanded(vocabulary).absolute()) if vocabulary else ""
         settings = settings_for(path, **{key.replace("-", "_"): value for key, value in more.items()})
@@ -78,15 +79,18 @@ def check_data(
         if model:
             check_models(model, Task(len(found.labels), 512, found.input_shape, found.vocabulary_size))
     except PbflError as error:
-        if as_json:
-            document(json.dumps({"path": str(path), "refused": str(error)}, indent=1) + "\n")
-            raise typer.Exit(REFUSED) from None
-        raise ended(PbflError(f"refused: {error}")) from None
+        refused = str(error)
     if as_json:
-        document(json.dumps({**found.as_dict(), "refused": None}, indent=1) + "\n")
+        known = {"path": str(path)} if found is None else found.as_dict()
+        document(json.dumps({**known, "refused": refused}, indent=1) + "\n")
+        if refused is not None:
+            raise typer.Exit(REFUSED)
         return
-    for line in found.lines():
-        say(screen(), line)
+    if found is not None:
+        for line in found.lines():
+            say(screen(), line)
+    if found is None or refused is not None:
+        raise ended(PbflError(f"refused: {refused}"))
     if (file := names_file(labels)) is not None:
         more["labels"] = str(file.absolute())
     keys = {"client-id": "NAME", "data-path": str(found.path), **more}

@@ -25,7 +25,7 @@ class Screen(Console):
 
     def on_broken_pipe(self) -> None:
         """Print nothing more, since nobody reads it; the command goes on: a run must not end with its reader."""
-        _silence(self.file)
+        silence(self.file)
         self.quiet = True
 
 
@@ -46,11 +46,11 @@ def document(text: str) -> None:
     try:
         print(printable(text), end="", flush=True)
     except BrokenPipeError:
-        _silence(sys.stdout)
+        silence(sys.stdout)
 
 
-def _silence(file: IO[str]) -> None:
-    """Let what is written to a closed pipe go nowhere, also what Python still holds of it when it ends."""
+def silence(file: IO[str]) -> None:
+    """Let what is written there go nowhere, also what Python still holds of it when it ends."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, file.fileno())
     os.close(nowhere)

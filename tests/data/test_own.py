@@ -210,6 +210,17 @@ def test_windows_whose_times_and_channels_were_mixed_up_are_warned_of(tmp_path: 
     assert "than in x.transpose(0, 2, 1):" in transposed
     assert "3 of 64 readings" in reshaped
     assert "than in x.reshape(-1, 64, 3).transpose(0, 2, 1):" in reshaped
+    code, text = call(
+        str(tmp_path / "transposed.npz"), "--model", "har-cnn"
+    )  # the warning explains the refusal
+    assert (code, "than in x.transpose(0, 2, 1):" in text, "refused: model 'har-cnn'" in text) == (
+        2,
+        True,
+        True,
+    )
+    code, text = call(str(tmp_path / "transposed.npz"), "--model", "har-cnn", "--json")
+    found = json.loads(text)
+    assert (code, found["input_shape"], found["refused"][:15]) == (2, [64, 3], "model 'har-cnn'")
 
 
 def test_pictures_without_anything_to_see_are_warned_of(tmp_path: Path) -> None:
