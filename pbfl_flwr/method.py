@@ -174,6 +174,10 @@ class Method(ABC, Generic[StateT, DownT, UpT]):
             raise TypeError(f"{type(self).__name__} must say how its state becomes {self.down.__name__}")
         return state
 
+    def resumed(self, state: StateT) -> StateT:
+        """Return the state of a checkpoint as a run goes on with it; clients may have lost what they held since."""
+        return state
+
     @abstractmethod
     def local_update(self, client: Client, down: DownT) -> Update[UpT]:
         """Train the client's network in place and return what travels and what stays."""

@@ -135,7 +135,8 @@ class MethodStrategy(Strategy):
             facts = {"experiment": self.experiment, "headline": self.headline, "moment": self.moment}
             self._recorder.begin(facts, roster.members.values())
         elif resumed := self._recorder.go_on(self.method.state, roster.task, self._num_rounds):
-            self.state, self.done, self.history = resumed
+            state, self.done, self.history = resumed
+            self.state = self.method.resumed(state)
             for columns in self._recorder.run.client_rounds():
                 self._participations |= zip(columns["client"], columns["participations"], strict=True)
 

@@ -56,7 +56,7 @@ def encode_tensors(tensors: Mapping[str, Tensor], dtype: WireDtype = "float32") 
             sent[name] = tensor
         elif dtype != "int8":
             sent[name] = _cast(name, tensor, dtype)
-        elif tensor.dim() < 2:
+        elif tensor.dim() < 2 or not tensor.numel():  # factors may have no column
             sent[name] = tensor.to(torch.float32)
         else:
             scale = tensor.flatten(1).abs().amax(dim=1).to(torch.float32) / 127

@@ -10,7 +10,7 @@ Travels: the mentee's parameters as factors; the mentor, W and BatchNorm's buffe
 Predicts: the logits of the mentor.
 Differs from the paper: h is the feature vector alone, where the paper aligns hidden states and attention heatmaps of
 Transformers; a tensor travels as it is where factors would not be smaller. A client that was not there in
-the round before receives the whole mentee, since an update says nothing to it.
+the round before receives the whole mentee, since an update says nothing to it; after a resume every client does.
 Differs from the references: by default updates are factorised, as in the paper; protocol "htfl" and "pfl" factorise the
 parameters themselves (fedkd.compression = "as-coded"), whose spectrum is flat, convolutions kernel by kernel, and a
 tensor that needs its full rank becomes zero. D and the teachers are cut off unless detach-teacher = "no".
@@ -19,7 +19,7 @@ tensor that needs its full rank becomes zero. D and the teachers are cut off unl
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, Literal
 
@@ -155,6 +155,10 @@ class FedKD(Method[MenteeState, LowRank, LowRank]):
         if state.update is None or (state.update.base >= 0 and client not in state.holders):
             return state.whole
         return state.update
+
+    def resumed(self, state: MenteeState) -> MenteeState:
+        """Nobody is known to hold the mentee: if all who are asked had lost it, no round would tell, nor end well."""
+        return replace(state, holders=())
 
     def energy(self, number: int) -> float:
         """Return the share of Σσ² kept in a round, T_start + (T_end - T_start)·t/T with t = 0 in the first."""

@@ -106,10 +106,12 @@ class Combination:
             factor = max(1, round(n / num_clients)) / max(1, round(n * total.clients / num_clients))
         elif self.stages.aggregation == "aps-sum" and not self.stages.sends_total:
             factor = 1 / max(1, total.clients)
-        rows = torch.where(present[:, None], total.rows * factor, torch.zeros_like(total.rows))
         n_t = total.num_examples if self.stages.sends_total else None
         if n_t and self.stages.aggregation == "aps-mean":
-            n_t = max(1, round(n_t / max(1, total.clients)))  # of the one client that the sum then is
+            everybody = round(n_t * num_clients / total.clients)
+            n_t = max(1, round(n_t / total.clients))  # of the one client that the sum then is
+            factor *= n_t * num_clients / everybody  # μ divides by the rounded n, so the rows make up for it
+        rows = torch.where(present[:, None], total.rows * factor, torch.zeros_like(total.rows))
         return Prototypes(rows.to(torch.float32), present, None, n_t)
 
     def _total(self, uploads: Uploads, at: Round) -> int:

@@ -138,7 +138,8 @@ def gaussian(rows: int, width: int, generator: torch.Generator | None = None) ->
     from scipy.special import ndtri
 
     words = np.frombuffer(os.urandom(4 * rows * width * 8), dtype=np.uint64).reshape(4, rows, width)
-    uniform = ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53  # within (0, 1)
+    # Within (0, 1): a half beside 53 bits would be rounded, at the end to 1.
+    uniform = ((words >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
     return torch.from_numpy(ndtri(uniform).sum(0) / 2)
 
 

@@ -713,6 +713,19 @@ def test_a_client_that_lost_its_state_is_named_once(tmp_path: Path, report: str)
     assert notes == [[], ["client 1 lost its state and begins anew"], []]
 
 
+def test_fedkd_goes_on_where_every_client_lost_its_state(tmp_path: Path) -> None:
+    keys: dict[str, Scalar] = {"num_server_rounds": 4, "fedkd.schedule-rounds": 4}
+    whole = federation(tmp_path / "a", "fedkd", on_disk=True, **keys).run()
+    two = {**keys, "num_server_rounds": 2}
+    for name in ("b", "c"):
+        federation(tmp_path / name, "fedkd", on_disk=True, **two).run()
+    second = federation(tmp_path / "b", "fedkd", on_disk=True, resume=True, **keys).run()
+    assert same_tensors(second.strategy.state.to_tensors(), whole.strategy.state.to_tensors())
+    shutil.rmtree(tmp_path / "c" / "run" / "clients")
+    third = federation(tmp_path / "c", "fedkd", on_disk=True, resume=True, **keys).run()
+    assert [line["failures"] for line in third.strategy.history] == [[]] * 4
+
+
 def test_who_is_only_scored_is_found_to_have_lost_its_state_too(tmp_path: Path) -> None:
     found = federation(tmp_path, on_disk=True, num_server_rounds=1).run()
     shutil.rmtree(tmp_path / "run" / "clients")

@@ -73,12 +73,21 @@ def test_int8_of_zero_rows_and_of_convolutions() -> None:
     zero = decode(encode(Prototypes(torch.zeros(6, 8), table().present), "int8"), Prototypes, TASK)
     assert zero.num_present == 4
     assert not zero.values.any()
-    weights = Weights({"conv": torch.randn(3, 2, 5, 5), "bias": torch.randn(3), "none": torch.zeros(0, 4)}, 2)
+    weights = Weights(
+        {
+            "conv": torch.randn(3, 2, 5, 5),
+            "bias": torch.randn(3),
+            "none": torch.zeros(0, 4),
+            "flat": torch.zeros(3, 0),
+        },
+        2,
+    )
     back = decode(encode(weights, "int8"), Weights, TASK)
     assert torch.equal(back.tensors["bias"], weights.tensors["bias"]), "vectors stay float32"
     error = (back.tensors["conv"] - weights.tensors["conv"]).abs().flatten(1).amax(1)
     assert bool((error <= weights.tensors["conv"].abs().flatten(1).amax(1) / 254 * (1 + 1e-5)).all())
     assert back.tensors["none"].shape == (0, 4)
+    assert back.tensors["flat"].shape == (3, 0)  # the factors of a matrix that has lost everything
 
 
 def test_nan_is_not_hidden_by_rounding() -> None:

@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower import wire
 from pbfl_flwr.lowrank import compress, expand
 from pbfl_flwr.method import Round
 from pbfl_flwr.methods.fedkd import MenteeState
@@ -203,6 +204,16 @@ def test_matrices_that_as_coded_loses_are_said(make_method, make_client, task):
     assert method.notes(MenteeState.from_tensors(after.to_tensors(), task)) == [note]
 
 
+def test_lost_matrices_cross_the_wire_as_int8(make_method, make_client, task):
+    method = make_method("fedkd", protocol="htfl", wire_dtype="int8", own={"energy_start": 1.0})
+    sent = method.local_update(make_client(0), method.broadcast(method.init(task, 0), 0)).payload
+    found = wire.decode(wire.encode(sent, "int8"), LowRank, task)
+    assert {name: factors.shape for name, factors in found.factors.items()} == {
+        name: factors.shape for name, factors in sent.factors.items()
+    }
+    assert all(not bool(factors.product().any()) for factors in found.factors.values())
+
+
 @pytest.mark.parametrize("compression", ["safe", "as-coded"])
 def test_clients_without_samples_leave_the_mentee(make_method, task, compression):
     method = make_method("fedkd", weighting="samples", own={**WHOLE, "compression": compression})
@@ -227,6 +238,8 @@ def test_states_survive_a_checkpoint(make_method, make_client, task):
         for client in (0, 1):
             one, other = method.broadcast(state, client), method.broadcast(again, client)
             assert same(one.to_tensors(), other.to_tensors())
+            gone_on = method.broadcast(method.resumed(again), client)  # it may have lost what it held
+            assert same(gone_on.to_tensors(), state.whole.to_tensors())
 
 
 def test_buffers_of_the_mentee_stay(make_method, make_client, task):

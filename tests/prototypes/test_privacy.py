@@ -184,6 +184,13 @@ def test_noise_has_its_deviation_and_is_never_the_same() -> None:
     assert torch.equal(first.rows, second.rows)
 
 
+@pytest.mark.parametrize("byte", [b"\x00", b"\xff"])
+def test_noise_is_finite_whatever_the_system_draws(byte: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pbfl_flwr.prototypes.privacy.os.urandom", lambda size: byte * size)
+    # The outermost of 2^52 numbers on either side, u = 2^-53: Φ^-1(u) is -8.2095; half the sum of four is twice that.
+    assert float(gaussian(1, 1)) == pytest.approx(16.419 if byte == b"\xff" else -16.419, abs=1e-3)
+
+
 @pytest.mark.parametrize(("scaled", "keys"), [(False, {}), (True, {"dense_uploads": True})])
 def test_the_rows_that_are_sent_bear_the_whole_noise(scaled: bool, keys: dict[str, Any]) -> None:
     stage, means = stage_of(scaled, dp_noise=0.5, **keys), torch.full((2, 20_000), 0.25 * C)
