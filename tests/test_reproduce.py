@@ -202,7 +202,17 @@ def test_the_table(paper: reproduce.Reproduction, tmp_path: Path) -> None:
     assert lines[0].split(",")[15:19] == ["best_sd", "last_sd", "head", "head_sd"]
     assert lines[1].split(",")[15:21] == ["17.6777", "17.6777", "37.5000", "17.6777", "37.5000", "17.6777"]
     assert lines[2].split(",")[15:19] == ["", "", "25.0000", ""]
-    assert lines[2].startswith("two,A,global,after,2,,,50.0000,0.0000,50.0000,0.0000,,2,1,")
+    assert lines[2].startswith("two,A,global,after,2,,,50.0000,,50.0000,,,2,1,")
+
+
+def test_a_predictor_that_the_first_seed_lacks_has_its_column(
+    paper: reproduce.Reproduction, tmp_path: Path
+) -> None:
+    planned = reproduce.plans(paper, ["one"], "small", [], [0, 1], ["A"], tmp_path)
+    for run, globals_ in zip(planned["one"], (None, 0.75), strict=True):
+        write_run(run.directory, [entry(1, 0.5, globals_), entry(2, 0.5, globals_)], **run.wishes.values)
+    (row,) = reproduction_table.rows(paper, planned)
+    assert row.others == {"head": [50.0, 50.0], "global": [75.0]}
 
 
 def test_the_table_by_one_predictor(paper: reproduce.Reproduction, tmp_path: Path) -> None:

@@ -47,7 +47,9 @@ def test_figures_stand_at_the_step_they_belong_to() -> None:
     assert (first, second) == (2, 3)
     assert early["accuracy/head/weighted"] == 0.5
     assert late["accuracy/head/weighted"] == 0.75
-    assert "test-loss" not in early
+    assert early["test-loss"] == 0.25  # of the same pass
+    assert "test-loss" not in late
+    assert "bytes/up/payload" not in early
 
 
 def test_new_clients_stand_at_the_last_round_under_the_number_of_their_own() -> None:

@@ -395,6 +395,20 @@ def test_the_table_has_new_clients_and_the_other_moment(tmp_path: Path) -> None:
     assert any(note.startswith("New clients took no part in the rounds") for note in sheet.notes)
 
 
+def test_the_table_has_the_validation_chosen_round(tmp_path: Path) -> None:
+    found = sweep.read(
+        None, ["learning-rate=0.1,0.2", "validation-share=0.5", "num-clients=2", "num-server-rounds=2"]
+    )
+    runs = sweep.plans(found, tmp_path)
+    for run, held_out in zip(runs, (0.5, 0.25), strict=True):
+        first = entry(1, 0.5, 0.75, validation={"global": {"weighted": 0.375}})
+        second = entry(2, 0.5, 0.625, validation={"global": {"weighted": held_out}})
+        write_run(run.directory, [first, second], **{**run.wishes.values, "feature-dim": 512})
+    sheet = sweep.table(found, comparison_table.rows(runs), runs, "A sweep")
+    columns = [dict(zip(sheet.columns, row, strict=True)) for row in sheet.rows]
+    assert [row["validation-chosen"] for row in columns] == ["62.50", "75.00"]
+
+
 def test_the_table_gives_every_class_the_same_weight_with_per_class(tmp_path: Path) -> None:
     words = ["per-class=false,true", "num-clients=2", "num-server-rounds=1"]
     found = sweep.read(None, words)

@@ -95,7 +95,7 @@ def class_sheet(runs: Sequence[Scored]) -> Sheet | None:
     for run in counted:
         last, tested = run.last, run.last[run.predictor][1]["tested"]
         for label, name in enumerate(label_names(run.about)):
-            if not tested[label]:
+            if not any(found["tested"][label] for _, found in last.values()):
                 untested.append(f"{run.label}: {name}" if run.label else name)
                 continue
             each = (last[one][1]["by_class"][label] if one in last else None for one in asked)
@@ -133,7 +133,8 @@ def show(about: Mapping[str, Any], rounds: Sequence[Mapping[str, Any]], console:
         if sheet.title == "Accuracy by class" and len(rows) > MOST:
             at = head.index(run.predictor)
             notes.insert(0, f"The {MOST} of {len(rows)} classes on which '{run.predictor}' is worst.")
-            rows = sorted(rows, key=lambda row: float(row[at]))[:MOST]
+            known = [row for row in rows if row[at] != "-"]
+            rows = sorted(known, key=lambda row: float(row[at]))[:MOST]
         say(console, f"{sheet.title[0].lower()}{sheet.title[1:]}, %", "italic")
         print_blocks(console, head, rows, words=1)
         for note in notes:

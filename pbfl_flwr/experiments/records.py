@@ -31,7 +31,7 @@ class Record:
         directory: its files.
         about: run.json.
         rounds: rounds.jsonl.
-        clients: clients.jsonl.
+        clients: clients.jsonl, as far as rounds.jsonl goes.
         newcomers: newcomers.jsonl, of the clients that came after the last of these rounds.
         counts: samples of each class on each client (M, K), None where they are the devices' own.
         allowed: code that may be imported because the run names it, as my_package.module:function.
@@ -61,7 +61,8 @@ class Record:
         counts = directory.partition_counts()
         table = None if counts is None else np.array(counts, dtype=np.int64)
         newcomers = directory.newcomers(len(rounds))
-        clients = directory.client_rounds()
+        # A round's clients are written down before the round itself, so there may be more of them.
+        clients = [line for line in directory.client_rounds() if line["round"] <= rounds[-1]["round"]]
         return cls(directory, about, rounds, clients, table, newcomers, frozenset(allowed), by)
 
     @property

@@ -31,6 +31,7 @@ from pbfl_flwr.experiments.records import NEUTRAL, Group, Record
 from pbfl_flwr.experiments.sheets import Sheet
 from pbfl_flwr.experiments.summaries import OTHER_NOTE, paired_sheet, summary_sheet
 from pbfl_flwr.experiments.tables import (
+    UNKNOWN,
     failure_lines,
     joined_lines,
     paper_scalars,
@@ -304,7 +305,7 @@ def version_sheet(groups: Sequence[Group]) -> Sheet:
 
 def is_numeric(sheet: Sheet, column: int) -> bool:
     """Whether a column is set to the right and sorted by number."""
-    cells = [row[column] for row in sheet.rows if row[column] not in ("", "-")]
+    cells = [row[column] for row in sheet.rows if row[column] not in ("", "-", UNKNOWN)]
     return column >= sheet.text_columns and bool(cells) and all(NUMBER.match(cell) for cell in cells)
 
 

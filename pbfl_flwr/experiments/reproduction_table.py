@@ -21,7 +21,6 @@ from pbfl_flwr.experiments.accuracies import (
 from pbfl_flwr.experiments.compare import Planned, finished
 from pbfl_flwr.experiments.reproduce import Reproduction, Scale, changes
 from pbfl_flwr.experiments.sheets import Sheet, figure, plain
-from pbfl_flwr.experiments.statistics import spread as deviation
 from pbfl_flwr.experiments.summaries import MOMENT_NOTE
 from pbfl_flwr.flower.files import write_atomically
 from pbfl_flwr.flower.history import RunDirectory
@@ -104,7 +103,11 @@ def _row(paper: Reproduction, block: str, label: str, runs: Sequence[RunDirector
         column("best", "std"),
         column("last", paper.accuracy),
         column("last", "std"),
-        {name: column("last", paper.accuracy, name) for name in PREDICTORS if name in found[0]},
+        {
+            name: column("last", paper.accuracy, name)
+            for name in PREDICTORS
+            if any(name in score for score in found)
+        },
         len(histories[0]),
         fmean(line["seconds"]["total"] for history in histories for line in history),
         few_clients((run.read(), score) for run, score in zip(runs, found, strict=True)),
@@ -226,7 +229,5 @@ def write(out: Path, paper: Reproduction, text: str, found: Sequence[Row]) -> No
 
 def _plain(paper: Reproduction, values: Sequence[float], spreads: Sequence[float]) -> tuple[str, str]:
     """Return mean and deviation, over clients or over seeds as the paper's are."""
-    if not values:
-        return "", ""
-    over = fmean(spreads) if paper.spread == "clients" else deviation(values).deviation
-    return f"{fmean(values):.4f}", f"{over:.4f}"
+    mean, over_seeds = plain(values)
+    return mean, f"{fmean(spreads):.4f}" if values and paper.spread == "clients" else over_seeds

@@ -33,6 +33,8 @@ _LATEX = {
     "…": r"\ldots{}",
     "λ": r"$\lambda$",
     "γ": r"$\gamma$",
+    "[": "{[}",  # at the beginning of a row the end of the one before, or the rule, would take it for its argument
+    "*": "{*}",  # so would that end
 }
 
 

@@ -45,6 +45,7 @@ OTHER_CLIENTS = (
     "Accuracies over other clients (new-clients, attack, fraction-train, fraction-evaluate, failures), so nothing is "
     "said about seeds"
 )
+NO_CLIENT = "No client that both scored in every common seed, so nothing is said about clients"
 
 
 def summary_sheet(groups: Sequence[Group], title: str = "Accuracy and fairness") -> Sheet:
@@ -132,6 +133,8 @@ def paired_sheet(groups: Sequence[Group], title: str = "Paired comparison") -> S
         if clients := [who for who in first if who in second]:
             found = paired([first[who] for who in clients], [second[who] for who in clients])
             rows.append((label, "clients", found, odd))
+        elif seeds:
+            told.setdefault(NO_CLIENT, []).append(label)
         common = [(one.by_seed()[seed], other.by_seed()[seed]) for seed in seeds]
         if any(_over(a) != _over(b) for a, b in common):
             told.setdefault(OTHER_CLIENTS, []).append(label)

@@ -146,8 +146,8 @@ def table(sweep: Sweep, found: Sequence[Row], planned: Sequence[Planned], title:
         by: the predictor of all rows; nothing is the headline of each run.
     """
     names = [name for name in PREDICTORS if any(name in row.others for row in found)]
-    twice, new = any(row.other for row in found), any(row.new for row in found)
-    counted = any(row.balanced for row in found)
+    chosen, twice = any(row.chosen for row in found), any(row.other for row in found)
+    new, counted = any(row.new for row in found), any(row.balanced for row in found)
     moments, _ = unlike(found)
     head = [
         *sweep.swept,
@@ -156,7 +156,7 @@ def table(sweep: Sweep, found: Sequence[Row], planned: Sequence[Planned], title:
         "last",
         "best (on test data)",
     ]
-    head += ["at the other moment"] if twice else []
+    head += [*(["validation-chosen"] if chosen else []), *(["at the other moment"] if twice else [])]
     head += ["std over clients", "worst decile", *(BALANCED if counted else [])]
     head += [*(["new clients"] if new else []), *names]
     head += ["payload up", "payload down", "all bytes a round", "rounds", "seeds", "s a round"]
@@ -164,7 +164,8 @@ def table(sweep: Sweep, found: Sequence[Row], planned: Sequence[Planned], title:
     for row in found:
         cells = [*(_text(value) for value in sweep.values[row.label]), row.headline]
         cells += [row.moment] if moments else []
-        cells += [figure(row.last), figure(row.best), *([figure(row.other)] if twice else [])]
+        cells += [figure(row.last), figure(row.best), *([figure(row.chosen)] if chosen else [])]
+        cells += [figure(row.other)] if twice else []
         cells += [figure(row.spread), figure(row.worst)]
         cells += [figure(row.balanced), figure(row.macro_f1)] if counted else []
         cells += [figure(row.new)] if new else []

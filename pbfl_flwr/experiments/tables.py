@@ -30,6 +30,7 @@ from pbfl_flwr.experiments.runner import go_on_with
 from pbfl_flwr.flower.history import ERROR, RunDirectory
 
 STATISTICS = ("weighted", "mean", "std", "worst")
+UNKNOWN = "unknown"
 
 
 def show(run_dir: Path, console: Console) -> None:
@@ -267,7 +268,7 @@ def privacy_line(configuration: Mapping[str, Any], clients: Sequence[Mapping[str
 
 def paper_scalars(found: float | None) -> str:
     """Return the paper's count of the scalars that travel in a round, in words where it is not known."""
-    return "unknown" if found is None else f"{found:,.0f}"
+    return UNKNOWN if found is None else f"{found:,.0f}"
 
 
 def unknown_lines(counts: Iterable[float | None]) -> list[str]:

@@ -149,8 +149,8 @@ class Sinks:
 def steps(line: Mapping[str, Any]) -> list[tuple[int, Figures]]:
     """Return (step, figures) of a round, steps ascending; a step is a number of finished rounds.
 
-    Where clients are scored before their training, a line's accuracies belong to the step before it, and the last
-    line holds the last step's as "final".
+    Where clients are scored before their training, a line's accuracies and loss belong to the step before it, and
+    the last line holds the last step's accuracies as "final".
 
     Args:
         line: an entry of rounds.jsonl.
@@ -160,10 +160,10 @@ def steps(line: Mapping[str, Any]) -> list[tuple[int, Figures]]:
     for key in ("accuracy", "validation"):
         found.setdefault(scored, {}).update(_flat(key, line.get(key, {})))
         found.setdefault(line["round"], {}).update(_flat(key, line.get("final", {}).get(key, {})))
+    found[scored].update(_flat("test-loss", line["test_loss"]))
     other = 2 * int(line["round"]) - 1 - scored  # the moment that is not the headline's
     found.setdefault(other, {}).update(_flat("other-moment", line.get("other", {})))
     rest = {
-        "test-loss": line["test_loss"],
         "clients": line["clients"],
         "server": line["server"],
         "bytes/up": line["bytes_up"],

@@ -13,6 +13,7 @@ pytest.importorskip("jinja2", reason="jinja2 is not installed (the extra 'report
 from pbfl_flwr.experiments import records, report
 from pbfl_flwr.experiments.records import Group
 from pbfl_flwr.experiments.sheets import Sheet
+from pbfl_flwr.experiments.tables import paper_scalars
 from tests.runs import entry, pbfl, write_run
 
 
@@ -101,6 +102,8 @@ def test_the_sheets_of_the_page(groups: list[Group]) -> None:
     assert [report.is_numeric(clients, column) for column in (0, 1)] == [True, False]
     remarked = Sheet("", ("", "p", "remark"), (("a", "< 0.001", ""), ("b", "-", "too few")))
     assert [report.is_numeric(remarked, column) for column in (0, 1, 2)] == [False, True, False]
+    counts = Sheet("", ("run", "scalars"), (("a", "12,000"), ("b", paper_scalars(None)), ("c", "1,000,000")))
+    assert report.is_numeric(counts, 1)
 
 
 def test_the_page_by_one_predictor(three_runs: list[Path], tmp_path: Path) -> None:

@@ -36,6 +36,9 @@ def test_latex_escapes_and_uses_booktabs() -> None:
     assert r"    my\_run$|$1 & 50.0 $\pm$ 1.0 \\" in text
     assert r"\caption{A \& B. $\pm$ over 2 seeds}" in text
     assert text.index(r"\toprule") < text.index(r"\midrule") < text.index(r"\bottomrule")
+    # A row's end and a rule take [ and * for their own, also on the next line.
+    assert r"    {[}x] & 1 \\" in (text := Sheet("", ("a", "b"), (("[x]", "1"), ("* y", "2"))).latex())
+    assert r"    {*} y & 2 \\" in text
     assert tex("\\a^{b}") == r"\textbackslash{}a\textasciicircum{}\{b\}"
 
 

@@ -160,12 +160,24 @@ def test_seeds_are_not_compared_where_other_clients_were_scored(tmp_path: Path) 
         runs = [run(place / f"a{seed}", 0.5, [1, 3], seed=seed) for seed in (0, 1)]
         for seed in (0, 1):
             runs.append(run(place / f"b{seed}", 0.25, correct, seed=seed, method="tinyproto"))
-            line = {**client_line(2, correct), "client": clients}
+            line = {**client_line(1, correct), "client": clients}
             (runs[-1] / "clients.jsonl").write_text(json.dumps(line) + "\n")
         return [row[1:3] for row in paired_sheet(records.load(runs)).rows]
 
     assert pairs(tmp_path / "all", [0, 2], [0, 1]) == [("clients", "2"), ("seeds", "2")]
     assert pairs(tmp_path / "one", [0], [1]) == [("clients", "1")]
+
+
+def test_pairs_without_a_client_in_every_seed_are_named(tmp_path: Path) -> None:
+    places = [run(tmp_path / f"{method}{seed}", 0.5, [1, 3], method=method, seed=seed)
+              for method in ("fedproto", "local") for seed in (0, 1)]  # fmt: skip
+    for seed in (0, 1):
+        line = {**client_line(1, [2]), "client": [seed]}  # the other one failed
+        (places[seed] / "clients.jsonl").write_text(json.dumps(line) + "\n")
+    sheet = paired_sheet(records.load(places))
+    assert sheet.rows == ()
+    said = "No client that both scored in every common seed, so nothing is said about clients"
+    assert f"{said}: fedproto − local." in sheet.notes
 
 
 def test_devices_with_names_are_paired_by_name(tmp_path: Path) -> None:
@@ -204,7 +216,8 @@ def test_devices_with_names_are_paired_by_name(tmp_path: Path) -> None:
 
 
 def test_a_last_accuracy_is_over_the_clients_of_its_round(tmp_path: Path) -> None:
-    path = run(tmp_path / "a", 0.5, [1, 3])
+    path = write_run(tmp_path / "a", [entry(1, 0.25, 0.5), entry(2, 0.25, 0.5)])
+    (path / "clients.jsonl").write_text(json.dumps(client_line(1, [1, 3])) + "\n")
     unheard = {"round": 2, "client": [], "num_test": [], "correct": []}
     with (path / "clients.jsonl").open("a") as file:
         file.write(json.dumps(unheard) + "\n")
@@ -213,6 +226,15 @@ def test_a_last_accuracy_is_over_the_clients_of_its_round(tmp_path: Path) -> Non
     line = {**unheard, "final": {**client_line(2, [3]), "client": [1]}}
     (path / "clients.jsonl").write_text(json.dumps(client_line(1, [1, 3])) + "\n" + json.dumps(line) + "\n")
     assert records.Record.load(path).scored == {1}
+
+
+def test_clients_of_a_round_that_is_not_there_yet_do_not_count(tmp_path: Path) -> None:
+    path = run(tmp_path / "a", 0.5, [1, 3])
+    with (path / "clients.jsonl").open("a") as file:  # written first: killed, or still running
+        file.write(json.dumps(client_line(2, [4, 4])) + "\n")
+    record = records.Record.load(path)
+    assert record.accuracies() == {0: 0.25, 1: 0.75}
+    assert [line["round"] for line in record.clients] == [1]
 
 
 def test_a_summary_says_over_how_many_clients_it_is(tmp_path: Path) -> None:
