@@ -174,6 +174,18 @@ def test_epochs_steps_and_another_source() -> None:
     assert (report.steps, report.samples, len(seen)) == (5, 20, 5)
 
 
+def test_what_a_report_says() -> None:
+    one = FitReport(
+        3, 12, {"ce": 0.5, "pull": 1.0}, {"momentum.a": torch.ones(1), "momentum.b": torch.ones(1)}
+    )
+    two = FitReport(1, 1, {"ce": 0.25}, {"momentum.b": torch.zeros(1)})
+    both = one.then(two)
+    assert (both.steps, both.samples, both.losses) == (4, 13, {"ce": 0.25, "pull": 1.0})
+    assert {name: t.item() for name, t in both.optimizer.items()} == {"momentum.a": 1, "momentum.b": 0}
+    assert two.metrics() == {"loss.ce": 0.25}
+    assert FitReport(0, 0, {}, {}).metrics() == {"idle": 1.0}
+
+
 # What is trained --------------------------------------------------------------------------------------------
 
 
