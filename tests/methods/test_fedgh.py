@@ -7,6 +7,7 @@ from pbfl_flwr import seeds
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Round
 from pbfl_flwr.payloads import Prototypes, RejectedPayload, Weights
+from pbfl_flwr.prototypes.privacy import epsilon_of
 from pbfl_flwr.task import Task
 from pbfl_flwr.training import take
 
@@ -53,6 +54,30 @@ def test_a_client_trains_its_whole_network_from_the_head_it_received(make_method
     assert method.local_update(client, down).metrics["loss.ce"] == pytest.approx(loss.item(), rel=1e-5)
     for found, start in zip(client.model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(found.detach(), start.detach() - 0.1 * start.grad)
+
+
+def test_what_leaves_is_clipped_and_noised_as_asked(make_method, make_client, task):
+    sample = {"dp_clip": 0.1, "dp_unit": "sample", "min_class_count": 1}
+    client = make_client()
+    upload = make_method("fedgh", **sample).local_update(client, zero_head()).payload
+    with torch.no_grad():
+        features = client.model.eval().features(client.data.train.inputs)
+    clipped = [row * min(1.0, 0.1 / float(row.norm())) for row in features]
+    assert features.norm(dim=1).max() > 0.1
+    for label in (0, 1, 2):
+        rows = [
+            row for row, own in zip(clipped, client.data.train.labels.tolist(), strict=True) if own == label
+        ]
+        torch.testing.assert_close(upload.values[label], torch.stack(rows).mean(0))
+    noised = make_method("fedgh", dp_noise=2.0, **sample)
+    update = noised.local_update(make_client(memory={"releases": torch.tensor(2)}), zero_head())
+    assert update.metrics["epsilon"] == epsilon_of(2.0, 3, 1e-5)
+    assert int(update.memory["releases"]) == 3
+    told = noised.reveals()
+    assert {reveal.message for reveal in told} == {"upload"}  # prototypes are not broadcast
+    assert {reveal.what: reveal.state for reveal in told}["number of training samples"] == "hidden"
+    with pytest.raises(PbflError, match="needs every sample in the means once"):
+        make_method("fedgh", drop_last="always", **sample)
 
 
 def test_one_server_step_by_hand(make_method, task):
