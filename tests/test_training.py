@@ -193,6 +193,10 @@ def test_what_is_called_after_every_step_and_after_every_pass() -> None:
         )
         assert "".join(calls) == expected
         assert report.samples == 4 * expected.count("s")
+    calls.clear()
+    alone = client(Net(True), n=1)  # a pass, though BatchNorm takes no step
+    fit(alone, classification(alone.model), epochs=2, after_epoch=lambda: calls.append("p"))
+    assert calls == ["p", "p"]
 
 
 def test_losses_are_means_over_the_steps() -> None:
@@ -245,6 +249,8 @@ def test_batches_are_normalised_and_laid_out(layout: str, monkeypatch: pytest.Mo
         assert torch.equal(inputs, 2 * images + 1)
         memory = torch.channels_last if layout == "channels-last" else torch.contiguous_format
         assert inputs.is_contiguous(memory_format=memory)
+    vectors = client(layout=layout)
+    assert fit(vectors, classification(vectors.model)).steps == 2
 
 
 def test_what_a_report_says() -> None:
