@@ -69,6 +69,18 @@ def test_each_phase_draws_its_own_order(make_method, make_client, task):
         torch.testing.assert_close(client.model.get_parameter(name), parameter, atol=1e-6, rtol=1e-5)
 
 
+def test_what_accompanies_the_body_is_trained_with_it(make_method, make_client):
+    client, companion = make_client(architecture="cnn4"), torch.nn.Linear(6, 4).eval()
+    before = companion.weight.detach().clone()
+
+    def loss(inputs, labels):
+        return {"ce": torch.nn.functional.cross_entropy(companion(client.model.features(inputs)), labels)}
+
+    make_method("fedrep").train.body_phase(client, loss, [companion])
+    assert companion.training
+    assert not torch.equal(companion.weight, before)
+
+
 def test_no_head_epochs_leaves_the_head(make_method, make_client, task):
     method, client = make_method("fedrep", own={"head_epochs": 0}), make_client(architecture="cnn4")
     start = snapshot(client.model)
