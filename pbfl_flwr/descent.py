@@ -115,14 +115,12 @@ class SGD(Descent):
     def _move(
         self, moved: list[nn.Parameter], gradients: list[Tensor], learning_rate: float | Tensor, fused: bool
     ) -> None:
-        # torch wants the buffers of all or of none; zeros are what a parameter without one starts from.
-        known = [self.state[p]["momentum"] if p in self.state else None for p in moved]
-        if self.momentum and any(buffer is not None for buffer in known):
-            known = [torch.zeros_like(p) if b is None else b for p, b in zip(moved, known, strict=True)]
+        if self.momentum:  # zeros are what a first step starts from
+            self.state.update({p: {"momentum": torch.zeros_like(p)} for p in moved if p not in self.state})
         sgd(
             list[Tensor](moved),
             gradients,
-            known if self.momentum else [],
+            [self.state[p]["momentum"] for p in moved] if self.momentum else [],
             fused=fused,
             foreach=False,
             weight_decay=self.weight_decay,
@@ -132,10 +130,6 @@ class SGD(Descent):
             nesterov=False,
             maximize=False,
         )
-        if self.momentum:  # the first step has made them
-            self.state.update(
-                {p: {"momentum": b} for p, b in zip(moved, known, strict=True) if b is not None}
-            )
 
 
 class Adam(Descent):
@@ -189,5 +183,5 @@ class Adam(Descent):
 
 def _at_rest(parameter: Tensor, fused: bool) -> dict[str, Tensor]:
     """Return the state before a first step; one kernel on a card reads the number of steps there."""
-    moments = {name: torch.zeros_like(parameter, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
+    moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
     return {"step": torch.zeros((), device=parameter.device if fused else "cpu"), **moments}

@@ -362,4 +362,4 @@ def _remembered(
 def _laid_out(parameter: nn.Parameter, kept: Tensor) -> Tensor:
     if kept.shape != parameter.shape:  # Adam's number of steps
         return kept.to(parameter.device, copy=True)
-    return torch.zeros_like(parameter, requires_grad=False).copy_(kept)
+    return torch.zeros_like(parameter).copy_(kept)

@@ -22,6 +22,7 @@ from pbfl_flwr.training import (
     Part,
     batches,
     classification,
+    complete_batches,
     each_feature,
     fit,
     forward,
@@ -155,6 +156,8 @@ def test_batchnorm_never_meets_a_single_sample() -> None:
         who = client(Net(normalised), n=5, drop_last="never")
         report = fit(who, classification(who.model))
         assert (report.steps, report.samples) == (steps, 5 if steps == 2 else 4)
+    pair = client(Net(True), n=6, drop_last="never")  # 4 and 2
+    assert fit(pair, classification(pair.model)).samples == 6
     alone = client(Net(True), n=1)
     assert fit(alone, classification(alone.model)) == FitReport(0, 0, {}, {})
     # A companion with BatchNorm counts as well.
@@ -168,10 +171,98 @@ def test_epochs_steps_and_another_source() -> None:
     assert fit(who, classification(who.model), epochs=1).steps == 2
     assert fit(who, classification(who.model), max_steps=5).steps == 5
     assert fit(who, classification(who.model), max_steps=0).steps == 0
+    assert fit(who, classification(who.model), epochs=0).steps == 0
     seen: list[int] = []
     source = (torch.randn(20, 4), torch.zeros(20, dtype=torch.int64))
     report = fit(who, classification(who.model), source=source, epochs=1, after_step=lambda: seen.append(1))
     assert (report.steps, report.samples, len(seen)) == (5, 20, 5)
+
+
+def test_what_is_called_after_every_step_and_after_every_pass() -> None:
+    calls = list[str]()
+    for max_steps, expected in ((None, "sspssp"), (3, "sspsp"), (2, "ssp"), (1, "sp")):
+        who = client()
+        calls.clear()
+        report = fit(
+            who,
+            classification(who.model),
+            epochs=2,
+            max_steps=max_steps,
+            after_step=lambda: calls.append("s"),
+            after_epoch=lambda: calls.append("p"),
+        )
+        assert "".join(calls) == expected
+        assert report.samples == 4 * expected.count("s")
+    calls.clear()
+    alone = client(Net(True), n=1)  # a pass, though BatchNorm takes no step
+    fit(alone, classification(alone.model), epochs=2, after_epoch=lambda: calls.append("p"))
+    assert calls == ["p", "p"]
+
+
+def test_losses_are_means_over_the_steps() -> None:
+    who, sizes = client(drop_last="never"), list[int]()
+
+    def loss(inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        sizes.append(len(inputs))
+        return {"size": 0 * first(who).bias.sum() + len(inputs), "one": torch.ones(())}
+
+    assert fit(who, loss).losses == {"size": 10 / 3, "one": 1.0}  # 4, 4 and 2 samples
+    assert sizes == [4, 4, 2]
+
+
+def test_terms_of_low_precision_are_summed_in_float32() -> None:
+    totals: dict[str, Tensor] = {}
+    for _ in range(300):  # bfloat16 ends at 256 + 1 = 256
+        training._add(totals, "ce", torch.ones((), dtype=torch.bfloat16))
+    assert totals["ce"].item() == 300
+
+
+def test_under_drop_last_always_the_last_samples_of_the_store_are_left_out() -> None:
+    for rule, n, kept in (("always", 10, 8), ("always", 3, 0), ("small", 10, 10), ("never", 10, 10)):
+        shard = complete_batches(client(n=n, drop_last=rule))
+        assert torch.equal(shard.inputs, data(n).train.inputs[:kept])
+        assert torch.equal(shard.labels, data(n).train.labels[:kept])
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels-last"])
+def test_batches_are_normalised_and_laid_out(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    images = torch.arange(4 * 3 * 2 * 2, dtype=torch.float32).reshape(4, 3, 2, 2)
+    shard, two, one = (
+        Shard(images, torch.tensor([0, 1, 2, 0])),
+        torch.full((3, 1, 1), 2.0),
+        torch.ones(3, 1, 1),
+    )
+    held = ClientData(shard, shard, 3, ("a", "b", "c"), two, one)
+    begun, met = list[str](), list[Tensor]()
+    monkeypatch.setattr(training, "begin_batch", lambda mode, device: begun.append(mode))
+    who = replace(client(batch_order="fixed", layout=layout), data=held)
+
+    def loss(inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        met.append(inputs)
+        return {"ce": first(who).bias.sum()}
+
+    fit(who, loss)
+    monkeypatch.setattr(who.model, "features", lambda inputs: met.append(inputs) or inputs.flatten(1))
+    list(each_feature(who, held.train))
+    assert begun == ["off"] * 2
+    for inputs in met:
+        assert torch.equal(inputs, 2 * images + 1)
+        memory = torch.channels_last if layout == "channels-last" else torch.contiguous_format
+        assert inputs.is_contiguous(memory_format=memory)
+    vectors = client(layout=layout)
+    assert fit(vectors, classification(vectors.model)).steps == 2
+
+
+def test_what_a_report_says() -> None:
+    one = FitReport(
+        3, 12, {"ce": 0.5, "pull": 1.0}, {"momentum.a": torch.ones(1), "momentum.b": torch.ones(1)}
+    )
+    two = FitReport(1, 1, {"ce": 0.25}, {"momentum.b": torch.zeros(1)})
+    both = one.then(two)
+    assert (both.steps, both.samples, both.losses) == (4, 13, {"ce": 0.25, "pull": 1.0})
+    assert {name: t.item() for name, t in both.optimizer.items()} == {"momentum.a": 1, "momentum.b": 0}
+    assert two.metrics() == {"loss.ce": 0.25}
+    assert FitReport(0, 0, {}, {}).metrics() == {"idle": 1.0}
 
 
 # What is trained --------------------------------------------------------------------------------------------
@@ -183,7 +274,9 @@ def test_frozen_parts_keep_their_bits() -> None:
     fit(who, classification(who.model), parts=[part(net(who).head)])
     assert changed(before, who.model) == {"head.weight", "head.bias"}
     assert all(parameter.requires_grad for parameter in who.model.parameters())
-    assert fit(who, classification(who.model), parts=[]) == FitReport(0, 0, {}, {})
+    assert all(parameter.grad is None for parameter in who.model.parameters())
+    for nothing in ([], [Part(())]):
+        assert fit(who, classification(who.model), parts=nothing) == FitReport(0, 0, {}, {})
 
 
 def test_frozen_parts_are_thawed_after_an_error() -> None:
@@ -351,13 +444,24 @@ def test_fresh_momentum_leaves_out_what_an_earlier_run_kept() -> None:
     assert not changed(weights(without.model), with_it.model)
 
 
-def test_what_the_client_remembers_is_not_changed_by_training() -> None:
+@pytest.mark.parametrize("keys", [{"momentum": 0.9}, {"optimizer": "adam"}])
+def test_what_the_client_remembers_is_not_changed_by_training(keys: dict[str, object]) -> None:
     model = Net()
-    first = fit(client(model, momentum=0.9, optimizer_state="kept"), classification(model)).optimizer
+    first = fit(client(model, optimizer_state="kept", **keys), classification(model)).optimizer
     kept = {name: tensor.clone() for name, tensor in first.items()}
-    second = replace(client(model, round=2, momentum=0.9, optimizer_state="kept"), memory=first)
+    second = replace(client(model, round=2, optimizer_state="kept", **keys), memory=first)
     fit(second, classification(model))
     assert all(torch.equal(first[name], tensor) for name, tensor in kept.items())
+
+
+def test_what_was_kept_is_laid_out_as_its_parameter() -> None:
+    """A store keeps tensors contiguous; torch's fused kernels pair them with the parameter's numbers by place."""
+    kept = torch.arange(16.0).reshape(2, 2, 2, 2)
+    weight = nn.Parameter(torch.zeros(2, 2, 2, 2).contiguous(memory_format=torch.channels_last))
+    found = training._laid_out(weight, kept)
+    assert torch.equal(found, kept)
+    assert found.stride() == weight.stride() != kept.stride()
+    assert not found.requires_grad
 
 
 def test_momentum_of_a_part_of_the_parameters_can_be_gone_on_with() -> None:
@@ -418,6 +522,10 @@ def test_a_last_step_into_infinity_is_refused_as_well() -> None:
 
     with pytest.raises(Diverged, match="a weight is not finite after 1 steps; lower learning-rate"):
         fit(who, steep)
+    who = client(n=4)
+    with pytest.raises(Diverged, match="a weight is not finite after 1 steps"):
+        fit(who, steep, parts=[part(net(who).body), part(net(who).head, 3e38)])
+    assert first(who).weight.isfinite().all()
 
 
 # Evaluation -------------------------------------------------------------------------------------------------

@@ -67,3 +67,18 @@ def test_nobody_is_too_awkward(any_method, protocol, make_client):
             memories[i], networks[i] = update.memory, client.model.state_dict()
         state = rebuilt(method.aggregate(state, uploads, Round(number, TASK, len(LABELS))))
         assert finite(state)
+
+
+def test_what_the_optimizer_keeps_goes_on_with_the_client(any_method, make_client):
+    """The number of Adam's steps is twice as high after two rounds."""
+    method = build_method(settings_of(any_method, models="cnn4", **MORE.get(any_method, {})))
+    kept = {"optimizer": "adam", "optimizer_state": "kept"}
+    client = make_client(0, "cnn4", **kept)
+    down = rebuilt(method.broadcast(method.init(TASK, 0), 0))
+    first = method.local_update(client, down).memory
+    again = make_client(0, "cnn4", round=2, memory=first, **kept)
+    second = method.local_update(again, down).memory
+    steps = {name: int(made) for name, made in first.items() if name.startswith("step.")}
+    assert steps
+    assert all(steps.values())
+    assert {name: int(second[name]) for name in steps} == {name: 2 * made for name, made in steps.items()}

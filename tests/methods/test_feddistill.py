@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -57,6 +59,17 @@ def test_a_class_without_a_row_gives_no_gradient(form):
     assert gradient(form, [1.0, -2.0, 0.5, 0.0], taught, label=1).abs().max() > 1e-2
 
 
+def test_protocols_choose_the_form_and_a_key_overrules_them(make_method):
+    for protocol, form in (
+        ("clean", "paper"),
+        ("htfl", "ce-soft"),
+        ("pfl", "ce-soft"),
+        ("fedproto", "ce-soft"),
+    ):
+        assert make_method("feddistill", protocol=protocol).form == form
+        assert make_method("feddistill", protocol=protocol, own={"loss": "mse"}).form == "mse"
+
+
 def test_first_round_is_plain_cross_entropy(make_method, make_client, task):
     distilled, alone = make_client(), make_client()
     method, local = make_method("feddistill"), make_method("local")
@@ -94,11 +107,12 @@ def test_outputs_are_collected_on_the_way_before_each_step(make_method, make_cli
 def test_mean_over_holders_and_the_own_part_taken_out(make_method, task):
     # Class 0: clients 0 and 1 hold it; class 1: client 1 alone.
     one, other = [1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]
-    uploads = {0: rows(c0=one), 1: rows(c0=other, c1=other)}
+    uploads = {0: rows(c0=one), 1: rows(c0=other, c1=other), 2: rows()}
     soft, paper = make_method("feddistill", protocol="htfl"), make_method("feddistill")
     state = soft.aggregate(soft.init(task, 0), uploads, Round(1, task, 3))
     assert state.table.values[0].tolist() == [0.5, 0.5, 0.0, 0.0]
     assert soft.broadcast(state, 0) is state.table
+    assert state.scalars() == 2 * 4  # of the two rows
     state = paper.aggregate(paper.init(task, 0), uploads, Round(1, task, 3))
     assert paper.broadcast(state, 2) is state.table  # sent nothing: the mean of all
     to_0, to_1 = paper.broadcast(state, 0), paper.broadcast(state, 1)
@@ -119,9 +133,42 @@ def test_a_class_nobody_sent_is_kept_with_its_holders_or_dropped(make_method, ta
         state = method.aggregate(state, {0: rows(c0=one), 1: rows(c0=other)}, Round(1, task, 2))
         state = method.aggregate(state, {0: rows(c1=one)}, Round(2, task, 2))
         assert state.table.present.tolist() == expected
+        assert method.broadcast(state, 1).present.tolist() == expected
         if stale == "keep":
             assert method.broadcast(state, 0).values[0].tolist() == other
             assert method.broadcast(state, 1).values[0].tolist() == one
+
+
+def test_what_is_left_of_a_mean_is_not_negative(make_method, task):
+    """Three clients of which one alone gives a class any weight: for the others 0, not what rounding leaves."""
+    method = make_method("feddistill")
+    for share in range(1, 10):
+        sent = {i: rows(c0=[share / 10 if i == 0 else 0.0, 0.0, 0.0, 1.0]) for i in range(3)}
+        state = method.aggregate(method.init(task, 0), sent, Round(1, task, 3))
+        assert method.broadcast(state, 0).values.min() == 0
+
+
+def test_a_round_without_answers_changes_nothing(make_method, task):
+    method = make_method("feddistill")
+    state = method.init(task, 0)
+    assert method.aggregate(state, {}, Round(1, task, 3)) is state
+
+
+@pytest.mark.parametrize("protocol", ["clean", "htfl"])
+def test_the_term_is_weighed(make_method, make_client, protocol):
+    """One step: of the loss, and of what the distillation adds to it, γ times as much."""
+    taught = rows(c1=[0.1, 0.7, 0.1, 0.1])  # a row of one class is enough
+    found = {}
+    for weight in (0.0, 1.0, 3.0):
+        method = make_method("feddistill", protocol=protocol, own={"distillation_weight": weight})
+        client = make_client(batch_size=8, learning_rate=0.1)
+        update = method.local_update(client, taught)
+        found[weight] = update.metrics["loss.distillation"], client.model.head.bias.detach()
+    assert found[1.0][0] > 0
+    assert found[3.0][0] == pytest.approx(3 * found[1.0][0])
+    assert found[0.0][0] == 0
+    one, three = (found[weight][1] - found[0.0][1] for weight in (1.0, 3.0))
+    torch.testing.assert_close(three, 3 * one, rtol=1e-3, atol=1e-6)
 
 
 def test_a_client_that_makes_no_step_sends_nothing(make_method, make_client):
@@ -140,7 +187,16 @@ def test_rows_may_be_rounded_on_the_wire(make_method, K, own, dtype):
 
 
 @pytest.mark.parametrize(
-    "row", [[2.0, 0, 0, 0], [0.5, 0.7, 0, 0], [0.5, 0.2, 0, 0], [1.2, -0.2, 0, 0], [0.0] * 4]
+    "row",
+    [
+        [2.0, 0, 0, 0],
+        [0.5, 0.7, 0, 0],
+        [0.5, 0.2, 0, 0],
+        [1.2, -0.2, 0, 0],
+        [0.0] * 4,
+        [1.0, -0.2, 0.2, 0],
+        [1.03, 0, 0, 0],
+    ],
 )
 def test_a_row_that_is_no_distribution_is_refused(make_method, task, row):
     paper = make_method("feddistill")
@@ -150,7 +206,11 @@ def test_a_row_that_is_no_distribution_is_refused(make_method, task, row):
 
 def test_uploads_are_checked(make_method, task):
     paper = make_method("feddistill")
-    paper.validate(rows(), paper.init(task, 0), task)
+    state = paper.init(task, 0)
+    paper.validate(rows(), state, task)
+    for more in ({"counts": torch.zeros(4, dtype=torch.int64)}, {"num_examples": 8}):
+        with pytest.raises(RejectedPayload, match="counts are not part of FedDistill"):
+            paper.validate(replace(rows(), **more), state, task)
     narrow = {"labels": torch.tensor([0], dtype=torch.uint8), "rows": torch.zeros(1, 3)}
     with pytest.raises(RejectedPayload, match=r"3 wide, allowed is 4\.\.4"):
         Logits.from_tensors(narrow, task)

@@ -1,9 +1,13 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
 from pbfl_flwr import seeds
+from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Round
 from pbfl_flwr.payloads import Prototypes, RejectedPayload, Weights
+from pbfl_flwr.prototypes.privacy import epsilon_of
 from pbfl_flwr.task import Task
 from pbfl_flwr.training import take
 
@@ -40,6 +44,42 @@ def test_upload_is_the_class_means_after_training(make_method, make_client, task
     assert not torch.equal(client.model.head.weight, state.tensors["head.weight"])  # trained on from φ
 
 
+def test_a_client_trains_its_whole_network_from_the_head_it_received(make_method, make_client, task):
+    settings = {"batch_size": 8, "batch_order": "fixed", "learning_rate": 0.1}
+    method, client, twin = make_method("fedgh"), make_client(**settings), make_client(**settings).model
+    down = Weights({"head.weight": torch.full((4, 6), 0.3), "head.bias": torch.tensor([0.0, 1.0, 2.0, 3.0])})
+    twin.head.load_state_dict({name.removeprefix("head."): t for name, t in down.tensors.items()})
+    loss = torch.nn.functional.cross_entropy(twin(client.data.train.inputs), client.data.train.labels)
+    loss.backward()
+    assert method.local_update(client, down).metrics["loss.ce"] == pytest.approx(loss.item(), rel=1e-5)
+    for found, start in zip(client.model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(found.detach(), start.detach() - 0.1 * start.grad)
+
+
+def test_what_leaves_is_clipped_and_noised_as_asked(make_method, make_client, task):
+    sample = {"dp_clip": 0.1, "dp_unit": "sample", "min_class_count": 1}
+    client = make_client()
+    upload = make_method("fedgh", **sample).local_update(client, zero_head()).payload
+    with torch.no_grad():
+        features = client.model.eval().features(client.data.train.inputs)
+    clipped = [row * min(1.0, 0.1 / float(row.norm())) for row in features]
+    assert features.norm(dim=1).max() > 0.1
+    for label in (0, 1, 2):
+        rows = [
+            row for row, own in zip(clipped, client.data.train.labels.tolist(), strict=True) if own == label
+        ]
+        torch.testing.assert_close(upload.values[label], torch.stack(rows).mean(0))
+    noised = make_method("fedgh", dp_noise=2.0, **sample)
+    update = noised.local_update(make_client(memory={"releases": torch.tensor(2)}), zero_head())
+    assert update.metrics["epsilon"] == epsilon_of(2.0, 3, 1e-5)
+    assert int(update.memory["releases"]) == 3
+    told = noised.reveals()
+    assert {reveal.message for reveal in told} == {"upload"}  # prototypes are not broadcast
+    assert {reveal.what: reveal.state for reveal in told}["number of training samples"] == "hidden"
+    with pytest.raises(PbflError, match="needs every sample in the means once"):
+        make_method("fedgh", drop_last="always", **sample)
+
+
 def test_one_server_step_by_hand(make_method, task):
     # Zero head, one prototype e_0 of class 1: p = 1/4, gradient of the bias p - y, of the weight (p - y)·e_0.
     # With rate 0.8 the bias becomes -0.2 for the others and +0.6 for class 1, and so does column 0 of the weight.
@@ -52,6 +92,16 @@ def test_one_server_step_by_hand(make_method, task):
     assert torch.allclose(head["head.weight"][:, 0], expected)
     assert not head["head.weight"][:, 1:].any()
     assert not state.tensors["head.bias"].any()
+    assert not any(tensor.requires_grad for tensor in head.values())
+    assert make_method("fedgh", batch_size=7).batch_size == 7  # prototypes a batch
+
+
+def test_who_sent_nothing_does_not_stop_the_others(make_method, task):
+    method, sent = make_method("fedgh"), one_prototype(1, torch.eye(6)[0])
+    both = method.aggregate(zero_head(), {0: Prototypes.empty(4, 6), 1: sent}, Round(1, task, 2))
+    alone = method.aggregate(zero_head(), {1: sent}, Round(1, task, 2))
+    assert torch.equal(both.tensors["head.weight"], alone.tensors["head.weight"])
+    assert alone.tensors["head.weight"].any()
 
 
 def test_server_follows_a_literal_loop_over_shuffled_batches(make_method, task):
@@ -96,3 +146,11 @@ def test_uploads_are_checked(make_method, task):
         method.validate(
             Prototypes(torch.zeros(4, 6), torch.zeros(4).bool(), torch.zeros(4).long()), state, task
         )
+    with pytest.raises(RejectedPayload, match="counts are not part"):
+        method.validate(replace(Prototypes.empty(4, 6), num_examples=8), state, task)
+
+
+@pytest.mark.parametrize(("models", "other"), [("cnn4", "cnn4+16"), ("cnn4+16", "cnn4")])
+def test_a_deeper_head_is_refused_on_either_side(make_method, task, models, other):
+    with pytest.raises(PbflError, match=r"'fedgh' .*cnn4\+16"):
+        make_method("fedgh", models=models).check(task, [other])

@@ -11,7 +11,7 @@ from pbfl_flwr.lowrank import compress, expand
 from pbfl_flwr.method import Round
 from pbfl_flwr.methods.fedkd import MenteeState
 from pbfl_flwr.models import build_model
-from pbfl_flwr.payloads import LowRank, RejectedPayload
+from pbfl_flwr.payloads import LowRank, RejectedPayload, Weights
 from pbfl_flwr.task import Task
 from pbfl_flwr.training import batches, take
 from pbfl_flwr.weights import load_parameters
@@ -23,6 +23,18 @@ def same(one, other, atol=0.0):
     return one.keys() == other.keys() and all(
         torch.allclose(one[n], other[n], rtol=0, atol=atol) for n in one
     )
+
+
+def first_map(seed):
+    """W as it is on every client at first."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Linear(6, 6, bias=False).weight.detach()
+
+
+def load(network, parameters):
+    load_parameters(network, parameters)
+    return network
 
 
 def test_published_costs_to_the_printed_digit(make_method):
@@ -49,14 +61,15 @@ def test_energy_moves_from_start_to_end(make_method):
 
 def test_protocols_choose_the_compression(make_method):
     assert make_method("fedkd").scheme == "safe"
-    assert make_method("fedkd", protocol="htfl").scheme == "as-coded"
+    for protocol in ("htfl", "pfl"):
+        assert make_method("fedkd", protocol=protocol).scheme == "as-coded"
     assert make_method("fedkd", protocol="htfl", own={"compression": "safe"}).scheme == "safe"
 
 
 @pytest.mark.parametrize("protocol", ["clean", "htfl"])
 def test_a_round_follows_the_equations(make_method, make_client, task, protocol):
     keys = {"protocol": protocol, "learning_rate": 0.1}
-    own = {**WHOLE, "compression": "safe", "auxiliary_learning_rate": 0.05, "max_grad_norm": 0.7}
+    own = {**WHOLE, "compression": "safe", "auxiliary_learning_rate": 0.05, "max_grad_norm": 0.05}
     method = make_method("fedkd", own={**own, "auxiliary": "mlp5"}, **keys)
     client, oracle = make_client(architecture="cnn4", **keys), make_client(architecture="cnn4", **keys)
     state = method.init(task, 5)
@@ -66,9 +79,8 @@ def test_a_round_follows_the_equations(make_method, make_client, task, protocol)
     detached = protocol == "clean"
     w, a = oracle.model, build_model("mlp5", task, 0)
     load_parameters(a, state.weights.tensors)
-    with torch.random.fork_rng():
-        torch.manual_seed(oracle.seed)  # W is the same on every client at first
-        W = nn.Linear(6, 6, bias=False)
+    W = nn.Linear(6, 6, bias=False)
+    W.weight.data.copy_(first_map(oracle.seed))
     steps = [(w, 0.1), (a, 0.05), (W, 0.1)]
     optimisers = [torch.optim.SGD(network.parameters(), lr=rate) for network, rate in steps]
     cut = (lambda t: t.detach()) if detached else (lambda t: t)
@@ -89,13 +101,15 @@ def test_a_round_follows_the_equations(make_method, make_client, task, protocol)
         loss_w.backward(retain_graph=True)
         loss_a.backward()
         for network, _ in steps:
-            nn.utils.clip_grad_norm_(network.parameters(), 0.7)
+            assert nn.utils.clip_grad_norm_(network.parameters(), 0.05) > 0.05
         for optimiser in optimisers:
             optimiser.step()
     for one, other in zip(client.model.parameters(), w.parameters(), strict=True):
         assert torch.allclose(one, other, atol=1e-5)
     assert torch.allclose(update.memory["projection"], W.weight, atol=1e-5)
-    assert upload.base == 0
+    assert (upload.base, upload.version, upload.num_examples) == (0, 0, 8)
+    assert update.metrics["sent-share"] == upload.scalars() / state.weights.scalars()
+    assert update.metrics["zeroed-tensors"] == 0
     change = expand(upload, state.shapes)  # at energy 1 the exact update
     for name, parameter in a.named_parameters():
         assert torch.allclose(change[name], parameter - state.weights.tensors[name], atol=1e-5)
@@ -114,6 +128,7 @@ def rounds(method, make_client, task, numbers, present):
             memories[i] = update.memory
             upload = LowRank.from_tensors(update.payload.to_tensors(), task)
             method.validate(upload, states[-1], task)
+            assert upload.version == states[-1].version
             uploads[i] = upload
         states.append(method.aggregate(states[-1], uploads, Round(number, task, 2)))
     return states, memories, received
@@ -153,6 +168,7 @@ def test_who_missed_a_round_gets_the_whole_mentee(make_method, make_client, task
     )
     assert received[3, 0].base == 1
     assert received[3, 1].base == -1
+    assert received[3, 1].version == received[3, 0].version == states[2].version == 2
     assert same(dict(received[3, 1].dense), dict(states[2].weights.tensors))
     held = {n.removeprefix("held."): t for n, t in memories[1].items() if n.startswith("held.")}
     assert same(held, dict(states[2].weights.tensors))
@@ -183,7 +199,11 @@ def test_as_coded_sends_parameters_and_stands_for_itself(make_method, make_clien
         name for name, tensor in states[0].weights.tensors.items() if tensor.dim() > 1
     }
     assert not [name for name in memories[0] if name.startswith("held")]
-    assert {"sent-share", "zeroed-tensors"} == set(method.report(states[1]))
+    still = method.local_update(make_client(learning_rate=1e-12), method.broadcast(states[0], 0)).payload
+    torch.testing.assert_close(still.dense["head.bias"], states[0].weights.tensors["head.bias"])
+    assert method.broadcast(states[1], 7) is states[1].update  # everybody can read it
+    share = states[1].update.scalars() / states[1].weights.scalars()
+    assert method.report(states[1]) == {"sent-share": share, "zeroed-tensors": 0.0}
     assert method.notes(states[1]) == []
 
 
@@ -214,6 +234,71 @@ def test_lost_matrices_cross_the_wire_as_int8(make_method, make_client, task):
     assert all(not bool(factors.product().any()) for factors in found.factors.values())
 
 
+def test_the_map_is_the_same_on_all_clients_at_first_and_each_keeps_its_own(make_method, make_client, task):
+    method = make_method("fedkd", own={"auxiliary": "mlp5"})
+    down = method.broadcast(method.init(task, 0), 0)
+    still = {"learning_rate": 1e-12}
+    for i in (0, 1):
+        found = method.local_update(make_client(i, **still), down).memory["projection"]
+        torch.testing.assert_close(found, first_map(0))
+    kept = {"projection": torch.eye(6)}
+    again = method.local_update(make_client(0, round=2, memory=kept, **still), down)
+    torch.testing.assert_close(again.memory["projection"], torch.eye(6))
+
+
+def test_who_was_away_in_the_first_round_gets_the_whole_mentee(make_method, make_client, task):
+    method = make_method("fedkd", own={"energy_start": 0.6})
+    (_, state), _, _ = rounds(method, make_client, task, [5], lambda _: (0,))
+    assert (state.version, state.update.version, state.update.base) == (5, 5, 0)
+    assert method.broadcast(state, 0) is state.update
+    assert method.broadcast(state, 1).base == -1
+
+
+def test_energies_are_those_of_the_round_on_both_sides(make_method, make_client, task):
+    own = {"auxiliary": "cnn4", "energy_start": 0.5, "energy_end": 1.0, "schedule_rounds": 2}
+    method, whole = make_method("fedkd", own=own), make_method("fedkd", own={**WHOLE, "auxiliary": "cnn4"})
+    state, sizes = method.init(task, 0), []
+    for number, energy in ((1, 0.5), (2, 0.75), (3, 1.0)):
+        exact, sent = (
+            m.local_update(make_client(round=number, learning_rate=0.1), m.broadcast(state, 0)).payload
+            for m in (whole, method)
+        )
+        expected = compress(expand(exact, state.shapes), energy, "safe", base=0, num_examples=8)
+        assert same(sent.to_tensors(), expected.to_tensors())
+        after = method.aggregate(state, {0: exact}, Round(number, task, 1)).update
+        expected = compress(expand(exact, state.shapes), energy, "safe", base=0, version=number)
+        assert same(after.to_tensors(), expected.to_tensors())
+        sizes.append(sent.scalars())
+    assert sizes == sorted(set(sizes))
+
+
+@pytest.mark.parametrize(("weighting", "mean"), [("uniform", 3.0), ("samples", 4.0)])
+def test_how_updates_are_weighted(make_method, task, weighting, mean):
+    # 1 with n = 1 and 5 with n = 3: (1 + 5)/2, or (1·1 + 3·5)/4
+    method = make_method("fedkd", weighting=weighting, own={**WHOLE, "auxiliary": "mlp5"})
+    state = method.init(task, 0)
+    sent = {
+        i: LowRank(
+            {n: torch.full_like(t, v) for n, t in state.weights.tensors.items()}, base=0, num_examples=count
+        )
+        for i, (v, count) in enumerate(((1.0, 1), (5.0, 3)))
+    }
+    after = method.aggregate(state, sent, Round(1, task, 2)).weights.tensors
+    for name, tensor in state.weights.tensors.items():
+        torch.testing.assert_close(after[name], tensor + mean)
+
+
+@pytest.mark.parametrize("lost", [3, 4])
+def test_up_to_three_lost_matrices_are_named(make_method, task, lost):
+    method = make_method("fedkd", protocol="htfl")
+    tensors = dict(method.init(task, 0).weights.tensors)
+    names = [name for name, tensor in tensors.items() if tensor.dim() > 1][:lost]
+    tensors |= {name: torch.zeros_like(tensors[name]) for name in [*names, "head.bias"]}  # a bias may be zero
+    (note,) = method.notes(MenteeState(Weights(tensors), LowRank(tensors), 1))
+    assert f"has lost {lost} matrices" in note
+    assert f"({', '.join(names[:3])}{', ...' if lost == 4 else ''});" in note
+
+
 @pytest.mark.parametrize("compression", ["safe", "as-coded"])
 def test_clients_without_samples_leave_the_mentee(make_method, task, compression):
     method = make_method("fedkd", weighting="samples", own={**WHOLE, "compression": compression})
@@ -234,7 +319,8 @@ def test_states_survive_a_checkpoint(make_method, make_client, task):
     states, _, _ = rounds(method, make_client, task, [1], lambda _: (0,))
     for state in states:
         again = MenteeState.from_tensors(state.to_tensors(), task)
-        assert again.holders == state.holders
+        assert (again.holders, again.version) == (state.holders, state.version)
+        assert again.scalars() == method.broadcast(state, 0).scalars()
         for client in (0, 1):
             one, other = method.broadcast(state, client), method.broadcast(again, client)
             assert same(one.to_tensors(), other.to_tensors())
@@ -254,14 +340,29 @@ def test_buffers_of_the_mentee_stay(make_method, make_client, task):
     assert int(again.memory[tracked]) == 4
 
 
+def test_a_batch_of_one_is_left_out_for_the_mentees_batchnorm(make_method, make_client, task):
+    method = make_method("fedkd", own={"auxiliary": "resnet4"})
+    client = make_client(
+        labels=(0, 1, 2, 0, 1), drop_last="never"
+    )  # batches of 4 and 1; mlp5 would take both
+    memory = method.local_update(client, method.broadcast(method.init(task, 0), 0)).memory
+    assert {int(t) for name, t in memory.items() if name.endswith("num_batches_tracked")} == {1}
+
+
 def test_a_saturated_client_does_not_divide_by_zero(make_method, make_client, task):
-    method, client = make_method("fedkd", own={"auxiliary": "mlp5"}), make_client(labels=(1,) * 8)
+    method = make_method("fedkd", own={"auxiliary": "mlp5"})
+    client, start = (make_client(labels=(1,) * 8, batch_size=8) for _ in range(2))
+    start = start.model
     state = method.init(task, 0)
     biased = {**state.weights.tensors, "head.bias": torch.tensor([0.0, 1e4, 0.0, 0.0])}
     with torch.no_grad():
         client.model.head.bias.copy_(biased["head.bias"])
     update = method.local_update(client, LowRank(biased))
     assert update.metrics["loss.ce"] == 0
+    x, _ = take(client.data, client.data.train, slice(None), client.device)
+    h, h_a = start.features(x), load(build_model("mlp5", task, 0), biased).features(x)
+    apart = F.mse_loss(h, F.linear(h_a, first_map(client.seed)))
+    assert update.metrics["loss.hidden"] == pytest.approx(apart.item() / 1e-6, rel=1e-4)
     assert all(bool(torch.isfinite(parameter).all()) for parameter in client.model.parameters())
 
 
@@ -275,5 +376,11 @@ def test_what_does_not_fit_is_refused(make_method, task):
         make_method("fedkd", own={"auxiliary": "small-4"})
     method = make_method("fedkd")
     state = method.init(task, 0)
-    with pytest.raises(RejectedPayload, match="relative to version -1, expected 0"):
-        method.validate(LowRank(state.weights.tensors), state, task)
+    for base in (-1, 1):
+        with pytest.raises(RejectedPayload, match=f"relative to version {base}, expected 0"):
+            method.validate(LowRank(state.weights.tensors, base=base), state, task)
+    with pytest.raises(RejectedPayload, match="missing or unexpected"):
+        method.validate(LowRank({"head.bias": torch.zeros(4)}, base=0), state, task)
+    coded = make_method("fedkd", protocol="htfl", wire_dtype="float16")  # rounding does not add up
+    coded.check(task, ["cnn4"])
+    coded.validate(LowRank(state.weights.tensors), replace(state, version=3), task)

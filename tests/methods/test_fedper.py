@@ -21,6 +21,14 @@ def test_cost_of_fedper_one_way_in_the_protocol_of_fedproto(make_method):
     assert method.paper_scalars(task, [4] * 20, [(0, 0)] * 20) / 2 == 20 * 5_280  # published: 106·10³
 
 
+@pytest.mark.parametrize("name", ["fedper", "fedrep"])
+def test_protocols_choose_what_is_shared_and_a_key_overrules_them(make_method, name):
+    for protocol in ("clean", "htfl", "pfl", "fedproto"):
+        assert make_method(name, protocol=protocol).share == ("stages" if protocol == "fedproto" else "body")
+        for share in ("body", "stages"):
+            assert make_method(name, protocol=protocol, own={"shared": share}).share == share
+
+
 def test_fedper_keeps_the_head_and_copies_the_body(make_method, make_client, task):
     method, client = make_method("fedper"), make_client(architecture="cnn4")
     state = method.init(task, 11)

@@ -3,7 +3,7 @@ import torch
 
 from pbfl_flwr.methods import fedrep
 from pbfl_flwr.models import body_names, head_names
-from pbfl_flwr.training import classification, fixed_features
+from pbfl_flwr.training import batches, classification, fixed_features, take
 
 
 def snapshot(model):
@@ -51,6 +51,36 @@ def test_the_two_phases_are_sgd_on_cross_entropy(make_method, make_client, task)
     assert set(update.metrics) == {"loss.head-ce", "loss.ce"}
 
 
+def test_each_phase_draws_its_own_order(make_method, make_client, task):
+    method, settings = make_method("fedrep", own={"head_epochs": 2}), {"batch_size": 3, "learning_rate": 0.1}
+    client, oracle = (make_client(architecture="cnn4", **settings) for _ in range(2))
+    state, w = method.init(task, 0), oracle.model
+    for name, tensor in state.tensors.items():
+        w.get_parameter(name).data.copy_(tensor)
+    for phase, names, epochs in (("head", head_names(w), 2), ("body", body_names(w), 1)):
+        order, moved = oracle.generator(phase), [w.get_parameter(name) for name in names]
+        for index in [index for _ in range(epochs) for index in batches(8, oracle.training, order)]:
+            x, y = take(oracle.data, oracle.data.train, index, oracle.device)
+            slopes = torch.autograd.grad(torch.nn.functional.cross_entropy(w(x), y), moved)
+            for parameter, slope in zip(moved, slopes, strict=True):
+                parameter.data -= 0.1 * slope
+    method.local_update(client, state)
+    for name, parameter in w.named_parameters():
+        torch.testing.assert_close(client.model.get_parameter(name), parameter, atol=1e-6, rtol=1e-5)
+
+
+def test_what_accompanies_the_body_is_trained_with_it(make_method, make_client):
+    client, companion = make_client(architecture="cnn4"), torch.nn.Linear(6, 4).eval()
+    before = companion.weight.detach().clone()
+
+    def loss(inputs, labels):
+        return {"ce": torch.nn.functional.cross_entropy(companion(client.model.features(inputs)), labels)}
+
+    make_method("fedrep").train.body_phase(client, loss, [companion])
+    assert companion.training
+    assert not torch.equal(companion.weight, before)
+
+
 def test_no_head_epochs_leaves_the_head(make_method, make_client, task):
     method, client = make_method("fedrep", own={"head_epochs": 0}), make_client(architecture="cnn4")
     start = snapshot(client.model)
@@ -93,7 +123,10 @@ def test_a_head_on_features_computed_once_learns_what_it_learns_batch_by_batch(
     settings = {"batch_size": 3, "learning_rate": 0.1}
     method = make_method("fedrep", own={"head_epochs": 3})
     once, each = make_client(architecture="cnn4", **settings), make_client(architecture="cnn4", **settings)
+    calls, features = [], once.model.features
+    monkeypatch.setattr(once.model, "features", lambda inputs: calls.append(len(inputs)) or features(inputs))
     report = method.train.head_phase(once)
+    assert calls == [8]
     monkeypatch.setattr(fedrep, "fixed_features", lambda client: None)
     expected = method.train.head_phase(each)
     assert report.steps == expected.steps > 3

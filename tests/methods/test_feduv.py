@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from pbfl_flwr.methods.feduv import uniformity, variance
+from pbfl_flwr.training import batches, take
 
 
 def test_variance_of_one_hot_outputs_is_zero_and_of_equal_ones_gamma():
@@ -20,11 +21,22 @@ def test_variance_by_hand():
     assert float(variance(logits)) == pytest.approx(0.424264, abs=1e-6)
 
 
+def test_outputs_that_vary_more_than_the_identity_are_not_drawn_back():
+    # K = 4, two sure samples of classes 0 and 1: deviations 1/√2, 1/√2, 0, 0 against 1/2; V = (0 + 0 + 1/2 + 1/2)/4
+    assert float(variance(1e4 * torch.eye(4)[:2])) == pytest.approx(0.25, abs=1e-6)
+
+
 def test_uniformity_by_hand():
     # Points 0, 1, 3 on a line: squared distances 1, 9, 4; median 4. U = (e^-1/4 + e^-9/4 + e^-1)/3
     z = torch.tensor([[0.0, 0.0], [1.0, 0.0], [3.0, 0.0]])
     expected = (math.exp(-0.25) + math.exp(-2.25) + math.exp(-1)) / 3
     assert float(uniformity(z)) == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_median_leaves_out_distances_of_zero():
+    # Points 0, 0, 0, 2: squared distances 0, 0, 0, 4, 4, 4; median of the others 4. U = (3·1 + 3·e^-1)/6
+    z = torch.tensor([[0.0], [0.0], [0.0], [2.0]])
+    assert float(uniformity(z)) == pytest.approx((1 + math.exp(-1)) / 2, rel=1e-6)
 
 
 def test_uniformity_against_a_literal_loop():
@@ -45,7 +57,9 @@ def test_sigma_carries_a_gradient_unless_detached():
 
 def test_equal_features_have_no_uniformity_and_no_nan():
     z = torch.ones(3, 2, requires_grad=True)
-    uniformity(z).backward()
+    spread = uniformity(z)
+    spread.backward()
+    assert spread.item() == 0
     assert z.grad.tolist() == [[0.0, 0.0]] * 3
     some = torch.tensor([[1.0, 1.0], [1.0, 1.0], [0.0, 1.0]], requires_grad=True)
     uniformity(some).backward()
@@ -61,6 +75,40 @@ def test_without_weights_it_is_fedavg(make_method, make_client, task):
     )
     for name, tensor in one.items():
         torch.testing.assert_close(tensor, other[name], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("detach", [False, True])
+def test_a_round_follows_the_equations(make_method, make_client, task, detach):
+    """8 samples in batches of 3, 3 and 2, with the terms of the page written out over samples, classes and pairs."""
+    own = {"variance_weight": 0.7, "uniformity_weight": 1.3, "detach_sigma": detach}
+    keys = {"batch_size": 3, "drop_last": "never", "learning_rate": 0.1}
+    method = make_method("feduv", models="cnn4", own=own)
+    client, oracle = (make_client(architecture="cnn4", **keys) for _ in range(2))
+    state = method.init(task, 0)
+    w = oracle.model
+    for name, parameter in w.named_parameters():
+        parameter.data.copy_(state.tensors[name])
+    for index in batches(8, oracle.training, oracle.generator("fit")):
+        x, y = take(oracle.data, oracle.data.train, index, oracle.device)
+        z = w.features(x)
+        o = w.head(z)
+        p, B = o.softmax(1), len(y)
+        V = 0.0
+        for k in range(4):
+            deviation = ((p[:, k] - p[:, k].mean()).square().sum() / (B - 1)).sqrt()
+            V = V + max(0.5 - deviation, torch.zeros(())) / 4  # 1/√4
+        squared = [(z[a] - z[b]).square().sum() for a in range(B) for b in range(a + 1, B)]
+        sigma = sorted(squared)[(len(squared) - 1) // 2]
+        sigma = sigma.detach() if detach else sigma
+        U = sum(torch.exp(-s / sigma) for s in squared) / len(squared)
+        loss = torch.nn.functional.cross_entropy(o, y) + 0.7 * V + 1.3 * U
+        for parameter, slope in zip(
+            w.parameters(), torch.autograd.grad(loss, list(w.parameters())), strict=True
+        ):
+            parameter.data -= 0.1 * slope
+    upload = method.local_update(client, state).payload
+    for name, parameter in w.named_parameters():
+        torch.testing.assert_close(upload.tensors[name], parameter.detach(), atol=1e-5, rtol=1e-4)
 
 
 def test_one_sample_and_one_class(make_method, make_client, task):

@@ -72,10 +72,11 @@ def test_alpha_and_beta_1_equal_local(make_method, make_client, task):
 def test_a_round_follows_the_reference_loop(make_method, make_client, task):
     """Two optimisers, both losses backpropagated before either steps, both norms clipped on their own."""
     keys = {"protocol": "htfl", "learning_rate": 0.1}
-    method = make_method("fml", own={"alpha": 0.3, "beta": 0.6, "max_grad_norm": 0.5}, **keys)
+    method = make_method("fml", own={"alpha": 0.3, "beta": 0.6, "max_grad_norm": 0.05}, **keys)
     client, oracle = make_client(**keys), make_client(**keys)
     state = method.init(task, 5)
     upload = method.local_update(client, state).payload
+    assert upload.num_examples == 8
 
     w, a = oracle.model, build_model("cnn4", task, 0)
     load_parameters(a, state.tensors)
@@ -94,7 +95,7 @@ def test_a_round_follows_the_reference_loop(make_method, make_client, task):
         loss_w.backward(retain_graph=True)
         loss_a.backward()
         for network in (w, a):
-            nn.utils.clip_grad_norm_(network.parameters(), 0.5)
+            assert nn.utils.clip_grad_norm_(network.parameters(), 0.05) > 0.05
         step_w.step()
         step_a.step()
     for name, parameter in a.named_parameters():
@@ -119,6 +120,15 @@ def test_buffers_of_the_auxiliary_network_stay_on_the_client(make_method, make_c
     assert int(again.memory[tracked]) == 4
 
 
+def test_a_batch_of_one_is_left_out_for_the_auxiliary_networks_batchnorm(make_method, make_client, task):
+    method = make_method("fml", own={"auxiliary": "resnet4"})
+    client = make_client(
+        labels=(0, 1, 2, 0, 1), drop_last="never"
+    )  # batches of 4 and 1; mlp5 would take both
+    memory = method.local_update(client, method.init(task, 0)).memory
+    assert {int(t) for name, t in memory.items() if name.endswith("num_batches_tracked")} == {1}
+
+
 def test_the_average_is_uniform(make_method, task):
     method = make_method("fml", own={"auxiliary": "mlp5"})
     state = method.init(task, 0)
@@ -130,12 +140,14 @@ def test_the_average_is_uniform(make_method, task):
     assert all(bool((tensor == 0.5).all()) for tensor in mean.tensors.values())
 
 
-def test_what_does_not_fit_is_refused(make_method, task):
+def test_what_does_not_fit_is_refused(make_method, make_client, task):
     with pytest.raises(PbflError, match=r"fml\.auxiliary = 'small-4': allowed is one architecture"):
         make_method("fml", own={"auxiliary": "small-4"})
     with pytest.raises(PbflError, match=r"fml\.auxiliary: model 'cnn4'"):
         make_method("fml").check(Task(4, 6, (2,)), ["mlp5"])
     method = make_method("fml")
     state = method.init(task, 0)
+    with pytest.raises(PbflError, match="the received weights are not those of the auxiliary network 'cnn4'"):
+        method.local_update(make_client(), make_method("fml", own={"auxiliary": "mlp5"}).init(task, 0))
     with pytest.raises(RejectedPayload, match="missing or unexpected"):
         method.validate(Weights({"head.bias": torch.zeros(4)}), state, task)

@@ -21,6 +21,31 @@ def test_average_weighs_by_samples_or_not():
     assert average(state, {0: Weights({"w": torch.ones(1)}, 0)}, "samples") is state
 
 
+@pytest.mark.parametrize(
+    ("weighting", "names"),
+    [
+        (
+            "samples",
+            ("fedavg", "fedprox", "fedala", "fedper", "fedrep", "feduv", "fedfa", "lg-fedavg", "fedgen"),
+        ),
+        ("uniform", ("fml", "fedkd", "fednh", "fesem")),
+    ],
+)
+def test_how_each_method_weighs_unless_it_is_told_otherwise(make_method, weighting, names):
+    for name in names:
+        assert make_method(name).weighting == weighting, name
+        other = "uniform" if weighting == "samples" else "samples"
+        assert make_method(name, weighting=other).weighting == other, name
+
+
+def test_weights_are_scored_as_they_come_and_own_networks_after_training():
+    found = {name: build_method(parse({"method": name}, SECTIONS)).moment for name in METHODS}
+    before = {name for name, moment in found.items() if moment == "before"}
+    received = "fedavg fedprox fedper fedrep fedala fesem fednh fedfa lg-fedavg fedgen fedgh fedcpd"
+    assert before == set(received.split())
+    assert found.keys() - before == {name for name, moment in found.items() if moment == "after"}
+
+
 def test_the_three_parts_of_a_network():
     task = Task(10, 50, (1, 28, 28))
     model = build_model("cnn2", task, 0)
