@@ -85,8 +85,7 @@ class Attendance:
             self._strange[node] = (min(2 * pause, LONGEST_PAUSE), server_round + pause)
         for client, member in self.roster.members.items():
             if client not in before.members:
-                self._notes.append(f"client {member.label} has joined the run")
-                self._joined.append(member.label)
+                self.have_joined([member.label])
             elif member.node != before.members[client].node:
                 log(INFO, "round %s: client %s is back, on another node", server_round, member.label)
                 self._debts.forget(client)
@@ -110,6 +109,11 @@ class Attendance:
         """Return what there is to say since the last call."""
         found, self._notes = self._notes, []
         return found
+
+    def have_joined(self, labels: Collection[str]) -> None:
+        """Remember who has joined; of a run that goes on, in the round that was not finished."""
+        self._notes += [f"client {label} has joined the run" for label in labels]
+        self._joined += labels
 
     def joined(self) -> list[str]:
         """Return the labels of those who have joined since the last call."""

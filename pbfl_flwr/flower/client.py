@@ -111,6 +111,9 @@ def _train_older(message: Message, context: Context, source: Source) -> Message:
         raise PbflError(reply.error.reason or "no answer")
     answer = reply.content
     report, upload = answer.metric_records[wire.METRICS], answer.array_records[wire.PAYLOAD]
+    number = int(str(asked["round"]))
+    if (answered := Report.from_record(report).round) != number:  # the server could not tell it in a sum
+        raise PbflError(f"answered with its upload of round {answered}, asked for {number}")
     parameters = parameters_of(upload)
     settings = source.settings_of(context)
     if settings.privacy.secure_aggregation:

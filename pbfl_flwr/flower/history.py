@@ -200,13 +200,20 @@ class RunDirectory:
         """Record the configuration under which a run goes on: how far it goes may have changed."""
         self._write("run.json", {**self.read(), "configuration": dict(configuration)})
 
-    def know(self, clients: Sequence[Mapping[str, Any]]) -> None:
+    def know(self, clients: Sequence[Mapping[str, Any]], joined: Sequence[str]) -> None:
         """Write down who takes part, now that others have joined.
+
+        Args:
+            clients: all.
+            joined: labels of those others; a round that is not finished does not say them yet.
 
         Raises:
             UnsavedState: if the system refuses it.
         """
-        self._write("run.json", {**self.read(), "clients": list(clients)})
+        about = self.read()
+        self._write(
+            "run.json", {**about, "clients": list(clients), "joined": [*about.get("joined", []), *joined]}
+        )
 
     def read(self) -> dict[str, Any]:
         """Return run.json.

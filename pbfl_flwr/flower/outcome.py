@@ -33,20 +33,21 @@ def result_hash(run: RunDirectory, rounds: int) -> str:
     """
     digest = hashlib.sha256()
     for columns in run.client_rounds():
-        _add(digest.update, columns)
+        last = columns["round"] == rounds  # a run that was prolonged may have had a last scoring earlier
+        _add(digest.update, columns, last)
     for line in run.newcomers(rounds):
-        _add(digest.update, line["columns"])
+        _add(digest.update, line["columns"], True)
     for part in _state(run.path / "checkpoint.safetensors"):
         digest.update(part)
     return digest.hexdigest()[:DIGITS]
 
 
-def _add(update: Any, columns: Mapping[str, Any]) -> None:
-    """Take what the clients predicted rightly in a round, and in the last scoring after it if there was one."""
+def _add(update: Any, columns: Mapping[str, Any], last: bool) -> None:
+    """Take what the clients predicted rightly in a round, and, if it is the last, in the scoring after it."""
     scored = sorted(zip(columns["client"], columns["correct"], strict=True), key=lambda pair: int(pair[0]))
     update(json.dumps([columns["round"], scored], sort_keys=True).encode())
-    if "final" in columns:
-        _add(update, columns["final"])
+    if last and "final" in columns:
+        _add(update, columns["final"], False)
 
 
 def _state(file: Path) -> Iterable[bytes]:

@@ -78,13 +78,17 @@ class Recorder:
         self.run.start(self._settings.as_dict(), {**facts, **attack, "clients": _listed(known)})
         self._open_sinks()
 
-    def joined(self, members: Iterable[Member]) -> None:
+    def joined(self, members: Iterable[Member], labels: Sequence[str]) -> None:
         """Write down who takes part, before those who have joined are asked anything.
+
+        Args:
+            members: all.
+            labels: of those who have joined now.
 
         Raises:
             UnsavedState: if the system refuses it.
         """
-        self.run.know(_listed(members))
+        self.run.know(_listed(members), labels)
 
     def go_on(
         self, kind: type[Payload], task: Task, num_rounds: int

@@ -126,7 +126,8 @@ def welcome_back(
         return roster, {}
     came, silent = greet(grid, new, experiment, timeout)
     refused = {node: f"node {node}: {reason}" for node, reason in silent.items()}
-    for member in came:
+    # Whoever answered first: own numbers are kept before names take what is free.
+    for member in sorted(came, key=lambda member: (member.name, member.client, member.node)):
         client = next(
             (number for number, known in roster.members.items() if known.label == member.label), None
         )

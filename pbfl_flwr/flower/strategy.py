@@ -139,6 +139,9 @@ class MethodStrategy(Strategy):
             self.state = self.method.resumed(state)
             for columns in self._recorder.run.client_rounds():
                 self._participations |= zip(columns["client"], columns["participations"], strict=True)
+        if previous is not None:
+            said = {label for line in self.history for label in line.get("joined", [])}
+            self._attendance.have_joined([who for who in previous.get("joined", []) if who not in said])
 
     def _fits(self, roster: Roster) -> None:
         self.method.check(roster.task, roster.architectures)
@@ -183,6 +186,10 @@ class MethodStrategy(Strategy):
                 self.prepare(grid)
             try:
                 return self._rounds(grid, timeout, evaluate_fn)
+            except PbflError:
+                if self.history and self.history[-1]["round"] > self.done:
+                    self.state = self._scored  # the round is asked again, and what came of it counts once
+                raise
             finally:
                 self._waits("")
                 if self._recorder is not None:
@@ -278,7 +285,8 @@ class MethodStrategy(Strategy):
         absent = self._attendance.absent(grid, server_round)
         members = self._attendance.roster.members
         if self._recorder is not None and len(members) > len(before):
-            self._recorder.joined(members.values())
+            labels = [member.label for client, member in members.items() if client not in before]
+            self._recorder.joined(members.values(), labels)
         return {client: why for client, why in absent.items() if client in self.participants.members}
 
     def _ask(self, kinds: Mapping[int, str], server_round: int, absent: Mapping[int, str]) -> list[Message]:

@@ -33,6 +33,7 @@ from tests.flower.inprocess import (
     Federation,
     ScriptedGrid,
     federation,
+    flower_error,
     hello,
     late,
     raises,
@@ -189,6 +190,25 @@ def test_stop_ends_the_run_at_the_first_failure_and_it_can_go_on(tmp_path: Path)
     # The policy may change when the run goes on; what is repeated gives the same bits.
     resumed = federation(tmp_path / "a", on_disk=True, resume=True, num_server_rounds=3).run()
     assert resumed.fingerprint == federation(tmp_path / "b", num_server_rounds=3).run().fingerprint
+
+
+@pytest.mark.parametrize(("at", "moment"), [(2, "after"), (-1, "before")])
+def test_a_round_that_ended_the_run_counts_once_when_it_is_started_again(
+    tmp_path: Path, at: int, moment: str
+) -> None:
+    """FedTGP's server trains on from its state, so a round that was aggregated twice would show."""
+    keys: dict[str, Scalar] = {"failure_policy": "stop", "evaluate_moment": moment}
+    fault = flower_error("its node is unavailable")
+    found = federation(tmp_path / "a", "fedtgp", faults={(3, at): fault}, on_disk=True, **keys)
+    with pytest.raises(RunEnded, match="Rounds up to 1 are kept"):
+        found.run()
+    tensors, _ = load_tensors(found.directory.path / "checkpoint.safetensors")
+    assert same_tensors(found.strategy.state.to_tensors(), tensors), "the state of the last finished round"
+    found.grid.faults = {}
+    found.run()
+    whole = federation(tmp_path / "b", "fedtgp", **keys).run()
+    assert found.fingerprint == whole.fingerprint
+    assert [line["round"] for line in found.directory.rounds()] == [1, 2]
 
 
 # Late answers -----------------------------------------------------------------------------------------------

@@ -229,6 +229,41 @@ def test_who_joins_is_written_down_before_it_is_asked(tmp_path: Path) -> None:
     assert known == [3]
 
 
+@pytest.mark.parametrize("at", [1, 2])
+def test_who_joined_in_a_round_that_was_not_finished_is_in_its_line(tmp_path: Path, at: int) -> None:
+    """The server is killed when it has asked somebody new; who joined earlier is not said a second time."""
+
+    class Killed(BaseException):
+        pass
+
+    def kill(message: Message, answer: Answer) -> Message:
+        raise Killed
+
+    nodes = sites(tmp_path, "a", "b", "c", "d")
+    arrivals = {1: [0, 1], 2: [2], 3: [3]}
+    with pytest.raises(Killed):
+        begun(tmp_path, nodes, arrivals, faults={(1 + at, 1 + at): kill})
+    resumed = begun(tmp_path, nodes, {1: range(2 + at), 3: [3]}, resume=True)
+    lines = resumed.directory.rounds()
+    assert [line.get("joined", []) for line in lines] == [[], ["c"], ["d"]]
+    said = [note for line in lines for note in line["notes"] if "joined" in note]
+    assert said == ["client c has joined the run", "client d has joined the run"]
+
+
+def test_who_joins_together_is_numbered_whoever_answers_first(tmp_path: Path) -> None:
+    """Own numbers first, then names in ascending order."""
+    nodes = sites(tmp_path, "a", "b", "z", "m", 3, "k")
+    arrivals = {1: [0, 1], 2: [2, 3, 4, 5]}
+    found = [
+        begun(tmp_path, nodes, arrivals, place=f"run{order}", order=order, num_server_rounds=2)
+        for order in range(4)
+    ]
+    assert [one.strategy.history[1]["joined"] for one in found] == [["k", "3", "m", "z"]] * 4
+    assert found[0].strategy.roster is not None
+    assert found[0].strategy.roster.names == {0: "a", 1: "b", 2: "k", 4: "m", 5: "z"}
+    assert len({one.fingerprint for one in found}) == 1
+
+
 def test_m_is_who_has_joined_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     aggregate = Pipeline.aggregate

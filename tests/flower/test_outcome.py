@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from pbfl_flwr.config import Scalar
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.files import DamagedState
 from pbfl_flwr.flower.history import RunDirectory
@@ -53,14 +54,17 @@ def test_what_is_in_it_and_what_is_not(tmp_path: Path) -> None:
         result_hash(run, 2)
 
 
-def test_only_a_finished_run_has_one_and_a_resumed_one_the_same(tmp_path: Path) -> None:
-    whole = federation(tmp_path / "whole", on_disk=True, num_server_rounds=3).run().directory.result()
-    first = federation(tmp_path / "parts", on_disk=True).run().directory
+@pytest.mark.parametrize("moment", ["after", "before"])
+def test_only_a_finished_run_has_one_and_a_resumed_one_the_same(tmp_path: Path, moment: str) -> None:
+    """Scored before training, the shorter run ended with a last scoring that the whole one does not have."""
+    keys: dict[str, Scalar] = {"evaluate_moment": moment}
+    whole = federation(tmp_path / "whole", on_disk=True, num_server_rounds=3, **keys).run().directory.result()
+    first = federation(tmp_path / "parts", on_disk=True, **keys).run().directory
     assert first.result() not in ("", whole)
-    again = federation(tmp_path / "parts", on_disk=True, num_server_rounds=3, resume=True)
+    again = federation(tmp_path / "parts", on_disk=True, num_server_rounds=3, resume=True, **keys)
     again.strategy.prepare(again.grid)
     assert first.result() == "", "it goes on"
     assert again.run().directory.result() == whole
     with pytest.raises(PbflError, match="has 3 rounds already"):
-        federation(tmp_path / "parts", on_disk=True, resume=True).run()
+        federation(tmp_path / "parts", on_disk=True, resume=True, **keys).run()
     assert first.result() == whole, "a refused run leaves it as it was"

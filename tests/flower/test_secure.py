@@ -27,6 +27,7 @@ from pbfl_flwr.payloads import Prototypes, RejectedPayload
 from pbfl_flwr.prototypes import sums
 from pbfl_flwr.task import Task
 from tests.flower.inprocess import NUM_CLIENTS, Answer, Fault, Federation, federation, lost, raises
+from tests.flower.test_faults import only
 
 TASK = Task(num_classes=10, feature_dim=64, input_shape=(1, 16, 16))
 SETTINGS: dict[str, dict[str, Scalar]] = {
@@ -221,6 +222,25 @@ def test_too_few_end_the_run_and_nothing_is_revealed(tmp_path: Path) -> None:
 def test_an_injected_fault_is_named_as_without_the_protocol(tmp_path: Path) -> None:
     with pytest.raises(RunEnded, match="client 4: injected fault: its answer was dropped"):
         federation(tmp_path, secure_aggregation=True, injected="drop=1").run()
+
+
+def test_an_earlier_upload_is_not_summed_again(tmp_path: Path) -> None:
+    with only("stale", {(2, 2)}):
+        stale = federation(tmp_path / "a", secure_aggregation=True).run()
+    second = stale.strategy.history[1]
+    assert second["trained"] == [0, 1, 3, 4]
+    assert second["failures"] == [{"client": 2, "reason": "answered with its upload of round 1, asked for 2"}]
+    assert not any("lost its state" in note for note in second["notes"])
+
+
+def test_the_last_scoring_is_in_clear_and_outside_the_protocol(tmp_path: Path) -> None:
+    keys: dict[str, Scalar] = {"evaluate_moment": "before", "fraction_train": 0.8}
+    found = federation(tmp_path, on_disk=True, secure_aggregation=True, **keys).run()
+    first, second = found.directory.rounds()
+    assert "final" not in first
+    assert second["final"]["accuracy"]["head"]["clients"] == NUM_CLIENTS
+    assert second["final"]["failures"] == []
+    assert found.directory.client_rounds()[1]["final"]["client"] == list(range(NUM_CLIENTS))
 
 
 def test_a_client_refuses_to_answer_in_clear(tmp_path: Path) -> None:
