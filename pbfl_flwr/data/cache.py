@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import shutil
+import tokenize
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,8 +58,8 @@ def cached(
         options: settings on which the result of ``decode`` depends.
 
     Raises:
-        PbflError: if the cache cannot be written or is damaged, and whatever ``decode`` and the validation
-            raise.
+        PbflError: if a source is not there, the cache cannot be written or is damaged, and whatever ``decode`` and
+            the validation raise.
     """
     entry = home() / "cache" / f"{name}-{_fingerprint(sources, options)}"
     if not entry.is_dir():
@@ -78,7 +79,10 @@ def cached(
 def _fingerprint(sources: Iterable[Path], options: Sequence[str] = ()) -> str:
     digest = hashlib.sha256(json.dumps([FORMAT, *options]).encode())
     for path in sorted(sources):
-        status = path.stat()
+        try:
+            status = path.stat()
+        except OSError as error:  # a link that leads nowhere, or a file that was removed meanwhile
+            raise PbflError(f"{path} cannot be read ({error.strerror})") from error
         digest.update(os.fsencode(path.absolute()))  # a name need not be UTF-8
         digest.update(f"\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
     return digest.hexdigest()[:16]
@@ -127,12 +131,15 @@ def _write(pool: Pool, folder: Path) -> None:
     keys = ("label_names", "num_train", "mean", "std", "notes", "columns", "vocabulary")
     meta = {key: getattr(pool, key) for key in keys}
     (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+    for file in folder.iterdir():  # else the entry's name may outlive a power cut, and its content not
+        with file.open("rb+") as content:
+            os.fsync(content.fileno())
 
 
 def _open(entry: Path) -> Pool:
     try:
         meta = json.loads((entry / "meta.json").read_text(encoding="utf-8"))
-        return Pool(
+        pool = Pool(
             # Copy on write: pages stay shared, and torch takes a slice of it without copying.
             inputs=np.load(entry / "inputs.npy", mmap_mode="c"),
             labels=np.load(entry / "labels.npy"),
@@ -146,7 +153,11 @@ def _open(entry: Path) -> Pool:
             columns=tuple(meta["columns"]),
             vocabulary=tuple(meta["vocabulary"]),
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        columns = (pool.inputs, pool.labels, pool.owner, pool.in_train)
+        if len({len(column) for column in columns if column is not None}) > 1:
+            raise ValueError("its arrays are of different lengths")
+        return pool
+    except (OSError, EOFError, ValueError, KeyError, TypeError, tokenize.TokenError) as error:
         raise PbflError(
             f"the cache entry {entry} is damaged ({error}); delete it, it is decoded anew"
         ) from error

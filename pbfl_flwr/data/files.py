@@ -62,8 +62,9 @@ def check_no_path(settings: DataSettings) -> None:
 
 
 def files_under(folder: Path) -> list[Path]:
-    """Return every file below a folder."""
-    return [path for path in folder.rglob("*") if path.is_file()]
+    """Return every file below a folder, also through links, as torchvision finds images."""
+    found = (Path(place, name) for place, _, names in os.walk(folder, followlinks=True) for name in names)
+    return [path for path in found if path.is_file()]
 
 
 def check_memory(size: int, path: Path) -> None:

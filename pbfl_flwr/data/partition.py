@@ -43,14 +43,14 @@ def partition(pool: Pool, settings: DataSettings, num_clients: int) -> Partition
         return _of_all(rows, partition(_thinned(pool, rows), settings, num_clients), len(pool.labels))
     if pool.in_train is not None and pool.owner is not None:
         return _as_in_files(pool, pool.owner, pool.in_train, num_clients)
-    if settings.partition == "way-shot":
-        splits, notes = way_shot_splits(pool, settings, num_clients)
-        return _finish(pool, settings, splits, notes)
     official = settings.test_split == "official"
     if official and pool.num_train == len(pool.labels):
         raise PbflError(
             f"dataset '{settings.dataset}' has no official test part; allowed is test-split = client"
         )
+    if settings.partition == "way-shot":
+        splits, notes = way_shot_splits(pool, settings, num_clients)
+        return _finish(pool, settings, splits, notes)
     rng = RandomState(settings.partition_seed)
     labels = pool.labels[: pool.num_train] if official else pool.labels
     deal = _deal(pool, labels, settings, num_clients, rng)

@@ -31,12 +31,13 @@ def pflib(settings: DataSettings) -> Pool:
 
     Raises:
         PbflError: if a file is missing, is refused by the restricted unpickler, or has another shape than the
-            rest.
+            rest, or ``labels`` has more or fewer names than there are classes.
     """
     root = given_path(
         settings, "a PFLlib/HtFLlib dataset folder with config.json, train/<i>.npz and test/<i>.npz"
     )
     num_clients, num_classes = _read_config(root / "config.json")
+    names = _names(settings, num_classes, root)
     files = [root / part / f"{client}.npz" for client in range(num_clients) for part in PARTS]
     for path in files:
         if not path.is_file():
@@ -65,13 +66,13 @@ def pflib(settings: DataSettings) -> Pool:
         return Pool(
             inputs,
             np.concatenate(labels),
-            tuple(str(k) for k in range(num_classes)),
+            names,
             num_train=sum(sizes),
             owner=np.repeat(np.arange(len(files)) // 2, sizes),
             in_train=np.repeat(np.arange(len(files)) % 2 == 0, sizes),
         )
 
-    return cached(settings.dataset, [root / "config.json", *files], decode)
+    return cached(settings.dataset, [root / "config.json", *files], decode, names)
 
 
 def pflib_client(settings: DataSettings, client: int | None) -> Pool:
@@ -99,11 +100,7 @@ def pflib_client(settings: DataSettings, client: int | None) -> Pool:
             raise PbflError(
                 f"there is no {path}; data-client (a whole number) names another client of the folder"
             )
-    names = settings.classes or tuple(str(k) for k in range(num_classes))
-    if len(names) != num_classes:
-        raise PbflError(
-            f"labels has {len(names)} names, but {root / 'config.json'} says num_classes = {num_classes}"
-        )
+    names = _names(settings, num_classes, root)
 
     def decode(allocate: Allocate) -> Pool:
         (x, y), (x_test, y_test) = (_read_part(path) for path in files)
@@ -170,6 +167,16 @@ def _read_config(path: Path) -> tuple[int, int]:
             f"2 to {MAX_CLASSES}"
         )
     return num_clients, num_classes
+
+
+def _names(settings: DataSettings, num_classes: int, root: Path) -> tuple[str, ...]:
+    """Return the names of the classes, whose numbers the files hold."""
+    names = settings.classes or tuple(str(k) for k in range(num_classes))
+    if len(names) != num_classes:
+        raise PbflError(
+            f"labels has {len(names)} names, but {root / 'config.json'} says num_classes = {num_classes}"
+        )
+    return names
 
 
 def _read_part(path: Path) -> tuple[NDArray[Any], Rows]:

@@ -28,6 +28,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from pbfl_flwr.card import Card, fault
 from pbfl_flwr.data import tokens
 from pbfl_flwr.data.columns import CLIENT, LABEL, SUFFIXES
+from pbfl_flwr.data.files import files_under
 from pbfl_flwr.data.image_folder import one_image
 from pbfl_flwr.data.npz import read_arrays
 from pbfl_flwr.data.table import features
@@ -185,7 +186,7 @@ def _inputs(card: Card, files: Sequence[Path]) -> Iterator[tuple[str, int, NDArr
     for path in files:
         suffix = path.suffix.lower()
         if path.is_dir():
-            images = sorted(p for p in path.rglob("*") if _is_image(p, path))
+            images = sorted(p for p in files_under(path) if _is_image(p, path))
             if not images:
                 raise PbflError(f"{path} holds no image")
             yield from _inputs(card, images)
@@ -205,9 +206,9 @@ def _inputs(card: Card, files: Sequence[Path]) -> Iterator[tuple[str, int, NDArr
 
 
 def _is_image(path: Path, folder: Path) -> bool:
-    """Return whether a path below a folder is an image as an image folder has them: no name begins with a dot."""
+    """Return whether a file below a folder is an image as an image folder has them: no name begins with a dot."""
     seen = not any(part.startswith(".") for part in path.relative_to(folder).parts)
-    return seen and path.suffix.lower() in IMG_EXTENSIONS and path.is_file()
+    return seen and path.suffix.lower() in IMG_EXTENSIONS
 
 
 def _image(card: Card, path: Path) -> NDArray[Any]:

@@ -122,6 +122,49 @@ def test_a_damaged_entry_is_named(source, home):
         cache.cached("set", [source], Decoder())
 
 
+@pytest.mark.parametrize("file", ["inputs.npy", "labels.npy", "owner.npy"])
+@pytest.mark.parametrize("kept", [0, 40])  # of a file whose content was lost: nothing, or half of its header
+def test_files_without_their_content_are_a_damaged_entry(source, home, file, kept):
+    cache.cached("set", [source], Decoder())
+    entry = next(path for path in (home / "cache").iterdir() if path.is_dir())
+    content = (entry / file).read_bytes()
+    (entry / file).write_bytes(content[:kept] + bytes(len(content) - kept) if kept else b"")
+    with pytest.raises(PbflError, match=f"{entry} is damaged"):
+        cache.cached("set", [source], Decoder())
+
+
+def test_arrays_of_different_lengths_are_a_damaged_entry(source, home):
+    cache.cached("set", [source], Decoder())
+    entry = next(path for path in (home / "cache").iterdir() if path.is_dir())
+    np.save(entry / "labels.npy", np.array([0, 1]))
+    with pytest.raises(PbflError, match=f"{entry} is damaged .its arrays are of different lengths"):
+        cache.cached("set", [source], Decoder())
+
+
+def test_an_entry_is_on_the_disk_before_it_has_its_name(source, monkeypatch):
+    written: set[int] = set()
+    sync, replace = os.fsync, os.replace
+
+    def note(descriptor: int) -> None:
+        sync(descriptor)
+        written.add(os.fstat(descriptor).st_ino)
+
+    def check(partial: Path, entry: Path) -> None:
+        assert {file.stat().st_ino for file in Path(partial).iterdir()} == written
+        replace(partial, entry)
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(os, "replace", check)
+    assert len(cache.cached("set", [source], Decoder()).labels) == 4
+
+
+def test_a_source_that_is_not_there_is_named(source):
+    link = source.with_name("link.bin")
+    link.symlink_to(source.with_name("nowhere.bin"))
+    with pytest.raises(PbflError, match=r"link\.bin cannot be read \(No such file or directory\)"):
+        cache.cached("set", [source, link], Decoder())
+
+
 def test_a_full_disk_is_said_before_anything_is_written(source):
     def huge(allocate: cache.Allocate) -> Pool:
         inputs = allocate((10**12, 10**4), np.uint8)

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from pbfl_flwr.cli import app
 from pbfl_flwr.config import DataSettings, parse
 from pbfl_flwr.data import (
+    client_data,
     export_pfl_directory,
     kind_of,
     load_pool,
@@ -151,6 +152,20 @@ def test_a_device_reads_its_own_files_of_a_pflib_folder(tmp_path: Path) -> None:
     (tmp_path / "pfl/train/7.npz").touch()
     with pytest.raises(PbflError, match="holds the files of 2 clients; data-client"):
         own_data(found)
+
+
+def test_the_numbers_of_a_pflib_folder_are_places_in_the_names_for_everybody(tmp_path: Path) -> None:
+    source = DataSettings(dataset="digits", partition="iid")
+    pool = load_pool(source)
+    dealt = partition(pool, source, 2)
+    export_pfl_directory(dealt, pool, tmp_path / "pfl")
+    names = "9,8,7,6,5,4,3,2,1,nought"
+    found = DataSettings(dataset="pflib", data_dir=str(tmp_path / "pfl"), partition="iid", labels=names)
+    for data in (own_data(found, 1), client_data(found, 2, 1)):
+        assert data.label_names == tuple(names.split(","))
+        assert np.array_equal(data.train.labels.numpy(), pool.labels[dealt.splits[1].train])
+    with pytest.raises(PbflError, match=r"labels has 2 names, but .*config\.json says num_classes = 10"):
+        load_pool(found.model_copy(update={"labels": "a,b"}))
 
 
 def test_a_picture_that_would_fill_the_memory(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:

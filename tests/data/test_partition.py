@@ -53,9 +53,10 @@ def test_the_official_test_part_follows_the_training_counts(pool_of):
         assert np.unique(pool.labels[split.test]).tolist() == np.unique(pool.labels[split.train]).tolist()
 
 
-def test_the_official_test_part_must_exist():
+@pytest.mark.parametrize("way", ["dirichlet", "way-shot"])
+def test_the_official_test_part_must_exist(way):
     with pytest.raises(PbflError, match="no official test part; allowed is test-split = client"):
-        check_data(DataSettings(test_split="official"), 5)
+        check_data(DataSettings(test_split="official", partition=way, shots=10), 5)
 
 
 def test_natural_clients_are_the_owners_in_order(pool_of):

@@ -305,6 +305,16 @@ def test_what_begins_with_a_dot_is_neither_class_nor_image(tmp_path, write_image
     assert [note.rpartition("begin with a dot: ")[2] for note in pool.notes] == ["2"]
 
 
+def test_images_behind_a_link_count_as_all_others(tmp_path, write_image):
+    for path in ("set/cat/0.png", "set/dog/0.png", "scans/0.png", "scans/1.png"):
+        write_image(tmp_path / path, 3)
+    (tmp_path / "scans" / "notes.txt").write_text("no image")
+    (tmp_path / "set" / "cat" / "more").symlink_to(tmp_path / "scans")
+    pool = load_pool(DataSettings(dataset="image-folder", data_dir=str(tmp_path / "set")))
+    assert pool.labels.tolist() == [0, 0, 0, 1]
+    assert [note.rpartition("begin with a dot: ")[2] for note in pool.notes] == ["1"]
+
+
 def test_an_image_folder_that_cannot_be_used_says_why(tmp_path, write_image):
     def load(path: Path) -> None:
         load_pool(DataSettings(dataset="image-folder", data_dir=str(path)))

@@ -243,6 +243,10 @@ def test_images_arrays_and_tables(
     for one, other in zip(folder, alone, strict=False):
         assert one.label == other.label
         assert one.probabilities == pytest.approx(other.probabilities, rel=1e-4)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "more").symlink_to(sites.place / "photos" / "3")  # as training finds them
+    linked = list(predict(clinic, [tmp_path / "empty"]))
+    assert len(linked) == len(list((sites.place / "photos" / "3").glob("*.png"))) > 0
     garden = open_exported(exported["garden"])
     rows = list(predict(garden, [flowers.place / "iris.csv"]))
     assert [row.row for row in rows] == list(range(1, 151))
