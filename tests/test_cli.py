@@ -1,6 +1,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -551,7 +553,13 @@ def keep_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
 @pytest.mark.parametrize("words", [["--help"], ["list", "methods"], ["list", "keys", "--markdown"]])
 def test_words_that_find_no_room_are_a_line(words: list[str]) -> None:
-    assert without_room(*words) == (1, "error: what is printed: No space left on device\n")
+    assert without_room(*words) == (1, "error: a file or what is printed: No space left on device\n")
+
+
+def test_a_closed_output_is_no_error() -> None:
+    command = f'"{sys.executable}" -m pbfl_flwr.cli list methods >&-'
+    done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_what_may_not_be_read_is_not_called_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,10 @@ The commands import what they need when they run: torch and Flower take seconds,
 from __future__ import annotations
 
 import errno
+import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -77,14 +79,16 @@ app.add_typer(deployment.deploy, name="deploy")
 
 def main() -> None:
     """Run the command line. A full disk is a line and exit code 1, also where it takes the command's own words."""
+    if sys.stdout is None:  # it was closed
+        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115, as long as the process
     try:
         try:
             app()
         finally:
-            if sys.stdout is not None:  # it was closed
-                sys.stdout.flush()
+            sys.stdout.flush()
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
         silence(sys.stdout)
-        sys.exit(f"error: {error.filename or 'what is printed'}: {error.strerror}")
+        where = error.filename or "a file or what is printed"  # a failed write does not say which
+        sys.exit(f"error: {where}: {error.strerror}")
