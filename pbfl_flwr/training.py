@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from pbfl_flwr.augmentation import Augmentation
 from pbfl_flwr.config import TrainingSettings
 from pbfl_flwr.data import ClientData, Shard
 from pbfl_flwr.descent import SGD, Adam, Descent, Group, State
@@ -115,7 +116,7 @@ def fit(
     after_step: Callable[[], None] | None = None,
     after_epoch: Callable[[], None] | None = None,
 ) -> FitReport:
-    """Train over the client's data with the optimiser of the settings.
+    """Train over the client's data, augmented if the settings say so, with the optimiser of the settings.
 
     Where a network has BatchNorm, a batch of one sample is left out.
 
@@ -147,7 +148,7 @@ def fit(
     descent = _descent(settings, groups)
     if settings.optimizer_state == "kept":
         descent.state = _remembered(descent.keeps, names, client.memory)
-    order = client.generator(phase)
+    order, changes = client.generator(phase), client.generator(f"{phase} augmentation")
     for network in (model, *companions):
         network.train()
     passed = model if source is None else model.head  # what a batch goes through
@@ -169,13 +170,16 @@ def fit(
         for _ in range(settings.local_epochs if epochs is None else epochs):
             if steps == max_steps:
                 break
+            augmented = None
+            if settings.augmentation and source is None:
+                augmented = Augmentation(settings, data.train.inputs, changes)
             for index in batches(len(trained_on), settings, order, trained_on.device):
                 if len(index) < smallest:
                     continue  # BatchNorm has no variance over one sample
                 if steps == max_steps:
                     break
                 if source is None:
-                    batch = take(data, data.train, index, client.device, settings.layout)
+                    batch = take(data, data.train, index, client.device, settings.layout, augmented)
                 else:
                     batch = source[0][index], source[1][index]
                 begin_batch(settings.compile, client.device)
@@ -287,7 +291,12 @@ def complete_batches(client: Client) -> Shard:
 
 
 def take(
-    data: ClientData, shard: Shard, index: Tensor | slice, device: torch.device, layout: str = "contiguous"
+    data: ClientData,
+    shard: Shard,
+    index: Tensor | slice,
+    device: torch.device,
+    layout: str = "contiguous",
+    changed: Callable[[Tensor, Tensor | slice], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (normalised float inputs (B, ...), labels (B,)) of the chosen samples on the device.
 
@@ -297,8 +306,10 @@ def take(
         index: which of them.
         device: where they are to be.
         layout: of the memory of images: "contiguous" or "channels-last".
+        changed: given samples as they are stored and the index, what to take instead.
     """
-    inputs = data.prepare(shard.inputs[index].to(device))
+    inputs = shard.inputs[index]
+    inputs = data.prepare((inputs if changed is None else changed(inputs, index)).to(device))
     if inputs.dim() == 4 and layout == "channels-last":
         inputs = inputs.contiguous(memory_format=torch.channels_last)
     return inputs, shard.labels[index].to(device)
@@ -321,9 +332,10 @@ def each_feature(client: Client, shard: Shard) -> Iterator[tuple[Tensor, Tensor]
 def fixed_features(client: Client) -> tuple[Tensor, Tensor] | None:
     """Return (features (n, d), labels (n,)) of the training data, to train a head on that reads nothing else.
 
-    None where a frozen body does not answer a sample the same at every pass, or where there is no sample.
+    None where a frozen body does not answer a sample the same at every pass, where samples are augmented, or where
+    there is none.
     """
-    if not is_still(client.model) or not len(client.data.train.labels):
+    if not is_still(client.model) or client.training.augmentation or not len(client.data.train.labels):
         return None
     features, labels = zip(*each_feature(client, client.data.train), strict=True)
     return torch.cat(features), torch.cat(labels)

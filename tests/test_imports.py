@@ -20,7 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("task", "config", "payloads", "security", "card", "architectures", "own_code"),
     ("sinks",),
     ("models", "data"),
-    ("method", "weights", "lowrank", "generators", "descent"),
+    ("method", "weights", "lowrank", "generators", "descent", "augmentation"),
     ("training", "replay", "recording", "scoring"),
     ("prototypes",),
     ("methods",),

@@ -1,8 +1,13 @@
-"""One value for every architecture, or each its own: ``contiguous``, or ``contiguous, cnn4=channels-last``."""
+"""Values that are lists: ``crop, flip``, or one for every architecture: ``contiguous, cnn4=channels-last``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+
+
+def words(text: str) -> list[str]:
+    """Return a comma list's entries."""
+    return [word.strip() for word in text.split(",") if word.strip()]
 
 
 def one_or_each(*allowed: str) -> Callable[[str], str]:

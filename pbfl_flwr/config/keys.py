@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from pbfl_flwr.config.attack import Attack
-from pbfl_flwr.config.choices import choice, one_or_each
+from pbfl_flwr.config.choices import choice, one_or_each, words
 from pbfl_flwr.task import MAX_AXES
 
 Scalar = bool | int | float | str
@@ -61,6 +61,7 @@ AbsolutePath = Annotated[str, AfterValidator(_absolute)]
 LAYOUTS = ("channels-last", "contiguous")
 PRECISIONS = ("float32", "bfloat16")
 PREDICTORS = ("head", "global", "global-local", "local", "etf")
+AUGMENTATIONS = ("crop", "flip")
 FAULTS = ("drop", "crash", "corrupt", "stale", "delay")
 
 
@@ -118,6 +119,13 @@ def _faults(text: str) -> str:
 def _attack(text: str) -> str:
     if text:
         Attack.parse(text)
+    return text
+
+
+def _augmentation(text: str) -> str:
+    kinds = words(text)
+    if len(set(kinds)) < len(kinds) or not set(kinds) <= set(AUGMENTATIONS):
+        raise ValueError(f"nothing, or a comma list of {', '.join(AUGMENTATIONS)}, each once")
     return text
 
 
@@ -345,6 +353,9 @@ class TrainingSettings(Group):
         "fresh", description="momentum, or Adam's moments, across rounds"
     )
     batch_order: Literal["auto", "shuffled", "fixed"] = Field("auto", description="order of the batches")
+    augmentation: Annotated[str, AfterValidator(_augmentation)] = Field(
+        "", description="random changes of training images: crop, flip or 'crop,flip'; empty: none"
+    )
     drop_last: Literal["auto", "small", "always", "never"] = Field(
         "auto",
         description="the incomplete last batch: small drops it unless the client has less than one batch",
@@ -371,6 +382,11 @@ class TrainingSettings(Group):
         "auto",
         description="torch threads of a client; auto: a worker's share of the cores, all of a device's",
     )
+
+    @property
+    def augmentations(self) -> list[str]:
+        """The entries of ``augmentation``."""
+        return words(self.augmentation)
 
     def forewarnings(self) -> list[str]:
         """Return what is said of these settings before a run starts."""

@@ -116,6 +116,7 @@ def preflight(settings: Settings, resources: Resources) -> Partition:
     Raises:
         PbflError: one line on what does not fit.
     """
+    from pbfl_flwr.augmentation import check_augmentation
     from pbfl_flwr.models import check_models
     from pbfl_flwr.replay import check_replayable
 
@@ -125,6 +126,7 @@ def preflight(settings: Settings, resources: Resources) -> Partition:
     partition = check_data(settings.data, clients)
     pool = load_pool(settings.data)
     task = pool.task(settings.models.feature_dim)
+    check_augmentation(settings.training.augmentation, task)
     check_models(settings.models.models, task)
     names = [architecture_of(settings.models.models, client) for client in range(clients)]
     method = build_method(settings)

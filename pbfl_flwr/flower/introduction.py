@@ -6,6 +6,7 @@ from functools import lru_cache
 
 from flwr.app import ConfigRecord, Context, Message
 
+from pbfl_flwr.augmentation import check_augmentation
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import wire
 from pbfl_flwr.flower.device import choose_device, identify
@@ -45,6 +46,7 @@ def _introduced(message: Message, context: Context, source: Source) -> Message:
     data = source.data_of(settings, identity)
     task = data.task(settings.models.feature_dim)
     architecture = architecture_for(settings, identity)
+    check_augmentation(settings.training.augmentation, task)
     _dry_forward(architecture, task)
     device = choose_device(settings.training.device)
     check_named(settings.training)

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+from pbfl_flwr.config.choices import words
 from pbfl_flwr.errors import PbflError
 
 Figures = dict[str, float]
@@ -61,7 +62,7 @@ SINKS: dict[str, Entry] = {
 
 def names(sinks: str) -> list[str]:
     """Return the entries of the run-config key ``sinks``, each once."""
-    return list(dict.fromkeys(word.strip() for word in sinks.split(",") if word.strip()))
+    return list(dict.fromkeys(words(sinks)))
 
 
 def check(sinks: str) -> None:

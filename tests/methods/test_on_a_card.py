@@ -37,6 +37,7 @@ VARIANTS: dict[str, dict[str, Scalar]] = {
     "adamw": {"optimizer": "adamw", "learning-rate": 2**-10, "weight-decay": 0.01},
     "held-out": {"validation-share": 0.3, "local-epochs": 2, "drop-last": "never"},
     "by-class": {"per-class": True, "both-moments": True, "eval-batch-size": 3},
+    "augmented": {"augmentation": "crop,flip", "local-epochs": 2},
     "contiguous": {"layout": "contiguous", "models": "resnet6,shufflenet-v2"},
 }
 
