@@ -679,3 +679,14 @@ def test_a_client_that_comes_back_as_another_is_not_asked(monkeypatch: pytest.Mo
         22: "client 1 came back with another architecture: resnet4, it had cnn4",
         23: "client-id 5 on node 23 is none of this run",
     }
+
+
+def test_of_two_new_nodes_of_a_client_that_failed_one_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def member(node: int) -> Member:
+        return Member.from_reply(node, ConfigRecord(hello(1, TASK)))
+
+    monkeypatch.setattr(returning, "greet", lambda *arguments: ([member(23), member(22)], {}))
+    nobody: Any = None  # the greeting is replaced: no grid is asked
+    after, refused = welcome_back(nobody, agreed([member(12)]), {12, 22, 23}, {1}, "e", 1.0)
+    assert after.members[1].node == 22
+    assert refused == {23: "client-id 1 is used by two nodes, 22 and 23"}
