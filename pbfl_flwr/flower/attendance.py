@@ -45,16 +45,22 @@ class Attendance:
         self._notes: list[str] = []
         self._joined: list[str] = []
 
-    def absent(self, grid: Grid, server_round: int) -> dict[int, str]:
+    def absent(self, grid: Grid, server_round: int, unheard: bool = False) -> dict[int, str]:
         """Return the clients that cannot be asked and why, having looked for those that came back.
 
-        Only after a round in which somebody failed, while somebody has been missing since the run was resumed, or
-        while others may join: a healthy federation is not asked for its nodes every round.
+        Only after a round in which somebody failed, while somebody has been missing since the run was resumed, while
+        others may join, or where nobody has heard of a client for long: a healthy federation is not asked for its
+        nodes every round.
+
+        Args:
+            grid: Flower's.
+            server_round: from 1.
+            unheard: whether clients are asked that nobody has heard of since the hello.
         """
         self.collect(grid)
         missing = any(member.node == NOWHERE for member in self.roster.members.values())
         open_to_others = self._joining is not None and self._joining.has_room(self.roster)
-        if not self._failed and not missing and not open_to_others:
+        if not (self._failed or missing or open_to_others or unheard):
             return {}
         online = set(grid.get_node_ids())
         self._look_for_clients(grid, online, server_round)

@@ -107,7 +107,8 @@ class Newcomers:
         self, grid: Grid, state: Payload, number: int, kind: str, timeout: float
     ) -> tuple[Phase, Outcome]:
         clients = new_clients(self.settings)
-        absent = {c: why for c, why in self.attendance.absent(grid, number).items() if c in clients}
+        absent = self.attendance.absent(grid, number, unheard=number == self.after + 1)
+        absent = {client: why for client, why in absent.items() if client in clients}
         kinds = dict.fromkeys(sorted(clients - set(absent)), kind)
         questions = replace(self.questions, experiment=f"{self.questions.experiment}-new-{self.after}")
         phase = questions.phase(state, self.attendance.roster, kinds, number, absent)

@@ -137,6 +137,7 @@ def welcome_back(
             else:
                 back = _moved(replace(member, client=client), roster.members[client], online, failed)
                 roster = Roster({**roster.members, client: back})
+                failed = set(failed) - {client}  # not on this node: a second one does not get it
         except PbflError as error:
             refused[member.node] = str(error)
     return roster, refused

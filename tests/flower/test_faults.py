@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -18,7 +19,7 @@ from pbfl_flwr.flower import client as client_module
 from pbfl_flwr.flower.books import aged
 from pbfl_flwr.flower.endings import RunEnded
 from pbfl_flwr.flower.hello import agreed
-from pbfl_flwr.flower.late import PATIENCE
+from pbfl_flwr.flower.late import PATIENCE, Debt, Debts
 from pbfl_flwr.flower.report import Report
 from pbfl_flwr.flower.returning import welcome_back
 from pbfl_flwr.flower.roster import Member
@@ -327,6 +328,23 @@ def test_who_never_answers_is_asked_again_after_some_rounds() -> None:
     assert strategy.history[-1]["trained"] == [0, 1, 2]
 
 
+def test_what_came_late_is_handed_over_newest_first_whenever_it_came() -> None:
+    owed = {
+        f"question {n}": Debt(client, number, True)
+        for n, (client, number) in enumerate([(0, 1), (2, 2), (1, 2)])
+    }
+    grid: Any = SimpleNamespace(
+        pull_messages=lambda ids: [
+            SimpleNamespace(metadata=SimpleNamespace(reply_to_message_id=question)) for question in ids
+        ]
+    )
+    debts = Debts()
+    debts.note(owed)
+    debts.collect(grid)
+    assert [(debt.round, debt.client) for debt, _ in debts.take()] == [(2, 1), (2, 2), (1, 0)]
+    assert debts.take() == []
+
+
 def test_a_late_answer_that_is_malformed_is_said_and_left_out() -> None:
     def answer(client: int, server_round: int) -> RecordDict:
         good = reply_of(prototypes({0: 1.0}))
@@ -388,7 +406,12 @@ def test_a_client_that_comes_back_on_another_node_goes_on(tmp_path: Path) -> Non
         if server_round == 2:  # its SuperNode was started again, without a key: Flower gives it another id
             found.grid.nodes[1] = 99
 
-    with patch.object(MethodStrategy, "_finish_round", finished):
+    with (
+        patch.object(MethodStrategy, "_finish_round", finished),
+        patch.object(
+            found.grid, "pull_messages", lambda ids: []
+        ),  # Flower does not say that the question died
+    ):
         found.run()
     assert found.strategy.history[2]["trained"] == [0, 1, 2, 3, 4]
     assert found.strategy.roster is not None
@@ -679,3 +702,14 @@ def test_a_client_that_comes_back_as_another_is_not_asked(monkeypatch: pytest.Mo
         22: "client 1 came back with another architecture: resnet4, it had cnn4",
         23: "client-id 5 on node 23 is none of this run",
     }
+
+
+def test_of_two_new_nodes_of_a_client_that_failed_one_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def member(node: int) -> Member:
+        return Member.from_reply(node, ConfigRecord(hello(1, TASK)))
+
+    monkeypatch.setattr(returning, "greet", lambda *arguments: ([member(23), member(22)], {}))
+    nobody: Any = None  # the greeting is replaced: no grid is asked
+    after, refused = welcome_back(nobody, agreed([member(12)]), {12, 22, 23}, {1}, "e", 1.0)
+    assert after.members[1].node == 22
+    assert refused == {23: "client-id 1 is used by two nodes, 22 and 23"}

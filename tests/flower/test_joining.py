@@ -1,7 +1,7 @@
 """A run that begins with some of its devices, and others that join it."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import records, report
 from pbfl_flwr.experiments.documents import as_csv
 from pbfl_flwr.experiments.tables import show
+from pbfl_flwr.flower.attendance import Attendance
 from pbfl_flwr.flower.history import RunDirectory
 from pbfl_flwr.flower.joining import Joining
 from pbfl_flwr.flower.legacy import LegacyMethodStrategy
@@ -24,7 +25,7 @@ from pbfl_flwr.method import Round
 from pbfl_flwr.methods import METHODS, SECTIONS
 from pbfl_flwr.prototypes.pipeline import Pipeline
 from pbfl_flwr.task import Task
-from tests.flower.inprocess import SHORT, Answer, Federation, federation, hello, silent
+from tests.flower.inprocess import SHORT, Answer, Federation, LocalGrid, federation, hello, silent
 from tests.flower.sites import run, sites
 
 TASK = Task(3, 4, (2,))
@@ -358,6 +359,32 @@ def test_names_take_the_lowest_free_number() -> None:
     roster = joining.admitted(roster, member("a"))
     assert {client: m.label for client, m in roster.members.items()} == {0: "x", 1: "1", 2: "a"}
     assert not joining.has_room(roster)
+
+
+def test_a_silent_node_holds_a_round_for_a_minute_at_most_and_ever_more_seldom() -> None:
+    greeted: list[tuple[int, float | None]] = []
+    online, now = [9, 101], 0  # 9 is the client's, the other one never answers
+
+    class Silent(LocalGrid):
+        def get_node_ids(self) -> list[int]:
+            return online
+
+        def send_and_receive(
+            self, messages: Iterable[Message], *, timeout: float | None = None
+        ) -> list[Message]:
+            greeted.extend((now, timeout) for message in messages)
+            return []
+
+        def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+            raise AssertionError("nobody owes an answer")
+
+    attendance = Attendance(Roster({0: member(0)}), "e", 3600.0, Joining(2, anything))
+    for now in range(1, 103):
+        online[1:] = [101] if now != 101 else []
+        assert attendance.absent(Silent(), now) == {}
+    # The pause grows to 32 rounds; a node that was away is greeted as soon as it is back.
+    assert greeted == [(number, 60.0) for number in (1, 2, 4, 8, 16, 32, 64, 96, 102)]
+    assert attendance.notes() == ["a new node is not asked: node 101: no answer within 60 s"]
 
 
 @pytest.mark.parametrize(

@@ -166,6 +166,20 @@ def test_one_that_fails_is_named_and_costs_nobody_else_anything(tmp_path: Path) 
         federation(tmp_path / "stop", faults={(3, 3): raises}, failure_policy="stop", **NEW).run()
 
 
+def test_one_that_runs_on_another_node_by_then_is_found(tmp_path: Path) -> None:
+    """Nobody asks it anything during the rounds, so that its node is known to be another one only now."""
+    found = federation(tmp_path, **NEW)
+
+    def restarted(asked: Any, replies: Any) -> None:
+        if asked[0].metadata.group_id == "1":
+            found.grid.nodes[4] = 99
+
+    found.grid.watchers.append(restarted)
+    found.run()
+    assert [line["failures"] for line in found.strategy.history + found.strategy.newcomers] == [[]] * 5
+    assert {len(line["columns"]["client"]) for line in found.strategy.newcomers} == {2}
+
+
 def test_a_round_without_enough_of_the_others_ends_the_run(tmp_path: Path) -> None:
     faults = {(client, 1): raises for client in (0, 1, 2)}
     with pytest.raises(RunEnded, match="0 valid replies"):
