@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from logging import INFO
+from queue import SimpleQueue
 from typing import Protocol, runtime_checkable
 
 import joblib
 from flwr.app import Message, MetricRecord, RecordDict
 from flwr.common import log
+from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 
@@ -24,6 +27,9 @@ SHORTEST, LONGEST = 0.5, 3.0  # seconds between two looks; a SuperLink logs each
 SHARE = 0.02  # of what was waited already
 PARTS = 8  # at most, in which a simulation's messages are pushed
 PAUSE = 0.15  # seconds between two of them: Flower's simulation hands on what lies there every 0.1 s
+HALF_COME = 3.0  # seconds in which an answer that began to come is waited for before one looks at the others
+# Flower says these also of an answer that another look is fetching, or whose node's heartbeats do not get through.
+DOUBTFUL = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.NODE_UNAVAILABLE)
 WORTH = 10  # times the pauses is what a phase must have lasted to be pushed in parts
 
 Hear = Callable[[str], object]
@@ -102,6 +108,9 @@ class Attentive(Grid):
     messages to the workers in the order of their nodes, so that at the end one may be busy with a long training while
     the others have nothing left to do. Here those who took longest the last time go first.
 
+    Where clients are devices, Flower's own also waits for the last byte of an answer that has begun to come, past any
+    deadline and deaf to all others. Here that happens beside the rest, see :class:`Pulls`.
+
     Args:
         grid: Flower's.
         called: how a person calls the client on a node.
@@ -114,6 +123,7 @@ class Attentive(Grid):
             grid, "pull_interval", None
         )  # of the simulation's, where looking costs nothing
         self._turns, self._lasted = Turns(), 0.0
+        self._pulls = Pulls(grid)
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         """Send messages and return the answers that come in time, in the order in which they come.
@@ -133,7 +143,7 @@ class Attentive(Grid):
             return awaiting(asked, awaited.values(), self._called)
 
         for _ in looks(math.inf if timeout is None else timeout, say, self._hear, self._interval):
-            for answer in self._grid.pull_messages(list(awaited)) if awaited else ():
+            for answer in self.pull_messages(list(awaited)) if awaited else ():
                 came.append(answer)
                 question = awaited.pop(answer.metadata.reply_to_message_id, None)
                 if question is not None:
@@ -192,4 +202,55 @@ class Attentive(Grid):
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Return the answers that have come."""
-        return self._grid.pull_messages(message_ids)
+        if self._interval is not None:
+            return self._grid.pull_messages(message_ids)
+        return self._pulls.of(list(message_ids))
+
+
+class Pulls:
+    """Answers of devices, each fetched without waiting for those of which only a part has come.
+
+    A SuperLink hands an answer out once, when its first bytes are there, and Flower's grid then waits for the rest. So
+    every look is a thread of its own. One that waits keeps its answers; the next look is given those of the others.
+
+    Args:
+        grid: Flower's.
+    """
+
+    def __init__(self, grid: Grid) -> None:
+        self._grid = grid
+        self._looks: list[tuple[threading.Thread, Collection[str]]] = []
+        self._done: SimpleQueue[list[Message] | Exception] = SimpleQueue()
+        self._came: dict[str, Message] = {}  # by the id of the question
+        self._errors: dict[str, Message] = {}  # likewise, Flower's, in place of an answer
+
+    def of(self, message_ids: list[str]) -> list[Message]:
+        """Return the answers to these questions that have come as a whole, each once.
+
+        Raises:
+            Exception: what Flower's grid raised.
+        """
+        look = threading.Thread(target=self._look, args=(message_ids,), daemon=True)  # none holds the end up
+        self._looks.append((look, message_ids))
+        look.start()
+        look.join(HALF_COME)
+        self._looks = [(thread, ids) for thread, ids in self._looks if thread.is_alive()]
+        while not self._done.empty():
+            found = self._done.get()
+            if isinstance(found, Exception):
+                raise found
+            for answer in found:
+                doubtful = answer.has_error() and answer.error.code in DOUBTFUL
+                kept = self._errors if doubtful else self._came
+                kept[answer.metadata.reply_to_message_id] = answer
+        perhaps = {question for _, ids in self._looks for question in ids}
+        for question in self._errors.keys() - perhaps:
+            error = self._errors.pop(question)
+            self._came.setdefault(question, error)
+        return [self._came.pop(question) for question in message_ids if question in self._came]
+
+    def _look(self, message_ids: list[str]) -> None:
+        try:
+            self._done.put(list(self._grid.pull_messages(message_ids)))
+        except Exception as error:
+            self._done.put(error)

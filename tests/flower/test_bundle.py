@@ -1,5 +1,10 @@
 """What is handed to Flower makes the same bundle as the whole directory, without looking at the rest of it."""
 
+import os
+import subprocess
+import sys
+import zipfile
+from io import BytesIO
 from pathlib import Path
 
 import pytest
@@ -66,3 +71,30 @@ def test_an_app_that_names_no_directories_is_handed_over_whole(tmp_path: Path, i
     app = an_app(tmp_path, include)
     assert gathered(app, tmp_path / "copy") == app
     assert not (tmp_path / "copy").exists()
+
+
+IMPORT_ALL = """
+import importlib, pkgutil, client_app.app, pbfl_flwr, server_app.app
+assert pbfl_flwr.__file__.startswith(__import__("os").getcwd())
+for module in pkgutil.walk_packages(pbfl_flwr.__path__, "pbfl_flwr."):
+    try:
+        importlib.import_module(module.name)
+    except ModuleNotFoundError as error:  # a sink's or a file format's, which devices need not have
+        assert not error.name.startswith("pbfl_flwr"), error
+"""
+
+
+def test_what_is_sent_to_devices_is_whole_and_has_nothing_of_the_command_line(tmp_path: Path) -> None:
+    fab = build_fab_from_disk(Path(__file__).parents[2])
+    with zipfile.ZipFile(BytesIO(fab)) as bundle:
+        bundle.extractall(tmp_path)
+    assert not {entry.name for entry in (tmp_path / "pbfl_flwr").iterdir()} & {
+        "cli",
+        "experiments",
+        "serving",
+    }
+    assert len(fab) < 1_300_000  # 160 s at 64 kbit/s
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-c", IMPORT_ALL]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

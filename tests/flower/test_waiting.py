@@ -2,12 +2,13 @@
 
 import logging
 import math
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
 from inspect import signature
 from typing import Any
 
 import pytest
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import ConfigRecord, Error, Message, RecordDict
 from flwr.superlink.grid.inmemory_grid import InMemoryGrid
 
 from pbfl_flwr.errors import PbflError
@@ -194,6 +195,76 @@ def test_nodes_that_have_not_joined_are_counted_while_one_waits(
     assert caplog.messages == heard == ["waiting for nodes: 1 of 2 have joined, 61 s so far"]
     with pytest.raises(PbflError, match="num-clients = 3, but only 2 nodes joined within 10 s"):
         wait_for_nodes(grid, 3, 10)
+
+
+class HalfComeGrid(SlowGrid):
+    """Hands an answer out when its first bytes are there and then waits for the rest, as Flower's grid does."""
+
+    def __init__(self, clock: Clock, halves: set[int]) -> None:
+        super().__init__(clock, {1: 0.0, 2: 0.0, 3: 0.0})
+        self.halves, self.rest = {f"message to {node}" for node in halves}, threading.Event()
+        self.lost: set[str] = set()  # questions whose nodes Flower has given up
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        message_ids = list(message_ids)
+        gone = [f"message to {node}" for node in (1, 2, 3) if f"message to {node}" in self.lost]
+        found = super().pull_messages([key for key in message_ids if key in self.due and key not in gone])
+        if self.halves & {answer.metadata.reply_to_message_id for answer in found}:
+            self.rest.wait(20)
+        errors = [self.given_up(key) for key in message_ids if key in gone]
+        self.lost -= set(gone)
+        return found + errors
+
+    def given_up(self, question: str) -> Message:
+        found = Message(Error(5, "Node Unavailable"), reply_to=self.asked[question])
+        return found
+
+    def push_messages(self, messages: Iterable[Message]) -> list[Any]:
+        messages = list(messages)
+        ids = super().push_messages(messages)
+        self.asked = dict(zip(ids, messages, strict=True))
+        return ids
+
+
+@pytest.fixture
+def halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "HALF_COME", 0.05)
+
+
+@pytest.mark.usefixtures("halves")
+def test_an_answer_that_comes_slowly_holds_up_neither_the_others_nor_the_deadline(clock: Clock) -> None:
+    grid = HalfComeGrid(clock, {2})
+    grid.seconds[3] = 5.0
+    heard: list[str] = []
+    watched = Attentive(grid, str, heard.append)
+    assert senders(watched.send_and_receive(questions(1, 2, 3), timeout=70)) == [3]
+    assert clock.now == pytest.approx(70)
+    assert heard == ["round 3: 1 of 3 have answered; waiting for 1, 2, 61 s so far"]
+    grid.rest.set()
+    assert [*eventually(lambda: watched.pull_messages(["message to 2", "message to 1"]), 2)] == [2, 1]
+
+
+@pytest.mark.usefixtures("halves")
+def test_a_node_that_flower_gives_up_while_its_answer_comes_is_waited_for(clock: Clock) -> None:
+    grid = HalfComeGrid(clock, {2})
+    watched = Attentive(grid, str)
+    assert watched.send_and_receive(questions(2), timeout=5) == []
+    grid.lost = {"message to 2"}
+    assert watched.pull_messages(["message to 2"]) == []
+    grid.rest.set()
+    assert [*eventually(lambda: watched.pull_messages(["message to 2"]), 1)] == [2]
+    grid.lost = {"message to 2"}  # and nobody else's bytes are on their way
+    (gone,) = watched.pull_messages(["message to 2"])
+    assert gone.has_error()
+
+
+def eventually(pull: Callable[[], Iterable[Message]], count: int) -> list[int]:
+    found: list[int] = []
+    for _ in range(200):
+        found += senders(pull())
+        if len(found) >= count:
+            break
+    return found
 
 
 def test_only_flowers_own_grids_are_watched(clock: Clock) -> None:
