@@ -16,6 +16,7 @@ from pbfl_flwr.flower.returning import welcome_back
 from pbfl_flwr.flower.roster import NOWHERE, Roster
 
 GREETING_SECONDS = 60.0  # for a node that comes in the middle of a run
+NOT_CONNECTED = "its node is not connected"
 LONGEST_PAUSE = 32  # rounds in which a node that is no client is not greeted again
 
 
@@ -65,7 +66,7 @@ class Attendance:
         online = set(grid.get_node_ids())
         self._look_for_clients(grid, online, server_round)
         gone = {
-            client: "its node is not connected"
+            client: NOT_CONNECTED
             for client, member in self.roster.members.items()
             if member.node not in online
         }
@@ -110,6 +111,10 @@ class Attendance:
         """Note why nodes that came are not asked, each reason once."""
         self._notes += [f"a new node is not asked: {why}" for why in sorted(set(reasons) - self._refused)]
         self._refused |= set(reasons)
+
+    def note(self, line: str) -> None:
+        """Add to what there is to say."""
+        self._notes.append(line)
 
     def notes(self) -> list[str]:
         """Return what there is to say since the last call."""

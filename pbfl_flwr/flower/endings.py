@@ -6,8 +6,10 @@ from collections.abc import Iterable
 
 import torch
 from flwr.app import Message
+from flwr.common.constant import ErrorCode
 
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower.attendance import NOT_CONNECTED
 from pbfl_flwr.flower.replies import Outcome, Phase, worker_died
 from pbfl_flwr.flower.roster import Roster
 from pbfl_flwr.payloads import Payload
@@ -15,6 +17,10 @@ from pbfl_flwr.payloads import Payload
 
 class RunEnded(PbflError):
     """The run cannot go on; everything up to the last finished round is on disk and can be resumed."""
+
+
+class OutOfReach(RunEnded):
+    """Too few clients answered because the server had lost their nodes, as when its own link is down for a minute."""
 
 
 def need_success(phase: Phase, outcome: Outcome) -> None:
@@ -53,22 +59,27 @@ def need_workers(roster: Roster, phase: Phase, outcome: Outcome, replies: Iterab
         )
 
 
-def need_replies(wanted: int, phase: Phase, outcome: Outcome) -> None:
+def need_replies(wanted: int, phase: Phase, outcome: Outcome, replies: Iterable[Message]) -> None:
     """Make sure that enough clients trained.
 
     Args:
         wanted: min-replies.
         phase: what was sent.
         outcome: what came back.
+        replies: as they came.
 
     Raises:
-        RunEnded: if fewer did, with the first reasons.
+        OutOfReach: if fewer did, and there would be enough with those whose nodes were lost.
+        RunEnded: if fewer did for other reasons; with the first reasons either way.
     """
     valid = len(outcome.trained)
     if valid < wanted:
         few = list(outcome.failures.items())[:5]
         reasons = "; ".join(f"client {phase.called(client)}: {reason}" for client, reason in few)
-        raise RunEnded(f"round {phase.number}: {valid} valid replies, min-replies is {wanted}: {reasons}")
+        lost = sum(reason == NOT_CONNECTED for reason in phase.absent.values())
+        lost += sum(reply.has_error() and reply.error.code == ErrorCode.NODE_UNAVAILABLE for reply in replies)
+        kind = OutOfReach if valid + lost >= wanted else RunEnded
+        raise kind(f"round {phase.number}: {valid} valid replies, min-replies is {wanted}: {reasons}")
 
 
 def need_numbers(broadcast: Payload, server_round: int) -> None:

@@ -38,13 +38,15 @@ from pbfl_flwr.flower.replies import Outcome, Phase, read
 from pbfl_flwr.flower.report import classes_counted
 from pbfl_flwr.flower.roster import Roster
 from pbfl_flwr.flower.secure import SecureRounds
-from pbfl_flwr.flower.waiting import attentive
+from pbfl_flwr.flower.waiting import attentive, looks
 from pbfl_flwr.method import Method, Moment, Round, resolved_moment
 from pbfl_flwr.methods import build_method, check_asked
 from pbfl_flwr.payloads import Payload
 from pbfl_flwr.prototypes.attacks import malicious
 from pbfl_flwr.sinks import check
 from pbfl_flwr.task import Task
+
+TRIES = 3  # times that a round is asked again because nodes were lost in it
 
 
 class MethodStrategy(Strategy):
@@ -209,11 +211,20 @@ class MethodStrategy(Strategy):
         assert self._attendance is not None, "prepare comes first"
         attendance, result = self._attendance, Result()
         nothing, unused = ArrayRecord(), ConfigRecord()
-        for server_round in range(self.done + 1, self._num_rounds + 1):
+        again = 0  # times that this round was asked again
+        while self.done < self._num_rounds:
+            server_round = self.done + 1
             asked = list(self.configure_train(server_round, nothing, unused, grid))
             replies = list(self._exchange(grid, asked, timeout))
             attendance.collect(grid)
-            arrays, metrics = self.aggregate_train(server_round, replies)
+            try:
+                arrays, metrics = self.aggregate_train(server_round, replies)
+            except endings.OutOfReach as lost:
+                again += 1
+                if again > TRIES or self._secure is not None:  # whose masks are for one sum
+                    raise
+                self._await_nodes(grid, max(len(asked), self.settings.run.min_replies), lost)
+                continue
             if arrays is not None:
                 result.arrays = arrays
             if metrics is not None:
@@ -224,10 +235,33 @@ class MethodStrategy(Strategy):
                 if scored is not None:
                     result.evaluate_metrics_clientapp[server_round] = scored
             self._finish_round(server_round)
+            again = 0
             if evaluate_fn and (found := evaluate_fn(server_round, result.arrays)) is not None:
                 result.evaluate_metrics_serverapp[server_round] = found
         self._meet_new_clients(grid, timeout)
         return result
+
+    def _await_nodes(self, grid: Grid, asked: int, lost: endings.OutOfReach) -> None:
+        """Wait for as many nodes as were asked, join-timeout at the longest, so that the round can be asked again.
+
+        Raises:
+            OutOfReach: if fewer than min-replies have come by then.
+        """
+        assert self._attendance is not None
+        run, online = self.settings.run, 0
+
+        def say() -> str:
+            return f"round {self.done + 1}: {online} of {asked} nodes are connected"
+
+        log(WARNING, "%s. Waiting for nodes, %.0f s at the longest", lost, run.join_timeout)
+        for _ in looks(run.join_timeout, say, self._waits):
+            if (online := len(set(grid.get_node_ids()))) >= asked:
+                break
+        self._waits("")
+        if online < run.min_replies:
+            raise lost
+        self._attendance.have_joined(self.history[-1].get("joined", []))  # this line of the round is replaced
+        self._attendance.note("asked again, since too many nodes were out of reach")
 
     def _meet_new_clients(self, grid: Grid, timeout: float) -> None:
         """Let those who took no part train with what the rounds came to; what is done of it already stays."""
@@ -325,7 +359,7 @@ class MethodStrategy(Strategy):
         self._clients = client_columns(server_round, phase, outcome)
         self._need_success(phase, outcome)
         endings.need_workers(self.participants, phase, outcome, received)
-        endings.need_replies(self.settings.run.min_replies, phase, outcome)
+        endings.need_replies(self.settings.run.min_replies, phase, outcome, received)
         broadcast = self.method.broadcast(self.state, min(phase.training))
         figures = MetricRecord(
             {"bytes-up": line["bytes_up"]["total"], "bytes-down": line["bytes_down"]["total"]}

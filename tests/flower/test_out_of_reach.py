@@ -1,0 +1,118 @@
+"""Nodes that the server loses all at once, as when its own link is down for a minute: the round is asked again."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from flwr.app import Message
+from flwr.common.constant import ErrorCode
+
+from pbfl_flwr.flower.attendance import NOT_CONNECTED
+from pbfl_flwr.flower.endings import RunEnded
+from pbfl_flwr.flower.strategy import TRIES
+from tests.flower.inprocess import NUM_CLIENTS, Answer, Fault, federation, flower_error, raises
+
+UNAVAILABLE = flower_error("Error: Node Unavailable", ErrorCode.NODE_UNAVAILABLE)
+
+
+def while_it_lasts(times: int, *, trains: bool = False) -> Fault:
+    """The node is lost so many times, whether or not the client has trained; after that it answers."""
+    left = times
+
+    def fault(message: Message, answer: Answer) -> Message | None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            return answer()
+        if trains:
+            answer()
+        return UNAVAILABLE(message, answer)
+
+    return fault
+
+
+def outage(times: int) -> dict[tuple[int, int], Fault]:
+    """The server loses all nodes in round 2; some clients have trained by then."""
+    return {(client, 2): while_it_lasts(times, trains=client < 3) for client in range(NUM_CLIENTS)}
+
+
+@pytest.mark.parametrize("times", [1, TRIES])
+def test_a_round_in_which_all_nodes_were_lost_is_asked_again_and_trained_once(
+    times: int, tmp_path: Path
+) -> None:
+    whole = federation(tmp_path / "whole").run()
+    found = federation(tmp_path / "lost", on_disk=True, faults=outage(times)).run()
+    assert found.fingerprint == whole.fingerprint
+    assert [line["round"] for line in found.directory.rounds()] == [1, 2]
+    said = "asked again, since too many nodes were out of reach"
+    assert [line["notes"].count(said) for line in found.strategy.history] == [0, 1]
+    assert [line["failures"] for line in found.strategy.history] == [[], []]
+
+
+def test_who_has_joined_in_a_round_that_is_asked_again_is_written_down(tmp_path: Path) -> None:
+    found = federation(tmp_path, faults=outage(1))
+
+    def joins(asked: Sequence[Message], answers: Sequence[Message]) -> None:
+        if len(found.grid.sent) == 3 * NUM_CLIENTS:  # the hello, round 1 and the first try of round 2
+            assert found.strategy._attendance is not None
+            found.strategy._attendance.have_joined(["kitchen"])
+
+    found.grid.watchers.append(joins)
+    assert found.run().strategy.history[1]["joined"] == ["kitchen"]
+    assert "client kitchen has joined the run" in found.strategy.history[1]["notes"]
+
+
+def test_nodes_that_are_lost_again_and_again_end_the_run(tmp_path: Path) -> None:
+    found = federation(tmp_path, on_disk=True, faults=outage(TRIES + 1))
+    with pytest.raises(
+        RunEnded, match="round 2: 0 valid replies, min-replies is 1: client 0: Error: Node Unavailable"
+    ):
+        found.run()
+    assert [line["round"] for line in found.directory.rounds()] == [1]
+    asked = [client for client, number, kind in found.grid.asked if number == 2 and kind == "train"]
+    assert len(asked) == NUM_CLIENTS * (TRIES + 1)
+    resumed = federation(tmp_path, on_disk=True, resume=True).run()
+    assert resumed.fingerprint == federation(tmp_path / "whole").run().fingerprint
+
+
+def test_the_run_ends_where_nodes_do_not_come_back_in_time(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = federation(tmp_path, on_disk=True, faults=outage(1))
+    nodes, grid = found.grid.nodes, found.grid
+    grid.watchers.append(lambda asked, answers: setattr(grid, "nodes", nodes if len(grid.sent) < 15 else []))
+    with pytest.raises(RunEnded, match="round 2: 0 valid replies"):
+        found.run()
+    assert "Waiting for nodes, 0 s at the longest" in caplog.text  # join-timeout is half a second here
+
+
+def test_too_few_is_waited_for_enough_is_not(tmp_path: Path) -> None:
+    faults: dict[tuple[int, int], Fault] = {(0, 2): while_it_lasts(1), (1, 2): raises}
+    found = federation(tmp_path / "enough", faults=dict(faults), min_replies=3).run()
+    assert [f["client"] for f in found.strategy.history[1]["failures"]] == [0, 1]
+    faults = {(0, 2): while_it_lasts(1), (1, 2): raises}
+    found = federation(tmp_path / "few", faults=faults, min_replies=4).run()
+    assert [f["client"] for f in found.strategy.history[1]["failures"]] == [1]
+    faults = {(0, 2): while_it_lasts(1), (1, 2): raises}
+    with pytest.raises(RunEnded, match="round 2: 3 valid replies, min-replies is 5"):
+        federation(tmp_path / "hopeless", faults=faults, min_replies=5).run()
+
+
+def test_nodes_that_were_gone_before_they_were_asked_are_waited_for(tmp_path: Path) -> None:
+    """A client fails, so that the server looks for its nodes; just then none is there."""
+    found = federation(tmp_path, num_server_rounds=3, faults={(1, 1): raises})
+    grid, nodes, looks = found.grid, found.grid.nodes, 0
+
+    def online() -> list[int]:
+        nonlocal looks
+        looks += 1
+        return [] if looks == 2 else list(nodes)  # the first look is the hello's
+
+    grid.get_node_ids = online  # type: ignore[method-assign]
+    run = found.run()
+    assert [line["trained"] for line in run.strategy.history] == [
+        [0, 2, 3, 4],
+        [0, 1, 2, 3, 4],
+        [0, 1, 2, 3, 4],
+    ]
+    assert NOT_CONNECTED not in str(run.strategy.history)
