@@ -301,6 +301,10 @@ def test_show(tmp_path: Path) -> None:
     rows = [
         [cell.strip() for cell in line.strip("│┃ ").split("│")] for line in text.splitlines() if "│" in line
     ]
+    heads = [
+        [cell.strip() for cell in line.strip("┃ ").split("┃")] for line in text.splitlines() if "┃" in line
+    ]
+    assert heads == [["predictor", "round", "weighted", "mean", "std", "worst 10%"], ["up", "down", "both"]]
     assert ["head", "3", "50.00", "50.00", "12.50", "37.50"] in rows
     assert ["global (headline)", "3", "62.50", "62.50", "12.50", "50.00"] in rows
     assert ["best (chosen on test data)", "2", "87.50", "87.50", "12.50", "75.00"] in rows
@@ -310,6 +314,31 @@ def test_show(tmp_path: Path) -> None:
     assert ["by the paper's formula, all taking part", "", "", "36"] in rows
     assert "client 1 failed in 2 rounds, first 2: out of paper" in text
     assert "go on with" not in text
+
+
+def test_costs_are_means_over_the_rounds(tmp_path: Path) -> None:
+    def sizes(payload: int) -> dict[str, int]:
+        return {"payload": payload, "ours": payload + 20, "total": payload + 40}
+
+    def seconds(total: float) -> dict[str, Any]:
+        return {"total": total, "clients": {"fit": total, "evaluate": 1.0}}
+
+    rounds = [
+        entry(1, 0.5, 0.5, bytes_up=sizes(100), bytes_down=sizes(500), seconds=seconds(1.0), peak_mb=900.0),
+        entry(2, 0.5, 0.5, bytes_up=sizes(300), bytes_down=sizes(900), seconds=seconds(4.0), peak_mb=100.0),
+    ]
+    rounds[1]["scalars"] = {"up": 1200, "down": 7}
+    text = pbfl("show", write_run(tmp_path / "run", rounds)).stdout
+    rows = [[cell.strip() for cell in line.strip("│ ").split("│")] for line in text.splitlines()]
+    for row in (
+        ["bytes, mean over all clients: payload", "100 B", "350 B", "450 B"],  # (100 + 300)/2 of two clients
+        ["with reports", "110 B", "360 B", "470 B"],
+        ["scalars, all clients, last round", "1,200", "7", "1,207"],
+        ["seconds", "", "", "2.50"],
+        ["of clients, summed", "", "", "3.50"],
+        ["peak memory of a worker", "", "", "900 MB"],
+    ):
+        assert row in rows
 
 
 def test_show_where_clients_are_scored_before_training() -> None:
@@ -626,11 +655,13 @@ def test_many_clients_that_fail_alike_are_one_line() -> None:
 
 
 def test_figures() -> None:
-    assert [kilobytes(n) for n in (999, 41_234, 999_960, 3_100_000)] == [
+    assert [kilobytes(n) for n in (999, 999.6, 41_234, 999_960, 3_100_000, 2.5e12)] == [
         "999 B",
+        "1.0 kB",
         "41.2 kB",
         "1.0 MB",
         "3.1 MB",
+        "2500.0 GB",
     ]
     assert [clock(s) for s in (42.4, 59.6, 3723)] == ["0:42", "1:00", "1:02:03"]
 

@@ -100,7 +100,7 @@ def majority_lines(shares: Iterable[float | None], who: str = "a client") -> lis
         shares: what :meth:`RunDirectory.majority` says of every run; several partitions are named side by side.
         who: of whom.
     """
-    known = sorted({f"{100 * share:.2f}" for share in shares if share is not None})
+    known = dict.fromkeys(f"{100 * share:.2f}" for share in sorted(s for s in shares if s is not None))
     said = (
         f"Always answering {who}'s most frequent training class: {', '.join(known)} %, weighted by samples."
     )
