@@ -316,6 +316,46 @@ def test_show(tmp_path: Path) -> None:
     assert "go on with" not in text
 
 
+def test_show_says_what_else_is_to_be_known_of_a_run(tmp_path: Path) -> None:
+    keys = {"new-clients": 1, "new-client-rounds": 1, "num-server-rounds": 2}
+    run = write_run(
+        tmp_path / "run", [over(1, entry(1, 0.5, 0.5)), entry(2, 0.5, 0.5, notes=["held back"])], **keys
+    )
+    (run / "partition.json").write_text(json.dumps({"counts": [[5, 3, 0], [0, 0, 8]], "notes": []}))
+    lines = pbfl("show", run).stdout.splitlines()
+    assert lines[0] == str(run)
+    assert lines[1].startswith(
+        "fedproto on digits, dirichlet(0.1), 2 clients (1 of them new after the last round), "
+    )
+    assert ", 2 rounds, protocol " in lines[1]
+    assert "last round: held back" in lines
+    assert "The paper's count is unknown: " in "\n".join(lines)
+    assert f"0 of 1 rounds of the new clients; go on with: pbfl run --resume {run}" in lines
+    (run / "newcomers.jsonl").write_text(json.dumps(entry(3, 0.25, 0.75, after=2)) + "\n")
+    text = pbfl("show", run).stdout
+    assert "1 new client, who came after round 2: accuracy, %, weighted by samples" in " ".join(text.split())
+    rows = [line.strip("│┃ ").replace("┃", "│").split("│") for line in text.splitlines()]
+    words = [[cell.strip() for cell in row] for row in rows]
+    assert ["rounds of their own", "head", "global (headline)"] in words
+    assert ["1", "25.00", "75.00"] in words
+    unscored = write_run(tmp_path / "unscored", [entry(1, 0.5, None, accuracy={})])
+    text = pbfl("show", unscored).stdout
+    assert "no accuracies: no client has said any" in text
+    assert ", 1 round, protocol " in text
+
+
+def test_the_noise_is_told_of_the_client_for_whom_it_is_worth_least() -> None:
+    answers: list[dict[str, Any]] = [
+        {"client": [0, 1, 2], "metrics": [{"epsilon": 1.0}, {"epsilon": 2.0}, {}]},
+        {"client": [0, 1], "metrics": [{"epsilon": 4.0}, {}]},
+    ]
+    config = {"dp-clip": 1.0, "dp-noise": 2.0, "dp-unit": "sample", "dp-delta": 1e-5}
+    said = tables.privacy_line(config, answers)
+    assert said is not None
+    assert said.endswith("at δ = 1e-05 ε = 4 for client 0, 3 in the mean")
+    assert tables.privacy_line(config, [{"client": [0], "metrics": [{}]}]) is None
+
+
 def test_costs_are_means_over_the_rounds(tmp_path: Path) -> None:
     def sizes(payload: int) -> dict[str, int]:
         return {"payload": payload, "ours": payload + 20, "total": payload + 40}

@@ -169,11 +169,9 @@ def few_clients(runs: Iterable[tuple[Mapping[str, Any], Mapping[str, Scores]]]) 
         everybody = max(everybody, len(honest(about)))
         for name, score in scored.items():
             points = [point[1] for point in (score.last, score.best, score.chosen) if point is not None]
-            found.setdefault(name, set()).update(int(at["clients"]) for at in points if "clients" in at)
+            found.setdefault(name, set()).update(int(at["clients"]) for at in points)
     return {
-        name: f"{span(numbers)} of {everybody}"
-        for name, numbers in found.items()
-        if numbers and min(numbers) < everybody
+        name: f"{span(numbers)} of {everybody}" for name, numbers in found.items() if min(numbers) < everybody
     }
 
 

@@ -71,7 +71,9 @@ def test_every_figure_of_a_row_stands_below_its_head(tmp_path: Path) -> None:
 
 def test_majorities_of_several_partitions_are_told_once_each_in_ascending_order() -> None:
     (said,) = majority_lines([0.12, None, 0.095, 0.1, 0.12], "a new client")
-    assert said.startswith("Always answering a new client's most frequent training class: 9.50, 10.00, 12.00 %, ")
+    assert said.startswith(
+        "Always answering a new client's most frequent training class: 9.50, 10.00, 12.00 %, "
+    )
     assert majority_lines([None, None]) == []
 
 
@@ -194,6 +196,12 @@ def test_clients_are_averaged_over_the_common_seeds(tmp_path: Path) -> None:
     over_clients, over_seeds = paired_sheet(groups).rows
     assert over_clients[1:4] == ("clients", "2", "+25.00")  # ((4 - 0)/8 + (6 - 6)/8)/2
     assert over_seeds[1:4] == ("seeds", "2", "+37.50")  # (0.25 + 0.5)/2
+
+
+def test_pairs_without_a_common_seed_are_named(tmp_path: Path) -> None:
+    places = [run(tmp_path / "a", 0.5, [1, 3]), run(tmp_path / "b", 0.5, [1, 3], method="tinyproto", seed=1)]
+    sheet = paired_sheet(records.load(places))
+    assert (sheet.rows, sheet.notes[-1]) == ((), "No common seed, so not compared: fedproto − tinyproto.")
 
 
 def test_seeds_are_compared_over_the_same_clients_only(tmp_path: Path) -> None:
