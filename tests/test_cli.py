@@ -686,6 +686,12 @@ def test_many_clients_that_fail_alike_are_one_line() -> None:
         "client 0 failed in round 1: gone",
         "client 1 failed in 2 rounds, first 1: gone",
     ]
+    mixed = [entry(3, 0.5, 0.5, after=2, failures=failures(0)), entry(1, 0.5, 0.5, failures=failures(9, 2))]
+    assert list(tables.failure_lines(mixed)) == [
+        "client 2 failed in round 1: gone",
+        "client 9 failed in round 1: gone",
+        "new client 0 failed in round 1 of its own: gone",
+    ]
     odd = {"client": 1, "reason": "boom"}
     many = [entry(1, 0.5, 0.5, failures=[*failures(*range(7)), odd])]
     assert list(tables.failure_lines(many)) == [

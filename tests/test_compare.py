@@ -296,6 +296,7 @@ def test_the_table(file: Path, tmp_path: Path) -> None:
     expected |= {"head": "37.5000", "head_sd": "17.6777", "global": "50.0000", "global_sd": "35.3553"}
     expected |= dict.fromkeys(("local", "local_sd", "validation_chosen", "new_clients", "new_clients_sd"), "")
     assert {name: found[name] for name in expected} == expected
+    assert [len(group.records) for group in comparison_table.groups(planned)] == [2]
     assert r"A & global & 50.00 $\pm$ 35.36 &" in (tmp_path / "table.tex").read_text()
     assert {path.name for path in tmp_path.glob("paired.*")} == {"paired.md", "paired.csv", "paired.tex"}
 

@@ -296,6 +296,17 @@ def test_clients_of_a_round_that_is_not_there_yet_do_not_count(tmp_path: Path) -
     assert [line["round"] for line in record.clients] == [1]
 
 
+def test_who_lies_and_who_has_no_test_samples_is_in_no_accuracy(tmp_path: Path) -> None:
+    path = run(tmp_path / "a", 0.5, [1, 3])
+    line = {**client_line(1, [1, 3, 0]), "num_test": [4, 4, 0]}
+    (path / "clients.jsonl").write_text(json.dumps(line) + "\n")
+    assert records.Record.load(path).accuracies() == {0: 0.25, 1: 0.75}
+    about = json.loads((path / "run.json").read_text())
+    (path / "run.json").write_text(json.dumps({**about, "malicious": [1]}))
+    record = records.Record.load(path)
+    assert (record.accuracies(), record.scored, record.client_curves()) == ({0: 0.25}, {0}, {0: [(1, 0.25)]})
+
+
 def test_a_summary_says_over_how_many_clients_it_is(tmp_path: Path) -> None:
     places = [run(tmp_path / name, 0.5, [1, 3], method=name) for name in ("fedproto", "tinyproto")]
     assert not any("not over all" in note for note in summary_sheet(records.load(places)).notes)
@@ -321,9 +332,10 @@ def test_labels_say_what_differs(tmp_path: Path) -> None:
     ]
 
 
-def test_what_cannot_be_reported_is_said(tmp_path: Path) -> None:
+def test_what_cannot_be_reported_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(PbflError, match="is given twice"):
-        records.load([run(tmp_path / "a", 0.5, [1]), tmp_path / "a"])
+        records.load([run(tmp_path / "a", 0.5, [1]), Path("a")])
     with pytest.raises(PbflError, match="no finished round"):
         records.load([write_run(tmp_path / "empty", [], **{"num-server-rounds": 1})])
 
@@ -391,3 +403,7 @@ def test_a_predictor_that_one_seed_lacks_is_not_said_to_be_unscored(tmp_path: Pa
     assert not [note for note in notes if note.startswith("Never scored")]
     notes = paired_sheet(groups).notes
     assert "Not scored in every seed, so nothing is said about seeds: fedproto − local." in notes
+    never = [write_run(tmp_path / f"c{seed}", [without], seed=seed, method="fedavg") for seed in (0, 1)]
+    notes = summary_sheet(records.load([*runs, *never], by="global")).notes
+    assert "Never scored by global: fedavg." in notes
+    assert "Not scored in every seed, so not shown: fedproto." in notes
