@@ -285,6 +285,10 @@ def test_decoded_data_goes_when_nobody_reads_it(tmp_path: Path, monkeypatch: pyt
     assert decoded == 2
 
 
+def test_ages_in_minutes_hours_days_and_weeks() -> None:
+    assert [leftovers.age(text) for text in ("90m", "12h", "1d", "2w")] == [5400, DAY / 2, DAY, 14 * DAY]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

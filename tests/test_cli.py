@@ -301,6 +301,10 @@ def test_show(tmp_path: Path) -> None:
     rows = [
         [cell.strip() for cell in line.strip("│┃ ").split("│")] for line in text.splitlines() if "│" in line
     ]
+    heads = [
+        [cell.strip() for cell in line.strip("┃ ").split("┃")] for line in text.splitlines() if "┃" in line
+    ]
+    assert heads == [["predictor", "round", "weighted", "mean", "std", "worst 10%"], ["up", "down", "both"]]
     assert ["head", "3", "50.00", "50.00", "12.50", "37.50"] in rows
     assert ["global (headline)", "3", "62.50", "62.50", "12.50", "50.00"] in rows
     assert ["best (chosen on test data)", "2", "87.50", "87.50", "12.50", "75.00"] in rows
@@ -310,6 +314,71 @@ def test_show(tmp_path: Path) -> None:
     assert ["by the paper's formula, all taking part", "", "", "36"] in rows
     assert "client 1 failed in 2 rounds, first 2: out of paper" in text
     assert "go on with" not in text
+
+
+def test_show_says_what_else_is_to_be_known_of_a_run(tmp_path: Path) -> None:
+    keys = {"new-clients": 1, "new-client-rounds": 1, "num-server-rounds": 2}
+    run = write_run(
+        tmp_path / "run", [over(1, entry(1, 0.5, 0.5)), entry(2, 0.5, 0.5, notes=["held back"])], **keys
+    )
+    (run / "partition.json").write_text(json.dumps({"counts": [[5, 3, 0], [0, 0, 8]], "notes": []}))
+    lines = pbfl("show", run).stdout.splitlines()
+    assert lines[0] == str(run)
+    assert lines[1].startswith(
+        "fedproto on digits, dirichlet(0.1), 2 clients (1 of them new after the last round), "
+    )
+    assert ", 2 rounds, protocol " in lines[1]
+    assert "last round: held back" in lines
+    assert "The paper's count is unknown: " in "\n".join(lines)
+    assert f"0 of 1 rounds of the new clients; go on with: pbfl run --resume {run}" in lines
+    (run / "newcomers.jsonl").write_text(json.dumps(entry(3, 0.25, 0.75, after=2)) + "\n")
+    text = pbfl("show", run).stdout
+    assert "1 new client, who came after round 2: accuracy, %, weighted by samples" in " ".join(text.split())
+    rows = [line.strip("│┃ ").replace("┃", "│").split("│") for line in text.splitlines()]
+    words = [[cell.strip() for cell in row] for row in rows]
+    assert ["rounds of their own", "head", "global (headline)"] in words
+    assert ["1", "25.00", "75.00"] in words
+    unscored = write_run(tmp_path / "unscored", [entry(1, 0.5, None, accuracy={})])
+    text = pbfl("show", unscored).stdout
+    assert "no accuracies: no client has said any" in text
+    assert ", 1 round, protocol " in text
+
+
+def test_the_noise_is_told_of_the_client_for_whom_it_is_worth_least() -> None:
+    answers: list[dict[str, Any]] = [
+        {"client": [0, 1, 2], "metrics": [{"epsilon": 1.0}, {"epsilon": 2.0}, {}]},
+        {"client": [0, 1], "metrics": [{"epsilon": 4.0}, {}]},
+    ]
+    config = {"dp-clip": 1.0, "dp-noise": 2.0, "dp-unit": "sample", "dp-delta": 1e-5}
+    said = tables.privacy_line(config, answers)
+    assert said is not None
+    assert said.endswith("at δ = 1e-05 ε = 4 for client 0, 3 in the mean")
+    assert tables.privacy_line(config, [{"client": [0], "metrics": [{}]}]) is None
+
+
+def test_costs_are_means_over_the_rounds(tmp_path: Path) -> None:
+    def sizes(payload: int) -> dict[str, int]:
+        return {"payload": payload, "ours": payload + 20, "total": payload + 40}
+
+    def seconds(total: float) -> dict[str, Any]:
+        return {"total": total, "clients": {"fit": total, "evaluate": 1.0}}
+
+    rounds = [
+        entry(1, 0.5, 0.5, bytes_up=sizes(100), bytes_down=sizes(500), seconds=seconds(1.0), peak_mb=900.0),
+        entry(2, 0.5, 0.5, bytes_up=sizes(300), bytes_down=sizes(900), seconds=seconds(4.0), peak_mb=100.0),
+    ]
+    rounds[1]["scalars"] = {"up": 1200, "down": 7}
+    text = pbfl("show", write_run(tmp_path / "run", rounds)).stdout
+    rows = [[cell.strip() for cell in line.strip("│ ").split("│")] for line in text.splitlines()]
+    for row in (
+        ["bytes, mean over all clients: payload", "100 B", "350 B", "450 B"],  # (100 + 300)/2 of two clients
+        ["with reports", "110 B", "360 B", "470 B"],
+        ["scalars, all clients, last round", "1,200", "7", "1,207"],
+        ["seconds", "", "", "2.50"],
+        ["of clients, summed", "", "", "3.50"],
+        ["peak memory of a worker", "", "", "900 MB"],
+    ):
+        assert row in rows
 
 
 def test_show_where_clients_are_scored_before_training() -> None:
@@ -617,6 +686,12 @@ def test_many_clients_that_fail_alike_are_one_line() -> None:
         "client 0 failed in round 1: gone",
         "client 1 failed in 2 rounds, first 1: gone",
     ]
+    mixed = [entry(3, 0.5, 0.5, after=2, failures=failures(0)), entry(1, 0.5, 0.5, failures=failures(9, 2))]
+    assert list(tables.failure_lines(mixed)) == [
+        "client 2 failed in round 1: gone",
+        "client 9 failed in round 1: gone",
+        "new client 0 failed in round 1 of its own: gone",
+    ]
     odd = {"client": 1, "reason": "boom"}
     many = [entry(1, 0.5, 0.5, failures=[*failures(*range(7)), odd])]
     assert list(tables.failure_lines(many)) == [
@@ -626,11 +701,13 @@ def test_many_clients_that_fail_alike_are_one_line() -> None:
 
 
 def test_figures() -> None:
-    assert [kilobytes(n) for n in (999, 41_234, 999_960, 3_100_000)] == [
+    assert [kilobytes(n) for n in (999, 999.6, 41_234, 999_960, 3_100_000, 2.5e12)] == [
         "999 B",
+        "1.0 kB",
         "41.2 kB",
         "1.0 MB",
         "3.1 MB",
+        "2500.0 GB",
     ]
     assert [clock(s) for s in (42.4, 59.6, 3723)] == ["0:42", "1:00", "1:02:03"]
 

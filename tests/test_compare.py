@@ -296,8 +296,46 @@ def test_the_table(file: Path, tmp_path: Path) -> None:
     expected |= {"head": "37.5000", "head_sd": "17.6777", "global": "50.0000", "global_sd": "35.3553"}
     expected |= dict.fromkeys(("local", "local_sd", "validation_chosen", "new_clients", "new_clients_sd"), "")
     assert {name: found[name] for name in expected} == expected
+    assert [len(group.records) for group in comparison_table.groups(planned)] == [2]
     assert r"A & global & 50.00 $\pm$ 35.36 &" in (tmp_path / "table.tex").read_text()
     assert {path.name for path in tmp_path.glob("paired.*")} == {"paired.md", "paired.csv", "paired.tex"}
+
+
+def test_every_figure_of_a_row_stands_below_its_head(file: Path, tmp_path: Path) -> None:
+    """A has all that a table has columns for, B none of it."""
+    file.write_text(FILE.replace("[runs.A]", "[runs.A]\nnew-clients = 1\nnew-client-rounds = 1"))
+    first, second = compare.plan(compare.read(str(file))[1], [], [], [], tmp_path)
+    validated = ({"global": {"weighted": share}} for share in (0.5, 0.25))
+    lines = [entry(n, 0.5, 0.75 / n, validation=held_out) for n, held_out in enumerate(validated, start=1)]
+    lines[1]["accuracy"]["global"] |= {"balanced": 0.3125, "macro_f1": 0.1875}
+    write_run(first.directory, [lines[0], {**lines[1], "other": entry(1, 0.5, 0.125)["accuracy"]}],
+              **first.wishes.values)  # fmt: skip
+    (first.directory / "newcomers.jsonl").write_text(json.dumps(entry(3, 0.5, 0.875, after=2)) + "\n")
+    write_run(second.directory, [entry(n, 0.5, 0.5) for n in (1, 2)], **second.wishes.values)
+    found = comparison_table.rows([first, second])
+    sheet = comparison_table.table("", found)
+    a, b = (dict(zip(sheet.columns, row, strict=True)) for row in sheet.rows)
+    optional = {"validation-chosen": "75.00", "at the other moment": "12.50", "new clients": "87.50"}
+    optional |= {"balanced accuracy": "31.25", "macro-F1": "18.75"}
+    expected = {"last": "37.50", "best (on test data)": "75.00", "worst decile": "25.00", "head": "50.00"}
+    expected |= {"std over clients": "12.50", **optional}
+    expected |= {"payload up": "200 B", "payload down": "600 B"}  # of one client: the other is new
+    assert {name: a[name] for name in expected} == expected
+    assert {b[name] for name in optional} == {"-"}
+    notes = "\n".join(sheet.notes)
+    for said in (
+        "Balanced accuracy and macro-F1",
+        "The other moment is",
+        "New clients took no part",
+        "Never",
+    ):
+        assert (f"\n{said}" in notes) == (said != "Never")
+    plain = comparison_table.table("", found[1:])
+    assert not {*optional, "local", "etf"} & {*plain.columns}
+    groups = comparison_table.groups([first, second])
+    assert [(g.label, [r.path for r in g.records]) for g in groups] == [
+        ("A", [first.directory]), ("B", [second.directory])
+    ]  # fmt: skip
 
 
 def test_the_table_says_over_how_many_clients_it_is(file: Path, tmp_path: Path) -> None:

@@ -45,6 +45,18 @@ def test_as_many_columns_as_fit_beside_the_labels() -> None:
         range(1, 4), range(4, 5), range(5, 6), range(6, 7)
     ]  # fmt: skip
     assert list(narrow.blocks([8, 5, 6], 1, 80)) == [range(1, 3)]
+    assert list(narrow.blocks([8, 40, 3], 1, 30)) == [range(1, 2), range(2, 3)]  # at least one
+
+
+def test_words_stand_to_the_left_and_numbers_to_the_right() -> None:
+    console = terminal(30)
+    rows = [["a", "1.5", "a remark of many words"], ["b", "12.5", "none"]]
+    narrow.print_blocks(console, ["run", "last", "remark"], rows, words=1)
+    lines = [line for line in printed(console) if line.strip("─ ")]
+    assert lines == [
+        "run  last", "a     1.5", "b    12.5",
+        "run  remark", "a    a remark of many words", "b    none",
+    ]  # fmt: skip
 
 
 def test_a_wide_table_becomes_blocks_in_a_terminal_and_stays_markdown_in_a_pipe() -> None:
@@ -63,6 +75,9 @@ def test_a_wide_table_becomes_blocks_in_a_terminal_and_stays_markdown_in_a_pipe(
     wide = terminal(80)
     narrow.show(MARKDOWN, wide)
     assert printed(wide) == MARKDOWN.splitlines()
+    full = terminal(max(map(len, MARKDOWN.splitlines())))  # a table that just fits is whole
+    narrow.show(MARKDOWN, full)
+    assert printed(full) == MARKDOWN.splitlines()
     piped = Console(file=io.StringIO(), width=40)
     narrow.show(MARKDOWN, piped)
     assert printed(piped)[: len(MARKDOWN.splitlines())] == MARKDOWN.splitlines()

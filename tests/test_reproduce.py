@@ -306,6 +306,23 @@ def test_a_spread_over_clients_is_the_runs_own(paper: reproduce.Reproduction, tm
     assert f"| A | global | 51.50 ± 0.25 | 75.00 ± {100 * spread:.2f} |" in text
 
 
+def test_a_row_without_scores_has_no_spread_over_clients_and_is_named(
+    paper: reproduce.Reproduction, tmp_path: Path
+) -> None:
+    (tmp_path / "clients.toml").write_text(FILE.replace('spread = "seeds"', 'spread = "clients"'))
+    paper = reproduce.read(str(tmp_path / "clients.toml"))
+    planned = reproduce.plans(paper, ["one"], "small", [], [0], [], tmp_path)
+    for run, globals_ in zip(planned["one"], (None, 0.5), strict=True):
+        write_run(run.directory, [entry(n, 0.25, globals_) for n in (1, 2)], **run.wishes.values)
+    found = reproduction_table.rows(paper, planned)
+    text = reproduction_table.markdown(paper, "small", planned, found, {})
+    assert "| A | global | 51.50 ± 0.25 | - | - | - | 25.00 | - |" in text
+    assert "| B | global | 60.00 | 50.00 ± 12.50 | 50.00 ± 12.50 | -10.00 | 25.00 | 50.00 |" in text
+    assert "\nNever scored by global: A.\n" in text
+    reproduction_table.write(tmp_path, paper, text, found)
+    assert "one,A,global,after,,51.50,0.25,,,,,,2,0," in (tmp_path / "table.csv").read_text()
+
+
 def test_missing_data_is_named_with_its_files_and_nothing_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,6 +95,7 @@ def test_a_run_hands_on_what_its_new_clients_did(tmp_path: Path, monkeypatch: py
 def test_unknown_sinks_and_missing_libraries_are_named_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert sinks.names("wandb, ,mlflow,wandb, ") == ["wandb", "mlflow"]
     monkeypatch.setattr(sinks, "find_spec", lambda name: None)
     with pytest.raises(PbflError) as caught:
         sinks.check("tensorboard, paper,wandb")

@@ -67,6 +67,11 @@ def test_labels_can_name_directories_and_differ() -> None:
     first, second = found.runs
     assert first != second
     assert not set("/: ") & set(first + second)
+    long = sweep.read(
+        None, [f"models=[{', '.join(repr(','.join(['cnn4'] * 99 + [last])) for last in ('cnn2', 'mlp5'))}]"]
+    )
+    assert len({*long.runs}) == 2
+    assert max(map(len, long.runs)) < 200  # a file's name has up to 255 bytes, and -seed0 follows
 
 
 @pytest.mark.parametrize(
@@ -75,6 +80,8 @@ def test_labels_can_name_directories_and_differ() -> None:
         (["cps-dim=25"], "nothing is swept"),
         ([], "nothing is swept"),
         (["cps-dim"], "--set cps-dim: allowed is key=value"),
+        (["=1,2"], "--set =1,2: allowed is key=value"),
+        (["seed=-1,0"], "--set seed=-1,0: allowed are whole numbers from 0"),
         (["seed=true,false"], "--set seed=True,False: allowed are whole numbers from 0"),
         (["seed=0,x"], "--set seed=0,x: allowed are whole numbers from 0"),
         (["seed=0,1,0"], "--set seed=0,1,0: 0 stands there twice; allowed is each value once"),
@@ -292,7 +299,7 @@ def test_the_table(tmp_path: Path) -> None:
         None, ["cps-dim=1,2", "seed=0,1", "num-clients=2", "feature-dim=4", "num-server-rounds=2"]
     )
     runs = sweep.plans(found, tmp_path)
-    for run, last in zip(runs[:2], (0.25, 0.75), strict=True):
+    for run, last in zip(runs[:3], (0.25, 0.75, 0.5), strict=True):
         write_run(run.directory, [entry(1, 0.5, 0.75), entry(2, 0.5, last)], **run.wishes.values)
     rows = comparison_table.rows(runs)
     sheet = sweep.table(found, rows, runs, "A sweep")
@@ -301,7 +308,7 @@ def test_the_table(tmp_path: Path) -> None:
     assert "| 1 | global | 50.00 ± 35.36 | 75.00 ± 0.00 |" in text
     assert "| std over clients | worst decile | head | global | payload up |" in text
     assert "| 12.50 ± 0.00 | 37.50 ± 35.36 | 50.00 ± 0.00 | 50.00 ± 35.36 |" in text
-    assert "2 of 4 runs are not finished." in text
+    assert "1 of 4 runs are not finished." in text
     sweep.write(tmp_path, found, rows, sheet)
     lines = (tmp_path / "table.csv").read_text().splitlines()
     assert lines[0].startswith("cps-dim,headline,scored,clients,seeds,rounds,last,")

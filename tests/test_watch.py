@@ -55,6 +55,29 @@ def test_a_run_in_the_middle(tmp_path: Path) -> None:
     assert said in shown(watch.look(few, time.time()))
 
 
+def test_the_pace_is_that_of_the_last_rounds_and_a_note_is_said_once(tmp_path: Path) -> None:
+    slow, quick = {"total": 60.0}, {"total": 10.0}
+    lines = [entry(n, 0.5, 0.5, seconds=slow if n < 7 else quick, notes=["slow"]) for n in range(1, 10)]
+    run = write_run(tmp_path / "run", lines, **{"num-server-rounds": 12})
+    text = shown(watch.look(run, time.time()))
+    assert "9 of 12 rounds, 0:10 a round, left 0:30" in text  # the median of 60, 60, 10, 10, 10
+    assert text.count("note: slow") == 1
+    (head,) = [line.split() for line in text.splitlines() if "predictor" in line]
+    assert head == ["predictor", "round", "last", "std", "worst", "10%", "best", "in", "round"]
+
+
+def test_new_clients_are_shown_as_far_as_they_have_come(tmp_path: Path) -> None:
+    keys = {"new-clients": 1, "new-client-rounds": 2}
+    run = write_run(tmp_path / "run", [entry(1, 0.5, 0.5)], **keys)
+    failure = {"client": 1, "reason": "boom"}
+    (run / "newcomers.jsonl").write_text(json.dumps(entry(2, 0.5, 0.5, after=1, failures=[failure])) + "\n")
+    view = watch.look(run, time.time())
+    assert view.state == "running"
+    text = shown(view)
+    assert "new clients: 1 of 2 rounds of their own" in text
+    assert "new client 1 failed in round 1 of its own: boom" in text
+
+
 def test_whom_the_server_waits_for_is_shown(tmp_path: Path) -> None:
     RunDirectory(tmp_path).waits("waiting for nodes: 2 of 3 have joined, 61 s so far")
     assert "waiting for nodes: 2 of 3 have joined, 61 s so far" in shown(watch.look(tmp_path, time.time()))

@@ -100,7 +100,7 @@ def majority_lines(shares: Iterable[float | None], who: str = "a client") -> lis
         shares: what :meth:`RunDirectory.majority` says of every run; several partitions are named side by side.
         who: of whom.
     """
-    known = sorted({f"{100 * share:.2f}" for share in shares if share is not None})
+    known = dict.fromkeys(f"{100 * share:.2f}" for share in sorted(s for s in shares if s is not None))
     said = (
         f"Always answering {who}'s most frequent training class: {', '.join(known)} %, weighted by samples."
     )
@@ -169,11 +169,9 @@ def few_clients(runs: Iterable[tuple[Mapping[str, Any], Mapping[str, Scores]]]) 
         everybody = max(everybody, len(honest(about)))
         for name, score in scored.items():
             points = [point[1] for point in (score.last, score.best, score.chosen) if point is not None]
-            found.setdefault(name, set()).update(int(at["clients"]) for at in points if "clients" in at)
+            found.setdefault(name, set()).update(int(at["clients"]) for at in points)
     return {
-        name: f"{span(numbers)} of {everybody}"
-        for name, numbers in found.items()
-        if numbers and min(numbers) < everybody
+        name: f"{span(numbers)} of {everybody}" for name, numbers in found.items() if min(numbers) < everybody
     }
 
 

@@ -89,7 +89,7 @@ def percent(share: float) -> str:
 
 def kilobytes(count: float) -> str:
     """Return bytes with a decimal unit: 999 B, 41.2 kB, 3.1 MB."""
-    if count < 1000:
+    if count < 999.5:
         return f"{count:.0f} B"
     for unit in ("kB", "MB", "GB"):
         count /= 1000

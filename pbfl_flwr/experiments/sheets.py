@@ -101,12 +101,12 @@ def tex(text: str) -> str:
     return "".join(_LATEX.get(character, character) for character in text)
 
 
-def figure(values: Sequence[float], digits: int = 2) -> str:
+def figure(values: Sequence[float]) -> str:
     """Return one value, mean ± sample deviation of several, or a dash for none."""
     if not len(values):
         return "-"
     found = spread(values)
-    return f"{found.mean:.{digits}f}" + (f" ± {found.deviation:.{digits}f}" if found.n > 1 else "")
+    return f"{found.mean:.2f}" + (f" ± {found.deviation:.2f}" if found.n > 1 else "")
 
 
 def plain(values: Sequence[float]) -> tuple[str, str]:

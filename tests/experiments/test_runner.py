@@ -101,6 +101,32 @@ def test_a_score_is_over_those_who_have_joined_by_then(tmp_path: Path) -> None:
     assert f"over {everybody} of {everybody + 1})" in console.export_text()
 
 
+def test_what_a_run_says_of_its_rounds(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [], **{"num-server-rounds": 12, "new-clients": 1})
+    console = Console(record=True, width=200)
+    follower = Follower(run, 12, console, "a")
+
+    def told(file: str, *lines: dict[str, Any]) -> list[str]:
+        with (run / file).open("a") as history:
+            history.write("".join(json.dumps(line) + "\n" for line in lines))
+        follower.look()
+        return [line.rstrip() for line in console.export_text().splitlines()]
+
+    assert told("rounds.jsonl") == ["a: 2 clients (cnn4 x2) on cpu; inputs 1x16x16, K = 3, d = 4"]
+    slow, quick = {"total": 60.0}, {"total": 10.0}
+    lines = [entry(n, 0.25, 0.5, seconds=slow if n < 7 else quick, notes=["late"]) for n in range(1, 10)]
+    lines[8] |= {"failures": [{"client": 1, "reason": "boom"}, {"client": 0, "reason": "boom"}]}
+    found = told("rounds.jsonl", *lines)
+    assert found[-2].endswith("10.0 s  left 0:30")  # three rounds, the median of the last five is 10 s
+    assert found[-1] == "a:   2 clients (1, 0) failed: boom"
+    assert found.count("a:   note: late") == 1
+    later = entry(14, 0.25, 0.5, after=12, accuracy_of_round=13)
+    later |= {"final": {"accuracy": entry(14, 0.25, 0.75)["accuracy"], "failures": []}}
+    assert told("newcomers.jsonl", later) == [
+        "a: new clients, round 2 of their own  accuracy 50.0 % (global, weighted) before training  2.0 s  then 75.0 %"
+    ]
+
+
 def test_whom_the_server_waits_for_is_told_once(tmp_path: Path) -> None:
     run = RunDirectory(write_run(tmp_path / "run", [entry(1, 0.25, 0.5)]))
     run.waits("left by a server that was killed")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pbfl_flwr.experiments.sheets import Sheet, figure, tex
+from pbfl_flwr.experiments.sheets import Sheet, figure, plain, tex
 
 SHEET = Sheet("A & B", ("run", "last, %"), (("my_run|1", "50.0 ± 1.0"), ("b\nc", "-")), ("± over 2 seeds",))
 
@@ -33,6 +33,7 @@ def test_csv_is_read_back() -> None:
 def test_latex_escapes_and_uses_booktabs() -> None:
     text = SHEET.latex()
     assert r"    run & last, \% \\" in text
+    assert r"\begin{tabular}{lr}" in text  # words to the left, figures to the right
     assert r"    my\_run$|$1 & 50.0 $\pm$ 1.0 \\" in text
     assert r"\caption{A \& B. $\pm$ over 2 seeds}" in text
     assert text.index(r"\toprule") < text.index(r"\midrule") < text.index(r"\bottomrule")
@@ -64,3 +65,8 @@ def test_figures() -> None:
     assert figure([]) == "-"
     assert figure([50.0]) == "50.00"
     assert figure([25.0, 75.0]) == "50.00 ± 35.36"  # 50/√2
+    assert [plain(values) for values in ([], [50.0], [25.0, 75.0])] == [
+        ("", ""),
+        ("50.0000", ""),
+        ("50.0000", "35.3553"),
+    ]

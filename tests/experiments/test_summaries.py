@@ -8,9 +8,9 @@ import pytest
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import records
-from pbfl_flwr.experiments.accuracies import scores
+from pbfl_flwr.experiments.accuracies import majority_lines, scores
 from pbfl_flwr.experiments.report import client_sheet
-from pbfl_flwr.experiments.summaries import paired_sheet, summary_sheet
+from pbfl_flwr.experiments.summaries import paired_sheet, probability, summary_sheet
 from tests.runs import entry, over, write_run
 
 ROUNDS = {"num-server-rounds": 2}
@@ -49,6 +49,34 @@ def test_runs_that_differ_in_the_seed_are_one_row(tmp_path: Path) -> None:
     assert sheet.notes[-1].startswith("Always answering a client's most frequent training class: 75.12 %")
 
 
+def test_every_figure_of_a_row_stands_below_its_head(tmp_path: Path) -> None:
+    shares = [(0.5, 0.25), (0.75, 0.125), (0.6875, 0.5), (0.625, 0.25)]  # on test data, on validation samples
+    rounds = [
+        entry(number, 0.25, weighted, validation={"global": {"weighted": held_out}})
+        for number, (weighted, held_out) in enumerate(shares, start=1)
+    ]
+    path = write_run(tmp_path / "a", rounds, **{"new-clients": 1})
+    twenty = client_line(4, [*range(20, 0, -1)], tests=20)  # 5 %, 10 %, .. 100 %
+    (path / "clients.jsonl").write_text(json.dumps(twenty) + "\n")
+    later = [entry(number, 0.25, weighted, after=4) for number, weighted in ((5, 0.125), (6, 0.875))]
+    (path / "newcomers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in later))
+    sheet = summary_sheet(records.load([path]))
+    expected = {"last": "62.50", "best (on test data)": "75.00", "validation-chosen": "68.75"}
+    expected |= {"mean of clients": "52.50", "std over clients": "28.83"}  # 5·√((20² - 1)/12)
+    expected |= {"worst decile": "7.50", "best decile": "97.50", "lowest client": "5.00"}
+    expected |= {"new clients": "87.50", "seeds": "1", "rounds": "4"}
+    found = dict(zip(sheet.columns, sheet.rows[0], strict=True))
+    assert {name: found[name] for name in expected} == expected
+
+
+def test_majorities_of_several_partitions_are_told_once_each_in_ascending_order() -> None:
+    (said,) = majority_lines([0.12, None, 0.095, 0.1, 0.12], "a new client")
+    assert said.startswith(
+        "Always answering a new client's most frequent training class: 9.50, 10.00, 12.00 %, "
+    )
+    assert majority_lines([None, None]) == []
+
+
 def test_pairs_on_the_same_clients(tmp_path: Path) -> None:
     groups = records.load(
         [
@@ -67,6 +95,31 @@ def test_pairs_on_the_same_clients(tmp_path: Path) -> None:
     other_data = "Not the same data on the same clients, so not compared"
     assert f"{other_data}: fedproto − protonorm; tinyproto − protonorm." in sheet.notes
     assert "One common seed, so nothing is said about seeds: fedproto − tinyproto." in sheet.notes
+
+
+def test_p_values_are_adjusted_for_the_rows_of_their_kind(tmp_path: Path) -> None:
+    """Two families, over clients and over seeds, of three rows each."""
+    correct = {"fedproto": [9] * 8, "tinyproto": [*range(8)], "protonorm": [0, 1, 2, 3, 4, 5, 7, 6]}
+    runs = [
+        run(tmp_path / f"{method}{seed}", weighted, each, method=method, seed=seed)
+        for (method, each), weighted in zip(correct.items(), (0.75, 0.5, 0.25), strict=True)
+        for seed in (0, 1)
+    ]
+    for path in runs:  # of 10 test samples each
+        file = path / "clients.jsonl"
+        file.write_text(
+            file.read_text().replace("4, 4, 4, 4, 4, 4, 4, 4]", "10, 10, 10, 10, 10, 10, 10, 10]")
+        )
+    sheet = paired_sheet(records.load(runs))
+    rows = [dict(zip(sheet.columns, row, strict=True)) for row in sheet.rows]
+    # All eight differ and agree, 2/2⁸; the last two methods differ on two clients, one for each; two seeds, 2/2².
+    assert [(row["over"], row["p"], row["p (Holm)"]) for row in rows] == [
+        ("clients", "0.008", "0.023"), ("seeds", "0.500", "1.000"),
+        ("clients", "0.008", "0.023"), ("seeds", "0.500", "1.000"),
+        ("clients", "1.000", "1.000"), ("seeds", "0.500", "1.000"),
+    ]  # fmt: skip
+    assert [row["95% interval"] for row in rows][1] == "+25.00 to +25.00"
+    assert [probability(p) for p in (None, 0.00099, 0.001)] == ["-", "< 0.001", "0.001"]
 
 
 def test_the_same_keys_are_not_the_same_data_where_the_files_changed(tmp_path: Path) -> None:
@@ -143,6 +196,12 @@ def test_clients_are_averaged_over_the_common_seeds(tmp_path: Path) -> None:
     over_clients, over_seeds = paired_sheet(groups).rows
     assert over_clients[1:4] == ("clients", "2", "+25.00")  # ((4 - 0)/8 + (6 - 6)/8)/2
     assert over_seeds[1:4] == ("seeds", "2", "+37.50")  # (0.25 + 0.5)/2
+
+
+def test_pairs_without_a_common_seed_are_named(tmp_path: Path) -> None:
+    places = [run(tmp_path / "a", 0.5, [1, 3]), run(tmp_path / "b", 0.5, [1, 3], method="tinyproto", seed=1)]
+    sheet = paired_sheet(records.load(places))
+    assert (sheet.rows, sheet.notes[-1]) == ((), "No common seed, so not compared: fedproto − tinyproto.")
 
 
 def test_seeds_are_compared_over_the_same_clients_only(tmp_path: Path) -> None:
@@ -237,6 +296,17 @@ def test_clients_of_a_round_that_is_not_there_yet_do_not_count(tmp_path: Path) -
     assert [line["round"] for line in record.clients] == [1]
 
 
+def test_who_lies_and_who_has_no_test_samples_is_in_no_accuracy(tmp_path: Path) -> None:
+    path = run(tmp_path / "a", 0.5, [1, 3])
+    line = {**client_line(1, [1, 3, 0]), "num_test": [4, 4, 0]}
+    (path / "clients.jsonl").write_text(json.dumps(line) + "\n")
+    assert records.Record.load(path).accuracies() == {0: 0.25, 1: 0.75}
+    about = json.loads((path / "run.json").read_text())
+    (path / "run.json").write_text(json.dumps({**about, "malicious": [1]}))
+    record = records.Record.load(path)
+    assert (record.accuracies(), record.scored, record.client_curves()) == ({0: 0.25}, {0}, {0: [(1, 0.25)]})
+
+
 def test_a_summary_says_over_how_many_clients_it_is(tmp_path: Path) -> None:
     places = [run(tmp_path / name, 0.5, [1, 3], method=name) for name in ("fedproto", "tinyproto")]
     assert not any("not over all" in note for note in summary_sheet(records.load(places)).notes)
@@ -262,9 +332,20 @@ def test_labels_say_what_differs(tmp_path: Path) -> None:
     ]
 
 
-def test_what_cannot_be_reported_is_said(tmp_path: Path) -> None:
+def test_runs_are_repetitions_only_where_their_results_may_differ_by_the_seed_alone(tmp_path: Path) -> None:
+    places = [
+        run(tmp_path / "a", 0.5, [1, 3]),
+        run(tmp_path / "b", 0.5, [1, 3], seed=1, threads=2),  # which changes no result
+        run(tmp_path / "c", 0.5, [1, 3], seed=2, **{"cps-dim": 2}),
+    ]
+    found = [(group.label, [*group.by_seed()]) for group in records.load(places)]
+    assert found == [("fedproto (cps-dim=auto)", [0, 1]), ("fedproto (cps-dim=2)", [2])]
+
+
+def test_what_cannot_be_reported_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(PbflError, match="is given twice"):
-        records.load([run(tmp_path / "a", 0.5, [1]), tmp_path / "a"])
+        records.load([run(tmp_path / "a", 0.5, [1]), Path("a")])
     with pytest.raises(PbflError, match="no finished round"):
         records.load([write_run(tmp_path / "empty", [], **{"num-server-rounds": 1})])
 
@@ -307,6 +388,18 @@ def test_the_first_of_equally_good_rounds_is_the_best_one_and_the_scoring_at_the
     assert scores([]) == {}
 
 
+def test_the_other_moment_is_the_last_one_that_was_scored() -> None:
+    def at(weighted: float) -> dict[str, Any]:
+        return entry(1, 0.5, weighted)["accuracy"]
+
+    after = [entry(number, 0.5, 0.5, other=at(number / 8)) for number in (1, 2, 3)]
+    del after[2]["other"]
+    # Scored after the training of round 2, and before it what round 1 came to.
+    assert scores(after)["global"].other == (1, at(0.25)["global"])
+    before = [{**line, "accuracy_of_round": line["round"] - 1} for line in after]
+    assert scores(before)["global"].other == (2, at(0.25)["global"])
+
+
 def test_a_predictor_that_one_seed_lacks_is_not_said_to_be_unscored(tmp_path: Path) -> None:
     full, without = entry(1, 0.5, 0.6), entry(1, 0.5, 0.6)
     del without["accuracy"]["global"]
@@ -320,3 +413,7 @@ def test_a_predictor_that_one_seed_lacks_is_not_said_to_be_unscored(tmp_path: Pa
     assert not [note for note in notes if note.startswith("Never scored")]
     notes = paired_sheet(groups).notes
     assert "Not scored in every seed, so nothing is said about seeds: fedproto − local." in notes
+    never = [write_run(tmp_path / f"c{seed}", [without], seed=seed, method="fedavg") for seed in (0, 1)]
+    notes = summary_sheet(records.load([*runs, *never], by="global")).notes
+    assert "Never scored by global: fedavg." in notes
+    assert "Not scored in every seed, so not shown: fedproto." in notes

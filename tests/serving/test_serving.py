@@ -26,7 +26,7 @@ from pbfl_flwr.methods import build_method
 from pbfl_flwr.models import build_model
 from pbfl_flwr.serving.export import Kept, export, has_onnx, read_state, state_file
 from pbfl_flwr.serving.network import Served, rebuild
-from pbfl_flwr.serving.predict import Exported, open_exported, predict
+from pbfl_flwr.serving.predict import BATCH, Exported, Prediction, open_exported, predict, written
 from tests.flower.inprocess import federation
 
 DIGITS = "0,1,2,3,4,5,6,7,8,9"
@@ -479,6 +479,55 @@ def test_a_head_on_unit_features() -> None:
     x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
     logits, features = Served(model, card).eval()(x)
     torch.testing.assert_close(logits, F.linear(F.normalize(features, dim=1), model.head.weight))
+
+
+def test_many_grey_images_of_an_array_are_told_row_by_row(tmp_path: Path) -> None:
+    card = Card(
+        method="local", client="0", architecture="cnn2", round=1, participations=1, num_classes=10, feature_dim=8,
+        input_shape=(1, 16, 16), labels=tuple("0123456789"), columns=(), images=True, scale=(1 / 255,), shift=(-0.5,),
+    )  # fmt: skip
+    model = Exported(card, Served(build_model("cnn2", card.task, 0), card).eval(), {})
+    x, _ = pictures(0, 2 * BATCH + 3)
+    np.savez(tmp_path / "flat.npz", x=x)
+    np.savez(tmp_path / "channel.npz", x=x[:, None])
+    np.savez(tmp_path / "none.npz", x=x[:0])
+    flat, channel, none = (
+        list(predict(model, [tmp_path / f"{name}.npz"])) for name in ("flat", "channel", "none")
+    )
+    assert none == []
+    assert [one.row for one in flat] == list(range(1, len(x) + 1))
+    assert [one.probabilities for one in flat] == [one.probabilities for one in channel]
+    for row in (0, BATCH - 1, BATCH, len(x) - 1):
+        (alone,) = model.probabilities(x[row][None, None])
+        assert flat[row].probabilities == pytest.approx(alone.tolist(), rel=1e-4)
+        assert (flat[row].label, flat[row].probability) == (
+            str(int(alone.argmax())),
+            max(flat[row].probabilities),
+        )
+
+
+def test_predictions_for_people_and_for_other_programs() -> None:
+    found = [
+        Prediction("photo.png", 0, "b", 0.75, (0.25, 0.75)),
+        Prediction("x.npz", 12, "a,c", 1.0, (1.0, 0.0)),
+    ]
+    assert written(found, ["a,c", "b"], "table").splitlines() == [
+        "file       row  class  probability",
+        "photo.png       b      0.750000",
+        "x.npz      12   a,c    1.000000",
+    ]
+    assert written(found, ["a,c", "b"], "csv").splitlines() == [
+        "file,row,class,probability", "photo.png,,b,0.750000", 'x.npz,12,"a,c",1.000000',
+    ]  # fmt: skip
+    assert json.loads(written(found[1:], ["a,c", "b"], "json")) == [
+        {
+            "file": "x.npz",
+            "row": 12,
+            "label": "a,c",
+            "probability": 1.0,
+            "probabilities": {"a,c": 1.0, "b": 0.0},
+        }
+    ]
 
 
 def test_sizes_that_a_card_merely_says_take_no_memory() -> None:
