@@ -14,13 +14,16 @@ from pbfl_flwr.flower.replies import Outcome, Phase, worker_died
 from pbfl_flwr.flower.roster import Roster
 from pbfl_flwr.payloads import Payload
 
+# What Flower answers for a node whose heartbeats or whose answer did not get through.
+LOST = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE, ErrorCode.NODE_UNAVAILABLE)
+
 
 class RunEnded(PbflError):
     """The run cannot go on; everything up to the last finished round is on disk and can be resumed."""
 
 
 class OutOfReach(RunEnded):
-    """Too few clients answered because the server had lost their nodes, as when its own link is down for a minute."""
+    """Too few clients answered, since nodes or answers were lost on the way, as when the server's link is down."""
 
 
 def need_success(phase: Phase, outcome: Outcome) -> None:
@@ -69,7 +72,7 @@ def need_replies(wanted: int, phase: Phase, outcome: Outcome, replies: Iterable[
         replies: as they came.
 
     Raises:
-        OutOfReach: if fewer did, and there would be enough with those whose nodes were lost.
+        OutOfReach: if fewer did, and there would be enough with those whose nodes or answers were lost.
         RunEnded: if fewer did for other reasons; with the first reasons either way.
     """
     valid = len(outcome.trained)
@@ -77,7 +80,7 @@ def need_replies(wanted: int, phase: Phase, outcome: Outcome, replies: Iterable[
         few = list(outcome.failures.items())[:5]
         reasons = "; ".join(f"client {phase.called(client)}: {reason}" for client, reason in few)
         lost = sum(reason == NOT_CONNECTED for reason in phase.absent.values())
-        lost += sum(reply.has_error() and reply.error.code == ErrorCode.NODE_UNAVAILABLE for reply in replies)
+        lost += sum(reply.has_error() and reply.error.code in LOST for reply in replies)
         kind = OutOfReach if valid + lost >= wanted else RunEnded
         raise kind(f"round {phase.number}: {valid} valid replies, min-replies is {wanted}: {reasons}")
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from uuid import UUID
 
 from flwr.app import Context, Error, Message, RecordDict
+from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
@@ -34,7 +35,6 @@ from pbfl_flwr.flower.turns import Turns
 from pbfl_flwr.flower.waiting import LONGEST, Called, Hear, awaiting, looks, no_one
 
 RUN_ID = FIRST_NODE = 2**62  # of the size of Flower's own, so that messages weigh the same
-TOO_LATE = 3  # Flower's code for a message that is not to be had any more
 
 Answer = Callable[[Message, Context], Message]
 Job = Callable[[], Message]
@@ -151,7 +151,9 @@ class LocalGrid(Grid):
     def _ask(self, message: Message, deadline: float) -> Message:
         begin = time.monotonic()
         if begin >= deadline:
-            return Message(Error(code=TOO_LATE, reason="its turn came after the deadline"), reply_to=message)
+            return Message(
+                Error(code=ErrorCode.UNKNOWN, reason="its turn came after the deadline"), reply_to=message
+            )
         client = message.metadata.dst_node_id - FIRST_NODE
         place: dict[str, bool | float | int | str] = {
             "partition-id": client,

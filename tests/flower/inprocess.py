@@ -112,7 +112,7 @@ def configuration(directory: Path, method: str = "fedproto", **keys: Scalar) -> 
     return {**base, **SHORT.get(method, {}), **given}
 
 
-def flower_error(reason: str, code: int = 3) -> Fault:
+def flower_error(reason: str, code: int = 8) -> Fault:
     """What Flower itself answers for a client; such a reply comes from "node 1"."""
 
     def fault(message: Message, answer: Answer) -> Message:

@@ -12,10 +12,14 @@ from pbfl_flwr.flower.endings import RunEnded
 from pbfl_flwr.flower.strategy import TRIES
 from tests.flower.inprocess import NUM_CLIENTS, Answer, Fault, federation, flower_error, raises
 
-UNAVAILABLE = flower_error("Error: Node Unavailable", ErrorCode.NODE_UNAVAILABLE)
+CODES = [
+    ErrorCode.NODE_UNAVAILABLE,
+    ErrorCode.MESSAGE_UNAVAILABLE,
+    ErrorCode.REPLY_MESSAGE_UNAVAILABLE,
+]
 
 
-def while_it_lasts(times: int, *, trains: bool = False) -> Fault:
+def while_it_lasts(times: int, *, trains: bool = False, code: int = CODES[0]) -> Fault:
     """The node is lost so many times, whether or not the client has trained; after that it answers."""
     left = times
 
@@ -26,22 +30,22 @@ def while_it_lasts(times: int, *, trains: bool = False) -> Fault:
             return answer()
         if trains:
             answer()
-        return UNAVAILABLE(message, answer)
+        return flower_error("Error: Node Unavailable", code)(message, answer)
 
     return fault
 
 
-def outage(times: int) -> dict[tuple[int, int], Fault]:
+def outage(times: int, code: int = CODES[0]) -> dict[tuple[int, int], Fault]:
     """The server loses all nodes in round 2; some clients have trained by then."""
-    return {(client, 2): while_it_lasts(times, trains=client < 3) for client in range(NUM_CLIENTS)}
+    return {(client, 2): while_it_lasts(times, trains=client < 3, code=code) for client in range(NUM_CLIENTS)}
 
 
-@pytest.mark.parametrize("times", [1, TRIES])
+@pytest.mark.parametrize(("times", "code"), [(TRIES, CODES[0]), *((1, code) for code in CODES)])
 def test_a_round_in_which_all_nodes_were_lost_is_asked_again_and_trained_once(
-    times: int, tmp_path: Path
+    times: int, code: int, tmp_path: Path
 ) -> None:
     whole = federation(tmp_path / "whole").run()
-    found = federation(tmp_path / "lost", on_disk=True, faults=outage(times)).run()
+    found = federation(tmp_path / "lost", on_disk=True, faults=outage(times, code)).run()
     assert found.fingerprint == whole.fingerprint
     assert [line["round"] for line in found.directory.rounds()] == [1, 2]
     said = "asked again, since too many nodes were out of reach"

@@ -555,7 +555,7 @@ def with_formula(content: RecordDict) -> None:
             "its hello cannot be read",
         ),
         (altered(with_formula), "architecture '=HYPERLINK(1)' is no name of a network"),
-        (flower_error(""), "error code 3"),
+        (flower_error(""), "error code 8"),
     ],
 )
 def test_a_hello_that_goes_wrong_is_one_line(tmp_path: Path, fault: Fault, text: str) -> None:
