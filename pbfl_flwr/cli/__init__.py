@@ -39,6 +39,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "certs": deployment.certs,
     "keys": deployment.keys,
     "doctor": deployment.doctor,
+    "app": deployment.app,
     "check-data": devices.check_data,
     "vocabulary": devices.vocabulary,
     "export": devices.export,

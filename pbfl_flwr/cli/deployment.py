@@ -145,6 +145,23 @@ def doctor(
     raise typer.Exit(FAILED if failed else COMPLETED)
 
 
+def app(
+    out: Annotated[Path, typer.Argument(metavar="DIR", click_type=GIVEN, help="A new directory for it.")],
+    app_dir: AppDirectory = None,
+) -> None:
+    """Write an app of a few kB for slow links: devices then run the pbfl-flwr that is installed on them."""
+    from pbfl_flwr.flower.bundle import slim
+
+    try:
+        source = checkout(app_dir)
+        with writing(out):
+            slim(source, out)
+    except PbflError as error:
+        raise ended(error, REFUSED) from None
+    said = f"flwr run {out} instead of the checkout; server and devices need the same pbfl-flwr, a run says if not"
+    say(screen(), said)
+
+
 @deploy.command()
 def local(
     count: Annotated[

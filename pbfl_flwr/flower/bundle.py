@@ -2,11 +2,44 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import tomllib
 from pathlib import Path
 
+from pbfl_flwr.errors import PbflError
+
 BESIDE = ("pyproject.toml", ".gitignore")  # what says which files go into the bundle
+
+
+PARTS = ("client_app", "server_app", "LICENSE")
+FILES = re.compile(r"^fab-include = \[[^]]*\]\n(fab-exclude = .*\n)?", re.MULTILINE)
+
+
+def slim(app: Path, into: Path) -> None:
+    """Write an app that brings no code but the two entry points, for devices on which pbfl-flwr is installed.
+
+    Args:
+        app: directory of the Flower app.
+        into: where it goes; must not be there yet.
+
+    Raises:
+        PbflError: if there is something already, or the app's pyproject.toml does not say what goes into the bundle.
+    """
+    if into.exists():
+        raise PbflError(f"'{into}' is there already; choose another directory")
+    project = (app / "pyproject.toml").read_text(encoding="utf-8")
+    patterns = ", ".join(f'"{part}/**/*.py"' if (app / part).is_dir() else f'"{part}"' for part in PARTS)
+    project, found = FILES.subn(f"fab-include = [{patterns}]\n", project)
+    if found != 1:
+        raise PbflError(f"'{app / 'pyproject.toml'}' has no fab-include")
+    into.mkdir(parents=True)
+    (into / "pyproject.toml").write_text(project, encoding="utf-8")
+    for part in PARTS:
+        if (app / part).is_dir():
+            shutil.copytree(app / part, into / part, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copyfile(app / part, into / part)
 
 
 def gathered(app: Path, into: Path) -> Path:

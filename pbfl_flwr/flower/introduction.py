@@ -10,6 +10,7 @@ from pbfl_flwr.augmentation import check_augmentation
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import wire
 from pbfl_flwr.flower.device import choose_device, identify
+from pbfl_flwr.flower.edition import edition
 from pbfl_flwr.flower.opening import Source, architecture_for, configured_data
 from pbfl_flwr.flower.terms import digest
 from pbfl_flwr.methods import build_method
@@ -67,6 +68,7 @@ def _introduced(message: Message, context: Context, source: Source) -> Message:
             "vocabulary-size": task.vocabulary_size,
             "labels": list(data.label_names),
             "columns": digest(data.columns or data.vocabulary),
+            "edition": edition(),
             "architecture": architecture,
             "parameters": [body, head],
             "device": str(device),

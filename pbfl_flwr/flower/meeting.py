@@ -9,6 +9,7 @@ from flwr.serverapp import Grid
 
 from pbfl_flwr.config import RunSettings
 from pbfl_flwr.flower.attendance import Attendance
+from pbfl_flwr.flower.edition import others as other_editions
 from pbfl_flwr.flower.hello import meet
 from pbfl_flwr.flower.joining import Fits, Joining
 from pbfl_flwr.flower.returning import meet_again
@@ -50,4 +51,6 @@ def met(
             unasked = []  # they may join in the next round
     attendance = Attendance(roster, experiment, patience, others)
     attendance.refuse(unasked)
+    for line in other_editions(roster.members.values()):
+        attendance.note(line)
     return attendance

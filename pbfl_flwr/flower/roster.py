@@ -35,6 +35,7 @@ class Member:
         architecture, parameters: its network, and (body, head) parameters of it.
         device: where it trains.
         num_train, num_test: samples.
+        edition: of pbfl-flwr that it runs; nothing where an older one did not say.
     """
 
     client: int
@@ -50,6 +51,7 @@ class Member:
     num_train: int
     num_test: int
     columns: str = ""
+    edition: str = ""
 
     @classmethod
     def from_reply(cls, node: int, record: ConfigRecord) -> Member:
@@ -85,6 +87,7 @@ class Member:
                 num_train=int(str(record["num-train"])),
                 num_test=int(str(record["num-test"])),
                 columns=str(record.get("columns", ""))[:64],
+                edition=printable(str(record.get("edition", ""))[:64]),
             )
         except (KeyError, ValueError, IndexError, PbflError) as error:
             raise RejectedPayload(f"its hello cannot be read: {error}") from None

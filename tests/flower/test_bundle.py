@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tomllib
 import zipfile
 from io import BytesIO
 from pathlib import Path
@@ -10,7 +11,8 @@ from pathlib import Path
 import pytest
 from flwr.cli.build import build_fab_from_disk
 
-from pbfl_flwr.flower.bundle import gathered
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower.bundle import gathered, slim
 
 PROJECT = """
 [project]
@@ -98,3 +100,29 @@ def test_what_is_sent_to_devices_is_whole_and_has_nothing_of_the_command_line(tm
     command = [sys.executable, "-c", IMPORT_ALL]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_slim_app_has_the_keys_and_the_entry_points_and_no_package(tmp_path: Path) -> None:
+    app = Path(__file__).parents[2]
+    slim(app, tmp_path / "slim")
+    fab = build_fab_from_disk(tmp_path / "slim")
+    with zipfile.ZipFile(BytesIO(fab)) as bundle:
+        packages = {name.split("/")[0] for name in bundle.namelist()}
+    assert "pbfl_flwr" not in packages
+    assert {"client_app", "server_app", "LICENSE", "pyproject.toml"} <= packages
+    assert len(fab) < 40_000
+    whole, found = (
+        tomllib.loads((where / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
+        for where in (app, tmp_path / "slim")
+    )
+    assert found["config"] == whole["config"]
+    with pytest.raises(PbflError, match="is there already; choose another directory"):
+        slim(app, tmp_path / "slim")
+
+
+def test_an_app_that_does_not_say_what_it_is_made_of_cannot_be_made_slim(tmp_path: Path) -> None:
+    app = an_app(tmp_path, "")
+    (app / "pyproject.toml").write_text("[project]\n")
+    with pytest.raises(PbflError, match=r"pyproject\.toml' has no fab-include"):
+        slim(app, tmp_path / "slim")
+    assert not (tmp_path / "slim").exists()

@@ -1,0 +1,38 @@
+"""Which pbfl-flwr a process runs: that of the app which the server sent, or the one that is installed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path
+
+import pbfl_flwr
+from pbfl_flwr.flower.roster import Member
+
+NOT_SENT = ("cli", "experiments", "serving")  # of the package, to devices: fab-exclude in pyproject.toml
+
+
+@lru_cache(maxsize=1)
+def edition() -> str:
+    """Return the version and a hash of the code that clients and servers run."""
+    root = Path(pbfl_flwr.__file__).parent
+    digest = hashlib.sha256()
+    for file in sorted(root.rglob("*.py")):
+        name = file.relative_to(root)
+        if name.parts[0] not in NOT_SENT:
+            digest.update(f"{name.as_posix()} {file.stat().st_size} ".encode() + file.read_bytes())
+    return f"{pbfl_flwr.__version__}-{digest.hexdigest()[:8]}"
+
+
+def others(members: Iterable[Member]) -> list[str]:
+    """Return a line for every other edition than the server's, with the clients that run it."""
+    labels: dict[str, list[str]] = {}
+    for member in members:
+        if member.edition and member.edition != edition():
+            labels.setdefault(member.edition, []).append(member.label)
+    return [
+        f"pbfl-flwr {other} on client {', '.join(clients)}, {edition()} on the server: install the same one, or start "
+        "the run with the app that brings its own code"
+        for other, clients in labels.items()
+    ]

@@ -1,0 +1,50 @@
+"""Which pbfl-flwr runs where: the same code has one name, and a federation of several says so."""
+
+import shutil
+import tomllib
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+import pbfl_flwr
+from pbfl_flwr.flower import introduction
+from pbfl_flwr.flower.edition import NOT_SENT, edition
+from tests.flower.inprocess import federation
+
+PACKAGE = Path(pbfl_flwr.__file__).parent
+
+
+def edition_of(package: Path) -> str:
+    with patch.object(pbfl_flwr, "__file__", str(package / "__init__.py")):
+        return edition.__wrapped__()
+
+
+def test_of_what_is_not_sent_the_edition_takes_no_notice() -> None:
+    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())
+    assert project["tool"]["flwr"]["app"]["fab-exclude"] == [f"pbfl_flwr/{name}/**" for name in NOT_SENT]
+
+
+def test_what_devices_are_sent_and_what_is_installed_is_the_same_edition(tmp_path: Path) -> None:
+    sent = tmp_path / "pbfl_flwr"
+    shutil.copytree(PACKAGE, sent, ignore=shutil.ignore_patterns("__pycache__", "*.toml", *NOT_SENT))
+    assert edition_of(sent) == edition() == edition_of(PACKAGE)
+    assert edition().startswith(f"{pbfl_flwr.__version__}-")
+    (sent / "seeds.py").write_text((sent / "seeds.py").read_text() + "\n")
+    assert edition_of(sent) != edition()
+
+
+@pytest.mark.parametrize("said", ["0.0.9-0badc0de", "", None])
+def test_a_federation_of_two_editions_says_so_once(said: str | None, tmp_path: Path) -> None:
+    with patch.object(introduction, "edition", edition if said is None else lambda: said):
+        found = federation(tmp_path, on_disk=True).run()
+    expected = (
+        f"pbfl-flwr 0.0.9-0badc0de on client 0, 1, 2, 3, 4, {edition()} on the server: install the same one, or "
+        "start the run with the app that brings its own code"
+    )
+    times = [line["notes"].count(expected) for line in found.strategy.history]
+    assert times == ([1, 0] if said else [0, 0])
+    assert all(
+        client["edition"] == (edition() if said is None else said)
+        for client in found.directory.read()["clients"]
+    )
