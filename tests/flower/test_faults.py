@@ -10,7 +10,8 @@ from unittest.mock import patch
 import pytest
 import torch
 from filelock import Timeout
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import ConfigRecord, Error, Message, RecordDict
+from flwr.common.constant import ErrorCode
 
 from pbfl_flwr.config import FaultRates, Scalar, parse
 from pbfl_flwr.errors import PbflError
@@ -343,6 +344,35 @@ def test_what_came_late_is_handed_over_newest_first_whenever_it_came() -> None:
     debts.collect(grid)
     assert [(debt.round, debt.client) for debt, _ in debts.take()] == [(2, 1), (2, 2), (1, 0)]
     assert debts.take() == []
+
+
+def test_what_came_late_counts_in_the_round_that_is_asked_again() -> None:
+    """Client 2's answer to round 1 comes in the first try of round 2, in which the server loses the others."""
+    lost = 2
+
+    def answer(client: int, server_round: int) -> RecordDict | Message:
+        nonlocal lost
+        if server_round == 2 and client < 2 and lost:
+            lost -= 1
+            question = Message(RecordDict(), dst_node_id=100 + client, message_type="train")
+            return Message(Error(code=ErrorCode.NODE_UNAVAILABLE, reason="lost"), reply_to=question)
+        report = Report(10, 4, server_round, {"head": 2}, 0.5, round=server_round)
+        return reply_of(prototypes({0: 10.0 ** (server_round - 1)}), report)
+
+    config = {
+        "num-clients": 3,
+        "num-server-rounds": 2,
+        "feature-dim": 6,
+        "join-timeout": 0.2,
+        "stale-weight": 0.5,
+    }
+    strategy, grid = MethodStrategy(parse(config, SECTIONS)), LateGrid(answer, {(2, 1): 2, (2, 2): 99})
+    strategy.start(grid)
+    assert grid.asked == [[0, 1, 2], [0, 1], [0, 1, 2]]
+    line = strategy.history[1]
+    assert line["trained"] == [0, 1]
+    assert line["late"] == [{"client": 2, "round": 1, "weight": 0.5, "reason": ""}]
+    assert float(strategy.state.broadcast.values[0, 0]) == pytest.approx((10 + 10 + 0.5) / 2.5)
 
 
 def test_a_late_answer_that_is_malformed_is_said_and_left_out() -> None:
