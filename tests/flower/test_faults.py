@@ -1,7 +1,9 @@
 """Faults on purpose, stragglers, clients that come back, full disks, a server that is killed: in one process."""
 
+import json
 import os
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -743,3 +745,22 @@ def test_of_two_new_nodes_of_a_client_that_failed_one_is_asked(monkeypatch: pyte
     after, refused = welcome_back(nobody, agreed([member(12)]), {12, 22, 23}, {1}, "e", 1.0)
     assert after.members[1].node == 22
     assert refused == {23: "client-id 1 is used by two nodes, 22 and 23"}
+
+
+def test_a_device_that_starts_again_while_a_resumed_run_waits_for_others_is_one_client(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def member(client: int, node: int) -> Member:
+        return Member.from_reply(node, ConfigRecord(hello(client, TASK)))
+
+    runs_on = {11: 0, 21: 0, 22: 1}  # node -> client
+    online = iter([[11], [21], [21, 22]])
+    monkeypatch.setattr(
+        returning, "greet", lambda _, nodes, *__: ([member(runs_on[node], node) for node in nodes], {})
+    )
+    monkeypatch.setattr(returning, "wait_for_nodes", lambda *_, **__: next(online))
+    nobody: Any = None  # greeting and waiting are replaced: no grid is asked
+    recorded = [asdict(member(client, 1)) for client in (0, 1)]
+    roster, strange = returning.meet_again(nobody, json.loads(json.dumps(recorded)), "e", 1.0, 1.0, 2)
+    assert {client: at.node for client, at in roster.members.items()} == {0: 21, 1: 22}
+    assert strange == []
