@@ -43,6 +43,7 @@ class Attendance:
         self._refused: set[str] = set()  # what was said of nodes that are not greeted as clients
         # Of nodes that are no clients: the next pause, and the round from which they may be greeted again.
         self._strange: dict[int, tuple[int, int]] = {}
+        self._late: list[tuple[Debt, Message]] = []  # what was handed over for the last phase
         self._notes: list[str] = []
         self._joined: list[str] = []
 
@@ -103,14 +104,24 @@ class Attendance:
 
     def settle(self, phase: Phase, replies: list[Message]) -> list[tuple[Debt, Message]]:
         """Write down who did not answer a phase, and return what came late of earlier ones, if it trains."""
-        late = self._debts.take() if phase.training else []
+        self._late = self._debts.take() if phase.training else []
         self._debts.note(phase.unanswered(replies))
-        return late
+        return self._late
 
     def refuse(self, reasons: Collection[str]) -> None:
         """Note why nodes that came are not asked, each reason once."""
         self._notes += [f"a new node is not asked: {why}" for why in sorted(set(reasons) - self._refused)]
         self._refused |= set(reasons)
+
+    def again(self, joined: Collection[str]) -> None:
+        """Take back what was handed over for a round that is asked again, since its line is replaced.
+
+        Args:
+            joined: labels of those who had joined in it.
+        """
+        self._debts.give_back(self._late)
+        self.have_joined(joined)
+        self.note("asked again, since too many nodes were out of reach")
 
     def note(self, line: str) -> None:
         """Add to what there is to say."""

@@ -6,7 +6,7 @@ PATIENCE rounds have passed; Flower keeps what it sends meanwhile, and it is fet
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from flwr.app import Message
@@ -52,6 +52,10 @@ class Debts:
     def forget(self, client: int) -> None:
         """Await nothing any more from a client: it runs on another node now."""
         self._awaited = {q: debt for q, debt in self._awaited.items() if debt.client != client}
+
+    def give_back(self, taken: Iterable[tuple[Debt, Message]]) -> None:
+        """Have what was taken for a round handed over once more, since that round is asked again."""
+        self._came += taken
 
     def take(self) -> list[tuple[Debt, Message]]:
         """Return what came late, once, the newest first."""

@@ -84,6 +84,7 @@ def _all_that_come(
         if not new:
             return came, silent
         greeted, quiet = greet(grid, new, experiment, timeout)
+        came = [member for member in came if member.node in nodes]  # or it may be here again, on another node
         came, silent = came + greeted, silent | quiet
         if set(labels) <= {member.label for member in came}:
             return came, silent

@@ -140,7 +140,7 @@ class MethodStrategy(Strategy):
             state, self.done, self.history = resumed
             self.state = self.method.resumed(state)
             for columns in self._recorder.run.client_rounds():
-                self._participations |= zip(columns["client"], columns["participations"], strict=True)
+                self._heard_of(columns)
         if previous is not None:
             said = {label for line in self.history for label in line.get("joined", [])}
             self._attendance.have_joined([who for who in previous.get("joined", []) if who not in said])
@@ -260,8 +260,7 @@ class MethodStrategy(Strategy):
         self._waits("")
         if online < run.min_replies:
             raise lost
-        self._attendance.have_joined(self.history[-1].get("joined", []))  # this line of the round is replaced
-        self._attendance.note("asked again, since too many nodes were out of reach")
+        self._attendance.again(self.history[-1].get("joined", []))
 
     def _meet_new_clients(self, grid: Grid, timeout: float) -> None:
         """Let those who took no part train with what the rounds came to; what is done of it already stays."""
@@ -347,6 +346,8 @@ class MethodStrategy(Strategy):
             # An own aggregate_fit need not know of late uploads.
             self.aggregate_fit(server_round, uploads, *((outcome.shares,) if outcome.shares else ()))
         aggregated = time.perf_counter() - started
+        # Of a round that is asked again the line is replaced.
+        self.history = [entry for entry in self.history if entry["round"] < server_round]
         before = self.history[-1].get("ages") if self.history else None
         ages = aged(before, outcome.classes, self.task.num_classes)
         line = round_line(
@@ -355,7 +356,7 @@ class MethodStrategy(Strategy):
         line["notes"] += self._notes(line, phase, outcome)
         self._write_joined(line)
         telling.of_round(line, phase, outcome)
-        self.history = [entry for entry in self.history if entry["round"] < server_round] + [line]
+        self.history.append(line)
         self._clients = client_columns(server_round, phase, outcome)
         self._need_success(phase, outcome)
         endings.need_workers(self.participants, phase, outcome, received)
@@ -383,7 +384,6 @@ class MethodStrategy(Strategy):
         """Say what the server, which remembers other rounds, sees in this one."""
         found = self._attendance.notes() if self._attendance else []
         found += notes.forgotten(phase, outcome, self._participations)
-        self._participations |= {client: report.participations for client, report in outcome.reports.items()}
         assert self.roster is not None
         labels = next(iter(self.roster.members.values())).labels
         found += notes.unheard_of(labels, line.get("ages"))
@@ -448,10 +448,15 @@ class MethodStrategy(Strategy):
             replies, phase, self.method, self.state, self.task, max_bytes, late, run.stale_weight, counted
         )
 
+    def _heard_of(self, columns: Mapping[str, Any]) -> None:
+        """Remember how often the clients of a finished round have trained."""
+        self._participations |= zip(columns["client"], columns["participations"], strict=True)
+
     def _finish_round(self, server_round: int) -> None:
         self._waits("")
         self.history[-1]["seconds"]["total"] = time.perf_counter() - self._round_started
         self.done = server_round
+        self._heard_of(self._clients)
         line = self.history[-1]
         telling.after_round(line, self.headline, self._num_rounds)
         if self._recorder is not None:

@@ -1,7 +1,9 @@
 """Faults on purpose, stragglers, clients that come back, full disks, a server that is killed: in one process."""
 
+import json
 import os
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +12,8 @@ from unittest.mock import patch
 import pytest
 import torch
 from filelock import Timeout
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import ConfigRecord, Error, Message, RecordDict
+from flwr.common.constant import ErrorCode
 
 from pbfl_flwr.config import FaultRates, Scalar, parse
 from pbfl_flwr.errors import PbflError
@@ -343,6 +346,35 @@ def test_what_came_late_is_handed_over_newest_first_whenever_it_came() -> None:
     debts.collect(grid)
     assert [(debt.round, debt.client) for debt, _ in debts.take()] == [(2, 1), (2, 2), (1, 0)]
     assert debts.take() == []
+
+
+def test_what_came_late_counts_in_the_round_that_is_asked_again() -> None:
+    """Client 2's answer to round 1 comes in the first try of round 2, in which the server loses the others."""
+    lost = 2
+
+    def answer(client: int, server_round: int) -> RecordDict | Message:
+        nonlocal lost
+        if server_round == 2 and client < 2 and lost:
+            lost -= 1
+            question = Message(RecordDict(), dst_node_id=100 + client, message_type="train")
+            return Message(Error(code=ErrorCode.NODE_UNAVAILABLE, reason="lost"), reply_to=question)
+        report = Report(10, 4, server_round, {"head": 2}, 0.5, round=server_round)
+        return reply_of(prototypes({0: 10.0 ** (server_round - 1)}), report)
+
+    config = {
+        "num-clients": 3,
+        "num-server-rounds": 2,
+        "feature-dim": 6,
+        "join-timeout": 0.2,
+        "stale-weight": 0.5,
+    }
+    strategy, grid = MethodStrategy(parse(config, SECTIONS)), LateGrid(answer, {(2, 1): 2, (2, 2): 99})
+    strategy.start(grid)
+    assert grid.asked == [[0, 1, 2], [0, 1], [0, 1, 2]]
+    line = strategy.history[1]
+    assert line["trained"] == [0, 1]
+    assert line["late"] == [{"client": 2, "round": 1, "weight": 0.5, "reason": ""}]
+    assert float(strategy.state.broadcast.values[0, 0]) == pytest.approx((10 + 10 + 0.5) / 2.5)
 
 
 def test_a_late_answer_that_is_malformed_is_said_and_left_out() -> None:
@@ -713,3 +745,22 @@ def test_of_two_new_nodes_of_a_client_that_failed_one_is_asked(monkeypatch: pyte
     after, refused = welcome_back(nobody, agreed([member(12)]), {12, 22, 23}, {1}, "e", 1.0)
     assert after.members[1].node == 22
     assert refused == {23: "client-id 1 is used by two nodes, 22 and 23"}
+
+
+def test_a_device_that_starts_again_while_a_resumed_run_waits_for_others_is_one_client(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def member(client: int, node: int) -> Member:
+        return Member.from_reply(node, ConfigRecord(hello(client, TASK)))
+
+    runs_on = {11: 0, 21: 0, 22: 1}  # node -> client
+    online = iter([[11], [21], [21, 22]])
+    monkeypatch.setattr(
+        returning, "greet", lambda _, nodes, *__: ([member(runs_on[node], node) for node in nodes], {})
+    )
+    monkeypatch.setattr(returning, "wait_for_nodes", lambda *_, **__: next(online))
+    nobody: Any = None  # greeting and waiting are replaced: no grid is asked
+    recorded = [asdict(member(client, 1)) for client in (0, 1)]
+    roster, strange = returning.meet_again(nobody, json.loads(json.dumps(recorded)), "e", 1.0, 1.0, 2)
+    assert {client: at.node for client, at in roster.members.items()} == {0: 21, 1: 22}
+    assert strange == []

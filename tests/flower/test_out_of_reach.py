@@ -10,7 +10,7 @@ from flwr.common.constant import ErrorCode
 from pbfl_flwr.flower.attendance import NOT_CONNECTED
 from pbfl_flwr.flower.endings import RunEnded
 from pbfl_flwr.flower.strategy import TRIES
-from tests.flower.inprocess import NUM_CLIENTS, Answer, Fault, federation, flower_error, raises
+from tests.flower.inprocess import NUM_CLIENTS, Answer, Fault, federation, flower_error, raises, silent
 
 CODES = [
     ErrorCode.NODE_UNAVAILABLE,
@@ -35,9 +35,11 @@ def while_it_lasts(times: int, *, trains: bool = False, code: int = CODES[0]) ->
     return fault
 
 
-def outage(times: int, code: int = CODES[0]) -> dict[tuple[int, int], Fault]:
-    """The server loses all nodes in round 2; some clients have trained by then."""
-    return {(client, 2): while_it_lasts(times, trains=client < 3, code=code) for client in range(NUM_CLIENTS)}
+def outage(times: int, code: int = CODES[0], number: int = 2) -> dict[tuple[int, int], Fault]:
+    """The server loses all nodes in a round; some clients have trained by then."""
+    return {
+        (client, number): while_it_lasts(times, trains=client < 3, code=code) for client in range(NUM_CLIENTS)
+    }
 
 
 @pytest.mark.parametrize(("times", "code"), [(TRIES, CODES[0]), *((1, code) for code in CODES)])
@@ -45,11 +47,12 @@ def test_a_round_in_which_all_nodes_were_lost_is_asked_again_and_trained_once(
     times: int, code: int, tmp_path: Path
 ) -> None:
     whole = federation(tmp_path / "whole").run()
-    found = federation(tmp_path / "lost", on_disk=True, faults=outage(times, code)).run()
+    faults = outage(times, code, number=1) | outage(times, code)  # every round has its own tries
+    found = federation(tmp_path / "lost", on_disk=True, faults=faults).run()
     assert found.fingerprint == whole.fingerprint
     assert [line["round"] for line in found.directory.rounds()] == [1, 2]
     said = "asked again, since too many nodes were out of reach"
-    assert [line["notes"].count(said) for line in found.strategy.history] == [0, 1]
+    assert [line["notes"].count(said) for line in found.strategy.history] == [1, 1]
     assert [line["failures"] for line in found.strategy.history] == [[], []]
 
 
@@ -100,6 +103,19 @@ def test_too_few_is_waited_for_enough_is_not(tmp_path: Path) -> None:
     faults = {(0, 2): while_it_lasts(1), (1, 2): raises}
     with pytest.raises(RunEnded, match="round 2: 3 valid replies, min-replies is 5"):
         federation(tmp_path / "hopeless", faults=faults, min_replies=5).run()
+
+
+def test_a_client_that_answers_again_has_not_lost_its_state(tmp_path: Path) -> None:
+    faults: dict[tuple[int, int], Fault] = {(client, 2): while_it_lasts(1) for client in (0, 1)}
+    found = federation(tmp_path, on_disk=True, faults=faults, min_replies=4).run()
+    assert found.strategy.history[1]["trained"] == [0, 1, 2, 3, 4]
+    assert "lost its state" not in str(found.strategy.history)
+
+
+def test_a_round_that_is_asked_again_makes_classes_a_round_older_only(tmp_path: Path) -> None:
+    found = federation(tmp_path, faults={**outage(2), (3, 2): silent}, min_replies=2).run()
+    assert found.strategy.history[1]["trained"] == [0, 1, 2, 4]
+    assert [line["ages"][6] for line in found.strategy.history] == [0, 1]  # client 3 alone holds it
 
 
 def test_nodes_that_were_gone_before_they_were_asked_are_waited_for(tmp_path: Path) -> None:

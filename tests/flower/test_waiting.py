@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from flwr.app import ConfigRecord, Error, Message, RecordDict
+from flwr.common.constant import ErrorCode
 from flwr.superlink.grid.inmemory_grid import InMemoryGrid
 
 from pbfl_flwr.errors import PbflError
@@ -157,6 +158,26 @@ def test_a_message_that_was_not_taken_is_not_waited_for(clock: Clock) -> None:
     assert clock.now < 2
 
 
+def test_what_the_grid_raises_ends_the_waiting(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(self: SlowGrid, message_ids: Iterable[str]) -> list[Message]:
+        raise ConnectionError("the SuperLink is gone")
+
+    monkeypatch.setattr(SlowGrid, "pull_messages", gone)
+    with pytest.raises(ConnectionError, match="the SuperLink is gone"):
+        Attentive(SlowGrid(clock, {1: 1.0}), str).send_and_receive(questions(1), timeout=600)
+
+
+@pytest.mark.parametrize("interval", [None, 0.1])
+def test_an_error_is_an_answer(clock: Clock, monkeypatch: pytest.MonkeyPatch, interval: float | None) -> None:
+    asked = questions(1)
+    monkeypatch.setattr(SlowGrid, "pull_messages", lambda *_: [Message(Error(3, "boom"), reply_to=asked[0])])
+    grid = SlowGrid(clock, {1: 1.0})
+    grid.pull_interval = interval
+    (answer,) = Attentive(grid, str).send_and_receive(asked, timeout=600)
+    assert answer.error.reason == "boom"
+    assert clock.now < 1
+
+
 def test_whom_one_waits_for_is_said_after_a_minute_two_and_four(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -204,6 +225,7 @@ class HalfComeGrid(SlowGrid):
         super().__init__(clock, {1: 0.0, 2: 0.0, 3: 0.0})
         self.halves, self.rest = {f"message to {node}" for node in halves}, threading.Event()
         self.lost: set[str] = set()  # questions whose nodes Flower has given up
+        self.code = ErrorCode.NODE_UNAVAILABLE
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
         message_ids = list(message_ids)
@@ -216,7 +238,7 @@ class HalfComeGrid(SlowGrid):
         return found + errors
 
     def given_up(self, question: str) -> Message:
-        found = Message(Error(5, "Node Unavailable"), reply_to=self.asked[question])
+        found = Message(Error(self.code, "Node Unavailable"), reply_to=self.asked[question])
         return found
 
     def push_messages(self, messages: Iterable[Message]) -> list[Any]:
@@ -236,10 +258,13 @@ def test_an_answer_that_comes_slowly_holds_up_neither_the_others_nor_the_deadlin
     grid = HalfComeGrid(clock, {2})
     grid.seconds[3] = 5.0
     heard: list[str] = []
+    before = threading.enumerate()
     watched = Attentive(grid, str, heard.append)
     assert senders(watched.send_and_receive(questions(1, 2, 3), timeout=70)) == [3]
     assert clock.now == pytest.approx(70)
     assert heard == ["round 3: 1 of 3 have answered; waiting for 1, 2, 61 s so far"]
+    waits = [thread for thread in threading.enumerate() if thread not in before]
+    assert [thread.daemon for thread in waits] == [True], "a server ends without the last byte"
     grid.rest.set()
     assert [*eventually(lambda: watched.pull_messages(["message to 2", "message to 1"]), 2)] == [2, 1]
 
@@ -256,6 +281,18 @@ def test_a_node_that_flower_gives_up_while_its_answer_comes_is_waited_for(clock:
     grid.lost = {"message to 2"}  # and nobody else's bytes are on their way
     (gone,) = watched.pull_messages(["message to 2"])
     assert gone.has_error()
+
+
+@pytest.mark.usefixtures("halves")
+def test_a_client_that_failed_is_known_at_once_while_anothers_answer_comes(clock: Clock) -> None:
+    grid = HalfComeGrid(clock, {2})
+    grid.seconds[3] = 1000.0
+    watched = Attentive(grid, str)
+    assert watched.send_and_receive(questions(2, 3), timeout=5) == []
+    grid.lost, grid.code = {"message to 3"}, ErrorCode.CLIENT_APP_RAISED_EXCEPTION
+    (failed,) = watched.pull_messages(["message to 2", "message to 3"])
+    assert failed.error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION
+    grid.rest.set()
 
 
 def eventually(pull: Callable[[], Iterable[Message]], count: int) -> list[int]:
