@@ -14,6 +14,7 @@ from pbfl_flwr.flower.late import Debt, Debts
 from pbfl_flwr.flower.replies import Phase
 from pbfl_flwr.flower.returning import welcome_back
 from pbfl_flwr.flower.roster import NOWHERE, Roster
+from pbfl_flwr.flower.waiting import Hear, looks
 
 GREETING_SECONDS = 60.0  # for a node that comes in the middle of a run
 NOT_CONNECTED = "its node is not connected"
@@ -112,6 +113,27 @@ class Attendance:
         """Note why nodes that came are not asked, each reason once."""
         self._notes += [f"a new node is not asked: {why}" for why in sorted(set(reasons) - self._refused)]
         self._refused |= set(reasons)
+
+    def regained(self, grid: Grid, asked: int, least: int, timeout: float, hear: Hear) -> bool:
+        """Wait until as many nodes are connected as were asked, and return whether enough are.
+
+        Args:
+            grid: Flower's.
+            asked: nodes that were lost, or whose answers were.
+            least: nodes that are enough when the time is over.
+            timeout: seconds.
+            hear: is told how many there are, and nothing when that is over.
+        """
+        wanted, online = max(asked, least), 0
+
+        def say() -> str:
+            return f"{online} of {wanted} nodes are connected"
+
+        for _ in looks(timeout, say, hear):
+            if (online := len(set(grid.get_node_ids()) - set(self._strange))) >= wanted:
+                break
+        hear("")
+        return online >= least
 
     def again(self, joined: Collection[str]) -> None:
         """Take back what was handed over for a round that is asked again, since its line is replaced.

@@ -38,7 +38,7 @@ from pbfl_flwr.flower.replies import Outcome, Phase, read
 from pbfl_flwr.flower.report import classes_counted
 from pbfl_flwr.flower.roster import Roster
 from pbfl_flwr.flower.secure import SecureRounds
-from pbfl_flwr.flower.waiting import attentive, looks
+from pbfl_flwr.flower.waiting import attentive
 from pbfl_flwr.method import Method, Moment, Round, resolved_moment
 from pbfl_flwr.methods import build_method, check_asked
 from pbfl_flwr.payloads import Payload
@@ -223,7 +223,11 @@ class MethodStrategy(Strategy):
                 again += 1
                 if again > TRIES or self._secure is not None:  # whose masks are for one sum
                     raise
-                self._await_nodes(grid, max(len(asked), self.settings.run.min_replies), lost)
+                run = self.settings.run
+                log(WARNING, "%s. Waiting for nodes, %.0f s at the longest", lost, run.join_timeout)
+                if not attendance.regained(grid, len(asked), run.min_replies, run.join_timeout, self._waits):
+                    raise
+                attendance.again(self.history[-1].get("joined", []))
                 continue
             if arrays is not None:
                 result.arrays = arrays
@@ -240,27 +244,6 @@ class MethodStrategy(Strategy):
                 result.evaluate_metrics_serverapp[server_round] = found
         self._meet_new_clients(grid, timeout)
         return result
-
-    def _await_nodes(self, grid: Grid, asked: int, lost: endings.OutOfReach) -> None:
-        """Wait for as many nodes as were asked, join-timeout at the longest, so that the round can be asked again.
-
-        Raises:
-            OutOfReach: if fewer than min-replies have come by then.
-        """
-        assert self._attendance is not None
-        run, online = self.settings.run, 0
-
-        def say() -> str:
-            return f"round {self.done + 1}: {online} of {asked} nodes are connected"
-
-        log(WARNING, "%s. Waiting for nodes, %.0f s at the longest", lost, run.join_timeout)
-        for _ in looks(run.join_timeout, say, self._waits):
-            if (online := len(set(grid.get_node_ids()))) >= asked:
-                break
-        self._waits("")
-        if online < run.min_replies:
-            raise lost
-        self._attendance.again(self.history[-1].get("joined", []))
 
     def _meet_new_clients(self, grid: Grid, timeout: float) -> None:
         """Let those who took no part train with what the rounds came to; what is done of it already stays."""
