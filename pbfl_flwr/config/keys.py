@@ -222,7 +222,10 @@ class RunSettings(Group):
         3600.0, gt=0, le=31_536_000, description="seconds the server waits for a round's replies"
     )
     join_timeout: float = Field(
-        180.0, gt=0, le=31_536_000, description="seconds the server waits for the clients to join"
+        180.0,
+        gt=0,
+        le=31_536_000,
+        description="seconds the server waits for the clients to join, or for lost ones to be back",
     )
     seed: int = Field(0, ge=0, lt=2**31, description="seed of weights, batches and sampling")
     protocol: Literal["clean", "htfl", "pfl", "fedproto"] = Field(
