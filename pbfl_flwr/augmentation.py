@@ -1,8 +1,8 @@
 """Random crops and flips of training images: drawn for a whole epoch at once, cut where the samples lie.
 
 As torchvision's ``RandomCrop(32, padding=4)`` and ``RandomHorizontalFlip()`` do it in the CIFAR loaders of many papers'
-code. Only what a network is trained on is changed: prototypes that are collected after training and all
-scores are of the images as they are.
+code. Only what :func:`pbfl_flwr.training.fit` trains on is changed: prototypes that are collected after training,
+FedALA's mixing weights and all scores are of the images as they are.
 """
 
 from __future__ import annotations
@@ -50,9 +50,8 @@ class Augmentation:
         starts = [torch.randint(0, 2 * margin + 1, (count, 1), generator=random) for margin in self._margins]
         mirrored = torch.randint(0, 2 if "flip" in kinds else 1, (count, 1), generator=random).bool()
         columns = torch.arange(width)
-        self._rows = (starts[0] + torch.arange(height)).to(
-            images.device
-        )  # (n, H), in the image with its margins
+        # (n, H) and (n, W), in the image with its margins
+        self._rows = (starts[0] + torch.arange(height)).to(images.device)
         self._columns = (starts[1] + torch.where(mirrored, columns.flip(0), columns)).to(images.device)
 
     def __call__(self, images: Tensor, index: Tensor | slice) -> Tensor:

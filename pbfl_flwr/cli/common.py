@@ -163,11 +163,6 @@ def predictor(by: str) -> str:
     return by
 
 
-def words(text: str) -> list[str]:
-    """Return a comma list's entries."""
-    return [word.strip() for word in text.split(",") if word.strip()]
-
-
 def app_for(engine: EngineName, given: Path | None) -> Path:
     """Return the directory of the Flower app, of which processes of this machine need none.
 

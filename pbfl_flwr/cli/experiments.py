@@ -29,7 +29,6 @@ from pbfl_flwr.cli.common import (
     ended,
     predictor,
     running,
-    words,
 )
 from pbfl_flwr.errors import PbflError, expanded, reading
 from pbfl_flwr.experiments.figures import document, say, screen
@@ -181,6 +180,7 @@ def compare(
     app_dir: AppDirectory = None,
 ) -> None:
     """Make several runs on the same data and print one table; started again, it goes on where it stopped."""
+    from pbfl_flwr.config.choices import words
     from pbfl_flwr.experiments import compare as comparison
     from pbfl_flwr.experiments import comparison_table, side_by_side
     from pbfl_flwr.flower.placement import Resources

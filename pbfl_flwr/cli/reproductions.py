@@ -25,7 +25,6 @@ from pbfl_flwr.cli.common import (
     ended,
     predictor,
     running,
-    words,
 )
 from pbfl_flwr.errors import PbflError, expanded
 from pbfl_flwr.experiments.figures import say, screen
@@ -69,6 +68,7 @@ def reproduce(
     app_dir: AppDirectory = None,
 ) -> None:
     """Make a published table again and print it beside the paper's; started again, it goes on where it stopped."""
+    from pbfl_flwr.config.choices import words
     from pbfl_flwr.experiments import compare, reproduction_table, side_by_side
     from pbfl_flwr.experiments import reproduce as reproduction
     from pbfl_flwr.flower.placement import Resources

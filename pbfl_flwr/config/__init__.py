@@ -8,8 +8,8 @@ before round 1 and the resolved value is written into the result.
 
 from pbfl_flwr.config.attack import ATTACKS, Attack, announced
 from pbfl_flwr.config.choices import choices
+from pbfl_flwr.config.faults import FAULTS, FaultRates
 from pbfl_flwr.config.keys import (
-    FAULTS,
     GROUPS,
     MAX_CLASSES,
     PREDICTORS,
@@ -19,7 +19,6 @@ from pbfl_flwr.config.keys import (
     ConventionSettings,
     DataSettings,
     EvaluationSettings,
-    FaultRates,
     Group,
     ModelSettings,
     PrivacySettings,

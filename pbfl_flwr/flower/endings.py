@@ -80,7 +80,9 @@ def need_replies(wanted: int, phase: Phase, outcome: Outcome, replies: Iterable[
         few = list(outcome.failures.items())[:5]
         reasons = "; ".join(f"client {phase.called(client)}: {reason}" for client, reason in few)
         lost = sum(reason == NOT_CONNECTED for reason in phase.absent.values())
-        lost += sum(reply.has_error() and reply.error.code in LOST for reply in replies)
+        asked = {m.metadata.message_id for m, client in phase.messages if client in phase.training}
+        errors = (reply for reply in replies if reply.has_error())
+        lost += sum(e.error.code in LOST and e.metadata.reply_to_message_id in asked for e in errors)
         kind = OutOfReach if valid + lost >= wanted else RunEnded
         raise kind(f"round {phase.number}: {valid} valid replies, min-replies is {wanted}: {reasons}")
 

@@ -13,6 +13,7 @@ from flwr.cli.build import build_fab_from_disk
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.bundle import gathered, slim
+from tests.runs import pbfl
 
 PROJECT = """
 [project]
@@ -126,3 +127,13 @@ def test_an_app_that_does_not_say_what_it_is_made_of_cannot_be_made_slim(tmp_pat
     with pytest.raises(PbflError, match=r"pyproject\.toml' has no fab-include"):
         slim(app, tmp_path / "slim")
     assert not (tmp_path / "slim").exists()
+
+
+def test_the_command_writes_a_slim_app_and_overwrites_none(tmp_path: Path) -> None:
+    done = pbfl("app", tmp_path / "slim")
+    assert done.exit_code == 0
+    assert "need the same pbfl-flwr" in " ".join(done.output.split())
+    assert (tmp_path / "slim" / "client_app" / "app.py").exists()
+    again = pbfl("app", tmp_path / "slim")
+    assert again.exit_code == 2
+    assert "choose another directory" in " ".join(again.output.split())

@@ -118,7 +118,9 @@ def test_a_round_that_is_asked_again_makes_classes_a_round_older_only(tmp_path: 
     assert [line["ages"][6] for line in found.strategy.history] == [0, 1]  # client 3 alone holds it
 
 
-def test_nodes_that_were_gone_before_they_were_asked_are_waited_for(tmp_path: Path) -> None:
+def test_nodes_that_were_gone_before_they_were_asked_are_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A client fails, so that the server looks for its nodes; just then none is there."""
     found = federation(tmp_path, num_server_rounds=3, faults={(1, 1): raises})
     grid, nodes, looks = found.grid, found.grid.nodes, 0
@@ -128,7 +130,7 @@ def test_nodes_that_were_gone_before_they_were_asked_are_waited_for(tmp_path: Pa
         looks += 1
         return [] if looks == 2 else list(nodes)  # the first look is the hello's
 
-    grid.get_node_ids = online  # type: ignore[method-assign]
+    monkeypatch.setattr(grid, "get_node_ids", online)
     run = found.run()
     assert [line["trained"] for line in run.strategy.history] == [
         [0, 2, 3, 4],
@@ -136,3 +138,15 @@ def test_nodes_that_were_gone_before_they_were_asked_are_waited_for(tmp_path: Pa
         [0, 1, 2, 3, 4],
     ]
     assert NOT_CONNECTED not in str(run.strategy.history)
+
+
+def test_who_was_only_to_be_scored_is_not_waited_for(tmp_path: Path) -> None:
+    """Who trains fails by itself: that the others' nodes are lost changes nothing."""
+    first = federation(tmp_path / "first", fraction_train=0.4).run()
+    training = first.strategy.history[1]["trained"]
+    faults: dict[tuple[int, int], Fault] = {(client, 2): raises for client in training}
+    faults |= {(client, -1): while_it_lasts(9) for client in range(NUM_CLIENTS)}  # whenever it is only scored
+    found = federation(tmp_path / "lost", fraction_train=0.4, faults=faults)
+    with pytest.raises(RunEnded, match="round 2: 0 valid replies"):
+        found.run()
+    assert len([client for client, number, _ in found.grid.asked if number == 2]) == NUM_CLIENTS
