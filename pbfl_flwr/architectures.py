@@ -81,6 +81,8 @@ SIZED: dict[str, Sizes] = {
 LARGEST = 65_536  # a number in a name
 CLASSIFIER = Sizes("widths of the classifier's hidden layers", 1, 8, "resnet8+512-256")
 """What follows the "+" in a name, for every architecture."""
+LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+"""What follows the "@" in a name: under which label the weights are kept with which the body begins."""
 _SIZED_NAME = re.compile(r"(\D[\w-]*?)((?:-\d+)*)")
 
 _RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
@@ -120,6 +122,37 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 }
 
 
+def fresh_and_label(name: str) -> tuple[str, str]:
+    """Return a name without its "@" and what follows that: the label of the body's first weights, "" if random ones.
+
+    Raises:
+        PbflError: if there is an "@" and what follows it is no label, or the model is somebody's own.
+    """
+    front, plus, widths = name.partition("+")
+    body, at, label = front.partition("@")
+    if not at:
+        return name, ""
+    if is_external(body):
+        raise PbflError(f"model '{name}': a function of your own reads its weights, too; allowed is '{body}'")
+    if not LABEL.fullmatch(label):
+        raise PbflError(
+            f"model '{name}': allowed after '@' is a label of 1 to 64 letters, digits, '.', '_', '-'; what there is "
+            "here 'pbfl list weights' tells"
+        )
+    return body + plus + widths, label
+
+
+def fresh(name: str) -> str:
+    """Return the name of the same network with random first weights; see :func:`fresh_and_label`."""
+    return fresh_and_label(name)[0]
+
+
+def labelled(name: str, label: str) -> str:
+    """Return the name of the same network whose body begins with the weights kept under a label."""
+    body, plus, widths = name.partition("+")
+    return f"{body}@{label}{plus}{widths}"
+
+
 def body_and_classifier(name: str) -> tuple[str, tuple[int, ...]]:
     """Return a name without what follows its "+", and the widths of the classifier's hidden layers: none if linear.
 
@@ -133,7 +166,7 @@ def body_and_classifier(name: str) -> tuple[str, tuple[int, ...]]:
         raise PbflError(
             f"model '{name}': a function of your own builds the classifier, too; allowed is '{body}'"
         )
-    if body in FAMILIES:
+    if body.partition("@")[0] in FAMILIES:
         raise PbflError(
             f"model '{name}': '{body}' is a family; allowed is a comma list of models, each with its own classifier"
         )
@@ -146,7 +179,7 @@ def base_and_sizes(name: str) -> tuple[str, tuple[int, ...]]:
     Raises:
         PbflError: if there is no such entry, or the numbers are not what it takes.
     """
-    body, _ = body_and_classifier(name)
+    body, _ = body_and_classifier(fresh(name))
     if body in ARCHITECTURES and body not in SIZED:
         return body, ()
     match = _SIZED_NAME.fullmatch(body)
@@ -176,18 +209,19 @@ def architectures(spec: str) -> tuple[str, ...]:
     """Return the architectures of a federation, in the order of client ids (modulo).
 
     Args:
-        spec: a family, a model, ``my_package.module:function``, or a comma list of them. Nothing is imported.
+        spec: a family, a model, ``my_package.module:function``, or a comma list of them; a family's label is that of
+            all its models. Nothing is imported.
 
     Raises:
         PbflError: if a name is unknown; with the closest one and all that are allowed.
     """
     names: list[str] = []
     for item in (part.strip() for part in spec.split(",")):
-        if item in FAMILIES:
-            names.extend(FAMILIES[item])
-        else:
-            _check_name("models", spec, item)
-            names.append(item)
+        family, at, label = item.partition("@")
+        members = () if "+" in label else FAMILIES.get(family, ())
+        found = [labelled(name, label) if at else name for name in members] or [item]
+        _check_name("models", spec, found[0])
+        names.extend(found)
     return tuple(names)
 
 

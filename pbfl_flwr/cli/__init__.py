@@ -16,6 +16,7 @@ import typer
 
 from pbfl_flwr.cli import cleaning, deployment, devices, experiments, reports, reproductions, sweeps, watching
 from pbfl_flwr.cli.privacy import privacy
+from pbfl_flwr.cli.weights import weights
 from pbfl_flwr.experiments.figures import document, silence
 
 app = typer.Typer(
@@ -42,6 +43,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "app": deployment.app,
     "check-data": devices.check_data,
     "vocabulary": devices.vocabulary,
+    "weights": weights,
     "export": devices.export,
     "predict": devices.predict,
 }

@@ -39,6 +39,7 @@ class Topic(StrEnum):
 
     methods = "methods"
     models = "models"
+    weights = "weights"
     datasets = "datasets"
     presets = "presets"
     comparisons = "comparisons"
@@ -227,7 +228,7 @@ def list_(
         bool, typer.Option("--markdown", help="All keys as a page: pbfl list keys --markdown.")
     ] = False,
 ) -> None:
-    """Tell what there is: methods, models, datasets, presets, keys of the run configuration, runs in ./runs."""
+    """Tell what there is: methods, models, pretrained weights, datasets, presets, keys of a run, runs in ./runs."""
     from pbfl_flwr.experiments import catalogue
 
     try:

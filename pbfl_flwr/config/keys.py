@@ -267,7 +267,7 @@ class ModelSettings(Group):
     models: str = Field(
         "small-4",
         description="a family, a model, a comma list, or my_package.module:function; resnet8+512-256: hidden layers of "
-        "these widths in a model's classifier",
+        "these widths in a model's classifier; resnet18@imagenet: pretrained, with what 'pbfl weights' keeps",
     )
     feature_dim: int = Field(512, ge=1, le=65_536, description="d, the common width of features")
     initial_weights: Literal["auto", "alike", "own"] = Field(

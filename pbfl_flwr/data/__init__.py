@@ -12,7 +12,6 @@ from functools import lru_cache
 from pbfl_flwr import seeds
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data.ag_news import ag_news
-from pbfl_flwr.data.cache import home
 from pbfl_flwr.data.cifar import cifar10, cifar100
 from pbfl_flwr.data.clients import materialise
 from pbfl_flwr.data.contract import ClientData, Dataset, Partition, Pool, Shard, Split
@@ -31,6 +30,7 @@ from pbfl_flwr.data.table import table
 from pbfl_flwr.data.texts import text
 from pbfl_flwr.data.tiny_imagenet import tiny_imagenet
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.places import home
 
 DATASETS: dict[str, Dataset] = {
     "digits": Dataset(

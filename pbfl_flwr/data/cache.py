@@ -24,7 +24,8 @@ from numpy.typing import DTypeLike, NDArray
 
 from pbfl_flwr.data.contract import Pool
 from pbfl_flwr.data.validation import validate
-from pbfl_flwr.errors import PbflError, expanded
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.places import home
 
 FORMAT = 4
 """Counted up when what is stored changes, so that an older entry is not read."""
@@ -35,15 +36,6 @@ Allocate = Callable[[tuple[int, ...], DTypeLike], NDArray[Any]]
 """(shape, dtype) -> a writable array inside the new cache entry; large inputs go straight to disk."""
 
 log = logging.getLogger(__name__)
-
-
-def home() -> Path:
-    """Return the folder for everything this project keeps: environment variable PBFL_HOME, else ~/.pbfl.
-
-    Raises:
-        PbflError: if there is neither PBFL_HOME nor a home directory.
-    """
-    return expanded(os.environ.get("PBFL_HOME") or "~/.pbfl").absolute()
 
 
 def cached(

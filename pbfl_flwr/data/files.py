@@ -12,8 +12,8 @@ from pathlib import Path
 from filelock import FileLock
 
 from pbfl_flwr.config import DataSettings
-from pbfl_flwr.data.cache import home
 from pbfl_flwr.errors import PbflError, expanded
+from pbfl_flwr.places import home
 
 # What reading a compressed file raises that is damaged, encrypted, or compressed in a way that Python does not know; or
 # whose arrays are, as it says, larger than any memory.

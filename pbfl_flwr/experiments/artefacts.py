@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from pbfl_flwr.architectures import fresh
 from pbfl_flwr.config import Settings, parse
 from pbfl_flwr.data import ClientData, client_data
 from pbfl_flwr.errors import PbflError
@@ -137,7 +138,7 @@ def network(record: Record, client: int, state: ClientState) -> SplitModel:
     )
     _check_allowed(record, architecture)
     try:
-        model = build_model(architecture, task_of(record), record.seed)
+        model = build_model(fresh(architecture), task_of(record), record.seed)
     except PbflError as error:
         raise NotThere(f"the network of client {client} cannot be built ({error})") from None
     model.load_state_dict(dict(state.model))

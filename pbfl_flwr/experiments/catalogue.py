@@ -21,6 +21,7 @@ from pbfl_flwr.experiments.configuration import presets
 from pbfl_flwr.experiments.figures import hang, say
 from pbfl_flwr.experiments.sheets import Sheet
 from pbfl_flwr.methods import METHODS, SECTIONS
+from pbfl_flwr.places import home, kept_weights
 
 Rows = list[tuple[str, str]]
 TYPES = {int: "whole number", float: "number", str: "text", bool: "true or false"}
@@ -40,6 +41,11 @@ def models() -> Rows:
         "example of a classifier with hidden layers, whose widths may follow any model.",
     )
     return [*families, *ARCHITECTURES.items(), deeper]
+
+
+def weights() -> Rows:
+    """Return (model with its label, file) of the pretrained weights that are kept here."""
+    return [(name, str(file)) for name, file in kept_weights().items()]
 
 
 def datasets() -> Rows:
@@ -183,6 +189,10 @@ def show_rows(topic: str, word: str, console: Console) -> None:
         PbflError: if no name does.
     """
     every = ROWS[topic]()
+    if topic == "weights" and not every:
+        raise PbflError(
+            f"no pretrained weights in {home() / 'weights'}; 'pbfl weights LABEL MODEL FILE' keeps some"
+        )
     found = [(name, said) for name, said in every if word in name]
     if not found:
         raise PbflError(
@@ -236,6 +246,7 @@ def _bounds(constraints: Iterable[Any]) -> Iterator[str]:
 ROWS: dict[str, Callable[[], Rows]] = {
     "methods": methods,
     "models": models,
+    "weights": weights,
     "datasets": datasets,
     "presets": shipped,
     "comparisons": side_by_side,

@@ -32,6 +32,7 @@ from pbfl_flwr.experiments.runner import NODES
 from pbfl_flwr.flower.engine import LOG, RUN_LOCK
 from pbfl_flwr.flower.files import SCHEMA, UnsavedState, write_atomically
 from pbfl_flwr.flower.history import FILES, SERVER_LOCK, STATES_REMOVED, RunDirectory
+from pbfl_flwr.places import home
 
 Kind = Literal["torn", "states", "unfinished", "cache"]
 KINDS: dict[Kind, str] = {
@@ -113,7 +114,7 @@ def age(text: str) -> float:
 
 def places() -> list[Path]:
     """Return where this project leaves things when nothing else is said, as far as they are there."""
-    usual = (Path("runs"), cache.home() / "runs", cache.home() / "state")
+    usual = (Path("runs"), home() / "runs", home() / "state")
     return [path for path in usual if path.is_dir()]
 
 
@@ -136,7 +137,7 @@ def look(directories: Iterable[Path]) -> Iterator[Find | Left]:
 
 def cached() -> Iterator[Find | Left]:
     """Yield the entries of the cache of decoded data, and what killed processes left of them."""
-    for folder in _folders(cache.home() / "cache"):
+    for folder in _folders(home() / "cache"):
         name = folder.name.removesuffix(".partial")
         files = _files(folder)
         lock = folder.with_name(f"{name}.lock")

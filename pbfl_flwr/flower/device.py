@@ -25,10 +25,10 @@ from flwr.app import Context
 from pbfl_flwr.architectures import architectures
 from pbfl_flwr.config import Scalar, Settings, parse
 from pbfl_flwr.data import kind_of, read_names
-from pbfl_flwr.data.cache import home
 from pbfl_flwr.errors import PbflError, expanded
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.own_code import is_external
+from pbfl_flwr.places import home
 
 # A name is no number: client-id='0' would otherwise be another client than client-id=0.
 NAME = re.compile(r"(?!\d+$)[A-Za-z0-9._-]{1,64}")

@@ -24,6 +24,7 @@ REVEALS = (  # what the hello round tells the server
         message="hello",
     ),
     Reveal("architecture, number of parameters, kind of device", "for logs and costs", message="hello"),
+    Reveal("hash of pretrained weights", "to say if others begin with other ones", message="hello"),
     Reveal("version of pbfl-flwr", "to say if it is not the server's", message="hello"),
 )
 FEW = 3  # nodes that a line names

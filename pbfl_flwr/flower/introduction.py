@@ -6,6 +6,7 @@ from functools import lru_cache
 
 from flwr.app import ConfigRecord, Context, Message
 
+from pbfl_flwr.architectures import fresh
 from pbfl_flwr.augmentation import check_augmentation
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import wire
@@ -22,6 +23,7 @@ from pbfl_flwr.models import (
     check_named,
     count_parameters,
 )
+from pbfl_flwr.models.pretrained import digest as digest_of_weights
 from pbfl_flwr.replay import check_replayable
 from pbfl_flwr.task import Task
 
@@ -70,6 +72,7 @@ def _introduced(message: Message, context: Context, source: Source) -> Message:
             "columns": digest(data.columns or data.vocabulary),
             "edition": edition(),
             "architecture": architecture,
+            "weights": digest_of_weights(architecture),
             "parameters": [body, head],
             "device": str(device),
             "num-train": len(data.train.labels) if told else 0,
@@ -86,4 +89,4 @@ def _dry_forward(architecture: str, task: Task) -> None:
 
 @lru_cache(maxsize=64)
 def _parameters(architecture: str, task: Task, layout: str, precision: str) -> tuple[int, int]:
-    return count_parameters(arrange(build_model(architecture, task, 0), layout, precision))
+    return count_parameters(arrange(build_model(fresh(architecture), task, 0), layout, precision))

@@ -17,7 +17,7 @@ from pbfl_flwr.flower.terms import terms
 from pbfl_flwr.payloads import RejectedPayload
 from pbfl_flwr.task import Task
 
-ARCHITECTURE = re.compile(r"\w[\w.:+-]{0,199}")  # cnn4, resnet8+512, my_package.nets:build
+ARCHITECTURE = re.compile(r"\w[\w.:@+-]{0,199}")  # cnn4, resnet18@imagenet+512, my_package.nets:build
 NOWHERE = 0  # no node has this id
 
 
@@ -36,6 +36,7 @@ class Member:
         device: where it trains.
         num_train, num_test: samples.
         edition: of pbfl-flwr that it runs; nothing where an older one did not say.
+        weights: hash of the pretrained ones with which its body begins; nothing where there are none.
     """
 
     client: int
@@ -52,6 +53,7 @@ class Member:
     num_test: int
     columns: str = ""
     edition: str = ""
+    weights: str = ""
 
     @classmethod
     def from_reply(cls, node: int, record: ConfigRecord) -> Member:
@@ -88,6 +90,7 @@ class Member:
                 num_test=int(str(record["num-test"])),
                 columns=str(record.get("columns", ""))[:64],
                 edition=printable(str(record.get("edition", ""))[:64]),
+                weights=printable(str(record.get("weights", ""))[:64]),
             )
         except (KeyError, ValueError, IndexError, PbflError) as error:
             raise RejectedPayload(f"its hello cannot be read: {error}") from None

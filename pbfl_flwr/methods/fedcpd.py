@@ -27,6 +27,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from pbfl_flwr import seeds
+from pbfl_flwr.architectures import fresh
 from pbfl_flwr.config import Group, Settings, parse_section
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client, Method, Moment, Round, Update
@@ -196,7 +197,9 @@ class FedCPD(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndProtot
     def check(self, task: Task, architectures: Sequence[str]) -> None:
         """One architecture, its classifier free on FedRep; with memory distillation it needs maps."""
         super().check(task, to_be_equal([self.architecture, *architectures], self.share))
-        if self.config.distill_weight and not map_channels(build_model(self.architecture, task, 0), task):
+        if self.config.distill_weight and not map_channels(
+            build_model(fresh(self.architecture), task, 0), task
+        ):
             raise PbflError(
                 f"method 'fedcpd' distils feature maps, and model '{self.architecture}' has none; allowed are "
                 "convolutional models with stages, or fedcpd.distill-weight = 0"

@@ -28,6 +28,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from pbfl_flwr import seeds
+from pbfl_flwr.architectures import fresh
 from pbfl_flwr.config import Auto, Group, Settings, parse_section
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.lowrank import Scheme, check_shapes, compress, expand
@@ -212,7 +213,7 @@ class FedKD(Method[MenteeState, LowRank, LowRank]):
 
     def _received(self, client: Client, down: LowRank) -> dict[str, Tensor]:
         """Return the mentee's parameters: those of the message, or those kept plus the message."""
-        reference = build_model(self.auxiliary, client.task, 0)
+        reference = build_model(fresh(self.auxiliary), client.task, 0)
         change = expand(down, {name: p.shape for name, p in reference.named_parameters()})
         if down.base < 0:
             return change
@@ -299,7 +300,7 @@ class FedKD(Method[MenteeState, LowRank, LowRank]):
         """The mentee must take the task's inputs and, as coded, have matrices and 2-d convolutions only."""
         check_auxiliary("fedkd.auxiliary", self.auxiliary, task)
         if self.scheme == "as-coded":
-            for name, parameter in build_model(self.auxiliary, task, 0).named_parameters():
+            for name, parameter in build_model(fresh(self.auxiliary), task, 0).named_parameters():
                 if parameter.dim() not in (1, 2, 4):
                     raise PbflError(
                         f"fedkd.compression = 'as-coded' cannot factorise '{name}' of '{self.auxiliary}' with "

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pbfl_flwr.architectures import fresh
 from pbfl_flwr.config import Settings
 from pbfl_flwr.methods.sharing import SharedWeights, check_heads
 from pbfl_flwr.models import architectures, build_model
@@ -37,7 +38,7 @@ class LGFedAvg(SharedWeights):
         self, task: Task, class_counts: Sequence[int], parameters: Sequence[tuple[int, int]]
     ) -> float:
         """2·M·d·K, with hidden layers 2·M·Σ (width·next width); the papers leave the biases out."""
-        head = shared_parameters(build_model(self.architecture, task, 0), "head").values()
+        head = shared_parameters(build_model(fresh(self.architecture), task, 0), "head").values()
         return float(2 * len(parameters) * sum(tensor.numel() for tensor in head if tensor.dim() > 1))
 
 

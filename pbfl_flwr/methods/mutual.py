@@ -19,6 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from pbfl_flwr.architectures import fresh
 from pbfl_flwr.config import Settings
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client
@@ -110,4 +111,4 @@ def check_auxiliary(key: str, architecture: str, task: Task) -> None:
 
 def auxiliary_scalars(architecture: str, task: Task) -> int:
     """Return |θ_a| + |φ_a|, the parameters of the auxiliary network."""
-    return sum(count_parameters(build_model(architecture, task, 0)))
+    return sum(count_parameters(build_model(fresh(architecture), task, 0)))

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pbfl_flwr.architectures import body_and_classifier
+from pbfl_flwr.architectures import body_and_classifier, fresh
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client, Method, Moment, Round, Update
 from pbfl_flwr.models import build_model
@@ -57,7 +57,7 @@ def answer(client: Client, share: Share) -> Weights:
 
 
 def initial(architecture: str, task: Task, seed: int, share: Share) -> Weights:
-    """Return the shared part of a freshly initialised network.
+    """Return the shared part of a freshly initialised network, pretrained if its name says so.
 
     Args:
         architecture: the network's name.
@@ -65,7 +65,8 @@ def initial(architecture: str, task: Task, seed: int, share: Share) -> Weights:
         seed: of the run.
         share: which part.
     """
-    return Weights(copies(shared_parameters(build_model(architecture, task, seed), share)))
+    name = fresh(architecture) if share == "head" else architecture  # only bodies are ever pretrained
+    return Weights(copies(shared_parameters(build_model(name, task, seed), share)))
 
 
 def check_heads(method: str, task: Task, architectures: Sequence[str], *, linear: bool = True) -> None:
@@ -102,7 +103,7 @@ def check_heads(method: str, task: Task, architectures: Sequence[str], *, linear
 def _head_shapes(name: str, task: Task) -> dict[str, tuple[int, ...]]:
     # A client may say any widths: no memory is taken for them.
     with nullcontext() if is_external(name) else torch.device("meta"):
-        head = shared_parameters(build_model(name, task, 0), "head")
+        head = shared_parameters(build_model(fresh(name), task, 0), "head")
     return {key: tuple(tensor.shape) for key, tensor in head.items()}
 
 
@@ -161,7 +162,7 @@ def shared_scalars(architecture: str, task: Task, num_clients: int, share: Share
         num_clients: M.
         share: which part.
     """
-    shared = shared_parameters(build_model(architecture, task, 0), share)
+    shared = shared_parameters(build_model(fresh(architecture), task, 0), share)
     return float(2 * num_clients * sum(parameter.numel() for parameter in shared.values()))
 
 

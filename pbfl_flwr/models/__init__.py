@@ -4,8 +4,9 @@ Every model answers ``features(x) -> (B, d)`` and ``head(features) -> (B, K)``. 
 ``build(task) -> SplitModel`` whose docstring starts with one line about it, an entry in ``MODELS``, and that line in
 :mod:`pbfl_flwr.architectures`; the contract tests find it there. One whose name is followed by numbers, such as
 ``mlp-500-200``, is ``build(task, *numbers)`` and has an entry in ``SIZED`` there, too. Builders give a linear head, and
-a "+" in a name (``resnet8+512-256``) replaces it by a deeper one. They import torchvision when they run: that takes
-seconds, and on a device every message has a new process.
+a "+" in a name (``resnet8+512-256``) replaces it by a deeper one; with an "@" (``resnet18@imagenet``) the body begins
+with weights that are kept on this machine (:mod:`pbfl_flwr.models.pretrained`). Builders import torchvision when they
+run: that takes seconds, and on a device every message has a new process.
 """
 
 from collections.abc import Callable
@@ -39,6 +40,7 @@ from pbfl_flwr.models.googlenet import googlenet
 from pbfl_flwr.models.layers import deeper_head
 from pbfl_flwr.models.mlp import mlp, mlp5
 from pbfl_flwr.models.mobilenet import mobilenet_v2
+from pbfl_flwr.models.pretrained import begin_pretrained
 from pbfl_flwr.models.recurrent import bilstm, gru, lstm
 from pbfl_flwr.models.resnet import (
     resnet4,
@@ -119,7 +121,7 @@ __all__ = [
 
 
 def build_model(name: str, task: Task, seed: int) -> SplitModel:
-    """Return a freshly initialised model; equal (name, task, seed) gives equal weights.
+    """Return a freshly initialised model; equal (name, task, seed) gives equal weights, as do equal pretrained ones.
 
     The global random state of torch is as before afterwards. Of somebody else's model only ``features`` and
     ``head`` are promised, see :func:`pbfl_flwr.models.external.build_external`; its weights repeat if it
@@ -127,13 +129,15 @@ def build_model(name: str, task: Task, seed: int) -> SplitModel:
 
     Args:
         name: one of ``MODELS``, with its numbers if it takes some and its classifier's after a "+" (the body's weights
-            are the same with it), or ``my_package.module:function``.
+            are the same with it), and before that the label of pretrained weights after an "@"; or
+            ``my_package.module:function``.
         task: K, d and the shape of inputs.
         seed: of the initial weights.
 
     Raises:
-        PbflError: if the name is unknown, the architecture cannot take the input, memory does not suffice, or an
-            external model is not there or does not answer ``features`` and ``head``.
+        PbflError: if the name is unknown, the architecture cannot take the input, memory does not suffice, pretrained
+            weights are not kept here or do not fit, or an external model is not there or does not answer ``features``
+            and ``head``.
     """
     if is_external(name):
         with seeds.seeded(seed):
@@ -155,6 +159,7 @@ def build_model(name: str, task: Task, seed: int) -> SplitModel:
         raise PbflError(
             f"model '{name}': the system has no memory for its weights; allowed is a smaller one"
         ) from None
+    begin_pretrained(model, name)
     return model
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pbfl_flwr.architectures import fresh
 from pbfl_flwr.card import Card
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models import SplitModel, build_model
@@ -60,12 +61,12 @@ def rebuild(card: Card, weights: Mapping[str, Tensor], allowed_code: str, where:
         )
     if not is_external(card.architecture):  # before memory is taken for sizes that a card merely says
         with torch.device("meta"):
-            outline = build_model(card.architecture, card.task, seed=0).state_dict()
+            outline = build_model(fresh(card.architecture), card.task, seed=0).state_dict()
         expected, found = ({name: tuple(t.shape) for name, t in part.items()} for part in (outline, weights))
         if odd := sorted(n for n in {*expected, *found} if expected.get(n) != found.get(n)):
             said = f"{odd[0]} is {found.get(odd[0], 'missing')}, expected {expected.get(odd[0], 'none')}"
             raise PbflError(f"{where}: the weights are not those of {card.architecture} ({said})")
-    model = build_model(card.architecture, card.task, seed=0)
+    model = build_model(fresh(card.architecture), card.task, seed=0)
     try:
         model.load_state_dict(dict(weights))
     except RuntimeError as error:

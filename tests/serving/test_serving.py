@@ -551,3 +551,14 @@ def test_sizes_that_a_card_merely_says_take_no_memory() -> None:
         PbflError, match=r"are not those of mlp5 \(head.bias is missing, expected \(1000000,\)\)"
     ):
         rebuild(card, {}, "", "there")
+
+
+def test_of_a_model_that_began_pretrained_the_weights_it_began_with_are_not_asked_for() -> None:
+    card = Card(
+        method="fedproto", client="0", architecture="mlp5@nowhere", round=1, participations=1, num_classes=3,
+        feature_dim=5, input_shape=(4,), labels=("a", "b", "c"), columns=(), images=False, scale=(1.0,) * 4,
+        shift=(0.0,) * 4,
+    )  # fmt: skip
+    weights = build_model("mlp5", card.task, 1).state_dict()
+    served = rebuild(card, weights, "", "there")
+    assert torch.equal(served.model.state_dict()["head.weight"], weights["head.weight"])

@@ -1,0 +1,151 @@
+"""Take over a checkpoint's body: its tensors under the names of this project's model, for :mod:`.pretrained`.
+
+Two kinds are known: the state of a model of this project (``model.safetensors`` of ``pbfl export``, or ``state_dict()``
+of what :func:`pbfl_flwr.models.build_model` returns), and that of a torchvision model, such as torchvision downloads.
+The latter's layers stand in ours in the same order; a test compares the features of every one.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from pbfl_flwr.architectures import base_and_sizes, body_and_classifier, fresh
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.models import build_model
+from pbfl_flwr.models.contract import HEAD_PREFIX
+from pbfl_flwr.models.pretrained import POSITIONS
+from pbfl_flwr.own_code import is_external
+from pbfl_flwr.task import Task
+
+OF_TORCHVISION = {
+    "efficientnet-b0": "efficientnet_b0",
+    "googlenet": "googlenet",
+    "mobilenet-v2": "mobilenet_v2",
+    "resnet18": "resnet18",
+    "resnet34": "resnet34",
+    "resnet50": "resnet50",
+    "resnet101": "resnet101",
+    "resnet152": "resnet152",
+    "shufflenet-v2": "shufflenet_v2_x1_0",
+    "vit-b-16": "vit_b_16",
+    "vit-b-32": "vit_b_32",
+}
+BEHIND_THE_BODY = ("fc.", "classifier.", "heads.", "aux1.", "aux2.")  # in torchvision's models
+COUNTER = "num_batches_tracked"  # of BatchNorm; files older than it lack it
+WIDTH = 5040  # a d that 1 to 10, 12, 14, 15 and 16 heads of a transformer divide
+NOMINAL = (Task(2, WIDTH, (3, 32, 32)), Task(2, WIDTH, (9, 256)), Task(2, WIDTH, (256,), 100))
+"""Images, sensor windows, texts. Names of tensors depend on none of these sizes."""
+
+
+def read_checkpoint(file: Path) -> dict[str, Tensor]:
+    """Return the tensors of a ``.safetensors`` file, or of one that torch.save wrote, which can run no code here.
+
+    What lies under "state_dict", as many training scripts have it, is taken out, and a "module." before every name is
+    dropped.
+
+    Raises:
+        PbflError: if it cannot be read or holds something else.
+    """
+    try:
+        if file.suffix == ".safetensors":
+            return load_file(file)
+        found = torch.load(file, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise PbflError(f"{file} cannot be read ({error.strerror or error})") from None
+    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise PbflError(
+            f"{file} holds no weights that can be read without running code ({said}); allowed are .safetensors, or "
+            "what torch.save(model.state_dict(), FILE) writes"
+        ) from None
+    if isinstance(found, Mapping) and isinstance(found.get("state_dict"), Mapping):
+        found = found["state_dict"]
+    if not isinstance(found, Mapping) or not found or not all(isinstance(t, Tensor) for t in found.values()):
+        raise PbflError(f"{file} holds no tensors by name; allowed is a model's state_dict()")
+    names = [str(name) for name in found]
+    common = "module." if all(name.startswith("module.") for name in names) else ""
+    return {str(name).removeprefix(common): tensor.contiguous() for name, tensor in found.items()}
+
+
+def body_of(architecture: str, tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
+    """Return the body's parameters and buffers under this project's names.
+
+    Args:
+        architecture: a model's name, with neither label nor classifier.
+        tensors: of a checkpoint.
+        where: it comes from, for messages.
+
+    Raises:
+        PbflError: if the architecture is not known, or the checkpoint is of something else.
+    """
+    ours, found = _our_names(architecture), {name for name in tensors if not name.startswith(HEAD_PREFIX)}
+    if set(ours) == found:
+        return {name: tensors[name] for name in ours}
+    theirs = _their_shapes(architecture)
+    lacks = [name for name in (theirs or ours) if name not in tensors and not name.endswith(COUNTER)]
+    if lacks or not theirs:
+        kinds = (
+            f"pbfl-flwr's {architecture}"
+            + f" or torchvision's {OF_TORCHVISION.get(architecture)}" * bool(theirs)
+        )
+        first = f"it lacks '{lacks[0]}'" if lacks else f"it has '{min(found - set(ours))}', too"
+        raise PbflError(f"{where}: allowed are weights of {kinds}; {first}")
+    if strange := sorted(n for n in set(tensors) - set(theirs) if not n.startswith(BEHIND_THE_BODY)):
+        raise PbflError(f"{where}: torchvision's {architecture} has no '{strange[0]}'")
+    taken = {}
+    for our_name, (their_name, shape) in zip(ours, theirs.items(), strict=True):
+        tensor = tensors.get(their_name, torch.tensor(0))
+        if tensor.shape != shape and not their_name.endswith(POSITIONS):
+            raise PbflError(
+                f"{where}: '{their_name}' is {tuple(tensor.shape)}, of torchvision's {architecture} {tuple(shape)}"
+            )
+        taken[our_name] = tensor
+    return taken
+
+
+def as_file(body: Mapping[str, Tensor]) -> bytes:
+    """Return what is kept of a body: safetensors, whose numbers are float32 where they are no whole ones."""
+    return save({name: t.float().contiguous() if t.is_floating_point() else t for name, t in body.items()})
+
+
+def check_takeable(name: str) -> None:
+    """Check that weights can be kept for a model of this name.
+
+    Raises:
+        PbflError: if it is none, or names weights, a classifier or code.
+    """
+    if is_external(name):
+        raise PbflError(f"model '{name}': a function of your own reads its weights itself")
+    if (plain := body_and_classifier(fresh(name))[0]) != name:
+        raise PbflError(f"model '{name}': weights are a body's; allowed is '{plain}'")
+    base_and_sizes(name)
+
+
+def _our_names(architecture: str) -> list[str]:
+    with torch.device("meta"):
+        for task in NOMINAL:
+            try:
+                state = build_model(architecture, task, 0).state_dict()
+            except PbflError as error:
+                refused = error
+                continue
+            return [name for name in state if not name.startswith(HEAD_PREFIX)]
+    raise refused
+
+
+def _their_shapes(architecture: str) -> dict[str, torch.Size]:
+    if architecture not in OF_TORCHVISION:
+        return {}
+    from torchvision import models
+
+    more = {"aux_logits": False, "init_weights": False} if architecture == "googlenet" else {}
+    with torch.device("meta"):
+        state = getattr(models, OF_TORCHVISION[architecture])(weights=None, **more).state_dict()
+    return {name: tensor.shape for name, tensor in state.items() if not name.startswith(BEHIND_THE_BODY)}

@@ -1,0 +1,31 @@
+"""Where on this machine the project keeps what outlasts a run."""
+
+import os
+from pathlib import Path
+
+from pbfl_flwr.errors import expanded
+
+
+def home() -> Path:
+    """Return the folder for everything this project keeps: environment variable PBFL_HOME, else ~/.pbfl.
+
+    Raises:
+        PbflError: if there is neither PBFL_HOME nor a home directory.
+    """
+    return expanded(os.environ.get("PBFL_HOME") or "~/.pbfl").absolute()
+
+
+def weights_file(architecture: str, label: str) -> Path:
+    """Return where the pretrained weights of an architecture lie under a label; whether they do is not looked at.
+
+    Args:
+        architecture: a model's name, without its classifier.
+        label: of the weights.
+    """
+    return home() / "weights" / label / f"{architecture}.safetensors"
+
+
+def kept_weights() -> dict[str, Path]:
+    """Return the pretrained weights on this machine: model@label -> file."""
+    files = sorted((home() / "weights").glob("*/*.safetensors"))
+    return {f"{file.stem}@{file.parent.name}": file for file in files}

@@ -1,0 +1,324 @@
+"""Weights that somebody kept under a label: bodies begin with them, as the network that they come from goes on."""
+
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchvision
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torchvision.models.vision_transformer import interpolate_embeddings
+
+from pbfl_flwr.architectures import architecture_of, architectures
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.models import build_model, random_inputs
+from pbfl_flwr.models.checkpoints import OF_TORCHVISION, as_file, body_of, read_checkpoint
+from pbfl_flwr.models.contract import HEAD_PREFIX, SplitModel
+from pbfl_flwr.models.pretrained import digest
+from pbfl_flwr.places import weights_file
+from pbfl_flwr.task import Task
+from tests.runs import pbfl
+
+SMALL = Task(3, 16, (3, 32, 32))
+ALIKE = ("resnet34", "resnet101", "resnet152", "vit-b-16")  # made by the functions that make the others
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the weights of each test apart."""
+    monkeypatch.setenv("PBFL_HOME", str(tmp_path / "home"))
+
+
+def theirs(architecture: str) -> nn.Module:
+    """Return torchvision's network with statistics of its own, as training would leave it."""
+    name = OF_TORCHVISION[architecture]
+    more = {"aux_logits": True, "init_weights": False} if name == "googlenet" else {}
+    torch.manual_seed(3)
+    net = getattr(torchvision.models, name)(weights=None, **more)
+    for module in net.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean.uniform_(-0.1, 0.1)  # type: ignore[union-attr]
+            module.running_var.uniform_(0.8, 1.2)  # type: ignore[union-attr]
+    return net.eval()
+
+
+def without_classifier(net: nn.Module) -> nn.Module:
+    for name in ("fc", "classifier", "heads"):
+        if hasattr(net, name):
+            setattr(net, name, nn.Identity())
+    return net
+
+
+def kept(name: str, label: str, model: nn.Module | dict[str, Tensor]) -> Path:
+    """Keep a network's body as ``pbfl weights`` does."""
+    tensors = model.state_dict() if isinstance(model, nn.Module) else model
+    file = weights_file(name, label)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(as_file(body_of(name, tensors, "the test's")))
+    return file
+
+
+def body(model: SplitModel) -> dict[str, Tensor]:
+    return {name: t for name, t in model.state_dict().items() if not name.startswith(HEAD_PREFIX)}
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("architecture", OF_TORCHVISION)
+def test_every_tensor_of_torchvisions_network_has_its_place(architecture: str) -> None:
+    with torch.device("meta"):
+        more = {"init_weights": False} if architecture == "googlenet" else {}
+        net = getattr(torchvision.models, OF_TORCHVISION[architecture])(**more)
+        ours = build_model(architecture, Task(7, 64, (3, 224, 224)), 0)
+        taken = body_of(architecture, net.state_dict(), "torchvision's")
+    assert {name: t.shape for name, t in taken.items()} == {name: t.shape for name, t in body(ours).items()}
+
+
+@pytest.mark.parametrize("architecture", [name for name in OF_TORCHVISION if name not in ALIKE])
+def test_the_body_gives_what_torchvisions_network_hands_to_its_classifier(architecture: str) -> None:
+    net, side = theirs(architecture), 224 if architecture.startswith("vit") else 64
+    images = torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(1))
+    taken = body_of(architecture, net.state_dict(), "torchvision's")
+    with torch.no_grad():
+        expected = without_classifier(net)(images)
+        ours = build_model(architecture, Task(7, expected.shape[1], (3, side, side)), 0)
+        lacking, strange = ours.load_state_dict(taken, strict=False)
+        found = ours.eval().features(images)
+    assert not strange
+    assert all(name.startswith(HEAD_PREFIX) for name in lacking)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_with_a_label_begins_with_the_kept_body_and_a_classifier_of_its_seed() -> None:
+    trained = build_model("resnet4", SMALL, 5)
+    kept("resnet4", "mine", trained)
+    wider = Task(9, 24, (3, 48, 48))  # other classes, other width, other images
+    begun, random = build_model("resnet4@mine", wider, 1), build_model("resnet4", wider, 1)
+    assert same(body(begun), body(trained))
+    assert not same(body(begun), body(random))
+    assert torch.equal(begun.head.weight, random.head.weight)  # type: ignore[arg-type]
+    assert same(body(build_model("resnet4@mine", wider, 2)), body(trained))
+    deeper = build_model("resnet4@mine+32", wider, 1)
+    assert same(body(deeper), body(trained))
+    assert deeper.head[0].weight.shape == (32, 24)  # type: ignore[index]
+
+
+def test_one_channel_is_seen_as_the_gray_image_in_all_three() -> None:
+    kept("resnet4", "colour", build_model("resnet4", SMALL, 5))
+    gray = torch.randn(2, 1, 32, 32, generator=torch.Generator().manual_seed(0))
+    one = build_model("resnet4@colour", Task(3, 16, (1, 32, 32)), 0).eval()
+    three = build_model("resnet4@colour", SMALL, 0).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(one.features(gray), three.features(gray.expand(-1, 3, -1, -1)))
+
+
+def test_places_of_patches_are_interpolated_as_torchvision_does_it() -> None:
+    net = theirs("vit-b-16")
+    kept("vit-b-16", "tv", net)
+    begun = build_model("vit-b-16@tv", Task(3, 768, (3, 48, 48)), 0)
+    expected = interpolate_embeddings(48, 16, dict(net.state_dict()))["encoder.pos_embedding"]
+    assert expected.shape == (1, 10, 768)
+    assert torch.equal(begun.state_dict()["neck.encoder.pos_embedding"], expected)
+
+
+@pytest.mark.parametrize("architecture", ["mlp-20-10", "har-gru", "textcnn", "transformer-3-1", "cnn4"])
+def test_this_projects_own_models_can_be_kept_whatever_they_take(architecture: str) -> None:
+    kind = {"har-gru": Task(2, 12, (9, 64)), "textcnn": Task(2, 12, (16,), 30)}
+    task = kind.get(architecture, Task(2, 12, (16,), 30) if "transformer" in architecture else SMALL)
+    trained = build_model(architecture, task, 4)
+    kept(architecture, "mine", trained)
+    assert same(body(build_model(f"{architecture}@mine", task, 0)), body(trained))
+
+
+def test_the_digest_is_of_the_weights_and_of_nothing_where_there_are_none() -> None:
+    trained = build_model("resnet4", SMALL, 1)
+    kept("resnet4", "a", trained)
+    kept("resnet4", "b", build_model("resnet4", SMALL, 2))
+    kept("resnet4", "c", {**trained.state_dict(), "head.bias": torch.ones(3)})
+    assert digest("resnet4") == "" == digest("my.nets:small")
+    assert len(digest("resnet4@a")) == 16
+    assert digest("resnet4@a") == digest("resnet4@c+8") != digest("resnet4@b")
+
+
+def test_names() -> None:
+    assert architectures("small-4@x") == ("cnn4@x", "resnet4@x", "resnet6@x", "resnet8@x")
+    assert architectures("htfe-img-8-htc-img-4@x")[1] == "googlenet@x+512"
+    assert architecture_of("cnn4, mlp-5@a.b_c-1+3", 1) == "mlp-5@a.b_c-1+3"
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("cnn4@", "allowed after '@' is a label of 1 to 64 letters"),
+        ("cnn4@../../etc", "allowed after '@' is a label"),
+        ("cnn4@a@b", "allowed after '@' is a label"),
+        ("small-4@", "allowed after '@' is a label"),
+        ("small-4@x+512", "'small-4' is a family"),
+        ("cnn5@x", "unknown model 'cnn5'"),
+        ("my.nets:small@x", "a function of your own reads its weights, too; allowed is 'my.nets:small'"),
+        ("cnn4@x+0", "allowed after '\\+' are 1 to 8 whole numbers"),
+    ],
+)
+def test_a_name_that_is_none(spec: str, said: str) -> None:
+    with pytest.raises(PbflError, match=said):
+        architectures(spec)
+
+
+def test_weights_that_are_not_there_name_the_labels_that_are() -> None:
+    with pytest.raises(
+        PbflError, match=r"no weights of cnn4 under the label 'x' .* none are kept for it here"
+    ):
+        build_model("cnn4@x", SMALL, 0)
+    kept("cnn4", "y", build_model("cnn4", SMALL, 0))
+    kept("resnet4", "z", build_model("resnet4", SMALL, 0))
+    with pytest.raises(PbflError, match="kept for it here: y; 'pbfl weights x cnn4 FILE' keeps them"):
+        digest("cnn4@x")
+
+
+def test_weights_that_do_not_fit_say_what_they_were_made_for() -> None:
+    kept("cnn4", "x", build_model("cnn4", SMALL, 0))
+    with pytest.raises(PbflError, match=r"have 16x1600 numbers in 'neck.*weight', this run needs 24x1600"):
+        build_model("cnn4@x", Task(3, 24, (3, 32, 32)), 0)
+    kept("resnet4", "gray", build_model("resnet4", Task(3, 16, (1, 32, 32)), 0))
+    with pytest.raises(
+        PbflError, match=r"have 64x1x7x7 numbers in 'stages.0.0.weight', this run needs 64x3x7x7"
+    ):
+        build_model("resnet4@gray", SMALL, 0)
+
+
+def test_a_kept_file_that_is_damaged_or_of_another_network() -> None:
+    file = kept("cnn4", "x", build_model("cnn4", SMALL, 0))
+    whole = file.read_bytes()
+    file.write_bytes(whole[:100])
+    with pytest.raises(PbflError, match=r"is damaged .*; put the weights there again"):
+        build_model("cnn4@x", SMALL, 0)
+    save_file(build_model("resnet4", SMALL, 0).state_dict(), file)
+    with pytest.raises(PbflError, match=r"is of another network: it (lacks|has)"):
+        build_model("cnn4@x", SMALL, 0)
+
+
+# What pbfl weights takes ------------------------------------------------------------------------------------------
+
+
+def saved(content: object, path: Path) -> Path:
+    torch.save(content, path)
+    return path
+
+
+def test_the_command_keeps_lists_and_replaces(tmp_path: Path) -> None:
+    assert "no pretrained weights in" in pbfl("list", "weights").stderr
+    net = theirs("resnet18")
+    first = saved({"state_dict": {f"module.{n}": t for n, t in net.state_dict().items()}}, tmp_path / "a.pth")
+    done = pbfl("weights", "imagenet", "resnet18", first)
+    assert done.exit_code == 0, done.stderr
+    assert "models=resnet18@imagenet begins with them" in " ".join(done.stdout.split())
+    file = weights_file("resnet18", "imagenet")
+    assert torch.equal(load_file(file)["stages.0.0.weight"], net.conv1.weight)  # type: ignore[arg-type]
+    assert "resnet18@imagenet" in pbfl("list", "weights").stdout
+    before = file.read_bytes()
+    other = saved(build_model("resnet18", SMALL, 7).state_dict(), tmp_path / "b.pt")
+    refused = pbfl("weights", "imagenet", "resnet18", other)
+    assert refused.exit_code == 2
+    assert "--replace" in refused.stderr
+    assert file.read_bytes() == before
+    assert pbfl("weights", "imagenet", "resnet18", other, "--replace").exit_code == 0
+    assert same(load_file(file), body(build_model("resnet18", SMALL, 7)))
+
+
+def test_half_precision_is_kept_as_float32(tmp_path: Path) -> None:
+    half = {
+        name: t.half() if t.is_floating_point() else t for name, t in theirs("resnet18").state_dict().items()
+    }
+    taken = as_file(body_of("resnet18", half, "x"))
+    (tmp_path / "x.safetensors").write_bytes(taken)
+    assert {str(t.dtype) for t in load_file(tmp_path / "x.safetensors").values()} == {
+        "torch.float32",
+        "torch.int64",
+    }
+
+
+class Harmful:
+    def __reduce__(self) -> Any:
+        return (Path.touch, (Path("harm"),))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (
+            {"a": torch.zeros(2)},
+            "allowed are weights of pbfl-flwr's resnet18 or torchvision's resnet18; it lacks",
+        ),
+        ({"epoch": 3}, "holds no tensors by name"),
+        ([torch.zeros(2)], "holds no tensors by name"),
+        ({}, "holds no tensors by name"),
+        (Harmful(), "holds no weights that can be read without running code"),
+    ],
+)
+def test_files_that_hold_something_else(
+    content: object, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    refused = pbfl("weights", "x", "resnet18", saved(content, tmp_path / "x.pth"))
+    assert refused.exit_code == 2
+    assert said in " ".join(refused.stderr.split())
+    assert not (tmp_path / "harm").exists()
+    assert not weights_file("resnet18", "x").exists()
+
+
+def test_the_harm_would_be_done_by_a_reader_that_runs_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    pickle.loads(pickle.dumps(Harmful()))
+    assert (tmp_path / "harm").exists()
+
+
+def test_checkpoints_of_another_network(tmp_path: Path) -> None:
+    with pytest.raises(PbflError, match=r"torchvision's resnet18 has no 'layer1.0.bn3.bias'"):
+        body_of("resnet18", {**theirs("resnet18").state_dict(), "layer1.0.bn3.bias": torch.zeros(3)}, "x")
+    gray = {**theirs("resnet18").state_dict(), "conv1.weight": torch.zeros(64, 1, 7, 7)}
+    with pytest.raises(
+        PbflError, match=re.escape("is (64, 1, 7, 7), of torchvision's resnet18 (64, 3, 7, 7)")
+    ):
+        body_of("resnet18", gray, "x")
+    with pytest.raises(PbflError, match=r"cnn4; it lacks 'stages.0.0.weight'"):
+        body_of("cnn4", theirs("resnet18").state_dict(), "x")
+    with pytest.raises(PbflError, match="pbfl-flwr's cnn4; it has 'more', too"):
+        body_of("cnn4", {**build_model("cnn4", SMALL, 0).state_dict(), "more": torch.zeros(1)}, "x")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("a/b", "cnn4"), "label 'a/b': allowed are"),
+        (("x", "cnn5"), "did you mean"),
+        (("x", "small-4"), "unknown model 'small-4'"),
+        (("x", "cnn4+32"), "weights are a body's; allowed is 'cnn4'"),
+        (("x", "cnn4@y"), "weights are a body's; allowed is 'cnn4'"),
+        (("x", "my.nets:small"), "reads its weights itself"),
+        (("x", "cnn4"), "nothing.pth cannot be read (No such file or directory)"),
+    ],
+)
+def test_words_that_are_wrong(words: tuple[str, str], said: str, tmp_path: Path) -> None:
+    refused = pbfl("weights", *words, tmp_path / "nothing.pth")
+    assert refused.exit_code == 2
+    assert said in " ".join(refused.stderr.split())
+
+
+def test_a_safetensors_file_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "x.safetensors").write_bytes(b"12345678 and more")
+    with pytest.raises(PbflError, match="holds no weights that can be read"):
+        read_checkpoint(tmp_path / "x.safetensors")
+
+
+def test_random_inputs_go_through() -> None:
+    kept("mobilenet-v2", "tv", theirs("mobilenet-v2"))
+    model = build_model("mobilenet-v2@tv", SMALL, 0).eval()
+    with torch.no_grad():
+        assert model(random_inputs(SMALL, 2)).shape == (2, 3)
