@@ -231,7 +231,7 @@ def test_a_longer_run_is_not_taken_for_the_one_that_is_asked_for(file: Path, tmp
     assert all("was made with num-server-rounds = 3, not 2; allowed are at least as many" in s for s in said)
     assert comparison_table.rows([first, second]) == comparison_table.groups([first, second]) == []
     longer = compare.plan(compare.read(str(file))[1], ["num-server-rounds=3"], [], ["A"], tmp_path)
-    assert [row.rounds for row in comparison_table.rows(longer)] == [3]
+    assert [row.rounds for row in comparison_table.rows(longer)] == ["3"]
 
 
 def test_an_interrupted_run_ends_sooner_where_it_has_not_come_that_far(file: Path, tmp_path: Path) -> None:
@@ -245,6 +245,30 @@ def test_an_interrupted_run_ends_sooner_where_it_has_not_come_that_far(file: Pat
 
     assert compare.make([run], start) == []
     assert (seen[0].values["resume"], seen[0].values["num-server-rounds"]) == (True, 2)
+
+
+def test_a_run_that_patience_ended_is_finished_for_who_asks_with_the_same_patience(
+    file: Path, tmp_path: Path
+) -> None:
+    sections, more = compare.read(str(file))[1], ["num-server-rounds=9", "patience=2"]
+    first, second = compare.plan(sections, more, [0, 1], ["A"], tmp_path)
+    lines = [entry(number, 0.5, 0.5) for number in (1, 2, 3, 4)]
+    for run, made in ((first, lines[:3]), (second, lines)):
+        write_run(run.directory, made, **run.wishes.values)
+        RunDirectory(run.directory).ends(len(made))
+    assert compare.ready(first)
+    assert [row.rounds for row in comparison_table.rows([first, second])] == ["3–4"]
+    assert [row.rounds for row in comparison_table.rows([second])] == ["4"]
+    (further,) = compare.plan(sections, ["num-server-rounds=50", "patience=2"], [0], ["A"], tmp_path)
+    assert compare.ready(further)
+    (sooner,) = compare.plan(sections, ["num-server-rounds=5", "patience=2"], [0], ["A"], tmp_path)
+    assert compare.ready(sooner)
+    (shorter,) = compare.plan(sections, ["num-server-rounds=2", "patience=2"], [0], ["A"], tmp_path)
+    with pytest.raises(PbflError, match="was made with num-server-rounds = 9, not 2"):
+        compare.ready(shorter)
+    (other,) = compare.plan(sections, ["num-server-rounds=9", "patience=3"], [0], ["A"], tmp_path)
+    with pytest.raises(PbflError, match="was made with patience = 2; allowed are the same keys"):
+        compare.ready(other)
 
 
 @pytest.mark.parametrize("seed", ["abc", "1.5", "true", "-1"])
@@ -504,7 +528,7 @@ def test_all_methods_go_through_into_one_table(tmp_path: Path) -> None:
     assert compare.make(planned, start) == []
     found = comparison_table.rows(planned)
     assert [row.label for row in found] == list(runs)
-    assert all(row.rounds == 2 and row.seconds > 0 and row.total > 0 for row in found)
+    assert all(row.rounds == "2" and row.seconds > 0 and row.total > 0 for row in found)
     assert [row.label for row in found if not row.up] == [
         "Local",
         "GFPL",

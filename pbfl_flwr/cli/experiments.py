@@ -78,6 +78,7 @@ def run(
     """Run a federation on this machine, on Flower's simulation engine."""
     from pbfl_flwr.experiments import configuration, tables
     from pbfl_flwr.experiments.runner import simulate
+    from pbfl_flwr.flower.history import ENDED, RunDirectory
     from pbfl_flwr.flower.placement import Resources, idle_cards
 
     console = screen()
@@ -94,7 +95,12 @@ def run(
             wishes = configuration.resumed(directory, wishes)
             settings = configuration.check(wishes)
             if not dry_run and configuration.complete(directory, settings):
-                say(console, "all its rounds are there; to go further: --set num-server-rounds=<more>")
+                more = (
+                    "patience=<more>"
+                    if ENDED in RunDirectory(directory).read()
+                    else "num-server-rounds=<more>"
+                )
+                say(console, f"all its rounds are there; to go further: --set {more}")
                 tables.show(directory, console)
                 return
         else:

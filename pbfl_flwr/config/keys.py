@@ -143,6 +143,12 @@ class RunSettings(Group):
         description="devices with which a run may begin; the others join in any round. 0: all num-clients",
     )
     num_server_rounds: int = Field(20, ge=1, le=1_000_000, description="rounds, T")
+    patience: int = Field(
+        0,
+        ge=0,
+        description="rounds without a better headline score (of validation data, else of test data) after which the "
+        "run ends; 0: it makes them all",
+    )
     fraction_train: float = Field(1.0, gt=0, le=1, description="share of the clients that train in a round")
     fraction_evaluate: float = Field(
         1.0, ge=0, le=1, description="share of the other clients that is evaluated"

@@ -56,6 +56,7 @@ PROTOCOLS: dict[str, dict[str, str | int]] = {
 # What may differ when a run goes on: how far, how long to wait, what to do then, how fast, who is told.
 CHANGEABLE = (
     "num-server-rounds",
+    "patience",
     "round-timeout",
     "join-timeout",
     "failure-policy",
@@ -199,6 +200,8 @@ def _disagreements(settings: Settings) -> list[str]:
         silent = "with client-report = 'none' nobody says how clients score"
         if run.new_clients:
             found.append(f"new-clients = {run.new_clients}: {silent}; allowed is 0")
+        if run.patience:
+            found.append(f"patience = {run.patience}: {silent}; allowed is 0")
         if settings.evaluation.both_moments:
             found.append(f"both-moments = true: {silent}; allowed is false")
         if settings.evaluation.per_class:

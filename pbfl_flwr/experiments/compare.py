@@ -33,7 +33,7 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import configuration
 from pbfl_flwr.experiments.figures import say
 from pbfl_flwr.experiments.runner import simulate
-from pbfl_flwr.flower.history import RunDirectory
+from pbfl_flwr.flower.history import ENDED, RunDirectory
 from pbfl_flwr.flower.placement import Resources
 
 FOLDER = "experiments/comparisons"
@@ -280,13 +280,17 @@ def ready(run: Planned) -> bool:
     if not there.taken:
         return False
     wanted = configuration.check(run.wishes)
-    made = configuration.check(configuration.Wishes(there.read()["configuration"]))
-    now = wanted.relevant()
-    if odd := [f"{key} = {value}" for key, value in made.relevant().items() if now.get(key) != value]:
+    about = there.read()
+    made = configuration.check(configuration.Wishes(about["configuration"]))
+    now = wanted.relevant() | {"patience": wanted.run.patience}
+    then = made.relevant() | {"patience": made.run.patience}
+    if odd := [f"{key} = {value}" for key, value in then.items() if now.get(key) != value]:
         raise PbflError(
             f"{run.directory} was made with {', '.join(odd)}; allowed are the same keys, or another --out"
         )
     rounds, until = wanted.run.num_server_rounds, made.run.num_server_rounds
+    if (ended := about.get(ENDED, rounds + 1)) <= rounds:
+        rounds = until = ended
     # Its first rounds are not the shorter run: a last scoring, new clients and schedules belong to the last round.
     if len(there.rounds()) >= rounds and until > rounds:
         raise PbflError(

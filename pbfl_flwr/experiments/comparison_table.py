@@ -16,6 +16,7 @@ from pbfl_flwr.experiments.accuracies import (
     majority_lines,
     participants,
     scores,
+    span,
     titled,
     unscored_lines,
 )
@@ -73,7 +74,7 @@ class Row:
     Attributes:
         label: of the runs.
         headline: their predictor, or the one that was asked for instead.
-        runs, rounds: how many finished runs, one a seed, and how many rounds each.
+        runs, rounds: how many finished runs, one a seed, and how many rounds each: "18–37" where patience ended some.
         last, best: headline accuracies (sample-weighted, %), one a seed in which it was scored.
         others: predictor -> last accuracies.
         chosen: the same at the validation-chosen round; empty without validation data.
@@ -96,7 +97,7 @@ class Row:
     label: str
     headline: str
     runs: int
-    rounds: int
+    rounds: str
     last: list[float]
     best: list[float]
     chosen: list[float]
@@ -140,7 +141,7 @@ class Row:
             self.moment,
             clients,
             str(self.seeds),
-            str(self.rounds),
+            self.rounds,
             *accuracies,
             *bytes_,
         ]
@@ -187,7 +188,7 @@ def _row(label: str, runs: Sequence[RunDirectory], by: str) -> Row:
         label,
         headline,
         len(runs),
-        len(histories[0]),
+        span(map(len, histories)),
         [100 * found.last[1]["weighted"] for found in scored],
         [100 * found.best[1]["weighted"] for found in scored],
         [100 * at[1]["weighted"] for found in scored if (at := found.chosen) is not None],
@@ -240,7 +241,7 @@ def table(title: str, found: Sequence[Row], by: str = "") -> Sheet:
     lines = []
     for row in found:
         cells = [row.label, row.headline, *([row.moment] if moments else [])]
-        cells += [str(row.rounds)] if lengths else []
+        cells += [row.rounds] if lengths else []
         cells += [figure(row.last), figure(row.best)]
         cells += [figure(row.chosen)] if chosen else []
         cells += [figure(row.other)] if twice else []
@@ -250,8 +251,8 @@ def table(title: str, found: Sequence[Row], by: str = "") -> Sheet:
         cells += [figure(row.others.get(name, [])) for name in names]
         cells += [kilobytes(row.up), kilobytes(row.down), kilobytes(row.total), paper_scalars(row.paper)]
         lines.append((*cells, f"{row.seconds:.1f}"))
-    rounds = sorted({row.rounds for row in found})
-    note = f"Rounds: {', '.join(map(str, rounds))}. Seeds: {max((row.runs for row in found), default=0)}. "
+    rounds = sorted({row.rounds for row in found}, key=lambda said: int(said.partition("–")[0]))
+    note = f"Rounds: {', '.join(rounds)}. Seeds: {max((row.runs for row in found), default=0)}. "
     note += (
         "The columns named after predictors are last-round accuracies; payload is a round's mean over all "
     )

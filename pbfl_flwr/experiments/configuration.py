@@ -19,7 +19,7 @@ from pbfl_flwr.data import DATASETS, Partition, check_data, load_pool
 from pbfl_flwr.data.windows import mixed_up
 from pbfl_flwr.errors import PbflError, expanded, writing
 from pbfl_flwr.experiments.runner import go_on_with, simulated
-from pbfl_flwr.flower.history import RunDirectory
+from pbfl_flwr.flower.history import ENDED, RunDirectory
 from pbfl_flwr.flower.placement import Machine, Resources, places
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method, privacy_notes
 from pbfl_flwr.own_code import is_external
@@ -202,7 +202,10 @@ def resumed(run: Path, wishes: Wishes, *, devices: bool = False) -> Wishes:
 def complete(run: Path, settings: Settings) -> bool:
     """Whether a run came to its end and has all the rounds that are wanted."""
     there = RunDirectory(run)
-    return bool(there.result()) and len(there.rounds()) == settings.run.num_server_rounds
+    about, wanted = there.read(), settings.run.num_server_rounds
+    if settings.run.patience == about["configuration"].get("patience", 0):
+        wanted = min(wanted, about.get(ENDED, wanted))
+    return bool(there.result()) and len(there.rounds()) == wanted
 
 
 def run_directory(settings: Settings, wanted: Path | None) -> Path:

@@ -12,7 +12,7 @@ from pbfl_flwr.config import PREDICTORS
 from pbfl_flwr.experiments.accuracies import client_series, participants, scores, series
 from pbfl_flwr.experiments.sheets import Sheet
 from pbfl_flwr.experiments.tables import rounds_of_newcomers
-from pbfl_flwr.flower.history import ERROR, RunDirectory
+from pbfl_flwr.flower.history import ERROR, RunDirectory, last_round
 
 CLIENTS = (
     "round",
@@ -43,7 +43,7 @@ def as_json(run_dir: Path) -> str:
         "run": str(run_dir),
         "result-hash": run.result() or None,
         "settings": {key: about.get(key) for key in ("configuration", "headline", "moment", "versions")},
-        "rounds": {"done": len(rounds), "wanted": about["configuration"]["num-server-rounds"]},
+        "rounds": {"done": len(rounds), "wanted": last_round(about)},
         "ended-with": said,
         "accuracies": _accuracies(rounds),
         "new-clients": _of_newcomers(about, newcomers),

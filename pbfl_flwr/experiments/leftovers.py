@@ -31,7 +31,7 @@ from pbfl_flwr.experiments.figures import kilobytes
 from pbfl_flwr.experiments.runner import NODES
 from pbfl_flwr.flower.engine import LOG, RUN_LOCK
 from pbfl_flwr.flower.files import SCHEMA, UnsavedState, write_atomically
-from pbfl_flwr.flower.history import FILES, SERVER_LOCK, STATES_REMOVED, RunDirectory
+from pbfl_flwr.flower.history import FILES, SERVER_LOCK, STATES_REMOVED, RunDirectory, last_round
 from pbfl_flwr.places import home
 
 Kind = Literal["torn", "states", "unfinished", "cache"]
@@ -277,7 +277,7 @@ def _run(path: Path) -> Iterator[Find | Left]:
         about = run.read() if run.taken else None
         if about and not {"method", "num-server-rounds"} <= set(about["configuration"]):
             raise PbflError(f"{path / 'run.json'} is not this project's")
-        begun, over = bool(run.rounds()), about is not None and _over(run, about["configuration"])
+        begun, over = bool(run.rounds()), about is not None and _over(run, about)
     except PbflError as error:
         yield Left(path, str(error))
         return
@@ -313,9 +313,9 @@ def _homes(path: Path, experiment: str) -> tuple[Path, ...]:
     return tuple(folder for root in roots for folder in _folders(root) if ours.fullmatch(folder.name))
 
 
-def _over(run: RunDirectory, configuration: Mapping[str, Any]) -> bool:
+def _over(run: RunDirectory, about: Mapping[str, Any]) -> bool:
     """Whether nothing of a run is left to be done, the rounds of clients that come late included."""
-    last = int(configuration["num-server-rounds"])
+    last, configuration = last_round(about), about["configuration"]
     if len(run.rounds()) < last or not configuration.get("new-clients"):
         return len(run.rounds()) >= last
     return any(line["round"] >= last + configuration["new-client-rounds"] for line in run.newcomers(last))

@@ -39,7 +39,7 @@ from pbfl_flwr.experiments.tables import (
     unknown_lines,
 )
 from pbfl_flwr.flower.files import write_atomically
-from pbfl_flwr.flower.history import ERROR
+from pbfl_flwr.flower.history import ERROR, last_round
 
 TEMPLATES = "experiments/templates"
 NUMBER = re.compile(r"[<+−-]?\s*\d")
@@ -153,7 +153,7 @@ def overviews(groups: Sequence[Group]) -> list[Overview]:
     for group in groups:
         for record in group.records:
             warnings = []
-            wanted, done = int(record.config["num-server-rounds"]), len(record.rounds)
+            wanted, done = last_round(record.about), len(record.rounds)
             if done < wanted:
                 warnings.append(f"{done} of {wanted} rounds are there")
             if (error := record.path / ERROR).exists():

@@ -15,6 +15,7 @@ from pbfl_flwr.experiments.accuracies import (
     few_lines,
     honest,
     scores,
+    span,
     titled,
     unscored_lines,
 )
@@ -53,7 +54,7 @@ class Row:
     last: list[float]
     last_spread: list[float]
     others: Mapping[str, list[float]]
-    rounds: int
+    rounds: str
     seconds: float
     few: Mapping[str, str] = field(default_factory=dict)
     moment: str = ""
@@ -108,7 +109,7 @@ def _row(paper: Reproduction, block: str, label: str, runs: Sequence[RunDirector
             for name in PREDICTORS
             if any(name in score for score in found)
         },
-        len(histories[0]),
+        span(map(len, histories)),
         fmean(line["seconds"]["total"] for history in histories for line in history),
         few_clients((run.read(), score) for run, score in zip(runs, found, strict=True)),
         str(runs[0].read()["moment"]),
@@ -179,7 +180,7 @@ def _table(paper: Reproduction, block: str, found: Sequence[Row], runs: Sequence
             "-" if gap is None else f"{gap:+.2f}",
             *(figure(row.others.get(name, [])) for name in names),
         ]
-        lines.append((*cells, str(row.rounds), str(len(row.best)), f"{row.seconds:.1f}"))
+        lines.append((*cells, row.rounds, str(len(row.best)), f"{row.seconds:.1f}"))
     notes = ["Columns named after predictors are accuracies of the last round."] if found else []
     notes += [MOMENT_NOTE] if moments else []
     notes += unscored_lines((row.label, row.rule) for row in found if not row.last)
@@ -215,7 +216,7 @@ def write(out: Path, paper: Reproduction, text: str, found: Sequence[Row]) -> No
         figures = [*_plain(paper, row.best, row.best_spread), *_plain(paper, row.last, row.last_spread)]
         rest = [
             "" if gap is None else f"{gap:.4f}",
-            str(row.rounds),
+            row.rounds,
             str(len(row.best)),
             f"{row.seconds:.2f}",
         ]

@@ -19,7 +19,7 @@ from pbfl_flwr.errors import PbflError, writing
 from pbfl_flwr.experiments.figures import say
 from pbfl_flwr.experiments.following import Follower
 from pbfl_flwr.flower.engine import ENDED, Engine, Link
-from pbfl_flwr.flower.history import ERROR, RunDirectory, RunRefused
+from pbfl_flwr.flower.history import ERROR, RunDirectory, RunRefused, last_round
 from pbfl_flwr.flower.placement import Resources
 from pbfl_flwr.flower.processes import HANGUPS, forget_lost_terminal
 
@@ -187,7 +187,9 @@ def attend(link: Link, submit: Callable[[], str], num_rounds: int, console: Cons
             follower.look()
             return _interrupted(run_dir, console, go_on)
         follower.look()
-        present = {line["round"] for line in RunDirectory(run_dir).rounds()}
+        there = RunDirectory(run_dir)
+        present = {line["round"] for line in there.rounds()}
+        num_rounds = last_round(there.read()) if there.taken else num_rounds
         missing = num_rounds - len(present & set(range(1, num_rounds + 1)))
         if status == "finished:completed" and not missing:
             return COMPLETED

@@ -171,7 +171,7 @@ def table(sweep: Sweep, found: Sequence[Row], planned: Sequence[Planned], title:
         cells += [figure(row.new)] if new else []
         cells += [figure(row.others.get(name, [])) for name in names]
         cells += [kilobytes(row.up), kilobytes(row.down), kilobytes(row.total)]
-        lines.append((*cells, str(row.rounds), str(row.seeds), f"{row.seconds:.1f}"))
+        lines.append((*cells, row.rounds, str(row.seeds), f"{row.seconds:.1f}"))
     missing = sum(not finished(run) for run in planned)
     notes = [f"{missing} of {len(planned)} runs are not finished."] if missing else []
     notes += remarks(found)

@@ -27,7 +27,7 @@ from pbfl_flwr.experiments.accuracies import (
 from pbfl_flwr.experiments.figures import clients_named, kilobytes, say
 from pbfl_flwr.experiments.narrow import print_blocks, print_whole
 from pbfl_flwr.experiments.runner import go_on_with
-from pbfl_flwr.flower.history import ERROR, RunDirectory
+from pbfl_flwr.flower.history import ERROR, RunDirectory, last_round
 
 STATISTICS = ("weighted", "mean", "std", "worst")
 UNKNOWN = "unknown"
@@ -77,7 +77,7 @@ def show(run_dir: Path, console: Console) -> None:
             say(console, f"last round: {note}", "yellow")
         for line in [*joined_lines(rounds), *failure_lines([*rounds, *newcomers])]:
             say(console, line, "yellow")
-    wanted, wanted_of_newcomers = about["configuration"]["num-server-rounds"], rounds_of_newcomers(about)
+    wanted, wanted_of_newcomers = last_round(about), rounds_of_newcomers(about)
     if len(rounds) < wanted:
         say(console, f"{len(rounds)} of {wanted} rounds; go on with: {go_on_with(run_dir, about)}")
     elif len(newcomers) < wanted_of_newcomers:

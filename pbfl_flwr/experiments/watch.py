@@ -23,7 +23,7 @@ from pbfl_flwr.experiments.accuracies import Scores, few_clients, few_lines, sco
 from pbfl_flwr.experiments.figures import clock, kilobytes
 from pbfl_flwr.experiments.runner import go_on_with
 from pbfl_flwr.experiments.tables import failure_lines, rounds_of_newcomers, settings_line
-from pbfl_flwr.flower.history import ERROR, NEWCOMERS, WAITING, RunDirectory
+from pbfl_flwr.flower.history import ERROR, NEWCOMERS, WAITING, RunDirectory, last_round
 from pbfl_flwr.flower.holders import abandoned
 
 QUIET_SECONDS = 120.0  # silence below this is never remarkable
@@ -61,7 +61,7 @@ class View:
     @property
     def wanted(self) -> int:
         """T; 0 where it is not known yet."""
-        return int(self.about["configuration"]["num-server-rounds"]) if self.about else 0
+        return last_round(self.about) if self.about else 0
 
     @property
     def wanted_of_newcomers(self) -> int:

@@ -47,6 +47,7 @@ from pbfl_flwr.flower.files import (
 
 ERROR, NEWCOMERS, WAITING, RESULT = "error.txt", "newcomers.jsonl", "waiting.txt", "result.txt"
 BROADCAST, CHECKPOINT, BEST = "prototypes.safetensors", "checkpoint.safetensors", "best.safetensors"
+ENDED = "ended-after"  # of run.json, where patience ended a run
 SERVER_LOCK, STATES_REMOVED = ".server.lock", "clients-removed.txt"
 FILES = (
     "run.json",
@@ -64,8 +65,8 @@ FILES = (
     STATES_REMOVED,
 )  # of a run directory, of the server
 OTHER_CONFIGURATION = (
-    "run-dir = '{}' was made with another configuration (see its run.json); only num-server-rounds and the timeouts "
-    "may differ when a run is resumed"
+    "run-dir = '{}' was made with another configuration (see its run.json); only num-server-rounds, patience and the "
+    "timeouts may differ when a run is resumed"
 )
 HANDOVER_SECONDS = 30.0  # a ServerApp that was stopped needs some to end
 PACKAGES = ("pbfl-flwr", "flwr", "ray", "torch", "torchvision", "numpy", "scipy")
@@ -198,7 +199,16 @@ class RunDirectory:
 
     def go_on(self, configuration: Mapping[str, Any]) -> None:
         """Record the configuration under which a run goes on: how far it goes may have changed."""
-        self._write("run.json", {**self.read(), "configuration": dict(configuration)})
+        about = {key: value for key, value in self.read().items() if key != ENDED}
+        self._write("run.json", {**about, "configuration": dict(configuration)})
+
+    def ends(self, after: int) -> None:
+        """Write down that a run ends after this round, whatever num-server-rounds says.
+
+        Raises:
+            UnsavedState: if the system refuses it.
+        """
+        self._write("run.json", {**self.read(), ENDED: after})
 
     def know(self, clients: Sequence[Mapping[str, Any]], joined: Sequence[str]) -> None:
         """Write down who takes part, now that others have joined.
@@ -342,6 +352,15 @@ class RunDirectory:
 
     def _write(self, name: str, content: Mapping[str, Any]) -> None:
         write_atomically(self.path / name, (json.dumps(content, indent=1) + "\n").encode())
+
+
+def last_round(about: Mapping[str, Any]) -> int:
+    """Return the number of a run's last round: num-server-rounds, or that after which patience ended it.
+
+    Args:
+        about: what run.json holds.
+    """
+    return int(about.get(ENDED, about["configuration"]["num-server-rounds"]))
 
 
 def read_object(file: Path) -> dict[str, Any]:

@@ -156,7 +156,7 @@ class LegacyMethodStrategy(TrainingOnly):
             )
         if settings.run.attack:  # its clients have no number before they answer
             raise PbflError(f"attack = '{settings.run.attack}': the older interface cannot tell who lies")
-        for key in ("new-clients", "min-clients"):
+        for key in ("new-clients", "min-clients", "patience"):
             if number := settings.as_dict()[key]:
                 raise PbflError(f"{key} = {number}: the older interface has none; allowed is 0")
         self.experiment = experiment or f"{settings.fingerprint()}-{uuid.uuid4().hex[:8]}"

@@ -15,6 +15,7 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import checkpoint
 from pbfl_flwr.flower.history import OTHER_CONFIGURATION, Dealt, RunDirectory, RunRefused
 from pbfl_flwr.flower.outcome import result_hash
+from pbfl_flwr.flower.patience import score_of
 from pbfl_flwr.flower.roster import Member
 from pbfl_flwr.methods import build_method
 from pbfl_flwr.payloads import Payload
@@ -36,6 +37,7 @@ class Recorder:
         self.run, self._settings, self._headline = run, settings, headline
         self._fingerprint = settings.fingerprint()
         self._best = -1.0  # weighted headline accuracy
+        self._last = settings.run.num_server_rounds
         self._sinks: Sinks | None = None
         self._warnings: list[str] = []
 
@@ -157,6 +159,15 @@ class Recorder:
         if self._sinks is not None:
             self._warn(self._sinks.log(line))
 
+    def ends(self, after: int) -> None:
+        """Write down that patience ends the run after this round.
+
+        Raises:
+            UnsavedState: if the system refuses it.
+        """
+        self._last = after
+        self.run.ends(after)
+
     def add_newcomers(self, line: Mapping[str, Any]) -> None:
         """Keep a round of the clients that came after the last one.
 
@@ -180,7 +191,7 @@ class Recorder:
 
     def _seal(self) -> None:
         run = self._settings.run
-        rounds, newcomers = run.num_server_rounds, run.new_client_rounds if run.new_clients else 0
+        rounds, newcomers = self._last, run.new_client_rounds if run.new_clients else 0
         try:
             if len(self.run.rounds()) >= rounds and len(self.run.newcomers(rounds)) >= newcomers:
                 self.run.seal(found := result_hash(self.run, rounds))
@@ -198,12 +209,9 @@ class Recorder:
 
     def _figures(self, line: Mapping[str, Any]) -> list[tuple[float, bool]]:
         """Return (weighted headline accuracy, whether of a last scoring) of a round, by validation data if any."""
-        found = []
-        for entry, final in ((line, False), (line.get("final", {}), True)):
-            scored = entry.get("validation") or entry.get("accuracy") or {}
-            if self._headline in scored:
-                found.append((float(scored[self._headline]["weighted"]), final))
-        return found
+        entries = ((line, False), (line.get("final", {}), True))
+        scores = [(score_of(entry, self._headline), final) for entry, final in entries]
+        return [(score, final) for score, final in scores if score is not None]
 
 
 def _listed(members: Iterable[Member]) -> list[dict[str, Any]]:

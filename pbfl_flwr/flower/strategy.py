@@ -32,6 +32,7 @@ from pbfl_flwr.flower.books import aged, client_columns, final_scores, round_lin
 from pbfl_flwr.flower.history import RunDirectory
 from pbfl_flwr.flower.meeting import met
 from pbfl_flwr.flower.newcomers import Newcomers, new_clients
+from pbfl_flwr.flower.patience import exhausted, note_of
 from pbfl_flwr.flower.questions import Questions
 from pbfl_flwr.flower.recorder import Recorder
 from pbfl_flwr.flower.replies import Outcome, Phase, read
@@ -212,6 +213,7 @@ class MethodStrategy(Strategy):
         attendance, result = self._attendance, Result()
         nothing, unused = ArrayRecord(), ConfigRecord()
         again = 0  # times that this round was asked again
+        self._end_early()  # a resumed run may have come so far
         while self.done < self._num_rounds:
             server_round = self.done + 1
             asked = list(self.configure_train(server_round, nothing, unused, grid))
@@ -233,6 +235,7 @@ class MethodStrategy(Strategy):
                 result.arrays = arrays
             if metrics is not None:
                 result.train_metrics_clientapp[server_round] = metrics
+            self._end_early()
             asked = list(self.configure_evaluate(server_round, nothing, unused, grid))
             if asked:
                 scored = self.aggregate_evaluate(server_round, grid.send_and_receive(asked, timeout=timeout))
@@ -242,8 +245,15 @@ class MethodStrategy(Strategy):
             again = 0
             if evaluate_fn and (found := evaluate_fn(server_round, result.arrays)) is not None:
                 result.evaluate_metrics_serverapp[server_round] = found
+        if self._recorder is not None and self.done < self.settings.run.num_server_rounds:
+            self._recorder.ends(self.done)
         self._meet_new_clients(grid, timeout)
         return result
+
+    def _end_early(self) -> None:
+        """Make the last round in the history the last of all if patience is at its end."""
+        if exhausted(self.history, self.headline, self.settings.run.patience) is not None:
+            self._num_rounds = self.history[-1]["round"]
 
     def _meet_new_clients(self, grid: Grid, timeout: float) -> None:
         """Let those who took no part train with what the rounds came to; what is done of it already stays."""
@@ -372,6 +382,9 @@ class MethodStrategy(Strategy):
         found += notes.unheard_of(labels, line.get("ages"))
         if self._num_rounds == line["round"] > 1 and self.settings.evaluation.predictor != "auto":
             found += notes.not_scored(self.headline, self.method.name, line["accuracy"])
+        patience = self.settings.run.patience
+        if (best := exhausted([*self.history, line], self.headline, patience)) is not None:
+            found.append(note_of(best, patience, validated=bool(line.get("validation"))))
         return found + (self._recorder.warnings() if self._recorder else [])
 
     def aggregate_fit(
