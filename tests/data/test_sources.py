@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 from scipy.io import savemat
 from torchvision import datasets
 
@@ -337,6 +337,55 @@ def test_an_image_folder_that_cannot_be_used_says_why(tmp_path, write_image):
     (tmp_path / "b" / "dog" / "1.png").write_bytes(b"no image")
     with pytest.raises(PbflError, match=r"1\.png is not a readable image"):
         load(tmp_path / "b")
+
+
+@pytest.mark.parametrize("name", ["a.jpg", "a.png", "a.tif", "a.webp"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_photographs_are_turned_as_they_were_held(tmp_path, name, orientation):
+    light = np.zeros((16, 32, 3), dtype=np.uint8)  # as it is to be seen: light at the top on the left
+    light[:8, :8] = 255
+    stored = {
+        1: light, 2: light[:, ::-1], 3: light[::-1, ::-1], 4: light[::-1],
+        5: light.transpose(1, 0, 2), 6: np.rot90(light), 7: np.rot90(light.transpose(1, 0, 2), 2),
+        8: np.rot90(light, -1),
+    }[orientation]  # fmt: skip
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    for label in ("cat", "dog"):
+        (tmp_path / label).mkdir()
+        Image.fromarray(np.ascontiguousarray(stored)).save(tmp_path / label / name, exif=exif)
+    pool = load_pool(DataSettings(dataset="image-folder", data_dir=str(tmp_path)))
+    assert pool.input_shape == (3, 16, 32)
+    assert (
+        np.abs(pool.inputs[0].transpose(1, 2, 0).astype(int) - light).mean() < 8
+    )  # JPEG and WEBP lose a little
+    image = one_image(tmp_path / "cat" / name, 3, (32, 16))  # as predict reads it
+    assert np.array_equal(image, pool.inputs[0])
+
+
+def test_a_damaged_exif_says_nothing(tmp_path):
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    for label in ("cat", "dog"):
+        (tmp_path / label).mkdir()
+        path = tmp_path / label / "a.webp"
+        Image.new("RGB", (8, 4)).save(path, exif=exif)
+        content = path.read_bytes()
+        path.write_bytes(content.replace(b"MM\0*", b"ZZ\0*"))
+        assert path.read_bytes() != content
+    assert load_pool(DataSettings(dataset="image-folder", data_dir=str(tmp_path))).input_shape == (3, 4, 8)
+
+
+@pytest.mark.filterwarnings("error")
+def test_colours_of_a_palette_with_transparent_ones(tmp_path):
+    for label in ("cat", "dog"):
+        (tmp_path / label).mkdir()
+        image = Image.new("P", (2, 1))
+        image.putpalette([10, 20, 30, 40, 50, 60])
+        image.putpixel((1, 0), 1)
+        image.save(tmp_path / label / "a.png", transparency=b"\0\x80")
+    pool = load_pool(DataSettings(dataset="image-folder", data_dir=str(tmp_path)))
+    assert pool.inputs[0, :, 0].T.tolist() == [[10, 20, 30], [40, 50, 60]]
 
 
 @pytest.mark.parametrize("name", ["0.png", "0.tif"])
