@@ -1,4 +1,5 @@
 import gzip
+import os
 import pickle
 import shutil
 from pathlib import Path
@@ -303,6 +304,39 @@ def test_what_begins_with_a_dot_is_neither_class_nor_image(tmp_path, write_image
     pool = load_pool(DataSettings(dataset="image-folder", data_dir=str(folder)))
     assert (pool.label_names, pool.labels.tolist()) == (("cat", "dog"), [0, 1])
     assert [note.rpartition("begin with a dot: ")[2] for note in pool.notes] == ["2"]
+
+
+def test_folders_with_the_name_of_a_class_in_another_form(tmp_path, write_image):
+    for path in ("set/Ka\u0308fer/a.png", "set/Kuh /b.png"):
+        write_image(tmp_path / path, 3)
+    settings = DataSettings(dataset="image-folder", data_dir=str(tmp_path / "set"))
+    pool = load_pool(settings)
+    assert (pool.label_names, pool.labels.tolist()) == (("Kuh", "K\u00e4fer"), [1, 0])
+    pool = load_pool(settings.model_copy(update={"labels": "K\u00e4fer,Hund,Kuh"}))
+    assert pool.labels.tolist() == [0, 2]
+    write_image(tmp_path / "set/K\u00e4fer/a.png", 3)
+    with pytest.raises(PbflError, match="two folders of the class 'K\u00e4fer'"):
+        load_pool(settings.model_copy(update={"input_shape": "3,8,8"}))  # what was loaded is kept
+
+
+def test_a_folder_whose_name_is_no_text(tmp_path, write_image):
+    for name in (b"K\xe4fer", b"Katze"):
+        write_image(tmp_path / os.fsdecode(name) / "a.png", 3)
+    with pytest.raises(PbflError, match=r"class 'K\\udce4fer' is not UTF-8; rename it"):
+        load_pool(DataSettings(dataset="image-folder", data_dir=str(tmp_path)))
+
+
+def test_parts_of_a_set_are_no_classes(tmp_path, write_image):
+    for path in ("cased/Train/cat/a.png", "cased/Train/dog/a.png", "cased/Test/cat/a.png"):
+        write_image(tmp_path / path, 3)
+    with pytest.raises(
+        PbflError, match=r"holds Test, Train, which would be the classes; allowed are train/<class>"
+    ):
+        load_pool(DataSettings(dataset="image-folder", data_dir=str(tmp_path / "cased")))
+    for path in ("set/train/cat/a.png", "set/train/dog/a.png", "set/val/cat/a.png", "set/.git/a.png"):
+        write_image(tmp_path / path, 3)
+    pool = load_pool(DataSettings(dataset="image-folder", data_dir=str(tmp_path / "set")))
+    assert (len(pool.labels), pool.notes) == (2, ("folders left out beside train and test: val",))
 
 
 def test_images_behind_a_link_count_as_all_others(tmp_path, write_image):
