@@ -631,6 +631,16 @@ def test_a_closed_output_is_no_error() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_letters_that_the_output_lacks_are_written_as_their_numbers(tmp_path: Path) -> None:
+    rows = "".join(f"{i},{name}\n" for i, name in enumerate(["K\u00e4fer", "Wal"] * 4))
+    (tmp_path / "t.csv").write_text("a,label\n" + rows, encoding="utf-8")
+    command = [sys.executable, "-m", "pbfl_flwr.cli", "check-data", "t.csv"]
+    narrow = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, env=narrow, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\n  K\\xe4fer  4" in done.stdout
+
+
 def test_what_may_not_be_read_is_not_called_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own, other = (write_run(tmp_path / "runs" / name, [entry(1, 0.5, 0.5)]) for name in ("own", "other"))
     keep_away(other, monkeypatch)

@@ -6,6 +6,7 @@ The commands import what they need when they run: torch and Flower take seconds,
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -84,6 +85,8 @@ def main() -> None:
     """Run the command line. A full disk is a line and exit code 1, also where it takes the command's own words."""
     if sys.stdout is None:  # it was closed
         sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115, as long as the process
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a name that it cannot write must not end the command
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
             app()

@@ -26,6 +26,7 @@ from pbfl_flwr.config.keys import (
     RunSettings,
     Scalar,
     TrainingSettings,
+    class_name,
     class_names,
 )
 from pbfl_flwr.config.resolve import CHANGEABLE, PROTOCOLS, Settings, parse, parse_section
@@ -56,6 +57,7 @@ __all__ = [
     "TrainingSettings",
     "announced",
     "choices",
+    "class_name",
     "class_names",
     "parse",
     "parse_section",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+import unicodedata
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -85,9 +86,17 @@ def _augmentation(text: str) -> str:
 MAX_CLASSES = 10_000
 
 
+def class_name(text: str) -> str:
+    """Return the name of a class as it is compared: without spaces around it, and its letters in one form.
+
+    Unicode writes 'ä' as one character or as two (folders made on a Mac), which nobody can tell apart by looking.
+    """
+    return unicodedata.normalize("NFC", text.strip())
+
+
 def class_names(text: str) -> tuple[str, ...]:
     """Return the names in ``labels``: one a line, or, on a single line, separated by commas."""
-    return tuple(name.strip() for name in (text.strip().split("\n" if "\n" in text else ",")) if text.strip())
+    return tuple(map(class_name, text.strip().split("\n" if "\n" in text else ","))) if text.strip() else ()
 
 
 def named_values(text: str) -> dict[str, Scalar]:

@@ -27,7 +27,7 @@ from pbfl_flwr.data.validation import validate
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.places import home
 
-FORMAT = 4
+FORMAT = 5
 """Counted up when what is stored changes, so that an older entry is not read."""
 
 FILES = ("inputs.npy", "labels.npy", "owner.npy", "in_train.npy", "meta.json")  # of an entry

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pbfl_flwr.config import MAX_CLASSES, DataSettings
+from pbfl_flwr.config import MAX_CLASSES, DataSettings, class_name
 from pbfl_flwr.data.files import check_memory
 from pbfl_flwr.data.labels import numbered_classes
 from pbfl_flwr.errors import PbflError
@@ -32,6 +32,7 @@ _SEPARATORS = ",;\t"
 _FORM = "separated by ',', ';' or a tab, with their names in the first line"
 _ROWS_AT_A_TIME = 4096
 _FRACTION = re.compile(r"-?\d*\.\d+(e-?\d+)?", re.IGNORECASE)
+_QUOTED = re.compile(r'"[^"]*"')
 _WHOLE = re.compile(r"(-?\d+)\.0*")
 
 Block = Sequence[Sequence[Any] | NDArray[Any]]
@@ -119,7 +120,7 @@ class Members:
 
 def _texts(column: Sequence[Any] | NDArray[Any], name: str, first: int, path: Path) -> Iterator[str]:
     for row, cell in enumerate(column):
-        text = "" if cell is None else str(cell).strip()
+        text = "" if cell is None else class_name(str(cell))
         if text.lower() in ("", "nan"):
             raise PbflError(
                 f"{path}, row {first + row}, column '{name}': the cell is empty; a class is expected"
@@ -147,7 +148,7 @@ def _csv(path: Path) -> Iterator[tuple[tuple[str, ...], Iterator[tuple[int, Bloc
     )  # a number takes two characters or more, and becomes four bytes, twice
     with path.open(encoding="utf-8-sig", newline="") as file:
         head = file.readline(2**24)
-        separator = max(_SEPARATORS, key=head.count)
+        separator = max(_SEPARATORS, key=_QUOTED.sub("", head).count)
         file.seek(0)
         reader = csv.reader(file, delimiter=separator, strict=True)
         names = tuple(name.strip() for name in next(reader, []))

@@ -3,8 +3,9 @@
 data-dir holds ``train/<class>/*`` and optionally ``test/<class>/*``, or just ``<class>/*``. Classes are
 numbered in the order of their names, files are taken in the order of theirs (torchvision's ``ImageFolder``).
 All images become RGB of the size of the first one; images of another size are resized (bilinear, aspect not
-kept) and their number is noted. ``labels`` names all classes, also those without a folder here; ``input-shape``
-gives the size, and 1 channel for grey. What begins with a dot (``.git``, ``._a.png``) is left out.
+kept) and their number is noted; a photograph is turned as its EXIF says that it was held. ``labels`` names all
+classes, also those without a folder here; ``input-shape`` gives the size, and 1 channel for grey. What begins with
+a dot (``.git``, ``._a.png``) is left out.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pbfl_flwr.config import DataSettings
+from pbfl_flwr.config import DataSettings, class_name
 from pbfl_flwr.data.cache import Allocate, cached
 from pbfl_flwr.data.contract import Pool
 from pbfl_flwr.data.files import files_under, given_path
 from pbfl_flwr.data.images import ImageFiles, decode_images
 from pbfl_flwr.data.labels import known_classes
-from pbfl_flwr.errors import PbflError
+from pbfl_flwr.errors import PbflError, some
 
+_PARTS = {"train", "training", "test", "testing", "val", "valid", "validation"}
 _WHAT = "a folder with train/<class>/* and optionally test/<class>/*, or <class>/*"
 
 
@@ -41,12 +43,18 @@ def image_folder(settings: DataSettings) -> Pool:
     wanted = list(settings.classes) or None
     train, held = labelled_files(train_dir, settings.dataset, wanted)
     if wanted:
-        known_classes(held, settings.classes, str(train_dir))
-    classes = wanted or held
+        known_classes(list(held), settings.classes, str(train_dir))
+    elif {name.casefold() for name in held} <= _PARTS:
+        raise PbflError(
+            f"dataset '{settings.dataset}': {train_dir} holds {', '.join(held)}, which would be the classes; allowed "
+            "are train/<class>/* and test/<class>/*, in these letters"
+        )
+    classes = wanted or list(held)
     test: list[tuple[Path, int]] = []
+    tested: dict[str, Path] = {}
     if train_dir != root and (root / "test").is_dir():
-        test, test_classes = labelled_files(root / "test", settings.dataset, classes)
-        if unknown := sorted(set(test_classes) - set(classes)):
+        test, tested = labelled_files(root / "test", settings.dataset, classes)
+        if unknown := sorted(set(tested) - set(classes)):
             raise PbflError(
                 f"dataset '{settings.dataset}': {root / 'test'} has classes that train/ lacks: {unknown[:5]}"
             )
@@ -55,18 +63,23 @@ def image_folder(settings: DataSettings) -> Pool:
     def decode(allocate: Allocate) -> Pool:
         parts = [ImageFiles(train), ImageFiles(test)]
         inputs, labels, notes = decode_images(parts, allocate, side, root, channels)
-        folders = [train_dir / name for name in held] + (
-            [root / "test" / name for name in classes] if test else []
-        )
+        folders = [*held.values(), *tested.values()]
         from torchvision.datasets.folder import IMG_EXTENSIONS
 
         if ignored := sum(len(files_under(folder)) for folder in folders) - len(train) - len(test):
             kinds = ", ".join(IMG_EXTENSIONS)
             notes = (*notes, f"files left out that are no images ({kinds}) or begin with a dot: {ignored}")
+        beside = sorted(path.name for path in _folders(root) if path.name not in ("train", "test"))
+        if beside and train_dir != root:
+            notes = (*notes, f"folders left out beside train and test: {some(beside)}")
         return Pool(inputs, labels, tuple(classes), num_train=len(train), notes=notes)
 
     sources = (path for path, _ in [*train, *test])
     return cached(settings.dataset, sources, decode, (*classes, "", settings.input_shape))
+
+
+def _folders(place: Path) -> list[Path]:
+    return [Path(entry) for entry in os.scandir(place) if entry.is_dir() and entry.name[0] != "."]
 
 
 def _size(settings: DataSettings) -> tuple[int, tuple[int, int] | None]:
@@ -99,8 +112,8 @@ def one_image(path: Path, channels: int, side: tuple[int, int]) -> NDArray[Any]:
 
 def labelled_files(
     folder: Path, dataset: str, classes: list[str] | None = None
-) -> tuple[list[tuple[Path, int]], list[str]]:
-    """Return (path, label) of every image below ``folder/<class>`` and the names of the class folders.
+) -> tuple[list[tuple[Path, int]], dict[str, Path]]:
+    """Return (path, label) of every image below ``folder/<class>``, and the folder of every class by its name.
 
     Args:
         folder: what holds the class folders.
@@ -109,7 +122,7 @@ def labelled_files(
             classes may be absent.
 
     Raises:
-        PbflError: if there is no class folder, or a class without an image.
+        PbflError: if there is no class folder, or a class without an image, or with two folders.
     """
     from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
@@ -118,12 +131,18 @@ def labelled_files(
         return path.lower().endswith(IMG_EXTENSIONS) and f"{os.sep}." not in below
 
     try:
-        found = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and entry.name[0] != ".")
-        if not found:
+        held = sorted((class_name(path.name), path) for path in _folders(folder))
+        if not held:
             raise FileNotFoundError("there is no class folder")
+        found = dict(held)
+        if twice := [name for name, path in held if found[name] != path]:
+            raise PbflError(
+                f"dataset '{dataset}': {folder} has two folders of the class '{twice[0]}', whose names differ in "
+                "spaces or in how their letters are written; allowed is one"
+            )
         empty = classes is not None
         wanted = enumerate(found if classes is None else classes)
-        numbers = {name: number for number, name in wanted if name in found}
+        numbers = {found[name].name: number for number, name in wanted if name in found}
         samples = (
             make_dataset(str(folder), numbers, is_valid_file=taken, allow_empty=empty) if numbers else []
         )

@@ -8,11 +8,21 @@ from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import ExifTags, Image
 
 from pbfl_flwr.data.cache import Allocate
 from pbfl_flwr.data.contract import Rows
 from pbfl_flwr.errors import PbflError
+
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}  # by EXIF's orientation
 
 
 class LabelledImages(Protocol):
@@ -35,10 +45,20 @@ class ImageFiles:
         path, label = self.samples[index]
         try:
             with Image.open(path) as image:
-                return _eight_bits(image, path).convert("RGB"), label
+                return _eight_bits(_upright(image), path).convert("RGB"), label
         # A picture of absurd size, which would fill the memory, is an error of its own in PIL.
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise PbflError(f"{path} is not a readable image: {error}") from error
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """Return a picture as it was held when it was taken, if its EXIF says so."""
+    image.load()  # Pillow turns TIFF itself then
+    try:
+        turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
+    except SyntaxError:  # a damaged EXIF says nothing, the picture is there all the same
+        return image
+    return image if turn is None else image.transpose(turn)
 
 
 def _eight_bits(image: Image.Image, path: Path) -> Image.Image:
@@ -53,6 +73,8 @@ def _eight_bits(image: Image.Image, path: Path) -> Image.Image:
         )
     if image.mode.startswith("I;16"):  # convert() would cut at 255
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode == "P" and "transparency" in image.info:
+        return image.convert("RGBA")  # the way to RGB on which Pillow does not warn; the colours are the same
     return image
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pbfl_flwr.config import DataSettings
+from pbfl_flwr.config import DataSettings, class_name
 from pbfl_flwr.data.cache import Allocate, cached
 from pbfl_flwr.data.contract import Pool, Rows
 from pbfl_flwr.data.files import UNREADABLE, check_memory, given_path
@@ -68,7 +68,9 @@ def _labels(
 ) -> tuple[tuple[str, ...], Rows]:
     """Return the names of the classes and the labels; y as whole numbers are places in the list of names."""
     if y.dtype.kind == "U" and y.ndim == 1 and not label_names:
-        found, codes = np.unique(y, return_inverse=True)
+        found, codes = np.unique(np.array([class_name(name) for name in y], dtype=str), return_inverse=True)
+        if "" in found:
+            raise PbflError(f"{path}: y holds an empty text; the name of a class is expected")
         return numbered_classes(found.tolist(), codes.astype(np.int64), settings.classes, str(path))
     names = label_names or settings.classes
     check_labels(y, settings.dataset, len(names) or None)
@@ -108,7 +110,8 @@ def _inputs(values: NDArray[Any], path: Path, name: str) -> NDArray[Any]:
     if np.iscomplexobj(values):
         raise PbflError(f"dataset '{name}': x in {path} is complex; allowed are real numbers")
     if values.dtype != np.uint8 or values.ndim not in (3, 4):
-        return np.ascontiguousarray(values, dtype=np.float32)
+        with np.errstate(over="ignore"):  # infinity is refused with its row
+            return np.ascontiguousarray(values, dtype=np.float32)
     if values.ndim == 3:
         return np.ascontiguousarray(values[:, None])
     if values.shape[1] not in (1, 3, 4) and values.shape[3] in (1, 3, 4):

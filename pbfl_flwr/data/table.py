@@ -7,6 +7,7 @@ they are.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import SupportsFloat
@@ -20,6 +21,8 @@ from pbfl_flwr.data.columns import SUFFIXES, Block, Members, opened, shown
 from pbfl_flwr.data.contract import Pool
 from pbfl_flwr.data.files import given_path
 from pbfl_flwr.errors import PbflError
+
+_INDEX = re.compile(r"__index_level_\d+__|Unnamed: \d+")
 
 
 def table(settings: DataSettings) -> Pool:
@@ -68,6 +71,11 @@ def _decode(path: Path, settings: DataSettings) -> Pool:
         members = Members(path, names, settings)
         if not (places := members.rest):
             raise PbflError(f"{path} has no feature column beside '{names[members.label]}'")
+        if index := next((names[place] for place in places if _INDEX.fullmatch(names[place])), None):
+            raise PbflError(
+                f"{path}: pandas calls an index, or a column without a name, '{index}', and an index may tell the "
+                "class; leave it out (index=False), or give it a name"
+            )
         for first, block in blocks:
             parts.append(_numbers(block, places, names, first, path))
             members.add(first, block)

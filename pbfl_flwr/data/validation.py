@@ -18,8 +18,8 @@ def validate(pool: Pool, name: str) -> None:
     """Check a pool from top to bottom.
 
     Raises:
-        PbflError: if lengths disagree, an input has too many axes or an empty one, labels are not 0..K-1, K < 2, an
-            input is NaN or infinite, or a token id is not in the vocabulary.
+        PbflError: if lengths disagree, an input has too many axes or an empty one, labels are not 0..K-1, K < 2, a
+            class's name is not UTF-8, an input is NaN or infinite, or a token id is not in the vocabulary.
     """
     rows = len(pool.labels)
     if len(pool.inputs) != rows or rows == 0:
@@ -39,6 +39,10 @@ def validate(pool: Pool, name: str) -> None:
             f"dataset '{name}' has inputs of shape {pool.input_shape}; allowed are 1 to {MAX_AXES} axes, none empty"
         )
     check_labels(pool.labels, name, pool.num_classes)
+    if odd := next(
+        (each for each in pool.label_names if each.encode(errors="replace").decode() != each), None
+    ):
+        raise PbflError(f"dataset '{name}': the name of the class {odd!a} is not UTF-8; rename it")
     if pool.vocabulary:
         low, high, size = int(pool.inputs.min()), int(pool.inputs.max()), len(pool.vocabulary)
         if low < 0 or high >= size:

@@ -1,4 +1,4 @@
-"""Windows of sensor readings, and whether their axes are in the right order."""
+"""Whether the axes of sensor windows, and of pictures as numbers, are in the right order."""
 
 from __future__ import annotations
 
@@ -16,10 +16,18 @@ SHORTEST_SERIES = 16
 
 
 def mixed_up(pool: Pool) -> str:
-    """Return what to say of windows (C, L) that change more from reading to reading than in another order of axes.
+    """Return what to say of inputs whose axes look mixed up; empty where nothing is to be said.
 
-    Empty where nothing is to be said: of other inputs, and of windows that look right.
+    Those are windows (C, L) that change more from reading to reading than in another order of axes, and numbers
+    (H, W, C) of pictures, as Keras has them.
     """
+    if pool.inputs.dtype == np.float32 and len(pool.input_shape) == 3:
+        height, width, channels = pool.input_shape
+        if min(height, width) > 4 and (channels in (3, 4) or (channels == 1 and height == width)):
+            return (
+                f"inputs are read as (channels, height, width), {height} channels of {width}x{channels}: if the "
+                "channels stand last, they are to be moved, x.transpose(0, 3, 1, 2)"
+            )
     shape = tuple(side for side in pool.input_shape if side != 1)
     if pool.inputs.dtype != np.float32 or len(shape) != 2 or max(shape) < SHORTEST_SERIES:
         return ""

@@ -38,6 +38,19 @@ def test_the_last_column_other_separators_and_whole_classes(tmp_path: Path, sepa
     assert (pool.label_names, pool.labels.tolist()) == (("0", "1", "10"), [1, 0, 2])
 
 
+def test_separators_inside_quoted_names_do_not_count(tmp_path: Path) -> None:
+    pool = load_pool(settings(write(tmp_path, '"length, cm";"width, cm";label\n1;2;x\n3;4;y\n')))
+    assert (pool.columns, pool.inputs.tolist()) == (("length, cm", "width, cm"), [[1, 2], [3, 4]])
+
+
+def test_a_name_in_two_forms_is_one_class(tmp_path: Path) -> None:
+    path = write(tmp_path, "a,label\n1,Ka\u0308fer\n2,K\u00e4fer \n3,Wal\n")
+    pool = load_pool(settings(path))
+    assert (pool.label_names, pool.labels.tolist()) == (("K\u00e4fer", "Wal"), [0, 0, 1])
+    pool = load_pool(settings(path, labels="Wal,Ka\u0308fer"))
+    assert (pool.label_names, pool.labels.tolist()) == (("Wal", "K\u00e4fer"), [1, 1, 0])
+
+
 def test_a_named_label_column_and_a_shape(tmp_path: Path) -> None:
     path = write(tmp_path, "kind,a,b,c,d\nx,1,2,3,4\ny,5,6,7,8\n")
     pool = load_pool(settings(path, label_column="kind", input_shape="1,2,2"))
@@ -85,6 +98,14 @@ def test_a_client_column_gives_natural_clients(tmp_path: Path) -> None:
         ("a,b\n1,0.5\n2,0.7\n", "column 'b' holds 0.5, which is no class; label-column names the right one"),
         ("1.5,2,3\n1,2,3\n", "'1.5' is no name of a column"),
         (",a,label\n0,1,x\n", "column 1 has no name; leave an index column out"),
+        (
+            "Unnamed: 0,a,label\n0,1,x\n1,1,y\n",
+            "or a column without a name, 'Unnamed: 0', and an index may tell",
+        ),
+        (
+            "a,__index_level_0__,label\n0,1,x\n1,1,y\n",
+            "calls an index, or a column without a name, '__index_level_0",
+        ),
         ("a,a,label\n0,1,x\n", "has two columns 'a'"),
         ("client,label\nz,x\n", "has no feature column beside 'label'"),
         ('a,label\n"1,x\n', "is not a readable table"),

@@ -33,6 +33,11 @@ def test_a_client_column_gives_natural_clients(save):
     assert zoe.prepare(zoe.train.inputs).equal(zoe.train.inputs)  # features are fed as they are
 
 
+def test_names_are_compared_without_spaces_and_in_one_form(save):
+    pool = load_pool(save(x=np.zeros((4, 2)), y=np.array(["cat ", "cat", "Ka\u0308fer", "K\u00e4fer"])))
+    assert (pool.label_names, pool.labels.tolist()) == (("K\u00e4fer", "cat"), [1, 1, 0, 0])
+
+
 def test_bytes_are_images(save):
     images = np.arange(5 * 4 * 3, dtype=np.uint8).reshape(5, 4, 3)
     pool = load_pool(save(x=images, y=np.array([0, 1, 2, 0, 1])))
@@ -53,6 +58,7 @@ def test_bytes_are_images(save):
         ({"x": np.zeros((4, 2)), "y": np.array([-1, 0, 1, 1])}, "labels -1, 0, 1"),
         ({"x": np.zeros((4, 2)), "y": np.array([0.0, 1.0, 0.5, 1.0])}, "labels of type float64"),
         ({"x": np.zeros((4, 2)), "y": np.array(["a", "a", "a", "a"])}, "has 1 classes; allowed are 2"),
+        ({"x": np.zeros((4, 2)), "y": np.array(["a", " ", "a", "a"])}, "y holds an empty text"),
         ({"x": np.zeros((4, 2)), "y": np.zeros(4, dtype=int)}, "2 classes or more"),
         ({"x": np.zeros((3, 2)), "y": np.array([0, 1, 0, 1])}, "3 inputs and 4 labels"),
         (
@@ -60,6 +66,7 @@ def test_bytes_are_images(save):
             "NaN .* first in row 1",
         ),
         ({"x": np.array([[0.0], [1.0], [1.0], [-np.inf]]), "y": np.array([0, 1, 0, 1])}, "first in row 3"),
+        ({"x": np.array([[0.0], [1.0], [1e99], [2.0]]), "y": np.array([0, 1, 0, 1])}, "first in row 2"),
         (
             {"x": np.array([[object()]] * 2), "y": np.array([0, 1])},
             "not a readable .npz file of plain arrays",

@@ -238,6 +238,21 @@ def test_windows_whose_times_and_channels_were_mixed_up_are_warned_of(tmp_path: 
     assert (code, found["input_shape"], found["refused"][:15]) == (2, [64, 3], "model 'har-cnn'")
 
 
+def test_pictures_as_numbers_with_their_channels_last_are_warned_of(tmp_path: Path) -> None:
+    values = np.random.default_rng(0).random((8, 6 * 6 * 3))
+    shapes = {"last": (6, 6, 3), "grey": (6, 6, 1), "first": (3, 6, 6), "windows": (3, 36, 1)}
+    warned = set()
+    for name, shape in shapes.items():
+        np.savez(
+            tmp_path / f"{name}.npz", x=values[:, : np.prod(shape)].reshape(8, *shape), y=np.arange(8) % 2
+        )
+        if any(
+            "x.transpose(0, 3, 1, 2)" in w for w in inspect(settings_for(tmp_path / f"{name}.npz")).warnings
+        ):
+            warned.add(name)
+    assert warned == {"last", "grey"}
+
+
 def test_pictures_without_anything_to_see_are_warned_of(tmp_path: Path) -> None:
     x = np.random.default_rng(0).integers(0, 256, (12, 4, 4), dtype=np.uint8)
     x[6:] = 255

@@ -1,4 +1,5 @@
 import gzip
+import os
 import pickle
 import shutil
 from pathlib import Path
@@ -6,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 from scipy.io import savemat
 from torchvision import datasets
 
@@ -305,6 +306,39 @@ def test_what_begins_with_a_dot_is_neither_class_nor_image(tmp_path, write_image
     assert [note.rpartition("begin with a dot: ")[2] for note in pool.notes] == ["2"]
 
 
+def test_folders_with_the_name_of_a_class_in_another_form(tmp_path, write_image):
+    for path in ("set/Ka\u0308fer/a.png", "set/Kuh /b.png"):
+        write_image(tmp_path / path, 3)
+    settings = DataSettings(dataset="image-folder", data_dir=str(tmp_path / "set"))
+    pool = load_pool(settings)
+    assert (pool.label_names, pool.labels.tolist()) == (("Kuh", "K\u00e4fer"), [1, 0])
+    pool = load_pool(settings.model_copy(update={"labels": "K\u00e4fer,Hund,Kuh"}))
+    assert pool.labels.tolist() == [0, 2]
+    write_image(tmp_path / "set/K\u00e4fer/a.png", 3)
+    with pytest.raises(PbflError, match="two folders of the class 'K\u00e4fer'"):
+        load_pool(settings.model_copy(update={"input_shape": "3,8,8"}))  # what was loaded is kept
+
+
+def test_a_folder_whose_name_is_no_text(tmp_path, write_image):
+    for name in (b"K\xe4fer", b"Katze"):
+        write_image(tmp_path / os.fsdecode(name) / "a.png", 3)
+    with pytest.raises(PbflError, match=r"class 'K\\udce4fer' is not UTF-8; rename it"):
+        load_pool(DataSettings(dataset="image-folder", data_dir=str(tmp_path)))
+
+
+def test_parts_of_a_set_are_no_classes(tmp_path, write_image):
+    for path in ("cased/Train/cat/a.png", "cased/Train/dog/a.png", "cased/Test/cat/a.png"):
+        write_image(tmp_path / path, 3)
+    with pytest.raises(
+        PbflError, match=r"holds Test, Train, which would be the classes; allowed are train/<class>"
+    ):
+        load_pool(DataSettings(dataset="image-folder", data_dir=str(tmp_path / "cased")))
+    for path in ("set/train/cat/a.png", "set/train/dog/a.png", "set/val/cat/a.png", "set/.git/a.png"):
+        write_image(tmp_path / path, 3)
+    pool = load_pool(DataSettings(dataset="image-folder", data_dir=str(tmp_path / "set")))
+    assert (len(pool.labels), pool.notes) == (2, ("folders left out beside train and test: val",))
+
+
 def test_images_behind_a_link_count_as_all_others(tmp_path, write_image):
     for path in ("set/cat/0.png", "set/dog/0.png", "scans/0.png", "scans/1.png"):
         write_image(tmp_path / path, 3)
@@ -337,6 +371,55 @@ def test_an_image_folder_that_cannot_be_used_says_why(tmp_path, write_image):
     (tmp_path / "b" / "dog" / "1.png").write_bytes(b"no image")
     with pytest.raises(PbflError, match=r"1\.png is not a readable image"):
         load(tmp_path / "b")
+
+
+@pytest.mark.parametrize("name", ["a.jpg", "a.png", "a.tif", "a.webp"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_photographs_are_turned_as_they_were_held(tmp_path, name, orientation):
+    light = np.zeros((16, 32, 3), dtype=np.uint8)  # as it is to be seen: light at the top on the left
+    light[:8, :8] = 255
+    stored = {
+        1: light, 2: light[:, ::-1], 3: light[::-1, ::-1], 4: light[::-1],
+        5: light.transpose(1, 0, 2), 6: np.rot90(light), 7: np.rot90(light.transpose(1, 0, 2), 2),
+        8: np.rot90(light, -1),
+    }[orientation]  # fmt: skip
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    for label in ("cat", "dog"):
+        (tmp_path / label).mkdir()
+        Image.fromarray(np.ascontiguousarray(stored)).save(tmp_path / label / name, exif=exif)
+    pool = load_pool(DataSettings(dataset="image-folder", data_dir=str(tmp_path)))
+    assert pool.input_shape == (3, 16, 32)
+    assert (
+        np.abs(pool.inputs[0].transpose(1, 2, 0).astype(int) - light).mean() < 8
+    )  # JPEG and WEBP lose a little
+    image = one_image(tmp_path / "cat" / name, 3, (32, 16))  # as predict reads it
+    assert np.array_equal(image, pool.inputs[0])
+
+
+def test_a_damaged_exif_says_nothing(tmp_path):
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    for label in ("cat", "dog"):
+        (tmp_path / label).mkdir()
+        path = tmp_path / label / "a.webp"
+        Image.new("RGB", (8, 4)).save(path, exif=exif)
+        content = path.read_bytes()
+        path.write_bytes(content.replace(b"MM\0*", b"ZZ\0*"))
+        assert path.read_bytes() != content
+    assert load_pool(DataSettings(dataset="image-folder", data_dir=str(tmp_path))).input_shape == (3, 4, 8)
+
+
+@pytest.mark.filterwarnings("error")
+def test_colours_of_a_palette_with_transparent_ones(tmp_path):
+    for label in ("cat", "dog"):
+        (tmp_path / label).mkdir()
+        image = Image.new("P", (2, 1))
+        image.putpalette([10, 20, 30, 40, 50, 60])
+        image.putpixel((1, 0), 1)
+        image.save(tmp_path / label / "a.png", transparency=b"\0\x80")
+    pool = load_pool(DataSettings(dataset="image-folder", data_dir=str(tmp_path)))
+    assert pool.inputs[0, :, 0].T.tolist() == [[10, 20, 30], [40, 50, 60]]
 
 
 @pytest.mark.parametrize("name", ["0.png", "0.tif"])
