@@ -82,7 +82,11 @@ app.add_typer(deployment.deploy, name="deploy")
 
 
 def main() -> None:
-    """Run the command line. A full disk is a line and exit code 1, also where it takes the command's own words."""
+    """Run the command line.
+
+    A full disk is a line and exit code 1, also where it takes the command's own words; so is a Flower of another
+    version that lacks what is needed.
+    """
     if sys.stdout is None:  # it was closed
         sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115, as long as the process
     if isinstance(sys.stdout, io.TextIOWrapper):  # a name that it cannot write must not end the command
@@ -98,3 +102,9 @@ def main() -> None:
         silence(sys.stdout)
         where = error.filename or "a file or what is printed"  # a failed write does not say which
         sys.exit(f"error: {where}: {error.strerror}")
+    except ImportError as error:
+        from pbfl_flwr.flower.fitting import misfit
+
+        if (said := misfit(error)) is None:
+            raise
+        sys.exit(f"error: {said}")

@@ -16,6 +16,7 @@ from rich.console import Console
 import pbfl_flwr
 from pbfl_flwr.errors import PbflError, expanded
 from pbfl_flwr.experiments.figures import say, screen
+from pbfl_flwr.flower.fitting import refuse_older
 
 COMPLETED, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 
@@ -171,6 +172,7 @@ def app_for(engine: EngineName, given: Path | None) -> Path:
     """
     if engine is EngineName.flower:
         return checkout(given)
+    refuse_older()
     if given is not None:
         raise PbflError(
             "--app: with --engine processes clients run the installed package; leave one of them out"
@@ -182,8 +184,9 @@ def checkout(given: Path | None) -> Path:
     """Return the directory of the Flower app: where pyproject.toml and the packages lie side by side.
 
     Raises:
-        PbflError: if there is none; an installed wheel has the packages only.
+        PbflError: if there is none, an installed wheel has the packages only; or if Flower is too old to run it.
     """
+    refuse_older()
     path = expanded(given or Path(pbfl_flwr.__file__).parent.parent).absolute()
     for part in ("pyproject.toml", "pbfl_flwr", "client_app", "server_app"):
         if not (path / part).exists():

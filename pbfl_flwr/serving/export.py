@@ -180,7 +180,12 @@ def _programs(served: Served, card: Card, directory: Path) -> None:
             torch.export.save(program, directory / PROGRAM)
             if has_onnx():
                 made = torch.onnx.export(
-                    program, (), input_names=["inputs"], output_names=["logits", "features"], verbose=False
+                    program,
+                    (),
+                    input_names=["inputs"],
+                    output_names=["logits", "features"],
+                    dynamic_shapes=batch,  # known to the program already; here for the axis's name
+                    verbose=False,
                 )
                 assert made is not None
                 made.save(directory / ONNX)

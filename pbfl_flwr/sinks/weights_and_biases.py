@@ -1,7 +1,7 @@
 """Weights & Biases: offline unless WANDB_MODE says otherwise, in ``<run-dir>/wandb``.
 
-``wandb sync <run-dir>/wandb/offline-run-*`` uploads it; a resumed run has a folder a start, all with one run id
-(``wandb sync --append`` for the later ones).
+``wandb sync <run-dir>/wandb/offline-run-*`` uploads it; a resumed run has a folder a start, all with one run id, which
+that joins.
 """
 
 from __future__ import annotations

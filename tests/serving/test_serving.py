@@ -191,6 +191,10 @@ def test_onnx_answers_as_the_live_model(
     run = sites if name == "clinic" else flowers
     inputs = run.data[name].test.inputs
     session = reference.ReferenceEvaluator(str(exported[name] / "model.onnx"))
+    graph = session.proto_.graph
+    assert {value.type.tensor_type.shape.dim[0].dim_param for value in [*graph.input, *graph.output]} == {
+        "batch"
+    }
     found = session.run(["logits", "features"], {"inputs": inputs.float().numpy()})
     for part, expected in zip(found, live(run, name, inputs), strict=True):
         np.testing.assert_allclose(part, expected.numpy(), rtol=1e-4, atol=1e-4)
