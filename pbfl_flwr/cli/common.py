@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import click
 import typer
@@ -17,6 +17,9 @@ import pbfl_flwr
 from pbfl_flwr.errors import PbflError, expanded
 from pbfl_flwr.experiments.figures import say, screen
 from pbfl_flwr.flower.fitting import refuse_older
+
+if TYPE_CHECKING:
+    from pbfl_flwr.experiments.compare import Planned
 
 COMPLETED, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 
@@ -103,6 +106,12 @@ By = Annotated[
         help="One predictor for all rows: head, global, global-local, local, etf; default each run's headline.",
     ),
 ]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run", help="Check everything, say of every run what would be done, and start nothing."
+    ),
+]
 KEPT = "what is finished is kept; the same command goes on"
 
 
@@ -124,6 +133,13 @@ def running(interrupted: str = "") -> Iterator[None]:
         if interrupted:
             say(screen(), interrupted)
         raise typer.Exit(INTERRUPTED) from None
+
+
+def outlined(planned: Sequence[Planned], console: Console) -> typer.Exit:
+    """Print what several runs would be, and return the exit."""
+    from pbfl_flwr.experiments import outline
+
+    return typer.Exit(COMPLETED if outline.show(planned, console) else REFUSED)
 
 
 def concluded(

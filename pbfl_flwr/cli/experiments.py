@@ -16,6 +16,7 @@ from pbfl_flwr.cli.common import (
     AppDirectory,
     Assignments,
     By,
+    DryRun,
     EngineName,
     Gpus,
     NewRunDir,
@@ -27,6 +28,7 @@ from pbfl_flwr.cli.common import (
     app_for,
     concluded,
     ended,
+    outlined,
     predictor,
     running,
 )
@@ -185,6 +187,7 @@ def compare(
     workers: Workers = None,
     engine: WhichEngine = EngineName.flower,
     app_dir: AppDirectory = None,
+    dry_run: DryRun = False,
 ) -> None:
     """Make several runs on the same data and print one table; started again, it goes on where it stopped."""
     from pbfl_flwr.config.choices import words
@@ -203,6 +206,8 @@ def compare(
         for note in comparison.preflight(planned, resources):
             say(console, note, "yellow")
         slots = side_by_side.room_here(parallel, resources, console)
+        if dry_run:
+            raise outlined(planned, console)
     except PbflError as error:
         raise ended(error, REFUSED) from None
 

@@ -15,6 +15,7 @@ from pbfl_flwr.cli.common import (
     AppDirectory,
     Assignments,
     By,
+    DryRun,
     EngineName,
     Gpus,
     Parallel,
@@ -23,6 +24,7 @@ from pbfl_flwr.cli.common import (
     app_for,
     concluded,
     ended,
+    outlined,
     predictor,
     running,
 )
@@ -66,6 +68,7 @@ def reproduce(
     workers: Workers = None,
     engine: WhichEngine = EngineName.flower,
     app_dir: AppDirectory = None,
+    dry_run: DryRun = False,
 ) -> None:
     """Make a published table again and print it beside the paper's; started again, it goes on where it stopped."""
     from pbfl_flwr.config.choices import words
@@ -94,10 +97,12 @@ def reproduce(
         for note in compare.preflight(runs, resources):
             say(console, note, "yellow")
         slots = side_by_side.room_here(parallel, resources, console)
+        for line in reproduction.changes(paper, planned):
+            say(console, f"scale {scale.value}: {line}")
+        if dry_run:
+            raise outlined(runs, console)
     except PbflError as error:
         raise ended(error) from None
-    for line in reproduction.changes(paper, planned):
-        say(console, f"scale {scale.value}: {line}")
     say(console, f"{sum(not compare.finished(run) for run in runs)} of {len(runs)} runs are to be made")
 
     def table(_: compare.Planned | None = None) -> str:

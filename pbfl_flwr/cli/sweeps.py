@@ -12,6 +12,7 @@ from pbfl_flwr.cli.common import (
     KEPT,
     AppDirectory,
     By,
+    DryRun,
     EngineName,
     Gpus,
     Parallel,
@@ -21,6 +22,7 @@ from pbfl_flwr.cli.common import (
     app_for,
     concluded,
     ended,
+    outlined,
     predictor,
     running,
 )
@@ -52,6 +54,7 @@ def sweep(
     workers: Workers = None,
     engine: WhichEngine = EngineName.flower,
     app_dir: AppDirectory = None,
+    dry_run: DryRun = False,
 ) -> None:
     """Run every combination of the values and print one table; started again, it goes on where it stopped."""
     from pbfl_flwr.experiments import compare, comparison_table, side_by_side
@@ -68,6 +71,8 @@ def sweep(
         for note in compare.preflight(planned, resources):
             say(console, note, "yellow")
         slots = side_by_side.room_here(parallel, resources, console)
+        if dry_run:
+            raise outlined(planned, console)
     except PbflError as error:
         raise ended(error) from None
     title = f"Sweep over {', '.join(swept.swept) or 'seeds'}"
