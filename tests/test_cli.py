@@ -367,6 +367,7 @@ def test_costs_are_means_over_the_rounds(tmp_path: Path) -> None:
         entry(1, 0.5, 0.5, bytes_up=sizes(100), bytes_down=sizes(500), seconds=seconds(1.0), peak_mb=900.0),
         entry(2, 0.5, 0.5, bytes_up=sizes(300), bytes_down=sizes(900), seconds=seconds(4.0), peak_mb=100.0),
     ]
+    rounds[0]["gpu_mb"] = 1536.0
     rounds[1]["scalars"] = {"up": 1200, "down": 7}
     text = pbfl("show", write_run(tmp_path / "run", rounds)).stdout
     rows = [[cell.strip() for cell in line.strip("│ ").split("│")] for line in text.splitlines()]
@@ -377,8 +378,11 @@ def test_costs_are_means_over_the_rounds(tmp_path: Path) -> None:
         ["seconds", "", "", "2.50"],
         ["of clients, summed", "", "", "3.50"],
         ["peak memory of a worker", "", "", "900 MB"],
+        ["and on its GPU, beside CUDA's own", "", "", "1536 MB"],
     ):
         assert row in rows
+    costs = json.loads(pbfl("show", tmp_path / "run", "--format", "json").stdout)["costs"]
+    assert (costs["peak-mb"], costs["gpu-mb"]) == (900.0, 1536.0)
 
 
 def test_show_where_clients_are_scored_before_training() -> None:
@@ -438,6 +442,7 @@ def test_what_no_client_says_is_no_cost_of_zero(tmp_path: Path) -> None:
     text = pbfl("show", run).stdout
     assert " 0.00 " not in text
     assert " 0 MB " not in text
+    assert "GPU" not in text
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

@@ -117,6 +117,7 @@ def _costs(
         "seconds": fmean(line["seconds"]["total"] for line in rounds),
         "seconds-of-clients": spent if any(spent.values()) else None,
         "peak-mb": max(line["peak_mb"] for line in rounds) or None,
+        "gpu-mb": max(line.get("gpu_mb", 0.0) for line in rounds) or None,
     }
 
 

@@ -241,6 +241,8 @@ def cost_table(about: Mapping[str, Any], rounds: Sequence[Mapping[str, Any]], pa
     spent = fmean(sum(entry["seconds"]["clients"].values()) for entry in rounds)
     table.add_row("  of clients, summed", "", "", f"{spent:.2f}" if spent else "-")
     table.add_row("  peak memory of a worker", "", "", f"{peak:.0f} MB" if peak else "-")
+    if gpu := max(entry.get("gpu_mb", 0.0) for entry in rounds):
+        table.add_row("  and on its GPU, beside CUDA's own", "", "", f"{gpu:.0f} MB")
     return table
 
 

@@ -138,6 +138,7 @@ def round_line(
         "scalars": {"up": outcome.scalars_up, "down": phase.scalars_down},
         "seconds": {"total": 0.0, "aggregate": aggregated, "clients": seconds},
         "peak_mb": max((report.peak_mb for report in reports), default=0.0),
+        **({"gpu_mb": gpu} if (gpu := max((report.gpu_mb for report in reports), default=0.0)) else {}),
     }
 
 

@@ -27,7 +27,7 @@ from pbfl_flwr import seeds
 from pbfl_flwr.config import Settings
 from pbfl_flwr.errors import PbflError, pointed
 from pbfl_flwr.flower import faults, wire
-from pbfl_flwr.flower.device import card_given_back, identify
+from pbfl_flwr.flower.device import card_given_back, identify, peak_gpu_memory
 from pbfl_flwr.flower.introduction import introduce
 from pbfl_flwr.flower.keeping import kept
 from pbfl_flwr.flower.legacy import CONFIG, FITINS, fit_result, parameters_of, payload_of, to_be_masked
@@ -243,6 +243,7 @@ def _report(
         test_loss=scores.loss,
         seconds=seconds,
         peak_mb=peak_memory(),
+        gpu_mb=peak_gpu_memory(),
         metrics=metrics,
         num_validation=held_out.num_samples if held_out else 0,
         validation=held_out.correct if held_out else None,

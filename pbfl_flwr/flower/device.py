@@ -230,6 +230,16 @@ def choose_device(wanted: str) -> torch.device:
     return torch.device(wanted)
 
 
+def peak_gpu_memory() -> float:
+    """Return the most of its GPU's memory in MB that torch has held in this process, 0 where it uses none.
+
+    CUDA's own context, some hundred MB a process, is not in it.
+    """
+    if not torch.cuda.is_initialized():
+        return 0.0
+    return float(torch.cuda.max_memory_reserved()) / 2**20
+
+
 def card_given_back() -> bool:
     """Return a GPU's memory that torch keeps for later, after a failure; others on the card may need it now.
 

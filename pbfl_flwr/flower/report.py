@@ -58,6 +58,7 @@ class Report:
             or the other way round); None where the client was not scored twice.
         by_class: the test samples counted by class, of every predictor in ``correct``; None where that was not asked.
         other_by_class: the same at the other moment.
+        gpu_mb: the peak of a GPU's memory that torch held in the worker; 0 where it uses none.
     """
 
     num_train: int
@@ -74,6 +75,7 @@ class Report:
     other: Mapping[str, int] | None = None
     by_class: ByClass | None = None
     other_by_class: ByClass | None = None
+    gpu_mb: float = 0.0
 
     def to_record(self) -> MetricRecord:
         """Return the compact record: lists with a fixed layout, since every key costs bytes."""
@@ -90,6 +92,8 @@ class Report:
             fixed["k"] = [*self.by_class.tested, *_rows(self.by_class)]
             if self.other_by_class is not None:
                 fixed["ko"] = _rows(self.other_by_class)
+        if self.gpu_mb:
+            fixed["g"] = [self.gpu_mb]
         return MetricRecord({**(self.metrics or {}), **fixed})
 
     @classmethod
@@ -143,6 +147,7 @@ class Report:
             None if other is None else _named(other),
             by_class,
             other_by_class,
+            _list(record, "g", 1)[0] if "g" in record else 0.0,
         )
 
 

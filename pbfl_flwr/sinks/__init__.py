@@ -172,6 +172,7 @@ def steps(line: Mapping[str, Any]) -> list[tuple[int, Figures]]:
         "scalars": line["scalars"],
         "seconds": line["seconds"],
         "peak-mb": line["peak_mb"],
+        **({"gpu-mb": line["gpu_mb"]} if "gpu_mb" in line else {}),
         "trained": len(line["trained"]),
         "failures": len(line["failures"]),
     }

@@ -11,9 +11,12 @@ from flwr.app import Context, RecordDict
 from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import device
-from pbfl_flwr.flower.device import choose_device, identify, in_worker, own_settings
+from pbfl_flwr.flower.device import choose_device, identify, in_worker, own_settings, peak_gpu_memory
+from pbfl_flwr.flower.report import Report
 from pbfl_flwr.flower.store import ClientStore
 from pbfl_flwr.methods import SECTIONS
+from pbfl_flwr.sinks import steps
+from tests.flower.inprocess import federation
 
 RUN = parse(
     {"num-clients": 3, "run-dir": "/server/run", "data-dir": "/server/data", "models": "cnn4,resnet4"},
@@ -202,3 +205,18 @@ def test_a_device_that_is_not_there_is_an_error() -> None:
     with pytest.raises(PbflError, match="this client sees no CUDA device"):
         choose_device("cuda")
     assert choose_device("auto") == torch.device("cpu")
+
+
+def test_what_torch_held_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert peak_gpu_memory() == 0.0
+    silent = federation(tmp_path / "cpu", num_server_rounds=1).run().strategy.history[0]
+    assert "gpu_mb" not in silent
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 3 * 2**19)
+    assert peak_gpu_memory() == 1.5
+    line = federation(tmp_path / "gpu", num_server_rounds=1).run().strategy.history[0]
+    assert line["failures"] == []
+    assert line["gpu_mb"] == 1.5
+    reported = Report(4, 3, 1, {"head": 1}, metrics={}, gpu_mb=1.5)
+    assert Report.from_record(reported.to_record()) == reported
+    assert steps(line)[-1][1]["gpu-mb"] == 1.5
