@@ -156,13 +156,23 @@ def export(
     out: Annotated[Path, typer.Option("--out", click_type=GIVEN, metavar="DIR", help="A new directory.")],
     client: Annotated[str, typer.Option("--client", metavar="ID", help="Number or name of the client.")] = "",
     model: Code = "",
+    best: Annotated[
+        bool, typer.Option("--best", help="As it was after the run's best round, where keep-best kept that.")
+    ] = False,
+    number: Annotated[
+        int | None, typer.Option("--round", min=1, metavar="N", help="As it was after round N, likewise.")
+    ] = None,
 ) -> None:
     """Write a client's personalised model: safetensors, torch.export program, ONNX, prototypes, card."""
     from pbfl_flwr.serving import export as room
 
     console = screen()
     try:
-        kept = room.read_state(room.state_file(expanded(path), client))
+        if best and number is not None:
+            raise PbflError("--best and --round: allowed is one of the two")
+        file = room.state_file(expanded(path), client)
+        wanted = room.best_of(expanded(path)) if best else number
+        kept = room.read_state(file if wanted is None else room.of_round(file, wanted))
         with writing(out):
             files = room.export(kept, expanded(out), model)
     except PbflError as error:

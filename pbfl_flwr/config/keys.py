@@ -158,6 +158,10 @@ class RunSettings(Group):
         description="rounds without a better headline score (of validation data, else of test data) after which the "
         "run ends; 0: it makes them all",
     )
+    keep_best: bool = Field(
+        False,
+        description="clients keep, beside their last state, that of the round with the best headline score",
+    )
     fraction_train: float = Field(1.0, gt=0, le=1, description="share of the clients that train in a round")
     fraction_evaluate: float = Field(
         1.0, ge=0, le=1, description="share of the other clients that is evaluated"

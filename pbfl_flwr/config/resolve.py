@@ -57,6 +57,7 @@ PROTOCOLS: dict[str, dict[str, str | int]] = {
 CHANGEABLE = (
     "num-server-rounds",
     "patience",
+    "keep-best",
     "round-timeout",
     "join-timeout",
     "failure-policy",
@@ -202,6 +203,8 @@ def _disagreements(settings: Settings) -> list[str]:
             found.append(f"new-clients = {run.new_clients}: {silent}; allowed is 0")
         if run.patience:
             found.append(f"patience = {run.patience}: {silent}; allowed is 0")
+        if run.keep_best:
+            found.append(f"keep-best = true: {silent}; allowed is false")
         if settings.evaluation.both_moments:
             found.append(f"both-moments = true: {silent}; allowed is false")
         if settings.evaluation.per_class:

@@ -42,7 +42,7 @@ KINDS: dict[Kind, str] = {
     "cache": "decoded data",
 }
 DEPTH = 5  # directories below the one that was given
-STATE = re.compile(r"(client-\d{5,}|named-.+)\.safetensors")
+STATE = re.compile(r"(client-\d{5,}|named-.+?)\.(safetensors|\d+\.best)")
 LOCK = re.compile(r"\.(client-\d{5,}|named-.+)\.lock")
 TORN = re.compile(r"\.(.+?)(\.\d+)?\.tmp")
 RUN = re.compile(
@@ -340,7 +340,7 @@ def _device(homes: Sequence[Path]) -> Iterator[Find | Left]:
 def _states(folder: Path, experiment: str) -> Iterator[Path]:
     """Yield the files that hold a client's state of an experiment, which they say themselves."""
     for file in _files(folder):
-        if not STATE.fullmatch(file.name):
+        if not (name := STATE.fullmatch(file.name)):
             continue
         try:
             with safe_open(file, framework="np") as opened:
@@ -349,7 +349,7 @@ def _states(folder: Path, experiment: str) -> Iterator[Path]:
             continue
         client = about.get("client", "")
         stem = f"client-{int(client):05d}" if client.isdecimal() else f"named-{client}"
-        if (about.get("schema"), about.get("experiment")) == (SCHEMA, experiment) and file.stem == stem:
+        if (about.get("schema"), about.get("experiment")) == (SCHEMA, experiment) and name[1] == stem:
             yield file
 
 

@@ -33,6 +33,7 @@ from pbfl_flwr.flower.keeping import kept
 from pbfl_flwr.flower.legacy import CONFIG, FITINS, fit_result, parameters_of, payload_of, to_be_masked
 from pbfl_flwr.flower.memory import peak_memory
 from pbfl_flwr.flower.opening import DataSource, Opened, Source, configured_data, open_client, store_of
+from pbfl_flwr.flower.questions import BEST
 from pbfl_flwr.flower.report import Report
 from pbfl_flwr.flower.store import ClientState
 from pbfl_flwr.method import Client, Method, Moment, resolved_moment
@@ -134,6 +135,9 @@ def _train(message: Message, context: Context, source: Source) -> Message:
         stored, number = opened.stored, opened.client.round
         if stored is not None and stored.round > number:
             raise PbflError(f"asked for round {number}, but its state is already of round {stored.round}")
+        best = int(str(message.content.config_records[wire.CONFIG].get(BEST, 0)))
+        if stored is not None and stored.round <= best:
+            opened.store.keep_best(best)
         last = None if stored is None else partial(_again, stored, message, opened.settings)
         answer = last if stored is not None and stored.round == number else None
         return faults.inject(

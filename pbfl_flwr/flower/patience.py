@@ -18,6 +18,17 @@ def score_of(entry: Mapping[str, Any], headline: str) -> float | None:
     return float(scored[headline]["weighted"]) if headline in scored else None
 
 
+def best_round(history: Sequence[Mapping[str, Any]], headline: str) -> int:
+    """Return the round with the best score, of equals the first; 0 while there is none.
+
+    Args:
+        history: lines of rounds.jsonl.
+        headline: the predictor that is reported.
+    """
+    scores = [(score, -line["round"]) for line in history if (score := score_of(line, headline)) is not None]
+    return -max(scores)[1] if scores else 0
+
+
 def exhausted(history: Sequence[Mapping[str, Any]], headline: str, patience: int) -> int | None:
     """Return the best round of a run that is to end after the last one, None if it is to go on.
 
@@ -26,10 +37,8 @@ def exhausted(history: Sequence[Mapping[str, Any]], headline: str, patience: int
         headline: the predictor that is reported; as long as it was not scored a run goes on.
         patience: rounds that may follow the best one, of equals the first; 0 ends none.
     """
-    scores = [(score, -line["round"]) for line in history if (score := score_of(line, headline)) is not None]
-    if not patience or not scores:
+    if not patience or not (best := best_round(history, headline)):
         return None
-    best = -max(scores)[1]
     return best if history[-1]["round"] - best >= patience else None
 
 

@@ -17,6 +17,8 @@ from pbfl_flwr.flower.traffic import weigh
 from pbfl_flwr.method import Method
 from pbfl_flwr.payloads import Payload
 
+BEST = "best"  # of a question's settings
+
 
 @dataclass(frozen=True)
 class Questions:
@@ -27,12 +29,14 @@ class Questions:
         experiment: the name under which clients keep their state.
         dtype: of payloads on the wire.
         malicious: who lies on purpose.
+        best: the best round so far, whose states clients keep; 0 if they are not asked to.
     """
 
     method: Method[Any, Any, Any]
     experiment: str
     dtype: wire.WireDtype
     malicious: frozenset[int] = frozenset()
+    best: int = 0
 
     def phase(
         self,
@@ -62,6 +66,8 @@ class Questions:
             config = ConfigRecord({"round": server_round, "experiment": self.experiment})
             if client in names:
                 config["client"] = client  # a numbered one knows
+            if self.best:
+                config[BEST] = self.best
             if not (member := roster.members[client]).simulated:
                 config[KEY] = member.terms
             message = Message(

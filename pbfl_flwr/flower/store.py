@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,9 +20,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from pbfl_flwr.flower.files import SCHEMA, DamagedState, UnsavedState, make_directory, write_atomically
+from pbfl_flwr.flower.files import (
+    SCHEMA,
+    DamagedState,
+    UnsavedState,
+    flush_directory,
+    make_directory,
+    write_atomically,
+)
 from pbfl_flwr.payloads import separate, under
 
+BEST = ".best"  # ends the name of a client's state of the best round, whose number stands before it
 SIZE_BYTES = 8  # of the number before the header of a safetensors file
 
 
@@ -86,6 +96,17 @@ def _checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str
     return digest.hexdigest()
 
 
+def kept_best(path: Path) -> dict[int, Path]:
+    """Return what :meth:`ClientStore.keep_best` keeps beside a client's file: best round -> the state after it.
+
+    Args:
+        path: the client's file.
+    """
+    name = re.compile(rf"{re.escape(path.stem)}\.(\d+){re.escape(BEST)}")
+    found = {file: name.fullmatch(file.name) for file in path.parent.iterdir()}
+    return {int(match[1]): file for file, match in found.items() if match}
+
+
 @dataclass(frozen=True)
 class ClientState:
     """What a client keeps from round to round.
@@ -132,6 +153,27 @@ class ClientStore:
         """The file."""
         stem = f"named-{self.client}" if isinstance(self.client, str) else f"client-{self.client:05d}"
         return self.directory / f"{stem}.safetensors"
+
+    def keep_best(self, number: int) -> None:
+        """Keep the state that is there as that of the best round; it takes no time where files can have two names.
+
+        Whoever calls this holds the lock, and the client has not trained since that round.
+
+        Raises:
+            UnsavedState: if the system refuses it.
+        """
+        kept = kept_best(self.path)
+        if number in kept:
+            return
+        file = self.path.with_name(f"{self.path.stem}.{number}{BEST}")
+        try:
+            file.hardlink_to(self.path)
+            flush_directory(self.directory)
+        except OSError:
+            write_atomically(file, self.path.read_bytes(), locked=True, private=True)
+        for older in kept.values():
+            with suppress(OSError):
+                older.unlink()
 
     def alone(self) -> FileLock:
         """Return a lock on this client's state; whoever else trains for the same client waits for it.

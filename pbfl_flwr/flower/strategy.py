@@ -32,7 +32,7 @@ from pbfl_flwr.flower.books import aged, client_columns, final_scores, round_lin
 from pbfl_flwr.flower.history import RunDirectory
 from pbfl_flwr.flower.meeting import met
 from pbfl_flwr.flower.newcomers import Newcomers, new_clients
-from pbfl_flwr.flower.patience import exhausted, note_of
+from pbfl_flwr.flower.patience import best_round, exhausted, note_of
 from pbfl_flwr.flower.questions import Questions
 from pbfl_flwr.flower.recorder import Recorder
 from pbfl_flwr.flower.replies import Outcome, Phase, read
@@ -104,7 +104,8 @@ class MethodStrategy(Strategy):
     @property
     def _questions(self) -> Questions:
         liars = frozenset(malicious(self.settings))
-        return Questions(self.method, self.experiment, self.settings.prototypes.wire_dtype, liars)
+        best = best_round(self.history, self.headline) if self.settings.run.keep_best else 0
+        return Questions(self.method, self.experiment, self.settings.prototypes.wire_dtype, liars, best)
 
     # Before the first round ---------------------------------------------------------------------------------
 

@@ -134,6 +134,13 @@ def check_asked(settings: Settings, method: Method[Any, Any, Any]) -> None:
             f"predictor = '{wanted}': method '{method.name}' with these settings never predicts so; allowed are auto, "
             f"{', '.join(method.predicts)}"
         )
+    moment = settings.evaluation.evaluate_moment
+    if run.keep_best and (method.moment if moment == "auto" else moment) == "before":
+        raise PbflError(
+            f"keep-best = true: with these settings method '{method.name}' scores clients before local training, and "
+            "which round was the best is known too late; allowed is false (the server keeps best.safetensors), or "
+            "evaluate-moment = 'after'"
+        )
     if run.stale_weight > 0 and (settings.privacy.secure_aggregation or not method.streams()):
         raise PbflError(
             f"stale-weight = {run.stale_weight}: with these settings method '{method.name}' is no sum, in which an "

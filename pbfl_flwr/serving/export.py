@@ -31,7 +31,8 @@ from pbfl_flwr.card import Card
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.files import write_atomically
 from pbfl_flwr.flower.history import RunDirectory
-from pbfl_flwr.flower.store import ClientStore, load_tensors
+from pbfl_flwr.flower.patience import best_round
+from pbfl_flwr.flower.store import ClientStore, kept_best, load_tensors
 from pbfl_flwr.payloads import separate, under
 from pbfl_flwr.serving.network import Served, rebuild
 
@@ -79,6 +80,44 @@ def state_file(path: Path, client: str) -> Path:
     if len(files) != 1:
         raise PbflError(f"{folder} holds {_shown(folder)}; --client says which")
     return files[0]
+
+
+def of_round(file: Path, number: int) -> Path:
+    """Return the file of a client's state as it was after a round: its last one, or what ``keep-best`` has kept.
+
+    Args:
+        file: of the last state.
+        number: of the round.
+
+    Raises:
+        PbflError: if neither is it, or one is damaged.
+    """
+    last = read_state(file).card.round
+    if last <= number:
+        return file
+    kept = kept_best(file)
+    for until, other in kept.items():
+        if read_state(other).card.round <= number <= until:
+            return other
+    there = ", ".join(f"round {until}" for until in sorted(kept)) or "no other"
+    raise PbflError(
+        f"{file}: the client has trained in round {last}, after round {number}; of rounds before there is {there} "
+        "(keep-best = true keeps the best one)"
+    )
+
+
+def best_of(run: Path) -> int:
+    """Return the best round of a run, by the headline's score on validation data if there are some.
+
+    Raises:
+        PbflError: if it is no run directory, or no round was scored.
+    """
+    if not (run / "run.json").is_file():
+        raise PbflError(f"--best: {run} is no run directory, which knows the best round; --round N names it")
+    directory = RunDirectory(run)
+    if not (found := best_round(directory.rounds(), str(directory.read()["headline"]))):
+        raise PbflError(f"--best: no round of {run} was scored")
+    return found
 
 
 def _experiment(path: Path) -> Path:

@@ -1,0 +1,187 @@
+"""Clients keep the state of the best round beside their last one, and an export finds it."""
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from pbfl_flwr.config import parse
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments import leftovers
+from pbfl_flwr.flower import strategy as strategies
+from pbfl_flwr.flower import wire
+from pbfl_flwr.flower.store import ClientStore, kept_best, load_tensors
+from pbfl_flwr.methods import SECTIONS, build_method
+from pbfl_flwr.payloads import under
+from pbfl_flwr.serving.export import best_of, of_round, read_state, state_file
+from tests.flower.inprocess import Federation, federation
+from tests.runs import pbfl
+
+CLIENTS = range(5)
+
+
+def run(tmp_path: Path, rounds: int, best: int = 0, **keys: Any) -> Federation:
+    """Run so many rounds, the best of which is said to be this one."""
+    keys = {"models": "cnn4", "keep_best": True, **keys}
+    found = federation(tmp_path, num_server_rounds=rounds, on_disk=True, **keys)
+
+    def so_far(history: list[dict[str, Any]], headline: str) -> int:
+        return best if len(history) >= best else len(history)
+
+    with patch.object(strategies, "best_round", so_far):
+        return found.run()
+
+
+def home(found: Federation) -> Path:
+    path: Path = found.directory.path
+    return path / "clients" / str(found.directory.read()["experiment"])
+
+
+def store(found: Federation, client: int) -> Path:
+    return ClientStore(home(found), "", client, "").path
+
+
+def model(file: Path) -> dict[str, torch.Tensor]:
+    return under(load_tensors(file)[0], "model")
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_the_state_of_the_best_round_stays(links: bool, tmp_path: Path) -> None:
+    short = run(tmp_path / "short", 2, keep_best=False)
+    if links:
+        long = run(tmp_path / "long", 4, best=2)
+    else:
+        with patch.object(Path, "hardlink_to", side_effect=PermissionError("no links here")):
+            long = run(tmp_path / "long", 4, best=2)
+    for client in CLIENTS:
+        last = store(long, client)
+        ((number, kept),) = kept_best(last).items()
+        assert number == 2
+        assert kept.stat().st_mode & 0o777 == 0o600
+        assert same(model(kept), model(store(short, client)))
+        assert not same(model(kept), model(last))
+        assert kept_best(store(short, client)) == {}
+    assert short.directory.result() != long.directory.result()
+
+
+def test_it_changes_nothing_else(tmp_path: Path) -> None:
+    asked, without = run(tmp_path / "a", 3, best=1), run(tmp_path / "b", 3, keep_best=False)
+    assert asked.directory.result() == without.directory.result()
+    said = [
+        {
+            message.content[wire.CONFIG].get("best")
+            for message in found.grid.sent
+            if wire.CONFIG in message.content
+        }
+        for found in (asked, without)
+    ]
+    assert said == [{None, 1}, {None}]
+
+
+def test_a_better_round_takes_its_place(tmp_path: Path) -> None:
+    found = run(tmp_path, 4, best=9)  # every round is better than the one before
+    assert [set(kept_best(store(found, client))) for client in CLIENTS] == [{3}] * 5
+    assert {read_state(of_round(store(found, 0), 3)).card.round} == {3}
+    assert of_round(store(found, 0), 4) == store(found, 0)
+
+
+def test_who_did_not_train_in_the_best_round_keeps_what_it_had_then(tmp_path: Path) -> None:
+    found = run(tmp_path, 6, best=3, fraction_train=0.4)
+    trained = {client: [] for client in CLIENTS}  # type: ignore[var-annotated]
+    for line in found.directory.rounds():
+        for client in line["trained"]:
+            trained[client].append(line["round"])
+    for client, rounds in trained.items():
+        if not (before := [number for number in rounds if number <= 3]):
+            continue
+        assert read_state(of_round(store(found, client), 3)).card.round == max(before)
+    assert any(rounds and max(rounds) > 3 >= min(rounds) for rounds in trained.values())
+
+
+def test_an_export_of_the_best_round(tmp_path: Path) -> None:
+    found = run(tmp_path, 3, best=1)
+    path = found.directory.path
+    done = pbfl("export", path, "--client", 1, "--round", 1, "--out", tmp_path / "one")
+    assert done.exit_code == 0, done.stderr
+    assert "after round 1:" in done.stdout
+    with patch("pbfl_flwr.serving.export.best_round", lambda history, headline: 1):
+        done = pbfl("export", path, "--client", 1, "--best", "--out", tmp_path / "best")
+    assert "after round 1:" in done.stdout
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "best")]
+    assert weights[0] == weights[1]
+    assert "after round 3:" in pbfl("export", path, "--client", 1, "--out", tmp_path / "last").stdout
+    refused = pbfl("export", path, "--client", 1, "--round", 2, "--out", tmp_path / "two")
+    assert refused.exit_code == 2
+    said = " ".join(refused.stderr.split())
+    assert "has trained in round 3, after round 2; of rounds before there is round 1" in said
+    both = pbfl("export", path, "--client", 1, "--round", 2, "--best", "--out", tmp_path / "two")
+    assert "--best and --round: allowed is one of the two" in both.stderr
+    device = pbfl("export", home(found), "--client", 1, "--best", "--out", tmp_path / "two")
+    assert "is no run directory" in " ".join(device.stderr.split())
+    at_home = pbfl("export", home(found), "--client", 1, "--round", 1, "--out", tmp_path / "three")
+    assert at_home.exit_code == 0
+    assert (tmp_path / "three" / "model.safetensors").read_bytes() == weights[0]
+
+
+def test_which_round_is_the_best(tmp_path: Path) -> None:
+    found = run(tmp_path, 2, best=1)
+    path = found.directory.path
+    lines = [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]
+    headline = found.directory.read()["headline"]
+    for line, score in zip(lines, (0.9, 0.2), strict=True):
+        line["accuracy"][headline] = {"weighted": score}
+    (path / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert best_of(path) == 1
+    for line in lines:
+        line["accuracy"] = {}
+    (path / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(PbflError, match=r"no round of .* was scored"):
+        best_of(path)
+
+
+def test_names_of_which_one_begins_like_another_keep_apart(tmp_path: Path) -> None:
+    for name in ("a", "a.5", "a.5.best"):
+        one = ClientStore(tmp_path, "e", name, "cnn4")
+        one.path.write_bytes(b"x")
+        one.keep_best(7)
+    assert kept_best(tmp_path / "named-a.safetensors") == {7: tmp_path / "named-a.7.best"}
+    assert kept_best(tmp_path / "named-a.5.safetensors") == {7: tmp_path / "named-a.5.7.best"}
+    assert kept_best(tmp_path / "named-a.5.best.safetensors") == {7: tmp_path / "named-a.5.best.7.best"}
+
+
+def test_cleaning_takes_it_along(tmp_path: Path) -> None:
+    found = run(tmp_path, 3, best=1)
+    folder = home(found)
+    assert len(list(folder.glob("*.best"))) == 5
+    finds = list(leftovers.look([found.directory.path]))
+    go, stay = leftovers.choose(finds, ["torn", "states"], 0.0, 1e12)
+    for find in go:
+        assert leftovers.remove(find) is None
+    assert not folder.exists(), [str(one) for one in stay]
+
+
+def test_where_it_cannot_be_known_in_time_or_at_all() -> None:
+    def made(**keys: Any) -> None:
+        build_method(parse({"keep-best": True, "models": "cnn4", **keys}, SECTIONS))
+
+    made(method="fedproto")
+    made(**{"method": "fedavg", "evaluate-moment": "after"})
+    with pytest.raises(
+        PbflError, match="keep-best = true: with these settings method 'fedavg' scores clients before"
+    ):
+        made(method="fedavg")
+    with pytest.raises(PbflError, match="keep-best = true: with client-report = 'none' nobody says"):
+        made(**{"client-report": "none"})
+
+
+def test_a_state_that_was_never_kept_says_so(tmp_path: Path) -> None:
+    found = run(tmp_path, 2, keep_best=False)
+    with pytest.raises(PbflError, match="of rounds before there is no other"):
+        of_round(state_file(found.directory.path, "0"), 1)
