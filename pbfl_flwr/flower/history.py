@@ -13,7 +13,7 @@
               prototypes.safetensors  what the server broadcasts after the last round
               checkpoint.safetensors  the server's whole state after the last round
               best.safetensors        the server's state with which the clients scored best so far
-              clients/<experiment>/   the clients' own models (simulation)
+              clients/<experiment>/   the clients' own models (simulation); of the best round with .best in the name
               clients-removed.txt     in their place, when pbfl clean removed them
 
 The files with tensors are written and read in :mod:`~pbfl_flwr.flower.checkpoint`; no torch here, so that who only
