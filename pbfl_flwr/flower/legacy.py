@@ -159,6 +159,8 @@ class LegacyMethodStrategy(TrainingOnly):
         for key in ("new-clients", "min-clients", "patience"):
             if number := settings.as_dict()[key]:
                 raise PbflError(f"{key} = {number}: the older interface has none; allowed is 0")
+        if settings.run.keep_best:
+            raise PbflError("keep-best = true: the older interface scores nobody; allowed is false")
         self.experiment = experiment or f"{settings.fingerprint()}-{uuid.uuid4().hex[:8]}"
         self.state: Any = self.method.init(task, settings.run.seed)
         self.reports: dict[str, Report] = {}

@@ -10,8 +10,10 @@ from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import configuration, watch
 from pbfl_flwr.flower.history import ENDED, RunDirectory, last_round
+from pbfl_flwr.flower.legacy import LegacyMethodStrategy
 from pbfl_flwr.flower.patience import exhausted, note_of, score_of
 from pbfl_flwr.methods import SECTIONS
+from pbfl_flwr.task import Task
 from tests.flower.inprocess import Federation, federation
 from tests.runs import pbfl
 
@@ -165,3 +167,15 @@ def test_patience_needs_scores() -> None:
         PbflError, match="patience = 3: with client-report = 'none' nobody says how clients score"
     ):
         parse({"patience": 3, "client-report": "none"})
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"patience": 3}, "patience = 3: the older interface has none; allowed is 0"),
+        ({"keep-best": True}, "keep-best = true: the older interface scores nobody; allowed is false"),
+    ],
+)
+def test_flowers_older_interface_has_neither(keys: dict[str, Any], said: str) -> None:
+    with pytest.raises(PbflError, match=said):
+        LegacyMethodStrategy(parse(keys, SECTIONS), Task(3, 8, (1, 8, 8)))
