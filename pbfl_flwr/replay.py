@@ -62,6 +62,11 @@ class Recording:
 _recordings: OrderedDict[Hashable, Recording] = OrderedDict()
 
 
+def forget_recordings() -> None:
+    """Drop all recordings of this process, with the memory that they hold."""
+    _recordings.clear()
+
+
 class Replayed:
     """A client's step, replayed where there is a recording of its like, and recorded where there is none.
 

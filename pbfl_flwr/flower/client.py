@@ -32,7 +32,15 @@ from pbfl_flwr.flower.introduction import introduce
 from pbfl_flwr.flower.keeping import kept
 from pbfl_flwr.flower.legacy import CONFIG, FITINS, fit_result, parameters_of, payload_of, to_be_masked
 from pbfl_flwr.flower.memory import peak_memory
-from pbfl_flwr.flower.opening import DataSource, Opened, Source, configured_data, open_client, store_of
+from pbfl_flwr.flower.opening import (
+    DataSource,
+    Opened,
+    Source,
+    configured_data,
+    make_room,
+    open_client,
+    store_of,
+)
 from pbfl_flwr.flower.questions import BEST
 from pbfl_flwr.flower.report import Report
 from pbfl_flwr.flower.store import ClientState
@@ -86,6 +94,8 @@ def _guarded(
     except Exception as error:  # the boundary: whatever happens here must not cost another client's work
         reason = pointed(error)
         traceback.print_exc(file=sys.stderr)
+        if isinstance(error, torch.cuda.OutOfMemoryError):
+            make_room()
     card_given_back()  # the error, which held on to tensors, is gone here
     return Message(Error(code=CLIENT_FAULT, reason=reason), reply_to=message)
 

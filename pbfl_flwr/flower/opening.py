@@ -27,6 +27,7 @@ from pbfl_flwr.flower.terms import hold
 from pbfl_flwr.method import Client, Method
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.models import SplitModel, architecture_of, arrange, build_model, compile_body
+from pbfl_flwr.replay import forget_recordings
 from pbfl_flwr.task import Task
 
 DataSource = Callable[[Settings, int], ClientData]
@@ -169,6 +170,12 @@ def _settings(run_config: tuple[tuple[str, Scalar], ...]) -> Settings:
 @lru_cache(maxsize=64)
 def _own_settings(settings: str, node: tuple[tuple[str, Scalar], ...]) -> Settings:
     return own_settings(Settings.model_validate_json(settings), dict(node))
+
+
+def make_room() -> None:
+    """Drop what this process keeps for later clients, after a card's memory did not suffice: networks, recordings."""
+    _network.cache_clear()
+    forget_recordings()
 
 
 @lru_cache(maxsize=16)

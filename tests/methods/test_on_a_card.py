@@ -119,6 +119,32 @@ def test_a_learning_rate_that_falls_needs_no_other_recording(tmp_path: Path) -> 
     assert replayed(tmp_path, "fedavg", {"learning-rate-decay": 0.5, "num-server-rounds": 3}) == 1
 
 
+def test_where_the_memory_did_not_suffice_recordings_and_networks_are_dropped(tmp_path: Path) -> None:
+    original = client.kept
+
+    def kept(opened: Any, *others: Any) -> Any:
+        if (opened.client.id, opened.client.round) == (1, 1):
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return original(opened, *others)
+
+    keys: dict[str, Scalar] = {"batch-size": 3, "num-clients": 3, "models": "tests.methods.tiny_nets:normed"}
+    with patch.object(client, "kept", kept):
+        on_cpu = federation(tmp_path / "cpu", "fedavg", **keys).run()
+        made = Recording.made
+        with (
+            card(),
+            patch.object(opening, "choose_device", lambda wanted: CUDA),
+            patch.object(introduction, "choose_device", lambda wanted: CUDA),
+            patch.object(replay, "_recordings", OrderedDict()),
+        ):
+            on_card = federation(tmp_path / "card", "fedavg", **keys, compile="cuda-graph").run()
+            assert opening._network.cache_info().currsize == 1
+    failures = [[failure["client"] for failure in line["failures"]] for line in on_card.strategy.history]
+    assert failures == [[1], []]
+    assert on_card.fingerprint == on_cpu.fingerprint
+    assert Recording.made - made == 2  # one for client 0, one for those after the failure
+
+
 def on_a_real_card(tmp_path: Path, name: str, compiled: str, **keys: Scalar) -> dict[str, float]:
     """Return the mean losses of the last round."""
     keys = {**(GFPL if name == "gfpl" else {}), **keys, "device": "cuda", "compile": compiled}
