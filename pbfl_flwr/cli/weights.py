@@ -22,7 +22,8 @@ def weights(
         typer.Argument(
             metavar="FILE",
             click_type=GIVEN,
-            help="A .pth or .safetensors file: torchvision's for this model, or this project's own.",
+            help="A .pth or .safetensors file: torchvision's for this model, or this project's own; or what "
+            "`pbfl export` wrote.",
         ),
     ],
     replace: Annotated[
@@ -43,6 +44,7 @@ def weights(
                 f"{model} has weights under the label '{label}' ({kept}); --replace overwrites them"
             )
         source = expanded(file)
+        source = source / "model.safetensors" if source.is_dir() else source
         body = body_of(model, read_checkpoint(source), str(source))
         write_atomically(kept, content := as_file(body))
     except PbflError as error:

@@ -205,6 +205,11 @@ def test_a_kept_file_that_is_damaged_or_of_another_network() -> None:
 # What pbfl weights takes ------------------------------------------------------------------------------------------
 
 
+def own_empty(tmp_path: Path) -> Path:
+    (tmp_path / "empty").mkdir()
+    return tmp_path / "empty"
+
+
 def saved(content: object, path: Path) -> Path:
     torch.save(content, path)
     return path
@@ -228,6 +233,13 @@ def test_the_command_keeps_lists_and_replaces(tmp_path: Path) -> None:
     assert file.read_bytes() == before
     assert pbfl("weights", "imagenet", "resnet18", other, "--replace").exit_code == 0
     assert same(load_file(file), body(build_model("resnet18", SMALL, 7)))
+    (tmp_path / "exported").mkdir()
+    exported = build_model("resnet18", SMALL, 8)
+    save_file(exported.state_dict(), tmp_path / "exported" / "model.safetensors")
+    assert pbfl("weights", "mine", "resnet18", tmp_path / "exported").exit_code == 0
+    assert same(load_file(weights_file("resnet18", "mine")), body(exported))
+    refused = pbfl("weights", "none", "resnet18", own_empty(tmp_path))
+    assert "model.safetensors cannot be read" in " ".join(refused.stderr.split())
 
 
 def test_half_precision_is_kept_as_float32(tmp_path: Path) -> None:
