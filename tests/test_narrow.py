@@ -83,7 +83,8 @@ def test_a_wide_table_becomes_blocks_in_a_terminal_and_stays_markdown_in_a_pipe(
     assert printed(piped)[: len(MARKDOWN.splitlines())] == MARKDOWN.splitlines()
 
 
-def test_every_command_fits_into_80_columns(tmp_path: Path) -> None:
+def test_every_command_fits_into_80_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PBFL_HOME", "/home/somebody/.pbfl")
     run = write_run(tmp_path / "run", [entry(1, 0.5, 0.5)])
     about = json.loads((run / "run.json").read_text())
     for member, name in zip(about["clients"], ("site-amsterdam-north", "b"), strict=True):

@@ -190,9 +190,11 @@ def show_rows(topic: str, word: str, console: Console) -> None:
     """
     every = ROWS[topic]()
     if topic == "weights" and not every:
-        raise PbflError(
-            f"no pretrained weights in {home() / 'weights'}; 'pbfl weights LABEL MODEL FILE' keeps some"
+        say(
+            console,
+            f"no pretrained weights in {home() / 'weights'}; 'pbfl weights LABEL MODEL FILE' keeps some",
         )
+        return
     found = [(name, said) for name, said in every if word in name]
     if not found:
         raise PbflError(
