@@ -17,7 +17,7 @@ COLUMNS = ("run", "method", "state", "seed", "rounds", "directory")
 
 
 def show(planned: Sequence[Planned], console: Console) -> bool:
-    """Print a line for every run: how many rounds of it are there and are wanted, and what would be done.
+    """Print a line for every run: what would be done, and how many rounds of it are there and are wanted.
 
     Returns:
         Whether all of them could be made.
@@ -25,15 +25,17 @@ def show(planned: Sequence[Planned], console: Console) -> bool:
     rows, refusals = [], []
     for run in planned:
         settings = configuration.check(run.wishes).run
+        wanted = settings.num_server_rounds
         try:
-            state = "is there" if (wishes := to_make(run)) is None else "goes on"
             there = len(RunDirectory(run.directory).rounds())
-            if wishes is run.wishes:
-                state = "to make"
+            if (wishes := to_make(run)) is None:
+                state, wanted = "is there", there  # which are fewer where patience ended it
+            else:
+                state = "to make" if wishes is run.wishes else "goes on"
+            rounds = f"{there}/{wanted}"
         except PbflError as error:
-            state, there = "refused", 0
+            state, rounds = "refused", "-"
             refusals.append(f"{run.name}: {error}")
-        rounds = f"{there}/{settings.num_server_rounds}"
         rows.append((run.label, settings.method, state, str(run.seed), rounds, str(run.directory)))
     print_blocks(console, COLUMNS, rows, words=3)
     made = sum(row[2] == "is there" for row in rows)

@@ -18,7 +18,17 @@ from pbfl_flwr.experiments.accuracies import client_series, honest, label_names,
 from pbfl_flwr.flower.history import RunDirectory
 
 NEUTRAL = frozenset(
-    {"seed", "run-dir", "state-dir", "resume", "round-timeout", "join-timeout", "threads", "device"}
+    {
+        "seed",
+        "run-dir",
+        "state-dir",
+        "resume",
+        "keep-best",
+        "round-timeout",
+        "join-timeout",
+        "threads",
+        "device",
+    }
 )
 LONGEST_LABEL = 40
 

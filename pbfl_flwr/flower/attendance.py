@@ -13,7 +13,7 @@ from pbfl_flwr.flower.joining import Joining
 from pbfl_flwr.flower.late import Debt, Debts
 from pbfl_flwr.flower.replies import Phase
 from pbfl_flwr.flower.returning import welcome_back
-from pbfl_flwr.flower.roster import NOWHERE, Roster
+from pbfl_flwr.flower.roster import NOWHERE, Roster, other_weights
 from pbfl_flwr.flower.waiting import Hear, looks
 
 GREETING_SECONDS = 60.0  # for a node that comes in the middle of a run
@@ -98,6 +98,10 @@ class Attendance:
             elif member.node != before.members[client].node:
                 log(INFO, "round %s: client %s is back, on another node", server_round, member.label)
                 self._debts.forget(client)
+        known = other_weights(before.members.values())
+        for line in other_weights(self.roster.members.values()):
+            if line not in known:
+                self.note(line)
 
     def collect(self, grid: Grid) -> None:
         """Fetch the answers that have come since their round."""

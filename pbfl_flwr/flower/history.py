@@ -65,8 +65,8 @@ FILES = (
     STATES_REMOVED,
 )  # of a run directory, of the server
 OTHER_CONFIGURATION = (
-    "run-dir = '{}' was made with another configuration (see its run.json); only num-server-rounds, patience and the "
-    "timeouts may differ when a run is resumed"
+    "run-dir = '{}' was made with another configuration (see its run.json); only num-server-rounds, patience, "
+    "keep-best and the timeouts may differ when a run is resumed"
 )
 HANDOVER_SECONDS = 30.0  # a ServerApp that was stopped needs some to end
 PACKAGES = ("pbfl-flwr", "flwr", "ray", "torch", "torchvision", "numpy", "scipy")

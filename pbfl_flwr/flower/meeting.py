@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flwr.serverapp import Grid
 
 from pbfl_flwr.config import RunSettings
-from pbfl_flwr.errors import some
 from pbfl_flwr.flower.attendance import Attendance
 from pbfl_flwr.flower.edition import others as other_editions
 from pbfl_flwr.flower.hello import meet
 from pbfl_flwr.flower.joining import Fits, Joining
 from pbfl_flwr.flower.returning import meet_again
-from pbfl_flwr.flower.roster import Member
+from pbfl_flwr.flower.roster import other_weights
 from pbfl_flwr.flower.waiting import Hear
 
 
@@ -56,17 +55,3 @@ def met(
     for line in (*other_editions(roster.members.values()), *other_weights(roster.members.values())):
         attendance.note(line)
     return attendance
-
-
-def other_weights(members: Iterable[Member]) -> list[str]:
-    """Return a line for every model whose pretrained weights are not the same on all clients that begin with them."""
-    begun: dict[str, dict[str, list[str]]] = {}
-    for member in members:
-        if member.weights:
-            begun.setdefault(member.architecture, {}).setdefault(member.weights, []).append(member.label)
-    return [
-        f"'{name}' does not begin with the same weights everywhere: "
-        + "; ".join(f"{weights} on client {some(clients)}" for weights, clients in found.items())
-        for name, found in begun.items()
-        if len(found) > 1
-    ]

@@ -15,7 +15,7 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import checkpoint
 from pbfl_flwr.flower.history import OTHER_CONFIGURATION, Dealt, RunDirectory, RunRefused
 from pbfl_flwr.flower.outcome import result_hash
-from pbfl_flwr.flower.patience import score_of
+from pbfl_flwr.flower.patience import Score, score_of
 from pbfl_flwr.flower.roster import Member
 from pbfl_flwr.methods import build_method
 from pbfl_flwr.payloads import Payload
@@ -36,7 +36,7 @@ class Recorder:
     def __init__(self, run: RunDirectory, settings: Settings, headline: str) -> None:
         self.run, self._settings, self._headline = run, settings, headline
         self._fingerprint = settings.fingerprint()
-        self._best = -1.0  # weighted headline accuracy
+        self._best: Score = (False, -1.0)
         self._last = settings.run.num_server_rounds
         self._sinks: Sinks | None = None
         self._warnings: list[str] = []
@@ -125,7 +125,9 @@ class Recorder:
         if resumed is None:
             return None
         history = self.run.rounds()
-        self._best = max((figure for line in history for figure, _ in self._figures(line)), default=-1.0)
+        self._best = max(
+            (score for line in history for score, _ in self._scores(line)), default=(False, -1.0)
+        )
         log(INFO, "resumed after round %s", done)
         return *resumed, history
 
@@ -151,10 +153,10 @@ class Recorder:
         """
         number = int(line["round"])
         self.run.add_round(line, clients)
-        for figure, final in self._figures(line):
-            if figure > self._best:
-                self._best = figure
-                checkpoint.save_best(self.run, state if final else scored, number, figure, self._headline)
+        for score, final in self._scores(line):
+            if score > self._best:
+                self._best = score
+                checkpoint.save_best(self.run, state if final else scored, number, score[1], self._headline)
         checkpoint.save(self.run, state, broadcast, number, self._fingerprint)
         if self._sinks is not None:
             self._warn(self._sinks.log(line))
@@ -207,8 +209,8 @@ class Recorder:
             log(WARNING, "%s", warning)
         self._warnings += warnings
 
-    def _figures(self, line: Mapping[str, Any]) -> list[tuple[float, bool]]:
-        """Return (weighted headline accuracy, whether of a last scoring) of a round, by validation data if any."""
+    def _scores(self, line: Mapping[str, Any]) -> list[tuple[Score, bool]]:
+        """Return (score, whether of a last scoring) of a round."""
         entries = ((line, False), (line.get("final", {}), True))
         scores = [(score_of(entry, self._headline), final) for entry, final in entries]
         return [(score, final) for score, final in scores if score is not None]

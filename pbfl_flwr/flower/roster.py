@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 from flwr.app import ConfigRecord
 
 from pbfl_flwr import seeds
-from pbfl_flwr.errors import PbflError, printable
+from pbfl_flwr.errors import PbflError, printable, some
 from pbfl_flwr.flower.device import NAME, is_number
 from pbfl_flwr.flower.terms import terms
 from pbfl_flwr.payloads import RejectedPayload
@@ -182,3 +182,17 @@ class Roster:
 
 def _drawn(clients: list[int], size: int, seed: int) -> list[int]:
     return sorted(int(client) for client in np.random.default_rng(seed).choice(clients, size, replace=False))
+
+
+def other_weights(members: Iterable[Member]) -> list[str]:
+    """Return a line for every model whose pretrained weights are not the same on all clients that begin with them."""
+    begun: dict[str, dict[str, list[str]]] = {}
+    for member in members:
+        if member.weights:
+            begun.setdefault(member.architecture, {}).setdefault(member.weights, []).append(member.label)
+    return [
+        f"'{name}' does not begin with the same weights everywhere: "
+        + "; ".join(f"{weights} on client {some(clients)}" for weights, clients in found.items())
+        for name, found in begun.items()
+        if len(found) > 1
+    ]

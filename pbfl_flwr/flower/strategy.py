@@ -32,7 +32,7 @@ from pbfl_flwr.flower.books import aged, client_columns, final_scores, round_lin
 from pbfl_flwr.flower.history import RunDirectory
 from pbfl_flwr.flower.meeting import met
 from pbfl_flwr.flower.newcomers import Newcomers, new_clients
-from pbfl_flwr.flower.patience import best_round, exhausted, note_of
+from pbfl_flwr.flower.patience import best_line, exhausted, note_of
 from pbfl_flwr.flower.questions import Questions
 from pbfl_flwr.flower.recorder import Recorder
 from pbfl_flwr.flower.replies import Outcome, Phase, read
@@ -104,8 +104,9 @@ class MethodStrategy(Strategy):
     @property
     def _questions(self) -> Questions:
         liars = frozenset(malicious(self.settings))
-        best = best_round(self.history, self.headline) if self.settings.run.keep_best else 0
-        return Questions(self.method, self.experiment, self.settings.prototypes.wire_dtype, liars, best)
+        best = best_line(self.history, self.headline) if self.settings.run.keep_best else None
+        number = 0 if best is None else int(best["round"])
+        return Questions(self.method, self.experiment, self.settings.prototypes.wire_dtype, liars, number)
 
     # Before the first round ---------------------------------------------------------------------------------
 
@@ -246,7 +247,9 @@ class MethodStrategy(Strategy):
             again = 0
             if evaluate_fn and (found := evaluate_fn(server_round, result.arrays)) is not None:
                 result.evaluate_metrics_serverapp[server_round] = found
-        if self._recorder is not None and self.done < self.settings.run.num_server_rounds:
+        run = self.settings.run
+        early = self.done < run.num_server_rounds and exhausted(self.history, self.headline, run.patience)
+        if self._recorder is not None and early:  # not where a caller asked for fewer rounds
             self._recorder.ends(self.done)
         self._meet_new_clients(grid, timeout)
         return result
@@ -385,7 +388,7 @@ class MethodStrategy(Strategy):
             found += notes.not_scored(self.headline, self.method.name, line["accuracy"])
         patience = self.settings.run.patience
         if (best := exhausted([*self.history, line], self.headline, patience)) is not None:
-            found.append(note_of(best, patience, validated=bool(line.get("validation"))))
+            found.append(note_of(best, patience))
         return found + (self._recorder.warnings() if self._recorder else [])
 
     def aggregate_fit(

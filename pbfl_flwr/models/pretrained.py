@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -47,10 +48,17 @@ def digest(name: str) -> str:
     if (file := file_of(name)) is None:
         return ""
     try:
-        with file.open("rb") as content:
-            return hashlib.file_digest(content, "sha256").hexdigest()[:16]
+        at = file.stat()
+        return _hashed(file, at.st_mtime_ns, at.st_size)
     except OSError as error:
         raise PbflError(_missing(name, file, error)) from None
+
+
+@lru_cache(maxsize=64)
+def _hashed(file: Path, written: int, size: int) -> str:
+    """Return the hash of a file; a process of many clients reads it once, and again if it was written anew."""
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()[:16]
 
 
 def begin_pretrained(model: SplitModel, name: str) -> None:

@@ -31,7 +31,7 @@ from pbfl_flwr.card import Card
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.files import write_atomically
 from pbfl_flwr.flower.history import RunDirectory
-from pbfl_flwr.flower.patience import best_round
+from pbfl_flwr.flower.patience import best_line
 from pbfl_flwr.flower.store import ClientStore, kept_best, load_tensors
 from pbfl_flwr.payloads import separate, under
 from pbfl_flwr.serving.network import Served, rebuild
@@ -110,14 +110,20 @@ def best_of(run: Path) -> int:
     """Return the best round of a run, by the headline's score on validation data if there are some.
 
     Raises:
-        PbflError: if it is no run directory, or no round was scored.
+        PbflError: if it is no run directory, no round was scored, or not what clients keep of a round.
     """
     if not (run / "run.json").is_file():
         raise PbflError(f"--best: {run} is no run directory, which knows the best round; --round N names it")
     directory = RunDirectory(run)
-    if not (found := best_round(directory.rounds(), str(directory.read()["headline"]))):
+    about = directory.read()
+    if about["moment"] == "before":
+        raise PbflError(
+            f"--best: clients of {run} were scored before their training, and keep what came of it; best.safetensors "
+            "has what the server had sent them then. --round N names a round"
+        )
+    if (found := best_line(directory.rounds(), str(about["headline"]))) is None:
         raise PbflError(f"--best: no round of {run} was scored")
-    return found
+    return int(found["round"])
 
 
 def _experiment(path: Path) -> Path:

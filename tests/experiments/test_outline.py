@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from pbfl_flwr.experiments import compare, outline
+from pbfl_flwr.flower.history import RunDirectory
 from tests.runs import entry, pbfl, write_run
 
 FILE = """
@@ -83,11 +84,22 @@ def test_every_run_is_there_or_goes_on_or_is_to_be_made_or_refused(file: Path, t
     write_run(refused.directory, lines, **{**refused.wishes.values, "learning-rate": 0.5})
     fine, rows, text = shown(planned)
     assert not fine
-    assert rows[5][:3] == ["B", "local", "refused"]
+    assert rows[5][:5] == ["B", "local", "refused", "1", "-"]
     assert "2 of 4 runs are to be made; nothing was started" in text
     assert "B, seed 1: " in text
     assert "was made with learning-rate = 0.5" in text
     assert not other.directory.exists()
+
+
+def test_a_run_that_patience_ended_lacks_nothing(file: Path, tmp_path: Path) -> None:
+    planned = compare.plan(
+        compare.read(str(file))[1], ["num-server-rounds=9", "patience=1"], [], ["A"], tmp_path
+    )
+    write_run(planned[0].directory, [entry(1, 0.5, 0.5), entry(2, 0.5, 0.5)], **planned[0].wishes.values)
+    RunDirectory(planned[0].directory).ends(2)
+    fine, rows, _ = shown(planned)
+    assert fine
+    assert rows[2][:-1] == ["A", "fedproto", "is", "there", "0", "2/2"]
 
 
 @pytest.mark.parametrize("command", ["compare", "sweep"])

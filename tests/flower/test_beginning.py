@@ -11,6 +11,7 @@ from torch import Tensor
 from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import client, introduction, opening
+from pbfl_flwr.flower.history import RunRefused
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.models import build_model
 from pbfl_flwr.models.checkpoints import as_file, body_of
@@ -106,3 +107,15 @@ def test_clients_whose_kept_weights_differ_are_named_once(trained: SplitModel, t
         run = federation(tmp_path, models="resnet4@mine").run()
     line = "'resnet4@mine' does not begin with the same weights everywhere: aaaa on client 0, 2, 3; bbbb on client 1, 4"
     assert [found["notes"].count(line) for found in run.strategy.history] == [1, 0]
+
+
+def test_a_run_that_goes_on_does_so_with_the_weights_that_it_began_with(
+    trained: SplitModel, tmp_path: Path
+) -> None:
+    keys: dict[str, Any] = {"models": "resnet4@mine", "on_disk": True}
+    federation(tmp_path, num_server_rounds=1, **keys).run()
+    federation(tmp_path, num_server_rounds=2, resume=True, **keys).run()
+    other = build_model("resnet4", TASK, 78)
+    weights_file("resnet4", "mine").write_bytes(as_file(body_of("resnet4", other.state_dict(), "the test's")))
+    with pytest.raises(RunRefused, match=r"client 0: a run that goes on keeps its clients, .* weights = "):
+        federation(tmp_path, num_server_rounds=3, resume=True, **keys).run()

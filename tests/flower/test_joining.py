@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import records, report
 from pbfl_flwr.experiments.documents import as_csv
 from pbfl_flwr.experiments.tables import show
+from pbfl_flwr.flower import introduction
 from pbfl_flwr.flower.attendance import Attendance
 from pbfl_flwr.flower.history import RunDirectory
 from pbfl_flwr.flower.joining import Joining
@@ -82,6 +84,19 @@ def test_a_run_begins_with_some_and_others_join_in_any_round(tmp_path: Path) -> 
     assert {row.split(",")[2] for row in as_csv(tmp_path / "run").splitlines()[1:]} == set("mbza")
     report.write(records.load([tmp_path / "run"]), tmp_path / "report.html")
     assert late in report.overviews(records.load([tmp_path / "run"]))[0].warnings
+
+
+def test_who_joins_with_other_pretrained_weights_is_noted(tmp_path: Path) -> None:
+    nodes = sites(tmp_path, "a", "b", "c", "d")
+    said = iter(["1", "1", "2", "1"])
+    with patch.object(introduction, "digest_of_weights", lambda name: next(said)):
+        found = begun(tmp_path, nodes, {1: [0, 1], 2: [2], 3: [3]})
+    notes = [[n for n in line["notes"] if "same weights" in n] for line in found.strategy.history]
+    assert notes == [
+        [],
+        ["'cnn4' does not begin with the same weights everywhere: 1 on client a, b; 2 on client c"],
+        ["'cnn4' does not begin with the same weights everywhere: 1 on client a, b, d; 2 on client c"],
+    ]
 
 
 @pytest.mark.parametrize("method", sorted(METHODS))

@@ -28,10 +28,10 @@ def run(tmp_path: Path, rounds: int, best: int = 0, **keys: Any) -> Federation:
     keys = {"models": "cnn4", "keep_best": True, **keys}
     found = federation(tmp_path, num_server_rounds=rounds, on_disk=True, **keys)
 
-    def so_far(history: list[dict[str, Any]], headline: str) -> int:
-        return best if len(history) >= best else len(history)
+    def so_far(history: list[dict[str, Any]], headline: str) -> dict[str, Any] | None:
+        return history[min(best, len(history)) - 1] if history and best else None
 
-    with patch.object(strategies, "best_round", so_far):
+    with patch.object(strategies, "best_line", so_far):
         return found.run()
 
 
@@ -69,6 +69,12 @@ def test_the_state_of_the_best_round_stays(links: bool, tmp_path: Path) -> None:
         assert not same(model(kept), model(last))
         assert kept_best(store(short, client)) == {}
     assert short.directory.result() != long.directory.result()
+
+
+def test_under_secure_aggregation_too(tmp_path: Path) -> None:
+    found = run(tmp_path, 3, best=1, secure_aggregation=True)
+    assert [set(kept_best(store(found, client))) for client in CLIENTS] == [{1}] * 5
+    assert read_state(of_round(store(found, 0), 1)).card.round == 1
 
 
 def test_it_changes_nothing_else(tmp_path: Path) -> None:
@@ -111,7 +117,7 @@ def test_an_export_of_the_best_round(tmp_path: Path) -> None:
     done = pbfl("export", path, "--client", 1, "--round", 1, "--out", tmp_path / "one")
     assert done.exit_code == 0, done.stderr
     assert "after round 1:" in done.stdout
-    with patch("pbfl_flwr.serving.export.best_round", lambda history, headline: 1):
+    with patch("pbfl_flwr.serving.export.best_line", lambda history, headline: history[0]):
         done = pbfl("export", path, "--client", 1, "--best", "--out", tmp_path / "best")
     assert "after round 1:" in done.stdout
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "best")]
@@ -144,6 +150,13 @@ def test_which_round_is_the_best(tmp_path: Path) -> None:
     (path / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(PbflError, match=r"no round of .* was scored"):
         best_of(path)
+
+
+def test_clients_that_were_scored_before_their_training_keep_no_best(tmp_path: Path) -> None:
+    found = run(tmp_path, 2, keep_best=False, evaluate_moment="before")
+    refused = pbfl("export", found.directory.path, "--client", 1, "--best", "--out", tmp_path / "best")
+    assert refused.exit_code == 2
+    assert "were scored before their training" in " ".join(refused.stderr.split())
 
 
 def test_names_of_which_one_begins_like_another_keep_apart(tmp_path: Path) -> None:

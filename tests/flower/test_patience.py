@@ -9,9 +9,10 @@ import pytest
 from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import configuration, watch
+from pbfl_flwr.experiments.accuracies import scores
 from pbfl_flwr.flower.history import ENDED, RunDirectory, last_round
 from pbfl_flwr.flower.legacy import LegacyMethodStrategy
-from pbfl_flwr.flower.patience import exhausted, note_of, score_of
+from pbfl_flwr.flower.patience import best_line, exhausted, note_of, score_of
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.task import Task
 from tests.flower.inprocess import Federation, federation
@@ -27,6 +28,7 @@ STILL: dict[str, Any] = {
 def line(number: int, test: float | None, validation: float | None = None) -> dict[str, Any]:
     return {
         "round": number,
+        "accuracy_of_round": number,
         "accuracy": {} if test is None else {"global": {"weighted": test}, "head": {"weighted": 1 - test}},
         **({} if validation is None else {"validation": {"global": {"weighted": validation}}}),
     }
@@ -52,17 +54,24 @@ def history(*scores: float | None) -> list[dict[str, Any]]:
     ],
 )
 def test_when_patience_ends(scores: tuple[float | None, ...], patience: int, best: int | None) -> None:
-    assert exhausted(history(*scores), "global", patience) == best
+    found = exhausted(history(*scores), "global", patience)
+    assert (found and found["round"]) == best
 
 
 def test_validation_counts_where_there_is_some() -> None:
     lines = [line(1, 0.9, 0.1), line(2, 0.5, 0.2)]
-    assert [score_of(entry, "global") for entry in lines] == [0.1, 0.2]
+    assert [score_of(entry, "global") for entry in lines] == [(True, 0.1), (True, 0.2)]
     assert exhausted(lines, "global", 1) is None
-    assert exhausted(lines, "head", 1) is None
-    assert "on validation data" in note_of(1, 2, validated=True)
+    assert "on validation data" in note_of(lines[0], 2)
     assert exhausted(history(0.9, 0.5), "head", 1) is None
-    assert exhausted(history(0.9, 0.5), "global", 1) == 1
+    assert exhausted(history(0.9, 0.5), "global", 1) is not None
+
+
+def test_a_round_without_validation_data_is_no_better_than_one_with_them() -> None:
+    lines = [line(1, 0.8), line(2, 0.5, 0.2), line(3, 0.9), line(4, 0.5, 0.3), line(5, 0.95)]
+    assert best_line(lines[:1], "global") is lines[0]
+    assert best_line(lines[:3], "global") is lines[1]
+    assert best_line(lines, "global") is lines[3]
 
 
 def ended(tmp_path: Path, rounds: int = 9, **keys: Any) -> Federation:
@@ -75,7 +84,6 @@ def test_a_run_ends_by_itself_and_is_finished(tmp_path: Path) -> None:
     run = ended(tmp_path)
     assert [entry["round"] for entry in run.strategy.history] == [1, 2, 3]
     said = [note for note in run.strategy.history[-1]["notes"] if "patience" in note]
-    assert said == [note_of(1, 2, validated=False)]
     assert said == ["no better score on test data for 2 rounds, since round 1: the run ends here (patience)"]
     assert not any("patience" in note for entry in run.strategy.history[:2] for note in entry["notes"])
     there = run.directory
@@ -96,6 +104,17 @@ def test_a_run_ends_by_itself_and_is_finished(tmp_path: Path) -> None:
 def test_the_last_round_has_its_last_scoring(tmp_path: Path) -> None:
     run = ended(tmp_path, evaluate_moment="before")
     assert ["final" in entry for entry in run.strategy.history] == [False, False, True]
+    (said,) = [note for note in run.strategy.history[-1]["notes"] if "patience" in note]
+    assert "since round 0:" in said  # as the tables call it
+    assert scores(run.strategy.history)["head"].best[0] == 0
+
+
+def test_fewer_rounds_that_a_caller_asks_for_are_no_end_by_patience(tmp_path: Path) -> None:
+    run = federation(tmp_path, num_server_rounds=4, on_disk=True, **STILL)
+    run.strategy.start(run.grid, num_rounds=2)
+    assert ENDED not in run.directory.read()
+    assert last_round(run.directory.read()) == 4
+    assert run.directory.result() == ""
 
 
 def test_new_clients_come_after_it(tmp_path: Path) -> None:
@@ -179,3 +198,13 @@ def test_patience_needs_scores() -> None:
 def test_flowers_older_interface_has_neither(keys: dict[str, Any], said: str) -> None:
     with pytest.raises(PbflError, match=said):
         LegacyMethodStrategy(parse(keys, SECTIONS), Task(3, 8, (1, 8, 8)))
+
+
+def test_a_method_that_exchanges_late_is_forewarned() -> None:
+    words = ["--set", "models=mlp5", "--set", "dataset=digits", "--set", "method=gfpl", "--dry-run"]
+    said = (
+        "gfpl: patience = 3: the run may end as early as one with num-server-rounds = 4: the first exchange"
+    )
+    assert said in pbfl("run", *words, "--set", "patience=3").stdout
+    assert "end as early" not in pbfl("run", *words, "--set", "patience=10").stdout
+    assert "end as early" not in pbfl("run", *words).stdout

@@ -15,7 +15,7 @@ from torchvision.models.vision_transformer import interpolate_embeddings
 from pbfl_flwr.architectures import architecture_of, architectures
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models import build_model, random_inputs
-from pbfl_flwr.models.checkpoints import OF_TORCHVISION, as_file, body_of, read_checkpoint
+from pbfl_flwr.models.checkpoints import COUNTER, OF_TORCHVISION, as_file, body_of, read_checkpoint
 from pbfl_flwr.models.contract import HEAD_PREFIX, SplitModel
 from pbfl_flwr.models.pretrained import digest
 from pbfl_flwr.places import weights_file
@@ -143,6 +143,9 @@ def test_the_digest_is_of_the_weights_and_of_nothing_where_there_are_none() -> N
     assert digest("resnet4") == "" == digest("my.nets:small")
     assert len(digest("resnet4@a")) == 16
     assert digest("resnet4@a") == digest("resnet4@c+8") != digest("resnet4@b")
+    before = digest("resnet4@a")
+    kept("resnet4", "a", build_model("resnet4", SMALL, 3))
+    assert digest("resnet4@a") != before
 
 
 def test_names() -> None:
@@ -322,6 +325,25 @@ def test_words_that_are_wrong(words: tuple[str, str], said: str, tmp_path: Path)
     refused = pbfl("weights", *words, tmp_path / "nothing.pth")
     assert refused.exit_code == 2
     assert said in " ".join(refused.stderr.split())
+
+
+def test_counters_that_older_files_lack_are_not_needed(tmp_path: Path) -> None:
+    trained = build_model("resnet4", SMALL, 5)
+    older = {name: t for name, t in trained.state_dict().items() if not name.endswith(COUNTER)}
+    assert len(older) < len(trained.state_dict())
+    kept("resnet4", "older", older)
+    assert same(body(build_model("resnet4@older", SMALL, 0)), body(trained))
+    kept("resnet18", "older", {n: t for n, t in theirs("resnet18").state_dict().items() if COUNTER not in n})
+
+
+@pytest.mark.parametrize(
+    "damaged", [b"\x80\x02.", b"\x80\x02X\x05", b"\x80\x02h\x07.", b"PK\x03\x04" + bytes(60)]
+)
+def test_a_damaged_file_is_a_line(damaged: bytes, tmp_path: Path) -> None:
+    (tmp_path / "x.pth").write_bytes(damaged)
+    refused = pbfl("weights", "x", "resnet18", tmp_path / "x.pth")
+    assert refused.exit_code == 2
+    assert "holds no weights that can be read" in " ".join(refused.stderr.split())
 
 
 def test_a_safetensors_file_that_is_none(tmp_path: Path) -> None:
