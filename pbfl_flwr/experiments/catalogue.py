@@ -190,10 +190,8 @@ def show_rows(topic: str, word: str, console: Console) -> None:
     """
     every = ROWS[topic]()
     if topic == "weights" and not every:
-        say(
-            console,
-            f"no pretrained weights in {home() / 'weights'}; 'pbfl weights LABEL MODEL FILE' keeps some",
-        )
+        said = f"no pretrained weights in {home() / 'weights'}; 'pbfl weights LABEL MODEL FILE' keeps some"
+        hang(console, "", said, 0)
         return
     found = [(name, said) for name, said in every if word in name]
     if not found:
