@@ -104,7 +104,8 @@ class MethodStrategy(Strategy):
     @property
     def _questions(self) -> Questions:
         liars = frozenset(malicious(self.settings))
-        best = best_line(self.history, self.headline) if self.settings.run.keep_best else None
+        finished = self.history[: self.done]  # a round that is asked again has a line, too
+        best = best_line(finished, self.headline) if self.settings.run.keep_best else None
         number = 0 if best is None else int(best["round"])
         return Questions(self.method, self.experiment, self.settings.prototypes.wire_dtype, liars, number)
 

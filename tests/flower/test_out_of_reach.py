@@ -2,11 +2,14 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from flwr.app import Message
 from flwr.common.constant import ErrorCode
 
+from pbfl_flwr.flower import strategy as strategies
+from pbfl_flwr.flower import wire
 from pbfl_flwr.flower.attendance import NOT_CONNECTED
 from pbfl_flwr.flower.endings import RunEnded
 from pbfl_flwr.flower.strategy import TRIES
@@ -150,3 +153,15 @@ def test_who_was_only_to_be_scored_is_not_waited_for(tmp_path: Path) -> None:
     with pytest.raises(RunEnded, match="round 2: 0 valid replies"):
         found.run()
     assert len([client for client, number, _ in found.grid.asked if number == 2]) == NUM_CLIENTS
+
+
+def test_a_round_that_is_asked_again_is_not_the_best_yet(tmp_path: Path) -> None:
+    faults: dict[tuple[int, int], Fault] = {(client, 2): while_it_lasts(1) for client in (0, 1)}
+    found = federation(tmp_path, on_disk=True, faults=faults, min_replies=4, models="cnn4", keep_best=True)
+    with patch.object(strategies, "best_line", lambda history, headline: history[-1] if history else None):
+        found.run()
+    questions = [
+        message.content[wire.CONFIG] for message in found.grid.sent if wire.CONFIG in message.content
+    ]
+    said = [question.get("best") for question in questions if question.get("round") == 2]
+    assert said == [1] * 2 * NUM_CLIENTS
