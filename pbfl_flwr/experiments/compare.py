@@ -195,7 +195,7 @@ def preflight(planned: Sequence[Planned], resources: Resources) -> list[str]:
     """Load the data and try the networks of every different configuration, before any run starts.
 
     Returns:
-        What looks wrong with the data, a line each.
+        What looks wrong with the data, and what is said of training and methods before they start, a line each.
 
     Raises:
         PbflError: one line on what does not fit.
@@ -204,7 +204,8 @@ def preflight(planned: Sequence[Planned], resources: Resources) -> list[str]:
     for wishes in {str(sorted(run.wishes.values.items())): run.wishes for run in planned}.values():
         settings = configuration.check(wishes)
         configuration.preflight(settings, resources)
-        found.update(dict.fromkeys(configuration.suspicions(settings)))
+        notes = [*configuration.suspicions(settings), *configuration.of_training(settings)]
+        found.update(dict.fromkeys(notes))
     return list(found)
 
 

@@ -146,16 +146,23 @@ def forewarnings(settings: Settings, wishes: Wishes, partition: Partition) -> li
     method = build_method(settings)
     name = settings.run.method
     others = [key for key in wishes.values if "." in key and not key.startswith(f"{name}.")]
-    run = settings.run
-    in_all = method.forewarnings(run.num_server_rounds)
-    in_few = method.forewarnings(min(1 + run.patience, run.num_server_rounds)) if run.patience else []
-    early = f"patience = {run.patience}: the run may end as early as one with"
     return [
         *(f"data: {note}" for note in partition.notes),
         *suspicions(settings),
         *(f"{key}: without effect, the method is '{name}'" for key in others),
-        *settings.training.forewarnings(),
         *(f"privacy: {note}" for note in privacy_notes(settings, method)),
+        *of_training(settings),
+    ]
+
+
+def of_training(settings: Settings) -> list[str]:
+    """Return what a person should hear of the training and the method before a run starts, also as one of many."""
+    method, run = build_method(settings), settings.run
+    in_all = method.forewarnings(run.num_server_rounds)
+    in_few = method.forewarnings(min(1 + run.patience, run.num_server_rounds)) if run.patience else []
+    early = f"patience = {run.patience}: the run may end as early as one with"
+    return [
+        *settings.training.forewarnings(),
         *(f"{method.name}: {note}" for note in in_all),
         *(f"{method.name}: {early} {note}" for note in in_few if not in_all),
     ]

@@ -128,6 +128,24 @@ def test_the_commands_start_nothing_and_check_everything(
     assert not (tmp_path / "runs").exists()
 
 
+def test_what_a_run_would_be_warned_of_is_said_once(file: Path, tmp_path: Path) -> None:
+    words = [
+        "--set",
+        "method=gfpl",
+        "--set",
+        "feature-dim=16",
+        "--seeds",
+        "0-1",
+        "--engine",
+        "processes",
+        "--dry-run",
+        "--out",
+        tmp_path / "o",
+    ]
+    told = " ".join(pbfl("compare", file, *words).stdout.split())
+    assert told.count("gfpl: num-server-rounds = 2: the first exchange of mixtures is in round 10") == 1
+
+
 def test_a_refused_run_ends_it_with_2(file: Path, tmp_path: Path) -> None:
     first = compare.plan(compare.read(str(file))[1], [], [], ["A"], tmp_path / "o")[0]
     write_run(first.directory, [entry(1, 0.5, 0.5)], **{**first.wishes.values, "seed": 7})
