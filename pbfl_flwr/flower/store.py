@@ -162,18 +162,18 @@ class ClientStore:
         Raises:
             UnsavedState: if the system refuses it.
         """
-        kept = kept_best(self.path)
-        if number in kept:
-            return
         file = self.path.with_name(f"{self.path.stem}.{number}{BEST}")
+        if file.exists():
+            return
         try:
             file.hardlink_to(self.path)
             flush_directory(self.directory)
         except OSError:
             write_atomically(file, self.path.read_bytes(), locked=True, private=True)
-        for older in kept.values():
-            with suppress(OSError):
-                older.unlink()
+        for until, older in kept_best(self.path).items():
+            if until != number:
+                with suppress(OSError):
+                    older.unlink()
 
     def alone(self) -> FileLock:
         """Return a lock on this client's state; whoever else trains for the same client waits for it.
