@@ -24,12 +24,10 @@ from pbfl_flwr.config.keys import (
     PrivacySettings,
     PrototypeSettings,
     RunSettings,
-    Scalar,
     TrainingSettings,
-    class_name,
-    class_names,
 )
 from pbfl_flwr.config.resolve import CHANGEABLE, PROTOCOLS, Settings, parse, parse_section
+from pbfl_flwr.config.texts import Scalar, class_name, class_names
 
 __all__ = [
     "ATTACKS",

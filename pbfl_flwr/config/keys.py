@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import tomllib
-import unicodedata
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,9 +11,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from pbfl_flwr.config.attack import Attack
 from pbfl_flwr.config.choices import choice, one_or_each, words
 from pbfl_flwr.config.faults import FaultRates
+from pbfl_flwr.config.texts import class_names, named_values
 from pbfl_flwr.task import MAX_AXES
 
-Scalar = bool | int | float | str
 Auto = Literal["auto"]
 
 
@@ -84,37 +82,6 @@ def _augmentation(text: str) -> str:
 
 
 MAX_CLASSES = 10_000
-
-
-def class_name(text: str) -> str:
-    """Return the name of a class as it is compared: without spaces around it, and its letters in one form.
-
-    Unicode writes 'ä' as one character or as two (folders made on a Mac), which nobody can tell apart by looking.
-    """
-    return unicodedata.normalize("NFC", text.strip())
-
-
-def class_names(text: str) -> tuple[str, ...]:
-    """Return the names in ``labels``: one a line, or, on a single line, separated by commas."""
-    return tuple(map(class_name, text.strip().split("\n" if "\n" in text else ","))) if text.strip() else ()
-
-
-def named_values(text: str) -> dict[str, Scalar]:
-    """Read ``mu=0.1,base='fedtgp',warm=true``: the inside of a TOML inline table, of scalars.
-
-    Raises:
-        ValueError: saying what is allowed.
-    """
-    allowed = "a comma list of name=value, texts in quotes, e.g. mu=0.1,base='fedtgp',warm=true"
-    try:
-        read = tomllib.loads(f"found = {{{text}}}")
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{allowed} ({error})") from None
-    values = read["found"]
-    if len(read) > 1 or not all(isinstance(value, bool | int | float | str) for value in values.values()):
-        raise ValueError(allowed)
-    found: dict[str, Scalar] = values
-    return found
 
 
 def _named_values(text: str) -> str:

@@ -21,10 +21,9 @@ from pbfl_flwr.config.keys import (
     PrivacySettings,
     PrototypeSettings,
     RunSettings,
-    Scalar,
     TrainingSettings,
-    named_values,
 )
+from pbfl_flwr.config.texts import Scalar, named_values
 from pbfl_flwr.errors import PbflError
 
 G = TypeVar("G", bound=Group)
