@@ -11,7 +11,7 @@ import os
 import re
 import socket
 import ssl
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -73,9 +73,8 @@ def make_certificates(
         .sign(ca_key, hashes.SHA256())
     )
     directory.mkdir(parents=True, exist_ok=True)
-    write_private(directory / CA_KEY, _pem(ca_key))
-    (directory / CA_CERTIFICATE).write_bytes(ca.public_bytes(Encoding.PEM))
-    _write_server(directory, names, days, ca, ca_key)
+    own = {CA_KEY: _pem(ca_key), CA_CERTIFICATE: ca.public_bytes(Encoding.PEM)}
+    _write(directory, own | _of_server(names, days, ca, ca_key), private=(CA_KEY, SERVER_KEY))
 
 
 def renew_certificate(directory: Path, hosts: Sequence[str], days: int) -> None:
@@ -99,7 +98,7 @@ def renew_certificate(directory: Path, hosts: Sequence[str], days: int) -> None:
         raise PbflError(f"{directory / CA_KEY} is no private key ({error})") from None
     if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != ca.public_key():
         raise PbflError(f"{directory / CA_KEY} is not the key of {directory / CA_CERTIFICATE}")
-    _write_server(directory, names, days, ca, key)
+    _write(directory, _of_server(names, days, ca, key), private=(SERVER_KEY,))
 
 
 def read_certificate(path: Path) -> x509.Certificate:
@@ -139,13 +138,10 @@ def alternatives(certificate: x509.Certificate) -> list[str]:
     return [str(name.value) for name in found]
 
 
-def _write_server(
-    directory: Path,
-    names: Sequence[x509.GeneralName],
-    days: int,
-    ca: x509.Certificate,
-    ca_key: ec.EllipticCurvePrivateKey,
-) -> None:
+def _of_server(
+    names: Sequence[x509.GeneralName], days: int, ca: x509.Certificate, ca_key: ec.EllipticCurvePrivateKey
+) -> dict[str, bytes]:
+    """Return the server's new key and certificate by the names of their files."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, str(names[0].value)[:64])])
     usage = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH])
@@ -158,8 +154,7 @@ def _write_server(
         .add_extension(x509.SubjectAlternativeName(names), critical=False)
         .sign(ca_key, hashes.SHA256())
     )
-    write_private(directory / SERVER_KEY, _pem(key))
-    (directory / SERVER_CERTIFICATE).write_bytes(certificate.public_bytes(Encoding.PEM))
+    return {SERVER_KEY: _pem(key), SERVER_CERTIFICATE: certificate.public_bytes(Encoding.PEM)}
 
 
 def _builder(
@@ -208,7 +203,8 @@ def _alternatives(hosts: Sequence[str]) -> list[x509.GeneralName]:
         try:
             found.append(x509.IPAddress(ipaddress.ip_address(host)))
         except ValueError:
-            if len(host) > 253 or not all(LABEL.fullmatch(part) for part in host.split(".")):
+            labels = host.split(".")  # a name whose last part is a number is a mistyped address
+            if len(host) > 253 or labels[-1].isdigit() or not all(map(LABEL.fullmatch, labels)):
                 allowed = "a name like fl.example.org or an IP address, without a port"
                 raise PbflError(f"--host {host!r}: allowed is {allowed}") from None
             found.append(x509.DNSName(host))
@@ -233,12 +229,13 @@ def make_keys(directory: Path, names: Sequence[str]) -> None:
     files = [directory / file for name in names for file in (name, f"{name}.pub")]
     _refuse_existing(files, "keys are not replaced; choose another name or directory")
     directory.mkdir(parents=True, exist_ok=True)
+    pairs: dict[str, bytes] = {}
     for name in names:
         key = ec.generate_private_key(ec.SECP384R1())
         private = key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
         public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
-        write_private(directory / name, private)
-        (directory / f"{name}.pub").write_bytes(public + f" {name}\n".encode())
+        pairs |= {name: private, f"{name}.pub": public + f" {name}\n".encode()}
+    _write(directory, pairs, private=names)
 
 
 def read_node_key(path: Path) -> ec.EllipticCurvePrivateKey:
@@ -262,11 +259,29 @@ def readable_by_others(path: Path) -> bool:
     return os.name == "posix" and bool(path.stat().st_mode & 0o077)
 
 
-def write_private(path: Path, data: bytes) -> None:
-    """Write a file that only its owner may read, from its first byte on; what was there is replaced."""
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(data)
+def _write(directory: Path, files: Mapping[str, bytes], private: Collection[str]) -> None:
+    """Write files that belong together, or none of them where the system refuses one; what was there is replaced.
+
+    Args:
+        directory: where they go.
+        files: their content by name.
+        private: those that only their owner may read, from the first byte on.
+    """
+    beside = {name: directory / f".{name}.tmp" for name in files}
+    try:
+        for name, data in files.items():
+            beside[name].unlink(missing_ok=True)
+            mode = 0o600 if name in private else 0o666
+            opened = os.open(beside[name], os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+            with os.fdopen(opened, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+        for name, written in beside.items():
+            written.replace(directory / name)
+    finally:
+        for left in beside.values():
+            left.unlink(missing_ok=True)
 
 
 def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:

@@ -1,5 +1,6 @@
 """Certificates and keys, seen by others than their makers: OpenSSL through Python's ssl, Flower's own loaders."""
 
+import errno
 import os
 import socket
 import ssl
@@ -150,6 +151,28 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "ca.pem").read_bytes() != before["ca.pem"]
 
 
+def test_files_that_belong_together_are_written_together_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    security.make_certificates(tmp_path, ["localhost"], 30)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    opened: list[int] = []
+
+    def flush(file: int) -> None:
+        opened.append(file)
+        if len(opened) % 2 == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", flush)
+    with pytest.raises(OSError, match="No space"):
+        security.renew_certificate(tmp_path, ["localhost"], 30)
+    with pytest.raises(OSError, match="No space"):
+        security.make_keys(tmp_path, ["site-a"])
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+    monkeypatch.undo()
+    security.make_keys(tmp_path, ["site-a"])
+
+
 def test_keys_are_read_as_flower_reads_them(tmp_path: Path) -> None:
     security.make_keys(tmp_path, ["site-a"])
     private = serialization.load_ssh_private_key((tmp_path / "site-a").read_bytes(), None)
@@ -171,7 +194,21 @@ def test_other_keys_are_refused_in_a_line(tmp_path: Path) -> None:
         assert "\n" not in str(found.value)
 
 
-@pytest.mark.parametrize("host", ["", "a b", "-x.org", "host:9092", "https://x.org", "x" * 64, "*.org"])
+@pytest.mark.parametrize(
+    "host",
+    [
+        "",
+        "a b",
+        "-x.org",
+        "host:9092",
+        "https://x.org",
+        "x" * 64,
+        "*.org",
+        "192.168.1.300",
+        "192.168.001.5",
+        "10",
+    ],
+)
 def test_hosts_are_names_or_addresses(host: str, tmp_path: Path) -> None:
     with pytest.raises(PbflError, match="--host"):
         security.make_certificates(tmp_path / "new", [host], 30)
