@@ -87,6 +87,8 @@ def identify(context: Context, settings: Settings, experiment: str) -> Identity:
         raise PbflError(f"experiment = {experiment[:100]!r}: allowed are letters, digits, '-' and '_'")
     node: Mapping[str, Any] = context.node_config
     client = node.get("client-id", node.get("partition-id"))
+    if client is None:
+        raise PbflError(f"client-id is missing in --node-config; allowed is {ALLOWED_ID}")
     if not is_number(client) and not (isinstance(client, str) and NAME.fullmatch(client)):
         raise PbflError(f"client-id = {client!r} in --node-config: allowed is {ALLOWED_ID}")
     if simulated(node):

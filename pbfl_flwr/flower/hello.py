@@ -28,6 +28,7 @@ REVEALS = (  # what the hello round tells the server
     Reveal("version of pbfl-flwr", "to say if it is not the server's", message="hello"),
 )
 FEW = 3  # nodes that a line names
+NAMED = "client-id = "  # in a reason of a device that says who it is
 
 
 def wait_for_nodes(
@@ -117,9 +118,7 @@ def refusals(refused: Mapping[int, str], num_nodes: int) -> list[str]:
     for reason in dict.fromkeys(refused.values()):
         nodes = [node for node, why in refused.items() if why == reason]
         which = (
-            f" (on node {', '.join(map(str, nodes))})"
-            if len(nodes) <= FEW and "client-id" not in reason
-            else ""
+            f" (on node {', '.join(map(str, nodes))})" if len(nodes) <= FEW and NAMED not in reason else ""
         )
         lines.append(f"{len(nodes)} of {num_nodes} clients: {reason}{which}")
     return lines

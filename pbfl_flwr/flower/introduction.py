@@ -38,7 +38,7 @@ def introduce(message: Message, context: Context, source: Source) -> Message:
         return _introduced(message, context, source)
     except PbflError as error:
         who = context.node_config.get("client-id")
-        if who is None or "client-id" in str(error):
+        if who is None or f"client-id = {who!r}" in str(error):
             raise
         raise PbflError(f"client-id = {who!r}: {error}") from None
 

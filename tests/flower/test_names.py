@@ -56,6 +56,30 @@ def test_more_names_than_numbers() -> None:
         numbered(four, 3)
 
 
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ({"modle": "cnn4"}, "1 of 3 clients: client-id = 'b': --node-config: unknown key 'modle'; "),
+        ({"client-id": 1.5}, "1 of 3 clients: client-id = 1.5 in --node-config: allowed is a whole number"),
+    ],
+)
+def test_a_device_that_is_refused_is_named(tmp_path: Path, fault: dict[str, Any], said: str) -> None:
+    a, b, c = sites(tmp_path, "a", "b", "c")
+    with pytest.raises(PbflError) as error:
+        run(tmp_path, [a, {**b, **fault}, c]).run()
+    assert str(error.value).startswith(said)
+
+
+def test_a_device_without_a_name_is_named_by_its_node(tmp_path: Path) -> None:
+    a, b, c = sites(tmp_path, "a", "b", "c")
+    del b["client-id"]
+    with pytest.raises(
+        PbflError, match=r"^1 of 3 clients: client-id is missing in --node-config; .*"
+    ) as error:
+        run(tmp_path, [a, b, c]).run()
+    assert str(error.value).endswith(f" (on node {FIRST_NODE + 13})")
+
+
 def test_names_are_in_the_books(tmp_path: Path) -> None:
     fed = run(
         tmp_path,
