@@ -625,6 +625,13 @@ def test_words_that_find_no_room_are_a_line(words: list[str]) -> None:
     assert without_room(*words) == (1, "error: a file or what is printed: No space left on device\n")
 
 
+def test_a_path_that_the_system_refuses_is_a_line(tmp_path: Path) -> None:
+    far = tmp_path / ("x" * 300)
+    command = [sys.executable, "-m", "pbfl_flwr.cli", "check-data", str(far)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (1, f"error: {far}: File name too long\n")
+
+
 def test_a_closed_output_is_no_error() -> None:
     command = f'"{sys.executable}" -m pbfl_flwr.cli list methods >&-'
     done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, timeout=100)

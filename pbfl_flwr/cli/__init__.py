@@ -76,6 +76,15 @@ def options(
     """Prototype-based federated learning on Flower."""
 
 
+REFUSALS = (  # of the system, whatever this program does
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENAMETOOLONG,
+)
+
 for name, command in COMMANDS.items():
     app.command(name)(command)
 app.add_typer(deployment.deploy, name="deploy")
@@ -84,8 +93,8 @@ app.add_typer(deployment.deploy, name="deploy")
 def main() -> None:
     """Run the command line.
 
-    A full disk is a line and exit code 1, also where it takes the command's own words; so is a Flower of another
-    version that lacks what is needed.
+    What the system refuses is a line and exit code 1: a full disk, also where it takes the command's own words, and a
+    place that is somebody else's. So is a Flower of another version that lacks what is needed.
     """
     if sys.stdout is None:  # it was closed
         sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115, as long as the process
@@ -97,7 +106,7 @@ def main() -> None:
         finally:
             sys.stdout.flush()
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if error.errno not in REFUSALS:
             raise
         silence(sys.stdout)
         where = error.filename or "a file or what is printed"  # a failed write does not say which

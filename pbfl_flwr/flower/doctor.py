@@ -19,7 +19,7 @@ import torch
 from packaging.requirements import Requirement
 
 from pbfl_flwr.config import TrainingSettings
-from pbfl_flwr.errors import PbflError, pointed, printable
+from pbfl_flwr.errors import PbflError, expanded, pointed, printable
 from pbfl_flwr.flower.connection import network
 from pbfl_flwr.flower.device import share_of_cores
 from pbfl_flwr.flower.findings import Finding, Status, Wanted
@@ -85,8 +85,8 @@ def versions() -> list[Finding]:
 def disk(directory: Path) -> list[Finding]:
     """Whether the state directory can be written, and how much is free there."""
     what = "state-dir"
-    place = directory
-    while not place.exists() and place != place.parent:
+    place = directory = expanded(directory)
+    while not os.path.lexists(place) and place != place.parent:
         place = place.parent
     try:
         with tempfile.NamedTemporaryFile(dir=place) as file:
@@ -95,6 +95,8 @@ def disk(directory: Path) -> list[Finding]:
             os.fsync(file.fileno())
     except OSError as error:
         advice = f"give it to the user who runs the SuperNode: install -d -o USER {directory}"
+        if place.is_symlink():
+            advice = f"it is a link to {os.readlink(place)}: is the disk there mounted?"
         return [Finding(what, Status.FAILED, f"{place} cannot be written ({error.strerror})", advice)]
     where = f"{directory}" if place == directory else f"{directory} can be made in {place}"
     free = shutil.disk_usage(place).free

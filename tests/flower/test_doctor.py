@@ -1,7 +1,9 @@
 """The doctor, against Flower's own Fleet API with TLS in this process: every answer is the real one."""
 
 import json
+import os
 import socket
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
@@ -191,6 +193,39 @@ def test_the_state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / "file").touch()
     (finding,) = doctor.disk(tmp_path / "file" / "state")
     assert finding.status is Status.FAILED
+
+
+@pytest.mark.skipif(os.name != "posix", reason="links are POSIX's")
+def test_a_state_directory_is_looked_at_where_a_device_would_make_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "state").symlink_to(tmp_path / "usb" / "state")
+    (finding,) = doctor.disk(tmp_path / "state")
+    assert finding.status is Status.FAILED
+    assert finding.advice == f"it is a link to {tmp_path / 'usb' / 'state'}: is the disk there mounted?"
+    monkeypatch.setenv("HOME", str(tmp_path / "pi"))
+    assert f"{tmp_path / 'pi' / 'state'} can be made in {tmp_path}" in doctor.disk(Path("~/state"))[0].said
+
+
+def test_a_state_directory_of_somebody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked, named = os.stat, tempfile.NamedTemporaryFile
+
+    def look(path: Any, **more: Any) -> os.stat_result:
+        if Path(path).parent == tmp_path:
+            raise PermissionError(13, "Permission denied", str(path))
+        return looked(path, **more)
+
+    def write(dir: Path) -> Any:
+        if dir == tmp_path:
+            raise PermissionError(13, "Permission denied", str(dir))
+        return named(dir=dir)
+
+    monkeypatch.setattr(os, "stat", look)
+    monkeypatch.setattr(os, "lstat", lambda path, **more: look(path, **more, follow_symlinks=False))
+    monkeypatch.setattr(doctor.tempfile, "NamedTemporaryFile", write)
+    (finding,) = doctor.disk(tmp_path / "state")
+    assert finding.status is Status.FAILED
+    assert finding.said == f"{tmp_path} cannot be written (Permission denied)"
 
 
 def test_a_date_before_the_certificate_is_wrong(
