@@ -32,6 +32,19 @@ def printable(text: str) -> str:
     return CONTROL.sub("", text)
 
 
+def in_utf8(what: str, text: str) -> str:
+    """Return a text that is to be written down and sent, as UTF-8.
+
+    Raises:
+        PbflError: if it has bytes in it that are none, as the name of a file may.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise PbflError(f"{what} = {text!r}: allowed is a name in UTF-8; rename it") from None
+    return text
+
+
 def pointed(error: Exception) -> str:
     """Return in one line what nobody foresaw, and where it was raised."""
     frame = traceback.extract_tb(error.__traceback__)[-1]

@@ -353,7 +353,12 @@ def shake_hands(address: str, ca: Path | None, timeout: float = 10.0) -> Handsha
     if ca is not None:
         read_certificate(ca)
     try:
-        _connect(address, ssl.create_default_context(cafile=ca), timeout)
+        trust = ssl.create_default_context(cafile=ca)
+    except ssl.SSLError as error:  # OpenSSL is stricter, as of spaces before the lines
+        said = error.reason or "it is cut short"
+        raise PbflError(f"{ca} holds no PEM certificate ({said}): copy it anew, as it is") from None
+    try:
+        _connect(address, trust, timeout)
         refusal = None
     except ssl.SSLCertVerificationError as error:
         refusal = REFUSALS.get(error.verify_code, error.verify_message)

@@ -99,6 +99,16 @@ def test_refusals_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert "speaks no TLS" in str(security.shake_hands(address, good / "ca.pem").refusal)
 
 
+def test_a_copied_authority_that_openssl_does_not_take_is_not_the_servers_fault(tmp_path: Path) -> None:
+    security.make_certificates(tmp_path, ["127.0.0.1"], 30)
+    ca = (tmp_path / "ca.pem").read_text()
+    with server(tmp_path) as address:
+        for copy in ("  " + ca, ca + ca[:300]):  # from a file that indents it; two, the second cut short
+            (tmp_path / "copy.pem").write_text(copy)
+            with pytest.raises(PbflError, match=r"copy.pem holds no PEM certificate .*: copy it anew"):
+                security.shake_hands(address, tmp_path / "copy.pem")
+
+
 def test_a_renewed_certificate_is_accepted_by_devices_that_hold_the_old_ca(tmp_path: Path) -> None:
     security.make_certificates(tmp_path, ["fl.example.org"], 30)
     ca = (tmp_path / "ca.pem").read_bytes()

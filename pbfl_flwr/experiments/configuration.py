@@ -17,7 +17,7 @@ from pbfl_flwr.architectures import architecture_of, architectures, check_named
 from pbfl_flwr.config import CHANGEABLE, DataSettings, Scalar, Settings, parse
 from pbfl_flwr.data import DATASETS, Partition, check_data, load_pool
 from pbfl_flwr.data.windows import mixed_up
-from pbfl_flwr.errors import PbflError, expanded, writing
+from pbfl_flwr.errors import PbflError, expanded, in_utf8, writing
 from pbfl_flwr.experiments.runner import go_on_with, simulated
 from pbfl_flwr.flower.history import ENDED, RunDirectory
 from pbfl_flwr.flower.placement import Machine, Resources, places
@@ -233,6 +233,7 @@ def run_directory(settings: Settings, wanted: Path | None) -> Path:
         )
         return _unused(Path("runs").absolute() / name)
     path = expanded(chosen).absolute()
+    in_utf8("run-dir", str(path))
     if (path / "run.json").exists():
         raise PbflError(
             f"run-dir = '{path}' already holds a run; choose another one, or --resume {quote(str(path))}"

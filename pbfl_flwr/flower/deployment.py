@@ -19,14 +19,14 @@ from typing import Any
 from pbfl_flwr import security
 from pbfl_flwr.config import Scalar, Settings
 from pbfl_flwr.data import names_file
-from pbfl_flwr.errors import PbflError, expanded
-from pbfl_flwr.flower.device import own_settings
+from pbfl_flwr.errors import PbflError, expanded, in_utf8
+from pbfl_flwr.flower.device import named, own_settings
 from pbfl_flwr.flower.engine import Link, toml
 from pbfl_flwr.flower.fleet import ONE_PORT
 from pbfl_flwr.flower.processes import free_port
 
 KEY_VALUE = re.compile(r"""\s*([^\s=]+)=('[^']*'|"[^"]*"|\S+)(?=\s|$)""")
-PATHS = ("data-path", "state-dir", "labels")  # labels: names themselves, or a file of them
+PATHS = ("data-path", "state-dir", "vocabulary", "labels")  # labels: names themselves, or a file of them
 
 # What stands in a SuperNode's output -> why it was refused. The first that fits. A SuperNode that meets a wrong host
 # name, or a server without TLS, does not end: it tries again for ever and says no more; `pbfl doctor` says why.
@@ -138,6 +138,8 @@ def node_config(text: str) -> dict[str, Scalar]:
             ) from None
         if not isinstance(read, bool | int | float | str):
             raise PbflError(f"node configuration {key}={value}: allowed is one number, true, false or text")
+        if key in found:
+            raise PbflError(f"node configuration {key}={value}: {key} stands there already; allowed is once")
         found[key] = read
         place = matched.end()
     return found
@@ -183,6 +185,9 @@ def check(settings: Settings, nodes: Sequence[Mapping[str, Scalar]]) -> list[Set
         if other != index:
             raise PbflError(f"--node {other} and --node {index}: both are client-id {node['client-id']}")
         try:
+            named(node)
+            for key, value in node.items():
+                in_utf8(key, str(value))
             found.append(own_settings(settings, node))
         except PbflError as error:
             raise PbflError(f"--node {index}: {error}") from None

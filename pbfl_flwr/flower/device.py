@@ -86,11 +86,7 @@ def identify(context: Context, settings: Settings, experiment: str) -> Identity:
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", experiment):
         raise PbflError(f"experiment = {experiment[:100]!r}: allowed are letters, digits, '-' and '_'")
     node: Mapping[str, Any] = context.node_config
-    client = node.get("client-id", node.get("partition-id"))
-    if client is None:
-        raise PbflError(f"client-id is missing in --node-config; allowed is {ALLOWED_ID}")
-    if not is_number(client) and not (isinstance(client, str) and NAME.fullmatch(client)):
-        raise PbflError(f"client-id = {client!r} in --node-config: allowed is {ALLOWED_ID}")
+    client, files = named(node)
     if simulated(node):
         run = settings.run
         state = (
@@ -98,10 +94,24 @@ def identify(context: Context, settings: Settings, experiment: str) -> Identity:
         )
         return Identity(client, True, False, state / experiment)
     state = _own_path(node, "state-dir") or home() / "state"
+    return Identity(client, False, "data-path" in node, state / experiment, files)
+
+
+def named(node: Mapping[str, Any]) -> tuple[int | str, int | None]:
+    """Return the id of a node's client, and whose files of a PFLlib folder are its own.
+
+    Raises:
+        PbflError: if there is no id, or one of the two is not allowed.
+    """
+    client = node.get("client-id", node.get("partition-id"))
+    if client is None:
+        raise PbflError(f"client-id is missing in --node-config; allowed is {ALLOWED_ID}")
+    if not is_number(client) and not (isinstance(client, str) and NAME.fullmatch(client)):
+        raise PbflError(f"client-id = {client!r} in --node-config: allowed is {ALLOWED_ID}")
     files = node.get("data-client", client if is_number(client) else None)
     if files is not None and not is_number(files):
         raise PbflError(f"data-client = {files!r} in --node-config: allowed is a whole number from 0")
-    return Identity(client, False, "data-path" in node, state / experiment, files)
+    return client, files
 
 
 def _own_path(node: Mapping[str, Any], key: str) -> Path | None:

@@ -24,6 +24,7 @@ from pbfl_flwr.flower.connection import network
 from pbfl_flwr.flower.device import share_of_cores
 from pbfl_flwr.flower.findings import Finding, Status, Wanted
 from pbfl_flwr.flower.memory import available_memory
+from pbfl_flwr.places import home
 
 DEVICES: tuple[str, ...] = get_args(
     TrainingSettings.model_fields["device"].annotation
@@ -44,7 +45,7 @@ def examine(wanted: Wanted) -> list[Finding]:
     found = versions()
     found += network(wanted)
     if wanted.state_dir is not None:
-        found += disk(wanted.state_dir)
+        found += [*disk(wanted.state_dir), kept()]
     return [*found, memory(), accelerator(wanted.device)]
 
 
@@ -82,25 +83,33 @@ def versions() -> list[Finding]:
     return [*found, Finding("pbfl-flwr", Status.OK, own)]
 
 
+def kept() -> Finding:
+    """Whether there is a place for what outlasts a run: a device decodes its data into it, once."""
+    what = "home"
+    try:
+        directory = home()
+    except PbflError as error:
+        return Finding(what, Status.FAILED, str(error))
+    place = _nearest(directory)
+    if (refused := _refused(place)) is None:
+        return Finding(what, Status.OK, _where(directory, place))
+    used = (Status.WARNING, "new data") if os.path.isdir(directory / "cache") else (Status.FAILED, "data")
+    advice = f"{used[1]} cannot be decoded into it: set PBFL_HOME to another place"
+    return Finding(what, used[0], refused, advice)
+
+
 def disk(directory: Path) -> list[Finding]:
     """Whether the state directory can be written, and how much is free there."""
     what = "state-dir"
-    place = directory = expanded(directory)
-    while not os.path.lexists(place) and place != place.parent:
-        place = place.parent
-    try:
-        with tempfile.NamedTemporaryFile(dir=place) as file:
-            file.write(b"\0" * 4096)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
+    directory = expanded(directory)
+    place = _nearest(directory)
+    if (refused := _refused(place)) is not None:
         advice = f"give it to the user who runs the SuperNode: install -d -o USER {directory}"
         if place.is_symlink():
             advice = f"it is a link to {os.readlink(place)}: is the disk there mounted?"
-        return [Finding(what, Status.FAILED, f"{place} cannot be written ({error.strerror})", advice)]
-    where = f"{directory}" if place == directory else f"{directory} can be made in {place}"
+        return [Finding(what, Status.FAILED, refused, advice)]
     free = shutil.disk_usage(place).free
-    said = f"{where}, {free / 1e9:.1f} GB free"
+    said = f"{_where(directory, place)}, {free / 1e9:.1f} GB free"
     if free < NO_DISK:
         return [
             Finding(what, Status.FAILED, said, "make room: a client's state takes a few times its network")
@@ -108,6 +117,30 @@ def disk(directory: Path) -> list[Finding]:
     if free < LITTLE_DISK:
         return [Finding(what, Status.WARNING, said, "make room: data caches and logs lie there too")]
     return [Finding(what, Status.OK, said)]
+
+
+def _nearest(directory: Path) -> Path:
+    """Return a directory, or what is there of the way to it: a link that leads nowhere is there, too."""
+    place = directory
+    while not os.path.lexists(place) and place != place.parent:
+        place = place.parent
+    return place
+
+
+def _refused(place: Path) -> str | None:
+    """Return what the system says to a file in a directory, None if it can be written."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=place) as file:
+            file.write(b"\0" * 4096)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return f"{place} cannot be written ({error.strerror})"
+    return None
+
+
+def _where(directory: Path, place: Path) -> str:
+    return f"{directory}" if place == directory else f"{directory} can be made in {place}"
 
 
 def memory() -> Finding:

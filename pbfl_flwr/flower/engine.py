@@ -42,8 +42,9 @@ ATTEMPTS = 3  # another process may take the free port before the SuperLink does
 
 
 def toml(config: Mapping[str, Scalar]) -> str:
-    """Return flat keys as TOML; JSON's strings, numbers and booleans are TOML's as well."""
-    return "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in config.items())
+    """Return flat keys as TOML; JSON's strings, numbers and booleans are TOML's as well, but for one character."""
+    lines = (f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in config.items())
+    return "".join(lines).replace("\x7f", "\\u007f")
 
 
 def connection(name: str, address: str, ca: Path | None) -> str:

@@ -10,6 +10,7 @@ from flwr.serverapp import Grid
 
 from pbfl_flwr.errors import LONGEST, PbflError, printable
 from pbfl_flwr.flower import wire
+from pbfl_flwr.flower.edition import edition
 from pbfl_flwr.flower.replies import reason_of
 from pbfl_flwr.flower.roster import Member, Roster
 from pbfl_flwr.flower.waiting import Hear, looks, no_one
@@ -140,7 +141,7 @@ def greet(
     """
     asked = [
         Message(
-            wire.content(config=ConfigRecord({"experiment": experiment})),
+            wire.content(config=ConfigRecord({"experiment": experiment, "edition": edition()})),
             dst_node_id=node,
             message_type="query",
             group_id="hello",

@@ -37,10 +37,13 @@ def introduce(message: Message, context: Context, source: Source) -> Message:
     try:
         return _introduced(message, context, source)
     except PbflError as error:
-        who = context.node_config.get("client-id")
-        if who is None or f"client-id = {who!r}" in str(error):
-            raise
-        raise PbflError(f"client-id = {who!r}: {error}") from None
+        who, said = context.node_config.get("client-id"), str(error)
+        if who is not None and f"client-id = {who!r}" not in said:
+            said = f"client-id = {who!r}: {said}"
+        servers = str(message.content.config_records[wire.CONFIG].get("edition", edition()))
+        if servers != edition():  # it may be why
+            said += f"; this device runs pbfl-flwr {edition()}, the server {servers}: install the same one"
+        raise PbflError(said) from None
 
 
 def _introduced(message: Message, context: Context, source: Source) -> Message:

@@ -1,5 +1,6 @@
 """What SuperLink and SuperNodes are started with, and what is said when one is refused. No processes."""
 
+import re
 import tomllib
 from pathlib import Path
 
@@ -34,6 +35,7 @@ def test_a_node_configuration_is_read_as_flower_reads_it(text: str) -> None:
         ("client-id=0 and more", "at 'and more'"),
         ("batch-size=[1]", "one number"),
         ("data-path='/a b", "data-path='/a"),
+        ("model='cnn4' model='cnn2'", "model stands there already"),
     ],
 )
 def test_what_flower_would_pass_over_is_refused(text: str, said: str) -> None:
@@ -43,7 +45,7 @@ def test_what_flower_would_pass_over_is_refused(text: str, said: str) -> None:
 
 
 def test_a_node_configuration_survives_the_file_that_flower_reads(tmp_path: Path) -> None:
-    node = {"client-id": 1, "data-path": "/dä ta/'a'\"b\".npz", "batch-size": 8}
+    node = {"client-id": 1, "data-path": "/dä ta/'a'\"b\"\n\x7f.npz", "batch-size": 8}
     (tmp_path / "node.toml").write_text(toml(node), encoding="utf-8")
     assert parse_config_args([str(tmp_path / "node.toml")]) == node
 
@@ -54,7 +56,10 @@ def test_nodes_get_ids_directories_and_absolute_paths(
     monkeypatch.chdir(tmp_path)
     Path("names.txt").touch()
     found = deployment.complete(
-        [{"data-path": "a.npz", "labels": "a,b"}, {"client-id": 5, "state-dir": "s", "labels": "names.txt"}],
+        [
+            {"data-path": "a.npz", "labels": "a,b", "vocabulary": "v.txt"},
+            {"client-id": 5, "state-dir": "s", "labels": "names.txt"},
+        ],
         3,
         tmp_path / "run",
     )
@@ -64,6 +69,7 @@ def test_nodes_get_ids_directories_and_absolute_paths(
             "state-dir": str(tmp_path / "run" / "node-0"),
             "data-path": str(tmp_path / "a.npz"),
             "labels": "a,b",
+            "vocabulary": str(tmp_path / "v.txt"),
         },
         {"client-id": 5, "state-dir": str(tmp_path / "s"), "labels": str(tmp_path / "names.txt")},
         {"client-id": 2, "state-dir": str(tmp_path / "run" / "node-2")},
@@ -78,6 +84,14 @@ def test_nodes_that_would_be_refused_are_refused_before_they_start(tmp_path: Pat
         deployment.check(settings, deployment.complete([{}, {"modle": "cnn4"}], 2, tmp_path))
     with pytest.raises(PbflError, match="--node 0 and --node 1: both are client-id 1"):
         deployment.check(settings, deployment.complete([{"client-id": 1}], 2, tmp_path))
+    for refused, said in (
+        ({"client-id": 1.5}, "client-id = 1.5 in --node-config: allowed is a whole number"),
+        ({"client-id": "a b"}, "client-id = 'a b' in --node-config: allowed is a whole number"),
+        ({"data-client": "x"}, "data-client = 'x' in --node-config: allowed is a whole number"),
+        ({"state-dir": "/s\udcfc"}, "state-dir = '/s\\udcfc': allowed is a name in UTF-8"),
+    ):
+        with pytest.raises(PbflError, match=re.escape(f"--node 0: {said}")):
+            deployment.check(settings, deployment.complete([refused], 2, tmp_path))
     own, _ = deployment.check(settings, deployment.complete([{"model": "cnn4"}], 2, tmp_path))
     assert own.models.models == "cnn4"
 

@@ -228,6 +228,37 @@ def test_a_state_directory_of_somebody_else(tmp_path: Path, monkeypatch: pytest.
     assert finding.said == f"{tmp_path} cannot be written (Permission denied)"
 
 
+def test_a_device_needs_a_home_of_the_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PBFL_HOME", str(tmp_path / "home"))
+    assert doctor.kept() == Finding("home", Status.OK, f"{tmp_path / 'home'} can be made in {tmp_path}")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("PBFL_HOME", str(tmp_path / "file" / "home"))
+    finding = doctor.kept()
+    assert finding.status is Status.FAILED
+    assert finding.said == f"{tmp_path / 'file'} cannot be written (Not a directory)"
+    assert finding.advice == "data cannot be decoded into it: set PBFL_HOME to another place"
+    (tmp_path / "used" / "cache").mkdir(parents=True)
+    monkeypatch.setenv("PBFL_HOME", str(tmp_path / "used"))
+    monkeypatch.setattr(
+        doctor, "_refused", lambda place: f"{place} cannot be written (Read-only file system)"
+    )
+    assert doctor.kept().status is Status.WARNING  # what was decoded is still there
+    found = {finding.what for finding in doctor.examine(Wanted(state_dir=tmp_path))}
+    assert {"state-dir", "home"} <= found
+
+
+@pytest.mark.skipif(os.name != "posix", reason="users without a home are POSIX's")
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("PBFL_HOME", raising=False)
+    monkeypatch.setattr(Path, "expanduser", nobody)
+    finding = doctor.kept()
+    assert finding.status is Status.FAILED
+    assert "set the environment variable PBFL_HOME" in finding.said
+
+
 def test_a_date_before_the_certificate_is_wrong(
     superlink: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,9 +8,11 @@ from unittest.mock import patch
 import pytest
 
 import pbfl_flwr
+from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import introduction
 from pbfl_flwr.flower.edition import NOT_SENT, edition
 from tests.flower.inprocess import federation
+from tests.flower.sites import run, sites
 
 PACKAGE = Path(pbfl_flwr.__file__).parent
 
@@ -48,3 +50,18 @@ def test_a_federation_of_two_editions_says_so_once(said: str | None, tmp_path: P
         client["edition"] == (edition() if said is None else said)
         for client in found.directory.read()["clients"]
     )
+
+
+def test_a_device_that_refuses_says_so_if_it_runs_another_edition(tmp_path: Path) -> None:
+    a, b = sites(tmp_path, "a", "b")
+    nodes = [a, {**b, "model": "resnet9000"}]
+    refused = "1 of 2 clients: client-id = 'b': models = 'resnet9000': unknown model 'resnet9000'; "
+    with patch.object(introduction, "edition", lambda: "0.0.9-0badc0de"), pytest.raises(PbflError) as error:
+        run(tmp_path, nodes).run()
+    assert str(error.value).startswith(refused)
+    assert str(error.value).endswith(
+        f"; this device runs pbfl-flwr 0.0.9-0badc0de, the server {edition()}: install the same one"
+    )
+    with pytest.raises(PbflError) as error:
+        run(tmp_path, nodes, "again").run()
+    assert "this device runs" not in str(error.value)
