@@ -34,8 +34,14 @@ def exhausted(history: Sequence[Mapping[str, Any]], headline: str, patience: int
 
 
 def note_of(best: int, patience: int, *, validated: bool) -> str:
-    """Return what is noted of the round after which a run ends so."""
-    data = "validation data" if validated else "test data"
+    """Return what is noted of the round after which a run ends so.
+
+    Args:
+        best: the round whose score is the best; where clients are scored before their training 0 is before the first.
+        patience: how many came after it.
+        validated: whether the score is on validation data.
+    """
+    data, rounds = "validation data" if validated else "test data", "round" if patience == 1 else "rounds"
     return (
-        f"no better score on {data} for {patience} rounds, since round {best}: the run ends here (patience)"
+        f"no better score on {data} for {patience} {rounds}, since round {best}: the run ends here (patience)"
     )

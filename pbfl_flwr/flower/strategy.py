@@ -383,8 +383,10 @@ class MethodStrategy(Strategy):
         if self._num_rounds == line["round"] > 1 and self.settings.evaluation.predictor != "auto":
             found += notes.not_scored(self.headline, self.method.name, line["accuracy"])
         patience = self.settings.run.patience
-        if (best := exhausted([*self.history, line], self.headline, patience)) is not None:
-            found.append(note_of(best, patience, validated=bool(line.get("validation"))))
+        history = [*self.history, line]
+        if (best := exhausted(history, self.headline, patience)) is not None:
+            of = next(entry["accuracy_of_round"] for entry in history if entry["round"] == best)
+            found.append(note_of(of, patience, validated=bool(line.get("validation"))))
         return found + (self._recorder.warnings() if self._recorder else [])
 
     def aggregate_fit(

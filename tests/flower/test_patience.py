@@ -9,6 +9,7 @@ import pytest
 from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import configuration, watch
+from pbfl_flwr.experiments.accuracies import scores
 from pbfl_flwr.flower.history import ENDED, RunDirectory, last_round
 from pbfl_flwr.flower.patience import exhausted, note_of, score_of
 from pbfl_flwr.methods import SECTIONS
@@ -92,8 +93,11 @@ def test_a_run_ends_by_itself_and_is_finished(tmp_path: Path) -> None:
 
 
 def test_the_last_round_has_its_last_scoring(tmp_path: Path) -> None:
-    run = ended(tmp_path, evaluate_moment="before")
-    assert ["final" in entry for entry in run.strategy.history] == [False, False, True]
+    run = ended(tmp_path, evaluate_moment="before", patience=1)
+    assert ["final" in entry for entry in run.strategy.history] == [False, True]
+    assert scores(run.strategy.history)["head"].best[0] == 0  # scored before training: the initial models
+    said = "no better score on test data for 1 round, since round 0: the run ends here (patience)"
+    assert said in run.strategy.history[-1]["notes"]
 
 
 def test_new_clients_come_after_it(tmp_path: Path) -> None:
