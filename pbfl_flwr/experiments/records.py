@@ -242,7 +242,7 @@ def _labels(groups: Sequence[tuple[Record, ...]]) -> list[str]:
     """Return labels that tell groups apart.
 
     They are those of a comparison where all runs have one; else the method's name, else with the keys that differ,
-    else names of directories.
+    else names of directories, without the seed where a comparison made them.
     """
     given = [_given(records) for records in groups]
     if _usable(given):
@@ -260,10 +260,10 @@ def _labels(groups: Sequence[tuple[Record, ...]]) -> list[str]:
         labels.append(f"{config['method']} ({told})" if told else str(config["method"]))
     if _usable(labels):
         return labels
-    names = [records[0].path.name for records in groups]
+    names = [label or records[0].path.name for label, records in zip(given, groups, strict=True)]
     if len(set(names)) == len(names):
         return names
-    return [f"{records[0].path.parent.name}/{records[0].path.name}" for records in groups]
+    return [f"{records[0].path.parent.name}/{name}" for name, records in zip(names, groups, strict=True)]
 
 
 def _usable(labels: Sequence[str]) -> bool:

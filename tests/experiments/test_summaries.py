@@ -332,6 +332,22 @@ def test_labels_say_what_differs(tmp_path: Path) -> None:
     ]
 
 
+def test_a_label_of_several_seeds_names_none_of_them(tmp_path: Path) -> None:
+    made = [run(tmp_path / "mine" / f"FP-seed{seed}", 0.5, [1], seed=seed) for seed in (0, 1)]
+    beside = run(tmp_path / "own", 0.5, [1])
+    assert [group.label for group in records.load([*made, beside])] == ["FP", "own"]
+    other = [
+        run(tmp_path / "other" / f"FP-seed{seed}", 0.5, [1], seed=seed, **{"local-epochs": 2})
+        for seed in (0, 1)
+    ]
+    again = run(tmp_path / "again" / "FP-seed0", 0.5, [1])
+    assert [group.label for group in records.load([*made, *other, again])] == [
+        "mine/FP",
+        "other/FP",
+        "again/FP",
+    ]
+
+
 def test_runs_are_repetitions_only_where_their_results_may_differ_by_the_seed_alone(tmp_path: Path) -> None:
     places = [
         run(tmp_path / "a", 0.5, [1, 3]),
