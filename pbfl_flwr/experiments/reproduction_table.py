@@ -139,7 +139,7 @@ def markdown(
     spread = {
         "clients": "± over clients",
         "seeds": "± is the sample deviation over seeds",
-        "none": "no ± is printed",
+        "none": "the paper prints no ±, ours is the sample deviation over seeds",
     }[paper.spread]
     lines = [f"**{paper.title}**, {titled(f'scale {scale}', by)}", "", f"{paper.paper}. {paper.table}", ""]
     lines += [f"Accuracy in %, {over}, {paper.round} round is compared, {spread}.", ""]
@@ -181,7 +181,9 @@ def _table(paper: Reproduction, block: str, found: Sequence[Row], runs: Sequence
             *(figure(row.others.get(name, [])) for name in names),
         ]
         lines.append((*cells, row.rounds, str(len(row.best)), f"{row.seconds:.1f}"))
-    notes = ["Columns named after predictors are accuracies of the last round."] if found else []
+    repeated = any(len(values) > 1 for row in found for values in row.others.values())
+    over_seeds = ", ± over seeds" if repeated and paper.spread == "clients" else ""
+    notes = [f"Columns named after predictors are accuracies of the last round{over_seeds}."] if found else []
     notes += [MOMENT_NOTE] if moments else []
     notes += unscored_lines((row.label, row.rule) for row in found if not row.last)
     notes += few_lines([(row.label, row.few) for row in found])
