@@ -18,7 +18,7 @@ from pbfl_flwr.flower.roster import Member, Roster
 from pbfl_flwr.flower.waiting import Hear, no_one
 
 SAME = ("task", "labels", "columns", "architecture", "parameters")  # of a client that comes back
-OF_A_RUN = ("simulated", "name", "configured_data", *SAME)  # of the clients of a run that goes on
+OF_A_RUN = ("simulated", "name", "configured_data", *SAME, "weights")  # of the clients of a run that goes on
 
 
 def meet_again(

@@ -106,3 +106,19 @@ def test_clients_whose_kept_weights_differ_are_named_once(trained: SplitModel, t
         run = federation(tmp_path, models="resnet4@mine").run()
     line = "'resnet4@mine' does not begin with the same weights everywhere: aaaa on client 0, 2, 3; bbbb on client 1, 4"
     assert [found["notes"].count(line) for found in run.strategy.history] == [1, 0]
+
+
+def test_a_run_goes_on_with_the_weights_it_began_with(trained: SplitModel, tmp_path: Path) -> None:
+    """Who had not trained yet would begin with other ones than the others, and than run.json says."""
+    keys: dict[str, Any] = {"models": "resnet4@mine", "on_disk": True, "fraction_train": 0.2}
+    federation(tmp_path, num_server_rounds=1, **keys).run()
+    file = weights_file("resnet4", "mine")
+    kept = file.read_bytes()
+    file.write_bytes(as_file(body_of("resnet4", build_model("resnet4", TASK, 5).state_dict(), "the test's")))
+    again = federation(tmp_path, num_server_rounds=2, resume=True, **keys)
+    with pytest.raises(
+        PbflError, match=r"^client 0: a run that goes on keeps .* has weights = \w{16}, it had \w{16}$"
+    ):
+        again.run()
+    file.write_bytes(kept)
+    assert len(federation(tmp_path, num_server_rounds=2, resume=True, **keys).run().strategy.history) == 2
