@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pbfl_flwr.by_class import ByClass
+from pbfl_flwr.config import PREDICTORS
 from pbfl_flwr.data import Shard
 from pbfl_flwr.method import Client, Predictor
 from pbfl_flwr.models import begin_batch
@@ -39,9 +40,11 @@ def evaluate(client: Client, predictors: Mapping[str, Predictor]) -> Scores:
     """Score all predictors in one pass over the client's test shard, then the validation shard.
 
     Raises:
-        ValueError: if a predictor answers another shape than (B, K).
+        ValueError: if a predictor answers another shape than (B, K), or has a name that no report has room for.
         Diverged: if it gives scores that are not finite.
     """
+    if odd := [name for name in predictors if name not in PREDICTORS]:
+        raise ValueError(f"predictor '{odd[0]}': allowed are {', '.join(PREDICTORS)}")
     client.model.eval()
     scores = _scores(client, client.data.test, predictors, client.evaluation.per_class)
     if client.data.validation is None:

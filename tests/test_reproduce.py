@@ -304,6 +304,30 @@ def test_a_spread_over_clients_is_the_runs_own(paper: reproduce.Reproduction, tm
     assert row.best_spread == [100 * spread]
     text = reproduction_table.markdown(paper, "small", planned, [row], {})
     assert f"| A | global | 51.50 ± 0.25 | 75.00 ± {100 * spread:.2f} |" in text
+    assert "are accuracies of the last round.\n" in text
+
+
+@pytest.mark.parametrize(
+    ("spread", "said"),
+    [
+        (
+            "clients",
+            ["best round is compared, ± over clients.", "accuracies of the last round, ± over seeds.\n"],
+        ),
+        ("none", ["the paper prints no ±, ours is the sample deviation over seeds.", "of the last round.\n"]),
+    ],
+)
+def test_the_table_says_what_each_deviation_is_over(spread: str, said: list[str], tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(FILE.replace('spread = "seeds"', f'spread = "{spread}"'))
+    paper = reproduce.read(str(tmp_path / "mine.toml"))
+    planned = reproduce.plans(paper, ["one"], "small", [], [0, 1], ["A"], tmp_path)
+    for run, last in zip(planned["one"], (0.25, 0.5), strict=True):
+        write_run(run.directory, [entry(1, 0.5, 0.75), entry(2, 0.5, last)], **run.wishes.values)
+    text = reproduction_table.markdown(paper, "small", planned, reproduction_table.rows(paper, planned), {})
+    assert "| A | global |" in text
+    assert "| 37.50 ± 17.68 |" in text  # the column global, in both cases over the seeds
+    for line in said:
+        assert line in text
 
 
 def test_a_row_without_scores_has_no_spread_over_clients_and_is_named(

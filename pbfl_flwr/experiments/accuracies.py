@@ -49,14 +49,14 @@ def client_series(
 
     Args:
         rounds: what rounds.jsonl holds; what clients.jsonl holds beyond it is left out.
-        clients: what clients.jsonl holds.
+        clients: what clients.jsonl holds; of last scorings the one of the last round, as in :func:`series`: a run that
+            was prolonged may have had one earlier, and the round after it has the same round's accuracies.
     """
     numbers = {entry["round"]: entry["accuracy_of_round"] for entry in rounds}
-    found: list[tuple[int, Mapping[str, Any]]] = []
-    for line in clients:
-        if line["round"] in numbers:
-            found.append((numbers[line["round"]], line))
-            found += [(line["round"], line["final"])] if "final" in line else []
+    lines = [line for line in clients if line["round"] in numbers]
+    found: list[tuple[int, Mapping[str, Any]]] = [(numbers[line["round"]], line) for line in lines]
+    if lines and "final" in lines[-1]:
+        found.append((lines[-1]["round"], lines[-1]["final"]))
     return found
 
 

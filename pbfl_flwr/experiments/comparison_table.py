@@ -22,7 +22,7 @@ from pbfl_flwr.experiments.accuracies import (
 )
 from pbfl_flwr.experiments.compare import Planned, finished
 from pbfl_flwr.experiments.figures import kilobytes
-from pbfl_flwr.experiments.records import Group, Record
+from pbfl_flwr.experiments.records import Group, Record, changed_files, changed_lines
 from pbfl_flwr.experiments.sheets import Sheet, figure, plain
 from pbfl_flwr.experiments.summaries import MOMENT_NOTE, NEW_NOTE, OTHER_NOTE, paired_sheet
 from pbfl_flwr.experiments.tables import paper_scalars, unknown_lines
@@ -92,6 +92,7 @@ class Row:
         moment: when clients were scored, before or after their training.
         clients: how many the accuracies are to be over: those that take part and do not lie.
         balanced, macro_f1: the same accuracies with every class the same weight; empty without per-class.
+        mixed: in what its runs differ beside the seed, see :func:`.records.changed_files`.
     """
 
     label: str
@@ -118,6 +119,7 @@ class Row:
     clients: int = 0
     balanced: list[float] = field(default_factory=list)
     macro_f1: list[float] = field(default_factory=list)
+    mixed: str = ""
 
     @property
     def seeds(self) -> int:
@@ -182,8 +184,12 @@ def _row(label: str, runs: Sequence[RunDirectory], by: str) -> Row:
     all_scores = [scores(history) for history in histories]
     # None where clients report nothing, have no test samples, or prototypes came after the last scoring.
     scored = [found[headline] for found in all_scores if headline in found]
+    balanced, macro_f1 = (
+        [100 * found.last[1][key] for found in scored if key in found.last[1]]
+        for key in ("balanced", "macro_f1")
+    )
     entries: list[Mapping[str, Any]] = [entry for history in histories for entry in history]
-    clients = participants(abouts[0])
+    clients, records = participants(abouts[0]), [Record.load(run.path, by=by) for run in runs]
     return Row(
         label,
         headline,
@@ -205,13 +211,15 @@ def _row(label: str, runs: Sequence[RunDirectory], by: str) -> Row:
         runs[0].paper_scalars(),
         fmean(entry["seconds"]["total"] for entry in entries),
         [100 * at[1]["weighted"] for found in scored if (at := found.other) is not None],
-        [100 * a for run in runs if (a := Record.load(run.path, by=by).newcomer_accuracy()) is not None],
+        [100 * a for record in records if (a := record.newcomer_accuracy()) is not None],
         [run.majority() for run in runs],
         [run.newcomer_majority() for run in runs],
         few_clients(zip(abouts, all_scores, strict=True)),
         str(abouts[0]["moment"]),
         len(honest(abouts[0])),
-        *([100 * f.last[1][key] for f in scored if key in f.last[1]] for key in ("balanced", "macro_f1")),
+        balanced,
+        macro_f1,
+        changed_files(records),
     )
 
 
@@ -280,6 +288,7 @@ def remarks(found: Sequence[Row]) -> list[str]:
     """
     return [
         *([MOMENT_NOTE] if unlike(found)[0] else []),
+        *changed_lines((row.label, row.mixed) for row in found),
         *unscored_lines((row.label, row.headline) for row in found if not row.last),
         *([f"Not scored in every seed: {'; '.join(half)}."] if (half := _half_scored(found)) else []),
         *few_lines([(row.label, row.few) for row in found]),

@@ -81,7 +81,7 @@ def balance_sheet(runs: Sequence[Scored]) -> Sheet | None:
     notes = (
         "Last round, %. Accuracy is weighted by samples; balanced accuracy is the mean accuracy of the classes, "
         "macro-F1 the mean F1 score of the classes: over the test samples of all clients together, and the plain mean "
-        "of the clients' own, over the classes that a client has (macro-F1: or answers).",
+        "of the clients' own, over the classes that a client has (macro-F1: or answers)." + _first_seed(runs),
     )
     return Sheet("Every class the same weight", columns, tuple(rows), notes, text_columns=2)
 
@@ -105,12 +105,17 @@ def class_sheet(runs: Sequence[Scored]) -> Sheet | None:
         return None
     notes = [
         "Last round, %, over the test samples of all clients together; test samples are those of "
-        f"{by or 'the headline'}."
+        f"{by or 'the headline'}.{_first_seed(counted)}"
     ]
     if untested:
         notes.append(f"Without test samples: {some(untested, MOST)}.")
     columns = ("run", "class", "test samples", *asked)
     return Sheet("Accuracy by class", columns, tuple(rows), tuple(notes), text_columns=2)
+
+
+def _first_seed(runs: Sequence[Scored]) -> str:
+    """Return which run of a row is shown, where rows have names: those of a configuration are of several seeds."""
+    return " First seed of each configuration." if any(run.label for run in runs) else ""
 
 
 def sheets(runs: Sequence[Scored]) -> list[Sheet]:

@@ -238,6 +238,35 @@ def same_data(one: Record, other: Record) -> bool:
     return np.array_equal(one.counts, other.counts)
 
 
+def other_weights(records: Iterable[Record]) -> list[str]:
+    """Return the models whose pretrained weights are not the same in all runs that begin with them."""
+    begun: dict[str, set[frozenset[str]]] = {}
+    for record in records:
+        known: dict[str, set[str]] = {}
+        for member in record.about["clients"]:
+            if member.get("weights"):
+                known.setdefault(str(member["architecture"]), set()).add(str(member["weights"]))
+        for name, hashes in known.items():
+            begun.setdefault(name, set()).add(frozenset(hashes))
+    return [name for name, found in begun.items() if len(found) > 1]
+
+
+def changed_files(records: Sequence[Record]) -> str:
+    """Return in what runs of the same keys, a seed each, differ all the same: files that have changed between them."""
+    data = [] if all(same_data(records[0], record) for record in records) else ["data"]
+    return ", ".join([*data, *(f"weights of {name}" for name in other_weights(records))])
+
+
+def changed_lines(rows: Iterable[tuple[str, str]]) -> list[str]:
+    """Return which rows are over runs whose files had changed, in a sentence; none where none are.
+
+    Args:
+        rows: label and what :func:`changed_files` says of its runs.
+    """
+    told = [f"{label} ({what})" for label, what in rows if what]
+    return [f"Runs of one row that differ in more than the seed: {'; '.join(told)}."] if told else []
+
+
 def mean_over_seeds(group: Group, seeds: Iterable[int]) -> dict[str, float]:
     """Return what a client is called -> last accuracy, mean over those runs, of the clients that all of them scored."""
     each = [
@@ -252,7 +281,7 @@ def _labels(groups: Sequence[tuple[Record, ...]]) -> list[str]:
     """Return labels that tell groups apart.
 
     They are those of a comparison where all runs have one; else the method's name, else with the keys that differ,
-    else names of directories.
+    else names of directories, without the seed where a comparison made them.
     """
     given = [_given(records) for records in groups]
     if _usable(given):
@@ -270,10 +299,10 @@ def _labels(groups: Sequence[tuple[Record, ...]]) -> list[str]:
         labels.append(f"{config['method']} ({told})" if told else str(config["method"]))
     if _usable(labels):
         return labels
-    names = [records[0].path.name for records in groups]
+    names = [label or records[0].path.name for label, records in zip(given, groups, strict=True)]
     if len(set(names)) == len(names):
         return names
-    return [f"{records[0].path.parent.name}/{records[0].path.name}" for records in groups]
+    return [f"{records[0].path.parent.name}/{name}" for name, records in zip(names, groups, strict=True)]
 
 
 def _usable(labels: Sequence[str]) -> bool:

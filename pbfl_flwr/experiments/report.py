@@ -271,8 +271,8 @@ def client_sheet(groups: Sequence[Group]) -> Sheet:
         *(f"{group.label}, %" for group in groups),
     )
     note = (
-        f"{accuracy_by(groups[0].by).capitalize()} in the last round; numbers, networks, devices and sample counts are "
-        "those of the first run that has the client."
+        f"{accuracy_by(groups[0].by).capitalize()} in the last round, first seed of each configuration; numbers, "
+        "networks, devices and sample counts are those of the first run that has the client."
     )
     return Sheet("Clients", columns, tuple(rows), (note,), text_columns=0)
 

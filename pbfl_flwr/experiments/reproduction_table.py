@@ -20,6 +20,7 @@ from pbfl_flwr.experiments.accuracies import (
     unscored_lines,
 )
 from pbfl_flwr.experiments.compare import Planned, finished
+from pbfl_flwr.experiments.records import Record, changed_files, changed_lines
 from pbfl_flwr.experiments.reproduce import Reproduction, Scale, changes
 from pbfl_flwr.experiments.sheets import Sheet, figure, plain
 from pbfl_flwr.experiments.summaries import MOMENT_NOTE
@@ -43,6 +44,7 @@ class Row:
         few: predictor -> over how many of the clients its accuracies are, see :func:`.accuracies.few_clients`.
         moment: when clients were scored, before or after their training.
         clients: how many the accuracies are to be over: those that take part and do not lie.
+        mixed: in what its runs differ beside the seed, see :func:`.records.changed_files`.
     """
 
     block: str
@@ -59,6 +61,7 @@ class Row:
     few: Mapping[str, str] = field(default_factory=dict)
     moment: str = ""
     clients: int = 0
+    mixed: str = ""
 
     def compared(self, paper: Reproduction) -> list[float]:
         """Return the values that are compared with the paper's."""
@@ -114,6 +117,7 @@ def _row(paper: Reproduction, block: str, label: str, runs: Sequence[RunDirector
         few_clients((run.read(), score) for run, score in zip(runs, found, strict=True)),
         str(runs[0].read()["moment"]),
         len(honest(runs[0].read())),
+        changed_files([Record.load(run.path) for run in runs]),
     )
 
 
@@ -139,7 +143,7 @@ def markdown(
     spread = {
         "clients": "± over clients",
         "seeds": "± is the sample deviation over seeds",
-        "none": "no ± is printed",
+        "none": "the paper prints no ±, ours is the sample deviation over seeds",
     }[paper.spread]
     lines = [f"**{paper.title}**, {titled(f'scale {scale}', by)}", "", f"{paper.paper}. {paper.table}", ""]
     lines += [f"Accuracy in %, {over}, {paper.round} round is compared, {spread}.", ""]
@@ -181,8 +185,11 @@ def _table(paper: Reproduction, block: str, found: Sequence[Row], runs: Sequence
             *(figure(row.others.get(name, [])) for name in names),
         ]
         lines.append((*cells, row.rounds, str(len(row.best)), f"{row.seconds:.1f}"))
-    notes = ["Columns named after predictors are accuracies of the last round."] if found else []
+    repeated = any(len(values) > 1 for row in found for values in row.others.values())
+    over_seeds = ", ± over seeds" if repeated and paper.spread == "clients" else ""
+    notes = [f"Columns named after predictors are accuracies of the last round{over_seeds}."] if found else []
     notes += [MOMENT_NOTE] if moments else []
+    notes += changed_lines((row.label, row.mixed) for row in found)
     notes += unscored_lines((row.label, row.rule) for row in found if not row.last)
     notes += few_lines([(row.label, row.few) for row in found])
     done = {row.label for row in found}

@@ -15,7 +15,15 @@ from pbfl_flwr.experiments.accuracies import (
     span,
     unscored_lines,
 )
-from pbfl_flwr.experiments.records import Group, Record, mean_over_seeds, same_data
+from pbfl_flwr.experiments.records import (
+    Group,
+    Record,
+    changed_files,
+    changed_lines,
+    mean_over_seeds,
+    other_weights,
+    same_data,
+)
 from pbfl_flwr.experiments.sheets import Sheet, figure
 from pbfl_flwr.experiments.statistics import CONFIDENCE, Paired, fairness, holm, paired
 
@@ -102,6 +110,7 @@ def summary_sheet(groups: Sequence[Group], title: str = "Accuracy and fairness")
         *(note.format(accuracy=accuracy.capitalize()) for note in SUMMARY_NOTES),
         *([MOMENT_NOTE] if moments else []),
         *([f"Runs of different numbers of rounds in one row: {'; '.join(mixed)}."] if mixed else []),
+        *changed_lines((group.label, changed_files(group.records)) for group in groups),
         *unscored_lines((group.label, group.first.predictor) for group in groups if _unscored(group)),
         *(
             [f"Not scored in every seed, so not shown: {'; '.join(half)}."]
@@ -124,10 +133,11 @@ def paired_sheet(groups: Sequence[Group], title: str = "Paired comparison") -> S
     pairs = list(combinations([group for group in groups if group not in alone], 2))
     for one, other in pairs:
         label = f"{one.label} − {other.label}"
-        if not same_data(one.first, other.first):
+        seeds = sorted(set(one.by_seed()) & set(other.by_seed()))
+        common = [(one.by_seed()[seed], other.by_seed()[seed]) for seed in seeds]
+        if not all(same_data(a, b) for a, b in common or [(one.first, other.first)]):
             told.setdefault("Not the same data on the same clients, so not compared", []).append(label)
             continue
-        seeds = sorted(set(one.by_seed()) & set(other.by_seed()))
         odd = "; ".join(_unlike(one, other, seeds))
         first, second = mean_over_seeds(one, seeds), mean_over_seeds(other, seeds)
         if clients := [who for who in first if who in second]:
@@ -135,7 +145,6 @@ def paired_sheet(groups: Sequence[Group], title: str = "Paired comparison") -> S
             rows.append((label, "clients", found, odd))
         elif seeds:
             told.setdefault(NO_CLIENT, []).append(label)
-        common = [(one.by_seed()[seed], other.by_seed()[seed]) for seed in seeds]
         if any(_over(a) != _over(b) for a, b in common):
             told.setdefault(OTHER_CLIENTS, []).append(label)
         elif len(seeds) > 1 and _scored(one) and _scored(other):
@@ -208,13 +217,15 @@ def _over(record: Record) -> list[set[str]]:
 
 
 def _unlike(one: Group, other: Group, seeds: Sequence[int]) -> list[str]:
-    """Return in what the figures of two groups differ: predictor, moment of the scoring, numbers of rounds."""
+    """Return in what the figures of two groups differ: predictor, moment of the scoring, rounds, pretrained weights."""
     heads, moments = ([getattr(g.first, name) for g in (one, other)] for name in ("predictor", "moment"))
     rounds = [[len(group.by_seed()[seed].rounds) for seed in seeds] for group in (one, other)]
     found = [" against ".join(heads)] if len({*heads}) > 1 else []
     found += [f"scored {moments[0]} against {moments[1]} local training"] if len({*moments}) > 1 else []
     if len({number for numbers in rounds for number in numbers}) > 1:
         found.append(f"{' against '.join(map(span, rounds))} rounds")
+    if names := other_weights(group.by_seed()[seed] for group in (one, other) for seed in seeds):
+        found.append(f"other weights of {', '.join(names)}")
     return found
 
 

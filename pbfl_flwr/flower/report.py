@@ -12,10 +12,13 @@ from numpy.typing import NDArray
 
 from pbfl_flwr.by_class import ByClass
 from pbfl_flwr.config import PREDICTORS, EvaluationSettings
+from pbfl_flwr.errors import PbflError
 from pbfl_flwr.payloads import MAX_COUNT, RejectedPayload, Reveal
 from pbfl_flwr.task import Task
 
 SPENT = ("data", "open", "fit", "evaluate", "save")  # data: its own shards; open: network, state and settings
+# Fields of the record, see Report.to_record: no metric has such a name.
+OWN = ("n", "c", "t", "v", "o", "k", "ko", "g")
 MAX_METRICS = 100  # of one report
 MAX_NAME = 100  # characters of a metric's name
 Table = NDArray[np.int64]
@@ -78,7 +81,11 @@ class Report:
     gpu_mb: float = 0.0
 
     def to_record(self) -> MetricRecord:
-        """Return the compact record: lists with a fixed layout, since every key costs bytes."""
+        """Return the compact record: lists with a fixed layout, since every key costs bytes.
+
+        Raises:
+            PbflError: if a metric has the name of such a list, or is no number.
+        """
         fixed: dict[str, float | list[int] | list[float]] = {
             "n": [self.num_train, self.num_test, self.participations, self.round],
             "c": _in_order(self.correct),
@@ -94,7 +101,14 @@ class Report:
                 fixed["ko"] = _rows(self.other_by_class)
         if self.gpu_mb:
             fixed["g"] = [self.gpu_mb]
-        return MetricRecord({**(self.metrics or {}), **fixed})
+        metrics = self.metrics or {}
+        if taken := [name for name in metrics if name in OWN]:
+            raise PbflError(f"metric '{taken[0]}': allowed are other names than {', '.join(OWN)}")
+        if odd := [name for name, value in metrics.items() if not isinstance(value, int | float)]:
+            raise PbflError(
+                f"metric '{odd[0]}' is of type {type(metrics[odd[0]]).__name__}; allowed is a number"
+            )
+        return MetricRecord({**metrics, **fixed})
 
     @classmethod
     def from_record(cls, record: MetricRecord, classes: int = 0) -> Report:

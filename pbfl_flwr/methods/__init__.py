@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from pbfl_flwr.config import Group, Settings, parse
+from pbfl_flwr.config import PREDICTORS, Group, Settings, parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.own_code import is_external
 
@@ -126,8 +126,18 @@ def check_asked(settings: Settings, method: Method[Any, Any, Any]) -> None:
     """Check that the method can do what the settings ask of whichever method it is.
 
     Raises:
-        PbflError: naming the key and what is allowed.
+        PbflError: naming the key, or what the method says of its predictions, and what is allowed.
     """
+    if odd := [name for name in method.predicts if name not in PREDICTORS]:
+        raise PbflError(
+            f"method '{method.name}': predicts has '{odd[0]}', which no report has room for; allowed are "
+            f"{', '.join(PREDICTORS)}"
+        )
+    if method.headline not in method.predicts:
+        raise PbflError(
+            f"method '{method.name}': headline = '{method.headline}': allowed is one that predicts names, "
+            f"{', '.join(method.predicts)}"
+        )
     wanted, run = settings.evaluation.predictor, settings.run
     if wanted not in ("auto", *method.predicts):
         raise PbflError(

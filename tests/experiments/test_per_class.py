@@ -67,6 +67,7 @@ def test_show_prints_both_tables(tmp_path: Path) -> None:
     assert ["a", "4", "75.00", "100.00"] in words
     assert ["c", "1", "0.00", "25.00"] in words
     assert "Without test samples: b." in told
+    assert not any("seed of each" in text for text in told)
 
 
 def test_show_prints_nothing_of_it_without_the_key(tmp_path: Path) -> None:
@@ -149,6 +150,8 @@ def test_the_page_has_tables_and_pictures(tmp_path: Path) -> None:
     assert sheet is not None
     assert [row[:3] for row in sheet.rows] == [("fedproto", "a", "4"), ("fedproto", "c", "1")]
     assert sheet.notes[-1] == "Without test samples: fedproto: b."
+    for title in ("Every class the same weight", "Accuracy by class"):
+        assert "First seed of each configuration." in page.split(f"{title}</h2>")[1].split("<h2")[0]
 
 
 def test_by_a_predictor_the_page_shows_its_counts(tmp_path: Path) -> None:

@@ -197,6 +197,22 @@ def test_similarities_distances_margins() -> None:
     assert similarity.margins(rows) == pytest.approx([(5 / 13) ** 0.5, (5 / 13) ** 0.5, 1])  # √5, √5, √13
 
 
+def test_curves_over_seeds_of_unequal_length(tmp_path: Path) -> None:
+    """Seed 0 has 2 rounds, seed 1 has 3: the mean of both is known for two."""
+    lines = [entry(number, 0.5, share) for number, share in ((1, 0.25), (2, 0.5), (3, 1.0))]
+    write_run(tmp_path / "a", lines[:2], **{"num-server-rounds": 3, "patience": 1})
+    write_run(tmp_path / "b", lines, seed=1, patience=1)
+    local = write_run(tmp_path / "local", lines, method="local", patience=1)
+    said = "a curve those that all of its seeds have"
+    (picture,) = progress.accuracy_over_rounds(records.load([tmp_path / "a", tmp_path / "b", local]))
+    assert isinstance(picture, style.Picture)
+    assert picture.caption.endswith(f"{said}: fedproto.")
+    assert "fedproto ends at 50.0 % in round 2; local ends at 100.0 % in round 3" in picture.alt
+    (picture,) = progress.accuracy_over_rounds(records.load([tmp_path / "b", local]))
+    assert isinstance(picture, style.Picture)
+    assert said not in picture.caption
+
+
 def test_a_line_a_client(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", [entry(1, 0.5, 0.5), entry(2, 0.5, 0.75)], **{"num-clients": 120})
     about = json.loads((path / "run.json").read_text())

@@ -138,6 +138,54 @@ def test_the_same_keys_are_not_the_same_data_where_the_files_changed(tmp_path: P
     assert "Not the same data on the same clients, so not compared: fedproto − tinyproto." in sheet.notes
 
 
+def changed(path: Path, data: str, weights: str = "") -> Path:
+    """Let a run have been made with these samples, and client 0 have begun with these weights."""
+    file = path / "partition.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "data": data}))
+    about = json.loads((path / "run.json").read_text())
+    if weights:
+        about["clients"][0] |= {"architecture": "cnn4@mine", "weights": weights}
+    (path / "run.json").write_text(json.dumps(about))
+    return path
+
+
+def test_a_later_seed_on_other_samples_is_not_compared(tmp_path: Path) -> None:
+    """FedProto was finished when the file changed, TinyProto had made its first seed."""
+    seeds = [
+        changed(run(tmp_path / f"{name}{seed}", 0.5, [1, 3], method=name, seed=seed), data)
+        for name, seed, data in (
+            ("fedproto", 0, "01"),
+            ("fedproto", 1, "01"),
+            ("tinyproto", 0, "01"),
+            ("tinyproto", 1, "23"),
+        )
+    ]
+    sheet = paired_sheet(records.load(seeds))
+    assert sheet.rows == ()
+    assert "Not the same data on the same clients, so not compared: fedproto − tinyproto." in sheet.notes
+    said = "Runs of one row that differ in more than the seed: tinyproto (data)."
+    assert said in summary_sheet(records.load(seeds)).notes
+    assert not any("more than the seed" in note for note in summary_sheet(records.load(seeds[:3])).notes)
+    assert len(paired_sheet(records.load(seeds[:3])).rows) == 1
+
+
+def test_runs_that_began_with_other_weights_are_named(tmp_path: Path) -> None:
+    runs = [("fedproto", 0, "ab"), ("fedproto", 1, "cd"), ("tinyproto", 0, "ab"), ("local", 0, "")]
+    places = [
+        changed(run(tmp_path / f"{name}{seed}", 0.5, [1, 3], method=name, seed=seed), "01", weights)
+        for name, seed, weights in runs
+    ]
+    groups = records.load(places)
+    said = "Runs of one row that differ in more than the seed: fedproto (weights of cnn4@mine)."
+    assert said in summary_sheet(groups).notes
+    remarks = {row[0]: row[-1] for row in paired_sheet(groups).rows}
+    assert set(remarks.values()) == {"no pair differs"}  # over the common seed 0
+    changed(places[2], "01", "ef")
+    remarks = {row[0]: row[-1] for row in paired_sheet(records.load(places)).rows}
+    assert remarks["fedproto − tinyproto"] == "other weights of cnn4@mine; no pair differs"
+    assert remarks["fedproto − local"] == "no pair differs"
+
+
 def test_rows_name_unlike_predictors_and_notes_stay_short(tmp_path: Path) -> None:
     places = [
         run(tmp_path / name, 0.5, [1, 3], method=name) for name in ("fedproto", "tinyproto", "protonorm")
@@ -329,6 +377,22 @@ def test_labels_say_what_differs(tmp_path: Path) -> None:
     assert [group.label for group in records.load([tmp_path / "a", tmp_path / "b"])] == [
         "fedproto (cps-dim=auto)",
         "fedproto (cps-dim=2)",
+    ]
+
+
+def test_a_label_of_several_seeds_names_none_of_them(tmp_path: Path) -> None:
+    made = [run(tmp_path / "mine" / f"FP-seed{seed}", 0.5, [1], seed=seed) for seed in (0, 1)]
+    beside = run(tmp_path / "own", 0.5, [1])
+    assert [group.label for group in records.load([*made, beside])] == ["FP", "own"]
+    other = [
+        run(tmp_path / "other" / f"FP-seed{seed}", 0.5, [1], seed=seed, **{"local-epochs": 2})
+        for seed in (0, 1)
+    ]
+    again = run(tmp_path / "again" / "FP-seed0", 0.5, [1])
+    assert [group.label for group in records.load([*made, *other, again])] == [
+        "mine/FP",
+        "other/FP",
+        "again/FP",
     ]
 
 

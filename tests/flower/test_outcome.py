@@ -8,6 +8,7 @@ import pytest
 
 from pbfl_flwr.config import Scalar
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments.documents import as_csv
 from pbfl_flwr.flower.files import DamagedState
 from pbfl_flwr.flower.history import RunDirectory
 from pbfl_flwr.flower.outcome import result_hash
@@ -52,6 +53,17 @@ def test_what_is_in_it_and_what_is_not(tmp_path: Path) -> None:
     (run.path / "checkpoint.safetensors").write_bytes(b"\0")
     with pytest.raises(DamagedState, match=r"checkpoint\.safetensors cannot be read"):
         result_hash(run, 2)
+
+
+def test_a_prolonged_run_has_each_accuracy_once(tmp_path: Path) -> None:
+    keys: dict[str, Scalar] = {"evaluate_moment": "before"}
+    whole = federation(tmp_path / "whole", on_disk=True, num_server_rounds=3, **keys).run().directory
+    federation(tmp_path / "parts", on_disk=True, **keys).run()
+    parts = federation(tmp_path / "parts", on_disk=True, num_server_rounds=3, resume=True, **keys).run()
+    assert ["final" in line for line in parts.directory.client_rounds()] == [False, True, True]
+    rows = as_csv(parts.directory.path)
+    assert rows == as_csv(whole.path)
+    assert len({tuple(row.split(",")[:7]) for row in rows.splitlines()}) == len(rows.splitlines())
 
 
 @pytest.mark.parametrize("moment", ["after", "before"])

@@ -1,16 +1,20 @@
 """A method outside of the package, ``method=my_package.page:build``; docs/examples/feddyn.py is one."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from pbfl_flwr.by_class import ByClass
 from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.configuration import Wishes, check
-from pbfl_flwr.method import Round
+from pbfl_flwr.flower.report import OWN, Report
+from pbfl_flwr.method import Round, head_scores
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.payloads import Weights
+from pbfl_flwr.scoring import evaluate
 from tests.flower.inprocess import federation
 from tests.methods.conftest import TASK, settings_of
 
@@ -33,6 +37,12 @@ def page(tmp_path, monkeypatch):
         "class Silent(Local):\n"
         "    up = int  # no payload\n"
         "def silent(settings): return Silent()\n"
+        "class Named(Local):\n"
+        "    predicts = ('head', 'mine')\n"
+        "def named(settings): return Named()\n"
+        "class Headed(Local):\n"
+        "    headline = 'global'\n"
+        "def headed(settings): return Headed()\n"
         "def raises(settings): return settings.run.colours\n"
         "def takes_two(settings, more): return None\n"
     )
@@ -83,6 +93,33 @@ def test_a_run(tmp_path):
     assert history[-1]["clients"]["loss.prox"] > 0
 
 
+def test_a_prediction_that_no_report_has_room_for_is_refused(make_client):
+    with pytest.raises(ValueError, match=r"predictor 'mine': allowed are head, global, "):
+        evaluate(make_client(), {"head": head_scores, "mine": head_scores})
+
+
+@pytest.mark.parametrize(
+    ("metrics", "says"),
+    [
+        ({"c": 0.5}, r"^metric 'c': allowed are other names than n, c, t, v, o, k, ko, g$"),
+        ({"loss.ce": 1.0, "ko": 0.5}, "^metric 'ko': "),
+        ({"mine": torch.tensor(0.5)}, "^metric 'mine' is of type Tensor; allowed is a number$"),
+        ({"mine": [0.5]}, "^metric 'mine' is of type list; "),
+    ],
+)
+def test_a_metric_that_a_report_would_swallow_is_refused(metrics, says):
+    with pytest.raises(PbflError, match=says):
+        Report(10, 4, metrics=metrics).to_record()
+
+
+def test_no_metric_may_have_the_name_of_a_field_of_the_report():
+    counts = ByClass([4], {"head": [1]}, {"head": [4]})
+    report = Report(
+        10, 4, 1, {"head": 1}, num_validation=1, validation={}, other={}, by_class=counts, gpu_mb=1.0
+    )
+    assert set(replace(report, other_by_class=counts).to_record()) == set(OWN)
+
+
 @pytest.mark.parametrize(
     ("keys", "says"),
     [
@@ -91,11 +128,13 @@ def test_a_run(tmp_path):
         ({"method": "no_page:number"}, "'no_page' has no function 'number'"),
         ({"method": "no_page:nothing"}, "it built NoneType, expected a pbfl_flwr.method.Method"),
         ({"method": "no_page:silent"}, "int does not say what it reveals"),
+        ({"method": "no_page:named"}, "'local': predicts has 'mine', .*; allowed are head, global, "),
+        ({"method": "no_page:headed"}, "headline = 'global': allowed is one that predicts names, head$"),
         (
             {"method": "no_page:raises"},
-            r"raises\(settings\) raised AttributeError: .*'colours' \(no_page.py:8\)$",
+            r"raises\(settings\) raised AttributeError: .*'colours' \(no_page.py:14\)$",
         ),
-        ({"method": "no_page:takes_two"}, r"missing 1 required .*'more' \(no_page.py:9\)$"),
+        ({"method": "no_page:takes_two"}, r"missing 1 required .*'more' \(no_page.py:15\)$"),
         ({"method": "no_page:build", "method-settings": "a=1"}, "its module has no class Config"),
         ({"method": "feddyn:build", "method-settings": "alpha=0"}, "alpha = 0: allowed is greater than 0"),
         ({"method": "feddyn:build", "method-settings": "mu=1"}, "unknown key 'mu'; allowed are alpha"),

@@ -51,7 +51,7 @@ def accuracy_over_rounds(groups: Sequence[Group]) -> Iterator[Picture | NotThere
         rounds, each = _shared(found)
         _band(axes, rounds, 100 * each, label, number)
         if len(rounds):
-            said.append(f"{label} ends at {100 * each[:, -1].mean():.1f} %")
+            said.append(f"{label} ends at {100 * each[:, -1].mean():.1f} % in round {rounds[-1]}")
     lines(axes, "round", "accuracy (%)", whole=True)
     key_below(figure, axes)
     reported = groups[0].by or "the headline predictor of each run"
@@ -59,7 +59,7 @@ def accuracy_over_rounds(groups: Sequence[Group]) -> Iterator[Picture | NotThere
     yield finished(
         "accuracy-over-rounds",
         title,
-        f"Test accuracy weighted by samples, {what}. {_seeds(groups)}",
+        f"Test accuracy weighted by samples, {what}. {_seeds(groups)}{_cut(drawn)}",
         f"Curves of accuracy over rounds. {'; '.join(said)}.",
         figure,
     )
@@ -226,6 +226,13 @@ def _band(axes: Axes, rounds: Sequence[int], each: np.ndarray, label: str, numbe
     if len(each) > 1:
         colour = look(number)["color"]
         axes.fill_between(rounds, each.min(axis=0), each.max(axis=0), color=colour, alpha=0.18, linewidth=0)
+
+
+def _cut(curves: Mapping[str, Sequence[Mapping[int, float]]]) -> str:
+    """Return which curves end before some of their seeds do, in a sentence; nothing where none does."""
+    cut = [label for label, found in curves.items() if len({max(curve) for curve in found if curve}) > 1]
+    said = " Seeds have different numbers of rounds, and a curve those that all of its seeds have"
+    return f"{said}: {'; '.join(cut)}." if cut else ""
 
 
 def _seeds(groups: Sequence[Group]) -> str:
