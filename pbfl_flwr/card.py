@@ -16,7 +16,7 @@ class Card(BaseModel):
     """A client's network: where it comes from, what goes in and what comes out.
 
     Attributes:
-        method, client, architecture: of the federation; the client by its number or name.
+        method, client, architecture: of the federation; the client by its number or name, "" for the server's network.
         round, participations: the last round in which it trained, and how often it has.
         num_classes, feature_dim, input_shape: K, d and the shape of an input.
         labels: the K names.

@@ -162,17 +162,43 @@ def export(
     number: Annotated[
         int | None, typer.Option("--round", min=1, metavar="N", help="As it was after round N, likewise.")
     ] = None,
+    whole: Annotated[
+        bool,
+        typer.Option(
+            "--global", help="The server's network instead: of FedAvg and others that average all of it."
+        ),
+    ] = False,
+    like: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--like",
+            metavar="PATH",
+            help="With --global, where the run holds no clients' states: a client's state or export. May be repeated.",
+        ),
+    ] = None,
 ) -> None:
     """Write a client's personalised model: safetensors, torch.export program, ONNX, prototypes, card."""
     from pbfl_flwr.serving import export as room
+    from pbfl_flwr.serving.averaged import averaged
 
     console = screen()
     try:
         if best and number is not None:
             raise PbflError("--best and --round: allowed is one of the two")
-        file = room.state_file(expanded(path), client)
-        wanted = room.best_of(expanded(path)) if best else number
-        kept = room.read_state(file if wanted is None else room.of_round(file, wanted))
+        if whole and (client or number is not None):
+            raise PbflError(
+                "--global is the server's network; allowed with it are --best, --like and --model"
+            )
+        if like and not whole:
+            raise PbflError("--like: allowed is with --global only")
+        if whole:
+            kept = averaged(
+                expanded(path), [expanded(file) for file in like or ()], best=best, allowed_code=model
+            )
+        else:
+            file = room.state_file(expanded(path), client)
+            wanted = room.best_of(expanded(path)) if best else number
+            kept = room.read_state(file if wanted is None else room.of_round(file, wanted))
         with writing(out):
             files = room.export(kept, expanded(out), model)
     except PbflError as error:
@@ -180,7 +206,8 @@ def export(
     card, shape = kept.card, "x".join(map(str, kept.card.input_shape))
     say(
         console,
-        f"client {card.client}, {card.method}, {card.architecture} after round {card.round}: inputs {shape}, "
+        f"{f'client {card.client}' if card.client else 'the server'}, {card.method}, {card.architecture} after round "
+        f"{card.round}: inputs {shape}, "
         f"{card.num_classes} classes, d = {card.feature_dim}",
     )
     say(console, f"written to {out}: {', '.join(files)}")

@@ -34,20 +34,20 @@ def save(run: RunDirectory, state: Payload, broadcast: Payload, server_round: in
     save_tensors(run.path / CHECKPOINT, state.to_tensors(), {**number, "fingerprint": fingerprint})
 
 
-def save_best(run: RunDirectory, state: Payload, server_round: int, accuracy: float, predictor: str) -> None:
-    """Write the state with which a round's clients scored: the one that had been broadcast for it.
+def save_best(run: RunDirectory, state: Payload, after: int, accuracy: float, predictor: str) -> None:
+    """Write the state with which clients scored: the one that had been broadcast to them.
 
     Args:
         run: its directory.
         state: of the server.
-        server_round: in which they scored.
+        after: the last round that went into it; 0 is the state before the first.
         accuracy: weighted by samples, in 0..1.
         predictor: by which.
 
     Raises:
         UnsavedState: if the system refuses it.
     """
-    about = {"scored-in-round": str(server_round), "accuracy": f"{accuracy:.6f}", "predictor": predictor}
+    about = {"round": str(after), "accuracy": f"{accuracy:.6f}", "predictor": predictor}
     save_tensors(run.path / BEST, state.to_tensors(), about)
 
 

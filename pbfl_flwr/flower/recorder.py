@@ -156,7 +156,8 @@ class Recorder:
         for score, final in self._scores(line):
             if score > self._best:
                 self._best = score
-                checkpoint.save_best(self.run, state if final else scored, number, score[1], self._headline)
+                best, after = (state, number) if final else (scored, number - 1)
+                checkpoint.save_best(self.run, best, after, score[1], self._headline)
         checkpoint.save(self.run, state, broadcast, number, self._fingerprint)
         if self._sinks is not None:
             self._warn(self._sinks.log(line))

@@ -148,7 +148,7 @@ def check_asked(settings: Settings, method: Method[Any, Any, Any]) -> None:
     if run.keep_best and (method.moment if moment == "auto" else moment) == "before":
         raise PbflError(
             f"keep-best = true: with these settings method '{method.name}' scores clients before local training, and "
-            "which round was the best is known too late; allowed is false (the server keeps best.safetensors), or "
+            "which round was the best is known too late; allowed is false (the server keeps its own of it), or "
             "evaluate-moment = 'after'"
         )
     if run.stale_weight > 0 and (settings.privacy.secure_aggregation or not method.streams()):

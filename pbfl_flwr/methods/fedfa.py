@@ -16,7 +16,7 @@ batches, which draws anchors of rare classes to zero (fedfa.anchor-mean="all-bat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -117,7 +117,11 @@ class FedFA(SharedWeights):
 
     def install(self, client: Client, down: Weights) -> None:
         """w_i <- w."""
-        load_parameters(client.model, {name: t for name, t in down.tensors.items() if name != ANCHORS})
+        load_parameters(client.model, self.network(down))
+
+    def network(self, state: Weights) -> Mapping[str, Tensor]:
+        """Return w."""
+        return {name: tensor for name, tensor in state.tensors.items() if name != ANCHORS}
 
     def reveals(self) -> tuple[Reveal, ...]:
         """Weights, and anchors that have moved towards the client's class means."""

@@ -73,6 +73,10 @@ def move_rows(rows: Tensor, means: Prototypes, smoothing: float) -> Tensor:
     return torch.where(means.present[:, None], moved, rows)
 
 
+def _head(rows: Tensor) -> dict[str, Tensor]:
+    return {"head.weight": rows, "head.bias": torch.zeros(len(rows))}
+
+
 @dataclass(frozen=True)
 class FedNH(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndPrototypes]):
     """See the module.
@@ -98,9 +102,14 @@ class FedNH(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndPrototy
 
     def install(self, client: Client, down: WeightsAndPrototypes) -> None:
         """Body <- θ, head <- s·W."""
-        body = {name: tensor for name, tensor in down.weights.tensors.items() if name != SCALE}
-        copy_into(shared_parameters(client.model, "body"), body)
-        self._set_head(client, down.weights.tensors[SCALE] * down.prototypes.values)
+        network = self.network(down)
+        for part in (shared_parameters(client.model, "body"), shared_parameters(client.model, "head")):
+            copy_into(part, {name: network[name] for name in part})
+
+    def network(self, state: WeightsAndPrototypes) -> Mapping[str, Tensor]:
+        """Return θ, and s·W as the head."""
+        body = {name: tensor for name, tensor in state.weights.tensors.items() if name != SCALE}
+        return {**body, **_head(state.weights.tensors[SCALE] * state.prototypes.values)}
 
     def predictors(self, client: Client, down: WeightsAndPrototypes) -> dict[str, Predictor]:
         """The head on unit features."""
@@ -124,16 +133,12 @@ class FedNH(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndPrototy
             return {"ce": F.cross_entropy(logits, labels)}
 
         report = fit(client, loss, parts=[Part((*body.values(), scale))])
-        self._set_head(client, scale.detach() * rows)
+        copy_into(shared_parameters(client.model, "head"), _head(scale.detach() * rows))
         values, held, counts = class_sums_of(client, lambda features: F.normalize(features, dim=1)).means()
         sent = Prototypes(F.normalize(values, dim=1), held, counts)
         weights = Weights(copies({**body, SCALE: scale}), len(client.data.train.labels))
         metrics = {**report.metrics(), "scale": float(scale.detach())}
         return Update(WeightsAndPrototypes(weights, sent), report.optimizer, metrics)
-
-    def _set_head(self, client: Client, rows: Tensor) -> None:
-        head = shared_parameters(client.model, "head")
-        copy_into(head, {"head.weight": rows, "head.bias": torch.zeros(len(rows))})
 
     # Server -----------------------------------------------------------------------------------------------
 

@@ -136,6 +136,10 @@ class FedPA(Method[GenerativeState, Taught, WeightsAndPrototypes]):
         """w_i <- w."""
         receive(client, down.weights, "all")
 
+    def network(self, state: GenerativeState) -> Mapping[str, Tensor]:
+        """Return w."""
+        return state.taught.weights.tensors
+
     def local_update(self, client: Client, down: Taught) -> Update[WeightsAndPrototypes]:
         """Cross-entropy on samples and on generated features, and the pull towards the prototypes."""
         self.install(client, down)

@@ -18,6 +18,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from pbfl_flwr.architectures import body_and_classifier, fresh
 from pbfl_flwr.errors import PbflError
@@ -223,6 +224,10 @@ class SharedWeights(AveragedWeights):
     def install(self, client: Client, down: Weights) -> None:
         """Shared part <- w."""
         receive(client, down, self.share)
+
+    def network(self, state: Weights) -> Mapping[str, Tensor]:
+        """Return w, if it is all of the network."""
+        return state.tensors if self.share == "all" else {}
 
     def local_update(self, client: Client, down: Weights) -> Update[Weights]:
         """Shared part <- w, train, answer the shared part."""

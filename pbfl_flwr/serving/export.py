@@ -9,8 +9,9 @@
                                 logits (B, K), features (B, d)
         model.onnx              the same, where the packages onnx and onnxscript are installed
 
-The model is the one that the client kept after its last local training. Its global prototypes are those that it
-received for that training, its local ones those that came of it.
+The model is the one that the client kept after its last local training, or a server's
+(:mod:`pbfl_flwr.serving.averaged`). Its global prototypes are those that the client received for that training, its
+local ones those that came of it.
 """
 
 from __future__ import annotations
@@ -82,6 +83,11 @@ def state_file(path: Path, client: str) -> Path:
     return files[0]
 
 
+def states_of(run: Path) -> list[Path]:
+    """Return the last states of all clients that a run directory holds, newcomers after its last round left out."""
+    return sorted(_experiment(run).glob("*.safetensors"))
+
+
 def of_round(file: Path, number: int) -> Path:
     """Return the file of a client's state as it was after a round: its last one, or what ``keep-best`` has kept.
 
@@ -118,8 +124,8 @@ def best_of(run: Path) -> int:
     about = directory.read()
     if about["moment"] == "before":
         raise PbflError(
-            f"--best: clients of {run} were scored before their training, and keep what came of it; best.safetensors "
-            "has what the server had sent them then. --round N names a round"
+            f"--best: clients of {run} were scored before their training, and keep what came of it; --global --best "
+            "takes what the server had sent them then, --round N names a round"
         )
     if (found := best_line(directory.rounds(), str(about["headline"]))) is None:
         raise PbflError(f"--best: no round of {run} was scored")

@@ -36,7 +36,7 @@ from pbfl_flwr.data.texts import LINES, texts_of
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Nearest
 from pbfl_flwr.payloads import under
-from pbfl_flwr.serving.export import CARD, FORMAT, PROTOTYPES, WEIGHTS
+from pbfl_flwr.serving.export import CARD, FORMAT, PROTOTYPES, WEIGHTS, Kept
 from pbfl_flwr.serving.network import Served, rebuild
 
 HEAD = "head"
@@ -105,8 +105,7 @@ def open_exported(directory: Path, allowed_code: str = "") -> Exported:
     Raises:
         PbflError: if something is missing, damaged or does not fit together.
     """
-    card, hashes = _card(directory / CARD)
-    weights = _tensors(directory / WEIGHTS, hashes)
+    card, weights, hashes = _read(directory)
     served = rebuild(card, weights, allowed_code, str(directory))
     tables = _tensors(directory / PROTOTYPES, hashes) if PROTOTYPES in hashes else {}
     prototypes = {}
@@ -126,6 +125,21 @@ def open_exported(directory: Path, allowed_code: str = "") -> Exported:
             )
         prototypes[name] = rows, candidates
     return Exported(card, served, prototypes)
+
+
+def read_exported(directory: Path) -> Kept:
+    """Return card and weights of what export wrote, without its prototypes.
+
+    Raises:
+        PbflError: if something is missing or damaged.
+    """
+    card, weights, _ = _read(directory)
+    return Kept(card, weights, {})
+
+
+def _read(directory: Path) -> tuple[Card, dict[str, Tensor], dict[str, str]]:
+    card, hashes = _card(directory / CARD)
+    return card, _tensors(directory / WEIGHTS, hashes), hashes
 
 
 def _card(path: Path) -> tuple[Card, dict[str, str]]:

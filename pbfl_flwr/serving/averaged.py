@@ -1,0 +1,135 @@
+"""The network that a server averages, as a model for use elsewhere.
+
+A server knows weights alone. What goes in and comes out (normalisation, names of classes), and BatchNorm's running
+statistics, which stay on clients, come from what clients have kept: :func:`averaged` takes the clients' states of a
+simulation, or exports of devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pbfl_flwr.card import Card
+from pbfl_flwr.config import parse
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower.history import BEST, CHECKPOINT, RunDirectory
+from pbfl_flwr.flower.store import load_tensors
+from pbfl_flwr.method import Method
+from pbfl_flwr.methods import SECTIONS, build_method
+from pbfl_flwr.own_code import is_external
+from pbfl_flwr.payloads import RejectedPayload
+from pbfl_flwr.serving.export import CARD, Kept, read_state, states_of
+from pbfl_flwr.serving.network import rebuild
+from pbfl_flwr.serving.predict import read_exported
+from pbfl_flwr.task import Task
+from pbfl_flwr.weights import copies, copy_into, shared_parameters
+
+SAME = ("labels", "columns", "vocabulary", "input_shape", "images", "scale", "shift")
+
+
+def averaged(run: Path, like: Sequence[Path] = (), *, best: bool = False, allowed_code: str = "") -> Kept:
+    """Return the network of a run's server: its weights after the last round, or the ones that scored best.
+
+    Running statistics are the mean over clients, weighted by their training samples where the run knows them.
+
+    Args:
+        run: its directory.
+        like: states or exports of its clients; by default the states that the run itself holds.
+        best: take the weights with which the clients scored best (``best.safetensors``).
+        allowed_code: see :func:`pbfl_flwr.serving.network.rebuild`.
+
+    Raises:
+        PbflError: if it is no run, its method holds no whole network, no client's state is there, or clients differ in
+            what a network reads.
+    """
+    if not (run / "run.json").is_file():
+        raise PbflError(f"--global: {run} is no run directory, in which the server's weights lie")
+    about = RunDirectory(run).read()
+    method = _method(about["configuration"])
+    members = {str(member["name"] or member["client"]): member for member in about["clients"]}
+    kept = _clients(run, like, {who: str(member["architecture"]) for who, member in members.items()})
+    first = next(kept)
+    parameters, number = _weights(run / (BEST if best else CHECKPOINT), method, first.card.task)
+    served = rebuild(first.card, first.weights, allowed_code, str(run))
+    model = served.model
+    buffers = _mean(chain([first], kept), [name for name, _ in model.named_buffers()], _samples(members))
+    model.load_state_dict({**first.weights, **buffers})
+    places = {**shared_parameters(model, "all"), **shared_parameters(model, "head")}
+    copy_into(places, parameters)
+    card = first.card.model_copy(update={"client": "", "round": number, "participations": 0})
+    return Kept(card, copies(model.state_dict()), {})
+
+
+def _method(configuration: Mapping[str, Any]) -> Method[Any, Any, Any]:
+    name = str(configuration["method"])
+    if is_external(name):  # a run directory may be a stranger's
+        raise PbflError(
+            f"--global: '{name}' is code, which is not imported for this; --client takes a client's network"
+        )
+    return build_method(parse(configuration, SECTIONS))
+
+
+def _weights(file: Path, method: Method[Any, Any, Any], task: Task) -> tuple[Mapping[str, Tensor], int]:
+    """Return the parameters by their names, and after how many rounds."""
+    try:
+        tensors, metadata = load_tensors(file)
+        parameters = method.network(method.state.from_tensors(tensors, task))
+    except FileNotFoundError:
+        raise PbflError(f"--global: {file} is not there; no round was finished or scored") from None
+    except (RejectedPayload, KeyError) as error:
+        raise PbflError(f"{file} holds no state of method '{method.name}': {error}") from None
+    if not parameters:
+        raise PbflError(
+            f"--global: the server of '{method.name}' holds no whole network; --client takes a client's, and "
+            "prototypes.safetensors is what the server sent last"
+        )
+    return parameters, int(metadata["round"])
+
+
+def _clients(run: Path, like: Sequence[Path], networks: Mapping[str, str]) -> Iterator[Kept]:
+    """Yield what clients of the run have kept, at least one and those of one kind."""
+    files = list(like) or states_of(run)
+    if not files:
+        raise PbflError(
+            f"--global: {run} holds no client's state, which knows names of classes, normalisation and running "
+            "statistics; --like names a client's state or what pbfl export wrote of one"
+        )
+    first: Card | None = None
+    for file in files:
+        kept = read_exported(file) if (file / CARD).is_file() else read_state(file)
+        who, found = kept.card.client, kept.card.architecture
+        if networks.get(who) != found:
+            there = f"; there it has {networks[who]}" if who in networks else ""
+            raise PbflError(f"--like {file}: client {who} with {found} is none of the run's clients{there}")
+        first = first or kept.card
+        if odd := [name for name in SAME if getattr(kept.card, name) != getattr(first, name)]:
+            raise PbflError(
+                f"--global: clients {first.client} and {kept.card.client} differ in {odd[0]}; --like names the one "
+                "after which it is to be"
+            )
+        yield kept
+
+
+def _samples(members: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Return client -> its training samples, 1 each where they are not known of all."""
+    found = {who: float(member["num_train"]) for who, member in members.items()}
+    return found if all(found.values()) else dict.fromkeys(found, 1.0)
+
+
+def _mean(clients: Iterable[Kept], names: Sequence[str], samples: Mapping[str, float]) -> dict[str, Tensor]:
+    """Return the weighted mean of those buffers that are no counters."""
+    sums: dict[str, Tensor] = {}
+    total = 0.0
+    for kept in clients:
+        means = [name for name in names if kept.weights[name].is_floating_point()]
+        total += (weight := samples[kept.card.client])
+        for name in means:
+            sums.setdefault(name, torch.zeros_like(kept.weights[name], dtype=torch.float64))
+            sums[name].add_(kept.weights[name], alpha=weight)
+    return {name: (summed / total).float() for name, summed in sums.items()}

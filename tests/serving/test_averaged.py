@@ -1,0 +1,161 @@
+"""The server's network, exported: the weights that it averaged, with the clients' running statistics."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from pbfl_flwr.cli import app
+from pbfl_flwr.config import parse
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower.store import load_tensors, save_tensors
+from pbfl_flwr.method import Client
+from pbfl_flwr.methods import METHODS, SECTIONS, build_method
+from pbfl_flwr.models import build_model
+from pbfl_flwr.payloads import under
+from pbfl_flwr.serving.averaged import averaged
+from pbfl_flwr.serving.export import export, states_of
+from pbfl_flwr.serving.predict import open_exported
+from pbfl_flwr.task import Task
+from tests.flower.inprocess import NUM_CLIENTS, Federation, configuration, federation, tiny_client
+
+WHOLE = {"fedavg", "fedprox", "fedala", "feduv", "fednh", "fedfa", "fedpa"}
+
+
+def ran(place: Path, method: str = "fedavg", **keys: Any) -> Federation:
+    return federation(place, method, on_disk=True, **{"models": "cnn4", **keys}).run()
+
+
+def exported(run: Path, out: Path, *options: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["export", str(run), "--global", "--out", str(out), *options])
+    return result.exit_code, " ".join((result.output + (result.stderr or "")).split())
+
+
+@pytest.mark.parametrize("name", sorted(METHODS))
+def test_a_whole_network_is_what_clients_would_be_scored_with(name: str, tmp_path: Path) -> None:
+    method = build_method(parse(configuration(tmp_path, name, models="resnet4"), SECTIONS))
+    task = Task(10, 64, (1, 16, 16))
+    state = method.init(task, 3)
+    found = method.network(state)
+    assert bool(found) == (name in WHOLE)
+    if not found or name == "fedala":  # whose clients take over a part of it only
+        return
+    client = Client(0, 1, task, build_model("resnet4", task, 99), tiny_client(0))
+    method.install(client, method.broadcast(state, 0))
+    expected = dict(client.model.named_parameters())
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_without_batch_norm_it_scores_as_the_clients_did(tmp_path: Path) -> None:
+    run = ran(tmp_path).directory.path
+    export(averaged(run), tmp_path / "out")
+    model = open_exported(tmp_path / "out")
+    assert (model.card.client, model.card.round, model.card.architecture) == ("", 2, "cnn4")
+    final = json.loads((run / "clients.jsonl").read_text().splitlines()[-1])["final"]
+    for client in range(NUM_CLIENTS):
+        test = tiny_client(client).test
+        guessed = model.probabilities(test.inputs.numpy()).argmax(1)
+        assert int((guessed == test.labels).sum()) == final["correct"][final["client"].index(client)]["head"]
+
+
+def test_running_statistics_are_the_clients_weighted_mean(tmp_path: Path) -> None:
+    run = ran(tmp_path, models="resnet4").directory.path
+    found = averaged(run).weights
+    clients = json.loads((run / "run.json").read_text())["clients"]
+    kept = [under(load_tensors(file)[0], "model") for file in states_of(run)]
+    samples = torch.tensor([float(client["num_train"]) for client in clients])
+    statistics = [name for name in found if name.endswith(("running_mean", "running_var"))]
+    assert statistics
+    for name in statistics:
+        stacked = torch.stack([state[name] for state in kept])
+        expected = torch.tensordot(samples / samples.sum(), stacked, dims=1)
+        torch.testing.assert_close(found[name], expected)
+        assert not torch.equal(stacked[0], stacked[2])
+    state = under(load_tensors(run / "checkpoint.safetensors")[0], "")
+    assert all(torch.equal(found[name], tensor) for name, tensor in state.items() if name in found)
+
+
+def test_the_best_one(tmp_path: Path) -> None:
+    run = ran(tmp_path, num_server_rounds=3, learning_rate=0.3).directory.path
+    best, about = load_tensors(run / "best.safetensors")
+    found = averaged(run, best=True)
+    assert found.card.round == int(about["round"])
+    assert any(torch.equal(found.weights["head.weight"], tensor) for tensor in best.values())
+    lines = [json.loads(line) for line in (run / "rounds.jsonl").read_text().splitlines()]
+    scores = [line["accuracy"]["head"]["weighted"] for line in lines]
+    scores.append(lines[-1]["final"]["accuracy"]["head"]["weighted"])
+    assert scores.index(max(scores)) == found.card.round  # of equals the first
+
+
+def test_the_command_and_clients_named_by_hand(tmp_path: Path) -> None:
+    run = ran(tmp_path, models="resnet4").directory.path
+    code, said = exported(run, tmp_path / "all")
+    assert (code, said.split(": ")[0]) == (0, "the server, fedavg, resnet4 after round 2")
+    states = {file.stem: file for file in states_of(run)}
+    moved = tmp_path / "elsewhere.safetensors"
+    states["client-00003"].rename(moved)
+    CliRunner().invoke(app, ["export", str(run), "--client", "0", "--out", str(tmp_path / "zero")])
+    for file in states_of(run):
+        file.unlink()
+    code, said = exported(run, tmp_path / "none")
+    assert code == 2
+    assert "holds no client's state" in said
+    assert exported(run, tmp_path / "three", "--like", str(moved))[0] == 0
+    assert exported(run, tmp_path / "two", "--like", str(moved), "--like", str(tmp_path / "zero"))[0] == 0
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("three", "two"))
+    own = under(load_tensors(moved)[0], "model")
+    names = [name for name in own if name.endswith("running_mean")]
+    assert all(torch.equal(one[name], own[name]) for name in names)
+    assert not any(torch.equal(one[name], two[name]) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "says"),
+    [
+        (
+            "fedproto",
+            [],
+            "--global: the server of 'fedproto' holds no whole network; --client takes a client's",
+        ),
+        ("fedrep", [], "--global: the server of 'fedrep' holds no whole network"),
+        ("fedavg", ["--client", "1"], "--global is the server's network; allowed with it are"),
+        ("fedavg", ["--round", "1"], "--global is the server's network; allowed with it are"),
+    ],
+)
+def test_what_has_no_global_network_is_one_line(
+    method: str, options: list[str], says: str, tmp_path: Path
+) -> None:
+    run = ran(tmp_path, method, num_server_rounds=1).directory.path
+    code, said = exported(run, tmp_path / "out", *options)
+    assert code == 2
+    assert says in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_client_of_another_run_is_refused(tmp_path: Path) -> None:
+    run = ran(tmp_path / "one").directory.path
+    other = ran(tmp_path / "other", models="resnet4", num_server_rounds=1).directory.path
+    with pytest.raises(
+        PbflError, match=r"client 0 with resnet4 is none of the run's clients; there it has cnn4$"
+    ):
+        averaged(run, states_of(other))
+    with pytest.raises(PbflError, match="is no run directory"):
+        averaged(tmp_path)
+
+
+def test_clients_that_see_their_inputs_differently_have_no_common_network(tmp_path: Path) -> None:
+    run = ran(tmp_path).directory.path
+    file = states_of(run)[3]
+    tensors, about = load_tensors(file)
+    card = {**json.loads(about["card"]), "shift": [0.25]}
+    save_tensors(file, tensors, {**about, "card": json.dumps(card)})
+    with pytest.raises(PbflError, match=r"^--global: clients 0 and 3 differ in shift; --like names the one"):
+        averaged(run)
+    assert averaged(run, [file]).card.shift == (0.25,)
