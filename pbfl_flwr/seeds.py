@@ -31,6 +31,22 @@ def generator(*parts: int | str) -> torch.Generator:
     return torch.Generator().manual_seed(derive(*parts))
 
 
+def seed_layers(device: torch.device, *parts: int | str) -> None:
+    """Seed what layers draw from while they train (dropout), on the CPU and on this device, by :func:`derive`.
+
+    The numbers are those of ``torch.manual_seed``, which on a machine without a GPU formats the stack once for each
+    kind of GPU that there might be.
+    """
+    import torch
+
+    seed = derive(*parts)
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed_all(seed)
+    elif device.type == "mps":
+        torch.mps.manual_seed(seed)
+
+
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Have torch draw from this seed on the CPU, for layers that draw their weights when they are built.

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from pbfl_flwr.seeds import derive, generator, seeded
+from pbfl_flwr.seeds import derive, generator, seed_layers, seeded
 
 
 def test_a_seed_is_a_function_of_its_parts() -> None:
@@ -48,3 +48,15 @@ def test_layers_are_drawn_from_a_seed_and_nothing_else_is() -> None:
     of_all_cards.assert_not_called()
     assert torch.equal(first, torch.rand(3, generator=torch.Generator().manual_seed(5)))
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_layers_draw_what_torch_would() -> None:
+    torch.manual_seed(derive(1, "layers", 4))
+    expected = torch.rand(5)
+    seed_layers(torch.device("cpu"), 1, "layers", 4)
+    assert torch.equal(torch.rand(5), expected)
+    with patch("torch.cuda.manual_seed_all") as cards:
+        seed_layers(torch.device("cpu"), 1, "layers", 4)
+        assert not cards.called
+        seed_layers(torch.device("cuda"), 1, "layers", 4)
+        cards.assert_called_once_with(derive(1, "layers", 4))

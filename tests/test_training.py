@@ -22,6 +22,7 @@ from pbfl_flwr.training import (
     Diverged,
     FitReport,
     Part,
+    _check_finite,
     batches,
     classification,
     complete_batches,
@@ -515,6 +516,14 @@ def test_a_last_step_into_infinity_is_refused_as_well() -> None:
     with pytest.raises(Diverged, match="a weight is not finite after 1 steps"):
         fit(who, steep, parts=[part(net(who).body), part(net(who).head, 3e38)])
     assert first(who).weight.isfinite().all()
+
+
+def test_numbers_whose_sum_has_no_end_are_numbers() -> None:
+    large = nn.Parameter(torch.full((8,), 3e38))
+    assert not large.sum().isfinite()
+    _check_finite({"ce": 1.0}, [large], 1)
+    with pytest.raises(Diverged, match="a weight is not finite after 1 steps"):
+        _check_finite({"ce": 1.0}, [large, nn.Parameter(torch.tensor([1.0, float("inf"), -float("inf")]))], 1)
 
 
 # Evaluation -------------------------------------------------------------------------------------------------

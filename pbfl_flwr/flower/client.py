@@ -162,7 +162,7 @@ def _trained(opened: Opened, message: Message) -> Message:
     """Train, keep what stays, answer."""
     method, stored, client = opened.method, opened.stored, opened.client
     down = wire.decode(message.content.array_records[wire.PAYLOAD], method.down, client.task)
-    torch.manual_seed(seeds.derive(client.seed, "layers", client.key, client.round))  # dropout
+    seeds.seed_layers(client.device, client.seed, "layers", client.key, client.round)
     moment, both = (
         resolved_moment(opened.settings.evaluation, method),
         opened.settings.evaluation.both_moments,

@@ -25,7 +25,12 @@ class UnsavedState(PbflError):
 
 
 def write_atomically(
-    path: Path, data: bytes | Sequence[bytes | memoryview], *, locked: bool = False, private: bool = False
+    path: Path,
+    data: bytes | Sequence[bytes | memoryview],
+    *,
+    locked: bool = False,
+    private: bool = False,
+    flushed: bool = True,
 ) -> None:
     """Write a file so that it is either the old one or the new one, whatever happens in between.
 
@@ -35,6 +40,7 @@ def write_atomically(
         locked: the caller holds the file's lock, so that what it writes beside it always has the same name, and what
             a killed process left there is written over.
         private: only its owner may read it.
+        flushed: the new one outlasts a power cut when this returns; else whoever calls this flushes the directory.
 
     Raises:
         UnsavedState: if the system refuses it, or cannot say that the new name lasts.
@@ -54,6 +60,8 @@ def write_atomically(
         raise UnsavedState(
             f"{path} cannot be written ({error.strerror}); what it held before is kept"
         ) from None
+    if not flushed:
+        return
     try:
         flush_directory(path.parent)
     except OSError as error:

@@ -96,7 +96,7 @@ def store_of(message: Message, context: Context, source: Source) -> ClientStore:
     experiment = str(message.content.config_records[wire.CONFIG]["experiment"])
     identity = identify(context, settings, experiment)
     architecture = architecture_for(settings, identity)
-    return ClientStore(identity.state_dir, experiment, identity.client, architecture)
+    return ClientStore(identity.state_dir, experiment, identity.client, architecture, not identity.simulated)
 
 
 def open_client(message: Message, context: Context, source: Source) -> Opened:

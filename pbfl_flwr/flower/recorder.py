@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from logging import INFO, WARNING
+from pathlib import Path
 from typing import Any
 
 from flwr.common import log
@@ -13,6 +14,7 @@ from pbfl_flwr.config import Settings
 from pbfl_flwr.data import check_data, load_pool
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import checkpoint
+from pbfl_flwr.flower.files import UnsavedState, flush_directory
 from pbfl_flwr.flower.history import OTHER_CONFIGURATION, Dealt, RunDirectory, RunRefused
 from pbfl_flwr.flower.outcome import result_hash
 from pbfl_flwr.flower.patience import Score, score_of
@@ -38,6 +40,7 @@ class Recorder:
         self._fingerprint = settings.fingerprint()
         self._best: Score = (False, -1.0)
         self._last = settings.run.num_server_rounds
+        self._experiment = ""  # until the run has begun
         self._sinks: Sinks | None = None
         self._warnings: list[str] = []
 
@@ -53,6 +56,7 @@ class Recorder:
             self.run.forget_error()
             return None
         about = self.run.read()
+        self._experiment = str(about["experiment"])
         self.run.check_states()
         # The checkpoint says so too, but there may be none yet while clients have already trained.
         if not str(about["experiment"]).startswith(f"{self._fingerprint}-"):
@@ -77,6 +81,7 @@ class Recorder:
         self.run.begin_alone()
         if all(member.simulated and member.configured_data for member in known):
             self.run.write_partition(_dealt(self._settings, known))
+        self._experiment = str(facts["experiment"])
         self.run.start(self._settings.as_dict(), {**facts, **attack, "clients": _listed(known)})
         self._open_sinks()
 
@@ -152,6 +157,7 @@ class Recorder:
             UnsavedState: if the system refuses it.
         """
         number = int(line["round"])
+        self._flush_states()
         self.run.add_round(line, clients)
         for score, final in self._scores(line):
             if score > self._best:
@@ -177,9 +183,23 @@ class Recorder:
         Raises:
             UnsavedState: if the system refuses it.
         """
+        self._flush_states()
         self.run.add_newcomers(line)
         if self._sinks is not None:
             self._warn(self._sinks.log_newcomers(line))
+
+    def _flush_states(self) -> None:
+        """Have what simulated clients saved in this round outlast a power cut; there is nothing of others here.
+
+        Raises:
+            UnsavedState: if the system refuses it.
+        """
+        root = Path(self._settings.run.state_dir or self.run.path / "clients")
+        for folder in root.glob(f"{self._experiment}*"):  # those of new clients, too
+            try:
+                flush_directory(folder)
+            except OSError as error:
+                raise UnsavedState(f"{folder} may not outlast a power cut ({error.strerror})") from None
 
     def warnings(self) -> list[str]:
         """Return what went wrong in sinks since the last call."""

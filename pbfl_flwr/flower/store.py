@@ -6,9 +6,9 @@ version are checked when it is read. A damaged or foreign file is an error that 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
+import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -35,7 +35,12 @@ SIZE_BYTES = 8  # of the number before the header of a safetensors file
 
 
 def save_tensors(
-    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], *, private: bool = False
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str],
+    *,
+    private: bool = False,
+    flushed: bool = True,
 ) -> None:
     """Write tensors and metadata with schema version and checksum; the caller is the only one who writes the file.
 
@@ -44,11 +49,12 @@ def save_tensors(
         tensors: by name.
         metadata: kept beside them.
         private: only the file's owner may read it.
+        flushed: see :func:`pbfl_flwr.flower.files.write_atomically`.
     """
     kept = separate(tensors)
     full = {**metadata, "schema": SCHEMA}
     full["checksum"] = _checksum(kept, full)
-    write_atomically(path, _in_order(save(kept, full)), locked=True, private=private)
+    write_atomically(path, _in_order(save(kept, full)), locked=True, private=private, flushed=flushed)
 
 
 def _in_order(file: bytes) -> tuple[bytes, bytes, memoryview]:
@@ -88,12 +94,12 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
-    digest = hashlib.sha256(json.dumps(dict(metadata), sort_keys=True).encode())
+    found = zlib.crc32(json.dumps(dict(metadata), sort_keys=True).encode())
     for name in sorted(tensors):
         tensor = tensors[name]
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+        found = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), found)
+        found = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data, found)
+    return f"{found:08x}"
 
 
 def kept_best(path: Path) -> dict[int, Path]:
@@ -141,12 +147,15 @@ class ClientStore:
         experiment: id of the run; a file of another one is foreign.
         client: its number or its name.
         architecture: the network's name; weights of another one are foreign too.
+        flushed: whether a state lasts when it is saved. In a simulation the server flushes the directory once for all
+            clients of a round, before it counts the round as finished; until then it may be the state before.
     """
 
     directory: Path
     experiment: str
     client: int | str
     architecture: str
+    flushed: bool = True
 
     @property
     def path(self) -> Path:
@@ -240,7 +249,7 @@ class ClientStore:
             "participations": str(state.participations),
             "report": json.dumps(dict(state.report)),
         }
-        save_tensors(self.path, tensors, metadata, private=True)
+        save_tensors(self.path, tensors, metadata, private=True, flushed=self.flushed)
 
     def _identity(self) -> dict[str, str]:
         return {"experiment": self.experiment, "client": str(self.client), "architecture": self.architecture}

@@ -93,7 +93,7 @@ class FedALA(SharedWeights):
         }
         devices = [client.device] if client.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
-            torch.manual_seed(seeds.derive(client.seed, "ala-layers", client.key, client.round))  # dropout
+            seeds.seed_layers(client.device, client.seed, "ala-layers", client.key, client.round)
             passes = self._learn(client, own, received, amounts, once=bool(known))
         load_parameters(client.model, mix(own, received, amounts))
         mean = torch.cat([a.flatten() for a in amounts.values()]).mean()

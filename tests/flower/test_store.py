@@ -14,9 +14,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from pbfl_flwr.flower import store
+from pbfl_flwr.flower import checkpoint, files, recorder, store
 from pbfl_flwr.flower.files import DamagedState, UnsavedState, write_atomically
 from pbfl_flwr.flower.store import ClientState, ClientStore, load_tensors, save_tensors
+from tests.flower.inprocess import federation
 
 STATE = ClientState(
     round=3,
@@ -288,3 +289,30 @@ def test_a_file_that_lacks_what_a_client_keeps(client: ClientStore, change: dict
     save_tensors(client.path, tensors, kept)  # whose checksum fits
     with pytest.raises(DamagedState, match="lacks what a client keeps"):
         client.load()
+
+
+def test_a_round_of_simulated_clients_is_flushed_once_and_before_it_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each client's file is flushed when it is written, the directory with all of their names once a round."""
+    flushed: list[str] = []
+    monkeypatch.setattr(files, "flush_directory", lambda path: flushed.append(f"{path.parent.name}, client"))
+    monkeypatch.setattr(recorder, "flush_directory", lambda path: flushed.append(f"{path.parent.name}, all"))
+    run = federation(tmp_path, on_disk=True, num_server_rounds=2)
+    keep = checkpoint.save
+    monkeypatch.setattr(checkpoint, "save", lambda *args: (flushed.append("checkpoint"), keep(*args)))
+    run.run()
+    states = [what for what in flushed if what.startswith("clients, ") or what == "checkpoint"]
+    assert states == ["clients, all", "checkpoint"] * 2
+    assert len(list((run.directory.path / "clients").glob("*/*.safetensors"))) == 5
+
+
+def test_names_that_cannot_be_flushed_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(path: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(recorder, "flush_directory", fails)
+    run = federation(tmp_path, on_disk=True, num_server_rounds=1)
+    with pytest.raises(UnsavedState, match=r"may not outlast a power cut \(Input/output error\)$"):
+        run.run()
+    assert not run.directory.rounds()
