@@ -25,10 +25,11 @@ from torch.random import fork_rng
 
 from pbfl_flwr import seeds
 from pbfl_flwr.config import Settings
+from pbfl_flwr.data import forget_data
 from pbfl_flwr.errors import PbflError, pointed
 from pbfl_flwr.flower import faults, wire
 from pbfl_flwr.flower.device import card_given_back, identify, peak_gpu_memory
-from pbfl_flwr.flower.introduction import introduce
+from pbfl_flwr.flower.introduction import forget_trials, introduce
 from pbfl_flwr.flower.keeping import kept
 from pbfl_flwr.flower.legacy import CONFIG, FITINS, fit_result, parameters_of, payload_of, to_be_masked
 from pbfl_flwr.flower.memory import peak_memory
@@ -78,6 +79,13 @@ def make_client_app(data: DataSource | None = None, settings: Settings | None = 
         return _guarded(_evaluate, message, context, source)
 
     return app
+
+
+def forget() -> None:
+    """Drop all that this process keeps for later messages: in a notebook, networks and data may change between runs."""
+    make_room()
+    forget_trials()
+    forget_data()
 
 
 def _guarded(

@@ -85,6 +85,12 @@ def _introduced(message: Message, context: Context, source: Source) -> Message:
     return Message(wire.content(config=answer), reply_to=message)
 
 
+def forget_trials() -> None:
+    """Drop what this process knows of networks that it has tried."""
+    _dry_forward.cache_clear()
+    _parameters.cache_clear()
+
+
 @lru_cache(maxsize=64)
 def _dry_forward(architecture: str, task: Task) -> None:
     check_models(architecture, task)
