@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import time
 import traceback
+from bdb import BdbQuit
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -99,6 +100,11 @@ def _guarded(
         return handler(message, context, source)
     except PbflError as error:
         reason = str(error)
+    except BdbQuit:
+        reason = (
+            "a breakpoint() was left by its q, or has no terminal here; with one worker (--engine processes --workers "
+            "1) clients run where yours is"
+        )
     except Exception as error:  # the boundary: whatever happens here must not cost another client's work
         reason = pointed(error)
         traceback.print_exc(file=sys.stderr)

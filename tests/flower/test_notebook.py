@@ -106,9 +106,7 @@ def test_paths_may_be_text_and_relative(tmp_path: Path, monkeypatch: pytest.Monk
 def test_what_main_lacks_is_said_with_the_remedy(tmp_path: Path) -> None:
     """In a worker ``__main__`` is not the notebook's."""
     keys = {**KEYS, "models": "__main__:built_in_a_cell"}
-    with pytest.raises(
-        PbflError, match="known to that process alone: take one worker, or put it"
-    ):
+    with pytest.raises(PbflError, match="known to that process alone: take one worker, or put it"):
         federate(tmp_path / "run", keys, 3, Resources(workers=1))
 
 
