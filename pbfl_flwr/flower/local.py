@@ -29,6 +29,7 @@ from threadpoolctl import threadpool_limits
 from torch.random import fork_rng
 
 from pbfl_flwr.config import Scalar
+from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.client import forget, make_client_app
 from pbfl_flwr.flower.crew import Crew, Post, check_not_importing
 from pbfl_flwr.flower.device import as_worker
@@ -194,7 +195,7 @@ def federate(
     Args:
         run_dir: of this run alone; what Flower logs goes into its flower.log.
         config: keys that differ from the defaults; with ``resume`` the run that is there goes on.
-        num_clients: M.
+        num_clients: M; ``num-clients`` need not be among the keys.
         resources: of the workers; one worker is this process itself.
 
     Raises:
@@ -202,12 +203,16 @@ def federate(
         PbflError: as :func:`pbfl_flwr.flower.server.serve`.
     """
     run_dir = Path(run_dir).absolute()
+    if (said := config.get("num-clients", num_clients)) != num_clients:
+        raise PbflError(
+            f"num-clients = {said}, but the federation is of {num_clients}: allowed is the same number"
+        )
     posts = posts_of(resources, num_clients, run_dir / LOG)
     if len(posts) > 1:
         check_not_importing()
     lock = lock_of(run_dir)
     claim(lock, run_dir)
-    keys = {**config, "run-dir": str(run_dir)}
+    keys = {**config, "num-clients": num_clients, "run-dir": str(run_dir)}
     with ExitStack() as stack:
         stack.callback(lock.release)
         stack.enter_context(_guest())
@@ -230,7 +235,7 @@ def federate_app(strategy: MethodStrategy, app: ClientApp) -> Result:
     """Run a strategy with any ClientApp in this process, one client after the other: no engine, no worker.
 
     Args:
-        strategy: of as many clients as its ``num_clients`` says.
+        strategy: of as many clients as its ``num_clients`` says. It makes its rounds once; to run again make a new one.
         app: of every client; ``context.node_config["partition-id"]`` is the number of the one that is asked.
 
     Raises:

@@ -6,13 +6,15 @@ import sys
 import warnings
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from pbfl_flwr.config import Scalar
+from pbfl_flwr.config import Scalar, Settings
+from pbfl_flwr.data import ClientData, Shard
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import crew
 from pbfl_flwr.flower.client import make_client_app
@@ -143,3 +145,65 @@ def test_a_strategy_and_a_client_app_run_in_this_process(tmp_path: Path) -> None
     assert sorted(result.train_metrics_clientapp) == [1, 2]
     assert [line["failures"] for line in RunDirectory(tmp_path).rounds()] == [[], []]
     assert strategy.history[-1]["trained"] == [*range(len(SPLITS))]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            {"labels": torch.tensor([0, 1], dtype=torch.int32)},
+            r"labels of train are torch.int32 of shape \(2,\)",
+        ),
+        ({"labels": torch.tensor([[0], [1]])}, r"labels of train are torch.int64 of shape \(2, 1\)"),
+        (
+            {"labels": torch.tensor([0, 1, 1])},
+            r"allowed is torch.int64 of shape \(2,\), one for each of its inputs",
+        ),
+        ({"labels": torch.tensor([1, 2])}, r"labels of train go from 1 to 2: allowed is 0 to 1"),
+        ({"labels": [0, 1]}, "labels of train are of type list: allowed is a torch.Tensor"),
+        ({"inputs": np.zeros((2, 3))}, "inputs of train are of type ndarray: allowed is a torch.Tensor"),
+        (
+            {"inputs": torch.tensor([[0.0] * 3, [float("nan")] * 3])},
+            "inputs of train hold numbers that are not finite",
+        ),
+        ({"inputs": torch.zeros(2, 4)}, r"inputs of test are of shape \(3,\), those of train of \(4,\)"),
+        ({"label_names": ("a",)}, "label_names has 1 names: allowed is one for each of the 2 classes"),
+    ],
+)
+def test_what_is_wrong_with_data_of_ones_own_is_said_before_anything_starts(
+    change: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    def my_data(settings: Settings, client: int) -> ClientData:
+        good = Shard(torch.zeros(2, 3), torch.tensor([0, 1]))
+        names = change.get("label_names", ("a", "b"))
+        train = Shard(change.get("inputs", good.inputs), change.get("labels", good.labels))
+        return ClientData(train, good, 2, names, torch.ones(1), torch.zeros(1))
+
+    strategy = FedProto(num_clients=1, models="mlp5", feature_dim=8, state_dir=str(tmp_path))
+    with pytest.raises(PbflError, match=f"1 of 1 clients: the data of client 0: .*{says}"):
+        federate_app(strategy, make_client_app(my_data, strategy.settings))
+
+
+def test_data_that_are_none_are_refused(tmp_path: Path) -> None:
+    strategy = FedProto(num_clients=1, models="mlp5", feature_dim=8, state_dir=str(tmp_path))
+    app = make_client_app(lambda settings, client: None, strategy.settings)  # type: ignore[arg-type, return-value]
+    with pytest.raises(PbflError, match="the data of client 0 are of type NoneType: allowed is a ClientData"):
+        federate_app(strategy, app)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    strategy = FedProto(num_clients=np.int64(3), learning_rate=np.float64(0.5), seed=np.arange(3)[2])  # type: ignore[arg-type]
+    run = strategy.settings.run
+    assert (run.num_clients, strategy.settings.training.learning_rate, run.seed) == (3, 0.5, 2)
+    assert {type(run.num_clients), type(run.seed)} == {int}
+
+
+def test_the_number_of_clients_is_said_once_or_twice_alike(tmp_path: Path) -> None:
+    with pytest.raises(
+        PbflError, match="num-clients = 3, but the federation is of 4: allowed is the same number"
+    ):
+        federate(tmp_path / "other", KEYS, 4, Resources(workers=1))
+    assert not (tmp_path / "other").exists()
+    keys = {key: value for key, value in KEYS.items() if key != "num-clients"}
+    federate(tmp_path / "run", keys, 3, Resources(workers=1))
+    assert len(RunDirectory(tmp_path / "run").read()["clients"]) == 3
