@@ -208,7 +208,7 @@ class ClientData:
         """
         if len(self.label_names) != self.num_classes:
             raise PbflError(
-                f"label_names has {len(self.label_names)} names: allowed is one for each of the {self.num_classes} classes"
+                f"label_names has {len(self.label_names)} names: allowed is one for each of {self.num_classes} classes"
             )
         parts = {"train": self.train, "test": self.test, "validation": self.validation}
         for name, shard in parts.items():

@@ -52,7 +52,7 @@ def _introduced(message: Message, context: Context, source: Source) -> Message:
     identity = identify(context, settings, str(message.content.config_records[wire.CONFIG]["experiment"]))
     data = source.data_of(settings, identity)
     if source.data is not configured_data:
-        _check(data, identity.client)
+        _check(data)
     task = data.task(settings.models.feature_dim)
     architecture = architecture_for(settings, identity)
     check_augmentation(settings.training.augmentation, task)
@@ -88,20 +88,20 @@ def _introduced(message: Message, context: Context, source: Source) -> Message:
     return Message(wire.content(config=answer), reply_to=message)
 
 
-def _check(data: object, client: int | str) -> None:
+def _check(data: object) -> None:
     """Check what an app's own function says are a client's data.
 
     Raises:
-        PbflError: saying whose, and what is allowed.
+        PbflError: saying what they are, and what is allowed.
     """
     if not isinstance(data, ClientData):
         raise PbflError(
-            f"the data of client {client} are of type {type(data).__name__}: allowed is a ClientData"
+            f"the data that the app brings are of type {type(data).__name__}: allowed is a ClientData"
         )
     try:
         data.check()
     except PbflError as error:
-        raise PbflError(f"the data of client {client}: {error}") from None
+        raise PbflError(f"the data that the app brings: {error}") from None
 
 
 def forget_trials() -> None:

@@ -3,7 +3,6 @@
 import random
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -81,7 +80,6 @@ def test_a_run_leaves_the_process_as_it_was(workers: int, tmp_path: Path) -> Non
             torch.get_num_threads(),
             torch.get_default_dtype(),
             torch.is_grad_enabled(),
-            warnings.filters[:],
         ]
 
     torch.manual_seed(77)
@@ -167,7 +165,7 @@ def test_a_strategy_and_a_client_app_run_in_this_process(tmp_path: Path) -> None
             "inputs of train hold numbers that are not finite",
         ),
         ({"inputs": torch.zeros(2, 4)}, r"inputs of test are of shape \(3,\), those of train of \(4,\)"),
-        ({"label_names": ("a",)}, "label_names has 1 names: allowed is one for each of the 2 classes"),
+        ({"label_names": ("a",)}, "label_names has 1 names: allowed is one for each of 2 classes"),
     ],
 )
 def test_what_is_wrong_with_data_of_ones_own_is_said_before_anything_starts(
@@ -180,14 +178,16 @@ def test_what_is_wrong_with_data_of_ones_own_is_said_before_anything_starts(
         return ClientData(train, good, 2, names, torch.ones(1), torch.zeros(1))
 
     strategy = FedProto(num_clients=1, models="mlp5", feature_dim=8, state_dir=str(tmp_path))
-    with pytest.raises(PbflError, match=f"1 of 1 clients: the data of client 0: .*{says}"):
+    with pytest.raises(PbflError, match=f"1 of 1 clients: the data that the app brings: .*{says}"):
         federate_app(strategy, make_client_app(my_data, strategy.settings))
 
 
 def test_data_that_are_none_are_refused(tmp_path: Path) -> None:
     strategy = FedProto(num_clients=1, models="mlp5", feature_dim=8, state_dir=str(tmp_path))
     app = make_client_app(lambda settings, client: None, strategy.settings)  # type: ignore[arg-type, return-value]
-    with pytest.raises(PbflError, match="the data of client 0 are of type NoneType: allowed is a ClientData"):
+    with pytest.raises(
+        PbflError, match="the data that the app brings are of type NoneType: allowed is a ClientData"
+    ):
         federate_app(strategy, app)
 
 
