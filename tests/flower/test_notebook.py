@@ -1,5 +1,6 @@
 """Runs within somebody else's process, such as a notebook's kernel: what they find there and what they leave."""
 
+import os
 import random
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from pbfl_flwr.data import ClientData, Shard
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import crew
 from pbfl_flwr.flower.client import make_client_app
+from pbfl_flwr.flower.engine import Engine
 from pbfl_flwr.flower.history import RunDirectory
 from pbfl_flwr.flower.local import federate, federate_app
 from pbfl_flwr.flower.placement import Resources
@@ -207,3 +209,13 @@ def test_the_number_of_clients_is_said_once_or_twice_alike(tmp_path: Path) -> No
     keys = {key: value for key, value in KEYS.items() if key != "num-clients"}
     federate(tmp_path / "run", keys, 3, Resources(workers=1))
     assert len(RunDirectory(tmp_path / "run").read()["clients"]) == 3
+
+
+def test_relative_parts_of_pythonpath_are_found_by_processes_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file beside the notebook, with PYTHONPATH=. and Flower's engine."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([".", "docs/examples", "/else"]))
+    found = Engine(tmp_path / "run")._environment()["PYTHONPATH"].split(os.pathsep)
+    assert found == [str(tmp_path), str(tmp_path / "docs" / "examples"), "/else"]
