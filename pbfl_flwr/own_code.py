@@ -43,6 +43,11 @@ def function_of(key: str, spec: str) -> Callable[..., object]:
             f"{key} = '{spec}': importing '{module_name}' raised {raised(error, spec)}"
         ) from error
     function = getattr(module, function_name, None)
+    if not callable(function) and module_name == "__main__":
+        raise PbflError(
+            f"{key} = '{spec}': '__main__' of this process has no function '{function_name}'; what a notebook or the "
+            "prompt defines is known to that process alone: take one worker, or put it into a file beside the notebook"
+        )
     if not callable(function):
         raise PbflError(f"{key} = '{spec}': '{module_name}' has no function '{function_name}'")
     found: Callable[..., object] = function

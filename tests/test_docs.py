@@ -2,10 +2,13 @@
 
 import re
 import shlex
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from typer.main import get_command
 
 from pbfl_flwr.cli import app
@@ -139,10 +142,21 @@ def test_the_library_page_is_a_script_that_runs(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PBFL_HOME", str(tmp_path / "home"))
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "library.md").read_text(), re.DOTALL)
-    names: dict[str, Any] = {"__name__": "library_page"}
+    page = ModuleType("library_page")
+    monkeypatch.setitem(sys.modules, page.__name__, page)  # as __main__ is in a notebook
+    names: dict[str, Any] = vars(page)
     exec(compile(blocks[0], "docs/library.md", "exec"), dict(names))  # the script may run again
-    exec(compile("\n".join(blocks), "docs/library.md", "exec"), names)
-    assert len([*tmp_path.glob("runs/*/run.json")]) == 2
+    for number, block in enumerate(blocks):  # each is a cell
+        exec(compile(block, f"docs/library.md, block {number}", "exec"), names)
+    assert len([*tmp_path.glob("runs/*/run.json")]) == 3
+    assert len([*tmp_path.glob("runs/*-compared/*/run.json")]) == 9
+    assert [group.label for group in names["groups"]] == ["fedproto", "local", "tinyproto"]
+    assert names["found"].n == 4
+    assert names["points"].shape == (sum(len(labels) for labels in names["digits"]) + 10, 64)
+    assert names["by_hand_strategy"].history[-1]["failures"] == []
+    assert set(names["by_hand_strategy"].history[-1]["accuracy"]) == {"head", "global"}
+    assert torch.allclose(names["combined"].values, names["means"])
+    assert names["drawn"].shape == (5 * 16, 16)
     assert "did you mean 'batch-size'?" in capsys.readouterr().out
     assert [line["round"] for line in names["run"].rounds()] == [1, 2]
     assert (names["restored"] != 0).sum() == 5 * 4

@@ -6,6 +6,7 @@ import difflib
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
+from numbers import Integral
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -121,6 +122,7 @@ def parse(run_config: Mapping[str, Scalar], sections: Mapping[str, type[Group]] 
         PbflError: with one line for every bad key: the key, its value and what is allowed.
     """
     sections = sections or {}
+    run_config = {key: int(value) if _whole(value) else value for key, value in run_config.items()}
     top = {key: value for key, value in run_config.items() if "." not in key}
     known = {key: name for name, group in GROUPS.items() for key in group.key_names()}
     problems = [_unknown(key, [*known, *sections]) for key in top if key not in known]
@@ -155,6 +157,11 @@ def parse(run_config: Mapping[str, Scalar], sections: Mapping[str, type[Group]] 
     ):
         raise PbflError("\n".join(problems))
     return _apply_protocol(settings)
+
+
+def _whole(value: object) -> bool:
+    """Whether this is a whole number of whatever kind, as NumPy's are."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _disagreements(settings: Settings) -> list[str]:

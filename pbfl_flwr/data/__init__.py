@@ -179,6 +179,12 @@ def _own_data(settings: DataSettings, files: int | None, home_path: str) -> Clie
     return materialise(pool, partition(pool, settings, 1).splits[0], settings.validation_share, seed)
 
 
+def forget_data() -> None:
+    """Drop what this process keeps of datasets: their files may have been written anew since."""
+    for kept in (_load_pool, _own_data, _partition, _client_data):
+        kept.cache_clear()
+
+
 @lru_cache(maxsize=2)
 def _partition(settings: DataSettings, num_clients: int, home_path: str) -> Partition:
     return partition(load_pool(settings), settings, num_clients)
@@ -202,6 +208,7 @@ __all__ = [
     "check_data",
     "client_data",
     "export_pfl_directory",
+    "forget_data",
     "kind_of",
     "load_pool",
     "names_file",

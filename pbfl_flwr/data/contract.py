@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pbfl_flwr.config import DataSettings
+from pbfl_flwr.errors import PbflError
 from pbfl_flwr.task import Task
 
 if TYPE_CHECKING:  # the table of datasets is to be read without waiting for torch
@@ -137,6 +138,37 @@ class Shard:
     def __len__(self) -> int:
         return int(self.labels.shape[0])
 
+    def check(self, name: str, num_classes: int) -> None:
+        """Make sure that these are samples of K classes.
+
+        Args:
+            name: of the shard, for messages.
+            num_classes: K.
+
+        Raises:
+            PbflError: saying what they are and what is allowed.
+        """
+        import torch
+
+        for what, found in (("inputs", self.inputs), ("labels", self.labels)):
+            if not isinstance(found, torch.Tensor):
+                raise PbflError(
+                    f"{what} of {name} are of type {type(found).__name__}: allowed is a torch.Tensor"
+                )
+        inputs, labels = self.inputs, self.labels
+        if labels.dtype != torch.int64 or labels.dim() != 1 or len(labels) != len(inputs):
+            raise PbflError(
+                f"labels of {name} are {labels.dtype} of shape {tuple(labels.shape)}: allowed is torch.int64 of shape "
+                f"({len(inputs)},), one for each of its inputs"
+            )
+        if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < num_classes:
+            raise PbflError(
+                f"labels of {name} go from {int(labels.min())} to {int(labels.max())}: allowed is 0 to "
+                f"{num_classes - 1} (num_classes - 1)"
+            )
+        if inputs.is_floating_point() and not bool(torch.isfinite(inputs).all()):
+            raise PbflError(f"inputs of {name} hold numbers that are not finite")
+
     def on(self, device: torch.device) -> Shard:
         """Return the same samples in a device's memory."""
         return Shard(self.inputs.to(device), self.labels.to(device))
@@ -167,6 +199,26 @@ class ClientData:
     validation: Shard | None = None
     columns: tuple[str, ...] = ()
     vocabulary: tuple[str, ...] = ()
+
+    def check(self) -> None:
+        """Make sure that it is what is said above; for data that an app brings.
+
+        Raises:
+            PbflError: saying what is not.
+        """
+        if len(self.label_names) != self.num_classes:
+            raise PbflError(
+                f"label_names has {len(self.label_names)} names: allowed is one for each of {self.num_classes} classes"
+            )
+        parts = {"train": self.train, "test": self.test, "validation": self.validation}
+        for name, shard in parts.items():
+            if shard is None:
+                continue
+            shard.check(name, self.num_classes)
+            if (shape := tuple(shard.inputs.shape[1:])) != self.input_shape:
+                raise PbflError(
+                    f"inputs of {name} are of shape {shape}, those of train of {self.input_shape}"
+                )
 
     @property
     def input_shape(self) -> tuple[int, ...]:

@@ -59,7 +59,9 @@ def method_of(record: Record) -> Method[Any, Any, Any]:
 def _check_allowed(record: Record, name: str) -> None:
     """Check that somebody asked for code to be imported that a run directory, which may be a stranger's, names."""
     if is_external(name) and name not in record.allowed:
-        raise NotThere(f"'{name}' is code to import; pbfl report --import {name} does")
+        raise NotThere(
+            f"'{name}' is code to import; pbfl report --import {name} does, in Python Record.load(run, ['{name}'])"
+        )
 
 
 def task_of(record: Record) -> Task:

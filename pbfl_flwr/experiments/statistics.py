@@ -118,10 +118,10 @@ def paired(first: ArrayLike, second: ArrayLike, *, seed: int = 0, resamples: int
         resamples: of the bootstrap.
 
     Raises:
-        ValueError: if the two have not the same length.
+        ValueError: if the two have not the same length, or there is no pair.
     """
     one, other = np.asarray(first, dtype=float), np.asarray(second, dtype=float)
-    if one.shape != other.shape:
+    if one.shape != other.shape or not one.size:
         raise ValueError(f"{one.size} values against {other.size}: pairs are needed")
     differences = np.where(np.abs(one - other) <= SAME, 0.0, one - other)
     differing = differences[differences != 0]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import time
 import traceback
+from bdb import BdbQuit
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -25,10 +26,11 @@ from torch.random import fork_rng
 
 from pbfl_flwr import seeds
 from pbfl_flwr.config import Settings
+from pbfl_flwr.data import forget_data
 from pbfl_flwr.errors import PbflError, pointed
 from pbfl_flwr.flower import faults, wire
 from pbfl_flwr.flower.device import card_given_back, identify, peak_gpu_memory
-from pbfl_flwr.flower.introduction import introduce
+from pbfl_flwr.flower.introduction import forget_trials, introduce
 from pbfl_flwr.flower.keeping import kept
 from pbfl_flwr.flower.legacy import CONFIG, FITINS, fit_result, parameters_of, payload_of, to_be_masked
 from pbfl_flwr.flower.memory import peak_memory
@@ -80,6 +82,13 @@ def make_client_app(data: DataSource | None = None, settings: Settings | None = 
     return app
 
 
+def forget() -> None:
+    """Drop all that this process keeps for later messages: in a notebook, networks and data may change between runs."""
+    make_room()
+    forget_trials()
+    forget_data()
+
+
 def _guarded(
     handler: Callable[[Message, Context, Source], Message],
     message: Message,
@@ -91,6 +100,11 @@ def _guarded(
         return handler(message, context, source)
     except PbflError as error:
         reason = str(error)
+    except BdbQuit:
+        reason = (
+            "a breakpoint() was left by its q, or has no terminal here; with one worker (--engine processes --workers "
+            "1) clients run where yours is"
+        )
     except Exception as error:  # the boundary: whatever happens here must not cost another client's work
         reason = pointed(error)
         traceback.print_exc(file=sys.stderr)

@@ -11,18 +11,24 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import current_process, get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from flwr.app import Context, Error, Message
 from threadpoolctl import threadpool_limits
 
+from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.client import CLIENT_FAULT, make_client_app
 from pbfl_flwr.flower.device import as_worker, card_given_back
 from pbfl_flwr.flower.processes import HANGUPS
 
 DIED = "the worker process that ran it died; was there too little memory?"
+FAILED = (
+    "the worker process that ran it ended with an error of its own, which stands in flower.log or above; a script that "
+    "takes several workers starts them under if __name__ == '__main__':"
+)
+LAST_SECONDS = 5.0  # until a process whose pipe is closed has ended
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,7 @@ class Crew:
             return worker.answer(message, context)
         except (EOFError, OSError):
             died = True
-            return Message(Error(code=CLIENT_FAULT, reason=DIED), reply_to=message)
+            return Message(Error(code=CLIENT_FAULT, reason=worker.fate()), reply_to=message)
         finally:
             with self._deciding:
                 if self._busy.get(node) is worker:
@@ -127,6 +133,10 @@ class _Worker:
     def alive(self) -> bool:
         return self._process.is_alive()
 
+    def fate(self) -> str:
+        self._process.join(LAST_SECONDS)
+        return FAILED if self._process.exitcode == 1 else DIED  # 1: of an exception; a signal's is negative
+
     def kill(self) -> None:
         self._process.kill()  # all that clients write is written atomically
         self._process.join()
@@ -134,6 +144,19 @@ class _Worker:
     def end(self) -> None:
         self.kill()
         self._ours.close()
+
+
+def check_not_importing() -> None:
+    """Make sure that this is no worker that imports the script which started it.
+
+    Raises:
+        PbflError: naming what the script lacks.
+    """
+    if getattr(current_process(), "_inheriting", False):  # as multiprocessing itself asks
+        raise PbflError(
+            "a worker imports the script that starts it, and would start the run again: put the call under "
+            "if __name__ == '__main__': or take one worker"
+        )
 
 
 @contextmanager

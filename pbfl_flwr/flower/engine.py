@@ -258,6 +258,10 @@ class Link(ABC):
     def _environment(self) -> dict[str, str]:
         loopback = ",".join(filter(None, [os.environ.get("NO_PROXY"), "127.0.0.1,localhost"]))
         kept = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+        if path := kept.get("PYTHONPATH"):  # its processes run in other directories
+            kept["PYTHONPATH"] = os.pathsep.join(
+                str(Path(part).absolute()) for part in path.split(os.pathsep)
+            )
         return {
             **kept,
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",

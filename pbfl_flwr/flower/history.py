@@ -103,6 +103,10 @@ class RunDirectory:
 
     path: Path
 
+    def __post_init__(self) -> None:
+        """Take text as well."""
+        object.__setattr__(self, "path", Path(self.path))
+
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Keep other servers out of this run, and write down why it ends early if it does.

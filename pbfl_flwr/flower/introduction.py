@@ -8,6 +8,7 @@ from flwr.app import ConfigRecord, Context, Message
 
 from pbfl_flwr.architectures import fresh
 from pbfl_flwr.augmentation import check_augmentation
+from pbfl_flwr.data import ClientData
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import wire
 from pbfl_flwr.flower.device import choose_device, identify
@@ -50,6 +51,8 @@ def _introduced(message: Message, context: Context, source: Source) -> Message:
     settings = source.settings_of(context)
     identity = identify(context, settings, str(message.content.config_records[wire.CONFIG]["experiment"]))
     data = source.data_of(settings, identity)
+    if source.data is not configured_data:
+        _check(data)
     task = data.task(settings.models.feature_dim)
     architecture = architecture_for(settings, identity)
     check_augmentation(settings.training.augmentation, task)
@@ -83,6 +86,28 @@ def _introduced(message: Message, context: Context, source: Source) -> Message:
         }
     )
     return Message(wire.content(config=answer), reply_to=message)
+
+
+def _check(data: object) -> None:
+    """Check what an app's own function says are a client's data.
+
+    Raises:
+        PbflError: saying what they are, and what is allowed.
+    """
+    if not isinstance(data, ClientData):
+        raise PbflError(
+            f"the data that the app brings are of type {type(data).__name__}: allowed is a ClientData"
+        )
+    try:
+        data.check()
+    except PbflError as error:
+        raise PbflError(f"the data that the app brings: {error}") from None
+
+
+def forget_trials() -> None:
+    """Drop what this process knows of networks that it has tried."""
+    _dry_forward.cache_clear()
+    _parameters.cache_clear()
 
 
 @lru_cache(maxsize=64)

@@ -17,20 +17,26 @@ from functools import partial
 from pathlib import Path
 from uuid import UUID
 
+import torch
 from flwr.app import Context, Error, Message, RecordDict
+from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 from threadpoolctl import threadpool_limits
+from torch.random import fork_rng
 
 from pbfl_flwr.config import Scalar
-from pbfl_flwr.flower.client import make_client_app
-from pbfl_flwr.flower.crew import Crew, Post
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower.client import forget, make_client_app
+from pbfl_flwr.flower.crew import Crew, Post, check_not_importing
 from pbfl_flwr.flower.device import as_worker
 from pbfl_flwr.flower.engine import LOG, claim, lock_of
 from pbfl_flwr.flower.placement import Machine, Resources, places
 from pbfl_flwr.flower.server import serve
+from pbfl_flwr.flower.strategy import MethodStrategy
 from pbfl_flwr.flower.turns import Turns
 from pbfl_flwr.flower.waiting import LONGEST, Called, Hear, awaiting, looks, no_one
 
@@ -168,10 +174,10 @@ class LocalGrid(Grid):
         return answered
 
 
-def in_this_process() -> Answer:
+def in_this_process(app: ClientApp | None = None) -> Answer:
     """Return the clients themselves, sharing nothing with the server but bytes, which nobody can change."""
-    app = make_client_app()
-    return lambda message, context: deepcopy(app(deepcopy(message), context))
+    clients = app or make_client_app()
+    return lambda message, context: deepcopy(clients(deepcopy(message), context))
 
 
 def at_once(job: Job) -> Future[Message]:
@@ -181,25 +187,35 @@ def at_once(job: Job) -> Future[Message]:
     return future
 
 
-def federate(run_dir: Path, config: Mapping[str, Scalar], num_clients: int, resources: Resources) -> None:
+def federate(
+    run_dir: Path | str, config: Mapping[str, Scalar], num_clients: int, resources: Resources
+) -> None:
     """Run a federation to its end, the server in this thread.
 
     Args:
-        run_dir: absolute; what Flower logs goes into its flower.log.
-        config: keys that differ from the defaults.
-        num_clients: M.
+        run_dir: of this run alone; what Flower logs goes into its flower.log.
+        config: keys that differ from the defaults; with ``resume`` the run that is there goes on.
+        num_clients: M; ``num-clients`` need not be among the keys.
         resources: of the workers; one worker is this process itself.
 
     Raises:
         RunRefused: if another run has the directory.
         PbflError: as :func:`pbfl_flwr.flower.server.serve`.
     """
+    run_dir = Path(run_dir).absolute()
+    if (said := config.get("num-clients", num_clients)) != num_clients:
+        raise PbflError(
+            f"num-clients = {said}, but the federation is of {num_clients}: allowed is the same number"
+        )
+    posts = posts_of(resources, num_clients, run_dir / LOG)
+    if len(posts) > 1:
+        check_not_importing()
     lock = lock_of(run_dir)
     claim(lock, run_dir)
-    keys = {**config, "run-dir": str(run_dir)}
-    posts = posts_of(resources, num_clients, run_dir / LOG)
+    keys = {**config, "num-clients": num_clients, "run-dir": str(run_dir)}
     with ExitStack() as stack:
         stack.callback(lock.release)
+        stack.enter_context(_guest())
         stack.enter_context(_logged_to(run_dir / LOG))
         stack.enter_context(_environment(posts[0]))
         TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = RUN_ID  # messages ask for them
@@ -213,6 +229,41 @@ def federate(run_dir: Path, config: Mapping[str, Scalar], num_clients: int, reso
             stack.callback(threads.shutdown, wait=False, cancel_futures=True)
             grid = LocalGrid(crew.answer, threads.submit, keys, num_clients, crew.give_up)
         serve(grid, keys, RUN_ID)
+
+
+def federate_app(strategy: MethodStrategy, app: ClientApp) -> Result:
+    """Run a strategy with any ClientApp in this process, one client after the other: no engine, no worker.
+
+    Args:
+        strategy: of as many clients as its ``num_clients`` says. It makes its rounds once; to run again make a new one.
+        app: of every client; ``context.node_config["partition-id"]`` is the number of the one that is asked.
+
+    Raises:
+        PbflError: as :meth:`pbfl_flwr.flower.strategy.MethodStrategy.start`.
+    """
+    settings = strategy.settings
+    with _guest(), as_worker(1), threadpool_limits(1):
+        TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = RUN_ID
+        torch.set_num_threads(1 if settings.training.threads == "auto" else settings.training.threads)
+        return strategy.start(LocalGrid(in_this_process(app), at_once, {}, settings.run.num_clients))
+
+
+@contextmanager
+def _guest() -> Iterator[None]:
+    """Be a guest in somebody's process, such as a notebook's.
+
+    Nothing of its earlier runs is taken over, since code and files may have changed, and nothing of this one is kept;
+    torch's generator of random numbers and its threads are afterwards as they were.
+    """
+    threads = torch.get_num_threads()
+    cards = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    forget()
+    try:
+        with fork_rng(cards):
+            yield
+    finally:
+        torch.set_num_threads(threads)
+        forget()
 
 
 def posts_of(resources: Resources, num_clients: int, log: Path) -> list[Post]:

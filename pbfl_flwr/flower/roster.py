@@ -92,7 +92,9 @@ class Member:
                 edition=printable(str(record.get("edition", ""))[:64]),
                 weights=printable(str(record.get("weights", ""))[:64]),
             )
-        except (KeyError, ValueError, IndexError, PbflError) as error:
+        except KeyError as error:
+            raise RejectedPayload(f"its hello lacks {error}") from None
+        except (ValueError, IndexError, PbflError) as error:
             raise RejectedPayload(f"its hello cannot be read: {error}") from None
 
     @classmethod

@@ -121,6 +121,8 @@ def test_few_pairs_say_that_they_say_nothing() -> None:
     assert (alike.p, alike.equal, alike.too_few) == (None, 2, True)
     # Clients that do not differ carry no sign: five of seven differ, so p is at least 2/2⁵.
     assert paired([1, 2, 3, 4, 5, 6, 7], [1, 2, 0, 0, 0, 0, 0]).smallest_p == 0.0625
+    with pytest.raises(ValueError, match="0 values against 0: pairs are needed"):
+        paired([], [])
     with pytest.raises(ValueError, match="3 values against 2"):
         paired([1, 2, 3], [1, 2])
 

@@ -552,7 +552,7 @@ def with_formula(content: RecordDict) -> None:
         (altered(emptied), "its hello is empty"),
         (
             altered(lambda content: wire.content(config=ConfigRecord({"client": 1}))),
-            "its hello cannot be read",
+            "its hello lacks 'input-shape'",
         ),
         (altered(with_formula), "architecture '=HYPERLINK(1)' is no name of a network"),
         (flower_error(""), "error code 8"),

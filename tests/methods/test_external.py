@@ -1,5 +1,7 @@
-"""A method outside of the package, ``method=my_package.page:build``; docs/examples/feddyn.py is one."""
+"""Methods outside of the package, ``method=my_package.page:build``; docs/examples has feddyn.py and cosproto.py."""
 
+import sys
+from bdb import BdbQuit
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from pbfl_flwr.experiments.configuration import Wishes, check
 from pbfl_flwr.flower.report import OWN, Report
 from pbfl_flwr.method import Round, head_scores
 from pbfl_flwr.methods import SECTIONS, build_method
-from pbfl_flwr.payloads import Weights
+from pbfl_flwr.payloads import Prototypes, Weights
 from pbfl_flwr.scoring import evaluate
 from tests.flower.inprocess import federation
 from tests.methods.conftest import TASK, settings_of
@@ -91,6 +93,39 @@ def test_a_run(tmp_path):
     history = federation(tmp_path, "feddyn:build", method_settings="alpha=0.2").run().strategy.history
     assert [line["failures"] for line in history] == [[], []]
     assert history[-1]["clients"]["loss.prox"] > 0
+
+
+def test_cosproto_by_hand():
+    """Clients answer (1, 0) and (0, 1) for class 0 and nothing for class 1, which keeps its prototype."""
+    method = build_method(settings_of("cosproto:build", models="mlp5"))
+    before = Prototypes(torch.tensor([[0.0, 0.0], [3.0, 4.0]]), torch.tensor([False, True]))
+    uploads = {
+        i: Prototypes(torch.tensor([row, [0.0, 0.0]]), torch.tensor([True, False]))
+        for i, row in enumerate([[1.0, 0.0], [0.0, 1.0]])
+    }
+    after = method.aggregate(before, uploads, Round(2, TASK, 2))
+    assert after.values.tolist() == [[0.5, 0.5], [3.0, 4.0]]
+
+
+def test_a_run_of_cosproto(tmp_path):
+    keys = {"method_settings": "weight=2.0", "num_server_rounds": 2}
+    history = federation(tmp_path, "cosproto:build", **keys).run().strategy.history
+    assert [line["failures"] for line in history] == [[], []]
+    assert history[0]["clients"]["loss.pull"] == 0
+    assert 0 < history[1]["clients"]["loss.pull"] < 4
+    assert "global" in history[1]["accuracy"]
+
+
+def test_a_breakpoint_without_a_terminal_is_said(tmp_path, monkeypatch):
+    def stop(self, client, down):
+        raise BdbQuit
+
+    started = federation(tmp_path, "feddyn:build")
+    monkeypatch.setattr(sys.modules["feddyn"].FedDyn, "local_update", stop)
+    with pytest.raises(
+        PbflError, match=r"a breakpoint\(\) was left by its q, or has no terminal here; with one worker"
+    ):
+        started.run()
 
 
 def test_a_prediction_that_no_report_has_room_for_is_refused(make_client):

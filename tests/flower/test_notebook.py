@@ -1,0 +1,221 @@
+"""Runs within somebody else's process, such as a notebook's kernel: what they find there and what they leave."""
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from pbfl_flwr.config import Scalar, Settings
+from pbfl_flwr.data import ClientData, Shard
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower import crew
+from pbfl_flwr.flower.client import make_client_app
+from pbfl_flwr.flower.engine import Engine
+from pbfl_flwr.flower.history import RunDirectory
+from pbfl_flwr.flower.local import federate, federate_app
+from pbfl_flwr.flower.placement import Resources
+from pbfl_flwr.models import SplitModel
+from pbfl_flwr.strategies import FedProto
+from pbfl_flwr.task import Task
+from tests.flower.inprocess import SPLITS, tiny_data
+
+KEYS: dict[str, Scalar] = {
+    "num-clients": 3,
+    "num-server-rounds": 1,
+    "models": "mlp5",
+    "feature-dim": 8,
+    "partition": "iid",
+    "max-samples": 120,
+    "threads": 1,
+}
+
+
+@pytest.fixture
+def cell(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """What a notebook's cells define, as a module."""
+    module = ModuleType("a_cell")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return module
+
+
+def wide(width: int) -> object:
+    def build(task: Task) -> SplitModel:
+        stages = [nn.Sequential(nn.Flatten(), nn.Linear(task.input_shape[0], width), nn.ReLU())]
+        return SplitModel(
+            task, stages, nn.Linear(width, task.feature_dim), nn.Linear(task.feature_dim, task.num_classes)
+        )
+
+    return build
+
+
+def test_networks_and_data_may_change_between_two_runs(tmp_path: Path, cell: ModuleType) -> None:
+    """A cell is changed and run again: the next run trains the new network on the new data."""
+    file, found = tmp_path / "own.npz", []
+    for width, classes in ((4, 2), (6, 2), (6, 3)):
+        rows = np.arange(120)
+        np.savez(file, x=np.float32(rows[:, None] % [2, 3, 5]), y=rows % classes)
+        cell.build = wide(width)  # type: ignore[attr-defined]
+        keys = {**KEYS, "models": "a_cell:build", "dataset": "npz", "data-dir": str(file)}
+        run = RunDirectory(tmp_path / f"{width}-{classes}")
+        federate(run.path, keys, 3, Resources(workers=1))
+        (client, *_) = run.read()["clients"]
+        found.append((client["parameters"][0], client["task"]["num_classes"], run.data()))
+    assert [(body, classes) for body, classes, _ in found] == [(56, 2), (80, 2), (80, 3)]
+    assert found[0][2] == found[1][2] != found[2][2]
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_run_leaves_the_process_as_it_was(workers: int, tmp_path: Path) -> None:
+    def state() -> list[object]:
+        return [
+            torch.get_rng_state().tolist(),
+            str(np.random.get_state()),
+            random.getstate(),
+            torch.get_num_threads(),
+            torch.get_default_dtype(),
+            torch.is_grad_enabled(),
+        ]
+
+    torch.manual_seed(77)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    before = state()
+    try:
+        federate(tmp_path / "run", KEYS, 3, Resources(workers=workers))
+        assert state() == before
+        with pytest.raises(PbflError, match="cps-dim"):
+            federate(tmp_path / "refused", {**KEYS, "cps-dim": 99}, 3, Resources(workers=workers))
+        assert state() == before
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_paths_may_be_text_and_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    federate("runs/mine", KEYS, 3, Resources(workers=1))
+    assert len(RunDirectory("runs/mine").rounds()) == 1  # type: ignore[arg-type]
+    assert (tmp_path / "runs" / "mine" / "clients").is_dir()
+
+
+def test_what_main_lacks_is_said_with_the_remedy(tmp_path: Path) -> None:
+    """In a worker ``__main__`` is not the notebook's."""
+    keys = {**KEYS, "models": "__main__:built_in_a_cell"}
+    with pytest.raises(PbflError, match="known to that process alone: take one worker, or put it"):
+        federate(tmp_path / "run", keys, 3, Resources(workers=1))
+
+
+def test_a_worker_that_fails_of_itself_is_not_said_to_lack_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script without ``if __name__ == "__main__":`` is run by every worker that imports it."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from pbfl_flwr.flower.local import federate\n"
+        "from pbfl_flwr.flower.placement import Resources\n"
+        f"federate({str(tmp_path / 'run')!r}, {KEYS!r}, 3, Resources(workers=2))\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=300
+    )
+    assert ended.returncode == 1
+    *_, last = ended.stderr.strip().splitlines()
+    assert f"3 of 3 clients: {crew.FAILED}" in last
+    assert "a worker imports the script that starts it, and would start the run again" in ended.stderr
+    assert "in use by another run" not in ended.stderr
+
+
+def test_a_strategy_and_a_client_app_run_in_this_process(tmp_path: Path) -> None:
+    strategy = FedProto(
+        num_clients=len(SPLITS),
+        num_server_rounds=2,
+        models="mlp5",
+        feature_dim=8,
+        state_dir=str(tmp_path / "clients"),
+        directory=tmp_path,
+    )
+    result = federate_app(strategy, make_client_app(tiny_data, strategy.settings))
+    assert sorted(result.train_metrics_clientapp) == [1, 2]
+    assert [line["failures"] for line in RunDirectory(tmp_path).rounds()] == [[], []]
+    assert strategy.history[-1]["trained"] == [*range(len(SPLITS))]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            {"labels": torch.tensor([0, 1], dtype=torch.int32)},
+            r"labels of train are torch.int32 of shape \(2,\)",
+        ),
+        ({"labels": torch.tensor([[0], [1]])}, r"labels of train are torch.int64 of shape \(2, 1\)"),
+        (
+            {"labels": torch.tensor([0, 1, 1])},
+            r"allowed is torch.int64 of shape \(2,\), one for each of its inputs",
+        ),
+        ({"labels": torch.tensor([1, 2])}, r"labels of train go from 1 to 2: allowed is 0 to 1"),
+        ({"labels": [0, 1]}, "labels of train are of type list: allowed is a torch.Tensor"),
+        ({"inputs": np.zeros((2, 3))}, "inputs of train are of type ndarray: allowed is a torch.Tensor"),
+        (
+            {"inputs": torch.tensor([[0.0] * 3, [float("nan")] * 3])},
+            "inputs of train hold numbers that are not finite",
+        ),
+        ({"inputs": torch.zeros(2, 4)}, r"inputs of test are of shape \(3,\), those of train of \(4,\)"),
+        ({"label_names": ("a",)}, "label_names has 1 names: allowed is one for each of 2 classes"),
+    ],
+)
+def test_what_is_wrong_with_data_of_ones_own_is_said_before_anything_starts(
+    change: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    def my_data(settings: Settings, client: int) -> ClientData:
+        good = Shard(torch.zeros(2, 3), torch.tensor([0, 1]))
+        names = change.get("label_names", ("a", "b"))
+        train = Shard(change.get("inputs", good.inputs), change.get("labels", good.labels))
+        return ClientData(train, good, 2, names, torch.ones(1), torch.zeros(1))
+
+    strategy = FedProto(num_clients=1, models="mlp5", feature_dim=8, state_dir=str(tmp_path))
+    with pytest.raises(PbflError, match=f"1 of 1 clients: the data that the app brings: .*{says}"):
+        federate_app(strategy, make_client_app(my_data, strategy.settings))
+
+
+def test_data_that_are_none_are_refused(tmp_path: Path) -> None:
+    strategy = FedProto(num_clients=1, models="mlp5", feature_dim=8, state_dir=str(tmp_path))
+    app = make_client_app(lambda settings, client: None, strategy.settings)  # type: ignore[arg-type, return-value]
+    with pytest.raises(
+        PbflError, match="the data that the app brings are of type NoneType: allowed is a ClientData"
+    ):
+        federate_app(strategy, app)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    strategy = FedProto(num_clients=np.int64(3), learning_rate=np.float64(0.5), seed=np.arange(3)[2])  # type: ignore[arg-type]
+    run = strategy.settings.run
+    assert (run.num_clients, strategy.settings.training.learning_rate, run.seed) == (3, 0.5, 2)
+    assert {type(run.num_clients), type(run.seed)} == {int}
+
+
+def test_the_number_of_clients_is_said_once_or_twice_alike(tmp_path: Path) -> None:
+    with pytest.raises(
+        PbflError, match="num-clients = 3, but the federation is of 4: allowed is the same number"
+    ):
+        federate(tmp_path / "other", KEYS, 4, Resources(workers=1))
+    assert not (tmp_path / "other").exists()
+    keys = {key: value for key, value in KEYS.items() if key != "num-clients"}
+    federate(tmp_path / "run", keys, 3, Resources(workers=1))
+    assert len(RunDirectory(tmp_path / "run").read()["clients"]) == 3
+
+
+def test_relative_parts_of_pythonpath_are_found_by_processes_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file beside the notebook, with PYTHONPATH=. and Flower's engine."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([".", "docs/examples", "/else"]))
+    found = Engine(tmp_path / "run")._environment()["PYTHONPATH"].split(os.pathsep)
+    assert found == [str(tmp_path), str(tmp_path / "docs" / "examples"), "/else"]
