@@ -30,7 +30,7 @@ from pbfl_flwr.errors import PbflError, some
 from pbfl_flwr.experiments.figures import kilobytes
 from pbfl_flwr.experiments.runner import NODES
 from pbfl_flwr.flower.engine import LOG, RUN_LOCK
-from pbfl_flwr.flower.files import SCHEMA, UnsavedState, write_atomically
+from pbfl_flwr.flower.files import UnsavedState, write_atomically
 from pbfl_flwr.flower.history import FILES, SERVER_LOCK, STATES_REMOVED, RunDirectory, last_round
 from pbfl_flwr.places import home
 
@@ -349,7 +349,10 @@ def _states(folder: Path, experiment: str) -> Iterator[Path]:
             continue
         client = about.get("client", "")
         stem = f"client-{int(client):05d}" if client.isdecimal() else f"named-{client}"
-        if (about.get("schema"), about.get("experiment")) == (SCHEMA, experiment) and name[1] == stem:
+        said = about.get("schema", "")
+        if (
+            said.isdecimal() and about.get("experiment") == experiment and name[1] == stem
+        ):  # of earlier versions, too
             yield file
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pbfl_flwr.errors import PbflError
 
-SCHEMA = "1"  # of the files with tensors
+SCHEMA = "2"  # of the files with tensors; 1 had another checksum
 
 
 class DamagedState(PbflError):

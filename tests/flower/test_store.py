@@ -246,7 +246,7 @@ def test_another_schema_is_refused(client: ClientStore, monkeypatch: pytest.Monk
     monkeypatch.setattr(store, "SCHEMA", "0")
     client.save(STATE)
     monkeypatch.undo()
-    with pytest.raises(DamagedState, match="has schema '0', expected '1'"):
+    with pytest.raises(DamagedState, match="has schema '0', expected '2'"):
         client.load()
 
 
@@ -278,7 +278,7 @@ def test_plain_tensors_and_metadata(tmp_path: Path) -> None:
     save_tensors(file, {"a": torch.ones(2)}, {"round": "1"})
     tensors, metadata = load_tensors(file)
     assert torch.equal(tensors["a"], torch.ones(2))
-    assert metadata == {"round": "1", "schema": "1"}
+    assert metadata == {"round": "1", "schema": "2"}
 
 
 @pytest.mark.parametrize("change", [{"round": "three"}, {"report": "{"}, {"participations": None}])
