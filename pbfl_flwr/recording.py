@@ -19,12 +19,29 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pbfl_flwr.errors import PbflError
+
 Run = Callable[[], None]
 
 Place = tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype]
 """Where a tensor lies: its storage, offset, shape, strides and type."""
 Signature = tuple[Hashable, ...]
 """A step's operations in order, each with its numbers and with the shapes and origins of its tensors."""
+
+
+class NotReplayable(PbflError):
+    """A training step that no recording can stand for.
+
+    Args:
+        why: what in it cannot be recorded.
+    """
+
+    def __init__(self, why: str) -> None:
+        super().__init__(
+            f"compile = 'cuda-graph': a training step could not be recorded ({why}); allowed instead is 'off'"
+        )
+        self.why = why
+
 
 RUNNING = {"running_mean", "running_var"}  # written by batch normalisation, whose schemas do not all say so
 
@@ -55,7 +72,7 @@ class StandIns(TorchDispatchMode):
     def _forget(self) -> None:
         self._made: dict[int, int] = {}  # storage -> after how many operations it was made
         self._written: set[int] = set()
-        self._operations: list[Hashable] = []
+        self._operations: list[tuple[Hashable, ...]] = []
 
     def again(self) -> StandIns:
         """Return the same stand-ins for another pass, which may not meet a tensor that this one has not met."""
@@ -78,6 +95,11 @@ class StandIns(TorchDispatchMode):
         return each_tensor(self._given_back, found)
 
     @property
+    def last(self) -> str:
+        """The operation that came last."""
+        return str(self._operations[-1][0]) if self._operations else "it"
+
+    @property
     def signature(self) -> Signature:
         """What two steps must have in common to be the same recording."""
         return tuple(self._operations)
@@ -87,16 +109,14 @@ class StandIns(TorchDispatchMode):
         """Which of the stand-ins the step has written.
 
         Raises:
-            RuntimeError: if one of them shares memory with another that the step reads: copies would part ways.
+            NotReplayable: if one of them shares memory with another that the step reads: copies would part ways.
         """
         shared: dict[int, int] = {}
         for storage, *_ in self._numbers:
             shared[storage] = shared.get(storage, 0) + 1
         for (storage, *_), number in self._numbers.items():
             if number in self._written and shared[storage] > 1:
-                raise RuntimeError(
-                    "a training step writes a tensor that it also reads by another view: not replayable"
-                )
+                raise NotReplayable("it writes a tensor that it also reads by another view")
         return sorted(self._written)
 
     def _replaced(self, item: Tensor) -> Tensor:
@@ -109,9 +129,7 @@ class StandIns(TorchDispatchMode):
         place = _place(item)
         if place not in self._numbers:
             if self._complete:
-                raise RuntimeError(
-                    "a training step reads tensors that the one before did not: not replayable"
-                )
+                raise NotReplayable("it reads tensors that the one before did not")
             self._numbers[place] = len(self.tensors)
             self.originals.append(item)
             self.tensors.append(item.detach().clone())
@@ -129,6 +147,10 @@ class StandIns(TorchDispatchMode):
     def _said(self, item: Any) -> Hashable:
         if isinstance(item, (list, tuple)):
             return tuple(self._said(part) for part in item)
+        if isinstance(item, (torch.UntypedStorage, torch.TypedStorage)):  # its tensor has no stand-in
+            raise NotReplayable(
+                "it takes a tensor by its memory, as cuDNN's recurrent layers take their weights"
+            )
         if not isinstance(item, Tensor):
             return (type(item), str(item))
         storage, *form = _place(item)

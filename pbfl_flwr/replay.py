@@ -13,21 +13,27 @@ methods whose steps are all alike may be recorded: :meth:`pbfl_flwr.method.Metho
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
+from traceback import extract_tb
 from typing import Any
+from warnings import catch_warnings, simplefilter
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from pbfl_flwr import recording
 from pbfl_flwr.errors import PbflError, pointed
-from pbfl_flwr.recording import Run, StandIns, copy_some
+from pbfl_flwr.recording import NotReplayable, Run, StandIns, copy_some
 
 Step = Callable[..., None]
 """Trains on a batch: inputs (B, ...), labels (B,), and more tensors that always have the same shapes."""
 
 WARM_UP = 3  # steps before the first recording, in which libraries set themselves up; PyTorch's own number
+AROUND = (str(Path(torch.__file__).parent), recording.__file__)  # code that runs a step, and is not it
 KEPT = 32  # recordings of a process; of one that was pushed out the step is recorded again
 
 
@@ -42,6 +48,23 @@ def check_replayable(mode: str, method: str, replayable: bool) -> None:
             f"compile = 'cuda-graph': the training steps of '{method}' are not all alike, so that one recording cannot "
             "stand for them; allowed are 'off', 'default' and 'reduce-overhead'"
         )
+
+
+def check_layers(name: str, network: nn.Module) -> None:
+    """Check that the training steps of a network of this name may be recorded, as far as its layers tell.
+
+    On a GPU the weights of a recurrent layer lie in one piece of memory, which cuDNN is given beside them: a stand-in
+    of each would leave that piece as it was.
+
+    Raises:
+        PbflError: naming the layer that may not.
+    """
+    for layer, module in network.named_modules():
+        if isinstance(module, nn.RNNBase):
+            raise PbflError(
+                f"compile = 'cuda-graph': model '{name}', layer {layer} ({type(module).__name__}): recurrent layers "
+                "cannot be recorded; allowed is 'off'"
+            )
 
 
 @dataclass(frozen=True)
@@ -65,6 +88,7 @@ _recordings: OrderedDict[Hashable, Recording] = OrderedDict()
 def forget_recordings() -> None:
     """Drop all recordings of this process, with the memory that they hold."""
     _recordings.clear()
+    _pool.cache_clear()  # once no recording uses it, torch refuses another one in it while a tensor is left there
 
 
 class Replayed:
@@ -122,10 +146,12 @@ class Replayed:
             with stand_ins:
                 self._step(*batch)
 
-        aside(lambda: within(seen), self._device)
+        warm = self._done + 1 >= WARM_UP
+        with without_waiting(seen) if warm else nullcontext():
+            aside(lambda: within(seen), self._device)
         seen.bring_back()
         key = (self._device, seen.signature)
-        if key not in _recordings and self._done + 1 >= WARM_UP:
+        if key not in _recordings and warm:
             replay = record(lambda: within(seen.again()), self._device)
             _recordings[key] = Recording(replay, seen.tensors, seen.written)
             if len(_recordings) > KEPT:
@@ -144,32 +170,82 @@ def aside(run: Run, device: torch.device) -> None:
     current.wait_stream(stream)
 
 
+@contextmanager
+def without_waiting(seen: StandIns) -> Iterator[None]:
+    """Refuse, within, what has the CPU wait for the GPU.
+
+    No recording may hold that, and a refusal within one is worse: what is half recorded may keep torch's random
+    numbers, and its memory, from working for whoever comes next in this process.
+
+    Args:
+        seen: within which the step runs.
+
+    Raises:
+        NotReplayable: naming what waits.
+    """
+    before = torch.cuda.get_sync_debug_mode()
+    _set_waiting("error")
+    try:
+        yield
+    except RuntimeError as error:
+        if "synchronizing CUDA operation" not in str(error):
+            raise
+        raise NotReplayable(f"{seen.last} has the CPU wait for the GPU{_where(error)}") from error
+    finally:
+        _set_waiting(before)
+
+
+def _set_waiting(mode: int | str) -> None:
+    with catch_warnings():  # torch's, that it does not know of everything that waits
+        simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode(mode)
+
+
 def record(run: Run, device: torch.device) -> Run:
     """Record what a function launches, which is not computed yet, and return what computes it.
 
     Raises:
-        PbflError: if something in it cannot be recorded, naming that: CUDA then complains once more when the recording
-            ends, of nothing but that it failed.
+        NotReplayable: if something in it cannot be recorded, naming that: CUDA then complains once more when the
+            recording ends, of nothing but that it failed.
+        torch.OutOfMemoryError: if there is too little memory.
     """
     graph = torch.cuda.CUDAGraph()
-    refused: Exception | None = None
+    refused, full = (
+        "",
+        False,
+    )  # not the error itself, which would keep this frame and all of the step's tensors
     try:
         with torch.cuda.device(device), torch.cuda.graph(graph, pool=_pool(), stream=_stream(device)):
             try:
                 run()
             except Exception as error:
-                refused = error
+                full = isinstance(error, torch.cuda.OutOfMemoryError)
+                refused = str(error) if full else _why_not(error)
                 raise
     except Exception as error:
-        raise PbflError(
-            f"compile = 'cuda-graph': a training step could not be recorded ({pointed(refused or error)}); allowed "
-            "instead is 'off'"
-        ) from error
+        graph.reset()  # ends what torch has begun for it, also where the recording could not end
+        _pool.cache_clear()
+        if isinstance(error, torch.cuda.OutOfMemoryError):
+            raise
+        if full:
+            raise torch.cuda.OutOfMemoryError(refused) from error
+        raise NotReplayable(refused or _why_not(error)) from error
 
     def replay() -> None:
         graph.replay()
 
     return replay
+
+
+def _where(error: Exception) -> str:
+    """Return the line of the step, which is neither torch's nor that of the stand-ins."""
+    lines = [f for f in extract_tb(error.__traceback__) if not f.filename.startswith(AROUND)]
+    return f", {Path(lines[-1].filename).name}:{lines[-1].lineno}" if lines else ""
+
+
+def _why_not(error: Exception) -> str:
+    """Return in one line why a step cannot be recorded."""
+    return error.why if isinstance(error, NotReplayable) else pointed(error)
 
 
 @cache

@@ -5,8 +5,10 @@ a prototype that was just decoded. On a machine without a card that would never 
 moved to ``cuda`` are of the class ``OnCard``; every operation looks whether all that it is given is there, refuses
 what CUDA refuses, and computes what the CPU computes, bit for bit. :func:`record` does what a CUDA graph does: it keeps
 operations with the very tensors and numbers that they were given, refuses what a recording may not hold, and does not
-keep alive what was there before it. Not pretended: speed, how much memory there is, streams and the threads of a
-backward pass, CUDA's own kernels and which of them torch takes there, autocast.
+keep alive what was there before it. Where torch is told so (``set_sync_debug_mode``), what has the CPU wait for the
+card is refused as torch refuses it. Not pretended: speed, how much memory there is, streams and the threads of a
+backward pass, CUDA's own kernels and which of them torch takes there (cuDNN's recurrent layers, fused attention),
+autocast.
 """
 
 from __future__ import annotations
@@ -33,6 +35,14 @@ INDEXING = {
     aten.index_put_.default,
     aten.index_put.default,
 }  # CUDA takes indices from the CPU
+# Single numbers of the CPU enter elementwise kernels, but no others: not cat, stack, index_add_, products of matrices.
+TAKES_NUMBERS = {
+    *INDEXING,
+    aten.masked_fill_.Tensor,
+    aten.masked_fill.Tensor,
+    aten.fill_.Tensor,
+    aten.copy_.default,
+}
 
 
 class OnCard(Tensor):
@@ -40,6 +50,7 @@ class OnCard(Tensor):
 
     held: Tensor
     operations = 0  # since the process began
+    may_not_wait = False
     device = property(lambda self: CUDA)  # also below the mode that stands between Python and torch
 
     @staticmethod
@@ -63,6 +74,8 @@ class OnCard(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         OnCard.operations += 1
+        if OnCard.may_not_wait and waits(func, args):
+            raise RuntimeError("called a synchronizing CUDA operation")
         together = (args[0], args[2:]) if func in INDEXING else (args, kwargs)
         if func is not aten.copy_.default:
             _all_on_card(func, together)
@@ -85,9 +98,20 @@ def _all_on_card(func: Any, item: Any) -> None:
     elif isinstance(item, dict):
         _all_on_card(func, tuple(item.values()))
     elif isinstance(item, torch.Generator) or (
-        isinstance(item, Tensor) and not isinstance(item, OnCard) and item.dim() > 0
+        isinstance(item, Tensor)
+        and not isinstance(item, OnCard)
+        and not (item.dim() == 0 and _takes_numbers(func))
     ):
         raise RuntimeError(f"{func}: {type(item).__name__} on the CPU and tensors on the card")
+
+
+def _takes_numbers(func: Any) -> bool:
+    return (
+        torch.Tag.pointwise in func.tags
+        or func in TAKES_NUMBERS
+        or "_foreach" in str(func)
+        or "_fused" in str(func)
+    )
 
 
 def _held(item: Any) -> Any:
@@ -105,6 +129,8 @@ class _Move(torch.autograd.Function):
     def forward(context: Any, moved: Tensor, there: bool) -> Tensor:
         if Recording.going_on:
             raise RuntimeError("a copy between CPU and card cannot be recorded")
+        if OnCard.may_not_wait:
+            raise RuntimeError("called a synchronizing CUDA operation")
         context.there = there
         return OnCard(moved.detach().clone()) if there else _held(moved).detach().clone()
 
@@ -121,14 +147,14 @@ def _move(tensor: Tensor, there: bool) -> Tensor:
 
 
 # By their data they need the CPU to wait, or make shapes that depend on numbers.
-NOT_RECORDED = {
-    aten._local_scalar_dense.default,
-    aten.bincount.default,
-    aten.equal.default,
-    aten.masked_select.default,
-    aten.nonzero.default,
-    aten._unique2.default,
-}
+WAIT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+def waits(func: Any, args: Any) -> bool:
+    """Whether the CPU has to wait for the card before an operation is over."""
+    if func in INDEXING:  # elsewhere an index says how much there is
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    return bool(WAIT & set(func.tags))
 
 
 class Recording(TorchDispatchMode):
@@ -147,8 +173,7 @@ class Recording(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = [item for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor)]
-        by_mask = func in INDEXING and any(t is not None and t.dtype is torch.bool for t in args[1])
-        if func in NOT_RECORDED or by_mask:
+        if any(isinstance(item, OnCard) for item in given) and waits(func, args):
             raise RuntimeError(f"{func} cannot be recorded")
         for tensor in given:
             if not isinstance(tensor, OnCard) and tensor.dim() and id(tensor) not in self._made:
@@ -231,7 +256,7 @@ class _Machine(TorchFunctionMode):
         if func is torch.Tensor.to:
             return self._to(first, list(args[1:]), kwargs)
         if func in (torch.Tensor.numpy, torch.Tensor.tolist) and isinstance(first, OnCard):
-            if func is torch.Tensor.tolist:
+            if func is torch.Tensor.tolist and not OnCard.may_not_wait:
                 return first.held.tolist()
             raise TypeError("can't convert cuda:0 device type tensor to numpy")
         if func is torch.nn.functional.one_hot and isinstance(first, OnCard):
@@ -274,6 +299,10 @@ def _grouped(tensors: Any, with_indices: bool = False) -> Any:
     return dict(zip(zip(place, (dtype for _, dtype in found), strict=True), found.values(), strict=True))
 
 
+def _set_waiting(mode: int | str) -> None:
+    OnCard.may_not_wait = mode in (2, "error")
+
+
 @contextmanager
 def card() -> Iterator[None]:
     """Let this process have a card for a while."""
@@ -283,6 +312,8 @@ def card() -> Iterator[None]:
         with (
             patch("torch.cuda.get_rng_state", lambda device: torch.get_rng_state()),
             patch("torch.cuda.set_rng_state", lambda state, device: None),
+            patch("torch.cuda.get_sync_debug_mode", lambda: 2 * OnCard.may_not_wait),
+            patch("torch.cuda.set_sync_debug_mode", _set_waiting),
             patch("torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype", _grouped),
             patch("torch.optim.optimizer._group_tensors_by_device_and_dtype", _grouped),
             patch("pbfl_flwr.replay.aside", lambda run, device: run()),

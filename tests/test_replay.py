@@ -1,5 +1,7 @@
 """A step that is recorded: what of it is replayed, for whom, and what may not be recorded."""
 
+import gc
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -13,10 +15,11 @@ from pbfl_flwr import replay
 from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method
-from pbfl_flwr.models import check_compiler
-from pbfl_flwr.recording import StandIns, copy_some
-from pbfl_flwr.replay import WARM_UP, Replayed, check_replayable
-from tests.pretend_card import CUDA, Recording, card, record
+from pbfl_flwr.models import build_model, check_compiler
+from pbfl_flwr.recording import NotReplayable, StandIns, copy_some
+from pbfl_flwr.replay import WARM_UP, Replayed, check_layers, check_replayable
+from pbfl_flwr.task import Task
+from tests.pretend_card import CUDA, OnCard, Recording, card, record
 
 LABELS = torch.zeros(2, dtype=torch.int64)
 
@@ -118,7 +121,7 @@ def test_views_of_one_tensor_are_read_but_not_written(replays) -> None:
     assert total.tolist() == [15.0, 25.0]
     train = Replayed(lambda inputs, labels: head.add_(tail), 2, CUDA)
     train(torch.ones(2).to(CUDA), LABELS.to(CUDA))
-    with pytest.raises(RuntimeError, match="by another view: not replayable"):
+    with pytest.raises(NotReplayable, match=r"also reads by another view.*allowed instead is 'off'"):
         train(torch.ones(2).to(CUDA), LABELS.to(CUDA))
 
 
@@ -133,7 +136,9 @@ def test_a_step_that_finds_other_tensors_than_before_is_refused(replays) -> None
     train = Replayed(step, 2, CUDA)
     train(torch.ones(2).to(CUDA), LABELS.to(CUDA))
     train(torch.ones(2).to(CUDA), LABELS.to(CUDA))
-    with pytest.raises(RuntimeError, match="reads tensors that the one before did not"):
+    with pytest.raises(
+        NotReplayable, match=r"reads tensors that the one before did not.*allowed instead is 'off'"
+    ):
         train(torch.ones(2).to(CUDA), LABELS.to(CUDA))
 
 
@@ -165,12 +170,32 @@ def test_stand_ins_are_copies_that_nobody_else_holds() -> None:
 )
 def test_the_pretended_recording_refuses_what_a_recording_refuses(step, said) -> None:
     with card():
-        train = Replayed(lambda inputs, labels: step(inputs), 2, CUDA)
-        batch = torch.ones(2).to(CUDA), LABELS.to(CUDA)
-        for _ in range(WARM_UP - 1):
-            train(*batch)
+        batch = torch.ones(2).to(CUDA)
         with pytest.raises(RuntimeError, match=said):
-            train(*batch)
+            record(lambda: step(batch), CUDA)
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        (lambda x: float(x.sum()), r"aten._local_scalar_dense.default has the CPU wait for the GPU, \w+.py:"),
+        (lambda x: x[x > 0], "aten.index.Tensor has the CPU wait"),
+        (lambda x: torch.bincount(x.long()), "aten.bincount.default has the CPU wait"),
+        (lambda x: (x * 2).cpu(), ".* has the CPU wait"),
+    ],
+)
+def test_what_would_spoil_a_recording_is_refused_before_it_begins(step, said, replays) -> None:
+    """The one after it, in the same process, is none the worse."""
+    train = Replayed(lambda inputs, labels: step(inputs), 2, CUDA)
+    batch = torch.ones(2).to(CUDA), LABELS.to(CUDA)
+    for _ in range(WARM_UP - 1):
+        train(*batch)
+    with pytest.raises(NotReplayable, match=rf"could not be recorded \({said}.*allowed instead is 'off'"):
+        train(*batch)
+    assert replays() == (0, 0)
+    assert not OnCard.may_not_wait
+    assert Sum(1.0).add(*[[1.0, 2.0]] * 6) == 18
+    assert replays() == (1, 3)
 
 
 def test_the_pretended_recording_keeps_nothing_alive() -> None:
@@ -185,30 +210,118 @@ def test_the_pretended_recording_keeps_nothing_alive() -> None:
             add()
 
 
+class Pools:
+    """Stands in for torch's recordings: which memory they asked for, and who is still there."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, ends_well: bool = True) -> None:
+        self.handles, self.asked, self.reset = 0, list[int](), list[int]()
+        self.left: list[weakref.ref[object]] = []
+        pools = self
+
+        class Graph:
+            def __init__(self) -> None:
+                pools.left.append(weakref.ref(self))
+
+            def reset(self) -> None:
+                pools.reset.append(len(pools.left))
+
+        @contextmanager
+        def graph(made: object, pool: int, stream: object) -> Iterator[None]:
+            pools.asked.append(pool)
+            try:
+                yield
+            finally:
+                if not ends_well:
+                    raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+        def handle() -> int:
+            pools.handles += 1
+            return pools.handles
+
+        stand_ins = {"CUDAGraph": Graph, "graph": graph, "device": lambda device: nullcontext()}
+        for name, stand_in in {**stand_ins, "graph_pool_handle": handle}.items():
+            monkeypatch.setattr(torch.cuda, name, stand_in)
+        monkeypatch.setattr(replay, "_stream", lambda device: None)
+        replay.forget_recordings()
+
+
+@pytest.fixture
+def no_pool_left() -> Iterator[None]:
+    yield
+    replay._pool.cache_clear()
+
+
+@pytest.mark.usefixtures("no_pool_left")
 @pytest.mark.parametrize("ends_well", [True, False])
 def test_what_a_gpu_refuses_to_record_is_said_in_one_line(
     ends_well: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A refused operation makes the recording's end fail, too, and that says less."""
-
-    @contextmanager
-    def graph(made: object, pool: object, stream: object) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            if not ends_well:
-                raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+    """A refused operation makes the recording's end fail, too, and that says less. Nothing of it is left."""
+    pools, used = Pools(monkeypatch, ends_well), list[weakref.ref[Tensor]]()
 
     def refused() -> None:
+        gradient = torch.ones(2)
+        used.append(weakref.ref(gradient))
         raise RuntimeError("CUDA error: operation not permitted\nwhen stream is capturing")
 
-    for name, stand_in in (("CUDAGraph", object), ("graph", graph), ("device", lambda device: nullcontext())):
-        monkeypatch.setattr(torch.cuda, name, stand_in)
-    monkeypatch.setattr(replay, "_pool", lambda: None)
-    monkeypatch.setattr(replay, "_stream", lambda device: None)
     said = r"a training step could not be recorded \(RuntimeError: CUDA error: operation not permitted when stream is"
+    gc.disable()  # what only a search for cycles finds may stay for long
+    try:
+        with pytest.raises(NotReplayable, match=said) as caught:
+            replay.record(refused, torch.device("cuda", 0))
+        del caught
+        assert [left() for left in (*pools.left, *used)] == [None, None]
+    finally:
+        gc.enable()
+    assert pools.reset == [1]
+    if ends_well:
+        replay.record(lambda: None, torch.device("cuda", 0))
+        assert pools.asked == [1, 2], "not in the memory of the one that failed"
+
+
+@pytest.mark.usefixtures("no_pool_left")
+@pytest.mark.parametrize("ends_well", [True, False])
+def test_too_little_memory_for_a_recording_is_said_as_such(
+    ends_well: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Pools(monkeypatch, ends_well)
+
+    def full() -> None:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    with pytest.raises(
+        torch.cuda.OutOfMemoryError, match=r"^CUDA out of memory. Tried to allocate 2.00 GiB.$"
+    ):
+        replay.record(full, torch.device("cuda", 0))
+
+
+@pytest.mark.usefixtures("no_pool_left")
+def test_recordings_share_their_memory_until_they_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch refuses a pool that was given up while a tensor is left in it: use_count > 0."""
+    pools, gpu = Pools(monkeypatch), torch.device("cuda", 0)
+    for _ in range(2):
+        replay.record(lambda: None, gpu)
+    replay.forget_recordings()
+    replay.record(lambda: None, gpu)
+    assert pools.asked == [1, 1, 2]
+
+
+def test_a_tensor_that_is_taken_by_its_memory_is_no_stand_in() -> None:
+    """So cuDNN's recurrent layers find their weights in one piece."""
+    weights = torch.ones(4)
+    with StandIns(), pytest.raises(NotReplayable, match=r"by its memory.*allowed instead is 'off'"):
+        torch.empty(0).set_(weights.untyped_storage())
+
+
+@pytest.mark.parametrize("name", ["lstm", "gru", "bilstm"])
+def test_recurrent_layers_are_refused_before_the_first_round(name: str) -> None:
+    task = Task(4, 8, (12,), 100)
+    said = (
+        rf"compile = 'cuda-graph': model '{name}', layer stages\.0\..*\((LSTM|GRU)\): recurrent layers cannot"
+    )
     with pytest.raises(PbflError, match=said):
-        replay.record(refused, torch.device("cuda", 0))
+        check_layers(name, build_model(name, task, 0))
+    check_layers("transformer-2-1", build_model("transformer-2-1", task, 0))
 
 
 def test_what_the_cards_own_batch_norm_writes_is_noted() -> None:

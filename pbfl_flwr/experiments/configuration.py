@@ -13,7 +13,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from pbfl_flwr.architectures import architecture_of, architectures, check_named
+from pbfl_flwr.architectures import architecture_of, architectures, check_named, fresh
 from pbfl_flwr.config import CHANGEABLE, DataSettings, Scalar, Settings, parse
 from pbfl_flwr.data import DATASETS, Partition, check_data, load_pool
 from pbfl_flwr.data.windows import mixed_up
@@ -117,8 +117,8 @@ def preflight(settings: Settings, resources: Resources) -> Partition:
         PbflError: one line on what does not fit.
     """
     from pbfl_flwr.augmentation import check_augmentation
-    from pbfl_flwr.models import check_models
-    from pbfl_flwr.replay import check_replayable
+    from pbfl_flwr.models import build_model, check_models
+    from pbfl_flwr.replay import check_layers, check_replayable
 
     clients = settings.run.num_clients
     _check_resources(settings, resources)
@@ -132,6 +132,9 @@ def preflight(settings: Settings, resources: Resources) -> Partition:
     method = build_method(settings)
     method.check(task, names)
     check_replayable(settings.training.compile, method.name, method.replayable)
+    if settings.training.compile == "cuda-graph":
+        for name in dict.fromkeys(names):
+            check_layers(name, build_model(fresh(name), task, 0))
     return partition
 
 

@@ -25,7 +25,7 @@ from pbfl_flwr.models import (
     count_parameters,
 )
 from pbfl_flwr.models.pretrained import digest as digest_of_weights
-from pbfl_flwr.replay import check_replayable
+from pbfl_flwr.replay import check_layers, check_replayable
 from pbfl_flwr.task import Task
 
 
@@ -62,6 +62,8 @@ def _introduced(message: Message, context: Context, source: Source) -> Message:
     check_compiler(settings.training.compile, device)
     method = build_method(settings)
     check_replayable(settings.training.compile, method.name, method.replayable)
+    if settings.training.compile == "cuda-graph":
+        _check_layers(architecture, task)
     how = settings.training.of(architecture)
     body, head = _parameters(architecture, task, how.layout, how.precision)
     told = settings.privacy.client_report == "full"
@@ -107,12 +109,18 @@ def _check(data: object) -> None:
 def forget_trials() -> None:
     """Drop what this process knows of networks that it has tried."""
     _dry_forward.cache_clear()
+    _check_layers.cache_clear()
     _parameters.cache_clear()
 
 
 @lru_cache(maxsize=64)
 def _dry_forward(architecture: str, task: Task) -> None:
     check_models(architecture, task)
+
+
+@lru_cache(maxsize=64)
+def _check_layers(architecture: str, task: Task) -> None:
+    check_layers(architecture, build_model(fresh(architecture), task, 0))
 
 
 @lru_cache(maxsize=64)

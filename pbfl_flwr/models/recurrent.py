@@ -3,7 +3,7 @@
 Embedding and hidden state have width d. A text ends at its last token that is no padding: features are those of the
 state there, so that they do not depend on how far a text is padded or on what else is in its batch. The networks run
 over all places nevertheless, and the state is picked afterwards. Packed sequences would give the same; but their
-lengths must be known on the CPU, so that a step could neither be recorded on a GPU nor be exported.
+lengths must be known on the CPU, so that a GPU would be waited for and a network could not be exported.
 
 Differs from HtFLlib: its LSTM takes the last place of the batch's longest text, where all shorter ones are zero; its
 BiLSTM takes the backward direction at the last token, of which that direction has read nothing else, here it is taken

@@ -12,11 +12,19 @@ import torch
 from pbfl_flwr import replay
 from pbfl_flwr.config import Scalar, parse
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments import configuration
 from pbfl_flwr.flower import client, introduction, opening
+from pbfl_flwr.flower.placement import Resources
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method
+from pbfl_flwr.models import build_model
+from pbfl_flwr.models.contract import random_inputs
+from pbfl_flwr.recording import NotReplayable, StandIns
+from pbfl_flwr.task import Task
 from tests.flower.inprocess import federation
 from tests.pretend_card import CUDA, OnCard, Recording, card
 
+needs_a_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+GPU = torch.device("cuda", 0)
 GFPL: dict[str, Scalar] = {"gfpl.start": 1, "gfpl.interval": 1}
 VARIANTS: dict[str, dict[str, Scalar]] = {
     "sparse": {
@@ -145,6 +153,46 @@ def test_where_the_memory_did_not_suffice_recordings_and_networks_are_dropped(tm
     assert Recording.made - made == 2  # one for client 0, one for those after the failure
 
 
+def test_a_network_that_cannot_be_recorded_costs_no_other_client_its_work(tmp_path: Path) -> None:
+    """It is said in one line with what to set, before anything is recorded; the others share their recording."""
+    asking, normed = "tests.methods.tiny_nets:Asking", "tests.methods.tiny_nets:normed"
+    keys: dict[str, Scalar] = {"batch-size": 3, "num-clients": 3, "models": f"{asking},{normed},{normed}"}
+    on_cpu = federation(tmp_path / "cpu", "fedproto", **keys).run()
+    made = Recording.made
+    with (
+        card(),
+        patch.object(opening, "choose_device", lambda wanted: CUDA),
+        patch.object(introduction, "choose_device", lambda wanted: CUDA),
+        patch.object(replay, "_recordings", OrderedDict()),
+    ):
+        on_card = federation(tmp_path / "card", "fedproto", **keys, compile="cuda-graph").run()
+    assert [line["failures"] for line in on_cpu.strategy.history] == [[], []]
+    failures = [line["failures"] for line in on_card.strategy.history]
+    assert [[failure["client"] for failure in of_round] for of_round in failures] == [[0], [0]]
+    for (failure,) in failures:
+        assert "aten._local_scalar_dense.default has the CPU wait for the GPU" in failure["reason"]
+        assert "allowed instead is 'off'" in failure["reason"]
+    assert Recording.made - made == 2  # of the first round, and of the second with a pull
+
+
+def test_recurrent_layers_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    keys: dict[str, Scalar] = {"models": "tests.methods.tiny_nets:Reading", "compile": "cuda-graph"}
+    said = r"model 'tests.methods.tiny_nets:Reading', layer body \(GRU\): recurrent layers cannot be recorded"
+    with (
+        card(),
+        patch.object(introduction, "choose_device", lambda wanted: CUDA),
+        pytest.raises(PbflError, match=said),
+    ):
+        federation(tmp_path, "fedproto", num_clients=2, **keys).run()
+    wishes = configuration.Wishes({**keys, "dataset": "digits", "num-clients": 2})
+    with (
+        patch("torch.cuda.is_available", lambda: True),
+        patch("torch.cuda.device_count", lambda: 1),
+        pytest.raises(PbflError, match=said),
+    ):
+        configuration.preflight(configuration.check(wishes), Resources(gpus_per_client=0.25))
+
+
 def on_a_real_card(tmp_path: Path, name: str, compiled: str, **keys: Scalar) -> dict[str, float]:
     """Return the mean losses of the last round."""
     keys = {**(GFPL if name == "gfpl" else {}), **keys, "device": "cuda", "compile": compiled}
@@ -156,7 +204,7 @@ def on_a_real_card(tmp_path: Path, name: str, compiled: str, **keys: Scalar) -> 
     }
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_a_card
 @pytest.mark.parametrize(
     ("name", "compiled"),
     [
@@ -171,10 +219,15 @@ def test_a_method_on_a_real_card(name: str, compiled: str, tmp_path: Path) -> No
     on_a_real_card(tmp_path, name, compiled)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_a_card
 @pytest.mark.parametrize(
     ("name", "keys"),
-    [*product(REPLAYABLE, [{}]), ("fedproto", {**VARIANTS["sgd"], "models": "cnn2"})],  # the last has dropout
+    [
+        *product(REPLAYABLE, [{}]),
+        ("fedproto", {**VARIANTS["sgd"], "models": "cnn2"}),  # has dropout
+        ("fedproto", {"precision": "bfloat16", "models": "resnet4"}),
+        ("fedproto", {**VARIANTS["adam"], "models": "mobilenet-v2"}),
+    ],
 )
 def test_recorded_steps_on_a_real_card_learn_the_same(
     name: str, keys: dict[str, Scalar], tmp_path: Path
@@ -190,6 +243,133 @@ def test_recorded_steps_on_a_real_card_learn_the_same(
         found = on_a_real_card(tmp_path, name, "cuda-graph", **keys)
     assert replays.call_count > 4
     assert found == pytest.approx(expected, rel=0.02, abs=0.002)
+
+
+@needs_a_card
+@pytest.mark.parametrize(
+    ("name", "task"),
+    [
+        ("transformer-2-1", Task(4, 8, (12,), 100)),
+        ("textcnn", Task(4, 8, (12,), 100)),
+        ("vit-b-32", Task(4, 8, (3, 32, 32))),
+    ],
+)
+def test_recorded_steps_of_attention_and_embeddings_on_a_real_card(name: str, task: Task) -> None:
+    """On a card torch takes fused kernels for attention, which tell each other about dropout."""
+    inputs, labels = random_inputs(task, 4).to(GPU), torch.arange(4, device=GPU)
+
+    def trained(recorded: bool) -> list[float]:
+        model = build_model(name, task, 0).to(GPU).train()
+        for layer in model.modules():
+            if isinstance(layer, torch.nn.Dropout):
+                layer.p = 0.0  # what is drawn is not the same
+        losses, total = list[float](), torch.zeros((), device=GPU)
+
+        def step(inputs: torch.Tensor, labels: torch.Tensor) -> None:
+            model.zero_grad(set_to_none=True)
+            loss = torch.nn.functional.cross_entropy(model.head(model.features(inputs)), labels)
+            loss.backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.grad is not None:
+                        parameter.sub_(0.01 * parameter.grad)
+            total.copy_(loss.detach())
+
+        train = replay.Replayed(step, 4, GPU) if recorded else step
+        for _ in range(8):
+            train(inputs, labels)
+            if isinstance(train, replay.Replayed):
+                train.settle()
+            losses.append(float(total))
+        return losses
+
+    with patch.object(replay, "_recordings", OrderedDict()) as made:
+        assert trained(True) == pytest.approx(trained(False), rel=0.02, abs=0.002)
+        assert len(made) == 1
+
+
+@needs_a_card
+def test_recordings_of_a_real_card_are_made_anew_while_a_tensor_of_the_last_ones_is_left() -> None:
+    left, numbers = list[torch.Tensor](), torch.ones(4, device=GPU)
+    replay.aside(lambda: left.append(numbers + 1), GPU)
+    replay.record(lambda: left.append(numbers + 1), GPU)
+    replay.forget_recordings()
+    torch.cuda.empty_cache()
+    total = torch.zeros(4, device=GPU)
+    replay.aside(lambda: total.add_(numbers) and None, GPU)
+    again = replay.record(lambda: total.add_(numbers) and None, GPU)
+    again()
+    assert total.tolist() == [2.0] * 4
+    replay.forget_recordings()
+
+
+@needs_a_card
+def test_a_recording_that_a_real_card_refuses_spoils_nothing_for_the_next() -> None:
+    numbers, total = torch.ones(4, device=GPU), torch.zeros(4, device=GPU)
+
+    def waits() -> None:
+        numbers.sum().item()
+
+    def draws() -> None:
+        total.copy_(torch.nn.functional.dropout(numbers, 0.5))
+
+    replay.aside(draws, GPU)
+    current = torch.cuda.current_stream(GPU)
+    with pytest.raises(NotReplayable, match="allowed instead is 'off'"):
+        replay.record(waits, GPU)
+    assert torch.cuda.current_stream(GPU) == current
+    draws()
+    again = replay.record(draws, GPU)
+    again()
+    assert set(total.tolist()) <= {0.0, 2.0}
+    replay.forget_recordings()
+
+
+@needs_a_card
+def test_a_real_card_is_not_waited_for_unnoticed() -> None:
+    numbers = torch.ones(4, device=GPU)
+    with (
+        StandIns(numbers) as seen,
+        pytest.raises(NotReplayable, match=r"_local_scalar_dense.*has the CPU wait"),
+        replay.without_waiting(seen),
+    ):
+        numbers.sum().item()
+    assert torch.cuda.get_sync_debug_mode() == 0
+    assert float(numbers.sum()) == 4
+
+
+@needs_a_card
+@pytest.mark.parametrize("compiled", ["off", "cuda-graph"])
+def test_a_real_card_has_finished_when_the_seconds_of_a_training_are_taken(
+    compiled: str, tmp_path: Path
+) -> None:
+    finished: list[bool] = []
+    original = client._check_usable
+
+    def check(*given: Any) -> None:
+        finished.append(torch.cuda.current_stream().query())
+        original(*given)
+
+    with patch.object(client, "_check_usable", check):
+        on_a_real_card(tmp_path, "fedavg", compiled, **{"batch-size": 3, "num-clients": 2})
+    assert finished == [True] * 4
+
+
+@needs_a_card
+@pytest.mark.parametrize("compiled", ["off", "cuda-graph"])
+def test_the_memory_of_a_real_card_does_not_grow_from_round_to_round(compiled: str, tmp_path: Path) -> None:
+    held: dict[int, int] = {}
+    original = client.kept
+
+    def kept(opened: Any, *others: Any) -> Any:
+        held[opened.client.round] = torch.cuda.memory_allocated()
+        return original(opened, *others)
+
+    keys: dict[str, Scalar] = {"batch-size": 3, "num-clients": 2, "num-server-rounds": 6, "models": "cnn2"}
+    with patch.object(client, "kept", kept):
+        run = federation(tmp_path, "fedproto", **keys, device="cuda", compile=compiled).run()
+    assert not any(line["failures"] for line in run.strategy.history)
+    assert held[6] == pytest.approx(held[3], rel=0.01, abs=2**16)
 
 
 def test_a_card_that_is_too_full_is_said_with_what_to_do(
@@ -224,6 +404,12 @@ def test_the_pretended_card_refuses_what_a_card_refuses() -> None:
             there.normal_(generator=torch.Generator())
         with pytest.raises(RuntimeError, match="a generator on the CPU"):
             torch.randn(3, device=CUDA, generator=torch.Generator())
+        for together in (
+            torch.stack,
+            torch.cat,
+        ):  # a number may enter a kernel, not be put beside its results
+            with pytest.raises(RuntimeError, match="on the CPU and tensors on the card"):
+                together([there.sum(), torch.tensor(2.0)])
         assert (here + there.cpu()).tolist() == [2, 2, 2]
         assert (
             float(there[torch.tensor([0, 1])].sum() * torch.tensor(2.0)) == 4.0
