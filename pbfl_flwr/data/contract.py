@@ -219,6 +219,15 @@ class ClientData:
                 raise PbflError(
                     f"inputs of {name} are of shape {shape}, those of train of {self.input_shape}"
                 )
+            if (
+                self.vocabulary and shard.inputs.numel()
+            ):  # on a GPU one id too many ends the whole process's work
+                least, most = int(shard.inputs.min()), int(shard.inputs.max())
+                if not 0 <= least <= most < len(self.vocabulary):
+                    raise PbflError(
+                        f"token ids of {name} go from {least} to {most}: allowed is 0 to {len(self.vocabulary) - 1}, "
+                        "the places in vocabulary"
+                    )
 
     @property
     def input_shape(self) -> tuple[int, ...]:

@@ -167,6 +167,10 @@ def test_a_strategy_and_a_client_app_run_in_this_process(tmp_path: Path) -> None
             "inputs of train hold numbers that are not finite",
         ),
         ({"inputs": torch.zeros(2, 4)}, r"inputs of test are of shape \(3,\), those of train of \(4,\)"),
+        (
+            {"vocabulary": ("<pad>", "a"), "inputs": torch.tensor([[0, 1, 1], [1, 2, 0]])},
+            "token ids of train go from 0 to 2: allowed is 0 to 1, the places in vocabulary",
+        ),
         ({"label_names": ("a",)}, "label_names has 1 names: allowed is one for each of 2 classes"),
     ],
 )
@@ -177,7 +181,8 @@ def test_what_is_wrong_with_data_of_ones_own_is_said_before_anything_starts(
         good = Shard(torch.zeros(2, 3), torch.tensor([0, 1]))
         names = change.get("label_names", ("a", "b"))
         train = Shard(change.get("inputs", good.inputs), change.get("labels", good.labels))
-        return ClientData(train, good, 2, names, torch.ones(1), torch.zeros(1))
+        words = change.get("vocabulary", ())
+        return ClientData(train, good, 2, names, torch.ones(1), torch.zeros(1), vocabulary=words)
 
     strategy = FedProto(num_clients=1, models="mlp5", feature_dim=8, state_dir=str(tmp_path))
     with pytest.raises(PbflError, match=f"1 of 1 clients: the data that the app brings: .*{says}"):
