@@ -49,8 +49,14 @@ def pointed(error: Exception) -> str:
     """Return in one line what nobody foresaw, and where it was raised."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     said = f"{type(error).__name__}: {' '.join(printable(str(error)).split())}"
-    advice = f"; {TOO_FULL}" if type(error).__name__ == "OutOfMemoryError" else ""  # torch's, of a GPU
+    advice = f"; {TOO_FULL}" if of_full_card(error) else ""
     return f"{said[:LONGEST]} ({Path(frame.filename).name}:{frame.lineno}){advice}"
+
+
+def of_full_card(error: Exception) -> bool:
+    """Whether a GPU had too little memory: torch's own complaint, or that of a library which asks CUDA itself."""
+    said = ("CUDA error: out of memory", "_STATUS_ALLOC_FAILED", "_DEVICE_ALLOCATION_FAILED")
+    return type(error).__name__ == "OutOfMemoryError" or any(words in str(error) for words in said)
 
 
 def some(names: Sequence[str], most: int = FEW) -> str:

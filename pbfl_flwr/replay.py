@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from pbfl_flwr import recording
-from pbfl_flwr.errors import PbflError, pointed
+from pbfl_flwr.errors import PbflError, of_full_card, pointed
 from pbfl_flwr.recording import NotReplayable, Run, StandIns, copy_some
 
 Step = Callable[..., None]
@@ -219,13 +219,13 @@ def record(run: Run, device: torch.device) -> Run:
             try:
                 run()
             except Exception as error:
-                full = isinstance(error, torch.cuda.OutOfMemoryError)
+                full = of_full_card(error)
                 refused = str(error) if full else _why_not(error)
                 raise
     except Exception as error:
         graph.reset()  # ends what torch has begun for it, also where the recording could not end
         _pool.cache_clear()
-        if isinstance(error, torch.cuda.OutOfMemoryError):
+        if of_full_card(error):
             raise
         if full:
             raise torch.cuda.OutOfMemoryError(refused) from error

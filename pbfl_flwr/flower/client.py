@@ -16,7 +16,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord
 from flwr.client.mod import secaggplus_mod
 from flwr.clientapp import ClientApp
@@ -27,7 +26,7 @@ from torch.random import fork_rng
 from pbfl_flwr import seeds
 from pbfl_flwr.config import Settings
 from pbfl_flwr.data import forget_data
-from pbfl_flwr.errors import PbflError, pointed
+from pbfl_flwr.errors import PbflError, of_full_card, pointed
 from pbfl_flwr.flower import faults, wire
 from pbfl_flwr.flower.device import card_given_back, identify, peak_gpu_memory
 from pbfl_flwr.flower.introduction import forget_trials, introduce
@@ -108,7 +107,7 @@ def _guarded(
     except Exception as error:  # the boundary: whatever happens here must not cost another client's work
         reason = pointed(error)
         traceback.print_exc(file=sys.stderr)
-        if isinstance(error, torch.cuda.OutOfMemoryError):
+        if of_full_card(error):
             make_room()
     card_given_back()  # the error, which held on to tensors, is gone here
     return Message(Error(code=CLIENT_FAULT, reason=reason), reply_to=message)

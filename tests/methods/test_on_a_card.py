@@ -372,19 +372,32 @@ def test_the_memory_of_a_real_card_does_not_grow_from_round_to_round(compiled: s
     assert held[6] == pytest.approx(held[3], rel=0.01, abs=2**16)
 
 
-def test_a_card_that_is_too_full_is_said_with_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*anything: object) -> None:
-        raise torch.OutOfMemoryError(
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError(
             "CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has a total of 8 GiB."
-        )
+        ),
+        RuntimeError("CUDA error: out of memory\nwhere a context is made. GPU 0 is another process's."),
+        RuntimeError(
+            "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)` on GPU 0 there"
+        ),
+    ],
+)
+def test_a_card_that_is_too_full_is_said_with_what_to_do(
+    error: RuntimeError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what the worker keeps is dropped, whoever it was that asked for memory."""
 
+    def full(*anything: object) -> None:
+        raise error
+
+    dropped: list[int] = []
     monkeypatch.setattr(client, "evaluate", full)
-    with pytest.raises(
-        PbflError, match=r"Tried to allocate 2.00 GiB. GPU 0 .*; lower batch-size or eval-batch-size"
-    ):
+    monkeypatch.setattr(client, "make_room", lambda: dropped.append(1))
+    with pytest.raises(PbflError, match=r"CUDA .* GPU 0 .*; lower batch-size or eval-batch-size"):
         federation(tmp_path, "local", num_clients=1).run()
+    assert dropped
 
 
 def test_the_pretended_card_refuses_what_a_card_refuses() -> None:
