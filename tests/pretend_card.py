@@ -122,6 +122,13 @@ def _carded(item: Any) -> Any:
     return OnCard(item) if isinstance(item, Tensor) and not isinstance(item, OnCard) else item
 
 
+LIBRARY = torch.library.Library("pretended", "DEF")
+LIBRARY.define(
+    "made(Tensor held) -> Tensor"
+)  # an operation, so that whoever listens hears that a tensor was made
+LIBRARY.impl("made", lambda held: OnCard(held), "CompositeExplicitAutograd")
+
+
 class _Move(torch.autograd.Function):
     """To the card or from it, with gradients going the other way."""
 
@@ -267,7 +274,10 @@ class _Machine(TorchFunctionMode):
             if kwargs.get("generator") is not None:
                 raise RuntimeError(f"{func}: a generator on the CPU for a tensor on the card")
             kwargs["device"] = "cpu"
-            return each_tensor(_carded, func(*each_tensor(_held, args), **each_tensor(_held, kwargs)))
+            found = func(*each_tensor(_held, args), **each_tensor(_held, kwargs))
+            if func in (torch.tensor, torch.as_tensor):  # numbers of Python's, which are copied
+                return _move(found, True)
+            return each_tensor(torch.ops.pretended.made.default, found)
         return func(*args, **kwargs)
 
     def _to(self, tensor: Tensor, rest: list[Any], kwargs: dict[str, Any]) -> Tensor:
