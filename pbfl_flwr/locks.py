@@ -36,9 +36,8 @@ def need_locks(file: Path) -> None:
     Raises:
         OSError: if the file cannot be made, or its file system has no locks.
     """
-    descriptor = os.open(
-        file, os.O_RDONLY | os.O_CREAT, 0o666
-    )  # its time stays: age counts by the newest file
+    # Not touched: pbfl clean goes by the newest file.
+    descriptor = os.open(file, os.O_RDONLY | os.O_CREAT, 0o666)
     try:
         if os.name != "posix":
             return

@@ -184,6 +184,7 @@ class ClientStore:
         lock = self.path.with_name(f".{self.path.stem}.lock")
         try:
             make_directory(self.directory, private=True)
+            lock.touch()  # a state that is in use is a new one for pbfl clean
             need_locks(lock)
         except OSError as error:
             raise UnsavedState(f"state-dir {self.directory} cannot be written ({error.strerror})") from None
