@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from filelock import FileLock
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
@@ -28,6 +27,7 @@ from pbfl_flwr.flower.files import (
     make_directory,
     write_atomically,
 )
+from pbfl_flwr.locks import Lock, need_locks
 from pbfl_flwr.payloads import separate, under
 
 BEST = ".best"  # ends the name of a client's state of the best round, whose number stands before it
@@ -184,19 +184,20 @@ class ClientStore:
                 with suppress(OSError):
                     older.unlink()
 
-    def alone(self) -> FileLock:
+    def alone(self) -> Lock:
         """Return a lock on this client's state; whoever else trains for the same client waits for it.
 
         Raises:
-            UnsavedState: if the directory cannot be made, or nothing be written there.
+            UnsavedState: if the directory cannot be made, nothing be written there, or there are no locks.
         """
         lock = self.path.with_name(f".{self.path.stem}.lock")
         try:
             make_directory(self.directory, private=True)
-            lock.touch()
+            lock.touch()  # a state that is in use is a new one for pbfl clean
+            need_locks(lock)
         except OSError as error:
             raise UnsavedState(f"state-dir {self.directory} cannot be written ({error.strerror})") from None
-        return FileLock(lock)
+        return Lock(lock)
 
     def load(self) -> ClientState | None:
         """Return the client's state, None if it never took part.
