@@ -62,6 +62,8 @@ def _introduced(message: Message, context: Context, source: Source) -> Message:
     check_compiler(settings.training.compile, device)
     method = build_method(settings)
     check_replayable(settings.training.compile, method.name, method.replayable)
+    for name in method.beside():
+        digest_of_weights(name)  # which must be there
     how = settings.training.of(architecture)
     body, head = _parameters(architecture, task, how.layout, how.precision)
     told = settings.privacy.client_report == "full"
