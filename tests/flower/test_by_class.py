@@ -16,7 +16,7 @@ from sklearn.metrics import balanced_accuracy_score, f1_score
 from torch import Tensor
 
 from pbfl_flwr.by_class import ByClass, balanced_accuracy, macro_f1, recalls, statistics
-from pbfl_flwr.config import PREDICTORS, EvaluationSettings, Scalar, parse
+from pbfl_flwr.config import PREDICTORS, EvaluationSettings, parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import wire
 from pbfl_flwr.flower.books import client_columns, on_validation, summarise
@@ -225,7 +225,7 @@ def plain(history: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("method", ["fedproto", "fedavg"])
 def test_a_run_has_them_wherever_it_has_accuracies(tmp_path: Path, method: str) -> None:
-    keys: dict[str, Scalar] = {"new_clients": 1, "new_client_rounds": 1, "both_moments": True}
+    keys: dict[str, Any] = {"new_clients": 1, "new_client_rounds": 1, "both_moments": True}
     run = federation(tmp_path / "on", method, on_disk=True, per_class=True, **keys).run()
     off = federation(tmp_path / "off", method, on_disk=True, **keys).run()
     assert plain(run.strategy.history) == plain(off.strategy.history), "training must not notice"
@@ -291,7 +291,7 @@ def test_a_malformed_one_costs_its_client_alone(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_goes_on_with_them(tmp_path: Path) -> None:
-    def of(place: Path, **keys: Scalar) -> Federation:
+    def of(place: Path, **keys: Any) -> Federation:
         return federation(place, per_class=True, on_disk=True, **keys).run()
 
     whole = of(tmp_path / "whole", num_server_rounds=3)
@@ -312,7 +312,7 @@ def test_who_failed_and_is_asked_again_says_the_same(tmp_path: Path) -> None:
 
 
 def test_under_secure_aggregation_reports_are_as_in_clear(tmp_path: Path) -> None:
-    keys: dict[str, Scalar] = {"aggregation": "ppa", "num_server_rounds": 1, "per_class": True}
+    keys: dict[str, Any] = {"aggregation": "ppa", "num_server_rounds": 1, "per_class": True}
     plain_run = federation(tmp_path / "plain", **keys).run()
     secure = federation(tmp_path / "secure", **keys, secure_aggregation=True).run()
     assert secure.strategy.history[0]["accuracy"] == plain_run.strategy.history[0]["accuracy"]

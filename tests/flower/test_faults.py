@@ -158,7 +158,7 @@ def test_a_delay_is_slept(tmp_path: Path) -> None:
 
 
 def test_injected_faults_are_the_same_in_any_order_and_after_a_resume(tmp_path: Path) -> None:
-    keys: dict[str, Scalar] = {"injected": "drop=0.2,crash=0.2,corrupt=0.2,stale=0.2", "num_server_rounds": 4}
+    keys: dict[str, Any] = {"injected": "drop=0.2,crash=0.2,corrupt=0.2,stale=0.2", "num_server_rounds": 4}
     one = federation(tmp_path / "a", **keys).run()
     other = federation(tmp_path / "b", order=5, **keys).run()
     federation(tmp_path / "c", on_disk=True, **{**keys, "num_server_rounds": 2}).run()
@@ -201,7 +201,7 @@ def test_a_round_that_ended_the_run_counts_once_when_it_is_started_again(
     tmp_path: Path, at: int, moment: str
 ) -> None:
     """FedTGP's server trains on from its state, so a round that was aggregated twice would show."""
-    keys: dict[str, Scalar] = {"failure_policy": "stop", "evaluate_moment": moment}
+    keys: dict[str, Any] = {"failure_policy": "stop", "evaluate_moment": moment}
     fault = flower_error("its node is unavailable")
     found = federation(tmp_path / "a", "fedtgp", faults={(3, at): fault}, on_disk=True, **keys)
     with pytest.raises(RunEnded, match="Rounds up to 1 are kept"):
@@ -645,7 +645,7 @@ class Killed(BaseException):
     ],
 )
 def test_a_killed_server_goes_on_bit_for_bit(tmp_path: Path, owner: Any, name: str, at: int) -> None:
-    keys: dict[str, Scalar] = {"num_server_rounds": 3, "momentum": 0.5, "optimizer_state": "kept"}
+    keys: dict[str, Any] = {"num_server_rounds": 3, "momentum": 0.5, "optimizer_state": "kept"}
     if name == "aggregate_evaluate":
         keys["evaluate_moment"] = "before"
     whole = federation(tmp_path / "a", on_disk=True, **keys).run()

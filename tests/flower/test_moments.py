@@ -1,11 +1,11 @@
 """Clients scored twice, before and after their training."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from pbfl_flwr.config import Scalar
 from pbfl_flwr.experiments import tables
 from pbfl_flwr.experiments.records import load
 from pbfl_flwr.experiments.report import accuracy_sheet
@@ -25,7 +25,7 @@ def test_the_other_moment_is_what_a_run_that_reports_it_reports(
 ) -> None:
     other = {"before": "after", "after": "before"}[moment]
 
-    def of(name: str, **keys: Scalar) -> Federation:
+    def of(name: str, **keys: Any) -> Federation:
         return federation(tmp_path / name, method, num_clients=3, **keys).run()
 
     twice, reported = (

@@ -41,7 +41,7 @@ SETTINGS: dict[str, dict[str, Scalar]] = {
 }
 
 
-def both(tmp_path: Path, **keys: Scalar) -> tuple[Federation, Federation]:
+def both(tmp_path: Path, **keys: Any) -> tuple[Federation, Federation]:
     method = str(keys.pop("method", "fedproto"))
     plain = federation(tmp_path / "plain", method, **keys, num_server_rounds=1)
     secure = federation(tmp_path / "secure", method, **keys, num_server_rounds=1, secure_aggregation=True)
@@ -133,7 +133,7 @@ def test_reports_and_bytes_are_kept(tmp_path: Path) -> None:
 
 def test_a_client_that_falls_out_costs_its_own_table_only(tmp_path: Path) -> None:
     """Client 2 raises while it trains; the others give its shares back, and the sum is theirs."""
-    keys: dict[str, Scalar] = {"secure_aggregation": True, "aggregation": "ppa", "num_server_rounds": 1}
+    keys: dict[str, Any] = {"secure_aggregation": True, "aggregation": "ppa", "num_server_rounds": 1}
     found = federation(tmp_path / "a", **keys, faults={(2, 1): raises}).run()
     plain = federation(tmp_path / "b", aggregation="ppa", num_server_rounds=1, faults={(2, 1): raises}).run()
     (failure,) = found.strategy.history[0]["failures"]
@@ -234,7 +234,7 @@ def test_an_earlier_upload_is_not_summed_again(tmp_path: Path) -> None:
 
 
 def test_the_last_scoring_is_in_clear_and_outside_the_protocol(tmp_path: Path) -> None:
-    keys: dict[str, Scalar] = {"evaluate_moment": "before", "fraction_train": 0.8}
+    keys: dict[str, Any] = {"evaluate_moment": "before", "fraction_train": 0.8}
     found = federation(tmp_path, on_disk=True, secure_aggregation=True, **keys).run()
     first, second = found.directory.rounds()
     assert "final" not in first

@@ -408,7 +408,7 @@ def test_failing_clients_are_named_and_the_others_unharmed(tmp_path: Path) -> No
     What the server and the others have after round 3 has the same bits as in a run in which these clients were
     simply not reached in the same rounds.
     """
-    rounds: dict[str, Scalar] = {"num_server_rounds": 3, "min_replies": 2}
+    rounds: dict[str, Any] = {"num_server_rounds": 3, "min_replies": 2}
     faulty = federation(tmp_path / "a", **rounds)
     directory = tmp_path / "a" / "run" / "clients" / faulty.strategy.experiment
     file = directory / "client-00002.safetensors"
@@ -631,7 +631,7 @@ def lines(run: Federation) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("method", ["fedproto", "fedtgp"])
 def test_resumed_is_uninterrupted(tmp_path: Path, method: str) -> None:
-    keys: dict[str, Scalar] = {"momentum": 0.5, "optimizer_state": "kept"}
+    keys: dict[str, Any] = {"momentum": 0.5, "optimizer_state": "kept"}
     if method == "fedtgp":
         keys["fedtgp.server-momentum"] = 0.5
     whole = federation(tmp_path / "a", method, on_disk=True, num_server_rounds=4, **keys).run()
@@ -647,7 +647,7 @@ def two_rounds(tmp_path: Path) -> Federation:
     return federation(tmp_path, "local", on_disk=True).run()
 
 
-def again(tmp_path: Path, **keys: Scalar) -> Federation:
+def again(tmp_path: Path, **keys: Any) -> Federation:
     return federation(tmp_path, "local", on_disk=True, resume=True, **keys)
 
 
@@ -714,7 +714,7 @@ def test_a_client_that_lost_its_state_is_named_once(tmp_path: Path, report: str)
 
 
 def test_fedkd_goes_on_where_every_client_lost_its_state(tmp_path: Path) -> None:
-    keys: dict[str, Scalar] = {"num_server_rounds": 4, "fedkd.schedule-rounds": 4}
+    keys: dict[str, Any] = {"num_server_rounds": 4, "fedkd.schedule-rounds": 4}
     whole = federation(tmp_path / "a", "fedkd", on_disk=True, **keys).run()
     two = {**keys, "num_server_rounds": 2}
     for name in ("b", "c"):
@@ -729,7 +729,7 @@ def test_fedkd_goes_on_where_every_client_lost_its_state(tmp_path: Path) -> None
 def test_who_is_only_scored_is_found_to_have_lost_its_state_too(tmp_path: Path) -> None:
     found = federation(tmp_path, on_disk=True, num_server_rounds=1).run()
     shutil.rmtree(tmp_path / "run" / "clients")
-    keys: dict[str, Scalar] = {"num_server_rounds": 3, "resume": True}
+    keys: dict[str, Any] = {"num_server_rounds": 3, "resume": True}
     found = federation(tmp_path, on_disk=True, **keys)
     roster = patch.object(Roster, "sample", lambda self, *_: [0, 1])
     with roster:
@@ -800,7 +800,7 @@ def kinds(found: Federation, server_round: int) -> dict[int, str]:
 
 
 def test_a_fraction_trains_and_the_others_are_scored(tmp_path: Path) -> None:
-    keys = {"fraction_train": 0.4, "num_server_rounds": 4}
+    keys: dict[str, Any] = {"fraction_train": 0.4, "num_server_rounds": 4}
     one = federation(tmp_path / "a", "local", **keys).run()
     # Other node ids in another order, replies in another order: the same clients, the same bits.
     other = federation(
@@ -907,8 +907,8 @@ def test_the_partition_is_written_where_the_server_can_deal_it(tmp_path: Path) -
 
 
 def test_a_run_does_not_go_on_with_other_samples(tmp_path: Path) -> None:
-    def run(**keys: Scalar) -> Federation:
-        own: dict[str, Scalar] = {"num_clients": 2, "models": "cnn2", "max_samples": 60, "partition": "iid"}
+    def run(**keys: Any) -> Federation:
+        own: dict[str, Any] = {"num_clients": 2, "models": "cnn2", "max_samples": 60, "partition": "iid"}
         return federation(tmp_path, on_disk=True, data=None, **own, **keys)
 
     file = run(num_server_rounds=1).run().directory.path / "partition.json"
@@ -925,7 +925,7 @@ def test_a_run_that_was_killed_while_it_began_begins_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """run.json is the seal: what stands there without it is no run, and what stands beside it is complete."""
-    keys: dict[str, Scalar] = {"num_clients": 2, "models": "cnn2", "max_samples": 60, "num_server_rounds": 1}
+    keys: dict[str, Any] = {"num_clients": 2, "models": "cnn2", "max_samples": 60, "num_server_rounds": 1}
     written: list[str] = []
     original = RunDirectory._write
 

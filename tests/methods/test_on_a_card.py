@@ -42,7 +42,7 @@ VARIANTS: dict[str, dict[str, Scalar]] = {
 }
 
 
-def alike(tmp_path: Path, method: str, keys: dict[str, Scalar], **how: Any) -> None:
+def alike(tmp_path: Path, method: str, keys: dict[str, Any], **how: Any) -> None:
     on_cpu = federation(tmp_path / "cpu", method, num_clients=3, **how, **keys).run()
     before = OnCard.operations
     with card(), patch.object(opening, "choose_device", lambda wanted: CUDA):
@@ -63,7 +63,7 @@ def replayed(tmp_path: Path, method: str, keys: dict[str, Scalar]) -> int:
     Returns:
         How many recordings were made.
     """
-    keys = {"batch-size": 3, "num-clients": 1, **keys}
+    keys: dict[str, Any] = {"batch-size": 3, "num-clients": 1, **keys}
     on_cpu = federation(tmp_path / "cpu", method, **keys).run()
     before, made = Recording.replayed, Recording.made
     with (
@@ -127,7 +127,7 @@ def test_where_the_memory_did_not_suffice_recordings_and_networks_are_dropped(tm
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
         return original(opened, *others)
 
-    keys: dict[str, Scalar] = {"batch-size": 3, "num-clients": 3, "models": "tests.methods.tiny_nets:normed"}
+    keys: dict[str, Any] = {"batch-size": 3, "num-clients": 3, "models": "tests.methods.tiny_nets:normed"}
     with patch.object(client, "kept", kept):
         on_cpu = federation(tmp_path / "cpu", "fedavg", **keys).run()
         made = Recording.made
@@ -147,7 +147,7 @@ def test_where_the_memory_did_not_suffice_recordings_and_networks_are_dropped(tm
 
 def on_a_real_card(tmp_path: Path, name: str, compiled: str, **keys: Scalar) -> dict[str, float]:
     """Return the mean losses of the last round."""
-    keys = {**(GFPL if name == "gfpl" else {}), **keys, "device": "cuda", "compile": compiled}
+    keys: dict[str, Any] = {**(GFPL if name == "gfpl" else {}), **keys, "device": "cuda", "compile": compiled}
     run = federation(tmp_path / compiled, name, **keys).run()
     assert [line["failures"] for line in run.strategy.history] == [[], []]
     assert run.strategy.history[-1]["accuracy"]["head"]["clients"] > 0

@@ -87,7 +87,7 @@ def test_what_else_helps_against_boundless_prototypes_is_named_where_it_does() -
 @pytest.mark.parametrize("base", ["fedproto", "fedtgp"])
 @pytest.mark.parametrize(("cps", "ppa", "cpkd"), list(itertools.product([False, True], repeat=3)))
 def test_every_combination_runs(tmp_path: Path, base: str, cps: bool, ppa: bool, cpkd: bool) -> None:
-    keys: dict[str, Scalar] = {
+    keys: dict[str, Any] = {
         "cps_dim": 16 if cps else 0,
         "aggregation": "ppa" if ppa else "mean",
         "cpkd": "sample" if cpkd else "off",
@@ -111,7 +111,7 @@ def test_every_combination_runs(tmp_path: Path, base: str, cps: bool, ppa: bool,
 
 @pytest.mark.parametrize("base", ["fedproto", "fedtgp"])
 def test_tinyproto_on_both_bases(tmp_path: Path, base: str) -> None:
-    keys: dict[str, Scalar] = {"tinyproto.base": base, "tinyproto.server-epochs": 3, "cps_dim": 16}
+    keys: dict[str, Any] = {"tinyproto.base": base, "tinyproto.server-epochs": 3, "cps_dim": 16}
     found = federation(tmp_path, "tinyproto", num_clients=3, **keys).run()
     assert [line["failures"] for line in found.strategy.history] == [[], []]
     assert found.strategy.headline == "local"
@@ -119,7 +119,7 @@ def test_tinyproto_on_both_bases(tmp_path: Path, base: str) -> None:
 
 
 def test_settings_change_what_they_name(tmp_path: Path) -> None:
-    def state(name: str, **keys: Scalar) -> Tensor:
+    def state(name: str, **keys: Any) -> Tensor:
         found = federation(tmp_path / name, "fedproto", num_clients=3, num_server_rounds=3, **keys).run()
         values: Tensor = found.strategy.state.combined.values
         return values
