@@ -27,7 +27,7 @@ from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.payloads import RejectedPayload
 from pbfl_flwr.scoring import evaluate
 from pbfl_flwr.sinks import newcomers_step, steps
-from tests.flower.inprocess import SPLITS, Federation, altered, federation, raises, same_tensors
+from tests.flower.inprocess import SPLITS, Federation, altered, federation, numbers, raises, same_tensors
 from tests.test_training import client, data
 
 SCORES = {"balanced", "balanced_mean", "macro_f1", "macro_f1_mean", "by_class", "tested"}
@@ -131,7 +131,10 @@ def twice() -> Report:
 def test_counts_travel_as_whole_numbers_and_come_back() -> None:
     for sent in (report(SECOND), twice()):
         record = sent.to_record()
-        assert all(type(value) is int for value in [*record["k"], *record.get("ko", [])])
+        assert all(
+            type(value) is int
+            for value in [*numbers(record, "k"), *(numbers(record, "ko") if "ko" in record else [])]
+        )
         assert Report.from_record(record, 4) == sent
     several = ByClass([1, 2], {"head": [1, 1], "local": [0, 2]}, {"head": [2, 1], "local": [1, 2]})
     assert Report.from_record(report(several).to_record(), 2) == report(several)
@@ -167,7 +170,7 @@ LENGTH, COUNT, CONTRADICT = "lacks 'k' of length 12", "what is no count", "by cl
 )
 def test_malformed_counts_are_rejected(change: Any, said: str) -> None:
     record = report(FIRST).to_record()
-    record["k"] = change(list(record["k"]))
+    record["k"] = change(numbers(record, "k"))
     with pytest.raises(RejectedPayload, match=said):
         Report.from_record(record, 4)
 
@@ -275,7 +278,7 @@ def test_liars_count_for_nothing(tmp_path: Path) -> None:
 def test_a_malformed_one_costs_its_client_alone(tmp_path: Path) -> None:
     def forge(content: RecordDict) -> None:
         record = content.metric_records[wire.METRICS]
-        record["k"] = [9, *list(record["k"])[1:]]
+        record["k"] = [9, *numbers(record, "k")[1:]]
 
     def forget(content: RecordDict) -> None:
         del content.metric_records[wire.METRICS]["k"]

@@ -14,6 +14,7 @@ from pbfl_flwr.config import Scalar, parse
 from pbfl_flwr.data import check_data, load_pool
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import tables, watch
+from pbfl_flwr.experiments.accuracies import series
 from pbfl_flwr.experiments.compare import Planned, ready
 from pbfl_flwr.experiments.comparison_table import rows, table
 from pbfl_flwr.experiments.configuration import Wishes
@@ -91,7 +92,7 @@ def test_scored_before_training_they_begin_with_the_broadcast_and_end_with_a_las
     assert [line["accuracy_of_round"] for line in lines] == [2, 3, 4]
     assert ["final" in line for line in lines] == [False, False, True]
     assert lines[-1]["final"]["accuracy"]["head"]["clients"] == 2
-    assert [at for at, _ in tables.series(lines)] == [2, 3, 4, 5]
+    assert [at for at, _ in series(lines)] == [2, 3, 4, 5]
     assert asked(found, "evaluate") == {2: {0, 1, 2}, 5: {3, 4}}
 
 

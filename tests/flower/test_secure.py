@@ -25,6 +25,7 @@ from pbfl_flwr.flower.report import Report
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.payloads import Prototypes, RejectedPayload
 from pbfl_flwr.prototypes import sums
+from pbfl_flwr.prototypes.pipeline import Pipeline
 from pbfl_flwr.task import Task
 from tests.flower.inprocess import NUM_CLIENTS, Answer, Fault, Federation, federation, lost, raises
 from tests.flower.test_faults import only
@@ -57,6 +58,7 @@ def test_the_sum_is_right_within_quantisation(tmp_path: Path, name: str) -> None
     if found.num_examples and expected.num_examples:
         of_n = expected.num_examples / found.num_examples  # of aps-mean n is a mean, rounded, times M
     assert name == "aps-mean" or found.num_examples == expected.num_examples
+    assert isinstance(secure.strategy.method, Pipeline)
     bound = sums.RANGES[secure.strategy.method.stages.aggregation]
     # Five clients, each wrong by less than one step; PPA multiplies the sum by K/n.
     factor = 10 / 90 if name.startswith("ppa") else 1.0
@@ -189,7 +191,7 @@ def another_length(record: ConfigRecord) -> None:
 
 def shifted(record: ConfigRecord) -> None:
     if Key.MASKED_PARAMETERS in record:
-        factor, vector = record[Key.MASKED_PARAMETERS]
+        factor, vector = cast(list[bytes], record[Key.MASKED_PARAMETERS])
         record[Key.MASKED_PARAMETERS] = [factor, ndarray_to_bytes(bytes_to_ndarray(vector) + 2**29 + 2**26)]
 
 

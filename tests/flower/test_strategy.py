@@ -14,7 +14,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import Strategy
 from torch import Tensor
 
@@ -48,6 +48,7 @@ from tests.flower.inprocess import (
     flower_error,
     hello,
     lost,
+    numbers,
     raises,
     reply_of,
     same_tensors,
@@ -216,7 +217,7 @@ POISON: dict[str, tuple[str, dict[str, Tensor], str]] = {
 }
 
 
-TIMES = Report(0, 0).to_record()["t"]
+TIMES = numbers(Report(0, 0).to_record(), "t")
 
 
 def scripted(rule: str, poison: RecordDict | Message | None) -> MethodStrategy:
@@ -289,7 +290,7 @@ def test_a_report_that_cannot_be_is_rejected(change: dict[str, Any], reason: str
         (wire.content(report=Report(10, 4).to_record()), "its payload is missing"),
         (wire.content(ArrayRecord(), Report(10, 4).to_record()), "'labels' is missing"),
         (
-            wire.content(ArrayRecord({"s": wire.Array(np.ones(3))}), Report(10, 4).to_record()),
+            wire.content(ArrayRecord({"s": Array(np.ones(3))}), Report(10, 4).to_record()),
             "an array of format 'numpy.ndarray', expected 'safetensors'",
         ),
     ],
@@ -355,17 +356,19 @@ def _mangled(good: RecordDict, rng: random.Random) -> RecordDict:
         del content[rng.choice(["p", "m"])]
         return content
     elif kind == 5:
-        content[rng.choice(["p", "m"])] = ConfigRecord({"x": rng.choice(["y", 1, b"z"])})
+        values: list[str | int | bytes] = ["y", 1, b"z"]
+        content[rng.choice(["p", "m"])] = ConfigRecord({"x": rng.choice(values)})
         return content
     elif kind == 6:
-        nonsense = [0, -(2**62), 2**62, 1e300, float("nan"), [], [1e300] * 3, [-5] * 4, [float("inf")] * 6]
+        nonsense: list[Any] = [0, -(2**62), 2**62, 1e300, float("nan"), [], [1e300] * 3, [-5] * 4]
+        nonsense.append([float("inf")] * 6)
         report[rng.choice(["n", "c", "t", "loss.ce"])] = rng.choice(nonsense)
         return content
     elif kind == 7:
         record["second"] = array
         return content
     else:
-        record["s"] = wire.Array(
+        record["s"] = Array(
             rng.choice(["uint8", "", "O"]), (1,), rng.choice(["numpy.ndarray", "", "x"]), b"\x80"
         )
         return content
@@ -591,7 +594,7 @@ def test_the_same_round_is_answered_again_without_training_again(tmp_path: Path)
     def twice(message: Message, answer: Answer) -> Message:
         first, second = answer(), answer()
         assert first.content.array_records["p"]["s"].data == second.content.array_records["p"]["s"].data
-        reports = [dict(reply.content.metric_records["m"]) for reply in (first, second)]
+        reports: list[dict[str, Any]] = [dict(reply.content.metric_records["m"]) for reply in (first, second)]
         loss_and_seconds = [report.pop("t") for report in reports]
         assert reports[0] == reports[1]
         assert "loss.ce" in reports[0]
@@ -889,8 +892,9 @@ def test_the_partition_is_written_where_the_server_can_deal_it(tmp_path: Path) -
     found.grid = InProcessGrid(make_client_app(), found.config, 3)
     found.run()
     written = found.directory.partition_counts()
+    assert written is not None
     assert written == check_data(found.strategy.settings.data, 3).counts.tolist()
-    assert sum(map(sum, written)) == 1797
+    assert sum(sum(counts) for counts in written) == 1797
     # FedProto's paper: client i sends K_i rows and gets K, of d numbers each.
     rows = sum(sum(count > 0 for count in counts) + 10 for counts in written)
     assert found.directory.paper_scalars() == rows * found.strategy.settings.models.feature_dim
@@ -902,7 +906,8 @@ def test_the_partition_is_written_where_the_server_can_deal_it(tmp_path: Path) -
     assert found.directory.majority() == pytest.approx(right / tested)
     # An app's own data is not the configured partition, and nothing is claimed about it.
     own = federation(tmp_path / "b", "local", on_disk=True, num_server_rounds=1).run()
-    assert own.directory.partition_counts() is own.directory.majority() is None
+    assert own.directory.partition_counts() is None
+    assert own.directory.majority() is None
     assert own.directory.paper_scalars() is None
 
 
