@@ -770,7 +770,8 @@ def test_a_resumed_run_keeps_what_changes_results(tmp_path: Path) -> None:
 
 def test_a_run_is_not_resumed_for_fewer_rounds_than_it_has(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [entry(1, 0.25, 0.5), entry(2, 0.5, 0.5)], method="fedproto")
-    assert configuration.resumed(run, configuration.Wishes({"num-server-rounds": 2}))
+    wishes = configuration.resumed(run, configuration.Wishes({"num-server-rounds": 2}))
+    assert wishes.values["num-server-rounds"] == 2
     result = pbfl("run", "--resume", run, "--set", "num-server-rounds=1")
     assert result.exit_code == 2
     assert "num-server-rounds = 1: the run has 2 rounds already" in result.stderr
