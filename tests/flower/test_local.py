@@ -311,7 +311,7 @@ def test_a_client_that_fails_gives_its_cards_memory_back(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(1))
     grid = LocalGrid(local.in_this_process(), at_once, {**KEYS, "models": "har-cnn"}, 3)
     (reply,) = grid.send_and_receive(ask(grid, [0]))
-    assert "har-cnn" in reply.error.reason
+    assert "har-cnn" in str(reply.error.reason)
     assert given_back == [1]
 
 

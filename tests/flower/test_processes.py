@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,12 @@ def test_a_group_is_ended_once_and_then_forgotten(tmp_path: Path, monkeypatch: p
     """After its leader was waited for its number may be somebody else's."""
     ended: list[int] = []
     original = warden.end_group
-    monkeypatch.setattr(warden, "end_group", lambda group, reap: (ended.append(group), original(group, reap)))
+
+    def ending(group: int, reap: Any) -> None:
+        ended.append(group)
+        original(group, reap)
+
+    monkeypatch.setattr(warden, "end_group", ending)
     processes = Processes()
     with (tmp_path / "log").open("wb") as log:
         first = processes.start([sys.executable, "-c", LEAVES_A_CHILD], tmp_path, os.environ, log)

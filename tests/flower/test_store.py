@@ -219,7 +219,7 @@ def test_a_damaged_file_is_named_and_stays_as_it_is(client: ClientStore, damage:
         client.path.unlink()
         client.path.mkdir()
     elif damage == "unsigned":
-        save_file(STATE.model, client.path)
+        save_file(dict(STATE.model), client.path)
     elif damage == "relabelled":  # a header that was edited: the checksum covers it too
         client.path.write_bytes(bytes(data).replace(b'"round":"3"', b'"round":"9"'))
     else:
@@ -300,7 +300,12 @@ def test_a_round_of_simulated_clients_is_flushed_once_and_before_it_counts(
     monkeypatch.setattr(recorder, "flush_directory", lambda path: flushed.append(f"{path.parent.name}, all"))
     run = federation(tmp_path, on_disk=True, num_server_rounds=2)
     keep = checkpoint.save
-    monkeypatch.setattr(checkpoint, "save", lambda *args: (flushed.append("checkpoint"), keep(*args)))
+
+    def saving(*args: Any) -> None:
+        flushed.append("checkpoint")
+        keep(*args)
+
+    monkeypatch.setattr(checkpoint, "save", saving)
     run.run()
     states = [what for what in flushed if what.startswith("clients, ") or what == "checkpoint"]
     assert states == ["clients, all", "checkpoint"] * 2

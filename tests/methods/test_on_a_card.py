@@ -12,7 +12,7 @@ import torch
 from pbfl_flwr import replay
 from pbfl_flwr.config import Scalar, parse
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower import client, introduction, opening
+from pbfl_flwr.flower import client, introduction, keeping, opening
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method
 from tests.flower.inprocess import federation
 from tests.pretend_card import CUDA, OnCard, Recording, card
@@ -42,7 +42,7 @@ VARIANTS: dict[str, dict[str, Scalar]] = {
 }
 
 
-def alike(tmp_path: Path, method: str, keys: dict[str, Scalar], **how: Any) -> None:
+def alike(tmp_path: Path, method: str, keys: dict[str, Any], **how: Any) -> None:
     on_cpu = federation(tmp_path / "cpu", method, num_clients=3, **how, **keys).run()
     before = OnCard.operations
     with card(), patch.object(opening, "choose_device", lambda wanted: CUDA):
@@ -63,8 +63,8 @@ def replayed(tmp_path: Path, method: str, keys: dict[str, Scalar]) -> int:
     Returns:
         How many recordings were made.
     """
-    keys = {"batch-size": 3, "num-clients": 1, **keys}
-    on_cpu = federation(tmp_path / "cpu", method, **keys).run()
+    config: dict[str, Any] = {"batch-size": 3, "num-clients": 1, **keys}
+    on_cpu = federation(tmp_path / "cpu", method, **config).run()
     before, made = Recording.replayed, Recording.made
     with (
         card(),
@@ -72,7 +72,7 @@ def replayed(tmp_path: Path, method: str, keys: dict[str, Scalar]) -> int:
         patch.object(introduction, "choose_device", lambda wanted: CUDA),
         patch.object(replay, "_recordings", OrderedDict()),
     ):
-        on_card = federation(tmp_path / "card", method, **keys, compile="cuda-graph").run()
+        on_card = federation(tmp_path / "card", method, **config, compile="cuda-graph").run()
     assert not any(line["failures"] for line in on_card.strategy.history)
     assert Recording.replayed > before + 4
     assert on_card.fingerprint == on_cpu.fingerprint
@@ -120,14 +120,12 @@ def test_a_learning_rate_that_falls_needs_no_other_recording(tmp_path: Path) -> 
 
 
 def test_where_the_memory_did_not_suffice_recordings_and_networks_are_dropped(tmp_path: Path) -> None:
-    original = client.kept
-
     def kept(opened: Any, *others: Any) -> Any:
         if (opened.client.id, opened.client.round) == (1, 1):
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
-        return original(opened, *others)
+        return keeping.kept(opened, *others)
 
-    keys: dict[str, Scalar] = {"batch-size": 3, "num-clients": 3, "models": "tests.methods.tiny_nets:normed"}
+    keys: dict[str, Any] = {"batch-size": 3, "num-clients": 3, "models": "tests.methods.tiny_nets:normed"}
     with patch.object(client, "kept", kept):
         on_cpu = federation(tmp_path / "cpu", "fedavg", **keys).run()
         made = Recording.made
@@ -147,8 +145,13 @@ def test_where_the_memory_did_not_suffice_recordings_and_networks_are_dropped(tm
 
 def on_a_real_card(tmp_path: Path, name: str, compiled: str, **keys: Scalar) -> dict[str, float]:
     """Return the mean losses of the last round."""
-    keys = {**(GFPL if name == "gfpl" else {}), **keys, "device": "cuda", "compile": compiled}
-    run = federation(tmp_path / compiled, name, **keys).run()
+    config: dict[str, Any] = {
+        **(GFPL if name == "gfpl" else {}),
+        **keys,
+        "device": "cuda",
+        "compile": compiled,
+    }
+    run = federation(tmp_path / compiled, name, **config).run()
     assert [line["failures"] for line in run.strategy.history] == [[], []]
     assert run.strategy.history[-1]["accuracy"]["head"]["clients"] > 0
     return {
