@@ -205,6 +205,10 @@ class Method(ABC, Generic[StateT, DownT, UpT]):
         """Return the predictions that can be made now, by name; all names that can come stand in ``predicts``."""
         return {"head": head_scores}
 
+    def beside(self) -> tuple[str, ...]:
+        """Return the names of the networks that every client builds beside its own; by default none."""
+        return ()
+
     def network(self, state: StateT) -> Mapping[str, Tensor]:
         """Return the parameters of the network that the server holds whole, by their names; empty if it holds none."""
         return {}

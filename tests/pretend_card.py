@@ -62,16 +62,18 @@ class OnCard(Tensor):
             storage_offset=held.storage_offset(),
             dtype=held.dtype,
             layout=held.layout,
-            device="cpu",
+            device=torch.device("cpu"),
         )
         made.held = held
         return made
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents=None):
         return f"OnCard({self.held})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         OnCard.operations += 1
         if OnCard.may_not_wait and waits(func, args):
@@ -231,7 +233,7 @@ def _there(item: Any) -> Any:
     return tensor
 
 
-def record(run: Callable[[], None], device: torch.device) -> Callable[[], None]:
+def record(run: Callable[[], object], device: torch.device) -> Callable[[], None]:
     """Stand in for :func:`pbfl_flwr.replay.record`."""
     recording, state = Recording(), torch.get_rng_state()
     Recording.going_on = True
@@ -255,7 +257,7 @@ class _Machine(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        first = args[0] if args else None
+        first: Any = args[0] if args else None
         if func == torch.Tensor.device.__get__:
             return CUDA if isinstance(first, OnCard) else func(*args, **kwargs)
         if func in (torch.Tensor.cpu, torch.Tensor.cuda):

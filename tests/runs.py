@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from typer.testing import CliRunner, Result
+from click.testing import Result
+from typer.testing import CliRunner
 
 from pbfl_flwr.cli import app
 from pbfl_flwr.config import parse

@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from platform import python_version
 from shlex import quote
-from typing import Any
+from typing import Any, get_args
 
 import click
 import pytest
@@ -21,6 +21,7 @@ from pbfl_flwr.config import PREDICTORS, Scalar, Settings, parse
 from pbfl_flwr.data import DATASETS
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import compare, configuration, reproduce, tables
+from pbfl_flwr.experiments.accuracies import scores
 from pbfl_flwr.experiments.figures import clock, kilobytes
 from pbfl_flwr.experiments.following import round_line
 from pbfl_flwr.experiments.runner import go_on_with
@@ -40,7 +41,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_by_names_every_predictor() -> None:
-    (option,) = By.__metadata__
+    _, option = get_args(By)
     assert ", ".join(PREDICTORS) in option.help
 
 
@@ -262,7 +263,13 @@ def test_shipped_presets_are_valid(name: str) -> None:
 
 
 def test_configuration_survives_the_toml_that_flower_reads() -> None:
-    config = {"a": 'qu"ote\\ \n ü', "b": True, "c": 1e-5, "d": 7, "tinyproto.base": "fedproto"}
+    config: dict[str, Scalar] = {
+        "a": 'qu"ote\\ \n ü',
+        "b": True,
+        "c": 1e-5,
+        "d": 7,
+        "tinyproto.base": "fedproto",
+    }
     assert configuration.flatten(tomllib.loads(toml(config))) == config
 
 
@@ -398,7 +405,7 @@ def test_show_where_clients_are_scored_before_training() -> None:
             final={"accuracy": {"head": {"weighted": 0.375}}, "failures": []},
         ),
     ]
-    head = tables.scores(rounds)["head"]
+    head = scores(rounds)["head"]
     assert (head.last[0], head.last[1]["weighted"]) == (3, 0.375)
     assert (head.best[0], head.best[1]["weighted"]) == (1, 0.5)
 
@@ -763,7 +770,8 @@ def test_a_resumed_run_keeps_what_changes_results(tmp_path: Path) -> None:
 
 def test_a_run_is_not_resumed_for_fewer_rounds_than_it_has(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [entry(1, 0.25, 0.5), entry(2, 0.5, 0.5)], method="fedproto")
-    assert configuration.resumed(run, configuration.Wishes({"num-server-rounds": 2}))
+    wishes = configuration.resumed(run, configuration.Wishes({"num-server-rounds": 2}))
+    assert wishes.values["num-server-rounds"] == 2
     result = pbfl("run", "--resume", run, "--set", "num-server-rounds=1")
     assert result.exit_code == 2
     assert "num-server-rounds = 1: the run has 2 rounds already" in result.stderr

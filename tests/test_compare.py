@@ -218,7 +218,8 @@ def test_a_run_that_is_refused_stops_nobody_and_is_in_no_table(file: Path, tmp_p
     assert said[1].startswith("A, seed 1: ")
     assert "is damaged" in said[1]
     assert said[2:] == ["B, seed 0: in use by another run"]
-    assert comparison_table.rows(planned) == comparison_table.groups(planned) == []
+    assert comparison_table.rows(planned) == []
+    assert comparison_table.groups(planned) == []
 
 
 def test_a_longer_run_is_not_taken_for_the_one_that_is_asked_for(file: Path, tmp_path: Path) -> None:
@@ -229,7 +230,8 @@ def test_a_longer_run_is_not_taken_for_the_one_that_is_asked_for(file: Path, tmp
     said = compare.make([first, second], lambda wishes, directory: 0)
     assert [line.rsplit(": ", 1)[0] for line in said] == ["A, seed 0", "B, seed 0"]
     assert all("was made with num-server-rounds = 3, not 2; allowed are at least as many" in s for s in said)
-    assert comparison_table.rows([first, second]) == comparison_table.groups([first, second]) == []
+    assert comparison_table.rows([first, second]) == []
+    assert comparison_table.groups([first, second]) == []
     longer = compare.plan(compare.read(str(file))[1], ["num-server-rounds=3"], [], ["A"], tmp_path)
     assert [row.rounds for row in comparison_table.rows(longer)] == ["3"]
 
@@ -470,12 +472,12 @@ def test_all_rows_and_pairs_by_one_predictor(file: Path, tmp_path: Path) -> None
     assert pbfl(*words, "--by", "global").exit_code == 0
     text, pairs = ((out / f"{name}.md").read_text() for name in ("table", "paired"))
     assert text.startswith("**Two methods, by global**\n\n| run | by | last |")
-    for line in (
+    for row in (
         "| A | global | 75.00 |",
         "| B | global | 50.00 |",
         "| C | global | - | - | - | - | 25.00 |",
     ):
-        assert line in text
+        assert row in text
     assert "\nNever scored by global: C.\n" in text
     assert pairs.startswith("**Two methods: pairs, by global**")
     assert "| A − B | clients | 2 | +25.00 |" in pairs

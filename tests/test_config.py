@@ -1,6 +1,7 @@
 """The run configuration: every bad key at once, strict types, ranges, protocols, fingerprint."""
 
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ from pbfl_flwr.config import GROUPS, PROTOCOLS, Auto, Group, Scalar, Settings, T
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.configuration import flatten
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method
+from pbfl_flwr.prototypes.pipeline import Pipeline
 
 
 class Own(Group):
@@ -129,13 +131,15 @@ def test_a_rate_that_is_high_for_adam_is_remarked() -> None:
 
 
 def test_the_servers_prototypes_have_a_rate_of_sgd() -> None:
-    def rate(**keys: Scalar) -> float:
-        settings = parse({"method": "fedtgp", **keys}, SECTIONS)
-        return build_method(settings).server_training.learning_rate
+    def rate(keys: Mapping[str, Scalar]) -> float:
+        method = build_method(parse({"method": "fedtgp", **keys}, SECTIONS))
+        assert isinstance(method, Pipeline)
+        assert method.server_training is not None
+        return method.server_training.learning_rate
 
-    assert rate(**{"learning-rate": 0.03}) == 0.03
-    assert rate(**{"optimizer": "adam", "learning-rate": 0.001}) == 0.01
-    assert rate(**{"optimizer": "adam", "fedtgp.server-learning-rate": 0.2}) == 0.2
+    assert rate({"learning-rate": 0.03}) == 0.03
+    assert rate({"optimizer": "adam", "learning-rate": 0.001}) == 0.01
+    assert rate({"optimizer": "adam", "fedtgp.server-learning-rate": 0.2}) == 0.2
 
 
 def test_a_whole_number_is_a_number() -> None:

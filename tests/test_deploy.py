@@ -69,7 +69,7 @@ def in_process(
 ) -> MethodStrategy:
     """The same federation without the network, after its last round."""
     nodes = complete(brought, len(brought), directory / "clients")
-    grid = InProcessGrid(make_client_app(), config, len(nodes), node_configs=dict(enumerate(nodes)))
+    grid = InProcessGrid(make_client_app(), config, len(nodes), node_configs=nodes)
     strategy = MethodStrategy(parse(config, SECTIONS), None)
     strategy.start(grid)
     return strategy

@@ -116,11 +116,14 @@ def test_a_layer_whose_gradients_come_late_starts_as_in_a_first_step() -> None:
     net[:3](inputs).sum().backward()
     descent.step()
     descent.clear()
-    before = net[4].bias.detach().clone()
+    late = net[4]
+    assert isinstance(late, torch.nn.Linear)
+    before = late.bias.detach().clone()
     net(inputs).sum().backward()
-    gradient = net[4].bias.grad.clone()
+    assert late.bias.grad is not None
+    gradient = late.bias.grad.clone()
     descent.step()
-    assert torch.equal(net[4].bias, before - 0.5 * gradient)
+    assert torch.equal(late.bias, before - 0.5 * gradient)
 
 
 def test_buffers_of_before_are_gone_on_with() -> None:

@@ -26,7 +26,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 def commands(name: str) -> list[tuple[str, str]]:
     """(page, command line) of every line that calls ``pbfl <name>``, continued lines joined."""
-    found = []
+    found: list[tuple[str, str]] = []
     for page in PAGES:
         text = page.read_text().replace("\\\n", " ")
         lines = re.findall(rf"^\s*(pbfl {name} [^\n]*)", text, re.MULTILINE)

@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -27,7 +29,7 @@ def test_the_published_size():
 
 
 def test_noise_is_uniform_and_features_follow_the_layers():
-    network = SHAPE.build(TASK, 1).eval()
+    network: Any = SHAPE.build(TASK, 1).eval()
     labels = torch.tensor([0, 3, 3])
     features, noise = network.draw(labels, torch.Generator().manual_seed(0))
     assert noise.shape == (3, 3)

@@ -17,7 +17,7 @@ APPS = ("client_app", "server_app")
 # A module may import what stands before its own line, and its own line.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "seeds", "allocator", "by_class"),
-    ("task", "config", "payloads", "security", "card", "architectures", "own_code", "places"),
+    ("task", "config", "payloads", "security", "card", "architectures", "own_code", "places", "locks"),
     ("sinks",),
     ("models", "data"),
     ("method", "weights", "lowrank", "generators", "descent", "augmentation"),

@@ -56,7 +56,7 @@ def reference(
     """The same federation without network and without a killer, in which the same answers did not come."""
     config = {**CONFIG, "num-server-rounds": rounds}
     nodes = complete(brought, 3, place / "clients")
-    grid = InProcessGrid(make_client_app(), config, 3, node_configs=dict(enumerate(nodes)), faults=faults)
+    grid = InProcessGrid(make_client_app(), config, 3, node_configs=nodes, faults=faults)
     strategy = MethodStrategy(parse(config, SECTIONS))
     strategy.start(grid)
     return strategy

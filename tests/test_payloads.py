@@ -128,7 +128,7 @@ def test_weights_travel_under_their_names() -> None:
 
 
 def test_payloads_of_payloads() -> None:
-    parts = {"one": Prototypes.empty(5, 3), "two": Weights({"one.x": torch.ones(2)}, 1)}
+    parts: dict[str, Payload] = {"one": Prototypes.empty(5, 3), "two": Weights({"one.x": torch.ones(2)}, 1)}
     tensors = joined(**parts)
     assert set(under(tensors, "one")) == {"labels", "rows"}
     assert Weights.from_tensors(under(tensors, "two"), TASK).tensors["one.x"].sum() == 2

@@ -32,7 +32,7 @@ def nothing_recorded_yet(monkeypatch: pytest.MonkeyPatch) -> None:
 class Sum:
     """total <- total + factor * sum of the batch."""
 
-    def __init__(self, factor: float, start: float = 0.0) -> None:
+    def __init__(self, factor: float | Tensor, start: float = 0.0) -> None:
         self.total = torch.tensor([start]).to(CUDA)
         self.factor = factor
         self.called: list[int] = []
@@ -114,12 +114,19 @@ def test_views_of_one_tensor_are_read_but_not_written(replays) -> None:
     both = torch.tensor([1.0, 2.0, 2.0, 3.0]).to(CUDA)
     head, tail = both[:2], both[2:]
     total = torch.zeros(2).to(CUDA)
-    train = Replayed(lambda inputs, labels: total.add_(inputs * head + tail), 2, CUDA)
+
+    def reads(inputs: Tensor, labels: Tensor) -> None:
+        total.add_(inputs * head + tail)
+
+    def writes(inputs: Tensor, labels: Tensor) -> None:
+        head.add_(tail)
+
+    train = Replayed(reads, 2, CUDA)
     for _ in range(5):
         train(torch.ones(2).to(CUDA), LABELS.to(CUDA))
     train.settle()
     assert total.tolist() == [15.0, 25.0]
-    train = Replayed(lambda inputs, labels: head.add_(tail), 2, CUDA)
+    train = Replayed(writes, 2, CUDA)
     train(torch.ones(2).to(CUDA), LABELS.to(CUDA))
     with pytest.raises(NotReplayable, match=r"also reads by another view.*allowed instead is 'off'"):
         train(torch.ones(2).to(CUDA), LABELS.to(CUDA))
@@ -148,6 +155,7 @@ def test_stand_ins_are_copies_that_nobody_else_holds() -> None:
         loss = (weight * 3).sum()
         loss.backward()
         with torch.no_grad():
+            assert weight.grad is not None
             weight.sub_(weight.grad)
             mean.mul_(0).add_(weight)
     assert (weight.tolist(), mean.tolist()) == ([2.0], [5.0])
@@ -257,7 +265,7 @@ def test_what_a_gpu_refuses_to_record_is_said_in_one_line(
     ends_well: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A refused operation makes the recording's end fail, too, and that says less. Nothing of it is left."""
-    pools, used = Pools(monkeypatch, ends_well), list[weakref.ref[Tensor]]()
+    pools, used = Pools(monkeypatch, ends_well), list[weakref.ref[object]]()
 
     def refused() -> None:
         gradient = torch.ones(2)
@@ -342,9 +350,12 @@ def test_tensors_are_copied_type_by_type(monkeypatch: pytest.MonkeyPatch) -> Non
     there = [torch.zeros_like(tensor) for tensor in here]
     launched: list[int] = []
     copied = torch._foreach_copy_
-    monkeypatch.setattr(
-        torch, "_foreach_copy_", lambda to, of: (launched.append(len({t.dtype for t in of})), copied(to, of))
-    )
+
+    def copying(to: list[Tensor], of: list[Tensor]) -> None:
+        launched.append(len({tensor.dtype for tensor in of}))
+        copied(to, of)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", copying)
     copy_some(here, there, [0, 1, 3])
     assert [tensor.tolist() for tensor in there] == [[1.0, 1.0], 3, [0.0], 4]
     assert launched == [1, 1]

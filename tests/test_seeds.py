@@ -1,5 +1,6 @@
 """Seeds depend on what they are for, and on nothing else."""
 
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -24,7 +25,8 @@ def test_a_seed_is_a_function_of_its_parts() -> None:
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
-    three, half = np.array(3)[()], np.array(0.5)[()]
+    three: Any = np.array(3)[()]
+    half: Any = np.array(0.5)[()]
     assert derive(three, "x") == derive(3, "x")
     with pytest.raises(TypeError):
         derive(half, "x")

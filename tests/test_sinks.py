@@ -85,7 +85,7 @@ def test_a_run_hands_on_what_its_new_clients_did(tmp_path: Path, monkeypatch: py
     monkeypatch.setitem(sys.modules, "kept_sink", module)
     monkeypatch.setitem(sinks.SINKS, "kept", sinks.Entry("kept_sink", "json", "none"))
     keys: dict[str, Any] = {"num-clients": 3, "num-server-rounds": 2, "models": "cnn4", "sinks": "kept"}
-    federation(tmp_path, on_disk=True, **keys, **{"new-clients": 1, "new-client-rounds": 2}).run()
+    federation(tmp_path, on_disk=True, **keys, new_clients=1, new_client_rounds=2).run()
     assert [step for step, _ in kept.steps] == [1, 2, 2, 2, -1]
     lines = RunDirectory(tmp_path / "run").newcomers(2)
     for number, (line, (_, figures)) in enumerate(zip(lines, kept.steps[2:4], strict=True), start=1):
@@ -111,7 +111,7 @@ def test_unknown_sinks_and_missing_libraries_are_named_before_anything_starts(
 def test_a_sink_needs_a_run_directory(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     with pytest.raises(PbflError, match="need a run directory"):
-        federation(tmp_path, **{"sinks": "tensorboard"}).run()
+        federation(tmp_path, sinks="tensorboard").run()
 
 
 class Brittle:

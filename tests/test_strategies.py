@@ -32,7 +32,7 @@ from tests.flower.inprocess import NUM_CLIENTS, InProcessGrid, tiny_data
 
 
 def strategies(directory: Path) -> list[MethodStrategy]:
-    common = {"models": "cnn4", "feature_dim": 20, "num_server_rounds": 2}
+    common: dict[str, Any] = {"models": "cnn4", "feature_dim": 20, "num_server_rounds": 2}
     where = str(directory / "state")
     return [
         FedProto(
@@ -62,14 +62,16 @@ def test_in_another_app(number: int, tmp_path: Path) -> None:
 
 
 def test_keywords_reach_the_method(tmp_path: Path) -> None:
-    sparse, trained, tiny, aligned, mixed, distilled, other = strategies(tmp_path)
-    assert (sparse.method.stages.cps_dim, sparse.method.stages.aggregation) == (5, "ppa")
-    assert trained.method.server_training.epochs == 2
-    assert tiny.method.server_training is not None
-    assert (aligned.method.stages.alignment, aligned.method.stages.upscale) == ("simplex", 10.0)
-    assert (mixed.method.config.components, mixed.method.config.interval) == (2, 1)
-    assert (distilled.method.config.align_weight, distilled.method.config.base) == (0.5, "fedavg")
-    assert (other.method.name, other.settings.as_dict()["fedgh.server-epochs"]) == ("fedgh", 2)
+    made = strategies(tmp_path)
+    methods: list[Any] = [strategy.method for strategy in made]
+    sparse, trained, tiny, aligned, mixed, distilled, other = methods
+    assert (sparse.stages.cps_dim, sparse.stages.aggregation) == (5, "ppa")
+    assert trained.server_training.epochs == 2
+    assert tiny.server_training is not None
+    assert (aligned.stages.alignment, aligned.stages.upscale) == ("simplex", 10.0)
+    assert (mixed.config.components, mixed.config.interval) == (2, 1)
+    assert (distilled.config.align_weight, distilled.config.base) == (0.5, "fedavg")
+    assert (other.name, made[-1].settings.as_dict()["fedgh.server-epochs"]) == ("fedgh", 2)
 
 
 def test_defaults_of_keywords_are_those_of_the_keys() -> None:

@@ -1,6 +1,6 @@
 """The one SGD loop: what it trains on, in which order, what it leaves alone, and what it refuses to hand on."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -74,9 +74,10 @@ def data(n: int = 10, test: int = 6) -> ClientData:
     )
 
 
-def client(model: nn.Module | None = None, n: int = 10, round: int = 1, **keys: object) -> Client:
+def client(model: Any = None, n: int = 10, round: int = 1, **keys: Any) -> Client:
     settings = SETTINGS.model_copy(update=keys)
-    return Client(0, round, TASK, model or Net(), data(n), settings, EvaluationSettings(), seed=3)
+    network: Any = Net() if model is None else model
+    return Client(0, round, TASK, network, data(n), settings, EvaluationSettings(), seed=3)
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
@@ -145,7 +146,8 @@ def test_networks_that_were_scored_train_in_training_mode() -> None:
     moved = 0.1 * first(who)(who.data.train.inputs).mean(0)  # BatchNorm's share of a batch, off from 0
 
     def loss(inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        both = [nn.functional.cross_entropy(forward(one, inputs)[1], labels) for one in (net(who), companion)]
+        networks: list[Any] = [net(who), companion]
+        both = [nn.functional.cross_entropy(forward(one, inputs)[1], labels) for one in networks]
         return {"ce": torch.stack(both).sum()}
 
     fit(who, loss, companions=[companion], epochs=1)
@@ -245,7 +247,12 @@ def test_batches_are_normalised_and_laid_out(layout: str, monkeypatch: pytest.Mo
         return {"ce": first(who).bias.sum()}
 
     fit(who, loss)
-    monkeypatch.setattr(who.model, "features", lambda inputs: met.append(inputs) or inputs.flatten(1))
+
+    def features(inputs: Tensor) -> Tensor:
+        met.append(inputs)
+        return inputs.flatten(1)
+
+    monkeypatch.setattr(who.model, "features", features)
     list(each_feature(who, held.train))
     assert begun == ["off"] * 2
     for inputs in met:
@@ -384,14 +391,15 @@ MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 def test_what_is_kept_makes_rounds_one_uninterrupted_descent(
     keys: dict[str, Any], kinds: tuple[str, ...], theirs: Callable[..., torch.optim.Optimizer]
 ) -> None:
-    model, memory = Net(), dict[str, Tensor]()
+    model: Any = Net()
+    memory: Mapping[str, Tensor] = {}
     for number in (1, 2, 3):
         who = replace(client(model, round=number, optimizer_state="kept", **keys), memory=memory)
         memory = fit(who, classification(model)).optimizer
     assert set(memory) == {f"{kind}.{name}" for kind in kinds for name, _ in model.named_parameters()}
     assert memory.get("step.head.weight", torch.tensor(6)) == 6  # two batches a round
 
-    twin = Net()
+    twin: Any = Net()
     optimizer = theirs(twin.parameters())
     shard = data().train
     for number in (1, 2, 3):
@@ -402,7 +410,7 @@ def test_what_is_kept_makes_rounds_one_uninterrupted_descent(
     for (name, found), expected in zip(model.named_parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, msg=name)
 
-    fresh = Net()
+    fresh: Any = Net()
     for number in (1, 2, 3):
         assert fit(client(fresh, round=number, **keys), classification(fresh)).optimizer == {}
     assert not torch.allclose(fresh.head.weight, twin.head.weight, atol=1e-3)
@@ -435,8 +443,8 @@ def test_fresh_momentum_leaves_out_what_an_earlier_run_kept() -> None:
 
 
 @pytest.mark.parametrize("keys", [{"momentum": 0.9}, {"optimizer": "adam"}])
-def test_what_the_client_remembers_is_not_changed_by_training(keys: dict[str, object]) -> None:
-    model = Net()
+def test_what_the_client_remembers_is_not_changed_by_training(keys: dict[str, Any]) -> None:
+    model: Any = Net()
     first = fit(client(model, optimizer_state="kept", **keys), classification(model)).optimizer
     kept = {name: tensor.clone() for name, tensor in first.items()}
     second = replace(client(model, round=2, optimizer_state="kept", **keys), memory=first)
@@ -456,7 +464,7 @@ def test_what_was_kept_is_laid_out_as_its_parameter() -> None:
 
 def test_momentum_of_a_part_of_the_parameters_can_be_gone_on_with() -> None:
     """A buffer of zeros is what SGD starts from, so parameters without one are as in a first step."""
-    model = Net()
+    model: Any = Net()
     head = fit(
         client(model, momentum=0.9, optimizer_state="kept"),
         classification(model),
@@ -464,7 +472,7 @@ def test_momentum_of_a_part_of_the_parameters_can_be_gone_on_with() -> None:
     ).optimizer
     assert set(head) == {"momentum.head.weight", "momentum.head.bias"}
     who = replace(client(model, n=4, round=2, momentum=0.9, optimizer_state="kept"), memory=head)
-    twin = Net()
+    twin: Any = Net()
     twin.load_state_dict(model.state_dict())
     fit(who, classification(model))
     fit(client(twin, n=4, round=2), classification(twin))  # one step of plain SGD
@@ -478,7 +486,8 @@ def test_momentum_of_what_is_not_the_network_is_kept_by_place() -> None:
     def loss(inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
         return {"companion": companion.weight.sum()}
 
-    parts, memory, weights = [part(model), part(companion)], {}, []
+    parts, weights = [part(model), part(companion)], list[float]()
+    memory: Mapping[str, Tensor] = {}
     with torch.no_grad():
         companion.weight.zero_()
     for number in (1, 2):
@@ -591,10 +600,10 @@ def test_the_pull_moves_the_extractor_from_the_first_broadcast_on() -> None:
 def test_one_pass_scores_every_predictor() -> None:
     who = client()
     who = replace(who, evaluation=EvaluationSettings(eval_batch_size=4))
-    perfect = {label: iter_of(data().test.labels, 4) for label in ("global",)}
+    perfect = iter(list(data().test.labels.split(4)))
 
     def oracle(features: Tensor, logits: Tensor) -> Tensor:
-        return nn.functional.one_hot(next(perfect["global"]), 3).float()
+        return nn.functional.one_hot(next(perfect), 3).float()
 
     def never(features: Tensor, logits: Tensor) -> Tensor:
         return torch.full((len(features), 3), EXCLUDED)  # ties: class 0 wins
@@ -609,10 +618,6 @@ def test_one_pass_scores_every_predictor() -> None:
     assert found.loss == pytest.approx(
         float(nn.functional.cross_entropy(logits, data().test.labels)), rel=1e-5
     )
-
-
-def iter_of(labels: Tensor, size: int) -> "Iterable[Tensor]":
-    return iter(labels.split(size))
 
 
 def test_scores_must_be_finite_and_of_shape_b_by_k() -> None:

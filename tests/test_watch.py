@@ -234,9 +234,10 @@ def test_it_follows_until_the_run_ends(tmp_path: Path) -> None:
 
 def test_the_figures_stay_whole_on_a_narrow_terminal(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [entry(1, 0.5, 0.25)])
-    console = Console(width=60, file=io.StringIO())
+    file = io.StringIO()
+    console = Console(width=60, file=file)
     console.print(watch.frame(watch.look(run, time.time())))
-    assert "…" not in console.file.getvalue()
+    assert "…" not in file.getvalue()
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

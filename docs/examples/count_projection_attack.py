@@ -29,7 +29,7 @@ def projection(uploads: dict[int, Prototypes], totals: np.ndarray) -> np.ndarray
     """Return n̂ (M, K) from the uploads of one round and n_i (M,)."""
     u = torch.stack([upload.values for upload in uploads.values()]).double()  # (M, K, d)
     S = u.sum(0)
-    shares = ((u * S).sum(-1) / (S * S).sum(-1).clamp_min(1e-12)).numpy()
+    shares: np.ndarray = ((u * S).sum(-1) / (S * S).sum(-1).clamp_min(1e-12)).numpy()
     sizes, _ = nnls(shares, totals)
     return shares * sizes
 
@@ -37,7 +37,8 @@ def projection(uploads: dict[int, Prototypes], totals: np.ndarray) -> np.ndarray
 def length(uploads: dict[int, Prototypes], totals: np.ndarray) -> np.ndarray:
     """Return n̂ (M, K) likewise."""
     norms = torch.stack([upload.values for upload in uploads.values()]).double().norm(dim=-1).numpy()
-    return totals[:, None] * norms / norms.sum(1, keepdims=True).clip(1e-12)
+    found: np.ndarray = totals[:, None] * norms / norms.sum(1, keepdims=True).clip(1e-12)
+    return found
 
 
 def play(**keys: Scalar) -> tuple[np.ndarray, dict[int, Prototypes]]:

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from filelock import FileLock
 from numpy.typing import DTypeLike, NDArray
 
 from pbfl_flwr.data.contract import Pool
 from pbfl_flwr.data.validation import validate
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.locks import Lock
 from pbfl_flwr.places import home
 
 FORMAT = 5
@@ -57,7 +57,7 @@ def cached(
     if not entry.is_dir():
         try:
             entry.parent.mkdir(parents=True, exist_ok=True)
-            with FileLock(entry.with_name(entry.name + ".lock")):
+            with Lock(entry.with_name(entry.name + ".lock")):
                 if not entry.is_dir():
                     _fill(name, entry, decode)
         except OSError as error:

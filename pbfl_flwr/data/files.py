@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 from io import BufferedIOBase
 from pathlib import Path
 
-from filelock import FileLock
-
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.errors import PbflError, expanded
+from pbfl_flwr.locks import Lock
 from pbfl_flwr.places import home
 
 # What reading a compressed file raises that is damaged, encrypted, or compressed in a way that Python does not know; or
@@ -118,7 +117,7 @@ def fetch(
     locks = home() / "cache"
     try:
         locks.mkdir(parents=True, exist_ok=True)
-        with FileLock(locks / f"{settings.dataset}.download.lock"):
+        with Lock(locks / f"{settings.dataset}.download.lock"):
             if _absent(needed):
                 download()
     except (OSError, RuntimeError) as error:

@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from filelock import FileLock
 from safetensors import SafetensorError, safe_open
 
 from pbfl_flwr.data import cache
@@ -32,6 +31,7 @@ from pbfl_flwr.experiments.runner import NODES
 from pbfl_flwr.flower.engine import LOG, RUN_LOCK
 from pbfl_flwr.flower.files import UnsavedState, write_atomically
 from pbfl_flwr.flower.history import FILES, SERVER_LOCK, STATES_REMOVED, RunDirectory, last_round
+from pbfl_flwr.locks import Lock
 from pbfl_flwr.places import home
 
 Kind = Literal["torn", "states", "unfinished", "cache"]
@@ -219,7 +219,7 @@ def _take(locks: Iterable[Path], held: ExitStack) -> bool:
     """Take all locks, or say that somebody has one."""
     try:
         for lock in locks:
-            held.enter_context(FileLock(lock).acquire(timeout=0))
+            held.enter_context(Lock(lock).acquire(timeout=0))
     except OSError:  # a Timeout is one, too
         return False
     return True

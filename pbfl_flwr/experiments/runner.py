@@ -59,11 +59,11 @@ def simulate(
     keys = {**config, **threads, "run-dir": str(run_dir)}
     go_on = f"pbfl run --resume {quote(str(run_dir))}"
     if resources.processes:
-        from pbfl_flwr.flower.local import federate
+        from pbfl_flwr.flower.local import run_here
 
         go_on += " --engine processes"
         return beside(
-            run_dir, lambda: federate(run_dir, keys, num_clients, resources), num_rounds, console, go_on
+            run_dir, lambda: run_here(run_dir, keys, num_clients, resources), num_rounds, console, go_on
         )
     engine = Engine(run_dir)
 

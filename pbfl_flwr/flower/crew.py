@@ -6,7 +6,6 @@ import os
 import pickle
 import queue
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -62,7 +61,12 @@ class Crew:
         self._deciding = threading.Lock()
 
     def __enter__(self) -> Crew:
-        self._workers = [_Worker(post) for post in self._posts]
+        try:
+            for post in self._posts:
+                self._workers.append(_Worker(post))
+        except BaseException:
+            self.__exit__()
+            raise
         for worker in self._workers:
             self._free.put(worker)
         return self
@@ -119,8 +123,13 @@ class _Worker:
         context = get_context("spawn")  # a forked process has torch's threads half
         self._ours, theirs = context.Pipe()
         self._process = context.Process(target=_work, args=(theirs, self._post), daemon=True)
-        with _deaf():
-            self._process.start()
+        try:
+            with _deaf():
+                self._process.start()
+        except BaseException:  # Ctrl-C waited for the start
+            if self._process.pid is not None:
+                self.kill()
+            raise
         theirs.close()  # so that its end is seen when it dies
 
     def answer(self, message: Message, context: Context) -> Message:
@@ -161,14 +170,14 @@ def check_not_importing() -> None:
 
 @contextmanager
 def _deaf() -> Iterator[None]:
-    """Have processes that are started not hear Ctrl-C, nor that the terminal goes, from their first moment.
+    """Have processes that are started not hear Ctrl-C, SIGTERM, nor that the terminal goes, from their first moment.
 
     It is the parent's to act upon.
     """
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *HANGUPS})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, *HANGUPS})
     try:
         yield
     finally:
@@ -177,12 +186,12 @@ def _deaf() -> Iterator[None]:
 
 def _work(connection: Connection, post: Post) -> None:
     """Answer until the pipe is closed, as it is when the parent is gone."""
-    for number in (signal.SIGINT, *HANGUPS):
+    for number in (signal.SIGINT, signal.SIGTERM, *HANGUPS):  # a cluster signals every process of a job
         signal.signal(number, signal.SIG_IGN)
     os.environ["CUDA_VISIBLE_DEVICES"] = post.gpus
     with post.log.open("ab") as log:
-        for stream in (sys.stdout, sys.stderr):
-            os.dup2(log.fileno(), stream.fileno())
+        for output in (1, 2):  # sys.stdout is None where the command's was closed
+            os.dup2(log.fileno(), output)
     with as_worker(post.cores), threadpool_limits(post.cores):
         _answer_all(connection, make_client_app())
 

@@ -22,6 +22,7 @@ from pbfl_flwr.data import names_file
 from pbfl_flwr.errors import PbflError, expanded, in_utf8
 from pbfl_flwr.flower.device import named, own_settings
 from pbfl_flwr.flower.engine import Link, toml
+from pbfl_flwr.flower.files import NODE
 from pbfl_flwr.flower.fleet import ONE_PORT
 from pbfl_flwr.flower.processes import free_port
 
@@ -162,7 +163,7 @@ def complete(nodes: Sequence[Mapping[str, Scalar]], count: int, directory: Path)
         )
     found = []
     for index in range(count):
-        node: dict[str, Scalar] = {"client-id": index, "state-dir": str(directory / f"node-{index}")}
+        node: dict[str, Scalar] = {"client-id": index, "state-dir": str(directory / f"{NODE}{index}")}
         if index < len(nodes):
             node |= nodes[index]
         for key in PATHS:

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
 from pbfl_flwr.config import Scalar
 from pbfl_flwr.errors import PbflError, writing
@@ -31,6 +31,7 @@ from pbfl_flwr.flower.bundle import gathered
 from pbfl_flwr.flower.history import RunRefused
 from pbfl_flwr.flower.placement import Machine, Resources, places
 from pbfl_flwr.flower.processes import Processes, deaf, executable, free_port, healthy
+from pbfl_flwr.locks import Lock
 
 LOG, RUN_LOCK = "flower.log", ".lock"
 ENDED = ("finished:completed", "finished:failed", "finished:stopped")
@@ -53,12 +54,12 @@ def connection(name: str, address: str, ca: Path | None) -> str:
     return f'[superlink]\ndefault = "{name}"\n\n[superlink.{name}]\naddress = "{address}"\n{trust}\n'
 
 
-def lock_of(run_dir: Path) -> FileLock:
+def lock_of(run_dir: Path) -> Lock:
     """Return the lock that whoever runs something in a run directory holds."""
-    return FileLock(run_dir / RUN_LOCK)
+    return Lock(run_dir / RUN_LOCK)
 
 
-def claim(lock: FileLock, run_dir: Path) -> None:
+def claim(lock: Lock, run_dir: Path) -> None:
     """Make a run directory one's own.
 
     Raises:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from pbfl_flwr.errors import PbflError
 
+NODE = "node-"  # begins the name of a state directory of a device of pbfl deploy local; its number follows
 SCHEMA = "2"  # of the files with tensors; 1 had another checksum
 
 

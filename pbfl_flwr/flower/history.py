@@ -33,7 +33,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
 from pbfl_flwr.errors import PbflError, pointed, printable
 from pbfl_flwr.flower.files import (
@@ -44,6 +44,7 @@ from pbfl_flwr.flower.files import (
     remove_torn,
     write_atomically,
 )
+from pbfl_flwr.locks import Lock
 
 ERROR, NEWCOMERS, WAITING, RESULT = "error.txt", "newcomers.jsonl", "waiting.txt", "result.txt"
 BROADCAST, CHECKPOINT, BEST = "prototypes.safetensors", "checkpoint.safetensors", "best.safetensors"
@@ -117,7 +118,7 @@ class RunDirectory:
             RunRefused: if another server still writes it after HANDOVER_SECONDS.
             UnsavedState: if there can be no such directory.
         """
-        lock = FileLock(self.path / SERVER_LOCK)
+        lock = Lock(self.path / SERVER_LOCK)
         try:
             make_directory(self.path)
             lock.acquire(timeout=HANDOVER_SECONDS)

@@ -62,8 +62,11 @@ def _introduced(message: Message, context: Context, source: Source) -> Message:
     check_compiler(settings.training.compile, device)
     method = build_method(settings)
     check_replayable(settings.training.compile, method.name, method.replayable)
+    for name in method.beside():
+        digest_of_weights(name)  # which must be there
     if settings.training.compile == "cuda-graph":
-        _check_layers(architecture, task)
+        for name in (architecture, *method.beside()):
+            _check_layers(name, task)
     how = settings.training.of(architecture)
     body, head = _parameters(architecture, task, how.layout, how.precision)
     told = settings.privacy.client_report == "full"

@@ -202,7 +202,23 @@ def federate(
         RunRefused: if another run has the directory.
         PbflError: as :func:`pbfl_flwr.flower.server.serve`.
     """
-    run_dir = Path(run_dir).absolute()
+    with _guest():
+        run_here(Path(run_dir).absolute(), config, num_clients, resources)
+
+
+def run_here(run_dir: Path, config: Mapping[str, Scalar], num_clients: int, resources: Resources) -> None:
+    """Do what :func:`federate` does in a process that is the federation's own, and keep data for its next run.
+
+    Args:
+        run_dir: absolute, of this run alone.
+        config: keys that differ from the defaults.
+        num_clients: M.
+        resources: of the workers.
+
+    Raises:
+        RunRefused: if another run has the directory.
+        PbflError: as :func:`pbfl_flwr.flower.server.serve`.
+    """
     if (said := config.get("num-clients", num_clients)) != num_clients:
         raise PbflError(
             f"num-clients = {said}, but the federation is of {num_clients}: allowed is the same number"
@@ -215,7 +231,6 @@ def federate(
     keys = {**config, "num-clients": num_clients, "run-dir": str(run_dir)}
     with ExitStack() as stack:
         stack.callback(lock.release)
-        stack.enter_context(_guest())
         stack.enter_context(_logged_to(run_dir / LOG))
         stack.enter_context(_environment(posts[0]))
         TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = RUN_ID  # messages ask for them

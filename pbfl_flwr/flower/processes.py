@@ -94,7 +94,8 @@ class Processes:
             shutil.rmtree(directory, ignore_errors=True)
         if self._warden is not None and self._warden.stdin is not None:
             self._tell("done")
-            self._warden.stdin.close()
+            with contextlib.suppress(BrokenPipeError):  # what could not be told is told again
+                self._warden.stdin.close()
             self._warden.wait()
 
     def _tell(self, line: str) -> None:

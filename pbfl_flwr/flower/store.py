@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from filelock import FileLock
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
@@ -28,8 +27,12 @@ from pbfl_flwr.flower.files import (
     make_directory,
     write_atomically,
 )
+from pbfl_flwr.locks import Lock, need_locks
 from pbfl_flwr.payloads import separate, under
 
+SAME = (
+    "reply-in-model"  # tensors of the reply that are the model's and not kept twice: name -> its name there
+)
 BEST = ".best"  # ends the name of a client's state of the best round, whose number stands before it
 SIZE_BYTES = 8  # of the number before the header of a safetensors file
 
@@ -100,6 +103,25 @@ def _checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str
         found = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), found)
         found = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data, found)
     return f"{found:08x}"
+
+
+def _among(model: Mapping[str, Tensor], reply: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return which tensors of a reply are the model's, bit for bit: weights that were sent as they were trained."""
+    found = {}
+    for name, tensor in reply.items():
+        parts = name.split(".")
+        for start in range(len(parts)):
+            own = ".".join(parts[start:])
+            if own in model and _bits_are_equal(model[own], tensor):
+                found[name] = own
+                break
+    return found
+
+
+def _bits_are_equal(one: Tensor, other: Tensor) -> bool:
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)))
 
 
 def kept_best(path: Path) -> dict[int, Path]:
@@ -184,19 +206,20 @@ class ClientStore:
                 with suppress(OSError):
                     older.unlink()
 
-    def alone(self) -> FileLock:
+    def alone(self) -> Lock:
         """Return a lock on this client's state; whoever else trains for the same client waits for it.
 
         Raises:
-            UnsavedState: if the directory cannot be made, or nothing be written there.
+            UnsavedState: if the directory cannot be made, nothing be written there, or there are no locks.
         """
         lock = self.path.with_name(f".{self.path.stem}.lock")
         try:
             make_directory(self.directory, private=True)
-            lock.touch()
+            lock.touch()  # a state that is in use is a new one for pbfl clean
+            need_locks(lock)
         except OSError as error:
             raise UnsavedState(f"state-dir {self.directory} cannot be written ({error.strerror})") from None
-        return FileLock(lock)
+        return Lock(lock)
 
     def load(self) -> ClientState | None:
         """Return the client's state, None if it never took part.
@@ -218,14 +241,16 @@ class ClientStore:
         try:  # a checksum can be made by anybody
             number, participations = int(metadata["round"]), int(metadata["participations"])
             report = json.loads(metadata["report"])
-        except (KeyError, ValueError) as error:
+            model = under(tensors, "model")
+            same = {name: model[of] for name, of in json.loads(metadata.get(SAME, "{}")).items()}
+        except (KeyError, ValueError, AttributeError) as error:
             raise DamagedState(f"state file {self.path} lacks what a client keeps ({error!r})") from None
         return ClientState(
             number,
             participations,
-            under(tensors, "model"),
+            model,
             under(tensors, "memory"),
-            under(tensors, "reply"),
+            under(tensors, "reply") | same,
             report,
             metadata.get("card", ""),
             under(tensors, "prototypes"),
@@ -240,7 +265,8 @@ class ClientStore:
         """
         tensors = {f"model.{name}": tensor for name, tensor in state.model.items()}
         tensors |= {f"memory.{name}": tensor for name, tensor in state.memory.items()}
-        tensors |= {f"reply.{name}": tensor for name, tensor in state.reply.items()}
+        same = _among(state.model, state.reply)
+        tensors |= {f"reply.{name}": tensor for name, tensor in state.reply.items() if name not in same}
         tensors |= {f"prototypes.{name}": tensor for name, tensor in state.prototypes.items()}
         metadata = {
             **self._identity(),
@@ -248,6 +274,7 @@ class ClientStore:
             "round": str(state.round),
             "participations": str(state.participations),
             "report": json.dumps(dict(state.report)),
+            **({SAME: json.dumps(same)} if same else {}),
         }
         save_tensors(self.path, tensors, metadata, private=True, flushed=self.flushed)
 

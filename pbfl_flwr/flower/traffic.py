@@ -73,17 +73,26 @@ def _counted(message: Message, arrays: Sequence[Array], beside: Iterable[bytes])
     total += _size("RecordDict", len(holders) + len(others), _references(message.content))
     total += sum(_size("ArrayRecord", len(names), _references(names)) for names in holders)
     for array in arrays:
-        chunks = [array.data[at : at + MAX_CHUNK] for at in range(0, len(array.data), MAX_CHUNK)]
-        known: dict[bytes, int] = {}
-        places = (
-            [known.setdefault(chunk, len(known)) for chunk in chunks]
-            if len(chunks) > 1
-            else [0][: len(chunks)]
-        )
+        different, places = _chunks(array.data)
         about = {"dtype": array.dtype, "shape": array.shape, "stype": array.stype, "arraychunk_ids": places}
-        total += _size("Array", len(set(places)), len(json.dumps(about)))
-        total += sum(_size("ArrayChunk", 0, len(chunk)) for chunk in known or chunks)
+        total += _size("Array", len(different), len(json.dumps(about)))
+        total += sum(_size("ArrayChunk", 0, len(chunk)) for chunk in different)
     return total
+
+
+def _chunks(data: bytes) -> tuple[list[memoryview], list[int]]:
+    """Return the different chunks of an array, and which of them lies at each place.
+
+    They are compared as they lie: two that differ mostly do so in their first bytes, where a hash reads all of them.
+    """
+    whole, different, places = memoryview(data), list[memoryview](), list[int]()
+    for at in range(0, len(data), MAX_CHUNK):
+        chunk = whole[at : at + MAX_CHUNK]
+        place = next((number for number, known in enumerate(different) if known == chunk), len(different))
+        if place == len(different):
+            different.append(chunk)
+        places.append(place)
+    return different, places
 
 
 def _size(kind: str, children: int, body: int) -> int:

@@ -40,7 +40,9 @@ def end_group(group: int, reap: Callable[[], object] = lambda: None) -> None:
 
 
 def main() -> None:
-    """Wait for the end of the standard input."""
+    """Wait for the end of the standard input, whatever else one is told."""
+    for ending in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a cluster signals every process of a job
+        signal.signal(ending, signal.SIG_IGN)
     groups: list[int] = []
     for line in sys.stdin:
         if line.strip() == "done":

@@ -296,6 +296,10 @@ class FedKD(Method[MenteeState, LowRank, LowRank]):
             f"rank ({', '.join(lost[:3])}{', ...' if len(lost) > 3 else ''}); fedkd.compression = 'safe' keeps them"
         ]
 
+    def beside(self) -> tuple[str, ...]:
+        """The auxiliary network."""
+        return (self.auxiliary,)
+
     def check(self, task: Task, architectures: Sequence[str]) -> None:
         """The mentee must take the task's inputs and, as coded, have matrices and 2-d convolutions only."""
         check_auxiliary("fedkd.auxiliary", self.auxiliary, task)

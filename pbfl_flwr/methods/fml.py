@@ -86,6 +86,10 @@ class FML(AveragedWeights):
         upload = Weights(parameters_of(meme), len(client.data.train.labels))
         return Update(upload, {**buffers_of(meme), **report.optimizer}, report.metrics())
 
+    def beside(self) -> tuple[str, ...]:
+        """The auxiliary network."""
+        return (self.auxiliary,)
+
     def check(self, task: Task, architectures: Sequence[str]) -> None:
         """The auxiliary network must take the task's inputs."""
         check_auxiliary("fml.auxiliary", self.auxiliary, task)

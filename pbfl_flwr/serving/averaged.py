@@ -24,7 +24,7 @@ from pbfl_flwr.method import Method
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.own_code import is_external
 from pbfl_flwr.payloads import RejectedPayload
-from pbfl_flwr.serving.export import CARD, Kept, read_state, states_of
+from pbfl_flwr.serving.export import CARD, Kept, read_state, state_file, states_of
 from pbfl_flwr.serving.network import rebuild
 from pbfl_flwr.serving.predict import read_exported
 from pbfl_flwr.task import Task
@@ -102,7 +102,7 @@ def _clients(run: Path, like: Sequence[Path], networks: Mapping[str, str]) -> It
         )
     first: Card | None = None
     for file in files:
-        kept = read_exported(file) if (file / CARD).is_file() else read_state(file)
+        kept = read_exported(file) if (file / CARD).is_file() else read_state(state_file(file, ""))
         who, found = kept.card.client, kept.card.architecture
         if networks.get(who) != found:
             there = f"; there it has {networks[who]}" if who in networks else ""

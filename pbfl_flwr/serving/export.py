@@ -20,6 +20,7 @@ import hashlib
 import importlib.util
 import json
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from torch import Tensor
 
 from pbfl_flwr.card import Card
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower.files import write_atomically
+from pbfl_flwr.flower.files import NODE, write_atomically
 from pbfl_flwr.flower.history import RunDirectory
 from pbfl_flwr.flower.patience import best_line
 from pbfl_flwr.flower.store import ClientStore, kept_best, load_tensors
@@ -72,20 +73,30 @@ def state_file(path: Path, client: str) -> Path:
     if client:
         who: int | str = int(client) if client.isdecimal() else client
         late = folder.parent.glob(f"{folder.name}-new-*")  # of clients that came after the last round
-        homes = [folder, *sorted(late, key=lambda home: (len(home.name), home.name), reverse=True)]
+        newest = sorted(late, key=lambda home: (len(home.name), home.name), reverse=True)
+        homes = [folder, *newest, *_of_nodes(folder)]
         files = [file for home in homes if (file := ClientStore(home, "", who, "").path).is_file()]
         if not files:
-            raise PbflError(f"{folder} holds no client {client}; it holds {_shown(folder)}")
+            raise PbflError(f"{folder} holds no client {client}; it holds {_shown(_in(folder))}")
         return files[0]
-    files = sorted(folder.glob("*.safetensors"))
+    files = _in(folder)
     if len(files) != 1:
-        raise PbflError(f"{folder} holds {_shown(folder)}; --client says which")
+        raise PbflError(f"{folder} holds {_shown(files)}; --client says which")
     return files[0]
 
 
 def states_of(run: Path) -> list[Path]:
     """Return the last states of all clients that a run directory holds, newcomers after its last round left out."""
-    return sorted(_experiment(run).glob("*.safetensors"))
+    return _in(_experiment(run))
+
+
+def _in(folder: Path) -> list[Path]:
+    return sorted(file for home in (folder, *_of_nodes(folder)) for file in home.glob("*.safetensors"))
+
+
+def _of_nodes(folder: Path) -> list[Path]:
+    """Return where the devices of ``pbfl deploy local`` keep their states, each in a directory of its own."""
+    return sorted(folder.parent.glob(f"{NODE}*/{folder.name}"))
 
 
 def of_round(file: Path, number: int) -> Path:
@@ -156,9 +167,9 @@ def _experiment(path: Path) -> Path:
     return found[0]
 
 
-def _shown(folder: Path) -> str:
+def _shown(files: Sequence[Path]) -> str:
     names = []
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in files:
         kind, _, rest = file.stem.partition("-")
         names.append(str(int(rest)) if kind == "client" and rest.isdecimal() else rest)
     return f"the clients {', '.join(names)}" if names else "no client"

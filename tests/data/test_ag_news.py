@@ -59,7 +59,8 @@ def test_ids_are_cut_and_filled() -> None:
 def test_both_files_make_one_pool(tmp_path: Path, folder: str, header: str) -> None:
     write(tmp_path / folder, header + TRAIN, header + TEST)
     pool = load_pool(settings(tmp_path))
-    assert (pool.input_shape, pool.inputs.dtype, pool.num_train) == ((200,), np.int32, 2)
+    assert (pool.input_shape, pool.num_train) == ((200,), 2)
+    assert pool.inputs.dtype == np.int32
     assert (pool.labels.tolist(), pool.label_names[0]) == ([2, 3, 0, 1], "World")
     # bears and goal 3 times, a 3; bug, seeing twice, ... by their text
     assert pool.vocabulary[4:9] == ("a", "bears", "goal", ".", "bug")

@@ -1,5 +1,6 @@
 import math
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -162,12 +163,14 @@ def test_pathological_gives_neighbours_the_same_classes():
 def test_pathological_is_the_reference_loop():
     labels = RandomState(3).permutation(labels_of([90, 70, 120, 40]))
     np.random.seed(1)
-    wanted, expected = [2] * 6, [[] for _ in range(6)]
+    draw: Any = np.random.randint  # the reference gives it fractions
+    wanted = [2] * 6
+    expected: list[list[int]] = [[] for _ in range(6)]
     for k in range(4):
         rows = np.where(labels == k)[0]
         chosen = [client for client in range(6) if wanted[client] > 0][:3]  # ceil(6/4 · 2) = 3
         part = len(rows) / len(chosen)
-        sizes = np.random.randint(max(part / 10, 10 / 4), part, len(chosen) - 1).tolist()
+        sizes = draw(max(part / 10, 10 / 4), part, len(chosen) - 1).tolist()
         sizes.append(len(rows) - sum(sizes))
         start = 0
         for client, size in zip(chosen, sizes, strict=True):

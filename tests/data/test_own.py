@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -207,7 +208,7 @@ def test_windows_whose_times_and_channels_were_mixed_up_are_warned_of(tmp_path: 
     waves = np.sin(np.arange(64) * 0.2 + np.arange(20 * 3).reshape(20, 3, 1) * 1.7).astype(np.float32)
     readings = waves.transpose(0, 2, 1)
     noise = np.random.default_rng(0).normal(size=(20, 3, 64))
-    made = {
+    made: dict[str, np.ndarray[Any, Any]] = {
         "right": waves,
         "tall": waves[:, :, None],
         "noise": noise,

@@ -24,7 +24,7 @@ def write_client(folder, client, train, test):
     for part, (x, y) in (("train", train), ("test", test)):
         (folder / part).mkdir(parents=True, exist_ok=True)
         with (folder / part / f"{client}.npz").open("wb") as file:  # as the references write it
-            np.savez_compressed(file, data={"x": x, "y": y})
+            np.savez_compressed(file, data=np.array({"x": x, "y": y}))
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def test_a_pickle_that_wants_to_run_something_is_refused(directory, tmp_path, pr
 
 def test_a_pickle_inside_an_object_array_is_refused_as_well(tmp_path):
     marker = tmp_path / "was-run"
-    np.savez(tmp_path / "0.npz", data={"x": np.array([Malicious(marker)], dtype=object)})
+    np.savez(tmp_path / "0.npz", data=np.array({"x": np.array([Malicious(marker)], dtype=object)}))
     with pytest.raises(PbflError, match="refused"):
         load_object_array(tmp_path / "0.npz", "data")
     assert not marker.exists()
@@ -144,7 +144,7 @@ def test_a_pickle_inside_an_object_array_is_refused_as_well(tmp_path):
         ),
         (lambda d: np.savez(d / "test" / "1.npz", other=1), "has no array 'data'"),
         (lambda d: np.savez(d / "test" / "1.npz", data=np.zeros(3)), "one pickled object is expected"),
-        (lambda d: np.savez(d / "test" / "1.npz", data={"x": 1}), "must hold a dict with x and y"),
+        (lambda d: np.savez(d / "test" / "1.npz", data=np.array({"x": 1})), "must hold a dict with x and y"),
         (lambda d: write_client(d, 1, *[(np.zeros((2, 5)), np.zeros(2, int))] * 2), "the files before have"),
         (
             lambda d: [write_client(d, k, *[(np.zeros((2,) * 6), np.array([0, 1]))] * 2) for k in range(2)],

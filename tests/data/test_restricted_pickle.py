@@ -86,13 +86,13 @@ def test_what_numpy_writes_is_read(tmp_path: Path, name: str, protocol: int) -> 
 def test_files_of_numpy_1_and_of_this_one(tmp_path: Path) -> None:
     (tmp_path / "1.npz").write_bytes(base64.b85decode(BY_NUMPY_1_26))
     x, y = np.asfortranarray(np.arange(6, dtype=np.float32).reshape(2, 3)), np.array([2, 1])
-    np.savez_compressed(tmp_path / "2.npz", data={"x": x, "y": y})
+    np.savez_compressed(tmp_path / "2.npz", data=np.array({"x": x, "y": y}))
     for name in ("1.npz", "2.npz"):
         assert same({"x": x, "y": y}, load_object_array(tmp_path / name, "data"))
 
 
 def test_a_file_that_would_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    np.savez_compressed(tmp_path / "0.npz", data={"x": np.zeros(2**21, np.uint8)})
+    np.savez_compressed(tmp_path / "0.npz", data=np.array({"x": np.zeros(2**21, np.uint8)}))
     assert (tmp_path / "0.npz").stat().st_size < 2**14
     monkeypatch.setattr("os.sysconf", lambda name: 1024)
     with pytest.raises(PbflError, match=r"0\.npz holds 2 MiB, more than this machine's memory of 1 MiB"):

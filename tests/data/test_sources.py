@@ -33,7 +33,7 @@ def test_images_are_fed_between_minus_one_and_one():
     assert fed.dtype == torch.float32
     expected = (data.train.inputs.float() / 255 - 0.5) / 0.5
     assert torch.allclose(fed, expected, atol=1e-6)
-    assert (fed.min(), fed.max()) == (-1, 1)
+    assert (fed.min().item(), fed.max().item()) == (-1, 1)
     assert data.scale.shape == (1, 1, 1)
 
 

@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from pbfl_flwr.experiments import records
 from pbfl_flwr.experiments.records import Group
 from tests.flower.inprocess import federation
 
-KEYS: dict[str, Scalar] = {
+KEYS: dict[str, Any] = {
     "num-clients": 4,
     "num-server-rounds": 3,
     "models": "cnn4,cnn4,resnet4,resnet4",
@@ -22,7 +23,7 @@ KEYS: dict[str, Scalar] = {
 }
 
 
-def make(place: Path, method: str, **keys: Scalar) -> Path:
+def make(place: Path, method: str, **keys: Any) -> Path:
     """Run a method on the digits, four clients of two architectures, and return the run directory."""
     federation(place, method, data=None, on_disk=True, **{**KEYS, **keys}).run()
     return place / "run"

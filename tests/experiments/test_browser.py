@@ -25,8 +25,8 @@ pytestmark = [
     pytest.mark.skipif(bool(MISSING), reason=f"{' and '.join(MISSING)} not installed"),
 ]
 
-QUIET = ("headless", "disable-gpu", "disable-quic", "no-first-run", "disable-background-networking")
-QUIET += ("disable-component-update", "disable-sync")
+QUIET = ("headless", "disable-gpu", "disable-quic", "no-first-run", "disable-background-networking",
+         "disable-component-update", "disable-sync")  # fmt: skip
 
 # Texts of a drawing that leave it, or that cover each other by more than a pixel; shapes are matplotlib's concern.
 COLLISIONS = """
@@ -66,6 +66,7 @@ COLUMN = (
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     options = webdriver.ChromeOptions()
+    assert BROWSER is not None
     options.binary_location = BROWSER
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     for flag in (*QUIET, f"user-data-dir={tmp_path_factory.mktemp('browser')}"):

@@ -59,9 +59,10 @@ def file(tmp_path: Path) -> Path:
 
 
 def shown(planned: list[compare.Planned]) -> tuple[bool, list[list[str]], str]:
-    console = Console(file=io.StringIO(), width=300)
+    file = io.StringIO()
+    console = Console(file=file, width=300)
     fine = outline.show(planned, console)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+    text = file.getvalue()
     return fine, [line.split() for line in text.splitlines()], text
 
 

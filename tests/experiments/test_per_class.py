@@ -125,6 +125,10 @@ def test_many_classes_fit_into_a_terminal(tmp_path: Path) -> None:
     assert max(map(len, tables_alone[3:])) <= 80
 
 
+def heights(axes: Any) -> list[float]:
+    return [bar.get_height() for bar in axes.patches]
+
+
 def test_the_page_has_tables_and_pictures(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed (the extra 'report')")
     from pbfl_flwr.experiments import pictures, report
@@ -139,9 +143,11 @@ def test_the_page_has_tables_and_pictures(tmp_path: Path) -> None:
     points, bars, *_ = classes.pictures[0].figure.axes
     values = [drawn.get_ydata() for drawn in points.get_lines()]
     np.testing.assert_array_equal(values, [[75.0, np.nan, 0.0]] * 2)
-    assert [bar.get_height() for bar in bars.patches] == [4, 0, 1]
+    assert heights(bars) == [4, 0, 1]
     (image,) = classes.pictures[1].figure.axes[0].get_images()
-    shown_values = np.ma.filled(image.get_array().astype(float), np.nan)
+    shown = image.get_array()
+    assert shown is not None
+    shown_values = np.ma.filled(shown.astype(float), np.nan)
     np.testing.assert_allclose(shown_values, [[200 / 3, 100], [np.nan, np.nan], [np.nan, 0]])
     page = report.page(groups, sections)
     assert "Accuracy by class" in page
@@ -167,7 +173,7 @@ def test_by_a_predictor_the_page_shows_its_counts(tmp_path: Path) -> None:
     classes = next(section for section in sections if section.title == "Classes")
     (picture,) = classes.pictures  # the clients counted by the headline alone
     assert "Predictor 'head': 60.0 % of the samples" in picture.caption
-    assert [bar.get_height() for bar in picture.figure.axes[1].patches] == [0, 2, 3]
+    assert heights(picture.figure.axes[1]) == [0, 2, 3]
     assert classes.left_out == ("fedproto: no client was scored by head",)
     page = report.page(groups, sections)
     assert "test samples are those of head." in page

@@ -90,7 +90,13 @@ def test_svg_stands_alone_and_in_a_page(
     drawn: list[pictures.Section], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone: list[str] = []
-    monkeypatch.setattr(style, "svg", lambda picture, svg=style.svg: alone.append(svg(picture)) or alone[-1])
+    svg = style.svg
+
+    def kept(picture: style.Picture) -> str:
+        alone.append(svg(picture))
+        return alone[-1]
+
+    monkeypatch.setattr(style, "svg", kept)
     identities: list[str] = []
     every = [picture for section in drawn for picture in section.pictures]
     for picture in every:
@@ -235,7 +241,7 @@ def test_a_line_a_client(tmp_path: Path) -> None:
     assert isinstance(picture, style.Picture)
     thin = [line for line in picture.figure.axes[0].lines if line.get_linewidth() < 1]
     assert len(thin) == progress.MOST_LINES
-    ends = [line.get_ydata()[-1] for line in thin]
+    ends = [float(np.asarray(line.get_ydata())[-1]) for line in thin]
     assert ends == sorted(ends)
     assert (ends[0], ends[-1]) == (0.0, 99.0)
     assert "50 of the 118 clients, evenly from the worst to the best" in picture.caption

@@ -16,7 +16,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
+from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
@@ -134,10 +134,9 @@ def lost(message: Message, answer: Answer) -> None:
 
 def raises(message: Message, answer: Answer) -> Message:
     """The method trains the network and then raises, within the ClientApp."""
-    build = opening.build_method
 
     def exploding(settings: Settings) -> Any:
-        method = build(settings)
+        method = build_method(settings)
         update = type(method).local_update
 
         def local_update(client: Any, down: Any) -> Any:
@@ -272,7 +271,7 @@ class InProcessGrid(LocalGrid):
         group = message.metadata.group_id or ""
         number = int(group) if group.isdecimal() else 0
         self.asked.append((client, number, kind))
-        received = Message(through_flower(message.content), metadata=message.metadata)
+        received = Message(through_flower(message.content), metadata=message.metadata)  # type: ignore[call-overload]
         context = Context(
             run_id=1,
             node_id=message.metadata.dst_node_id,
@@ -371,6 +370,13 @@ def reply_of(payload: Payload, report: Report | None = None) -> RecordDict:
     """Return the content of a client's reply."""
     sent = report or Report(10, 4, 1, {"head": 2}, 0.5, metrics={"loss.ce": 1.0})
     return wire.content(wire.encode(payload), sent.to_record())
+
+
+def numbers(record: MetricRecord, name: str) -> list[Any]:
+    """Return the list of numbers of this name in a report's record."""
+    found = record[name]
+    assert isinstance(found, list)
+    return found
 
 
 def through_flower(content: RecordDict) -> RecordDict:

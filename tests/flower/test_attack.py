@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pbfl_flwr.config import Scalar, parse
+from pbfl_flwr.config import parse
 from pbfl_flwr.data import client_data
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import tables
@@ -22,7 +22,7 @@ from pbfl_flwr.prototypes.attacks import malicious
 from pbfl_flwr.task import Task
 from tests.flower.inprocess import NUM_CLIENTS, federation, same_tensors, silent
 
-ATTACK: dict[str, Scalar] = {"attack": "sign-flip=0.4"}
+ATTACK: dict[str, Any] = {"attack": "sign-flip=0.4"}
 
 
 class Recorder(MethodStrategy):
@@ -35,7 +35,7 @@ class Recorder(MethodStrategy):
         return super().aggregate_fit(server_round, uploads, shares)
 
 
-def uploads(directory: Path, **keys: Scalar) -> tuple[dict[int, dict[int, Prototypes]], tuple[int, ...]]:
+def uploads(directory: Path, **keys: Any) -> tuple[dict[int, dict[int, Prototypes]], tuple[int, ...]]:
     found = federation(directory, strategy=Recorder, **keys).run().strategy
     assert isinstance(found, Recorder)
     return found.seen, malicious(found.settings)
@@ -53,7 +53,7 @@ def test_only_malicious_clients_lie_and_they_train_honestly(tmp_path: Path, meth
 
 
 def test_liars_are_the_same_in_every_order_and_after_a_resume(tmp_path: Path) -> None:
-    keys: dict[str, Scalar] = {"attack": "noise=0.4", "num_server_rounds": 4, "norm_bound": 1.0}
+    keys: dict[str, Any] = {"attack": "noise=0.4", "num_server_rounds": 4, "norm_bound": 1.0}
     one = federation(tmp_path / "a", **keys).run()
     other = federation(tmp_path / "b", order=5, **keys).run()
     federation(tmp_path / "c", on_disk=True, **{**keys, "num_server_rounds": 2}).run()
@@ -65,7 +65,7 @@ def test_liars_are_the_same_in_every_order_and_after_a_resume(tmp_path: Path) ->
 
 def test_a_lie_that_is_asked_for_again_is_the_same(tmp_path: Path) -> None:
     """The reply that is kept for a repeated question is the one that was sent."""
-    keys: dict[str, Scalar] = {**ATTACK, "stale_weight": 1.0, "num_server_rounds": 1}
+    keys: dict[str, Any] = {**ATTACK, "stale_weight": 1.0, "num_server_rounds": 1}
     found = federation(tmp_path, strategy=Recorder, on_disk=True, **keys)
     found.run()
     strategy = found.strategy
@@ -79,7 +79,7 @@ def test_a_lie_that_is_asked_for_again_is_the_same(tmp_path: Path) -> None:
 
 
 def test_accuracies_are_over_honest_clients(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    keys: dict[str, Scalar] = {"validation_share": 0.3, "evaluate_moment": "before", **ATTACK}
+    keys: dict[str, Any] = {"validation_share": 0.3, "evaluate_moment": "before", **ATTACK}
     found = federation(tmp_path, on_disk=True, data=None, max_samples=300, partition="iid", **keys).run()
     directory = found.directory
     about, line = directory.read(), directory.rounds()[-1]
@@ -150,7 +150,7 @@ def test_no_server_makes_a_device_lie(tmp_path: Path) -> None:
 
 
 def test_under_masks_a_lie_goes_into_the_sum(tmp_path: Path) -> None:
-    keys: dict[str, Scalar] = {"aggregation": "mean", "num_server_rounds": 1, **ATTACK}
+    keys: dict[str, Any] = {"aggregation": "mean", "num_server_rounds": 1, **ATTACK}
     masked = federation(tmp_path / "a", secure_aggregation=True, **keys).run().strategy
     plain = federation(tmp_path / "b", **keys).run().strategy
     torch.testing.assert_close(

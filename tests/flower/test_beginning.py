@@ -101,6 +101,19 @@ def test_an_auxiliary_network_may_be_pretrained(trained: SplitModel, tmp_path: P
     assert all(torch.allclose(sent[name], kept[name]) for name in sent if not name.startswith("head."))
 
 
+def test_a_client_without_the_auxiliary_networks_weights_says_so_before_round_1(
+    trained: SplitModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys: dict[str, Any] = {"models": "cnn2", "fml.auxiliary": "resnet4@mine"}
+    run = federation(tmp_path, "fml", num_server_rounds=1, **keys)
+    monkeypatch.setenv("PBFL_HOME", str(tmp_path / "another machine"))
+    with pytest.raises(
+        PbflError, match="clients: model 'resnet4@mine': there are no weights of resnet4 under the"
+    ):
+        run.run()
+    assert run.strategy.history == []
+
+
 def test_clients_whose_kept_weights_differ_are_named_once(trained: SplitModel, tmp_path: Path) -> None:
     said = iter(["aaaa", "bbbb", "aaaa", "aaaa", "bbbb"])
     with patch.object(introduction, "digest_of_weights", lambda name: next(said)):

@@ -16,7 +16,7 @@ from sklearn.metrics import balanced_accuracy_score, f1_score
 from torch import Tensor
 
 from pbfl_flwr.by_class import ByClass, balanced_accuracy, macro_f1, recalls, statistics
-from pbfl_flwr.config import PREDICTORS, EvaluationSettings, Scalar, parse
+from pbfl_flwr.config import PREDICTORS, EvaluationSettings, parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import wire
 from pbfl_flwr.flower.books import client_columns, on_validation, summarise
@@ -27,7 +27,7 @@ from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.payloads import RejectedPayload
 from pbfl_flwr.scoring import evaluate
 from pbfl_flwr.sinks import newcomers_step, steps
-from tests.flower.inprocess import SPLITS, Federation, altered, federation, raises, same_tensors
+from tests.flower.inprocess import SPLITS, Federation, altered, federation, numbers, raises, same_tensors
 from tests.test_training import client, data
 
 SCORES = {"balanced", "balanced_mean", "macro_f1", "macro_f1_mean", "by_class", "tested"}
@@ -131,7 +131,10 @@ def twice() -> Report:
 def test_counts_travel_as_whole_numbers_and_come_back() -> None:
     for sent in (report(SECOND), twice()):
         record = sent.to_record()
-        assert all(type(value) is int for value in [*record["k"], *record.get("ko", [])])
+        assert all(
+            type(value) is int
+            for value in [*numbers(record, "k"), *(numbers(record, "ko") if "ko" in record else [])]
+        )
         assert Report.from_record(record, 4) == sent
     several = ByClass([1, 2], {"head": [1, 1], "local": [0, 2]}, {"head": [2, 1], "local": [1, 2]})
     assert Report.from_record(report(several).to_record(), 2) == report(several)
@@ -167,7 +170,7 @@ LENGTH, COUNT, CONTRADICT = "lacks 'k' of length 12", "what is no count", "by cl
 )
 def test_malformed_counts_are_rejected(change: Any, said: str) -> None:
     record = report(FIRST).to_record()
-    record["k"] = change(list(record["k"]))
+    record["k"] = change(numbers(record, "k"))
     with pytest.raises(RejectedPayload, match=said):
         Report.from_record(record, 4)
 
@@ -225,7 +228,7 @@ def plain(history: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("method", ["fedproto", "fedavg"])
 def test_a_run_has_them_wherever_it_has_accuracies(tmp_path: Path, method: str) -> None:
-    keys: dict[str, Scalar] = {"new_clients": 1, "new_client_rounds": 1, "both_moments": True}
+    keys: dict[str, Any] = {"new_clients": 1, "new_client_rounds": 1, "both_moments": True}
     run = federation(tmp_path / "on", method, on_disk=True, per_class=True, **keys).run()
     off = federation(tmp_path / "off", method, on_disk=True, **keys).run()
     assert plain(run.strategy.history) == plain(off.strategy.history), "training must not notice"
@@ -275,7 +278,7 @@ def test_liars_count_for_nothing(tmp_path: Path) -> None:
 def test_a_malformed_one_costs_its_client_alone(tmp_path: Path) -> None:
     def forge(content: RecordDict) -> None:
         record = content.metric_records[wire.METRICS]
-        record["k"] = [9, *list(record["k"])[1:]]
+        record["k"] = [9, *numbers(record, "k")[1:]]
 
     def forget(content: RecordDict) -> None:
         del content.metric_records[wire.METRICS]["k"]
@@ -291,7 +294,7 @@ def test_a_malformed_one_costs_its_client_alone(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_goes_on_with_them(tmp_path: Path) -> None:
-    def of(place: Path, **keys: Scalar) -> Federation:
+    def of(place: Path, **keys: Any) -> Federation:
         return federation(place, per_class=True, on_disk=True, **keys).run()
 
     whole = of(tmp_path / "whole", num_server_rounds=3)
@@ -312,7 +315,7 @@ def test_who_failed_and_is_asked_again_says_the_same(tmp_path: Path) -> None:
 
 
 def test_under_secure_aggregation_reports_are_as_in_clear(tmp_path: Path) -> None:
-    keys: dict[str, Scalar] = {"aggregation": "ppa", "num_server_rounds": 1, "per_class": True}
+    keys: dict[str, Any] = {"aggregation": "ppa", "num_server_rounds": 1, "per_class": True}
     plain_run = federation(tmp_path / "plain", **keys).run()
     secure = federation(tmp_path / "secure", **keys, secure_aggregation=True).run()
     assert secure.strategy.history[0]["accuracy"] == plain_run.strategy.history[0]["accuracy"]

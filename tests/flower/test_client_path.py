@@ -25,7 +25,7 @@ for method in METHODS:
     config = {**base, "method": method, "max-samples": 100, "seed": 1, **auxiliary}
     if method == "gfpl":
         config |= {"gfpl.start": 1, "gfpl.interval": 1}
-    grid = InProcessGrid(app, config, 1, node_configs={0: {"client-id": 0, "state-dir": place}})
+    grid = InProcessGrid(app, config, 1, node_configs=[{"client-id": 0, "state-dir": place}])
     strategy = MethodStrategy(parse(config, SECTIONS), None)
     strategy.start(grid)
     assert strategy.history[0]["trained"] == [0], strategy.history

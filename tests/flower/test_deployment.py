@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from flwr.common.config import parse_config_args
 
-from pbfl_flwr.config import parse
+from pbfl_flwr.config import Scalar, parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import deployment
 from pbfl_flwr.flower.engine import connection, toml
@@ -45,7 +45,7 @@ def test_what_flower_would_pass_over_is_refused(text: str, said: str) -> None:
 
 
 def test_a_node_configuration_survives_the_file_that_flower_reads(tmp_path: Path) -> None:
-    node = {"client-id": 1, "data-path": "/dä ta/'a'\"b\"\n\x7f.npz", "batch-size": 8}
+    node: dict[str, Scalar] = {"client-id": 1, "data-path": "/dä ta/'a'\"b\"\n\x7f.npz", "batch-size": 8}
     (tmp_path / "node.toml").write_text(toml(node), encoding="utf-8")
     assert parse_config_args([str(tmp_path / "node.toml")]) == node
 

@@ -1,5 +1,6 @@
 """A node's own configuration: what a device may say, and what the server's run configuration may not."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def test_a_partition_id_alone_makes_no_simulation(monkeypatch: pytest.MonkeyPatc
 def test_only_a_worker_of_ray_is_one(tmp_path: Path) -> None:
     import ray
 
-    ray.init(num_cpus=5, include_dashboard=False, logging_level="error", log_to_driver=False)
+    ray.init(num_cpus=5, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
     try:
 
         @ray.remote

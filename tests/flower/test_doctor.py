@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import tempfile
 import warnings
@@ -39,9 +40,9 @@ def superlink(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamesp
     states = LinkStateFactory(FLWR_IN_MEMORY_DB_NAME, NoOpFederationManager(), objects)
     public = security.read_node_key(files / "known").public_key()
     node = states.state().create_node(NOOP_FLWR_AID, "", public_key_to_bytes(public), heartbeat_interval=30)
-    certificates = tuple((files / name).read_bytes() for name in ("ca.pem", "server.pem", "server.key"))
+    ca, certificate, key = ((files / name).read_bytes() for name in ("ca.pem", "server.pem", "server.key"))
     server = _run_fleet_api_grpc_rere(
-        "127.0.0.1:0", states, objects, True, certificates, [NodeAuthServerInterceptor(states)]
+        "127.0.0.1:0", states, objects, True, (ca, certificate, key), [NodeAuthServerInterceptor(states)]
     )
     yield SimpleNamespace(address=server.bound_address, files=files, state=states.state(), node=node)
     server.stop(None)
@@ -105,7 +106,7 @@ def test_a_wrong_clock_is_measured(
 ) -> None:
     class Clock(datetime):
         @classmethod
-        def now(cls, tz: Any = None) -> datetime:
+        def now(cls, tz: Any = None) -> Any:
             return datetime.now(tz) + timedelta(seconds=ahead)
 
     monkeypatch.setattr(fleet, "datetime", Clock)
@@ -188,7 +189,7 @@ def test_the_state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         return lambda path: SimpleNamespace(free=free)
 
     for free, status in ((5e9, Status.OK), (5e8, Status.WARNING), (5e6, Status.FAILED)):
-        monkeypatch.setattr(doctor.shutil, "disk_usage", usage(free))
+        monkeypatch.setattr(shutil, "disk_usage", usage(free))
         assert doctor.disk(tmp_path)[0].status is status
     (tmp_path / "file").touch()
     (finding,) = doctor.disk(tmp_path / "file" / "state")
@@ -222,7 +223,7 @@ def test_a_state_directory_of_somebody_else(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(os, "stat", look)
     monkeypatch.setattr(os, "lstat", lambda path, **more: look(path, **more, follow_symlinks=False))
-    monkeypatch.setattr(doctor.tempfile, "NamedTemporaryFile", write)
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", write)
     (finding,) = doctor.disk(tmp_path / "state")
     assert finding.status is Status.FAILED
     assert finding.said == f"{tmp_path} cannot be written (Permission denied)"
@@ -264,7 +265,7 @@ def test_a_date_before_the_certificate_is_wrong(
 ) -> None:
     class Clock(datetime):
         @classmethod
-        def now(cls, tz: Any = None) -> datetime:
+        def now(cls, tz: Any = None) -> Any:
             return datetime(1970, 1, 2, tzinfo=UTC)
 
     certificate = security.read_certificate(superlink.files / "server.pem")

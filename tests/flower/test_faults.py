@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +22,7 @@ from pbfl_flwr.flower import checkpoint, faults, history, returning, store, wire
 from pbfl_flwr.flower import client as client_module
 from pbfl_flwr.flower.books import aged
 from pbfl_flwr.flower.endings import RunEnded
+from pbfl_flwr.flower.files import write_atomically
 from pbfl_flwr.flower.hello import agreed
 from pbfl_flwr.flower.late import PATIENCE, Debt, Debts
 from pbfl_flwr.flower.report import Report
@@ -151,14 +153,14 @@ def test_a_fault_costs_its_own_client_only(
 
 def test_a_delay_is_slept(tmp_path: Path) -> None:
     slept: list[float] = []
-    with only("seconds", {(1, 2)}), patch.object(faults.time, "sleep", slept.append):
+    with only("seconds", {(1, 2)}), patch.object(time, "sleep", slept.append):
         found = federation(tmp_path).run()
     assert [seconds for seconds in slept if seconds] == [1.5]
     assert found.strategy.history[1]["failures"] == []
 
 
 def test_injected_faults_are_the_same_in_any_order_and_after_a_resume(tmp_path: Path) -> None:
-    keys: dict[str, Scalar] = {"injected": "drop=0.2,crash=0.2,corrupt=0.2,stale=0.2", "num_server_rounds": 4}
+    keys: dict[str, Any] = {"injected": "drop=0.2,crash=0.2,corrupt=0.2,stale=0.2", "num_server_rounds": 4}
     one = federation(tmp_path / "a", **keys).run()
     other = federation(tmp_path / "b", order=5, **keys).run()
     federation(tmp_path / "c", on_disk=True, **{**keys, "num_server_rounds": 2}).run()
@@ -201,7 +203,7 @@ def test_a_round_that_ended_the_run_counts_once_when_it_is_started_again(
     tmp_path: Path, at: int, moment: str
 ) -> None:
     """FedTGP's server trains on from its state, so a round that was aggregated twice would show."""
-    keys: dict[str, Scalar] = {"failure_policy": "stop", "evaluate_moment": moment}
+    keys: dict[str, Any] = {"failure_policy": "stop", "evaluate_moment": moment}
     fault = flower_error("its node is unavailable")
     found = federation(tmp_path / "a", "fedtgp", faults={(3, at): fault}, on_disk=True, **keys)
     with pytest.raises(RunEnded, match="Rounds up to 1 are kept"):
@@ -559,7 +561,7 @@ def test_the_best_state_is_the_one_that_was_scored(tmp_path: Path, moment: str) 
 def test_a_full_disk_is_one_clear_line_and_nothing_is_lost(tmp_path: Path) -> None:
     """Client 2's disk is full in round 2: an error, the state of round 1; then it has room again and goes on."""
     found = federation(tmp_path / "a", num_server_rounds=3)
-    write, during = store.write_atomically, {"round": 0}
+    during = {"round": 0}
     finish = MethodStrategy._finish_round
 
     def finished(self: MethodStrategy, server_round: int) -> None:
@@ -574,9 +576,9 @@ def test_a_full_disk_is_one_clear_line_and_nothing_is_lost(tmp_path: Path) -> No
         during["round"] += path.name == "client-00002.safetensors"
         if path.name == "client-00002.safetensors" and during["round"] == 2:
             with patch.object(os, "fsync", full):
-                write(path, data, **how)
+                write_atomically(path, data, **how)
         else:
-            write(path, data, **how)
+            write_atomically(path, data, **how)
 
     after: list[Any] = []
     with (
@@ -645,7 +647,7 @@ class Killed(BaseException):
     ],
 )
 def test_a_killed_server_goes_on_bit_for_bit(tmp_path: Path, owner: Any, name: str, at: int) -> None:
-    keys: dict[str, Scalar] = {"num_server_rounds": 3, "momentum": 0.5, "optimizer_state": "kept"}
+    keys: dict[str, Any] = {"num_server_rounds": 3, "momentum": 0.5, "optimizer_state": "kept"}
     if name == "aggregate_evaluate":
         keys["evaluate_moment"] = "before"
     whole = federation(tmp_path / "a", on_disk=True, **keys).run()
@@ -674,11 +676,11 @@ def test_a_killed_server_goes_on_bit_for_bit(tmp_path: Path, owner: Any, name: s
         assert same_tensors(ours, theirs), file
     assert states(resumed) == states(whole)
     volatile = ("seconds", "peak_mb")
-    ours, theirs = (
+    lines, expected = (
         [{k: v for k, v in line.items() if k not in volatile} for line in found.directory.rounds()]
         for found in (resumed, whole)
     )
-    assert ours == theirs
+    assert lines == expected
 
 
 def test_two_servers_do_not_write_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -101,7 +102,7 @@ def test_a_device_without_room_says_so_and_goes_on_when_there_is_some(tmp_path: 
 def test_a_server_without_room_ends_in_one_line_and_is_resumed_when_there_is_some(
     tmp_path: Path, disk: Path
 ) -> None:
-    def run(place: Path, **keys: Scalar) -> Federation:
+    def run(place: Path, **keys: Any) -> Federation:
         return federation(
             place, on_disk=True, num_server_rounds=3, state_dir=str(tmp_path / place.name), **keys
         )

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pbfl_flwr.config import Scalar, parse
 from pbfl_flwr.errors import LONGEST
-from pbfl_flwr.flower import wire
+from pbfl_flwr.flower import headers, wire
 from pbfl_flwr.flower.memory import peak_memory
 from pbfl_flwr.flower.report import Report
 from pbfl_flwr.flower.strategy import MethodStrategy
@@ -208,14 +208,17 @@ def wrong_array(tensors: dict[str, Tensor], rng: random.Random) -> RecordDict:
 def wrong_records(tensors: dict[str, Tensor], rng: random.Random) -> RecordDict:
     good = of_tensors(tensors)
     kind = rng.randrange(4)
+    values: list[str | int | bytes] = ["y", 1, b"z", ""]
+    records: list[ConfigRecord | ArrayRecord] = [
+        ConfigRecord({"x": b"y" * 10**6}),
+        wire.sealed(save(tensors)),
+    ]
     if kind == 0:
         del good[rng.choice(["p", "m"])]
     elif kind == 1:
-        good[rng.choice(["p", "m"])] = ConfigRecord({"x": rng.choice(["y", 1, b"z", ""])})
+        good[rng.choice(["p", "m"])] = ConfigRecord({"x": rng.choice(values)})
     elif kind == 2:
-        good[rng.choice(["q", "c", "x" * 5000])] = rng.choice(
-            [ConfigRecord({"x": b"y" * 10**6}), wire.sealed(save(tensors))]
-        )
+        good[rng.choice(["q", "c", "x" * 5000])] = rng.choice(records)
     else:
         good["m"] = MetricRecord({**dict(report()), **rng.choice(REPORTS)})
     return good
@@ -291,8 +294,12 @@ def test_malformed_uploads_change_nothing(name: str) -> None:
 def test_an_answer_above_the_limit_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     """1 MiB is allowed; neither 2 MiB of payload nor 2 MiB beside it reach the reader."""
     read: list[int] = []
-    reader = wire.load
-    monkeypatch.setattr(wire, "load", lambda data: read.append(len(data)) or reader(data))
+
+    def reading(data: bytes) -> dict[str, Tensor]:
+        read.append(len(data))
+        return headers.load(data)
+
+    monkeypatch.setattr(wire, "load", reading)
 
     def answer(client: int, server_round: int) -> RecordDict:
         if client == 0:

@@ -42,7 +42,7 @@ def coming(fed: Federation, arrivals: Mapping[int, Sequence[int]]) -> Federation
     """Let devices come: round -> positions of those that are there from this round on; 1 is before the hello."""
     nodes = [*fed.grid.get_node_ids()]
     online = [nodes[n] for n in arrivals.get(1, [])]
-    fed.grid.get_node_ids = lambda: list(online)
+    fed.grid.get_node_ids = lambda: list(online)  # type: ignore[method-assign]
 
     def look(asked: Sequence[Message], replies: Sequence[Message]) -> None:
         group = asked[0].metadata.group_id if asked else ""

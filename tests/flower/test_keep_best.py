@@ -100,7 +100,7 @@ def test_a_better_round_takes_its_place(tmp_path: Path) -> None:
 
 def test_who_did_not_train_in_the_best_round_keeps_what_it_had_then(tmp_path: Path) -> None:
     found = run(tmp_path, 6, best=3, fraction_train=0.4)
-    trained = {client: [] for client in CLIENTS}  # type: ignore[var-annotated]
+    trained: dict[int, list[int]] = {client: [] for client in CLIENTS}
     for line in found.directory.rounds():
         for client in line["trained"]:
             trained[client].append(line["round"])

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -221,6 +222,49 @@ def test_a_worker_that_dies_costs_its_own_answer_alone(tmp_path: Path) -> None:
     assert not any(process.is_alive() for process in processes)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="has no such signal")
+def test_workers_leave_sigterm_to_the_command(tmp_path: Path) -> None:
+    """A cluster sends it to every process of a job at the end of its time; that is no client's failure."""
+    config: dict[str, Scalar] = {**KEYS, "run-dir": str(tmp_path / "run")}
+    with Crew([Post(1, "", tmp_path / "log")] * 2) as crew:
+        grid = LocalGrid(crew.answer, at_once, config, 3)
+        for worker in crew._workers:
+            worker._process.terminate()
+        assert said(grid.send_and_receive(ask(grid, [0, 1, 2]))) == [0, 1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="asks a shell")
+def test_workers_work_where_the_output_of_the_command_is_closed(tmp_path: Path) -> None:
+    keys = [part for key, value in KEYS.items() for part in ("--set", f"{key}={value}")]
+    options = ["--engine", "processes", "--workers", "2", "--run-dir", str(tmp_path / "run"), *keys]
+    command = [sys.executable, "-m", "pbfl_flwr.cli", "run", *options]
+    done = subprocess.run(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command], check=False, timeout=300)
+    assert done.returncode == 0
+    assert [line["trained"] for line in RunDirectory(tmp_path / "run").rounds()] == [[0, 1, 2]] * 2
+
+
+def test_a_crew_that_cannot_be_complete_leaves_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[object] = []
+
+    class Hired:
+        def __init__(self, post: Post) -> None:
+            if post.cores == 2:
+                raise BlockingIOError("Resource temporarily unavailable")
+
+        def end(self) -> None:
+            ended.append(self)
+
+    monkeypatch.setattr(crews, "_Worker", Hired)
+    log = tmp_path / "log"
+    with pytest.raises(BlockingIOError), Crew([Post(1, "", log), Post(2, "", log)]):
+        pass
+    assert len(ended) == 1
+
+
 @pytest.mark.parametrize(("fails", "broken"), [(False, True), (True, False), (True, True)])
 def test_a_worker_whose_card_answers_nothing_more_is_replaced(
     fails: bool, broken: bool, monkeypatch: pytest.MonkeyPatch
@@ -267,7 +311,7 @@ def test_a_client_that_fails_gives_its_cards_memory_back(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(1))
     grid = LocalGrid(local.in_this_process(), at_once, {**KEYS, "models": "har-cnn"}, 3)
     (reply,) = grid.send_and_receive(ask(grid, [0]))
-    assert "har-cnn" in reply.error.reason
+    assert "har-cnn" in str(reply.error.reason)
     assert given_back == [1]
 
 

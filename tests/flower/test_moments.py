@@ -1,12 +1,13 @@
 """Clients scored twice, before and after their training."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from pbfl_flwr.config import Scalar
 from pbfl_flwr.experiments import tables
+from pbfl_flwr.experiments.accuracies import scores
 from pbfl_flwr.experiments.records import load
 from pbfl_flwr.experiments.report import accuracy_sheet
 from pbfl_flwr.flower.report import Report
@@ -25,7 +26,7 @@ def test_the_other_moment_is_what_a_run_that_reports_it_reports(
 ) -> None:
     other = {"before": "after", "after": "before"}[moment]
 
-    def of(name: str, **keys: Scalar) -> Federation:
+    def of(name: str, **keys: Any) -> Federation:
         return federation(tmp_path / name, method, num_clients=3, **keys).run()
 
     twice, reported = (
@@ -59,7 +60,7 @@ def test_tables_name_the_moment_and_its_round(tmp_path: Path) -> None:
         figures = [f"{100 * last[name]:.2f}" for name in ("weighted", "mean", "std", "worst")]
         rows = [line.replace("│", " ").split() for line in console.export_text().splitlines()]
         assert [*said.split(), str(at), *figures] in rows
-        assert (at, last) == tables.scores(history)["head"].other
+        assert (at, last) == scores(history)["head"].other
         columns = dict(steps(history[-1]))
         assert columns[at]["other-moment/head/weighted"] == last["weighted"]
     sheet = accuracy_sheet(load([after.directory.path]))

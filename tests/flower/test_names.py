@@ -252,7 +252,13 @@ def test_clients_of_another_version_are_one_line(tmp_path: Path) -> None:
 def test_a_run_of_devices_goes_on_with_them_alone(tmp_path: Path) -> None:
     nodes = sites(tmp_path, "a", "c")
     run(tmp_path, nodes, num_server_rounds=1).run()
-    again = {"num_server_rounds": 2, "resume": True, "models": "cnn4", "num_clients": 2, "join_timeout": 1.0}
+    again: dict[str, Any] = {
+        "num_server_rounds": 2,
+        "resume": True,
+        "models": "cnn4",
+        "num_clients": 2,
+        "join_timeout": 1.0,
+    }
     virtual = federation(tmp_path, data=None, on_disk=True, **again)
     with pytest.raises(PbflError, match=r"at least 1 of its 2 clients; missing: a, c; others came: 0, 1$"):
         virtual.run()

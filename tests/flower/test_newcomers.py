@@ -14,6 +14,7 @@ from pbfl_flwr.config import Scalar, parse
 from pbfl_flwr.data import check_data, load_pool
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import tables, watch
+from pbfl_flwr.experiments.accuracies import series
 from pbfl_flwr.experiments.compare import Planned, ready
 from pbfl_flwr.experiments.comparison_table import rows, table
 from pbfl_flwr.experiments.configuration import Wishes
@@ -29,7 +30,7 @@ from pbfl_flwr.task import Task
 from tests.flower.inprocess import Answer, Federation, federation, raises, same_tensors
 from tests.runs import entry, write_run
 
-NEW: dict[str, Scalar] = {"new_clients": 2, "new_client_rounds": 3}
+NEW: dict[str, Any] = {"new_clients": 2, "new_client_rounds": 3}
 SCORED = [3, 5]  # clients 0 to 2 hold 5 + 2 + 5 test samples, the new ones 4 and 6
 
 
@@ -37,7 +38,7 @@ class Stopped(Exception):
     """Somebody pulled the plug."""
 
 
-def again(tmp_path: Path, **keys: Scalar) -> Federation:
+def again(tmp_path: Path, **keys: Any) -> Federation:
     return federation(tmp_path, on_disk=True, resume=True, **NEW, **keys)
 
 
@@ -52,7 +53,7 @@ def asked(found: Federation, kind: str) -> dict[int, set[int]]:
 
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_the_rounds_are_those_of_a_federation_without_them(tmp_path: Path, method: str) -> None:
-    rounds: dict[str, Scalar] = {"num_clients": 3, "new_clients": 1, "new_client_rounds": 2}
+    rounds: dict[str, Any] = {"num_clients": 3, "new_clients": 1, "new_client_rounds": 2}
     small = federation(tmp_path / "small", method, num_clients=2).run()
     found = federation(tmp_path, method, **rounds).run()
     assert found.fingerprint == small.fingerprint
@@ -91,7 +92,7 @@ def test_scored_before_training_they_begin_with_the_broadcast_and_end_with_a_las
     assert [line["accuracy_of_round"] for line in lines] == [2, 3, 4]
     assert ["final" in line for line in lines] == [False, False, True]
     assert lines[-1]["final"]["accuracy"]["head"]["clients"] == 2
-    assert [at for at, _ in tables.series(lines)] == [2, 3, 4, 5]
+    assert [at for at, _ in series(lines)] == [2, 3, 4, 5]
     assert asked(found, "evaluate") == {2: {0, 1, 2}, 5: {3, 4}}
 
 
@@ -142,7 +143,7 @@ def test_a_torn_line_of_theirs_is_made_again(tmp_path: Path) -> None:
 
 
 def test_a_round_of_theirs_that_ended_the_run_is_made_again(tmp_path: Path) -> None:
-    keys = {"on_disk": True, "failure_policy": "stop", **NEW}
+    keys: dict[str, Any] = {"on_disk": True, "failure_policy": "stop", **NEW}
     ended = federation(tmp_path, faults={(3, 5): raises}, **keys)
     with pytest.raises(PbflError, match="new client 3 failed"):
         ended.run()

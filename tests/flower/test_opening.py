@@ -35,18 +35,19 @@ def test_clients_begin_alike_or_each_with_its_own_weights(
     original = opening.open_client
 
     def opened(message: Any, context: Any, source: Any) -> Any:
-        found = original(message, context, source)
+        found: Any = original(message, context, source)
         if found.stored is None:
             begun[name].append(found.client.model.head.weight.detach().clone())
         return found
 
     monkeypatch.setattr(client, "open_client", opened)
-    for name, keys in {
+    starts: dict[str, dict[str, Any]] = {
         "alike": {},
         "own": {"initial-weights": "own"},
         "again": {"initial-weights": "own"},
         "fedproto": {"protocol": "fedproto"},
-    }.items():
+    }
+    for name, keys in starts.items():
         begun[name] = []
         run = federation(
             tmp_path / name, num_clients=3, models="cnn4", batch_size=1, num_server_rounds=1, **keys

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from pbfl_flwr.config import Scalar
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.documents import as_csv
 from pbfl_flwr.flower.files import DamagedState
@@ -56,7 +55,7 @@ def test_what_is_in_it_and_what_is_not(tmp_path: Path) -> None:
 
 
 def test_a_prolonged_run_has_each_accuracy_once(tmp_path: Path) -> None:
-    keys: dict[str, Scalar] = {"evaluate_moment": "before"}
+    keys: dict[str, Any] = {"evaluate_moment": "before"}
     whole = federation(tmp_path / "whole", on_disk=True, num_server_rounds=3, **keys).run().directory
     federation(tmp_path / "parts", on_disk=True, **keys).run()
     parts = federation(tmp_path / "parts", on_disk=True, num_server_rounds=3, resume=True, **keys).run()
@@ -69,7 +68,7 @@ def test_a_prolonged_run_has_each_accuracy_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("moment", ["after", "before"])
 def test_only_a_finished_run_has_one_and_a_resumed_one_the_same(tmp_path: Path, moment: str) -> None:
     """Scored before training, the shorter run ended with a last scoring that the whole one does not have."""
-    keys: dict[str, Scalar] = {"evaluate_moment": moment}
+    keys: dict[str, Any] = {"evaluate_moment": moment}
     whole = federation(tmp_path / "whole", on_disk=True, num_server_rounds=3, **keys).run().directory.result()
     first = federation(tmp_path / "parts", on_disk=True, **keys).run().directory
     assert first.result() not in ("", whole)

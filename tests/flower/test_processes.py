@@ -3,7 +3,9 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +22,12 @@ def test_a_group_is_ended_once_and_then_forgotten(tmp_path: Path, monkeypatch: p
     """After its leader was waited for its number may be somebody else's."""
     ended: list[int] = []
     original = warden.end_group
-    monkeypatch.setattr(warden, "end_group", lambda group, reap: (ended.append(group), original(group, reap)))
+
+    def ending(group: int, reap: Any) -> None:
+        ended.append(group)
+        original(group, reap)
+
+    monkeypatch.setattr(warden, "end_group", ending)
     processes = Processes()
     with (tmp_path / "log").open("wb") as log:
         first = processes.start([sys.executable, "-c", LEAVES_A_CHILD], tmp_path, os.environ, log)
@@ -49,3 +56,31 @@ def test_the_warden_leaves_alone_what_was_ended() -> None:
     finally:
         kept.kill()
         kept.wait()
+
+
+def test_the_warden_outlasts_what_a_cluster_sends_to_every_process_of_a_job() -> None:
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    command = [sys.executable, "-I", warden.__file__]
+    watching = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)
+    time.sleep(2)  # until it has started
+    watching.terminate()
+    watching.communicate(f"{other.pid}\n", timeout=30)
+    try:
+        assert watching.returncode == 0
+        assert other.wait(30) < 0
+    finally:
+        other.kill()
+
+
+def test_without_its_warden_all_is_ended_as_well(tmp_path: Path) -> None:
+    """Also the last word to it, which nobody reads."""
+    processes = Processes()
+    with (tmp_path / "log").open("wb") as log:
+        started = processes.start(
+            [sys.executable, "-c", "import time; time.sleep(60)"], tmp_path, os.environ, log
+        )
+    assert processes._warden is not None
+    processes._warden.kill()
+    processes._warden.wait()
+    processes.close()
+    assert started.returncode is not None

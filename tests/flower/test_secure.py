@@ -25,6 +25,7 @@ from pbfl_flwr.flower.report import Report
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.payloads import Prototypes, RejectedPayload
 from pbfl_flwr.prototypes import sums
+from pbfl_flwr.prototypes.pipeline import Pipeline
 from pbfl_flwr.task import Task
 from tests.flower.inprocess import NUM_CLIENTS, Answer, Fault, Federation, federation, lost, raises
 from tests.flower.test_faults import only
@@ -41,7 +42,7 @@ SETTINGS: dict[str, dict[str, Scalar]] = {
 }
 
 
-def both(tmp_path: Path, **keys: Scalar) -> tuple[Federation, Federation]:
+def both(tmp_path: Path, **keys: Any) -> tuple[Federation, Federation]:
     method = str(keys.pop("method", "fedproto"))
     plain = federation(tmp_path / "plain", method, **keys, num_server_rounds=1)
     secure = federation(tmp_path / "secure", method, **keys, num_server_rounds=1, secure_aggregation=True)
@@ -57,6 +58,7 @@ def test_the_sum_is_right_within_quantisation(tmp_path: Path, name: str) -> None
     if found.num_examples and expected.num_examples:
         of_n = expected.num_examples / found.num_examples  # of aps-mean n is a mean, rounded, times M
     assert name == "aps-mean" or found.num_examples == expected.num_examples
+    assert isinstance(secure.strategy.method, Pipeline)
     bound = sums.RANGES[secure.strategy.method.stages.aggregation]
     # Five clients, each wrong by less than one step; PPA multiplies the sum by K/n.
     factor = 10 / 90 if name.startswith("ppa") else 1.0
@@ -133,7 +135,7 @@ def test_reports_and_bytes_are_kept(tmp_path: Path) -> None:
 
 def test_a_client_that_falls_out_costs_its_own_table_only(tmp_path: Path) -> None:
     """Client 2 raises while it trains; the others give its shares back, and the sum is theirs."""
-    keys: dict[str, Scalar] = {"secure_aggregation": True, "aggregation": "ppa", "num_server_rounds": 1}
+    keys: dict[str, Any] = {"secure_aggregation": True, "aggregation": "ppa", "num_server_rounds": 1}
     found = federation(tmp_path / "a", **keys, faults={(2, 1): raises}).run()
     plain = federation(tmp_path / "b", aggregation="ppa", num_server_rounds=1, faults={(2, 1): raises}).run()
     (failure,) = found.strategy.history[0]["failures"]
@@ -189,7 +191,7 @@ def another_length(record: ConfigRecord) -> None:
 
 def shifted(record: ConfigRecord) -> None:
     if Key.MASKED_PARAMETERS in record:
-        factor, vector = record[Key.MASKED_PARAMETERS]
+        factor, vector = cast(list[bytes], record[Key.MASKED_PARAMETERS])
         record[Key.MASKED_PARAMETERS] = [factor, ndarray_to_bytes(bytes_to_ndarray(vector) + 2**29 + 2**26)]
 
 
@@ -234,7 +236,7 @@ def test_an_earlier_upload_is_not_summed_again(tmp_path: Path) -> None:
 
 
 def test_the_last_scoring_is_in_clear_and_outside_the_protocol(tmp_path: Path) -> None:
-    keys: dict[str, Scalar] = {"evaluate_moment": "before", "fraction_train": 0.8}
+    keys: dict[str, Any] = {"evaluate_moment": "before", "fraction_train": 0.8}
     found = federation(tmp_path, on_disk=True, secure_aggregation=True, **keys).run()
     first, second = found.directory.rounds()
     assert "final" not in first

@@ -219,7 +219,7 @@ def test_a_damaged_file_is_named_and_stays_as_it_is(client: ClientStore, damage:
         client.path.unlink()
         client.path.mkdir()
     elif damage == "unsigned":
-        save_file(STATE.model, client.path)
+        save_file(dict(STATE.model), client.path)
     elif damage == "relabelled":  # a header that was edited: the checksum covers it too
         client.path.write_bytes(bytes(data).replace(b'"round":"3"', b'"round":"9"'))
     else:
@@ -300,7 +300,12 @@ def test_a_round_of_simulated_clients_is_flushed_once_and_before_it_counts(
     monkeypatch.setattr(recorder, "flush_directory", lambda path: flushed.append(f"{path.parent.name}, all"))
     run = federation(tmp_path, on_disk=True, num_server_rounds=2)
     keep = checkpoint.save
-    monkeypatch.setattr(checkpoint, "save", lambda *args: (flushed.append("checkpoint"), keep(*args)))
+
+    def saving(*args: Any) -> None:
+        flushed.append("checkpoint")
+        keep(*args)
+
+    monkeypatch.setattr(checkpoint, "save", saving)
     run.run()
     states = [what for what in flushed if what.startswith("clients, ") or what == "checkpoint"]
     assert states == ["clients, all", "checkpoint"] * 2
@@ -316,3 +321,49 @@ def test_names_that_cannot_be_flushed_end_the_run(tmp_path: Path, monkeypatch: p
     with pytest.raises(UnsavedState, match=r"may not outlast a power cut \(Input/output error\)$"):
         run.run()
     assert not run.directory.rounds()
+
+
+def test_weights_that_were_sent_as_they_were_trained_are_kept_once(client: ClientStore) -> None:
+    weight = torch.randn(40, 50)
+    zeros, negative = torch.zeros(3), -torch.zeros(3)  # equal numbers of different bits
+    model = {"body.0.weight": weight, "body.0.bias": zeros, "head.weight": torch.randn(5, 2)}
+    reply = {
+        "w.body.0.weight": weight.clone(),
+        "w.body.0.bias": negative,
+        "w.head.weight": model["head.weight"] + 1,
+        "w.other": weight.clone(),
+        "n": torch.tensor([7]),
+    }
+    client.save(replace(STATE, model=model, reply=reply))
+    with safe_open(client.path, framework="pt") as file:
+        kept = {name for name in file.keys() if name.startswith("reply.")}  # noqa: SIM118 - no mapping
+    assert kept == {f"reply.{name}" for name in reply} - {"reply.w.body.0.weight"}
+    again = client.load()
+    assert again is not None
+    assert again.reply.keys() == reply.keys()
+    for name, tensor in reply.items():
+        assert torch.equal(again.reply[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+def test_a_client_of_fedavg_answers_again_from_what_is_kept_once(tmp_path: Path) -> None:
+    run = federation(tmp_path, "fedavg", on_disk=True, models="resnet4", num_server_rounds=1)
+    run.run()
+    for file in sorted((run.directory.path / "clients").glob("*/*.safetensors")):
+        tensors, about = load_tensors(file)
+        assert [name for name in tensors if name.startswith("reply.")] == ["reply.n"]
+        own = ClientStore(file.parent, about["experiment"], int(about["client"]), about["architecture"])
+        state = own.load()
+        assert state is not None
+        sent = {name.removeprefix("w."): tensor for name, tensor in state.reply.items() if name != "n"}
+        assert sent.keys() == {name for name in state.model if "running" not in name and "num_b" not in name}
+        assert all(torch.equal(tensor, state.model[name]) for name, tensor in sent.items())
+
+
+@pytest.mark.parametrize("same", ["[]", "{", '{"a": "nowhere"}', '{"a": 3}'])
+def test_a_reply_that_is_said_to_be_where_it_is_not(client: ClientStore, same: str) -> None:
+    client.save(STATE)
+    tensors, metadata = load_tensors(client.path)
+    del metadata["schema"]
+    save_tensors(client.path, tensors, {**metadata, store.SAME: same})
+    with pytest.raises(DamagedState, match="lacks what a client keeps"):
+        client.load()

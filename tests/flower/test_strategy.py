@@ -14,7 +14,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import Strategy
 from torch import Tensor
 
@@ -48,6 +48,7 @@ from tests.flower.inprocess import (
     flower_error,
     hello,
     lost,
+    numbers,
     raises,
     reply_of,
     same_tensors,
@@ -216,7 +217,7 @@ POISON: dict[str, tuple[str, dict[str, Tensor], str]] = {
 }
 
 
-TIMES = Report(0, 0).to_record()["t"]
+TIMES = numbers(Report(0, 0).to_record(), "t")
 
 
 def scripted(rule: str, poison: RecordDict | Message | None) -> MethodStrategy:
@@ -289,7 +290,7 @@ def test_a_report_that_cannot_be_is_rejected(change: dict[str, Any], reason: str
         (wire.content(report=Report(10, 4).to_record()), "its payload is missing"),
         (wire.content(ArrayRecord(), Report(10, 4).to_record()), "'labels' is missing"),
         (
-            wire.content(ArrayRecord({"s": wire.Array(np.ones(3))}), Report(10, 4).to_record()),
+            wire.content(ArrayRecord({"s": Array(np.ones(3))}), Report(10, 4).to_record()),
             "an array of format 'numpy.ndarray', expected 'safetensors'",
         ),
     ],
@@ -355,17 +356,19 @@ def _mangled(good: RecordDict, rng: random.Random) -> RecordDict:
         del content[rng.choice(["p", "m"])]
         return content
     elif kind == 5:
-        content[rng.choice(["p", "m"])] = ConfigRecord({"x": rng.choice(["y", 1, b"z"])})
+        values: list[str | int | bytes] = ["y", 1, b"z"]
+        content[rng.choice(["p", "m"])] = ConfigRecord({"x": rng.choice(values)})
         return content
     elif kind == 6:
-        nonsense = [0, -(2**62), 2**62, 1e300, float("nan"), [], [1e300] * 3, [-5] * 4, [float("inf")] * 6]
+        nonsense: list[Any] = [0, -(2**62), 2**62, 1e300, float("nan"), [], [1e300] * 3, [-5] * 4]
+        nonsense.append([float("inf")] * 6)
         report[rng.choice(["n", "c", "t", "loss.ce"])] = rng.choice(nonsense)
         return content
     elif kind == 7:
         record["second"] = array
         return content
     else:
-        record["s"] = wire.Array(
+        record["s"] = Array(
             rng.choice(["uint8", "", "O"]), (1,), rng.choice(["numpy.ndarray", "", "x"]), b"\x80"
         )
         return content
@@ -408,7 +411,7 @@ def test_failing_clients_are_named_and_the_others_unharmed(tmp_path: Path) -> No
     What the server and the others have after round 3 has the same bits as in a run in which these clients were
     simply not reached in the same rounds.
     """
-    rounds: dict[str, Scalar] = {"num_server_rounds": 3, "min_replies": 2}
+    rounds: dict[str, Any] = {"num_server_rounds": 3, "min_replies": 2}
     faulty = federation(tmp_path / "a", **rounds)
     directory = tmp_path / "a" / "run" / "clients" / faulty.strategy.experiment
     file = directory / "client-00002.safetensors"
@@ -591,7 +594,7 @@ def test_the_same_round_is_answered_again_without_training_again(tmp_path: Path)
     def twice(message: Message, answer: Answer) -> Message:
         first, second = answer(), answer()
         assert first.content.array_records["p"]["s"].data == second.content.array_records["p"]["s"].data
-        reports = [dict(reply.content.metric_records["m"]) for reply in (first, second)]
+        reports: list[dict[str, Any]] = [dict(reply.content.metric_records["m"]) for reply in (first, second)]
         loss_and_seconds = [report.pop("t") for report in reports]
         assert reports[0] == reports[1]
         assert "loss.ce" in reports[0]
@@ -631,7 +634,7 @@ def lines(run: Federation) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("method", ["fedproto", "fedtgp"])
 def test_resumed_is_uninterrupted(tmp_path: Path, method: str) -> None:
-    keys: dict[str, Scalar] = {"momentum": 0.5, "optimizer_state": "kept"}
+    keys: dict[str, Any] = {"momentum": 0.5, "optimizer_state": "kept"}
     if method == "fedtgp":
         keys["fedtgp.server-momentum"] = 0.5
     whole = federation(tmp_path / "a", method, on_disk=True, num_server_rounds=4, **keys).run()
@@ -647,7 +650,7 @@ def two_rounds(tmp_path: Path) -> Federation:
     return federation(tmp_path, "local", on_disk=True).run()
 
 
-def again(tmp_path: Path, **keys: Scalar) -> Federation:
+def again(tmp_path: Path, **keys: Any) -> Federation:
     return federation(tmp_path, "local", on_disk=True, resume=True, **keys)
 
 
@@ -714,7 +717,7 @@ def test_a_client_that_lost_its_state_is_named_once(tmp_path: Path, report: str)
 
 
 def test_fedkd_goes_on_where_every_client_lost_its_state(tmp_path: Path) -> None:
-    keys: dict[str, Scalar] = {"num_server_rounds": 4, "fedkd.schedule-rounds": 4}
+    keys: dict[str, Any] = {"num_server_rounds": 4, "fedkd.schedule-rounds": 4}
     whole = federation(tmp_path / "a", "fedkd", on_disk=True, **keys).run()
     two = {**keys, "num_server_rounds": 2}
     for name in ("b", "c"):
@@ -729,7 +732,7 @@ def test_fedkd_goes_on_where_every_client_lost_its_state(tmp_path: Path) -> None
 def test_who_is_only_scored_is_found_to_have_lost_its_state_too(tmp_path: Path) -> None:
     found = federation(tmp_path, on_disk=True, num_server_rounds=1).run()
     shutil.rmtree(tmp_path / "run" / "clients")
-    keys: dict[str, Scalar] = {"num_server_rounds": 3, "resume": True}
+    keys: dict[str, Any] = {"num_server_rounds": 3, "resume": True}
     found = federation(tmp_path, on_disk=True, **keys)
     roster = patch.object(Roster, "sample", lambda self, *_: [0, 1])
     with roster:
@@ -800,7 +803,7 @@ def kinds(found: Federation, server_round: int) -> dict[int, str]:
 
 
 def test_a_fraction_trains_and_the_others_are_scored(tmp_path: Path) -> None:
-    keys = {"fraction_train": 0.4, "num_server_rounds": 4}
+    keys: dict[str, Any] = {"fraction_train": 0.4, "num_server_rounds": 4}
     one = federation(tmp_path / "a", "local", **keys).run()
     # Other node ids in another order, replies in another order: the same clients, the same bits.
     other = federation(
@@ -889,8 +892,9 @@ def test_the_partition_is_written_where_the_server_can_deal_it(tmp_path: Path) -
     found.grid = InProcessGrid(make_client_app(), found.config, 3)
     found.run()
     written = found.directory.partition_counts()
+    assert written is not None
     assert written == check_data(found.strategy.settings.data, 3).counts.tolist()
-    assert sum(map(sum, written)) == 1797
+    assert sum(sum(counts) for counts in written) == 1797
     # FedProto's paper: client i sends K_i rows and gets K, of d numbers each.
     rows = sum(sum(count > 0 for count in counts) + 10 for counts in written)
     assert found.directory.paper_scalars() == rows * found.strategy.settings.models.feature_dim
@@ -902,13 +906,14 @@ def test_the_partition_is_written_where_the_server_can_deal_it(tmp_path: Path) -
     assert found.directory.majority() == pytest.approx(right / tested)
     # An app's own data is not the configured partition, and nothing is claimed about it.
     own = federation(tmp_path / "b", "local", on_disk=True, num_server_rounds=1).run()
-    assert own.directory.partition_counts() is own.directory.majority() is None
+    assert own.directory.partition_counts() is None
+    assert own.directory.majority() is None
     assert own.directory.paper_scalars() is None
 
 
 def test_a_run_does_not_go_on_with_other_samples(tmp_path: Path) -> None:
-    def run(**keys: Scalar) -> Federation:
-        own: dict[str, Scalar] = {"num_clients": 2, "models": "cnn2", "max_samples": 60, "partition": "iid"}
+    def run(**keys: Any) -> Federation:
+        own: dict[str, Any] = {"num_clients": 2, "models": "cnn2", "max_samples": 60, "partition": "iid"}
         return federation(tmp_path, on_disk=True, data=None, **own, **keys)
 
     file = run(num_server_rounds=1).run().directory.path / "partition.json"
@@ -925,7 +930,7 @@ def test_a_run_that_was_killed_while_it_began_begins_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """run.json is the seal: what stands there without it is no run, and what stands beside it is complete."""
-    keys: dict[str, Scalar] = {"num_clients": 2, "models": "cnn2", "max_samples": 60, "num_server_rounds": 1}
+    keys: dict[str, Any] = {"num_clients": 2, "models": "cnn2", "max_samples": 60, "num_server_rounds": 1}
     written: list[str] = []
     original = RunDirectory._write
 

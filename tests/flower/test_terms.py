@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pbfl_flwr.config import Scalar
-from tests.flower.test_names import run
+from tests.flower.sites import run
 
 NAMES = np.array(["ant", "bee", "cat"])
 

@@ -4,13 +4,13 @@ import json
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from flwr.app import Message
 
-from pbfl_flwr.config import Scalar
 from pbfl_flwr.experiments.tables import privacy_line
 from pbfl_flwr.flower.store import load_tensors
 from pbfl_flwr.method import Client, Update
@@ -20,14 +20,14 @@ from pbfl_flwr.prototypes.pipeline import Pipeline
 from pbfl_flwr.prototypes.privacy import epsilon_of
 from tests.flower.inprocess import NUM_CLIENTS, federation, through_flower
 
-NOISE: dict[str, Scalar] = {"dp_clip": 5.0, "dp_noise": 2.0}
-SUMS: dict[str, Scalar] = {"aggregation": "ppa", "ppa_total": "known", "total_examples": 100}
+NOISE: dict[str, Any] = {"dp_clip": 5.0, "dp_noise": 2.0}
+SUMS: dict[str, Any] = {"aggregation": "ppa", "ppa_total": "known", "total_examples": 100}
 
 
 @pytest.mark.parametrize("method", PROTECTED)
 @pytest.mark.parametrize("unit", ["client", "sample"])
 def test_noisy_uploads_of_every_method(tmp_path: Path, method: str, unit: str) -> None:
-    keys: dict[str, Scalar] = {**NOISE, "dp_unit": unit}
+    keys: dict[str, Any] = {**NOISE, "dp_unit": unit}
     if method == "tinyproto":
         keys |= {"aps_scale": 0.1, "cps_dim": 16}
     if method == "fedtgp":
@@ -44,7 +44,7 @@ def test_noisy_uploads_of_every_method(tmp_path: Path, method: str, unit: str) -
 
 @pytest.mark.parametrize("rule", ["ppa", "aps-sum"])
 def test_dense_uploads_give_the_same_sum(tmp_path: Path, rule: str) -> None:
-    keys: dict[str, Scalar] = {**SUMS, "aggregation": rule, "aps_scale": 0.1}
+    keys: dict[str, Any] = {**SUMS, "aggregation": rule, "aps_scale": 0.1}
     sparse = federation(tmp_path / "sparse", **keys).run().strategy
     dense = federation(tmp_path / "dense", **keys, dense_uploads=True).run().strategy
     assert torch.equal(dense.state.broadcast.values, sparse.state.broadcast.values)
@@ -109,7 +109,7 @@ def test_an_answer_sent_again_is_the_same_release(tmp_path: Path, randomness: st
 
 
 def test_noise_differs_between_runs_unless_it_is_seeded(tmp_path: Path) -> None:
-    def prints(name: str, **keys: Scalar) -> str:
+    def prints(name: str, **keys: Any) -> str:
         return federation(tmp_path / name, **NOISE, **keys, num_server_rounds=1).run().fingerprint
 
     assert prints("a") != prints("b")

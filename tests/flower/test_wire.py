@@ -14,7 +14,7 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pbfl_flwr.config import PREDICTORS, parse
+from pbfl_flwr.config import PREDICTORS, Scalar, parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower import wire
 from pbfl_flwr.flower.report import Report
@@ -310,7 +310,7 @@ def test_what_we_add_is_under_three_percent_of_the_rows(record_property: Any) ->
     """K = 100 classes, s = 50, all classes present: the rows are 4·100·50 = 20,000 bytes, 3 % are 600."""
     K, s = 100, 50
     rows = 4 * K * s
-    keys = {"method": "tinyproto", "cps-dim": s, "num-clients": 3}
+    keys: dict[str, Scalar] = {"method": "tinyproto", "cps-dim": s, "num-clients": 3}
     strategy = MethodStrategy(parse(keys, SECTIONS))
     present = torch.ones(K, dtype=torch.bool)
     # What TinyProto sends up: n_i beside the rows; every predictor scored, two loss terms reported.

@@ -5,6 +5,7 @@ disk do.
 """
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ PRESENT = {
     7: (0, 1, 3),
     8: (2,),
 }  # client 3 begins in round 7; in round 8 only 2 is there
-MORE = {"tinyproto": {"cps_dim": 3}, "gfpl": {"own": {"start": 1, "interval": 1}}}
+MORE: dict[str, dict[str, Any]] = {"tinyproto": {"cps_dim": 3}, "gfpl": {"own": {"start": 1, "interval": 1}}}
 ARCHITECTURES = {"clean": "resnet4", "htfl": "cnn4"}
 
 
@@ -44,7 +45,9 @@ def test_nobody_is_too_awkward(any_method, protocol, make_client):
     architecture = ARCHITECTURES[protocol]
     keys = {"models": architecture, "protocol": protocol, **MORE.get(any_method, {})}
     method = build_method(settings_of(any_method, **keys))
-    state, memories, networks = method.init(TASK, 0), {}, {}
+    state = method.init(TASK, 0)
+    memories: dict[int, Any] = {}
+    networks: dict[int, Any] = {}
     for number, present in PRESENT.items():
         uploads = {}
         for i, labels in LABELS.items():

@@ -3,11 +3,11 @@
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from pbfl_flwr.config import Scalar
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.methods import METHODS
 from tests.flower.inprocess import federation
@@ -20,7 +20,7 @@ ALIKE = LINEAR | {"lg-fedavg", "fedavg", "fedprox", "fedala", "fesem", "feduv", 
 HUGE = "+65536-65536-65536-65536"
 
 # So that the classifier is trained on what others sent, within the two rounds of a test.
-AT_ONCE: dict[str, dict[str, Scalar]] = {"gfpl": {"gfpl.start": 1, "gfpl.interval": 1}}
+AT_ONCE: dict[str, dict[str, Any]] = {"gfpl": {"gfpl.start": 1, "gfpl.interval": 1}}
 
 
 @pytest.mark.parametrize(("models", "refused"), [("cnn4+16", LINEAR), ("cnn4,cnn4+16,cnn4+12-8", ALIKE)])

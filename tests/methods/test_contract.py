@@ -28,7 +28,7 @@ from pbfl_flwr.flower.strategy import MethodStrategy
 from pbfl_flwr.method import Client, Method, Predictor, Round
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method
 from pbfl_flwr.payloads import Payload, RejectedPayload
-from pbfl_flwr.scoring import Scores
+from pbfl_flwr.scoring import Scores, evaluate
 from tests.flower.inprocess import (
     NUM_CLIENTS,
     Federation,
@@ -61,9 +61,11 @@ class Aggregation:
 class Recorder(MethodStrategy):
     """Keeps what goes through ``aggregate_fit``."""
 
-    def aggregate_fit(self, server_round: int, uploads: Mapping[int, Payload]) -> Any:
+    def aggregate_fit(
+        self, server_round: int, uploads: Mapping[int, Payload], shares: Mapping[int, float] | None = None
+    ) -> Any:
         state, before = self.state, copies((self.state, uploads))
-        result = super().aggregate_fit(server_round, uploads)
+        result = super().aggregate_fit(server_round, uploads, shares)
         assert self.task is not None
         at = Round(server_round, self.task, self.settings.run.num_clients, self.settings.run.seed)
         seen = Aggregation(state, dict(uploads), at, before, copies((state, uploads)), result)
@@ -92,7 +94,6 @@ class Played:
 @pytest.fixture(scope="module")
 def played(any_method: str, tmp_path_factory: pytest.TempPathFactory) -> Played:
     seen = Played(any_method, federation(tmp_path_factory.mktemp("run"), any_method, strategy=Recorder))
-    evaluate = client_module.evaluate
 
     def watching(client: Client, predictors: Mapping[str, Predictor]) -> Scores:
         def watched(name: str, predictor: Predictor) -> Callable[[Tensor, Tensor], Tensor]:
@@ -208,6 +209,7 @@ def test_the_papers_cost_is_a_number(played: Played) -> None:
     assert roster is not None
     parameters = [member.parameters for member in roster.members.values()]
     cost = played.method.paper_scalars(roster.task, [3, 1, 4, 1, 4], parameters)
+    assert cost is not None
     assert math.isfinite(cost)
     assert cost >= 0
 

@@ -4,6 +4,7 @@ import sys
 from bdb import BdbQuit
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -108,7 +109,7 @@ def test_cosproto_by_hand():
 
 
 def test_a_run_of_cosproto(tmp_path):
-    keys = {"method_settings": "weight=2.0", "num_server_rounds": 2}
+    keys: dict[str, Any] = {"method_settings": "weight=2.0", "num_server_rounds": 2}
     history = federation(tmp_path, "cosproto:build", **keys).run().strategy.history
     assert [line["failures"] for line in history] == [[], []]
     assert history[0]["clients"]["loss.pull"] == 0

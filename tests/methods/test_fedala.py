@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pbfl_flwr.methods.fedala import mix
 from pbfl_flwr.payloads import Weights
@@ -107,7 +107,8 @@ def test_scoring_before_training_does_not_apply_it_twice(make_method, make_clien
 @pytest.mark.parametrize("labels", [(2,), (1, 1, 1)])
 def test_a_tiny_client_with_batchnorm(make_method, make_client, task, labels):
     method = make_method("fedala", models="resnet4", own={"max_epochs": 2})
-    state, memory = method.init(task, 5), {}
+    state = method.init(task, 5)
+    memory: dict[str, Tensor] = {}
     for number in (1, 2, 3):
         update = method.local_update(make_client(0, "resnet4", labels, number, memory), state)
         memory = update.memory

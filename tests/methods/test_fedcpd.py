@@ -1,5 +1,8 @@
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from pbfl_flwr.errors import PbflError
@@ -20,7 +23,10 @@ def run(
     method, make_client, task, rounds, architecture="cnn4", through=lambda client, memory: memory, **training
 ):
     """Return the state, the clients and the last metrics after some rounds of two clients."""
-    state, memories, models, metrics = method.init(task, 3), {}, {}, {}
+    state = method.init(task, 3)
+    memories: dict[int, Any] = {}
+    models: dict[int, Any] = {}
+    metrics: dict[int, Any] = {}
     for number in range(1, rounds + 1):
         uploads = {}
         for i, labels in CLIENTS.items():
@@ -131,7 +137,9 @@ def test_the_last_own_body_is_the_memory_and_survives_a_restart(make_method, mak
     def restart(i, memory):
         store = ClientStore(tmp_path, "x", i, "resnet4")
         store.save(ClientState(1, 1, {}, memory, {}, {}))
-        return ClientStore(tmp_path, "x", i, "resnet4").load().memory
+        loaded = ClientStore(tmp_path, "x", i, "resnet4").load()
+        assert loaded is not None
+        return loaded.memory
 
     straight = run(method, make_client, task, 3, "resnet4")
     restarted = run(method, make_client, task, 3, "resnet4", restart)
@@ -177,7 +185,7 @@ def test_one_class_and_one_sample(make_method, make_client, task):
     method = make_method("fedcpd", own=SMALL, models="cnn4")
     state = method.init(task, 0)
     for labels in [(1, 1, 1, 1, 1), (2,)]:
-        memory = {}
+        memory: dict[str, Tensor] = {}
         for number in (1, 2):
             client = make_client(0, "cnn4", labels, number, memory)
             update = method.local_update(client, state)

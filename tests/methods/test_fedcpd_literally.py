@@ -4,6 +4,7 @@ The loops take nothing from the package but the network and the first weights of
 """
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ def cbam(p, level, maps):
     at = {name.split(".", 2)[2]: t for name, t in p.items() if name.startswith(f"attention.{level}.")}
     found = []
     for x in maps:
-        gates = 0
+        gates = torch.zeros(())
         for summary in (x.flatten(1).mean(1), x.flatten(1).max(1).values):
             hidden = torch.relu(at["channel_gate.0.weight"] @ summary + at["channel_gate.0.bias"])
             gates = gates + at["channel_gate.2.weight"] @ hidden + at["channel_gate.2.bias"]
@@ -85,7 +86,9 @@ def descend(loss, parameters):
 
 def literal(make_client, theta, base, weights):
     networks = {i: make_client(i, "cnn4", LABELS[i]).model for i in LABELS}
-    distillation, teachers, P = {}, {}, {}
+    distillation: dict[int, Any] = {}
+    teachers: dict[int, Any] = {}
+    P: dict[int, Any] = {}
     for _ in range(ROUNDS):
         answers, means = {}, {}
         for i, network in networks.items():
@@ -125,7 +128,9 @@ def test_rounds_are_those_of_the_equations(make_method, make_client, task, base,
     names = ("align_weight", "contrast_weight", "distill_weight", "temperature", "map_reduction")
     own = {"base": base, "fusion_width": WIDTH, **dict(zip(names, weights, strict=True))}
     method = make_method("fedcpd", own=own, models="cnn4")
-    state, memories, networks = method.init(task, 0), {}, {}
+    state = method.init(task, 0)
+    memories: dict[int, Any] = {}
+    networks: dict[int, Any] = {}
     theta, P, distillation = literal(make_client, state.weights.tensors, base, weights)
     for number in range(1, ROUNDS + 1):
         uploads = {}

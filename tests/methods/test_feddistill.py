@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from pbfl_flwr.flower import wire
 from pbfl_flwr.method import Round
@@ -23,6 +24,7 @@ def rows(**given):
 def gradient(form, z, taught, label=0):
     logits = torch.tensor([z], requires_grad=True)
     distillation(logits, torch.tensor([label]), taught, form).backward()
+    assert logits.grad is not None
     return logits.grad[0]
 
 
@@ -44,6 +46,7 @@ def test_gradients_by_hand():
     assert torch.allclose(gradient("ce-soft", [0.0] * 3, taught), uniform - torch.tensor(s).softmax(0))
     raw = torch.zeros(1, 3, requires_grad=True)
     torch.nn.functional.cross_entropy(raw, torch.tensor([s])).backward()
+    assert raw.grad is not None
     assert torch.allclose(raw.grad[0], torch.tensor([-5.0, 3.0, 2.0]), atol=1e-6)
     # mean square over B·K = 3 entries: 2·(z - s)/3
     assert torch.allclose(gradient("mse", [0.0] * 3, taught), -2 * torch.tensor(s) / 3)
@@ -86,7 +89,7 @@ def test_outputs_are_collected_on_the_way_before_each_step(make_method, make_cli
     training = {"local_epochs": 2, "protocol": protocol, "learning_rate": 0.5}
     client, oracle = make_client(**training), make_client(**training)
     upload = method.local_update(client, Logits.empty(4, 4)).payload
-    seen = {0: [], 1: [], 2: []}
+    seen: dict[int, list[Tensor]] = {0: [], 1: [], 2: []}
     order = oracle.generator("fit")
     for _ in range(2):
         for index in batches(8, oracle.training, order):

@@ -1,4 +1,5 @@
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -59,8 +60,8 @@ def test_the_ensemble_of_linear_heads_is_the_averaged_head():
     heads, shares = [nn.Linear(6, 4) for _ in range(3)], (0.5, 0.3, 0.2)
     z = torch.randn(7, 6)
     ensemble = sum(share * head(z) for share, head in zip(shares, heads, strict=True))
-    weight = sum(share * head.weight for share, head in zip(shares, heads, strict=True))
-    bias = sum(share * head.bias for share, head in zip(shares, heads, strict=True))
+    weight: Any = sum(share * head.weight for share, head in zip(shares, heads, strict=True))
+    bias: Any = sum(share * head.bias for share, head in zip(shares, heads, strict=True))
     assert torch.allclose(ensemble, nn.functional.linear(z, weight, bias), atol=1e-6)
 
 

@@ -126,7 +126,8 @@ def test_server_follows_a_literal_loop_over_shuffled_batches(make_method, task):
             loss.backward()
             with torch.no_grad():
                 for parameter in head.parameters():
-                    parameter -= 0.1 * parameter.grad
+                    assert parameter.grad is not None
+                    parameter.sub_(0.1 * parameter.grad)
     assert torch.allclose(found["head.weight"], head.weight, atol=1e-6)
     assert torch.allclose(found["head.bias"], head.bias, atol=1e-6)
 

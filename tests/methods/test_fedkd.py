@@ -1,4 +1,5 @@
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -117,7 +118,9 @@ def test_a_round_follows_the_equations(make_method, make_client, task, protocol)
 
 def rounds(method, make_client, task, numbers, present):
     """Run rounds in which the listed clients take part; return the states and every client's last memory."""
-    states, memories, received = [method.init(task, 1)], {}, {}
+    states = [method.init(task, 1)]
+    memories: dict[int, Any] = {}
+    received: dict[tuple[int, int], LowRank] = {}
     for number in numbers:
         uploads = {}
         for i in present(number):

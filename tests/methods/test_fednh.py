@@ -64,6 +64,7 @@ def test_client_trains_body_and_scale_on_cosine_logits(make_method, make_client,
     F.cross_entropy(s * F.normalize(twin.model.features(inputs), dim=1) @ W.T, labels).backward()
     update = method.local_update(client, state)
     sent = update.payload.weights.tensors
+    assert s.grad is not None
     torch.testing.assert_close(sent[SCALE], s.detach() - 0.1 * s.grad, atol=1e-6, rtol=1e-5)
     for name, parameter in twin.model.named_parameters():
         if not name.startswith("head."):

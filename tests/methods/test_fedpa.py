@@ -130,14 +130,17 @@ def test_clients_ask_the_generator_by_its_running_statistics(make_method, make_c
             if name.endswith("running_mean"):
                 buffer.fill_(3.0)
     given = replace(taught, generator=Weights(tensors_of(tensors)), label_counts=torch.tensor([1, 1, 0, 0]))
-    drawn, labels = sampler(method.shape, make_client(), given, 5, by_batch=False)()
+    draw, by_batch = (sampler(method.shape, make_client(), given, 5, by_batch=by) for by in (False, True))
+    assert draw is not None
+    assert by_batch is not None
+    drawn, labels = draw()
     random = make_client().generator("generator")
     again = torch.multinomial(torch.tensor([1.0, 1, 0, 0]).double(), 5, replacement=True, generator=random)
     assert labels.tolist() == again.tolist()
     with torch.no_grad():
         expected = tensors.eval()(again, torch.rand(5, 3, generator=random))
     torch.testing.assert_close(drawn, expected)
-    assert not torch.allclose(sampler(method.shape, make_client(), given, 5)()[0], expected)
+    assert not torch.allclose(by_batch()[0], expected)
 
 
 def test_first_round_is_cross_entropy_then_generator_and_pull_join(make_method, make_client, task):

@@ -124,7 +124,12 @@ def test_a_head_on_features_computed_once_learns_what_it_learns_batch_by_batch(
     method = make_method("fedrep", own={"head_epochs": 3})
     once, each = make_client(architecture="cnn4", **settings), make_client(architecture="cnn4", **settings)
     calls, features = [], once.model.features
-    monkeypatch.setattr(once.model, "features", lambda inputs: calls.append(len(inputs)) or features(inputs))
+
+    def counted(inputs):
+        calls.append(len(inputs))
+        return features(inputs)
+
+    monkeypatch.setattr(once.model, "features", counted)
     report = method.train.head_phase(once)
     assert calls == [8]
     monkeypatch.setattr(fedrep, "fixed_features", lambda client: None)

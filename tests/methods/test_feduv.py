@@ -60,9 +60,11 @@ def test_equal_features_have_no_uniformity_and_no_nan():
     spread = uniformity(z)
     spread.backward()
     assert spread.item() == 0
+    assert z.grad is not None
     assert z.grad.tolist() == [[0.0, 0.0]] * 3
     some = torch.tensor([[1.0, 1.0], [1.0, 1.0], [0.0, 1.0]], requires_grad=True)
     uniformity(some).backward()
+    assert some.grad is not None
     assert bool(torch.isfinite(some.grad).all())
 
 

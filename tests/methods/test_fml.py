@@ -42,10 +42,12 @@ def test_whether_the_teacher_learns(detach):
     student = torch.randn(3, 4, requires_grad=True)
     teacher = torch.randn(3, 4, requires_grad=True)
     Conventions(detach=detach).divergence(student, teacher).backward()
+    assert student.grad is not None
     assert student.grad.abs().max() > 0
     if detach:
         assert teacher.grad is None
     else:
+        assert teacher.grad is not None
         assert teacher.grad.abs().max() > 0
 
 

@@ -1,4 +1,5 @@
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -34,8 +35,9 @@ def mixtures(*labels, width=6):
 
 def rounds(method, task, make_client, count, clients):
     """Run a federation; yields (round, state, uploads) after every round."""
-    state, memories = method.init(task, 0), {}
-    kept = {}
+    state = method.init(task, 0)
+    memories: dict[int, Any] = {}
+    kept: dict[int, Any] = {}
     for number in range(1, count + 1):
         uploads = {}
         for i, labels in enumerate(clients):

@@ -5,9 +5,11 @@ matrix of the frame, the first projection and the draw of the pseudo-features.
 """
 
 import math
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from pbfl_flwr import seeds
@@ -24,7 +26,7 @@ TRAINING = {"batch_order": "fixed", "drop_last": "never", "learning_rate": RATE,
 def frame():
     """Equations 9 and 10, by Gram and Schmidt."""
     A = torch.randn(D, K, generator=seeds.generator(0, "etf"), dtype=torch.float64)
-    Q = []
+    Q: list[Tensor] = []
     for column in A.T:
         for q in Q:
             column = column - (q @ column) * q
@@ -110,7 +112,9 @@ def test_rounds_are_those_of_the_equations(make_method, make_client, task, thres
         "weight": weight,
     }
     method, Z = make_method("gfpl", own=own), frame()
-    state, memories, networks = method.init(task, 0), {}, {}
+    state = method.init(task, 0)
+    memories: dict[int, Any] = {}
+    networks: dict[int, Any] = {}
     literal = {
         i: (make_client(i, "mlp5", LABELS[i]).model, projection_layer(D, 0, {})) for i in LABELS
     }  # all clients start from the same l

@@ -62,7 +62,8 @@ def test_one_client_equals_local(make_method, make_client, task):
         upload = lg.local_update(together, state).payload
         state = lg.aggregate(state, {0: upload}, Round(number, task, 1))
         local.local_update(alone, local.init(task, 0))
-    assert not torch.equal(alone.model.head.weight, build_model("mlp5", task, 7).head.weight)
+    fresh = build_model("mlp5", task, 7)
+    assert not torch.equal(alone.model.head.weight, fresh.get_parameter("head.weight"))
     for one, other in zip(together.model.parameters(), alone.model.parameters(), strict=True):
         assert torch.equal(one, other)
     assert torch.equal(state.tensors["head.weight"], alone.model.head.weight)

@@ -1,6 +1,7 @@
 """Every method with its network and data on a card: nothing stays behind on the CPU, nothing comes out otherwise."""
 
 from collections import OrderedDict
+from collections.abc import Hashable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from pbfl_flwr import replay
 from pbfl_flwr.config import Scalar, parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import configuration
-from pbfl_flwr.flower import client, introduction, opening
+from pbfl_flwr.flower import client, introduction, keeping, opening
 from pbfl_flwr.flower.placement import Resources
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method
 from pbfl_flwr.models import build_model
@@ -51,7 +52,7 @@ VARIANTS: dict[str, dict[str, Scalar]] = {
 }
 
 
-def alike(tmp_path: Path, method: str, keys: dict[str, Scalar], **how: Any) -> None:
+def alike(tmp_path: Path, method: str, keys: dict[str, Any], **how: Any) -> None:
     on_cpu = federation(tmp_path / "cpu", method, num_clients=3, **how, **keys).run()
     before = OnCard.operations
     with card(), patch.object(opening, "choose_device", lambda wanted: CUDA):
@@ -72,8 +73,8 @@ def replayed(tmp_path: Path, method: str, keys: dict[str, Scalar]) -> int:
     Returns:
         How many recordings were made.
     """
-    keys = {"batch-size": 3, "num-clients": 1, **keys}
-    on_cpu = federation(tmp_path / "cpu", method, **keys).run()
+    config: dict[str, Any] = {"batch-size": 3, "num-clients": 1, **keys}
+    on_cpu = federation(tmp_path / "cpu", method, **config).run()
     before, made = Recording.replayed, Recording.made
     with (
         card(),
@@ -81,7 +82,7 @@ def replayed(tmp_path: Path, method: str, keys: dict[str, Scalar]) -> int:
         patch.object(introduction, "choose_device", lambda wanted: CUDA),
         patch.object(replay, "_recordings", OrderedDict()),
     ):
-        on_card = federation(tmp_path / "card", method, **keys, compile="cuda-graph").run()
+        on_card = federation(tmp_path / "card", method, **config, compile="cuda-graph").run()
     assert not any(line["failures"] for line in on_card.strategy.history)
     assert Recording.replayed > before + 4
     assert on_card.fingerprint == on_cpu.fingerprint
@@ -129,14 +130,12 @@ def test_a_learning_rate_that_falls_needs_no_other_recording(tmp_path: Path) -> 
 
 
 def test_where_the_memory_did_not_suffice_recordings_and_networks_are_dropped(tmp_path: Path) -> None:
-    original = client.kept
-
     def kept(opened: Any, *others: Any) -> Any:
         if (opened.client.id, opened.client.round) == (1, 1):
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
-        return original(opened, *others)
+        return keeping.kept(opened, *others)
 
-    keys: dict[str, Scalar] = {"batch-size": 3, "num-clients": 3, "models": "tests.methods.tiny_nets:normed"}
+    keys: dict[str, Any] = {"batch-size": 3, "num-clients": 3, "models": "tests.methods.tiny_nets:normed"}
     with patch.object(client, "kept", kept):
         on_cpu = federation(tmp_path / "cpu", "fedavg", **keys).run()
         made = Recording.made
@@ -157,7 +156,7 @@ def test_where_the_memory_did_not_suffice_recordings_and_networks_are_dropped(tm
 def test_a_network_that_cannot_be_recorded_costs_no_other_client_its_work(tmp_path: Path) -> None:
     """It is said in one line with what to set, before anything is recorded; the others share their recording."""
     asking, normed = "tests.methods.tiny_nets:Asking", "tests.methods.tiny_nets:normed"
-    keys: dict[str, Scalar] = {"batch-size": 3, "num-clients": 3, "models": f"{asking},{normed},{normed}"}
+    keys: dict[str, Any] = {"batch-size": 3, "num-clients": 3, "models": f"{asking},{normed},{normed}"}
     on_cpu = federation(tmp_path / "cpu", "fedproto", **keys).run()
     made = Recording.made
     with (
@@ -176,16 +175,17 @@ def test_a_network_that_cannot_be_recorded_costs_no_other_client_its_work(tmp_pa
     assert Recording.made - made == 2  # of the first round, and of the second with a pull
 
 
-def test_recurrent_layers_are_refused_before_anything_starts(tmp_path: Path) -> None:
-    keys: dict[str, Scalar] = {"models": "tests.methods.tiny_nets:Reading", "compile": "cuda-graph"}
+@pytest.mark.parametrize(("method", "key"), [("fedproto", "models"), ("fml", "fml.auxiliary")])
+def test_recurrent_layers_are_refused_before_anything_starts(method: str, key: str, tmp_path: Path) -> None:
+    keys: dict[str, Any] = {key: "tests.methods.tiny_nets:Reading", "compile": "cuda-graph"}
     said = r"model 'tests.methods.tiny_nets:Reading', layer body \(GRU\): recurrent layers cannot be recorded"
     with (
         card(),
         patch.object(introduction, "choose_device", lambda wanted: CUDA),
         pytest.raises(PbflError, match=said),
     ):
-        federation(tmp_path, "fedproto", num_clients=2, **keys).run()
-    wishes = configuration.Wishes({**keys, "dataset": "digits", "num-clients": 2})
+        federation(tmp_path, method, num_clients=2, **keys).run()
+    wishes = configuration.Wishes({**keys, "method": method, "dataset": "digits", "num-clients": 2})
     with (
         patch("torch.cuda.is_available", lambda: True),
         patch("torch.cuda.device_count", lambda: 1),
@@ -196,8 +196,13 @@ def test_recurrent_layers_are_refused_before_anything_starts(tmp_path: Path) -> 
 
 def on_a_real_card(tmp_path: Path, name: str, compiled: str, **keys: Scalar) -> dict[str, float]:
     """Return the mean losses of the last round."""
-    keys = {**(GFPL if name == "gfpl" else {}), **keys, "device": "cuda", "compile": compiled}
-    run = federation(tmp_path / compiled, name, **keys).run()
+    config: dict[str, Any] = {
+        **(GFPL if name == "gfpl" else {}),
+        **keys,
+        "device": "cuda",
+        "compile": compiled,
+    }
+    run = federation(tmp_path / compiled, name, **config).run()
     assert [line["failures"] for line in run.strategy.history] == [[], []]
     assert run.strategy.history[-1]["accuracy"]["head"]["clients"] > 0
     return {
@@ -292,7 +297,8 @@ def test_recorded_steps_of_attention_and_embeddings(name: str, task: Task) -> No
 @pytest.mark.parametrize(("name", "task"), OTHER_LAYERS)
 def test_recorded_steps_of_attention_and_embeddings_on_a_real_card(name: str, task: Task) -> None:
     """There torch takes fused kernels for attention, with tensors of their own between forward and backward."""
-    with patch.object(replay, "_recordings", OrderedDict()) as made:
+    made: OrderedDict[Hashable, replay.Recording] = OrderedDict()
+    with patch.object(replay, "_recordings", made):
         assert losses(name, task, GPU, True) == pytest.approx(
             losses(name, task, GPU, False), rel=0.02, abs=0.002
         )
@@ -374,13 +380,12 @@ def test_a_real_card_has_finished_when_the_seconds_of_a_training_are_taken(
 @pytest.mark.parametrize("compiled", ["off", "cuda-graph"])
 def test_the_memory_of_a_real_card_does_not_grow_from_round_to_round(compiled: str, tmp_path: Path) -> None:
     held: dict[int, int] = {}
-    original = client.kept
 
     def kept(opened: Any, *others: Any) -> Any:
         held[opened.client.round] = torch.cuda.memory_allocated()
-        return original(opened, *others)
+        return keeping.kept(opened, *others)
 
-    keys: dict[str, Scalar] = {"batch-size": 3, "num-clients": 2, "num-server-rounds": 6, "models": "cnn2"}
+    keys: dict[str, Any] = {"batch-size": 3, "num-clients": 2, "num-server-rounds": 6, "models": "cnn2"}
     with patch.object(client, "kept", kept):
         run = federation(tmp_path, "fedproto", **keys, device="cuda", compile=compiled).run()
     assert not any(line["failures"] for line in run.strategy.history)

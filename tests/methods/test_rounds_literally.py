@@ -3,8 +3,11 @@
 The loops take nothing from the package but the networks, the allocation of the masks and the order of FedTGP's batches.
 """
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from pbfl_flwr import seeds
@@ -72,7 +75,8 @@ def literal(
     server=None,
 ):
     networks = {i: make_client(i, "mlp5", LABELS[i]).model for i in LABELS}
-    m, targets = mask(s) if s else torch.ones(K, D), {}
+    m = mask(s) if s else torch.ones(K, D)
+    targets: dict[int, Tensor] = {}
     for _ in range(ROUNDS):
         local = {}
         for i, network in networks.items():
@@ -142,7 +146,7 @@ class Trained:
         order = seeds.generator(0, "fedtgp", self.round)
         for _ in range(self.epochs):
             for batch in torch.randperm(len(sent), generator=order).split(4):
-                P, loss = self.prototypes(), 0.0
+                P, loss = self.prototypes(), torch.zeros(())
                 for b in batch.tolist():
                     label, vector = sent[b]
                     distances = [(vector - row).norm() for row in P]
@@ -155,7 +159,9 @@ class Trained:
 
 
 def ours(method, make_client, task):
-    state, memories, weights = method.init(task, 0), {}, {}
+    state = method.init(task, 0)
+    memories: dict[int, Any] = {}
+    weights: dict[int, Any] = {}
     for number in range(1, ROUNDS + 1):
         uploads = {}
         for i, labels in LABELS.items():

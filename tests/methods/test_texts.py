@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from pbfl_flwr.config import Scalar, Settings
+from pbfl_flwr.config import Settings
 from pbfl_flwr.data import ClientData, Shard
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.methods import METHODS
@@ -14,7 +14,7 @@ from tests.flower.inprocess import federation
 from tests.methods.test_on_a_card import alike
 
 WORDS = tuple(f"word {j}" for j in range(40))
-MORE: dict[str, dict[str, Scalar]] = {
+MORE: dict[str, dict[str, Any]] = {
     "fml": {"fml.auxiliary": "textcnn"},
     "fedkd": {"fedkd.auxiliary": "textcnn"},
     "tinyproto": {"cps-dim": 4},

@@ -67,6 +67,7 @@ def test_a_dense_convolution_keeps_its_values_and_gradients(
 
 def test_a_dense_convolution_over_one_pixel_by_hand() -> None:
     conv = nn.Conv2d(1, 2, 3, padding=1)
+    assert conv.bias is not None
     with torch.no_grad():
         conv.weight.copy_(torch.arange(18.0).view(2, 1, 3, 3))
         conv.bias.copy_(torch.tensor([0.5, -1.0]))

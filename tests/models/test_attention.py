@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -77,7 +79,8 @@ def test_cnn4_on_28x28_has_the_published_maps():
 def test_cbam_against_a_literal_loop():
     torch.manual_seed(0)
     block, x = CBAM(3, ratio=2, kernel=3), torch.randn(2, 3, 4, 5)
-    first, _, second = block.channel_gate
+    channel_gate: Any = block.channel_gate
+    first, _, second = channel_gate
 
     def mlp(vector):
         return second.weight @ torch.relu(first.weight @ vector + first.bias) + second.bias
@@ -106,6 +109,7 @@ def deltas(fusion):
     for module in fusion.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.zeros_(module.weight)
+            assert module.bias is not None
             nn.init.zeros_(module.bias)
             module.weight.data[:, :, module.kernel_size[0] // 2, module.kernel_size[1] // 2] = 1
 

@@ -91,7 +91,7 @@ def test_features_then_a_deeper_head(name: str) -> None:
     with torch.no_grad():
         features = model.features(x)
         logits = model(x)
-        layers = [layer for layer in model.head if isinstance(layer, nn.Linear)]
+        layers = [layer for layer in model.head.children() if isinstance(layer, nn.Linear)]
         hidden = layers[1](layers[0](features).relu()).relu()
         assert torch.equal(logits, layers[2](hidden))
     assert float(logits.min()) < 0 < float(logits.max()), "logits end in no ReLU"

@@ -1,13 +1,15 @@
 """torch.compile of a network's body: the same function, the same names, nothing shared with a copy."""
 
 import copy
+import shutil
 
 import pytest
 import torch
 from torch import nn
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.models import arrange, begin_batch, build_model, check_compiler, compilation, compile_body
+from pbfl_flwr.models import arrange, begin_batch, build_model, check_compiler, compile_body
+from pbfl_flwr.models.compilation import Mode
 from pbfl_flwr.task import Task
 
 CPU = torch.device("cpu")
@@ -81,14 +83,14 @@ def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "some-compiler")
     check_compiler("default", torch.device("cuda"))
     monkeypatch.delenv("CC")
-    monkeypatch.setattr(compilation.shutil, "which", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(PbflError, match="compile = 'default': no C compiler was found"):
         check_compiler("default", torch.device("cuda"))
     with pytest.raises(
         PbflError, match=r"compile = 'default': no C\+\+ compiler 'no-such-compiler' was found"
     ):
         check_compiler("default", CPU)
-    monkeypatch.setattr(compilation.torch, "compile", lambda model, mode=None: model)
+    monkeypatch.setattr(torch, "compile", lambda model, mode=None: model)
     with pytest.raises(PbflError, match="has no isolate_recompiles; allowed here is 'off'"):
         check_compiler("default", CPU)
 
@@ -111,12 +113,13 @@ def test_an_arranged_network_is_one_graph() -> None:
 def test_recordings_of_several_parts_hear_when_a_batch_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[int] = []
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: begun.append(1))
-    for mode, device in (
+    others: list[tuple[Mode, str]] = [
         ("off", "cuda"),
         ("cuda-graph", "cuda"),
         ("default", "cuda"),
         ("reduce-overhead", "cpu"),
-    ):
+    ]
+    for mode, device in others:
         begin_batch(mode, torch.device(device))
     assert not begun
     begin_batch("reduce-overhead", torch.device("cuda"))

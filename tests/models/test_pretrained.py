@@ -37,11 +37,13 @@ def theirs(architecture: str) -> nn.Module:
     name = OF_TORCHVISION[architecture]
     more = {"aux_logits": True, "init_weights": False} if name == "googlenet" else {}
     torch.manual_seed(3)
-    net = getattr(torchvision.models, name)(weights=None, **more)
+    net: nn.Module = getattr(torchvision.models, name)(weights=None, **more)
     for module in net.modules():
         if isinstance(module, nn.BatchNorm2d):
-            module.running_mean.uniform_(-0.1, 0.1)  # type: ignore[union-attr]
-            module.running_var.uniform_(0.8, 1.2)  # type: ignore[union-attr]
+            assert module.running_mean is not None
+            assert module.running_var is not None
+            module.running_mean.uniform_(-0.1, 0.1)
+            module.running_var.uniform_(0.8, 1.2)
     return net.eval()
 
 
@@ -101,11 +103,11 @@ def test_a_model_with_a_label_begins_with_the_kept_body_and_a_classifier_of_its_
     begun, random = build_model("resnet4@mine", wider, 1), build_model("resnet4", wider, 1)
     assert same(body(begun), body(trained))
     assert not same(body(begun), body(random))
-    assert torch.equal(begun.head.weight, random.head.weight)  # type: ignore[arg-type]
+    assert torch.equal(begun.get_parameter("head.weight"), random.get_parameter("head.weight"))
     assert same(body(build_model("resnet4@mine", wider, 2)), body(trained))
     deeper = build_model("resnet4@mine+32", wider, 1)
     assert same(body(deeper), body(trained))
-    assert deeper.head[0].weight.shape == (32, 24)  # type: ignore[index]
+    assert deeper.get_parameter("head.0.weight").shape == (32, 24)
 
 
 def test_one_channel_is_seen_as_the_gray_image_in_all_three() -> None:
@@ -227,7 +229,7 @@ def test_the_command_keeps_lists_and_replaces(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.stderr
     assert "models=resnet18@imagenet begins with them" in " ".join(done.stdout.split())
     file = weights_file("resnet18", "imagenet")
-    assert torch.equal(load_file(file)["stages.0.0.weight"], net.conv1.weight)  # type: ignore[arg-type]
+    assert torch.equal(load_file(file)["stages.0.0.weight"], net.get_parameter("conv1.weight"))
     assert "resnet18@imagenet" in pbfl("list", "weights").stdout
     before = file.read_bytes()
     other = saved(build_model("resnet18", SMALL, 7).state_dict(), tmp_path / "b.pt")

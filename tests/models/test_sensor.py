@@ -1,5 +1,7 @@
 """Networks for sensor windows: their inputs, their maps, and what they compute, by hand."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -116,7 +118,7 @@ def test_harcnn_draws_and_computes_as_convolutions_over_a_height_of_one(
 
 
 def test_har_gru_by_the_loop_of_its_equations() -> None:
-    model = build_model("har-gru", HAR, seed=0)
+    model: Any = build_model("har-gru", HAR, seed=0)
     x = random_inputs(HAR, 2, seed=1)
     gru = model.stages[0][2].gru
     state, outputs = torch.zeros(2, 64), list[Tensor]()

@@ -238,7 +238,7 @@ def test_dry_forward_names_wrong_widths(neck: nn.Module, head: nn.Module, messag
 def test_dry_forward_refuses_numbers_that_are_not_finite(step: str, layer: str) -> None:
     model = build_model("cnn4", TASK, seed=0)
     with torch.no_grad():
-        model.get_submodule(layer).bias.fill_(float("inf"))
+        model.get_parameter(f"{layer}.bias").fill_(float("inf"))
     with pytest.raises(PbflError, match=f"'cnn4', {step}: expected finite numbers"):
         dry_forward("cnn4", model, TASK)
 
@@ -355,7 +355,7 @@ def test_external_model_by_module_and_function(external: str) -> None:
     model = build_model(name, TASK, seed=4)
     again = build_model(name, TASK, seed=4)
 
-    assert torch.equal(model.head.weight, again.head.weight)
+    assert torch.equal(model.get_parameter("head.weight"), again.get_parameter("head.weight"))
     assert model.head(model.features(torch.zeros(2, 1, 16, 16))).shape == (2, 10)
     assert head_names(model) == ["head.weight", "head.bias"]
     assert body_names(model) == ["hidden.weight", "hidden.bias"]
@@ -423,6 +423,7 @@ def test_pooling_before_the_relu_gives_the_bits_of_pooling_after_it(name: str) -
         for stage in model.modules() if swapped else ():
             layers = list(stage.children()) if isinstance(stage, nn.Sequential) else []
             if len(layers) > 1 and isinstance(layers[-1], nn.ReLU) and isinstance(layers[-2], nn.MaxPool2d):
+                assert isinstance(stage, nn.Sequential)
                 stage[-2], stage[-1] = layers[-1], layers[-2]
         kinds = [type(module) for module in model.modules()]
         assert (kinds.index(nn.MaxPool2d) > kinds.index(nn.ReLU)) == swapped

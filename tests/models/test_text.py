@@ -1,6 +1,7 @@
 """Networks for texts: parameters, and the features by hand."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ def test_body_parameters(name: str, body: int) -> None:
 
 
 def test_fasttext_averages_all_places() -> None:
-    model = build_model("fasttext", TEXT, 0).eval()
+    model: Any = build_model("fasttext", TEXT, 0).eval()
     table, hidden = model.stages[0].weight, model.neck[2]
     ids = torch.tensor([[3, 7, 7] + [0] * 6])
     expected = (table[3] + 2 * table[7]) / L @ hidden.weight.T + hidden.bias  # padding is zero and is counted
@@ -44,7 +45,7 @@ def test_fasttext_averages_all_places() -> None:
 
 
 def test_textcnn_takes_the_largest_answer_over_all_places() -> None:
-    model = build_model("textcnn", TEXT, 0).eval()
+    model: Any = build_model("textcnn", TEXT, 0).eval()
     ids = random_inputs(TEXT, 1)
     words = model.stages[0].weight[ids[0]]  # (L, d)
     answers = []
@@ -60,7 +61,7 @@ def test_textcnn_takes_the_largest_answer_over_all_places() -> None:
 
 
 def test_logistic_regression_averages_all_places() -> None:
-    model = build_model("text-logistic", TEXT, 0).eval()
+    model: Any = build_model("text-logistic", TEXT, 0).eval()
     table = model.stages[0].weight
     found = model.features(torch.tensor([[3, 7, 7] + [0] * 6]))
     torch.testing.assert_close(found[0], (table[3] + 2 * table[7]) / L)
@@ -70,7 +71,7 @@ def padded(*texts: list[int], length: int = L) -> Tensor:
     return torch.tensor([text + [0] * (length - len(text)) for text in texts])
 
 
-def lstm_by_hand(layer: nn.LSTM, words: Tensor) -> Tensor:
+def lstm_by_hand(layer: Any, words: Tensor) -> Tensor:
     """Return the output at every step, (length, d)."""
     state = cell = torch.zeros(D)
     steps = []
@@ -83,7 +84,7 @@ def lstm_by_hand(layer: nn.LSTM, words: Tensor) -> Tensor:
     return torch.stack(steps)
 
 
-def gru_by_hand(layer: nn.GRU, words: Tensor) -> Tensor:
+def gru_by_hand(layer: Any, words: Tensor) -> Tensor:
     """Return the output at every step, (length, d)."""
     state = torch.zeros(D)
     steps = []
@@ -100,7 +101,7 @@ WORDS = [1, 7, 0, 9, 7, 4]  # a zero within a text is no padding behind it
 
 
 def test_lstm_by_hand() -> None:
-    model = build_model("lstm", TEXT, 0).eval()
+    model: Any = build_model("lstm", TEXT, 0).eval()
     stage = model.stages[0]
     first, second = stage.layers
     expected = lstm_by_hand(second, lstm_by_hand(first, stage.embedding.weight[WORDS]))[-1].relu()
@@ -109,7 +110,7 @@ def test_lstm_by_hand() -> None:
 
 
 def test_gru_by_hand() -> None:
-    model = build_model("gru", TEXT, 0).eval()
+    model: Any = build_model("gru", TEXT, 0).eval()
     stage = model.stages[0]
     first, second = stage.layers
     expected = gru_by_hand(second, gru_by_hand(first, stage.embedding.weight[WORDS]))[-1]
@@ -118,7 +119,7 @@ def test_gru_by_hand() -> None:
 
 
 def test_bilstm_by_hand() -> None:
-    model = build_model("bilstm", TEXT, 0).eval()
+    model: Any = build_model("bilstm", TEXT, 0).eval()
     stage = model.stages[0]
     words = stage.embedding.weight[WORDS]
     forwards = lstm_by_hand(stage.forwards, words)[-1]
@@ -129,7 +130,7 @@ def test_bilstm_by_hand() -> None:
 
 def test_transformer_by_hand() -> None:
     """Two heads of three values, one layer, post-norm, for the first place alone."""
-    model = build_model("transformer-2-1", TEXT, 0).eval()
+    model: Any = build_model("transformer-2-1", TEXT, 0).eval()
     stage = model.stages[0]
     layer = stage.layers.layers[0]
     waves = torch.tensor(
@@ -183,7 +184,7 @@ def test_dropout_draws_from_the_seed(name: str) -> None:
 
 
 def test_bilstm_draws_what_one_bidirectional_lstm_draws() -> None:
-    stage = build_model("bilstm", TEXT, 5).stages[0]
+    stage: Any = build_model("bilstm", TEXT, 5).stages[0]
     with seeded(5):
         nn.Embedding(V, D)
         one = nn.LSTM(D, D, bidirectional=True)
@@ -210,6 +211,7 @@ def test_the_embedding_of_padding_stays_zero(name: str) -> None:
     model(ids).square().sum().backward()
     (embedding,) = (module for module in model.modules() if isinstance(module, nn.Embedding))
     assert not embedding.weight[0].any()
+    assert embedding.weight.grad is not None
     assert not embedding.weight.grad[0].any()
     assert embedding.weight.grad[ids[0, 0]].any()
 

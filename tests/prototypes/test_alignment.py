@@ -1,5 +1,4 @@
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -324,16 +323,17 @@ def test_the_input_is_left_alone_and_the_result_is_reproducible():
     copy = start.clone()
     for solver in ("thomson", "simplex", "lbfgs"):
         first = align(start, everybody(start), solver)
-        assert torch.equal(first.values, align(start, everybody(start), solver).values)
+        again = align(start, everybody(start), solver)
+        assert torch.equal(first.values, again.values)
+        assert first.report == again.report
     assert torch.equal(start, copy)
-    assert replace(first.report) == first.report
 
 
 def test_user_errors_are_named():
     with pytest.raises(PbflError, match="6 classes and feature-dim is 4"):
         align(gaussian(6, 4), everybody(gaussian(6, 4)), "simplex")
     with pytest.raises(PbflError, match="alignment is 'newton'"):
-        align(gaussian(3, 4), everybody(gaussian(3, 4)), "newton")
+        align(gaussian(3, 4), everybody(gaussian(3, 4)), "newton")  # type: ignore[arg-type]
 
 
 def test_unit_is_the_length_alone() -> None:

@@ -1,5 +1,7 @@
 """The bound on the length of uploaded rows, by hand, and what it is worth against a liar."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -126,7 +128,7 @@ def test_the_bound_reaches_trained_prototypes() -> None:
 def test_uploads_are_decoded_one_at_a_time() -> None:
     """The sums stream although the bound looks at every upload twice."""
     assert method(norm_bound=1.5).streams()
-    streamed = Uploads({client: wire.encode(one) for client, one in SENT.items()}, Prototypes, TASK)
+    streamed: Any = Uploads({client: wire.encode(one) for client, one in SENT.items()}, Prototypes, TASK)
     found = method(norm_bound=1.5)
     state = found.aggregate(found.init(TASK, 0), streamed, Round(1, TASK, 8))
     assert torch.equal(state.broadcast.values, aggregate(SENT, norm_bound=1.5)[0])

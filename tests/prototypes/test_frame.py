@@ -64,6 +64,7 @@ def test_scores_are_cosines_and_a_zero_vector_is_no_accident():
     torch.testing.assert_close(scores, torch.tensor([[-0.5, 1.0, -0.5], [0, 0, 0]]), atol=1e-6, rtol=0)
     zero = torch.zeros(1, 4, requires_grad=True)
     dot_regression(zero, torch.tensor([0]), Z).backward()
+    assert zero.grad is not None
     assert bool(torch.isfinite(zero.grad).all())
 
 

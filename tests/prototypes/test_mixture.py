@@ -1,5 +1,6 @@
 import itertools
 import math
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -270,7 +271,11 @@ def test_two_blobs_are_found():
 
 def test_weights_carry_the_count_or_not():
     batches = [blobs(60), (torch.randn(5, 2), torch.full((5,), 3))]
-    for weight, expected in (("count", {1: 60.0, 3: 5.0}), ("pi", {1: 1.0, 3: 1.0})):
+    wanted: dict[Literal["count", "pi"], dict[int, float]] = {
+        "count": {1: 60.0, 3: 5.0},
+        "pi": {1: 1.0, 3: 1.0},
+    }
+    for weight, expected in wanted.items():
         found = fit_mixtures(batches, 2, 3, seed=0, weight=weight).mixtures
         totals = {k: found.weights[found.labels == k].sum().item() for k in (1, 3)}
         assert totals == pytest.approx(expected)

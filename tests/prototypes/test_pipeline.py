@@ -18,10 +18,12 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client, Round
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.models import build_model
+from pbfl_flwr.models.contract import SplitModel
 from pbfl_flwr.payloads import Prototypes, RejectedPayload
 from pbfl_flwr.prototypes import masks, sums
 from pbfl_flwr.prototypes.pipeline import Pipeline
 from pbfl_flwr.prototypes.stages import Stages
+from pbfl_flwr.prototypes.trainable import train_prototypes
 from pbfl_flwr.task import Task
 from tests.flower.inprocess import federation
 
@@ -87,7 +89,7 @@ def test_what_else_helps_against_boundless_prototypes_is_named_where_it_does() -
 @pytest.mark.parametrize("base", ["fedproto", "fedtgp"])
 @pytest.mark.parametrize(("cps", "ppa", "cpkd"), list(itertools.product([False, True], repeat=3)))
 def test_every_combination_runs(tmp_path: Path, base: str, cps: bool, ppa: bool, cpkd: bool) -> None:
-    keys: dict[str, Scalar] = {
+    keys: dict[str, Any] = {
         "cps_dim": 16 if cps else 0,
         "aggregation": "ppa" if ppa else "mean",
         "cpkd": "sample" if cpkd else "off",
@@ -111,7 +113,7 @@ def test_every_combination_runs(tmp_path: Path, base: str, cps: bool, ppa: bool,
 
 @pytest.mark.parametrize("base", ["fedproto", "fedtgp"])
 def test_tinyproto_on_both_bases(tmp_path: Path, base: str) -> None:
-    keys: dict[str, Scalar] = {"tinyproto.base": base, "tinyproto.server-epochs": 3, "cps_dim": 16}
+    keys: dict[str, Any] = {"tinyproto.base": base, "tinyproto.server-epochs": 3, "cps_dim": 16}
     found = federation(tmp_path, "tinyproto", num_clients=3, **keys).run()
     assert [line["failures"] for line in found.strategy.history] == [[], []]
     assert found.strategy.headline == "local"
@@ -119,7 +121,7 @@ def test_tinyproto_on_both_bases(tmp_path: Path, base: str) -> None:
 
 
 def test_settings_change_what_they_name(tmp_path: Path) -> None:
-    def state(name: str, **keys: Scalar) -> Tensor:
+    def state(name: str, **keys: Any) -> Tensor:
         found = federation(tmp_path / name, "fedproto", num_clients=3, num_server_rounds=3, **keys).run()
         values: Tensor = found.strategy.state.combined.values
         return values
@@ -132,7 +134,7 @@ def test_settings_change_what_they_name(tmp_path: Path) -> None:
 # When prototypes are collected ------------------------------------------------------------------------------
 
 
-def class_means(network: torch.nn.Module, shard: Shard, samples: int) -> Tensor:
+def class_means(network: SplitModel, shard: Shard, samples: int) -> Tensor:
     """The plain means, in evaluation mode, over the first so many samples."""
     with torch.no_grad():
         features = network.eval().features(shard.inputs[:samples])
@@ -243,7 +245,7 @@ def test_aps_sums_or_averages_and_the_client_scales(form: str, divisor: list[int
     ids=lambda given: "-".join(map(str, given.values())) if isinstance(given, dict) else "",
 )
 def test_the_upload_that_stands_for_a_sum_gives_what_all_give(
-    keys: dict[str, Scalar], factor: Callable[[list[int]], float] | None, answering: list[int]
+    keys: dict[str, Any], factor: Callable[[list[int]], float] | None, answering: list[int]
 ) -> None:
     found = method(**keys)
     sent = {i: up for i, up in uploads(scaled=True, total=True).items() if i in answering}
@@ -314,11 +316,9 @@ def test_a_scale_that_is_a_number_is_for_all_clients(base: str, monkeypatch: pyt
     if base == "fedtgp":
         import pbfl_flwr.prototypes.pipeline as room
 
-        original = room.train_prototypes
-
         def train(state: Any, given: Tensor, *others: Any, **named: Any) -> Any:
             vectors.append(given)
-            return original(state, given, *others, **named)
+            return train_prototypes(state, given, *others, **named)
 
         monkeypatch.setattr(room, "train_prototypes", train)
     for answered in (3, 2, 1):
@@ -499,7 +499,9 @@ def published_cost(num_classes: int, sum_held: int, s: int, name: str, **keys: S
     held = [sum_held // 20] * 19
     held.append(sum_held - sum(held))
     config: dict[str, Scalar] = {"method": name, "feature-dim": 500, "cps-dim": s, **keys}
-    return build_method(parse(config, SECTIONS)).paper_scalars(task, held, [(1_000, 10)] * 20) / 1e6
+    scalars = build_method(parse(config, SECTIONS)).paper_scalars(task, held, [(1_000, 10)] * 20)
+    assert scalars is not None
+    return scalars / 1e6
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,7 @@ def test_one_step_is_the_step_written_out():
     assert report.margin == pytest.approx(max(gaps), rel=1e-5)
     assert report.loss == pytest.approx(float(loss.detach()), rel=1e-5)
     for name, tensor in weights.items():
+        assert tensor.grad is not None
         torch.testing.assert_close(
             after.tensors[name], tensor.detach() - 0.1 * tensor.grad, atol=1e-5, rtol=1e-4
         )

@@ -20,7 +20,7 @@ from pbfl_flwr.methods import METHODS, SECTIONS, build_method
 from pbfl_flwr.models import build_model
 from pbfl_flwr.payloads import under
 from pbfl_flwr.serving.averaged import averaged
-from pbfl_flwr.serving.export import export, states_of
+from pbfl_flwr.serving.export import export, read_state, state_file, states_of
 from pbfl_flwr.serving.predict import open_exported
 from pbfl_flwr.task import Task
 from tests.flower.inprocess import NUM_CLIENTS, Federation, configuration, federation, tiny_client
@@ -148,6 +148,27 @@ def test_a_client_of_another_run_is_refused(tmp_path: Path) -> None:
         averaged(run, states_of(other))
     with pytest.raises(PbflError, match="is no run directory"):
         averaged(tmp_path)
+
+
+def test_of_devices_that_ran_on_this_machine(tmp_path: Path) -> None:
+    """``pbfl deploy local`` gives every device a state directory below the run's."""
+    run = ran(tmp_path, models="resnet4").directory.path
+    expected = averaged(run).weights
+    for number, file in enumerate(states_of(run)):
+        home = run / "clients" / f"node-{number}" / file.parent.name
+        home.mkdir(parents=True)
+        file.rename(home / file.name)
+    found = averaged(run).weights
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert read_state(state_file(run, "3")).card.client == "3"
+    with pytest.raises(PbflError, match="holds no client 7; it holds the clients 0, 1, 2, 3, 4"):
+        state_file(run, "7")
+    device = run / "clients" / "node-2"
+    assert averaged(run, [device]).card == averaged(run, [state_file(device, "")]).card
+    with pytest.raises(
+        PbflError, match=r"^there is nothing at .*nowhere; a run directory, a state directory or"
+    ):
+        averaged(run, [tmp_path / "nowhere"])
 
 
 def test_clients_that_see_their_inputs_differently_have_no_common_network(tmp_path: Path) -> None:

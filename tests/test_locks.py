@@ -1,0 +1,45 @@
+"""File systems that have no locks: a line, not a wait without an end."""
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+from filelock import Timeout
+
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower.engine import claim, lock_of
+from pbfl_flwr.flower.files import UnsavedState
+from pbfl_flwr.flower.store import ClientStore
+from pbfl_flwr.locks import Lock
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(params=[errno.ENOSYS, errno.ENOLCK])
+def without_locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(request.param, os.strerror(request.param))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+
+
+@pytest.mark.usefixtures("without_locks")
+def test_a_run_directory_without_locks_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PbflError, match=r"run cannot be written.*its file system has no file locks"):
+        claim(lock_of(tmp_path / "run"), tmp_path / "run")
+
+
+@pytest.mark.usefixtures("without_locks")
+def test_a_client_whose_state_cannot_be_locked_says_so(tmp_path: Path) -> None:
+    store = ClientStore(tmp_path / "clients", "e1", 3, "cnn2")
+    with pytest.raises(UnsavedState, match="has no file locks"), store.alone():
+        pass
+
+
+def test_asking_for_locks_takes_nothing_from_their_holder(tmp_path: Path) -> None:
+    with Lock(tmp_path / "lock"), pytest.raises(Timeout):
+        Lock(tmp_path / "lock").acquire(timeout=0.1)
+    with Lock(tmp_path / "lock").acquire(timeout=0.1):
+        pass
