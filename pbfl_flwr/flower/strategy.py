@@ -15,7 +15,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from logging import WARNING
+from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +217,8 @@ class MethodStrategy(Strategy):
         nothing, unused = ArrayRecord(), ConfigRecord()
         again = 0  # times that this round was asked again
         self._end_early()  # a resumed run may have come so far
+        if self.done >= self._num_rounds:
+            log(INFO, "no round is left to make: %s of %s are", self.done, self._num_rounds)
         while self.done < self._num_rounds:
             server_round = self.done + 1
             asked = list(self.configure_train(server_round, nothing, unused, grid))

@@ -1123,3 +1123,14 @@ def test_a_precision_that_a_network_cannot_have_is_refused_before_round_1(tmp_pa
     assert run.strategy.history == []
     whole = federation(tmp_path / "float32", models="tests.methods.tiny_nets:Plain", num_clients=2).run()
     assert [line["failures"] for line in whole.strategy.history] == [[], []]
+
+
+def test_a_strategy_that_has_made_its_rounds_says_so_and_makes_more_if_asked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = federation(tmp_path, num_server_rounds=1).run()
+    assert "no round is left" not in caplog.text
+    run.strategy.start(run.grid)
+    assert "no round is left to make: 1 of 1 are" in caplog.text
+    run.strategy.start(run.grid, num_rounds=2)
+    assert [line["round"] for line in run.strategy.history] == [1, 2]
