@@ -58,9 +58,11 @@ def averaged(run: Path, like: Sequence[Path] = (), *, best: bool = False, allowe
     parameters, number = _weights(run / (BEST if best else CHECKPOINT), method, first.card.task)
     served = rebuild(first.card, first.weights, allowed_code, str(run))
     model = served.model
-    buffers = _mean(chain([first], kept), [name for name, _ in model.named_buffers()], _samples(members))
-    model.load_state_dict({**first.weights, **buffers})
-    places = {**shared_parameters(model, "all"), **shared_parameters(model, "head")}
+    parts = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    buffers = [name for name in first.weights if name not in parts]  # those that are kept, by all their names
+    means = _mean(chain([first], kept), buffers, _samples(members))
+    model.load_state_dict({**first.weights, **means})
+    places = {**shared_parameters(model, "head"), **shared_parameters(model, "all")}  # own names come first
     copy_into(places, parameters)
     card = first.card.model_copy(update={"client": "", "round": number, "participations": 0})
     return Kept(card, copies(model.state_dict()), {})

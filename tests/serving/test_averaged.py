@@ -78,8 +78,29 @@ def test_running_statistics_are_the_clients_weighted_mean(tmp_path: Path) -> Non
         expected = torch.tensordot(samples / samples.sum(), stacked, dims=1)
         torch.testing.assert_close(found[name], expected)
         assert not torch.equal(stacked[0], stacked[2])
-    state = under(load_tensors(run / "checkpoint.safetensors")[0], "")
-    assert all(torch.equal(found[name], tensor) for name, tensor in state.items() if name in found)
+    state = under(load_tensors(run / "checkpoint.safetensors")[0], "w")
+    assert "head.weight" in state
+    assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
+
+
+def test_a_classifier_with_hidden_layers_keeps_its_own_names(tmp_path: Path) -> None:
+    """Where only the classifier travels its third layer is head.2, which here is the second one's own name."""
+    run = ran(tmp_path, models="cnn4+64-10", num_server_rounds=1).directory.path
+    found, state = averaged(run).weights, under(load_tensors(run / "checkpoint.safetensors")[0], "w")
+    assert [name for name in found if name.startswith("head.2")] == ["head.2.weight", "head.2.bias"]
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[name], state[name]) for name in found)
+
+
+def test_buffers_of_own_models_that_have_two_names_or_are_not_kept(tmp_path: Path) -> None:
+    own = "tests.methods.tiny_nets:Twice"
+    run = ran(tmp_path, models=own, num_server_rounds=1).directory.path
+    found = averaged(run, allowed_code=own).weights
+    means = [load_tensors(file)[0]["model.mean"] for file in states_of(run)]
+    assert "one" not in found
+    assert len({float(mean) for mean in means}) > 1
+    assert min(means) < found["mean"] < max(means)
+    assert torch.equal(found["mean"], found["again"])
 
 
 def test_the_best_one(tmp_path: Path) -> None:
