@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import current_process, get_context
+from multiprocessing import current_process, get_context, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -177,6 +177,7 @@ def _deaf() -> Iterator[None]:
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
         return
+    resource_tracker.ensure_running()  # its start, with that of the first process, would end our deafness
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, *HANGUPS})
     try:
         yield

@@ -235,6 +235,23 @@ def test_workers_leave_sigterm_to_the_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="has no such signal")
+def test_the_first_process_leaves_sigterm_to_the_command_from_its_first_moment() -> None:
+    """With it Python starts one of its own, after which it hears all signals again."""
+    lines = [
+        "import signal, sys",
+        "from multiprocessing import get_context",
+        "from pbfl_flwr.flower.crew import _deaf",
+        "process = get_context('spawn').Process(target=signal.raise_signal, args=(signal.SIGTERM,))",
+        "with _deaf():",
+        "    process.start()",
+        "process.join()",
+        "sys.exit(process.exitcode)",
+    ]
+    assert subprocess.run([sys.executable, "-c", "\n".join(lines)], check=False, timeout=100).returncode == 0
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="asks a shell")
 def test_workers_work_where_the_output_of_the_command_is_closed(tmp_path: Path) -> None:
     keys = [part for key, value in KEYS.items() for part in ("--set", f"{key}={value}")]
