@@ -77,7 +77,8 @@ def plan(
     settings = configuration.check(wishes)
     directory = configuration.run_directory(settings, run_dir)
     configured = [node_config(text) for text in nodes]
-    full = complete(configured, settings.run.num_clients, directory / "clients")
+    states = Path(settings.run.state_dir or directory / "clients")
+    full = complete(configured, settings.run.num_clients, states)
     if settings.training.threads == "auto":  # all of a device's cores; but these are one machine's
         share = max(1, share_of_cores() // len(full))
         full = [{"threads": share, **node} for node in full]

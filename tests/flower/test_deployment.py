@@ -9,6 +9,7 @@ from flwr.common.config import parse_config_args
 
 from pbfl_flwr.config import Scalar, parse
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments.deployment import plan
 from pbfl_flwr.flower import deployment
 from pbfl_flwr.flower.engine import connection, toml
 from pbfl_flwr.methods import SECTIONS
@@ -76,6 +77,16 @@ def test_nodes_get_ids_directories_and_absolute_paths(
     ]
     with pytest.raises(PbflError, match="given 2 times"):
         deployment.complete([{}, {}], 1, tmp_path)
+
+
+def test_states_of_devices_on_this_machine_lie_where_the_run_says(tmp_path: Path) -> None:
+    """Export looks for them there."""
+    planned = plan(None, [f"state-dir={tmp_path / 'states'}"], [], 2, tmp_path / "run")
+    assert [node["state-dir"] for node in planned.nodes] == [
+        str(tmp_path / "states" / f"node-{n}") for n in (0, 1)
+    ]
+    own = plan(None, [], [], 1, tmp_path / "run")
+    assert own.nodes[0]["state-dir"] == str(tmp_path / "run" / "clients" / "node-0")
 
 
 def test_nodes_that_would_be_refused_are_refused_before_they_start(tmp_path: Path) -> None:
