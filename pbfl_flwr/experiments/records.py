@@ -101,6 +101,11 @@ class Record:
         """When clients were scored, before or after their training."""
         return str(self.about["moment"])
 
+    @cached_property
+    def data(self) -> str | None:
+        """The hash of the samples that were dealt, None in runs of a time without hashes."""
+        return self.directory.data()
+
     @property
     def seed(self) -> int:
         """The run's."""
@@ -230,8 +235,8 @@ def same_data(one: Record, other: Record) -> bool:
     keys = [*DataSettings.key_names(), "num-clients"]
     if any(one.config.get(key) != other.config.get(key) for key in keys):
         return False
-    hashes = [record.directory.data() for record in (one, other)]
-    if None not in hashes and hashes[0] != hashes[1]:  # None in runs of a time without hashes
+    hashes = [one.data, other.data]
+    if None not in hashes and hashes[0] != hashes[1]:
         return False
     if one.counts is None or other.counts is None:
         return one.counts is other.counts
