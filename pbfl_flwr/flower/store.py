@@ -243,7 +243,7 @@ class ClientStore:
             report = json.loads(metadata["report"])
             model = under(tensors, "model")
             same = {name: model[of] for name, of in json.loads(metadata.get(SAME, "{}")).items()}
-        except (KeyError, ValueError, AttributeError) as error:
+        except (KeyError, ValueError, AttributeError, TypeError) as error:
             raise DamagedState(f"state file {self.path} lacks what a client keeps ({error!r})") from None
         return ClientState(
             number,

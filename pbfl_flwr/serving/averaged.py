@@ -81,17 +81,18 @@ def _weights(file: Path, method: Method[Any, Any, Any], task: Task) -> tuple[Map
     """Return the parameters by their names, and after how many rounds."""
     try:
         tensors, metadata = load_tensors(file)
+        number = int(metadata["round"])
         parameters = method.network(method.state.from_tensors(tensors, task))
     except FileNotFoundError:
         raise PbflError(f"--global: {file} is not there; no round was finished or scored") from None
-    except (RejectedPayload, KeyError) as error:
-        raise PbflError(f"{file} holds no state of method '{method.name}': {error}") from None
+    except (RejectedPayload, KeyError, ValueError) as error:
+        raise PbflError(f"{file} holds no round's state of method '{method.name}': {error}") from None
     if not parameters:
         raise PbflError(
             f"--global: the server of '{method.name}' holds no whole network; --client takes a client's, and "
             "prototypes.safetensors is what the server sent last"
         )
-    return parameters, int(metadata["round"])
+    return parameters, number
 
 
 def _clients(run: Path, like: Sequence[Path], networks: Mapping[str, str]) -> Iterator[Kept]:

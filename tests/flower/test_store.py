@@ -359,7 +359,7 @@ def test_a_client_of_fedavg_answers_again_from_what_is_kept_once(tmp_path: Path)
         assert all(torch.equal(tensor, state.model[name]) for name, tensor in sent.items())
 
 
-@pytest.mark.parametrize("same", ["[]", "{", '{"a": "nowhere"}', '{"a": 3}'])
+@pytest.mark.parametrize("same", ["[]", "{", '{"a": "nowhere"}', '{"a": 3}', '{"a": ["b"]}'])
 def test_a_reply_that_is_said_to_be_where_it_is_not(client: ClientStore, same: str) -> None:
     client.save(STATE)
     tensors, metadata = load_tensors(client.path)

@@ -115,6 +115,16 @@ def test_the_best_one(tmp_path: Path) -> None:
     assert scores.index(max(scores)) == found.card.round  # of equals the first
 
 
+def test_best_weights_that_do_not_say_their_round_are_one_line(tmp_path: Path) -> None:
+    run = ran(tmp_path, num_server_rounds=1).directory.path
+    tensors, about = load_tensors(run / "best.safetensors")
+    save_tensors(run / "best.safetensors", tensors, {"accuracy": about["accuracy"]})
+    with pytest.raises(
+        PbflError, match=r"best.safetensors holds no round's state of method 'fedavg': 'round'$"
+    ):
+        averaged(run, best=True)
+
+
 def test_the_command_and_clients_named_by_hand(tmp_path: Path) -> None:
     run = ran(tmp_path, models="resnet4").directory.path
     code, said = exported(run, tmp_path / "all")
