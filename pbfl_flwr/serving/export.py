@@ -72,7 +72,8 @@ def state_file(path: Path, client: str) -> Path:
     folder = _experiment(path)
     if client:
         who: int | str = int(client) if client.isdecimal() else client
-        late = folder.parent.glob(f"{folder.name}-new-*")  # of clients that came after the last round
+        roots = (folder.parent, *folder.parent.glob(f"{NODE}*"))
+        late = [home for root in roots for home in root.glob(f"{folder.name}-new-*")]  # after the last round
         newest = sorted(late, key=lambda home: (len(home.name), home.name), reverse=True)
         homes = [folder, *newest, *_of_nodes(folder)]
         files = [file for home in homes if (file := ClientStore(home, "", who, "").path).is_file()]

@@ -281,6 +281,15 @@ def test_their_own_state_is_kept_apart(tmp_path: Path) -> None:
     assert state_file(found.directory.path, "2").parent.name == name
 
 
+def test_the_state_of_a_new_device_on_this_machine_is_found(tmp_path: Path) -> None:
+    found = federation(tmp_path, on_disk=True, **NEW).run()
+    file = state_file(found.directory.path, "4")
+    own = tmp_path / "run" / "clients" / "node-4" / file.parent.name / file.name
+    own.parent.mkdir(parents=True)
+    file.rename(own)
+    assert state_file(found.directory.path, "4") == own
+
+
 def test_the_same_bits_in_any_order(tmp_path: Path) -> None:
     one, other = (federation(tmp_path / str(order), order=order, **NEW).run() for order in (1, 2))
     assert same_tensors(one.strategy.state.to_tensors(), other.strategy.state.to_tensors())
