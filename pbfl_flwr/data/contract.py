@@ -156,6 +156,8 @@ class Shard:
                     f"{what} of {name} are of type {type(found).__name__}: allowed is a torch.Tensor"
                 )
         inputs, labels = self.inputs, self.labels
+        if not inputs.dim():
+            raise PbflError(f"inputs of {name} are a single number: allowed is one input after the other")
         if labels.dtype != torch.int64 or labels.dim() != 1 or len(labels) != len(inputs):
             raise PbflError(
                 f"labels of {name} are {labels.dtype} of shape {tuple(labels.shape)}: allowed is torch.int64 of shape "
@@ -206,6 +208,8 @@ class ClientData:
         Raises:
             PbflError: saying what is not.
         """
+        import torch
+
         if len(self.label_names) != self.num_classes:
             raise PbflError(
                 f"label_names has {len(self.label_names)} names: allowed is one for each of {self.num_classes} classes"
@@ -219,6 +223,8 @@ class ClientData:
                 raise PbflError(
                     f"inputs of {name} are of shape {shape}, those of train of {self.input_shape}"
                 )
+            if self.vocabulary and (found := shard.inputs.dtype) not in (torch.int32, torch.int64):
+                raise PbflError(f"token ids of {name} are {found}: allowed are torch.int32 and torch.int64")
             if (
                 self.vocabulary and shard.inputs.numel()
             ):  # on a GPU one id too many ends the whole process's work

@@ -171,6 +171,8 @@ def test_a_strategy_and_a_client_app_run_in_this_process(tmp_path: Path) -> None
             {"vocabulary": ("<pad>", "a"), "inputs": torch.tensor([[0, 1, 1], [1, 2, 0]])},
             "token ids of train go from 0 to 2: allowed is 0 to 1, the places in vocabulary",
         ),
+        ({"vocabulary": ("<pad>", "a")}, "token ids of train are torch.float32: allowed are torch.int32 and"),
+        ({"inputs": torch.tensor(1.0)}, "inputs of train are a single number"),
         ({"label_names": ("a",)}, "label_names has 1 names: allowed is one for each of 2 classes"),
     ],
 )
