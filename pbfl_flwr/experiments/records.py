@@ -286,7 +286,7 @@ def _labels(groups: Sequence[tuple[Record, ...]]) -> list[str]:
     """Return labels that tell groups apart.
 
     They are those of a comparison where all runs have one; else the method's name, else with the keys that differ,
-    else names of directories, without the seed where a comparison made them.
+    else names of directories, without the seed where a comparison made them and they stay different.
     """
     given = [_given(records) for records in groups]
     if _usable(given):
@@ -304,10 +304,13 @@ def _labels(groups: Sequence[tuple[Record, ...]]) -> list[str]:
         labels.append(f"{config['method']} ({told})" if told else str(config["method"]))
     if _usable(labels):
         return labels
-    names = [label or records[0].path.name for label, records in zip(given, groups, strict=True)]
-    if len(set(names)) == len(names):
-        return names
-    return [f"{records[0].path.parent.name}/{name}" for name, records in zip(names, groups, strict=True)]
+    places = [records[0].path for records in groups]
+    short = [label or place.name for label, place in zip(given, places, strict=True)]
+    names = [f"{place.parent.name}/{name}" for place, name in zip(places, short, strict=True)]
+    for tried in (short, names):
+        if len(set(tried)) == len(tried):
+            return tried
+    return [f"{place.parent.name}/{place.name}" for place in places]  # seeds of one label with other keys
 
 
 def _usable(labels: Sequence[str]) -> bool:

@@ -416,6 +416,15 @@ def test_a_label_of_several_seeds_names_none_of_them(tmp_path: Path) -> None:
     ]
 
 
+def test_seeds_of_one_label_that_were_made_with_other_keys_are_told_apart(tmp_path: Path) -> None:
+    other = {"seed": 1, "local-epochs": 2, "batch-size": 16, "learning-rate": 0.02}  # too much for a label
+    places = [
+        run(tmp_path / "mine" / "FP-seed0", 0.5, [1]),
+        run(tmp_path / "mine" / "FP-seed1", 0.5, [1], **other),
+    ]
+    assert [group.label for group in records.load(places)] == ["mine/FP-seed0", "mine/FP-seed1"]
+
+
 def test_runs_are_repetitions_only_where_their_results_may_differ_by_the_seed_alone(tmp_path: Path) -> None:
     places = [
         run(tmp_path / "a", 0.5, [1, 3]),
