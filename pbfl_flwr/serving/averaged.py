@@ -104,12 +104,16 @@ def _clients(run: Path, like: Sequence[Path], networks: Mapping[str, str]) -> It
             "statistics; --like names a client's state or what pbfl export wrote of one"
         )
     first: Card | None = None
+    seen: set[str] = set()
     for file in files:
         kept = read_exported(file) if (file / CARD).is_file() else read_state(state_file(file, ""))
         who, found = kept.card.client, kept.card.architecture
         if networks.get(who) != found:
             there = f"; there it has {networks[who]}" if who in networks else ""
             raise PbflError(f"--like {file}: client {who} with {found} is none of the run's clients{there}")
+        if who in seen:
+            raise PbflError(f"--like {file}: client {who} is named twice, and would count twice")
+        seen.add(who)
         first = first or kept.card
         if odd := [name for name in SAME if getattr(kept.card, name) != getattr(first, name)]:
             raise PbflError(
