@@ -196,6 +196,8 @@ def test_of_devices_that_ran_on_this_machine(tmp_path: Path) -> None:
         state_file(run, "7")
     device = run / "clients" / "node-2"
     assert averaged(run, [device]).card == averaged(run, [state_file(device, "")]).card
+    with pytest.raises(PbflError, match=r"client 2 is named twice, and would count twice$"):
+        averaged(run, [device, state_file(device, "")])
     with pytest.raises(
         PbflError, match=r"^there is nothing at .*nowhere; a run directory, a state directory or"
     ):
