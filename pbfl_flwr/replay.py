@@ -210,10 +210,8 @@ def record(run: Run, device: torch.device) -> Run:
         torch.OutOfMemoryError: if there is too little memory.
     """
     graph = torch.cuda.CUDAGraph()
-    refused, full = (
-        "",
-        False,
-    )  # not the error itself, which would keep this frame and all of the step's tensors
+    # Not the error itself, which would keep this frame and all of the step's tensors.
+    refused, full = "", False
     try:
         with torch.cuda.device(device), torch.cuda.graph(graph, pool=_pool(), stream=_stream(device)):
             try:

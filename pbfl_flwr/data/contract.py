@@ -225,9 +225,8 @@ class ClientData:
                 )
             if self.vocabulary and (found := shard.inputs.dtype) not in (torch.int32, torch.int64):
                 raise PbflError(f"token ids of {name} are {found}: allowed are torch.int32 and torch.int64")
-            if (
-                self.vocabulary and shard.inputs.numel()
-            ):  # on a GPU one id too many ends the whole process's work
+            if self.vocabulary and shard.inputs.numel():
+                # On a GPU one id too many ends the whole process's work.
                 least, most = int(shard.inputs.min()), int(shard.inputs.max())
                 if not 0 <= least <= most < len(self.vocabulary):
                     raise PbflError(

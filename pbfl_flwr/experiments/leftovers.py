@@ -349,10 +349,8 @@ def _states(folder: Path, experiment: str) -> Iterator[Path]:
             continue
         client = about.get("client", "")
         stem = f"client-{int(client):05d}" if client.isdecimal() else f"named-{client}"
-        said = about.get("schema", "")
-        if (
-            said.isdecimal() and about.get("experiment") == experiment and name[1] == stem
-        ):  # of earlier versions, too
+        ours = about.get("schema", "").isdecimal()  # of earlier versions, too
+        if ours and about.get("experiment") == experiment and name[1] == stem:
             yield file
 
 

@@ -243,7 +243,7 @@ def same_data(one: Record, other: Record) -> bool:
     return np.array_equal(one.counts, other.counts)
 
 
-def other_weights(records: Iterable[Record]) -> list[str]:
+def changed_weights(records: Iterable[Record]) -> list[str]:
     """Return the models whose pretrained weights are not the same in all runs that begin with them."""
     begun: dict[str, set[frozenset[str]]] = {}
     for record in records:
@@ -259,7 +259,7 @@ def other_weights(records: Iterable[Record]) -> list[str]:
 def changed_files(records: Sequence[Record]) -> str:
     """Return in what runs of the same keys, a seed each, differ all the same: files that have changed between them."""
     data = [] if all(same_data(records[0], record) for record in records) else ["data"]
-    return ", ".join([*data, *(f"weights of {name}" for name in other_weights(records))])
+    return ", ".join([*data, *(f"weights of {name}" for name in changed_weights(records))])
 
 
 def changed_lines(rows: Iterable[tuple[str, str]]) -> list[str]:

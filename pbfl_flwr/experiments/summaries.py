@@ -20,8 +20,8 @@ from pbfl_flwr.experiments.records import (
     Record,
     changed_files,
     changed_lines,
+    changed_weights,
     mean_over_seeds,
-    other_weights,
     same_data,
 )
 from pbfl_flwr.experiments.sheets import Sheet, figure
@@ -224,7 +224,7 @@ def _unlike(one: Group, other: Group, seeds: Sequence[int]) -> list[str]:
     found += [f"scored {moments[0]} against {moments[1]} local training"] if len({*moments}) > 1 else []
     if len({number for numbers in rounds for number in numbers}) > 1:
         found.append(f"{' against '.join(map(span, rounds))} rounds")
-    if names := other_weights(group.by_seed()[seed] for group in (one, other) for seed in seeds):
+    if names := changed_weights(group.by_seed()[seed] for group in (one, other) for seed in seeds):
         found.append(f"other weights of {', '.join(names)}")
     return found
 

@@ -104,9 +104,8 @@ class RunDirectory:
 
     path: Path
 
-    def __post_init__(self) -> None:
-        """Take text as well."""
-        object.__setattr__(self, "path", Path(self.path))
+    def __init__(self, path: Path | str) -> None:
+        object.__setattr__(self, "path", Path(path))
 
     @contextmanager
     def alone(self) -> Iterator[None]:

@@ -30,9 +30,8 @@ from pbfl_flwr.flower.files import (
 from pbfl_flwr.locks import Lock, need_locks
 from pbfl_flwr.payloads import separate, under
 
-SAME = (
-    "reply-in-model"  # tensors of the reply that are the model's and not kept twice: name -> its name there
-)
+# Tensors of the reply that are the model's and not kept twice: name -> its name there.
+SAME = "reply-in-model"
 BEST = ".best"  # ends the name of a client's state of the best round, whose number stands before it
 SIZE_BYTES = 8  # of the number before the header of a safetensors file
 

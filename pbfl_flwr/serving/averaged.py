@@ -124,13 +124,17 @@ def _clients(run: Path, like: Sequence[Path], networks: Mapping[str, str]) -> It
 
 
 def _samples(members: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Return client -> its training samples, 1 each where they are not known of all."""
+    """Return client -> its training samples, 1 each in runs whose clients do not say them."""
     found = {who: float(member["num_train"]) for who, member in members.items()}
-    return found if all(found.values()) else dict.fromkeys(found, 1.0)
+    return found if any(found.values()) else dict.fromkeys(found, 1.0)
 
 
 def _mean(clients: Iterable[Kept], names: Sequence[str], samples: Mapping[str, float]) -> dict[str, Tensor]:
-    """Return the weighted mean of those buffers that are no counters."""
+    """Return the weighted mean of those buffers that are no counters.
+
+    Raises:
+        PbflError: if none of the clients has training samples.
+    """
     sums: dict[str, Tensor] = {}
     total = 0.0
     for kept in clients:
@@ -139,4 +143,8 @@ def _mean(clients: Iterable[Kept], names: Sequence[str], samples: Mapping[str, f
         for name in means:
             sums.setdefault(name, torch.zeros_like(kept.weights[name], dtype=torch.float64))
             sums[name].add_(kept.weights[name], alpha=weight)
-    return {name: (summed / total).float() for name, summed in sums.items()}
+    if sums and not total:
+        raise PbflError(
+            "--global: none of the clients has training samples, so there are no statistics of them"
+        )
+    return {name: summed / total for name, summed in sums.items()}

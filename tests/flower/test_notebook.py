@@ -101,7 +101,7 @@ def test_a_run_leaves_the_process_as_it_was(workers: int, tmp_path: Path) -> Non
 def test_paths_may_be_text_and_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     federate("runs/mine", KEYS, 3, Resources(workers=1))
-    assert len(RunDirectory("runs/mine").rounds()) == 1  # type: ignore[arg-type]
+    assert len(RunDirectory("runs/mine").rounds()) == 1
     assert (tmp_path / "runs" / "mine" / "clients").is_dir()
 
 

@@ -1,7 +1,8 @@
 """Every method with its network and data on a card: nothing stays behind on the CPU, nothing comes out otherwise."""
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,18 @@ VARIANTS: dict[str, dict[str, Scalar]] = {
 }
 
 
+@contextmanager
+def recording_card() -> Iterator[None]:
+    """Give all clients the pretended card, which holds no recording yet."""
+    with (
+        card(),
+        patch.object(opening, "choose_device", lambda wanted: CUDA),
+        patch.object(introduction, "choose_device", lambda wanted: CUDA),
+        patch.object(replay, "_recordings", OrderedDict()),
+    ):
+        yield
+
+
 def alike(tmp_path: Path, method: str, keys: dict[str, Any], **how: Any) -> None:
     on_cpu = federation(tmp_path / "cpu", method, num_clients=3, **how, **keys).run()
     before = OnCard.operations
@@ -76,12 +89,7 @@ def replayed(tmp_path: Path, method: str, keys: dict[str, Scalar]) -> int:
     config: dict[str, Any] = {"batch-size": 3, "num-clients": 1, **keys}
     on_cpu = federation(tmp_path / "cpu", method, **config).run()
     before, made = Recording.replayed, Recording.made
-    with (
-        card(),
-        patch.object(opening, "choose_device", lambda wanted: CUDA),
-        patch.object(introduction, "choose_device", lambda wanted: CUDA),
-        patch.object(replay, "_recordings", OrderedDict()),
-    ):
+    with recording_card():
         on_card = federation(tmp_path / "card", method, **config, compile="cuda-graph").run()
     assert not any(line["failures"] for line in on_card.strategy.history)
     assert Recording.replayed > before + 4
@@ -139,12 +147,7 @@ def test_where_the_memory_did_not_suffice_recordings_and_networks_are_dropped(tm
     with patch.object(client, "kept", kept):
         on_cpu = federation(tmp_path / "cpu", "fedavg", **keys).run()
         made = Recording.made
-        with (
-            card(),
-            patch.object(opening, "choose_device", lambda wanted: CUDA),
-            patch.object(introduction, "choose_device", lambda wanted: CUDA),
-            patch.object(replay, "_recordings", OrderedDict()),
-        ):
+        with recording_card():
             on_card = federation(tmp_path / "card", "fedavg", **keys, compile="cuda-graph").run()
             assert opening._network.cache_info().currsize == 1
     failures = [[failure["client"] for failure in line["failures"]] for line in on_card.strategy.history]
@@ -159,12 +162,7 @@ def test_a_network_that_cannot_be_recorded_costs_no_other_client_its_work(tmp_pa
     keys: dict[str, Any] = {"batch-size": 3, "num-clients": 3, "models": f"{asking},{normed},{normed}"}
     on_cpu = federation(tmp_path / "cpu", "fedproto", **keys).run()
     made = Recording.made
-    with (
-        card(),
-        patch.object(opening, "choose_device", lambda wanted: CUDA),
-        patch.object(introduction, "choose_device", lambda wanted: CUDA),
-        patch.object(replay, "_recordings", OrderedDict()),
-    ):
+    with recording_card():
         on_card = federation(tmp_path / "card", "fedproto", **keys, compile="cuda-graph").run()
     assert [line["failures"] for line in on_cpu.strategy.history] == [[], []]
     failures = [line["failures"] for line in on_card.strategy.history]

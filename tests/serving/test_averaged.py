@@ -103,6 +103,25 @@ def test_buffers_of_own_models_that_have_two_names_or_are_not_kept(tmp_path: Pat
     assert torch.equal(found["mean"], found["again"])
 
 
+def test_a_client_without_training_samples_has_no_part_in_the_mean(tmp_path: Path) -> None:
+    run = ran(tmp_path, models="resnet4").directory.path
+    about = json.loads((run / "run.json").read_text())
+    files = states_of(run)
+
+    def say(counts: list[int]) -> None:
+        clients = [{**client, "num_train": n} for client, n in zip(about["clients"], counts, strict=True)]
+        (run / "run.json").write_text(json.dumps({**about, "clients": clients}))
+
+    name = next(name for name in averaged(run).weights if name.endswith("running_mean"))
+    kept = [under(load_tensors(file)[0], "model")[name] for file in files]
+    say([3, 1, 0, 0, 0])
+    torch.testing.assert_close(averaged(run).weights[name], 0.75 * kept[0] + 0.25 * kept[1])
+    with pytest.raises(PbflError, match=r"^--global: none of the clients has training samples, so"):
+        averaged(run, files[2:])
+    say([0] * 5)  # client-report = none
+    torch.testing.assert_close(averaged(run).weights[name], torch.stack(kept).mean(0))
+
+
 def test_the_best_one(tmp_path: Path) -> None:
     run = ran(tmp_path, num_server_rounds=3, learning_rate=0.3).directory.path
     best, about = load_tensors(run / "best.safetensors")
