@@ -25,9 +25,9 @@ from flwr.supercore.task_identity import TaskIdentity
 from machine import introduce, write
 
 from pbfl_flwr.config import parse
-from pbfl_flwr.flower import wire
-from pbfl_flwr.flower.replies import Phase, read
-from pbfl_flwr.flower.report import Report
+from pbfl_flwr.flower.messages import wire
+from pbfl_flwr.flower.messages.report import Report
+from pbfl_flwr.flower.server.replies import Phase, read
 from pbfl_flwr.method import Round
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.payloads import Prototypes

@@ -1,5 +1,5 @@
 """The ClientApp of every method, on the simulation engine and on devices."""
 
-from pbfl_flwr.flower.client import make_client_app
+from pbfl_flwr.flower.client.app import make_client_app
 
 app = make_client_app()

@@ -1,7 +1,7 @@
 """Somebody's own code, named in the configuration as ``my_package.module:function``.
 
 It runs with all rights and is only ever imported because a configuration names it; on a device only if its operator
-does too (:mod:`pbfl_flwr.flower.device`).
+does too (:mod:`pbfl_flwr.flower.client.device`).
 """
 
 import importlib

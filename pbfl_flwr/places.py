@@ -29,3 +29,8 @@ def kept_weights() -> dict[str, Path]:
     """Return the pretrained weights on this machine: model@label -> file."""
     files = sorted((home() / "weights").glob("*/*.safetensors"))
     return {f"{file.stem}@{file.parent.name}": file for file in files}
+
+
+def run_directory(run_dir: str, run_id: int) -> Path:
+    """Return the directory of a run; without run-dir both sides find the same one by Flower's run id."""
+    return Path(run_dir) if run_dir else home() / "runs" / str(run_id)

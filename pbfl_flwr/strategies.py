@@ -5,7 +5,7 @@
     from pbfl_flwr.strategies import TinyProto
 
     strategy = TinyProto(base="fedtgp", cps_dim=50, num_clients=10)   # ServerApp: strategy.start(grid)
-    app = make_client_app(my_data, strategy.settings)                 # ClientApp: pbfl_flwr.flower.client
+    app = make_client_app(my_data, strategy.settings)                 # ClientApp: pbfl_flwr.flower.client.app
 
 Both sides take the same settings, since a method is one page with both halves. Every other key of the run
 configuration can be given too, with underscores: ``TinyProto(..., learning_rate=0.05, models="resnet8")``. The
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from pbfl_flwr.config import Scalar, Settings, parse
-from pbfl_flwr.flower.strategy import MethodStrategy
+from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.methods import SECTIONS
 
 Aggregation = Literal[

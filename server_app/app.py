@@ -3,7 +3,7 @@
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from pbfl_flwr.flower.server import serve
+from pbfl_flwr.flower.server.app import serve
 
 app = ServerApp()
 

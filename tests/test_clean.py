@@ -12,12 +12,12 @@ import pytest
 from filelock import FileLock
 
 from pbfl_flwr.data import Pool, cache
-from pbfl_flwr.experiments import leftovers
-from pbfl_flwr.flower.engine import lock_of
-from pbfl_flwr.flower.history import STATES_REMOVED, RunDirectory
-from pbfl_flwr.flower.local import federate
-from pbfl_flwr.flower.placement import Resources
-from pbfl_flwr.flower.store import ClientState, ClientStore
+from pbfl_flwr.experiments import cleanup
+from pbfl_flwr.flower.engines.local import federate
+from pbfl_flwr.flower.engines.placement import Resources
+from pbfl_flwr.flower.storage.history import STATES_REMOVED, RunDirectory
+from pbfl_flwr.flower.storage.run_locks import lock_of
+from pbfl_flwr.flower.storage.store import ClientState, ClientStore
 from tests.flower.test_local import KEYS
 from tests.runs import pbfl
 
@@ -63,7 +63,7 @@ def change(run: Path, **keys: object) -> None:
 def save(directory: Path, experiment: str, client: int | str, days: float) -> Path:
     """Write a device's state as it is written there, so many days ago."""
     store = ClientStore(directory / experiment, experiment, client, "cnn2")
-    with store.alone():
+    with store.locked():
         store.save(ClientState(1, 1, {}))
     for file in store.directory.iterdir():
         os.utime(file, (time.time() - days * DAY,) * 2)
@@ -120,7 +120,7 @@ def test_what_is_in_use_is_left(runs: Path, held: str) -> None:
     shutil.copytree(run, unfinished)
     (unfinished / "rounds.jsonl").unlink()
     before = tree(runs)
-    found = [one for one in leftovers.look([runs]) if isinstance(one, leftovers.Find)]
+    found = [one for one in cleanup.look([runs]) if isinstance(one, cleanup.Find)]
     locks = [
         {
             "engine": lock_of(place),
@@ -135,7 +135,7 @@ def test_what_is_in_use_is_left(runs: Path, held: str) -> None:
     assert "is in use: runs/a, runs/b" in result.stdout
     assert "nothing to remove" in result.stdout
     # Somebody may begin between the look and the removal.
-    assert [left.why for find in found if (left := leftovers.remove(find))] == ["is in use"] * 2
+    assert [left.why for find in found if (left := cleanup.remove(find))] == ["is in use"] * 2
     assert tree(runs) == before
 
 
@@ -238,7 +238,7 @@ def test_a_device_keeps_its_newest_state(tmp_path: Path, monkeypatch: pytest.Mon
     assert f"{older.parent}: a device's state of an older run" in shown
     assert f"changed more recently than --older-than: {newest.parent}, {old.parent}, {first.parent}" in shown
     assert f"the newest state there, whose run may go on: {newest.parent}" in shown
-    with ClientStore(older.parent, "e1", 3, "cnn2").alone():
+    with ClientStore(older.parent, "e1", 3, "cnn2").locked():
         result = pbfl("clean", state, "--states", *NOW, "--yes")
     assert f"is in use: {older.parent}" in result.stdout
     assert not old.parent.exists()
@@ -286,7 +286,7 @@ def test_decoded_data_goes_when_nobody_reads_it(tmp_path: Path, monkeypatch: pyt
 
 
 def test_ages_in_minutes_hours_days_and_weeks() -> None:
-    assert [leftovers.age(text) for text in ("90m", "12h", "1d", "2w")] == [5400, DAY / 2, DAY, 14 * DAY]
+    assert [cleanup.age(text) for text in ("90m", "12h", "1d", "2w")] == [5400, DAY / 2, DAY, 14 * DAY]
 
 
 @pytest.mark.parametrize(

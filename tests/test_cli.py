@@ -20,14 +20,16 @@ from pbfl_flwr.cli.common import INTERRUPTED, KEPT, By, running
 from pbfl_flwr.config import PREDICTORS, Scalar, Settings, parse
 from pbfl_flwr.data import DATASETS
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments import compare, configuration, reproduce, tables
-from pbfl_flwr.experiments.accuracies import scores
-from pbfl_flwr.experiments.figures import clock, kilobytes
-from pbfl_flwr.experiments.following import round_line
-from pbfl_flwr.experiments.runner import go_on_with
-from pbfl_flwr.flower.engine import toml
-from pbfl_flwr.flower.history import RunDirectory
-from pbfl_flwr.flower.placement import Resources
+from pbfl_flwr.experiments.comparing import compare, reproduce
+from pbfl_flwr.experiments.results.accuracies import scores
+from pbfl_flwr.experiments.running import configuration
+from pbfl_flwr.experiments.running.live_log import round_line
+from pbfl_flwr.experiments.running.runner import go_on_with
+from pbfl_flwr.experiments.text import tables
+from pbfl_flwr.experiments.text.numbers import clock, kilobytes
+from pbfl_flwr.flower.engines.flwr_engine import toml
+from pbfl_flwr.flower.engines.placement import Resources
+from pbfl_flwr.flower.storage.history import RunDirectory
 from pbfl_flwr.methods import METHODS, SECTIONS
 from pbfl_flwr.models import FAMILIES, MODELS
 from tests.runs import entry, over, pbfl, unread, without_room, write_run
@@ -781,7 +783,7 @@ def test_a_finished_run_that_is_resumed_is_shown(tmp_path: Path, monkeypatch: py
     def simulate(*arguments: object) -> int:
         raise AssertionError("nothing is to be started")
 
-    monkeypatch.setattr("pbfl_flwr.experiments.runner.simulate", simulate)
+    monkeypatch.setattr("pbfl_flwr.experiments.running.runner.simulate", simulate)
     run = write_run(tmp_path / "run", [entry(1, 0.5, 0.75), entry(2, 0.25, 0.5)])
     (run / "result.txt").write_text("f387460871ab\n")
     result = pbfl("run", "--resume", run)

@@ -16,12 +16,13 @@ from rich.console import Console
 
 from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments import compare, comparison_table, side_by_side
-from pbfl_flwr.experiments.configuration import Wishes
-from pbfl_flwr.flower.client import make_client_app
-from pbfl_flwr.flower.history import RunDirectory
-from pbfl_flwr.flower.placement import Resources, Slot
-from pbfl_flwr.flower.strategy import MethodStrategy
+from pbfl_flwr.experiments.comparing import compare, comparison_table
+from pbfl_flwr.experiments.running import parallel_runs
+from pbfl_flwr.experiments.running.configuration import Wishes
+from pbfl_flwr.flower.client.app import make_client_app
+from pbfl_flwr.flower.engines.placement import Resources, Slot
+from pbfl_flwr.flower.server.strategy import MethodStrategy
+from pbfl_flwr.flower.storage.history import RunDirectory
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method
 from pbfl_flwr.models import architecture_of
 from pbfl_flwr.task import Task
@@ -257,7 +258,7 @@ def test_a_run_that_patience_ended_is_finished_for_who_asks_with_the_same_patien
     lines = [entry(number, 0.5, 0.5) for number in (1, 2, 3, 4)]
     for run, made in ((first, lines[:3]), (second, lines)):
         write_run(run.directory, made, **run.wishes.values)
-        RunDirectory(run.directory).ends(len(made))
+        RunDirectory(run.directory).mark_end(len(made))
     assert compare.ready(first)
     assert [row.rounds for row in comparison_table.rows([first, second])] == ["3–4"]
     assert [row.rounds for row in comparison_table.rows([second])] == ["4"]
@@ -615,7 +616,7 @@ def results(out: Path) -> dict[str, str]:
 @pytest.mark.slow
 def test_runs_side_by_side_come_to_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (path := tmp_path / "c.toml").write_text(SIDE_BY_SIDE)
-    monkeypatch.setattr(side_by_side, "room", lambda wanted, *_: [Slot(1)] * wanted)  # on any machine
+    monkeypatch.setattr(parallel_runs, "room", lambda wanted, *_: [Slot(1)] * wanted)  # on any machine
     command = ["compare", path, "--set", "num-server-rounds=2", "--engine", "processes", "--workers", 1]
     assert pbfl(*command, "--out", tmp_path / "one").exit_code == 0
     done = pbfl(*command, "--out", tmp_path / "two", "--parallel", 2)
@@ -639,9 +640,9 @@ def test_a_signal_ends_runs_side_by_side_and_the_same_command_goes_on(
 ) -> None:
     (tmp_path / "c.toml").write_text(SIDE_BY_SIDE)
     code = (
-        "from pbfl_flwr.cli import main; from pbfl_flwr.experiments import side_by_side; "
-        "from pbfl_flwr.flower.placement import Resources, Slot; "
-        "side_by_side.room = lambda wanted, *_: [Slot(1)] * wanted; main()"
+        "from pbfl_flwr.cli import main; from pbfl_flwr.experiments.running import parallel_runs; "
+        "from pbfl_flwr.flower.engines.placement import Resources, Slot; "
+        "parallel_runs.room = lambda wanted, *_: [Slot(1)] * wanted; main()"
     )
     words = [
         "compare",
@@ -691,7 +692,7 @@ def test_lines_of_runs_in_several_directories_say_which_they_are_of(tmp_path: Pa
         for run in compare.plan(compare.read(str(path))[1], [], [], ["A"], tmp_path / block)
     ]
     console = Console(file=io.StringIO(), width=1000)
-    side_by_side.make_side_by_side(
+    parallel_runs.make_side_by_side(
         runs, [Slot(1)], lambda run, slot: [sys.executable, "-c", "exit(1)"], console
     )
     assert isinstance(console.file, io.StringIO)

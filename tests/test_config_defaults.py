@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pbfl_flwr.config import GROUPS, parse
-from pbfl_flwr.experiments.configuration import flatten
+from pbfl_flwr.experiments.running.configuration import flatten
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method
 
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"

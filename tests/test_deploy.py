@@ -16,14 +16,14 @@ import torch
 from pbfl_flwr import security
 from pbfl_flwr.config import DataSettings, Scalar, parse
 from pbfl_flwr.data import load_pool
-from pbfl_flwr.flower import connection
-from pbfl_flwr.flower.client import make_client_app
-from pbfl_flwr.flower.deployment import Deployment, complete, why_ended
-from pbfl_flwr.flower.engine import ENDED
-from pbfl_flwr.flower.findings import Status, Wanted
-from pbfl_flwr.flower.history import RunDirectory
-from pbfl_flwr.flower.store import load_tensors
-from pbfl_flwr.flower.strategy import MethodStrategy
+from pbfl_flwr.flower.client.app import make_client_app
+from pbfl_flwr.flower.diagnostics import connection
+from pbfl_flwr.flower.diagnostics.findings import Status, Wanted
+from pbfl_flwr.flower.engines.deployment import Deployment, complete, why_ended
+from pbfl_flwr.flower.engines.flwr_engine import ENDED
+from pbfl_flwr.flower.server.strategy import MethodStrategy
+from pbfl_flwr.flower.storage.history import RunDirectory
+from pbfl_flwr.flower.storage.store import load_tensors
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.prototypes import sums
 from tests.flower.inprocess import InProcessGrid

@@ -13,9 +13,11 @@ from typer.main import get_command
 
 from pbfl_flwr.cli import app
 from pbfl_flwr.config import parse
-from pbfl_flwr.experiments import catalogue, compare, configuration, reproduce, sweep
-from pbfl_flwr.flower.client import make_client_app
-from pbfl_flwr.flower.deployment import node_config
+from pbfl_flwr.experiments import catalogue
+from pbfl_flwr.experiments.comparing import compare, reproduce, sweep
+from pbfl_flwr.experiments.running import configuration
+from pbfl_flwr.flower.client.app import make_client_app
+from pbfl_flwr.flower.engines.deployment import node_config
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method
 from pbfl_flwr.strategies import TinyProto
 from tests.flower.inprocess import InProcessGrid

@@ -96,6 +96,22 @@ def test_imports_point_down(file: Path) -> None:
             assert own in ("experiments", "cli"), f"{file.name} imports {name}; only the command line may"
 
 
+@pytest.mark.parametrize(
+    "file", sorted((ROOT / "pbfl_flwr/flower").rglob("*.py")), ids=lambda file: file.stem
+)
+def test_clients_and_server_do_not_import_each_other_nor_what_starts_runs(file: Path) -> None:
+    """What both sides use is in ``messages``, ``storage`` or beside them; the bundle for devices lacks the engines."""
+    forbidden = {
+        "client": {"server", "engines", "diagnostics"},
+        "server": {"client", "engines", "diagnostics"},
+        "messages": {"client", "server", "engines", "diagnostics"},
+        "storage": {"client", "server", "engines", "diagnostics"},
+    }
+    for name in imported(file):
+        if name.startswith("pbfl_flwr.flower."):
+            assert name.split(".")[2] not in forbidden.get(file.parent.name, set()), f"{file} imports {name}"
+
+
 def test_an_upward_import_would_be_found(tmp_path: Path) -> None:
     file = tmp_path / "x.py"
     file.write_text("def f():\n    from pbfl_flwr.methods import METHODS\nimport flwr.app\n")

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from pbfl_flwr.config import Scalar, parse
-from pbfl_flwr.flower.client import make_client_app
-from pbfl_flwr.flower.deployment import Deployment, complete
-from pbfl_flwr.flower.store import load_tensors
-from pbfl_flwr.flower.strategy import MethodStrategy
+from pbfl_flwr.flower.client.app import make_client_app
+from pbfl_flwr.flower.engines.deployment import Deployment, complete
+from pbfl_flwr.flower.server.strategy import MethodStrategy
+from pbfl_flwr.flower.storage.store import load_tensors
 from pbfl_flwr.methods import SECTIONS
 from tests.flower.inprocess import Fault, InProcessGrid, lost, same_tensors, silent
 from tests.test_deploy import ROOT, devices, finish

@@ -9,9 +9,9 @@ import pytest
 from filelock import Timeout
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower.engine import claim, lock_of
-from pbfl_flwr.flower.files import UnsavedState
-from pbfl_flwr.flower.store import ClientStore
+from pbfl_flwr.flower.storage.atomic_files import UnsavedState
+from pbfl_flwr.flower.storage.run_locks import claim, lock_of
+from pbfl_flwr.flower.storage.store import ClientStore
 from pbfl_flwr.locks import Lock
 
 pytestmark = pytest.mark.timeout(60)
@@ -34,7 +34,7 @@ def test_a_run_directory_without_locks_is_refused(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("without_locks")
 def test_a_client_whose_state_cannot_be_locked_says_so(tmp_path: Path) -> None:
     store = ClientStore(tmp_path / "clients", "e1", 3, "cnn2")
-    with pytest.raises(UnsavedState, match="has no file locks"), store.alone():
+    with pytest.raises(UnsavedState, match="has no file locks"), store.locked():
         pass
 
 

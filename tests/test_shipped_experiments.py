@@ -14,7 +14,8 @@ import torch
 
 from pbfl_flwr.config import DataSettings, Settings, parse
 from pbfl_flwr.data import ClientData, Pool, Shard, partition
-from pbfl_flwr.experiments import compare, configuration, reproduce
+from pbfl_flwr.experiments.comparing import compare, reproduce
+from pbfl_flwr.experiments.running import configuration
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.models import FAMILIES, architectures, check_models
 from pbfl_flwr.task import Task

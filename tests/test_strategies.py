@@ -10,8 +10,8 @@ from pydantic import ValidationError
 
 from pbfl_flwr.config import PrototypeSettings
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower.client import make_client_app
-from pbfl_flwr.flower.strategy import MethodStrategy
+from pbfl_flwr.flower.client.app import make_client_app
+from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.payloads import Prototypes
 from pbfl_flwr.prototypes.stages import Stages

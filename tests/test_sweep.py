@@ -15,9 +15,10 @@ from rich.console import Console
 
 from pbfl_flwr.config import Scalar
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments import compare, comparison_table, side_by_side, sweep
+from pbfl_flwr.experiments.comparing import compare, comparison_table, sweep
+from pbfl_flwr.experiments.running import parallel_runs
+from pbfl_flwr.flower.engines.placement import Machine, Resources, Slot
 from pbfl_flwr.flower.memory import available_memory
-from pbfl_flwr.flower.placement import Machine, Resources, Slot
 from tests.runs import entry, pbfl, write_run
 from tests.test_engine import MARK, nothing_is_left
 
@@ -108,7 +109,7 @@ def test_bad_values_are_named_with_their_combination(tmp_path: Path) -> None:
 
 def test_room_is_bounded_by_memory_and_cpus() -> None:
     def room(wanted: int, available: int | None, cpus: int, **wishes: Any) -> int:
-        return len(side_by_side.room(wanted, available, Machine(cpus), Resources(**wishes)))
+        return len(parallel_runs.room(wanted, available, Machine(cpus), Resources(**wishes)))
 
     one, two = (
         (900 + 2 * 350) * 2**20,
@@ -118,20 +119,20 @@ def test_room_is_bounded_by_memory_and_cpus() -> None:
     assert room(4, two, 2) == 2
     assert room(4, two - 1, 2) == 1
     assert room(4, two, 2, workers=2) == 1  # each of them was wished two
-    lean = side_by_side.PROCESS_MB * 2**20
+    lean = parallel_runs.PROCESS_MB * 2**20
     assert room(4, 2 * lean, 2, processes=True) == 2  # of one process each
     assert room(4, 2 * lean - 1, 2, processes=True) == 1
     assert room(2, 6 * lean, 4, processes=True) == 2  # of a server and two workers each
     assert room(2, 6 * lean - 1, 4, processes=True) == 1
     assert room(1, one - 1, 2) == 1  # the one that was asked for is tried all the same
-    assert side_by_side.room(3, None, Machine(8), Resources()) == [Slot(2)] * 3
+    assert parallel_runs.room(3, None, Machine(8), Resources()) == [Slot(2)] * 3
 
 
 def test_room_is_bounded_by_cards() -> None:
     machine = Machine(8, ("0",))
-    assert side_by_side.room(4, None, machine, Resources(1, 1)) == [Slot(1, "0")]
-    assert side_by_side.room(4, None, machine, Resources(1, 0.25)) == [Slot(1, "0")] * 4
-    assert side_by_side.room(4, None, machine, Resources(1, 0.4)) == [Slot(1, "0")] * 2
+    assert parallel_runs.room(4, None, machine, Resources(1, 1)) == [Slot(1, "0")]
+    assert parallel_runs.room(4, None, machine, Resources(1, 0.25)) == [Slot(1, "0")] * 4
+    assert parallel_runs.room(4, None, machine, Resources(1, 0.4)) == [Slot(1, "0")] * 2
 
 
 def test_a_container_has_the_memory_that_it_was_given(tmp_path: Path) -> None:
@@ -152,14 +153,14 @@ def test_a_container_has_the_memory_that_it_was_given(tmp_path: Path) -> None:
 
 def test_the_command_of_a_run_is_its_keys(tmp_path: Path) -> None:
     (run, _) = sweep.plans(sweep.read(None, ['models="cnn4,resnet8"', "cps-dim=1,2"]), tmp_path)
-    words = side_by_side.command(run, Path("/app"), Resources(1, 0.5, 2))
+    words = parallel_runs.command(run, Path("/app"), Resources(1, 0.5, 2))
     assert words[3:9] == ["run", "--app", "/app", "--gpus-per-client", "0.5", "--workers"]
     assert words[words.index("--run-dir") + 1] == str(run.directory)
     assert 'models="cnn4,resnet8"' in words
     assert "cps-dim=1" in words
     write_run(run.directory, [entry(1, 0.5, 0.5)])
-    assert "--resume" in side_by_side.command(run, Path("/app"), Resources())
-    own = side_by_side.command(run, Path(), Resources(processes=True))
+    assert "--resume" in parallel_runs.command(run, Path("/app"), Resources())
+    own = parallel_runs.command(run, Path(), Resources(processes=True))
     assert own[3:6] == ["run", "--engine", "processes"]
     assert "--app" not in own
 
@@ -185,7 +186,7 @@ def test_runs_side_by_side(tmp_path: Path) -> None:
     console = quiet()
     after: list[int] = []
     runs = planned(tmp_path, 4)
-    failed = side_by_side.make_side_by_side(
+    failed = parallel_runs.make_side_by_side(
         runs, [Slot(1)] * 2, command, console, lambda run: after.append(run.seed)
     )
     assert failed == ["all, seed 1"]
@@ -210,7 +211,7 @@ def test_runs_side_by_side_see_the_cards_of_their_slots(
         return [sys.executable, "-c", code, str(slot.workers)]
 
     def made(place: Path, *shared: Slot) -> list[str]:
-        assert side_by_side.make_side_by_side(planned(place, 4), shared, command, quiet()) == []
+        assert parallel_runs.make_side_by_side(planned(place, 4), shared, command, quiet()) == []
         return sorted((place / f"all-seed{seed}" / "pbfl.log").read_text().strip() for seed in range(4))
 
     seen = made(tmp_path / "cards", Slot(2, "0"), Slot(3, "1,2"))
@@ -231,7 +232,7 @@ def test_an_interrupted_run_ends_its_neighbours(tmp_path: Path) -> None:
 
     begin = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        side_by_side.make_side_by_side(planned(tmp_path, 2), [Slot(1)] * 2, command, quiet())
+        parallel_runs.make_side_by_side(planned(tmp_path, 2), [Slot(1)] * 2, command, quiet())
     assert time.monotonic() - begin < 30
 
 
@@ -250,11 +251,12 @@ subprocess.Popen([sys.executable, "-c", {helper!r}, sys.argv[1]]).wait()
 import sys
 from pathlib import Path
 from rich.console import Console
-from pbfl_flwr.experiments import side_by_side, sweep
-from pbfl_flwr.flower.placement import Slot
+from pbfl_flwr.experiments.running import parallel_runs
+from pbfl_flwr.experiments.comparing import sweep
+from pbfl_flwr.flower.engines.placement import Slot
 runs = sweep.plans(sweep.read(None, ["seed=0,1"]), Path("out").absolute())
 command = lambda run, slot: [sys.executable, "-c", {stays!r}, str(run.seed)]
-side_by_side.make_side_by_side(runs, [Slot(1)] * 2, command, Console())
+parallel_runs.make_side_by_side(runs, [Slot(1)] * 2, command, Console())
 """
     process = subprocess.Popen(
         [sys.executable, "-c", parent],
@@ -275,7 +277,7 @@ def test_a_run_that_cannot_begin_keeps_no_other_from_it(tmp_path: Path) -> None:
     runs = planned(tmp_path, 3)
     runs[0].directory.touch()
     made: list[int] = []
-    failed = side_by_side.make_side_by_side(
+    failed = parallel_runs.make_side_by_side(
         runs,
         [Slot(1)] * 2,
         lambda run, slot: [sys.executable, "-c", ""],
@@ -289,7 +291,7 @@ def test_a_run_that_cannot_begin_keeps_no_other_from_it(tmp_path: Path) -> None:
 def test_a_finished_run_with_other_keys_is_not_taken_for_this_one(tmp_path: Path) -> None:
     (run, _) = sweep.plans(sweep.read(None, ["seed=0,1", "num-server-rounds=1"]), tmp_path)
     write_run(run.directory, [entry(1, 0.5, 0.5)])  # two clients, d = 4
-    (failed,) = side_by_side.make_side_by_side([run], [Slot(1)], lambda run, slot: ["false"], quiet())
+    (failed,) = parallel_runs.make_side_by_side([run], [Slot(1)], lambda run, slot: ["false"], quiet())
     assert failed.startswith("all, seed 0: ")
     assert "all-seed0 was made with num-clients = 2, feature-dim = 4; allowed are" in failed
 

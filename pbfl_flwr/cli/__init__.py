@@ -18,7 +18,7 @@ import typer
 from pbfl_flwr.cli import cleaning, deployment, devices, experiments, reports, reproductions, sweeps, watching
 from pbfl_flwr.cli.privacy import privacy
 from pbfl_flwr.cli.weights import weights
-from pbfl_flwr.experiments.figures import document, silence
+from pbfl_flwr.experiments.text.numbers import document, silence
 
 app = typer.Typer(
     help="Prototype-based federated learning on Flower.",
@@ -112,7 +112,7 @@ def main() -> None:
         where = error.filename or "a file or what is printed"  # a failed write does not say which
         sys.exit(f"error: {where}: {error.strerror}")
     except ImportError as error:
-        from pbfl_flwr.flower.fitting import misfit
+        from pbfl_flwr.flower.flower_version import misfit
 
         if (said := misfit(error)) is None:
             raise

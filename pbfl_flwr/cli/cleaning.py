@@ -10,7 +10,7 @@ import typer
 
 from pbfl_flwr.cli.common import GIVEN, ended
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments.figures import hang, kilobytes, say, screen
+from pbfl_flwr.experiments.text.numbers import hang, kilobytes, say, screen
 
 
 def clean(
@@ -40,21 +40,21 @@ def clean(
     yes: Annotated[bool, typer.Option("--yes", help="Remove it; otherwise it is only shown.")] = False,
 ) -> None:
     """Show what runs left behind and could go, and with --yes remove it; without options torn files alone."""
-    from pbfl_flwr.experiments import leftovers
+    from pbfl_flwr.experiments import cleanup
 
     console = screen()
-    asked: dict[leftovers.Kind, bool] = {"states": states, "unfinished": unfinished, "cache": cache}
-    kinds: list[leftovers.Kind] = ["torn", *(kind for kind, wanted in asked.items() if wanted)]
+    asked: dict[cleanup.Kind, bool] = {"states": states, "unfinished": unfinished, "cache": cache}
+    kinds: list[cleanup.Kind] = ["torn", *(kind for kind, wanted in asked.items() if wanted)]
     try:
-        seconds = leftovers.age(older_than)
-        found = list(leftovers.look(directories or leftovers.places()))
+        seconds = cleanup.age(older_than)
+        found = list(cleanup.look(directories or cleanup.places()))
         if cache or not directories:
-            found += leftovers.cached()
-        go, stay = leftovers.choose(found, kinds, seconds, time.time())
+            found += cleanup.cached()
+        go, stay = cleanup.choose(found, kinds, seconds, time.time())
         freed = 0
         for find in go:
             size = find.size
-            if yes and (left := leftovers.remove(find)) is not None:
+            if yes and (left := cleanup.remove(find)) is not None:
                 stay.append(left)
                 continue
             freed += size
@@ -68,7 +68,7 @@ def clean(
             console,
             "a run without its clients' states can be shown, compared and reported, not resumed or exported",
         )
-    for line in leftovers.reasons(stay):
+    for line in cleanup.reasons(stay):
         say(console, f"left {line}")
     if not freed:
         say(console, "nothing to remove")

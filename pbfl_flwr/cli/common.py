@@ -15,11 +15,11 @@ from rich.console import Console
 
 import pbfl_flwr
 from pbfl_flwr.errors import PbflError, expanded
-from pbfl_flwr.experiments.figures import say, screen
-from pbfl_flwr.flower.fitting import refuse_older
+from pbfl_flwr.experiments.text.numbers import say, screen
+from pbfl_flwr.flower.flower_version import refuse_older
 
 if TYPE_CHECKING:
-    from pbfl_flwr.experiments.compare import Planned
+    from pbfl_flwr.experiments.comparing.compare import Planned
 
 COMPLETED, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 
@@ -122,7 +122,7 @@ def running(interrupted: str = "") -> Iterator[None]:
     Args:
         interrupted: what is said after Ctrl-C.
     """
-    from pbfl_flwr.experiments.runner import interruptible
+    from pbfl_flwr.experiments.running.runner import interruptible
 
     try:
         with interruptible():  # also between two runs, and while tables are made
@@ -137,9 +137,9 @@ def running(interrupted: str = "") -> Iterator[None]:
 
 def outlined(planned: Sequence[Planned], console: Console) -> typer.Exit:
     """Print what several runs would be, and return the exit."""
-    from pbfl_flwr.experiments import outline
+    from pbfl_flwr.experiments.comparing import planned_runs
 
-    return typer.Exit(COMPLETED if outline.show(planned, console) else REFUSED)
+    return typer.Exit(COMPLETED if planned_runs.show(planned, console) else REFUSED)
 
 
 def concluded(
@@ -154,7 +154,7 @@ def concluded(
         failed: the others.
         unwritten: why these files were left as they were, if so.
     """
-    from pbfl_flwr.experiments import narrow
+    from pbfl_flwr.experiments.text import narrow
 
     if table:
         narrow.show(table, console)

@@ -21,7 +21,7 @@ from pbfl_flwr.cli.common import (
     running,
 )
 from pbfl_flwr.errors import PbflError, writing
-from pbfl_flwr.experiments.figures import hang, say, screen
+from pbfl_flwr.experiments.text.numbers import hang, say, screen
 
 deploy = typer.Typer(help="Federations of SuperLink and SuperNodes.", no_args_is_help=True)
 
@@ -125,8 +125,8 @@ def doctor(
     import json
     from dataclasses import asdict
 
-    from pbfl_flwr.flower.doctor import examine
-    from pbfl_flwr.flower.findings import Status, Wanted
+    from pbfl_flwr.flower.diagnostics.doctor import examine
+    from pbfl_flwr.flower.diagnostics.findings import Status, Wanted
 
     try:
         found = examine(Wanted(superlink, ca, key, control, state_dir, device, insecure))
@@ -150,7 +150,7 @@ def app(
     app_dir: AppDirectory = None,
 ) -> None:
     """Write an app of a few kB for slow links: devices then run the pbfl-flwr that is installed on them."""
-    from pbfl_flwr.flower.bundle import slim
+    from pbfl_flwr.flower.engines.bundle import slim
 
     try:
         source = checkout(app_dir)
@@ -190,7 +190,8 @@ def local(
     app_dir: AppDirectory = None,
 ) -> None:
     """Run a whole secured federation on this machine: SuperLink and SuperNodes as processes of their own."""
-    from pbfl_flwr.experiments import deployment, tables
+    from pbfl_flwr.experiments.running import deployment
+    from pbfl_flwr.experiments.text import tables
 
     console = screen()
     try:

@@ -14,7 +14,7 @@ import typer
 
 from pbfl_flwr.cli.common import GIVEN, REFUSED, ended
 from pbfl_flwr.errors import PbflError, expanded, writing
-from pbfl_flwr.experiments.figures import document, say, screen
+from pbfl_flwr.experiments.text.numbers import document, say, screen
 
 SHELLS_OWN = '"$`\\!'  # what a shell reads between double quotes
 UNWRITABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")  # TOML refuses it, and a terminal garbles it
@@ -128,7 +128,7 @@ def vocabulary(
 
     from pbfl_flwr.data import tokens
     from pbfl_flwr.data.texts import texts_of
-    from pbfl_flwr.flower.files import write_atomically
+    from pbfl_flwr.flower.storage.atomic_files import write_atomically
 
     try:
         if out.exists():

@@ -33,7 +33,7 @@ from pbfl_flwr.cli.common import (
     running,
 )
 from pbfl_flwr.errors import PbflError, expanded, reading
-from pbfl_flwr.experiments.figures import document, say, screen
+from pbfl_flwr.experiments.text.numbers import document, say, screen
 
 
 class Topic(StrEnum):
@@ -78,10 +78,11 @@ def run(
     ] = False,
 ) -> None:
     """Run a federation on this machine, on Flower's simulation engine."""
-    from pbfl_flwr.experiments import configuration, tables
-    from pbfl_flwr.experiments.runner import simulate
-    from pbfl_flwr.flower.history import ENDED, RunDirectory
-    from pbfl_flwr.flower.placement import Resources, idle_cards
+    from pbfl_flwr.experiments.running import configuration
+    from pbfl_flwr.experiments.running.runner import simulate
+    from pbfl_flwr.experiments.text import tables
+    from pbfl_flwr.flower.engines.placement import Resources, idle_cards
+    from pbfl_flwr.flower.storage.history import ENDED, RunDirectory
 
     console = screen()
     resources = Resources(cpus_per_client, gpus_per_client, workers, engine is EngineName.processes)
@@ -112,7 +113,7 @@ def run(
         partition = configuration.preflight(settings, resources)
         notes = configuration.forewarnings(settings, wishes, partition)
         if dry_run:
-            from pbfl_flwr.experiments.dry_run import page
+            from pbfl_flwr.experiments.running.dry_run import page
 
             document(page(settings, wishes.values, notes))
             return
@@ -144,29 +145,30 @@ def show(
     ] = Form.text,
 ) -> None:
     """Print the tables of a run; of a directory of runs, a line each."""
-    from pbfl_flwr.experiments import documents, listing, tables
+    from pbfl_flwr.experiments.results import run_export, run_listing
+    from pbfl_flwr.experiments.text import tables
 
     try:
         with reading(str(run)):
-            if not listing.is_run(run) and listing.runs_in(run, listing.DEPTH):
+            if not run_listing.is_run(run) and run_listing.runs_in(run, run_listing.DEPTH):
                 _list_runs(run, form)
             elif form is Form.text:
                 tables.show(run, screen())
             else:
-                written = documents.as_json if form is Form.json else documents.as_csv
+                written = run_export.as_json if form is Form.json else run_export.as_csv
                 document(written(run))
     except PbflError as error:
         raise ended(error, REFUSED) from None
 
 
 def _list_runs(directory: Path, form: Form = Form.text) -> None:
-    from pbfl_flwr.experiments import listing
+    from pbfl_flwr.experiments.results import run_listing
 
-    found = listing.below(directory)
+    found = run_listing.below(directory)
     if form is Form.text:
-        listing.show(found, screen())
+        run_listing.show(found, screen())
     else:
-        written = listing.as_json if form is Form.json else listing.as_csv
+        written = run_listing.as_json if form is Form.json else run_listing.as_csv
         document(written(found))
 
 
@@ -191,9 +193,10 @@ def compare(
 ) -> None:
     """Make several runs on the same data and print one table; started again, it goes on where it stopped."""
     from pbfl_flwr.config.choices import words
-    from pbfl_flwr.experiments import compare as comparison
-    from pbfl_flwr.experiments import comparison_table, side_by_side
-    from pbfl_flwr.flower.placement import Resources
+    from pbfl_flwr.experiments.comparing import compare as comparison
+    from pbfl_flwr.experiments.comparing import comparison_table
+    from pbfl_flwr.experiments.running import parallel_runs
+    from pbfl_flwr.flower.engines.placement import Resources
 
     console = screen()
     resources = Resources(1, gpus_per_client, workers, engine is EngineName.processes)
@@ -205,14 +208,14 @@ def compare(
         planned = comparison.plan(runs, assignments or [], chosen, words(only), directory)
         for note in comparison.preflight(planned, resources):
             say(console, note, "yellow")
-        slots = side_by_side.room_here(parallel, resources, console)
+        slots = parallel_runs.room_here(parallel, resources, console)
         if dry_run:
             raise outlined(planned, console)
     except PbflError as error:
         raise ended(error, REFUSED) from None
 
     with running(KEPT):
-        failed = side_by_side.make(planned, slots, source, resources, console)
+        failed = parallel_runs.make(planned, slots, source, resources, console)
         shown = comparison.with_finished(planned, runs, assignments or [], chosen, directory)
         found = comparison_table.rows(shown, by)
         groups = comparison_table.groups(shown, by)

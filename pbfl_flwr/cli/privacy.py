@@ -9,7 +9,7 @@ import typer
 
 from pbfl_flwr.cli.common import Assignments, Preset, ended
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments.figures import screen
+from pbfl_flwr.experiments.text.numbers import screen
 
 
 def privacy(
@@ -18,7 +18,7 @@ def privacy(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> None:
     """Tell what each message of a configuration reveals, and which settings hide it."""
-    from pbfl_flwr.experiments import configuration
+    from pbfl_flwr.experiments.running import configuration
 
     try:
         settings = configuration.check(configuration.gather(preset, assignments or []))

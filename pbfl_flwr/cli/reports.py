@@ -9,7 +9,7 @@ import typer
 
 from pbfl_flwr.cli.common import GIVEN, REFUSED, By, ended, predictor
 from pbfl_flwr.errors import PbflError, expanded, reading
-from pbfl_flwr.experiments.figures import kilobytes, say, screen
+from pbfl_flwr.experiments.text.numbers import kilobytes, say, screen
 
 
 def report(
@@ -33,12 +33,12 @@ def report(
     svg: Annotated[bool, typer.Option("--svg", help="Write the pictures as SVG files too.")] = False,
 ) -> None:
     """Write one self-contained page about one run or several side by side: tables, statistics, pictures."""
-    from pbfl_flwr.experiments import listing, records
     from pbfl_flwr.experiments import report as reporting
+    from pbfl_flwr.experiments.results import records, run_listing
 
     try:
         with reading(", ".join(map(str, runs))):
-            found, left_out = listing.for_a_report(runs)
+            found, left_out = run_listing.for_a_report(runs)
             groups = records.load(found, allowed or (), predictor(by))
             written = reporting.write(groups, expanded(out).absolute(), png=png, svg=svg)
     except PbflError as error:

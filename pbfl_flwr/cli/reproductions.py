@@ -29,7 +29,7 @@ from pbfl_flwr.cli.common import (
     running,
 )
 from pbfl_flwr.errors import PbflError, expanded
-from pbfl_flwr.experiments.figures import say, screen
+from pbfl_flwr.experiments.text.numbers import say, screen
 
 
 class Scale(StrEnum):
@@ -72,9 +72,10 @@ def reproduce(
 ) -> None:
     """Make a published table again and print it beside the paper's; started again, it goes on where it stopped."""
     from pbfl_flwr.config.choices import words
-    from pbfl_flwr.experiments import compare, reproduction_table, side_by_side
-    from pbfl_flwr.experiments import reproduce as reproduction
-    from pbfl_flwr.flower.placement import Resources
+    from pbfl_flwr.experiments.comparing import compare, reproduction_table
+    from pbfl_flwr.experiments.comparing import reproduce as reproduction
+    from pbfl_flwr.experiments.running import parallel_runs
+    from pbfl_flwr.flower.engines.placement import Resources
 
     console = screen()
     resources = Resources(1, gpus_per_client, workers, engine is EngineName.processes)
@@ -96,7 +97,7 @@ def reproduce(
         runs = [run for of_block in planned.values() for run in of_block]
         for note in compare.preflight(runs, resources):
             say(console, note, "yellow")
-        slots = side_by_side.room_here(parallel, resources, console)
+        slots = parallel_runs.room_here(parallel, resources, console)
         for line in reproduction.changes(paper, planned):
             say(console, f"scale {scale.value}: {line}")
         if dry_run:
@@ -114,7 +115,7 @@ def reproduce(
         return text
 
     with running(KEPT):
-        failed = side_by_side.make(runs, slots, source, resources, console, table)
+        failed = parallel_runs.make(runs, slots, source, resources, console, table)
         text, unwritten = table(), compare.no_tables(runs)
     ending = concluded(console, text, f"{directory / 'table.md'} and table.csv", failed, unwritten)
     raise typer.Exit(FAILED) if missing else ending

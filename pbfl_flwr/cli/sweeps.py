@@ -27,7 +27,7 @@ from pbfl_flwr.cli.common import (
     running,
 )
 from pbfl_flwr.errors import PbflError, expanded
-from pbfl_flwr.experiments.figures import say, screen
+from pbfl_flwr.experiments.text.numbers import say, screen
 
 
 def sweep(
@@ -57,9 +57,10 @@ def sweep(
     dry_run: DryRun = False,
 ) -> None:
     """Run every combination of the values and print one table; started again, it goes on where it stopped."""
-    from pbfl_flwr.experiments import compare, comparison_table, side_by_side
-    from pbfl_flwr.experiments import sweep as sweeping
-    from pbfl_flwr.flower.placement import Resources
+    from pbfl_flwr.experiments.comparing import compare, comparison_table
+    from pbfl_flwr.experiments.comparing import sweep as sweeping
+    from pbfl_flwr.experiments.running import parallel_runs
+    from pbfl_flwr.flower.engines.placement import Resources
 
     console = screen()
     resources = Resources(1, gpus_per_client, workers, engine is EngineName.processes)
@@ -70,7 +71,7 @@ def sweep(
         planned = sweeping.plans(swept, directory)
         for note in compare.preflight(planned, resources):
             say(console, note, "yellow")
-        slots = side_by_side.room_here(parallel, resources, console)
+        slots = parallel_runs.room_here(parallel, resources, console)
         if dry_run:
             raise outlined(planned, console)
     except PbflError as error:
@@ -86,6 +87,6 @@ def sweep(
         return sheet.markdown() if found else ""
 
     with running(KEPT):
-        failed = side_by_side.make(planned, slots, source, resources, console, table)
+        failed = parallel_runs.make(planned, slots, source, resources, console, table)
         text, unwritten = table(), compare.no_tables(planned)
     raise concluded(console, text, f"{directory}: table as .md, .csv and .tex", failed, unwritten)

@@ -9,7 +9,7 @@ import typer
 
 from pbfl_flwr.cli.common import COMPLETED, FAILED, INTERRUPTED, RunDir, ended
 from pbfl_flwr.errors import PbflError, expanded, reading
-from pbfl_flwr.experiments.figures import screen
+from pbfl_flwr.experiments.text.numbers import screen
 
 
 def watch(
@@ -18,7 +18,7 @@ def watch(
     interval: Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between two looks.")] = 1.0,
 ) -> None:
     """Show a run while somebody else makes it: progress, time left, accuracies, bytes, failures; ends with the run."""
-    from pbfl_flwr.experiments import watch as watching
+    from pbfl_flwr.experiments.running import watch as watching
 
     console = screen()
     try:

@@ -10,7 +10,7 @@ import typer
 from pbfl_flwr.architectures import LABEL
 from pbfl_flwr.cli.common import GIVEN, ended
 from pbfl_flwr.errors import PbflError, expanded
-from pbfl_flwr.experiments.figures import kilobytes, say, screen
+from pbfl_flwr.experiments.text.numbers import kilobytes, say, screen
 from pbfl_flwr.places import weights_file
 
 
@@ -31,7 +31,7 @@ def weights(
     ] = False,
 ) -> None:
     """Keep pretrained weights on this machine, with which the bodies of models=MODEL@LABEL then begin."""
-    from pbfl_flwr.flower.files import write_atomically
+    from pbfl_flwr.flower.storage.atomic_files import write_atomically
     from pbfl_flwr.models.checkpoints import as_file, body_of, check_takeable, read_checkpoint
 
     try:

@@ -15,11 +15,11 @@ from pbfl_flwr.architectures import ARCHITECTURES, CLASSIFIER, FAMILIES
 from pbfl_flwr.config import GROUPS, Group
 from pbfl_flwr.data import DATASETS
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments import reproduce
-from pbfl_flwr.experiments.compare import comparisons, read
-from pbfl_flwr.experiments.configuration import presets
-from pbfl_flwr.experiments.figures import hang, say
-from pbfl_flwr.experiments.sheets import Sheet
+from pbfl_flwr.experiments.comparing import reproduce
+from pbfl_flwr.experiments.comparing.compare import comparisons, read
+from pbfl_flwr.experiments.running.configuration import presets
+from pbfl_flwr.experiments.text.numbers import hang, say
+from pbfl_flwr.experiments.text.table_formats import Sheet
 from pbfl_flwr.methods import METHODS, SECTIONS
 from pbfl_flwr.places import home, kept_weights
 

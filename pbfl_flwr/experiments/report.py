@@ -17,8 +17,8 @@ from statistics import fmean
 from typing import Any
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments import per_class
-from pbfl_flwr.experiments.accuracies import (
+from pbfl_flwr.experiments.results import per_class
+from pbfl_flwr.experiments.results.accuracies import (
     accuracy_by,
     few_clients,
     few_lines,
@@ -26,11 +26,11 @@ from pbfl_flwr.experiments.accuracies import (
     scores,
     titled,
 )
-from pbfl_flwr.experiments.figures import kilobytes
-from pbfl_flwr.experiments.records import NEUTRAL, Group, Record
-from pbfl_flwr.experiments.sheets import Sheet
-from pbfl_flwr.experiments.summaries import OTHER_NOTE, paired_sheet, summary_sheet
-from pbfl_flwr.experiments.tables import (
+from pbfl_flwr.experiments.results.records import NEUTRAL, Group, Record
+from pbfl_flwr.experiments.results.summaries import OTHER_NOTE, paired_sheet, summary_sheet
+from pbfl_flwr.experiments.text.numbers import kilobytes
+from pbfl_flwr.experiments.text.table_formats import Sheet
+from pbfl_flwr.experiments.text.tables import (
     UNKNOWN,
     failure_lines,
     joined_lines,
@@ -38,8 +38,8 @@ from pbfl_flwr.experiments.tables import (
     settings_line,
     unknown_lines,
 )
-from pbfl_flwr.flower.files import write_atomically
-from pbfl_flwr.flower.history import ERROR, last_round
+from pbfl_flwr.flower.storage.atomic_files import write_atomically
+from pbfl_flwr.flower.storage.history import ERROR, last_round
 
 TEMPLATES = "experiments/templates"
 NUMBER = re.compile(r"[<+−-]?\s*\d")
@@ -67,7 +67,7 @@ def write(groups: Sequence[Group], out: Path, *, png: bool = False, svg: bool = 
     """Write the page, and on demand each picture as a file.
 
     Args:
-        groups: the runs, see :func:`pbfl_flwr.experiments.records.load`.
+        groups: the runs, see :func:`pbfl_flwr.experiments.results.records.load`.
         out: the page; pictures go into a directory beside it, ``<stem>-pictures``.
         png: write every picture as PNG.
         svg: write every picture as SVG.

@@ -8,19 +8,21 @@ from functools import lru_cache
 from pathlib import Path
 
 import pbfl_flwr
-from pbfl_flwr.flower.roster import Member
+from pbfl_flwr.flower.server.roster import Member
 
-NOT_SENT = ("cli", "experiments", "serving")  # of the package, to devices: fab-exclude in pyproject.toml
+# Of the package, to devices: fab-exclude in pyproject.toml.
+NOT_SENT = ("cli", "experiments", "serving", "flower/engines", "flower/diagnostics")
 
 
 @lru_cache(maxsize=1)
 def edition() -> str:
     """Return the version and a hash of the code that clients and servers run."""
     root = Path(pbfl_flwr.__file__).parent
+    left_out = {root / part for part in NOT_SENT}
     digest = hashlib.sha256()
     for file in sorted(root.rglob("*.py")):
-        name = file.relative_to(root)
-        if name.parts[0] not in NOT_SENT:
+        if left_out.isdisjoint(file.parents):
+            name = file.relative_to(root)
             digest.update(f"{name.as_posix()} {file.stat().st_size} ".encode() + file.read_bytes())
     return f"{pbfl_flwr.__version__}-{digest.hexdigest()[:8]}"
 

@@ -44,10 +44,10 @@ from flwr.server.workflow import SecAggPlusWorkflow
 
 from pbfl_flwr.config import PrivacySettings, Settings
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower import wire
-from pbfl_flwr.flower.books import summarise
-from pbfl_flwr.flower.replies import said_of
-from pbfl_flwr.flower.report import Report, classes_counted, plain
+from pbfl_flwr.flower.messages import wire
+from pbfl_flwr.flower.messages.report import Report, classes_counted, plain
+from pbfl_flwr.flower.server.replies import rejection_reason
+from pbfl_flwr.flower.server.round_records import summarise_accuracy
 from pbfl_flwr.method import Method, Round
 from pbfl_flwr.methods import build_method
 from pbfl_flwr.payloads import Payload, Prototypes
@@ -208,8 +208,14 @@ class LegacyMethodStrategy(TrainingOnly):
                     uploads[number] = self._upload_of(result)
                 self.reports[proxy.cid] = report
             except Exception as error:  # the boundary, as replies.read has it
-                self.failures[proxy.cid] = said_of(error)
-                log(WARNING, "round %s: client %s failed: %s", server_round, proxy.cid, said_of(error))
+                self.failures[proxy.cid] = rejection_reason(error)
+                log(
+                    WARNING,
+                    "round %s: client %s failed: %s",
+                    server_round,
+                    proxy.cid,
+                    rejection_reason(error),
+                )
         failed: dict[str, Scalar] = {"failures": len(self.failures)} if self.failures else {}
         if not self.reports:
             return None, failed
@@ -218,7 +224,7 @@ class LegacyMethodStrategy(TrainingOnly):
             uploads[0] = summed(self.method, mean, len(results), self.task, self.settings.run.num_clients)
         at = Round(server_round, self.task, self.settings.run.num_clients, self.settings.run.seed)
         self.state = self.method.aggregate(self.state, uploads, at)
-        accuracy = summarise(dict(enumerate(self.reports.values())))
+        accuracy = summarise_accuracy(dict(enumerate(self.reports.values())))
         figures = {f"accuracy-{name}": found["weighted"] for name, found in accuracy.items()}
         return self._broadcast(), {**figures, **failed}
 

@@ -2,7 +2,7 @@
 
 They train as everybody does, and lie in what leaves the device, after every stage that protects it; their own network
 and memory are honest. In a simulation only: a device refuses a run that asks it to lie
-(:mod:`pbfl_flwr.flower.device`).
+(:mod:`pbfl_flwr.flower.client.device`).
 
 Source: attacks that are known of gradients and weights, here on class rows: flipped signs (Li et al. 2019, RSA),
 scaling (Bagdasaryan et al. 2020, "How To Backdoor Federated Learning"), Gaussian noise (Blanchard et al. 2017, Krum);

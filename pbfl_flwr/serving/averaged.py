@@ -18,8 +18,8 @@ from torch import Tensor
 from pbfl_flwr.card import Card
 from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower.history import BEST, CHECKPOINT, RunDirectory
-from pbfl_flwr.flower.store import load_tensors
+from pbfl_flwr.flower.storage.history import BEST, CHECKPOINT, RunDirectory
+from pbfl_flwr.flower.storage.store import load_tensors
 from pbfl_flwr.method import Method
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.own_code import is_external

@@ -31,10 +31,10 @@ from torch import Tensor
 
 from pbfl_flwr.card import Card
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower.files import NODE, write_atomically
-from pbfl_flwr.flower.history import RunDirectory
-from pbfl_flwr.flower.patience import best_line
-from pbfl_flwr.flower.store import ClientStore, kept_best, load_tensors
+from pbfl_flwr.flower.server.early_stopping import best_round_line
+from pbfl_flwr.flower.storage.atomic_files import NODE, write_atomically
+from pbfl_flwr.flower.storage.history import RunDirectory
+from pbfl_flwr.flower.storage.store import ClientStore, kept_best, load_tensors
 from pbfl_flwr.payloads import separate, under
 from pbfl_flwr.serving.network import Served, rebuild
 
@@ -139,7 +139,7 @@ def best_of(run: Path) -> int:
             f"--best: clients of {run} were scored before their training, and keep what came of it; --global --best "
             "takes what the server had sent them then, --round N names a round"
         )
-    if (found := best_line(directory.rounds(), str(about["headline"]))) is None:
+    if (found := best_round_line(directory.rounds(), str(about["headline"]))) is None:
         raise PbflError(f"--best: no round of {run} was scored")
     return int(found["round"])
 

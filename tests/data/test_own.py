@@ -29,7 +29,7 @@ from pbfl_flwr.data import (
 from pbfl_flwr.data.files import check_memory
 from pbfl_flwr.data.inspection import inspect, settings_for
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower.deployment import complete, node_config
+from pbfl_flwr.flower.engines.deployment import complete, node_config
 
 
 @pytest.fixture

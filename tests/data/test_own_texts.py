@@ -11,9 +11,9 @@ from pbfl_flwr.config import DataSettings, Scalar, parse
 from pbfl_flwr.data import load_pool
 from pbfl_flwr.data.texts import read_vocabulary
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower.client import make_client_app
-from pbfl_flwr.flower.endings import RunEnded
-from pbfl_flwr.flower.strategy import MethodStrategy
+from pbfl_flwr.flower.client.app import make_client_app
+from pbfl_flwr.flower.server.stop_conditions import RunEnded
+from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.methods import SECTIONS
 from tests.flower.inprocess import InProcessGrid
 from tests.runs import pbfl

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from pbfl_flwr.config import Scalar
-from pbfl_flwr.experiments import records
-from pbfl_flwr.experiments.records import Group
+from pbfl_flwr.experiments.results import records
+from pbfl_flwr.experiments.results.records import Group
 from tests.flower.inprocess import federation
 
 KEYS: dict[str, Any] = {

@@ -13,7 +13,8 @@ pytest.importorskip("selenium", reason="selenium is not installed (the extra 'te
 
 from selenium import webdriver
 
-from pbfl_flwr.experiments import records, report
+from pbfl_flwr.experiments import report
+from pbfl_flwr.experiments.results import records
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 DRIVER = shutil.which("chromedriver")

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from pbfl_flwr.experiments import per_class, records, tables
-from pbfl_flwr.experiments.per_class import Scored
+from pbfl_flwr.experiments.results import per_class, records
+from pbfl_flwr.experiments.results.per_class import Scored
+from pbfl_flwr.experiments.text import tables
 from tests.runs import entry, write_run
 
 # Class b has no test samples. Of the others 3 of 4 and 0 of 1 are right.

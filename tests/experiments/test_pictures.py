@@ -15,11 +15,12 @@ import torch
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed (the extra 'report')")
 
-from pbfl_flwr.experiments import artefacts, pictures, records
-from pbfl_flwr.experiments.artefacts import NotThere
+from pbfl_flwr.experiments import pictures
 from pbfl_flwr.experiments.pictures import alignment, personalisation, progress, similarity, style
-from pbfl_flwr.experiments.records import Group
-from pbfl_flwr.flower.store import ClientState
+from pbfl_flwr.experiments.results import artefacts, records
+from pbfl_flwr.experiments.results.artefacts import NotThere
+from pbfl_flwr.experiments.results.records import Group
+from pbfl_flwr.flower.storage.store import ClientState
 from pbfl_flwr.prototypes.sphere import geometry
 from tests.flower.inprocess import federation
 from tests.runs import entry, pbfl, write_run

@@ -10,10 +10,11 @@ import pytest
 pytest.importorskip("matplotlib", reason="matplotlib is not installed (the extra 'report')")
 pytest.importorskip("jinja2", reason="jinja2 is not installed (the extra 'report')")
 
-from pbfl_flwr.experiments import records, report
-from pbfl_flwr.experiments.records import Group
-from pbfl_flwr.experiments.sheets import Sheet
-from pbfl_flwr.experiments.tables import paper_scalars
+from pbfl_flwr.experiments import report
+from pbfl_flwr.experiments.results import records
+from pbfl_flwr.experiments.results.records import Group
+from pbfl_flwr.experiments.text.table_formats import Sheet
+from pbfl_flwr.experiments.text.tables import paper_scalars
 from tests.runs import entry, pbfl, write_run
 
 

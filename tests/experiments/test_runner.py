@@ -12,12 +12,12 @@ import pytest
 from rich.console import Console
 
 from pbfl_flwr.config import Scalar
-from pbfl_flwr.experiments import runner
-from pbfl_flwr.experiments.following import Follower, Tail
-from pbfl_flwr.experiments.runner import interruptible
-from pbfl_flwr.flower.history import RunDirectory
-from pbfl_flwr.flower.placement import Resources
-from pbfl_flwr.flower.processes import deaf
+from pbfl_flwr.experiments.running import runner
+from pbfl_flwr.experiments.running.live_log import Follower, Tail
+from pbfl_flwr.experiments.running.runner import interruptible
+from pbfl_flwr.flower.engines.placement import Resources
+from pbfl_flwr.flower.engines.processes import signals_ignored
+from pbfl_flwr.flower.storage.history import RunDirectory
 from tests.runs import entry, write_run
 
 
@@ -129,7 +129,7 @@ def test_what_a_run_says_of_its_rounds(tmp_path: Path) -> None:
 
 def test_whom_the_server_waits_for_is_told_once(tmp_path: Path) -> None:
     run = RunDirectory(write_run(tmp_path / "run", [entry(1, 0.25, 0.5)]))
-    run.waits("left by a server that was killed")
+    run.set_waiting("left by a server that was killed")
     console = Console(record=True, width=200)
     follower = Follower(run.path, 3, console)
     for line in (
@@ -140,7 +140,7 @@ def test_whom_the_server_waits_for_is_told_once(tmp_path: Path) -> None:
         "round 2: 122 s",
         "",
     ):
-        run.waits(line)
+        run.set_waiting(line)
         follower.look()
     told = [line.strip() for line in console.export_text().splitlines() if "killed" in line or " s" in line]
     assert told == ["round 2: 61 s", "round 2: 122 s"]
@@ -179,7 +179,7 @@ def test_who_ends_a_run_politely_interrupts_it(number: signal.Signals) -> None:
 def test_under_nohup_a_run_goes_on_without_its_terminal() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with interruptible(), deaf():
+        with interruptible(), signals_ignored():
             signal.raise_signal(signal.SIGHUP)
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
@@ -189,7 +189,7 @@ def test_under_nohup_a_run_goes_on_without_its_terminal() -> None:
 LOST = """
 import signal, sys, time
 from pathlib import Path
-from pbfl_flwr.experiments.runner import interruptible
+from pbfl_flwr.experiments.running.runner import interruptible
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 try:
     with interruptible():

@@ -27,12 +27,14 @@ from torch import Tensor
 
 from pbfl_flwr.config import DataSettings, Scalar, Settings, parse
 from pbfl_flwr.data import ClientData, Shard, load_pool
-from pbfl_flwr.flower import device, opening, wire
-from pbfl_flwr.flower.client import make_client_app
-from pbfl_flwr.flower.history import RunDirectory
-from pbfl_flwr.flower.opening import DataSource
-from pbfl_flwr.flower.report import Report
-from pbfl_flwr.flower.strategy import MethodStrategy
+from pbfl_flwr.flower.client import device
+from pbfl_flwr.flower.client import session as session
+from pbfl_flwr.flower.client.app import make_client_app
+from pbfl_flwr.flower.client.session import DataSource
+from pbfl_flwr.flower.messages import wire
+from pbfl_flwr.flower.messages.report import Report
+from pbfl_flwr.flower.server.strategy import MethodStrategy
+from pbfl_flwr.flower.storage.history import RunDirectory
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.payloads import Payload
 from pbfl_flwr.task import Task
@@ -146,7 +148,7 @@ def raises(message: Message, answer: Answer) -> Message:
         object.__setattr__(method, "local_update", local_update)
         return method
 
-    with patch.object(opening, "build_method", exploding):
+    with patch.object(session, "build_method", exploding):
         return answer()
 
 
@@ -287,7 +289,7 @@ class InProcessGrid(LocalGrid):
         def answer() -> Message:
             with (
                 patch.object(device, "in_worker", lambda: self.node_configs is None),
-                patch.object(opening, "share_of_cores", lambda: self.cores),
+                patch.object(session, "share_of_cores", lambda: self.cores),
             ):
                 reply = self.app(received, context)
             if reply.has_content():

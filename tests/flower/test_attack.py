@@ -11,11 +11,11 @@ import torch
 from pbfl_flwr.config import parse
 from pbfl_flwr.data import client_data
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments import tables
-from pbfl_flwr.experiments.records import Record
-from pbfl_flwr.flower.device import own_settings
+from pbfl_flwr.experiments.results.records import Record
+from pbfl_flwr.experiments.text import tables
+from pbfl_flwr.flower.client.device import own_settings
 from pbfl_flwr.flower.legacy import LegacyMethodStrategy
-from pbfl_flwr.flower.strategy import MethodStrategy
+from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.payloads import Payload, Prototypes
 from pbfl_flwr.prototypes.attacks import malicious

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower import client, introduction, opening
-from pbfl_flwr.flower.history import RunRefused
+from pbfl_flwr.flower.client import app as client
+from pbfl_flwr.flower.client import hello as client_hello
+from pbfl_flwr.flower.client import session as session
+from pbfl_flwr.flower.storage.history import RunRefused
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.models import build_model
 from pbfl_flwr.models.checkpoints import as_file, body_of
@@ -43,7 +45,7 @@ def test_every_client_begins_with_the_kept_body(
     method: str, own: bool, trained: SplitModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[dict[str, Tensor]] = []
-    original = opening.open_client
+    original = session.open_client
 
     def opened(message: Any, context: Any, source: Any) -> Any:
         found = original(message, context, source)
@@ -116,7 +118,7 @@ def test_a_client_without_the_auxiliary_networks_weights_says_so_before_round_1(
 
 def test_clients_whose_kept_weights_differ_are_named_once(trained: SplitModel, tmp_path: Path) -> None:
     said = iter(["aaaa", "bbbb", "aaaa", "aaaa", "bbbb"])
-    with patch.object(introduction, "digest_of_weights", lambda name: next(said)):
+    with patch.object(client_hello, "digest_of_weights", lambda name: next(said)):
         run = federation(tmp_path, models="resnet4@mine").run()
     line = "'resnet4@mine' does not begin with the same weights everywhere: aaaa on client 0, 2, 3; bbbb on client 1, 4"
     assert [found["notes"].count(line) for found in run.strategy.history] == [1, 0]

@@ -12,7 +12,7 @@ import pytest
 from flwr.cli.build import build_fab_from_disk
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower.bundle import gathered, slim
+from pbfl_flwr.flower.engines.bundle import gathered, slim
 from tests.runs import pbfl
 
 PROJECT = """

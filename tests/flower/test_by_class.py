@@ -18,11 +18,11 @@ from torch import Tensor
 from pbfl_flwr.by_class import ByClass, balanced_accuracy, macro_f1, recalls, statistics
 from pbfl_flwr.config import PREDICTORS, EvaluationSettings, parse
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower import wire
-from pbfl_flwr.flower.books import client_columns, on_validation, summarise
-from pbfl_flwr.flower.replies import Outcome, Phase
-from pbfl_flwr.flower.report import Report
-from pbfl_flwr.flower.traffic import Traffic
+from pbfl_flwr.flower.messages import wire
+from pbfl_flwr.flower.messages.report import Report
+from pbfl_flwr.flower.messages.traffic import Traffic
+from pbfl_flwr.flower.server.replies import Outcome, Phase
+from pbfl_flwr.flower.server.round_records import client_columns, on_validation, summarise_accuracy
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.payloads import RejectedPayload
 from pbfl_flwr.scoring import evaluate
@@ -117,7 +117,7 @@ def test_without_test_samples_there_are_zeros() -> None:
     assert found.by_class == ByClass([0] * 3, {"head": [0] * 3}, {"head": [0] * 3})
     empty = report(found.by_class)
     assert Report.from_record(empty.to_record(), 3) == empty
-    assert summarise({0: empty}) == {}
+    assert summarise_accuracy({0: empty}) == {}
 
 
 # The wire ---------------------------------------------------------------------------------------------------
@@ -208,8 +208,8 @@ def test_the_books_keep_what_occurs() -> None:
 
 def test_what_is_held_out_is_not_counted_by_class() -> None:
     held = report(FIRST, num_validation=2, validation={"head": 1})
-    assert set(summarise({0: held})["head"]) >= SCORES
-    assert not SCORES & set(summarise(on_validation({0: held}))["head"])
+    assert set(summarise_accuracy({0: held})["head"]) >= SCORES
+    assert not SCORES & set(summarise_accuracy(on_validation({0: held}))["head"])
 
 
 def plain(history: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ sys.modules["flwr.simulation"] = None
 from pathlib import Path
 from client_app.app import app
 from pbfl_flwr.config import parse
-from pbfl_flwr.flower.strategy import MethodStrategy
+from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.methods import METHODS, SECTIONS
 from tests.flower.inprocess import InProcessGrid
 

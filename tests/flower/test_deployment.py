@@ -9,9 +9,9 @@ from flwr.common.config import parse_config_args
 
 from pbfl_flwr.config import Scalar, parse
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments.deployment import plan
-from pbfl_flwr.flower import deployment
-from pbfl_flwr.flower.engine import connection, toml
+from pbfl_flwr.experiments.running.deployment import plan
+from pbfl_flwr.flower.engines import deployment
+from pbfl_flwr.flower.engines.flwr_engine import connection, toml
 from pbfl_flwr.methods import SECTIONS
 
 

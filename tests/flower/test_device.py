@@ -11,10 +11,10 @@ from flwr.app import Context, RecordDict
 
 from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower import device
-from pbfl_flwr.flower.device import choose_device, identify, in_worker, own_settings, peak_gpu_memory
-from pbfl_flwr.flower.report import Report
-from pbfl_flwr.flower.store import ClientStore
+from pbfl_flwr.flower.client import device
+from pbfl_flwr.flower.client.device import choose_device, identify, in_worker, own_settings, peak_gpu_memory
+from pbfl_flwr.flower.messages.report import Report
+from pbfl_flwr.flower.storage.store import ClientStore
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.sinks import steps
 from tests.flower.inprocess import federation
@@ -61,7 +61,7 @@ def test_only_a_worker_of_ray_is_one(tmp_path: Path) -> None:
         @ray.remote
         class Worker:
             def is_one(self) -> tuple[bool, int]:
-                from pbfl_flwr.flower.device import in_worker, share_of_cores
+                from pbfl_flwr.flower.client.device import in_worker, share_of_cores
 
                 return in_worker(), share_of_cores()
 
@@ -105,13 +105,13 @@ def test_a_device_brings_its_own(tmp_path: Path) -> None:
 
 
 def test_all_of_its_data_is_a_devices_own(tmp_path: Path) -> None:
-    from pbfl_flwr.flower.opening import Source, configured_data
+    from pbfl_flwr.flower.client.session import ClientSource, configured_data
 
     rng = np.random.default_rng(0)
     np.savez(tmp_path / "mine.npz", x=rng.integers(0, 255, (20, 16, 16), dtype=np.uint8), y=np.arange(20) % 2)
     node: dict[str, Any] = {"client-id": 2, "data-path": str(tmp_path / "mine.npz")}
     own = own_settings(RUN, node)
-    data = Source(configured_data, None).data_of(own, identify(context(node), own, "e"))
+    data = ClientSource(configured_data, None).data_of(own, identify(context(node), own, "e"))
     assert len(data.train.labels) + len(data.test.labels) == 20
 
 

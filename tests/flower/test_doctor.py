@@ -26,8 +26,8 @@ from typer.testing import CliRunner
 
 from pbfl_flwr import security
 from pbfl_flwr.cli import app
-from pbfl_flwr.flower import connection, doctor, fleet
-from pbfl_flwr.flower.findings import Finding, Status, Wanted
+from pbfl_flwr.flower.diagnostics import connection, doctor, fleet
+from pbfl_flwr.flower.diagnostics.findings import Finding, Status, Wanted
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 
 import pbfl_flwr
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower import introduction
+from pbfl_flwr.flower.client import hello as client_hello
 from pbfl_flwr.flower.edition import NOT_SENT, edition
 from tests.flower.inprocess import federation
 from tests.flower.sites import run, sites
@@ -29,7 +29,11 @@ def test_of_what_is_not_sent_the_edition_takes_no_notice() -> None:
 
 def test_what_devices_are_sent_and_what_is_installed_is_the_same_edition(tmp_path: Path) -> None:
     sent = tmp_path / "pbfl_flwr"
-    shutil.copytree(PACKAGE, sent, ignore=shutil.ignore_patterns("__pycache__", "*.toml", *NOT_SENT))
+    shutil.copytree(
+        PACKAGE,
+        sent,
+        ignore=shutil.ignore_patterns("__pycache__", "*.toml", *(part.split("/")[-1] for part in NOT_SENT)),
+    )
     assert edition_of(sent) == edition() == edition_of(PACKAGE)
     assert edition().startswith(f"{pbfl_flwr.__version__}-")
     (sent / "seeds.py").write_text((sent / "seeds.py").read_text() + "\n")
@@ -38,7 +42,7 @@ def test_what_devices_are_sent_and_what_is_installed_is_the_same_edition(tmp_pat
 
 @pytest.mark.parametrize("said", ["0.0.9-0badc0de", "", None])
 def test_a_federation_of_two_editions_says_so_once(said: str | None, tmp_path: Path) -> None:
-    with patch.object(introduction, "edition", edition if said is None else lambda: said):
+    with patch.object(client_hello, "edition", edition if said is None else lambda: said):
         found = federation(tmp_path, on_disk=True).run()
     expected = (
         f"pbfl-flwr 0.0.9-0badc0de on client 0, 1, 2, 3, 4, {edition()} on the server: install the same one, or "
@@ -56,7 +60,7 @@ def test_a_device_that_refuses_says_so_if_it_runs_another_edition(tmp_path: Path
     a, b = sites(tmp_path, "a", "b")
     nodes = [a, {**b, "model": "resnet9000"}]
     refused = "1 of 2 clients: client-id = 'b': models = 'resnet9000': unknown model 'resnet9000'; "
-    with patch.object(introduction, "edition", lambda: "0.0.9-0badc0de"), pytest.raises(PbflError) as error:
+    with patch.object(client_hello, "edition", lambda: "0.0.9-0badc0de"), pytest.raises(PbflError) as error:
         run(tmp_path, nodes).run()
     assert str(error.value).startswith(refused)
     assert str(error.value).endswith(

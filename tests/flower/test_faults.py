@@ -18,18 +18,21 @@ from flwr.common.constant import ErrorCode
 
 from pbfl_flwr.config import FaultRates, Scalar, parse
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower import checkpoint, faults, history, returning, store, wire
-from pbfl_flwr.flower import client as client_module
-from pbfl_flwr.flower.books import aged
-from pbfl_flwr.flower.endings import RunEnded
-from pbfl_flwr.flower.files import write_atomically
-from pbfl_flwr.flower.hello import agreed
-from pbfl_flwr.flower.late import PATIENCE, Debt, Debts
-from pbfl_flwr.flower.report import Report
-from pbfl_flwr.flower.returning import welcome_back
-from pbfl_flwr.flower.roster import Member
-from pbfl_flwr.flower.store import load_tensors
-from pbfl_flwr.flower.strategy import MethodStrategy
+from pbfl_flwr.flower.client import app as client_module
+from pbfl_flwr.flower.client import fault_injection as faults
+from pbfl_flwr.flower.messages import wire
+from pbfl_flwr.flower.messages.report import Report
+from pbfl_flwr.flower.server import rejoining as returning
+from pbfl_flwr.flower.server.hello import checked_roster
+from pbfl_flwr.flower.server.late_replies import PATIENCE, OverdueReplies, OverdueReply
+from pbfl_flwr.flower.server.rejoining import greet_new_nodes
+from pbfl_flwr.flower.server.roster import Member
+from pbfl_flwr.flower.server.round_records import updated_ages
+from pbfl_flwr.flower.server.stop_conditions import RunEnded
+from pbfl_flwr.flower.server.strategy import MethodStrategy
+from pbfl_flwr.flower.storage import checkpoint, history, store
+from pbfl_flwr.flower.storage.atomic_files import write_atomically
+from pbfl_flwr.flower.storage.store import load_tensors
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.payloads import Prototypes
 from pbfl_flwr.prototypes.pipeline import Pipeline
@@ -335,7 +338,7 @@ def test_who_never_answers_is_asked_again_after_some_rounds() -> None:
 
 def test_what_came_late_is_handed_over_newest_first_whenever_it_came() -> None:
     owed = {
-        f"question {n}": Debt(client, number, True)
+        f"question {n}": OverdueReply(client, number, True)
         for n, (client, number) in enumerate([(0, 1), (2, 2), (1, 2)])
     }
     grid: Any = SimpleNamespace(
@@ -343,10 +346,10 @@ def test_what_came_late_is_handed_over_newest_first_whenever_it_came() -> None:
             SimpleNamespace(metadata=SimpleNamespace(reply_to_message_id=question)) for question in ids
         ]
     )
-    debts = Debts()
+    debts = OverdueReplies()
     debts.note(owed)
     debts.collect(grid)
-    assert [(debt.round, debt.client) for debt, _ in debts.take()] == [(2, 1), (2, 2), (1, 0)]
+    assert [(overdue.round, overdue.client) for overdue, _ in debts.take()] == [(2, 1), (2, 2), (1, 0)]
     assert debts.take() == []
 
 
@@ -498,11 +501,11 @@ def test_a_second_node_of_a_living_client_is_not_asked(
 
 
 def test_ages_by_hand() -> None:
-    assert aged(None, {1: 0}, 3) == [-1, 0, -1]
-    assert aged([-1, 0, 4], {0: 0}, 3) == [0, 1, 5]
-    assert aged([2, 0, 4], {0: 1}, 3) == [1, 1, 5]  # the latest upload of class 0 was a round late
-    assert aged(None, None, 3) is None
-    assert aged([0, 1, -1], None, 3) == [1, 2, -1]  # nobody sent anything
+    assert updated_ages(None, {1: 0}, 3) == [-1, 0, -1]
+    assert updated_ages([-1, 0, 4], {0: 0}, 3) == [0, 1, 5]
+    assert updated_ages([2, 0, 4], {0: 1}, 3) == [1, 1, 5]  # the latest upload of class 0 was a round late
+    assert updated_ages(None, None, 3) is None
+    assert updated_ages([0, 1, -1], None, 3) == [1, 2, -1]  # nobody sent anything
 
 
 def test_ages_are_in_the_history_and_survive_a_resume(tmp_path: Path) -> None:
@@ -711,7 +714,7 @@ def test_two_processes_of_one_client_take_turns(tmp_path: Path) -> None:
     trained = client_module._trained
 
     def watching(opened: Any, message: Message) -> Message:
-        lock = opened.store.alone()
+        lock = opened.store.locked()
         with pytest.raises(Timeout):
             lock.acquire(timeout=0)
         held.append(True)
@@ -726,11 +729,11 @@ def test_a_client_that_comes_back_as_another_is_not_asked(monkeypatch: pytest.Mo
     def member(client: int, node: int, **said: Any) -> Member:
         return Member.from_reply(node, ConfigRecord({**hello(client, TASK), **said}))
 
-    before = agreed([member(0, 11), member(1, 12)])
+    before = checked_roster([member(0, 11), member(1, 12)])
     came = [member(1, 22, architecture="resnet4"), member(5, 23)]
     monkeypatch.setattr(returning, "greet", lambda *arguments: (came, {}))
     nobody: Any = None  # the greeting is replaced: no grid is asked
-    after, refused = welcome_back(nobody, before, {11, 22, 23}, {1}, "e", 1.0)
+    after, refused = greet_new_nodes(nobody, before, {11, 22, 23}, {1}, "e", 1.0)
     assert after == before
     assert refused == {
         22: "client 1 came back with another architecture: resnet4, it had cnn4",
@@ -744,7 +747,7 @@ def test_of_two_new_nodes_of_a_client_that_failed_one_is_asked(monkeypatch: pyte
 
     monkeypatch.setattr(returning, "greet", lambda *arguments: ([member(23), member(22)], {}))
     nobody: Any = None  # the greeting is replaced: no grid is asked
-    after, refused = welcome_back(nobody, agreed([member(12)]), {12, 22, 23}, {1}, "e", 1.0)
+    after, refused = greet_new_nodes(nobody, checked_roster([member(12)]), {12, 22, 23}, {1}, "e", 1.0)
     assert after.members[1].node == 22
     assert refused == {23: "client-id 1 is used by two nodes, 22 and 23"}
 
@@ -763,6 +766,6 @@ def test_a_device_that_starts_again_while_a_resumed_run_waits_for_others_is_one_
     monkeypatch.setattr(returning, "wait_for_nodes", lambda *_, **__: next(online))
     nobody: Any = None  # greeting and waiting are replaced: no grid is asked
     recorded = [asdict(member(client, 1)) for client in (0, 1)]
-    roster, strange = returning.meet_again(nobody, json.loads(json.dumps(recorded)), "e", 1.0, 1.0, 2)
+    roster, strange = returning.resume_hello(nobody, json.loads(json.dumps(recorded)), "e", 1.0, 1.0, 2)
     assert {client: at.node for client, at in roster.members.items()} == {0: 21, 1: 22}
     assert strange == []

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from pbfl_flwr.config import Scalar, parse
 from pbfl_flwr.errors import LONGEST
-from pbfl_flwr.flower import headers, wire
 from pbfl_flwr.flower.memory import peak_memory
-from pbfl_flwr.flower.report import Report
-from pbfl_flwr.flower.strategy import MethodStrategy
+from pbfl_flwr.flower.messages import safetensors_codec as headers
+from pbfl_flwr.flower.messages import wire
+from pbfl_flwr.flower.messages.report import Report
+from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.payloads import Mixtures, Payload, Prototypes, Weights
 from pbfl_flwr.task import Task

@@ -10,10 +10,10 @@ import torch
 
 from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments import leftovers
-from pbfl_flwr.flower import strategy as strategies
-from pbfl_flwr.flower import wire
-from pbfl_flwr.flower.store import ClientStore, kept_best, load_tensors
+from pbfl_flwr.experiments import cleanup
+from pbfl_flwr.flower.messages import wire
+from pbfl_flwr.flower.server import strategy as strategies
+from pbfl_flwr.flower.storage.store import ClientStore, kept_best, load_tensors
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.payloads import under
 from pbfl_flwr.serving.export import best_of, of_round, read_state, state_file
@@ -31,7 +31,7 @@ def run(tmp_path: Path, rounds: int, best: int = 0, **keys: Any) -> Federation:
     def so_far(history: list[dict[str, Any]], headline: str) -> dict[str, Any] | None:
         return history[min(best, len(history)) - 1] if history and best else None
 
-    with patch.object(strategies, "best_line", so_far):
+    with patch.object(strategies, "best_round_line", so_far):
         return found.run()
 
 
@@ -117,7 +117,7 @@ def test_an_export_of_the_best_round(tmp_path: Path) -> None:
     done = pbfl("export", path, "--client", 1, "--round", 1, "--out", tmp_path / "one")
     assert done.exit_code == 0, done.stderr
     assert "after round 1:" in done.stdout
-    with patch("pbfl_flwr.serving.export.best_line", lambda history, headline: history[0]):
+    with patch("pbfl_flwr.serving.export.best_round_line", lambda history, headline: history[0]):
         done = pbfl("export", path, "--client", 1, "--best", "--out", tmp_path / "best")
     assert "after round 1:" in done.stdout
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "best")]
@@ -173,10 +173,10 @@ def test_cleaning_takes_it_along(tmp_path: Path) -> None:
     found = run(tmp_path, 3, best=1)
     folder = home(found)
     assert len(list(folder.glob("*.best"))) == 5
-    finds = list(leftovers.look([found.directory.path]))
-    go, stay = leftovers.choose(finds, ["torn", "states"], 0.0, 1e12)
+    finds = list(cleanup.look([found.directory.path]))
+    go, stay = cleanup.choose(finds, ["torn", "states"], 0.0, 1e12)
     for find in go:
-        assert leftovers.remove(find) is None
+        assert cleanup.remove(find) is None
     assert not folder.exists(), [str(one) for one in stay]
 
 

@@ -18,16 +18,19 @@ from flwr.app import ConfigRecord, Context, Error, Message
 
 from pbfl_flwr.config import Scalar, parse
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower import crew as crews
-from pbfl_flwr.flower import device, local, waiting, wire
-from pbfl_flwr.flower.client import make_client_app
-from pbfl_flwr.flower.crew import DIED, Crew, Post
-from pbfl_flwr.flower.history import RunDirectory
-from pbfl_flwr.flower.local import LocalGrid, at_once, federate, posts_of
-from pbfl_flwr.flower.placement import Resources
-from pbfl_flwr.flower.store import load_tensors
-from pbfl_flwr.flower.strategy import MethodStrategy
-from pbfl_flwr.flower.waiting import attentive
+from pbfl_flwr.flower.client import device
+from pbfl_flwr.flower.client.app import make_client_app
+from pbfl_flwr.flower.engines import local
+from pbfl_flwr.flower.engines import worker_pool as worker_pool
+from pbfl_flwr.flower.engines.local import LocalGrid, federate, run_immediately, worker_specs
+from pbfl_flwr.flower.engines.placement import Resources
+from pbfl_flwr.flower.engines.worker_pool import DIED, WorkerPool, WorkerSpec
+from pbfl_flwr.flower.messages import wire
+from pbfl_flwr.flower.server import waiting
+from pbfl_flwr.flower.server.strategy import MethodStrategy
+from pbfl_flwr.flower.server.waiting import polling
+from pbfl_flwr.flower.storage.history import RunDirectory
+from pbfl_flwr.flower.storage.store import load_tensors
 from pbfl_flwr.methods import SECTIONS
 from tests.flower.inprocess import InProcessGrid, same_tensors
 
@@ -86,7 +89,7 @@ def test_clients_that_do_not_fit_are_said(tmp_path: Path) -> None:
 
 
 def test_who_has_not_begun_at_the_deadline_is_not_asked() -> None:
-    grid = LocalGrid(echo, at_once, {}, 3)
+    grid = LocalGrid(echo, run_immediately, {}, 3)
     assert said(grid.send_and_receive(ask(grid, [2, 0]))) == [2, 0]
     (reply,) = grid.send_and_receive(ask(grid, [1]), timeout=0)
     assert reply.error.reason == "its turn came after the deadline"
@@ -103,7 +106,7 @@ def test_who_took_longest_the_last_time_begins_first(monkeypatch: pytest.MonkeyP
         return echo(message, context)
 
     monkeypatch.setattr(local, "time", SimpleNamespace(monotonic=lambda: now))
-    grid = LocalGrid(answer, at_once, {}, 5)
+    grid = LocalGrid(answer, run_immediately, {}, 5)
     assert said(grid.send_and_receive(ask(grid, [0, 1, 2, 3]))) == [0, 1, 2, 3]
     asked = ask(grid, [2, 3, 0, 1])
     assert said(grid.send_and_receive(asked)) == [2, 3, 0, 1]  # answers come in the order of the questions
@@ -149,7 +152,7 @@ def test_whom_a_round_waits_for_is_said(monkeypatch: pytest.MonkeyPatch) -> None
 
     with ThreadPoolExecutor(2) as threads:
         grid = LocalGrid(slow, threads.submit, {}, 2)
-        assert attentive(grid, lambda node: f"client {node - local.FIRST_NODE}", hear) is grid
+        assert polling(grid, lambda node: f"client {node - local.FIRST_NODE}", hear) is grid
         assert said(grid.send_and_receive(ask(grid, [0, 1]), timeout=60)) == [0, 1]
     assert ": 1 of 2 have answered; waiting for client 1, " in heard[0]
 
@@ -181,16 +184,16 @@ def test_what_a_client_is_still_busy_with_is_given_up_when_it_is_asked_again() -
 @pytest.mark.skipif(sys.platform == "win32", reason="sends SIGSTOP")
 def test_a_worker_that_hangs_is_ended_when_its_client_is_asked_again(tmp_path: Path) -> None:
     config: dict[str, Scalar] = {**KEYS, "run-dir": str(tmp_path / "run")}
-    with ThreadPoolExecutor(2) as threads, Crew([Post(1, "", tmp_path / "log")] * 2) as crew:
-        grid = LocalGrid(crew.answer, threads.submit, config, 3, crew.give_up)
+    with ThreadPoolExecutor(2) as threads, WorkerPool([WorkerSpec(1, "", tmp_path / "log")] * 2) as pool:
+        grid = LocalGrid(pool.answer, threads.submit, config, 3, pool.give_up)
         assert said(grid.send_and_receive(ask(grid, [0, 1]))) == [0, 1]
-        stopped = crew._free.get()
+        stopped = pool._free.get()
         os.kill(stopped._process.pid or 0, signal.SIGSTOP)
-        crew._free, others = SimpleQueue(), crew._free
-        crew._free.put(stopped)
+        pool._free, others = SimpleQueue(), pool._free
+        pool._free.put(stopped)
         asked = ask(grid, [2])
         assert grid.send_and_receive(asked, timeout=1) == []
-        crew._free.put(others.get())
+        pool._free.put(others.get())
         assert said(grid.send_and_receive(ask(grid, [0]))) == [0], "the others go on"
         assert said(grid.send_and_receive(ask(grid, [2, 1]))) == [2, 1]
         wait([grid._asked[asked[0].metadata.message_id]], 60)
@@ -212,11 +215,11 @@ def test_secure_aggregation_goes_through_its_stages(workers: int, tmp_path: Path
 @pytest.mark.skipif(sys.platform == "win32", reason="sends SIGKILL")
 def test_a_worker_that_dies_costs_its_own_answer_alone(tmp_path: Path) -> None:
     config: dict[str, Scalar] = {**KEYS, "run-dir": str(tmp_path / "run")}
-    with Crew([Post(1, "", tmp_path / "log")] * 2) as crew:
-        grid = LocalGrid(crew.answer, at_once, config, 3)
-        os.kill(crew._workers[0]._process.pid or 0, signal.SIGKILL)
+    with WorkerPool([WorkerSpec(1, "", tmp_path / "log")] * 2) as pool:
+        grid = LocalGrid(pool.answer, run_immediately, config, 3)
+        os.kill(pool._workers[0]._process.pid or 0, signal.SIGKILL)
         replies = grid.send_and_receive(ask(grid, [0, 1, 2]))
-        processes = [worker._process for worker in crew._workers]
+        processes = [worker._process for worker in pool._workers]
     assert replies[0].error.reason == DIED
     assert said(replies[1:]) == [1, 2], "one of them by the worker that took its place"
     assert not any(process.is_alive() for process in processes)
@@ -227,9 +230,9 @@ def test_a_worker_that_dies_costs_its_own_answer_alone(tmp_path: Path) -> None:
 def test_workers_leave_sigterm_to_the_command(tmp_path: Path) -> None:
     """A cluster sends it to every process of a job at the end of its time; that is no client's failure."""
     config: dict[str, Scalar] = {**KEYS, "run-dir": str(tmp_path / "run")}
-    with Crew([Post(1, "", tmp_path / "log")] * 2) as crew:
-        grid = LocalGrid(crew.answer, at_once, config, 3)
-        for worker in crew._workers:
+    with WorkerPool([WorkerSpec(1, "", tmp_path / "log")] * 2) as pool:
+        grid = LocalGrid(pool.answer, run_immediately, config, 3)
+        for worker in pool._workers:
             worker._process.terminate()
         assert said(grid.send_and_receive(ask(grid, [0, 1, 2]))) == [0, 1, 2]
 
@@ -241,7 +244,7 @@ def test_the_first_process_leaves_sigterm_to_the_command_from_its_first_moment()
     lines = [
         "import signal, sys",
         "from multiprocessing import get_context",
-        "from pbfl_flwr.flower.crew import _deaf",
+        "from pbfl_flwr.flower.engines.worker_pool import _deaf",
         "process = get_context('spawn').Process(target=signal.raise_signal, args=(signal.SIGTERM,))",
         "with _deaf():",
         "    process.start()",
@@ -268,16 +271,16 @@ def test_a_crew_that_cannot_be_complete_leaves_nobody(
     ended: list[object] = []
 
     class Hired:
-        def __init__(self, post: Post) -> None:
-            if post.cores == 2:
+        def __init__(self, spec: WorkerSpec) -> None:
+            if spec.cores == 2:
                 raise BlockingIOError("Resource temporarily unavailable")
 
         def end(self) -> None:
             ended.append(self)
 
-    monkeypatch.setattr(crews, "_Worker", Hired)
+    monkeypatch.setattr(worker_pool, "_Worker", Hired)
     log = tmp_path / "log"
-    with pytest.raises(BlockingIOError), Crew([Post(1, "", log), Post(2, "", log)]):
+    with pytest.raises(BlockingIOError), WorkerPool([WorkerSpec(1, "", log), WorkerSpec(2, "", log)]):
         pass
     assert len(ended) == 1
 
@@ -301,19 +304,19 @@ def test_a_worker_whose_card_answers_nothing_more_is_replaced(
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", wait_for_card)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(1))
-    started: list[crews._Worker] = []
+    started: list[worker_pool._Worker] = []
 
-    def start(worker: crews._Worker) -> None:
+    def start(worker: worker_pool._Worker) -> None:
         started.append(worker)
         worker.spent = False
         worker._ours, theirs = Pipe()
-        threading.Thread(target=crews._answer_all, args=(theirs, answer), daemon=True).start()
+        threading.Thread(target=worker_pool._answer_all, args=(theirs, answer), daemon=True).start()
 
-    monkeypatch.setattr(crews._Worker, "start", start)
-    monkeypatch.setattr(crews._Worker, "alive", True)
-    monkeypatch.setattr(crews._Worker, "kill", lambda worker: None)
-    with Crew([Post(1, "0", Path("log"))]) as workers:
-        grid = LocalGrid(workers.answer, at_once, {}, 1)
+    monkeypatch.setattr(worker_pool._Worker, "start", start)
+    monkeypatch.setattr(worker_pool._Worker, "alive", True)
+    monkeypatch.setattr(worker_pool._Worker, "kill", lambda worker: None)
+    with WorkerPool([WorkerSpec(1, "0", Path("log"))]) as workers:
+        grid = LocalGrid(workers.answer, run_immediately, {}, 1)
         replies = grid.send_and_receive(ask(grid, [0]))
         replaced = len(started) - 1
     assert [reply.has_error() for reply in replies] == [fails]
@@ -326,7 +329,7 @@ def test_a_client_that_fails_gives_its_cards_memory_back(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(1))
-    grid = LocalGrid(local.in_this_process(), at_once, {**KEYS, "models": "har-cnn"}, 3)
+    grid = LocalGrid(local.in_this_process(), run_immediately, {**KEYS, "models": "har-cnn"}, 3)
     (reply,) = grid.send_and_receive(ask(grid, [0]))
     assert "har-cnn" in str(reply.error.reason)
     assert given_back == [1]
@@ -358,6 +361,6 @@ def test_workers_share_cpus_and_cards(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if seen:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
-    posts = posts_of(resources, 3, tmp_path)
-    assert [post.gpus for post in posts] == expected
-    assert {post.cores for post in posts} == {resources.cpus_per_client}
+    specs = worker_specs(resources, 3, tmp_path)
+    assert [spec.gpus for spec in specs] == expected
+    assert {spec.cores for spec in specs} == {resources.cpus_per_client}

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from pbfl_flwr.experiments import tables
-from pbfl_flwr.experiments.accuracies import scores
-from pbfl_flwr.experiments.records import load
 from pbfl_flwr.experiments.report import accuracy_sheet
-from pbfl_flwr.flower.report import Report
+from pbfl_flwr.experiments.results.accuracies import scores
+from pbfl_flwr.experiments.results.records import load
+from pbfl_flwr.experiments.text import tables
+from pbfl_flwr.flower.messages.report import Report
 from pbfl_flwr.methods import METHODS
 from pbfl_flwr.payloads import RejectedPayload
 from pbfl_flwr.sinks import steps

@@ -14,11 +14,11 @@ from flwr.app import ArrayRecord, ConfigRecord, Message
 from rich.console import Console
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments.tables import failure_lines, show
-from pbfl_flwr.flower import wire
-from pbfl_flwr.flower.hello import numbered
-from pbfl_flwr.flower.roster import Member
-from pbfl_flwr.flower.store import load_tensors
+from pbfl_flwr.experiments.text.tables import failure_lines, show
+from pbfl_flwr.flower.messages import wire
+from pbfl_flwr.flower.server.hello import with_numbers
+from pbfl_flwr.flower.server.roster import Member
+from pbfl_flwr.flower.storage.store import load_tensors
 from pbfl_flwr.method import Client
 from pbfl_flwr.task import Task
 from tests.flower.inprocess import FIRST_NODE, federation, flower_error, hello, tiny_data
@@ -45,7 +45,7 @@ def member(client: int | str, node: int = 1) -> Member:
     ],
 )
 def test_who_gets_which_number(came: list[str | int], numbers: dict[str, int]) -> None:
-    found = numbered([member(client) for client in came], 3)
+    found = with_numbers([member(client) for client in came], 3)
     assert {m.label: m.client for m in found} == numbers
 
 
@@ -54,7 +54,7 @@ def test_more_names_than_numbers() -> None:
     with pytest.raises(
         PbflError, match=r"client-id 'd' has no place among num-clients = 3; 4 clients came: a, b, c, d"
     ):
-        numbered(four, 3)
+        with_numbers(four, 3)
 
 
 @pytest.mark.parametrize(
@@ -199,8 +199,8 @@ def test_a_stranger_does_not_shorten_the_waiting_for_who_is_missing(
     run(tmp_path, nodes, num_server_rounds=1).run()
     came = [nodes[0], *sites(tmp_path, "b"), nodes[2], nodes[1]]
     fed = run(tmp_path, came, num_server_rounds=2, num_clients=3, resume=True)
-    online, looks = [*fed.grid.get_node_ids()], count()
-    monkeypatch.setattr(fed.grid, "get_node_ids", lambda: online if next(looks) > 1 else online[:3])
+    online, poll = [*fed.grid.get_node_ids()], count()
+    monkeypatch.setattr(fed.grid, "get_node_ids", lambda: online if next(poll) > 1 else online[:3])
     line = fed.run().strategy.history[1]
     assert (line["trained"], line["failures"]) == ([0, 1, 2], [])
     assert f"a new node is not asked: client-id b on node {online[1]} is none of this run" in line["notes"]

@@ -13,16 +13,17 @@ from rich.console import Console
 from pbfl_flwr.config import Scalar, parse
 from pbfl_flwr.data import check_data, load_pool
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments import tables, watch
-from pbfl_flwr.experiments.accuracies import series
-from pbfl_flwr.experiments.compare import Planned, ready
-from pbfl_flwr.experiments.comparison_table import rows, table
-from pbfl_flwr.experiments.configuration import Wishes
-from pbfl_flwr.experiments.records import Record, load
-from pbfl_flwr.experiments.summaries import summary_sheet
-from pbfl_flwr.flower.endings import RunEnded
-from pbfl_flwr.flower.history import RunDirectory
+from pbfl_flwr.experiments.comparing.compare import Planned, ready
+from pbfl_flwr.experiments.comparing.comparison_table import rows, table
+from pbfl_flwr.experiments.results.accuracies import series
+from pbfl_flwr.experiments.results.records import Record, load
+from pbfl_flwr.experiments.results.summaries import summary_sheet
+from pbfl_flwr.experiments.running import watch
+from pbfl_flwr.experiments.running.configuration import Wishes
+from pbfl_flwr.experiments.text import tables
 from pbfl_flwr.flower.legacy import LegacyMethodStrategy
+from pbfl_flwr.flower.server.stop_conditions import RunEnded
+from pbfl_flwr.flower.storage.history import RunDirectory
 from pbfl_flwr.methods import METHODS, SECTIONS
 from pbfl_flwr.prototypes.privacy import epsilon_of
 from pbfl_flwr.serving.export import state_file

@@ -16,12 +16,12 @@ from torch import nn
 from pbfl_flwr.config import Scalar, Settings
 from pbfl_flwr.data import ClientData, Shard
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower import crew
-from pbfl_flwr.flower.client import make_client_app
-from pbfl_flwr.flower.engine import Engine
-from pbfl_flwr.flower.history import RunDirectory
-from pbfl_flwr.flower.local import federate, federate_app
-from pbfl_flwr.flower.placement import Resources
+from pbfl_flwr.flower.client.app import make_client_app
+from pbfl_flwr.flower.engines import worker_pool
+from pbfl_flwr.flower.engines.flwr_engine import Engine
+from pbfl_flwr.flower.engines.local import federate, federate_app
+from pbfl_flwr.flower.engines.placement import Resources
+from pbfl_flwr.flower.storage.history import RunDirectory
 from pbfl_flwr.models import SplitModel
 from pbfl_flwr.strategies import FedProto
 from pbfl_flwr.task import Task
@@ -118,8 +118,8 @@ def test_a_worker_that_fails_of_itself_is_not_said_to_lack_memory(
     """A script without ``if __name__ == "__main__":`` is run by every worker that imports it."""
     script = tmp_path / "script.py"
     script.write_text(
-        "from pbfl_flwr.flower.local import federate\n"
-        "from pbfl_flwr.flower.placement import Resources\n"
+        "from pbfl_flwr.flower.engines.local import federate\n"
+        "from pbfl_flwr.flower.engines.placement import Resources\n"
         f"federate({str(tmp_path / 'run')!r}, {KEYS!r}, 3, Resources(workers=2))\n"
     )
     ended = subprocess.run(
@@ -127,7 +127,7 @@ def test_a_worker_that_fails_of_itself_is_not_said_to_lack_memory(
     )
     assert ended.returncode == 1
     *_, last = ended.stderr.strip().splitlines()
-    assert f"3 of 3 clients: {crew.FAILED}" in last
+    assert f"3 of 3 clients: {worker_pool.FAILED}" in last
     assert "a worker imports the script that starts it, and would start the run again" in ended.stderr
     assert "in use by another run" not in ended.stderr
 

@@ -8,11 +8,11 @@ import pytest
 from flwr.app import Message
 from flwr.common.constant import ErrorCode
 
-from pbfl_flwr.flower import strategy as strategies
-from pbfl_flwr.flower import wire
-from pbfl_flwr.flower.attendance import NOT_CONNECTED
-from pbfl_flwr.flower.endings import RunEnded
-from pbfl_flwr.flower.strategy import TRIES
+from pbfl_flwr.flower.messages import wire
+from pbfl_flwr.flower.server import strategy as strategies
+from pbfl_flwr.flower.server.availability import NOT_CONNECTED
+from pbfl_flwr.flower.server.stop_conditions import RunEnded
+from pbfl_flwr.flower.server.strategy import TRIES
 from tests.flower.inprocess import NUM_CLIENTS, Answer, Fault, federation, flower_error, raises, silent
 
 CODES = [
@@ -64,8 +64,8 @@ def test_who_has_joined_in_a_round_that_is_asked_again_is_written_down(tmp_path:
 
     def joins(asked: Sequence[Message], answers: Sequence[Message]) -> None:
         if len(found.grid.sent) == 3 * NUM_CLIENTS:  # the hello, round 1 and the first try of round 2
-            assert found.strategy._attendance is not None
-            found.strategy._attendance.have_joined(["kitchen"])
+            assert found.strategy._availability is not None
+            found.strategy._availability.note_joined(["kitchen"])
 
     found.grid.watchers.append(joins)
     assert found.run().strategy.history[1]["joined"] == ["kitchen"]
@@ -126,12 +126,12 @@ def test_nodes_that_were_gone_before_they_were_asked_are_waited_for(
 ) -> None:
     """A client fails, so that the server looks for its nodes; just then none is there."""
     found = federation(tmp_path, num_server_rounds=3, faults={(1, 1): raises})
-    grid, nodes, looks = found.grid, found.grid.nodes, 0
+    grid, nodes, poll = found.grid, found.grid.nodes, 0
 
     def online() -> list[int]:
-        nonlocal looks
-        looks += 1
-        return [] if looks == 2 else list(nodes)  # the first look is the hello's
+        nonlocal poll
+        poll += 1
+        return [] if poll == 2 else list(nodes)  # the first look is the hello's
 
     monkeypatch.setattr(grid, "get_node_ids", online)
     run = found.run()
@@ -158,7 +158,9 @@ def test_who_was_only_to_be_scored_is_not_waited_for(tmp_path: Path) -> None:
 def test_a_round_that_is_asked_again_is_not_the_best_yet(tmp_path: Path) -> None:
     faults: dict[tuple[int, int], Fault] = {(client, 2): while_it_lasts(1) for client in (0, 1)}
     found = federation(tmp_path, on_disk=True, faults=faults, min_replies=4, models="cnn4", keep_best=True)
-    with patch.object(strategies, "best_line", lambda history, headline: history[-1] if history else None):
+    with patch.object(
+        strategies, "best_round_line", lambda history, headline: history[-1] if history else None
+    ):
         found.run()
     questions = [
         message.content[wire.CONFIG] for message in found.grid.sent if wire.CONFIG in message.content

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments import configuration
-from pbfl_flwr.flower.engine import Engine
-from pbfl_flwr.flower.placement import Machine, Resources, Slot, idle_cards, places, slots
+from pbfl_flwr.experiments.running import configuration
+from pbfl_flwr.flower.engines.flwr_engine import Engine
+from pbfl_flwr.flower.engines.placement import Machine, Resources, Slot, idle_cards, places, slots
 from tests.runs import pbfl
 
 
@@ -103,7 +103,7 @@ def test_slots(cpus: int, cards: tuple[str, ...], wishes: Resources, runs: int, 
 
 @pytest.mark.parametrize("share", [0.1, 0.25, 0.3, 1 / 3, 0.4, 0.6, 0.7, 1, 2, 3])
 def test_whatever_is_wished_for_no_card_is_given_away_twice(share: float) -> None:
-    """Runs that see the cards of their slots share them out among their workers, as posts_of does."""
+    """Runs that see the cards of their slots share them out among their workers, as worker_specs does."""
     for count in range(max(1, int(share)), 6):
         machine = Machine(16, tuple(map(str, range(count))))
         for workers in (None, 1, 3, 40):

@@ -18,10 +18,10 @@ from flwr.server.workflow import DefaultWorkflow
 
 from pbfl_flwr.config import Scalar, parse
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower import wire
-from pbfl_flwr.flower.endings import RunEnded
 from pbfl_flwr.flower.legacy import REPORT, LegacyMethodStrategy, fit_result, parameters_of
-from pbfl_flwr.flower.report import Report
+from pbfl_flwr.flower.messages import wire
+from pbfl_flwr.flower.messages.report import Report
+from pbfl_flwr.flower.server.stop_conditions import RunEnded
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.payloads import Prototypes, RejectedPayload
 from pbfl_flwr.prototypes import sums

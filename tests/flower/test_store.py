@@ -14,9 +14,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from pbfl_flwr.flower import checkpoint, files, recorder, store
-from pbfl_flwr.flower.files import DamagedState, UnsavedState, write_atomically
-from pbfl_flwr.flower.store import ClientState, ClientStore, load_tensors, save_tensors
+from pbfl_flwr.flower.server import recorder
+from pbfl_flwr.flower.storage import atomic_files as files
+from pbfl_flwr.flower.storage import checkpoint, store
+from pbfl_flwr.flower.storage.atomic_files import DamagedState, UnsavedState, write_atomically
+from pbfl_flwr.flower.storage.store import ClientState, ClientStore, load_tensors, save_tensors
 from tests.flower.inprocess import federation
 
 STATE = ClientState(
@@ -80,7 +82,7 @@ def test_views_and_strides_are_no_obstacle(client: ClientStore) -> None:
 def test_only_its_owner_can_read_it(client: ClientStore) -> None:
     """It holds class means and counts."""
     place = replace(client, directory=client.directory / "of" / "its-own")
-    with place.alone():
+    with place.locked():
         place.save(STATE)
     assert stat.S_IMODE(place.path.stat().st_mode) == 0o600
     assert stat.S_IMODE(place.directory.stat().st_mode) == 0o700

@@ -21,15 +21,16 @@ from torch import Tensor
 from pbfl_flwr.config import DataSettings, Scalar, parse
 from pbfl_flwr.data import check_data, client_data, load_pool
 from pbfl_flwr.errors import LONGEST, PbflError
-from pbfl_flwr.flower import history, wire
-from pbfl_flwr.flower.client import make_client_app
-from pbfl_flwr.flower.endings import RunEnded
-from pbfl_flwr.flower.files import DamagedState
-from pbfl_flwr.flower.hello import agreed
-from pbfl_flwr.flower.history import ERROR, RunDirectory, RunRefused
-from pbfl_flwr.flower.report import Report
-from pbfl_flwr.flower.roster import Member, Roster
-from pbfl_flwr.flower.strategy import MethodStrategy
+from pbfl_flwr.flower.client.app import make_client_app
+from pbfl_flwr.flower.messages import wire
+from pbfl_flwr.flower.messages.report import Report
+from pbfl_flwr.flower.server.hello import checked_roster
+from pbfl_flwr.flower.server.roster import Member, Roster
+from pbfl_flwr.flower.server.stop_conditions import RunEnded
+from pbfl_flwr.flower.server.strategy import MethodStrategy
+from pbfl_flwr.flower.storage import history
+from pbfl_flwr.flower.storage.atomic_files import DamagedState
+from pbfl_flwr.flower.storage.history import ERROR, RunDirectory, RunRefused
 from pbfl_flwr.method import Method, Round, Update
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.payloads import Prototypes, Weights
@@ -520,7 +521,7 @@ def test_two_nodes_with_one_client_id_are_named(tmp_path: Path) -> None:
 def test_a_disagreement_names_both_sides(change: dict[str, Any], text: str) -> None:
     said = [{**hello(client, TASK), **(change if client == 2 else {})} for client in range(3)]
     with pytest.raises(PbflError) as error:
-        agreed(Member.from_reply(node, ConfigRecord(record)) for node, record in enumerate(said))
+        checked_roster(Member.from_reply(node, ConfigRecord(record)) for node, record in enumerate(said))
     assert f"clients disagree in {text}" in str(error.value)
 
 
@@ -772,7 +773,7 @@ def test_a_refused_run_leaves_no_mark_on_the_one_that_is_there(
     refused(again(tmp_path, state_dir="/elsewhere"))
     refused(again(tmp_path, num_server_rounds=1))
     told.write_text("why it stopped\n")
-    with two_rounds.directory.alone(), pytest.raises(RunRefused, match="is being written by another run"):
+    with two_rounds.directory.locked(), pytest.raises(RunRefused, match="is being written by another run"):
         again(tmp_path).run()
     assert told.read_text() == "why it stopped\n"
     again(tmp_path, num_server_rounds=3).run()
@@ -862,7 +863,7 @@ def test_scoring_before_training_ends_with_a_last_scoring(tmp_path: Path) -> Non
 def test_whom_the_server_waits_for_stands_beside_the_run_only_meanwhile(tmp_path: Path, fails: bool) -> None:
     found = federation(tmp_path / "a", "fedproto", on_disk=True, num_clients=3, num_server_rounds=2)
     found.directory.path.mkdir(parents=True)
-    found.directory.waits("what a killed server has left")
+    found.directory.set_waiting("what a killed server has left")
     before: dict[str, str] = {}
     exchange = found.grid.send_and_receive
 
@@ -870,7 +871,7 @@ def test_whom_the_server_waits_for_stands_beside_the_run_only_meanwhile(tmp_path
         asked = list(messages)
         group = asked[0].metadata.group_id
         before[group] = found.directory.waiting()
-        found.strategy._waits(f"{group}: waiting")  # as a grid of Flower's would have it
+        found.strategy._set_waiting(f"{group}: waiting")  # as a grid of Flower's would have it
         assert found.directory.waiting() == f"{group}: waiting"
         if fails and group == "2":
             raise RunEnded("there is an end to waiting")

@@ -11,8 +11,8 @@ import pytest
 import torch
 from flwr.app import Message
 
-from pbfl_flwr.experiments.tables import privacy_line
-from pbfl_flwr.flower.store import load_tensors
+from pbfl_flwr.experiments.text.tables import privacy_line
+from pbfl_flwr.flower.storage.store import load_tensors
 from pbfl_flwr.method import Client, Update
 from pbfl_flwr.methods import PROTECTED
 from pbfl_flwr.payloads import Prototypes

@@ -13,11 +13,12 @@ from flwr.common.constant import ErrorCode
 from flwr.superlink.grid.inmemory_grid import InMemoryGrid
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower import waiting, wire
-from pbfl_flwr.flower.hello import wait_for_nodes
-from pbfl_flwr.flower.report import Report
-from pbfl_flwr.flower.roster import Roster
-from pbfl_flwr.flower.waiting import Attentive, attentive, looks
+from pbfl_flwr.flower.messages import wire
+from pbfl_flwr.flower.messages.report import Report
+from pbfl_flwr.flower.server import waiting
+from pbfl_flwr.flower.server.hello import wait_for_nodes
+from pbfl_flwr.flower.server.roster import Roster
+from pbfl_flwr.flower.server.waiting import PollingGrid, poll, polling
 from tests.flower.inprocess import LocalGrid
 
 
@@ -90,7 +91,7 @@ def senders(answers: Iterable[Message]) -> list[int]:
 
 def test_all_answers_are_returned_as_soon_as_the_last_is_there(clock: Clock) -> None:
     grid = SlowGrid(clock, {1: 0.25, 2: 5.0, 3: 0.0})
-    assert senders(Attentive(grid, str).send_and_receive(questions(1, 2, 3), timeout=60)) == [3, 1, 2]
+    assert senders(PollingGrid(grid, str).send_and_receive(questions(1, 2, 3), timeout=60)) == [3, 1, 2]
     assert 5.0 <= clock.now < 5.6  # looks come every half second at first
     assert clock.now / grid.pulls > 0.4
 
@@ -98,13 +99,13 @@ def test_all_answers_are_returned_as_soon_as_the_last_is_there(clock: Clock) -> 
 def test_a_simulation_is_looked_at_as_often_as_flower_does(clock: Clock) -> None:
     grid = SlowGrid(clock, {1: 100.0})
     grid.pull_interval = 0.1
-    assert senders(Attentive(grid, str).send_and_receive(questions(1), timeout=600)) == [1]
+    assert senders(PollingGrid(grid, str).send_and_receive(questions(1), timeout=600)) == [1]
     assert 100.0 <= clock.now < 100.2
 
 
 def test_the_longer_it_takes_the_seldomer_one_looks(clock: Clock) -> None:
     grid = SlowGrid(clock, {1: 1000.0})
-    assert senders(Attentive(grid, str).send_and_receive(questions(1), timeout=None)) == [1]
+    assert senders(PollingGrid(grid, str).send_and_receive(questions(1), timeout=None)) == [1]
     assert clock.now < 1003.1
     # Every 0.5 s for 25 s, then by 2 % more each time up to 3 s at 150 s, then every 3 s.
     assert grid.pulls < 25 / 0.5 + math.log(150 / 25) / math.log(1.02) + 850 / 3 + 10
@@ -119,7 +120,7 @@ def test_in_a_simulation_who_took_longest_the_last_time_is_handed_over_first(
     monkeypatch.setattr(waiting, "WORTH", 20)
     grid = SlowGrid(clock, {1: 1.0, 2: 5.0, 3: 3.0, 4: 9.0, 5: 2.0})
     grid.pull_interval = 0.1
-    watched = Attentive(grid, str)
+    watched = PollingGrid(grid, str)
     for asked in ([1, 2, 3, 4, 5], [1, 2, 3, 4, 5], [1, 5], [1, 2, 3]):
         watched.send_and_receive(questions(*asked), timeout=60)
     (_, first), (begun, *second), third, fourth, *others = grid.pushed
@@ -129,7 +130,7 @@ def test_in_a_simulation_who_took_longest_the_last_time_is_handed_over_first(
     # Two clients are one part anyway; after a phase of two seconds a pause would not be worth it.
     assert [nodes for _, nodes in others] == [[5, 1], [2, 3, 1]]
     devices = SlowGrid(clock, {1: 1.0, 2: 50.0})
-    watched = Attentive(devices, str)
+    watched = PollingGrid(devices, str)
     for _ in range(2):
         watched.send_and_receive(questions(1, 2), timeout=60)
     assert [nodes for _, nodes in devices.pushed] == [[1, 2], [1, 2]]
@@ -137,7 +138,7 @@ def test_in_a_simulation_who_took_longest_the_last_time_is_handed_over_first(
 
 def test_who_does_not_answer_in_time_is_left_out_and_its_answer_can_be_had_later(clock: Clock) -> None:
     grid = SlowGrid(clock, {1: 0.0, 2: 10.0})
-    attentive_grid = Attentive(grid, str)
+    attentive_grid = PollingGrid(grid, str)
     assert senders(attentive_grid.send_and_receive(questions(1, 2), timeout=4.0)) == [1]
     assert clock.now == pytest.approx(4.0)
     clock.sleep(6.5)
@@ -146,15 +147,15 @@ def test_who_does_not_answer_in_time_is_left_out_and_its_answer_can_be_had_later
 
 def test_an_answer_at_the_last_moment_counts(clock: Clock) -> None:
     grid = SlowGrid(clock, {1: 4.0})
-    assert senders(Attentive(grid, str).send_and_receive(questions(1), timeout=4.0)) == [1]
+    assert senders(PollingGrid(grid, str).send_and_receive(questions(1), timeout=4.0)) == [1]
 
 
 def test_a_message_that_was_not_taken_is_not_waited_for(clock: Clock) -> None:
     grid = SlowGrid(clock, {1: 1.0})
-    assert senders(Attentive(grid, str).send_and_receive(questions(1, 7), timeout=600)) == [1]
+    assert senders(PollingGrid(grid, str).send_and_receive(questions(1, 7), timeout=600)) == [1]
     assert clock.now < 2
-    assert Attentive(grid, str).send_and_receive(questions(7), timeout=600) == []
-    assert Attentive(grid, str).send_and_receive([], timeout=600) == []
+    assert PollingGrid(grid, str).send_and_receive(questions(7), timeout=600) == []
+    assert PollingGrid(grid, str).send_and_receive([], timeout=600) == []
     assert clock.now < 2
 
 
@@ -164,7 +165,7 @@ def test_what_the_grid_raises_ends_the_waiting(clock: Clock, monkeypatch: pytest
 
     monkeypatch.setattr(SlowGrid, "pull_messages", gone)
     with pytest.raises(ConnectionError, match="the SuperLink is gone"):
-        Attentive(SlowGrid(clock, {1: 1.0}), str).send_and_receive(questions(1), timeout=600)
+        PollingGrid(SlowGrid(clock, {1: 1.0}), str).send_and_receive(questions(1), timeout=600)
 
 
 @pytest.mark.parametrize("interval", [None, 0.1])
@@ -173,7 +174,7 @@ def test_an_error_is_an_answer(clock: Clock, monkeypatch: pytest.MonkeyPatch, in
     monkeypatch.setattr(SlowGrid, "pull_messages", lambda *_: [Message(Error(3, "boom"), reply_to=asked[0])])
     grid = SlowGrid(clock, {1: 1.0})
     grid.pull_interval = interval
-    (answer,) = Attentive(grid, str).send_and_receive(asked, timeout=600)
+    (answer,) = PollingGrid(grid, str).send_and_receive(asked, timeout=600)
     assert answer.error.reason == "boom"
     assert clock.now < 1
 
@@ -184,7 +185,7 @@ def test_whom_one_waits_for_is_said_after_a_minute_two_and_four(
     grid = SlowGrid(clock, {1: 0.0, **dict.fromkeys(range(2, 9), 200.0), 9: 130.0})
     heard: list[str] = []
     with caplog.at_level(logging.INFO, "flwr"):
-        watched = Attentive(grid, lambda node: f"client {node}", heard.append)
+        watched = PollingGrid(grid, lambda node: f"client {node}", heard.append)
         watched.send_and_receive(questions(*range(1, 10)), timeout=290)
     assert heard == caplog.messages
     first, second = (record.getMessage().rpartition(",")[0] for record in caplog.records)
@@ -202,7 +203,7 @@ def test_a_node_is_named_by_its_number_until_it_has_said_who_it_is(
     grid = SlowGrid(clock, {5: 0.0, 6: 1000.0})
     roster = Roster({})
     with caplog.at_level(logging.INFO, "flwr"):
-        Attentive(grid, roster.called).send_and_receive(questions(5, 6, group="hello"), timeout=100)
+        PollingGrid(grid, roster.called).send_and_receive(questions(5, 6, group="hello"), timeout=100)
     assert caplog.messages == ["hello: 1 of 2 have answered; waiting for node 6, 61 s so far"]
 
 
@@ -259,7 +260,7 @@ def test_an_answer_that_comes_slowly_holds_up_neither_the_others_nor_the_deadlin
     grid.seconds[3] = 5.0
     heard: list[str] = []
     before = threading.enumerate()
-    watched = Attentive(grid, str, heard.append)
+    watched = PollingGrid(grid, str, heard.append)
     assert senders(watched.send_and_receive(questions(1, 2, 3), timeout=70)) == [3]
     assert clock.now == pytest.approx(70)
     assert heard == ["round 3: 1 of 3 have answered; waiting for 1, 2, 61 s so far"]
@@ -272,7 +273,7 @@ def test_an_answer_that_comes_slowly_holds_up_neither_the_others_nor_the_deadlin
 @pytest.mark.usefixtures("halves")
 def test_a_node_that_flower_gives_up_while_its_answer_comes_is_waited_for(clock: Clock) -> None:
     grid = HalfComeGrid(clock, {2})
-    watched = Attentive(grid, str)
+    watched = PollingGrid(grid, str)
     assert watched.send_and_receive(questions(2), timeout=5) == []
     grid.lost = {"message to 2"}
     assert watched.pull_messages(["message to 2"]) == []
@@ -287,7 +288,7 @@ def test_a_node_that_flower_gives_up_while_its_answer_comes_is_waited_for(clock:
 def test_a_client_that_failed_is_known_at_once_while_anothers_answer_comes(clock: Clock) -> None:
     grid = HalfComeGrid(clock, {2})
     grid.seconds[3] = 1000.0
-    watched = Attentive(grid, str)
+    watched = PollingGrid(grid, str)
     assert watched.send_and_receive(questions(2, 3), timeout=5) == []
     grid.lost, grid.code = {"message to 3"}, ErrorCode.CLIENT_APP_RAISED_EXCEPTION
     (failed,) = watched.pull_messages(["message to 2", "message to 3"])
@@ -306,13 +307,13 @@ def eventually(pull: Callable[[], Iterable[Message]], count: int) -> list[int]:
 
 def test_only_flowers_own_grids_are_watched(clock: Clock) -> None:
     own = SlowGrid(clock, {})
-    assert attentive(own, str) is own
+    assert polling(own, str) is own
     flowers = InMemoryGrid.__new__(InMemoryGrid)  # it would connect to a SuperLink's state
-    assert isinstance(attentive(flowers, str), Attentive)
+    assert isinstance(polling(flowers, str), PollingGrid)
     assert (
         "pull_interval" in signature(InMemoryGrid).parameters
     )  # seconds, which its attribute of this name keeps
 
 
 def test_looks_end_at_once_where_there_is_no_time(clock: Clock) -> None:
-    assert len(list(looks(0.0, str))) == 1
+    assert len(list(poll(0.0, str))) == 1

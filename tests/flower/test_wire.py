@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from pbfl_flwr.config import PREDICTORS, Scalar, parse
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower import wire
-from pbfl_flwr.flower.report import Report
-from pbfl_flwr.flower.strategy import MethodStrategy
-from pbfl_flwr.flower.traffic import Traffic, weigh
-from pbfl_flwr.flower.wire import decode, encode, encode_tensors, ordered
+from pbfl_flwr.flower.messages import wire
+from pbfl_flwr.flower.messages.report import Report
+from pbfl_flwr.flower.messages.traffic import Traffic, weigh
+from pbfl_flwr.flower.messages.wire import decode, encode, encode_tensors, ordered
+from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.payloads import Nothing, Prototypes, RejectedPayload, Weights
 from pbfl_flwr.task import Task

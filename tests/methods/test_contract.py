@@ -21,10 +21,10 @@ from torch import Tensor
 
 from pbfl_flwr.config import PREDICTORS, PrototypeSettings, Scalar, parse
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower import client as client_module
-from pbfl_flwr.flower import wire
-from pbfl_flwr.flower.store import load_tensors, save_tensors
-from pbfl_flwr.flower.strategy import MethodStrategy
+from pbfl_flwr.flower.client import app as client_module
+from pbfl_flwr.flower.messages import wire
+from pbfl_flwr.flower.server.strategy import MethodStrategy
+from pbfl_flwr.flower.storage.store import load_tensors, save_tensors
 from pbfl_flwr.method import Client, Method, Predictor, Round
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method
 from pbfl_flwr.payloads import Payload, RejectedPayload

@@ -12,8 +12,8 @@ import torch
 from pbfl_flwr.by_class import ByClass
 from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments.configuration import Wishes, check
-from pbfl_flwr.flower.report import OWN, Report
+from pbfl_flwr.experiments.running.configuration import Wishes, check
+from pbfl_flwr.flower.messages.report import OWN, Report
 from pbfl_flwr.method import Round, head_scores
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.payloads import Prototypes, Weights

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower.store import ClientState, ClientStore
+from pbfl_flwr.flower.storage.store import ClientState, ClientStore
 from pbfl_flwr.method import Round
 from pbfl_flwr.models import head_names
 from pbfl_flwr.models.attention import MapDistillation, MapMemory, convolutional

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pbfl_flwr.flower import wire
+from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.method import Round
 from pbfl_flwr.methods.feddistill import DistillState, distillation
 from pbfl_flwr.payloads import Logits, RejectedPayload

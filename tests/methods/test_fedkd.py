@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower import wire
+from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.lowrank import compress, expand
 from pbfl_flwr.method import Round
 from pbfl_flwr.methods.fedkd import MenteeState

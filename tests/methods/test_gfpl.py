@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower import wire
+from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.method import Round
 from pbfl_flwr.models import body_names
 from pbfl_flwr.payloads import Mixtures, RejectedPayload

@@ -14,9 +14,12 @@ import torch
 from pbfl_flwr import replay
 from pbfl_flwr.config import Scalar, parse
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments import configuration
-from pbfl_flwr.flower import client, introduction, keeping, opening
-from pbfl_flwr.flower.placement import Resources
+from pbfl_flwr.experiments.running import configuration
+from pbfl_flwr.flower.client import app as client
+from pbfl_flwr.flower.client import hello as client_hello
+from pbfl_flwr.flower.client import saving as saving
+from pbfl_flwr.flower.client import session as session
+from pbfl_flwr.flower.engines.placement import Resources
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method
 from pbfl_flwr.models import build_model
 from pbfl_flwr.models.contract import random_inputs
@@ -58,8 +61,8 @@ def recording_card() -> Iterator[None]:
     """Give all clients the pretended card, which holds no recording yet."""
     with (
         card(),
-        patch.object(opening, "choose_device", lambda wanted: CUDA),
-        patch.object(introduction, "choose_device", lambda wanted: CUDA),
+        patch.object(session, "choose_device", lambda wanted: CUDA),
+        patch.object(client_hello, "choose_device", lambda wanted: CUDA),
         patch.object(replay, "_recordings", OrderedDict()),
     ):
         yield
@@ -68,7 +71,7 @@ def recording_card() -> Iterator[None]:
 def alike(tmp_path: Path, method: str, keys: dict[str, Any], **how: Any) -> None:
     on_cpu = federation(tmp_path / "cpu", method, num_clients=3, **how, **keys).run()
     before = OnCard.operations
-    with card(), patch.object(opening, "choose_device", lambda wanted: CUDA):
+    with card(), patch.object(session, "choose_device", lambda wanted: CUDA):
         on_card = federation(tmp_path / "card", method, num_clients=3, **how, **keys).run()
     assert [line["failures"] for line in on_card.strategy.history] == [[], []]
     assert on_card.fingerprint == on_cpu.fingerprint
@@ -141,7 +144,7 @@ def test_where_the_memory_did_not_suffice_recordings_and_networks_are_dropped(tm
     def kept(opened: Any, *others: Any) -> Any:
         if (opened.client.id, opened.client.round) == (1, 1):
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
-        return keeping.kept(opened, *others)
+        return saving.state_after_round(opened, *others)
 
     keys: dict[str, Any] = {"batch-size": 3, "num-clients": 3, "models": "tests.methods.tiny_nets:normed"}
     with patch.object(client, "kept", kept):
@@ -149,7 +152,7 @@ def test_where_the_memory_did_not_suffice_recordings_and_networks_are_dropped(tm
         made = Recording.made
         with recording_card():
             on_card = federation(tmp_path / "card", "fedavg", **keys, compile="cuda-graph").run()
-            assert opening._network.cache_info().currsize == 1
+            assert session._network.cache_info().currsize == 1
     failures = [[failure["client"] for failure in line["failures"]] for line in on_card.strategy.history]
     assert failures == [[1], []]
     assert on_card.fingerprint == on_cpu.fingerprint
@@ -179,7 +182,7 @@ def test_recurrent_layers_are_refused_before_anything_starts(method: str, key: s
     said = r"model 'tests.methods.tiny_nets:Reading', layer body \(GRU\): recurrent layers cannot be recorded"
     with (
         card(),
-        patch.object(introduction, "choose_device", lambda wanted: CUDA),
+        patch.object(client_hello, "choose_device", lambda wanted: CUDA),
         pytest.raises(PbflError, match=said),
     ):
         federation(tmp_path, method, num_clients=2, **keys).run()
@@ -381,7 +384,7 @@ def test_the_memory_of_a_real_card_does_not_grow_from_round_to_round(compiled: s
 
     def kept(opened: Any, *others: Any) -> Any:
         held[opened.client.round] = torch.cuda.memory_allocated()
-        return keeping.kept(opened, *others)
+        return saving.state_after_round(opened, *others)
 
     keys: dict[str, Any] = {"batch-size": 3, "num-clients": 2, "num-server-rounds": 6, "models": "cnn2"}
     with patch.object(client, "kept", kept):

@@ -7,7 +7,7 @@ from torch import nn
 from pbfl_flwr.architectures import architectures, base_and_sizes, body_and_classifier
 from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower.roster import ARCHITECTURE
+from pbfl_flwr.flower.server.roster import ARCHITECTURE
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.models import (
     build_model,

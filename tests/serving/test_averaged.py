@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from pbfl_flwr.cli import app
 from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower.store import load_tensors, save_tensors
+from pbfl_flwr.flower.storage.store import load_tensors, save_tensors
 from pbfl_flwr.method import Client
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method
 from pbfl_flwr.models import build_model

@@ -21,7 +21,7 @@ from pbfl_flwr.config import Settings, parse
 from pbfl_flwr.data import ClientData, Shard, own_data
 from pbfl_flwr.data.inspection import settings_for
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower.store import load_tensors, save_tensors
+from pbfl_flwr.flower.storage.store import load_tensors, save_tensors
 from pbfl_flwr.methods import build_method
 from pbfl_flwr.models import build_model
 from pbfl_flwr.serving.export import Kept, export, has_onnx, read_state, state_file

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from matplotlib import rc_context
 
-from pbfl_flwr.experiments.artefacts import NotThere
 from pbfl_flwr.experiments.pictures import (
     alignment,
     by_class,
@@ -22,7 +21,8 @@ from pbfl_flwr.experiments.pictures import (
     similarity,
 )
 from pbfl_flwr.experiments.pictures.style import RC, Picture
-from pbfl_flwr.experiments.records import Group
+from pbfl_flwr.experiments.results.artefacts import NotThere
+from pbfl_flwr.experiments.results.records import Group
 
 Kind = Callable[[Sequence[Group]], Iterator[Picture | NotThere]]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from pbfl_flwr.experiments.artefacts import NotThere, Trajectory, alignment_trajectory, task_of
 from pbfl_flwr.experiments.pictures.style import (
     GRID,
     Picture,
@@ -17,7 +16,8 @@ from pbfl_flwr.experiments.pictures.style import (
     look,
     marked,
 )
-from pbfl_flwr.experiments.records import Group
+from pbfl_flwr.experiments.results.artefacts import NotThere, Trajectory, alignment_trajectory, task_of
+from pbfl_flwr.experiments.results.records import Group
 
 ITERATIONS = "alignment-iterations"
 SMALLEST_GAP = 1e-9  # below it an energy is the optimum's, as far as numbers go

@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pbfl_flwr.experiments.artefacts import NotThere
-from pbfl_flwr.experiments.per_class import Scored
 from pbfl_flwr.experiments.pictures.style import (
     COLOURS,
     Picture,
@@ -21,7 +19,9 @@ from pbfl_flwr.experiments.pictures.style import (
     lines,
     look,
 )
-from pbfl_flwr.experiments.records import Group, Record
+from pbfl_flwr.experiments.results.artefacts import NotThere
+from pbfl_flwr.experiments.results.per_class import Scored
+from pbfl_flwr.experiments.results.records import Group, Record
 
 
 def accuracy_by_class(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from pbfl_flwr.experiments.artefacts import NotThere
 from pbfl_flwr.experiments.pictures.style import Picture, canvas, finished, heatmap
-from pbfl_flwr.experiments.records import Group
+from pbfl_flwr.experiments.results.artefacts import NotThere
+from pbfl_flwr.experiments.results.records import Group
 
 TITLE = "Label distribution over clients"
 

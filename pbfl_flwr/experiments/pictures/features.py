@@ -11,16 +11,6 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pbfl_flwr.experiments.artefacts import (
-    NotThere,
-    client_states,
-    data_of,
-    global_prototypes,
-    network,
-    own_means,
-    target_scale,
-    task_of,
-)
 from pbfl_flwr.experiments.pictures.style import (
     COLOURS,
     MARKERS,
@@ -31,7 +21,17 @@ from pbfl_flwr.experiments.pictures.style import (
     lines,
     shortened,
 )
-from pbfl_flwr.experiments.records import Group, Record, same_data
+from pbfl_flwr.experiments.results.artefacts import (
+    NotThere,
+    client_states,
+    data_of,
+    global_prototypes,
+    network,
+    own_means,
+    target_scale,
+    task_of,
+)
+from pbfl_flwr.experiments.results.records import Group, Record, same_data
 
 MOST_POINTS = 500  # a picture
 SHOWN_CLIENTS = 2

@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pbfl_flwr.experiments.artefacts import NotThere, client_states
 from pbfl_flwr.experiments.pictures.style import GRID, Picture, canvas, finished, heatmap
-from pbfl_flwr.experiments.records import Group, Record
+from pbfl_flwr.experiments.results.artefacts import NotThere, client_states
+from pbfl_flwr.experiments.results.records import Group, Record
 from pbfl_flwr.models.contract import HEAD_PREFIX
 from pbfl_flwr.own_code import is_external
 

@@ -9,9 +9,6 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from pbfl_flwr.config import PREDICTORS
-from pbfl_flwr.experiments.accuracies import accuracy_by
-from pbfl_flwr.experiments.artefacts import NotThere
-from pbfl_flwr.experiments.figures import kilobytes
 from pbfl_flwr.experiments.pictures.style import (
     COLOURS,
     Picture,
@@ -23,7 +20,10 @@ from pbfl_flwr.experiments.pictures.style import (
     look,
     marked,
 )
-from pbfl_flwr.experiments.records import Group, Record
+from pbfl_flwr.experiments.results.accuracies import accuracy_by
+from pbfl_flwr.experiments.results.artefacts import NotThere
+from pbfl_flwr.experiments.results.records import Group, Record
+from pbfl_flwr.experiments.text.numbers import kilobytes
 
 MOST_LINES = 50  # clients in one picture
 Curve = Sequence[tuple[int, float]]

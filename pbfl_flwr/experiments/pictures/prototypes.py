@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from pbfl_flwr.experiments.artefacts import NotThere, global_prototypes, local_prototypes
 from pbfl_flwr.experiments.pictures.style import Picture, canvas, finished, heatmap
-from pbfl_flwr.experiments.records import Group
+from pbfl_flwr.experiments.results.artefacts import NotThere, global_prototypes, local_prototypes
+from pbfl_flwr.experiments.results.records import Group
 
 HOW = "Magnitude of each dimension, every row divided by its largest; blank: zero."
 

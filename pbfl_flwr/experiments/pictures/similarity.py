@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.metrics.pairwise import cosine_similarity, euclidean_distances
 
-from pbfl_flwr.experiments.artefacts import NotThere, global_prototypes
 from pbfl_flwr.experiments.pictures.style import (
     DIVERGING,
     Picture,
@@ -20,7 +19,8 @@ from pbfl_flwr.experiments.pictures.style import (
     lines,
     look,
 )
-from pbfl_flwr.experiments.records import Group
+from pbfl_flwr.experiments.results.artefacts import NotThere, global_prototypes
+from pbfl_flwr.experiments.results.records import Group
 
 
 def similarities(values: NDArray[np.float64]) -> NDArray[np.float64]:

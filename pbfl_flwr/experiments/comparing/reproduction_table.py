@@ -1,0 +1,241 @@
+"""What came of a reproduction: our figures beside the paper's, as text and as plain numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Literal
+
+from pbfl_flwr.config import PREDICTORS
+from pbfl_flwr.experiments.comparing.compare import Planned, finished
+from pbfl_flwr.experiments.comparing.reproduce import Reproduction, Scale, changes
+from pbfl_flwr.experiments.results.accuracies import (
+    Scores,
+    few_clients,
+    few_lines,
+    honest,
+    scores,
+    span,
+    titled,
+    unscored_lines,
+)
+from pbfl_flwr.experiments.results.records import Record, changed_files, changed_lines
+from pbfl_flwr.experiments.results.summaries import MOMENT_NOTE
+from pbfl_flwr.experiments.text.table_formats import Sheet, figure, plain
+from pbfl_flwr.flower.storage.atomic_files import write_atomically
+from pbfl_flwr.flower.storage.history import RunDirectory
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a block: what the paper prints, and what the finished runs gave, one value a seed, in %.
+
+    Attributes:
+        block, label: where it stands.
+        published: see :data:`pbfl_flwr.experiments.comparing.reproduce.Cell`.
+        rule: the predictor that is compared.
+        best, best_spread: accuracy of the best round, and deviation over clients there.
+        last, last_spread: the same of the last round.
+        others: predictor -> last accuracies.
+        rounds: how many were made.
+        seconds: a round.
+        few: predictor -> over how many of the clients its accuracies are, see :func:`.few_clients`.
+        moment: when clients were scored, before or after their training.
+        clients: how many the accuracies are to be over: those that take part and do not lie.
+        mixed: in what its runs differ beside the seed, see :func:`.changed_files`.
+    """
+
+    block: str
+    label: str
+    published: list[float]
+    rule: str
+    best: list[float]
+    best_spread: list[float]
+    last: list[float]
+    last_spread: list[float]
+    others: Mapping[str, list[float]]
+    rounds: str
+    seconds: float
+    few: Mapping[str, str] = field(default_factory=dict)
+    moment: str = ""
+    clients: int = 0
+    mixed: str = ""
+
+    def compared(self, paper: Reproduction) -> list[float]:
+        """Return the values that are compared with the paper's."""
+        return self.best if paper.round == "best" else self.last
+
+    def difference(self, paper: Reproduction) -> float | None:
+        """Return ours minus the paper's, percentage points; None where one of the two is missing."""
+        values = self.compared(paper)
+        return fmean(values) - self.published[0] if values and self.published else None
+
+
+def rows(paper: Reproduction, planned: Mapping[str, Sequence[Planned]], by: str = "") -> list[Row]:
+    """Return a row for every block and label that has a finished run.
+
+    Args:
+        paper: the published table.
+        planned: the runs of each block.
+        by: the predictor of all rows; nothing is the headline of each run.
+    """
+    found = []
+    for name, runs in planned.items():
+        for label in dict.fromkeys(run.label for run in runs):
+            done = [RunDirectory(run.directory) for run in runs if run.label == label and finished(run)]
+            if done:
+                found.append(_row(paper, name, label, done, by))
+    return found
+
+
+def _row(paper: Reproduction, block: str, label: str, runs: Sequence[RunDirectory], by: str) -> Row:
+    histories = [run.rounds() for run in runs]
+    found: list[dict[str, Scores]] = [scores(history, by=paper.accuracy) for history in histories]
+    rule = by or str(runs[0].read()["headline"])
+
+    def column(which: Literal["best", "last"], statistic: str, name: str = rule) -> list[float]:
+        return [100 * getattr(score[name], which)[1][statistic] for score in found if name in score]
+
+    return Row(
+        block,
+        label,
+        paper.blocks[block].published[label],
+        rule,
+        column("best", paper.accuracy),
+        column("best", "std"),
+        column("last", paper.accuracy),
+        column("last", "std"),
+        {
+            name: column("last", paper.accuracy, name)
+            for name in PREDICTORS
+            if any(name in score for score in found)
+        },
+        span(map(len, histories)),
+        fmean(line["seconds"]["total"] for history in histories for line in history),
+        few_clients((run.read(), score) for run, score in zip(runs, found, strict=True)),
+        str(runs[0].read()["moment"]),
+        len(honest(runs[0].read())),
+        changed_files([Record.load(run.path) for run in runs]),
+    )
+
+
+def markdown(
+    paper: Reproduction,
+    scale: Scale,
+    planned: Mapping[str, Sequence[Planned]],
+    found: Sequence[Row],
+    missing: Mapping[str, str],
+    by: str = "",
+) -> str:
+    """Return the tables of all blocks and the list of what differs from the paper.
+
+    Args:
+        paper: the published table.
+        scale: of the runs.
+        planned: the runs of each block.
+        found: what :func:`rows` returned.
+        missing: blocks that were left out, and why.
+        by: as in :func:`rows`.
+    """
+    over = "over samples" if paper.accuracy == "weighted" else "mean over clients"
+    spread = {
+        "clients": "± over clients",
+        "seeds": "± is the sample deviation over seeds",
+        "none": "the paper prints no ±, ours is the sample deviation over seeds",
+    }[paper.spread]
+    lines = [f"**{paper.title}**, {titled(f'scale {scale}', by)}", "", f"{paper.paper}. {paper.table}", ""]
+    lines += [f"Accuracy in %, {over}, {paper.round} round is compared, {spread}.", ""]
+    if scale == "small":
+        lines += ["At scale small our figures are not comparable with the paper's.", ""]
+    if by:
+        lines += [f"Ours are all by {by}, the paper's by what each method predicts with.", ""]
+    for name, runs in planned.items():
+        lines += [_table(paper, name, [row for row in found if row.block == name], runs).markdown()]
+    lines += [f"**{name}** was left out: {why}" for name, why in missing.items()] + [""] * bool(missing)
+    if different := changes(paper, planned):
+        lines += ["Otherwise than the full setting:", "", *(f"* {line}" for line in different), ""]
+    lines += ["Otherwise than in the paper:", "", *(f"* {line}" for line in paper.deviations)]
+    lines += ["", f"The paper's hardware: {paper.hardware}."]
+    return "\n".join(lines) + "\n"
+
+
+def _table(paper: Reproduction, block: str, found: Sequence[Row], runs: Sequence[Planned]) -> Sheet:
+    names = [name for name in PREDICTORS if any(name in row.others for row in found)]
+    moments = len({row.moment for row in found}) > 1
+    head = [
+        "run",
+        "compared by",
+        *(["scored"] if moments else []),
+        "paper",
+        "here, best round",
+        "here, last round",
+        "difference",
+        *names,
+    ]
+    lines = []
+    for row in found:
+        gap = row.difference(paper)
+        cells = [row.label, row.rule, *([row.moment] if moments else [])]
+        cells += [" ± ".join(f"{value:.2f}" for value in row.published) or "-"]
+        cells += [_cell(row.best, row.best_spread, paper), _cell(row.last, row.last_spread, paper)]
+        cells += [
+            "-" if gap is None else f"{gap:+.2f}",
+            *(figure(row.others.get(name, [])) for name in names),
+        ]
+        lines.append((*cells, row.rounds, str(len(row.best)), f"{row.seconds:.1f}"))
+    repeated = any(len(values) > 1 for row in found for values in row.others.values())
+    over_seeds = ", ± over seeds" if repeated and paper.spread == "clients" else ""
+    notes = [f"Columns named after predictors are accuracies of the last round{over_seeds}."] if found else []
+    notes += [MOMENT_NOTE] if moments else []
+    notes += changed_lines((row.label, row.mixed) for row in found)
+    notes += unscored_lines((row.label, row.rule) for row in found if not row.last)
+    notes += few_lines([(row.label, row.few) for row in found])
+    done = {row.label for row in found}
+    if to_do := [label for label in dict.fromkeys(run.label for run in runs) if label not in done]:
+        notes.append(f"Not finished: {', '.join(to_do)}.")
+    notes += [paper.blocks[block].remark] if paper.blocks[block].remark else []
+    columns = (*head, "rounds", "seeds", "s a round")
+    return Sheet(
+        f"{paper.title}, {block}", columns, tuple(lines), tuple(notes), text_columns=3 if moments else 2
+    )
+
+
+def _cell(values: Sequence[float], spreads: Sequence[float], paper: Reproduction) -> str:
+    if not values or paper.spread != "clients":
+        return figure(values)
+    return f"{fmean(values):.2f} ± {fmean(spreads):.2f}"
+
+
+def write(out: Path, paper: Reproduction, text: str, found: Sequence[Row]) -> None:
+    """Write table.md (the text) and table.csv (a line a row, plain numbers)."""
+    write_atomically(out / "table.md", text.encode())
+    head = (
+        "block run rule scored clients paper paper_spread best best_spread last last_spread difference rounds "
+        "seeds seconds best_sd last_sd"
+    )
+    predictors = [f"{name}{suffix}" for name in PREDICTORS for suffix in ("", "_sd")]
+    lines = []
+    for row in found:
+        gap = row.difference(paper)
+        printed = ([f"{value:.2f}" for value in row.published] + ["", ""])[:2]
+        figures = [*_plain(paper, row.best, row.best_spread), *_plain(paper, row.last, row.last_spread)]
+        rest = [
+            "" if gap is None else f"{gap:.4f}",
+            row.rounds,
+            str(len(row.best)),
+            f"{row.seconds:.2f}",
+        ]
+        clients = row.few.get(row.rule, str(row.clients) if row.last else "")
+        rest += [plain(row.best)[1], plain(row.last)[1]]
+        rest += [cell for name in PREDICTORS for cell in plain(row.others.get(name, []))]
+        lines.append((row.block, row.label, row.rule, row.moment, clients, *printed, *figures, *rest))
+    sheet = Sheet(paper.title, (*head.split(), *predictors), tuple(lines))
+    write_atomically(out / "table.csv", sheet.csv().encode())
+
+
+def _plain(paper: Reproduction, values: Sequence[float], spreads: Sequence[float]) -> tuple[str, str]:
+    """Return mean and deviation, over clients or over seeds as the paper's are."""
+    mean, over_seeds = plain(values)
+    return mean, f"{fmean(spreads):.4f}" if values and paper.spread == "clients" else over_seeds

@@ -1,0 +1,195 @@
+"""Every combination of lists of values: one run each, and one table with a column a swept key.
+
+A list is separated by commas, ``cps-dim=25,50``. A value that itself has a comma is quoted,
+``models="cnn4,resnet8"``, and several of those are a TOML list, ``models=["cnn4,resnet8", "cnn4"]``. ``seed`` is swept
+as well, but its runs are repetitions: they share a row, with mean and deviation.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pbfl_flwr.config import CHANGEABLE, PREDICTORS, Scalar
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments.comparing.compare import Planned, finished, plan, repeated
+from pbfl_flwr.experiments.comparing.comparison_table import BALANCED, FURTHER, PLAIN, Row, remarks, unlike
+from pbfl_flwr.experiments.results.accuracies import titled
+from pbfl_flwr.experiments.running import configuration
+from pbfl_flwr.experiments.text.numbers import kilobytes
+from pbfl_flwr.experiments.text.table_formats import Sheet, figure
+from pbfl_flwr.flower.storage.atomic_files import write_atomically
+
+Values = dict[str, list[Scalar]]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What is swept.
+
+    Attributes:
+        swept: key -> its values, only keys with several; ``seed`` is not among them.
+        runs: label -> keys, one a combination.
+        values: label -> the swept keys' values, in their order.
+        seeds: one run a label and seed.
+        fixed: the other keys that were set, each with its one value.
+    """
+
+    swept: list[str]
+    runs: dict[str, dict[str, Scalar]]
+    values: dict[str, tuple[Scalar, ...]]
+    seeds: list[int]
+    fixed: dict[str, Scalar]
+
+
+def read(preset: str | None, assignments: Iterable[str]) -> Sweep:
+    """Return every combination of the values.
+
+    Args:
+        preset: as ``pbfl run`` takes it; may be None.
+        assignments: ``key=value`` or ``key=list``, see the module.
+
+    Raises:
+        PbflError: if the preset holds what is no value, an assignment is none, a value stands there twice, a seed is no
+            whole number, or nothing has several values.
+    """
+    wishes = configuration.gather(preset, [])
+    if wishes.problems:
+        raise PbflError("\n".join(wishes.problems))
+    base = wishes.values
+    found: Values = {}
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
+        if not equals or not key.strip():
+            raise PbflError(f"--set {assignment}: allowed is key=value or key=value,value")
+        found[key.strip()] = listed(key.strip(), text.strip())
+        if again := repeated(found[key.strip()]):
+            raise PbflError(f"--set {assignment}: {again[0]} stands there twice; allowed is each value once")
+    seeds = found.pop("seed", [base.get("seed", 0)])
+    if not all(isinstance(seed, int) and not isinstance(seed, bool) and seed >= 0 for seed in seeds):
+        raise PbflError(f"--set seed={','.join(map(str, seeds))}: allowed are whole numbers from 0")
+    swept = [key for key, values in found.items() if len(values) > 1]
+    if not swept and len(seeds) < 2:
+        raise PbflError("nothing is swept: give a key several values, e.g. --set cps-dim=25,50,100")
+    fixed = {key: values[0] for key, values in found.items() if key not in swept}
+    runs: dict[str, dict[str, Scalar]] = {}
+    values_of = {}
+    for values in itertools.product(*(found[key] for key in swept)):
+        label = _label(dict(zip(swept, values, strict=True)), runs)
+        runs[label] = {**base, **fixed, **dict(zip(swept, values, strict=True))}
+        values_of[label] = values
+    return Sweep(swept, runs, values_of, [int(seed) for seed in seeds], fixed)
+
+
+def listed(key: str, text: str) -> list[Scalar]:
+    """Return the values of an assignment's right side.
+
+    Raises:
+        PbflError: if it is a list of something else than numbers, booleans and text.
+    """
+    try:
+        value: object = tomllib.loads(f"value = {text}").get("value")
+    except tomllib.TOMLDecodeError:
+        value = [configuration.value(part.strip()) for part in text.split(",")] if "," in text else text
+    given = value if isinstance(value, list) else [value]
+    values = [item for item in given if isinstance(item, bool | int | float | str)]
+    if not values or len(values) < len(given):
+        raise PbflError(f"--set {key}={text}: allowed is a value, or values separated by commas")
+    return values
+
+
+def _label(values: Mapping[str, Scalar], taken: Iterable[str]) -> str:
+    """Return a name that a directory can have."""
+    label = _words(values) or "all"
+    while label in taken:
+        label += "_"
+    return label
+
+
+def _words(values: Mapping[str, Scalar]) -> str:
+    return re.sub(r"[^A-Za-z0-9.=+,-]", "_", ",".join(f"{key}={_text(v)}" for key, v in values.items()))[:150]
+
+
+def directory(preset: str | None, sweep: Sweep) -> Path:
+    """Return where a sweep goes by default: the same place when it is started again, also to go further."""
+    fixed = _words({key: sweep.fixed[key] for key in sorted(sweep.fixed) if key not in CHANGEABLE})
+    names = ["sweep", *([Path(preset).stem] if preset else []), *(sweep.swept or ["seed"])]
+    return Path("runs") / "-".join([*names, *([fixed] if fixed else [])])
+
+
+def plans(sweep: Sweep, out: Path) -> list[Planned]:
+    """Return every run with its checked keys, before any of them starts.
+
+    Raises:
+        PbflError: one line for every bad key.
+    """
+    return plan(sweep.runs, [], sweep.seeds, [], out)
+
+
+# The table --------------------------------------------------------------------------------------------------------
+
+
+def table(sweep: Sweep, found: Sequence[Row], planned: Sequence[Planned], title: str, by: str = "") -> Sheet:
+    """Return the table: a column a swept key, accuracies in %, ± over seeds where there are several.
+
+    The columns named after predictors are last-round accuracies.
+
+    Args:
+        sweep: what was swept.
+        found: the rows.
+        planned: all runs, also those that are not finished.
+        title: of the table.
+        by: the predictor of all rows; nothing is the headline of each run.
+    """
+    names = [name for name in PREDICTORS if any(name in row.others for row in found)]
+    chosen, twice = any(row.chosen for row in found), any(row.other for row in found)
+    new, counted = any(row.new for row in found), any(row.balanced for row in found)
+    moments, _ = unlike(found)
+    head = [
+        *sweep.swept,
+        "by" if by else "headline",
+        *(["scored"] if moments else []),
+        "last",
+        "best (on test data)",
+    ]
+    head += [*(["validation-chosen"] if chosen else []), *(["at the other moment"] if twice else [])]
+    head += ["std over clients", "worst decile", *(BALANCED if counted else [])]
+    head += [*(["new clients"] if new else []), *names]
+    head += ["payload up", "payload down", "all bytes a round", "rounds", "seeds", "s a round"]
+    lines = []
+    for row in found:
+        cells = [*(_text(value) for value in sweep.values[row.label]), row.headline]
+        cells += [row.moment] if moments else []
+        cells += [figure(row.last), figure(row.best), *([figure(row.chosen)] if chosen else [])]
+        cells += [figure(row.other)] if twice else []
+        cells += [figure(row.spread), figure(row.worst)]
+        cells += [figure(row.balanced), figure(row.macro_f1)] if counted else []
+        cells += [figure(row.new)] if new else []
+        cells += [figure(row.others.get(name, [])) for name in names]
+        cells += [kilobytes(row.up), kilobytes(row.down), kilobytes(row.total)]
+        lines.append((*cells, row.rounds, str(row.seeds), f"{row.seconds:.1f}"))
+    missing = sum(not finished(run) for run in planned)
+    notes = [f"{missing} of {len(planned)} runs are not finished."] if missing else []
+    notes += remarks(found)
+    words = len(sweep.swept) + 1 + moments
+    return Sheet(titled(title, by), tuple(head), tuple(lines), tuple(notes), text_columns=words)
+
+
+def write(out: Path, sweep: Sweep, found: Sequence[Row], sheet: Sheet) -> None:
+    """Write table.md, table.tex and table.csv (plain numbers)."""
+    write_atomically(out / "table.md", sheet.markdown().encode())
+    write_atomically(out / "table.tex", sheet.latex().encode())
+    lines = []
+    for row in found:
+        values = (*map(_text, sweep.values[row.label]), *row.plain(), f"{row.seconds:.2f}")
+        lines.append((*values, row.plain_paper, *row.further()))
+    plain = Sheet(sheet.title, (*sweep.swept, *PLAIN, "seconds", "paper", *FURTHER), tuple(lines))
+    write_atomically(out / "table.csv", plain.csv().encode())
+
+
+def _text(value: Scalar) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,149 @@
+"""Scores that give every class the same weight, and the accuracies of the classes, of runs with ``per-class``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from rich.console import Console
+
+from pbfl_flwr.config import PREDICTORS
+from pbfl_flwr.errors import some
+from pbfl_flwr.experiments.results.accuracies import label_names, other_moment, scores
+from pbfl_flwr.experiments.text.narrow import print_blocks
+from pbfl_flwr.experiments.text.numbers import say
+from pbfl_flwr.experiments.text.table_formats import Sheet
+
+MOST = 20  # classes in a terminal
+BALANCE = ("weighted", "balanced", "macro_f1", "balanced_mean", "macro_f1_mean")
+
+
+@dataclass(frozen=True, eq=False)
+class Scored:
+    """A run as these tables see it.
+
+    Attributes:
+        label: its name beside other runs; empty for one alone.
+        about: run.json.
+        rounds: what rounds.jsonl holds.
+        by: the predictor that was asked for; nothing is the headline.
+    """
+
+    label: str
+    about: Mapping[str, Any]
+    rounds: Sequence[Mapping[str, Any]]
+    by: str = ""
+
+    @cached_property
+    def last(self) -> dict[str, tuple[int, Mapping[str, Any]]]:
+        """Predictor -> (round, statistics) of its last scoring, of those that were counted by class."""
+        found = scores(self.rounds)
+        return {name: score.last for name, score in found.items() if "by_class" in score.last[1]}
+
+    @cached_property
+    def other(self) -> dict[str, tuple[int, Mapping[str, Any]]]:
+        """The same at the moment that is not the headline's."""
+        points = {name: score.other for name, score in scores(self.rounds).items()}
+        return {name: point for name, point in points.items() if point is not None and "by_class" in point[1]}
+
+    @cached_property
+    def predictor(self) -> str:
+        """The predictor that is shown; the first one that was counted if that was not."""
+        named = self.by or str(self.about["headline"])
+        return named if named in self.last else next(iter(self.last))
+
+
+def balance_sheet(runs: Sequence[Scored]) -> Sheet | None:
+    """Return balanced accuracy and macro-F1 beside the accuracy, a row a predictor; None if no run has them."""
+    rows = []
+    for run in runs:
+        moments = [(name, point, "") for name, point in run.last.items()]
+        told = f", {other_moment(run.about)}"
+        moments += [(name, point, told) for name, point in run.other.items()]
+        for name, (number, found), moment in moments:
+            label = f"{name} (headline)" if name == run.about["headline"] and not moment else name + moment
+            figures = (f"{100 * found[key]:.2f}" for key in BALANCE)
+            rows.append((run.label, label, str(number), *figures))
+    if not rows:
+        return None
+    columns = (
+        "run",
+        "predictor",
+        "round",
+        "accuracy",
+        "balanced",
+        "macro-F1",
+        "balanced, mean of clients",
+        "macro-F1, mean of clients",
+    )
+    notes = (
+        "Last round, %. Accuracy is weighted by samples; balanced accuracy is the mean accuracy of the classes, "
+        "macro-F1 the mean F1 score of the classes: over the test samples of all clients together, and the plain mean "
+        "of the clients' own, over the classes that a client has (macro-F1: or answers)." + _first_seed(runs),
+    )
+    return Sheet("Every class the same weight", columns, tuple(rows), notes, text_columns=2)
+
+
+def class_sheet(runs: Sequence[Scored]) -> Sheet | None:
+    """Return the last accuracies of the classes, a row a class and a column a predictor; None if no run has them."""
+    counted = [run for run in runs if run.last]
+    asked = [name for name in PREDICTORS if any(name in run.last for run in counted)]
+    by = counted[0].by if counted else ""
+    rows, untested = [], []
+    for run in counted:
+        last, tested = run.last, run.last[run.predictor][1]["tested"]
+        for label, name in enumerate(label_names(run.about)):
+            if not any(found["tested"][label] for _, found in last.values()):
+                untested.append(f"{run.label}: {name}" if run.label else name)
+                continue
+            each = (last[one][1]["by_class"][label] if one in last else None for one in asked)
+            cells = ("-" if value is None else f"{100 * value:.2f}" for value in each)
+            rows.append((run.label, name, str(tested[label]), *cells))
+    if not rows:
+        return None
+    notes = [
+        "Last round, %, over the test samples of all clients together; test samples are those of "
+        f"{by or 'the headline'}.{_first_seed(counted)}"
+    ]
+    if untested:
+        notes.append(f"Without test samples: {some(untested, MOST)}.")
+    columns = ("run", "class", "test samples", *asked)
+    return Sheet("Accuracy by class", columns, tuple(rows), tuple(notes), text_columns=2)
+
+
+def _first_seed(runs: Sequence[Scored]) -> str:
+    """Return which run of a row is shown, where rows have names: those of a configuration are of several seeds."""
+    return " First seed of each configuration." if any(run.label for run in runs) else ""
+
+
+def sheets(runs: Sequence[Scored]) -> list[Sheet]:
+    """Return both tables, as far as a run has what they show."""
+    return [sheet for sheet in (balance_sheet(runs), class_sheet(runs)) if sheet is not None]
+
+
+def show(about: Mapping[str, Any], rounds: Sequence[Mapping[str, Any]], console: Console) -> None:
+    """Print both tables of a run; nothing if it did not count by class.
+
+    Args:
+        about: run.json.
+        rounds: what rounds.jsonl holds.
+        console: where to.
+    """
+    run = Scored("", about, rounds)
+    for sheet in sheets([run]):
+        rows = [row[1:] for row in sheet.rows]  # without the run
+        head, notes = sheet.columns[1:], list(sheet.notes)
+        if sheet.title == "Accuracy by class" and len(rows) > MOST:
+            at = head.index(run.predictor)
+            notes.insert(0, f"The {MOST} of {len(rows)} classes on which '{run.predictor}' is worst.")
+            known = [row for row in rows if row[at] != "-"]
+            rows = sorted(known, key=lambda row: float(row[at]))[:MOST]
+        say(console, f"{sheet.title[0].lower()}{sheet.title[1:]}, %", "italic")
+        print_blocks(console, head, rows, words=1)
+        for note in notes:
+            say(console, note)
+
+
+__all__ = ["Scored", "balance_sheet", "class_sheet", "sheets", "show"]

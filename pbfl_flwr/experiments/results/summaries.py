@@ -1,0 +1,251 @@
+"""Runs as tables of statistics: a row a method, and a row a pair of methods on the same clients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+
+from pbfl_flwr.experiments.results.accuracies import (
+    Scores,
+    accuracy_by,
+    few_clients,
+    few_lines,
+    majority_lines,
+    scores,
+    span,
+    unscored_lines,
+)
+from pbfl_flwr.experiments.results.records import (
+    Group,
+    Record,
+    changed_files,
+    changed_lines,
+    changed_weights,
+    mean_over_seeds,
+    same_data,
+)
+from pbfl_flwr.experiments.results.statistics import CONFIDENCE, Paired, fairness, holm, paired
+from pbfl_flwr.experiments.text.table_formats import Sheet, figure
+
+SUMMARY_NOTES = (
+    "{accuracy} in %; last, best and validation-chosen are weighted by samples. "
+    "± is the sample deviation over seeds.",
+    "“Best” is chosen on the test data and therefore too high; the validation-chosen round needs "
+    "validation-share.",
+    "Over clients: plain mean, population deviation (0 is perfectly fair), mean of the worst and of the best "
+    "tenth (at least one client), lowest client; last round.",
+)
+NEW_NOTE = "New clients took no part in the rounds: weighted by samples, after all rounds that they trained afterwards."
+OTHER_NOTE = (
+    "The other moment is before local training, of a run that is scored after it, and the other way round; over the "
+    "clients that trained in the last round."
+)
+MOMENT_NOTE = "Scored: before or after the local training of a round."
+PAIRED_NOTES = (
+    "Difference: first minus second, in percentage points of the last round's {accuracy}; interval: "
+    f"{CONFIDENCE:.0%} percentile bootstrap of the mean difference, 10,000 resamples, seeded; p: two-sided Wilcoxon "
+    "signed-rank test, beside it adjusted for the number of rows of its kind (Holm).",
+    "Over clients: each client once, its accuracy the mean over the common seeds. Clients of one run learn from each "
+    "other, so this speaks of this partition and these seeds only. Over seeds: the run's sample-weighted accuracy.",
+)
+
+OTHER_CLIENTS = (
+    "Accuracies over other clients (new-clients, attack, fraction-train, fraction-evaluate, failures), so nothing is "
+    "said about seeds"
+)
+NO_CLIENT = "No client that both scored in every common seed, so nothing is said about clients"
+
+
+def summary_sheet(groups: Sequence[Group], title: str = "Accuracy and fairness") -> Sheet:
+    """Return a row a group: last, best and validation-chosen accuracy, and how even clients are served."""
+    rows = []
+    moments = len({group.first.moment for group in groups}) > 1
+    mixed = [group.label for group in groups if len({len(record.rounds) for record in group.records}) > 1]
+    new = any(record.newcomers for group in groups for record in group.records)
+    for group in groups:
+        found = [scores(record.rounds)[record.predictor] for record in group.records if _scored(group)]
+        even = [
+            fairness(list(record.accuracies().values())) for record in group.records if record.accuracies()
+        ]
+        chosen = [score.chosen for score in found if score.chosen is not None]
+        rounds = span(len(record.rounds) for record in group.records)
+        cells = [
+            figure([100 * score.last[1]["weighted"] for score in found]),
+            figure([100 * score.best[1]["weighted"] for score in found]),
+            figure([100 * at[1]["weighted"] for at in chosen]),
+            figure([100 * one.mean for one in even]),
+            figure([100 * one.deviation for one in even]),
+            figure([100 * one.worst_decile for one in even]),
+            figure([100 * one.best_decile for one in even]),
+            figure([100 * one.lowest for one in even]),
+        ]
+        if new:
+            cells.append(figure([100 * a for r in group.records if (a := r.newcomer_accuracy()) is not None]))
+        seeds = str(sum(bool(_shown(record)) for record in group.records))
+        scored = [group.first.moment] if moments else []
+        rows.append((group.label, group.first.predictor, *scored, seeds, rounds, *cells))
+    columns = (
+        "run",
+        "by" if groups[0].by else "headline",
+        *(["scored"] if moments else []),
+        "seeds",
+        "rounds",
+        "last",
+        "best (on test data)",
+        "validation-chosen",
+        "mean of clients",
+        "std over clients",
+        "worst decile",
+        "best decile",
+        "lowest client",
+        *(["new clients"] if new else []),
+    )
+    runs = [record.directory for group in groups for record in group.records]
+    few = [
+        (group.label, few_clients((record.about, _shown(record)) for record in group.records))
+        for group in groups
+    ]
+    accuracy = accuracy_by(groups[0].by if groups else "")
+    notes = (
+        *(note.format(accuracy=accuracy.capitalize()) for note in SUMMARY_NOTES),
+        *([MOMENT_NOTE] if moments else []),
+        *([f"Runs of different numbers of rounds in one row: {'; '.join(mixed)}."] if mixed else []),
+        *changed_lines((group.label, changed_files(group.records)) for group in groups),
+        *unscored_lines((group.label, group.first.predictor) for group in groups if _unscored(group)),
+        *(
+            [f"Not scored in every seed, so not shown: {'; '.join(half)}."]
+            if (half := _half_scored(groups))
+            else []
+        ),
+        *few_lines(few),
+        *([NEW_NOTE] if new else []),
+        *majority_lines(run.majority() for run in runs),
+        *majority_lines((run.newcomer_majority() for run in runs), "a new client"),
+    )
+    return Sheet(title, columns, tuple(rows), notes, text_columns=3 if moments else 2)
+
+
+def paired_sheet(groups: Sequence[Group], title: str = "Paired comparison") -> Sheet:
+    """Return the comparison of every pair of groups on the same partition: over clients, and over seeds."""
+    rows: list[tuple[str, str, Paired, str]] = []
+    told: dict[str, list[str]] = {}
+    alone = [group for group in groups if _unscored(group)]
+    pairs = list(combinations([group for group in groups if group not in alone], 2))
+    for one, other in pairs:
+        label = f"{one.label} − {other.label}"
+        seeds = sorted(set(one.by_seed()) & set(other.by_seed()))
+        common = [(one.by_seed()[seed], other.by_seed()[seed]) for seed in seeds]
+        if not all(same_data(a, b) for a, b in common or [(one.first, other.first)]):
+            told.setdefault("Not the same data on the same clients, so not compared", []).append(label)
+            continue
+        odd = "; ".join(_unlike(one, other, seeds))
+        first, second = mean_over_seeds(one, seeds), mean_over_seeds(other, seeds)
+        if clients := [who for who in first if who in second]:
+            found = paired([first[who] for who in clients], [second[who] for who in clients])
+            rows.append((label, "clients", found, odd))
+        elif seeds:
+            told.setdefault(NO_CLIENT, []).append(label)
+        if any(_over(a) != _over(b) for a, b in common):
+            told.setdefault(OTHER_CLIENTS, []).append(label)
+        elif len(seeds) > 1 and _scored(one) and _scored(other):
+            last = [[_last(group, seed) for seed in seeds] for group in (one, other)]
+            rows.append((label, "seeds", paired(*last), odd))
+        elif len(seeds) > 1:
+            told.setdefault("Not scored in every seed, so nothing is said about seeds", []).append(label)
+        elif seeds:
+            told.setdefault("One common seed, so nothing is said about seeds", []).append(label)
+        else:
+            told.setdefault("No common seed, so not compared", []).append(label)
+    notes = unscored_lines(((group.label, group.first.predictor) for group in alone), ", so in no pair")
+    notes += [
+        f"{reason}: {'every pair' if 1 < len(labels) == len(pairs) else '; '.join(labels)}."
+        for reason, labels in told.items()
+    ]
+    adjusted: dict[int, float | None] = {}
+    for kind in ("clients", "seeds"):
+        chosen = [number for number, row in enumerate(rows) if row[1] == kind]
+        adjusted |= dict(zip(chosen, holm([rows[number][2].p for number in chosen]), strict=True))
+    columns = (
+        "first − second",
+        "over",
+        "n",
+        "difference",
+        f"{CONFIDENCE:.0%} interval",
+        "p",
+        "p (Holm)",
+        "better / equal / worse",
+        "remark",
+    )
+    cells = tuple(_paired_row(row, adjusted[number]) for number, row in enumerate(rows))
+    about = [note.format(accuracy=accuracy_by(groups[0].by if groups else "")) for note in PAIRED_NOTES]
+    return Sheet(title, columns, cells, (*about, *notes), text_columns=2)
+
+
+def probability(p: float | None) -> str:
+    """Return a p-value as people read it."""
+    if p is None:
+        return "-"
+    return "< 0.001" if p < 0.001 else f"{p:.3f}"
+
+
+def _paired_row(row: tuple[str, str, Paired, str], adjusted: float | None) -> tuple[str, ...]:
+    label, over, found, unlike = row
+    interval = "-"
+    if found.low is not None and found.high is not None:
+        interval = f"{100 * found.low:+.2f} to {100 * found.high:+.2f}"
+    remarks = [unlike] if unlike else []
+    if found.p is None:
+        remarks.append("no pair differs")
+    elif found.too_few:
+        remarks.append(f"too few pairs that differ: p cannot be below {found.smallest_p:.3g}; says nothing")
+    return (
+        label,
+        over,
+        str(found.n),
+        f"{100 * found.difference:+.2f}",
+        interval,
+        probability(found.p),
+        probability(adjusted),
+        f"{found.better} / {found.equal} / {found.worse}",
+        "; ".join(remarks),
+    )
+
+
+def _over(record: Record) -> list[set[str]]:
+    """Return over which clients a run's accuracies may be, and over which the last one is."""
+    return [{record.called(client) for client in clients} for clients in (record.honest, record.scored)]
+
+
+def _unlike(one: Group, other: Group, seeds: Sequence[int]) -> list[str]:
+    """Return in what the figures of two groups differ: predictor, moment of the scoring, rounds, pretrained weights."""
+    heads, moments = ([getattr(g.first, name) for g in (one, other)] for name in ("predictor", "moment"))
+    rounds = [[len(group.by_seed()[seed].rounds) for seed in seeds] for group in (one, other)]
+    found = [" against ".join(heads)] if len({*heads}) > 1 else []
+    found += [f"scored {moments[0]} against {moments[1]} local training"] if len({*moments}) > 1 else []
+    if len({number for numbers in rounds for number in numbers}) > 1:
+        found.append(f"{' against '.join(map(span, rounds))} rounds")
+    if names := changed_weights(group.by_seed()[seed] for group in (one, other) for seed in seeds):
+        found.append(f"other weights of {', '.join(names)}")
+    return found
+
+
+def _shown(record: Record) -> dict[str, Scores]:
+    """Return the scores of the predictor that is shown; nothing where it never was scored."""
+    return {name: score for name, score in scores(record.rounds).items() if name == record.predictor}
+
+
+def _scored(group: Group) -> bool:
+    return all(map(_shown, group.records))
+
+
+def _unscored(group: Group) -> bool:
+    return not any(map(_shown, group.records))
+
+
+def _half_scored(groups: Sequence[Group]) -> list[str]:
+    return [group.label for group in groups if not _scored(group) and not _unscored(group)]
+
+
+def _last(group: Group, seed: int) -> float:
+    record = group.by_seed()[seed]
+    return scores(record.rounds)[record.predictor].last[1]["weighted"]

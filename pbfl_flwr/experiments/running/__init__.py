@@ -1,0 +1,1 @@
+"""From a preset to a run and its progress on the screen."""

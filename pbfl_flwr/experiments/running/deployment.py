@@ -1,0 +1,163 @@
+"""``pbfl deploy local``: what is started, checked before anything is; and the run itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from shlex import quote
+
+from rich.console import Console
+
+from pbfl_flwr.config import Scalar, Settings
+from pbfl_flwr.data import own_data
+from pbfl_flwr.errors import PbflError, expanded
+from pbfl_flwr.experiments.running import configuration
+from pbfl_flwr.experiments.running.runner import NODES, attend
+from pbfl_flwr.experiments.text.numbers import say
+from pbfl_flwr.flower.client.device import share_of_cores
+from pbfl_flwr.flower.engines.deployment import Deployment, check, complete, node_config
+from pbfl_flwr.flower.engines.placement import Resources
+from pbfl_flwr.flower.storage.atomic_files import DamagedState, write_atomically
+from pbfl_flwr.flower.storage.history import read_object
+from pbfl_flwr.models import check_models
+
+DEFAULT_COUNT = 3
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A federation that can be started.
+
+    Attributes:
+        run_dir: absolute.
+        config: run-config keys that differ from the defaults.
+        settings: the same, checked.
+        nodes: configuration of every SuperNode.
+        secure: TLS and SuperNodes by key only.
+    """
+
+    run_dir: Path
+    config: Mapping[str, Scalar]
+    settings: Settings
+    nodes: Sequence[Mapping[str, Scalar]]
+    secure: bool
+
+
+def plan(
+    preset: str | None,
+    assignments: Iterable[str],
+    nodes: Sequence[str],
+    count: int | None,
+    run_dir: Path | None,
+    *,
+    secure: bool = True,
+) -> Plan:
+    """Return the federation that was asked for.
+
+    Args:
+        preset: see :func:`pbfl_flwr.experiments.running.configuration.gather`.
+        assignments: likewise.
+        nodes: what the first SuperNodes bring, as ``--node-config`` takes it.
+        count: SuperNodes; None takes num-clients where it was given, else as many as ``nodes``, else three.
+        run_dir: where the run is written, None for the default.
+        secure: TLS and SuperNodes by key only.
+
+    Raises:
+        PbflError: one line each on what does not fit.
+    """
+    wishes = configuration.gather(preset, assignments)
+    wanted = wishes.values.get("num-clients")
+    if count is not None and wanted not in (None, count):
+        raise PbflError(
+            f"-n {count} and num-clients = {wanted}: every client has one SuperNode; give one of the two"
+        )
+    wishes.values["num-clients"] = count or wanted or len(nodes) or DEFAULT_COUNT
+    settings = configuration.check(wishes)
+    directory = configuration.run_directory(settings, run_dir)
+    configured = [node_config(text) for text in nodes]
+    states = Path(settings.run.state_dir or directory / "clients")
+    full = complete(configured, settings.run.num_clients, states)
+    if settings.training.threads == "auto":  # all of a device's cores; but these are one machine's
+        share = max(1, share_of_cores() // len(full))
+        full = [{"threads": share, **node} for node in full]
+    _check(settings, full)
+    return Plan(directory, wishes.values, settings, full, secure)
+
+
+def resumed(run: Path, assignments: Iterable[str]) -> Plan:
+    """Return a federation that is to go on.
+
+    Args:
+        run: its directory.
+        assignments: how far to go and how long to wait.
+
+    Raises:
+        PbflError: if there is none, or if the changes would give other results.
+    """
+    directory = expanded(run).absolute()
+    wishes = configuration.resumed(directory, configuration.gather(None, assignments), devices=True)
+    settings = configuration.check(wishes)
+    file = directory / NODES
+    if not file.exists():
+        raise PbflError(
+            f"'{directory}' was not made by pbfl deploy local: it has no {NODES}; try pbfl run --resume"
+        )
+    kept = read_object(file)
+    nodes, secure = kept.get("nodes"), kept.get("secure")
+    if (
+        not isinstance(nodes, list)
+        or not all(isinstance(node, dict) and "client-id" in node for node in nodes)
+        or not isinstance(secure, bool)
+    ):
+        raise DamagedState(f"{file} is damaged: it lacks the SuperNodes or how they are secured")
+    _check(settings, nodes)
+    return Plan(directory, wishes.values, settings, nodes, secure)
+
+
+def start(app: Path, plan: Plan, console: Console) -> int:
+    """Run the federation and print a line a round.
+
+    Args:
+        app: directory of the Flower app.
+        plan: what to start.
+        console: where the lines go.
+
+    Returns:
+        As :func:`pbfl_flwr.experiments.running.runner.simulate`.
+
+    Raises:
+        PbflError: if Flower cannot be started, refuses the run, or a SuperNode ends before the first round.
+    """
+    kept = {"nodes": list(plan.nodes), "secure": plan.secure}
+    write_atomically(plan.run_dir / NODES, (json.dumps(kept, indent=1) + "\n").encode())
+    guard = "TLS, SuperNodes by key" if plan.secure else "insecure"
+    deployment = Deployment(
+        plan.run_dir, plan.nodes, secure=plan.secure, tell=lambda line: say(console, line, "yellow")
+    )
+
+    def submit() -> str:
+        run_id = deployment.submit(app, {**plan.config, "run-dir": str(plan.run_dir)})
+        say(console, f"SuperLink {deployment.fleet_address} ({guard}), {len(plan.nodes)} SuperNodes")
+        return run_id
+
+    rounds = plan.settings.run.num_server_rounds
+    return attend(
+        deployment, submit, rounds, console, f"pbfl deploy local --resume {quote(str(plan.run_dir))}"
+    )
+
+
+def _check(settings: Settings, nodes: Sequence[Mapping[str, Scalar]]) -> None:
+    """Check every SuperNode's configuration, its own data, and that its network takes it."""
+    for index, (own, node) in enumerate(zip(check(settings, nodes), nodes, strict=True)):
+        if "data-path" not in node:
+            continue
+        files = node.get("data-client", node["client-id"])
+        try:
+            data = own_data(own.data, files if isinstance(files, int) else None)
+            check_models(own.models.models, data.task(own.models.feature_dim))
+        except PbflError as error:
+            raise PbflError(f"--node {index}: {error}") from None
+    if not any("data-path" in node or "model" in node for node in nodes):
+        configuration.preflight(settings, Resources())

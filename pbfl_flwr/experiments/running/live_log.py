@@ -1,0 +1,179 @@
+"""A run on the screen of whoever started it: a line for every round, as its files grow."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+
+from pbfl_flwr.config import announced
+from pbfl_flwr.experiments.results.accuracies import honest
+from pbfl_flwr.experiments.text.numbers import clients_named, clock, kilobytes, percent, say
+from pbfl_flwr.flower.storage.history import NEWCOMERS, RunDirectory
+
+
+class Follower:
+    """Prints what is new in a run directory.
+
+    Args:
+        run_dir: the run's.
+        num_rounds: T.
+        console: where the lines go.
+        name: what they begin with, where others write there, too.
+    """
+
+    def __init__(self, run_dir: Path, num_rounds: int, console: Console, name: str = "") -> None:
+        self._run = RunDirectory(run_dir)
+        self._num_rounds = num_rounds
+        self._console = console
+        self._begin = f"{name}: " if name else ""
+        self._tail = Tail(run_dir / "rounds.jsonl")
+        self._newcomers = Tail(run_dir / NEWCOMERS)
+        self._newcomers.read()  # those of an earlier end of the run
+        # By content: a resumed run first cuts off rounds that its checkpoint does not know, then makes them again.
+        self._seen = set(self._tail.read())
+        self._headline, self._everybody = "", 0
+        self._seconds: list[float] = []
+        self._notes: set[str] = set()
+        self._waiting = self._run.waiting()  # left by one that was killed
+
+    def look(self) -> None:
+        """Print the lines of the rounds that have come since the last look."""
+        if not self._headline and (self._run.path / "run.json").exists():
+            about = self._run.read()
+            self._headline, self._everybody = about["headline"], len(honest(about))
+            self._say(introduction(about))
+            if liars := about.get("malicious"):
+                self._say(announced(about["configuration"]["attack"], liars), "yellow")
+        for line in self._tail.read():
+            if line not in self._seen:
+                self._seen.add(line)
+                self._round(json.loads(line))
+        for line in self._newcomers.read():
+            self._newcomer(json.loads(line))
+        if (waiting := self._run.waiting()) != self._waiting:
+            self._waiting = waiting
+            if waiting:
+                self._say(f"  {waiting}", "dim")
+
+    def _newcomer(self, line: Mapping[str, Any]) -> None:
+        text = f"new clients, round {line['round'] - line['after']} of their own"
+        seconds = f"{line['seconds']['total']:.1f} s{then(line, self._headline)}"
+        self._say(f"{text}  {score_of(line, self._headline)}  {seconds}")
+        self._failures(line)
+
+    def _round(self, line: Mapping[str, Any]) -> None:
+        self._seconds.append(line["seconds"]["total"])
+        if line.get("joined"):
+            self._everybody = len(honest(self._run.read()))
+        left = median(self._seconds[-5:]) * (self._num_rounds - line["round"])
+        self._say(
+            f"{round_line(line, self._num_rounds, self._headline, self._everybody)}  left {clock(left)}",
+        )
+        for note in line.get("notes", []):
+            if note not in self._notes:  # once a run is enough; the history has every round's
+                self._notes.add(note)
+                self._say(f"  note: {note}", "yellow")
+        self._failures(line)
+
+    def _failures(self, line: Mapping[str, Any]) -> None:
+        by_reason: dict[str, list[str]] = {}
+        for failure in [*line["failures"], *line.get("final", {}).get("failures", [])]:
+            by_reason.setdefault(failure["reason"], []).append(str(failure.get("name", failure["client"])))
+        for reason, who in by_reason.items():
+            self._say(f"  {clients_named(who)} failed: {reason}", "yellow")
+
+    def _say(self, text: str, style: str = "") -> None:
+        say(self._console, f"{self._begin}{text}", style)
+
+
+class Tail:
+    """Reads what a file of lines has grown by; a file that was written anew is read from its beginning.
+
+    Args:
+        file: need not be there yet.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._end = 0
+        self._last = b""
+
+    def read(self) -> list[bytes]:
+        """Return the complete lines since the last call."""
+        if not self._file.exists():
+            return []
+        with self._file.open("rb") as file:
+            file.seek(start := self._end - len(self._last))
+            found = file.read()
+            if not found.startswith(self._last):
+                file.seek(start := 0)
+                found, self._last = file.read(), b""
+        complete = found[: found.rfind(b"\n") + 1]
+        lines = complete[len(self._last) :].splitlines()
+        self._end = start + len(complete)
+        self._last = complete[complete.rfind(b"\n", 0, -1) + 1 :]
+        return lines
+
+
+def introduction(about: Mapping[str, Any]) -> str:
+    """Return one line on who takes part: clients, networks, devices, data.
+
+    Args:
+        about: what run.json holds.
+    """
+    members = about["clients"]
+    task = members[0]["task"]
+    networks = Counter(member["architecture"] for member in members)
+    devices = Counter(member["device"] for member in members)
+    return (
+        f"{len(members)} clients ({', '.join(f'{name} x{count}' for name, count in networks.items())}) "
+        f"on {', '.join(f'{name}' if len(devices) == 1 else f'{name} x{count}' for name, count in devices.items())}; "
+        f"inputs {'x'.join(map(str, task['input_shape']))}, K = {task['num_classes']}, d = {task['feature_dim']}"
+    )
+
+
+def round_line(line: Mapping[str, Any], num_rounds: int, headline: str, everybody: int = 0) -> str:
+    """Return a round's line: accuracy, loss, bytes of all messages up and down, seconds.
+
+    Args:
+        line: an entry of rounds.jsonl.
+        num_rounds: T.
+        headline: the predictor that is reported; before there are prototypes, another one is named instead.
+        everybody: how many clients take part and do not lie; an accuracy over fewer says so.
+    """
+    loss = "-" if line["test_loss"] is None else f"{line['test_loss']:.3f}"
+    width = len(str(num_rounds))
+    text = (
+        f"round {line['round']:>{width}}/{num_rounds}  {score_of(line, headline, everybody)}  loss {loss}  "
+        f"up {kilobytes(line['bytes_up']['total'])}  down {kilobytes(line['bytes_down']['total'])}  "
+        f"{line['seconds']['total']:.1f} s"
+    )
+    return f"{text}{then(line, headline)}"
+
+
+def then(line: Mapping[str, Any], headline: str) -> str:
+    """Return what the last scoring of a round adds to its line; nothing where there was none."""
+    final = line.get("final", {}).get("accuracy", {}).get(_scored_by(line, headline))
+    return "" if final is None else f"  then {percent(final['weighted'])}"
+
+
+def score_of(line: Mapping[str, Any], headline: str, everybody: int = 0) -> str:
+    """Return what a round's line says of accuracy, by the headline predictor or, while it has none, another one."""
+    predictor = _scored_by(line, headline)
+    if predictor is None:
+        return "accuracy not scored"
+    found = line["accuracy"][predictor]
+    over = f", over {found['clients']} of {everybody}" if found.get("clients", everybody) < everybody else ""
+    said = f"accuracy {percent(found['weighted'])} ({predictor}, weighted{over})"
+    return said if line["accuracy_of_round"] == line["round"] else f"{said} before training"
+
+
+def _scored_by(line: Mapping[str, Any], headline: str) -> str | None:
+    accuracy: Mapping[str, Any] = line["accuracy"]
+    return headline if headline in accuracy else next(iter(accuracy), None)

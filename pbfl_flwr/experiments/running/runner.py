@@ -1,0 +1,243 @@
+"""Start a run on the simulation engine or on SuperNodes, say what happens, and return what became of it."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from shlex import quote
+from threading import Event, Thread
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+
+from pbfl_flwr.config import Scalar
+from pbfl_flwr.errors import PbflError, writing
+from pbfl_flwr.experiments.running.live_log import Follower
+from pbfl_flwr.experiments.text.numbers import say
+from pbfl_flwr.flower.engines.flwr_engine import ENDED, Engine, Link
+from pbfl_flwr.flower.engines.placement import Resources
+from pbfl_flwr.flower.engines.processes import HANGUPS, forget_lost_terminal
+from pbfl_flwr.flower.storage.history import ERROR, RunDirectory, RunRefused, last_round
+
+COMPLETED, FAILED, INTERRUPTED = 0, 1, 130
+NODES = "nodes.json"  # what pbfl deploy local keeps of its SuperNodes, in the run directory
+POLL_SECONDS = 0.3
+
+
+def simulate(
+    app: Path,
+    run_dir: Path,
+    config: Mapping[str, Scalar],
+    num_clients: int,
+    num_rounds: int,
+    resources: Resources,
+    console: Console,
+) -> int:
+    """Run the federation and print a line a round.
+
+    Args:
+        app: directory of the Flower app; the engine of processes needs none.
+        run_dir: absolute.
+        config: keys that differ from the defaults.
+        num_clients: M.
+        num_rounds: T, rounds in all.
+        resources: of the workers.
+        console: where the lines go.
+
+    Returns:
+        0 if Flower says completed and all rounds are there, 1 if not, 130 if it was interrupted.
+
+    Raises:
+        PbflError: if Flower cannot be started or refuses the run.
+    """
+    # Said as a number, so that whoever resumes the run has as many threads, whatever the workers are given then.
+    threads = {"threads": resources.cpus_per_client} if config.get("threads", "auto") == "auto" else {}
+    keys = {**config, **threads, "run-dir": str(run_dir)}
+    go_on = f"pbfl run --resume {quote(str(run_dir))}"
+    if resources.processes:
+        from pbfl_flwr.flower.engines.local import run_here
+
+        go_on += " --engine processes"
+        return beside(
+            run_dir, lambda: run_here(run_dir, keys, num_clients, resources), num_rounds, console, go_on
+        )
+    engine = Engine(run_dir)
+
+    def submit() -> str:
+        run_id = engine.submit(app, keys, num_clients, resources)
+        say(console, "starting the workers")
+        return run_id
+
+    return attend(engine, submit, num_rounds, console, go_on)
+
+
+def beside(
+    run_dir: Path, federation: Callable[[], None], num_rounds: int, console: Console, go_on: str
+) -> int:
+    """Run a federation in this thread, another one printing its rounds, and say what became of it.
+
+    Args:
+        run_dir: absolute.
+        federation: raises what ends it early.
+        num_rounds: T, rounds in all.
+        console: where the lines go.
+        go_on: the command that resumes the run.
+
+    Returns:
+        See :func:`simulate`.
+
+    Raises:
+        RunRefused: if the directory is another run's.
+    """
+    follower, over = _following(run_dir, num_rounds, console), Event()
+
+    def follow() -> None:
+        while not over.wait(POLL_SECONDS):
+            follower.look()
+
+    printing = Thread(target=follow, daemon=True)
+    printing.start()
+    stopped: KeyboardInterrupt | PbflError | None = None
+    try:
+        with interruptible():
+            federation()
+    except RunRefused:  # another run's directory: nothing there is to be gone on with
+        raise
+    except (KeyboardInterrupt, PbflError) as error:
+        stopped = error
+    finally:
+        over.set()
+        printing.join()
+        follower.look()
+    if isinstance(stopped, KeyboardInterrupt):
+        return _interrupted(run_dir, console, go_on)
+    return COMPLETED if stopped is None else _failed(run_dir, str(stopped), console, go_on)
+
+
+def _following(run_dir: Path, num_rounds: int, console: Console) -> Follower:
+    """Make the run directory and say where the run goes."""
+    with writing(run_dir):
+        run_dir.mkdir(parents=True, exist_ok=True)
+    say(console, f"run {run_dir}")
+    return Follower(run_dir, num_rounds, console)
+
+
+def _interrupted(run_dir: Path, console: Console, go_on: str) -> int:
+    begun = RunDirectory(run_dir).taken
+    say(console, f"interrupted; go on with: {go_on}" if begun else "interrupted before the run began")
+    return INTERRUPTED
+
+
+def _failed(run_dir: Path, reason: str, console: Console, go_on: str) -> int:
+    say(console, f"the run failed: {reason}", "red")
+    if present := len(RunDirectory(run_dir).rounds()):
+        say(console, f"{present} rounds are kept; go on with: {go_on}")
+    return FAILED
+
+
+def simulated(about: Mapping[str, Any]) -> bool:
+    """Whether the simulation engine made a run, whose run.json is given; devices bring data that it does not have."""
+    return all(member.get("simulated", True) for member in about["clients"])
+
+
+def go_on_with(run_dir: Path, about: Mapping[str, Any]) -> str:
+    """Return the command that resumes a run.
+
+    Args:
+        run_dir: its directory.
+        about: what run.json holds.
+    """
+    if simulated(about):
+        return f"pbfl run --resume {quote(str(run_dir))}"
+    if (run_dir / NODES).exists():
+        return f"pbfl deploy local --resume {quote(str(run_dir))}"
+    return f"flwr run, with the same configuration, run-dir='{run_dir}' and resume=true"
+
+
+def attend(link: Link, submit: Callable[[], str], num_rounds: int, console: Console, go_on: str) -> int:
+    """Start a link, follow its run to the end and say what became of it.
+
+    Args:
+        link: not entered yet.
+        submit: hands the run over and returns its id.
+        num_rounds: T, rounds in all.
+        console: where the lines go.
+        go_on: the command that resumes the run.
+
+    Returns:
+        See :func:`simulate`.
+
+    Raises:
+        PbflError: if Flower cannot be started or refuses the run.
+    """
+    run_dir = link.run_dir
+    before = _written(run_dir / ERROR)  # it is the ServerApp's, which may be refused and leave it as it was
+    follower = _following(run_dir, num_rounds, console)
+    with interruptible(), link:
+        run_id = submit()
+        try:
+            status, details = _wait(link, run_id, follower)
+        except KeyboardInterrupt:
+            say(console, "stopping")
+            link.stop(run_id)
+            follower.look()
+            return _interrupted(run_dir, console, go_on)
+        follower.look()
+        there = RunDirectory(run_dir)
+        present = {line["round"] for line in there.rounds()}
+        num_rounds = last_round(there.read()) if there.taken else num_rounds
+        missing = num_rounds - len(present & set(range(1, num_rounds + 1)))
+        if status == "finished:completed" and not missing:
+            return COMPLETED
+        reason = _reason(run_dir, before, link, status, details)
+    if status == "finished:completed":
+        reason = f"{missing} of {num_rounds} rounds are missing though Flower says {status}\n{reason}"
+    return _failed(run_dir, reason, console, go_on)
+
+
+def _wait(link: Link, run_id: str, follower: Follower) -> tuple[str, str]:
+    while True:
+        while not link.ended():
+            follower.look()
+            time.sleep(POLL_SECONDS)
+        status, details = link.outcome(run_id)
+        if status in ENDED:
+            return status, details
+
+
+def _written(file: Path) -> int | None:
+    """Return when a file was written, None if it is not there."""
+    return file.stat().st_mtime_ns if file.exists() else None
+
+
+def _reason(run_dir: Path, before: int | None, link: Link, status: str, details: str) -> str:
+    said = run_dir / ERROR
+    if _written(said) not in (None, before):
+        return said.read_text(encoding="utf-8").strip()
+    about = f"{status}, {details}" if details not in ("", "N/A") else status
+    return f"{about}; the last lines of {link.log}:\n{link.tail()}"
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Treat SIGTERM, and SIGHUP when the terminal goes, like Ctrl-C, so that all clear up.
+
+    A SIGHUP that is ignored, as under nohup, stays ignored.
+    """
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if number in HANGUPS:
+            forget_lost_terminal()
+        raise KeyboardInterrupt
+
+    ends = [signal.SIGTERM, *(number for number in HANGUPS if signal.getsignal(number) is not signal.SIG_IGN)]
+    before = {number: signal.signal(number, interrupt) for number in ends}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,1 @@
+"""Numbers and tables as text: for the terminal, Markdown, CSV and LaTeX."""

@@ -1,0 +1,1 @@
+"""The client side: answer the hello, open what a message needs, train, keep the state, reply."""

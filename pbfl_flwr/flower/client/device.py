@@ -1,0 +1,255 @@
+"""Who a client is and what its own machine brings: id, data, architecture, device, state directory.
+
+In a simulation all of it follows from the run configuration and Flower's ``partition-id``. On a device the operator's
+``--node-config`` speaks, and the run configuration, which is the server's, can neither name paths nor import code. The
+simulation's workers are Ray actors, or say so themselves (:func:`as_worker`); any other process is a device, whatever
+its node configuration says.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import joblib
+import torch
+from flwr.app import Context
+
+from pbfl_flwr.architectures import architectures
+from pbfl_flwr.config import Scalar, Settings, parse
+from pbfl_flwr.data import kind_of, read_names
+from pbfl_flwr.errors import PbflError, expanded
+from pbfl_flwr.flower.messages.client_ids import ALLOWED_ID, NAME, is_number
+from pbfl_flwr.methods import SECTIONS
+from pbfl_flwr.own_code import is_external
+from pbfl_flwr.places import home, run_directory
+
+# What an operator may say in --node-config -> the run-config key that it replaces for this device ("" for none).
+NODE_KEYS = {
+    "client-id": "",
+    "state-dir": "",
+    "data-path": "data-dir",
+    "dataset": "dataset",
+    "data-client": "",
+    "allow-methods": "",
+    "labels": "labels",
+    "label-column": "label-column",
+    "input-shape": "input-shape",
+    "text-column": "text-column",
+    "vocabulary": "vocabulary",
+    "model": "models",
+    "batch-size": "batch-size",
+    "device": "device",
+    "threads": "threads",
+    "layout": "layout",
+    "precision": "precision",
+    "compile": "compile",
+}
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who this client is, from its node's own configuration.
+
+    Attributes:
+        client: 0..M-1, or the name of a device that brings its own data.
+        simulated: whether it is one of the simulation's virtual nodes.
+        own_data: whether all of the data at its data-path is its own, instead of a share of a common dataset.
+        files: of a PFLlib folder at its data-path, whose files are its own; None takes the only ones there are.
+        state_dir: where its state lies.
+    """
+
+    client: int | str
+    simulated: bool
+    own_data: bool
+    state_dir: Path
+    files: int | None = None
+
+
+def identify(context: Context, settings: Settings, experiment: str) -> Identity:
+    """Return the client's identity.
+
+    Raises:
+        PbflError: if the node has no id, its state-dir is no absolute path, or the experiment's name is none that a
+            directory may have.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", experiment):
+        raise PbflError(f"experiment = {experiment[:100]!r}: allowed are letters, digits, '-' and '_'")
+    node: Mapping[str, Any] = context.node_config
+    client, files = named(node)
+    if simulated(node):
+        run = settings.run
+        state = (
+            Path(run.state_dir) if run.state_dir else run_directory(run.run_dir, context.run_id) / "clients"
+        )
+        return Identity(client, True, False, state / experiment)
+    state = _own_path(node, "state-dir") or home() / "state"
+    return Identity(client, False, "data-path" in node, state / experiment, files)
+
+
+def named(node: Mapping[str, Any]) -> tuple[int | str, int | None]:
+    """Return the id of a node's client, and whose files of a PFLlib folder are its own.
+
+    Raises:
+        PbflError: if there is no id, or one of the two is not allowed.
+    """
+    client = node.get("client-id", node.get("partition-id"))
+    if client is None:
+        raise PbflError(f"client-id is missing in --node-config; allowed is {ALLOWED_ID}")
+    if not is_number(client) and not (isinstance(client, str) and NAME.fullmatch(client)):
+        raise PbflError(f"client-id = {client!r} in --node-config: allowed is {ALLOWED_ID}")
+    files = node.get("data-client", client if is_number(client) else None)
+    if files is not None and not is_number(files):
+        raise PbflError(f"data-client = {files!r} in --node-config: allowed is a whole number from 0")
+    return client, files
+
+
+def _own_path(node: Mapping[str, Any], key: str) -> Path | None:
+    """Return a path that an operator gave, ~ being the home directory of whoever runs the SuperNode."""
+    if key not in node:
+        return None
+    path = expanded(str(node[key]))
+    if not path.is_absolute():
+        raise PbflError(f"{key} = '{node[key]}' in --node-config: allowed is an absolute path")
+    return path
+
+
+def simulated(node: Mapping[str, Any]) -> bool:
+    """Whether this is one of the simulation's virtual nodes; its keys prove nothing, an operator may write them too."""
+    return "client-id" not in node and "partition-id" in node and in_worker()
+
+
+_CORES: ContextVar[int | None] = ContextVar("cores of a worker", default=None)
+
+
+@contextmanager
+def as_worker(cores: int) -> Iterator[None]:
+    """Run clients as a worker of the simulation with so many cores; who starts the process decides that."""
+    token = _CORES.set(cores)
+    try:
+        yield
+    finally:
+        _CORES.reset(token)
+
+
+def in_worker() -> bool:
+    """Whether this process runs simulated clients: a Ray actor, or as a worker. A device's process never does."""
+    if _CORES.get() is not None:
+        return True
+    ray = sys.modules.get("ray")  # a worker has it; a device need not even have it installed
+    return bool(ray and ray.is_initialized() and ray.get_runtime_context().get_actor_id())
+
+
+def own_settings(settings: Settings, node: Mapping[str, Any]) -> Settings:
+    """Return the settings of this client: the run's, with what its own machine says instead.
+
+    A device with a ``data-path`` brings its own data, all of it: an ``.npz``, ``.csv`` or ``.parquet`` file, an image
+    folder, its files of a PFLlib folder, or what ``dataset`` names; with a ``vocabulary``, texts. Its ``labels`` may be
+    a file with a name a line.
+
+    Raises:
+        PbflError: if --node-config has a key or value that is not allowed, or if the run configuration names code or an
+            attack.
+    """
+    if simulated(node):
+        return settings
+    if unknown := sorted(set(node) - set(NODE_KEYS) - {"partition-id", "num-partitions"}):
+        raise PbflError(f"--node-config: unknown key '{unknown[0]}'; allowed are {', '.join(NODE_KEYS)}")
+    if settings.run.attack:
+        raise PbflError(
+            f"attack = '{settings.run.attack}': attacks are for simulations; no server's configuration makes a "
+            "device lie"
+        )
+    if "model" not in node and any(is_external(name) for name in architectures(settings.models.models)):
+        raise PbflError(
+            f"models = '{settings.models.models}' names code to import; a device imports only what its own "
+            "--node-config names as model"
+        )
+    allowed = [name.strip() for name in str(node.get("allow-methods", "")).split(",")]
+    if is_external(settings.run.method) and settings.run.method not in allowed:
+        raise PbflError(
+            f"method = '{settings.run.method}' names code to import; a device imports only what its own --node-config "
+            "names in allow-methods"
+        )
+    changed: dict[str, Scalar] = {"data-dir": "", "vocabulary": "", "download": False}
+    changed |= {key: node[name] for name, key in NODE_KEYS.items() if key and name in node}
+    if (vocabulary := _own_path(node, "vocabulary")) is not None:
+        changed["vocabulary"] = str(vocabulary)
+    if (path := _own_path(node, "data-path")) is not None:
+        changed["data-dir"] = str(path)
+        changed["partition"] = "iid"  # of one client: everything is its own
+        if "dataset" not in node:
+            changed["dataset"] = kind_of(path, texts=vocabulary is not None)
+    if Path(labels := str(node.get("labels", ""))).is_absolute():
+        changed["labels"] = read_names(Path(labels))
+    own = parse({**settings.as_dict(), **changed}, SECTIONS)
+    networks = dict.fromkeys(architectures(own.models.models))
+    if isinstance(node.get("client-id"), str) and len(networks) > 1:
+        raise PbflError(
+            f"client-id = '{node['client-id']}' in --node-config: models = '{own.models.models}' deals "
+            f"{', '.join(networks)} by number and a name has none; add model='{next(iter(networks))}', or another"
+        )
+    return own
+
+
+def share_of_cores() -> int:
+    """Return how many cores are this process's own: what the engine gave a worker, else all that a device may use."""
+    if (cores := _CORES.get()) is not None:
+        return cores
+    ray = sys.modules.get("ray")
+    if ray is None or not in_worker():
+        return int(joblib.cpu_count())  # those of the container or of the affinity mask, where there is one
+    return max(1, int(ray.get_runtime_context().get_assigned_resources().get("CPU", 1)))
+
+
+def choose_device(wanted: str) -> torch.device:
+    """Return the device of this client: what was asked for, or the GPU that Flower gave it, or the CPU.
+
+    Raises:
+        PbflError: if the device that was asked for is not there; there is no fallback.
+    """
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""  # CUDA reads it once, when a process first asks
+    cuda, mps = not hidden and torch.cuda.is_available(), torch.backends.mps.is_available()
+    if wanted == "cuda" and not cuda:
+        raise PbflError(
+            "device = 'cuda': this client sees no CUDA device; in a simulation Flower gives it one with "
+            "client-resources-num-gpus above 0 (pbfl run --gpus-per-client 0.25); allowed here is 'cpu' or 'auto'"
+        )
+    if wanted == "mps" and not mps:
+        raise PbflError("device = 'mps': this machine has no Metal device; allowed here is 'cpu' or 'auto'")
+    if wanted == "auto":
+        wanted = "cuda" if cuda else "cpu"
+    return torch.device(wanted)
+
+
+def peak_gpu_memory() -> float:
+    """Return the most of its GPU's memory in MB that torch has held in this process, 0 where it uses none.
+
+    CUDA's own context, some hundred MB a process, is not in it.
+    """
+    if not torch.cuda.is_initialized():
+        return 0.0
+    return float(torch.cuda.max_memory_reserved()) / 2**20
+
+
+def card_given_back() -> bool:
+    """Return a GPU's memory that torch keeps for later, after a failure; others on the card may need it now.
+
+    Returns:
+        Whether this process can go on using the GPU: after some errors CUDA answers nothing else.
+    """
+    if not torch.cuda.is_initialized():
+        return True
+    try:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    except RuntimeError:
+        return False
+    return True

@@ -1,0 +1,131 @@
+"""A client's answer to the hello round: who it is and what it brings, tried out before it is said."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from flwr.app import ConfigRecord, Context, Message
+
+from pbfl_flwr.architectures import fresh
+from pbfl_flwr.augmentation import check_augmentation
+from pbfl_flwr.data import ClientData
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower.client.device import choose_device, identify
+from pbfl_flwr.flower.client.session import ClientSource, architecture_for, configured_data
+from pbfl_flwr.flower.edition import edition
+from pbfl_flwr.flower.messages import wire
+from pbfl_flwr.flower.messages.declaration import digest
+from pbfl_flwr.methods import build_method
+from pbfl_flwr.models import (
+    arrange,
+    build_model,
+    check_compiler,
+    check_models,
+    check_named,
+    count_parameters,
+)
+from pbfl_flwr.models.pretrained import digest as digest_of_weights
+from pbfl_flwr.replay import check_layers, check_replayable
+from pbfl_flwr.task import Task
+
+
+def answer_hello(message: Message, context: Context, source: ClientSource) -> Message:
+    """Return the answer to a hello, having tried that the client's network takes its data.
+
+    Raises:
+        PbflError: if something is wrong; a device says whose it is, since the server does not know that yet.
+    """
+    try:
+        return _answered(message, context, source)
+    except PbflError as error:
+        who, said = context.node_config.get("client-id"), str(error)
+        if who is not None and f"client-id = {who!r}" not in said:
+            said = f"client-id = {who!r}: {said}"
+        servers = str(message.content.config_records[wire.CONFIG].get("edition", edition()))
+        if servers != edition():  # it may be why
+            said += f"; this device runs pbfl-flwr {edition()}, the server {servers}: install the same one"
+        raise PbflError(said) from None
+
+
+def _answered(message: Message, context: Context, source: ClientSource) -> Message:
+    settings = source.settings_of(context)
+    identity = identify(context, settings, str(message.content.config_records[wire.CONFIG]["experiment"]))
+    data = source.data_of(settings, identity)
+    if source.data is not configured_data:
+        _check(data)
+    task = data.task(settings.models.feature_dim)
+    architecture = architecture_for(settings, identity)
+    check_augmentation(settings.training.augmentation, task)
+    _dry_forward(architecture, task)
+    device = choose_device(settings.training.device)
+    check_named(settings.training)
+    check_compiler(settings.training.compile, device)
+    method = build_method(settings)
+    check_replayable(settings.training.compile, method.name, method.replayable)
+    for name in method.beside():
+        digest_of_weights(name)  # which must be there
+    if settings.training.compile == "cuda-graph":
+        for name in (architecture, *method.beside()):
+            _check_layers(name, task)
+    how = settings.training.of(architecture)
+    body, head = _parameters(architecture, task, how.layout, how.precision)
+    told = settings.privacy.client_report == "full"
+    answer = ConfigRecord(
+        {
+            "client": identity.client,
+            "simulated": identity.simulated,
+            "configured-data": source.data is configured_data and not identity.own_data,
+            "num-classes": task.num_classes,
+            "feature-dim": task.feature_dim,
+            "input-shape": list(task.input_shape),
+            "vocabulary-size": task.vocabulary_size,
+            "labels": list(data.label_names),
+            "columns": digest(data.columns or data.vocabulary),
+            "edition": edition(),
+            "architecture": architecture,
+            "weights": digest_of_weights(architecture),
+            "parameters": [body, head],
+            "device": str(device),
+            "num-train": len(data.train.labels) if told else 0,
+            "num-test": len(data.test.labels) if told else 0,
+        }
+    )
+    return Message(wire.content(config=answer), reply_to=message)
+
+
+def _check(data: object) -> None:
+    """Check what an app's own function says are a client's data.
+
+    Raises:
+        PbflError: saying what they are, and what is allowed.
+    """
+    if not isinstance(data, ClientData):
+        raise PbflError(
+            f"the data that the app brings are of type {type(data).__name__}: allowed is a ClientData"
+        )
+    try:
+        data.check()
+    except PbflError as error:
+        raise PbflError(f"the data that the app brings: {error}") from None
+
+
+def forget_trials() -> None:
+    """Drop what this process knows of networks that it has tried."""
+    _dry_forward.cache_clear()
+    _check_layers.cache_clear()
+    _parameters.cache_clear()
+
+
+@lru_cache(maxsize=64)
+def _dry_forward(architecture: str, task: Task) -> None:
+    check_models(architecture, task)
+
+
+@lru_cache(maxsize=64)
+def _check_layers(architecture: str, task: Task) -> None:
+    check_layers(architecture, build_model(fresh(architecture), task, 0))
+
+
+@lru_cache(maxsize=64)
+def _parameters(architecture: str, task: Task, layout: str, precision: str) -> tuple[int, int]:
+    return count_parameters(arrange(build_model(fresh(architecture), task, 0), layout, precision))

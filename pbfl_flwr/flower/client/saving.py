@@ -1,0 +1,99 @@
+"""What a client keeps after a round: for its next one, and for the use of its network elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from logging import WARNING
+
+import torch
+from flwr.common import log
+from pydantic import ValidationError
+from torch import Tensor, nn
+
+from pbfl_flwr.card import Card, fault
+from pbfl_flwr.flower.client.session import ClientSession
+from pbfl_flwr.flower.messages.report import Report, plain
+from pbfl_flwr.flower.storage.store import ClientState
+from pbfl_flwr.method import Nearest, Predictor, Update
+from pbfl_flwr.payloads import Payload
+
+
+def state_after_round(
+    session: ClientSession, update: Update[Payload], predictors: Mapping[str, Predictor], report: Report
+) -> ClientState:
+    """Return the client's state after it has trained.
+
+    Args:
+        session: the client, its network trained.
+        update: what the method gave back.
+        predictors: what it predicts with now.
+        report: what it says of this round.
+    """
+    return ClientState(
+        session.client.round,
+        report.participations,
+        _state_of(session.client.model),
+        update.memory,
+        update.payload.to_tensors(),
+        plain(report.to_record()),
+        _card(session, report.participations),
+        _prototypes(predictors),
+    )
+
+
+def _card(session: ClientSession, participations: int) -> str:
+    """Return what one needs to know of the client's network to use it elsewhere, as JSON.
+
+    Nothing for an app's own data that is not normalised by channel, nor, with a line in
+    the log, for what a card cannot hold: it is for later, and must not cost the client its round.
+    """
+    client, data = session.client, session.client.data
+    channels = client.task.input_shape[0]
+    if not data.scale.numel() == data.shift.numel() == channels:
+        return ""
+    try:
+        return _filled(session, participations).model_dump_json()
+    except ValueError as error:  # pydantic's, of values and of writing them
+        said = fault(error) if isinstance(error, ValidationError) else str(error)
+        log(WARNING, "client %s: its model of this round cannot be exported (%s)", client.key, said)
+        return ""
+
+
+def _filled(session: ClientSession, participations: int) -> Card:
+    client, data = session.client, session.client.data
+    return Card(
+        method=session.method.name,
+        client=str(client.key),
+        architecture=session.store.architecture,
+        round=client.round,
+        participations=participations,
+        num_classes=client.task.num_classes,
+        feature_dim=client.task.feature_dim,
+        input_shape=client.task.input_shape,
+        labels=tuple(data.label_names),
+        columns=tuple(data.columns),
+        vocabulary=tuple(data.vocabulary),
+        text_column=session.settings.data.text_column if session.settings.data.dataset == "text" else "",
+        images=data.train.inputs.dtype is torch.uint8,
+        scale=tuple(data.scale.flatten().tolist()),
+        shift=tuple(data.shift.flatten().tolist()),
+        unit_features=session.method.unit_features,
+    )
+
+
+def _prototypes(predictors: Mapping[str, Predictor]) -> dict[str, Tensor]:
+    """Return the tables behind the predictors by nearest prototype, rows (K, d) and candidates (K,).
+
+    Rows that are the ones of ``global`` are not kept a second time.
+    """
+    tables: dict[str, Tensor] = {}
+    for name, predictor in predictors.items():
+        if isinstance(predictor, Nearest):
+            tables[f"{name}.candidates"] = predictor.candidates
+            if predictor.prototypes is not tables.get("global.rows"):
+                tables[f"{name}.rows"] = predictor.prototypes
+    return tables
+
+
+def _state_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}

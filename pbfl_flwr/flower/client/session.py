@@ -1,0 +1,188 @@
+"""What a client has when a message comes: settings, data, state on disk, a network with its weights, a method.
+
+The network of an architecture is built once in a process and every client's weights are copied into it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from flwr.app import ConfigRecord, Context, Message
+from torch import Tensor
+
+from pbfl_flwr import seeds
+from pbfl_flwr.allocator import keep_freed_memory
+from pbfl_flwr.config import Scalar, Settings, TrainingSettings, parse
+from pbfl_flwr.data import ClientData, client_data, own_data
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower.client.device import Identity, choose_device, identify, own_settings, share_of_cores
+from pbfl_flwr.flower.messages import wire
+from pbfl_flwr.flower.messages.declaration import check_declaration
+from pbfl_flwr.flower.storage.store import ClientState, ClientStore
+from pbfl_flwr.method import Client, Method
+from pbfl_flwr.methods import SECTIONS, build_method
+from pbfl_flwr.models import SplitModel, architecture_of, arrange, build_model, compile_body
+from pbfl_flwr.replay import forget_recordings
+from pbfl_flwr.task import Task
+
+DataSource = Callable[[Settings, int], ClientData]
+"""(settings, client id) -> the client's data; replace it to bring your own."""
+
+
+@dataclass(frozen=True)
+class ClientSource:
+    """Where this app's clients take their data and settings from."""
+
+    data: DataSource
+    settings: Settings | None
+
+    def settings_of(self, context: Context) -> Settings:
+        """Return the run's settings, with what this node's own configuration says instead."""
+        common = self.settings or _settings(tuple(sorted(context.run_config.items())))
+        return _own_settings(common.model_dump_json(), tuple(sorted(context.node_config.items())))
+
+    def data_of(self, settings: Settings, identity: Identity) -> ClientData:
+        """Return the client's shards.
+
+        Raises:
+            PbflError: if it has a name and no data of its own, and whatever the data source raises.
+        """
+        own = self.data is configured_data
+        if identity.own_data and own:
+            return own_data(settings.data, identity.files)
+        if isinstance(identity.client, str):
+            need = "data-path in --node-config" if own else "a client-id that is a number"
+            raise PbflError(
+                f"client-id = '{identity.client}': a name is for devices that bring their own data; this one needs "
+                f"{need}{', or a number instead, which takes that share of the common dataset' * own}"
+            )
+        return self.data(settings, identity.client)
+
+
+def configured_data(settings: Settings, client: int) -> ClientData:
+    """Return a client's share of the configured dataset."""
+    return client_data(settings.data, settings.run.num_clients, client)
+
+
+@dataclass(frozen=True)
+class ClientSession:
+    """A client with everything opened for one message.
+
+    Attributes:
+        client: with its network and data on its device.
+        method: of the run.
+        settings: of the run, with the node's own.
+        store: its file.
+        stored: what was in it, None if it never took part.
+        seconds: getting the data, opening everything else.
+    """
+
+    client: Client
+    method: Method[Any, Any, Any]
+    settings: Settings
+    store: ClientStore
+    stored: ClientState | None
+    seconds: tuple[float, float]
+
+
+def store_of(message: Message, context: Context, source: ClientSource) -> ClientStore:
+    """Return the client's own file, of the experiment that the message names."""
+    settings = source.settings_of(context)
+    experiment = str(message.content.config_records[wire.CONFIG]["experiment"])
+    identity = identify(context, settings, experiment)
+    architecture = architecture_for(settings, identity)
+    return ClientStore(identity.state_dir, experiment, identity.client, architecture, not identity.simulated)
+
+
+def open_client(message: Message, context: Context, source: ClientSource) -> ClientSession:
+    """Return the client as it was after its last round, or as it begins.
+
+    Raises:
+        PbflError: if its settings, data or state cannot be used.
+    """
+    started = time.perf_counter()
+    settings = source.settings_of(context)
+    keep_freed_memory()
+    asked = message.content.config_records[wire.CONFIG]
+    experiment, number = str(asked["experiment"]), int(str(asked["round"]))
+    identity = identify(context, settings, experiment)
+    asked_for_data = time.perf_counter()
+    data = source.data_of(settings, identity)
+    getting = time.perf_counter() - asked_for_data
+    check_declaration(asked, identity.client, data)
+    task = data.task(settings.models.feature_dim)
+    store = store_of(message, context, source)
+    training = settings.training.of(store.architecture)
+    torch.set_num_threads(share_of_cores() if training.threads == "auto" else training.threads)
+    stored = store.load()
+    device = choose_device(settings.training.device)
+    model, initial = _network(store.architecture, task, settings.run.seed, str(device), training)
+    model.load_state_dict(dict(stored.model) if stored else initial)
+    model.eval()  # whatever mode the last client of this process left behind
+    name = identity.client if isinstance(identity.client, str) else ""
+    client = Client(
+        _number(asked, identity.client),
+        number,
+        task,
+        model,
+        data.on(device),
+        training,
+        settings.evaluation,
+        settings.run.seed,
+        stored.memory if stored else {},
+        name,
+    )
+    if stored is None and settings.models.initial_weights == "own":
+        own = build_model(store.architecture, task, seeds.derive(settings.run.seed, "weights", client.key))
+        model.load_state_dict(own.state_dict())
+    method = build_method(settings)
+    opening = time.perf_counter() - started - getting
+    return ClientSession(client, method, settings, store, stored, (getting, opening))
+
+
+def _number(asked: ConfigRecord, client: int | str) -> int:
+    """Return a client's number; that of a named one is the server's to give."""
+    if isinstance(client, int):
+        return client
+    if "client" not in asked:
+        raise PbflError(
+            f"client-id = '{client}': Flower's older strategy interface numbers no names; allowed there is a whole "
+            "number from 0"
+        )
+    return int(str(asked["client"]))
+
+
+def architecture_for(settings: Settings, identity: Identity) -> str:
+    """Return the client's architecture; that of a named one is the only one that its settings name."""
+    return architecture_of(settings.models.models, 0 if isinstance(identity.client, str) else identity.client)
+
+
+@lru_cache(maxsize=4)
+def _settings(run_config: tuple[tuple[str, Scalar], ...]) -> Settings:
+    return parse(dict(run_config), SECTIONS)
+
+
+@lru_cache(maxsize=64)
+def _own_settings(settings: str, node: tuple[tuple[str, Scalar], ...]) -> Settings:
+    return own_settings(Settings.model_validate_json(settings), dict(node))
+
+
+def make_room() -> None:
+    """Drop what this process keeps for later clients, after a card's memory did not suffice: networks, recordings."""
+    _network.cache_clear()
+    forget_recordings()
+
+
+@lru_cache(maxsize=16)
+def _network(
+    architecture: str, task: Task, seed: int, device: str, how: TrainingSettings
+) -> tuple[SplitModel, dict[str, Tensor]]:
+    """Build an architecture once a process; clients' weights are copied in."""
+    model = arrange(build_model(architecture, task, seed), how.layout, how.precision).to(device)
+    compile_body(model, how.compile)
+    return model, {name: tensor.clone() for name, tensor in model.state_dict().items()}

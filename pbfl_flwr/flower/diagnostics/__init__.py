@@ -1,0 +1,1 @@
+"""Checks before a run: this machine and the way to the SuperLink."""

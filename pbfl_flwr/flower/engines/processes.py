@@ -1,0 +1,172 @@
+"""Processes of one's own: started in groups, ended with everything they started."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import shutil
+import signal
+import socket
+import ssl
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower.engines import reaper as reaper
+
+HANGUPS: tuple[signal.Signals, ...] = () if sys.platform == "win32" else (signal.SIGHUP,)
+"""What comes when the terminal goes, where there is such a thing."""
+
+
+class Processes:
+    """Processes that were started together and end together, even if this process is killed.
+
+    Args:
+        scratch: directories that are removed with them.
+    """
+
+    def __init__(self, *scratch: Path) -> None:
+        self._scratch = scratch
+        self._started: list[subprocess.Popen[bytes]] = []
+        self._reaper: subprocess.Popen[bytes] | None = None
+        if os.name == "posix":
+            self._reaper = subprocess.Popen(
+                [sys.executable, "-I", reaper.__file__, *map(str, scratch)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+
+    def start(
+        self, command: Sequence[str], directory: Path, environment: Mapping[str, str], output: BinaryIO
+    ) -> subprocess.Popen[bytes]:
+        """Start a process that leads a group of its own, so that Ctrl-C reaches only us.
+
+        Args:
+            command: the program and its arguments.
+            directory: where it runs.
+            environment: all of its environment.
+            output: takes what it writes, errors too.
+        """
+        process = subprocess.Popen(
+            command,
+            cwd=directory,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._started.append(process)
+        self._tell(str(process.pid))
+        return process
+
+    def sweep(self) -> None:
+        """End what those that have ended left behind, at once: their numbers may soon be somebody else's."""
+        for process in [process for process in self._started if process.poll() is not None]:
+            self._end(process)
+
+    def end(self) -> None:
+        """End them all, the last one first, with everything they started."""
+        for process in reversed(self._started[:]):
+            self._end(process)
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        if os.name == "posix":
+            reaper.end_group(process.pid, process.poll)
+        else:
+            process.kill()
+            process.wait()
+        self._started.remove(process)
+        self._tell(f"-{process.pid}")
+
+    def close(self) -> None:
+        """End them all and remove the scratch directories."""
+        self.end()
+        for directory in self._scratch:
+            shutil.rmtree(directory, ignore_errors=True)
+        if self._reaper is not None and self._reaper.stdin is not None:
+            self._tell("done")
+            with contextlib.suppress(BrokenPipeError):  # what could not be told is told again
+                self._reaper.stdin.close()
+            self._reaper.wait()
+
+    def _tell(self, line: str) -> None:
+        if self._reaper is not None and self._reaper.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._reaper.stdin.write(f"{line}\n".encode())
+                self._reaper.stdin.flush()
+
+
+@contextlib.contextmanager
+def signals_ignored() -> Iterator[None]:
+    """Let nobody interrupt the clearing up: a second Ctrl-C would leave processes behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    ends = (signal.SIGINT, signal.SIGTERM, *HANGUPS)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in ends}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def forget_lost_terminal() -> None:
+    """Let output go nowhere that went to a terminal which is gone: every further line would be an error."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for file in (0, 1, 2):
+        with contextlib.suppress(OSError):
+            about = os.fstat(file)
+            if (
+                stat.S_ISCHR(about.st_mode)
+                and about.st_rdev != os.fstat(nowhere).st_rdev
+                and not os.isatty(file)
+            ):
+                os.dup2(nowhere, file)
+    os.close(nowhere)
+
+
+def executable(name: str) -> str:
+    """Return one of Flower's commands, from the environment that runs this.
+
+    Raises:
+        PbflError: if it is not there.
+    """
+    path = Path(sys.executable).parent / name
+    if not path.exists():
+        raise PbflError(f"'{path}' is missing: install Flower with its simulation engine, flwr[simulation]")
+    return str(path)
+
+
+def free_port() -> int:
+    """Return a port of the loopback interface that is free at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def healthy(port: int, ca: Path | None = None) -> bool:
+    """Whether Flower's HTTP endpoint answers on this port of the loopback interface; with TLS if a CA is given."""
+    connection = (
+        http.client.HTTPSConnection(
+            "127.0.0.1", port, timeout=1, context=ssl.create_default_context(cafile=ca)
+        )
+        if ca
+        else http.client.HTTPConnection("127.0.0.1", port, timeout=1)
+    )
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()

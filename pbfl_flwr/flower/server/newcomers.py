@@ -1,0 +1,123 @@
+"""Clients that come after the last round: what does the federation give to somebody who never took part?
+
+Each one trains for some rounds as every client did, with what the server broadcasts now, and is scored; what it sends
+back is not used, so the server's state stays what it is. Its own state is kept under another name than that of the
+run's rounds: whoever goes on with the run for more rounds meets it as new again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from logging import INFO, WARNING
+from typing import Any
+
+from flwr.common import log
+from flwr.serverapp import Grid
+
+from pbfl_flwr.config import Settings
+from pbfl_flwr.flower.messages.report import classes_counted
+from pbfl_flwr.flower.server.availability import Availability
+from pbfl_flwr.flower.server.instructions import Instructions
+from pbfl_flwr.flower.server.replies import Outcome, Phase, read
+from pbfl_flwr.flower.server.round_records import client_columns, final_scores, round_line
+from pbfl_flwr.flower.server.run_log import accuracy
+from pbfl_flwr.flower.server.stop_conditions import RunEnded
+from pbfl_flwr.method import Moment
+from pbfl_flwr.payloads import Payload
+from pbfl_flwr.task import Task
+
+
+def new_clients(settings: Settings) -> frozenset[int]:
+    """Return the clients that come after the last round: the last ones by number."""
+    clients = settings.run.num_clients
+    return frozenset(range(clients - settings.run.new_clients, clients))
+
+
+@dataclass(frozen=True)
+class Newcomers:
+    """The new clients of a run whose rounds are over.
+
+    Attributes:
+        settings: the run configuration.
+        questions: of the run.
+        attendance: knows the nodes of all clients.
+        task: what all clients agree on.
+        moment: when clients are scored.
+        headline: the predictor that is reported.
+        after: rounds that the run has.
+    """
+
+    settings: Settings
+    instructions: Instructions
+    availability: Availability
+    task: Task
+    moment: Moment
+    headline: str
+    after: int
+
+    def rounds(self, grid: Grid, state: Payload, done: int, timeout: float) -> Iterator[dict[str, Any]]:
+        """Let them train and yield a line for each of their rounds, of the form that rounds.jsonl has.
+
+        ``round`` counts on from the run's rounds, ``after`` says how many those were, ``columns`` are the clients'
+        own counters. Where clients are scored before they train, the last line has a ``final`` scoring.
+
+        Args:
+            grid: Flower's.
+            state: of the server.
+            done: rounds that they have trained already, of a run that goes on.
+            timeout: seconds to wait for a round's answers.
+        """
+        last = self.after + self.settings.run.new_client_rounds
+        for number in range(self.after + done + 1, last + 1):
+            started = time.perf_counter()
+            phase, outcome = self._asked(grid, state, number, "train", timeout)
+            line = round_line(number, phase, outcome, self.instructions.method, state, self.moment, 0.0)
+            line |= {"after": self.after, "columns": client_columns(number, phase, outcome)}
+            if self.moment == "before" and number == last:
+                phase, outcome = self._asked(grid, state, number, "evaluate", timeout)
+                line["final"] = final_scores(phase, outcome)
+                line["columns"]["final"] = client_columns(number, phase, outcome)
+            line["seconds"]["total"] = time.perf_counter() - started
+            yield line
+
+    def judge(self, line: Mapping[str, Any]) -> None:
+        """Log what came of a round.
+
+        Raises:
+            RunEnded: if somebody failed and failure-policy is "stop".
+        """
+        run = self.settings.run
+        log(
+            INFO,
+            "new clients, round %s/%s: accuracy %s (%s)",
+            line["round"] - self.after,
+            run.new_client_rounds,
+            accuracy(line, self.headline),
+            self.headline,
+        )
+        for failure in [*line["failures"], *line.get("final", {}).get("failures", [])]:
+            said = f"new client {failure.get('name', failure['client'])} failed: {failure['reason']}"
+            log(WARNING, "%s", said)
+            if run.failure_policy == "stop":
+                raise RunEnded(f"{said}; failure-policy is 'stop'. All rounds are kept and can be resumed")
+
+    def _asked(
+        self, grid: Grid, state: Payload, number: int, kind: str, timeout: float
+    ) -> tuple[Phase, Outcome]:
+        clients = new_clients(self.settings)
+        absent = self.availability.absent(grid, number, unheard=number == self.after + 1)
+        absent = {client: why for client, why in absent.items() if client in clients}
+        kinds = dict.fromkeys(sorted(clients - set(absent)), kind)
+        instructions = replace(
+            self.instructions, experiment=f"{self.instructions.experiment}-new-{self.after}"
+        )
+        phase = instructions.phase(state, self.availability.roster, kinds, number, absent)
+        replies = list(grid.send_and_receive([message for message, _ in phase.messages], timeout=timeout))
+        self.availability.settle(phase, replies)  # late uploads of the run's last round are of no more use
+        most = self.settings.run.max_upload_mb * 2**20
+        counted = classes_counted(self.settings.evaluation, self.task)
+        outcome = read(replies, phase, instructions.method, state, self.task, most, classes=counted)
+        self.availability.failed(outcome.failures)
+        return phase, outcome

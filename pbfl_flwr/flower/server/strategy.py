@@ -1,0 +1,484 @@
+"""Every method as a Flower strategy: sample, broadcast, decode, aggregate, and say who failed.
+
+::
+
+    start -> hello round (who is there, does it fit together) -> for every round:
+             configure_train -> grid -> aggregate_train -> aggregate_fit(server_round, uploads)
+
+A client trains and is scored in one message; clients that do not train in a round are scored in the same phase.
+Training happens nowhere here, and ``aggregate_fit`` needs neither grid nor node: it can be called in a unit test.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from logging import INFO, WARNING
+from pathlib import Path
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.common import log
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
+
+from pbfl_flwr.config import Settings
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower.messages import wire
+from pbfl_flwr.flower.messages.report import classes_counted
+from pbfl_flwr.flower.server import notes
+from pbfl_flwr.flower.server import run_log as run_log
+from pbfl_flwr.flower.server import stop_conditions as stop_conditions
+from pbfl_flwr.flower.server.availability import Availability
+from pbfl_flwr.flower.server.early_stopping import best_round_line, early_stop_note, patience_exhausted
+from pbfl_flwr.flower.server.instructions import Instructions
+from pbfl_flwr.flower.server.newcomers import Newcomers, new_clients
+from pbfl_flwr.flower.server.recorder import Recorder
+from pbfl_flwr.flower.server.replies import Outcome, Phase, read
+from pbfl_flwr.flower.server.roster import Roster
+from pbfl_flwr.flower.server.round_records import client_columns, final_scores, round_line, updated_ages
+from pbfl_flwr.flower.server.secure_aggregation import SecureRounds
+from pbfl_flwr.flower.server.startup import meet_clients
+from pbfl_flwr.flower.server.waiting import polling
+from pbfl_flwr.flower.storage.history import RunDirectory
+from pbfl_flwr.method import Method, Moment, Round, resolved_moment
+from pbfl_flwr.methods import build_method, check_asked
+from pbfl_flwr.payloads import Payload
+from pbfl_flwr.prototypes.attacks import malicious
+from pbfl_flwr.sinks import check
+from pbfl_flwr.task import Task
+
+TRIES = 3  # times that a round is asked again because nodes were lost in it
+
+
+class MethodStrategy(Strategy):
+    """One method of METHODS as a Flower strategy.
+
+    Args:
+        settings: the run configuration.
+        directory: where the run is written; None keeps everything in memory.
+        method: by default the one that the settings name.
+
+    Attributes:
+        state: the method's state after the last finished round.
+        history: what rounds.jsonl holds, one dictionary a round.
+        newcomers: what newcomers.jsonl holds of the new clients after the last round.
+    """
+
+    def __init__(
+        self, settings: Settings, directory: Path | None = None, method: Method[Any, Any, Any] | None = None
+    ) -> None:
+        self.settings = settings
+        self.method = method or build_method(settings)
+        check_asked(settings, self.method)
+        self.run = RunDirectory(directory) if directory else None
+        self.state: Any = None
+        self.history: list[dict[str, Any]] = []
+        self.newcomers: list[dict[str, Any]] = []
+        self.done = 0
+        self.experiment = f"{settings.fingerprint()}-{uuid.uuid4().hex[:8]}"
+        self.moment: Moment = resolved_moment(settings.evaluation, self.method)
+        wanted = settings.evaluation.predictor
+        self.headline = self.method.headline if wanted == "auto" else wanted
+        self.task: Task | None = None
+        self._secure = SecureRounds(settings, self.method) if settings.privacy.secure_aggregation else None
+        self._recorder = Recorder(self.run, settings, self.headline) if self.run else None
+        self._availability: Availability | None = None
+        self._phase: Phase | None = None
+        self._scored: Any = None  # the state that clients were scored with in this round
+        self._clients: dict[str, Any] = {}
+        self._participations: dict[int, int] = {}  # rounds a client had trained in when it was last heard of
+        self._round_started = 0.0
+        self._num_rounds = settings.run.num_server_rounds
+
+    @property
+    def roster(self) -> Roster | None:
+        """Who is who now; None before the hello round."""
+        return self._availability.roster if self._availability else None
+
+    @property
+    def participants(self) -> Roster:
+        """Who takes part in the rounds: everybody but the new clients, who come afterwards."""
+        assert self.roster is not None, "prepare comes first"
+        return self.roster.without(new_clients(self.settings))
+
+    @property
+    def _instructions(self) -> Instructions:
+        liars = frozenset(malicious(self.settings))
+        finished = self.history[: self.done]  # a round that is asked again has a line, too
+        best = best_round_line(finished, self.headline) if self.settings.run.keep_best else None
+        number = 0 if best is None else int(best["round"])
+        return Instructions(self.method, self.experiment, self.settings.prototypes.wire_dtype, liars, number)
+
+    # Before the first round ---------------------------------------------------------------------------------
+
+    def summary(self) -> None:
+        """Log what is about to happen, one line."""
+        run_log.log_start(self.settings, self.method, self._num_rounds)
+
+    def prepare(self, grid: Grid) -> None:
+        """Meet the clients, check that all fits, start or resume the run directory.
+
+        Raises:
+            PbflError: before anything was trained, naming everything that does not fit.
+        """
+        run = self.settings.run
+        previous = self._recorder.previous() if self._recorder else None
+        check(run.sinks)
+        if run.sinks and self.run is None:
+            raise PbflError(f"sinks = '{run.sinks}': they need a run directory, this strategy has none")
+        if previous is not None:
+            self.experiment = str(previous["experiment"])
+        began_with = None if previous is None else previous["clients"]
+        self._availability = meet_clients(
+            grid, run, self.experiment, self._fits, began_with, self._set_waiting
+        )
+        self._set_waiting("")
+        roster = self._availability.roster
+        self._fits(roster)
+        run_log.log_experimental(self.settings)
+        self.begin(roster.task)
+        if self._recorder is None:
+            return
+        if previous is None:
+            facts = {"experiment": self.experiment, "headline": self.headline, "moment": self.moment}
+            self._recorder.begin(facts, roster.members.values())
+        elif resumed := self._recorder.resume(self.method.state, roster.task, self._num_rounds):
+            state, self.done, self.history = resumed
+            self.state = self.method.resumed(state)
+            for columns in self._recorder.run.client_rounds():
+                self._record_participations(columns)
+        if previous is not None:
+            said = {label for line in self.history for label in line.get("joined", [])}
+            self._availability.note_joined([who for who in previous.get("joined", []) if who not in said])
+
+    def _fits(self, roster: Roster) -> None:
+        self.method.check(roster.task, roster.architectures)
+
+    def begin(self, task: Task) -> None:
+        """Take the method's initial state; :meth:`prepare` does this, a test without a grid does it itself."""
+        self.task = task
+        self.state = self.method.init(task, self.settings.run.seed)
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord | None = None,
+        num_rounds: int | None = None,
+        timeout: float | None = None,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+    ) -> Result:
+        """Run the federation.
+
+        Args:
+            grid: Flower's.
+            initial_arrays: not used: the method's own initial state is what clients get first.
+            num_rounds: rounds in all; by default num-server-rounds. A resumed run makes those that are missing.
+            timeout: seconds to wait for a round's replies; by default round-timeout.
+            train_config: not used: messages carry the round and the experiment.
+            evaluate_config: not used, likewise.
+            evaluate_fn: called after each round with the broadcast arrays.
+
+        Raises:
+            PbflError: before round 1, if something does not fit.
+            RunEnded: if fewer than min-replies clients answered a round, or a simulation worker died.
+        """
+        self._num_rounds = num_rounds or self.settings.run.num_server_rounds
+        self.summary()
+        timeout = timeout or self.settings.run.round_timeout
+        grid = polling(grid, lambda node: (self.roster or Roster({})).called(node), self._set_waiting)
+        with nullcontext() if self.run is None else self.run.locked():
+            self._set_waiting("")  # what a killed server has left
+            if self._availability is None:
+                self.prepare(grid)
+            try:
+                return self._rounds(grid, timeout, evaluate_fn)
+            except PbflError:
+                if self.history and self.history[-1]["round"] > self.done:
+                    self.state = self._scored  # the round is asked again, and what came of it counts once
+                raise
+            finally:
+                self._set_waiting("")
+                if self._recorder is not None:
+                    self._recorder.close()
+
+    def _set_waiting(self, line: str) -> None:
+        """Let others read whom the server waits for, or that it waits no more."""
+        if self.run is not None:
+            self.run.set_waiting(line)
+
+    def _rounds(
+        self,
+        grid: Grid,
+        timeout: float,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None,
+    ) -> Result:
+        assert self._availability is not None, "prepare comes first"
+        availability, result = self._availability, Result()
+        nothing, unused = ArrayRecord(), ConfigRecord()
+        again = 0  # times that this round was asked again
+        self._end_early()  # a resumed run may have come so far
+        if self.done >= self._num_rounds:
+            log(INFO, "no round is left to make: %s of %s are", self.done, self._num_rounds)
+        while self.done < self._num_rounds:
+            server_round = self.done + 1
+            asked = list(self.configure_train(server_round, nothing, unused, grid))
+            replies = list(self._exchange(grid, asked, timeout))
+            availability.collect(grid)
+            try:
+                arrays, metrics = self.aggregate_train(server_round, replies)
+            except stop_conditions.OutOfReach as lost:
+                again += 1
+                if again > TRIES or self._secure is not None:  # whose masks are for one sum
+                    raise
+                run = self.settings.run
+                log(WARNING, "%s. Waiting for nodes, %.0f s at the longest", lost, run.join_timeout)
+                if not availability.wait_for_nodes(
+                    grid, len(asked), run.min_replies, run.join_timeout, self._set_waiting
+                ):
+                    raise
+                availability.undo_round(self.history[-1].get("joined", []))
+                continue
+            if arrays is not None:
+                result.arrays = arrays
+            if metrics is not None:
+                result.train_metrics_clientapp[server_round] = metrics
+            self._end_early()
+            asked = list(self.configure_evaluate(server_round, nothing, unused, grid))
+            if asked:
+                scored = self.aggregate_evaluate(server_round, grid.send_and_receive(asked, timeout=timeout))
+                if scored is not None:
+                    result.evaluate_metrics_clientapp[server_round] = scored
+            self._finish_round(server_round)
+            again = 0
+            if evaluate_fn and (found := evaluate_fn(server_round, result.arrays)) is not None:
+                result.evaluate_metrics_serverapp[server_round] = found
+        run = self.settings.run
+        early = self.done < run.num_server_rounds and patience_exhausted(
+            self.history, self.headline, run.patience
+        )
+        if self._recorder is not None and early:  # not where a caller asked for fewer rounds
+            self._recorder.mark_end(self.done)
+        self._meet_new_clients(grid, timeout)
+        return result
+
+    def _end_early(self) -> None:
+        """Make the last round in the history the last of all if patience is at its end."""
+        if patience_exhausted(self.history, self.headline, self.settings.run.patience) is not None:
+            self._num_rounds = self.history[-1]["round"]
+
+    def _meet_new_clients(self, grid: Grid, timeout: float) -> None:
+        """Let those who took no part train with what the rounds came to; what is done of it already stays."""
+        if not self.settings.run.new_clients:
+            return
+        assert self._availability is not None
+        assert self.task is not None
+        after = self._num_rounds
+        self.newcomers = self.run.newcomers(after) if self.run else []
+        newcomers = Newcomers(
+            self.settings,
+            self._instructions,
+            self._availability,
+            self.task,
+            self.moment,
+            self.headline,
+            after,
+        )
+        for line in newcomers.rounds(grid, self.state, len(self.newcomers), timeout):
+            newcomers.judge(line)
+            self.newcomers.append(line)
+            if self._recorder is not None:
+                self._recorder.add_newcomers(line)
+                for warning in self._recorder.warnings():
+                    log(WARNING, "%s", warning)
+
+    # A round ------------------------------------------------------------------------------------------------
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Return a training message for every sampled client and an evaluation message for (some of) the others."""
+        if self._availability is None:
+            self.prepare(grid)
+        assert self._availability is not None
+        self._round_started = time.perf_counter()
+        run = self.settings.run
+        self._scored = self.state
+        absent = self._absent(grid, server_round)
+        roster = self.participants
+        chosen = set(roster.sample(run.fraction_train, run.seed, server_round, absent))
+        scored = set(roster.scored(run.fraction_evaluate, run.seed, server_round, chosen)) - set(absent)
+        return self._ask(
+            {**dict.fromkeys(chosen, "train"), **dict.fromkeys(scored, "evaluate")}, server_round, absent
+        )
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Return nothing, but after the last round of runs that score before training: one last scoring."""
+        if self.moment != "before" or server_round != self._num_rounds or self._availability is None:
+            return []
+        absent = self._absent(grid, server_round)
+        kinds = {client: "evaluate" for client in self.participants.members if client not in absent}
+        return self._ask(kinds, server_round, absent)
+
+    def _absent(self, grid: Grid, server_round: int) -> dict[int, str]:
+        """Return which participants cannot be asked and why, having written down who has joined."""
+        assert self._availability is not None
+        before = self._availability.roster.members
+        absent = self._availability.absent(grid, server_round)
+        members = self._availability.roster.members
+        if self._recorder is not None and len(members) > len(before):
+            labels = [member.label for client, member in members.items() if client not in before]
+            self._recorder.joined(members.values(), labels)
+        return {client: why for client, why in absent.items() if client in self.participants.members}
+
+    def _ask(self, kinds: Mapping[int, str], server_round: int, absent: Mapping[int, str]) -> list[Message]:
+        roster = self.roster
+        assert roster is not None
+        self._phase = self._instructions.phase(self.state, roster, kinds, server_round, absent)
+        return [message for message, _ in self._phase.messages]
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Drop and name the bad replies, aggregate the rest, keep the books.
+
+        Raises:
+            RunEnded: see :meth:`start`.
+        """
+        received = list(replies)
+        assert self._phase is not None, "configure_train comes first"
+        assert self.task is not None
+        phase, outcome = self._phase, self._read(received)
+        started = time.perf_counter()
+        if len(outcome.trained) >= self.settings.run.min_replies:
+            uploads = outcome.uploads if self._secure is None else self._secure.as_sum(outcome.uploads)
+            # An own aggregate_fit need not know of late uploads.
+            self.aggregate_fit(server_round, uploads, *((outcome.shares,) if outcome.shares else ()))
+        aggregated = time.perf_counter() - started
+        # Of a round that is asked again the line is replaced.
+        self.history = [entry for entry in self.history if entry["round"] < server_round]
+        before = self.history[-1].get("ages") if self.history else None
+        ages = updated_ages(before, outcome.classes, self.task.num_classes)
+        line = round_line(
+            server_round, phase, outcome, self.method, self.state, self.moment, aggregated, ages
+        )
+        line["notes"] += self._notes(line, phase, outcome)
+        self._write_joined(line)
+        run_log.log_round(line, phase, outcome)
+        self.history.append(line)
+        self._clients = client_columns(server_round, phase, outcome)
+        self._need_success(phase, outcome)
+        stop_conditions.need_workers(self.participants, phase, outcome, received)
+        stop_conditions.need_replies(self.settings.run.min_replies, phase, outcome, received)
+        broadcast = self.method.broadcast(self.state, min(phase.training))
+        figures = MetricRecord(
+            {"bytes-up": line["bytes_up"]["total"], "bytes-down": line["bytes_down"]["total"]}
+        )
+        for name, found in line["accuracy"].items():
+            figures[f"accuracy-{name}"] = found["weighted"]
+        return wire.encode(broadcast), figures
+
+    def _write_joined(self, line: dict[str, Any]) -> None:
+        if self._availability is not None and (joined := self._availability.joined()):
+            line["joined"] = [*line.get("joined", []), *joined]
+
+    def _need_success(self, phase: Phase, outcome: Outcome) -> None:
+        """Remember who failed, and end the run if it is to end at the first."""
+        assert self._availability is not None
+        self._availability.failed(outcome.failures)
+        if self.settings.run.failure_policy == "stop":
+            stop_conditions.need_success(phase, outcome)
+
+    def _notes(self, line: Mapping[str, Any], phase: Phase, outcome: Outcome) -> list[str]:
+        """Say what the server, which remembers other rounds, sees in this one."""
+        found = self._availability.notes() if self._availability else []
+        found += notes.forgotten(phase, outcome, self._participations)
+        assert self.roster is not None
+        labels = next(iter(self.roster.members.values())).labels
+        found += notes.unheard_of(labels, line.get("ages"))
+        if self._num_rounds == line["round"] > 1 and self.settings.evaluation.predictor != "auto":
+            found += notes.not_scored(self.headline, self.method.name, line["accuracy"])
+        patience = self.settings.run.patience
+        if (best := patience_exhausted([*self.history, line], self.headline, patience)) is not None:
+            found.append(early_stop_note(best, patience))
+        return found + (self._recorder.warnings() if self._recorder else [])
+
+    def aggregate_fit(
+        self, server_round: int, uploads: Mapping[int, Payload], shares: Mapping[int, float] | None = None
+    ) -> Any:
+        """Run the method's server half on typed uploads and return the new state.
+
+        Args:
+            server_round: from 1.
+            uploads: client id -> upload, already validated.
+            shares: client id -> what a late upload counts; 1 for all others.
+
+        Raises:
+            RunEnded: if the aggregate is not finite; the old state stays.
+        """
+        assert self.task is not None, "begin(task) or prepare(grid) comes first"
+        run = self.settings.run
+        M = len(self.participants.members) if self.roster else run.participants
+        at = Round(server_round, self.task, M, run.seed, dict(shares or {}), run.participants)
+        if list(uploads) != sorted(uploads):
+            uploads = dict(sorted(uploads.items()))
+        state = self.method.aggregate(self.state, uploads, at)
+        stop_conditions.need_numbers(self.method.broadcast(state, min(uploads, default=0)), server_round)
+        self.state = state
+        return self.state
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Add the scores of a last evaluation to the round."""
+        assert self._phase is not None
+        outcome = self._read(list(replies))
+        self._need_success(self._phase, outcome)
+        line = self.history[-1]
+        final = line["final"] = final_scores(self._phase, outcome)
+        if (
+            found := self._availability.notes() if self._availability else []
+        ):  # of who came since the training
+            line["notes"] += found
+            run_log.log_notes(line["round"], found)
+        self._write_joined(line)
+        self._clients["final"] = client_columns(server_round, self._phase, outcome)
+        return MetricRecord({f"accuracy-{name}": of["weighted"] for name, of in final["accuracy"].items()})
+
+    def _exchange(self, grid: Grid, asked: list[Message], timeout: float) -> Iterable[Message]:
+        if self._secure is None:
+            return grid.send_and_receive(asked, timeout=timeout)
+        assert self._phase is not None
+        return self._secure.exchange(grid, self._phase, timeout)
+
+    def _read(self, replies: list[Message]) -> Outcome:
+        assert self._phase is not None
+        assert self.task is not None
+        run, phase, max_bytes = self.settings.run, self._phase, self.settings.run.max_upload_mb * 2**20
+        if self._secure is not None:  # its protocol knows no late answers
+            return self._secure.read(replies, phase, self.state, self.task, max_bytes)
+        assert self._availability is not None
+        late = self._availability.settle(phase, replies)
+        counted = classes_counted(self.settings.evaluation, self.task)
+        return read(
+            replies, phase, self.method, self.state, self.task, max_bytes, late, run.stale_weight, counted
+        )
+
+    def _record_participations(self, columns: Mapping[str, Any]) -> None:
+        """Remember how often the clients of a finished round have trained."""
+        self._participations |= zip(columns["client"], columns["participations"], strict=True)
+
+    def _finish_round(self, server_round: int) -> None:
+        self._set_waiting("")
+        self.history[-1]["seconds"]["total"] = time.perf_counter() - self._round_started
+        self.done = server_round
+        self._record_participations(self._clients)
+        line = self.history[-1]
+        run_log.log_scores(line, self.headline, self._num_rounds)
+        if self._recorder is not None:
+            broadcast = self.method.broadcast(self.state, min(self.roster.members) if self.roster else 0)
+            self._recorder.add(line, self._clients, self.state, self._scored, broadcast)

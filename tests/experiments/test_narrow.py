@@ -1,0 +1,185 @@
+"""What commands print at 80 columns, and where nobody looks at a terminal."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from pbfl_flwr.architectures import ARCHITECTURES
+from pbfl_flwr.config import GROUPS, parse
+from pbfl_flwr.experiments import catalogue, disclosure
+from pbfl_flwr.experiments.text import narrow, numbers, tables
+from pbfl_flwr.methods import SECTIONS
+from tests.runs import entry, pbfl, write_run
+
+MARKDOWN = """**Two runs**
+
+| run | headline | last | best |
+|---|---|---:|---:|
+| FedProto | global | 35.53 ± 1.86 | 36.10 ± 1.20 |
+| a\\|b | local | 51.32 ± 7.44 | 52.63 ± 7.44 |
+
+A note.
+"""
+
+
+@pytest.fixture(autouse=True)
+def _no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
+def terminal(width: int) -> Console:
+    """A terminal without colours."""
+    return Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+
+
+def printed(console: Console) -> list[str]:
+    assert isinstance(console.file, io.StringIO)
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]
+
+
+def test_as_many_columns_as_fit_beside_the_labels() -> None:
+    # 30 - (8 + 2) leaves 20: 5 + 2 + 6 + 2 + 4 = 19 fit, 5 more do not.
+    assert list(narrow.blocks([8, 5, 6, 4, 5, 40, 3], 1, 30)) == [
+        range(1, 4), range(4, 5), range(5, 6), range(6, 7)
+    ]  # fmt: skip
+    assert list(narrow.blocks([8, 5, 6], 1, 80)) == [range(1, 3)]
+    assert list(narrow.blocks([8, 40, 3], 1, 30)) == [range(1, 2), range(2, 3)]  # at least one
+
+
+def test_words_stand_to_the_left_and_numbers_to_the_right() -> None:
+    console = terminal(30)
+    rows = [["a", "1.5", "a remark of many words"], ["b", "12.5", "none"]]
+    narrow.print_blocks(console, ["run", "last", "remark"], rows, words=1)
+    lines = [line for line in printed(console) if line.strip("─ ")]
+    assert lines == [
+        "run  last", "a     1.5", "b    12.5",
+        "run  remark", "a    a remark of many words", "b    none",
+    ]  # fmt: skip
+
+
+def test_a_wide_table_becomes_blocks_in_a_terminal_and_stays_markdown_in_a_pipe() -> None:
+    console = terminal(40)
+    narrow.show(MARKDOWN, console)
+    lines = printed(console)
+    assert max(map(len, lines)) <= 40
+    assert [line.split() for line in lines if line.startswith(("FedProto", "a|b", "run"))] == [
+        ["run", "headline", "last"],
+        ["FedProto", "global", "35.53", "±", "1.86"],
+        ["a|b", "local", "51.32", "±", "7.44"],
+        ["run", "headline", "best"],
+        ["FedProto", "global", "36.10", "±", "1.20"],
+        ["a|b", "local", "52.63", "±", "7.44"],
+    ]
+    wide = terminal(80)
+    narrow.show(MARKDOWN, wide)
+    assert printed(wide) == MARKDOWN.splitlines()
+    full = terminal(max(map(len, MARKDOWN.splitlines())))  # a table that just fits is whole
+    narrow.show(MARKDOWN, full)
+    assert printed(full) == MARKDOWN.splitlines()
+    piped = Console(file=io.StringIO(), width=40)
+    narrow.show(MARKDOWN, piped)
+    assert printed(piped)[: len(MARKDOWN.splitlines())] == MARKDOWN.splitlines()
+
+
+def test_every_command_fits_into_80_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PBFL_HOME", "/home/somebody/.pbfl")
+    run = write_run(tmp_path / "run", [entry(1, 0.5, 0.5)])
+    about = json.loads((run / "run.json").read_text())
+    for member, name in zip(about["clients"], ("site-amsterdam-north", "b"), strict=True):
+        member |= {"name": name, "architecture": "my_package.networks:build_a_small_one"}
+    (run / "run.json").write_text(json.dumps(about))
+    console = terminal(80)
+    catalogue.show_keys("", console)
+    for topic in catalogue.ROWS:
+        catalogue.show_rows(topic, "", console)
+    disclosure.show(disclosure.about(parse({})), console)
+    head, rows = tables.client_rows(about, [])
+    narrow.print_blocks(console, head, rows, words=2)
+    lines = printed(console)
+    assert [line for line in lines if len(line) > 80] == []
+    assert not any("…" in line for line in lines)
+
+
+def test_who_is_piped_gets_whole_lines() -> None:
+    models = pbfl("list", "models").stdout.splitlines()
+    assert {line.split()[0]: line.split(maxsplit=1)[1] for line in models}.items() >= ARCHITECTURES.items()
+    keys = pbfl("list", "keys").stdout.splitlines()
+    at = keys.index("  failure-policy = continue")
+    assert keys[at + 1] == (
+        "      after a client failed: go on with the others, or end the run and name it [continue, stop]"
+    )
+    told = pbfl("privacy").stdout.splitlines()
+    assert (
+        "  in clear  training losses: the mean of every term, and what else the method reports; against it: "
+        in (line[: line.index("client-report")] for line in told if "training losses" in line)
+    )
+
+
+def test_a_terminal_keeps_its_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert numbers.screen().width == numbers.UNLIMITED
+    monkeypatch.setenv("COLUMNS", "60")
+    assert numbers.screen().width == 60
+
+
+@pytest.mark.parametrize("width", [50, 60])
+def test_the_figures_of_a_run_stay_whole_on_a_narrow_terminal(
+    tmp_path: Path, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_run(tmp_path / "run", [entry(1, 0.5, 0.125), entry(2, 0.75, 0.25)])
+    monkeypatch.setenv("COLUMNS", str(width))
+    shown = pbfl("show", run).stdout
+    assert {"75.00", "25.00", "12.50", "62.50"} <= set(shown.split())
+    assert "…" not in shown
+
+
+def test_keys_by_word_by_group_and_by_method() -> None:
+    everything = pbfl("list", "keys").stdout
+    assert [line.split(":")[0] for line in everything.splitlines() if line[:1].strip()] == [
+        *GROUPS,
+        *SECTIONS,
+    ]
+    found = pbfl("list", "keys", "cps").stdout.splitlines()
+    assert [line for line in found if not line.startswith("      ")] == [
+        "prototypes: The stages of the prototype pipeline; auto is what the method's name stands for.",
+        "  cps-dim = auto",
+        "  cps-scheme = dimension",
+        "  cps-pull = full",
+    ]
+    group = pbfl("list", "keys", "models").stdout
+    assert [line.split()[0] for line in group.splitlines() if line[:3].strip() and line[0] == " "] == [
+        "models",
+        "feature-dim",
+        "initial-weights",
+    ]
+    by_what_is_said = pbfl("list", "keys", "Stop").stdout.splitlines()
+    assert by_what_is_said[0] == "'Stop' in what is said of other keys:"
+    assert "  failure-policy = continue" in by_what_is_said
+    assert pbfl("list", "keys", "early").exit_code == 2  # which is not in "nearly", nor in "linearly"
+    method = pbfl("list", "keys", "fedprox").stdout
+    assert method.splitlines()[1] == "  fedprox.mu = 0.001"
+    assert len(method.splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("topic", "word", "said"),
+    [
+        ("keys", "learning-rat3", "did you mean 'learning-rate'? The groups are run, data, models"),
+        ("methods", "foo", "'foo': none of the methods contains it; they are local, fedavg"),
+    ],
+)
+def test_a_word_that_nothing_contains_is_one_line(topic: str, word: str, said: str) -> None:
+    result = pbfl("list", topic, word)
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_methods_by_word() -> None:
+    assert [line.split()[0] for line in pbfl("list", "methods", "proto").stdout.splitlines()] == [
+        "fedproto",
+        "tinyproto",
+        "protonorm",
+    ]

@@ -1,0 +1,170 @@
+"""``--dry-run`` of what makes several runs: what each of them would be, and nothing is started."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from pbfl_flwr.experiments.comparing import compare, planned_runs
+from pbfl_flwr.flower.storage.history import RunDirectory
+from tests.runs import entry, pbfl, write_run
+
+FILE = """
+title = "Two methods"
+[common]
+dataset = "digits"
+models = "mlp5"
+num-clients = 2
+num-server-rounds = 2
+feature-dim = 4
+[runs.A]
+method = "fedproto"
+[runs.B]
+method = "local"
+"""
+
+
+TABLE = """
+title = "A table"
+paper = "A paper"
+table = "Table 1"
+hardware = "not stated"
+accuracy = "weighted"
+round = "best"
+spread = "none"
+seeds = [0]
+deviations = ["nothing"]
+[common]
+dataset = "digits"
+models = "mlp5"
+num-clients = 2
+num-server-rounds = 4
+[small]
+num-server-rounds = 1
+[blocks.digits]
+[runs.FedProto]
+method = "fedproto"
+[published]
+FedProto = [[90.0]]
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "two.toml"
+    path.write_text(FILE)
+    return path
+
+
+def shown(planned: list[compare.Planned]) -> tuple[bool, list[list[str]], str]:
+    file = io.StringIO()
+    console = Console(file=file, width=300)
+    fine = planned_runs.show(planned, console)
+    text = file.getvalue()
+    return fine, [line.split() for line in text.splitlines()], text
+
+
+def test_every_run_is_there_or_goes_on_or_is_to_be_made_or_refused(file: Path, tmp_path: Path) -> None:
+    planned = compare.plan(compare.read(str(file))[1], [], [0, 1], [], tmp_path)
+    there, some, other, refused = planned
+    lines = [entry(number, 0.5, 0.5) for number in (1, 2)]
+    write_run(there.directory, lines, **there.wishes.values)
+    write_run(some.directory, lines[:1], **some.wishes.values)
+    fine, rows, _ = shown(planned)
+    assert fine
+    assert [row[:-1] for row in rows[2:6]] == [
+        ["A", "fedproto", "is", "there", "0", "2/2"],
+        ["A", "fedproto", "goes", "on", "1", "1/2"],
+        ["B", "local", "to", "make", "0", "0/2"],
+        ["B", "local", "to", "make", "1", "0/2"],
+    ]
+    assert rows[2][-1] == str(there.directory)
+    assert " ".join(rows[6]) == "3 of 4 runs are to be made; nothing was started"
+    write_run(refused.directory, lines, **{**refused.wishes.values, "learning-rate": 0.5})
+    fine, rows, text = shown(planned)
+    assert not fine
+    assert rows[5][:5] == ["B", "local", "refused", "1", "-"]
+    assert "2 of 4 runs are to be made; nothing was started" in text
+    assert "B, seed 1: " in text
+    assert "was made with learning-rate = 0.5" in text
+    assert not other.directory.exists()
+
+
+def test_a_run_that_patience_ended_lacks_nothing(file: Path, tmp_path: Path) -> None:
+    planned = compare.plan(
+        compare.read(str(file))[1], ["num-server-rounds=9", "patience=1"], [], ["A"], tmp_path
+    )
+    write_run(planned[0].directory, [entry(1, 0.5, 0.5), entry(2, 0.5, 0.5)], **planned[0].wishes.values)
+    RunDirectory(planned[0].directory).mark_end(2)
+    fine, rows, _ = shown(planned)
+    assert fine
+    assert rows[2][:-1] == ["A", "fedproto", "is", "there", "0", "2/2"]
+
+
+@pytest.mark.parametrize("command", ["compare", "sweep"])
+def test_the_commands_start_nothing_and_check_everything(
+    command: str, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    small = [
+        "--set",
+        "models=mlp5",
+        "--set",
+        "num-clients=2",
+        "--engine",
+        "processes",
+        "--dry-run",
+        "--out",
+        "o",
+    ]
+    words = [file] if command == "compare" else ["--set", "method=fedproto,local"]
+    done = pbfl(command, *words, *small)
+    assert done.exit_code == 0, done.stderr
+    assert "2 of 2 runs are to be made; nothing was started" in done.stdout
+    wrong = pbfl(command, *words, *small, "--set", "data-dir=/nowhere", "--set", "dataset=npz")
+    assert wrong.exit_code == 2
+    assert not (tmp_path / "o").exists()
+    assert not (tmp_path / "runs").exists()
+
+
+def test_what_a_run_would_be_warned_of_is_said_once(file: Path, tmp_path: Path) -> None:
+    words = [
+        "--set",
+        "method=gfpl",
+        "--set",
+        "feature-dim=16",
+        "--seeds",
+        "0-1",
+        "--engine",
+        "processes",
+        "--dry-run",
+        "--out",
+        tmp_path / "o",
+    ]
+    told = " ".join(pbfl("compare", file, *words).stdout.split())
+    assert told.count("gfpl: num-server-rounds = 2: the first exchange of mixtures is in round 10") == 1
+
+
+def test_a_refused_run_ends_it_with_2(file: Path, tmp_path: Path) -> None:
+    first = compare.plan(compare.read(str(file))[1], [], [], ["A"], tmp_path / "o")[0]
+    write_run(first.directory, [entry(1, 0.5, 0.5)], **{**first.wishes.values, "seed": 7})
+    before = json.loads((first.directory / "run.json").read_text())
+    done = pbfl("compare", file, "--engine", "processes", "--dry-run", "--out", tmp_path / "o")
+    assert done.exit_code == 2
+    assert "refused" in done.stdout
+    assert json.loads((first.directory / "run.json").read_text()) == before
+
+
+def test_a_reproduction_says_what_differs_and_what_it_would_make(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    table = tmp_path / "mine.toml"
+    table.write_text(TABLE)
+    done = pbfl("reproduce", table, "--engine", "processes", "--dry-run")
+    assert done.exit_code == 0, done.stderr
+    assert "1 of 1 runs are to be made; nothing was started" in done.stdout
+    assert "num-server-rounds" in done.stdout
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,425 @@
+"""A run that begins with some of its devices, and others that join it."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from io import StringIO
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from flwr.app import ConfigRecord, Message
+from rich.console import Console
+
+from pbfl_flwr.config import Scalar, parse
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments import report
+from pbfl_flwr.experiments.results import records
+from pbfl_flwr.experiments.results.run_export import as_csv
+from pbfl_flwr.experiments.text.tables import show
+from pbfl_flwr.flower.client import hello as client_hello
+from pbfl_flwr.flower.legacy import LegacyMethodStrategy
+from pbfl_flwr.flower.server.admission import Admission
+from pbfl_flwr.flower.server.availability import Availability
+from pbfl_flwr.flower.server.roster import Member, Roster
+from pbfl_flwr.flower.storage.history import RunDirectory
+from pbfl_flwr.method import Round
+from pbfl_flwr.methods import METHODS, SECTIONS
+from pbfl_flwr.prototypes.pipeline import Pipeline
+from pbfl_flwr.task import Task
+from tests.flower.inprocess import SHORT, Answer, Federation, LocalGrid, federation, hello, silent
+from tests.flower.sites import run, sites
+
+TASK = Task(3, 4, (2,))
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PBFL_HOME", str(tmp_path / "home"))
+
+
+def coming(fed: Federation, arrivals: Mapping[int, Sequence[int]]) -> Federation:
+    """Let devices come: round -> positions of those that are there from this round on; 1 is before the hello."""
+    nodes = [*fed.grid.get_node_ids()]
+    online = [nodes[n] for n in arrivals.get(1, [])]
+    fed.grid.get_node_ids = lambda: list(online)  # type: ignore[method-assign]
+
+    def look(asked: Sequence[Message], replies: Sequence[Message]) -> None:
+        group = asked[0].metadata.group_id if asked else ""
+        if group.isdigit():
+            online.extend(node for n in arrivals.get(int(group) + 1, []) if (node := nodes[n]) not in online)
+
+    fed.grid.watchers.append(look)
+    return fed
+
+
+def begun(
+    tmp_path: Path, nodes: list[dict[str, Scalar]], arrivals: Mapping[int, Sequence[int]], **keys: Any
+) -> Federation:
+    base: dict[str, Any] = {"num_server_rounds": 3, "min_clients": 2, "join_timeout": 0.01}
+    return coming(run(tmp_path, nodes, **{**base, **keys}), arrivals).run()
+
+
+def test_a_run_begins_with_some_and_others_join_in_any_round(tmp_path: Path) -> None:
+    nodes = sites(tmp_path, "m", "b", "z", "a")
+    found = begun(tmp_path, nodes, {1: [0, 2], 2: [3], 3: [1]})
+    lines = found.strategy.history
+    assert [line["trained"] for line in lines] == [[0, 1], [0, 1, 2], [0, 1, 2, 3]]
+    assert [[n for n in line["notes"] if "joined" in n] for line in lines] == [
+        [],
+        ["client a has joined the run"],
+        ["client b has joined the run"],
+    ]
+    assert [line["failures"] for line in lines] == [[], [], []]
+    about = json.loads((tmp_path / "run/run.json").read_text())
+    assert {m["name"]: m["client"] for m in about["clients"]} == {"m": 0, "z": 1, "a": 2, "b": 3}
+    columns = [json.loads(line) for line in (tmp_path / "run/clients.jsonl").read_text().splitlines()]
+    assert [line["name"] for line in columns] == [["m", "z"], ["m", "z", "a"], ["m", "z", "a", "b"]]
+    assert (tmp_path / "run/result.txt").exists()
+    text = StringIO()
+    show(tmp_path / "run", Console(width=200, file=text))
+    assert "client b has joined the run" in text.getvalue()
+    late = "joined the run: client a in round 2, client b in round 3; accuracies of rounds before are without them"
+    assert late in text.getvalue().splitlines()
+    assert {row.split(",")[2] for row in as_csv(tmp_path / "run").splitlines()[1:]} == set("mbza")
+    report.write(records.load([tmp_path / "run"]), tmp_path / "report.html")
+    assert late in report.overviews(records.load([tmp_path / "run"]))[0].warnings
+
+
+def test_who_joins_with_other_pretrained_weights_is_noted(tmp_path: Path) -> None:
+    nodes = sites(tmp_path, "a", "b", "c", "d")
+    said = iter(["1", "1", "2", "1"])
+    with patch.object(client_hello, "digest_of_weights", lambda name: next(said)):
+        found = begun(tmp_path, nodes, {1: [0, 1], 2: [2], 3: [3]})
+    notes = [[n for n in line["notes"] if "same weights" in n] for line in found.strategy.history]
+    assert notes == [
+        [],
+        ["'cnn4' does not begin with the same weights everywhere: 1 on client a, b; 2 on client c"],
+        ["'cnn4' does not begin with the same weights everywhere: 1 on client a, b, d; 2 on client c"],
+    ]
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_somebody_joins_whatever_the_method(tmp_path: Path, method: str) -> None:
+    nodes = sites(tmp_path, "a", "b", "c")
+    own = SHORT.get(method, {})
+    found = begun(tmp_path, nodes, {1: [0, 1], 2: [2]}, method=method, num_server_rounds=2, **own)
+    assert [line["trained"] for line in found.strategy.history] == [[0, 1], [0, 1, 2]]
+    assert found.strategy.history[1]["failures"] == []
+
+
+def test_the_log_says_how_many_there_may_be(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    begun(tmp_path, sites(tmp_path, "a", "b"), {1: [0, 1]}, num_clients=5, num_server_rounds=1)
+    assert "fedproto: 2 to 5 clients, cnn4" in caplog.text
+
+
+def test_a_device_with_a_number_keeps_it(tmp_path: Path) -> None:
+    nodes = sites(tmp_path, 0, 3, "x", 2)
+    found = begun(tmp_path, nodes, {1: [0, 1], 2: [2, 3]}, method="fesem")
+    assert [line["trained"] for line in found.strategy.history] == [[0, 3], [0, 1, 2, 3], [0, 1, 2, 3]]
+    assert len(found.strategy.state.assigned) == 4
+    text = StringIO()
+    show(tmp_path / "run", Console(width=200, file=text))
+    assert "over 2 of 4" not in text.getvalue()
+
+
+@pytest.mark.parametrize("method", ["fedproto", "fesem", "gfpl"])
+def test_numbers_that_nobody_has_are_missed_by_nobody(tmp_path: Path, method: str) -> None:
+    found = begun(tmp_path, sites(tmp_path, 1, 4, "x"), {1: [0, 1]}, method=method, num_clients=6)
+    assert [line["trained"] for line in found.strategy.history] == [[1, 4]] * 3
+    text = StringIO()
+    show(tmp_path / "run", Console(width=200, file=text))
+    assert "not over all clients" not in text.getvalue()
+    report.write(records.load([tmp_path / "run"]), tmp_path / "report.html")
+    begun(
+        tmp_path,
+        sites(tmp_path, 4, 1),
+        {1: [0, 1]},
+        method=method,
+        num_clients=6,
+        num_server_rounds=4,
+        resume=True,
+    )
+
+
+def test_who_came_first_stays_and_so_does_who_joined_when_the_run_goes_on(tmp_path: Path) -> None:
+    nodes = sites(tmp_path, "m", "b", "z")
+    begun(tmp_path, nodes[:2], {1: [0, 1]}, num_clients=4, num_server_rounds=1)
+    begun(tmp_path, nodes, {1: [0, 1, 2]}, num_clients=4, num_server_rounds=2, resume=True)
+    alone = begun(tmp_path, nodes[2:], {1: [0]}, num_clients=4, num_server_rounds=3, resume=True)
+    assert alone.strategy.roster is not None
+    assert alone.strategy.roster.names == {0: "b", 1: "m", 2: "z"}
+    assert [line["trained"] for line in alone.directory.rounds()] == [[0, 1], [0, 1, 2], [2]]
+    assert [failure["name"] for failure in alone.strategy.history[2]["failures"]] == ["b", "m"]
+
+
+def test_a_run_that_began_with_all_takes_nobody(tmp_path: Path) -> None:
+    nodes = sites(tmp_path, "a", "b", "c")
+    found = begun(tmp_path, nodes, {1: [0, 1], 2: [2]}, num_clients=2, num_server_rounds=2)
+    assert [line["trained"] for line in found.strategy.history] == [[0, 1], [0, 1]]
+    closed = begun(
+        tmp_path, nodes, {1: [0, 1, 2]}, num_clients=2, num_server_rounds=3, resume=True, min_clients=0
+    )
+    (line,) = closed.strategy.history[2:]
+    assert line["trained"] == [0, 1]
+    assert any(note.endswith("is none of this run") for note in line["notes"])
+
+
+def test_who_does_not_fit_is_named_once_and_nobody_elses_round_is_lost(tmp_path: Path) -> None:
+    nodes = sites(tmp_path, "a", "b", "c")
+    nodes[2]["model"] = "cnn2"
+    found = begun(tmp_path, nodes, {1: [0, 1], 2: [2]}, method="fedavg")
+    assert [line["trained"] for line in found.strategy.history] == [[0, 1]] * 3
+    said = [note for line in found.strategy.history for note in line["notes"] if "not asked" in note]
+    (note,) = said
+    assert "client-id c on node" in note
+    assert "cannot join it: method 'fedavg'" in note
+
+
+def test_a_device_without_its_data_keeps_nobody_from_beginning(tmp_path: Path) -> None:
+    nodes = sites(tmp_path, "a", "b", "c")
+    Path(str(nodes[1]["data-path"])).unlink()
+    found = begun(tmp_path, nodes, {1: [0, 1, 2]}, num_server_rounds=1)
+    (line,) = found.strategy.history
+    assert line["trained"] == [0, 1]
+    assert any("client-id = 'b'" in note and "data.npz" in note for note in line["notes"])
+    with pytest.raises(PbflError, match=r"^1 of 3 clients: client-id = 'b'"):
+        begun(tmp_path, nodes, {1: [0, 1, 2]}, min_clients=3, run_dir=str(tmp_path / "other"))
+
+
+def test_too_few_are_said_with_the_key(tmp_path: Path) -> None:
+    with pytest.raises(PbflError, match=r"^min-clients = 2, but only 1 nodes joined within 0 s$"):
+        begun(tmp_path, sites(tmp_path, "a", "b", "c"), {1: [0]})
+
+
+def test_in_a_simulation_all_begin(tmp_path: Path) -> None:
+    found = federation(tmp_path, min_clients=2, join_timeout=0.01)
+    with pytest.raises(PbflError, match=r"^min-clients = 2: allowed in a simulation is 0, since .* 3 came$"):
+        coming(found, {1: [0, 1, 2]}).run()
+    assert federation(tmp_path, min_clients=2).run().strategy.done == 2
+
+
+def test_a_silent_node_is_greeted_ever_less_often(tmp_path: Path) -> None:
+    nodes = sites(tmp_path, "a", "b", "c")
+    faults = {(2, 0): silent}
+    found = run(tmp_path, nodes, num_server_rounds=12, min_clients=2, join_timeout=0.01, faults=faults)
+    greeted: list[int] = []
+    counting = found.grid.watchers
+    done = found.strategy
+
+    def look(asked: Sequence[Message], replies: Sequence[Message]) -> None:
+        if asked[0].metadata.group_id == "hello" and done.done + len(done.history):
+            greeted.append(done.done + 1)
+
+    coming(found, {1: [0, 1], 2: [2]})
+    counting.append(look)
+    found.run()
+    assert greeted == [2, 3, 5, 9]
+    assert [line["trained"] for line in found.strategy.history] == [[0, 1]] * 12
+
+
+def test_a_node_that_comes_back_is_greeted_at_once_when_somebody_failed(tmp_path: Path) -> None:
+    """It may be the client whose old node is not known to be gone yet."""
+    nodes = sites(tmp_path, "a", "b")
+    nodes.append(nodes[1])
+    found = run(
+        tmp_path, nodes, num_clients=3, num_server_rounds=4, min_clients=2, join_timeout=0.01,
+        faults={(1, 3): silent},
+    )  # fmt: skip
+    coming(found, {1: [0, 1], 2: [2]}).run()
+    lines = found.strategy.history
+    assert [line["trained"] for line in lines] == [[0, 1], [0, 1], [0], [0, 1]]
+    assert found.strategy.roster is not None
+    assert found.strategy.roster.members[1].node == found.grid.nodes[2]
+
+
+def test_who_joins_is_written_down_before_it_is_asked(tmp_path: Path) -> None:
+    nodes = sites(tmp_path, "a", "b", "c")
+    known: list[int] = []
+
+    def look(message: Message, answer: Answer) -> Message:
+        known.append(len(RunDirectory(tmp_path / "run").read()["clients"]))
+        return answer()
+
+    begun(tmp_path, nodes, {1: [0, 1], 2: [2]}, num_server_rounds=2, faults={(2, 2): look})
+    assert known == [3]
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_who_joined_in_a_round_that_was_not_finished_is_in_its_line(tmp_path: Path, at: int) -> None:
+    """The server is killed when it has asked somebody new; who joined earlier is not said a second time."""
+
+    class Killed(BaseException):
+        pass
+
+    def kill(message: Message, answer: Answer) -> Message:
+        raise Killed
+
+    nodes = sites(tmp_path, "a", "b", "c", "d")
+    arrivals = {1: [0, 1], 2: [2], 3: [3]}
+    with pytest.raises(Killed):
+        begun(tmp_path, nodes, arrivals, faults={(1 + at, 1 + at): kill})
+    resumed = begun(tmp_path, nodes, {1: range(2 + at), 3: [3]}, resume=True)
+    lines = resumed.directory.rounds()
+    assert [line.get("joined", []) for line in lines] == [[], ["c"], ["d"]]
+    said = [note for line in lines for note in line["notes"] if "joined" in note]
+    assert said == ["client c has joined the run", "client d has joined the run"]
+
+
+def test_who_joins_together_is_numbered_whoever_answers_first(tmp_path: Path) -> None:
+    """Own numbers first, then names in ascending order."""
+    nodes = sites(tmp_path, "a", "b", "z", "m", 3, "k")
+    arrivals = {1: [0, 1], 2: [2, 3, 4, 5]}
+    found = [
+        begun(tmp_path, nodes, arrivals, place=f"run{order}", order=order, num_server_rounds=2)
+        for order in range(4)
+    ]
+    assert [one.strategy.history[1]["joined"] for one in found] == [["k", "3", "m", "z"]] * 4
+    assert found[0].strategy.roster is not None
+    assert found[0].strategy.roster.names == {0: "a", 1: "b", 2: "k", 4: "m", 5: "z"}
+    assert len({one.fingerprint for one in found}) == 1
+
+
+def test_m_is_who_has_joined_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    aggregate = Pipeline.aggregate
+
+    def watched(self: Pipeline, state: Any, uploads: Any, at: Round) -> Any:
+        seen.append(at.num_clients)
+        return aggregate(self, state, uploads, at)
+
+    monkeypatch.setattr(Pipeline, "aggregate", watched)
+    nodes = sites(tmp_path, "a", "b", "c")
+    begun(tmp_path, nodes, {1: [0, 1], 3: [2]}, num_clients=20)
+    assert seen == [2, 2, 3]
+    begun(tmp_path, nodes, {1: [0, 1, 2]}, num_clients=20, num_server_rounds=4, resume=True, min_clients=0)
+    assert seen[3:] == [3]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"method": "fedproto", "aggregation": "ppa", "ppa_total": "known", "total_examples": 80},
+        {"method": "tinyproto", "aps_scale": 3 / 80, "cps_dim": 0},
+    ],
+    ids=["ppa", "aps"],
+)
+def test_constants_for_all_clients_do_not_change_with_who_has_joined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any]
+) -> None:
+    aggregate, rounds = Pipeline.aggregate, []
+
+    def watched(self: Pipeline, state: Any, uploads: Any, at: Round) -> Any:
+        new = aggregate(self, state, uploads, at)
+        rounds.append(len(uploads))
+        sums = torch.stack([upload.values for upload in uploads.values()]).sum(0)
+        factor = 3 / (20 * len(uploads))  # K/n: the 80 samples of four clients are 20 of each that answers
+        if keys["method"] == "tinyproto":
+            factor /= 3 / 80  # the client multiplies by μ
+        torch.testing.assert_close(new.broadcast.values, factor * sums)
+        return new
+
+    monkeypatch.setattr(Pipeline, "aggregate", watched)
+    begun(tmp_path, sites(tmp_path, "a", "b", "c"), {1: [0, 1], 3: [2]}, num_clients=4, **keys)
+    assert rounds == [2, 2, 3]
+
+
+def test_who_joins_during_the_last_round_is_scored(tmp_path: Path) -> None:
+    nodes = sites(tmp_path, "a", "b", "c")
+    keys: dict[str, Any] = {"num_server_rounds": 1, "evaluate_moment": "before"}
+    found = begun(tmp_path, nodes, {1: [0, 1], 2: [2]}, **keys)
+    (line,) = found.strategy.history
+    assert line["final"]["accuracy"]["head"]["clients"] == 3
+    assert "client c has joined the run" in line["notes"]
+    assert "client c has joined the run" in RunDirectory(tmp_path / "run").rounds()[0]["notes"]
+    assert RunDirectory(tmp_path / "run").rounds()[0]["joined"] == ["c"]
+    assert len(RunDirectory(tmp_path / "run").read()["clients"]) == 3
+
+
+def member(client: int | str, **said: Any) -> Member:
+    return Member.from_reply(
+        9, ConfigRecord({**hello(0, TASK), "simulated": False, **said, "client": client})
+    )
+
+
+def anything(roster: Roster) -> None:
+    """Every method takes every network."""
+
+
+@pytest.mark.parametrize(
+    ("taken", "client", "said", "reason"),
+    [
+        ([0, 1, 2], "x", {}, "the run has all its num-clients = 3 clients already"),
+        ([0], 1, {"simulated": True}, "simulated clients are there when their run begins"),
+        ([0], 3, {}, "allowed are client-ids 0 to 2, since num-clients = 3"),
+        (["a"], 0, {}, r"number 0 \(of client-ids a and 0\) is used by two nodes"),
+        ([0], 1, {"feature-dim": 5}, "clients disagree in feature-dim d: client 0 has 4, 1 has 5"),
+        ([0], 1, {"labels": ["x", "y", "z"]}, "clients disagree in label names"),
+    ],
+)
+def test_who_cannot_join(
+    taken: list[int | str], client: int | str, said: dict[str, Any], reason: str
+) -> None:
+    members = [member(who) for who in taken]
+    roster = Roster(
+        {n: m if not m.name else Member(**{**vars(m), "client": n}) for n, m in enumerate(members)}
+    )
+    with pytest.raises(PbflError, match=reason):
+        Admission(3, anything).admitted(roster, member(client, **said))
+
+
+def test_names_take_the_lowest_free_number() -> None:
+    joining, roster = Admission(3, anything), Roster({1: member(1)})
+    roster = joining.admitted(roster, member("x"))
+    roster = joining.admitted(roster, member("a"))
+    assert {client: m.label for client, m in roster.members.items()} == {0: "x", 1: "1", 2: "a"}
+    assert not joining.has_room(roster)
+
+
+def test_a_silent_node_holds_a_round_for_a_minute_at_most_and_ever_more_seldom() -> None:
+    greeted: list[tuple[int, float | None]] = []
+    online, now = [9, 101], 0  # 9 is the client's, the other one never answers
+
+    class Silent(LocalGrid):
+        def get_node_ids(self) -> list[int]:
+            return online
+
+        def send_and_receive(
+            self, messages: Iterable[Message], *, timeout: float | None = None
+        ) -> list[Message]:
+            greeted.extend((now, timeout) for message in messages)
+            return []
+
+        def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+            raise AssertionError("nobody owes an answer")
+
+    availability = Availability(Roster({0: member(0)}), "e", 3600.0, Admission(2, anything))
+    for now in range(1, 103):
+        online[1:] = [101] if now != 101 else []
+        assert availability.absent(Silent(), now) == {}
+    # The pause grows to 32 rounds; a node that was away is greeted as soon as it is back.
+    assert greeted == [(number, 60.0) for number in (1, 2, 4, 8, 16, 32, 64, 96, 102)]
+    assert availability.notes() == ["a new node is not asked: node 101: no answer within 60 s"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"min-clients": 21}, "min-clients = 21: allowed is up to num-clients = 20"),
+        ({"min-clients": 2, "new-clients": 1}, "min-clients = 2: with new-clients = 1 all clients are there"),
+        (
+            {"min-clients": 2, "secure-aggregation": True},
+            "with secure-aggregation = true all clients are there",
+        ),
+        ({"min-clients": 2, "min-replies": 3}, r"min-replies = 3: allowed is up to 2, .* = 1 of 2\)"),
+    ],
+)
+def test_what_does_not_go_together(keys: dict[str, Scalar], reason: str) -> None:
+    with pytest.raises(PbflError, match=reason):
+        parse({"method": "fedproto", **keys}, SECTIONS)
+
+
+def test_flowers_older_interface_has_none() -> None:
+    with pytest.raises(PbflError, match="min-clients = 2: the older interface has none; allowed is 0"):
+        LegacyMethodStrategy(parse({"method": "fedproto", "min-clients": 2}, SECTIONS), TASK)

@@ -1,0 +1,215 @@
+"""A run that gets no better ends by itself, and whoever reads it knows that nothing is missing."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pbfl_flwr.config import parse
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments.results.accuracies import scores
+from pbfl_flwr.experiments.running import configuration, watch
+from pbfl_flwr.flower.legacy import LegacyMethodStrategy
+from pbfl_flwr.flower.server.early_stopping import (
+    best_round_line,
+    early_stop_note,
+    patience_exhausted,
+    score_of,
+)
+from pbfl_flwr.flower.storage.history import ENDED, RunDirectory, last_round
+from pbfl_flwr.methods import SECTIONS
+from pbfl_flwr.task import Task
+from tests.flower.inprocess import Federation, federation
+from tests.runs import pbfl
+
+STILL: dict[str, Any] = {
+    "learning_rate": 1e-30,
+    "models": "cnn4",
+    "predictor": "head",
+}  # nothing changes, so round 1 stays the best
+
+
+def line(number: int, test: float | None, validation: float | None = None) -> dict[str, Any]:
+    return {
+        "round": number,
+        "accuracy_of_round": number,
+        "accuracy": {} if test is None else {"global": {"weighted": test}, "head": {"weighted": 1 - test}},
+        **({} if validation is None else {"validation": {"global": {"weighted": validation}}}),
+    }
+
+
+def history(*scores: float | None) -> list[dict[str, Any]]:
+    return [line(number, score) for number, score in enumerate(scores, start=1)]
+
+
+@pytest.mark.parametrize(
+    ("scores", "patience", "best"),
+    [
+        ((0.5, 0.4, 0.4), 2, 1),
+        ((0.5, 0.4), 2, None),
+        ((0.5, 0.4, 0.5), 2, 1),  # of equals the first
+        ((0.5, 0.4, 0.6), 2, None),
+        ((0.3, 0.6, 0.5, 0.4, 0.5), 3, 2),
+        ((0.5, 0.4, 0.4), 0, None),
+        ((None, None, None), 1, None),  # as long as nothing is scored a run goes on
+        ((None, 0.5, None), 1, 2),
+        ((0.5,), 1, None),
+        ((), 1, None),
+    ],
+)
+def test_when_patience_ends(scores: tuple[float | None, ...], patience: int, best: int | None) -> None:
+    found = patience_exhausted(history(*scores), "global", patience)
+    assert (found and found["round"]) == best
+
+
+def test_validation_counts_where_there_is_some() -> None:
+    lines = [line(1, 0.9, 0.1), line(2, 0.5, 0.2)]
+    assert [score_of(entry, "global") for entry in lines] == [(True, 0.1), (True, 0.2)]
+    assert patience_exhausted(lines, "global", 1) is None
+    assert "on validation data" in early_stop_note(lines[0], 2)
+    assert patience_exhausted(history(0.9, 0.5), "head", 1) is None
+    assert patience_exhausted(history(0.9, 0.5), "global", 1) is not None
+
+
+def test_a_round_without_validation_data_is_no_better_than_one_with_them() -> None:
+    lines = [line(1, 0.8), line(2, 0.5, 0.2), line(3, 0.9), line(4, 0.5, 0.3), line(5, 0.95)]
+    assert best_round_line(lines[:1], "global") is lines[0]
+    assert best_round_line(lines[:3], "global") is lines[1]
+    assert best_round_line(lines, "global") is lines[3]
+
+
+def ended(tmp_path: Path, rounds: int = 9, **keys: Any) -> Federation:
+    return federation(
+        tmp_path, num_server_rounds=rounds, on_disk=True, **{**STILL, "patience": 2, **keys}
+    ).run()
+
+
+def test_a_run_ends_by_itself_and_is_finished(tmp_path: Path) -> None:
+    run = ended(tmp_path)
+    assert [entry["round"] for entry in run.strategy.history] == [1, 2, 3]
+    said = [note for note in run.strategy.history[-1]["notes"] if "patience" in note]
+    assert said == ["no better score on test data for 2 rounds, since round 1: the run ends here (patience)"]
+    assert not any("patience" in note for entry in run.strategy.history[:2] for note in entry["notes"])
+    there = run.directory
+    about = there.read()
+    assert about[ENDED] == last_round(about) == 3
+    assert there.result()
+    assert watch.look(there.path, 0.0).state == "finished"
+    assert watch.look(there.path, 0.0).wanted == 3
+    shown = pbfl("show", there.path)
+    assert shown.exit_code == 0
+    assert "go on with" not in shown.stdout
+    assert json.loads(pbfl("show", there.path, "--format", "json").stdout)["rounds"] == {
+        "done": 3,
+        "wanted": 3,
+    }
+
+
+def test_the_last_round_has_its_last_scoring(tmp_path: Path) -> None:
+    run = ended(tmp_path, evaluate_moment="before")
+    assert ["final" in entry for entry in run.strategy.history] == [False, False, True]
+    (said,) = [note for note in run.strategy.history[-1]["notes"] if "patience" in note]
+    assert "since round 0:" in said  # as the tables call it
+    assert scores(run.strategy.history)["head"].best[0] == 0
+
+
+def test_fewer_rounds_that_a_caller_asks_for_are_no_end_by_patience(tmp_path: Path) -> None:
+    run = federation(tmp_path, num_server_rounds=4, on_disk=True, **STILL)
+    run.strategy.start(run.grid, num_rounds=2)
+    assert ENDED not in run.directory.read()
+    assert last_round(run.directory.read()) == 4
+    assert run.directory.result() == ""
+
+
+def test_new_clients_come_after_it(tmp_path: Path) -> None:
+    run = ended(tmp_path, new_clients=1, new_client_rounds=2)
+    assert len(run.strategy.history) == 3
+    assert [entry["after"] for entry in run.strategy.newcomers] == [3, 3]
+    assert run.directory.result()
+    assert watch.look(run.directory.path, 0.0).state == "finished"
+
+
+def test_without_patience_or_with_better_rounds_all_are_made(tmp_path: Path) -> None:
+    assert len(ended(tmp_path / "a", rounds=4, patience=0).strategy.history) == 4
+    run = ended(tmp_path / "b", rounds=4, patience=4)
+    assert len(run.strategy.history) == 4
+    assert ENDED not in run.directory.read()
+    assert run.directory.result()
+
+
+def test_it_goes_on_when_it_is_told_to_and_comes_to_the_same(tmp_path: Path) -> None:
+    whole = ended(tmp_path / "whole", rounds=5, patience=0, learning_rate=0.05)
+    parts = ended(tmp_path / "parts", rounds=5)
+    assert len(parts.strategy.history) == 3
+    again = ended(tmp_path / "parts", rounds=5, patience=0, resume=True)
+    assert len(again.strategy.history) == 5
+    assert ENDED not in again.directory.read()
+    alone = ended(tmp_path / "alone", rounds=5, patience=0)
+    assert again.directory.result() == alone.directory.result() != whole.directory.result()
+
+
+def test_a_run_that_is_resumed_as_it_was_ends_where_it_ended(tmp_path: Path) -> None:
+    first = ended(tmp_path)
+    result = first.directory.result()
+    again = ended(tmp_path, rounds=12, resume=True)
+    assert len(again.strategy.history) == 3
+    assert again.directory.read()[ENDED] == 3
+    assert again.directory.result() == result
+
+
+def test_one_that_was_killed_before_it_wrote_that_down_ends_there_too(tmp_path: Path) -> None:
+    first = ended(tmp_path)
+    result = first.directory.result()
+    about = first.directory.read()
+    del about[ENDED]
+    (first.directory.path / "run.json").write_text(json.dumps(about))
+    first.directory.unseal()
+    assert watch.look(first.directory.path, 0.0).state != "finished"
+    again = ended(tmp_path, resume=True)
+    assert len(again.strategy.history) == 3
+    assert again.directory.read()[ENDED] == 3
+    assert again.directory.result() == result
+
+
+def test_what_is_complete(tmp_path: Path) -> None:
+    path = ended(tmp_path).directory.path
+
+    def complete(**keys: Any) -> bool:
+        changed = {**RunDirectory(path).read()["configuration"], **keys}
+        return configuration.complete(path, parse(changed, SECTIONS))
+
+    assert complete()
+    assert complete(**{"num-server-rounds": 50})
+    assert not complete(patience=0)
+    assert not complete(patience=5)
+    assert complete(patience=0, **{"num-server-rounds": 3})
+
+
+def test_patience_needs_scores() -> None:
+    with pytest.raises(
+        PbflError, match="patience = 3: with client-report = 'none' nobody says how clients score"
+    ):
+        parse({"patience": 3, "client-report": "none"})
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"patience": 3}, "patience = 3: the older interface has none; allowed is 0"),
+        ({"keep-best": True}, "keep-best = true: the older interface scores nobody; allowed is false"),
+    ],
+)
+def test_flowers_older_interface_has_neither(keys: dict[str, Any], said: str) -> None:
+    with pytest.raises(PbflError, match=said):
+        LegacyMethodStrategy(parse(keys, SECTIONS), Task(3, 8, (1, 8, 8)))
+
+
+def test_a_method_that_exchanges_late_is_forewarned() -> None:
+    words = ["--set", "models=mlp5", "--set", "dataset=digits", "--set", "method=gfpl", "--dry-run"]
+    said = (
+        "gfpl: patience = 3: the run may end as early as one with num-server-rounds = 4: the first exchange"
+    )
+    assert said in pbfl("run", *words, "--set", "patience=3").stdout
+    assert "end as early" not in pbfl("run", *words, "--set", "patience=10").stdout
+    assert "end as early" not in pbfl("run", *words).stdout

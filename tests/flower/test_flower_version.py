@@ -1,0 +1,99 @@
+"""Another Flower than the one this package is made for is told in a line."""
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from pbfl_flwr.cli import app
+from pbfl_flwr.flower.flower_version import misfit, refuse_older
+
+ALLOWED = "allowed is <1.40,>=1.39: pip install 'flwr[simulation]<1.40,>=1.39'"
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """A directory with a Flower that has none of the modules of today's."""
+    (tmp_path / "flwr").mkdir()
+    (tmp_path / "flwr/__init__.py").touch()
+    (tmp_path / "flwr-1.30.0.dist-info").mkdir()
+    (tmp_path / "flwr-1.30.0.dist-info/METADATA").write_text(
+        "Metadata-Version: 2.4\nName: flwr\nVersion: 1.30.0\n"
+    )
+    return tmp_path
+
+
+@pytest.fixture
+def of_version(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Gives today's Flower another version."""
+    there = importlib.metadata.version
+
+    def be(version: str) -> None:
+        monkeypatch.setattr(
+            importlib.metadata, "version", lambda name: version if name == "flwr" else there(name)
+        )
+
+    return be
+
+
+def test_a_flower_without_what_is_needed_is_a_line(other: Path) -> None:
+    path = os.pathsep.join([str(other), str(Path(__file__).parents[2])])
+    done = subprocess.run(
+        [sys.executable, "-m", "pbfl_flwr.cli", "doctor"],
+        env={**os.environ, "PYTHONPATH": path},
+        cwd=other,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    lines = done.stderr.splitlines()
+    assert (done.returncode, done.stdout, len(lines)) == (1, "", 1), done.stderr
+    assert lines[0].startswith("error: flwr 1.30.0 does not fit: No module named 'flwr.")
+    assert lines[0].endswith(f"; {ALLOWED}")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["run"],
+        ["run", "--engine", "processes"],
+        ["compare", "pull"],
+        ["deploy", "local"],
+    ],
+    ids=" ".join,
+)
+def test_an_older_flower_is_refused_before_anything_starts(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_version: Callable[[str], None]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    of_version("1.36.0")
+    result = CliRunner().invoke(app, words)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.replace("\n", " ").strip() == f"error: flwr 1.36.0 is too old; {ALLOWED}"
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("version", ["1.39.0", "1.39.1", "1.42.0"])
+def test_the_pinned_flower_and_newer_ones_may_try(version: str, of_version: Callable[[str], None]) -> None:
+    of_version(version)
+    refuse_older()
+
+
+def test_what_else_cannot_be_imported_is_not_the_version() -> None:
+    assert misfit(ImportError("no", name="grpc")) is None
+    assert (
+        misfit(ModuleNotFoundError("no", name="flwr.supercore")) is None
+    )  # the pinned one: a broken install
+
+
+def test_no_flower_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert misfit(ModuleNotFoundError("no", name="flwr")) == f"flwr is not installed; {ALLOWED}"

@@ -1,0 +1,81 @@
+"""The hash of what a run came to: the same where the results are, another where anything of them differs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments.results.run_export import as_csv
+from pbfl_flwr.flower.storage.atomic_files import DamagedState
+from pbfl_flwr.flower.storage.history import RunDirectory
+from pbfl_flwr.flower.storage.result_hash import result_hash
+from tests.flower.inprocess import federation
+from tests.runs import pbfl
+
+SERVER = ("checkpoint.safetensors", "prototypes.safetensors", "best.safetensors")
+
+
+def test_two_runs_with_the_same_seed(tmp_path: Path) -> None:
+    runs = [
+        federation(tmp_path / str(order), on_disk=True, order=order, new_clients=1, new_client_rounds=1).run()
+        for order in (1, 2)
+    ]
+    one, two = (run.directory for run in runs)
+    assert one.result() == two.result() == result_hash(one, 2)
+    assert f"result hash {one.result()}" in pbfl("show", one.path).stdout
+    for name in SERVER:
+        assert (one.path / name).read_bytes() == (two.path / name).read_bytes(), name
+    other = federation(tmp_path / "other", on_disk=True, seed=1).run()
+    assert other.directory.result() not in ("", one.result())
+
+
+def changed(run: RunDirectory, change: Any) -> str:
+    lines = [json.loads(line) for line in (run.path / "clients.jsonl").read_text().splitlines()]
+    change(lines)
+    (run.path / "clients.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return result_hash(run, 2)
+
+
+def test_what_is_in_it_and_what_is_not(tmp_path: Path) -> None:
+    run = federation(tmp_path, on_disk=True).run().directory
+    before = run.result()
+    assert changed(run, lambda lines: lines[0].update(seconds=[], bytes_up=[], name=["a"])) == before
+
+    def turned(lines: list[dict[str, Any]]) -> None:
+        for column in ("client", "correct"):
+            lines[0][column].reverse()
+
+    assert changed(run, turned) == before, "who answered first is no result"
+    assert changed(run, lambda lines: lines[0]["correct"][0].update(head=10**6)) != before
+    (run.path / "checkpoint.safetensors").write_bytes(b"\0")
+    with pytest.raises(DamagedState, match=r"checkpoint\.safetensors cannot be read"):
+        result_hash(run, 2)
+
+
+def test_a_prolonged_run_has_each_accuracy_once(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"evaluate_moment": "before"}
+    whole = federation(tmp_path / "whole", on_disk=True, num_server_rounds=3, **keys).run().directory
+    federation(tmp_path / "parts", on_disk=True, **keys).run()
+    parts = federation(tmp_path / "parts", on_disk=True, num_server_rounds=3, resume=True, **keys).run()
+    assert ["final" in line for line in parts.directory.client_rounds()] == [False, True, True]
+    rows = as_csv(parts.directory.path)
+    assert rows == as_csv(whole.path)
+    assert len({tuple(row.split(",")[:7]) for row in rows.splitlines()}) == len(rows.splitlines())
+
+
+@pytest.mark.parametrize("moment", ["after", "before"])
+def test_only_a_finished_run_has_one_and_a_resumed_one_the_same(tmp_path: Path, moment: str) -> None:
+    """Scored before training, the shorter run ended with a last scoring that the whole one does not have."""
+    keys: dict[str, Any] = {"evaluate_moment": moment}
+    whole = federation(tmp_path / "whole", on_disk=True, num_server_rounds=3, **keys).run().directory.result()
+    first = federation(tmp_path / "parts", on_disk=True, **keys).run().directory
+    assert first.result() not in ("", whole)
+    again = federation(tmp_path / "parts", on_disk=True, num_server_rounds=3, resume=True, **keys)
+    again.strategy.prepare(again.grid)
+    assert first.result() == "", "it goes on"
+    assert again.run().directory.result() == whole
+    with pytest.raises(PbflError, match="has 3 rounds already"):
+        federation(tmp_path / "parts", on_disk=True, resume=True, **keys).run()
+    assert first.result() == whole, "a refused run leaves it as it was"
