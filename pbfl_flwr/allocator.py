@@ -1,4 +1,4 @@
-"""Memory that a training process gives back to the system only to ask for it again in the next batch."""
+"""Keep freed memory in the process, so that the allocator does not request it again for every batch."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ TOP_PAD_BYTES = 64 * 2**20
 
 @cache
 def keep_freed_memory() -> bool:
-    """Make glibc keep freed memory in this process, for good.
+    """Make glibc keep freed memory in this process, for its whole lifetime.
 
-    By default glibc maps every large tensor anew and unmaps it when it is freed, so each batch pays for zeroed pages
-    again. The peak stays that of the largest batch; what is freed is not returned to the system.
+    By default glibc maps every large tensor anew and unmaps it when it is freed, so that each batch pays for zeroed
+    pages again. Peak memory is unchanged (that of the largest batch), but freed memory is not returned to the system.
 
     Returns:
-        Whether the process runs on glibc and it took the settings; elsewhere nothing is changed.
+        True if the process runs on glibc and glibc accepted the settings. Elsewhere nothing is changed.
     """
     if platform.system() != "Linux" or platform.libc_ver()[0] != "glibc":
         return False

@@ -1,4 +1,4 @@
-"""The names of architectures: what the key ``models`` may say, and which client has which. No torch here.
+"""Names of architectures: allowed values of the key ``models``, and which client has which. Does not import torch.
 
 :mod:`pbfl_flwr.models` builds them; a test compares the tables.
 """
@@ -59,12 +59,12 @@ ARCHITECTURES: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """Whole numbers from 1 that follow an architecture's name, each after a hyphen: ``mlp-500-200``.
+    """Positive integers that follow an architecture's name, each after a hyphen: ``mlp-500-200``.
 
     Attributes:
-        meaning: of them, in their order.
-        least, most: how many there are.
-        example: a whole name.
+        meaning: what the integers mean, in their order.
+        least, most: how many there may be.
+        example: a complete name.
     """
 
     meaning: str
@@ -78,16 +78,16 @@ SIZED: dict[str, Sizes] = {
     "mlp": Sizes("widths of hidden layers", 0, 8, "mlp-500-200"),
     "transformer": Sizes("heads, layers", 2, 2, "transformer-8-2"),
 }
-LARGEST = 65_536  # a number in a name
+LARGEST = 65_536  # bound on an integer in a name
 CLASSIFIER = Sizes("widths of the classifier's hidden layers", 1, 8, "resnet8+512-256")
-"""What follows the "+" in a name, for every architecture."""
+"""Format of the part after "+", for every architecture."""
 LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-"""What follows the "@" in a name: under which label the weights are kept with which the body begins."""
+"""Format of the part after "@": the label of the stored weights with which the body is initialised."""
 _SIZED_NAME = re.compile(r"(\D[\w-]*?)((?:-\d+)*)")
 
 _RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 
-# In the order of client ids, modulo; those with htfe, htm or htc in their names are HtFLlib's, in its order.
+# In the order of client ids, modulo the length. Those with htfe, htm or htc in their names are HtFLlib's, in its order.
 FAMILIES: dict[str, tuple[str, ...]] = {
     "heterogeneous-4": ("resnet8", "mobilenet-v2", "shufflenet-v2", "efficientnet-b0"),  # Ht0 of HtFLlib
     "htfe-img-2": ("cnn4", "resnet18"),
@@ -95,7 +95,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "htfe-img-4": ("cnn4", "googlenet", "mobilenet-v2", "resnet18"),
     "htfe-img-5": ("googlenet", "mobilenet-v2", "resnet18", "resnet34", "resnet50"),
     "htfe-img-8": ("cnn4", "googlenet", "mobilenet-v2", *_RESNETS),
-    "htfe-img-8-htc-img-4": (  # bodies and classifiers in turn: client i has body i mod 8 and classifier i mod 4
+    "htfe-img-8-htc-img-4": (  # client i has body i mod 8 and classifier i mod 4
         *("cnn4", "googlenet+512", "mobilenet-v2+256", "resnet18+128"),
         *("resnet34", "resnet50+512", "resnet101+256", "resnet152+128"),
     ),
@@ -123,10 +123,10 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 
 
 def fresh_and_label(name: str) -> tuple[str, str]:
-    """Return a name without its "@" and what follows that: the label of the body's first weights, "" if random ones.
+    """Split a name into the name without "@label" and the label of the body's initial weights ("" if random).
 
     Raises:
-        PbflError: if there is an "@" and what follows it is no label, or the model is somebody's own.
+        PbflError: if the part after "@" is no valid label, or the model is user code (``my_package.module:function``).
     """
     front, plus, widths = name.partition("+")
     body, at, label = front.partition("@")
@@ -143,21 +143,21 @@ def fresh_and_label(name: str) -> tuple[str, str]:
 
 
 def fresh(name: str) -> str:
-    """Return the name of the same network with random first weights; see :func:`fresh_and_label`."""
+    """Return the name without its label: the same network with random initial weights."""
     return fresh_and_label(name)[0]
 
 
 def labelled(name: str, label: str) -> str:
-    """Return the name of the same network whose body begins with the weights kept under a label."""
+    """Return the name of the same network whose body is initialised with the weights stored under a label."""
     body, plus, widths = name.partition("+")
     return f"{body}@{label}{plus}{widths}"
 
 
 def body_and_classifier(name: str) -> tuple[str, tuple[int, ...]]:
-    """Return a name without what follows its "+", and the widths of the classifier's hidden layers: none if linear.
+    """Return a name without its "+" part, and the widths of the classifier's hidden layers (empty if linear).
 
     Raises:
-        PbflError: if there is a "+" and what follows it are not such widths, or the model is somebody's own.
+        PbflError: if the part after "+" is no list of widths, or the model is user code or a family.
     """
     body, plus, widths = name.partition("+")
     if not plus:
@@ -174,10 +174,10 @@ def body_and_classifier(name: str) -> tuple[str, tuple[int, ...]]:
 
 
 def base_and_sizes(name: str) -> tuple[str, tuple[int, ...]]:
-    """Return the entry of ARCHITECTURES that a name is about, and the numbers of its body in the name.
+    """Return the key in ARCHITECTURES that a name refers to, and the integers in the body's name.
 
     Raises:
-        PbflError: if there is no such entry, or the numbers are not what it takes.
+        PbflError: if there is no such key, or the number or range of the integers is wrong.
     """
     body, _ = body_and_classifier(fresh(name))
     if body in ARCHITECTURES and body not in SIZED:
@@ -201,7 +201,7 @@ def _whole_numbers(name: str, before: str, text: str, takes: Sizes) -> tuple[int
 
 
 def examples() -> list[str]:
-    """Return a name that can be built for every entry of ARCHITECTURES."""
+    """Return one valid name for every entry of ARCHITECTURES."""
     return [SIZED[name].example if name in SIZED else name for name in ARCHITECTURES]
 
 
@@ -209,11 +209,11 @@ def architectures(spec: str) -> tuple[str, ...]:
     """Return the architectures of a federation, in the order of client ids (modulo).
 
     Args:
-        spec: a family, a model, ``my_package.module:function``, or a comma list of them; a family's label is that of
-            all its models. Nothing is imported.
+        spec: a family, a model, ``my_package.module:function``, or a comma list of these. A label after a family
+            applies to all its models. Nothing is imported.
 
     Raises:
-        PbflError: if a name is unknown; with the closest one and all that are allowed.
+        PbflError: if a name is unknown; the message suggests the closest one.
     """
     names: list[str] = []
     for item in (part.strip() for part in spec.split(",")):
@@ -237,10 +237,10 @@ def architecture_of(spec: str, client: int) -> str:
 
 
 def check_named(training: TrainingSettings) -> None:
-    """Check that what is said of single architectures names ones that there are.
+    """Check that the architectures named in ``layout`` and ``precision`` exist.
 
     Raises:
-        PbflError: for the first that is unknown.
+        PbflError: for the first unknown name.
     """
     for key, text in (("layout", training.layout), ("precision", training.precision)):
         for name in choices(text):
@@ -258,7 +258,7 @@ def _check_name(key: str, text: str, name: str) -> None:
 
 
 def unknown(item: str) -> str:
-    """Return what to say of a name that is none: the closest one, and what is allowed."""
+    """Return the error message for an unknown name: the closest known one, and what is allowed."""
     close = difflib.get_close_matches(item.lower(), [*FAMILIES, *ARCHITECTURES], n=1)
     hint = f"; did you mean '{close[0]}'?" if close else ";"
     return (

@@ -1,8 +1,8 @@
-"""Random crops and flips of training images: drawn for a whole epoch at once, cut where the samples lie.
+"""Random crops and flips of training images: drawn once per epoch, applied on the device that holds the samples.
 
-As torchvision's ``RandomCrop(32, padding=4)`` and ``RandomHorizontalFlip()`` do it in the CIFAR loaders of many papers'
-code. Only what :func:`pbfl_flwr.training.fit` trains on is changed: prototypes that are collected after training,
-FedALA's mixing weights and all scores are of the images as they are.
+Equivalent to torchvision's ``RandomCrop(32, padding=4)`` and ``RandomHorizontalFlip()`` in the CIFAR loaders of many
+papers' code. Only the inputs of :func:`pbfl_flwr.training.fit` are augmented: prototypes collected after training,
+FedALA's mixing weights and all scores use the original images.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pbfl_flwr.task import Task
 
 
 def check_augmentation(kinds: str, task: Task) -> None:
-    """Check that inputs are images if they are to be cropped or flipped.
+    """Check that inputs are images if augmentation is on.
 
     Raises:
-        PbflError: saying what they are.
+        PbflError: if they are not; the message says what they are.
     """
     images = len(task.input_shape) == 3 and min(task.input_shape[1:]) > 1 and not task.vocabulary_size
     if kinds and not images:
@@ -32,15 +32,15 @@ def check_augmentation(kinds: str, task: Task) -> None:
 
 
 class Augmentation:
-    """The changes of one pass over n samples, each sample its own.
+    """The augmentation of one epoch over n samples, drawn independently for each sample.
 
-    A crop is a window of the image's own size in the image with an eighth of each side added around it, of the value 0,
-    which is black in 8-bit images: 4 pixels at 32x32. A flip mirrors left and right, in half of the cases.
+    A crop is a random window of the image's own size in the image zero-padded by an eighth of its side (4 pixels at
+    32x32; 0 is black in 8-bit images). A flip mirrors left and right with probability 1/2.
 
     Args:
         settings: with ``augmentation``.
         images: (n, C, H, W), as they are stored.
-        random: draws the changes, on the CPU.
+        random: CPU generator from which crops and flips are drawn.
     """
 
     def __init__(self, settings: TrainingSettings, images: Tensor, random: torch.Generator) -> None:
@@ -50,12 +50,12 @@ class Augmentation:
         starts = [torch.randint(0, 2 * margin + 1, (count, 1), generator=random) for margin in self._margins]
         mirrored = torch.randint(0, 2 if "flip" in kinds else 1, (count, 1), generator=random).bool()
         columns = torch.arange(width)
-        # (n, H) and (n, W), in the image with its margins
+        # (n, H) and (n, W): source rows and columns in the padded image
         self._rows = (starts[0] + torch.arange(height)).to(images.device)
         self._columns = (starts[1] + torch.where(mirrored, columns.flip(0), columns)).to(images.device)
 
     def __call__(self, images: Tensor, index: Tensor | slice) -> Tensor:
-        """Return the samples ``index``, which are ``images`` (B, C, H, W), changed."""
+        """Return ``images`` (B, C, H, W), the samples at ``index``, augmented."""
         down, right = self._margins
         padded = functional.pad(images, (right, right, down, down))
         rows, columns = self._rows[index, :, None], self._columns[index, None, :]

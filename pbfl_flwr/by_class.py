@@ -1,14 +1,14 @@
-"""Right answers and answers by class, and the scores that give every class the same weight.
+"""Per-class counts of a client's predictions, balanced accuracy and macro-F1.
 
-With T_k test samples of class k, R_k of them answered right, and A_k samples for which the answer was k:
+With T_k test samples of class k, R_k of them predicted correctly, and A_k samples predicted as k:
 
 * the accuracy of class k is R_k/T_k, for T_k > 0 (its recall);
-* balanced accuracy is their plain mean, over the classes with T_k > 0;
-* macro-F1 is the plain mean of 2·R_k/(T_k + A_k), over the classes with T_k + A_k > 0.
+* balanced accuracy is the unweighted mean of these, over the classes with T_k > 0;
+* macro-F1 is the unweighted mean of 2·R_k/(T_k + A_k), over the classes with T_k + A_k > 0.
 
-So scikit-learn's ``balanced_accuracy_score`` and ``f1_score(average="macro")`` have it: a class that is neither among
-the labels nor among the answers does not count, and one that is among the answers only counts 0 for F1, and nothing
-for balanced accuracy.
+Same as scikit-learn's ``balanced_accuracy_score`` and ``f1_score(average="macro")``: a class that occurs neither among
+the labels nor among the predictions is ignored; one that occurs only among the predictions has F1 = 0 and is ignored
+by balanced accuracy.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from numpy.typing import ArrayLike, NDArray
 
 @dataclass(frozen=True)
 class ByClass:
-    """What is counted on a client's test samples, K numbers each.
+    """Counts over a client's test samples, K numbers each.
 
     Attributes:
-        tested: T, samples of each class.
-        right: predictor -> R, correctly predicted ones of them.
-        answered: predictor -> A, how often it answered each class.
+        tested: T, test samples of each class.
+        right: predictor -> R, correctly predicted test samples of each class.
+        answered: predictor -> A, how often each class was predicted.
     """
 
     tested: Sequence[int]
@@ -36,7 +36,7 @@ class ByClass:
     answered: Mapping[str, Sequence[int]]
 
     def brief(self) -> dict[str, Any]:
-        """Return it for the books, without the classes that this client neither has nor was ever answered."""
+        """Return the counts for the run's history, without classes for which all of them are zero."""
         rows = [self.tested, *self.right.values(), *self.answered.values()]
         classes = [label for label in range(len(self.tested)) if any(row[label] for row in rows)]
 
@@ -60,7 +60,7 @@ def recalls(tested: ArrayLike, right: ArrayLike) -> NDArray[np.float64]:
 
 
 def balanced_accuracy(tested: ArrayLike, right: ArrayLike) -> NDArray[np.float64]:
-    """Return the mean of R/T over the classes with test samples, of which there must be one, for every row (..., K)."""
+    """Return the mean of R/T over the classes with T > 0, at least one, for every row (..., K)."""
     return np.asarray(np.nanmean(recalls(tested, right), axis=-1))
 
 
@@ -74,9 +74,9 @@ def macro_f1(tested: ArrayLike, right: ArrayLike, answered: ArrayLike) -> NDArra
 def statistics(clients: Sequence[ByClass], name: str) -> dict[str, Any]:
     """Return a predictor's scores over clients, each of which has test samples.
 
-    ``balanced`` and ``macro_f1`` are of all test samples together, ``balanced_mean`` and ``macro_f1_mean`` the plain
-    means of the clients' own; ``by_class`` are the accuracies of the classes over all test samples, None for one
-    without any, and ``tested`` those samples.
+    ``balanced`` and ``macro_f1`` pool all test samples; ``balanced_mean`` and ``macro_f1_mean`` are unweighted means
+    over clients. ``by_class`` has each class's accuracy over all test samples (None without any), ``tested`` their
+    number per class.
     """
     tested = np.array([client.tested for client in clients])
     right, answered = (

@@ -1,4 +1,4 @@
-"""What one needs to know of a trained network beside its weights, to use it outside the federation."""
+"""Model card: what is needed besides the weights to use a trained network outside the federation."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ MAX_VALUES = 10**8  # of one input
 
 
 class Card(BaseModel):
-    """A client's network: where it comes from, what goes in and what comes out.
+    """A client's network: its origin, inputs and outputs.
 
     Attributes:
-        method, client, architecture: of the federation; the client by its number or name, "" for the server's network.
-        round, participations: the last round in which it trained, and how often it has.
-        num_classes, feature_dim, input_shape: K, d and the shape of an input.
-        labels: the K names.
-        columns: names of the features, of tables.
-        vocabulary: of text: the tokens, whose places are the ids that inputs are made of.
-        text_column: of text: the column of a table that holds it, where it was said; "" is none in particular.
-        images: whether inputs are uint8 images; else they are token ids where there is a vocabulary, or float32.
-        scale, shift: one number a channel (the first axis): the network is fed x·scale + shift.
-        unit_features: whether the head reads features of unit length.
+        method, client, architecture: as in the run; the client's number or name, "" for the server's network.
+        round, participations: the last round in which it trained, and the number of rounds it trained in.
+        num_classes, feature_dim, input_shape: K, d and the shape of one input.
+        labels: names of the K classes.
+        columns: names of the features, for tabular data.
+        vocabulary: for text: the tokens; a token's index is its id.
+        text_column: for text in a table: the column that was configured, else "".
+        images: True for uint8 images; otherwise inputs are token ids if there is a vocabulary, else float32.
+        scale, shift: one number per channel (the first axis): the network's input is x·scale + shift.
+        unit_features: whether the head expects features of unit length.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -66,6 +66,6 @@ class Card(BaseModel):
 
 
 def fault(error: ValidationError) -> str:
-    """Return in a line what is wrong with a card."""
+    """Return the first validation error of a card in one line."""
     found = error.errors()[0]
     return f"{'.'.join(map(str, found['loc'])) or 'card'}: {found['msg']}"

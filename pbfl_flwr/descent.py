@@ -1,8 +1,7 @@
-"""Stochastic gradient descent over parts of a network, and Adam and AdamW, by torch's functional forms of them.
+"""SGD, Adam and AdamW over groups of parameters, through torch's functional optimisers.
 
-The same bits as ``torch.optim.SGD``, ``Adam`` and ``AdamW``, whose first step, though, imports torch's compiler: some
-870 modules, three seconds of a processor. On a device every message has a new process, which would pay for that each
-time.
+Bit-identical to ``torch.optim.SGD``, ``Adam`` and ``AdamW``. Those import torch's compiler in their first step: some
+870 modules, three seconds of CPU time, which a device would pay at every message because each has a new process.
 """
 
 from __future__ import annotations
@@ -17,19 +16,19 @@ from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-FUSED = ("cpu", "cuda")  # devices with one kernel for a step
+FUSED = ("cpu", "cuda")  # device types for which torch has fused optimiser kernels
 
 State = Mapping[nn.Parameter, Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters that share a learning rate and a bound on the norm of their gradient.
+    """Parameters that share a learning rate and a gradient clipping norm.
 
     Attributes:
         parameters: at least one.
-        learning_rate: η; a tensor on the parameters' device where a recorded step must not hold its number.
-        max_grad_norm: 0 is no bound.
+        learning_rate: η; a tensor on the parameters' device for recorded steps, which must not contain its value.
+        max_grad_norm: clipping norm; 0 disables clipping.
     """
 
     parameters: tuple[nn.Parameter, ...]
@@ -38,18 +37,18 @@ class Group:
 
 
 class Descent(ABC):
-    """Moves parameters along their gradients; one without a gradient stays as it is.
+    """An optimiser; parameters without a gradient are not updated.
 
     Args:
-        groups: every parameter in one of them.
+        groups: disjoint groups of parameters.
         weight_decay: of all groups.
-        state: what the optimiser keeps of a parameter, by names of its own; of those that have something already.
-        fused: one kernel for a step, which rounds as torch's classes with ``fused=True`` do; without it as they do by
+        state: parameter -> the optimiser's state under the names in ``keeps``; parameters may be missing.
+        fused: use torch's fused kernels, bit-identical to ``torch.optim`` with ``fused=True``; otherwise to its
             default on a CPU.
     """
 
     keeps: tuple[str, ...]
-    """The names in the state of a parameter."""
+    """Names of the tensors in a parameter's state."""
 
     def __init__(
         self, groups: Sequence[Group], weight_decay: float, state: State | None, fused: bool
@@ -61,17 +60,17 @@ class Descent(ABC):
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """All of them, group by group."""
+        """All parameters, group by group."""
         return [parameter for group in self.groups for parameter in group.parameters]
 
     def clear(self) -> None:
-        """Forget the gradients."""
+        """Set all gradients to None."""
         for parameter in self.parameters:
             parameter.grad = None
 
     @torch.no_grad()
     def step(self) -> None:
-        """Clip the gradients of each group, then move along them."""
+        """Clip the gradients of each group and update its parameters."""
         for group in self.groups:
             if group.max_grad_norm > 0:
                 nn.utils.clip_grad_norm_(group.parameters, group.max_grad_norm)
@@ -84,17 +83,17 @@ class Descent(ABC):
     def _move(
         self, moved: list[nn.Parameter], gradients: list[Tensor], learning_rate: float | Tensor, fused: bool
     ) -> None:
-        """Move at least one parameter of a group, each along its gradient."""
+        """Update the given parameters of a group (at least one)."""
 
 
 class SGD(Descent):
     """θ <- θ - η·b with b <- momentum·b + g + weight_decay·θ.
 
     Args:
-        groups: every parameter in one of them.
-        momentum: 0 is plain descent, which keeps no b.
+        groups: disjoint groups of parameters.
+        momentum: 0 is plain SGD, without state.
         weight_decay: of all groups.
-        state: b as ``momentum``, changed in place.
+        state: b under the name ``momentum``, changed in place.
         fused: see :class:`Descent`.
     """
 
@@ -115,7 +114,7 @@ class SGD(Descent):
     def _move(
         self, moved: list[nn.Parameter], gradients: list[Tensor], learning_rate: float | Tensor, fused: bool
     ) -> None:
-        if self.momentum:  # zeros are what a first step starts from
+        if self.momentum:  # b starts at zero
             self.state.update({p: {"momentum": torch.zeros_like(p)} for p in moved if p not in self.state})
         sgd(
             list[Tensor](moved),
@@ -133,13 +132,13 @@ class SGD(Descent):
 
 
 class Adam(Descent):
-    """Adam with its usual β₁ = 0.9, β₂ = 0.999, ε = 1e-8.
+    """Adam with the usual β₁ = 0.9, β₂ = 0.999, ε = 1e-8.
 
     Args:
-        groups: every parameter in one of them.
-        weight_decay: added to the gradient, times the parameter; decoupled it shrinks the parameter by η times that.
+        groups: disjoint groups of parameters.
+        weight_decay: weight_decay·θ is added to the gradient; if decoupled, η·weight_decay·θ is subtracted from θ.
         state: ``step`` (a scalar), ``exp_avg`` and ``exp_avg_sq``, changed in place.
-        decoupled: AdamW.
+        decoupled: use AdamW.
         fused: see :class:`Descent`.
     """
 
@@ -182,6 +181,6 @@ class Adam(Descent):
 
 
 def _at_rest(parameter: Tensor, fused: bool) -> dict[str, Tensor]:
-    """Return the state before a first step; one kernel on a card reads the number of steps there."""
+    """Return the initial state. The fused kernel on a GPU needs ``step`` on the GPU."""
     moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
     return {"step": torch.zeros((), device=parameter.device if fused else "cpu"), **moments}

@@ -1,4 +1,4 @@
-"""The one exception for everything a user can put right: a wrong key, missing data, an impossible shape."""
+"""PbflError, the exception for everything a user can fix: a wrong key, missing data, an invalid shape."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-LONGEST = 500  # characters of what others say, in a line of ours
-FEW = 5  # clients that a line names
+LONGEST = 500  # characters of foreign text (e.g. another library's message) in one of our lines
+FEW = 5  # names listed in a message before "and N more"
 TOO_FULL = "lower batch-size or eval-batch-size, or have fewer clients share a GPU (--gpus-per-client)"
 CONTROL = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
-)  # a colour, or what else steers a terminal
+)  # ANSI escape sequences and control characters
 
 
 class PbflError(Exception):
-    """One clear line for the person at the keyboard: what is wrong, where, and what is allowed.
+    """An error that the user can fix; the message is one line: what is wrong, where, and what is allowed.
 
-    Raised before anything starts. The command line prints the text without a traceback.
+    The command line prints the message without a traceback.
     """
 
 
 class Unreadable(PbflError):
-    """What the system does not let one read, whatever it holds."""
+    """A file that the operating system does not let us read, whatever its content."""
 
 
 def printable(text: str) -> str:
-    """Return text without control characters but tab and line feed: what others say must not steer a terminal."""
+    """Return text without control characters except tab and line feed, so that foreign text cannot steer a terminal."""
     return CONTROL.sub("", text)
 
 
 def in_utf8(what: str, text: str) -> str:
-    """Return a text that is to be written down and sent, as UTF-8.
+    """Return a text unchanged if it can be encoded as UTF-8, to be stored and sent.
 
     Raises:
-        PbflError: if it has bytes in it that are none, as the name of a file may.
+        PbflError: if it cannot, e.g. a file name whose bytes are no UTF-8.
     """
     try:
         text.encode()
@@ -46,7 +46,7 @@ def in_utf8(what: str, text: str) -> str:
 
 
 def pointed(error: Exception) -> str:
-    """Return in one line what nobody foresaw, and where it was raised."""
+    """Return an unexpected error in one line, with the file and line that raised it."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     said = f"{type(error).__name__}: {' '.join(printable(str(error)).split())}"
     advice = f"; {TOO_FULL}" if of_full_card(error) else ""
@@ -54,22 +54,22 @@ def pointed(error: Exception) -> str:
 
 
 def of_full_card(error: Exception) -> bool:
-    """Whether a GPU had too little memory: torch's own complaint, or that of a library which asks CUDA itself."""
+    """Whether an error means that a GPU ran out of memory: torch's own error, or that of a CUDA library."""
     said = ("CUDA error: out of memory", "_STATUS_ALLOC_FAILED", "_DEVICE_ALLOCATION_FAILED")
     return type(error).__name__ == "OutOfMemoryError" or any(words in str(error) for words in said)
 
 
 def some(names: Sequence[str], most: int = FEW) -> str:
-    """Return the first names of a list, and how many more there are."""
+    """Return the first names of a list, and how many more there are, in one line."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return f"{', '.join(names[:most])}{more}"
 
 
 def expanded(path: Path | str) -> Path:
-    """Return a path with ~ as the home directory that it stands for.
+    """Return a path with ~ expanded to the home directory.
 
     Raises:
-        PbflError: if nobody knows which one that is, as in a container whose user has no entry in /etc/passwd.
+        PbflError: if the home directory is unknown, as in a container whose user has no entry in /etc/passwd.
     """
     try:
         return Path(path).expanduser()
@@ -85,14 +85,14 @@ def expanded(path: Path | str) -> Path:
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Say in one line that files hold something else than their reader takes, and where it noticed.
+    """Turn errors raised while reading files into one line that names the file and where reading failed.
 
     Args:
-        what: that is read.
+        what: the thing that is read, for messages.
 
     Raises:
-        Unreadable: in the place of an OSError.
-        PbflError: in the place of what Python says of a missing key, or of a value of another type.
+        Unreadable: instead of an OSError.
+        PbflError: instead of a LookupError, TypeError, ValueError or AttributeError, e.g. for a missing key.
     """
     try:
         yield
@@ -104,10 +104,10 @@ def reading(what: str) -> Iterator[None]:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Say in one line what the system refuses where something is to be written.
+    """Turn an OSError raised while writing into one line that names the path.
 
     Raises:
-        PbflError: in the place of an OSError.
+        PbflError: instead of an OSError.
     """
     try:
         yield

@@ -1,7 +1,7 @@
-"""Networks that the server trains and that answer features for labels: G(y, ε) -> (B, d).
+"""Generators of features for labels, trained on the server: G(y, ε) -> (B, d).
 
-Their whole state is a payload: parameters and BatchNorm statistics, with the optimiser's moments beside them where
-training goes on from round to round.
+Their state is a payload: parameters and BatchNorm statistics, plus the optimiser's moments where training continues
+from round to round.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class FeatureGenerator(nn.Module):
         feature_dim: d.
         noise_dim: width of ε.
         hidden_dim: width of the hidden layer.
-        positive: end in a ReLU, for features that are never negative.
+        positive: end in a ReLU, for non-negative features.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class FeatureGenerator(nn.Module):
         return features.relu() if self.positive else features
 
     def draw(self, labels: Tensor, random: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Return features for labels, and the noise that was drawn on the CPU for them."""
+        """Return features (B, d) for labels, and the noise (B, noise_dim), which is drawn on the CPU."""
         noise = torch.rand(len(labels), self.noise_dim, generator=random).to(labels.device)
         return self(labels, noise), noise
 
@@ -64,7 +64,7 @@ class Shape:
     Attributes:
         noise_dim: width of ε.
         hidden_dim: width of the hidden layer.
-        positive: whether features are never negative.
+        positive: whether features are non-negative.
     """
 
     noise_dim: int
@@ -72,17 +72,17 @@ class Shape:
     positive: bool = False
 
     def build(self, task: Task, seed: int = 0) -> FeatureGenerator:
-        """Return a fresh generator; global randomness is untouched."""
+        """Return a newly initialised generator; the global random state is restored."""
         with seeds.seeded(seed):
             return FeatureGenerator(
                 task.num_classes, task.feature_dim, self.noise_dim, self.hidden_dim, self.positive
             )
 
     def load(self, task: Task, tensors: Mapping[str, Tensor]) -> FeatureGenerator:
-        """Return the generator with the tensors of :func:`tensors_of`.
+        """Return the generator with the given tensors, as :func:`tensors_of` returns them.
 
         Raises:
-            PbflError: if they are not this generator's.
+            PbflError: if names or shapes do not match.
         """
         network = self.build(task)
         expected = {name: tuple(tensor.shape) for name, tensor in tensors_of(network).items()}
@@ -106,7 +106,7 @@ class GeneratorState:
     """A generator in training.
 
     Attributes:
-        tensors: of :func:`tensors_of`.
+        tensors: parameters and BatchNorm statistics, see :func:`tensors_of`.
         moments: Adam's, as ``<parameter>.exp_avg``, ``.exp_avg_sq`` and ``.step``; empty before the first training.
     """
 
@@ -115,7 +115,7 @@ class GeneratorState:
 
     @property
     def trained(self) -> bool:
-        """Whether it was ever trained."""
+        """Whether it has been trained at least once."""
         return bool(self.moments)
 
     def to_tensors(self) -> dict[str, Tensor]:
@@ -129,18 +129,18 @@ class GeneratorState:
         return cls(network.tensors, Weights.from_tensors(under(tensors, "moments"), task).tensors)
 
     def scalars(self) -> int:
-        """Return the scalars of the network."""
+        """Return the number of scalars in the network."""
         return sum(tensor.numel() for tensor in self.tensors.values())
 
 
 @dataclass(frozen=True)
 class Adam:
-    """Settings of the server's optimiser, whose moments go on from round to round.
+    """Settings of the server's Adam optimiser, whose moments are kept from round to round.
 
     Attributes:
-        steps: a round.
-        learning_rate: of Adam.
-        weight_decay: of Adam.
+        steps: optimiser steps per round.
+        learning_rate: η.
+        weight_decay: L2 penalty.
     """
 
     steps: int
@@ -151,13 +151,13 @@ class Adam:
 def train_generator(
     state: GeneratorState, network: FeatureGenerator, adam: Adam, loss: Callable[[FeatureGenerator], Tensor]
 ) -> tuple[GeneratorState, float]:
-    """Train a generator by Adam and return the new state and the mean loss.
+    """Train a generator with Adam; return the new state and the mean loss.
 
     Args:
-        state: left as it is.
+        state: not changed.
         network: loaded from the state; changed in place.
         adam: the optimiser's settings.
-        loss: of one step, on samples that it draws itself.
+        loss: computes the loss of one step, on samples that it draws itself.
 
     Raises:
         PbflError: if the loss is not finite.
@@ -190,13 +190,13 @@ def train_generator(
 
 @dataclass(frozen=True)
 class Taught:
-    """What a client receives: weights, and a generator with what to ask it for.
+    """What a client receives: weights, and a generator with the distribution of labels to draw.
 
     Attributes:
         weights: the shared part of the network.
-        generator: of :func:`tensors_of`; empty while clients are not to use one.
-        label_counts: (K,) int64, how often each class is drawn, in proportion.
-        prototypes: global prototypes, or None where the method has none.
+        generator: its tensors, see :func:`tensors_of`; empty while clients are not to use it.
+        label_counts: (K,) int64, relative frequencies of the labels to draw.
+        prototypes: global prototypes, or None if the method has none.
     """
 
     weights: Weights
@@ -222,19 +222,19 @@ class Taught:
         )
 
     def scalars(self) -> int:
-        """Return weights, generator and prototypes; counts are not scalars of the papers."""
+        """Return the scalars of weights, generator and prototypes; the papers do not count label counts."""
         table = 0 if self.prototypes is None else self.prototypes.scalars()
         return self.weights.scalars() + self.generator.scalars() + table
 
 
 @dataclass(frozen=True)
 class GenerativeState:
-    """What the server knows.
+    """The server's state.
 
     Attributes:
-        taught: what travels next.
-        generator: in training.
-        clients: client -> its label counts, as last reported; empty where they are not kept.
+        taught: the next broadcast.
+        generator: the generator in training.
+        clients: client -> its label counts, as last reported; empty if the method does not keep them.
         loss: mean loss of the last training.
     """
 
@@ -265,7 +265,7 @@ class GenerativeState:
         return self.taught.scalars()
 
     def report(self) -> dict[str, float]:
-        """Return figures for the log."""
+        """Return the server's metrics for the log."""
         return {"generator-loss": self.loss} if self.generator.trained else {}
 
 
@@ -275,12 +275,12 @@ def initial_state(
     """Return the state before round 1.
 
     Args:
-        weights: the shared part of a fresh network.
+        weights: the shared part of a newly initialised network.
         shape: of the generator.
         task: K and d.
         seed: of the generator.
-        used: whether clients already use the untrained generator.
-        prototypes: an empty table where the method has one.
+        used: whether clients use the generator before its first training.
+        prototypes: an empty table, or None if the method has none.
     """
     tensors = tensors_of(shape.build(task, seed))
     nothing = torch.zeros(task.num_classes, dtype=torch.int64)
@@ -300,18 +300,18 @@ Sampler = Callable[[], tuple[Tensor, Tensor]]
 def sampler(
     shape: Shape, client: Client, taught: Taught, size: int, *, by_batch: bool = True
 ) -> Sampler | None:
-    """Return what draws ``size`` generated features (size, d) and their labels, detached, on the client's device.
+    """Return a function that draws ``size`` features (size, d), detached, and labels on the client's device.
 
     Args:
         shape: of the generator.
-        client: draws and trains.
-        taught: the generator, and how often it was trained on each class.
-        size: features a draw.
-        by_batch: whether the generator normalises by the batch it draws, as in FedGen's reference, or by its running
-            statistics, as in FedPA's; a batch of one always does the latter.
+        client: provides the device and the random generator.
+        taught: the generator, and the distribution of labels to draw.
+        size: features per draw.
+        by_batch: whether BatchNorm uses the statistics of the drawn batch, as in FedGen's reference, or its running
+            statistics, as in FedPA's. A batch of one always uses running statistics.
 
     Returns:
-        None if the client has no generator, or nothing to ask it for.
+        None if the client has no generator, or all label counts are 0.
     """
     if not taught.generator.tensors or not bool(taught.label_counts.any()):
         return None

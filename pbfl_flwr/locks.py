@@ -1,4 +1,4 @@
-"""Locks on files that the system ends with their holder, however that ends."""
+"""File locks that the operating system releases when their holder exits or is killed."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ NONE_HERE = "its file system has no file locks, as Lustre mounted without flock;
 
 
 class Lock(FileLock):
-    """A file lock, refused where the file system has none.
+    """A file lock that refuses file systems without locks.
 
-    There the library would take the file's being there for the lock. That outlasts a killed holder, and a job that goes
-    on with the run on another machine would wait for ever.
+    On those, filelock falls back to treating the existence of the file as the lock. The file outlasts a killed holder,
+    so that a job that resumes the run on another machine would wait for ever.
     """
 
     def acquire(self, *arguments: Any, **named: Any) -> Any:
         """Take the lock, as :meth:`filelock.FileLock.acquire`.
 
         Raises:
-            OSError: if the file cannot be made, or its file system has no locks.
-            Timeout: if somebody else has it for too long.
+            OSError: if the file cannot be created, or its file system has no locks.
+            Timeout: if another holder does not release it in time.
         """
         need_locks(Path(self.lock_file))
         return super().acquire(*arguments, **named)
 
 
 def need_locks(file: Path) -> None:
-    """Make a lock's file if it is not there, and ask its file system for locks.
+    """Create a lock's file if it does not exist, and check that its file system has locks.
 
     Raises:
-        OSError: if the file cannot be made, or its file system has no locks.
+        OSError: if the file cannot be created, or its file system has no locks.
     """
-    # Not touched: pbfl clean goes by the newest file.
+    # The modification time stays as it is: pbfl clean goes by the newest file.
     descriptor = os.open(file, os.O_RDONLY | os.O_CREAT, 0o666)
     try:
         if os.name != "posix":
             return
         import fcntl
 
-        fcntl.flock(descriptor, fcntl.LOCK_UN)  # gives nothing back: this is a descriptor of its own
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # a probe: this descriptor holds no lock to release
     except OSError as error:
         if error.errno in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
             raise OSError(error.errno, NONE_HERE, str(file)) from None

@@ -1,7 +1,7 @@
-"""Weights as truncated singular value decompositions: how they are compressed and rebuilt.
+"""Compression of weights by truncated singular value decomposition (SVD).
 
-A matrix W (P, Q) is sent as its k largest singular triples, W ≈ U·diag(σ)·V, which is k·(P + Q + 1) numbers. k is
-the smallest for which the triples hold more than the share ``energy`` of Σσ². Source: FedKD (Wu et al. 2022).
+A matrix W (P, Q) is sent as its k largest singular triples, W ≈ U·diag(σ)·V: k·(P + Q + 1) numbers, where k is the
+smallest that keeps more than the share ``energy`` of Σσ². Source: FedKD (Wu et al. 2022).
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ def compress(
 ) -> LowRank:
     """Return tensors with their matrices truncated.
 
-    "safe": a convolution (O, I, h, w) is the matrix (O, I·h·w); 1 <= k <= rank; a tensor stays dense where factors
-    would not be smaller. The relative error of a tensor is below sqrt(1 - energy), and never is more sent than before.
+    "safe": a convolution (O, I, h, w) is the matrix (O, I·h·w); 1 <= k <= rank; a tensor stays dense if its factors
+    would not be smaller, so that never more is sent than without compression. The relative error of a tensor is below
+    sqrt(1 - energy).
     "as-coded" is HtFLlib and PFLlib: a convolution is O·I matrices (h, w) with one k for all; k = rank is never tried,
-    and where it would be needed k is 0: the whole tensor becomes zero; nothing stays dense for being larger.
+    and where it would be needed k is 0, i.e. the whole tensor becomes zero; tensors never stay dense for size.
 
     Args:
         tensors: name -> tensor.
-        energy: share of Σσ² that is kept, in (0, 1].
+        energy: share of Σσ² to keep, in (0, 1].
         scheme: see above.
-        base: see :class:`LowRank`, like the two that follow.
-        version: likewise.
-        num_examples: likewise.
+        base: see :class:`LowRank`.
+        version: see :class:`LowRank`.
+        num_examples: see :class:`LowRank`.
     """
     dense: dict[str, Tensor] = {}
     factors: dict[str, Factors] = {}
@@ -55,15 +56,15 @@ def compress(
 
 
 def truncated(tensor: Tensor, energy: float, scheme: Scheme) -> Factors | None:
-    """Return the truncated decomposition of a tensor with two or more axes; None where it should stay dense.
+    """Return the truncated SVD of a tensor with at least two axes; None if it should stay dense.
 
-    It runs on the CPU in float64; the factors are float32.
+    Computed on the CPU in float64; the factors are float32.
     """
     wide = tensor.detach().cpu().double()
     matrices = wide if scheme == "as-coded" else wide.flatten(1)
     u, sigma, v = torch.linalg.svd(matrices, full_matrices=False)
     held = sigma.square().reshape(-1, sigma.shape[-1]).sum(0).cumsum(0)  # over all matrices of a batch
-    enough = held > energy * held[-1]  # at energy 1 never, whatever the rounding of another sum
+    enough = held > energy * held[-1]  # never true at energy 1: compared with its own last value
     rank = len(held)
     if scheme == "as-coded":
         first = enough[:-1].nonzero()
@@ -76,7 +77,7 @@ def truncated(tensor: Tensor, energy: float, scheme: Scheme) -> Factors | None:
 
 
 def expand(payload: LowRank, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-    """Return the tensors that a payload stands for, in the order and shape of ``shapes``.
+    """Rebuild the tensors of a payload, in the order and with the shapes of ``shapes``.
 
     Raises:
         RejectedPayload: if a tensor is missing, unexpected or of another shape.
@@ -89,7 +90,7 @@ def expand(payload: LowRank, shapes: Mapping[str, torch.Size]) -> dict[str, Tens
 
 
 def check_shapes(payload: LowRank, shapes: Mapping[str, torch.Size]) -> None:
-    """Check that a payload has exactly the tensors of ``shapes``; a convolution may come as a matrix.
+    """Check that a payload has exactly the tensors of ``shapes``; a convolution may be given as a matrix.
 
     Raises:
         RejectedPayload: naming the first difference.

@@ -1,4 +1,4 @@
-"""The contract that every method follows: a page with both halves of a round.
+"""The interface that every method implements: both halves of a round in one module.
 
 ::
 
@@ -6,9 +6,9 @@
     client                                          |-> local_update(client, down) -> Up, memory
     server   state <--------- aggregate(state, uploads, at)
 
-State goes in and comes out; nothing passes by file name, global or mutation. The one thing that is changed in
-place is ``client.model``, the network into which the client's own weights were copied for this update; the
-caller stores it afterwards.
+State is passed in and returned, never through file names, globals or mutation. The only object changed in place is
+``client.model``, the network into which the client's own weights were copied for this update; the caller stores it
+afterwards.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ Predictor = Callable[[Tensor, Tensor], Tensor]
 """(features (B, d), logits (B, K)) -> finite scores (B, K); the class with the highest score is predicted."""
 
 EXCLUDED = -1e30
-"""Score of a class that is no candidate: finite, so that nothing downstream meets an infinity."""
+"""Score of a class that may not be predicted: finite, because scores must be finite."""
 
 
 @dataclass(frozen=True)
 class Round:
-    """Where the federation stands, for the server's half.
+    """The server's view of the current round.
 
     Attributes:
-        number: 1 for the first round.
+        number: of the round, from 1.
         task: what all clients agree on.
-        num_clients: M, all clients of the federation so far, whether they answered or not. Where devices join a run
-            that is under way (``min-clients``), ids may be larger.
+        num_clients: M, all clients that have joined so far, whether or not they answered. If devices join a running
+            federation (``min-clients``), ids may be larger.
         seed: the run's seed.
-        shares: client -> s_i < 1 of uploads that came too late for their own round; see :meth:`Method.streams`.
-        expected: how many clients the configuration is for, those that may still join with them; None: M.
+        shares: client -> s_i < 1, weight factor of an upload that arrived after its round; see :meth:`Method.streams`.
+        expected: number of clients the configuration is for, including those that may still join; None means M.
     """
 
     number: int
@@ -65,29 +65,29 @@ class Round:
 
     @property
     def configured_clients(self) -> int:
-        """The clients that a constant of the configuration is meant for, whoever has joined."""
+        """Number of clients for settings that depend on it, regardless of how many have joined."""
         return self.expected or self.num_clients
 
     def shares_of(self, uploads: Iterable[int]) -> list[float] | None:
-        """Return s_i of every upload, 1 for those in time; None if all are."""
+        """Return s_i of every upload, 1 for those that arrived in time; None if all did."""
         return [self.shares.get(client, 1.0) for client in uploads] if self.shares else None
 
 
 @dataclass(frozen=True)
 class Client:
-    """A client during one update: its data, its own network, what it kept from last time.
+    """A client during one update: its data, its network, and its memory.
 
     Attributes:
         id: 0..M-1, stable over the run.
-        round: number of the server's round, from 1.
+        round: the server's round number, from 1.
         task: what all clients agree on.
         model: this client's network on its device; ``features(x)`` and ``head(features)``.
-        data: its shards.
+        data: its training, test and validation shards.
         training: settings of the local training.
         evaluation: settings of the evaluation.
         seed: the run's seed; use :meth:`generator` rather than this.
-        memory: what the method kept at this client's last participation; empty at first.
-        name: of a client that has one; its seeds then depend on it and not on who else takes part.
+        memory: tensors that the method kept from this client's last participation; empty at first.
+        name: "" unless the client has one; its seeds then depend on the name and not on who else takes part.
     """
 
     id: int
@@ -103,7 +103,7 @@ class Client:
 
     @property
     def key(self) -> int | str:
-        """What seeds that are this client's own depend on: its name, or its number."""
+        """What this client's seeds depend on: its name, or its id if it has none."""
         return self.name or self.id
 
     @property
@@ -112,18 +112,18 @@ class Client:
         return next(self.model.parameters()).device
 
     def generator(self, purpose: str) -> torch.Generator:
-        """Return a generator that depends on run, client, round and purpose alone."""
+        """Return a CPU random generator seeded by run, client, round and purpose only."""
         return seeds.generator(self.seed, purpose, self.key, self.round)
 
 
 @dataclass(frozen=True)
 class Update(Generic[UpT_co]):
-    """What a client's half gives back.
+    """The result of a client's local update.
 
     Attributes:
-        payload: travels to the server.
-        memory: stays on the client until its next participation (safetensors on its disk).
-        metrics: what the round's log shows, e.g. the mean of every loss term.
+        payload: sent to the server.
+        memory: kept on the client until its next participation (safetensors on its disk).
+        metrics: numbers for the round's log, e.g. the mean of every loss term.
     """
 
     payload: UpT_co
@@ -132,20 +132,20 @@ class Update(Generic[UpT_co]):
 
 
 class Method(ABC, Generic[StateT, DownT, UpT]):
-    """One method of federated learning. Subclasses are immutable: parameters in, no state inside.
+    """A federated learning method. Subclasses are immutable: they hold settings, never state.
 
     Attributes:
         name: its name in METHODS.
-        state, down, up: the payload types of the server's state and of what travels.
+        state, down, up: payload types of the server's state, the broadcast and the upload.
         headline: the predictor the paper reports.
-        predicts: the names that :meth:`predictors` may ever return.
+        predicts: all names that :meth:`predictors` may return.
         moment: when the paper scores a client, relative to its local training.
-        same_architecture: whether every client must have the same network.
-        unit_features: whether the head reads features of unit length.
-        protects_uploads: whether the settings of the group ``privacy`` apply to what its clients send.
-        replayable: whether all steps of its :func:`pbfl_flwr.training.fit` are alike, so that one recording serves
-            them: the same operations on the same tensors whatever the batch holds. Nothing is drawn or counted in
-            Python, no number decides anything, no shape depends on one, and what is kept is written in place.
+        same_architecture: whether all clients need the same network.
+        unit_features: whether the head expects features of unit length.
+        protects_uploads: whether the settings of the group ``privacy`` apply to its uploads.
+        replayable: whether one recording can serve all steps of its :func:`pbfl_flwr.training.fit`, i.e. every step is
+            the same operations on the same tensors whatever the batch holds: no random numbers or counters in Python,
+            no data-dependent branches or shapes, and persistent tensors are written in place.
     """
 
     name: str
@@ -165,52 +165,52 @@ class Method(ABC, Generic[StateT, DownT, UpT]):
         """Return the server's state before round 1."""
 
     def broadcast(self, state: StateT, client: int) -> DownT:
-        """Return what travels to one client; by default the state itself.
+        """Return the payload for one client; by default the state itself.
 
         Raises:
-            TypeError: if the state is no such payload and the method does not say how it becomes one.
+            TypeError: if the state is not of type ``down`` and the subclass does not override this.
         """
         if not isinstance(state, self.down):
             raise TypeError(f"{type(self).__name__} must say how its state becomes {self.down.__name__}")
         return state
 
     def resumed(self, state: StateT) -> StateT:
-        """Return the state of a checkpoint as a run goes on with it; clients may have lost what they held since."""
+        """Return the state with which to resume from a checkpoint; clients may have lost their memory since."""
         return state
 
     @abstractmethod
     def local_update(self, client: Client, down: DownT) -> Update[UpT]:
-        """Train the client's network in place and return what travels and what stays."""
+        """Train the client's network in place and return the upload and the new memory."""
 
     @abstractmethod
     def aggregate(self, state: StateT, uploads: Mapping[int, UpT], at: Round) -> StateT:
         """Return the new state; ``uploads`` come in ascending client order and are already validated.
 
-        The old state and the uploads are left as they are. If the method :meth:`streams`, an upload is decoded each
-        time it is asked for and not kept.
+        The old state and the uploads must not be changed. If the method :meth:`streams`, an upload is decoded at each
+        access and not kept.
         """
 
     def streams(self) -> bool:
-        """Whether :meth:`aggregate` is a sum over the uploads, weighed by ``at.shares``.
+        """Whether :meth:`aggregate` is a sum over the uploads, weighted by ``at.shares``.
 
-        Such a method goes through them one after the other, so that a few at a time are held in memory, and can count
-        a late upload for less (``stale-weight``).
+        Such a method reads one upload at a time, so that only a few are in memory, and it can give late uploads a
+        smaller weight (``stale-weight``).
         """
         return False
 
     def install(self, client: Client, down: DownT) -> None:
-        """Put what was broadcast into the client's network, for scoring before local training."""
+        """Copy the broadcast into the client's network, for scoring before local training."""
 
     def predictors(self, client: Client, down: DownT) -> dict[str, Predictor]:
-        """Return the predictions that can be made now, by name; all names that can come stand in ``predicts``."""
+        """Return the predictors available now, by name; ``predicts`` lists all possible names."""
         return {"head": head_scores}
 
     def beside(self) -> tuple[str, ...]:
-        """Return the names of the networks that every client builds beside its own; by default none."""
+        """Return the architectures of networks that every client builds besides its own; by default none."""
         return ()
 
     def network(self, state: StateT) -> Mapping[str, Tensor]:
-        """Return the parameters of the network that the server holds whole, by their names; empty if it holds none."""
+        """Return the parameters of the complete network on the server, by name; empty if there is none."""
         return {}
 
     def validate(self, upload: UpT, state: StateT, task: Task) -> None:
@@ -234,32 +234,32 @@ class Method(ABC, Generic[StateT, DownT, UpT]):
             )
 
     def reveals(self) -> tuple[Reveal, ...]:
-        """Return what an upload tells the server, under this method's settings; by default what its type says."""
+        """Return what an upload reveals to the server under this method's settings; by default ``up.reveals``."""
         return self.up.reveals
 
     def report(self, state: StateT) -> dict[str, float]:
-        """Return what the log of a round says about the server's half."""
+        """Return the server's metrics for the round's log."""
         return {}
 
     def remedy(self, client: Client) -> str:
-        """Return what else helps a client whose upload has numbers without bounds; empty if nothing is known."""
+        """Return extra advice for a client whose upload is not finite; empty if there is none."""
         return ""
 
     def forewarnings(self, num_rounds: int) -> list[str]:
-        """Return what a person should hear before a run of so many rounds begins; empty if all is well."""
+        """Return warnings to show before a run of ``num_rounds`` rounds begins; empty if there are none."""
         return []
 
     def notes(self, state: StateT) -> list[str]:
-        """Return what a person should hear about the server's half of a round; empty if all is well."""
+        """Return warnings about the server's half of a round; empty if there are none."""
         return []
 
     def paper_scalars(
         self, task: Task, class_counts: Sequence[int], parameters: Sequence[tuple[int, int]]
     ) -> float | None:
-        """Return the papers' cost: scalars a round, both directions, summed over all clients; None if none counts it.
+        """Return the papers' cost: scalars per round, both directions, summed over all clients; None if undefined.
 
         Args:
-            task: K and d.
+            task: gives K and d.
             class_counts: K_i of every client, before the train/test split.
             parameters: (body, head) parameters of every client's network.
         """
@@ -267,7 +267,7 @@ class Method(ABC, Generic[StateT, DownT, UpT]):
 
 
 def resolved_moment(settings: EvaluationSettings, method: Method[Any, Any, Any]) -> Moment:
-    """Return when clients are scored: what the configuration says, else the method's own habit."""
+    """Return when clients are scored: as configured, else the method's default."""
     return method.moment if settings.evaluate_moment == "auto" else settings.evaluate_moment
 
 
@@ -278,7 +278,7 @@ def head_scores(features: Tensor, logits: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Nearest:
-    """A predictor by the nearest prototype.
+    """Predictor by the nearest prototype.
 
     Attributes:
         prototypes: (K, d).
@@ -289,7 +289,7 @@ class Nearest:
     candidates: Tensor
 
     def __call__(self, features: Tensor, logits: Tensor) -> Tensor:
-        """Return negative squared distances (B, K), EXCLUDED for classes that are no candidates."""
+        """Return negative squared distances (B, K), EXCLUDED for classes that are not candidates."""
         table = self.prototypes.to(features.device, features.dtype)
         distance = torch.cdist(
             features, table, compute_mode="donot_use_mm_for_euclid_dist"

@@ -1,7 +1,7 @@
-"""Somebody's own code, named in the configuration as ``my_package.module:function``.
+"""User code, named in the configuration as ``my_package.module:function``.
 
-It runs with all rights and is only ever imported because a configuration names it; on a device only if its operator
-does too (:mod:`pbfl_flwr.flower.client.device`).
+It runs with full rights and is imported only because a configuration names it; on a device only if its operator
+allows it as well (:mod:`pbfl_flwr.flower.client.device`).
 """
 
 import importlib
@@ -24,11 +24,11 @@ def function_of(key: str, spec: str) -> Callable[..., object]:
     """Import the module and return the function.
 
     Args:
-        key: of the run configuration, for messages.
+        key: the configuration key, for messages.
         spec: ``my_package.module:function``.
 
     Raises:
-        PbflError: if there is no such module or function, or the module raises.
+        PbflError: if there is no such module or function, or importing the module raises.
     """
     module_name, _, function_name = spec.partition(":")
     try:
@@ -38,7 +38,7 @@ def function_of(key: str, spec: str) -> Callable[..., object]:
             f"{key} = '{spec}': cannot import '{module_name}' ({error}); is it installed, or the directory that holds "
             "it in PYTHONPATH?"
         ) from error
-    except Exception as error:  # whatever somebody's code raises
+    except Exception as error:  # user code may raise anything
         raise PbflError(
             f"{key} = '{spec}': importing '{module_name}' raised {raised(error, spec)}"
         ) from error
@@ -55,35 +55,35 @@ def function_of(key: str, spec: str) -> Callable[..., object]:
 
 
 def made(key: str, spec: str, what: str, argument: object) -> object:
-    """Import the module, call the function and return what it made.
+    """Import the module, call the function and return its result.
 
     Args:
-        key: of the run configuration, for messages.
+        key: the configuration key, for messages.
         spec: ``my_package.module:function``.
-        what: the argument is, for messages.
-        argument: the only one.
+        what: name of the argument, for messages.
+        argument: the function's only argument.
 
     Raises:
-        PbflError: as :func:`function_of`, and if the function raises; its own PbflError is passed on as it is.
+        PbflError: as :func:`function_of`, or if the function raises; a PbflError of its own is passed on unchanged.
     """
     function = function_of(key, spec)
     try:
         return function(argument)
     except PbflError:
         raise
-    except Exception as error:  # whatever somebody's code raises
+    except Exception as error:  # user code may raise anything
         name, code = spec.partition(":")[2], getattr(function, "__code__", None)
         begins = f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if code else ""
         raise PbflError(f"{key} = '{spec}': {name}({what}) raised {raised(error, spec, begins)}") from error
 
 
 def raised(error: Exception, spec: str, otherwise: str = "") -> str:
-    """Return in one line what somebody's code raised, and the last line of that code that was running.
+    """Return an exception of user code in one line, with the last line of that code in the traceback.
 
     Args:
-        error: what it raised, maybe in a library that it called.
-        spec: ``my_package.module:function``; all of ``my_package`` is their code.
-        otherwise: what stands for the line if none was running yet.
+        error: the exception; it may come from a library that the user code called.
+        spec: ``my_package.module:function``; all of ``my_package`` counts as user code.
+        otherwise: replaces the location if no user code is in the traceback.
     """
     package = re.split("[.:]", spec)[0]
     where = otherwise

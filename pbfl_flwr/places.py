@@ -1,4 +1,4 @@
-"""Where on this machine the project keeps what outlasts a run."""
+"""Where files that outlast a run are stored on this machine."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ from pbfl_flwr.errors import expanded
 
 
 def home() -> Path:
-    """Return the folder for everything this project keeps: environment variable PBFL_HOME, else ~/.pbfl.
+    """Return the project's directory: the environment variable PBFL_HOME, else ~/.pbfl.
 
     Raises:
         PbflError: if there is neither PBFL_HOME nor a home directory.
@@ -16,10 +16,10 @@ def home() -> Path:
 
 
 def weights_file(architecture: str, label: str) -> Path:
-    """Return where the pretrained weights of an architecture lie under a label; whether they do is not looked at.
+    """Return the path of an architecture's pretrained weights under a label; the file need not exist.
 
     Args:
-        architecture: a model's name, without its classifier.
+        architecture: a model's name, without "+" and classifier.
         label: of the weights.
     """
     return home() / "weights" / label / f"{architecture}.safetensors"

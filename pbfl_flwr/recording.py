@@ -1,12 +1,11 @@
-"""A training step on stand-ins: what it reads and writes that was there before it, and which operations it is made of.
+"""Traces a training step on copies of its tensors: which existing tensors it reads and writes, and its operations.
 
-A CUDA graph reads and writes the memory that it was recorded on. So that one recording serves every client with the
-same architecture, a step is recorded on *stand-ins*: copies of all tensors that it finds when it begins (weights,
-running statistics, momentum, prototypes, the batch), which nobody else holds. Another client's step is carried out
-once on stand-ins of its own; if that is made of the same operations, on tensors of the same shapes and with the same
-numbers, the recording is its step, too: its tensors are copied in, the recording is replayed, what was written is
-copied back. No method has to say which tensors its loss reads: they are found below autograd, where every operation
-passes.
+A CUDA graph reads and writes the memory it was recorded on. So that one recording serves every client with the same
+architecture, a step is recorded on *stand-ins*: private copies of all tensors that exist before the step (weights,
+running statistics, momentum, prototypes, the batch). Another client's step is first run once on stand-ins of its own.
+If it consists of the same operations, on tensors of the same shapes and with the same constants, the recording is valid
+for it too: its tensors are copied in, the recording is replayed, and the written tensors are copied back. Methods need
+not declare which tensors their loss reads: these are found below autograd, through which every operation passes.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from pbfl_flwr.errors import PbflError
 Run = Callable[[], None]
 
 Place = tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype]
-"""Where a tensor lies: its storage, offset, shape, strides and type."""
+"""A view of memory: storage, offset, shape, strides and dtype of a tensor."""
 Signature = tuple[Hashable, ...]
-"""A step's operations in order, each with its numbers and with the shapes and origins of its tensors."""
+"""A step's operations in order, each with its constants and with the shapes and origins of its tensors."""
 
 
 class NotReplayable(PbflError):
-    """A training step that no recording can stand for.
+    """A training step that cannot be recorded.
 
     Args:
-        why: what in it cannot be recorded.
+        why: the part of it that cannot be recorded.
     """
 
     def __init__(self, why: str) -> None:
@@ -43,52 +42,52 @@ class NotReplayable(PbflError):
         self.why = why
 
 
-RUNNING = {"running_mean", "running_var"}  # written by batch normalisation, whose schemas do not all say so
+RUNNING = {"running_mean", "running_var"}  # written by BatchNorm; not all of its schemas declare that
 
 
 class StandIns(TorchDispatchMode):
-    """Within it, operations read and write stand-ins for the tensors that were there before.
+    """Dispatch mode in which operations use stand-ins for tensors that existed before it.
 
     Args:
-        first: tensors that get the first stand-ins, in this order, whether they are read or not.
+        first: tensors that get the first stand-ins, in this order, whether or not they are read.
 
     Attributes:
-        originals: the tensors that were there, in the order in which they were met.
-        tensors: their stand-ins, copies made when they were met.
+        originals: the existing tensors, in order of first use.
+        tensors: their stand-ins, copied at first use.
     """
 
     def __init__(self, *first: Tensor) -> None:
-        begin: Callable[[], None] = super().__init__  # which has no types
+        begin: Callable[[], None] = super().__init__  # untyped in torch
         begin()
         self.originals: list[Tensor] = []
         self.tensors: list[Tensor] = []
-        self._numbers: dict[Place, int] = {}  # of an original
-        self._stands: dict[int, int] = {}  # storage of a stand-in -> its number
+        self._numbers: dict[Place, int] = {}  # original's place -> index of its stand-in
+        self._stands: dict[int, int] = {}  # storage of a stand-in -> its index
         self._complete = False
         self._forget()
         for tensor in first:
             self._replaced(tensor)
 
     def _forget(self) -> None:
-        self._made: dict[int, int] = {}  # storage -> after how many operations it was made
+        self._made: dict[int, int] = {}  # storage -> number of operations up to its creation
         self._written: set[int] = set()
         self._operations: list[tuple[Hashable, ...]] = []
 
     def again(self) -> StandIns:
-        """Return the same stand-ins for another pass, which may not meet a tensor that this one has not met."""
+        """Return a mode with the same stand-ins for another pass, which may not read any other existing tensor."""
         other = copy(self)
         other._complete = True
         other._forget()
         return other
 
     def bring_back(self) -> None:
-        """Copy what was written on stand-ins to the originals."""
+        """Copy the written stand-ins to their originals."""
         copy_some(self.tensors, self.originals, self.written)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = each_tensor(self._replaced, (args, kwargs or {}))
         if func is torch.ops.aten.detach.default:
-            return func(*args)  # computes nothing; how often autograd asks depends on what else watches
+            return func(*args)  # computes nothing; how often autograd calls it depends on other modes
         self._operations.append((func, self._said(args), self._said(tuple(kwargs.items()))))
         self._note_written(func, args, kwargs)
         found = func(*args, **kwargs)
@@ -96,20 +95,20 @@ class StandIns(TorchDispatchMode):
 
     @property
     def last(self) -> str:
-        """The operation that came last."""
+        """Name of the last operation."""
         return str(self._operations[-1][0]) if self._operations else "it"
 
     @property
     def signature(self) -> Signature:
-        """What two steps must have in common to be the same recording."""
+        """The operations; one recording is valid for all steps with the same signature."""
         return tuple(self._operations)
 
     @property
     def written(self) -> list[int]:
-        """Which of the stand-ins the step has written.
+        """Indices of the stand-ins that the step has written.
 
         Raises:
-            NotReplayable: if one of them shares memory with another that the step reads: copies would part ways.
+            NotReplayable: if one shares memory with another tensor of the step: their copies would diverge.
         """
         shared: dict[int, int] = {}
         for storage, *_ in self._numbers:
@@ -120,7 +119,7 @@ class StandIns(TorchDispatchMode):
         return sorted(self._written)
 
     def _replaced(self, item: Tensor) -> Tensor:
-        """Return the stand-in of a tensor that this step has not made, unless it is a number of the CPU."""
+        """Return the stand-in of a tensor that existed before the step; CPU scalars and other tensors unchanged."""
         if item.dim() == 0 and item.device.type == "cpu":
             return item
         storage = _storage(item)
@@ -137,7 +136,7 @@ class StandIns(TorchDispatchMode):
         return self.tensors[self._numbers[place]]
 
     def _given_back(self, item: Tensor) -> Tensor:
-        """Return the original for a stand-in, as autograd expects of what is written in place."""
+        """Return the original for a stand-in: autograd expects an in-place operation to return its argument."""
         number = self._stands.get(_storage(item))
         if number is None:
             self._made[_storage(item)] = len(self._operations)
@@ -147,7 +146,7 @@ class StandIns(TorchDispatchMode):
     def _said(self, item: Any) -> Hashable:
         if isinstance(item, (list, tuple)):
             return tuple(self._said(part) for part in item)
-        if isinstance(item, (torch.UntypedStorage, torch.TypedStorage)):  # its tensor has no stand-in
+        if isinstance(item, (torch.UntypedStorage, torch.TypedStorage)):  # storages have no stand-ins
             raise NotReplayable(
                 "it takes a tensor by its memory, as cuDNN's recurrent layers take their weights"
             )
@@ -158,7 +157,7 @@ class StandIns(TorchDispatchMode):
             return ("stand-in", self._stands[storage], *form)
         if storage in self._made:
             return ("made", self._made[storage], *form)
-        return ("number", float(item), item.dtype)  # of the CPU: the only tensor that is not replaced
+        return ("number", float(item), item.dtype)  # a CPU scalar, the only tensor without a stand-in
 
     def _note_written(self, func: Any, args: Any, kwargs: Any) -> None:
         for argument, value in _arguments(func, args, kwargs):
@@ -172,9 +171,9 @@ class StandIns(TorchDispatchMode):
 
 @torch.no_grad()
 def copy_some(here: Sequence[Tensor], there: Sequence[Tensor], places: Sequence[int]) -> None:
-    """Copy the tensors at these places of one list to the same places of another, in one launch for each type.
+    """Copy the tensors at the given indices of one list to the same indices of another, one launch per dtype.
 
-    Given several types at once, torch copies tensor by tensor: a network with BatchNorm has counters among its floats.
+    Given several dtypes at once, torch copies tensor by tensor; BatchNorm has integer counters among its floats.
     """
     of_type: dict[torch.dtype, list[int]] = {}
     for place in places:
@@ -184,7 +183,7 @@ def copy_some(here: Sequence[Tensor], there: Sequence[Tensor], places: Sequence[
 
 
 def each_tensor(change: Callable[[Tensor], Any], item: Any) -> Any:
-    """Return what an operation takes or gives with every tensor changed; torch's own tree_map takes twice as long."""
+    """Apply a function to every tensor in an operation's arguments or results; torch's tree_map takes twice as long."""
     if isinstance(item, Tensor):
         return change(item)
     if isinstance(item, (list, tuple)):

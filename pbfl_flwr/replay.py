@@ -1,13 +1,13 @@
-"""A training step recorded once and replayed: on a GPU, one launch instead of hundreds.
+"""Records a training step once as a CUDA graph and replays it: one launch instead of hundreds.
 
 The kernels of a small network's step take microseconds each, less than launching them from Python does. With ``compile
-= "cuda-graph"`` the step after the batch was cut (forward, losses, backward, clipping, descent, sums of the losses) is
-recorded as a CUDA graph, and complete batches are replays of it; an incomplete one is trained as usual. A worker
-process keeps its recordings, so that of all clients with the same architecture, batch size, and number of classes
-where that shapes a tensor, the first alone waits for one.
+= "cuda-graph"`` the step after the batch was taken (forward, losses, backward, clipping, optimiser step, sums of the
+losses) is recorded as a CUDA graph and replayed for all full batches; an incomplete batch is trained as usual. A worker
+process keeps its recordings: among clients with the same architecture, batch size and, where it shapes a tensor,
+number of classes, only the first waits for the recording.
 
-A recording holds operations and the tensors they read and write. What Python does around them is not in it, so only
-methods whose steps are all alike may be recorded: :meth:`pbfl_flwr.method.Method.replayable`.
+A recording holds operations and the tensors they read and write, not the Python code around them. So only methods
+whose steps are all the same operations may be recorded: :attr:`pbfl_flwr.method.Method.replayable`.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from pbfl_flwr.recording import NotReplayable, Run, StandIns, copy_some
 Step = Callable[..., None]
 """Trains on a batch: inputs (B, ...), labels (B,), and more tensors that always have the same shapes."""
 
-WARM_UP = 3  # steps before the first recording, in which libraries set themselves up; PyTorch's own number
-AROUND = (str(Path(torch.__file__).parent), recording.__file__)  # code that runs a step, and is not it
-KEPT = 32  # recordings of a process; of one that was pushed out the step is recorded again
+WARM_UP = 3  # steps before the first recording, in which libraries initialise; PyTorch's own number
+AROUND = (str(Path(torch.__file__).parent), recording.__file__)  # frames that are not the step's own code
+KEPT = 32  # recordings per process; the least recently used is dropped and recorded again when needed
 
 
 def check_replayable(mode: str, method: str, replayable: bool) -> None:
-    """Check that a method's steps may be recorded if they are to be.
+    """Check that a method's steps can be recorded if ``compile`` asks for it.
 
     Raises:
-        PbflError: if they differ from each other.
+        PbflError: if the method is not replayable.
     """
     if mode == "cuda-graph" and not replayable:
         raise PbflError(
@@ -51,13 +51,13 @@ def check_replayable(mode: str, method: str, replayable: bool) -> None:
 
 
 def check_layers(name: str, network: nn.Module) -> None:
-    """Check that the training steps of a network of this name may be recorded, as far as its layers tell.
+    """Check that a network's training steps can be recorded, as far as its layers show.
 
-    On a GPU the weights of a recurrent layer lie in one piece of memory, which cuDNN is given beside them: a stand-in
-    of each would leave that piece as it was.
+    On a GPU the weights of a recurrent layer share one block of memory, which is passed to cuDNN in addition to the
+    weights: stand-ins for the weights would not replace that block.
 
     Raises:
-        PbflError: naming the layer that may not.
+        PbflError: naming the first recurrent layer.
     """
     for layer, module in network.named_modules():
         if isinstance(module, nn.RNNBase):
@@ -72,9 +72,9 @@ class Recording:
     """A recorded step and the tensors it works on.
 
     Attributes:
-        replay: computes the step.
+        replay: runs the recorded step.
         tensors: the stand-ins it reads and writes.
-        written: which of them it writes.
+        written: indices of the stand-ins that it writes.
     """
 
     replay: Run
@@ -86,17 +86,17 @@ _recordings: OrderedDict[Hashable, Recording] = OrderedDict()
 
 
 def forget_recordings() -> None:
-    """Drop all recordings of this process, with the memory that they hold."""
+    """Drop all recordings of this process and free their memory."""
     _recordings.clear()
-    _pool.cache_clear()  # once no recording uses it, torch refuses another one in it while a tensor is left there
+    _pool.cache_clear()  # an unused pool in which a tensor is still alive cannot be used for a new recording
 
 
 class Replayed:
-    """A client's step, replayed where there is a recording of its like, and recorded where there is none.
+    """A client's training step that is replayed if there is a matching recording, and recorded if there is none.
 
     Args:
-        step: reads its batch, and otherwise tensors that stay where they are; writes in place.
-        batch_size: B of what is recorded.
+        step: reads its batch and tensors that keep their memory; writes in place.
+        batch_size: B; only batches of this size are recorded and replayed.
         device: a CUDA device.
     """
 
@@ -106,17 +106,17 @@ class Replayed:
         self._device = device
         self._done = 0
         self._recording: Recording | None = None
-        self._own: list[Tensor] = []  # what this client has in the places of the recording's tensors
-        self._ahead = False  # whether the recording's tensors have been trained on since they were copied
+        self._own: list[Tensor] = []  # this client's tensors, in the order of the recording's
+        self._ahead = False  # whether the recording's tensors are newer than the client's own
 
     def __call__(self, *batch: Tensor) -> None:
-        """Train on these samples."""
+        """Train on one batch."""
         if len(batch[1]) != self._batch_size:
             self.settle()
             self._step(*batch)
         elif self._recording is not None:
             self._replay(self._recording, batch)
-        elif self._done == 0:  # makes the sums and the momentum that the others find
+        elif self._done == 0:  # creates the loss sums and the momentum, which must exist before the recording
             aside(lambda: self._step(*batch), self._device)
             self._done += 1
         else:
@@ -124,7 +124,7 @@ class Replayed:
             self._done += 1
 
     def settle(self) -> None:
-        """Copy what replays have written to the client's own tensors."""
+        """Copy the tensors that replays have written to the client's own tensors."""
         if self._ahead and self._recording is not None:
             copy_some(self._recording.tensors, self._own, self._recording.written)
         self._ahead = False
@@ -139,7 +139,7 @@ class Replayed:
         recording.replay()
 
     def _on_stand_ins(self, batch: Sequence[Tensor]) -> None:
-        """Train a step on stand-ins, then look for a recording of it, or make one after the warm-up."""
+        """Train one step on stand-ins, then look up its recording, or make one after the warm-up."""
         seen = StandIns(*batch)
 
         def within(stand_ins: StandIns) -> None:
@@ -162,7 +162,7 @@ class Replayed:
 
 
 def aside(run: Run, device: torch.device) -> None:
-    """Run on the stream that recordings are made on, as what is to be recorded must have been."""
+    """Run on the recording stream, on which the operations must have run before they are recorded."""
     stream, current = _stream(device), torch.cuda.current_stream(device)
     stream.wait_stream(current)
     with torch.cuda.stream(stream):
@@ -172,16 +172,16 @@ def aside(run: Run, device: torch.device) -> None:
 
 @contextmanager
 def without_waiting(seen: StandIns) -> Iterator[None]:
-    """Refuse, within, what has the CPU wait for the GPU.
+    """Raise at operations within the context that make the CPU wait for the GPU.
 
-    No recording may hold that, and a refusal within one is worse: what is half recorded may keep torch's random
-    numbers, and its memory, from working for whoever comes next in this process.
+    They cannot be recorded, and raising here is better than during a recording: an aborted recording may break torch's
+    random generator and memory allocator for the rest of the process.
 
     Args:
-        seen: within which the step runs.
+        seen: the mode in which the step runs.
 
     Raises:
-        NotReplayable: naming what waits.
+        NotReplayable: naming the operation that waits.
     """
     before = torch.cuda.get_sync_debug_mode()
     _set_waiting("error")
@@ -196,21 +196,21 @@ def without_waiting(seen: StandIns) -> Iterator[None]:
 
 
 def _set_waiting(mode: int | str) -> None:
-    with catch_warnings():  # torch's, that it does not know of everything that waits
+    with catch_warnings():  # torch warns that it does not detect every synchronising operation
         simplefilter("ignore")
         torch.cuda.set_sync_debug_mode(mode)
 
 
 def record(run: Run, device: torch.device) -> Run:
-    """Record what a function launches, which is not computed yet, and return what computes it.
+    """Record the kernels that a function launches, without running them; return a function that runs them.
 
     Raises:
-        NotReplayable: if something in it cannot be recorded, naming that: CUDA then complains once more when the
-            recording ends, of nothing but that it failed.
+        NotReplayable: if something cannot be recorded. The message is that of the first error: when the recording
+            ends, CUDA raises another one that says only that it failed.
         torch.OutOfMemoryError: if there is too little memory.
     """
     graph = torch.cuda.CUDAGraph()
-    # Not the error itself, which would keep this frame and all of the step's tensors.
+    # Keep only the text: the exception would keep this frame and all of the step's tensors alive.
     refused, full = "", False
     try:
         with torch.cuda.device(device), torch.cuda.graph(graph, pool=_pool(), stream=_stream(device)):
@@ -221,7 +221,7 @@ def record(run: Run, device: torch.device) -> Run:
                 refused = str(error) if full else _why_not(error)
                 raise
     except Exception as error:
-        graph.reset()  # ends what torch has begun for it, also where the recording could not end
+        graph.reset()  # also ends a recording that failed to end by itself
         _pool.cache_clear()
         if of_full_card(error):
             raise
@@ -236,7 +236,7 @@ def record(run: Run, device: torch.device) -> Run:
 
 
 def _where(error: Exception) -> str:
-    """Return the line of the step, which is neither torch's nor that of the stand-ins."""
+    """Return the last traceback line in the step's own code, not in torch or the stand-ins."""
     lines = [f for f in extract_tb(error.__traceback__) if not f.filename.startswith(AROUND)]
     return f", {Path(lines[-1].filename).name}:{lines[-1].lineno}" if lines else ""
 
@@ -248,11 +248,11 @@ def _why_not(error: Exception) -> str:
 
 @cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the process's one stream beside the default: memory freed on a stream serves that stream alone."""
+    """Return the process's one extra stream: the allocator reuses memory freed on a stream for that stream only."""
     return torch.cuda.Stream(device)
 
 
 @cache
 def _pool() -> Any:
-    """Return the memory that all recordings share for what lives within a step: one is replayed after the other."""
+    """Return the memory pool of all recordings for temporary tensors; they can share it as replays never overlap."""
     return torch.cuda.graph_pool_handle()

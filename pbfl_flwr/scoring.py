@@ -1,4 +1,4 @@
-"""The one evaluation: all predictors of a client in one pass over its test samples."""
+"""Evaluation: all predictors of a client in one pass over its test samples."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from pbfl_flwr.training import REMEDY, Diverged, forward, take
 
 @dataclass(frozen=True)
 class Scores:
-    """One pass over a client's test data, and over what it holds out for validation.
+    """Scores of one pass over a client's test samples, and over its validation samples if it has any.
 
     Attributes:
         num_samples: test samples.
-        correct: predictor -> correctly predicted samples.
-        loss: mean cross-entropy of the predictor ``head``, 0 without samples.
-        validation: the same on the held-out samples, None without any.
-        by_class: the test samples counted by class; None where nobody asked for that (``per-class``).
+        correct: predictor -> number of correctly predicted samples.
+        loss: mean cross-entropy of the predictor ``head``, or of the logits without it; 0 without samples.
+        validation: scores on the validation samples; None without any.
+        by_class: counts per class; None unless ``per-class`` is set.
     """
 
     num_samples: int
@@ -35,13 +35,13 @@ class Scores:
     by_class: ByClass | None = None
 
 
-@torch.no_grad()  # not inference_mode: a tensor that a network caches while it is scored must serve training, too
+@torch.no_grad()  # not inference_mode: tensors cached by a network here must be usable in training
 def evaluate(client: Client, predictors: Mapping[str, Predictor]) -> Scores:
     """Score all predictors in one pass over the client's test shard, then the validation shard.
 
     Raises:
-        ValueError: if a predictor answers another shape than (B, K), or has a name that no report has room for.
-        Diverged: if it gives scores that are not finite.
+        ValueError: if a predictor returns another shape than (B, K), or its name is not in PREDICTORS.
+        Diverged: if a predictor returns scores that are not finite.
     """
     if odd := [name for name in predictors if name not in PREDICTORS]:
         raise ValueError(f"predictor '{odd[0]}': allowed are {', '.join(PREDICTORS)}")
@@ -84,7 +84,7 @@ def _scores(
 
 
 def _by_class(labels: Tensor, answers: Mapping[str, Sequence[Tensor]], num_classes: int) -> ByClass:
-    """Return the counts of a whole pass, once it is over: a GPU is waited for once a predictor, not once a batch."""
+    """Return the counts of a whole pass. Done after it, so that the GPU is waited for once per predictor, not batch."""
     known = labels.cpu()
 
     def count(found: Tensor) -> list[int]:

@@ -1,7 +1,7 @@
-"""Certificates for the server, key pairs for the devices, and what a TLS handshake says when it is refused.
+"""Certificates for the server, key pairs for the devices, and reasons why a TLS handshake failed.
 
-The certificates are X.509 on the curve P-256, the devices' keys OpenSSH's on P-384, which is what Flower's SuperNode
-authentication reads. Nothing here needs Flower.
+Certificates are X.509 on the curve P-256; device keys are in OpenSSH format on P-384, as Flower's SuperNode
+authentication requires. Nothing here needs Flower.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CA_CERTIFICATE, CA_KEY = "ca.pem", "ca.key"
 SERVER_CERTIFICATE, SERVER_KEY = "server.pem", "server.key"
 NODE_CURVES = (ec.SECP256R1, ec.SECP384R1, ec.SECP521R1)
 CA_DAYS = 3650
-BACKDATED = timedelta(days=1)  # a device whose clock is a little behind must not refuse a new certificate
+BACKDATED = timedelta(days=1)  # so that a device whose clock is slow does not refuse a new certificate
 LABEL = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)")
 
 
@@ -49,14 +49,14 @@ def make_certificates(
     """Write a new certificate authority and a server certificate signed by it.
 
     Args:
-        directory: made if it is not there; gets ca.pem, ca.key, server.pem, server.key (keys readable by the owner).
-        hosts: names and IP addresses under which devices reach the server; they become the subject's alternatives.
-        days: of validity of the server's certificate, which ends with the authority at the latest.
-        ca_days: of validity of the authority: when it ends, every device needs a new ca.pem.
-        force: replace what is there; every device then needs the new ca.pem.
+        directory: created if missing; gets ca.pem, ca.key, server.pem, server.key (keys readable by the owner only).
+        hosts: names and IP addresses under which devices reach the server, for the subjectAltName extension.
+        days: validity of the server's certificate; it ends at the latest with the CA's.
+        ca_days: validity of the CA. When it ends, every device needs a new ca.pem.
+        force: overwrite existing files; every device then needs the new ca.pem.
 
     Raises:
-        PbflError: if a host is no name or address, or if a file is there already.
+        PbflError: if a host is no valid name or address, or if a file exists.
     """
     names = _alternatives(hosts)
     files = [directory / name for name in (CA_CERTIFICATE, CA_KEY, SERVER_CERTIFICATE, SERVER_KEY)]
@@ -78,12 +78,12 @@ def make_certificates(
 
 
 def renew_certificate(directory: Path, hosts: Sequence[str], days: int) -> None:
-    """Replace the server's certificate and key; the authority, and so what the devices hold, stays.
+    """Replace the server's certificate and key; the CA, and with it the devices' ca.pem, stays.
 
-    The new certificate ends with the authority at the latest.
+    The new certificate ends at the latest with the CA's.
 
     Raises:
-        PbflError: if a host is no name or address, or if the authority is not there, does not fit or has ended.
+        PbflError: if a host is no valid name or address, or if the CA is missing, has another key or has expired.
     """
     names = _alternatives(hosts)
     ca = read_certificate(directory / CA_CERTIFICATE)
@@ -114,11 +114,11 @@ def read_certificate(path: Path) -> x509.Certificate:
 
 
 def end_of_trust(certificate: x509.Certificate, ca: Path | None) -> tuple[datetime, bool]:
-    """Return until when devices accept a certificate, and whether it is then its authority that ends.
+    """Return until when devices accept a certificate, and whether that is because the CA's certificate ends then.
 
     Args:
         certificate: the server's.
-        ca: PEM file of the authorities that a device trusts; None means the system's, whose end is not looked up.
+        ca: PEM file of the CAs that a device trusts; None means the system's, whose expiry is not checked.
 
     Raises:
         PbflError: if ``ca`` cannot be read.
@@ -130,7 +130,7 @@ def end_of_trust(certificate: x509.Certificate, ca: Path | None) -> tuple[dateti
 
 
 def alternatives(certificate: x509.Certificate) -> list[str]:
-    """Return the names and addresses that a certificate is for."""
+    """Return the host names and addresses in a certificate's subjectAltName extension."""
     try:
         found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:
@@ -141,7 +141,7 @@ def alternatives(certificate: x509.Certificate) -> list[str]:
 def _of_server(
     names: Sequence[x509.GeneralName], days: int, ca: x509.Certificate, ca_key: ec.EllipticCurvePrivateKey
 ) -> dict[str, bytes]:
-    """Return the server's new key and certificate by the names of their files."""
+    """Return the server's new key and certificate, by file name."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, str(names[0].value)[:64])])
     usage = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH])
@@ -203,7 +203,7 @@ def _alternatives(hosts: Sequence[str]) -> list[x509.GeneralName]:
         try:
             found.append(x509.IPAddress(ipaddress.ip_address(host)))
         except ValueError:
-            labels = host.split(".")  # a name whose last part is a number is a mistyped address
+            labels = host.split(".")  # a numeric last label means a mistyped IP address
             if len(host) > 253 or labels[-1].isdigit() or not all(map(LABEL.fullmatch, labels)):
                 allowed = "a name like fl.example.org or an IP address, without a port"
                 raise PbflError(f"--host {host!r}: allowed is {allowed}") from None
@@ -215,10 +215,10 @@ def _alternatives(hosts: Sequence[str]) -> list[x509.GeneralName]:
 
 
 def make_keys(directory: Path, names: Sequence[str]) -> None:
-    """Write a key pair for every device: NAME (private, readable by the owner) and NAME.pub.
+    """Write a key pair for every device: NAME (private, readable by the owner only) and NAME.pub.
 
     Raises:
-        PbflError: if a name is none that a file may have, or if a file is there already; nothing is written then.
+        PbflError: if a name is invalid or repeated, or if a file exists; nothing is written then.
     """
     for name in names:
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", name) or name.endswith(".pub"):
@@ -242,7 +242,7 @@ def read_node_key(path: Path) -> ec.EllipticCurvePrivateKey:
     """Return a SuperNode's private key.
 
     Raises:
-        PbflError: if it is not there or not one that Flower takes.
+        PbflError: if it cannot be read or Flower does not accept it.
     """
     allowed = "an OpenSSH private key on a NIST curve, without a passphrase, as pbfl keys writes it"
     try:
@@ -255,17 +255,17 @@ def read_node_key(path: Path) -> ec.EllipticCurvePrivateKey:
 
 
 def readable_by_others(path: Path) -> bool:
-    """Whether a private file may be read by somebody else than its owner."""
+    """Whether a private file may be accessed by anyone but its owner; always False outside POSIX."""
     return os.name == "posix" and bool(path.stat().st_mode & 0o077)
 
 
 def _write(directory: Path, files: Mapping[str, bytes], private: Collection[str]) -> None:
-    """Write files that belong together, or none of them where the system refuses one; what was there is replaced.
+    """Write files that belong together, overwriting existing ones; if a write fails, none of them is changed.
 
     Args:
-        directory: where they go.
-        files: their content by name.
-        private: those that only their owner may read, from the first byte on.
+        directory: of the files.
+        files: name -> content.
+        private: names of files created with access for their owner only.
     """
     beside = {name: directory / f".{name}.tmp" for name in files}
     try:
@@ -302,7 +302,7 @@ def _refuse_existing(files: Iterable[Path], advice: str) -> None:
 
 # A handshake ----------------------------------------------------------------------------------------------------
 
-# OpenSSL's codes (x509_vfy.h) -> what it means for somebody who has never heard of them.
+# OpenSSL's verification error codes (x509_vfy.h) -> explanation for users.
 REFUSALS: Mapping[int, str] = {
     9: "the certificate is not valid yet: this machine's clock is behind, or the server's was ahead when it was made",
     10: "the certificate has expired: make a new one with pbfl certs --renew, or set this machine's clock",
@@ -315,11 +315,11 @@ REFUSALS: Mapping[int, str] = {
 
 @dataclass(frozen=True)
 class Handshake:
-    """What a TLS handshake came to.
+    """Result of a TLS handshake.
 
     Attributes:
-        refusal: one line on why it was refused, None if it was not.
-        certificate: the server's, as far as it was shown.
+        refusal: one line on why it failed, None if it succeeded.
+        certificate: the server's; None if it was not received.
     """
 
     refusal: str | None
@@ -340,7 +340,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def shake_hands(address: str, ca: Path | None, timeout: float = 10.0) -> Handshake:
-    """Connect with TLS and verify the server's certificate.
+    """Connect with TLS and verify the server's certificate; see :class:`Handshake`.
 
     Args:
         address: HOST:PORT.
@@ -348,13 +348,13 @@ def shake_hands(address: str, ca: Path | None, timeout: float = 10.0) -> Handsha
         timeout: seconds, for connecting and for each answer.
 
     Raises:
-        PbflError: if the address cannot be reached, or if ``ca`` is no certificate.
+        PbflError: if the address cannot be reached, or if ``ca`` holds no certificate.
     """
     if ca is not None:
         read_certificate(ca)
     try:
         trust = ssl.create_default_context(cafile=ca)
-    except ssl.SSLError as error:  # OpenSSL is stricter, as of spaces before the lines
+    except ssl.SSLError as error:  # OpenSSL is stricter than cryptography, e.g. about leading spaces
         said = error.reason or "it is cut short"
         raise PbflError(f"{ca} holds no PEM certificate ({said}): copy it anew, as it is") from None
     try:
@@ -380,7 +380,7 @@ def shake_hands(address: str, ca: Path | None, timeout: float = 10.0) -> Handsha
 def _connect(address: str, context: ssl.SSLContext, timeout: float) -> bytes:
     """Return the server's certificate (DER) once the context has accepted it."""
     host, port = split_address(address)
-    context.set_alpn_protocols(["h2", "http/1.1"])  # gRPC hangs up on those who do not offer HTTP/2
+    context.set_alpn_protocols(["h2", "http/1.1"])  # gRPC servers close connections that do not offer HTTP/2
     try:
         plain = socket.create_connection((host, port), timeout)
     except OSError as error:

@@ -1,7 +1,7 @@
-"""Seeds are a function of what they are for, never of who asked first.
+"""Seeds depend only on what they are used for, never on the order of use.
 
-Every random choice (weights, batches, sampling, masks) takes its seed from the run's seed and the names and
-numbers that describe it, so the same run gives the same bits with one worker or with many.
+The seed of every random choice (weights, batches, sampling, masks) is derived from the run's seed and from the names
+and numbers that describe the choice, so that a run gives the same bits with one worker or with many.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def derive(*parts: int | str) -> int:
-    """Return a 63-bit seed from what the randomness is for, e.g. ``derive(seed, "batches", client, round)``."""
-    # A NumPy integer is written as the number that it is; a float would be a seed by accident.
+    """Return a 63-bit seed derived from a description of its use, e.g. ``derive(seed, "batches", client, round)``."""
+    # NumPy integers become plain ones, which have another repr; a float is refused.
     plain = tuple(part if isinstance(part, str) else operator.index(part) for part in parts)
     digest = hashlib.blake2b(repr(plain).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
@@ -32,10 +32,10 @@ def generator(*parts: int | str) -> torch.Generator:
 
 
 def seed_layers(device: torch.device, *parts: int | str) -> None:
-    """Seed what layers draw from while they train (dropout), on the CPU and on this device, by :func:`derive`.
+    """Seed the generators used by layers in training (dropout), on the CPU and on this device, by :func:`derive`.
 
-    The numbers are those of ``torch.manual_seed``, which on a machine without a GPU formats the stack once for each
-    kind of GPU that there might be.
+    Equivalent to ``torch.manual_seed``, which on a machine without a GPU formats a stack trace for each kind of GPU
+    that torch supports.
     """
     import torch
 
@@ -49,9 +49,9 @@ def seed_layers(device: torch.device, *parts: int | str) -> None:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Have torch draw from this seed on the CPU, for layers that draw their weights when they are built.
+    """Seed torch's CPU generator within the context, for layers that draw their weights when they are built.
 
-    Its global random state is as before afterwards, that of every GPU untouched.
+    Afterwards the global random state is restored; the generators of GPUs are not touched.
     """
     import torch
 

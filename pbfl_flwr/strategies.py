@@ -1,4 +1,4 @@
-"""The methods as ready Flower strategies, for other people's apps.
+"""The methods as Flower strategies, for other apps.
 
 ::
 
@@ -7,9 +7,9 @@
     strategy = TinyProto(base="fedtgp", cps_dim=50, num_clients=10)   # ServerApp: strategy.start(grid)
     app = make_client_app(my_data, strategy.settings)                 # ClientApp: pbfl_flwr.flower.client.app
 
-Both sides take the same settings, since a method is one page with both halves. Every other key of the run
+Both sides take the same settings, since one module has both halves of a method. Every other key of the run
 configuration can be given too, with underscores: ``TinyProto(..., learning_rate=0.05, models="resnet8")``. The
-prototype methods have classes with typed keywords; :func:`strategy_of` makes that of any method by its name.
+prototype methods have classes with typed keywords; :func:`strategy_of` makes the strategy of any method by name.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def configure(
         section: the method's own settings, without the prefix.
 
     Raises:
-        PbflError: naming every key that is unknown or has a value that is not allowed.
+        PbflError: naming every key that is unknown or has an invalid value.
     """
     flat = {key.replace("_", "-"): value for key, value in keys.items()}
     own = {f"{method}.{key.replace('_', '-')}": value for key, value in (section or {}).items()}
@@ -48,15 +48,15 @@ def configure(
 
 
 class FedProto(MethodStrategy):
-    """FedProto, and with CPS, PPA and CPKD the sparse, count-private and proportional variants of it.
+    """FedProto, and with CPS, PPA and CPKD its sparse, count-private and class-proportional variants.
 
     Args:
         num_clients: M.
         directory: where the run is written; None keeps everything in memory.
         pull_weight: λ.
         aggregation: how the server combines prototypes.
-        cps_dim: s, dimensions of a class that travel; 0 is off.
-        cpkd: class-proportional pull.
+        cps_dim: s, dimensions of a prototype that travel; 0 is off.
+        cpkd: class-proportional knowledge distillation.
         keys: any other run-config key, with underscores.
     """
 
@@ -177,11 +177,11 @@ class GFPL(MethodStrategy):
     Args:
         num_clients: M.
         directory: where the run is written; None keeps everything in memory.
-        components: n, Gaussians of a class on a client.
-        samples: r, pseudo-features of a class.
+        components: n, Gaussians per class on a client.
+        samples: r, pseudo-features per class.
         start: t1, no exchange before this round.
-        interval: S_T, exchange in the rounds that it divides.
-        threshold: S_C, components nearer than this are fused.
+        interval: S_T, exchange in rounds divisible by it.
+        threshold: S_C, components closer than this are fused.
         keys: any other run-config key, with underscores.
     """
 
@@ -216,7 +216,7 @@ class FedCPD(MethodStrategy):
         align_weight: α.
         contrast_weight: β.
         distill_weight: γ.
-        base: what the losses are added to.
+        base: method to which the losses are added.
         keys: any other run-config key, with underscores; ``models`` names one architecture for all.
     """
 
@@ -258,6 +258,6 @@ def strategy_of(
         keys: any other run-config key, with underscores.
 
     Raises:
-        PbflError: naming every key that is unknown or has a value that is not allowed.
+        PbflError: naming every key that is unknown or has an invalid value.
     """
     return MethodStrategy(configure(method, {"num_clients": num_clients, **keys}, section), directory)

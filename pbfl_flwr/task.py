@@ -6,18 +6,18 @@ from typing import Any, Self
 
 from pbfl_flwr.errors import PbflError
 
-MAX_AXES = 4  # of an input that is read from files
+MAX_AXES = 4  # of an input that is read from a file
 
 
 @dataclass(frozen=True)
 class Task:
-    """The common ground: everything else (architecture, data, device) may differ from client to client.
+    """What all clients agree on; everything else (architecture, data, device) may differ between clients.
 
     Attributes:
         num_classes: K, the number of classes of the whole federation; labels are 0..K-1.
-        feature_dim: d, the width of the penultimate activation that every model is made to answer.
+        feature_dim: d, the width of the features (penultimate activations) of every model.
         input_shape: shape of one input without the batch axis, e.g. (3, 32, 32).
-        vocabulary_size: V, where inputs are token ids 0..V-1; 0 where they are numbers.
+        vocabulary_size: V if inputs are token ids 0..V-1; 0 if they are numeric.
 
     Raises:
         PbflError: if K < 2, d < 1, V < 0 or a side of the input is not positive.
@@ -42,5 +42,5 @@ class Task:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Self:
-        """Return the task that a run's books hold, as JSON has it."""
+        """Return the task from its JSON record in a run's files."""
         return cls(**{**record, "input_shape": tuple(record["input_shape"])})

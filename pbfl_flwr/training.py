@@ -1,6 +1,6 @@
-"""The one training loop and the one pass over features: every method uses these.
+"""The training loop and the pass over features that all methods use.
 
-A client's shard is a contiguous tensor; batches are cut by index, normalised on the device, and nothing here
+A client's shard is a contiguous tensor; batches are taken by index and normalised on the device, and nothing here
 handles a single sample in Python.
 """
 
@@ -24,26 +24,26 @@ from pbfl_flwr.models import SplitModel, begin_batch, has_batch_norm, is_still
 from pbfl_flwr.replay import Replayed
 
 Loss = Callable[..., Mapping[str, Tensor]]
-"""(inputs (B, ...), labels (B,), what was drawn for the step) -> named terms; their sum is what is descended."""
+"""(inputs (B, ...), labels (B,), tensors from ``draw``) -> named loss terms; their sum is minimised."""
 
 
 REMEDY = "lower learning-rate, or set max-grad-norm"
 
 
 class Diverged(PbflError):
-    """A loss that is not finite any more: the client's update is worthless and must not be stored."""
+    """A loss or a weight is not finite: the client's update is useless and must not be stored."""
 
 
 @dataclass(frozen=True)
 class FitReport:
-    """What a call of :func:`fit` did.
+    """Result of :func:`fit`.
 
     Attributes:
-        steps: optimiser steps.
-        samples: samples seen, all epochs together.
+        steps: number of optimiser steps.
+        samples: samples seen, summed over all epochs.
         losses: mean of every loss term over the steps.
-        optimizer: what the optimiser keeps, for the settings under which it goes on: by parameter name, of what is not
-            the client's network by its place.
+        optimizer: the optimiser's state if the settings keep it, by parameter name; parameters outside the client's
+            network are named by their position.
     """
 
     steps: int
@@ -52,12 +52,12 @@ class FitReport:
     optimizer: dict[str, Tensor]
 
     def metrics(self) -> dict[str, float]:
-        """Return the losses under the names that the log shows, or that no step was made."""
+        """Return the losses under their names in the log; also ``idle`` = 1 if there was no step."""
         found = {f"loss.{name}": value for name, value in self.losses.items()}
         return found if self.steps else {**found, "idle": 1.0}
 
     def then(self, later: FitReport) -> FitReport:
-        """Return the report of two passes; of what both name the later one counts."""
+        """Return the combined report of two passes; where both have an entry, the later one is used."""
         return FitReport(
             self.steps + later.steps,
             self.samples + later.samples,
@@ -74,7 +74,7 @@ def forward(model: SplitModel, inputs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def classification(model: SplitModel) -> Loss:
-    """Return the plain loss: cross-entropy of the logits, mean over the batch."""
+    """Return the plain loss: cross-entropy of the logits, averaged over the batch."""
 
     def loss(inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
         return {"ce": nn.functional.cross_entropy(forward(model, inputs)[1], labels)}
@@ -87,9 +87,9 @@ class Part:
     """Parameters that are updated together.
 
     Attributes:
-        parameters: of the client's network or of a companion of it.
-        learning_rate: None is the setting of that name.
-        max_grad_norm: bound on the norm of their gradient; None is the setting of that name, 0 is off.
+        parameters: of the client's network or of a companion.
+        learning_rate: None means the setting ``learning-rate``.
+        max_grad_norm: gradient clipping norm; None means the setting ``max-grad-norm``, 0 is off.
     """
 
     parameters: tuple[nn.Parameter, ...]
@@ -116,26 +116,26 @@ def fit(
     after_step: Callable[[], None] | None = None,
     after_epoch: Callable[[], None] | None = None,
 ) -> FitReport:
-    """Train over the client's data, augmented if the settings say so, with the optimiser of the settings.
+    """Train on the client's data, augmented if the settings say so, with the configured optimiser.
 
-    Where a network has BatchNorm, a batch of one sample is left out.
+    If a network has BatchNorm, batches of one sample are skipped.
 
     Args:
         client: its network is changed in place.
-        loss: the named terms of one batch.
-        parts: what is updated; by default the client's network. The rest of the client's network gets no gradient,
-            though its BatchNorm statistics move with the data, as they do in the references.
-        companions: other networks that take part, put into training mode with the client's.
+        loss: computes the named loss terms of one batch.
+        parts: parameters to update; by default the client's whole network. The others get no gradient, but
+            BatchNorm statistics are updated in the whole network, as in the references.
+        companions: other networks that take part; put into training mode as well.
         source: (features (n, d), labels) on the client's device to train the head on, instead of the client's data.
-        draw: called before every step; the loss is given what it returns after the batch, always in the same shapes.
-        epochs: passes over the data; by default local-epochs.
-        max_steps: stop after so many steps, whatever the epochs; None is no bound.
-        phase: names this pass, so that two passes of a round draw different batches.
+        draw: called before every step; its tensors are passed to the loss after the batch. Their shapes must not vary.
+        epochs: passes over the data; by default ``local-epochs``.
+        max_steps: upper bound on the number of steps; None is no bound.
+        phase: name of this pass, so that two passes in a round draw different batches.
         after_step: called after every optimiser step.
-        after_epoch: called after every pass.
+        after_epoch: called after every pass over the data.
 
     Raises:
-        Diverged: if a loss term or, in the end, a weight is not finite.
+        Diverged: if a mean loss term or a final weight is not finite.
     """
     settings, data, model = client.training, client.data, client.model
     chosen = list(parts) if parts is not None else [part(model)]
@@ -151,7 +151,7 @@ def fit(
     order, changes = client.generator(phase), client.generator(f"{phase} augmentation")
     for network in (model, *companions):
         network.train()
-    passed = model if source is None else model.head  # what a batch goes through
+    passed = model if source is None else model.head  # the part of the network that batches go through
     smallest = 2 if any(has_batch_norm(network) for network in (passed, *companions)) else 1
     trained_on = data.train.labels if source is None else source[1]
     totals: dict[str, Tensor] = {}
@@ -200,7 +200,7 @@ def fit(
 
 
 def _names(model: SplitModel, groups: Sequence[Group]) -> dict[str, nn.Parameter]:
-    """Return what is trained by name: the network's own parameters under theirs, others by their place among them."""
+    """Return trained parameters by name: the network's under their own, others as ``beside.<position among them>``."""
     trained = [parameter for group in groups for parameter in group.parameters]
     known = {id(parameter) for parameter in trained}
     names = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in known}
@@ -211,7 +211,7 @@ def _names(model: SplitModel, groups: Sequence[Group]) -> dict[str, nn.Parameter
 
 @contextmanager
 def _gradients_of(descent: Descent, model: SplitModel) -> Iterator[None]:
-    """Within, only what is trained gets gradients of the network's parameters; afterwards nothing keeps one."""
+    """Within the context only trained parameters of the network get gradients; afterwards all gradients are cleared."""
     trained = {id(parameter) for parameter in descent.parameters}
     frozen = [p for p in model.parameters() if p.requires_grad and id(p) not in trained]
     try:
@@ -219,13 +219,13 @@ def _gradients_of(descent: Descent, model: SplitModel) -> Iterator[None]:
             parameter.requires_grad_(False)
         yield
     finally:
-        descent.clear()  # a recording's memory is that of its gradients, too
+        descent.clear()  # also frees references into a recording's memory
         for parameter in frozen:
             parameter.requires_grad_(True)
 
 
 def _check_finite(losses: Mapping[str, float], parameters: Sequence[nn.Parameter], steps: int) -> None:
-    """Check what so many steps came to.
+    """Check the result of a number of steps.
 
     Raises:
         Diverged: if a loss term or a weight is not finite.
@@ -234,20 +234,20 @@ def _check_finite(losses: Mapping[str, float], parameters: Sequence[nn.Parameter
         raise Diverged(
             f"loss term '{bad[0]}' is not finite after {steps} steps; {REMEDY}, or lower its weight"
         )
-    sums = [parameter.detach().sum() for parameter in parameters]  # much faster than looking at every number
-    if not sums or bool(torch.stack(sums).isfinite().all()):  # a GPU is waited for once
+    sums = [parameter.detach().sum() for parameter in parameters]  # much faster than checking every element
+    if not sums or bool(torch.stack(sums).isfinite().all()):  # synchronises with a GPU only once
         return
     if not all(
         bool(parameter.isfinite().all()) for parameter in parameters
-    ):  # finite numbers may have no finite sum
+    ):  # the sum of finite numbers may overflow
         raise Diverged(f"a weight is not finite after {steps} steps; {REMEDY}")
 
 
 def rate_share(settings: TrainingSettings, number: int) -> float:
-    """Return what is left of a learning rate in a round: decay^(t-1) · ½·(1 + cos(π·(t-1)/R)).
+    """Return the factor on learning rates in round t: decay^(t-1) · ½·(1 + cos(π·(t-1)/R)).
 
     The cosine is that of ``torch.optim.lr_scheduler.CosineAnnealingLR``, stepped after every round; after round R it
-    stays as it was in round R.
+    keeps its value of round R.
     """
     decayed = settings.learning_rate_decay ** (number - 1)
     if not (rounds := settings.learning_rate_cosine):
@@ -256,7 +256,7 @@ def rate_share(settings: TrainingSettings, number: int) -> float:
 
 
 def _group(part: Part, settings: TrainingSettings, share: float, place: torch.device | None) -> Group:
-    """Return a part with the settings filled in, its rate times what the round leaves of it, as a tensor on request."""
+    """Fill in a part's settings and multiply its rate by ``share``; as a tensor on ``place`` if that is given."""
     rate = (settings.learning_rate if part.learning_rate is None else part.learning_rate) * share
     bound = settings.max_grad_norm if part.max_grad_norm is None else part.max_grad_norm
     return Group(tuple(part.parameters), rate if place is None else torch.tensor(rate, device=place), bound)
@@ -265,16 +265,16 @@ def _group(part: Part, settings: TrainingSettings, share: float, place: torch.de
 def batches(
     num_samples: int, settings: TrainingSettings, order: torch.Generator, device: torch.device | str = "cpu"
 ) -> Iterator[Tensor]:
-    """Yield the index tensors of one epoch, on the device of the samples: drawn on the CPU and moved once.
+    """Yield the index tensors of one epoch; the order is drawn on the CPU and moved to the samples' device once.
 
-    ``batch-order`` fixed keeps the stored order; ``drop-last`` small drops an incomplete last batch unless the
-    client has less than one batch, always drops it (a small client then makes no step), never keeps it.
+    ``batch-order`` "fixed" keeps the stored order. ``drop-last`` "small" drops an incomplete last batch unless the
+    client has less than one batch; "always" drops it (a small client then makes no step); "never" keeps it.
 
     Args:
-        num_samples: n, all indices are 0..n-1.
+        num_samples: n; indices are 0..n-1.
         settings: with ``batch-size``, ``batch-order`` and ``drop-last``.
-        order: draws the order of the samples, on the CPU.
-        device: where the samples are.
+        order: CPU generator for the order of the samples.
+        device: of the samples.
     """
     fixed = settings.batch_order == "fixed"
     index = torch.arange(num_samples) if fixed else torch.randperm(num_samples, generator=order)
@@ -286,7 +286,7 @@ def batches(
 
 
 def complete_batches(client: Client) -> Shard:
-    """Return the training samples, under ``drop-last`` "always" without the last n_i mod B as stored."""
+    """Return the training samples; under ``drop-last`` "always" without the last n_i mod B in stored order."""
     shard, settings = client.data.train, client.training
     if settings.drop_last != "always":
         return shard
@@ -302,15 +302,15 @@ def take(
     layout: str = "contiguous",
     changed: Callable[[Tensor, Tensor | slice], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (normalised float inputs (B, ...), labels (B,)) of the chosen samples on the device.
+    """Return (normalised float inputs (B, ...), labels (B,)) of the selected samples on the device.
 
     Args:
-        data: knows how its inputs are normalised.
+        data: defines how inputs are normalised.
         shard: samples of it.
-        index: which of them.
-        device: where they are to be.
-        layout: of the memory of images: "contiguous" or "channels-last".
-        changed: given samples as they are stored and the index, what to take instead.
+        index: of the selected samples.
+        device: for the results.
+        layout: memory layout of images: "contiguous" or "channels-last".
+        changed: (stored samples, index) -> samples to use instead, i.e. the augmentation.
     """
     inputs = shard.inputs[index]
     inputs = data.prepare((inputs if changed is None else changed(inputs, index)).to(device))
@@ -329,15 +329,14 @@ def each_feature(client: Client, shard: Shard) -> Iterator[tuple[Tensor, Tensor]
         inputs, labels = take(client.data, shard, batch, client.device, client.training.layout)
         begin_batch(client.training.compile, client.device)
         features = client.model.features(inputs)
-        # The next batch would be written over these, which the caller may keep.
+        # The next batch overwrites these outputs, which the caller may keep.
         yield features.clone() if client.training.compile == "reduce-overhead" else features, labels
 
 
 def fixed_features(client: Client) -> tuple[Tensor, Tensor] | None:
-    """Return (features (n, d), labels (n,)) of the training data, to train a head on that reads nothing else.
+    """Return (features (n, d), labels (n,)) of the training data, for training a head on a frozen body.
 
-    None where a frozen body does not answer a sample the same at every pass, where samples are augmented, or where
-    there is none.
+    None if the frozen body's features may vary between passes, if samples are augmented, or if there are none.
     """
     if not is_still(client.model) or client.training.augmentation or not len(client.data.train.labels):
         return None
@@ -346,7 +345,7 @@ def fixed_features(client: Client) -> tuple[Tensor, Tensor] | None:
 
 
 def _add(totals: dict[str, Tensor], name: str, value: Tensor) -> None:
-    """Add to a sum in place, which a recording needs; reduced precision is summed in float32."""
+    """Add to a running sum in place, as recordings require; reduced precision is summed in float32."""
     if name not in totals:
         wide = torch.promote_types(value.dtype, torch.float32)
         totals[name] = torch.zeros((), dtype=wide, device=value.device)
@@ -366,7 +365,7 @@ def _to_remember(state: State, names: Mapping[str, nn.Parameter]) -> dict[str, T
 def _remembered(
     kinds: Sequence[str], names: Mapping[str, nn.Parameter], memory: Mapping[str, Tensor]
 ) -> dict[nn.Parameter, dict[str, Tensor]]:
-    """Return copies of what was kept in the rounds before, of a parameter's shape each laid out in memory as it is."""
+    """Return copies of the optimiser state from ``memory``; moments get the memory layout of their parameter."""
     kept = {
         p: {kind: memory[f"{kind}.{name}"] for kind in kinds}
         for name, p in names.items()
@@ -376,6 +375,6 @@ def _remembered(
 
 
 def _laid_out(parameter: nn.Parameter, kept: Tensor) -> Tensor:
-    if kept.shape != parameter.shape:  # Adam's number of steps
+    if kept.shape != parameter.shape:  # Adam's step counter
         return kept.to(parameter.device, copy=True)
     return torch.zeros_like(parameter).copy_(kept)

@@ -1,7 +1,7 @@
-"""Weights of networks as they travel: collected by name, checked against the state, averaged.
+"""Weights of networks as payloads: collected by name, checked against the state, averaged.
 
-Parameters only: BatchNorm's running statistics and counters are buffers, stay on the client and never become
-averaged floats.
+Parameters only: BatchNorm's running statistics and counters are buffers, which stay on the client and are never
+averaged.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from pbfl_flwr.payloads import RejectedPayload, Weights
 
 Weighting = Literal["samples", "uniform"]
 Share = Literal["all", "body", "stages", "head"]
-"""A part of the network: ``stages`` is the body without its neck, i.e. without a hidden layer before the head."""
+"""A part of the network; ``stages`` is the body without its neck, i.e. without a hidden layer before the head."""
 
 
 def weighting_of(settings: Settings, habit: Weighting) -> Weighting:
-    """Return how averages are weighted: what the configuration (or its protocol) says, else the method's habit."""
+    """Return how averages are weighted: as configured (or set by the protocol), else the method's default."""
     return habit if settings.conventions.weighting == "auto" else settings.conventions.weighting
 
 
 def shared_parameters(model: nn.Module, share: Share) -> dict[str, nn.Parameter]:
-    """Return the network's own parameters that are shared, by the name under which they travel.
+    """Return the shared parameters of the network by the names under which they travel.
 
-    The names are the network's own. Those of a head lose what lies between (``head.1.weight`` is ``head.weight``) if
-    they stay different, else it becomes the number of the layer among those with parameters (``head.0.weight``), so
-    that heads with and without a dropout before the same layers fit together.
+    Those are the network's own names, except in a head: there the layer is removed (``head.1.weight`` becomes
+    ``head.weight``) if names stay unique, else numbered among the layers with parameters (``head.0.weight``), so that
+    heads with and without dropout before the same layers have the same names.
     """
     parameters = dict(model.named_parameters())
     if share == "all":
@@ -59,10 +59,10 @@ def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def copy_into(parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]) -> None:
-    """Copy every tensor into the parameter of its name.
+    """Copy every tensor into the parameter of the same name.
 
     Raises:
-        KeyError: if there is no parameter of a name.
+        KeyError: if there is no such parameter.
     """
     for name, tensor in tensors.items():
         parameters[name].copy_(tensor)
@@ -77,7 +77,7 @@ def load_parameters(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Copy the named tensors into the network.
 
     Raises:
-        KeyError: if the network has no parameter of a name.
+        KeyError: if the network has no such parameter.
     """
     copy_into(dict(model.named_parameters()), tensors)
 
@@ -88,13 +88,13 @@ def average(
     weighting: Weighting,
     shares: Mapping[int, float] | None = None,
 ) -> Weights:
-    """Return Σ_i (n_i/Σn)·w_i, or the plain mean; the state itself if nobody brings weight.
+    """Return Σ_i (n_i/Σn)·w_i, or the unweighted mean; the state itself if the total weight is 0.
 
     Args:
-        state: whose tensors are averaged.
+        state: gives the tensors' names and shapes.
         uploads: by client; each is read once.
-        weighting: by n_i, or each client the same.
-        shares: client -> s_i, by which an upload's weight is multiplied; 1 for those that are not in it.
+        weighting: by n_i, or uniform.
+        shares: client -> s_i, a factor on the upload's weight; 1 for clients that are not in it.
     """
     sums = {name: torch.zeros(tensor.shape, dtype=torch.float64) for name, tensor in state.tensors.items()}
     total = 0.0

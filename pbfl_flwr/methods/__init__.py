@@ -1,4 +1,4 @@
-"""The table of contents: every method is one page, and this is where it is found."""
+"""METHODS, the table of all methods, one module ("page") each; builds and checks the configured method."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Entry:
-    """One method; its page is imported when it is asked for, which takes seconds.
+    """One method; its module is imported on first use, since that takes seconds.
 
     Attributes:
         summary: one line for ``pbfl list methods``.
-        page: the module of this package with ``build`` and, for settings of its own, ``Config``.
-        own_keys: whether it has settings of its own, ``<name>.<key>``.
+        page: the module of this package with ``build`` and, if the method has settings of its own, ``Config``.
+        own_keys: whether it has settings of its own, ``<method>.<key>``.
     """
 
     summary: str
@@ -32,13 +32,13 @@ class Entry:
 
     @property
     def build(self) -> Callable[[Settings], Method[Any, Any, Any]]:
-        """The page's builder."""
+        """The module's ``build`` function."""
         found: Callable[[Settings], Method[Any, Any, Any]] = self._page().build
         return found
 
     @property
     def section(self) -> type[Group] | None:
-        """The method's own settings; None if it has none."""
+        """The class of the method's own settings; None if it has none."""
         found: type[Group] | None = self._page().Config if self.own_keys else None
         return found
 
@@ -78,12 +78,12 @@ METHODS: dict[str, Entry] = {
     ),
 }
 
-# Methods whose uploads are prototypes alone.
+# Methods whose uploads are only prototypes, to which the settings of the group ``privacy`` apply.
 PROTECTED = ("fedproto", "fedtgp", "tinyproto", "protonorm", "fedgh")
 
 
 class _Sections(Mapping[str, type[Group]]):
-    """The methods' own settings by the method's name; a page is imported when its settings are asked for."""
+    """Method name -> class of its own settings; a module is imported when its settings are looked up."""
 
     def __getitem__(self, name: str) -> type[Group]:
         if name not in self or (found := METHODS[name].section) is None:
@@ -104,10 +104,10 @@ SECTIONS: Mapping[str, type[Group]] = _Sections()
 
 
 def build_method(settings: Settings) -> Method[Any, Any, Any]:
-    """Return the method that the configuration names: one of METHODS, or ``my_package.page:build``.
+    """Return the configured method: one of METHODS, or ``my_package.page:build``.
 
     Raises:
-        PbflError: if there is none of that name, or if its settings contradict each other.
+        PbflError: if there is no such method, or if its settings contradict each other.
     """
     name = settings.run.method
     if name not in METHODS and not is_external(name):
@@ -123,10 +123,10 @@ def build_method(settings: Settings) -> Method[Any, Any, Any]:
 
 
 def check_asked(settings: Settings, method: Method[Any, Any, Any]) -> None:
-    """Check that the method can do what the settings ask of whichever method it is.
+    """Check ``predicts`` and ``headline`` of the method, and the settings that not every method supports.
 
     Raises:
-        PbflError: naming the key, or what the method says of its predictions, and what is allowed.
+        PbflError: naming the key or attribute and what is allowed.
     """
     if odd := [name for name in method.predicts if name not in PREDICTORS]:
         raise PbflError(
@@ -167,10 +167,10 @@ def _built(settings: Settings) -> Method[Any, Any, Any]:
 
 
 def _check(settings: Settings, method: Method[Any, Any, Any]) -> None:
-    """Check that a method can do all that the configuration asks of it.
+    """Check that a method supports all stages, privacy settings and attacks that the configuration asks for.
 
     Raises:
-        PbflError: naming the settings that it cannot follow.
+        PbflError: naming the settings that it does not support.
     """
     from pbfl_flwr.prototypes.attacks import check_attack
     from pbfl_flwr.prototypes.privacy import unprotected
@@ -193,9 +193,9 @@ def _check(settings: Settings, method: Method[Any, Any, Any]) -> None:
 
 
 def _without_effect(settings: Settings, method: Method[Any, Any, Any]) -> Iterator[str]:
-    """Yield a line for every stage that was asked for and without which the method is the same.
+    """Yield a line for every configured stage that does not change the method.
 
-    Methods that are made of stages use all of them, also where a value is the one that they have anyway.
+    Methods made of stages (pipelines) use all of them, even where a value is already their default.
     """
     from pbfl_flwr.prototypes.pipeline import Pipeline
 
@@ -205,7 +205,7 @@ def _without_effect(settings: Settings, method: Method[Any, Any, Any]) -> Iterat
     usual = parse({"method": run.method, "protocol": run.protocol}).prototypes
     for field in type(given).model_fields:
         value, plain = getattr(given, field), getattr(usual, field)
-        if value == plain or field == "wire_dtype":  # which every payload has
+        if value == plain or field == "wire_dtype":  # wire_dtype applies to every payload
             continue
         without = settings.model_copy(update={"prototypes": given.model_copy(update={field: plain})})
         if _built(without) == method:
@@ -214,7 +214,7 @@ def _without_effect(settings: Settings, method: Method[Any, Any, Any]) -> Iterat
 
 
 def privacy_notes(settings: Settings, method: Method[Any, Any, Any]) -> list[str]:
-    """Return a line where the default protection of the group ``privacy`` does not reach a method's uploads."""
+    """Return a warning if the default protection of the group ``privacy`` does not apply to a method's uploads."""
     least = settings.privacy.min_class_count
     single = any("single samples" in reveal.what for reveal in method.reveals())
     if method.protects_uploads or least == 1 or not single:

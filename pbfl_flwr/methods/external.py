@@ -1,4 +1,4 @@
-"""Somebody else's method, named in the configuration as ``my_package.page:build``."""
+"""User-defined methods, named in the configuration as ``my_package.page:build``."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pbfl_flwr.own_code import function_of, made
 
 
 def build_external(settings: Settings) -> Method[Any, Any, Any]:
-    """Import the page, check ``method-settings`` by its ``Config`` and call its builder with the settings.
+    """Import the module, check ``method-settings`` with its ``Config`` and call its builder with the settings.
 
     Raises:
-        PbflError: if page or builder are not there or raise, ``method-settings`` do not fit, or what was built is no
-            method.
+        PbflError: if the module or builder is missing or raises, ``method-settings`` are invalid, or the result is no
+            complete :class:`Method`.
     """
     spec = settings.run.method
-    function_of("method", spec)  # imports the page, where Config is looked for
+    function_of("method", spec)  # imports the module, in which Config is looked up
     if settings.run.method_settings:
         config = getattr(sys.modules[spec.partition(":")[0]], "Config", None)
         if not (isinstance(config, type) and issubclass(config, Group)):

@@ -1,19 +1,19 @@
-"""FedALA: each client learns, weight by weight, how much of the global head to take over.
+"""FedALA: each client learns, weight by weight, how much of the global head to adopt.
 
 Zhang et al., "FedALA: Adaptive Local Aggregation for Personalized Federated Learning", AAAI 2023.
 
-Round: the lower tensors of the client's network become the global ones; of the last p tensors it takes
-θ̂ = θ_i + (θ - θ_i)⊙A. A (start 1, clipped to [0, 1]) descends the cross-entropy of the network with θ̂ on a random
-slice of the client's data: until the loss stands still the first time, one pass a round afterwards. Then E epochs of
-SGD on cross-entropy over the whole network. The server averages, w <- Σ_i (n_i/Σn)·w_i.
+Round: the client copies the global weights, except for the last p tensors: these become θ̂ = θ_i + (θ - θ_i)⊙A.
+A (initially 1, clipped to [0, 1]) is trained by SGD on the cross-entropy of the network with θ̂ over a random
+contiguous slice of the client's data: the first time until the loss converges, later for one pass a round. Then the
+client runs E epochs of SGD on cross-entropy over the whole network. The server averages, w <- Σ_i (n_i/Σn)·w_i.
 Travels: all parameters, both ways, and n_i. A and the client's own last tensors stay.
 Predicts: the logits of the network after this initialisation, before local training.
 Differs from the paper: p counts parameter tensors from the end as in the published code, 2 being the last linear layer;
-convergence is given up after fedala.max-epochs passes, where paper and code have no bound.
-Differs from the references: PFLlib runs this on all clients every round and keeps the result, here only for clients
-that train; it asks whether the first tensors are equal to see its first round, here the client's memory says so. A
-sees the incomplete last batch, which PFLlib left out in 2023. BatchNorm statistics of the passes on A are
-dropped. Scoring before training and training each derive A, from the same seed.
+A is trained for at most fedala.max-epochs passes, where paper and code have no bound.
+Differs from the references: PFLlib initialises all clients like this every round and keeps the result; here it is kept
+only on clients that train. PFLlib detects its first round by comparing the first tensors, here by the client's memory.
+A sees the incomplete last batch, which PFLlib dropped in 2023. BatchNorm statistics from training A are discarded. A is
+computed twice, for scoring before training and for training, from the same seed.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ class FedALA(SharedWeights):
     config: Config = field(default_factory=Config)
 
     def install(self, client: Client, down: Weights) -> None:
-        """w_i <- w below, θ̂ above."""
+        """w_i <- w, but θ̂ for the last p tensors."""
         self._initialise(client, down)
 
     def local_update(self, client: Client, down: Weights) -> Update[Weights]:
-        """Initialise, train, remember A and the own tensors."""
+        """Initialise and train; keep A and the client's own last tensors."""
         amounts, figures = self._initialise(client, down)
         report = plain(client, down)
         upload = answer(client, self.share)
@@ -76,11 +76,11 @@ class FedALA(SharedWeights):
         return Update(upload, memory, {**report.metrics(), **figures})
 
     def _mixed(self, client: Client) -> list[str]:
-        names = [*body_names(client.model), *head_names(client.model)]  # whichever a network declares first
+        names = [*body_names(client.model), *head_names(client.model)]  # body first in every network
         return names[-self.config.tensors :]
 
     def _initialise(self, client: Client, down: Weights) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """Change the client's network as described; return A (empty before the second participation) and figures."""
+        """Initialise the client's network in place; return A (empty before the second participation) and metrics."""
         load_parameters(client.model, down.tensors)
         own = {name: t.to(client.device) for name, t in under(client.memory, "own").items()}
         if not own:
@@ -107,7 +107,7 @@ class FedALA(SharedWeights):
         amounts: dict[str, Tensor],
         once: bool,
     ) -> int:
-        """Descend on A in place; return how many passes it took."""
+        """Train A in place; return the number of passes."""
         config, size = self.config, client.training.batch_size
         trial = copy.deepcopy(client.model).train().requires_grad_(False)
         upper = {name: p.requires_grad_(True) for name, p in trial.named_parameters() if name in own}

@@ -1,8 +1,8 @@
-"""FedAvg: the model is averaged.
+"""FedAvg: the weights are averaged.
 
 McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017.
 
-Round: each client copies the global weights w, runs E epochs of SGD on cross-entropy, and answers its weights.
+Round: each client copies the global weights w, runs E epochs of SGD on cross-entropy, and sends its weights.
 The server averages them, w <- Σ_i (n_i/Σn)·w_i.
 Travels: all parameters, both ways, and n_i. BatchNorm's buffers stay on the client.
 Predicts: the logits of the global model, scored when it arrives, before local training.

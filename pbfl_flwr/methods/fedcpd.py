@@ -1,18 +1,18 @@
-"""FedCPD: FedRep with a memory of the client's own feature maps, and global prototypes to align with.
+"""FedCPD: FedRep with distillation from the client's own earlier feature maps, and with global prototypes.
 
 Jin et al., "FedCPD: Personalized Federated Learning with Prototype-Enhanced Representation and Memory Distillation",
 IJCAI 2025.
 
 Round: each client copies the global body θ, trains its head φ_i on cross-entropy (body frozen), then its body (head
 frozen) on CE + α·‖z - P_y‖² + β·(InfoNCE over cosine(z, P)/τ) + γ·L_fd, where L_fd compares attention and feature maps,
-fused across layers, with those of its own body at the end of its last participation. It answers body and class means;
+fused across layers, with those of its own body at the end of its last participation. It sends body and class means;
 the server averages both, θ <- Σ_i (n_i/Σn)·θ_i and P_j <- the mean over the holders of class j.
-Travels: body and K_i·d numbers up, body and K·d numbers down. Head, attention, fusion and the memory stay.
+Travels: body and K_i·d numbers up, body and K·d numbers down. Head, attention, fusion and the earlier body stay.
 Predicts: the logits of the received body under the client's own head, scored before local training.
 Differs from the paper: what it leaves open is a setting. Weights α = 0.02 (10/d of its CNN, FedProto's tuned pull),
-β = γ = 1 and τ = 0.5; L_fd takes the mean over a map's elements and the sum over levels (Algorithm 1 overwrites it
-level by level); all maps with places are levels. The head phase uses cross-entropy alone, since nothing else depends on
-the head. "K iterations, alternating" is read as Algorithm 1 and FedRep have it: one phase after the other.
+β = γ = 1 and τ = 0.5; L_fd is the mean over a map's elements, summed over layers (Algorithm 1 overwrites it layer by
+layer) that have spatial maps. The head phase uses cross-entropy only, since no other term depends on the head. "K
+iterations, alternating" is read as in Algorithm 1 and FedRep: one phase after the other.
 fedcpd.base="fedavg" is its Figure 2c, the same losses on FedAvg: body and head are averaged and trained at once.
 Differs from the reference: no code was published.
 """
@@ -45,7 +45,7 @@ from pbfl_flwr.weights import Share, Weighting, average, copies, weighting_of
 
 
 class Config(Group):
-    """Settings ``fedcpd.*``; a weight of 0 switches its component off, all three off is the base."""
+    """Settings ``fedcpd.*``; a weight of 0 disables its component; with all three at 0 the method is its base."""
 
     base: Literal["fedrep", "fedavg"] = Field(
         "fedrep", description="what the losses are added to; fedavg: the head is averaged, too (Figure 2c)"
@@ -92,7 +92,7 @@ class FedCPD(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndProtot
         receive(client, down.weights, self.share)
 
     def local_update(self, client: Client, down: WeightsAndPrototypes) -> Update[WeightsAndPrototypes]:
-        """Body <- θ, head phase, body phase, class means; remember what makes the maps."""
+        """Body <- θ, head phase, body phase, class means; keep the body and L_fd's modules for the next time."""
         self.install(client, down)
         distillation = self._distillation(client)
         kept = under(client.memory, "teacher")
@@ -123,7 +123,7 @@ class FedCPD(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndProtot
         distillation: MapDistillation | None,
         teacher: MapMemory | None,
     ) -> Loss:
-        """L_ce + α·L_align + β·L_pcl + γ·L_fd; a term that is off or has nothing to go by is left out."""
+        """L_ce + α·L_align + β·L_pcl + γ·L_fd, without terms that are disabled or lack prototypes or a teacher."""
         config, model = self.config, client.model
         values, present = prototypes.values.to(client.device), prototypes.present.to(client.device)
         known = prototypes.num_present > 0
@@ -149,7 +149,7 @@ class FedCPD(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndProtot
         return loss
 
     def _distillation(self, client: Client) -> MapDistillation | None:
-        """Return attention and fusion as this client left them; None if γ = 0."""
+        """Return L_fd's attention and fusion modules in the state this client left them; None if γ = 0."""
         config = self.config
         if not config.distill_weight:
             return None
@@ -165,7 +165,7 @@ class FedCPD(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndProtot
         return module.to(client.device)
 
     def _prototypes(self, client: Client) -> Prototypes:
-        """Class means of the trained body; nobody asks for them if α = β = 0."""
+        """Class means of the trained body; empty if α = β = 0, where they are not needed."""
         if not (self.config.align_weight or self.config.contrast_weight):
             return Prototypes.empty(client.task.num_classes, client.task.feature_dim)
         values, held, _ = class_sums_of(client).means()
@@ -174,14 +174,14 @@ class FedCPD(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndProtot
     # Server -----------------------------------------------------------------------------------------------
 
     def init(self, task: Task, seed: int) -> WeightsAndPrototypes:
-        """A fresh body; no class has a prototype."""
+        """A newly initialised body; no class has a prototype."""
         body = initial(self.architecture, task, seed, self.share)
         return WeightsAndPrototypes(body, Prototypes.empty(task.num_classes, task.feature_dim))
 
     def aggregate(
         self, state: WeightsAndPrototypes, uploads: Mapping[int, WeightsAndPrototypes], at: Round
     ) -> WeightsAndPrototypes:
-        """Average bodies by samples and prototypes by holders; a class nobody sent keeps its prototype."""
+        """Average bodies by samples and prototypes over holders; a class that nobody sent keeps its prototype."""
         if not uploads:
             return state
         weights = average(state.weights, {i: up.weights for i, up in uploads.items()}, self.weighting)
@@ -189,13 +189,13 @@ class FedCPD(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndProtot
         return WeightsAndPrototypes(weights, keep_stale(state.prototypes, fresh, mode=self.stale)[0])
 
     def validate(self, upload: WeightsAndPrototypes, state: WeightsAndPrototypes, task: Task) -> None:
-        """The body's tensors, prototypes of width d."""
+        """Check the body's tensors and the prototypes' width d."""
         check_both(upload, state.weights, task)
 
     # Both -------------------------------------------------------------------------------------------------
 
     def check(self, task: Task, architectures: Sequence[str]) -> None:
-        """One architecture, its classifier free on FedRep; with memory distillation it needs maps."""
+        """Check that there is one architecture (any classifier on FedRep), with feature maps if γ > 0."""
         super().check(task, to_be_equal([self.architecture, *architectures], self.share))
         if self.config.distill_weight and not map_channels(
             build_model(fresh(self.architecture), task, 0), task

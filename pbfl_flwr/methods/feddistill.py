@@ -4,15 +4,15 @@ Jeong et al., "Communication-Efficient On-Device Machine Learning: Federated Dis
 Private Data", 2018.
 
 Round: each client minimises CE(z, y) + γ·D(z, s_y), where s_y is the other clients' mean output for the sample's class
-(its own detached output where there is none), and answers, for every class that it trained on, the mean of the outputs
-it saw on the way. The server averages over the holders of a class.
+(if there is none, its own detached output), and sends, for every class that it trained on, the mean of the outputs it
+computed during training. The server averages over the holders of a class.
 Travels: up K_i·K, down K·K numbers a client.
-Predicts: the logits of the own model.
+Predicts: the logits of the client's own model.
 Differs from the paper: feddistill.loss = "paper" is its form: outputs are probabilities, D is the cross-entropy, and a
-client's own contribution is taken out of what it is taught. The paper assumes full participation; a class that nobody
-sent in a round keeps its row (stale="drop" forgets it).
+client's own contribution is removed from s. The paper assumes full participation; here a class that nobody sent in a
+round keeps its row (stale="drop" forgets it).
 Differs from the references: under protocol "htfl" and "pfl" outputs are logits and D is the cross-entropy with
-softmax(s), own contribution included ("ce-soft"); "mse" is the square error of their first versions. Their present
+softmax(s), own contribution included ("ce-soft"); "mse" is the squared error of their first versions. Their present
 cross-entropy with raw logits is left out: its gradient p·Σs - s does not vanish at z = s, and training diverges.
 """
 
@@ -48,12 +48,12 @@ class Config(Group):
 
 @dataclass(frozen=True)
 class DistillState:
-    """What the server knows.
+    """The server's state.
 
     Attributes:
         table: mean outputs over the holders of each class, (K, K).
-        holders: (K,) int64 |N_c|, the clients behind each row.
-        sent: client -> its rows in the mean, where the loss takes them out again; else empty.
+        holders: (K,) int64 |N_c|, number of clients in each row's mean.
+        sent: client -> its rows in the mean, if the loss needs them removed again; else empty.
     """
 
     table: Logits
@@ -81,13 +81,13 @@ class DistillState:
 
 
 def distillation(logits: Tensor, labels: Tensor, taught: Logits, form: Form) -> Tensor:
-    """Return D(z, s_y), mean over the batch; a sample whose class has no row gives no gradient.
+    """Return D(z, s_y), mean over the batch; samples whose class has no row have no gradient.
 
     Args:
-        logits: (B, K) z with a graph.
+        logits: (B, K) z, attached to the graph.
         labels: (B,) y.
         taught: (K, K) probabilities ("paper") or logits, on the device of the logits.
-        form: cross-entropy with the probabilities, or with softmax(s), or mean square over B·K.
+        form: "paper": cross-entropy with s; "ce-soft": with softmax(s); "mse": squared error, mean over B·K.
     """
     rows, own = taught.values, logits.detach()
     if form != "mse":
@@ -120,7 +120,7 @@ class FedDistill(Method[DistillState, Logits, Logits]):
         return DistillState(Logits.empty(K, K), torch.zeros(K, dtype=torch.int64))
 
     def broadcast(self, state: DistillState, client: int) -> Logits:
-        """The mean of the outputs; in the paper's form of the other clients' outputs."""
+        """Return the mean outputs; in the paper's form without those of this client."""
         if client not in state.sent:
             return state.table
         own, others = state.sent[client], state.holders - state.sent[client].present.long()
@@ -130,7 +130,7 @@ class FedDistill(Method[DistillState, Logits, Logits]):
         return Logits(rows.clamp_min(0).to(torch.float32), present)
 
     def local_update(self, client: Client, down: Logits) -> Update[Logits]:
-        """Cross-entropy and distillation; the outputs of every batch are summed before its step."""
+        """Train on cross-entropy and distillation; the outputs of every batch, before its step, are summed."""
         K = client.task.num_classes
         taught, known = (
             Logits(down.values.to(client.device), down.present.to(client.device)),
@@ -172,13 +172,13 @@ class FedDistill(Method[DistillState, Logits, Logits]):
         )
 
     def validate(self, upload: Logits, state: DistillState, task: Task) -> None:
-        """No counts; in the paper's form every row is a distribution."""
+        """Check that there are no counts and, in the paper's form, that every row is a distribution."""
         if upload.counts is not None or upload.num_examples is not None:
             raise RejectedPayload("counts are not part of FedDistill")
         if self.form != "paper":
             return
         rows = upload.values[upload.present]
-        # int8 on the wire moves each of the K numbers by up to 1/254 of the row's largest
+        # int8 on the wire changes each of the K numbers by up to 1/254 of the row's largest
         most = rows.amax(1)
         apart = (rows.sum(1) - 1).abs() > 0.05 + task.num_classes * most / 254
         if bool((rows < -0.01).any()) or bool((most > 1.01).any()) or bool(apart.any()):

@@ -1,4 +1,4 @@
-"""FedFA: features are pulled to anchors that all clients share, and the classifier is calibrated on them.
+"""FedFA: features are pulled towards anchors that all clients share, and the classifier is calibrated on them.
 
 Zhou et al., "FedFA: Federated Learning with Feature Anchors to Align Features and Classifiers for Heterogeneous Data",
 IEEE Transactions on Mobile Computing 2023.
@@ -6,12 +6,12 @@ IEEE Transactions on Mobile Computing 2023.
 Round: each client copies the weights w and anchors A (K x d). Every batch makes one SGD step on
 CE + λ·(1/K)·Σ_b ‖z_b - A_{y_b}‖²/n_{y_b}, n_j the batch's samples of class j, then one Adam step of the classifier on
 the anchors themselves, CE(head(A), 0..K-1). After each epoch a copy of its own classes' anchors moves halfway to the
-epoch's mean features; the client answers weights and that copy. The server averages both, Σ_i n_i/Σn.
+epoch's mean features; the client sends weights and that copy. The server averages both, Σ_i n_i/Σn.
 Travels: all parameters and the K·d anchors, both ways, and n_i.
 Predicts: the logits of the global model, scored when it arrives.
-Differs from the paper: nothing known in the equations; weight decay and decay of the learning rate are the run's.
+Differs from the paper: nothing known in the equations; weight decay and learning rate decay are the run's settings.
 Differs from the reference: a class's epoch mean is taken over the batches that hold the class; the code divides by all
-batches, which draws anchors of rare classes to zero (fedfa.anchor-mean="all-batches").
+batches, which pulls anchors of rare classes towards zero (fedfa.anchor-mean="all-batches").
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from pbfl_flwr.task import Task
 from pbfl_flwr.training import fit, forward
 from pbfl_flwr.weights import load_parameters, weighting_of
 
-ANCHORS = "anchors"  # A among the weights
+ANCHORS = "anchors"  # name of A in the payload's weights
 
 
 class Config(Group):
@@ -52,7 +52,7 @@ class Config(Group):
 
 
 def initial_anchors(num_classes: int, feature_dim: int, seed: int) -> Tensor:
-    """Return A at the start, (K, d): K different basis vectors; normalised Gaussian rows if K > d."""
+    """Return the initial A (K, d): K different standard basis vectors; normalised Gaussian rows if K > d."""
     random = seeds.generator(seed, "fedfa")
     if num_classes <= feature_dim:
         return torch.eye(feature_dim)[torch.randperm(feature_dim, generator=random)[:num_classes]]
@@ -63,17 +63,17 @@ def anchor_pull(features: Tensor, labels: Tensor, anchors: Tensor) -> Tensor:
     """Return (1/K)·Σ_b ‖z_b - A_{y_b}‖²/n_{y_b}, n_j the samples of class j in the batch."""
     counts = labels.new_zeros(len(anchors)).index_add_(
         0, labels, torch.ones_like(labels)
-    )  # a GPU is not waited for
+    )  # bincount would wait for a GPU
     return ((features - anchors[labels]).square().sum(dim=1) / counts[labels]).sum() / len(anchors)
 
 
 class RunningAnchors:
-    """The client's copy of the anchors, moved after every epoch.
+    """The client's copy of the anchors, updated after every epoch.
 
     Args:
         anchors: A as received, (K, d).
-        momentum: share of the old anchor.
-        biased: divide an epoch's sum of batch means by all batches.
+        momentum: weight of the old anchor.
+        biased: divide an epoch's sum of batch means by all batches, not only those that hold the class.
     """
 
     def __init__(self, anchors: Tensor, momentum: float, biased: bool = False) -> None:
@@ -81,14 +81,14 @@ class RunningAnchors:
         self._forget()
 
     def add(self, features: Tensor, labels: Tensor) -> None:
-        """Add a batch's class means, features (B, d)."""
+        """Add the class means of a batch of features (B, d)."""
         sums, counts = class_sums(features, labels, len(self.anchors))
         self.sums += class_means(sums, counts)
         self.holding += counts > 0
         self.batches += 1
 
     def close_epoch(self) -> None:
-        """A_j <- momentum·A_j + (1-momentum)·m_j for the classes that were seen."""
+        """A_j <- momentum·A_j + (1-momentum)·m_j for the classes seen in the epoch."""
         divisor = (
             self.holding.clamp_min(1) if not self.biased else torch.full_like(self.holding, self.batches)
         )
@@ -107,10 +107,10 @@ class FedFA(SharedWeights):
     """See the module."""
 
     config: Config = field(default_factory=Config)
-    replayable: bool = False  # the anchors' running means count batches
+    replayable: bool = False  # RunningAnchors counts batches in Python
 
     def init(self, task: Task, seed: int) -> Weights:
-        """A fresh network and anchors."""
+        """A newly initialised network and anchors."""
         weights = super().init(task, seed)
         anchors = initial_anchors(task.num_classes, task.feature_dim, seed)
         return replace(weights, tensors={**weights.tensors, ANCHORS: anchors})
@@ -124,12 +124,12 @@ class FedFA(SharedWeights):
         return {name: tensor for name, tensor in state.tensors.items() if name != ANCHORS}
 
     def reveals(self) -> tuple[Reveal, ...]:
-        """Weights, and anchors that have moved towards the client's class means."""
+        """Weights, and anchors that moved towards the client's class means."""
         moved = "the anchors move towards the mean features of the client's batches, class by class"
         return (*self.up.reveals, Reveal("class means of features", moved))
 
     def local_update(self, client: Client, down: Weights) -> Update[Weights]:
-        """Pulled training with calibration, then weights and moved anchors."""
+        """Train with pull and calibration; send weights and moved anchors."""
         self.install(client, down)
         config, model = self.config, client.model
         anchors = down.tensors[ANCHORS].to(client.device)  # A, fixed in this round

@@ -1,4 +1,4 @@
-"""FedGen: the classifier is averaged, and a generator trained on the server teaches it every class.
+"""FedGen: the classifier is averaged, and trained on features from a generator that the server trains.
 
 Zhu et al., "Data-Free Knowledge Distillation for Heterogeneous Federated Learning", ICML 2021, in the form that
 shares the classifier only.
@@ -7,12 +7,12 @@ Round: each client copies the global head φ and minimises CE(g(f(x)), y) + CE(g
 drawn from the labels of all clients; G is not changed. The server averages the heads and trains G for S steps of Adam
 on CE(Σ_i (n_i/Σn)·g_i(G(ŷ, ε)), ŷ); heads are linear, so that sum is the averaged head.
 Travels: down the head, the generator and the federation's label counts; up the head, n_i and the client's label
-counts, which the server thereby learns.
-Predicts: the logits of the own body under the head that was just broadcast, before local training.
-Differs from the paper: no diversity term, no distillation from the generator, no annealing, and clients teach the
-generator by n_i instead of their share of each label, as in HtFLlib; the paper shares the whole network.
-Differs from the reference: the trained generator and its optimiser go on from round to round, and clients use it
-once it was trained. HtFLlib's present code never saves it, so that clients only ever see the initial one
+counts, which the server thus learns.
+Predicts: the logits of the client's own body under the head that was just broadcast, before local training.
+Differs from the paper: no diversity term, no distillation from the generator, no annealing, and in G's loss clients
+are weighted by n_i instead of their share of each label, as in HtFLlib; the paper shares the whole network.
+Differs from the reference: training of the generator and its optimiser continues from round to round, and clients use
+the generator once it was trained. HtFLlib's present code never saves it, so that clients only ever see the initial one
 (fedgen.persist = false does the same from the second round on, when the label counts are known). The rate 0.1 of its
 scripts is unstable for a generator that is kept.
 """
@@ -63,7 +63,7 @@ class Config(Group):
 
 @dataclass(frozen=True)
 class LabelledHead:
-    """What a client answers.
+    """A client's upload.
 
     Attributes:
         weights: its head and n_i.
@@ -90,7 +90,7 @@ class LabelledHead:
         )
 
     def scalars(self) -> int:
-        """Return the head's; counts are not scalars of the papers."""
+        """Return the head's scalars; the papers do not count label counts."""
         return self.weights.scalars()
 
 
@@ -113,7 +113,7 @@ class FedGen(Method[GenerativeState, Taught, LabelledHead]):
     up = LabelledHead
 
     def init(self, task: Task, seed: int) -> GenerativeState:
-        """Return the head of a fresh network and a fresh generator."""
+        """Return a newly initialised head and generator."""
         head = initial(self.architecture, task, seed, "head")
         return initial_state(head, self.shape, task, seeds.derive(seed, "generator"), used=not self.persist)
 
@@ -126,7 +126,7 @@ class FedGen(Method[GenerativeState, Taught, LabelledHead]):
         receive(client, down.weights, "head")
 
     def local_update(self, client: Client, down: Taught) -> Update[LabelledHead]:
-        """Cross-entropy on the client's samples and on generated features."""
+        """Train on cross-entropy over the client's samples and over generated features."""
         self.install(client, down)
         draw = sampler(self.shape, client, down, client.training.batch_size)
 
@@ -157,7 +157,7 @@ class FedGen(Method[GenerativeState, Taught, LabelledHead]):
         random = seeds.generator(at.seed, "fedgen", at.number)
 
         def loss(network: FeatureGenerator) -> Tensor:
-            labels = draw_labels(counts, max(2, self.batch_size), random)  # BatchNorm needs two
+            labels = draw_labels(counts, max(2, self.batch_size), random)  # BatchNorm needs two samples
             features, _ = network.draw(labels, random)
             logits = nn.functional.linear(features, head.tensors["head.weight"], head.tensors["head.bias"])
             return nn.functional.cross_entropy(logits, labels)
@@ -169,7 +169,7 @@ class FedGen(Method[GenerativeState, Taught, LabelledHead]):
         )
 
     def validate(self, upload: LabelledHead, state: GenerativeState, task: Task) -> None:
-        """Every tensor of the head, in its shape, and no other."""
+        """Check that names and shapes of the tensors are those of the head."""
         same_shapes(upload.weights, state.taught.weights)
 
     def report(self, state: GenerativeState) -> dict[str, float]:
@@ -177,7 +177,7 @@ class FedGen(Method[GenerativeState, Taught, LabelledHead]):
         return state.report()
 
     def check(self, task: Task, architectures: Sequence[str]) -> None:
-        """All heads must be linear."""
+        """Check that all heads are linear."""
         check_heads(self.name, task, [self.architecture, *architectures])
 
     def paper_scalars(

@@ -2,14 +2,14 @@
 
 Yi et al., "FedGH: Heterogeneous Federated Learning with Generalized Global Header", ACM MM 2023.
 
-Round: each client copies the global head φ, runs E epochs of SGD on cross-entropy over its whole network, and answers
-c̄_ij, the mean feature of each of its classes. The server goes on training φ by SGD on the cross-entropy of all
+Round: each client copies the global head φ, runs E epochs of SGD on cross-entropy over its whole network, and sends
+c̄_ij, the mean feature of each of its classes. The server continues training φ by SGD on the cross-entropy of all
 received pairs (c̄_ij, j), S epochs in shuffled batches.
 Travels: down the head (K·d + K), up K_i·d numbers a client; no counts, no weights.
-Predicts: the logits of the own body under the head that was just broadcast, before local training.
-Differs from the paper: its code steps an optimiser that holds a client's network, so that the header never
-changes; here the header is what is optimised, as in HtFLlib. Prototypes are means over samples, the code's of batches;
-a step is one of a batch of prototypes, the code's of a single one.
+Predicts: the logits of the client's own body under the head that was just broadcast, before local training.
+Differs from the paper: in its code the server's optimiser holds a client's network, so that the global header never
+changes; here the header is optimised, as in HtFLlib. Prototypes are means over samples, in its code over batches; a
+step is on a batch of prototypes, in its code on a single one.
 Differs from the reference: the order in which the server sees the prototypes. Prototypes are taken over all training
 samples; protocol "htfl" and "pfl" leave out the incomplete last batch (drop-last), as HtFLlib does.
 """
@@ -65,7 +65,7 @@ class FedGH(Method[Weights, Weights, Prototypes]):
     replayable = True
 
     def init(self, task: Task, seed: int) -> Weights:
-        """Return the head of a fresh network."""
+        """Return the head of a newly initialised network."""
         return initial(self.architecture, task, seed, "head")
 
     def install(self, client: Client, down: Weights) -> None:
@@ -73,7 +73,7 @@ class FedGH(Method[Weights, Weights, Prototypes]):
         receive(client, down, "head")
 
     def local_update(self, client: Client, down: Weights) -> Update[Prototypes]:
-        """Head <- φ, cross-entropy, class means of the trained network."""
+        """Head <- φ, train on cross-entropy, send class means of the trained network."""
         self.install(client, down)
         report = plain(client, down)
         values, _, seen = class_sums_of(client).means()
@@ -82,7 +82,7 @@ class FedGH(Method[Weights, Weights, Prototypes]):
         return Update(Prototypes(sent.rows, sent.present), {**report.optimizer, **sent.memory}, metrics)
 
     def aggregate(self, state: Weights, uploads: Mapping[int, Prototypes], at: Round) -> Weights:
-        """Train the head on the prototypes; it stays as it is if nobody sent one."""
+        """Train the head on the prototypes; without any it is not changed."""
         if not any(upload.num_present for upload in uploads.values()):
             return state
         vectors, labels = stack_uploads(uploads.values())  # (N, d), (N,)
@@ -99,18 +99,18 @@ class FedGH(Method[Weights, Weights, Prototypes]):
         return Weights({"head.weight": weight.detach(), "head.bias": bias.detach()})
 
     def validate(self, upload: Prototypes, state: Weights, task: Task) -> None:
-        """Rows of width d, no counts."""
+        """Check that rows have width d and come without counts."""
         if upload.values.shape[1] != task.feature_dim:
             raise RejectedPayload(f"rows are {upload.values.shape[1]} wide, expected {task.feature_dim}")
         if upload.counts is not None or upload.num_examples is not None:
             raise RejectedPayload("counts are not part of FedGH")
 
     def reveals(self) -> tuple[Reveal, ...]:
-        """What the stages leave to see; prototypes are not broadcast."""
+        """What the privacy stages leave visible, except HOLDER: prototypes are not broadcast."""
         return self.release.reveals("mean", sends_total=False)[:-1]
 
     def check(self, task: Task, architectures: Sequence[str]) -> None:
-        """All heads must be linear."""
+        """Check that all heads are linear."""
         check_heads(self.name, task, [self.architecture, *architectures])
 
     def paper_scalars(

@@ -1,19 +1,19 @@
-"""FedKD: a large private mentor and a small shared mentee teach each other; the mentee travels compressed.
+"""FedKD: a large private mentor and a small shared mentee teach each other; the mentee is sent compressed.
 
 Wu et al., "Communication-efficient federated learning via knowledge distillation", Nature Communications 2022.
 
 Round: on every batch h, z are the mentor's features and logits, h_a, u the mentee's, and D = CE(z, y) + CE(u, y). The
-mentor descends CE(z, y) + [KL(p(u) ‖ p(z)) + H]/D, the mentee CE(u, y) + [KL(p(z) ‖ p(u)) + H]/D, H the mean square of
-h - W·h_a over B·d with a private map W (d, d). The server averages what the clients answer, and both ways every matrix
-is cut to the singular values that hold the share T_start + (T_end - T_start)·t/T of its energy.
+mentor minimises CE(z, y) + [KL(p(u) ‖ p(z)) + H]/D, the mentee CE(u, y) + [KL(p(z) ‖ p(u)) + H]/D, H the mean square of
+h - W·h_a over B·d with a private map W (d, d). The server averages the uploads, and both ways every matrix is truncated
+to the singular values that hold the share T_start + (T_end - T_start)·t/T of its energy.
 Travels: the mentee's parameters as factors; the mentor, W and BatchNorm's buffers stay.
 Predicts: the logits of the mentor.
 Differs from the paper: h is the feature vector alone, where the paper aligns hidden states and attention heatmaps of
-Transformers; a tensor travels as it is where factors would not be smaller. A client that was not there in
-the round before receives the whole mentee, since an update says nothing to it; after a resume every client does.
+Transformers; a tensor is sent dense if its factors would not be smaller. A client that did not take part in the
+previous round receives the whole mentee, since it lacks the base of an update; after a resume every client does.
 Differs from the references: by default updates are factorised, as in the paper; protocol "htfl" and "pfl" factorise the
 parameters themselves (fedkd.compression = "as-coded"), whose spectrum is flat, convolutions kernel by kernel, and a
-tensor that needs its full rank becomes zero. D and the teachers are cut off unless detach-teacher = "no".
+tensor that needs its full rank becomes zero. D and the teachers are detached unless detach-teacher = "no".
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ from pbfl_flwr.task import Task
 from pbfl_flwr.training import fit, forward, part
 from pbfl_flwr.weights import Weighting, average, parameters_of, weighting_of
 
-PUBLISHED_RATIO = 0.8932  # of payload and parameters, the constant behind all published costs of FedKD
-SMALLEST_LOSS = 1e-6  # of D: a client of one class can reach a cross-entropy of exactly zero
+PUBLISHED_RATIO = 0.8932  # payload / parameters, the constant in all published costs of FedKD
+SMALLEST_LOSS = 1e-6  # bound on D: a client with one class can reach a cross-entropy of exactly zero
 
 
 class Config(Group):
@@ -74,13 +74,13 @@ class Config(Group):
 
 @dataclass(frozen=True)
 class MenteeState:
-    """What the server knows.
+    """The server's state.
 
     Attributes:
-        weights: the mentee that clients hold once they have received this state.
-        update: what brings it to a client that holds the version before; None before round 1.
+        weights: the mentee as clients hold it after receiving this state.
+        update: the compressed change from the previous version (or, as coded, the parameters); None before round 1.
         version: of the weights; 0 before round 1.
-        holders: the clients that are known to hold the version before.
+        holders: clients known to hold the previous version.
     """
 
     weights: Weights
@@ -90,7 +90,7 @@ class MenteeState:
 
     @cached_property
     def whole(self) -> LowRank:
-        """The weights uncompressed, for everybody else."""
+        """The uncompressed weights, for clients that do not hold the previous version."""
         return LowRank(self.weights.tensors, version=self.version)
 
     @property
@@ -100,7 +100,7 @@ class MenteeState:
 
     @property
     def zeroed(self) -> list[str]:
-        """Names of the matrices in which nothing is left."""
+        """Names of the matrices that are entirely zero."""
         return [name for name, t in self.weights.tensors.items() if t.dim() > 1 and not bool(t.any())]
 
     def to_tensors(self) -> dict[str, Tensor]:
@@ -148,17 +148,17 @@ class FedKD(Method[MenteeState, LowRank, LowRank]):
     replayable = True
 
     def init(self, task: Task, seed: int) -> MenteeState:
-        """Return a fresh mentee."""
+        """Return a newly initialised mentee."""
         return MenteeState(initial(self.auxiliary, task, seed, "all"))
 
     def broadcast(self, state: MenteeState, client: int) -> LowRank:
-        """The compressed mentee, or its compressed update to those who hold what it updates."""
+        """Return the compressed update to clients that hold its base (or need none), to others the whole mentee."""
         if state.update is None or (state.update.base >= 0 and client not in state.holders):
             return state.whole
         return state.update
 
     def resumed(self, state: MenteeState) -> MenteeState:
-        """Nobody is known to hold the mentee: if all who are asked had lost it, no round would tell, nor end well."""
+        """Assume that no client holds the mentee: if all selected clients had lost it, updates would end the run."""
         return replace(state, holders=())
 
     def energy(self, number: int) -> float:
@@ -169,7 +169,7 @@ class FedKD(Method[MenteeState, LowRank, LowRank]):
     # Client -----------------------------------------------------------------------------------------------
 
     def local_update(self, client: Client, down: LowRank) -> Update[LowRank]:
-        """Mentor and mentee learn from the labels, from each other's logits and from each other's features."""
+        """Train mentor and mentee on the labels and on each other's logits and features."""
         received = self._received(client, down)
         mentor, mentee = client.model, auxiliary_network(self.auxiliary, client, received)
         projection = self._projection(client)
@@ -212,7 +212,7 @@ class FedKD(Method[MenteeState, LowRank, LowRank]):
         )
 
     def _received(self, client: Client, down: LowRank) -> dict[str, Tensor]:
-        """Return the mentee's parameters: those of the message, or those kept plus the message."""
+        """Return the mentee's parameters: those in the message, or those in memory plus the update in the message."""
         reference = build_model(fresh(self.auxiliary), client.task, 0)
         change = expand(down, {name: p.shape for name, p in reference.named_parameters()})
         if down.base < 0:
@@ -220,7 +220,7 @@ class FedKD(Method[MenteeState, LowRank, LowRank]):
         held = under(client.memory, "held")
         version = int(client.memory["held-version"]) if held else -1
         if version == down.version:
-            return held  # it was there before, and only the answer was lost
+            return held  # received before; only the upload was lost
         if version != down.base:
             raise PbflError(
                 f"client {client.id} received an update of mentee version {down.base}, but holds "
@@ -242,7 +242,7 @@ class FedKD(Method[MenteeState, LowRank, LowRank]):
         )
 
     def _projection(self, client: Client) -> nn.Linear:
-        """Return W as it was, or fresh: from the run's seed, as every network."""
+        """Return W from memory, else newly initialised from the run's seed, like all networks."""
         d = client.task.feature_dim
         with seeds.seeded(client.seed):
             projection = nn.Linear(d, d, bias=False)
@@ -254,7 +254,7 @@ class FedKD(Method[MenteeState, LowRank, LowRank]):
     # Server -----------------------------------------------------------------------------------------------
 
     def aggregate(self, state: MenteeState, uploads: Mapping[int, LowRank], at: Round) -> MenteeState:
-        """Average, compress, and take what everybody can rebuild for the new mentee."""
+        """Average and compress; the new mentee is what clients can rebuild from the compressed form."""
         if not uploads:
             return state
         expanded = {i: Weights(expand(up, state.shapes), up.num_examples) for i, up in uploads.items()}
@@ -274,21 +274,21 @@ class FedKD(Method[MenteeState, LowRank, LowRank]):
         return MenteeState(Weights(rebuilt), update, at.number, tuple(uploads))
 
     def validate(self, upload: LowRank, state: MenteeState, task: Task) -> None:
-        """Every tensor of the mentee, relative to the version that was sent."""
+        """Check the shapes of all tensors, and that an update is relative to the version that was sent."""
         check_shapes(upload, state.shapes)
         expected = state.version if self.scheme == "safe" else -1
         if upload.base != expected:
             raise RejectedPayload(f"relative to version {upload.base}, expected {expected}")
 
     def report(self, state: MenteeState) -> dict[str, float]:
-        """The share of the mentee's parameters that a compressed broadcast is, and its matrices that are zero."""
+        """Size of the compressed broadcast as a share of the mentee's parameters, and its number of zero matrices."""
         if state.update is None:
             return {}
         share, lost = state.update.scalars() / state.weights.scalars(), len(state.zeroed)
         return {"sent-share": share, "zeroed-tensors": float(lost)}
 
     def notes(self, state: MenteeState) -> list[str]:
-        """Say that matrices of the mentee were lost."""
+        """Warn if matrices of the mentee have become zero."""
         if state.update is None or not (lost := state.zeroed):
             return []
         return [
@@ -301,7 +301,7 @@ class FedKD(Method[MenteeState, LowRank, LowRank]):
         return (self.auxiliary,)
 
     def check(self, task: Task, architectures: Sequence[str]) -> None:
-        """The mentee must take the task's inputs and, as coded, have matrices and 2-d convolutions only."""
+        """Check that the mentee accepts the task's inputs and, as coded, has only 1-, 2- and 4-d parameters."""
         check_auxiliary("fedkd.auxiliary", self.auxiliary, task)
         if self.scheme == "as-coded":
             for name, parameter in build_model(fresh(self.auxiliary), task, 0).named_parameters():
@@ -314,7 +314,7 @@ class FedKD(Method[MenteeState, LowRank, LowRank]):
     def paper_scalars(
         self, task: Task, class_counts: Sequence[int], parameters: Sequence[tuple[int, int]]
     ) -> float:
-        """2·M·(|θ_a| + |φ_a|)·0.8932; the share that this run sends is in its log."""
+        """2·M·(|θ_a| + |φ_a|)·0.8932; the share actually sent is in the run's log."""
         return 2 * len(parameters) * auxiliary_scalars(self.auxiliary, task) * PUBLISHED_RATIO
 
 
@@ -322,7 +322,7 @@ def build(settings: Settings) -> FedKD:
     """Return the method.
 
     Raises:
-        PbflError: if compressed updates would be rounded on the wire, where rounding adds up.
+        PbflError: if compressed updates would be rounded on the wire, since the rounding errors accumulate.
     """
     config = parse_section(Config, settings)
     habit: Scheme = "as-coded" if settings.run.protocol in ("htfl", "pfl") else "safe"

@@ -1,17 +1,17 @@
-"""FedNH: the classifier is fixed to spread unit vectors and follows the clients' class means on the server.
+"""FedNH: the classifier is spread unit vectors, fixed in training, that the server moves towards clients' class means.
 
 Dai et al., "Tackling Data Heterogeneity in Federated Learning with Class Prototypes", AAAI 2023.
 
 Round: logits are s·(z/‖z‖)·Wᵀ. Each client copies body θ, scale s and W, trains θ and s on cross-entropy with W frozen,
-and answers them with μ̂_ij, the normalised mean of its unit features of each class. The server averages θ and s over the
+and sends them with μ̂_ij, the normalised mean of its unit features of each class. The server averages θ and s over the
 clients and moves the rows: W_j <- normalise(ρ·W_j + (1-ρ)·m_j), m_j = normalise(Σ_i (n_ij/Σ_i n_ij)·μ̂_ij).
 Travels: θ, s and W down; θ, s, K_i unit vectors and their counts up.
 Predicts: the logits of the received global model, scored before local training.
 Differs from the paper: nothing known in the equations. s starts at 20 for resnet*, else at 1, as in its code;
-momentum, weight decay and clipping are the run's.
-Differs from the reference: it multiplies the vectors by their counts before they travel, here both travel; a class
-nobody sends keeps its row bit for bit, where it divides by a count of 1e-12. Where K > d, rows cannot be orthogonal and
-are normalised, where the code's initialisation leaves them shorter.
+momentum, weight decay and clipping are the run's settings.
+Differs from the reference: it sends the vectors multiplied by their counts, here both are sent; a class that nobody
+sends keeps its row bit for bit, where the reference divides by a count of 1e-12. If K > d, rows cannot be orthogonal
+and are normalised; the code's initialisation leaves them shorter.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from pbfl_flwr.weights import (
     weighting_of,
 )
 
-SCALE = ".scale"  # s among the weights; a network's own names do not begin with a dot
+SCALE = ".scale"  # name of s in the payload's weights; a network's own names do not begin with a dot
 
 
 class Config(Group):
@@ -58,7 +58,7 @@ class Config(Group):
 
 
 def spread_rows(num_classes: int, feature_dim: int, seed: int) -> Tensor:
-    """Return W at the start, unit rows (K, d): orthogonal; equally spaced angles for d = 2; normalised if K > d."""
+    """Return the initial W, unit rows (K, d): orthogonal; equally spaced angles if d = 2; only normalised if K > d."""
     if feature_dim == 2:
         angles = torch.arange(num_classes) * (2 * math.pi / num_classes)
         return torch.stack([angles.cos(), angles.sin()], dim=1)
@@ -68,7 +68,7 @@ def spread_rows(num_classes: int, feature_dim: int, seed: int) -> Tensor:
 
 
 def move_rows(rows: Tensor, means: Prototypes, smoothing: float) -> Tensor:
-    """Return W_j <- normalise(ρ·W_j + (1-ρ)·normalise(m_j)); rows of absent classes stay as they are."""
+    """Return W_j <- normalise(ρ·W_j + (1-ρ)·normalise(m_j)); rows of absent classes are not changed."""
     moved = F.normalize(smoothing * rows + (1 - smoothing) * F.normalize(means.values, dim=1), dim=1)
     return torch.where(means.present[:, None], moved, rows)
 
@@ -81,7 +81,7 @@ def _head(rows: Tensor) -> dict[str, Tensor]:
 class FedNH(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndPrototypes]):
     """See the module.
 
-    In a client's network the head's weight holds s·W and its bias 0; it is applied to unit features.
+    In a client's network the head's weight is s·W and its bias 0; it is applied to unit features.
     """
 
     architecture: str
@@ -112,7 +112,7 @@ class FedNH(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndPrototy
         return {**body, **_head(state.weights.tensors[SCALE] * state.prototypes.values)}
 
     def predictors(self, client: Client, down: WeightsAndPrototypes) -> dict[str, Predictor]:
-        """The head on unit features."""
+        """Scores of the head on unit features."""
         rows = shared_parameters(client.model, "head")["head.weight"]  # s·W
 
         def scores(features: Tensor, logits: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ class FedNH(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndPrototy
         return {"head": scores}
 
     def local_update(self, client: Client, down: WeightsAndPrototypes) -> Update[WeightsAndPrototypes]:
-        """Body and scale on cross-entropy, then the class means of unit features."""
+        """Train body and scale on cross-entropy; send them and the class means of unit features."""
         self.install(client, down)
         body = shared_parameters(client.model, "body")
         scale = nn.Parameter(down.weights.tensors[SCALE].to(client.device, copy=True))  # (1,)
@@ -143,7 +143,7 @@ class FedNH(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndPrototy
     # Server -----------------------------------------------------------------------------------------------
 
     def init(self, task: Task, seed: int) -> WeightsAndPrototypes:
-        """A fresh body, s, and spread rows."""
+        """A newly initialised body, s, and spread rows W."""
         body = initial(self.architecture, task, seed, "body").tensors
         rows = spread_rows(task.num_classes, task.feature_dim, seed)
         everywhere = torch.ones(task.num_classes, dtype=torch.bool)
@@ -153,7 +153,7 @@ class FedNH(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndPrototy
     def aggregate(
         self, state: WeightsAndPrototypes, uploads: Mapping[int, WeightsAndPrototypes], at: Round
     ) -> WeightsAndPrototypes:
-        """Average body and scale, move the rows."""
+        """Average body and scale; move the rows of W."""
         if not uploads:
             return state
         weights = average(state.weights, {i: up.weights for i, up in uploads.items()}, self.weighting)
@@ -162,18 +162,18 @@ class FedNH(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndPrototy
         return WeightsAndPrototypes(weights, Prototypes(rows, state.prototypes.present))
 
     def validate(self, upload: WeightsAndPrototypes, state: WeightsAndPrototypes, task: Task) -> None:
-        """The body's tensors and s, counted vectors of width d."""
+        """Check the body's tensors and s, and that vectors of width d come with counts."""
         check_both(upload, state.weights, task, counted=True)
 
     # Both -------------------------------------------------------------------------------------------------
 
     def check(self, task: Task, architectures: Sequence[str]) -> None:
-        """One architecture, with a linear head."""
+        """Check that there is one architecture, with a linear head."""
         super().check(task, [self.architecture, *architectures])
         check_heads(self.name, task, [self.architecture, *architectures])
 
     def reveals(self) -> tuple[Reveal, ...]:
-        """Weights, class vectors, and the counts behind them."""
+        """Weights, class vectors, and their counts."""
         return (*self.up.reveals, Reveal("samples of each class", "n_ij beside the class vectors"))
 
     def paper_scalars(

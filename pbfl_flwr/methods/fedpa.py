@@ -1,19 +1,19 @@
 """FedPA: averaged weights, class prototypes and an adversarial feature generator.
 
 Jiang et al., "FedPA: Generator-Based Heterogeneous Federated Prototype Adversarial Learning", IEEE Transactions on
-Dependable and Secure Computing 2024. Its text was not at hand; the repository FedPA (threeStoneLei1) is the authority.
+Dependable and Secure Computing 2024. Its text was unavailable; the reference is the repository FedPA (threeStoneLei1).
 
 Round: in round t = 0, 1, ... each client copies the weights w and minimises CE(g(z), y) + a_t·CE(g(G(ŷ, ε)), ŷ) +
-b_t·mean over B·d of (z - P_y)², z = f(x), a_t = max(1e-4, 25·0.98^t), b_t = max(0.15, 5·0.98^t), the last two from
-round 1 on. It answers w_i and the class means of the features seen on the way. The server averages both by samples and
-trains G by Adam on a_t·Σ_k mean_b[ω_k,y·CE(g_k(G(y, ε)), y)] - 0.15·MSE(G, P_y) + Div, which pushes generated features
-away from the prototypes of the round before and apart from each other.
-Travels: down w, G and P; up w_i, class means and n_ij, which the server thereby learns.
+b_t·mean over B·d of (z - P_y)², z = f(x), a_t = max(1e-4, 25·0.98^t), b_t = max(0.15, 5·0.98^t), the last two terms
+from t = 1 on. It sends w_i and the class means of the features computed in training. The server averages both by
+samples and trains G by Adam on a_t·Σ_k mean_b[ω_k,y·CE(g_k(G(y, ε)), y)] - 0.15·MSE(G, P_y) + Div, which pushes
+generated features away from the previous round's prototypes and from each other.
+Travels: down w, G and P; up w_i, class means and n_ij, which the server thus learns.
 Predicts: the logits of the locally trained network; published scores cannot be those of the averaged one.
-Differs from the reference: a round is local-epochs instead of 20 batches (fedpa.local-steps); class means weigh by the
-samples really seen, where a class that was held but not drawn enters as zeros; clients ask G only for classes it was
-trained on, for every batch where the code stops after 20 of a round, and a class without a prototype neither pulls nor
-pushes. Features end as the architecture has them; G ends in a ReLU (fedpa.generator-output), as the CNN's features do.
+Differs from the reference: a round is local-epochs instead of 20 batches (fedpa.local-steps); class means are weighted
+by the samples actually used, where in the code a class that was held but not drawn counts as zeros; clients query G
+only for classes it was trained on, in every batch, where the code stops after 20 per round; a class without a prototype
+has no pull or push. Features have the architecture's own range; G ends in a ReLU (fedpa.generator-output), as the CNN.
 """
 
 from __future__ import annotations
@@ -81,15 +81,15 @@ def prototype_weight(t: int) -> float:
 
 
 def teaching_weights(counts: Tensor) -> Tensor:
-    """Return ω (M, K) = (1 + n_kc)/Σ_k (1 + n_kc) for counts (M, K): who teaches the generator a class."""
+    """Return ω (M, K) = (1 + n_kc)/Σ_k (1 + n_kc) for counts (M, K): each client's weight in G's loss, per class."""
     ones = 1 + counts.double()
     return (ones / ones.sum(0)).to(torch.float32)
 
 
 def diversity(features: Tensor, noise: Tensor, labels: Tensor) -> Tensor:
-    """Return exp(-mean over pairs of d_ε·d_h): near 1 where different noise gives the same features.
+    """Return Div = exp(-mean over pairs of d_ε·d_h): near 1 if different noise gives the same features.
 
-    d_ε is the mean square, d_h the mean absolute difference of a pair; pairs of one label count as zero.
+    d_ε is the mean squared, d_h the mean absolute difference of a pair; pairs with the same label count as zero.
     """
     apart = (labels.unsqueeze(0) != labels.unsqueeze(1)).to(features.dtype)  # (B, B)
     noises = (noise.unsqueeze(0) - noise.unsqueeze(1)).square().mean(2)
@@ -98,7 +98,7 @@ def diversity(features: Tensor, noise: Tensor, labels: Tensor) -> Tensor:
 
 
 def linear_head_of(weights: Weights) -> tuple[Tensor, Tensor]:
-    """Return weight (K, d) and bias (K,) of the head among a network's tensors, whatever dropout lies before it."""
+    """Return weight (K, d) and bias (K,) of the head among a network's tensors, with or without dropout before it."""
     head = {name.rpartition(".")[2]: t for name, t in weights.tensors.items() if name.startswith("head.")}
     return head["weight"], head["bias"]
 
@@ -122,14 +122,14 @@ class FedPA(Method[GenerativeState, Taught, WeightsAndPrototypes]):
     up = WeightsAndPrototypes
 
     def init(self, task: Task, seed: int) -> GenerativeState:
-        """Return fresh weights, a fresh generator that does not travel yet, no prototypes."""
+        """Return newly initialised weights and generator, which is not sent yet, and no prototypes."""
         nobody = Prototypes.empty(task.num_classes, task.feature_dim)
         weights = initial(self.architecture, task, seed, "all")
         seed = seeds.derive(seed, "generator")
         return initial_state(weights, self.shape, task, seed, used=False, prototypes=nobody)
 
     def broadcast(self, state: GenerativeState, client: int) -> Taught:
-        """Weights, generator, the classes it was trained on, prototypes."""
+        """Return weights, generator, the classes it was trained on, and prototypes."""
         return state.taught
 
     def install(self, client: Client, down: Taught) -> None:
@@ -141,14 +141,14 @@ class FedPA(Method[GenerativeState, Taught, WeightsAndPrototypes]):
         return state.taught.weights.tensors
 
     def local_update(self, client: Client, down: Taught) -> Update[WeightsAndPrototypes]:
-        """Cross-entropy on samples and on generated features, and the pull towards the prototypes."""
+        """Train on cross-entropy over samples and generated features, and the pull towards the prototypes."""
         self.install(client, down)
         K, d, t = client.task.num_classes, client.task.feature_dim, client.round - 1
         draw = sampler(self.shape, client, down, client.training.batch_size, by_batch=False)
         table = down.prototypes or Prototypes.empty(K, d)
         values, present = table.values.to(client.device), table.present.to(client.device)
         known = table.num_present > 0
-        # tensors, since a recorded step keeps numbers
+        # tensors, because a recorded step would keep the values of Python numbers
         a, b = (
             torch.tensor(weight(t), device=client.device) for weight in (generation_weight, prototype_weight)
         )
@@ -214,15 +214,15 @@ class FedPA(Method[GenerativeState, Taught, WeightsAndPrototypes]):
         )
 
     def validate(self, upload: WeightsAndPrototypes, state: GenerativeState, task: Task) -> None:
-        """Every tensor of the network; rows of width d with counts."""
+        """Check the network's tensors, and that rows of width d come with counts."""
         check_both(upload, state.taught.weights, task, counted=True)
 
     def reveals(self) -> tuple[Reveal, ...]:
-        """Weights, class means, and the counts behind them."""
+        """Weights, class means, and their counts."""
         return (*self.up.reveals, Reveal("samples of each class", "n_ij beside the class means"))
 
     def check(self, task: Task, architectures: Sequence[str]) -> None:
-        """One architecture, with a linear head."""
+        """Check that there is one architecture, with a linear head."""
         super().check(task, [self.architecture, *architectures])
         check_heads(self.name, task, [self.architecture, *architectures])
 
@@ -233,7 +233,7 @@ class FedPA(Method[GenerativeState, Taught, WeightsAndPrototypes]):
     def paper_scalars(
         self, task: Task, class_counts: Sequence[int], parameters: Sequence[tuple[int, int]]
     ) -> float:
-        """2·M·|w| + M·|G| + Σ_i [(K_i + K)·d + K_i], the last for the counts."""
+        """2·M·|w| + M·|G| + Σ_i [(K_i + K)·d + K_i]; the last K_i are the counts."""
         own = sum(2 * (body + head) for body, head in parameters)
         own += len(parameters) * self.shape.parameters(task)
         return float(own + sum((held + task.num_classes) * task.feature_dim + held for held in class_counts))
@@ -241,17 +241,17 @@ class FedPA(Method[GenerativeState, Taught, WeightsAndPrototypes]):
 
 @dataclass(frozen=True)
 class GeneratorLoss:
-    """What the server's generator descends; see the module.
+    """Loss of the server's generator; see the module.
 
     Attributes:
         heads: (weight, bias) of every uploaded network.
         teaching: (M, K) ω.
-        table: P of the round before, (K, d); None before the second round.
-        classes: (K,) bool, those that a client of this round has seen.
-        size: B, labels a step.
+        table: P of the previous round, (K, d); None before the second round.
+        classes: (K,) bool, classes that clients trained on in this round.
+        size: B, labels per step.
         generation: a_t.
         adversarial: weight of the distance to prototypes.
-        random: draws labels and noise.
+        random: generator for labels and noise.
     """
 
     heads: Sequence[tuple[Tensor, Tensor]]

@@ -3,7 +3,7 @@
 Arivazhagan et al., "Federated Learning with Personalization Layers", 2019.
 
 Round: each client copies the global body θ under its own head φ_i and runs E epochs of SGD on cross-entropy over
-both together. It answers the body; the server averages, θ <- Σ_i (n_i/Σn)·θ_i. The head persists on its client.
+both together. It sends the body; the server averages, θ <- Σ_i (n_i/Σn)·θ_i. The head persists on its client.
 Travels: the body's parameters, both ways, and n_i. BatchNorm's buffers stay on the client.
 Predicts: the logits of the received body under the client's own head, scored before local training.
 Differs from the paper: the private layers are the head (PFLlib, FedCPD); fedper.shared="stages" keeps a hidden
@@ -35,7 +35,7 @@ class Config(Group):
 
 
 def shared_part(shared: Shared, settings: Settings) -> Share:
-    """Return what travels: the stages alone under the protocol of FedProto's repository, else the body."""
+    """Return the shared part: the stages under the protocol of FedProto's repository, else the body."""
     if shared == "auto":
         return "stages" if settings.run.protocol == "fedproto" else "body"
     return shared

@@ -1,13 +1,13 @@
-"""FedProx: FedAvg with a spring to the received weights.
+"""FedProx: FedAvg with a proximal term that keeps weights near the received ones.
 
 Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020.
 
 Round: each client copies the global weights w_t, minimises cross-entropy + (μ/2)·‖w - w_t‖² over all parameters with
-w_t constant, and answers its weights. The server averages them, w <- Σ_i (n_i/Σn)·w_i.
-Travels: all parameters, both ways, and n_i. BatchNorm's buffers stay on the client and out of the norm.
+w_t constant, and sends its weights. The server averages them, w <- Σ_i (n_i/Σn)·w_i.
+Travels: all parameters, both ways, and n_i. BatchNorm's buffers stay on the client and are not part of the norm.
 Predicts: the logits of the global model, scored when it arrives, before local training.
-Differs from the paper: no stragglers are simulated; it draws clients by n_i and takes their plain mean. Nothing that
-was read states the μ of GFPL's and FedCPD's FedProx rows; 0.001 is PFLlib's former example value.
+Differs from the paper: no stragglers are simulated; the paper draws clients by n_i and takes their unweighted mean. No
+source read states the μ in the FedProx rows of GFPL and FedCPD; 0.001 is PFLlib's former example value.
 Differs from the references: PFLlib makes the same step (it reports another loss); FedProto's repository detaches both
 weights, so that its FedProx is FedAvg. Flower's documentation shows the norm without its square.
 """

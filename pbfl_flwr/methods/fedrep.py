@@ -3,14 +3,14 @@
 Collins et al., "Exploiting Shared Representations for Personalized Federated Learning", ICML 2021.
 
 Round: each client copies the global body θ, runs τ_h epochs of SGD on its head φ_i with the body frozen, then E epochs
-on the body with the head frozen, both on cross-entropy. It answers the body; the server averages,
+on the body with the head frozen, both on cross-entropy. It sends the body; the server averages,
 θ <- Σ_i (n_i/Σn)·θ_i.
 Travels: the body's parameters, both ways, and n_i. BatchNorm's buffers stay on the client.
 Predicts: the logits of the received body under the client's own head, scored before local training.
-Differs from the paper: τ_h = 1 as in PFLlib and, by its "one local epoch", FedCPD; the paper takes 10 or more, and
-prints the plain mean of the bodies (weighting="uniform").
-Differs from the references: none from PFLlib's equations. In both phases BatchNorm's running statistics move with the
-data, as there. Flower's baseline averages them.
+Differs from the paper: τ_h = 1 as in PFLlib and, by its "one local epoch", FedCPD; the paper uses 10 or more, and
+prints the unweighted mean of the bodies (weighting="uniform").
+Differs from the references: none from PFLlib's equations. As there, BatchNorm's running statistics are updated in both
+phases. Flower's baseline averages them.
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ class Config(Group):
 
 @dataclass(frozen=True)
 class HeadThenBody:
-    """FedRep's training: what is private, then what is shared.
+    """FedRep's training: first the private, then the shared parameters.
 
     Attributes:
         head_epochs: τ_h.
-        share: what is shared; the rest is trained first.
+        share: the shared part; the rest is private.
     """
 
     head_epochs: int = 1
     share: Share = "body"
 
     def __call__(self, client: Client, received: Weights) -> FitReport:
-        """Both phases on cross-entropy."""
+        """Train both phases on cross-entropy."""
         head = self.head_phase(client)
         return head.then(self.body_phase(client, classification(client.model)))
 
     def head_phase(self, client: Client) -> FitReport:
         """Train the private part with the shared one frozen; the loss is logged as ``head-ce``.
 
-        Where the frozen body gives a sample the same features at every pass, they are computed once.
+        If the frozen body's features do not vary between passes, they are computed once.
         """
         shared = {id(parameter) for parameter in shared_parameters(client.model, self.share).values()}
         private = tuple(p for p in client.model.parameters() if id(p) not in shared)
@@ -80,7 +80,7 @@ class HeadThenBody:
         loss: Loss,
         companions: Sequence[nn.Module] = (),
     ) -> FitReport:
-        """Train the shared part, and companions of it, with the private one frozen."""
+        """Train the shared part and companion networks with the private part frozen."""
         shared = Part(tuple(shared_parameters(client.model, self.share).values()))
         parts = [shared, *(part(module) for module in companions)]
         return fit(client, loss, parts=parts, companions=companions, phase="body")

@@ -5,17 +5,17 @@ Model Heterogeneity in Federated Learning", AAAI 2024.
 
 Round: the client's half is FedProto's. The server trains a generator (an embedding of the classes through two
 linear layers) for S epochs over all uploaded prototypes: cross-entropy over -(distance + δ·[own class]), where the
-margin δ = min(max_j min_k |Q_j - Q_k|, τ) is measured anew each round on the class means Q of the uploads.
+margin δ = min(max_j min_k |Q_j - Q_k|, τ) is computed each round from the class means Q of the uploads.
 Travels: up K_i·d, down K·d numbers a client.
 Predicts: the class of the nearest trained prototype.
 Differs from the paper: its printed margin (equation 9) is the largest distance of any two Q (fedtgp.margin =
 "farthest"), the released code's the largest nearest-neighbour gap. The printed pull is a norm between class means with
 λ = 0.1 (pull-form="l2"), the code's the mean square over the batch with λ = 10, as in FedProto.
-Differs from the reference: classes that nobody ever sent are left out of prediction and pull
+Differs from the reference: classes that nobody ever sent are excluded from prediction and pull
 (fedtgp.absent="keep" is the reference); the square root of a distance is clamped, where the reference can give NaN.
-HtFLlib collects prototypes from the network as it was stored before the round's training: collect="before", which
-protocol "htfl" sets; otherwise they are the trained network's, as the paper says.
-With PPA or APS each upload is first brought back to the scale of features, by (K/n)·|N_j| or μ·|N_j|.
+HtFLlib collects prototypes with the network as stored before the round's training: collect="before", which
+protocol "htfl" sets; otherwise the trained network is used, as in the paper.
+With PPA or APS each upload is first rescaled to the features' scale, by (K/n)·|N_j| or μ·|N_j|.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Config(Group):
 
 
 def server_training(config: Config, settings: Settings) -> ServerTraining:
-    """Return the server's half with every "auto" resolved."""
+    """Return the settings of the server's training with every "auto" resolved."""
     batch, rate = config.server_batch_size, config.server_learning_rate
     same = settings.training.learning_rate if settings.training.optimizer == "sgd" else USUAL_RATE
     return ServerTraining(

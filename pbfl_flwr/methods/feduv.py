@@ -1,4 +1,4 @@
-"""FedUV: FedAvg whose clients keep their outputs varied and their features spread.
+"""FedUV: FedAvg with regularisers that keep outputs varied (variance) and features spread (uniformity).
 
 Son et al., "FedUV: Uniformity and Variance for Heterogeneous Federated Learning", CVPR 2024.
 
@@ -6,10 +6,10 @@ Round: each client copies w and minimises CE + a·V + b·U. V = mean over classe
 the class's probability); U = mean over pairs of exp(-‖z_b - z_b'‖²/σ²), σ² the median of the non-zero squared distances
 of the batch. The server averages, w <- Σ_i (n_i/Σn)·w_i.
 Travels: all parameters, both ways, and n_i.
-Predicts: the logits of the client's locally trained network, which is what ProtoNorm's comparison agrees with; scored
+Predicts: the logits of the client's locally trained network, with which ProtoNorm's comparison is consistent; scored
 before training (evaluate-moment="before") it is the global model.
-Differs from the paper: its figures are the global model's, after rounds with momentum, weight decay and a rate that
-falls along a cosine, which are the run's settings. Its code calls the weight of V λ and that of U μ, ProtoNorm's text
+Differs from the paper: its results are the global model's, after rounds with momentum, weight decay and a cosine
+learning rate schedule, which are the run's settings. Its code calls the weight of V λ and that of U μ, ProtoNorm's text
 the other way round; the values, 2.5 and 0.5, are the same. Its code averages BatchNorm's buffers, too.
 Differs from the reference: σ² carries a gradient, as there (feduv.detach-sigma stops it). A batch of one sample has
 neither term, a batch of equal features no U, where the code would give NaN.
@@ -44,7 +44,7 @@ class Config(Group):
 def variance(logits: Tensor) -> Tensor:
     """Return V = mean_k max(0, 1/√K - std_b softmax(o)_bk), the unbiased deviation over the batch (B >= 2).
 
-    1/√K is that deviation of a column of the identity of size K.
+    1/√K is the deviation of a column of the K x K identity matrix.
     """
     deviations = logits.softmax(dim=1).std(dim=0)  # (K,)
     return (1 / math.sqrt(logits.shape[1]) - deviations).clamp_min(0).mean()
@@ -53,7 +53,7 @@ def variance(logits: Tensor) -> Tensor:
 def uniformity(features: Tensor, detach_sigma: bool = False) -> Tensor:
     """Return U = mean over pairs b < b' of exp(-‖z_b - z_b'‖²/σ²); 0 if all rows are equal."""
     squared = torch.pdist(features).square()  # (P,), P = B·(B-1)/2
-    equal = (squared <= 0).sum()  # in order they come first, the median of the others follows
+    equal = (squared <= 0).sum()  # zeros are sorted first; the median of the others is at ``place``
     place = equal + (len(squared) - equal - 1).div(2, rounding_mode="floor")
     sigma = squared.sort().values.gather(0, place.unsqueeze(0))  # (1,), 0 if there are no others
     scale = torch.where(sigma > 0, sigma.detach() if detach_sigma else sigma, 1.0)

@@ -1,17 +1,17 @@
-"""FeSEM: several global models; each client follows the one nearest to its weights.
+"""FeSEM: several global models; each client follows the one closest to its weights.
 
 Long et al., "Multi-Center Federated Learning: Clients Clustering for Better Personalization", World Wide Web 2023.
 
-Round: each client copies its centre c_{r_i}, runs E epochs of SGD on cross-entropy and answers its weights. The server
+Round: each client copies its centre c_{r_i}, runs E epochs of SGD on cross-entropy and sends its weights. The server
 lowers (1/M)·Σ_i ‖w_i - c_{r_i}‖²: E-step r_i = argmin_k ‖w_i - c_k‖₂ for the clients that answered, M-step c_k = mean
-of those that chose k. In round 1 all start from the same weights w_0; the first clusters are k-means on w_i - w_0.
+of those assigned to k. In round 1 all start from the same weights w_0; the first clusters are k-means on w_i - w_0.
 Travels: all parameters of one model, both ways, and n_i.
 Predicts: the logits of the client's centre, scored when it arrives, before local training.
-Differs from the paper: the first centres are k-means++ of the first trained weights instead of random models, to which
-clients with a common start would all be equally far. C = 2 as in GFPL's comparison, whose own C is not stated.
+Differs from the paper: the first centres come from k-means++ on the first trained weights; random models would be
+equally far from all clients that start alike. GFPL's comparison does not state C; 2 is that of its source (below).
 Differs from the references: the official code clusters every 10 rounds on one layer's kernel and skips small clusters;
-here every round, on all parameters (fesem.distance="head" for the head alone), and a centre without members stays. The
-FeSEM in FedProto's repository, the source of GFPL's row, is not this method: it averages two fixed groups of clients,
+here every round, on all parameters (fesem.distance="head": only the head), and a centre without members is kept. The
+FeSEM in FedProto's repository, the source of GFPL's row, is another method: it averages two fixed groups of clients,
 by their number of classes.
 """
 
@@ -36,7 +36,7 @@ from pbfl_flwr.task import Task
 from pbfl_flwr.weights import Weighting, average, same_shapes, weighting_of
 
 NOBODY = -1  # in Centres.assigned: a client that never answered
-SAME = 1e-12  # of their squared lengths: what two equal updates are apart by rounding alone
+SAME = 1e-12  # squared distance of equal updates through rounding, relative to their squared lengths
 
 
 class Config(Group):
@@ -51,7 +51,7 @@ class Centres:
     """The server's state.
 
     Attributes:
-        weights: the global models c_1 to c_C; one, w_0, before the first clustering.
+        weights: the global models c_1 to c_C; only w_0 before the first clustering.
         assigned: (M,) int64, r_i or NOBODY; of length 0 before the first clustering.
     """
 
@@ -59,7 +59,7 @@ class Centres:
     assigned: Tensor
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """Return the models under their numbers, and who follows which."""
+        """Return the models under their indices, and the assignment of clients."""
         return {
             **joined(**{str(k): centre for k, centre in enumerate(self.weights)}),
             "assigned": self.assigned,
@@ -70,7 +70,7 @@ class Centres:
         """Rebuild the state of a checkpoint.
 
         Raises:
-            RejectedPayload: if a client follows a model that is not there.
+            RejectedPayload: if a client is assigned to a model that does not exist.
         """
         numbers = sorted({int(name.partition(".")[0]) for name in tensors if name != "assigned"})
         centres = tuple(Weights.from_tensors(under(tensors, str(k)), task) for k in numbers)
@@ -80,15 +80,15 @@ class Centres:
         return cls(centres, assigned)
 
     def scalars(self) -> int:
-        """Return the weights of all models."""
+        """Return the number of weights in all models."""
         return sum(centre.scalars() for centre in self.weights)
 
     def sizes(self) -> Tensor:
-        """Return how many clients follow each model, (C,)."""
+        """Return the number of clients assigned to each model, (C,)."""
         return torch.bincount(self.assigned[self.assigned >= 0], minlength=len(self.weights))
 
     def of(self, client: int) -> Weights:
-        """Return a client's model; of one that never answered, the model that most clients follow."""
+        """Return a client's model; for a client that never answered, the one with the most clients."""
         known = client < len(self.assigned) and int(self.assigned[client]) != NOBODY
         return self.weights[int(self.assigned[client]) if known else int(self.sizes().argmax())]
 
@@ -171,10 +171,10 @@ class FeSEM(Method[Centres, Weights, Weights]):
         )
 
     def _first_clusters(self, uploads: Sequence[Weights], start: Weights, at: Round) -> Tensor:
-        """Return (N,) int64: k-means with k-means++ seeding on w_i - w_0.
+        """Return (N,) int64 cluster indices: k-means with k-means++ initialisation on w_i - w_0.
 
-        It runs on N coordinates with the same distances, out of the inner products, so that it costs the same for a
-        network of any size.
+        k-means runs on N coordinates with the same pairwise distances, computed from the inner products, so that its
+        cost does not depend on the size of the network.
         """
         from sklearn.cluster import KMeans
 
@@ -186,31 +186,31 @@ class FeSEM(Method[Centres, Weights, Weights]):
                 rows -= origin.flatten().double()
                 inner += rows @ rows.T
         values, vectors = torch.linalg.eigh(inner)
-        values[values < SAME * values.max()] = 0.0  # rounding, whose root would be 1e-8 of the largest
+        values[values < SAME * values.max()] = 0.0  # rounding errors; their square roots could reach 1e-8
         coordinates = vectors * values.sqrt()  # (N, N)
         squares = inner.diagonal()[:, None] + inner.diagonal()
         alike = squares - 2 * inner <= SAME * squares
-        different = len(alike.byte().argmax(dim=1).unique())  # the first that a client equals
+        different = len(alike.byte().argmax(dim=1).unique())  # maps each client to the first equal one
         seed = seeds.derive(at.seed, "fesem") % 2**32
         means = KMeans(min(self.centres, different), n_init=10, random_state=seed).fit(coordinates.numpy())
         return torch.from_numpy(means.labels_).to(torch.int64)
 
     def validate(self, upload: Weights, state: Centres, task: Task) -> None:
-        """Every tensor of the models, in its shape, and no other."""
+        """Check that names and shapes of the tensors are those of the models."""
         same_shapes(upload, state.weights[0])
 
     def report(self, state: Centres) -> dict[str, float]:
-        """How many clients follow each model."""
+        """Number of clients assigned to each model."""
         return {f"centre-{k}.clients": float(size) for k, size in enumerate(state.sizes().tolist())}
 
     def check(self, task: Task, architectures: Sequence[str]) -> None:
-        """One architecture, the server's."""
+        """Check that all clients have the server's architecture."""
         super().check(task, [self.architecture, *architectures])
 
     def paper_scalars(
         self, task: Task, class_counts: Sequence[int], parameters: Sequence[tuple[int, int]]
     ) -> float:
-        """2·M·|w|: a client gets one model."""
+        """2·M·|w|: a client receives one model."""
         return shared_scalars(self.architecture, task, len(class_counts), "all")
 
 

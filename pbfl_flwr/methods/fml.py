@@ -4,14 +4,14 @@ Shen et al., "Federated Mutual Learning", 2020.
 
 Round: each client receives the auxiliary network a ("meme") and trains it together with its own w_i: on every batch
 L_w = α·CE(z, y) + (1-α)·KL(p(u) ‖ p(z)) and L_a = β·CE(u, y) + (1-β)·KL(p(z) ‖ p(u)), z = w_i(x), u = a(x), then one
-step of each. The server takes the plain mean of the a_i.
+step of each. The server takes the unweighted mean of the a_i.
 Travels: all parameters of the auxiliary network, both ways; BatchNorm's buffers and w_i stay.
-Predicts: the logits of the own model.
+Predicts: the logits of the client's own model.
 Differs from the paper: its code has unit weights (CE + KL), momentum and weight decay, and averages buffers too; both
 gradients are clipped to norm 10, as in the references (fml.max-grad-norm = 0 is off).
 Differs from the references: by default the divergence is summed over classes and gradients stop at the teacher, as
 in the paper; protocol "htfl" and "pfl" divide it by K and differentiate through the teacher, so that w_i and a each
-descend L_w + L_a. HtFLlib's default auxiliary network is the clients' first one; the published costs are the CNN's.
+minimise L_w + L_a. HtFLlib's default auxiliary network is the clients' first one; published costs are the CNN's.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ class FML(AveragedWeights):
     replayable = True
 
     def init(self, task: Task, seed: int) -> Weights:
-        """Return a fresh auxiliary network."""
+        """Return a newly initialised auxiliary network."""
         return initial(self.auxiliary, task, seed, "all")
 
     def local_update(self, client: Client, down: Weights) -> Update[Weights]:
-        """Both networks learn from the labels and from each other."""
+        """Train both networks on the labels and on each other's outputs."""
         own, meme = client.model, auxiliary_network(self.auxiliary, client, down.tensors)
         alpha, beta, divergence = self.config.alpha, self.config.beta, self.conventions.divergence
 
@@ -91,7 +91,7 @@ class FML(AveragedWeights):
         return (self.auxiliary,)
 
     def check(self, task: Task, architectures: Sequence[str]) -> None:
-        """The auxiliary network must take the task's inputs."""
+        """Check that the auxiliary network accepts the task's inputs."""
         check_auxiliary("fml.auxiliary", self.auxiliary, task)
 
     def paper_scalars(

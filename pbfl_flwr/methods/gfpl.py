@@ -3,16 +3,16 @@
 Lu et al., "GFPL: Generative Federated Prototype Learning for Resource-Constrained and Data-Imbalanced Vision Task".
 
 Round: each client minimises CE + λ·½(hᵀz_y - 1)², h the normalised projection of f(x), Z a fixed equiangular tight
-frame. In rounds t >= t1 with t mod S_T = 0 it also answers n diagonal Gaussians a class; the server fuses those
-nearer than S_C in Bhattacharyya distance. The next round begins with the same loss on r pseudo-features a class,
-drawn from the fused mixtures, for projection and head alone.
+frame. In rounds t >= t1 with t mod S_T = 0 it also sends n diagonal Gaussians a class; the server fuses those
+closer than S_C in Bhattacharyya distance. The next round begins with the same loss on r pseudo-features a class,
+drawn from the fused mixtures, for projection and head only.
 Travels: Σ_j n·(2d+1) numbers a client in such a round, the fused mixtures down in the next, otherwise nothing.
 Predicts: the logits; "etf" is argmax_j hᵀz_j.
-Differs from the paper: retraining follows the download at the end of round t; with one message a round that is the
-start of round t+1, the same order of steps, but scores include the epochs that follow. Algorithm 2 nests both in the
-loop over batches. It retrains the projection alone, Section 4.2 projection and head (gfpl.retrain). Components weigh
-π_c·n_ij, not π_c alone, which would count 3 samples like 300 (gfpl.weight). d = K is allowed. Left open there: start
-of EM, single samples, seeds of clusters; see prototypes/mixture.py. No code of the authors is known.
+Differs from the paper: there, retraining follows the download at the end of round t; with one message a round it is
+at the start of round t+1, the same order of steps, but scores include the epochs that follow. Algorithm 2 nests both in
+the loop over batches. It retrains only the projection, Section 4.2 projection and head (gfpl.retrain). Components are
+weighted by π_c·n_ij, not only π_c, which would count 3 samples like 300 (gfpl.weight). d = K is allowed. For what it
+leaves open (EM's start, single samples, cluster seeds) see prototypes/mixture.py. No authors' code is known.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Gfpl(Method[MixtureState, Mixtures, Mixtures]):
     replayable = True
 
     def local_update(self, client: Client, down: Mixtures) -> Update[Mixtures]:
-        """Retrain on what came down, fit E epochs, and answer mixtures if it is time."""
+        """Retrain on received mixtures, train E epochs, and send mixtures in rounds of exchange."""
         d, config = client.task.feature_dim, self.config
         dual = self._dual(client) if config.dual_classifier else None
         metrics: dict[str, float] = {}
@@ -90,7 +90,7 @@ class Gfpl(Method[MixtureState, Mixtures, Mixtures]):
         return Update(upload, {**kept, **report.optimizer}, {**metrics, **report.metrics()})
 
     def _train(self, client: Client, dual: Dual | None, down: Mixtures | None = None) -> FitReport:
-        """L_train on the data (Eq. 13), or L_retrain on pseudo-features (Eq. 14), which pass by the extractor."""
+        """Minimise L_train on the data (Eq. 13), or L_retrain on pseudo-features (Eq. 14), which bypass the body."""
         config, model = self.config, client.model
 
         def loss(inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
@@ -107,7 +107,7 @@ class Gfpl(Method[MixtureState, Mixtures, Mixtures]):
         features, labels = sample(down, config.samples, client.generator("pseudo-features"))
         z = features.clamp_min(0) if config.clamp else features
         every = client.training.model_copy(update={"drop_last": "never"})  # all r·K' of them, Eq. 14
-        afresh = replace(client, training=every, memory={})  # without the momentum of the local epochs
+        afresh = replace(client, training=every, memory={})  # without the optimiser state of the local epochs
         return fit(
             afresh,
             loss,
@@ -119,13 +119,13 @@ class Gfpl(Method[MixtureState, Mixtures, Mixtures]):
         )
 
     def _dual(self, client: Client) -> Dual:
-        """The projection l(ω3) as this client keeps it, and Z."""
+        """Return the projection l(ω3) from the client's memory, or its initial state, and Z."""
         d = client.task.feature_dim
         projection = projection_layer(d, client.seed, under(client.memory, "projection")).to(client.device)
         return projection, equiangular_frame(client.task.num_classes, d, client.seed).to(client.device)
 
     def predictors(self, client: Client, down: Mixtures) -> dict[str, Predictor]:
-        """Head; the fixed frame, once there is a projection."""
+        """The head; the fixed frame as well, once the client has a projection."""
         if not under(client.memory, "projection"):
             return {"head": head_scores}
         projection, Z = self._dual(client)
@@ -136,11 +136,11 @@ class Gfpl(Method[MixtureState, Mixtures, Mixtures]):
         return MixtureState.empty(task.feature_dim)
 
     def broadcast(self, state: MixtureState, client: int) -> Mixtures:
-        """The fused mixtures in the round after an exchange, else nothing."""
+        """Return the fused mixtures in the round after an exchange, else nothing."""
         return state.broadcast
 
     def aggregate(self, state: MixtureState, uploads: Mapping[int, Mixtures], at: Round) -> MixtureState:
-        """Fuse what every client sent last (Algorithm 1)."""
+        """Fuse the last upload of every client (Algorithm 1) in rounds of exchange."""
         if not self.exchanges(at.number):
             return state.silent()
         state, config = state.received(uploads, self.stale), self.config
@@ -148,7 +148,7 @@ class Gfpl(Method[MixtureState, Mixtures, Mixtures]):
         return replace(state, broadcast=fused)
 
     def validate(self, upload: Mixtures, state: MixtureState, task: Task) -> None:
-        """At most n components a class, whose weights add up to 1 where no count travels."""
+        """Check that a class has at most n components and, if no counts travel, weights with sum 1."""
         most = int(torch.bincount(upload.labels, minlength=1).max())
         if most > self.config.components:
             raise RejectedPayload(f"{most} components of a class, allowed are {self.config.components}")
@@ -157,18 +157,18 @@ class Gfpl(Method[MixtureState, Mixtures, Mixtures]):
             raise RejectedPayload("the weights of a class do not add up to 1")
 
     def report(self, state: MixtureState) -> dict[str, float]:
-        """Components and classes that the server holds, and components that it sends in the next round."""
+        """Components and classes that the server holds, and components in its next broadcast."""
         held, sent = state.held, state.broadcast.num_components
         figures = {"components-held": held.num_components, "components-sent": sent}
         return {**figures, "classes-held": len(held.labels.unique())}
 
     def exchanges(self, number: int) -> bool:
-        """Return whether mixtures go up in a round: t >= t1 and t mod S_T = 0."""
+        """Return whether mixtures are uploaded in a round: t >= t1 and t mod S_T = 0."""
         c = self.config
         return c.pseudo_features and number >= c.start and number % c.interval == 0
 
     def forewarnings(self, num_rounds: int) -> list[str]:
-        """Whether the run ends before anybody retrains on pseudo-features, or has none for new clients."""
+        """Warn if the run ends before clients retrain on pseudo-features, or new clients would get no mixtures."""
         c = self.config
         first = math.ceil(c.start / c.interval) * c.interval
         if not c.pseudo_features:
@@ -186,14 +186,14 @@ class Gfpl(Method[MixtureState, Mixtures, Mixtures]):
         return []
 
     def check(self, task: Task, architectures: Sequence[str]) -> None:
-        """The frame must exist."""
+        """Check that the frame exists for this K and d."""
         if self.config.dual_classifier:
             equiangular_frame(task.num_classes, task.feature_dim, 0)
 
     def paper_scalars(
         self, task: Task, class_counts: Sequence[int], parameters: Sequence[tuple[int, int]]
     ) -> float:
-        """Σ_i K_i·n·(2d+1)/S_T: uploads, as in the paper's table; downloads depend on what could be fused."""
+        """Σ_i K_i·n·(2d+1)/S_T: uploads only, as in the paper's table; downloads depend on the fusion."""
         numbers = sum(class_counts) * self.config.components * (2 * task.feature_dim + 1)
         return numbers / self.config.interval if self.config.pseudo_features else 0.0
 

@@ -3,14 +3,14 @@
 Liang et al., "Think Locally, Act Globally: Federated Learning with Local and Global Representations", 2020.
 
 Round: each client copies the global head φ, runs E epochs of SGD on cross-entropy over its body and the head
-together, and answers its head. The server averages, φ <- Σ_i (n_i/Σn)·φ_i.
+together, and sends its head. The server averages, φ <- Σ_i (n_i/Σn)·φ_i.
 Travels: the head (weight K·d, bias K), both ways, and n_i. Bodies may differ in everything but the width d; a
 classifier with hidden layers must be the same on all clients.
-Predicts: the logits of the own body under the head that was just broadcast, before local training.
+Predicts: the logits of the client's own body under the head that was just broadcast, before local training.
 Differs from the paper: training starts from scratch, not from a FedAvg checkpoint; averages are weighted by samples
-where the paper's code takes the plain mean (weighting="uniform"); no client keeps its own best model.
-Differs from the reference: nothing known; heads with and without a dropout before the linear layer are paired by
-role (weight, bias), which is what HtFLlib's order of parameters comes to.
+where the paper's code takes the unweighted mean (weighting="uniform"); no client keeps its own best model.
+Differs from the reference: nothing known; heads with and without a dropout before the linear layer are matched by
+role (weight, bias), which gives the same pairs as HtFLlib's order of parameters.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class LGFedAvg(SharedWeights):
     """See the module."""
 
     def check(self, task: Task, architectures: Sequence[str]) -> None:
-        """All heads must have the same tensors."""
+        """Check that all heads have the same tensors."""
         check_heads(self.name, task, [self.architecture, *architectures], linear=False)
 
     def paper_scalars(
         self, task: Task, class_counts: Sequence[int], parameters: Sequence[tuple[int, int]]
     ) -> float:
-        """2·M·d·K, with hidden layers 2·M·Σ (width·next width); the papers leave the biases out."""
+        """2·M·d·K, with hidden layers 2·M·Σ (width·next width); the papers do not count biases."""
         head = shared_parameters(build_model(fresh(self.architecture), task, 0), "head").values()
         return float(2 * len(parameters) * sum(tensor.numel() for tensor in head if tensor.dim() > 1))
 

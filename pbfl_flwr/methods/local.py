@@ -1,7 +1,7 @@
-"""Local: every client for itself.
+"""Local: every client trains alone.
 
 Round: each client runs E epochs of SGD on cross-entropy over its own data; its model persists. The server only
-keeps the books. It shows whether a federation adds anything.
+records results. A baseline that shows whether a federation helps.
 Travels: nothing.
 Predicts: the logits of the client's own model.
 Differs from the reference: nothing known; the references sample clients twice a round, which has no effect.
@@ -35,12 +35,12 @@ class Local(Method[Nothing, Nothing, Nothing]):
         return Nothing()
 
     def local_update(self, client: Client, down: Nothing) -> Update[Nothing]:
-        """Cross-entropy alone."""
+        """Train on cross-entropy."""
         report = fit(client, classification(client.model))
         return Update(Nothing(), report.optimizer, report.metrics())
 
     def aggregate(self, state: Nothing, uploads: Mapping[int, Nothing], at: Round) -> Nothing:
-        """Return the state."""
+        """Return the state unchanged."""
         return state
 
     def paper_scalars(

@@ -1,4 +1,4 @@
-"""What methods have in common in which every client trains an auxiliary network beside its own.
+"""Shared code of methods in which every client trains an auxiliary network besides its own (FML, FedKD).
 
 ::
 
@@ -6,8 +6,8 @@
     client   own network w_i and a teach each other on every batch: L(w_i | a) + L(a | w_i), one step each
     server   a <- mean of a_i
 
-The auxiliary network has one architecture everywhere; clients' own networks are free and never leave. Buffers of
-the auxiliary network (BatchNorm's) stay on the client, in its memory under ``aux.``.
+The auxiliary network has the same architecture everywhere; clients' own networks may differ and never leave the client.
+Buffers of the auxiliary network (BatchNorm's) stay on the client, in its memory under ``aux.``.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from pbfl_flwr.task import Task
 from pbfl_flwr.weights import load_parameters
 
 AUXILIARY = "aux"
-CLIP = 10.0  # of both gradients, "prevents divergence on specific tasks" in HtFLlib and PFLlib
+CLIP = 10.0  # norm of both gradients, "prevents divergence on specific tasks" in HtFLlib and PFLlib
 
 
 @dataclass(frozen=True)
 class Conventions:
-    """Where the code bases disagree about mutual distillation.
+    """Details of mutual distillation in which the code bases differ.
 
     Attributes:
         reduction: "batchmean" sums over classes; "mean" divides by K as well, as torch's default does.
@@ -45,27 +45,27 @@ class Conventions:
     detach: bool = True
 
     def teacher(self, output: Tensor) -> Tensor:
-        """Return what the student is compared with: the output, cut off from its network or not."""
+        """Return the student's target: the teacher's output, detached if ``detach``."""
         return output.detach() if self.detach else output
 
     def divergence(self, student: Tensor, teacher: Tensor) -> Tensor:
-        """Return KL(p(teacher) ‖ p(student)) of two logits (B, K)."""
+        """Return KL(p(teacher) ‖ p(student)) of logits (B, K)."""
         target = self.teacher(teacher).softmax(dim=1)
         summed = nn.functional.kl_div(student.log_softmax(dim=1), target, reduction="batchmean")
         return summed if self.reduction == "batchmean" else summed / student.shape[1]
 
 
 def conventions_of(settings: Settings) -> Conventions:
-    """Return what the configuration, or its protocol, says."""
+    """Return the conventions set by the configuration or its protocol."""
     given = settings.conventions
     return Conventions("mean" if given.kl_reduction == "mean" else "batchmean", given.detach_teacher != "no")
 
 
 def one_architecture(key: str, value: str) -> str:
-    """Return the name of the one auxiliary architecture.
+    """Return the name of the auxiliary architecture.
 
     Raises:
-        PbflError: if the value names none or several.
+        PbflError: if the value does not name exactly one.
     """
     names = architectures(value)
     if len(names) != 1:
@@ -74,7 +74,7 @@ def one_architecture(key: str, value: str) -> str:
 
 
 def auxiliary_network(architecture: str, client: Client, parameters: Mapping[str, Tensor]) -> SplitModel:
-    """Return the auxiliary network on the client's device: the given weights, the client's own buffers.
+    """Return the auxiliary network on the client's device, with the given weights and the client's own buffers.
 
     Raises:
         PbflError: if the weights are not those of the architecture.
@@ -98,10 +98,10 @@ def buffers_of(network: nn.Module) -> dict[str, Tensor]:
 
 
 def check_auxiliary(key: str, architecture: str, task: Task) -> None:
-    """Check before round 1 that the auxiliary network takes the task's inputs.
+    """Check before round 1 that the auxiliary network accepts the task's inputs.
 
     Raises:
-        PbflError: naming the key and what does not fit.
+        PbflError: naming the key and what is incompatible.
     """
     try:
         check_models(architecture, task)
@@ -110,5 +110,5 @@ def check_auxiliary(key: str, architecture: str, task: Task) -> None:
 
 
 def auxiliary_scalars(architecture: str, task: Task) -> int:
-    """Return |θ_a| + |φ_a|, the parameters of the auxiliary network."""
+    """Return |θ_a| + |φ_a|, the number of parameters of the auxiliary network."""
     return sum(count_parameters(build_model(fresh(architecture), task, 0)))

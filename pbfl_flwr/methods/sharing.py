@@ -1,14 +1,14 @@
-"""What methods have in common whose server averages weights.
+"""Shared code of methods whose server averages weights.
 
 ::
 
     server   w ----------------------------------------------------------> every client
-    client   shared part of the network <- w, train, answer the shared part and n_i
-    server   w <- Σ_i (n_i/Σn)·w_i   (or the plain mean)
+    client   shared part of the network <- w, train, send the shared part and n_i
+    server   w <- Σ_i (n_i/Σn)·w_i   (or the unweighted mean)
 
-A method of this kind is which part of the network is shared (all, body, stages or head) and how a client trains;
-its page gives both to :class:`SharedWeights`. Everything else of a client's network, BatchNorm's buffers included,
-is its own and persists.
+Such a method is defined by the part of the network that is shared (all, body, stages or head) and by how a client
+trains; its module passes both to :class:`SharedWeights`. The rest of a client's network, including BatchNorm's buffers,
+stays on the client and persists.
 """
 
 from __future__ import annotations
@@ -39,52 +39,52 @@ from pbfl_flwr.weights import (
 )
 
 Train = Callable[[Client, Weights], FitReport]
-"""(client whose network already holds what was broadcast, the broadcast) -> what the training did."""
+"""(client whose network already holds the broadcast weights, the broadcast) -> report of the training."""
 
 
 def plain(client: Client, received: Weights) -> FitReport:
-    """Cross-entropy over the whole network."""
+    """Train the whole network on cross-entropy."""
     return fit(client, classification(client.model))
 
 
 def receive(client: Client, received: Weights, share: Share) -> None:
-    """Copy what was broadcast into the shared part of the client's network."""
+    """Copy the broadcast weights into the shared part of the client's network."""
     copy_into(shared_parameters(client.model, share), received.tensors)
 
 
 def answer(client: Client, share: Share) -> Weights:
-    """Return copies of the shared part, with n_i."""
+    """Return copies of the shared part, and n_i."""
     return Weights(copies(shared_parameters(client.model, share)), len(client.data.train.labels))
 
 
 def initial(architecture: str, task: Task, seed: int, share: Share) -> Weights:
-    """Return the shared part of a freshly initialised network, pretrained if its name says so.
+    """Return the shared part of a newly initialised network, pretrained if its name has a label.
 
     Args:
         architecture: the network's name.
         task: what all clients agree on.
         seed: of the run.
-        share: which part.
+        share: the part.
     """
-    name = fresh(architecture) if share == "head" else architecture  # only bodies are ever pretrained
+    name = fresh(architecture) if share == "head" else architecture  # only bodies can be pretrained
     return Weights(copies(shared_parameters(build_model(name, task, seed), share)))
 
 
 def check_heads(method: str, task: Task, architectures: Sequence[str], *, linear: bool = True) -> None:
-    """Check that a head can pass from one architecture to any other.
+    """Check that heads can be exchanged between all architectures.
 
     Args:
         method: its name.
         task: with d and K.
         architectures: of the server and of the clients.
-        linear: whether the head must be one linear layer from d to K, and not merely the same everywhere.
+        linear: whether the head must be one linear layer from d to K, not just the same everywhere.
 
     Raises:
         PbflError: naming the method, the architecture and the tensors of its head.
     """
     names = dict.fromkeys(architectures)
     if not any(is_external(name) or body_and_classifier(name)[1] for name in names):
-        return  # one linear layer, all of them
+        return  # all heads are one linear layer
     shapes = {name: _head_shapes(name, task) for name in names}
     first = next(iter(names))
     expected = {"head.weight": (task.num_classes, task.feature_dim), "head.bias": (task.num_classes,)}
@@ -102,7 +102,7 @@ def check_heads(method: str, task: Task, architectures: Sequence[str], *, linear
 
 
 def _head_shapes(name: str, task: Task) -> dict[str, tuple[int, ...]]:
-    # A client may say any widths: no memory is taken for them.
+    # On "meta", without memory: a client may name layers of any width.
     with nullcontext() if is_external(name) else torch.device("meta"):
         head = shared_parameters(build_model(fresh(name), task, 0), "head")
     return {key: tuple(tensor.shape) for key, tensor in head.items()}
@@ -124,7 +124,7 @@ def _said(name: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
 
 
 def to_be_equal(architectures: Sequence[str], share: Share) -> Sequence[str]:
-    """Return of each architecture what must be that of all: without its classifier where that stays at home.
+    """Return the part of each architecture's name that must be the same everywhere: no classifier if it is private.
 
     Args:
         architectures: names.
@@ -142,10 +142,10 @@ def check_both(upload: WeightsAndPrototypes, weights: Weights, task: Task, *, co
         upload: of a client.
         weights: of the server's state.
         task: with d.
-        counted: whether n_ij must come with the vectors.
+        counted: whether the vectors must come with n_ij.
 
     Raises:
-        RejectedPayload: naming what does not fit.
+        RejectedPayload: naming what is wrong.
     """
     same_shapes(upload.weights, weights)
     if (width := upload.prototypes.values.shape[1]) != task.feature_dim:
@@ -161,14 +161,14 @@ def shared_scalars(architecture: str, task: Task, num_clients: int, share: Share
         architecture: the network's name.
         task: what all clients agree on.
         num_clients: M.
-        share: which part.
+        share: the part.
     """
     shared = shared_parameters(build_model(fresh(architecture), task, 0), share)
     return float(2 * num_clients * sum(parameter.numel() for parameter in shared.values()))
 
 
 class AveragedWeights(Method[Weights, Weights, Weights]):
-    """The server's half of a method whose state, broadcast and uploads are the weights of one network or part.
+    """The server's half of a method whose state, broadcast and uploads are weights of one network or a part of it.
 
     Attributes:
         weighting: how the average is weighted.
@@ -181,15 +181,15 @@ class AveragedWeights(Method[Weights, Weights, Weights]):
     up = Weights
 
     def aggregate(self, state: Weights, uploads: Mapping[int, Weights], at: Round) -> Weights:
-        """Average."""
+        """Average the uploads."""
         return average(state, uploads, self.weighting, at.shares)
 
     def streams(self) -> bool:
-        """Yes: a weighted sum."""
+        """True: it is a weighted sum."""
         return True
 
     def validate(self, upload: Weights, state: Weights, task: Task) -> None:
-        """Every tensor of the state, in its shape, and no other."""
+        """Check that names and shapes of the tensors are those of the state."""
         same_shapes(upload, state)
 
 
@@ -199,13 +199,13 @@ class SharedWeights(AveragedWeights):
 
     Attributes:
         name: its name in METHODS.
-        architecture: the network whose weights the server starts from.
+        architecture: the network whose initial weights the server starts from.
         share: the part that travels.
         train: the client's training.
         weighting: how the average is weighted.
-        moment: when the reference scores a client; "before" is with what was just broadcast.
-        same_architecture: False only where the shared part is the same in different networks.
-        replayable: whether all steps of ``train`` are alike; see :class:`pbfl_flwr.method.Method`.
+        moment: when the reference scores a client; "before" is with the weights just broadcast.
+        same_architecture: False only if the shared part is the same in different networks.
+        replayable: whether one recording can serve all steps of ``train``; see :class:`pbfl_flwr.method.Method`.
     """
 
     name: str
@@ -218,7 +218,7 @@ class SharedWeights(AveragedWeights):
     replayable: bool = True
 
     def init(self, task: Task, seed: int) -> Weights:
-        """Return the shared part of a fresh network."""
+        """Return the shared part of a newly initialised network."""
         return initial(self.architecture, task, seed, self.share)
 
     def install(self, client: Client, down: Weights) -> None:
@@ -226,17 +226,17 @@ class SharedWeights(AveragedWeights):
         receive(client, down, self.share)
 
     def network(self, state: Weights) -> Mapping[str, Tensor]:
-        """Return w, if it is all of the network."""
+        """Return w if the whole network is shared."""
         return state.tensors if self.share == "all" else {}
 
     def local_update(self, client: Client, down: Weights) -> Update[Weights]:
-        """Shared part <- w, train, answer the shared part."""
+        """Shared part <- w, train, send the shared part."""
         self.install(client, down)
         report = self.train(client, down)
         return Update(answer(client, self.share), report.optimizer, report.metrics())
 
     def check(self, task: Task, architectures: Sequence[str]) -> None:
-        """One architecture (its classifier is free where that is not shared), and something in it that is shared."""
+        """Check that the shared part is not empty and the architecture the same (any classifier if it is private)."""
         super().check(task, to_be_equal([self.architecture, *architectures], self.share))
         if not initial(self.architecture, task, 0, self.share).tensors:
             raise PbflError(

@@ -1,9 +1,9 @@
 """What travels between server and clients: frozen dataclasses with fixed shapes.
 
-In memory a payload is dense: K rows, absent classes are zero rows with ``present`` False, never lists and
-never infinities. On the wire it is ragged: ``to_tensors`` keeps only the rows of present classes and
-``from_tensors`` checks everything that arrives before anybody can use it. What is encoded is what is counted:
-``scalars`` is the paper's measure (numbers that carry information), bytes are counted in ``flower/messages/wire.py``.
+In memory a payload is dense: it has K rows, and absent classes are zero rows with ``present`` False, never lists or
+infinities. On the wire it is ragged: ``to_tensors`` keeps only the rows of present classes, and ``from_tensors``
+validates everything that arrives before it is used. ``scalars`` is the papers' measure of cost (numbers that carry
+information); bytes are counted where the message is encoded, in ``flower/messages/wire.py``.
 """
 
 from pbfl_flwr.payloads.classes import Logits, Prototypes, class_counts

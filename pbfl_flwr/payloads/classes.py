@@ -1,4 +1,4 @@
-"""One row a class: prototypes, logits, and class counts."""
+"""Payloads with one row per class: prototypes, logits, and class counts."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from pbfl_flwr.task import Task
 
 @dataclass(frozen=True)
 class Prototypes:
-    """One vector a class, in the width that travels: d, or s under class-wise sparsification.
+    """One vector per class, in the width that travels: d, or s under class-wise sparsification.
 
     Attributes:
         values: (K, width) float32; rows of absent classes are zero. Local prototypes are c̄_ij (or n_ij·c̄_ij
-            where the method scales them), global ones c_j.
+            if the method scales them), global ones c_j.
         present: (K,) bool; which classes have a prototype.
-        counts: (K,) int64 n_ij, or None when the rule does not need them (then they never travel).
-        num_examples: n_i, or None when the rule does not need it.
+        counts: (K,) int64 n_ij, or None if the rule does not need them (then they never travel).
+        num_examples: n_i, or None if the rule does not need it.
     """
 
     values: Tensor
@@ -45,7 +45,7 @@ class Prototypes:
 
     @classmethod
     def widths(cls, task: Task) -> tuple[int, int]:
-        """Return the narrowest and the widest row that may travel: 1..d."""
+        """Return the smallest and the largest allowed width of a row: 1..d."""
         return 1, task.feature_dim
 
     @classmethod
@@ -55,11 +55,11 @@ class Prototypes:
 
     @property
     def num_present(self) -> int:
-        """How many classes have a prototype."""
+        """Number of classes that have a prototype."""
         return int(torch.count_nonzero(self.present))
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """Return labels (present classes, ascending), their rows, and counts where they are part of it."""
+        """Return labels (present classes, ascending), their rows, and counts and n_i unless they are None."""
         labels = self.present.nonzero().flatten()
         small = self.present.numel() <= 256
         tensors = {
@@ -80,7 +80,7 @@ class Prototypes:
         K = task.num_classes
         if len(labels) != rows.shape[0]:
             raise RejectedPayload(f"{len(labels)} labels for {rows.shape[0]} rows")
-        if len(labels) > K:  # before they become a list of Python's, eight times as large
+        if len(labels) > K:  # before tolist(), which needs eight times the memory
             raise RejectedPayload(f"{len(labels)} rows for {K} classes")
         sent: list[int] = labels.tolist()
         narrowest, widest = cls.widths(task)
@@ -107,7 +107,7 @@ class Prototypes:
 
     @classmethod
     def accepted(cls, tensors: Mapping[str, Tensor], task: Task) -> Self:
-        """Rebuild the table of tensors that :meth:`from_tensors` has accepted before; nothing is looked at again."""
+        """Rebuild the table from tensors that :meth:`from_tensors` has accepted before, without validating again."""
         labels, counts, total = tensors["labels"], tensors.get("counts"), tensors.get("n")
         return cls._placed(
             task.num_classes,
@@ -122,7 +122,7 @@ class Prototypes:
     def _placed(
         cls, K: int, sent: list[int], labels: Tensor, rows: Tensor, counts: Tensor | None, total: int | None
     ) -> Self:
-        if sent == list(range(K)):  # the rows are the table
+        if sent == list(range(K)):  # all classes present, in order: no copy needed
             return cls(rows, torch.ones(K, dtype=torch.bool), counts, total)
         labels = labels.long()
         values = torch.zeros(K, rows.shape[1]).index_copy_(0, labels, rows)
@@ -138,10 +138,10 @@ class Prototypes:
 
 @dataclass(frozen=True)
 class Logits(Prototypes):
-    """One vector of class scores a class: prototypes in the space of outputs, of width K.
+    """One vector of class scores per class: prototypes in the space of outputs, of width K.
 
     Attributes:
-        values: (K, K) float32; row c is what networks answer to samples of class c, logits or probabilities.
+        values: (K, K) float32; row c is the mean output on samples of class c, as logits or probabilities.
         present: (K,) bool; which classes have a row.
     """
 
@@ -155,15 +155,15 @@ class Logits(Prototypes):
 
     @classmethod
     def widths(cls, task: Task) -> tuple[int, int]:
-        """Return K..K."""
+        """Return (K, K): the width is always K."""
         return task.num_classes, task.num_classes
 
 
 def class_counts(tensors: Mapping[str, Tensor], name: str, task: Task) -> Tensor:
-    """Return a tensor that holds one count a class, (K,) int64.
+    """Return a tensor of one count per class, (K,) int64.
 
     Raises:
-        RejectedPayload: if it is missing, or not K whole numbers from 0.
+        RejectedPayload: if it is missing, or not K whole numbers from 0 to MAX_COUNT - 1.
     """
     counts = whole_numbers(tensors, name)
     if len(counts) != task.num_classes or int(counts.min()) < 0 or int(counts.max()) >= MAX_COUNT:

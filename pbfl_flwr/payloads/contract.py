@@ -1,4 +1,4 @@
-"""The contract of everything that travels, and the checks that arriving tensors go through."""
+"""The interface of payloads, and the validation of received tensors."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torch import Tensor
 from pbfl_flwr.payloads.reveals import Reveal
 from pbfl_flwr.task import Task
 
-MAX_MAGNITUDE = 1e8  # larger entries are a fault or an attack: a count-scaled feature stays far below
-MAX_COUNT = 2**40  # of samples
+MAX_MAGNITUDE = 1e8  # larger entries are a fault or an attack: count-scaled features are far smaller
+MAX_COUNT = 2**40  # bound on a number of samples
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class RejectedPayload(ValueError):
-    """A payload that must not touch the state; the text names the first fault found."""
+    """A payload that must not be used; the message names the first fault found."""
 
 
 class Payload(Protocol):
-    """What every payload can do; the apps encode and decode without knowing the method."""
+    """The interface of all payloads; the apps encode and decode them without knowing the method."""
 
     def to_tensors(self) -> dict[str, Tensor]:
         """Return the named tensors that travel, ragged and contiguous."""
@@ -40,19 +40,19 @@ class Payload(Protocol):
         ...
 
     def scalars(self) -> int:
-        """Return how many numbers travel, the papers' measure of cost (no labels, no counts)."""
+        """Return how many numbers travel, the papers' measure of cost (without labels and counts)."""
         ...
 
 
 class Upload(Payload, Protocol):
-    """A payload that clients send: it says what it reveals."""
+    """A payload that clients send; it declares what it reveals."""
 
     reveals: ClassVar[tuple[Reveal, ...]]
 
 
 @dataclass(frozen=True)
 class Nothing:
-    """The empty payload: the method has nothing to say in this direction."""
+    """The empty payload, for methods that send nothing in this direction."""
 
     reveals: ClassVar[tuple[Reveal, ...]] = ()
 
@@ -62,7 +62,7 @@ class Nothing:
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], task: Task) -> Nothing:
-        """Return the empty payload; anything sent along is a fault."""
+        """Return the empty payload; raise RejectedPayload if there is any tensor."""
         if tensors:
             raise RejectedPayload(f"expected an empty payload, got {sorted(tensors)}")
         return cls()
@@ -73,20 +73,20 @@ class Nothing:
 
 
 def joined(**parts: Payload) -> dict[str, Tensor]:
-    """Return the tensors of several payloads as one, each under ``<name>.``; for payloads made of payloads."""
+    """Return the tensors of several payloads in one mapping, each under ``<name>.``; for nested payloads."""
     return {
         f"{name}.{key}": tensor for name, part in parts.items() for key, tensor in part.to_tensors().items()
     }
 
 
 def under(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
-    """Return the tensors of one part of a joined payload, by their own names."""
+    """Return the tensors of one part of a joined payload, under their own names."""
     prefix = f"{name}."
     return {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
 
 
 def separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors contiguous on the CPU, copied where two share memory: a safetensors file holds no views."""
+    """Return contiguous tensors on the CPU, copied if they share memory: safetensors files cannot hold views."""
     found: dict[str, Tensor] = {}
     taken: set[int] = set()
     for name, tensor in tensors.items():
@@ -99,16 +99,16 @@ def separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def floats(tensors: Mapping[str, Tensor], name: str, dimensions: int | None, limit: float) -> Tensor:
-    """Return a tensor of finite numbers up to a limit as float32.
+    """Return a tensor of finite, bounded numbers as float32.
 
     Args:
-        tensors: what came.
-        name: of the one that is wanted.
-        dimensions: how many it must have; None allows any number.
-        limit: of its largest absolute value.
+        tensors: the received tensors.
+        name: of the tensor to return.
+        dimensions: required number of dimensions; None allows any.
+        limit: bound on the absolute values.
 
     Raises:
-        RejectedPayload: if it is missing, not floating point, of other dimensions, not finite or too large.
+        RejectedPayload: if it is missing, not floating point, has other dimensions, is not finite or exceeds the limit.
     """
     if name not in tensors:
         raise RejectedPayload(f"'{name}' is missing")
@@ -118,7 +118,7 @@ def floats(tensors: Mapping[str, Tensor], name: str, dimensions: int | None, lim
     if dimensions is not None and tensor.dim() != dimensions:
         raise RejectedPayload(f"'{name}' has {tensor.dim()} dimensions, expected {dimensions}")
     if tensor.numel():
-        ends = torch.aminmax(tensor)  # one pass; NaN comes through
+        ends = torch.aminmax(tensor)  # one pass, and propagates NaN
         low, high = ends.min.item(), ends.max.item()
         if not (math.isfinite(low) and math.isfinite(high)):
             raise RejectedPayload(f"'{name}' holds NaN or infinity")
@@ -128,10 +128,10 @@ def floats(tensors: Mapping[str, Tensor], name: str, dimensions: int | None, lim
 
 
 def integers(tensors: Mapping[str, Tensor], name: str) -> Tensor:
-    """Return a list of whole numbers in the type in which it travelled.
+    """Return a 1-d tensor of integers in the dtype in which it was sent.
 
     Raises:
-        RejectedPayload: if it is missing or anything else.
+        RejectedPayload: if it is missing, not integer or not 1-d.
     """
     if name not in tensors:
         raise RejectedPayload(f"'{name}' is missing")
@@ -142,7 +142,7 @@ def integers(tensors: Mapping[str, Tensor], name: str) -> Tensor:
 
 
 def whole_numbers(tensors: Mapping[str, Tensor], name: str) -> Tensor:
-    """Return the same as int64."""
+    """Return the tensor of :func:`integers` as int64."""
     return integers(tensors, name).long()
 
 
@@ -150,7 +150,7 @@ def num_examples_of(tensors: Mapping[str, Tensor]) -> int:
     """Return n_i, sent as ``n``.
 
     Raises:
-        RejectedPayload: if it is no whole number from 0, or absurdly large.
+        RejectedPayload: if it is not one whole number from 0 to MAX_COUNT - 1.
     """
     sent = whole_numbers(tensors, "n")
     if len(sent) != 1 or not 0 <= int(sent) < MAX_COUNT:
@@ -164,10 +164,10 @@ def first_outside(labels: Tensor, num_classes: int) -> int:
 
 
 def no_others(tensors: Mapping[str, Tensor], known: set[str]) -> None:
-    """Check that nothing else was sent.
+    """Check that there are no tensors besides the known ones.
 
     Raises:
-        RejectedPayload: naming what was.
+        RejectedPayload: naming the others.
     """
     if others := tensors.keys() - known:
         raise RejectedPayload(f"unexpected tensors {sorted(others)}")

@@ -1,4 +1,4 @@
-"""Gaussian mixtures, a few components a class."""
+"""Payload of Gaussian mixtures, a few components per class."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from pbfl_flwr.task import Task
 
 @dataclass(frozen=True)
 class Mixtures:
-    """Gaussian mixtures with diagonal covariance, any number of components a class; ragged in memory too.
+    """Gaussian mixtures with diagonal covariance, any number of components per class; ragged in memory too.
 
     Attributes:
         labels: (N,) int64, the class each component belongs to.
         weights: (N,) float32 w > 0: the component's share of its class, or of its class's samples.
         means: (N, d) float32 μ.
-        stds: (N, d) float32 σ >= 0, the roots of the covariance's diagonal.
+        stds: (N, d) float32 σ >= 0, square roots of the covariance's diagonal.
     """
 
     labels: Tensor
@@ -50,7 +50,7 @@ class Mixtures:
 
     @classmethod
     def empty(cls, width: int) -> Mixtures:
-        """Return mixtures without components; nothing of them travels."""
+        """Return mixtures without components, of which nothing travels."""
         rows = torch.zeros(0, width)
         return cls(torch.zeros(0, dtype=torch.int64), torch.zeros(0), rows, rows)
 
@@ -63,11 +63,11 @@ class Mixtures:
 
     @property
     def num_components(self) -> int:
-        """N."""
+        """N, the number of components."""
         return len(self.labels)
 
     def chosen(self, index: Tensor) -> Mixtures:
-        """Return the components of an index or a mask."""
+        """Return the components selected by an index or a mask."""
         return Mixtures(self.labels[index], self.weights[index], self.means[index], self.stds[index])
 
     def present(self, num_classes: int) -> Tensor:
@@ -75,7 +75,7 @@ class Mixtures:
         return torch.bincount(self.labels, minlength=num_classes) > 0
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """Return the four tensors, or none of them when there is no component."""
+        """Return the four tensors, or none if there is no component."""
         if not self.num_components:
             return {}
         small = int(self.labels.max()) < 256

@@ -1,4 +1,4 @@
-"""Weights of networks: whole, with prototypes beside them, or as products of small matrices."""
+"""Payloads of network weights: dense, with prototypes, or as low-rank factors."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Weights:
     """Named floating-point tensors of a network or of a part of it (never BatchNorm counters).
 
     Attributes:
-        tensors: name -> tensor, in the network's own naming.
-        num_examples: n_i, the weight of this upload in the average; 0 on the way down.
+        tensors: name -> tensor; names are the network's own.
+        num_examples: n_i, the weight of this upload in the average; 0 in a broadcast.
     """
 
     reveals: ClassVar[tuple[Reveal, ...]] = (WEIGHTS, TOTAL)
@@ -58,7 +58,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class WeightsAndPrototypes:
-    """Weights of a network or of a part of it, beside one vector a class.
+    """Weights of a network or of a part of it, and one vector per class.
 
     Attributes:
         weights: see :class:`Weights`.
@@ -92,7 +92,7 @@ class WeightsAndPrototypes:
 
 @dataclass(frozen=True)
 class Factors:
-    """A truncated decomposition; leading axes are a batch of matrices with a common k.
+    """A truncated singular value decomposition; leading axes are a batch of matrices with a common k.
 
     Attributes:
         u: (..., P, k).
@@ -106,7 +106,7 @@ class Factors:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of what it stands for, (..., P, Q)."""
+        """Shape of the product, (..., P, Q)."""
         return (*self.u.shape[:-1], self.v.shape[-1])
 
     def product(self) -> Tensor:
@@ -114,21 +114,21 @@ class Factors:
         return ((self.u.double() * self.sigma.double().unsqueeze(-2)) @ self.v.double()).to(torch.float32)
 
     def scalars(self) -> int:
-        """Return how many numbers it has."""
+        """Return the number of scalars in the three factors."""
         return self.u.numel() + self.sigma.numel() + self.v.numel()
 
 
 @dataclass(frozen=True)
 class LowRank:
-    """Named tensors of a network, some as they are and some factorised.
+    """Named tensors of a network, some dense and some factorised.
 
     Attributes:
         dense: name -> tensor.
         factors: name -> factors; a convolution's may be those of its (O, I·h·w) matrix.
-        base: what the tensors are to be added to: the version of the weights that the receiver must hold; -1 if
-            they stand for themselves.
-        version: the weights that the receiver holds afterwards (down), or was given (up).
-        num_examples: n_i; 0 on the way down.
+        base: version of the weights to which the tensors are added, which the receiver must hold; -1 if the tensors
+            are the weights themselves.
+        version: of the weights that the receiver holds afterwards (down), or that the sender had received (up).
+        num_examples: n_i; 0 in a broadcast.
     """
 
     reveals: ClassVar[tuple[Reveal, ...]] = (WEIGHTS, TOTAL)
@@ -140,7 +140,7 @@ class LowRank:
     num_examples: int = 0
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """Return ``d.<name>``, or ``u.``, ``s.`` and ``v.<name>``, and the three whole numbers."""
+        """Return ``d.<name>``, or ``u.``, ``s.`` and ``v.<name>``, and base, version and n_i as ``about``."""
         sent = {f"d.{name}": tensor.detach().contiguous() for name, tensor in self.dense.items()}
         for name, factors in self.factors.items():
             sent[f"u.{name}"] = factors.u.contiguous()
@@ -150,7 +150,7 @@ class LowRank:
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], task: Task) -> LowRank:
-        """Rebuild the payload; every triple must be whole and fit together. See :class:`Payload`."""
+        """Rebuild the payload; factors must be complete and have matching shapes. See :class:`Payload`."""
         about = whole_numbers(tensors, "about")[:4].tolist()
         if len(about) != 3 or about[0] < -1 or min(about[1:]) < 0 or max(about) >= 2**40:
             raise RejectedPayload(f"'about' is {about}, expected base >= -1, version >= 0 and n >= 0")
@@ -170,7 +170,7 @@ class LowRank:
         return cls(dense, factors, *about)
 
     def scalars(self) -> int:
-        """Return how many numbers travel, dense ones and factors."""
+        """Return the number of scalars that travel, in dense tensors and factors."""
         whole = sum(tensor.numel() for tensor in self.dense.values())
         return whole + sum(factors.scalars() for factors in self.factors.values())
 

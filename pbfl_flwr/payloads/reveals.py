@@ -1,4 +1,4 @@
-"""What a message tells whoever receives it, declared beside what is sent."""
+"""What a message reveals to its receiver, declared next to the payloads."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ State = Literal["in clear", "blurred", "hidden"]
 
 @dataclass(frozen=True)
 class Reveal:
-    """One thing that a message tells.
+    """One piece of information that a message reveals.
 
     Attributes:
-        what: in the words of the field.
-        how: how the receiver reads it off.
+        what: the information.
+        how: how the receiver obtains it.
         hide: the settings that hide it; empty if none does.
-        state: "in clear" as it is, "blurred" by a setting that is on, "hidden" from the receiver.
-        message: which message tells it.
+        state: "in clear", "blurred" by an active setting, or "hidden" from the receiver.
+        message: which message reveals it.
     """
 
     what: str
@@ -28,7 +28,7 @@ class Reveal:
     message: Literal["hello", "upload", "report", "broadcast"] = "upload"
 
     def but(self, state: State, how: str) -> Reveal:
-        """Return what becomes of it under a setting that is on."""
+        """Return a copy with the state and explanation under an active setting."""
         return replace(self, state=state, how=how)
 
 
@@ -63,5 +63,5 @@ HOLDER = Reveal(
 
 
 def unprotected(reveals: Iterable[Reveal]) -> tuple[Reveal, ...]:
-    """Return what is revealed where no setting of the group ``privacy`` applies."""
+    """Return the reveals for payloads to which no setting of the group ``privacy`` applies."""
     return tuple(replace(reveal, hide="") for reveal in reveals)

@@ -1,11 +1,10 @@
-"""How the server combines local prototypes: sums that stream, and two robust rules per class.
+"""How the server combines local prototypes: streaming sums, and two robust rules per class.
 
 Every rule takes the uploads of one round, dense (K, width) with ``present``, and returns the global
-prototypes c_j in float32 (sums run in float64). A class that nobody sent is a zero row with ``present``
-False; N_j is the set of clients that sent class j. The sums need O(K·width) memory however many clients there
-are, so uploads may come from a generator; the robust rules need all of them at once. Where a rule takes ``shares``,
-upload i counts s_i times, as if a share s_i of a client had sent it: the staleness weight of an upload that came too
-late for its own round.
+prototypes c_j in float32 (sums are in float64). A class that nobody sent is a zero row with ``present``
+False; N_j is the set of clients that sent class j. The sums need O(K·width) memory for any number of clients,
+so uploads may come from a generator; the robust rules need all uploads at once. ``shares`` are staleness weights:
+upload i has the weight s_i <= 1, as if a fraction s_i of a client had sent it, if it arrived after its own round.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def mean(uploads: Iterable[Prototypes], shares: Iterable[float] | None = None) -
     """Return c_j = (1/|N_j|) Σ_{i in N_j} c̄_ij; with shares Σ s_i·c̄_ij / Σ s_i.
 
     Source: CPS paper, Eq. 4; ProtoNorm, Eq. 7; TinyProto, Eq. 9; all published code. The server learns no
-    count, only which classes a client holds.
+    counts, only which classes a client holds.
 
     Raises:
         ValueError: if there is no upload or the shapes differ.
@@ -44,23 +43,23 @@ def mean_and_holders(uploads: Iterable[Prototypes]) -> tuple[Prototypes, Tensor]
 def weighted(uploads: Iterable[Prototypes], shares: Iterable[float] | None = None) -> Prototypes:
     """Return c_j = Σ_{i in N_j} (n_ij / Σ_i n_ij) c̄_ij, the mean over all samples of the class.
 
-    Source: FedProto (Tan et al. 2022) as meant; CPS paper, Eq. 9 without its factor 1/|N_j|. The server
-    learns every n_ij, a client's whole class distribution.
+    Source: the intention of FedProto (Tan et al. 2022); CPS paper, Eq. 9 without its factor 1/|N_j|. The server
+    learns every n_ij, i.e. each client's class distribution.
 
     Raises:
-        ValueError: if an upload has no counts, or a class that it holds has the count 0.
+        ValueError: if an upload has no counts, or the count 0 for a class that it holds.
     """
     return _Sum.of(uploads, shares, by_counts=True).mean()
 
 
 def weighted_shrunk(uploads: Iterable[Prototypes], shares: Iterable[float] | None = None) -> Prototypes:
-    """Return c_j = (1/|N_j|) Σ_{i in N_j} (n_ij / Σ_i n_ij) c̄_ij, to the letter of the printed equation.
+    """Return c_j = (1/|N_j|) Σ_{i in N_j} (n_ij / Σ_i n_ij) c̄_ij, exactly as printed.
 
     Source: CPS paper, Eq. 9; ProtoNorm, Eq. 3; TinyProto, Eq. 4. Weights that already sum to one are divided
     by |N_j| once more, which shrinks a prototype by the number of its holders. The server learns every n_ij.
 
     Raises:
-        ValueError: if an upload has no counts, or a class that it holds has the count 0.
+        ValueError: if an upload has no counts, or the count 0 for a class that it holds.
     """
     total = _Sum.of(uploads, shares, by_counts=True)
     return total.result(total.rows / (total.weights * total.holders.clamp_min(1)).unsqueeze(1))
@@ -74,16 +73,16 @@ def ppa(
 ) -> Prototypes:
     """Return c_j = (K/n) Σ_{i in N_j} u_ij, where the clients sent u_ij = n_ij·c̄_ij.
 
-    Source: PPA, Eq. 10 and 11. The server learns no count, only the constants K and n; the sum could run
+    Source: PPA, Eq. 10 and 11. The server learns no counts, only the constants K and n; the sum can be computed
     under secure aggregation. (The norm of u_ij still hints at n_ij.) With n_j = Σ_i n_ij this is K·n_j/n times
-    the mean over all samples of the class: exactly that mean where classes are balanced, else scaled by the
+    the mean over all samples of the class: exactly that mean if classes are balanced, else scaled by the
     class's size.
 
     Args:
         uploads: count-scaled local prototypes.
         num_classes: K.
-        num_examples: n, samples of all clients that take part in this sum, or its expectation; None: the sum of
-            the n_i that the uploads bring, at least 1.
+        num_examples: n, samples of all clients in this sum, or its expectation; None means the sum of the
+            uploads' n_i, at least 1.
         shares: s_i; see the module.
 
     Raises:
@@ -104,11 +103,11 @@ def aps(
 ) -> Prototypes:
     """Return APS's global prototypes of count-scaled uploads u_ij = n_ij·c̄_ij.
 
-    "sum" is c_j = μ Σ_{i in N_j} u_ij, what the published code does (it multiplies the mean by |N_j|·μ) and
+    "sum" is c_j = μ Σ_{i in N_j} u_ij, as in the published code (which multiplies the mean by |N_j|·μ), and
     the only form for which the published μ gives prototypes of the features' size. "mean" is c_j = (μ/|N_j|)
-    Σ u_ij, TinyProto, Eq. 10 with the client's μ of Eq. 11 already applied; pass ``scale=1`` where the client
-    applies it. "sum" with μ = K/n is PPA. The server learns no count. ``num_examples`` of the result is n_t, the sum
-    of the n_i that the uploads bring, None if they bring none.
+    Σ u_ij, TinyProto, Eq. 10 with the client's μ of Eq. 11 already applied; pass ``scale=1`` if the client
+    applies it. "sum" with μ = K/n is PPA. The server learns no counts. ``num_examples`` of the result is n_t, the
+    sum of the uploads' n_i, None if they have none.
 
     Args:
         uploads: count-scaled local prototypes.
@@ -132,9 +131,9 @@ def aps(
 def coordinate_median(uploads: Iterable[Prototypes]) -> Prototypes:
     """Return the median of every coordinate over the clients that hold the class.
 
-    Source: Yin et al. 2018 (Byzantine-robust distributed learning), taken per class, so that absent classes
-    are not zeros that vote. Of an even number of holders the two middle values are averaged; with two holders
-    it is the mean. The server learns no count.
+    Source: Yin et al. 2018 (Byzantine-robust distributed learning), per class, so that absent classes do not
+    count as zeros. For an even number of holders the two middle values are averaged; with two holders it is the
+    mean. The server learns no counts.
 
     Raises:
         ValueError: if there is no upload or the shapes differ.
@@ -145,12 +144,12 @@ def coordinate_median(uploads: Iterable[Prototypes]) -> Prototypes:
 def trimmed_mean(uploads: Iterable[Prototypes], share: float) -> Prototypes:
     """Return the mean of every coordinate without its ⌊share·|N_j|⌋ smallest and largest values.
 
-    Source: Yin et al. 2018, taken per class over its holders. A class with fewer than 1/share holders loses
-    nothing. The server learns no count.
+    Source: Yin et al. 2018, per class over its holders. A class with fewer than 1/share holders is not
+    trimmed. The server learns no counts.
 
     Args:
         uploads: local prototypes.
-        share: of the holders trimmed on each side, 0 <= share < 0.5.
+        share: fraction of the holders trimmed on each side, 0 <= share < 0.5.
 
     Raises:
         PbflError: if the share is outside its range.
@@ -160,7 +159,7 @@ def trimmed_mean(uploads: Iterable[Prototypes], share: float) -> Prototypes:
         raise PbflError(f"trim-share is {share}; allowed is 0 <= trim-share < 0.5")
 
     def trimmed(rows: Tensor) -> Tensor:
-        cut = math.floor(share * len(rows) + 1e-9)  # 0.29·100 is 28.999999999999996
+        cut = math.floor(share * len(rows) + 1e-9)  # e.g. 0.29·100 is 28.999999999999996
         return rows.sort(dim=0).values[cut : len(rows) - cut].mean(0)
 
     return _per_class(uploads, trimmed)
@@ -174,8 +173,8 @@ def keep_stale(
 ) -> tuple[Prototypes, Tensor]:
     """Merge this round's prototypes into the server's table.
 
-    Under partial participation a class may be sent by nobody. "keep" overwrites only the classes that were sent;
-    "drop" is the published code: the table is this round's, the others vanish.
+    Under partial participation it can happen that nobody sends a class. "keep" overwrites only the classes that
+    were sent; "drop" is the published code: the table has only this round's classes.
 
     Args:
         previous: the table so far, or None in the first round.
@@ -202,17 +201,17 @@ def keep_stale(
 
 
 class _Sum:
-    """Σ_i w_ij·c̄_ij, Σ_i w_ij, |N_j| and Σ_i s_i·n_i in float64, upload by upload; w_ij = s_i, or s_i·n_ij."""
+    """Σ_i w_ij·c̄_ij, Σ_i w_ij, |N_j| and Σ_i s_i·n_i in float64, one upload at a time; w_ij = s_i, or s_i·n_ij."""
 
     def __init__(self, shape: torch.Size) -> None:
         self.rows = torch.zeros(shape, dtype=torch.float64)
         self.weights = torch.zeros(shape[0], dtype=torch.float64)
         self.holders = torch.zeros(shape[0], dtype=torch.int64)
-        self.whole, self.whole_share = 0, 0.0  # uploads of all classes, and of those without counts Σ s_i
+        self.whole, self.whole_share = 0, 0.0  # number of uploads with all classes, and Σ s_i if unweighted
         self.examples = 0.0
         self.brings_examples = False
         self._all = torch.ones(shape[0], dtype=torch.bool)
-        self._values = torch.empty(shape, dtype=torch.float64)  # of the upload that is being added
+        self._values = torch.empty(shape, dtype=torch.float64)  # buffer for one upload
 
     @classmethod
     def of(
@@ -241,7 +240,7 @@ class _Sum:
         return total
 
     def _add_whole(self, upload: Prototypes, share: float, counts: Tensor | None) -> None:
-        """Add an upload of all classes: nothing to pick out; holders are counted at the end."""
+        """Add an upload that has all classes, without indexing; holders are added at the end."""
         self.whole += 1
         values = self._values.copy_(upload.values)
         if counts is None:
@@ -275,7 +274,7 @@ class _Sum:
 
 
 def _ahead(uploads: Iterable[Prototypes], number: int = 8) -> Iterator[Prototypes]:
-    """Read uploads in blocks: some are decoded, then added, so that a processor finds the code of each in its cache."""
+    """Decode uploads in blocks of ``number`` before they are added: each loop's code stays in the instruction cache."""
     source = iter(uploads)
     while block := list(islice(source, number)):
         yield from block

@@ -3,13 +3,12 @@
 Source: ProtoNorm, Section 4.1 and Algorithm 1, and its published code (repository ProtoNorm). Energy E and force F are
 those of :mod:`pbfl_flwr.prototypes.sphere`; three solvers lower E.
 
-On the sphere F_j·C_j = (K-1)/2 whatever the configuration. The mean force that the published stopping rule
-watches is therefore a constant plus a second-order term: it freezes once the tangential force is below about
-sqrt((K-1)·5e-5), after 20 to 30 steps for K = 10 and d = 512, some 220 for K = 100 and d = 10, however far the optimum
-still is.
+On the sphere F_j·C_j = (K-1)/2 for every configuration. The mean force in the published stopping rule is therefore
+a constant plus a second-order term: it stops changing once the tangential force is below about sqrt((K-1)·5e-5), after
+20 to 30 steps for K = 10 and d = 512, some 220 for K = 100 and d = 10, however far the optimum still is.
 
 For K <= d + 1 the optimum is known: the regular simplex, all distances sqrt(2K/(K-1)), with
-E = -(K(K-1)/4)·ln(2K/(K-1)). By Jensen's inequality nothing is below it, since ln is concave and
+E = -(K(K-1)/4)·ln(2K/(K-1)). By Jensen's inequality no E is lower, since ln is concave and
 Σ_{j<k} ‖C_j - C_k‖² = K² - ‖Σ_j C_j‖² <= K².
 """
 
@@ -30,13 +29,13 @@ from pbfl_flwr.prototypes.sphere import Geometry, forces, geometry, normalised, 
 
 Solver = Literal["unit", "thomson", "simplex", "lbfgs"]
 
-COINCIDENT = 1e-7  # rows nearer than this are taken for identical and get a jitter of JITTER
+COINCIDENT = 1e-7  # rows closer than this are treated as identical and get a perturbation of length JITTER
 JITTER = 1e-6
 
 
 @dataclass(frozen=True)
 class AlignmentSettings:
-    """Settings of the three solvers; the defaults are the published ones where there are any.
+    """Settings of the solvers; the defaults are the published values if there are any.
 
     Attributes:
         step: η, multiplied by ``step_decay`` in step 0 and every ``decay_every`` steps after it.
@@ -44,11 +43,11 @@ class AlignmentSettings:
         decay_every: steps between two decays.
         momentum: μ.
         max_steps: bound on the steps (the published code's default; the text gives none).
-        first_test: step from which mean forces are compared; the published code looks from t > 10.
-        patience: stop after this many consecutive steps in which the mean force, rounded to 4 decimals, has stayed.
+        first_test: step from which mean forces are compared; the published code does so for t > 10.
+        patience: stop after this many consecutive steps in which the mean force, rounded to 4 decimals, is unchanged.
         lbfgs_max_iterations: of SciPy's L-BFGS-B.
         lbfgs_memory: its number of corrections.
-        lbfgs_tolerance: stop when the largest gradient entry, as a share of (K - 1)/2, is below.
+        lbfgs_tolerance: stop when the largest gradient entry, divided by (K - 1)/2, is below this.
     """
 
     step: float = 0.1
@@ -68,14 +67,14 @@ PUBLISHED = AlignmentSettings()
 
 @dataclass(frozen=True)
 class AlignmentReport:
-    """What an alignment did, for the round's history.
+    """Report of an alignment, for the round's history.
 
     Attributes:
         solver: its name.
-        iterations: steps taken (lbfgs: Thomson steps and its own together); 0 for the closed form.
+        iterations: number of steps (lbfgs: Thomson steps and its own); 0 for the closed form.
         converged: whether a stopping rule ended it, not the bound on the steps.
-        replaced: rows that had no direction, or shared one, and were given (another) one at random.
-        before: geometry of the normalised prototypes, after such replacements.
+        replaced: number of rows replaced: zero rows by a random direction, duplicates by a perturbed copy.
+        before: geometry of the normalised prototypes, after these replacements.
         after: geometry of the result.
     """
 
@@ -87,7 +86,7 @@ class AlignmentReport:
     after: Geometry
 
     def figures(self) -> dict[str, float]:
-        """Return everything but the name as flat numbers for the history."""
+        """Return everything except the solver's name as flat numbers for the history."""
         figures = {
             "alignment-iterations": float(self.iterations),
             "alignment-converged": float(self.converged),
@@ -118,28 +117,28 @@ def align(
 ) -> Alignment:
     """Spread the prototypes of the present classes over the unit sphere.
 
-    "unit" is the first line of Algorithm 1 alone: rows get length 1. "thomson" is Algorithm 1 as published, with a
+    "unit" is only the first line of Algorithm 1: rows get length 1. "thomson" is Algorithm 1 as published, with a
     Gram matrix instead of all K² differences: memory O(K² + K·d) and, since forces never leave the span of the
-    start, iterations on K·min(K, d) numbers. It runs in float64 on the CPU (in float32 the rounded mean force can
-    freeze at another step) and in float32 elsewhere. "simplex" is the regular simplex nearest to the normalised
-    prototypes. "lbfgs" goes on from the Thomson result with SciPy's L-BFGS-B.
+    initial rows, iterations on K·min(K, d) numbers. It runs in float64 on the CPU (in float32 the rounded mean force
+    can stop changing at another step) and in float32 elsewhere. "simplex" is the regular simplex closest to the
+    normalised prototypes. "lbfgs" continues from the Thomson result with SciPy's L-BFGS-B.
 
-    Absent classes take no part; the input is left as it is.
+    Absent classes are ignored; the input is not changed.
 
     Args:
         prototypes: (K, d) aggregated prototypes c_j.
         present: (K,) bool.
         solver: "unit", "thomson", "simplex" or "lbfgs".
         settings: of the solvers.
-        seed: of the vectors that replace zero rows and of the jitter on identical ones.
+        seed: of the vectors that replace zero rows and of the perturbation of identical ones.
         watch: called with the unit rows of the present classes, in coordinates of their span, before the first and
-            after every Thomson step as published.
+            after every Thomson step.
 
     Returns:
         Unit prototypes on the input's device, and the report.
 
     Raises:
-        PbflError: if the solver is unknown, or "simplex" is asked of more than d + 1 classes.
+        PbflError: if the solver is unknown, or "simplex" is used for more than d + 1 classes.
     """
     if solver not in get_args(Solver):
         raise PbflError(f"alignment is '{solver}'; allowed are {', '.join(get_args(Solver))}")
@@ -171,13 +170,13 @@ def align(
 
 
 def _prepare(rows: Tensor, seed: int) -> tuple[Tensor | None, Tensor, int]:
-    """Make unit rows of which no two coincide, in as few coordinates as hold them.
+    """Return distinct unit rows, in as few coordinates as possible.
 
-    Zero rows get a random direction, rows that coincide with an earlier one a jitter.
+    Zero rows get a random direction; rows identical to an earlier one are perturbed.
 
     Returns:
-        An orthonormal basis (d, K) of the rows' span, the rows' coordinates (K, K) in it, and how many rows were
-        replaced. With K >= d there is no basis and the coordinates are the rows themselves.
+        An orthonormal basis (d, K) of the rows' span, the rows' coordinates (K, K) in it, and the number of replaced
+        rows. With K >= d the basis is None and the coordinates are the rows themselves.
     """
     random = torch.Generator().manual_seed(seed)
     empty = ~rows.any(1)

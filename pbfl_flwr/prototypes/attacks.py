@@ -1,12 +1,11 @@
-"""Malicious clients on purpose: who lies in a run, and what they send in the place of their class rows.
+"""Simulated malicious clients: which clients of a run are malicious, and what they send instead of their class rows.
 
-They train as everybody does, and lie in what leaves the device, after every stage that protects it; their own network
-and memory are honest. In a simulation only: a device refuses a run that asks it to lie
-(:mod:`pbfl_flwr.flower.client.device`).
+They train like all others and falsify only what leaves the device, after all stages that protect it; their own network
+and memory are honest. Only in simulations: a device refuses a run with an attack (:mod:`pbfl_flwr.flower.client.device`).
 
-Source: attacks that are known of gradients and weights, here on class rows: flipped signs (Li et al. 2019, RSA),
-scaling (Bagdasaryan et al. 2020, "How To Backdoor Federated Learning"), Gaussian noise (Blanchard et al. 2017, Krum);
-swapped rows are what flipped labels are among samples.
+Source: known attacks on gradients and weights, here on class rows: flipped signs (Li et al. 2019, RSA), scaling
+(Bagdasaryan et al. 2020, "How To Backdoor Federated Learning"), Gaussian noise (Blanchard et al. 2017, Krum); permuted
+rows correspond to flipped labels of samples.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from pbfl_flwr.payloads import Payload, Prototypes
 
 
 def malicious(settings: Settings) -> tuple[int, ...]:
-    """Return who lies in a run, ascending: share·M clients (of those that take part), rounded, drawn from its seed.
+    """Return the ids of malicious clients, ascending: round(share·M) of the participating clients, drawn from the seed.
 
-    Nobody without an attack. The same for every kind of attack, and those of a smaller share are among those of a
-    larger one.
+    Empty without an attack. They are the same for every kind of attack, and a smaller share gives a subset of those of
+    a larger one.
 
     Raises:
-        PbflError: if the share of this many clients is none of them, or all.
+        PbflError: if this would be no client, or all.
     """
     run = settings.run
     if not run.attack:
@@ -46,18 +45,18 @@ def malicious(settings: Settings) -> tuple[int, ...]:
 
 
 def falsified(upload: Prototypes, attack: Attack, generator: torch.Generator) -> Prototypes:
-    """Return what a malicious client sends for c̄_ij; which classes it sends, and n_i, stay.
+    """Return what a malicious client sends for c̄_ij; which classes it sends, and n_i, are not changed.
 
-    ``sign-flip``: -c̄_ij. ``scale``: factor·c̄_ij. ``noise``: a Gaussian direction of the length ‖c̄_ij‖, new for every
-    row. ``permute``: the row of each class, with its count, under the name of the next higher class that the client
-    holds, that of the highest under the lowest; a client with one class has nothing to swap. A zero row, which is an
-    absent class of a dense upload, stays zero and is not held. The rows are as they travel: n-scaled, or compressed by
-    a mask, so that under class-wise masks a permuted row is read through another class's mask.
+    ``sign-flip``: -c̄_ij. ``scale``: factor·c̄_ij. ``noise``: a random Gaussian direction of length ‖c̄_ij‖, drawn for
+    every row. ``permute``: each row, with its count, is sent as that of the next higher class that the client holds,
+    the highest as the lowest; with one class nothing changes. A zero row, which is an absent class in a dense upload,
+    stays zero and does not count as held. Rows are in the form in which they travel: n-scaled, or compressed by
+    a mask, so that under class-wise masks a permuted row is expanded by another class's mask.
 
     Args:
         upload: the honest one.
-        attack: what is done to it.
-        generator: of the noise, on the CPU.
+        attack: kind and factor.
+        generator: for the noise, on the CPU.
     """
     rows = upload.values
     if attack.kind == "sign-flip":
@@ -79,7 +78,7 @@ def falsified(upload: Prototypes, attack: Attack, generator: torch.Generator) ->
 
 
 def attacked(settings: Settings, client: Client, update: Update[Payload]) -> Update[Payload]:
-    """Return a client's update as the run configuration wants it sent: falsified if it is malicious, else as it is."""
+    """Return the update that a client sends under the run's settings: falsified if it is malicious, else unchanged."""
     if client.id not in malicious(settings) or not isinstance(update.payload, Prototypes):
         return update
     attack = Attack.parse(settings.run.attack)
@@ -87,14 +86,14 @@ def attacked(settings: Settings, client: Client, update: Update[Payload]) -> Upd
 
 
 def check_attack(settings: Settings, sent: type[Payload]) -> None:
-    """Check that a method's clients can lie as the configuration wants it.
+    """Check that the configured attack is possible with a method's uploads.
 
     Args:
         settings: of the run.
-        sent: what they upload.
+        sent: type of the uploads.
 
     Raises:
-        PbflError: if that is no rows of classes, or if none or all of the clients would lie.
+        PbflError: if these are no class rows, or if no client or all of them would be malicious.
     """
     if malicious(settings) and not issubclass(sent, Prototypes):
         raise PbflError(

@@ -1,7 +1,7 @@
-"""A bound on the length of uploaded class rows, by the median length of each class: before any rule combines them.
+"""Norm bounding: limits the norm of uploaded class rows, by the median norm of each class, before aggregation.
 
 Source: norm bounding (Sun et al. 2019, "Can You Really Backdoor Federated Learning?"), here per class, and by the
-holders' median length instead of a number that somebody must know beforehand.
+holders' median norm instead of a constant that must be known in advance.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pbfl_flwr.payloads import Prototypes
 
 
 def bounds_of(lengths: Tensor, factor: float) -> Tensor:
-    """Return the largest length that a row of each class may have, (K,) float64; infinite where nobody holds it.
+    """Return the largest norm that a row of each class may have, (K,) float64; infinite for classes without holders.
 
-    The median is over the holders, those whose row is not zero; of an even number it is the lower of the two in the
-    middle. So of two holders one bounds the other, where their mean would let through whatever is below twice it.
+    The median is over the holders, i.e. rows that are not zero; for an even number it is the lower of the two middle
+    values. So of two holders one bounds the other, where their mean would allow everything below twice itself.
 
     Args:
-        lengths: (N, K) of every upload's rows, 0 where it has none.
+        lengths: (N, K) norms of every upload's rows, 0 for absent classes.
         factor: c > 0; the bound is c times the median.
     """
     held = torch.where(lengths > 0, lengths, torch.nan)
@@ -30,9 +30,9 @@ def bounds_of(lengths: Tensor, factor: float) -> Tensor:
 
 
 class Bounded(Mapping[int, Prototypes]):
-    """Uploads with rows that are not longer than their class's bound; a longer one is scaled to it when asked for.
+    """Uploads whose rows are scaled down to their class's bound, on access, if they are longer.
 
-    Building it goes through the uploads once and keeps K lengths of each, so they may be decoded one at a time.
+    The constructor iterates over the uploads once and keeps K norms of each, so they may be decoded one at a time.
 
     Args:
         uploads: at least one, (K, w) each.
@@ -68,7 +68,7 @@ class Bounded(Mapping[int, Prototypes]):
 def bounded(
     uploads: Mapping[int, Prototypes], factor: float
 ) -> tuple[Mapping[int, Prototypes], dict[str, float]]:
-    """Return the uploads under the bound, and what the log says of it; as they are, and nothing, for a factor of 0."""
+    """Return the bounded uploads and metrics for the log; with a factor of 0, the uploads unchanged and no metrics."""
     if not (factor and uploads):
         return uploads, {}
     found = Bounded(uploads, factor)

@@ -1,8 +1,8 @@
-"""How one round's uploads become one table: the rule, and the scale of what was sent n-scaled.
+"""Combines one round's uploads into one table: the aggregation rule, and the scale of n-scaled uploads.
 
-PPA divides by n and APS multiplies by μ, both meant for all clients. Where only some answer, or a class is kept from an
-earlier round, the scale is that of the samples that are really behind a sum. An n or a μ in the configuration is for
-its num-clients, also before all of them have joined.
+PPA divides by n and APS multiplies by μ; both assume all clients. If only some answer, or a class is kept from an
+earlier round, the scale is that of the samples actually in a sum. An n or μ in the configuration refers to its
+num-clients, even before all of them have joined.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ Uploads = Mapping[int, Prototypes]
 
 @dataclass(frozen=True)
 class Combination:
-    """The server's rule.
+    """The server's aggregation rule.
 
     Attributes:
         stages: of the pipeline.
-        dense: whether uploads have a row for every class, zero where the client holds none.
+        dense: whether uploads have a row for every class, zero if the client does not hold it.
     """
 
     stages: Stages
     dense: bool = False
 
     def combine(self, uploads: Uploads, at: Round) -> Prototypes:
-        """Return the aggregate of at least one upload; its num_examples is n_t where the clients scale by it."""
+        """Return the aggregate of at least one upload; its num_examples is n_t if the clients scale by it."""
         combined = self._rule(uploads, at)
-        if self.dense:  # zero everywhere: nobody sent it
+        if self.dense:  # a row that is zero everywhere was sent by nobody
             combined = replace(combined, present=(combined.values != 0).any(dim=1))
         return combined
 
@@ -59,19 +59,19 @@ class Combination:
             return aggregation.ppa(sent, K, known, shares)
         if rule == "aps-mean":
             combined = aggregation.aps(sent, 1.0, "mean", shares)  # μ is applied by the client
-            # A mean over holders does not grow with who answers, so μ follows the samples of all clients.
+            # A mean over holders does not grow with the number of answers, so μ is based on the samples of all clients.
             everybody = round((combined.num_examples or 0) * at.num_clients / self._answered(uploads, at))
             return replace(combined, num_examples=everybody or None)
         return aggregation.aps(sent, self._whole(uploads, at), "sum", shares)
 
     def at_scale_of(self, n_t: int | None, kept: Prototypes) -> Prototypes:
-        """Return kept sums over n samples as sums over n_t, since clients multiply all of them by 0.9·K/n_t."""
+        """Rescale kept sums over n samples to n_t samples, since clients multiply all rows by 0.9·K/n_t."""
         if not n_t or not kept.num_examples:
             return kept
         return replace(kept, values=kept.values * (n_t / kept.num_examples), num_examples=n_t)
 
     def training_scale(self, uploads: Uploads, at: Round) -> float | None:
-        """Return what, times |N_j|, brings an upload back to the size of features: K/n, μ, or None for 1."""
+        """Return the factor that, times |N_j|, rescales an upload to the features' scale: K/n or μ; None for 1."""
         if self.stages.aggregation == "ppa":
             return at.task.num_classes / self._total(uploads, at)
         if self.stages.aggregation not in APS_RULES:
@@ -84,7 +84,7 @@ class Combination:
         """Return APS's μ.
 
         Raises:
-            RejectedPayload: if it follows from n and n did not come.
+            RejectedPayload: if it is derived from n and n was not sent.
         """
         if self.stages.aps_scale != "auto":
             return self.stages.aps_scale
@@ -93,9 +93,9 @@ class Combination:
         return scaling.default_aps_scale(task.num_classes, num_examples)
 
     def summed(self, total: sums.Total, num_clients: int) -> Prototypes:
-        """Return the upload that gives, alone, what the rule makes of all the uploads in a sum.
+        """Return the one upload for which the rule gives the same as for all uploads in a sum.
 
-        Means stand for themselves; sums too, but that PPA with a known n and APS with a known μ expect one upload in M.
+        Means need no factor; nor do sums, except that PPA with a known n and APS with a known μ expect one upload in M.
         """
         present = total.holders > 0
         factor: Tensor | float = 1.0
@@ -109,13 +109,13 @@ class Combination:
         n_t = total.num_examples if self.stages.sends_total else None
         if n_t and self.stages.aggregation == "aps-mean":
             everybody = round(n_t * num_clients / total.clients)
-            n_t = max(1, round(n_t / total.clients))  # of the one client that the sum then is
-            factor *= n_t * num_clients / everybody  # μ divides by the rounded n, so the rows make up for it
+            n_t = max(1, round(n_t / total.clients))  # as if the sum were one client
+            factor *= n_t * num_clients / everybody  # compensates the rounding of the n in μ
         rows = torch.where(present[:, None], total.rows * factor, torch.zeros_like(total.rows))
         return Prototypes(rows.to(torch.float32), present, None, n_t)
 
     def _total(self, uploads: Uploads, at: Round) -> int:
-        """n_t, the training samples behind this round's uploads."""
+        """Return n_t, the number of training samples in this round's uploads."""
         if not self.stages.sends_total:
             return self._expected_total(uploads, at)
         return max(1, sum(upload.num_examples or 0 for upload in uploads.values()))
@@ -125,7 +125,7 @@ class Combination:
         return max(1, round(self.stages.total_examples * answered / at.configured_clients))
 
     def _whole(self, uploads: Uploads, at: Round) -> float:
-        """Return what makes this round's sum one over all clients, n/n_t, where μ is a number: M over who answered."""
+        """Return the factor n/n_t from this round's sum to one over all clients, for a numeric μ: M / answers."""
         return 1.0 if self.stages.aps_scale == "auto" else at.configured_clients / self._answered(uploads, at)
 
     @staticmethod

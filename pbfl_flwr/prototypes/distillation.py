@@ -1,6 +1,6 @@
-"""The pull towards global prototypes: what a client adds to its cross-entropy, and how FedCPD contrasts.
+"""The pull towards global prototypes, which is added to a client's cross-entropy, and FedCPD's contrastive loss.
 
-Gradients flow into the features only. A class without a prototype pulls nothing and is never a NaN.
+Gradients flow only into the features. A class without a prototype has no pull and never gives NaN.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from pbfl_flwr.errors import PbflError
 
 SMALLEST_NORM = 1e-8
-ABSENT = -100  # a label that torch's cross-entropy leaves out
+ABSENT = -100  # label that torch's cross-entropy ignores
 
 
 def pull(
@@ -31,23 +31,23 @@ def pull(
     """Return the regulariser R(z, y, c), to be multiplied by λ.
 
     With T_b = c_{y_b}, or the detached z_b itself if class y_b has no prototype (zero error and zero
-    gradient, still counted in every denominator), and weights β (1 without ``class_weights``):
+    gradient, but counted in every denominator), and weights β (1 without ``class_weights``):
 
     ======  =========  ======================================================================================
     form    per_class  R
     ======  =========  ======================================================================================
-    mse     False      (1/(B·d)) Σ_b β_{y_b} ‖z_b - T_b‖²: all published code; CPKD weighs ∝ n_ij² then
+    mse     False      (1/(B·d)) Σ_b β_{y_b} ‖z_b - T_b‖²: all published code; CPKD then weights ∝ n_ij²
     mse     True       mean over the classes j of the batch of β_j · mean over its samples of ‖z_b - T_b‖²/d
     l2      False      (1/B) Σ_b β_{y_b} ‖z_b - T_b‖₂
     l2      True       Σ over the classes j of the batch of β_j ‖z̄_j - c_j‖₂, z̄_j the batch's class mean
     ======  =========  ======================================================================================
 
-    The last row is FedProto's regulariser to the letter (CPS paper, Eq. 6 and 12; TinyProto, Eq. 6; ProtoNorm,
-    Eq. 15) with the batch's class means for the local prototypes, which SGD cannot know.
-    λ belongs to its form: the published runs used λ = 10 with "mse", the texts' λ = 0.1 and 1 belong to "l2".
+    The last row is FedProto's regulariser as printed (CPS paper, Eq. 6 and 12; TinyProto, Eq. 6; ProtoNorm,
+    Eq. 15) with the batch's class means instead of the local prototypes, which are unknown during SGD.
+    λ depends on the form: the published runs used λ = 10 with "mse"; the texts' λ = 0.1 and 1 are for "l2".
 
     Args:
-        features: (B, d) z with a graph.
+        features: (B, d) z, attached to the graph.
         labels: (B,) y.
         prototypes: (K, d) c, already expanded and scaled.
         present: (K,) bool; which rows of ``prototypes`` are prototypes.
@@ -56,10 +56,10 @@ def pull(
         per_class: average within a class first.
         masks: (K, d) bool; count only the errors inside the class's mask (CPS paper with CPKD). None counts
             all d, so that outside the mask features are pulled to the zeros of the expanded prototype
-            (published code). The denominators stay B·d either way.
+            (published code). The denominators are B·d in both cases.
 
     Returns:
-        A scalar with a graph.
+        A scalar attached to the graph.
 
     Raises:
         PbflError: if the form is unknown.
@@ -78,7 +78,7 @@ def pull(
         return (weights[labels] * sizes).mean()
     ones = torch.ones_like(labels, dtype=features.dtype)
     counts = features.new_zeros(len(prototypes)).index_add_(0, labels, ones)
-    shares = (1 / counts.clamp_min(1))[labels]  # 1 / samples of this sample's class in the batch
+    shares = (1 / counts.clamp_min(1))[labels]  # 1 / number of samples of this class in the batch
     if form == "mse":
         return (weights[labels] * shares * (errors**2).mean(1)).sum() / (counts > 0).sum()
     means = torch.zeros_like(prototypes).index_add(0, labels, errors * shares.unsqueeze(1))
@@ -87,9 +87,9 @@ def pull(
 
 
 def proportional_weights(counts: Tensor) -> Tensor:
-    """Return CPKD's β_ij = p_ij / max_k p_ik = n_ij / max_k n_ik (K,) float32; all zero if there is no sample.
+    """Return CPKD's β_ij = p_ij / max_k p_ik = n_ij / max_k n_ik (K,) float32; all zero without samples.
 
-    Source: CPKD, Eq. 12. Counts are the client's own training counts and never leave it.
+    Source: CPKD, Eq. 12. The counts are the client's own and never leave it.
 
     Args:
         counts: (K,) n_ij.
@@ -103,12 +103,12 @@ def contrast(
 ) -> Tensor:
     """Return FedCPD's L_pcl = mean_b -log(e^{s(z_b,P_y)/τ} / Σ_{c available} e^{s(z_b,P_c)/τ}), s the cosine.
 
-    A class without a prototype is not in the denominator; its samples add nothing and count in the mean, as in
-    :func:`alignment_pull`. With one available class the loss is 0, with none it is a 0 that has a graph. Norms are
-    clamped at 1e-8. No shape depends on who has a prototype: a GPU is not waited for, a step can be recorded.
+    A class without a prototype is not in the denominator; its samples contribute 0 to the mean, as in
+    :func:`alignment_pull`. With one available class the loss is 0; with none it is a 0 attached to the graph. Norms are
+    clamped at 1e-8. Shapes do not depend on ``present``, so that a GPU is not waited for and a step can be recorded.
 
     Args:
-        features: (B, d) z with a graph.
+        features: (B, d) z, attached to the graph.
         labels: (B,) y.
         prototypes: (K, d) P.
         present: (K,) bool.
@@ -123,7 +123,7 @@ def contrast(
     known = prototypes.detach().to(features).masked_fill(~present.unsqueeze(1), 0.0)
     units = F.normalize(known, dim=1, eps=SMALLEST_NORM)
     cosines = F.normalize(features, dim=1, eps=SMALLEST_NORM) @ units.T  # (B, K)
-    scores = (cosines / temperature).masked_fill(~present, torch.finfo(cosines.dtype).min)  # e^ of it is 0
+    scores = (cosines / temperature).masked_fill(~present, torch.finfo(cosines.dtype).min)  # exp gives 0
     targets = labels.masked_fill(~present[labels], ABSENT)
     return F.cross_entropy(scores, targets, ignore_index=ABSENT, reduction="sum") / len(labels)
 
@@ -131,10 +131,10 @@ def contrast(
 def alignment_pull(features: Tensor, labels: Tensor, prototypes: Tensor, present: Tensor) -> Tensor:
     """Return FedCPD's L_align = mean_b ‖z_b - P_{y_b}‖₂², summed over dimensions.
 
-    A class without a prototype pulls nothing; see :func:`pull`.
+    A class without a prototype has no pull; see :func:`pull`.
 
     Args:
-        features: (B, d) z with a graph.
+        features: (B, d) z, attached to the graph.
         labels: (B,) y.
         prototypes: (K, d) P.
         present: (K,) bool.

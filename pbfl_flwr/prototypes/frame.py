@@ -1,4 +1,4 @@
-"""A fixed classifier that all clients share without sending it: the simplex equiangular tight frame (ETF).
+"""A fixed classifier that all clients derive from the seed: the simplex equiangular tight frame (ETF).
 
 Source: GFPL, Section 3.2 and 4.1.
 """
@@ -19,18 +19,18 @@ from pbfl_flwr.errors import PbflError
 
 @lru_cache(maxsize=8)
 def equiangular_frame(num_classes: int, feature_dim: int, seed: int) -> Tensor:
-    """Return Z (d, K) float32: unit columns with z_iᵀz_j = -1/(K-1), the widest equal angles there are.
+    """Return Z (d, K) float32: unit columns with z_iᵀz_j = -1/(K-1), the largest possible equal angles.
 
-    Z = sqrt(K/(K-1))·Q·(I - 11ᵀ/K) with A = QR of a Gaussian A (d, K) (Eq. 9 and 10). Signs are chosen so that R has
-    a positive diagonal, which makes Q unique: clients with other processors get the same Z up to rounding.
+    Z = sqrt(K/(K-1))·Q·(I - 11ᵀ/K) with A = QR for a Gaussian A (d, K) (Eq. 9 and 10). Signs are chosen so that R has
+    a positive diagonal, which makes Q unique: clients with different processors get the same Z up to rounding.
 
     Args:
         num_classes: K.
         feature_dim: d.
-        seed: of A; the result is shared between calls and must not be changed.
+        seed: of A; the result is cached and must not be changed.
 
     Raises:
-        PbflError: if d < K: A then has no K orthogonal columns.
+        PbflError: if d < K, where A cannot have K orthogonal columns.
     """
     K, d = num_classes, feature_dim
     if d < K:
@@ -47,7 +47,7 @@ def equiangular_frame(num_classes: int, feature_dim: int, seed: int) -> Tensor:
 
 
 def frame_scores(projected: Tensor, frame: Tensor) -> Tensor:
-    """Return hᵀz_j (B, K) with h = ĥ/‖ĥ‖₂ (Eq. 11); a zero vector keeps the score 0.
+    """Return hᵀz_j (B, K) with h = ĥ/‖ĥ‖₂ (Eq. 11); a zero vector has the scores 0.
 
     Args:
         projected: ĥ (B, d).
@@ -70,12 +70,12 @@ def dot_regression(projected: Tensor, labels: Tensor, frame: Tensor) -> Tensor:
 
 
 def projection_layer(feature_dim: int, seed: int, kept: Mapping[str, Tensor]) -> nn.Linear:
-    """Return the layer l(ω3), d to d, that stands between non-negative sparse features and the dense frame.
+    """Return the layer l(ω3), d to d, between non-negative sparse features and the dense frame.
 
     Args:
         feature_dim: d.
-        seed: of the first weights, the same for all clients; torch's global random state is left alone.
-        kept: the state of last time; empty at first.
+        seed: of the initial weights, the same for all clients; torch's global random state is restored.
+        kept: the layer's state from the client's memory; empty at first.
     """
     with seeds.seeded(seeds.derive(seed, "projection")):
         layer = nn.Linear(feature_dim, feature_dim)

@@ -1,7 +1,7 @@
-"""Class-wise Prototype Sparsification (CPS): which s of the d dimensions of a class travel.
+"""Class-wise Prototype Sparsification (CPS): which s of a class's d dimensions travel.
 
 Source: "Structured sparse prototypes" (CPS), Definitions 1 and 2 and Section 4.1; TinyProto, Section 4.1.
-Masks m_j in {0,1}^d are agreed once: they are a function of (K, d, s, scheme, seed), so a seed travels, not a
+Masks m_j in {0,1}^d are a function of (K, d, s, scheme, seed), so that only a seed must be agreed on, not a
 matrix.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from pbfl_flwr.errors import PbflError
 
 Masks = NDArray[np.uint8]
-Random = np.random.RandomState  # its streams are frozen by NumPy's policy: every client draws the same masks
+Random = np.random.RandomState  # its streams are the same in all versions of NumPy, and so on all clients
 
 
 def allocate_masks(
@@ -31,9 +31,9 @@ def allocate_masks(
     seed: int,
     swaps: int = 1000,
 ) -> Tensor:
-    """Allocate the K masks with the largest total pairwise Hamming distance, then raise the smallest one.
+    """Allocate the K masks with the largest total pairwise Hamming distance, then raise the smallest distance.
 
-    Why the total is maximal. Let load_t = Σ_j m_jt be how many classes use dimension t. A pair of masks
+    Why the total is maximal. Let load_t = Σ_j m_jt be the number of classes that use dimension t. A pair of masks
     differs at t iff exactly one of the two has a one there, so Σ_{j<k} H(m_j, m_k) = Σ_t load_t·(K - load_t),
     while Σ_t load_t = K·s is fixed. x(K - x) is strictly concave: moving a one from a column of load a to a
     column of load b <= a - 2 raises the sum by 2(a - b - 1) > 0, and because a > b some row has a one in the
@@ -41,31 +41,31 @@ def allocate_masks(
     maximal iff the column loads differ by at most one. The allocation has such loads by construction, and
     every later step moves ones in pairs that keep all row sums and all column loads.
 
-    How. For K <= d, as many columns as possible come in cyclic orbits (a set T of rows shifted through Z_K:
+    Algorithm. For K <= d, as many columns as possible are cyclic orbits (a set T of rows shifted through Z_K:
     all its columns and all its rows have |T| ones), whose difference multisets are evened out, so that any
-    two masks share about the same number of dimensions; the columns left over are dealt: each class takes the
-    least loaded ones, ties broken at random. For K > d everything is dealt. Classes and dimensions are then
-    permuted, identical masks are made distinct wherever C(d, s) >= K allows it, and at most ``swaps`` seeded
-    swaps lower the largest number of dimensions that two masks share. Everything is counted, nothing timed:
-    the result depends on the arguments alone.
+    two masks share about the same number of dimensions. The remaining columns are dealt: each class takes the
+    least loaded ones, ties broken at random. For K > d all columns are dealt. Classes and dimensions are then
+    permuted, identical masks are made distinct if C(d, s) >= K allows it, and at most ``swaps`` seeded
+    swaps lower the largest number of dimensions that two masks share. Iterations are counted, not timed, so that
+    the result depends only on the arguments.
 
-    Scheme "block" is the one of the published code: l = ⌊d/K⌋ consecutive dimensions are a block, a class
+    Scheme "block" is that of the published code: l = ⌊d/K⌋ consecutive dimensions are a block, a class
     gets p = ⌊K·s/d⌋ of the K blocks (the code's p = int(K·ρ/100) with the percentage ρ = 100·s/d). A mask
     then has p·l ones, which can be fewer than s (s = 50 of d = 500 gives 44 for K = 43 and 40 for K = 102 and
     K = 200), and the last d - K·l dimensions are never used. Scheme "dimension" gives exactly s and leaves no
-    dimension out that K·s ones can reach.
+    dimension unused that K·s ones can reach.
 
     Args:
         num_classes: K.
         feature_dim: d.
-        size: s, how many dimensions of a class travel.
+        size: s, number of dimensions of a class that travel.
         scheme: "dimension" or "block".
         seed: of ties, permutations and swaps.
         swaps: bound on the attempts to raise the smallest distance; 0 keeps the construction.
 
     Returns:
-        (K, d) bool; every row has s ones (p·l ones under "block"), column loads differ by at most one (of the
-        K·l dimensions in use under "block").
+        (K, d) bool; every row has s ones (p·l ones under "block"), column loads differ by at most one (under
+        "block" those of the K·l dimensions in use).
 
     Raises:
         PbflError: if s is outside 1..d, or under "block" if K > d or no whole block fits into s.
@@ -125,7 +125,7 @@ def maximal_total_hamming(num_classes: int, feature_dim: int, size: int) -> int:
 
 
 def smallest_hamming(masks: Tensor) -> int:
-    """Return min_{j<k} H(m_j, m_k); 0 says that two classes have the same mask, as does a single class."""
+    """Return min_{j<k} H(m_j, m_k); 0 if two classes have the same mask, or there is one class."""
     ones = masks.to(torch.float32)
     loads = ones.sum(1)
     distances = loads.unsqueeze(1) + loads - 2 * ones @ ones.T
@@ -134,7 +134,7 @@ def smallest_hamming(masks: Tensor) -> int:
 
 
 def _allocate(rows: int, columns: int, ones: int, random: Random, swaps: int) -> Masks:
-    """Return a (rows, columns) matrix with that many ones a row and column loads at most one apart."""
+    """Return a (rows, columns) matrix with ``ones`` ones per row and column loads that differ by at most one."""
     masks = _orbits_and_deal(rows, columns, ones, random)
     masks = masks[random.permutation(rows)][:, random.permutation(columns)]
     if rows > 1 and 0 < ones < columns:
@@ -147,9 +147,9 @@ def _allocate(rows: int, columns: int, ones: int, random: Random, swaps: int) ->
 def _orbits_and_deal(rows: int, columns: int, ones: int, random: Random) -> Masks:
     load, extra = divmod(rows * ones, columns)
     orbits = columns // rows
-    larger = min(orbits, extra // rows)  # orbits with one more one a column
+    larger = min(orbits, extra // rows)  # orbits with load + 1 ones per column
     if extra - larger * rows > columns - orbits * rows:
-        orbits -= 1  # too few loose columns to take the heavier ones that no whole orbit can take
+        orbits -= 1  # the remaining columns are too few for the load + 1 columns that fill no whole orbit
     sizes = [load + 1] * larger + [load] * (orbits - larger)
     parts = [_cyclic(members, rows) for members in _even_difference_sets(sizes, rows, random)]
     loose = columns - orbits * rows
@@ -166,18 +166,18 @@ def _cyclic(members: NDArray[np.bool_], order: int) -> Masks:
 
 
 def _even_difference_sets(sizes: list[int], order: int, random: Random) -> list[NDArray[np.bool_]]:
-    """Choose one subset of Z_order a size, so that all differences occur about equally often over all sets.
+    """Choose one subset of Z_order per size, so that all differences occur about equally often over all sets.
 
-    Two masks j and k share as many dimensions of an orbit as T has pairs with difference j - k: even
-    differences are even overlaps. Members are exchanged one at a time for the one that shortens the squared
-    histogram of differences, a fixed number of times.
+    Two masks j and k share as many dimensions of an orbit as T has pairs with difference j - k, so even
+    differences give even overlaps. A fixed number of times, a random member is replaced by the element that
+    minimises the sum of squares of the histogram of differences.
     """
     sets = []
     for size in sizes:
         members = np.zeros(order, np.bool_)
         members[random.permutation(order)[:size]] = True
         sets.append(members)
-    counts = np.zeros(order)  # how often each difference occurs, zero excluded
+    counts = np.zeros(order)  # how often each non-zero difference occurs
 
     def differences(members: NDArray[np.bool_], of: int) -> NDArray[np.intp]:
         others = np.flatnonzero(members)
@@ -206,7 +206,7 @@ def _even_difference_sets(sizes: list[int], order: int, random: Random) -> list[
 
 
 def _deal(rows: int, columns: int, ones: int, random: Random) -> Masks:
-    """Let every row take the least loaded columns, ties at random: after each row loads are one apart."""
+    """Let every row take the least loaded columns, ties at random: after each row loads differ by at most one."""
     masks = np.zeros((rows, columns), np.uint8)
     loads = np.zeros(columns)
     for row in masks:
@@ -218,11 +218,11 @@ def _deal(rows: int, columns: int, ones: int, random: Random) -> Masks:
 
 
 def _make_distinct(masks: Masks, ones: int, random: Random) -> None:
-    """Replace repeated rows by unused ones, then even out the column loads without ever repeating a row.
+    """Replace repeated rows by unused ones, then even out the column loads without repeating a row.
 
-    The second step always ends with even loads: if column a has two ones more than column b, more rows have
-    (1, 0) there than (0, 1); exchanging the two bits maps the former one to one, so at least one of them goes
-    to a row that does not occur yet. Every such move lowers the sum of squared loads.
+    The second step always reaches even loads: if column a has two ones more than column b, more rows have
+    (1, 0) there than (0, 1); exchanging the two bits maps the former injectively, so at least one of them becomes
+    a row that does not exist yet. Every such move lowers the sum of squared loads.
     """
     rows, columns = masks.shape
     seen: set[bytes] = set()
@@ -264,7 +264,7 @@ def _unused_rows(
                 found[row.tobytes()] = row
         candidates = list(found.values())
         return [candidates[index] for index in random.permutation(len(candidates))[:needed]]
-    while len(found) < needed:  # at least three of four draws are unused
+    while len(found) < needed:  # at least three in four draws are unused
         row = np.zeros(columns, np.uint8)
         row[random.permutation(columns)[:ones]] = 1
         if row.tobytes() not in seen:
@@ -275,13 +275,13 @@ def _unused_rows(
 def _spread(masks: Masks, random: Random, swaps: int) -> None:
     """Lower the largest overlap of two rows by swaps that keep row sums and column loads.
 
-    Rows j and k share most. Row j gives a shared column t to a row l that lacks it and takes a column u of l
-    that j lacks. Accepted only if no pair of the two rows then shares as much as the worst pair did, so that
-    every accepted swap leaves fewer worst pairs.
+    Rows j and k have the largest overlap. Row j gives a shared column t to a row l that lacks it and takes a column u
+    of l that j lacks. A swap is accepted only if afterwards no pair with j or l overlaps as much as the worst pair
+    did, so that every accepted swap reduces the number of worst pairs.
     """
     overlaps = (masks.astype(np.float32) @ masks.astype(np.float32).T).astype(np.int16)
     np.fill_diagonal(overlaps, -1)
-    peaks = overlaps.max(1)  # exact where it equals the worst overlap, elsewhere an upper bound
+    peaks = overlaps.max(1)  # exact where equal to the worst overlap, elsewhere an upper bound
     worst = int(peaks.max())
     floor = _unavoidable_overlap(masks)
     for _ in range(swaps):
@@ -303,7 +303,7 @@ def _spread(masks: Masks, random: Random, swaps: int) -> None:
         giver, u = pairs[random.randint(len(pairs))]
         row_l = givers[giver]
         change = masks[:, u].astype(np.int16) - masks[:, t]
-        change[[j, row_l]] = 0  # the overlap of j and l themselves stays
+        change[[j, row_l]] = 0  # the overlap of j and l does not change
         overlaps[j] += change
         overlaps[:, j] += change
         overlaps[row_l] -= change
@@ -317,7 +317,7 @@ def _spread(masks: Masks, random: Random, swaps: int) -> None:
 
 
 def _unavoidable_overlap(masks: Masks) -> int:
-    """Return the mean overlap of two rows, rounded up: the loads fix it, the largest is never below it."""
+    """Return the mean overlap of two rows, rounded up: fixed by the loads, and a lower bound on the largest one."""
     loads = masks.sum(0, dtype=np.int64)
     pairs = len(masks) * (len(masks) - 1) // 2
     return -(-int((loads * (loads - 1) // 2).sum()) // pairs)

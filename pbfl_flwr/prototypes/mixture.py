@@ -2,11 +2,11 @@
 
 Source: GFPL, Section 3.3 (mixtures), 3.4 (distance), Algorithm 1 (fusion), Section 4.2 (pseudo-features).
 
-EM is scikit-learn's ``GaussianMixture``. A batched EM in torch (all classes at once, k-means++ start) was measured
-against it on one core, 4 components: 4 classes of 100 samples at d = 50 in 3 ms instead of 7, 10 classes of 2,000
-at d = 512 in 2,300 ms instead of 370, and always at a worse log-likelihood (4.3 against 14.0 a sample in the first
+EM is scikit-learn's ``GaussianMixture``. A batched EM in torch (all classes at once, k-means++ start) was compared
+with it on one core, 4 components: 4 classes of 100 samples at d = 50 took 3 ms instead of 7, 10 classes of 2,000 at
+d = 512 2,300 ms instead of 370, and its log-likelihood was always worse (4.3 against 14.0 a sample in the first
 case), because scikit-learn starts from k-means; its own k-means++ start is no faster and worse (11.3). A client fits
-once every few rounds, so that the milliseconds do not show, and features are small enough to leave a GPU for it.
+once every few rounds, so that milliseconds do not matter, and features are small enough to be moved off a GPU.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ Distance = Literal["sum", "per-dimension"]
 
 @dataclass(frozen=True)
 class MixtureFit:
-    """A client's mixtures and how they came about.
+    """A client's mixtures, with statistics of their fit.
 
     Attributes:
         mixtures: components of the classes that have samples, in ascending class order.
-        reduced: classes with fewer components than asked for: too few different samples.
-        not_converged: classes whose EM still moved after MAX_ITERATIONS.
+        reduced: number of classes with too few distinct samples for the requested number of components.
+        not_converged: number of classes whose EM had not converged after MAX_ITERATIONS.
     """
 
     mixtures: Mixtures
@@ -53,7 +53,7 @@ class MixtureFit:
     not_converged: int
 
     def figures(self) -> dict[str, float]:
-        """Return the figures as the round's log shows them."""
+        """Return the statistics as metrics for the round's log."""
         return {
             "mixture-components": float(self.mixtures.num_components),
             "mixture-classes-reduced": float(self.reduced),
@@ -70,17 +70,17 @@ def fit_mixtures(
 ) -> MixtureFit:
     """Fit one mixture with diagonal covariance to the features of every class, by EM (Eq. 4 to 6).
 
-    A class with fewer different samples than components gets one component a different sample. A component that
-    rests on a single sample has no spread of its own: it takes the pooled within-class deviation of this client,
-    so that what is drawn from it is not that sample. No deviation is below STD_FLOOR.
+    A class with fewer distinct samples than components gets one component per distinct sample. A component based on
+    a single sample has no deviation of its own: it gets the client's pooled within-class deviation, so that samples
+    drawn from it differ from that sample. No deviation is below STD_FLOOR.
 
     Args:
         batches: features (B, d), finite, and labels (B,), whole numbers from 0.
         width: d.
         components: n.
-        seed: of the k-means start; every class has a start of its own.
+        seed: of the k-means initialisation, which is drawn separately for every class.
         weight: "count" gives component c of class j the weight π_c·n_j, so that the components of several clients
-            together are the mixture of the pooled samples; "pi" gives π_c and keeps n_j at home.
+            together are the mixture of the pooled samples; "pi" gives π_c and does not send n_j.
     """
     from sklearn.mixture import GaussianMixture
 
@@ -92,7 +92,7 @@ def fit_mixtures(
     pooled = _pooled_std(X, y)
     parts: list[Mixtures] = []
     reduced = not_converged = 0
-    # Summed by several threads, k-means rounds differently from run to run.
+    # k-means on several threads rounds differently from run to run.
     with threadpool_limits(limits=1):
         for label in np.unique(y):
             rows = X[y == label]
@@ -119,8 +119,8 @@ def _fitted(em: GaussianMixture, rows: Floats, label: int, pooled: Floats, weigh
         pi, means, stds = np.ones(1), rows, np.zeros_like(rows)
     else:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ConvergenceWarning)  # reported as a figure instead
-            centre = rows.mean(0)  # EM takes variances as E[x²] - E[x]², which cancels far from 0
+            warnings.simplefilter("ignore", ConvergenceWarning)  # counted in not_converged
+            centre = rows.mean(0)  # EM computes variances as E[x²] - E[x]², which is inexact far from 0
             em.fit(rows - centre)
         pi, means, stds = em.weights_, em.means_ + centre, np.sqrt(em.covariances_)
     alone = pi * len(rows) < 1.5
@@ -136,7 +136,7 @@ def _fitted(em: GaussianMixture, rows: Floats, label: int, pooled: Floats, weigh
 
 
 def _pooled_std(X: Floats, y: NDArray[np.int64]) -> Floats:
-    """Return (d,) the within-class deviation over all classes; 0 where no class has two samples."""
+    """Return (d,) the within-class deviation over all classes; 0 if no class has two samples."""
     squares, freedom = np.zeros(X.shape[1]), 0
     for label in np.unique(y):
         rows = X[y == label]
@@ -166,12 +166,12 @@ def bhattacharyya(means_a: Floats, stds_a: Floats, means_b: Floats, stds_b: Floa
 
 
 def clusters(means: Floats, stds: Floats, threshold: float) -> list[NDArray[np.int64]]:
-    """Return Algorithm 1's clusters, lines 2 to 11: disjoint indices that cover all components.
+    """Return the clusters of Algorithm 1, lines 2 to 11: disjoint index arrays that cover all components.
 
-    A cluster starts with the first component left. As printed, every component that is nearer than S_C to *all*
-    present members joins, all of them at once, and the test is repeated with the grown cluster. The first pass already
-    takes everything near the seed, and who is not near the seed fails every later one: a cluster is the seed and what
-    is left near it, whether or not those are near one another.
+    A cluster starts with the first unassigned component, its seed. As printed, all components closer than S_C to *all*
+    present members join at once, and the test is repeated with the grown cluster. The first pass already takes
+    everything close to the seed, and components not close to the seed fail all later passes: so a cluster is the seed
+    and every unassigned component close to it, whether or not these are close to one another.
 
     Args:
         means: (N, d).
@@ -195,8 +195,8 @@ def fuse(
     """Cluster the components of every class and replace each cluster by one with the same moments (Algorithm 1).
 
     w = Σw_c, μ = Σw_c·μ_c/w, σ² = Σw_c·[σ_c² + (μ_c - μ)²]/w: the diagonal of the printed covariance. Weight, mean
-    and second moment of every class are those of the uploads. The components are first sorted by weight (heaviest
-    first; ties by means, then deviations), so that seeds, and with them the result, do not depend on the order of
+    and second moment of every class are those of the uploads. The components are first sorted by weight (largest
+    first; ties by means, then deviations), so that the seeds and thus the result do not depend on the order of
     the uploads.
 
     Args:
@@ -232,15 +232,15 @@ def _merged(label: int, w: Floats, means: Floats, stds: Floats) -> Mixtures:
 
 
 def sample(mixtures: Mixtures, per_class: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw pseudo-features: for every class that has a mixture r times a component by its weight, then μ + σ·N(0, I).
+    """Draw pseudo-features: for every class with a mixture, r times a component by weight, then μ + σ·N(0, I).
 
     Args:
         mixtures: global prototypes.
         per_class: r.
-        generator: on the CPU.
+        generator: CPU random generator.
 
     Returns:
-        features (r·K', d) float32 and labels (r·K',), shuffled; K' is the number of classes that have a mixture.
+        features (r·K', d) float32 and labels (r·K',), shuffled; K' is the number of classes with a mixture.
     """
     rows = []
     for label in mixtures.labels.unique().tolist():
@@ -255,12 +255,12 @@ def sample(mixtures: Mixtures, per_class: int, generator: torch.Generator) -> tu
 
 @dataclass(frozen=True)
 class MixtureState:
-    """What a server of mixtures knows.
+    """State of a server that fuses mixtures.
 
     Attributes:
         broadcast: the fused mixtures after an exchange, empty after any other round.
         held: the last upload of every client.
-        owners: (N,) int64, the client of each component held.
+        owners: (N,) int64, the client of each component in ``held``.
     """
 
     broadcast: Mixtures
@@ -269,19 +269,19 @@ class MixtureState:
 
     @classmethod
     def empty(cls, width: int) -> MixtureState:
-        """Return a state in which nobody has sent anything."""
+        """Return the state before any upload."""
         return cls(Mixtures.empty(width), Mixtures.empty(width), torch.zeros(0, dtype=torch.int64))
 
     def silent(self) -> MixtureState:
-        """Return the state with nothing to broadcast."""
+        """Return the state with an empty broadcast."""
         return replace(self, broadcast=Mixtures.empty(self.held.means.shape[1]))
 
     def received(self, uploads: Mapping[int, Mixtures], stale: Literal["keep", "drop"]) -> MixtureState:
-        """Return the state with these uploads in the place of their clients' last ones.
+        """Return the state in which these uploads replace their clients' previous ones.
 
         Args:
             uploads: by client.
-            stale: whether the last uploads of other clients are kept.
+            stale: whether to keep or drop the last uploads of other clients.
         """
         other = ~torch.isin(self.owners, torch.tensor(list(uploads), dtype=torch.int64))
         if stale == "drop":

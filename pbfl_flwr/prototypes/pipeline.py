@@ -1,4 +1,4 @@
-"""The prototype pipeline: one slot a stage, and every method of the family is a setting of the slots.
+"""The prototype pipeline: one slot per stage; every method of the family is a choice of stages.
 
 ::
 
@@ -8,9 +8,9 @@
              -> [train: FedTGP] -> [align: PA] -> [mask: compress to s]                   ~~Prototypes~~>
     client   [mask: expand to d] -> [scale: γ of PU, μ of APS] -> pull (next loss), nearest (prediction)
 
-Which stages fit together is checked when the pipeline is built. The server's stages after ``combine`` work in d
-dimensions (zeros outside the mask), so that PA and FedTGP mean the same with and without sparsification; what
-leaves the mask there does not travel.
+Whether stages fit together is checked when the pipeline is built. The server's stages after ``combine`` work in d
+dimensions (zeros outside the mask), so that PA and FedTGP are the same with and without sparsification; values that
+they create outside the mask are not sent.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ from pbfl_flwr.training import fit, forward
 
 @dataclass(frozen=True)
 class PipelineState:
-    """What the server knows.
+    """The server's state.
 
     Attributes:
         broadcast: the global prototypes as they travel, (K, s).
-        combined: the aggregate of the uploads before training and alignment, (K, s); the cache for classes
+        combined: the aggregate of the uploads before training and alignment, (K, s); source of classes
             that nobody sends in a round.
         ages: (K,) int64, rounds since a class was last uploaded.
         trained: FedTGP's generator, None without it.
-        figures: what the last aggregation reported.
+        figures: metrics of the last aggregation.
     """
 
     broadcast: Prototypes
@@ -94,13 +94,13 @@ class PipelineState:
 
 @dataclass(frozen=True)
 class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
-    """A method made of the stages above. Build it with :func:`pipeline`.
+    """A method made of the stages above, built by :func:`pipeline`.
 
     Attributes:
-        stages: what stands in each slot.
+        stages: the choice for each slot.
         server_training: FedTGP's settings, or None.
         mask_seed: seed of the masks, the only thing about them that clients must agree on.
-        release: what of a client's table leaves the device.
+        release: which parts of a client's table leave the device.
     """
 
     name: str
@@ -120,25 +120,25 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
 
     @property
     def combination(self) -> Combination:
-        """The server's rule."""
+        """The server's aggregation rule."""
         return Combination(self.stages, self.release.settings.dense_uploads)
 
     @property
     def sparsity(self) -> Sparsity:
-        """What of a row travels."""
+        """The dimensions of a row that travel."""
         return Sparsity(self.stages.cps_dim, self.stages.cps_scheme, self.mask_seed)
 
     # Client -----------------------------------------------------------------------------------------------
 
     def local_update(self, client: Client, down: Prototypes) -> Update[Prototypes]:
-        """Fit with the pull towards the global prototypes, then answer the local ones."""
+        """Train with the pull towards the global prototypes, then send the local ones."""
         stages = self.stages
         targets = self._targets(client, down)  # (K, d)
         known, present = down.num_present > 0, down.present.to(client.device)
         beta = distillation.proportional_weights(client.data.counts).to(client.device)  # β_i of CPKD
         table = self.sparsity.masks(client.task) if stages.cps_pull == "masked" else None
         inside = None if table is None else table.to(client.device)
-        # The texts' norm is between class means; CPKD's sample form keeps it between samples.
+        # The papers' norm is taken between class means; CPKD's sample form between samples.
         per_class = stages.cpkd == "class" or (stages.pull_form == "l2" and stages.cpkd == "off")
         collector = Collector(client, stages.collect)
 
@@ -175,7 +175,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         return Update(upload, memory, {**report.metrics(), **released.metrics})
 
     def predictors(self, client: Client, down: Prototypes) -> dict[str, Predictor]:
-        """Head; nearest global prototype, over all classes and over the client's own; nearest local one."""
+        """The head; nearest global prototype, among all classes and among the client's own; nearest local prototype."""
         found: dict[str, Predictor] = {"head": head_scores}
         own = client.data.counts > 0
         if down.num_present:
@@ -188,7 +188,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         return found
 
     def _targets(self, client: Client, down: Prototypes) -> Tensor:
-        """Global prototypes in d dimensions at the scale of the pull: γ·c_j (PU), μ·c_j (APS) or c_j."""
+        """Return global prototypes in d dimensions, scaled for the pull: γ·c_j (PU), μ·c_j (APS) or c_j."""
         values = self.dense(down, client.task).values
         factor = self.stages.upscale
         summed = self.stages.aggregation in APS_RULES and self.server_training is None
@@ -199,7 +199,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
     # Server -----------------------------------------------------------------------------------------------
 
     def init(self, task: Task, seed: int) -> PipelineState:
-        """No class has a prototype yet; FedTGP's generator starts from its own seed."""
+        """No class has a prototype yet; FedTGP's generator is newly initialised."""
         nobody = Prototypes.empty(task.num_classes, self.sparsity.width(task))
         trained = None
         if self.server_training is not None:
@@ -211,7 +211,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         return state.broadcast
 
     def aggregate(self, state: PipelineState, uploads: Mapping[int, Prototypes], at: Round) -> PipelineState:
-        """Bound norms, combine, keep what nobody sent, train, align, compress."""
+        """Bound norms, combine, keep classes that nobody sent, train, align, compress."""
         task, stages = at.task, self.stages
         nobody = Prototypes.empty(task.num_classes, self.sparsity.width(task))
         uploads, cut = bounded(uploads, stages.norm_bound)
@@ -242,7 +242,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
     def _train(
         self, trained: TrainableState, uploads: Mapping[int, Prototypes], at: Round
     ) -> tuple[TrainableState, Tensor, dict[str, float]]:
-        """FedTGP over all uploaded vectors, brought back to the scale of features where they are n-scaled."""
+        """Train FedTGP's generator on all uploaded vectors; n-scaled ones are rescaled to the features' scale."""
         assert self.server_training is not None
         task, settings = at.task, self.server_training
         dense = [self.dense(up, task) for up in uploads.values()]
@@ -263,20 +263,20 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
 
     @property
     def bound(self) -> float:
-        """R of this rule under secure aggregation."""
+        """R, the range of entries under secure aggregation with this rule."""
         given = self.release.settings.secure_range
         return sums.RANGES[self.stages.aggregation] if given == "auto" else given
 
     def summed(self, total: sums.Total, num_clients: int) -> Prototypes:
-        """Return the upload that gives, alone, what the rule makes of all the uploads in a sum."""
+        """Return the one upload for which the rule gives the same as for all uploads in a sum."""
         return self.combination.summed(total, num_clients)
 
     def streams(self) -> bool:
-        """The sums do; medians, trimmed means and FedTGP's training need all uploads at once."""
+        """True for sums; medians, trimmed means and FedTGP's training need all uploads at once."""
         return self.server_training is None and self.stages.aggregation not in ROBUST_RULES
 
     def validate(self, upload: Prototypes, state: PipelineState, task: Task) -> None:
-        """Width, and exactly the counts and the rows that the rule needs."""
+        """Check the rows' width, and that exactly the rows and counts that the rule needs were sent."""
         width, rule = self.sparsity.width(task), self.stages.aggregation
         if self.release.settings.dense_uploads and not bool(upload.present.all()):
             raise RejectedPayload(f"{upload.num_present} rows, a dense upload has {task.num_classes}")
@@ -291,22 +291,22 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
             raise RejectedPayload(f"the number of examples is {said} of rule '{rule}'")
 
     def reveals(self) -> tuple[Reveal, ...]:
-        """What the stages leave to see."""
+        """What the privacy stages leave visible."""
         return self.release.reveals(self.stages.aggregation, sends_total=self.stages.sends_total)
 
     def report(self, state: PipelineState) -> dict[str, float]:
-        """Figures of the last aggregation: solver, margin, training, ages."""
+        """Metrics of the last aggregation: solver, margin, training, ages."""
         return dict(state.figures)
 
     def remedy(self, client: Client) -> str:
-        """Prototypes of features in evaluation need statistics that BatchNorm has only after some batches."""
+        """Suggest collecting during training: BatchNorm's running statistics are inaccurate in the first batches."""
         in_evaluation = self.stages.collect in ("post", "before")
         return (
             "collect = 'trajectory' with BatchNorm" if in_evaluation and has_batch_norm(client.model) else ""
         )
 
     def forewarnings(self, num_rounds: int) -> list[str]:
-        """What has no effect, and whether the pull is towards a multiple of what the features are."""
+        """Warn about settings without effect, and about upscaled prototypes that do not have unit length."""
         if self.stages.alignment != "off" or self.stages.upscale == 1:
             return self.stages.idle()
         return [
@@ -316,7 +316,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         ]
 
     def notes(self, state: PipelineState) -> list[str]:
-        """Say that the server's training or the solver has not converged."""
+        """Warn if the server's training or the alignment's solver has not converged."""
         found = []
         if state.figures.get("server-converged") == 0:
             found.append(
@@ -330,11 +330,11 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
     # Both -------------------------------------------------------------------------------------------------
 
     def dense(self, sent: Prototypes, task: Task) -> Prototypes:
-        """Return prototypes as they travel (K, s) in d dimensions, zero outside the masks."""
+        """Expand prototypes as they travel (K, s) to d dimensions, zero outside the masks."""
         return replace(sent, values=self.sparsity.expand(sent.values, task))
 
     def check(self, task: Task, architectures: Sequence[str]) -> None:
-        """Masks must exist and the solver must be able to place K prototypes in d dimensions."""
+        """Check that the masks exist, and that "simplex" can place K prototypes in d dimensions."""
         self.sparsity.masks(task)
         if self.stages.alignment == "simplex" and task.num_classes > task.feature_dim + 1:
             raise PbflError(
@@ -345,7 +345,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
     def paper_scalars(
         self, task: Task, class_counts: Sequence[int], parameters: Sequence[tuple[int, int]]
     ) -> float:
-        """Σ_i (K_i + K)·s: up K_i rows (K if dense), down K rows, to each of M clients."""
+        """Σ_i (K_i + K)·s: up K_i rows (K if dense), down K rows, for each of M clients."""
         K = task.num_classes
         up = [K if self.release.settings.dense_uploads else held for held in class_counts]
         return float(sum(rows + K for rows in up) * self.sparsity.width(task))
@@ -364,9 +364,9 @@ def pipeline(
     Args:
         settings: of the run.
         name: of the method.
-        named: what the name stands for where the configuration says "auto".
+        named: the stages of the named method, used where the configuration says "auto".
         headline: the predictor that is reported first.
-        server_training: of FedTGP, or None.
+        server_training: FedTGP's settings, or None.
 
     Raises:
         PbflError: if two stages do not fit together.

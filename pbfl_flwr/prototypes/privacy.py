@@ -1,4 +1,4 @@
-"""What leaves the device of a client's class table: too small classes held back, counts in buckets, clipping, noise.
+"""Protects a client's class table before it is sent: small classes held back, counts in buckets, clipping, noise.
 
 ::
 
@@ -8,23 +8,23 @@ Differential privacy of what is sent. One release is the table R (K, w) of a cli
 neighbours according to ``dp-unit``, and the noise has the standard deviation z·Δ in every entry, where Δ is the largest
 Euclidean distance between the tables of neighbours:
 
-* ``client``: neighbours are any two data sets. Every row as sent is clipped to norm C, so two tables differ by at most
-  2C in each of K rows: Δ = 2C·√K. Nothing is assumed about the training: this holds although the network was trained on
-  the data, in this round and in all before it.
-* ``sample``: neighbours differ by one sample more or less, and **the network is given**. Every feature is clipped to
+* ``client``: any two data sets are neighbours. Every row as sent is clipped to norm C, so two tables differ by at most
+  2C in each of K rows: Δ = 2C·√K. This assumes nothing about the training: it holds although the network was trained on
+  the data, in this round and in all earlier ones.
+* ``sample``: neighbours differ in the presence of one sample, and **the network is given**. Every feature is clipped to
   norm C, and only the row of the sample's class changes. A row that is a sum changes by the feature: Δ = C; a row that
-  is a mean changes by ‖x - mean‖/(n + 1) <= 2C/(n + 1), where n >= m samples were there before (m is
-  ``min-class-count``): Δ = 2C/(m + 1). With dense uploads the class itself may come or go at m, then the row of a sum
-  changes by up to m·C: Δ = m·C; without them the list of classes that are sent is taken as public. The network depends
-  on the data as well, which this unit does not cover.
+  is a mean changes by ‖x - mean‖/(n + 1) <= 2C/(n + 1), where n >= m is the number of samples without it (m is
+  ``min-class-count``): Δ = 2C/(m + 1). With dense uploads the class itself may appear or disappear at m, and then the
+  row of a sum changes by up to m·C: Δ = m·C; without them the list of sent classes is treated as public. The network
+  depends on the data as well, which this unit does not cover.
 
 Releases over rounds. A Gaussian mechanism with noise z·Δ and T adaptively chosen releases is exactly as private as one
 with noise z·Δ/√T, so with μ = √T/z
 
     δ(ε) = Φ(-ε/μ + μ/2) - e^ε·Φ(-ε/μ - μ/2)
 
-(Balle and Wang 2018, Theorem 8; Dong, Roth and Su 2022, Corollaries 2 and 4). This is tight, no bound on a bound, so no
-accountant is needed; that the server samples clients gives no amplification against the server.
+(Balle and Wang 2018, Theorem 8; Dong, Roth and Su 2022, Corollaries 2 and 4). This is exact, so no accountant is
+needed. Client sampling by the server gives no amplification against the server.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ from pbfl_flwr.prototypes.revealed import revealed
 from pbfl_flwr.prototypes.scaling import scale_by_counts
 from pbfl_flwr.prototypes.stages import SCALED_RULES, WEIGHTED_RULES
 
-SUMS = ("ppa", "aps-sum")  # rules to which a zero row adds nothing
-RELEASES = "releases"  # the client's own count of its noisy releases, in its memory
+SUMS = ("ppa", "aps-sum")  # rules in which a zero row adds nothing
+RELEASES = "releases"  # name in the client's memory of its number of noisy releases
 
 
 def bucketed(counts: Tensor, bucket: int | Literal["off", "powers"]) -> Tensor:
     """Return counts (K,) int64 rounded to the nearest power of two, or to the nearest multiple of b but at least b.
 
-    A count of 0 stays 0. Between two powers of two the geometric middle decides.
+    A count of 0 stays 0. "Nearest" power of two is by the logarithm.
     """
     if bucket == "off":
         return counts
@@ -67,7 +67,7 @@ def bucketed(counts: Tensor, bucket: int | Literal["off", "powers"]) -> Tensor:
 
 
 def clip_norms(rows: Tensor, bound: float) -> Tensor:
-    """Return rows (N, w) with a Euclidean norm of at most C; shorter ones stay as they are."""
+    """Return rows (N, w) clipped to a Euclidean norm of C."""
     norms: Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
     return rows * (bound / norms.clamp_min(bound))
 
@@ -81,7 +81,7 @@ def sensitivity(
     min_class_count: int,
     num_classes: int,
 ) -> float:
-    """Return Δ, the largest distance between the tables of neighbours; the module derives it.
+    """Return Δ, the largest distance between the tables of neighbours; derived in the module's docstring.
 
     Args:
         clip: C.
@@ -103,7 +103,7 @@ def delta_of(epsilon: float, mu: float) -> float:
     """Return δ(ε) of a Gaussian mechanism with Δ/σ = μ."""
     from scipy.special import log_ndtr, ndtr
 
-    shifted = log_ndtr(-epsilon / mu - mu / 2)  # e^ε alone would overflow
+    shifted = log_ndtr(-epsilon / mu - mu / 2)  # in logarithms, since e^ε could overflow
     return float(ndtr(-epsilon / mu + mu / 2) - math.exp(min(0.0, epsilon + float(shifted))))
 
 
@@ -122,15 +122,15 @@ def epsilon_of(noise: float, releases: int, delta: float) -> float:
     mu = math.sqrt(releases) / noise
     if delta_of(0.0, mu) <= delta:
         return 0.0
-    highest = mu * mu / 2 + mu * math.sqrt(2 * math.log(1 / delta)) + 1  # the zCDP bound lies below
+    highest = mu * mu / 2 + mu * math.sqrt(2 * math.log(1 / delta)) + 1  # above the zCDP bound
     return float(brentq(lambda epsilon: delta_of(epsilon, mu) - delta, 0.0, highest, xtol=1e-9))
 
 
 def gaussian(rows: int, width: int, generator: torch.Generator | None = None) -> Tensor:
     """Return standard normal numbers (rows, width) float64.
 
-    Without a generator they come from the operating system's randomness, which nobody who knows the run's seed can
-    foretell. Each is half the sum of four, against reconstruction from the gaps between floating-point numbers
+    Without a generator they come from the operating system's randomness, which cannot be predicted from the run's
+    seed. Each is half the sum of four, which prevents reconstruction from the gaps between floating-point numbers
     (Holohan and Braghin 2021; Opacus' secure mode does the same).
     """
     if generator is not None:
@@ -138,22 +138,22 @@ def gaussian(rows: int, width: int, generator: torch.Generator | None = None) ->
     from scipy.special import ndtri
 
     words = np.frombuffer(os.urandom(4 * rows * width * 8), dtype=np.uint64).reshape(4, rows, width)
-    # Within (0, 1): a half beside 53 bits would be rounded, at the end to 1.
+    # Strictly within (0, 1): with 53 bits the added half would be rounded, at the upper end to 1.
     uniform = ((words >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
     return torch.from_numpy(ndtri(uniform).sum(0) / 2)
 
 
 @dataclass(frozen=True)
 class Released:
-    """A class table as it may leave the device.
+    """A class table that may leave the device.
 
     Attributes:
         rows: (K, w), zero where not present.
         present: (K,) bool, the classes that are sent.
-        counts: (K,) int64, n_ij as they may be said, 0 for classes that are held back or absent.
-        num_examples: n_i as it may be said.
-        metrics: what the client's report says about it.
-        memory: what the client must keep.
+        counts: (K,) int64, n_ij in the form that may be sent, 0 for classes that are held back or absent.
+        num_examples: n_i in the form that may be sent.
+        metrics: for the client's report.
+        memory: tensors that the client must keep.
     """
 
     rows: Tensor
@@ -166,7 +166,7 @@ class Released:
 
 @dataclass(frozen=True)
 class Release:
-    """The stages above for one method. Build it with :func:`release`.
+    """The stages above for one method, built by :func:`release`.
 
     Attributes:
         settings: with ``min-class-count`` resolved.
@@ -178,13 +178,13 @@ class Release:
 
     @property
     def minimum(self) -> int:
-        """m, samples below which a class is held back."""
+        """m, number of samples below which a class is held back."""
         assert self.settings.min_class_count != "auto", "parse() resolves it"
         return self.settings.min_class_count
 
     @property
     def of_samples(self) -> Callable[[Tensor], Tensor] | None:
-        """What every feature (B, d) goes through before it is added to the sums that are sent; None for nothing."""
+        """Function applied to features (B, d) before they are added to the sums that are sent; None for none."""
         bound = self.settings.dp_clip
         if not bound or self.settings.dp_unit != "sample":
             return None
@@ -197,13 +197,13 @@ class Release:
         seen: Tensor,
         narrow: Callable[[Tensor], Tensor] | None = None,
     ) -> Released:
-        """Return what of the client's class means may leave the device.
+        """Return the client's class table in the form that may leave the device.
 
         Args:
-            client: whose counts, memory and randomness are used.
-            means: (K, d) local prototypes, of clipped features where :attr:`of_samples` says so.
-            seen: (K,) int64, samples behind each mean; never taken as more than the class has.
-            narrow: (K, d) -> (K, w), the mask.
+            client: its counts, memory and random generators are used.
+            means: (K, d) local prototypes, of features clipped by :attr:`of_samples` if that is set.
+            seen: (K,) int64, samples in each mean; at most the client's count is used.
+            narrow: (K, d) -> (K, w), compression by the mask.
         """
         keys, counts = self.settings, client.data.counts
         behind = torch.minimum(counts, seen)
@@ -228,7 +228,7 @@ class Release:
         return Released(rows, present, shown * held, int(shown.sum()), metrics, memory)
 
     def deviation(self, num_classes: int) -> float:
-        """Return σ = z·Δ, the noise in every entry of a table of K classes."""
+        """Return σ = z·Δ, the standard deviation of the noise in every entry of a table of K classes."""
         keys = self.settings
         return keys.dp_noise * sensitivity(
             keys.dp_clip,
@@ -240,11 +240,11 @@ class Release:
         )
 
     def reveals(self, rule: str, *, sends_total: bool) -> tuple[Reveal, ...]:
-        """Return what an upload tells the server.
+        """Return what an upload reveals to the server.
 
         Args:
-            rule: of the server.
-            sends_total: whether uploads carry n_i.
+            rule: the server's aggregation rule.
+            sends_total: whether uploads have n_i.
         """
         return revealed(
             self.settings, rule, minimum=self.minimum, scaled=self.scaled, sends_total=sends_total
@@ -252,17 +252,17 @@ class Release:
 
 
 def release(settings: PrivacySettings, rule: str, *, trained: bool, sends_total: bool, once: bool) -> Release:
-    """Return the stages for a method that aggregates by a rule.
+    """Return the stages for a method with the given aggregation rule.
 
     Args:
         settings: with ``min-class-count`` resolved.
-        rule: of the server.
+        rule: the server's aggregation rule.
         trained: whether the server trains on single rows.
-        sends_total: whether uploads carry n_i.
-        once: whether every sample is in the means, and once.
+        sends_total: whether uploads have n_i.
+        once: whether every sample is in the means exactly once.
 
     Raises:
-        PbflError: if a setting cannot do what it promises here.
+        PbflError: if a setting cannot give its guarantee with this rule.
     """
     if settings.dense_uploads and (trained or rule not in SUMS):
         why = "the server trains on every row it gets" if trained else f"rule '{rule}' divides by the holders"
@@ -296,7 +296,7 @@ def release(settings: PrivacySettings, rule: str, *, trained: bool, sends_total:
 
 
 def unprotected(settings: PrivacySettings) -> list[str]:
-    """Return the settings that ask for more than the default, as ``key = value``, for methods that cannot keep them."""
+    """Return the settings stronger than the default, as ``key = value``, for methods that do not support them."""
     plain = PrivacySettings()
     asked = ("dense_uploads", "count_bucket", "dp_clip", "dp_noise", "secure_aggregation")
     more = [key for key in asked if getattr(settings, key) != getattr(plain, key)]

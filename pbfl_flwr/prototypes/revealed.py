@@ -1,4 +1,4 @@
-"""What an upload of class rows tells the server, under the settings that hide or blur it."""
+"""What an upload of class rows reveals to the server under the privacy settings."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ MASKED = "under SecAgg+ masks (docs/privacy.md on their strength) the server lea
 def revealed(
     keys: PrivacySettings, rule: str, *, minimum: int, scaled: bool, sends_total: bool
 ) -> tuple[Reveal, ...]:
-    """Return presence, rows, single samples, counts, n_i and the single holder's row, each as the settings leave it.
+    """Return presence, rows, single samples, counts, n_i and the single holder's row, with the effect of the settings.
 
     Args:
-        keys: of the run.
-        rule: of the server.
-        minimum: m, samples below which a class is held back.
+        keys: the privacy settings.
+        rule: the server's aggregation rule.
+        minimum: m, number of samples below which a class is held back.
         scaled: whether rows are n_ij·c̄_ij, not means.
-        sends_total: whether uploads carry n_i.
+        sends_total: whether uploads have n_i.
     """
     noisy = f"noise of {keys.dp_noise:g} times the sensitivity, unit {keys.dp_unit}" if keys.dp_noise else ""
     presence, rows, single, counts = PRESENCE, MEANS, SINGLE, COUNTS

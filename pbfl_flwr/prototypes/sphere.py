@@ -1,10 +1,10 @@
-"""Points on the unit sphere that repel each other: their energy, their distances, the forces between them.
+"""Points on the unit sphere that repel each other: energy, distances and forces.
 
 E = Σ_{j<k} ln(1/‖C_j - C_k‖) over unit rows C, the force F_j = -∂E/∂C_j = Σ_{k!=j} (C_j - C_k)/‖C_j - C_k‖². Source:
 ProtoNorm, Section 4.1.
 
-All pairs at once by a Gram matrix instead of all K² differences: memory O(K² + K·d). Where two rows are so close that
-it loses digits, the pair is computed from its difference.
+All pairs are computed at once by a Gram matrix instead of all K² differences: memory O(K² + K·d). For two rows so close
+that this loses precision, the pair is computed from its difference.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PAIRS_AT_ONCE = 4096
 
 @dataclass(frozen=True)
 class Geometry:
-    """How spread out unit prototypes are; all zero with fewer than two of them.
+    """How spread out unit prototypes are; all zero for fewer than two.
 
     Attributes:
         energy: E.
@@ -46,7 +46,7 @@ def geometry(units: Tensor) -> Geometry:
     squared = squared_distances(units.detach().to("cpu", torch.float64)).clamp_min_(1e-300)
     nearest = squared.clone().fill_diagonal_(math.inf).min(dim=1).values.sqrt()
     squared.fill_diagonal_(1.0)
-    energy = -0.25 * float(squared.log().sum())  # each pair stands twice, and ln D = ½ ln D²
+    energy = -0.25 * float(squared.log().sum())  # each pair is counted twice, and ln D = ½ ln D²
     distances = squared.sqrt_().fill_diagonal_(0.0)
     return Geometry(
         energy=energy,
@@ -61,8 +61,8 @@ def forces(units: Tensor) -> Tensor:
     """Return F_j = Σ_{k!=j} (C_j - C_k) / (‖C_j - C_k‖² + 1e-10) (ProtoNorm, Eq. 11) in O(K² + K·d) memory.
 
     F is W's graph Laplacian times C, with W_jk = 1/(‖C_j - C_k‖² + 1e-10). Both that product and the squared
-    distances lose digits when rows are close, so rows are centred first, which mends a table whose rows are
-    all close together, and single close pairs are computed from their difference.
+    distances lose precision when rows are close. So rows are centred first, which helps if all rows are close
+    together, and single close pairs are computed from their difference.
     """
     centred, squared, close = _distances_and_close_pairs(units)
     squared.add_(SOFTENING).fill_diagonal_(math.inf)
@@ -91,11 +91,11 @@ def squared_distances(units: Tensor) -> Tensor:
 
 
 def _distances_and_close_pairs(units: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
-    """Return centred rows, squared distances by Gram matrix, and the pairs j < k where those lost digits."""
+    """Return centred rows, squared distances by Gram matrix, and the pairs j < k for which these are imprecise."""
     centred = units - units.mean(0)
     squares = (centred * centred).sum(1)
     squared = torch.addmm(squares.unsqueeze(1) + squares, centred, centred.T, alpha=-2)
-    # A Gram distance errs by some eps·(‖x_j‖² + ‖x_k‖²); below this it has fewer than half of its digits.
+    # A Gram distance has an error of about eps·(‖x_j‖² + ‖x_k‖²); below this limit less than half its digits are right.
     limit = 2 * float(squares.max()) * math.sqrt(torch.finfo(units.dtype).eps)
     close = None
     if float(squared.fill_diagonal_(math.inf).amin()) < limit:

@@ -1,4 +1,4 @@
-"""The slots of the pipeline and what stands in each, once every "auto" has its value and the slots fit together."""
+"""The settings of the pipeline's slots, with every "auto" resolved and checked to fit together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Collect = Literal["post", "trajectory", "last-epoch", "before"]
 APS_RULES = ("aps-sum", "aps-mean")
 SCALED_RULES = ("ppa", *APS_RULES)
 WEIGHTED_RULES = ("weighted", "weighted-shrunk")
-TRAINED_RULES = ("mean", "ppa", "aps-sum")  # what FedTGP's training can tell apart
+TRAINED_RULES = ("mean", "ppa", "aps-sum")  # rules that make a difference to FedTGP's training
 ROBUST_RULES = ("median", "trimmed-mean")
 
 
@@ -37,7 +37,7 @@ class Stages(Group):
     cps_scheme: Literal["dimension", "block"] = "dimension"
     cps_pull: Literal["full", "masked"] = "full"
     cpkd: Literal["off", "sample", "class"] = "off"
-    aps_scale: Annotated[float, Field(gt=0)] | Auto = "auto"  # μ; auto: by n, which the first round tells
+    aps_scale: Annotated[float, Field(gt=0)] | Auto = "auto"  # μ; auto: from the reported n
     ppa_total: Literal["reported", "known"] = "reported"
     total_examples: int = Field(0, ge=0)
     alignment: Literal["off"] | Solver = "off"
@@ -46,18 +46,18 @@ class Stages(Group):
 
     @property
     def sends_counts(self) -> bool:
-        """Whether uploads carry n_ij."""
+        """Whether uploads have n_ij."""
         return self.aggregation in WEIGHTED_RULES
 
     @property
     def sends_total(self) -> bool:
-        """Whether uploads carry n_i."""
+        """Whether uploads have n_i."""
         if self.aggregation == "ppa":
             return self.ppa_total == "reported"
         return self.aggregation in APS_RULES and self.aps_scale == "auto"
 
     def idle(self) -> list[str]:
-        """Return a line for every setting that another one keeps from having an effect."""
+        """Return a line for every setting that has no effect because of another one."""
         needs = {
             "trim_share": ("aggregation = 'trimmed-mean'", self.aggregation == "trimmed-mean"),
             "aps_scale": ("an aggregation of APS", self.aggregation in APS_RULES),
@@ -82,7 +82,7 @@ def resolved(settings: Settings, named: Stages) -> Stages:
 
     Args:
         settings: of the run.
-        named: what the method's name stands for, taken where the configuration says "auto".
+        named: the stages of the named method, used where the configuration says "auto".
 
     Raises:
         PbflError: if two stages do not fit together.

@@ -1,4 +1,4 @@
-"""Class sums and counts -> local prototypes c̄_ij = (1/n_ij) Σ_{x in D_ij} f_i(x) (FedProto, Eq. 3)."""
+"""Class sums and counts, and local prototypes c̄_ij = (1/n_ij) Σ_{x in D_ij} f_i(x) (FedProto, Eq. 3) from them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def class_sums(features: Tensor, labels: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
-    """Sum the features of every class in one scatter, without a loop over samples.
+    """Sum the features of every class in one scatter operation, without a loop over samples.
 
     Args:
         features: (B, d) floating point; half-precision features are summed in float32.
@@ -30,7 +30,7 @@ def class_sums(features: Tensor, labels: Tensor, num_classes: int) -> tuple[Tens
 
 
 def class_means(sums: Tensor, counts: Tensor) -> Tensor:
-    """Return sums / counts (K, d) in the dtype of the sums; a class with count 0 keeps a zero row."""
+    """Return sums / counts (K, d) in the dtype of the sums; a class with count 0 has a zero row."""
     means = sums / counts.clamp_min(1).to(sums.dtype).unsqueeze(1)
     return means * (counts > 0).to(sums.dtype).unsqueeze(1)
 
@@ -38,14 +38,14 @@ def class_means(sums: Tensor, counts: Tensor) -> Tensor:
 class ClassSums:
     """Class sums and counts over many batches, accumulated in float64.
 
-    The sum over batches is exact to float32 however many samples a class has, so that the prototypes do not
-    depend on the batch size beyond rounding. It lies where the features are if that is CUDA, so that no batch waits for
-    a copy; elsewhere on the CPU, since Apple's GPUs have no float64.
+    The sum over batches is exact to float32 for any number of samples, so that the prototypes depend on the batch size
+    only by rounding. It is on the features' device if that is CUDA, so that no batch waits for a copy; otherwise on
+    the CPU, since Apple's GPUs have no float64.
 
     Args:
         num_classes: K.
         feature_dim: d.
-        device: where the features are.
+        device: of the features.
     """
 
     def __init__(self, num_classes: int, feature_dim: int, device: torch.device) -> None:
@@ -60,7 +60,7 @@ class ClassSums:
         self.counts += counts.to(self.counts.device)
 
     def emptied(self) -> ClassSums:
-        """Return what was added so far, and begin anew in the same memory."""
+        """Return a copy of the sums so far, and reset this object in place."""
         kept = copy(self)
         kept.sums, kept.counts = self.sums.clone(), self.counts.clone()
         self.sums.zero_()

@@ -1,12 +1,12 @@
-"""Class tables as vectors that can be added without being seen, for secure aggregation.
+"""Class tables encoded as vectors whose sum can be computed by secure aggregation.
 
-A client's table becomes one vector: its K·w rows with zeros for absent classes, K presence bits, and n_i. The sum over
-the clients gives Σ rows, |N_j| and Σ n_i, which is all that the rules mean, PPA and APS need.
+A client's table becomes one vector: its K·w row entries with zeros for absent classes, K presence bits, and n_i. The
+sum over clients gives Σ rows, |N_j| and Σ n_i, which is all that the rules mean, PPA and APS need.
 
-Fixed point. Secure aggregation adds whole numbers modulo 2^32. With M clients each may use b = 31 - ⌈log2 M⌉ bits, and
-an entry within ±R is rounded at random to one of its two neighbours on a grid of step 2R/2^b. So a sum of M entries is
-right in expectation, wrong by less than M·2R/2^b, and has a standard deviation of at most √M·R/2^b. Presence bits and
-their sums are exact. Entries beyond R are clipped, and the client says how many.
+Fixed point. Secure aggregation adds integers modulo 2^32. With M clients each may use b = 31 - ⌈log2 M⌉ bits, and
+an entry within ±R is rounded stochastically to one of the two neighbours on a grid of step 2R/2^b. So a sum of M
+entries is unbiased, has an error below M·2R/2^b and a standard deviation of at most √M·R/2^b. Presence bits and
+their sums are exact. Entries beyond R are clipped, and the client reports how many.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ RANGES = {
     "ppa": 1e5,
     "aps-sum": 1e5,
     "aps-mean": 1e5,
-}  # R, of class means and of sums of features
-MOST_SAMPLES = 2**20  # of a client, at the end of the range of n_i
-MOST_CLIENTS = 2**12  # more would leave less than 19 bits an entry
+}  # R: range of class means, and of sums of features
+MOST_SAMPLES = 2**20  # of a client; encoded as the end of the range
+MOST_CLIENTS = 2**12  # more would leave fewer than 19 bits per entry
 
 Vector = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Total:
-    """What the server learns of a round.
+    """What the server learns in a round.
 
     Attributes:
-        rows: (K, w) Σ_i of the rows.
+        rows: (K, w) sum of the rows.
         holders: (K,) int64 |N_j|.
-        num_examples: Σ n_i, 0 where uploads carry none.
-        clients: how many were added.
+        num_examples: Σ n_i, 0 if uploads have none.
+        clients: number of summed vectors.
     """
 
     rows: torch.Tensor
@@ -51,7 +51,7 @@ class Total:
 
 
 def bits(num_clients: int) -> int:
-    """Return b, the bits of an entry, so that the sum of M stays below 2^31."""
+    """Return b, the bits of an entry with which the sum over M clients stays below 2^31."""
     return 31 - max(1, math.ceil(math.log2(num_clients)))
 
 
@@ -61,7 +61,7 @@ def step(bound: float, num_clients: int) -> float:
 
 
 def to_vector(upload: Prototypes, bound: float) -> tuple[Vector, int]:
-    """Return the vector (K·w + K + 1,), and how many entries were clipped: rows to ±R, n_i to MOST_SAMPLES."""
+    """Return the vector (K·w + K + 1,), and the number of clipped values: rows to ±R, n_i to MOST_SAMPLES."""
     rows = torch.where(upload.present[:, None], upload.values, torch.zeros_like(upload.values)).double()
     clipped = rows.clamp(-bound, bound)
     n = upload.num_examples or 0
@@ -71,16 +71,16 @@ def to_vector(upload: Prototypes, bound: float) -> tuple[Vector, int]:
 
 
 def from_vector(total: Vector, num_classes: int, clients: int, bound: float) -> Total:
-    """Return what a sum of vectors stands for.
+    """Decode a sum of vectors.
 
     Args:
-        total: the sum of what :func:`to_vector` gives, K·(s + 1) + 1 numbers.
+        total: (K·(w + 1) + 1,), sum of vectors from :func:`to_vector`.
         num_classes: K.
-        clients: how many vectors it is the sum of.
+        clients: number of summed vectors.
         bound: R.
 
     Raises:
-        RejectedPayload: if its length or its presence bits are impossible; then no client's table was added right.
+        RejectedPayload: if its length or presence bits are impossible, which makes the whole sum invalid.
     """
     K = num_classes
     width, rest = divmod(len(total) - K - 1, K)

@@ -25,7 +25,7 @@ MOMENTUM = "momentum."  # prefix of the optimiser's buffers in the state's tenso
 
 
 class PrototypeGenerator(nn.Module):
-    """TGP: one embedding a class through Linear -> ReLU -> Linear, all of width d; K·d + 2(d² + d) parameters.
+    """TGP: one embedding per class through Linear -> ReLU -> Linear, all of width d; K·d + 2(d² + d) parameters.
 
     Args:
         num_classes: K.
@@ -52,8 +52,8 @@ class ServerTraining:
         epochs: S, passes over the uploaded prototypes in a round.
         batch_size, learning_rate, momentum: of the server's SGD.
         margin_cap: τ, upper bound of the adaptive margin.
-        margin: of which two classes it is the distance.
-        absent: whether a class that nobody ever sent takes part in prediction and pull ("keep") or not.
+        margin: which two classes define it; see :func:`adaptive_margin`.
+        absent: whether a class that nobody ever sent is part of prediction and pull ("keep") or not ("exclude").
     """
 
     epochs: int = 100
@@ -67,7 +67,7 @@ class ServerTraining:
 
 @dataclass(frozen=True)
 class TrainableState:
-    """What the server keeps from round to round.
+    """What the server keeps of the training from round to round.
 
     Attributes:
         tensors: the generator's parameters under their own names; with a momentum above 0, after the first
@@ -79,12 +79,12 @@ class TrainableState:
 
 @dataclass(frozen=True)
 class TrainingReport:
-    """How the server's training of one round ended.
+    """Result of the server's training in one round.
 
     Attributes:
         loss: mean loss over the vectors in the last epoch.
         margin: δ of this round.
-        converged: whether the loss is below 1e-3, as FedTGP's README asks; False is to be said aloud.
+        converged: whether the loss is below 1e-3, as FedTGP's README requires; the user is told if it is not.
         epochs: epochs trained, 0 if nobody sent a prototype.
     """
 
@@ -104,7 +104,7 @@ class TrainingReport:
 
 
 def initial_state(num_classes: int, feature_dim: int, seed: int) -> TrainableState:
-    """Return a freshly initialised generator (PyTorch's defaults); global randomness is untouched."""
+    """Return a newly initialised generator (PyTorch's defaults); the global random state is restored."""
     with seeds.seeded(seed):
         network = PrototypeGenerator(num_classes, feature_dim)
     return TrainableState({name: tensor.detach().clone() for name, tensor in network.state_dict().items()})
@@ -113,7 +113,7 @@ def initial_state(num_classes: int, feature_dim: int, seed: int) -> TrainableSta
 def stack_uploads(uploads: Iterable[Prototypes], scale: float | None = None) -> tuple[Tensor, Tensor]:
     """Collect all local prototypes of a round as training vectors.
 
-    Under PPA and APS the uploads are n_ij·c̄_ij and must come back to the features' size: each is multiplied
+    Under PPA and APS the uploads are n_ij·c̄_ij and are rescaled to the features' scale: each is multiplied
     by scale·|N_j|, with scale K/n (PPA on FedTGP, CPS paper's appendix) or μ (APS). The mean over the holders
     of a class is then exactly the PPA (APS) prototype, hence the factor |N_j|.
 
@@ -142,14 +142,14 @@ def adaptive_margin(means: Tensor, present: Tensor, cap: float, of: Margin = "ne
     """Return δ = min(max_j gap_j, τ) over the classes present.
 
     "nearest" is the published code, gap_j = min_{k != j} ‖Q_j - Q_k‖₂ (also ProtoNorm's reading, Section 6.1);
-    "farthest" the paper's equation 9 as printed, gap_j = max_{k != j} ‖Q_j - Q_k‖₂: the largest distance of any two
-    classes. With fewer than two classes there is no other one and δ = τ.
+    "farthest" is the paper's equation 9 as printed, gap_j = max_{k != j} ‖Q_j - Q_k‖₂: the largest distance of any two
+    classes. With fewer than two classes δ = τ.
 
     Args:
         means: (K, d) Q_j, the clients' mean prototype of every class.
         present: (K,) bool.
         cap: τ.
-        of: which other class a gap reaches to.
+        of: "nearest" or "farthest" other class.
     """
     rows = means[present].double()
     if len(rows) < 2:
@@ -164,8 +164,8 @@ def adaptive_margin(means: Tensor, present: Tensor, cap: float, of: Margin = "ne
 def margin_logits(vectors: Tensor, prototypes: Tensor, labels: Tensor, margin: float) -> Tensor:
     """Return -(‖c̄_b - P_k‖₂ + δ·[k = y_b]) (B, K): the true class's logit is lowered by exactly δ.
 
-    Squared distances come from a Gram matrix as in the published code, but clamped at 1e-12 before the root:
-    rounding can make them negative and the root's slope at zero is infinite.
+    Squared distances come from a Gram matrix as in the published code, but are clamped at 1e-12 before the root:
+    rounding can make them negative, and the root's derivative at zero is infinite.
 
     Args:
         vectors: (B, d) c̄_b.
@@ -191,16 +191,16 @@ def train_prototypes(
     momentum: float = 0.0,
     generator: torch.Generator,
 ) -> tuple[TrainableState, Tensor, TrainingReport]:
-    """Train the generator on this round's local prototypes and read off the global ones.
+    """Train the generator on this round's local prototypes and return the global ones.
 
-    Each epoch shuffles all (c̄_ij, j), takes batches (the incomplete last one too) and steps on the
-    cross-entropy of :func:`margin_logits` over all K outputs, so a class that nobody holds is trained as a
-    negative only. The published optimiser is a fresh plain SGD each round; a momentum above 0 keeps its
+    Each epoch shuffles all (c̄_ij, j), takes batches (including an incomplete last one) and steps on the
+    cross-entropy of :func:`margin_logits` over all K outputs, so a class that nobody holds is trained only as a
+    negative. The published optimiser is plain SGD, created anew each round; a momentum above 0 keeps its
     buffers in the state.
 
     Args:
-        state: of the previous round, left as it is.
-        vectors: (N, d) local prototypes; none leaves the generator as it is.
+        state: of the previous round, not changed.
+        vectors: (N, d) local prototypes; without any, the generator is not trained.
         labels: (N,) their classes.
         epochs: S.
         batch_size: of the server.
@@ -208,8 +208,8 @@ def train_prototypes(
         margin_cap: τ.
         margin_of: see :func:`adaptive_margin`.
         momentum: of SGD.
-        generator: draws the order of the vectors; on the CPU the result depends on it and the arguments
-            alone.
+        generator: for the order of the vectors; on the CPU the result depends only on it and the other
+            arguments.
 
     Returns:
         The new state, the prototypes (K, d) float32 of all K classes, and the report.
