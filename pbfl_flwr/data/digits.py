@@ -2,7 +2,7 @@
 
 Source: scikit-learn ``load_digits``, the test part of the UCI "Optical Recognition of Handwritten Digits". The
 8x8 images with values 0..16 are scaled to uint8 0..255 and every pixel is repeated to 2x2. The resulting 1x16x16
-inputs suit every image model, including those with two unpadded 5x5 convolutions.
+inputs suit every image model but vit-b-32, including those with two unpadded 5x5 convolutions.
 """
 
 from importlib.metadata import version
