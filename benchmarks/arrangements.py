@@ -1,12 +1,12 @@
-"""Which layout, precision and number of threads suit each architecture on this machine; writes a preset with them.
+"""Find the best layout, precision and number of threads for each architecture on this machine; write them as a preset.
 
     python benchmarks/arrangements.py --models heterogeneous-4 --input 3,32,32 --batch 32 [--preset fast.toml]
     python benchmarks/arrangements.py --models cnn4 --input 1,28,28 --batch 10 --reduced [--out arrangements.json]
 
-A client's round of FedProto (see local_training.py) in as many processes of so many threads as fill the cores, all of
-them at once; samples a second of the whole machine. The candidates of an architecture take turns. What the preset
-names differs from the default where it is at least 5 % faster. bfloat16 is tried with ``--reduced`` only: it changes
-results beyond rounding.
+Measures a client's round of FedProto (see local_training.py) in as many concurrent processes, each with the given
+number of threads, as fill the cores, in samples per second of the whole machine. An architecture's candidates
+alternate. The preset differs from the default where that is at least 5 % faster. bfloat16 is tried with ``--reduced``
+only: it changes results beyond rounding.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 
-from local_training import SAMPLES, our_round, start_worker  # first: it decides how threads wait
+from local_training import SAMPLES, our_round, start_worker  # first: it sets OMP_WAIT_POLICY
 
 import torch  # isort: skip
 from machine import introduce, write
@@ -31,7 +31,7 @@ from pbfl_flwr.config.keys import LAYOUTS, PRECISIONS
 from pbfl_flwr.models import architectures
 
 Candidate = tuple[str, str]
-"""Layout, precision; the first one is the default."""
+"""(layout, precision); the first candidate is the default."""
 WORTH = 1.05
 
 
@@ -43,7 +43,7 @@ def measured(
     batch: int,
     how: Candidate,
 ) -> float:
-    """Return samples a second of all workers, each training one client."""
+    """Return samples per second of all workers, each training one client."""
     begin = time.perf_counter()
     jobs = [
         pool.submit(our_round, architecture, shape, batch, client, "cpu", "off", *how)
@@ -62,7 +62,7 @@ def speeds(
     candidates: list[Candidate],
     rounds: int,
 ) -> dict[str, dict[Candidate, float]]:
-    """Return architecture -> candidate -> samples a second with workers of so many threads."""
+    """Return architecture -> candidate -> samples per second, with workers of this many threads."""
     workers = max(1, (os.cpu_count() or 1) // threads)
     found: dict[str, dict[Candidate, float]] = {}
     with ProcessPoolExecutor(workers, get_context("spawn"), start_worker, (threads,)) as pool:
@@ -82,7 +82,7 @@ def speeds(
 
 
 def best(found: dict[Candidate, float]) -> Candidate:
-    """Return the fastest candidate, the default where that is hardly slower."""
+    """Return the fastest candidate if it beats the default by WORTH, else the default."""
     fastest = max(found, key=lambda how: found[how])
     default = next(iter(found))
     return fastest if found[fastest] > WORTH * found[default] else default
@@ -126,7 +126,7 @@ def main() -> int:
         )
         for threads in map(int, arguments.threads.split(","))
     }
-    # A federation trains all of them: what counts is the time that a sample of each takes together.
+    # A federation trains all architectures: minimise the total time of one sample of each.
     threads = min(found, key=lambda threads: sum(1 / max(of.values()) for of in found[threads].values()))
     text = preset({name: best(of) for name, of in found[threads].items()}, threads)
     print(f"\n{text}", end="")

@@ -1,10 +1,10 @@
-"""Forward and backward pass of single convolutions: the library's against the arranged one (models/arrangement.py).
+"""Forward and backward pass of single convolutions: torch's layers against the arranged ones (models/arrangement.py).
 
     python benchmarks/convolutions.py [--batch 32] [--out convolutions.json]
 
 The shapes are those of MobileNetV2, EfficientNet-B0, ShuffleNetV2, ResNet-8 and ResNet-18 on 32x32 images. One thread,
-channels-last, CPU seconds, median of nine. The threshold FEW_PIXELS is where the ratios of depthwise convolutions, by
-the pixels of the input, and of dense ones, by those of the output, fall below one.
+channels-last, CPU seconds, median of nine. The threshold FEW_PIXELS is where the ratios fall below one: of depthwise
+convolutions by the number of input pixels, of dense ones by that of output pixels.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ def milliseconds(layer: nn.Module, inputs: Tensor) -> float:
 
 
 def compare(conv: nn.Conv2d, side: int, batch: int) -> tuple[float, float]:
-    """Return milliseconds of the library's layer and of ours, whatever the threshold says."""
+    """Return milliseconds of torch's layer and of ours, with the threshold disabled."""
     inputs = torch.randn(batch, conv.in_channels, side, side).contiguous(memory_format=torch.channels_last)
     inputs.requires_grad_()
     plain = milliseconds(conv.to(memory_format=torch.channels_last), inputs)
-    with patch.object(arrangement, "FEW_PIXELS", side * side):  # no map is too large
+    with patch.object(arrangement, "FEW_PIXELS", side * side):  # every map is below the threshold
         return plain, milliseconds(arrange(nn.Sequential(conv), "channels-last"), inputs)
 
 

@@ -4,12 +4,12 @@
     python benchmarks/local_training.py --device cuda [--workers 4] [--compile cuda-graph]
 
 Both sides do a round of FedProto for every client: one epoch of SGD on cross-entropy plus the pull towards global
-prototypes, then a pass that collects the client's prototypes. The plain loop is what research code does: one process
-with torch's own number of threads and memory layout, a DataLoader over (image, label) pairs, a fresh model for every
+prototypes, then a pass that collects the client's prototypes. The plain loop follows typical research code: one process
+with torch's default threads and memory layout, a DataLoader over (image, label) pairs, a fresh model for every
 client, prototypes handled sample by sample. Ours is the method's own ``local_update`` in worker processes of one
-thread each. The two sides take turns, so that a busy machine disturbs both. Images are random: only time is measured.
-With ``--device cuda`` both sides train on the card, which our workers share; without a card nothing is measured. With
-``--compile`` a worker pays once for every architecture that it meets, whenever that is: give it more rounds.
+thread each. The two sides alternate, so that other load affects both. Images are random: only time is measured.
+With ``--device cuda`` both sides train on the GPU, which our workers share; without a GPU nothing is measured. With
+``--compile`` each worker compiles every architecture once, at its first use: increase the number of rounds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, get_args
 
-# Threads that spin while they wait slow a busy machine down; the plain loop would look worse than it is.
+# Spinning threads slow a busy machine down, to the disadvantage of the plain loop.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
@@ -49,7 +49,7 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[int, int, int], int]] = {
     "cnn4": (("cnn4",) * 4, (1, 28, 28), 10),
 }
 K, D = 10, 512
-SAMPLES = 480  # a client
+SAMPLES = 480  # per client
 
 
 def samples(shape: tuple[int, int, int], client: int) -> tuple[Tensor, Tensor]:
@@ -108,7 +108,7 @@ def plain(case: str, clients: int, device: str) -> float:
 
 # Ours -------------------------------------------------------------------------------------------------------
 
-NETWORKS: dict[tuple[object, ...], SplitModel] = {}  # of a worker process
+NETWORKS: dict[tuple[object, ...], SplitModel] = {}  # cache of a worker process
 
 
 def start_worker(threads: int = 1) -> None:
@@ -166,7 +166,7 @@ def ours(case: str, clients: int, pool: ProcessPoolExecutor, device: str, mode: 
 def measure(
     case: str, clients: int, rounds: int, pool: ProcessPoolExecutor, device: str, mode: Mode
 ) -> dict[str, float | int | str]:
-    """Return samples a second of both sides, medians over the rounds that follow a first one."""
+    """Return samples per second of both sides, medians over the rounds after a warm-up."""
     ours(case, clients, pool, device, mode)
     plain(case, clients, device)
     pairs = [(plain(case, clients, device), ours(case, clients, pool, device, mode)) for _ in range(rounds)]

@@ -1,4 +1,4 @@
-"""What a benchmark ran on, printed and written down the same way by all of them."""
+"""Describe the machine of a benchmark, in the same form for all of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NO_CARD = "no CUDA device here: nothing is measured"
 
 
 def about(threads: object) -> dict[str, Any]:
-    """Return versions, processor and cores, threads, card."""
+    """Return versions, processor and cores, threads, GPU."""
     return {
         **{name: version(name) for name in ("torch", "flwr", "numpy")},
         "python": platform.python_version(),
@@ -27,18 +27,18 @@ def about(threads: object) -> dict[str, Any]:
 
 
 def introduce(threads: object) -> None:
-    """Print it, one line above the table."""
+    """Print the machine in one line."""
     print(", ".join(f"{name} {value}" for name, value in about(threads).items()), flush=True)
 
 
 def write(path: Path | None, threads: object, **figures: Any) -> None:
-    """Write figures as JSON beside what they were measured on; nothing without a path."""
+    """Write results as JSON, with the machine they were measured on; without a path do nothing."""
     if path is not None:
         path.write_text(json.dumps({**about(threads), **figures}, indent=1) + "\n")
 
 
 def card_options(share: float) -> list[str] | None:
-    """Return what has ``pbfl run`` train on the card, ``share`` of it for a worker; None if there is none."""
+    """Return options for ``pbfl run`` to train on the GPU, this share per worker ([] for 0); None without a GPU."""
     if not share:
         return []
     if not torch.cuda.is_available():

@@ -1,11 +1,11 @@
-"""Where the seconds of a round go: training, data, our own bookkeeping, Flower.
+"""Break down the time of a round: training, data, our own bookkeeping, Flower.
 
     python benchmarks/round_anatomy.py --set dataset=fashion-mnist --set models=heterogeneous-4 \\
         --set num-server-rounds=3 [--gpus-per-client 0.25 --workers 4]
 
-Runs the configuration through ``pbfl run`` on the simulation engine and reads the history. A worker's seconds are
-divided by the number of workers; what is left of the wall clock is Flower, Ray, waiting for the slowest worker and
-the machine's other work. The first round (caches, first touch of the data) is left out when there are several.
+Runs the configuration through ``pbfl run`` and reads the history. The workers' seconds are divided by their number; the
+rest of the wall-clock time is Flower, Ray, waiting for the slowest worker and other load on the machine. The first
+round (caches, first access to the data) is excluded if there are several.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def anatomy(run: Path, workers: int) -> dict[str, float | str | int]:
-    """Return the medians over rounds, in seconds of wall clock."""
+    """Return medians over rounds, in seconds of wall-clock time."""
     rounds = [json.loads(line) for line in (run / "rounds.jsonl").read_text().splitlines()]
     rounds = rounds[1:] or rounds
     config = json.loads((run / "run.json").read_text())["configuration"]

@@ -1,11 +1,11 @@
-"""A round against the number of clients and of workers, through ``pbfl run``.
+"""Time and memory of a round against the number of clients or workers, through ``pbfl run``.
 
     python benchmarks/scale.py clients [--counts 20,100,1000] [--fraction 1.0] [--rounds 3] [--out scale.json]
     python benchmarks/scale.py workers [--counts 1,2] [--clients 20] [--rounds 3] [--gpus-per-client 0.25]
 
-FedProto with cnn4 on Fashion-MNIST. ``clients`` deals the same 7,000 samples to more and more clients, so that what
-grows is the cost of a client and not of a sample. Medians over the rounds after the first; memory is the largest
-resident set of a worker and of the server process, from /proc, hence Linux.
+FedProto with cnn4 on Fashion-MNIST. ``clients`` divides the same 7,000 samples among more and more clients, so that
+only the cost per client grows. Medians over the rounds after the first; memory is the largest resident set of a worker
+and of the server process, from /proc, hence Linux only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 from machine import NO_CARD, card_options, introduce, write
 
-# What stands in a process's command line -> what it is, the first that fits.
+# Part of a process's command line -> its role; the first match counts.
 MARKS = {
     "ray::ClientAppActor": "worker",
     "spawn_main": "worker",
@@ -32,14 +32,14 @@ MARKS = {
 
 
 def resident_mb(root: int) -> dict[str, float]:
-    """Return process name -> resident megabytes of the largest process of that name below ``root``."""
+    """Return role -> resident MiB of the largest process of that role below ``root``."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
                 parents[int(entry.name)] = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
             except OSError:
-                continue  # it has just ended
+                continue  # it has ended
     below = {root}
     while more := {pid for pid, parent in parents.items() if parent in below} - below:
         below |= more
@@ -57,7 +57,7 @@ def resident_mb(root: int) -> dict[str, float]:
 
 
 def run(folder: Path, clients: int, rounds: int, *options: str) -> dict[str, Any]:
-    """Return what a run took."""
+    """Make a run and return its times and memory."""
     command = [sys.executable, "-m", "pbfl_flwr.cli", "run", "--run-dir", str(folder), *options]
     for key, value in {
         "dataset": "fashion-mnist",
@@ -90,7 +90,9 @@ def run(folder: Path, clients: int, rounds: int, *options: str) -> dict[str, Any
         "worker s a round": busy,
         "command s": time.perf_counter() - begin,
         "worker MB": peak.get("worker", 0.0),
-        "server MB": peak.get("server", peak.get("command", 0.0)),  # without Flower's engine they are one
+        "server MB": peak.get(
+            "server", peak.get("command", 0.0)
+        ),  # without Flower's engine one process is both
     }
 
 

@@ -1,12 +1,12 @@
-"""The server's share of a round with many uploads: check, decode, aggregate; seconds and peak memory.
+"""The server's part of a round with many uploads: check, decode, aggregate; seconds and memory.
 
     python benchmarks/server_aggregation.py [--uploads 10000] [--out server_aggregation.json]
 
-K = 100 classes, s = 50 numbers a class, all classes present, as TinyProto sends them. Everything that the server does
-with a reply is done: ``check`` weighs it, decodes and validates it; ``decode`` is the second decoding, upload by
-upload, while the sum runs; ``aggregate`` is the sum itself. CPU seconds of one thread, median of the repeats. Memory is
-what the process grows by beside the bytes that Flower handed over; a method that needs all uploads at once
-(``median``) stands beside the sums.
+K = 100 classes, s = 50 numbers per class, all classes present, as TinyProto sends them. Covers all of the server's work
+on replies: ``check`` measures their size, decodes and validates them; ``decode`` is the second decoding, one upload at
+a time during the sum; ``aggregate`` is the sum itself. CPU seconds of one thread, median of the repeats. Memory is the
+growth of the process, without the bytes that Flower handed over; a method that needs all uploads at once
+(``median``) is listed for comparison.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ RULES = ("mean", "weighted", "ppa", "aps-sum", "median")
 
 
 def replies(rule: str, number: int) -> tuple[Phase, list[Message]]:
-    """Return the round's questions and answers, the answers in another order."""
+    """Return a round's requests and replies, the replies in reverse order."""
     generator = torch.Generator().manual_seed(0)
     asked, answers = [], []
     present = torch.ones(K, dtype=torch.bool)
@@ -56,7 +56,7 @@ def replies(rule: str, number: int) -> tuple[Phase, list[Message]]:
 
 
 def measure(rule: str, number: int, repeats: int) -> dict[str, Any]:
-    """Return medians over the repeats; memory is that of the first, before anything was kept for reuse."""
+    """Return medians over the repeats; memory is from the first, before any reuse."""
     settings = parse(
         {"method": "fedproto", "aggregation": rule, "cps-dim": S, "feature-dim": D, "num-clients": number},
         SECTIONS,
@@ -116,7 +116,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="write the table as JSON")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1  # messages ask for them
+    TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1  # required by messages
     introduce(1)
     print(f"{arguments.uploads} uploads, K = {K}, s = {S}")
     print(f"{'rule':>9} {'check':>9} {'decode':>9} {'aggregate':>9} {'decode+aggregate':>17} {'memory':>9}")

@@ -1,10 +1,10 @@
-"""A thousand rounds: does the resident memory of any process grow?
+"""Check that the resident memory of no process grows over a thousand rounds.
 
     python benchmarks/soak.py [--rounds 1000] [--settle 50] [--out soak.json]
 
-FedProto, eight clients with mlp5 on the digits, through ``pbfl run``. Every process of the run is sampled each few
-seconds; a process's growth is its mean over the last tenth of the rounds against its mean over a window as long right
-after the first ``--settle`` rounds. Exits with 1 if a process has grown by more than a tenth.
+FedProto, eight clients with mlp5 on the digits, through ``pbfl run``. The largest process of each role is sampled every
+two seconds; its growth is the mean over the last tenth of the rounds against the mean over an equally long window after
+the first ``--settle`` rounds. Exits with 1 if one has grown by more than a tenth.
 """
 
 from __future__ import annotations

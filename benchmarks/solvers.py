@@ -4,13 +4,13 @@
 
 One process, one thread, the same ReLU-like start and the same settings for both; each is run several times,
 alternating, and the fastest run counts. Times are the process's CPU seconds: on a shared machine wall-clock time
-flatters the short call, which can finish between two interruptions. Both sides run the same number of times.
+favours the short call, which can finish between two interruptions. Both sides run the same number of times.
 
-The broadcast form runs in float32, as published, and in float64. The rule that stops both watches a mean
-force rounded to 4 decimals; in float32 rounding errors of the force can move that by some steps, so that the
-published form can disagree with itself in float64. Agreement is therefore judged in float64 (directions 1e-3,
-energy 1e-4; exit status 1 if missed), the differences to float32 are shown beside it. `--large` adds K = 1,000,
-once, in float32 only and so not judged: there the broadcast form needs several GB and a minute or more.
+The broadcast form runs in float32, as published, and in float64. Both forms stop on a mean force rounded to 4
+decimals; float32 rounding errors of the force can shift that by some steps, so that the published form can disagree
+with itself in float64. Agreement is therefore judged in float64 (directions 1e-3, energy 1e-4; exit status 1 if
+missed), with the differences to float32 beside it. `--large` adds K = 1,000, once, in float32 only and so not judged:
+there the broadcast form needs several GB and a minute or more.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DIRECTION_TOLERANCE, ENERGY_TOLERANCE = 1e-3, 1e-4
 
 
 def broadcast_alignment(prototypes: Tensor, max_steps: int = 500) -> tuple[Tensor, int]:
-    """ProtoNorm's Algorithm 1 as it stands, with all (K, K, d) differences; returns unit rows and steps."""
+    """ProtoNorm's Algorithm 1 as published, with all (K, K, d) differences; returns unit rows and steps."""
     units = prototypes / prototypes.norm(dim=1, keepdim=True)
     velocity, step = torch.zeros_like(units), 0.1
     previous, unchanged = "", 0
@@ -58,7 +58,7 @@ def broadcast_alignment(prototypes: Tensor, max_steps: int = 500) -> tuple[Tenso
 
 
 def relu_like(num_classes: int, dim: int, seed: int) -> Tensor:
-    """Non-negative rows with a common part, like aggregated features behind a ReLU."""
+    """Return non-negative rows with a common part, like aggregated features after a ReLU."""
     random = torch.Generator().manual_seed(seed)
     common, spread = torch.rand(dim, generator=random), torch.rand(dim, generator=random)
     return torch.randn(num_classes, dim, generator=random).relu() * spread + 0.5 * common
@@ -114,7 +114,7 @@ def measure(
 
 
 def difference(aligned: Tensor, report: AlignmentReport, published: Tensor) -> tuple[float, float]:
-    """Return the largest distance of two corresponding unit rows, and the difference of the energies."""
+    """Return the largest distance of corresponding unit rows, and the difference of the energies."""
     return float((aligned - published).norm(dim=1).max()), abs(
         report.after.energy - geometry(published).energy
     )

@@ -1,6 +1,6 @@
-"""The ``pbfl`` command. A module a topic; the table below is the order of ``pbfl --help``.
+"""The ``pbfl`` command: one module per topic; ``COMMANDS`` has the order of ``pbfl --help``.
 
-The commands import what they need when they run: torch and Flower take seconds, ``--help`` should not.
+Commands import their dependencies when they run: torch and Flower take seconds, ``--help`` should not.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
 
 
 def version(wanted: bool) -> None:
-    """Print the versions that a report of a fault needs, and end."""
+    """Print the versions that a bug report needs, and exit."""
     if wanted:
         from importlib.metadata import version as of
         from platform import python_version
@@ -76,7 +76,7 @@ def options(
     """Prototype-based federated learning on Flower."""
 
 
-REFUSALS = (  # of the system, whatever this program does
+REFUSALS = (  # errors of the system, not of this program
     errno.ENOSPC,
     errno.EDQUOT,
     errno.EACCES,
@@ -93,12 +93,12 @@ app.add_typer(deployment.deploy, name="deploy")
 def main() -> None:
     """Run the command line.
 
-    What the system refuses is a line and exit code 1: a full disk, also where it takes the command's own words, and a
-    place that is somebody else's. So is a Flower of another version that lacks what is needed.
+    Errors of the system, such as a full disk (also when printing) or missing permissions, give one line and exit code
+    1, as does an incompatible version of Flower.
     """
     if sys.stdout is None:  # it was closed
         sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115, as long as the process
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a name that it cannot write must not end the command
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a name that cannot be encoded must not end the command
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:

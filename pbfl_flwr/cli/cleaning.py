@@ -1,4 +1,4 @@
-"""``pbfl clean``: what may go."""
+"""``pbfl clean``: remove what runs left."""
 
 from __future__ import annotations
 

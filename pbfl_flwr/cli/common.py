@@ -1,4 +1,4 @@
-"""What the commands share: exit codes, common options, how an error is said."""
+"""Shared by the commands: exit codes, common options, error messages."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ COMPLETED, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 
 
 def ended(error: PbflError, code: int = REFUSED) -> typer.Exit:
-    """Print an error, one line each of its lines, and return the exit."""
+    """Print an error line by line, and return the exit to raise."""
     for line in str(error).splitlines():
         say(screen(stderr=True), f"error: {line}")
     return typer.Exit(code)
 
 
 class _Given(click.Path):
-    """A path with a name: Python takes an empty one, as of a variable that is not set, for the current directory."""
+    """A non-empty path: Python takes an empty one, e.g. of an unset variable, for the current directory."""
 
     def convert(
         self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None
@@ -64,7 +64,7 @@ Parallel = Annotated[
 
 
 class EngineName(StrEnum):
-    """Who runs the clients."""
+    """Engines that run the clients."""
 
     flower = "flower"
     processes = "processes"
@@ -117,10 +117,10 @@ KEPT = "what is finished is kept; the same command goes on"
 
 @contextmanager
 def running(interrupted: str = "") -> Iterator[None]:
-    """Give what ends runs its exit code: an error, said line by line, or Ctrl-C; SIGTERM and SIGHUP likewise.
+    """Turn an error, Ctrl-C, SIGTERM or SIGHUP during runs into messages and an exit code.
 
     Args:
-        interrupted: what is said after Ctrl-C.
+        interrupted: message after an interruption.
     """
     from pbfl_flwr.experiments.running.runner import interruptible
 
@@ -136,7 +136,7 @@ def running(interrupted: str = "") -> Iterator[None]:
 
 
 def outlined(planned: Sequence[Planned], console: Console) -> typer.Exit:
-    """Print what several runs would be, and return the exit."""
+    """Print what several runs would do, and return the exit to raise."""
     from pbfl_flwr.experiments.comparing import planned_runs
 
     return typer.Exit(COMPLETED if planned_runs.show(planned, console) else REFUSED)
@@ -145,14 +145,14 @@ def outlined(planned: Sequence[Planned], console: Console) -> typer.Exit:
 def concluded(
     console: Console, table: str, written: str, failed: Sequence[str], unwritten: str = ""
 ) -> typer.Exit:
-    """Print what came of several runs, and return the exit.
+    """Print the outcome of several runs, and return the exit to raise.
 
     Args:
-        console: where.
-        table: of the finished ones; may be empty.
-        written: which files, and where.
-        failed: the others.
-        unwritten: why these files were left as they were, if so.
+        console: to print to.
+        table: of the finished runs; may be empty.
+        written: the files written, and where.
+        failed: labels of the failed runs.
+        unwritten: why these files were left unchanged, if so.
     """
     from pbfl_flwr.experiments.text import narrow
 
@@ -168,10 +168,10 @@ def concluded(
 
 
 def predictor(by: str) -> str:
-    """Return a predictor, or nothing where none was asked for.
+    """Return the predictor's name after checking it; it may be empty.
 
     Raises:
-        PbflError: if there is no such one.
+        PbflError: if it is unknown.
     """
     from pbfl_flwr.config import PREDICTORS
 
@@ -181,10 +181,10 @@ def predictor(by: str) -> str:
 
 
 def app_for(engine: EngineName, given: Path | None) -> Path:
-    """Return the directory of the Flower app, of which processes of this machine need none.
+    """Return the directory of the Flower app, which only the engine ``flower`` needs.
 
     Raises:
-        PbflError: as :func:`checkout`, or if a directory was given and would not be used.
+        PbflError: as :func:`checkout`, or if a directory was given that would not be used.
     """
     if engine is EngineName.flower:
         return checkout(given)
@@ -197,10 +197,10 @@ def app_for(engine: EngineName, given: Path | None) -> Path:
 
 
 def checkout(given: Path | None) -> Path:
-    """Return the directory of the Flower app: where pyproject.toml and the packages lie side by side.
+    """Return the directory of the Flower app, which holds pyproject.toml and the packages.
 
     Raises:
-        PbflError: if there is none, an installed wheel has the packages only; or if Flower is too old to run it.
+        PbflError: if there is none (an installed wheel has only the packages), or if Flower is too old to run it.
     """
     refuse_older()
     path = expanded(given or Path(pbfl_flwr.__file__).parent.parent).absolute()

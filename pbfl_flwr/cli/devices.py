@@ -1,4 +1,4 @@
-"""``pbfl check-data``, ``export`` and ``predict``: what a device brings, and what it takes home."""
+"""``pbfl check-data``, ``vocabulary``, ``export`` and ``predict``: a device's data and model."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from pbfl_flwr.cli.common import GIVEN, REFUSED, ended
 from pbfl_flwr.errors import PbflError, expanded, writing
 from pbfl_flwr.experiments.text.numbers import document, say, screen
 
-SHELLS_OWN = '"$`\\!'  # what a shell reads between double quotes
-UNWRITABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")  # TOML refuses it, and a terminal garbles it
+SHELLS_OWN = '"$`\\!'  # special to a shell in double quotes
+UNWRITABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")  # invalid in TOML, garbled by a terminal
 
 DataPath = Annotated[
     Path,
@@ -98,7 +98,7 @@ def check_data(
 
 
 def _node_config(keys: Mapping[str, str]) -> str:
-    """Return ``--node-config`` with these keys as a shell takes it, or the first key that cannot stand there."""
+    """Return a shell-quoted ``--node-config`` with these keys, or a message on the first key it cannot hold."""
     written = []
     for key, value in keys.items():
         if UNWRITABLE.search(value) or {"'", '"'} <= set(value):
@@ -142,7 +142,7 @@ def vocabulary(
 
 
 class Format(StrEnum):
-    """How ``pbfl predict`` answers."""
+    """Output formats of ``pbfl predict``."""
 
     table = "table"
     csv = "csv"

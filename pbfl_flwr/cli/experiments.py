@@ -51,7 +51,7 @@ class Topic(StrEnum):
 
 
 class Form(StrEnum):
-    """How ``pbfl show`` answers."""
+    """Output formats of ``pbfl show``."""
 
     text = "text"
     json = "json"

@@ -24,7 +24,9 @@ def privacy(
         settings = configuration.check(configuration.gather(preset, assignments or []))
     except PbflError as error:
         raise ended(error) from None
-    from pbfl_flwr.experiments import disclosure  # torch and Flower, which a refusal need not wait for
+    from pbfl_flwr.experiments import (
+        disclosure,
+    )  # imports torch and Flower, for which a refusal need not wait
 
     answer = disclosure.about(settings)
     if as_json:

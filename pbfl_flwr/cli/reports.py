@@ -1,4 +1,4 @@
-"""``pbfl report``: results to look at."""
+"""``pbfl report``: results as a page."""
 
 from __future__ import annotations
 

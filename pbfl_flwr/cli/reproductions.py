@@ -1,4 +1,4 @@
-"""``pbfl reproduce``: a published table made again."""
+"""``pbfl reproduce``: rerun a published table."""
 
 from __future__ import annotations
 

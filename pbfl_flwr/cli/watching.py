@@ -1,4 +1,4 @@
-"""``pbfl watch``: a run as it happens."""
+"""``pbfl watch``: follow a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``pbfl weights``: pretrained weights, kept on this machine for the models of a run."""
+"""``pbfl weights``: store pretrained weights on this machine, for the models of a run."""
 
 from __future__ import annotations
 

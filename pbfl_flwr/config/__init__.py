@@ -1,9 +1,9 @@
 """The run configuration: flat kebab-case keys in, frozen objects out.
 
-This is the one place that knows keys, types and ranges (:mod:`~pbfl_flwr.config.keys`). Flower refuses unknown keys but
-not wrong types; here every bad key is found at once and named with its value and what is allowed
-(:mod:`~pbfl_flwr.config.resolve`). A value ``"auto"`` means "what the method (or the protocol) says"; it is resolved
-before round 1 and the resolved value is written into the result.
+All keys, types and ranges are defined here (:mod:`~pbfl_flwr.config.keys`). Flower rejects unknown keys but not wrong
+types; here all invalid keys are reported at once, each with its value and what is allowed
+(:mod:`~pbfl_flwr.config.resolve`). The value ``"auto"`` stands for the choice of the method (or the protocol); it is
+resolved before round 1 and the resolved value is written into the result.
 """
 
 from pbfl_flwr.config.attack import ATTACKS, Attack, announced

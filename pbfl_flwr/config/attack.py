@@ -1,4 +1,4 @@
-"""What malicious clients send, as a run configuration says it: ``sign-flip=0.2``, ``scale=10@0.2``."""
+"""The attacks of malicious clients in a run configuration: ``sign-flip=0.2``, ``scale=10@0.2``."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _FACTOR = re.compile(r"-?\d+(\.\d+)?(e\d+)?")
 
 @dataclass(frozen=True)
 class Attack:
-    """One kind of lie, and how many clients tell it.
+    """One kind of attack, and the share of clients that carry it out.
 
     Attributes:
-        kind: of ATTACKS; :func:`pbfl_flwr.prototypes.attacks.falsified` says what each one sends.
+        kind: of ATTACKS; see :func:`pbfl_flwr.prototypes.attacks.falsified` for what each one sends.
         share: of all clients, 0 < share < 1.
         factor: of ``scale``, else 1.
     """
@@ -51,6 +51,6 @@ class Attack:
 
 
 def announced(attack: str, who: Sequence[int]) -> str:
-    """Return the line that says which clients lie, and how."""
+    """Return the message that names the attack and the attacking clients."""
     liars = ", ".join(map(str, who))
     return f"attack {attack}: false class rows from client {liars}; accuracies are over the others"

@@ -1,4 +1,4 @@
-"""Values that are lists: ``crop, flip``, or one for every architecture: ``contiguous, cnn4=channels-last``."""
+"""Values that are lists: ``crop, flip``, or one value per architecture: ``contiguous, cnn4=channels-last``."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 
 def words(text: str) -> list[str]:
-    """Return a comma list's entries."""
+    """Return the entries of a comma list."""
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
 def one_or_each(*allowed: str) -> Callable[[str], str]:
-    """Return a validator: one of the values, or a comma list of ``architecture=value`` with one value for the rest.
+    """Return a validator: one value, or a comma list of ``architecture=value`` and at most one value for the rest.
 
-    The validator raises ValueError, saying what is allowed, for anything else and for what is said twice.
+    The validator raises ValueError, stating what is allowed, for anything else and for duplicates.
     """
 
     def checked(text: str) -> str:
@@ -31,19 +31,19 @@ def one_or_each(*allowed: str) -> Callable[[str], str]:
 
 
 def choices(text: str) -> dict[str, str]:
-    """Return architecture -> its value, "" standing for the rest."""
+    """Return architecture -> value; the key "" holds the value for the rest."""
     parts = (item.rpartition("=") for item in text.split(","))
     return {architecture.strip(): value.strip() for architecture, _, value in parts}
 
 
 def choice(text: str, architecture: str, otherwise: str) -> str:
-    """Return the value of one architecture; ``otherwise`` where nothing is said of it, nor of the rest."""
+    """Return the value of one architecture, else the one for the rest, else ``otherwise``."""
     found = choices(text)
     return found.get(architecture, found.get("", otherwise))
 
 
 def completed(text: str, otherwise: str) -> str:
-    """Return the same with a value for the rest in place of "auto" or of none."""
+    """Return the text with ``otherwise`` for "auto" and for a missing value for the rest."""
     found = choices(text)
     rest = found.pop("", "auto")
     named = {name: otherwise if value == "auto" else value for name, value in found.items()}

@@ -1,4 +1,4 @@
-"""Faults that are injected on purpose: which, how often, and how they are written in a configuration."""
+"""Injected faults: their kinds, their rates, and their notation in a configuration."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ FAULTS = ("drop", "crash", "corrupt", "stale", "delay")
 
 @dataclass(frozen=True)
 class FaultRates:
-    """How often each fault is injected into a client's answer, 0..1, and how long a delay lasts.
+    """Rate of each fault injected into a client's reply, 0..1, and the length of a delay.
 
     Attributes:
-        drop: the client trains, its answer does not arrive.
+        drop: the client trains, but its reply is lost.
         crash: the client raises instead of training.
-        corrupt: bytes of its upload change on the way.
-        stale: it answers with its last upload instead of training.
-        delay: its answer comes late,
-        seconds: by so much.
+        corrupt: bytes of its upload change in transit.
+        stale: it replies with its last upload instead of training.
+        delay: its reply is late.
+        seconds: length of the delay.
     """
 
     drop: float = 0.0

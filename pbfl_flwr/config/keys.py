@@ -1,4 +1,4 @@
-"""Every key of the run configuration, in groups: its type, its range, its default, what it means."""
+"""All keys of the run configuration, in groups: type, range, default and meaning."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Group(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _text(cls, given: Any) -> Any:
-        """Take a number for text where text is wanted: ``--set data-dir=2024`` cannot be said otherwise."""
+        """Convert numbers given for text keys: ``--set data-dir=2024`` is parsed as a number."""
         texts = {name for name, field in cls.model_fields.items() if field.annotation is str}
         texts |= {str(cls.model_fields[name].alias) for name in texts}
         return {
@@ -183,12 +183,12 @@ class RunSettings(Group):
 
     @property
     def participants(self) -> int:
-        """Clients that take part in the rounds."""
+        """Number of clients that take part in the rounds."""
         return self.num_clients - self.new_clients
 
     @property
     def trained(self) -> int:
-        """Clients that are to train in a round, where all can be asked: at least, if others may still join."""
+        """Number of clients to train in a round if all are available; a minimum if others may still join."""
         return max(1, round(self.fraction_train * (self.min_clients or self.participants)))
 
 
@@ -238,12 +238,12 @@ class DataSettings(Group):
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """The names in ``labels``; none if it is empty."""
+        """The names in ``labels``; empty if not set."""
         return class_names(self.labels)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The sides in ``input_shape``; none if it is empty."""
+        """The sides in ``input_shape``; empty if not set."""
         return tuple(int(side) for side in self.input_shape.split(",") if side)
 
 
@@ -261,7 +261,7 @@ class ModelSettings(Group):
     )
 
 
-USUAL_RATE = 0.01  # of SGD
+USUAL_RATE = 0.01  # SGD's learning rate
 
 
 class TrainingSettings(Group):
@@ -331,7 +331,7 @@ class TrainingSettings(Group):
         return words(self.augmentation)
 
     def forewarnings(self) -> list[str]:
-        """Return what is said of these settings before a run starts."""
+        """Return warnings about these settings, for display before a run starts."""
         if self.optimizer == "sgd" or self.learning_rate < USUAL_RATE:
             return []
         return [f"learning-rate = {self.learning_rate:g}: {self.optimizer} usually takes 0.001 or less"]

@@ -1,4 +1,4 @@
-"""From flat keys to settings: every value is checked, and "auto" becomes what the protocol says."""
+"""Validate flat keys into settings, and replace "auto" by the protocol's values."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from pbfl_flwr.errors import PbflError
 
 G = TypeVar("G", bound=Group)
 
-# One row a flag, one column a protocol: how the published code bases behave (the method cards name the sources).
-# A row "<method>.<key>" is how they treat that method, where it is not what they do elsewhere.
+# One row per key, one column per protocol: the behaviour of the published code bases (sources: the method cards).
+# A row "<method>.<key>" overrides it for one method.
 PROTOCOLS: dict[str, dict[str, str | int]] = {
     "batch-order": {"clean": "shuffled", "htfl": "fixed", "pfl": "shuffled", "fedproto": "shuffled"},
     "drop-last": {"clean": "small", "htfl": "always", "pfl": "always", "fedproto": "always"},
@@ -50,10 +50,10 @@ PROTOCOLS: dict[str, dict[str, str | int]] = {
     "detach-teacher": {"clean": "yes", "htfl": "no", "pfl": "no", "fedproto": "yes"},
     "min-class-count": {"clean": 2, "htfl": 1, "pfl": 1, "fedproto": 1},
 }
-# What a protocol leaves to the method stays "auto" here; the method's page holds the value.
+# "auto" leaves the value to the method; see the method's page.
 
 
-# What may differ when a run goes on: how far, how long to wait, what to do then, how fast, who is told.
+# Keys that may change when a run is resumed.
 CHANGEABLE = (
     "num-server-rounds",
     "patience",
@@ -72,8 +72,8 @@ class Settings(BaseModel):
     """The whole run configuration.
 
     Attributes:
-        run, data, models, training, evaluation, conventions, prototypes, privacy: the groups above, protocol already
-            applied.
+        run, data, models, training, evaluation, conventions, prototypes, privacy: the groups of keys, with the
+            protocol applied.
         method_section: the keys ``<method>.<key>`` of the chosen method, without the prefix.
     """
 
@@ -98,15 +98,15 @@ class Settings(BaseModel):
         return flat
 
     def relevant(self) -> dict[str, Scalar]:
-        """Return the keys that change results: not where they are written, nor how far to go.
+        """Return the keys that affect results: without output locations and CHANGEABLE keys.
 
-        data-dir is one of them: for arrays, tables and folders nothing else says which data it is before it is read.
+        data-dir is included: for arrays, tables and folders nothing else identifies the data before it is read.
         """
         own = {"run-dir", "state-dir", "resume", *CHANGEABLE}
         return {key: value for key, value in self.as_dict().items() if key not in own}
 
     def fingerprint(self) -> str:
-        """Return a hash of everything that changes results."""
+        """Return a hash of all keys that affect results."""
         return hashlib.sha256(json.dumps(self.relevant(), sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -115,11 +115,11 @@ def parse(run_config: Mapping[str, Scalar], sections: Mapping[str, type[Group]] 
 
     Args:
         run_config: kebab-case keys, as Flower hands them over or as a preset file gives them.
-        sections: method name -> the group of its ``<method>.<key>`` settings; keys of the methods that were not
-            chosen are checked as well, since a typo there is a typo too.
+        sections: method name -> the group of its ``<method>.<key>`` settings; keys of the other methods
+            are checked as well, to find typos.
 
     Raises:
-        PbflError: with one line for every bad key: the key, its value and what is allowed.
+        PbflError: with one line for every invalid key: the key, its value and what is allowed.
     """
     sections = sections or {}
     run_config = {key: int(value) if _whole(value) else value for key, value in run_config.items()}
@@ -160,12 +160,12 @@ def parse(run_config: Mapping[str, Scalar], sections: Mapping[str, type[Group]] 
 
 
 def _whole(value: object) -> bool:
-    """Whether this is a whole number of whatever kind, as NumPy's are."""
+    """Whether this is an integer of any type, NumPy's included, but not a bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _disagreements(settings: Settings) -> list[str]:
-    """Return a line for every key whose range another key narrows."""
+    """Return a line for every key whose value conflicts with another key."""
     run, found = settings.run, []
     if run.method_settings and ":" not in run.method:
         found.append(
@@ -222,7 +222,7 @@ def parse_section(group: type[G], settings: Settings) -> G:
     """Return the chosen method's own settings as its typed group.
 
     Raises:
-        PbflError: with one line for every bad one in ``method-settings``; those of METHODS were checked before.
+        PbflError: with one line for every invalid key in ``method-settings``; METHODS' sections were checked before.
     """
     if settings.method_section:
         return group.model_validate(settings.method_section)
@@ -260,7 +260,7 @@ def _apply_protocol(settings: Settings) -> Settings:
     return settings.model_copy(update=resolved)
 
 
-# pydantic's words for a type, as `pbfl list keys` has them
+# pydantic's names of types -> those of `pbfl list keys`
 PLAIN = {
     "a valid integer": "a whole number",
     "a valid number": "a number",
@@ -270,9 +270,7 @@ PLAIN = {
 
 def _parse_group(group: type[G], values: Mapping[str, Scalar], prefix: str, problems: list[str]) -> G | None:
     names = group.key_names()
-    unknown = [
-        key for key in values if key not in names
-    ]  # the field's own name is one of Python's, not a key
+    unknown = [key for key in values if key not in names]  # Python's field names are not keys
     problems += [_unknown(prefix + key, [prefix + name for name in names]) for key in unknown]
     try:
         found = group.model_validate({key: value for key, value in values.items() if key in names})
@@ -296,7 +294,7 @@ def _unknown(key: str, known: Iterable[str]) -> str:
 
 
 def _misplaced(key: str, prefix: str) -> str:
-    """Return what is said of a shared key that stands below a table of a TOML file, and so has that one's name."""
+    """Return the message for a common key below a [table] of a TOML file, which adds the table's prefix."""
     return (
         f"unknown key '{prefix}.{key}'; '{key}' is no key of one method: in a file move it above the first [table], "
         f"with --set leave '{prefix}.' out"

@@ -1,4 +1,4 @@
-"""What a key's text may hold: names of classes, named values."""
+"""Parse text values of keys: class names and named values."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import tomllib
 import unicodedata
 
 Scalar = bool | int | float | str
-"""A value of the run configuration, as Flower has it."""
+"""A value of the run configuration, as in Flower."""
 
 
 def class_name(text: str) -> str:
-    """Return the name of a class as it is compared: without spaces around it, and its letters in one form.
+    """Return a class name in canonical form: stripped, and in Unicode's composed form (NFC).
 
-    Unicode writes 'ä' as one character or as two (folders made on a Mac), which nobody can tell apart by looking.
+    Unicode has 'ä' as one character or as two (folder names from a Mac), which look the same.
     """
     return unicodedata.normalize("NFC", text.strip())
 
 
 def class_names(text: str) -> tuple[str, ...]:
-    """Return the names in ``labels``: one a line, or, on a single line, separated by commas."""
+    """Return the names in ``labels``: one per line, or, on a single line, separated by commas."""
     return tuple(map(class_name, text.strip().split("\n" if "\n" in text else ","))) if text.strip() else ()
 
 
 def named_values(text: str) -> dict[str, Scalar]:
-    """Read ``mu=0.1,base='fedtgp',warm=true``: the inside of a TOML inline table, of scalars.
+    """Read ``mu=0.1,base='fedtgp',warm=true``: the content of a TOML inline table of scalars.
 
     Raises:
         ValueError: saying what is allowed.

@@ -1,6 +1,6 @@
-"""The datasets, and how they get to clients: decoded once, dealt by a partition, held in memory as tensors.
+"""Datasets and their way to the clients: decoded once, partitioned, loaded as tensors.
 
-A dataset is one function ``(DataSettings) -> Pool`` in a file of its own and one row of :data:`DATASETS`.
+A dataset is one function ``(DataSettings) -> Pool`` in its own module and one entry of :data:`DATASETS`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ DATASETS: dict[str, Dataset] = {
 
 
 def load_pool(settings: DataSettings) -> Pool:
-    """Return all samples of the dataset; a process that asks again gets the same object.
+    """Return all samples of the dataset; each process caches the last two pools.
 
     Raises:
         PbflError: if the dataset is unknown, or its files are missing or unreadable.
@@ -98,7 +98,7 @@ def load_pool(settings: DataSettings) -> Pool:
 
 
 def check_data(settings: DataSettings, num_clients: int) -> Partition:
-    """Load the data and deal it: everything that can be wrong with either is found here, before any training.
+    """Load and partition the data, so that errors in either are found before any training.
 
     Raises:
         PbflError: one line on what is wrong, where, and what is allowed.
@@ -108,7 +108,7 @@ def check_data(settings: DataSettings, num_clients: int) -> Partition:
 
 
 def client_data(settings: DataSettings, num_clients: int, client: int) -> ClientData:
-    """Return one client's data; the last 64 clients that a process has seen stay in its memory.
+    """Return one client's data; each process caches the last 64 clients.
 
     Args:
         settings: the data and its partition.
@@ -124,11 +124,11 @@ def client_data(settings: DataSettings, num_clients: int, client: int) -> Client
 
 
 def own_pool(settings: DataSettings, files: int | None = None) -> Pool:
-    """Return what a device brings, all of it its own.
+    """Return all samples of a device's own data.
 
     Args:
-        settings: the data; ``dataset`` is what :func:`kind_of` says of ``data_dir``, or another one.
-        files: of a PFLlib folder, whose files are meant; None takes the only ones there are.
+        settings: the data; ``dataset`` is the result of :func:`kind_of` for ``data_dir``, or another one.
+        files: for a PFLlib folder, the client whose files are read; None: the only client in the folder.
 
     Raises:
         PbflError: as :func:`load_pool`.
@@ -141,11 +141,11 @@ def own_pool(settings: DataSettings, files: int | None = None) -> Pool:
 
 
 def own_data(settings: DataSettings, files: int | None = None) -> ClientData:
-    """Return what a device brings as its shards; see :func:`own_pool`."""
+    """Return a device's own data as shards; see :func:`own_pool`."""
     return _own_data(settings, files, str(home()))
 
 
-# The home is part of the key: a process that changes PBFL_HOME must not be answered from the old one.
+# home_path is part of the cache key, so that a changed PBFL_HOME takes effect.
 @lru_cache(maxsize=2)
 def _load_pool(settings: DataSettings, home_path: str) -> Pool:
     if settings.dataset not in DATASETS:
@@ -160,7 +160,7 @@ def _load_pool(settings: DataSettings, home_path: str) -> Pool:
 
 
 def _fitting(pool: Pool, settings: DataSettings) -> Pool:
-    """Return the pool with the classes and the input shape that the settings name, if they do."""
+    """Check ``input-shape`` and renumber the labels by ``labels``, where these are set."""
     if settings.shape and pool.input_shape != settings.shape:
         raise PbflError(
             f"input-shape = '{settings.input_shape}': dataset '{settings.dataset}' has inputs of shape "
@@ -175,12 +175,12 @@ def _fitting(pool: Pool, settings: DataSettings) -> Pool:
 @lru_cache(maxsize=64)
 def _own_data(settings: DataSettings, files: int | None, home_path: str) -> ClientData:
     pool = own_pool(settings, files)
-    seed = seeds.derive(settings.partition_seed, "validation", 0)  # of one client
+    seed = seeds.derive(settings.partition_seed, "validation", 0)  # as client 0 of 1
     return materialise(pool, partition(pool, settings, 1).splits[0], settings.validation_share, seed)
 
 
 def forget_data() -> None:
-    """Drop what this process keeps of datasets: their files may have been written anew since."""
+    """Clear this process's dataset caches, since files may have been rewritten."""
     for kept in (_load_pool, _own_data, _partition, _client_data):
         kept.cache_clear()
 

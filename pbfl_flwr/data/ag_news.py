@@ -1,11 +1,11 @@
 """AG News: 120,000 + 7,600 short news articles in 4 classes, as (200,) token ids.
 
-``train.csv`` and ``test.csv`` as Zhang et al. (2015) released them and torchtext fetched them: class 1 to 4, title,
-description; a first line that names the columns is passed over. Title and description make one text.
+Reads ``train.csv`` and ``test.csv`` as released by Zhang et al. (2015) and downloaded by torchtext: class 1 to 4,
+title, description; a header line is skipped. Title and description form one text.
 
-The vocabulary is PFLlib's: the special tokens and the most frequent ones of both files, 32,000 in all. Two differences:
-a text starts with ``<cls>``, which PFLlib lists as ``cls`` and therefore does not find, so that its texts start with
-``<unk>``; and the word "cls" is a word like any other.
+The vocabulary is PFLlib's: the special tokens and the most frequent tokens of both files, 32,000 in all. Two
+differences: a text starts with ``<cls>``, while PFLlib lists that token as ``cls``, does not find it, and starts texts
+with ``<unk>``; and the word "cls" is an ordinary token.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ MAX_TOKENS = 32_000
 
 
 def ag_news(settings: DataSettings) -> Pool:
-    """Return both parts; looked for at data-dir, data-dir/ag_news_csv and data-dir/AG_NEWS.
+    """Return both parts; searches data-dir, data-dir/ag_news_csv and data-dir/AG_NEWS.
 
     Raises:
-        PbflError: if a file is not there, or a row is not a class, a title and a description.
+        PbflError: if a file is missing, or a row is not (class, title, description).
     """
     root = data_root(settings)
     places = (root, root / "ag_news_csv", root / "AG_NEWS")

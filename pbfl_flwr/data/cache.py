@@ -1,9 +1,9 @@
-"""Decode once: what a dataset's files hold, as memory maps that all processes of a machine share.
+"""Decode a dataset's files once, into memory maps that all processes of a machine share.
 
 A cache entry is the folder ``<home>/cache/<dataset>-<hash>`` with ``inputs.npy``, ``labels.npy``,
 ``meta.json`` and, where the source has them, ``owner.npy`` and ``in_train.npy``. The hash covers path, size
-and modification time of every source file, so changed files are decoded anew. Entries may be deleted at any
-time when no run is going on.
+and modification time of every source file, so changed files are decoded again. Entries may be deleted whenever no run
+is in progress.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from pbfl_flwr.locks import Lock
 from pbfl_flwr.places import home
 
 FORMAT = 5
-"""Counted up when what is stored changes, so that an older entry is not read."""
+"""Incremented when the stored content changes, so that older entries are not read."""
 
-FILES = ("inputs.npy", "labels.npy", "owner.npy", "in_train.npy", "meta.json")  # of an entry
+FILES = ("inputs.npy", "labels.npy", "owner.npy", "in_train.npy", "meta.json")  # in an entry
 
 Allocate = Callable[[tuple[int, ...], DTypeLike], NDArray[Any]]
 """(shape, dtype) -> a writable array inside the new cache entry; large inputs go straight to disk."""
@@ -50,7 +50,7 @@ def cached(
         options: settings on which the result of ``decode`` depends.
 
     Raises:
-        PbflError: if a source is not there, the cache cannot be written or is damaged, and whatever ``decode`` and
+        PbflError: if a source is missing, or the cache cannot be written or is damaged; also what ``decode`` and
             the validation raise.
     """
     entry = home() / "cache" / f"{name}-{_fingerprint(sources, options)}"
@@ -73,7 +73,7 @@ def _fingerprint(sources: Iterable[Path], options: Sequence[str] = ()) -> str:
     for path in sorted(sources):
         try:
             status = path.stat()
-        except OSError as error:  # a link that leads nowhere, or a file that was removed meanwhile
+        except OSError as error:  # a broken link, or a file removed meanwhile
             raise PbflError(f"{path} cannot be read ({error.strerror})") from error
         digest.update(os.fsencode(path.absolute()))  # a name need not be UTF-8
         digest.update(f"\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
@@ -82,7 +82,7 @@ def _fingerprint(sources: Iterable[Path], options: Sequence[str] = ()) -> str:
 
 def _fill(name: str, entry: Path, decode: Callable[[Allocate], Pool]) -> None:
     partial = entry.with_name(entry.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+    shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
     partial.mkdir()
 
     def allocate(shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
@@ -123,7 +123,7 @@ def _write(pool: Pool, folder: Path) -> None:
     keys = ("label_names", "num_train", "mean", "std", "notes", "columns", "vocabulary")
     meta = {key: getattr(pool, key) for key in keys}
     (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
-    for file in folder.iterdir():  # else the entry's name may outlive a power cut, and its content not
+    for file in folder.iterdir():  # a power cut must not leave an entry without its content
         with file.open("rb+") as content:
             os.fsync(content.fileno())
 
@@ -132,7 +132,7 @@ def _open(entry: Path) -> Pool:
     try:
         meta = json.loads((entry / "meta.json").read_text(encoding="utf-8"))
         pool = Pool(
-            # Copy on write: pages stay shared, and torch takes a slice of it without copying.
+            # Copy on write: pages stay shared, and torch wraps slices without copying.
             inputs=np.load(entry / "inputs.npy", mmap_mode="c"),
             labels=np.load(entry / "labels.npy"),
             label_names=tuple(meta["label_names"]),

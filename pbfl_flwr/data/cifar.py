@@ -1,7 +1,7 @@
 """CIFAR-10 and CIFAR-100, 3x32x32, 50,000 + 10,000 images.
 
-torchvision's files (``data-dir/cifar-10-batches-py``, ``cifar-100-python``) come first; when they are not
-there, an image folder at data-dir (``train/<class>``, ``test/<class>``) is taken.
+torchvision's files (``data-dir/cifar-10-batches-py``, ``cifar-100-python``) take precedence; without them data-dir
+is read as an image folder (``train/<class>``, ``test/<class>``).
 """
 
 from __future__ import annotations

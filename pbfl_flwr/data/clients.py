@@ -1,4 +1,4 @@
-"""A client's shards as tensors."""
+"""One client's data as tensors."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def materialise(pool: Pool, split: Split, validation_share: float = 0.0, seed: i
     Args:
         pool: all samples.
         split: this client's rows.
-        validation_share: ``floor`` of this share of the training rows, drawn at random, is held out of them.
-        seed: of that draw.
+        validation_share: share of the training rows that is held out at random, rounded down.
+        seed: seed of that draw.
 
-    Rows that lie next to each other in the pool (a source with fixed clients) are not copied: the tensor is a
-    view of the memory map, shared with other processes until somebody writes to it.
+    Rows that are contiguous in the pool (a source with fixed clients) are not copied: the tensor is a view of the
+    memory map, shared with other processes until it is written to.
     """
     scale, shift = pool.affine()
     train, held_out = hold_out(split.train, validation_share, seed)
@@ -38,7 +38,7 @@ def materialise(pool: Pool, split: Split, validation_share: float = 0.0, seed: i
 
 
 def hold_out(rows: Rows, share: float, seed: int) -> tuple[Rows, Rows]:
-    """Return (rows that are left for training, rows held out), both in their order."""
+    """Return (remaining training rows, held-out rows), both in their original order."""
     chosen = np.zeros(len(rows), dtype=bool)
     generator = np.random.default_rng(seed)
     chosen[generator.permutation(len(rows))[: int(share * len(rows))]] = True

@@ -1,8 +1,8 @@
-"""A CSV or Parquet file as blocks of named columns, and the columns that every such file may have: class and client.
+"""CSV or Parquet files as blocks of named columns, with the class and client columns common to all of them.
 
-CSV is UTF-8, its first line names the columns, and ',', ';' or a tab separates them. Parquet needs pyarrow. The
-classes stand in ``label-column``; without it in the column ``label``, else in the last one. They are text, numbered in
-the order of their text (``labels`` names them all). A column ``client`` is the natural client.
+CSV is UTF-8 with a header line and ',', ';' or a tab as separator. Parquet needs pyarrow. Classes are in
+``label-column``, by default in the column ``label``, else in the last one. They are read as text and numbered in sorted
+order (``labels`` lists them all). A column ``client`` holds the natural client.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _QUOTED = re.compile(r'"[^"]*"')
 _WHOLE = re.compile(r"(-?\d+)\.0*")
 
 Block = Sequence[Sequence[Any] | NDArray[Any]]
-"""Some rows of a file, column by column: text in CSV, anything in Parquet."""
+"""A block of rows, column by column: text from CSV, any type from Parquet."""
 
 
 @dataclass
 class _Names:
-    """The different texts of a column, numbered as they come, and every row's number."""
+    """The distinct texts of a column, numbered by first occurrence, and the number of every row."""
 
     numbers: dict[str, int] = field(default_factory=dict)
     codes: list[int] = field(default_factory=list)
@@ -51,15 +51,15 @@ class _Names:
 
 
 class Members:
-    """Class and client of every row, which are read while the file is.
+    """Class and client of every row, collected block by block.
 
     Args:
-        path: of the file, for what is said about it.
-        names: of its columns.
+        path: the file, for messages.
+        names: its column names.
         settings: ``label-column`` and ``labels``.
 
     Raises:
-        PbflError: if there is no column beside the classes, or label-column is none of the columns.
+        PbflError: if there are fewer than two columns, or label-column is not one of them.
     """
 
     def __init__(self, path: Path, names: Sequence[str], settings: DataSettings) -> None:
@@ -76,14 +76,14 @@ class Members:
 
     @property
     def rest(self) -> list[int]:
-        """The places of all other columns."""
+        """Indices of all other columns."""
         return [place for place in range(len(self._names)) if place not in (self.label, self.owner)]
 
     def add(self, first: int, block: Block) -> None:
-        """Read the rows of a block, the first of which has the number ``first``.
+        """Add a block, whose first row has the number ``first``.
 
         Raises:
-            PbflError: if a cell is empty, or there are too many classes to be classes.
+            PbflError: if a class or client is empty, or there are more than MAX_CLASSES classes.
         """
         name = self._names[self.label]
         self._labels.add(_texts(block[self.label], name, first, self._path))
@@ -96,10 +96,10 @@ class Members:
             self._owners.add(_texts(block[self.owner], CLIENT, first, self._path))
 
     def found(self) -> tuple[tuple[str, ...], NDArray[np.int64], NDArray[np.int64] | None]:
-        """Return the names of the classes, every row's class, and its client if there is such a column.
+        """Return the class names, every row's class, and every row's client if there is such a column.
 
         Raises:
-            PbflError: if there is no row, or a class is a fraction.
+            PbflError: if there are no rows, or a class is a fractional number.
         """
         name = self._names[self.label]
         if not self._labels.codes:
@@ -125,13 +125,13 @@ def _texts(column: Sequence[Any] | NDArray[Any], name: str, first: int, path: Pa
             raise PbflError(
                 f"{path}, row {first + row}, column '{name}': the cell is empty; a class is expected"
             )
-        whole = _WHOLE.fullmatch(text)  # a column of whole numbers that once had a gap is written 1.0, 2.0
+        whole = _WHOLE.fullmatch(text)  # integers from a column with missing values are written as 1.0, 2.0
         yield whole[1] if whole else text
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[tuple[str, ...], Iterator[tuple[int, Block]]]]:
-    """Open a table: the names of its columns, and its blocks with the number of their first row, from 1."""
+    """Open a table: its column names, and its blocks with the number of their first row, from 1."""
     parquet = path.suffix.lower() == ".parquet"
     try:
         with _parquet(path) if parquet else _csv(path) as (names, blocks):
@@ -143,9 +143,8 @@ def opened(path: Path) -> Iterator[tuple[tuple[str, ...], Iterator[tuple[int, Bl
 
 @contextmanager
 def _csv(path: Path) -> Iterator[tuple[tuple[str, ...], Iterator[tuple[int, Block]]]]:
-    check_memory(
-        4 * path.stat().st_size, path
-    )  # a number takes two characters or more, and becomes four bytes, twice
+    # A number takes at least two characters, and four bytes in each of two copies.
+    check_memory(4 * path.stat().st_size, path)
     with path.open(encoding="utf-8-sig", newline="") as file:
         head = file.readline(2**24)
         separator = max(_SEPARATORS, key=_QUOTED.sub("", head).count)
@@ -156,7 +155,7 @@ def _csv(path: Path) -> Iterator[tuple[tuple[str, ...], Iterator[tuple[int, Bloc
         def blocks() -> Iterator[tuple[int, Block]]:
             first = 1
             while rows := list(islice(reader, _ROWS_AT_A_TIME)):
-                kept = [row for row in rows if row]  # an empty line is no row
+                kept = [row for row in rows if row]  # without empty lines
                 for number, row in enumerate(kept, start=first):
                     if len(row) != len(names):
                         raise PbflError(
@@ -208,5 +207,5 @@ def _check_names(names: Sequence[str], path: Path) -> None:
 
 
 def shown(names: Sequence[str]) -> str:
-    """Return the names of columns for a message, the first twelve."""
+    """Return the first twelve column names for a message."""
     return ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")

@@ -1,4 +1,4 @@
-"""What the data layer hands on: a pool of samples, its partition, and the shards of one client."""
+"""Types of the data layer: a pool of samples, its partition, and the shards of one client."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pbfl_flwr.config import DataSettings
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.task import Task
 
-if TYPE_CHECKING:  # the table of datasets is to be read without waiting for torch
+if TYPE_CHECKING:  # listing the datasets must not import torch
     import torch
     from torch import Tensor
 
@@ -23,23 +23,23 @@ Rows = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Pool:
-    """All samples of a dataset, before they are dealt to clients.
+    """All samples of a dataset, before they are assigned to clients.
 
     Attributes:
         inputs: (N, *input_shape), uint8 for images (channels first), int32 for token ids, float32 for
-            everything else; it may be a memory map that all processes of the machine share.
+            everything else; possibly a memory map shared by all processes of the machine.
         labels: (N,) int64, 0..K-1.
-        label_names: the K names.
+        label_names: the K class names.
         num_train: the first ``num_train`` rows are the official training part, the rest the official test
-            part; equal to N when the set has no official test part.
-        owner: (N,) int64, the natural client of every row, 0..; None when the set has no such column.
+            part; N if there is no official test part.
+        owner: (N,) int64, the natural client of every row, 0..; None if the dataset has none.
         in_train: (N,) bool, True where a row belongs to its owner's training part; only for sources whose
             files fix the clients and their split.
-        mean: per channel, in units of [0, 1] for images: what is fed to a model is (x/255 - mean)/std.
-        std: per channel; float32 inputs have mean 0 and std 1 and are fed as they are.
-        notes: what the reader should tell the user (images that were resized), a line each.
-        columns: names of the features, in their order, of sources that name them.
-        vocabulary: of text: the tokens, whose places are the ids; inputs are fed as they are.
+        mean: per channel, on the [0, 1] scale for images: the model's input is (x/255 - mean)/std.
+        std: per channel; float32 inputs have mean 0 and std 1, i.e. are not normalised.
+        notes: messages of the loader for the user (e.g. resized images), one per line.
+        columns: feature names in order, if the source has names.
+        vocabulary: for text, the tokens in the order of their ids; ids are fed unchanged.
     """
 
     inputs: NDArray[Any]
@@ -60,7 +60,7 @@ class Pool:
         return tuple(int(side) for side in self.inputs.shape[1:])
 
     def task(self, feature_dim: int) -> Task:
-        """Return what clients with these samples agree on, with d features."""
+        """Return the task of clients with these samples, with d features."""
         return Task(self.num_classes, feature_dim, self.input_shape, len(self.vocabulary))
 
     @property
@@ -69,7 +69,7 @@ class Pool:
         return len(self.label_names)
 
     def fingerprint(self) -> str:
-        """Return a short hash of all labels and of up to 256 samples, evenly spaced: other data has another one."""
+        """Return a short hash of the class names, all labels and up to 511 evenly spaced inputs, to tell data apart."""
         some = self.inputs[:: max(1, len(self.labels) // 256)]
         digest = hashlib.sha256(f"{self.inputs.dtype} {self.inputs.shape} {self.label_names}".encode())
         digest.update(np.ascontiguousarray(self.labels).data)
@@ -77,7 +77,7 @@ class Pool:
         return digest.hexdigest()[:16]
 
     def affine(self) -> tuple[Tensor, Tensor]:
-        """Return (scale, shift), float32 (C, 1, 1, ...), so that x * scale + shift is what a model is fed."""
+        """Return (scale, shift), float32 (C, 1, 1, ...); x * scale + shift is the model's input."""
         import torch
 
         channels = self.input_shape[0]
@@ -101,13 +101,13 @@ class Split:
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """Who holds what.
+    """The assignment of samples to clients.
 
     Attributes:
-        splits: one a client, M of them.
-        counts: (M, K) int64, training and test samples together: the K_i and n_ij of the papers, which the
-            references take before they split a client's share.
-        notes: what differs from what was asked (samples moved by the repair, classes left out), a line each.
+        splits: one per client, M in all.
+        counts: (M, K) int64, training plus test samples: the papers' K_i and n_ij, which the references count
+            before the train/test split.
+        notes: deviations from the request (samples moved by the repair, classes left out), one per line.
     """
 
     splits: tuple[Split, ...]
@@ -115,12 +115,12 @@ class Partition:
     notes: tuple[str, ...] = ()
 
     def majority(self, labels: Rows) -> float | None:
-        """Return the share of all test samples that are of their client's most frequent training class.
+        """Return the share of test samples that belong to their client's most frequent training class.
 
-        Who has learnt nothing but the skew of the labels scores this; None without test samples.
+        This is the accuracy of always predicting that class; None without test samples.
 
         Args:
-            labels: (N,) of the pool that was dealt.
+            labels: (N,), of the partitioned pool.
         """
         tested = sum(len(split.test) for split in self.splits)
         held = (split for split in self.splits if len(split.train) and len(split.test))
@@ -139,14 +139,14 @@ class Shard:
         return int(self.labels.shape[0])
 
     def check(self, name: str, num_classes: int) -> None:
-        """Make sure that these are samples of K classes.
+        """Check types, shapes and values of the samples.
 
         Args:
-            name: of the shard, for messages.
+            name: name of the shard, for messages.
             num_classes: K.
 
         Raises:
-            PbflError: saying what they are and what is allowed.
+            PbflError: stating what was found and what is allowed.
         """
         import torch
 
@@ -187,9 +187,9 @@ class ClientData:
         label_names: the K names.
         scale: (C, 1, 1, ...) float32.
         shift: (C, 1, 1, ...) float32.
-        validation: samples held out of the training data to choose a round by; None is none.
-        columns: names of the features, of sources that name them.
-        vocabulary: of text: the tokens, whose places are the ids.
+        validation: training samples held out to select a round by; None if there are none.
+        columns: feature names, if the source has names.
+        vocabulary: for text, the tokens in the order of their ids.
     """
 
     train: Shard
@@ -203,10 +203,10 @@ class ClientData:
     vocabulary: tuple[str, ...] = ()
 
     def check(self) -> None:
-        """Make sure that it is what is said above; for data that an app brings.
+        """Check the invariants above; for data that an app supplies.
 
         Raises:
-            PbflError: saying what is not.
+            PbflError: naming the first violation.
         """
         import torch
 
@@ -226,7 +226,7 @@ class ClientData:
             if self.vocabulary and (found := shard.inputs.dtype) not in (torch.int32, torch.int64):
                 raise PbflError(f"token ids of {name} are {found}: allowed are torch.int32 and torch.int64")
             if self.vocabulary and shard.inputs.numel():
-                # On a GPU one id too many ends the whole process's work.
+                # On a GPU an id out of range makes CUDA unusable for the whole process.
                 least, most = int(shard.inputs.min()), int(shard.inputs.max())
                 if not 0 <= least <= most < len(self.vocabulary):
                     raise PbflError(
@@ -240,7 +240,7 @@ class ClientData:
         return tuple(self.train.inputs.shape[1:])
 
     def task(self, feature_dim: int) -> Task:
-        """Return what this client agrees on with others, with d features."""
+        """Return this client's task, with d features."""
         return Task(self.num_classes, feature_dim, self.input_shape, len(self.vocabulary))
 
     def on(self, device: torch.device) -> ClientData:
@@ -264,7 +264,7 @@ class ClientData:
         return torch.bincount(self.train.labels.cpu(), minlength=self.num_classes)
 
     def prepare(self, batch_inputs: Tensor) -> Tensor:
-        """Return a batch as a model is fed: float32, normalised, on the batch's own device; token ids stay ids."""
+        """Return a batch as model input: float32, normalised, on the batch's own device; token ids are unchanged."""
         if self.vocabulary:
             return batch_inputs
         device = batch_inputs.device
@@ -273,7 +273,7 @@ class ClientData:
 
 @dataclass(frozen=True)
 class Dataset:
-    """A row of the table of datasets: how to load it and what it is, in a line."""
+    """An entry of the table of datasets: its loader and a one-line description."""
 
     load: Callable[[DataSettings], Pool]
     description: str

@@ -1,10 +1,9 @@
-"""The ways of dealing rows to clients: pure functions of labels and a generator.
+"""Partition procedures: pure functions of labels and a random generator.
 
-The Dirichlet and the pathological procedure are those of PFLlib, HtFLlib and
-regulationLee/{TinyProto,ProtoNorm}, draw by
-draw: NumPy's legacy generator (``RandomState(seed)`` is the stream of ``numpy.random.seed(seed)``), the same
-calls in the same order. Since a shuffle consumes randomness by length only, the counts depend on the class
-counts alone.
+The Dirichlet and the pathological procedure reproduce those of PFLlib, HtFLlib and
+regulationLee/{TinyProto,ProtoNorm} draw by draw: the same calls in the same order to NumPy's legacy generator
+(``RandomState(seed)`` is the stream of ``numpy.random.seed(seed)``). Since a shuffle consumes randomness by length
+only, the counts depend on the class counts alone.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from pbfl_flwr.data.contract import Rows, Split
 from pbfl_flwr.errors import PbflError
 
 MAX_TRIES = 100
-"""How often the Dirichlet procedure starts anew for clients that are too small (references: for ever)."""
+"""Maximum number of Dirichlet draws when a client is too small (references: unlimited)."""
 
 
 @dataclass(frozen=True, eq=False)
 class Deal:
-    """Row indices of every client, in the order the procedure gave them, and notes on what was odd."""
+    """Row indices of every client, in the procedure's order, and notes on irregularities."""
 
     rows: tuple[Rows, ...]
     notes: tuple[str, ...] = ()
@@ -40,13 +39,12 @@ def dirichlet_indices(
     rng: RandomState,
     num_classes: int | None = None,
 ) -> Deal:
-    """Deal every class by its own Dirichlet(alpha) draw; a client with N/M samples or more gets none.
+    """Distribute every class by its own Dirichlet(alpha) draw, excluding clients that hold N/M samples or more.
 
-    All is drawn anew, without seeding, while the smallest client has fewer than ``min_samples``
-    (regulationLee: 1;
-    PFLlib: 40), at most ``MAX_TRIES`` times; the last draw stands and :func:`repair` does the rest. Where the
-    shares of all clients below N/M underflow to zero (the references divide by zero there), the whole class
-    goes to the smallest client: the limit of alpha -> 0.
+    Everything is redrawn, without reseeding, while the smallest client has fewer than ``min_samples``
+    (regulationLee: 1; PFLlib: 40), at most ``MAX_TRIES`` times; the last draw is kept, for :func:`repair` to
+    complete. Where the shares of all clients below N/M underflow to zero (the references divide by zero), the
+    whole class goes to the smallest client: the limit of alpha -> 0.
     """
     total, num_classes = len(labels), _num_classes(labels, num_classes)
     for _ in range(MAX_TRIES):
@@ -81,11 +79,12 @@ def pathological_indices(
     rng: RandomState,
     num_classes: int | None = None,
 ) -> Deal:
-    """Deal every client ``classes_per_client`` classes, as consecutive slices of each class in its order.
+    """Give every client ``classes_per_client`` classes C, as consecutive slices of each class's unshuffled rows.
 
-    Class by class, the first ceil(M/K·C) clients that still want a class get a random size between a tenth of
-    an equal part and an equal part, the last of them the remainder. Neighbours therefore hold the same
-    classes. Where a class has fewer samples than clients (the references raise there), equal parts are dealt.
+    For each class, the first ceil(M/K·C) clients that still need a class get a random number of samples between
+    a tenth of an equal part (at least ``min_samples``/K) and an equal part, the last of them the remainder. Neighbours
+    therefore hold the same classes. Where that range is empty, e.g. with fewer samples than clients (the references
+    raise there), equal parts are used.
     """
     num_classes = _num_classes(labels, num_classes)
     wanted = np.full(num_clients, classes_per_client)
@@ -114,18 +113,18 @@ def pathological_indices(
 
 
 def iid_indices(total: int, num_clients: int, rng: RandomState) -> Deal:
-    """Deal shuffled rows in equal parts; sizes differ by one at most, classes are balanced by chance."""
+    """Distribute shuffled rows in equal parts; sizes differ by at most one, classes are balanced by chance."""
     return Deal(tuple(np.array_split(rng.permutation(total).astype(np.int64), num_clients)))
 
 
 def repair(deal: Deal, labels: NDArray[Any], min_samples: int) -> Deal:
-    """Move samples from the largest clients to those with fewer than ``min_samples``; say what was moved.
+    """Move samples from the largest clients to those with fewer than ``min_samples``, and note each move.
 
-    A donor gives from its most frequent class, at most half of that class at a time, so that it loses no
-    class if it can be helped, and never falls below ``min_samples`` itself.
+    A donor gives samples of its most frequent class, at most half of that class at a time, so that it keeps all
+    its classes if possible, and never falls below ``min_samples`` itself.
 
     Raises:
-        PbflError: if there are fewer than ``min_samples`` samples a client.
+        PbflError: if there are fewer than ``min_samples`` samples per client in total.
     """
     hands = list(deal.rows)
     sizes = np.array([len(hand) for hand in hands])
@@ -158,10 +157,10 @@ def _num_classes(labels: NDArray[Any], num_classes: int | None) -> int:
 
 
 def split_share(rows: Rows, train_share: float, rng: RandomState) -> Split:
-    """Return one client's rows as ``floor(train_share · n)`` for training, at least one, and the rest for testing.
+    """Split one client's rows at random: ``floor(train_share · n)``, at least one, for training, the rest for testing.
 
-    These are the rows that scikit-learn's ``train_test_split`` draws from the same generator, and so those of PFLlib's
-    and HtFLlib's partitions; its import would take every process of a run a second.
+    Gives the rows of scikit-learn's ``train_test_split`` with the same generator, and so those of PFLlib's and
+    HtFLlib's partitions, without the second that importing scikit-learn takes in every process.
     """
     if len(rows) < 2:
         return Split(rows, rows[:0])

@@ -1,9 +1,8 @@
 """1,797 real handwritten digits that scikit-learn ships; nothing is downloaded.
 
-Source: scikit-learn ``load_digits``, the test part of the UCI "Optical Recognition of Handwritten Digits". An
-image is 8x8 with values 0..16; here the values are scaled to uint8 0..255 and every pixel is repeated to 2x2,
-so that an input is 1x16x16 and every image model takes it, also one with two 5x5 convolutions without
-padding.
+Source: scikit-learn ``load_digits``, the test part of the UCI "Optical Recognition of Handwritten Digits". The
+8x8 images with values 0..16 are scaled to uint8 0..255 and every pixel is repeated to 2x2. The resulting 1x16x16
+inputs suit every image model but vit-b-32, including those with two unpadded 5x5 convolutions.
 """
 
 from importlib.metadata import version
@@ -23,7 +22,7 @@ def digits(settings: DataSettings) -> Pool:
         PbflError: if data-dir is set.
     """
     check_no_path(settings)
-    # Kept like any other: scikit-learn takes a second to import, in every process of a run and for every message.
+    # Cached, since importing scikit-learn takes a second in every process of a run and for every message.
     return cached("digits", (), _decode, [version("scikit-learn")])
 
 

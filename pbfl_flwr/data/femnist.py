@@ -3,7 +3,7 @@
 LEAF's ``preprocess.sh`` writes ``train/*.json`` and ``test/*.json`` into its ``data`` folder, and ``all_data/*.json``
 before it splits. Such a file has ``users`` and ``user_data``: writer -> ``x``, lists of 784 numbers in [0, 1], and
 ``y``, 0 to 61 (digits, upper case, lower case). ``train`` is the official training part; the writers are the natural
-clients. Pixels become uint8 again, which they were before LEAF divided them by 255; paper is white, as in the files.
+clients. Pixels are converted back to uint8 (LEAF divides them by 255); the background is white, as in the files.
 """
 
 from __future__ import annotations
@@ -25,16 +25,15 @@ from pbfl_flwr.errors import PbflError
 
 LABELS = tuple(string.digits + string.ascii_uppercase + string.ascii_lowercase)
 SIDE = 28
-_BYTES_A_CHARACTER = (
-    8  # of JSON: a pixel has 5 characters or more and becomes a Python number in a list, 32 bytes
-)
+# In JSON a pixel takes at least 5 characters; as a Python number in a list it takes 32 bytes.
+_BYTES_A_CHARACTER = 8
 
 
 def femnist(settings: DataSettings) -> Pool:
-    """Return all samples, the training part first; looked for at data-dir, below it in data, femnist, femnist/data.
+    """Return all samples, the training part first; searches data-dir and in it data, femnist and femnist/data.
 
     Raises:
-        PbflError: if there are no such files, or a file is not of LEAF's form.
+        PbflError: if there are no such files, or a file is not in LEAF's format.
     """
     root = data_root(settings)
     places = (root, root / "data", root / "femnist", root / "femnist" / "data")
@@ -64,7 +63,7 @@ def femnist(settings: DataSettings) -> Pool:
 
 
 def _files(place: Path) -> tuple[list[Path], list[Path]] | None:
-    """Return the files of the training and the test part at a place, None if it has none."""
+    """Return the files of the training and the test part in a folder, None if it has none."""
     train, test, together = (_json(place / name) for name in ("train", "test", "all_data"))
     found = (train, test) if train else (together or _json(place), [])
     return found if found[0] else None

@@ -1,4 +1,4 @@
-"""Where files are looked for, and what is said when they are not there."""
+"""Locate, check and download source files."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pbfl_flwr.errors import PbflError, expanded
 from pbfl_flwr.locks import Lock
 from pbfl_flwr.places import home
 
-# What reading a compressed file raises that is damaged, encrypted, or compressed in a way that Python does not know; or
-# whose arrays are, as it says, larger than any memory.
+# Raised by a compressed file that is damaged, encrypted, compressed by an unsupported method, or whose header claims
+# arrays larger than any memory.
 UNREADABLE = (
     OSError,
     EOFError,
@@ -34,10 +34,10 @@ def data_root(settings: DataSettings) -> Path:
 
 
 def given_path(settings: DataSettings, what: str) -> Path:
-    """Return data-dir for a dataset that is nothing without it.
+    """Return data-dir for a dataset that requires it.
 
     Raises:
-        PbflError: if data-dir is empty or nothing is there.
+        PbflError: if data-dir is empty or does not exist.
     """
     if not settings.data_dir:
         raise PbflError(f"dataset '{settings.dataset}' needs data-dir: {what}")
@@ -48,7 +48,7 @@ def given_path(settings: DataSettings, what: str) -> Path:
 
 
 def check_no_path(settings: DataSettings) -> None:
-    """Refuse data-dir for a dataset that needs no files: whoever gives one means another dataset.
+    """Refuse data-dir for a dataset that needs no files, since another dataset must be meant.
 
     Raises:
         PbflError: naming both.
@@ -61,7 +61,7 @@ def check_no_path(settings: DataSettings) -> None:
 
 
 def files_under(folder: Path) -> list[Path]:
-    """Return every file below a folder, also through links, as torchvision finds images."""
+    """Return every file below a folder, following links as torchvision does."""
     found = (Path(place, name) for place, _, names in os.walk(folder, followlinks=True) for name in names)
     return [path for path in found if path.is_file()]
 
@@ -72,7 +72,7 @@ def check_memory(size: int, path: Path) -> None:
     Raises:
         PbflError: naming both sizes.
     """
-    if not hasattr(os, "sysconf"):  # Windows does not say
+    if not hasattr(os, "sysconf"):  # not on Windows
         return
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if size > memory:
@@ -82,7 +82,7 @@ def check_memory(size: int, path: Path) -> None:
 
 
 def unpack(source: BufferedIOBase, target: BufferedIOBase, path: Path) -> None:
-    """Copy the content of a compressed file that does not say how large it is; no more than memory would hold.
+    """Decompress a file of unknown content size, refusing more than this machine's memory.
 
     Raises:
         PbflError: as :func:`check_memory`.
@@ -95,7 +95,7 @@ def unpack(source: BufferedIOBase, target: BufferedIOBase, path: Path) -> None:
 
 
 def missing(settings: DataSettings, looked: Sequence[Path], goes_to: Path | None) -> PbflError:
-    """Return the error for data that is not there."""
+    """Return the error for missing data."""
     line = f"dataset '{settings.dataset}' not found; looked for " + ", ".join(str(path) for path in looked)
     if goes_to is None:
         return PbflError(line + "; it cannot be downloaded for you: put it there, or set data-dir")
@@ -105,7 +105,7 @@ def missing(settings: DataSettings, looked: Sequence[Path], goes_to: Path | None
 def fetch(
     settings: DataSettings, needed: Sequence[Path], goes_to: Path, download: Callable[[], object]
 ) -> None:
-    """Make sure that files are there; download them, once for all processes, when that is allowed.
+    """Ensure that files exist; if allowed, download missing ones, once for all processes.
 
     Raises:
         PbflError: if something is missing and download is false, or if the download fails.
@@ -127,7 +127,7 @@ def fetch(
 
 
 def damaged(settings: DataSettings, path: Path, error: Exception) -> PbflError:
-    """Return the error for files that are there but cannot be read."""
+    """Return the error for files that exist but cannot be read."""
     return PbflError(
         f"dataset '{settings.dataset}': {path} is incomplete or damaged ({error}); delete it, fetch it again"
     )

@@ -1,8 +1,8 @@
 """MNIST, Fashion-MNIST and EMNIST: idx files, plain or gzipped, 1x28x28.
 
-Looked for in data-dir, in ``data-dir/<Name>/raw`` (where torchvision puts them) and, for Fashion-MNIST without
-data-dir, where Debian's package ``dataset-fashion-mnist`` puts them. EMNIST is the "balanced" split: 131,600
-characters, 47 classes; its images stay transposed, as the files and torchvision have them.
+Searches data-dir, ``data-dir/<Name>/raw`` (torchvision's location) and, for Fashion-MNIST without data-dir, the
+location of Debian's package ``dataset-fashion-mnist``. EMNIST is the "balanced" split: 131,600 characters, 47 classes;
+its images stay transposed, as in the files and in torchvision.
 """
 
 from __future__ import annotations
@@ -110,6 +110,6 @@ def _load(
 
 
 def _idx_files(place: Path, files: tuple[str, ...]) -> list[Path]:
-    """Return the files at a place, plain before gzipped; empty unless all of them are there."""
+    """Return the files in a folder, preferring plain over gzipped; empty unless all of them exist."""
     found = [next((path for path in (place / f, place / f"{f}.gz") if path.is_file()), None) for f in files]
     return [path for path in found if path is not None] if None not in found else []

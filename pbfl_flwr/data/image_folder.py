@@ -1,11 +1,11 @@
-"""A folder of images, a folder a class.
+"""Images in one folder per class.
 
 data-dir holds ``train/<class>/*`` and optionally ``test/<class>/*``, or just ``<class>/*``. Classes are
-numbered in the order of their names, files are taken in the order of theirs (torchvision's ``ImageFolder``).
-All images become RGB of the size of the first one; images of another size are resized (bilinear, aspect not
-kept) and their number is noted; a photograph is turned as its EXIF says that it was held. ``labels`` names all
-classes, also those without a folder here; ``input-shape`` gives the size, and 1 channel for grey. What begins with
-a dot (``.git``, ``._a.png``) is left out.
+numbered in the order of their names, files are read in the order of theirs (as torchvision's ``ImageFolder``).
+All images become RGB of the size of the first one; others are resized (bilinear, aspect ratio not kept) and a note
+gives their number; the EXIF orientation is applied. ``labels`` lists all classes, including those without a folder
+here; ``input-shape`` sets the size, and 1 channel for grey. Names that begin with a dot (``.git``, ``._a.png``) are
+ignored.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _folders(place: Path) -> list[Path]:
 
 
 def _size(settings: DataSettings) -> tuple[int, tuple[int, int] | None]:
-    """Return (channels, (width, height)) that images are brought to; None for the size of the first."""
+    """Return the target (channels, (width, height)) of images; None: the size of the first one."""
     if not settings.shape:
         return 3, None
     if len(settings.shape) != 3 or settings.shape[0] not in (1, 3):
@@ -95,12 +95,12 @@ def _size(settings: DataSettings) -> tuple[int, tuple[int, int] | None]:
 
 
 def one_image(path: Path, channels: int, side: tuple[int, int]) -> NDArray[Any]:
-    """Return an image as one of such a folder is decoded, (channels, height, width) uint8.
+    """Return an image decoded as in an image folder, (channels, height, width) uint8.
 
     Args:
         path: the file.
         channels: 3 is RGB, 1 is grey.
-        side: (width, height) that it is brought to.
+        side: (width, height) to resize to.
 
     Raises:
         PbflError: if it cannot be read.
@@ -116,13 +116,12 @@ def labelled_files(
     """Return (path, label) of every image below ``folder/<class>``, and the folder of every class by its name.
 
     Args:
-        folder: what holds the class folders.
+        folder: parent of the class folders.
         dataset: named in errors.
-        classes: numbers of the classes; None numbers those found, in the order of their names. With it,
-            classes may be absent.
+        classes: all class names in label order, some of which may be absent or empty; None: those found, sorted.
 
     Raises:
-        PbflError: if there is no class folder, or a class without an image, or with two folders.
+        PbflError: if there is no class folder, a class has two folders or, without ``classes``, no image.
     """
     from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 

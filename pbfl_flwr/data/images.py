@@ -1,4 +1,4 @@
-"""Image files into one uint8 array."""
+"""Decode image files into one uint8 array."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _TURNS = {
     6: Image.Transpose.ROTATE_270,
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
-}  # by EXIF's orientation
+}  # by EXIF orientation
 
 
 class LabelledImages(Protocol):
-    """What torchvision's datasets are: (image, label) by index."""
+    """Interface of torchvision's datasets: (image, label) by index."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Any: ...
@@ -46,23 +46,23 @@ class ImageFiles:
         try:
             with Image.open(path) as image:
                 return _eight_bits(_upright(image), path).convert("RGB"), label
-        # A picture of absurd size, which would fill the memory, is an error of its own in PIL.
+        # PIL has its own exception for images of an implausible size.
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise PbflError(f"{path} is not a readable image: {error}") from error
 
 
 def _upright(image: Image.Image) -> Image.Image:
-    """Return a picture as it was held when it was taken, if its EXIF says so."""
-    image.load()  # Pillow turns TIFF itself then
+    """Apply an image's EXIF orientation, if it has one."""
+    image.load()  # rotates TIFF images already
     try:
         turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
-    except SyntaxError:  # a damaged EXIF says nothing, the picture is there all the same
+    except SyntaxError:  # damaged EXIF data in a readable image
         return image
     return image if turn is None else image.transpose(turn)
 
 
 def _eight_bits(image: Image.Image, path: Path) -> Image.Image:
-    """Return a picture whose values are 0..255: of 16 bits the high byte, as Pillow itself does with colours.
+    """Convert an image to values 0..255: of 16 bits the high byte, as Pillow does for colour images.
 
     Raises:
         PbflError: if the range of its values is not known.
@@ -71,10 +71,10 @@ def _eight_bits(image: Image.Image, path: Path) -> Image.Image:
         raise PbflError(
             f"{path} is a picture of mode {image.mode}, whose range is not known; allowed are 8 and 16 bits a channel"
         )
-    if image.mode.startswith("I;16"):  # convert() would cut at 255
+    if image.mode.startswith("I;16"):  # convert() would clip at 255
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     if image.mode == "P" and "transparency" in image.info:
-        return image.convert("RGBA")  # the way to RGB on which Pillow does not warn; the colours are the same
+        return image.convert("RGBA")  # gives the same colours in RGB, without Pillow's warning
     return image
 
 
@@ -88,17 +88,15 @@ def decode_images(
     """Decode images as RGB or grey, all of one size.
 
     Args:
-        parts: training part, test part, ..., put one after the other.
-        allocate: gives the array to fill.
-        side: (width, height) in pixels; None takes the size of the very first image. Images of another size
-            are resized with PIL's bilinear filter, as torchvision's ``Resize`` does; their aspect is not
-            kept.
+        parts: training part, test part, ..., which are concatenated.
+        allocate: creates the array of inputs.
+        side: (width, height) in pixels; None: the size of the first image. Other images are resized with PIL's
+            bilinear filter, as by torchvision's ``Resize``, without keeping their aspect ratio.
         where: named in errors.
         channels: 3 is RGB, 1 is grey.
 
     Returns:
-        inputs (N, channels, height, width) uint8, labels (N,), and a note if images were resized though no size was
-        asked.
+        inputs (N, channels, height, width) uint8, labels (N,), and a note if images were resized with ``side`` None.
 
     Raises:
         PbflError: naming an image that cannot be read.

@@ -1,4 +1,4 @@
-"""What data a device would bring, before it brings it: sizes, values, classes, and what deserves a second look."""
+"""Inspect a device's data before it takes part: sizes, values, classes, and warnings."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from pbfl_flwr.data.contract import Pool
 from pbfl_flwr.data.windows import mixed_up
 from pbfl_flwr.errors import expanded
 
-LARGE = 100.0  # of a feature; networks want inputs around 1
+LARGE = 100.0  # absolute feature value to warn about; networks need inputs around 1
 BAR = 40
 _ROWS_AT_A_TIME = 4096
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """What was found.
+    """Result of an inspection.
 
     Attributes:
-        path, dataset: where it lies, and the dataset that reads it.
+        path, dataset: location of the data, and the dataset that reads it.
         samples, input_shape, dtype: of all inputs.
-        minimum, maximum: of all values as they are stored.
-        columns: names of the features, of tables.
-        vocabulary_size: V, of text; else 0.
-        labels: names of the classes.
-        train, test: samples of each class in the split that a device would make.
-        notes: what the reader did on its own.
-        warnings: what is allowed and deserves a second look.
+        minimum, maximum: of all stored values.
+        columns: feature names, for tables.
+        vocabulary_size: V for text, else 0.
+        labels: class names.
+        train, test: samples of each class in a device's train/test split.
+        notes: messages of the loader.
+        warnings: allowed but suspicious properties.
     """
 
     path: str
@@ -57,11 +57,11 @@ class Inspection:
         return tuple(a + b for a, b in zip(self.train, self.test, strict=True))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything as JSON has it."""
+        """Return all fields and ``counts``, for JSON."""
         return {**asdict(self), "counts": self.counts}
 
     def lines(self) -> list[str]:
-        """Return everything as a person reads it, the classes as a bar chart."""
+        """Return a readable report, with the classes as a bar chart."""
         shape = "x".join(map(str, self.input_shape))
         found = [
             f"{self.path}: {self.dataset}, {DATASETS[self.dataset].description.partition(';')[0]}",
@@ -82,15 +82,15 @@ class Inspection:
 
 
 def settings_for(path: Path, **keys: str | float) -> DataSettings:
-    """Return the settings under which a device reads its own path.
+    """Return the settings with which a device reads its own path.
 
     Args:
         path: data-path of the device.
-        keys: ``dataset``, ``labels`` (names, or a file with a name a line), ``label_column``, ``input_shape``,
-            ``text_column``, ``vocabulary``, ``train_share``; empty ones are left out.
+        keys: ``dataset``, ``labels`` (names, or a file with one name per line), ``label_column``, ``input_shape``,
+            ``text_column``, ``vocabulary``, ``train_share``; empty ones are ignored.
 
     Raises:
-        PbflError: if a value is not allowed, or the path is a file of a kind that is not read.
+        PbflError: if a value is not allowed, or the path is a file of an unsupported kind.
     """
     given = {key.replace("_", "-"): value for key, value in keys.items() if value}
     if (file := names_file(str(given.get("labels", "")))) is not None:
@@ -107,10 +107,10 @@ def inspect(settings: DataSettings, files: int | None = None) -> Inspection:
 
     Args:
         settings: see :func:`settings_for`.
-        files: of a PFLlib folder, whose files are meant.
+        files: for a PFLlib folder, the client whose files are read.
 
     Raises:
-        PbflError: for what a device would refuse, in the device's words.
+        PbflError: for whatever a device would refuse, with the same message.
     """
     pool = own_pool(settings, files)
     split = partition(pool, settings, 1).splits[0]
@@ -136,13 +136,13 @@ def inspect(settings: DataSettings, files: int | None = None) -> Inspection:
 
 
 def _ranges(inputs: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return the smallest and the largest value at every place of an input, with one pass over the memory map."""
+    """Return the minimum and the maximum at every position of an input, read block by block."""
     blocks = [inputs[start : start + _ROWS_AT_A_TIME] for start in range(0, len(inputs), _ROWS_AT_A_TIME)]
     return np.min([b.min(axis=0) for b in blocks], axis=0), np.max([b.max(axis=0) for b in blocks], axis=0)
 
 
 def _flat(pool: Pool) -> NDArray[np.bool_]:
-    """Return whether all values of a class's inputs are the same, (K,)."""
+    """Return for every class whether all values of its inputs are equal, (K,)."""
     low, high = np.full(pool.num_classes, np.inf), np.full(pool.num_classes, -np.inf)
     for start in range(0, len(pool.labels), _ROWS_AT_A_TIME):
         labels = pool.labels[start : start + _ROWS_AT_A_TIME]

@@ -1,7 +1,7 @@
-"""Names of classes: those that a source has, and those that the whole federation has.
+"""Class names of a data source and of the whole federation.
 
-A device often holds some of the classes only. ``labels`` then names them all, in the order of their numbers, so that
-class j is the same class everywhere.
+A device often holds only some of the classes. ``labels`` then lists all of them in label order, so that class j is the
+same class everywhere.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HINT = "labels names all classes of the federation, in their order"
 
 
 def known_classes(found: Sequence[str], wanted: Sequence[str], where: str) -> None:
-    """Check that every class that was found is one of those that are wanted.
+    """Check that all classes found are among the wanted ones.
 
     Raises:
         PbflError: naming those that are not.
@@ -35,12 +35,12 @@ def known_classes(found: Sequence[str], wanted: Sequence[str], where: str) -> No
 def numbered_classes(
     found: Sequence[str], codes: Rows, wanted: Sequence[str], where: str
 ) -> tuple[tuple[str, ...], Rows]:
-    """Return the names of the classes and the number of every sample's class.
+    """Return the class names and every sample's label.
 
     Args:
         found: the names in the data, all different.
         codes: (N,) int64, index into ``found`` of every sample.
-        wanted: all names in the order of their numbers; empty: those found, in the order of their text.
+        wanted: all names in label order; empty: those found, sorted.
         where: named in errors.
 
     Raises:
@@ -56,26 +56,26 @@ def numbered_classes(
 
 
 def renumbered(pool: Pool, wanted: Sequence[str], where: str) -> tuple[tuple[str, ...], Rows]:
-    """Return ``wanted`` and the labels of a pool under these numbers; see :func:`numbered_classes`."""
+    """Return ``wanted`` and the pool's labels as indices into it; see :func:`numbered_classes`."""
     held = np.unique(pool.labels)
     codes = np.searchsorted(held, pool.labels)
     return numbered_classes([pool.label_names[j] for j in held], codes, wanted, where)
 
 
 def names_file(labels: str) -> Path | None:
-    """Return the file that a value of ``labels`` says, None where it is the names themselves."""
+    """Return the file named by a value of ``labels``, None if the value lists the names itself."""
     path = Path(os.path.expanduser(labels))  # Path.expanduser raises for '~a,b'
     try:
         return path if path.is_file() else None
-    except OSError:  # longer than any path may be
+    except OSError:  # too long for a path
         return None
 
 
 def read_names(path: Path) -> str:
-    """Return the content of a file with the name of a class a line, as ``labels`` takes it.
+    """Return the content of a file with one class name per line, as a value of ``labels``.
 
     Raises:
-        PbflError: if it cannot be read, or is no such file.
+        PbflError: if the file is unreadable or too large.
     """
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
@@ -84,4 +84,4 @@ def read_names(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise PbflError(f"labels = '{path}': no readable text file ({error})") from error
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return "\n".join(lines) + "\n"  # the last one keeps a comma inside a name from separating
+    return "\n".join(lines) + "\n"  # the final newline keeps a comma in a single name from separating

@@ -1,4 +1,4 @@
-"""Arrays in a NumPy archive, and the smartphone activity data (HAR) in such a file."""
+"""NumPy archives, and the smartphone activity data (HAR) in such a file."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ HAR_LABELS = ("walking", "walking upstairs", "walking downstairs", "sitting", "s
 
 
 def npz(settings: DataSettings) -> Pool:
-    """Return the arrays ``x``, ``y`` and, where there is one, ``client`` of the .npz file data-dir.
+    """Return the arrays ``x``, ``y`` and, if present, ``client`` of the .npz file data-dir.
 
-    ``x`` uint8 (N, C, H, W) or (N, H, W) are images; other numbers become float32 features and are fed as
-    they are. ``y`` are names, or whole numbers 0..K-1, without gaps unless ``labels`` names all K. ``client``
-    (whole numbers or strings) are the natural clients.
+    ``x`` uint8 (N, C, H, W) or (N, H, W) are images; other numbers become float32 features without normalisation.
+    ``y`` are names, or integers 0..K-1, without gaps unless ``labels`` names all K. ``client`` (integers or strings)
+    are the natural clients.
     """
     path = given_path(settings, "the path of an .npz file with the arrays x, y and optionally client")
     return _load(settings, path, "client", None)
@@ -66,7 +66,7 @@ def _load(settings: DataSettings, path: Path, client_key: str, label_names: tupl
 def _labels(
     y: NDArray[Any], label_names: tuple[str, ...] | None, settings: DataSettings, path: Path
 ) -> tuple[tuple[str, ...], Rows]:
-    """Return the names of the classes and the labels; y as whole numbers are places in the list of names."""
+    """Return the class names and the labels; integers in y are indices into the list of names."""
     if y.dtype.kind == "U" and y.ndim == 1 and not label_names:
         found, codes = np.unique(np.array([class_name(name) for name in y], dtype=str), return_inverse=True)
         if "" in found:
@@ -82,11 +82,11 @@ def read_arrays(path: Path, who: str, needed: Sequence[str]) -> dict[str, NDArra
 
     Args:
         path: the file.
-        who: begins the errors.
-        needed: arrays that must be there.
+        who: prefix of error messages.
+        needed: names of the required arrays.
 
     Raises:
-        PbflError: if it is no such file, holds objects, or lacks an array.
+        PbflError: if it is not an .npz file, holds objects, or lacks an array.
     """
     try:
         with zipfile.ZipFile(path) as members:
@@ -110,7 +110,7 @@ def _inputs(values: NDArray[Any], path: Path, name: str) -> NDArray[Any]:
     if np.iscomplexobj(values):
         raise PbflError(f"dataset '{name}': x in {path} is complex; allowed are real numbers")
     if values.dtype != np.uint8 or values.ndim not in (3, 4):
-        with np.errstate(over="ignore"):  # infinity is refused with its row
+        with np.errstate(over="ignore"):  # validation refuses infinity, with its row
             return np.ascontiguousarray(values, dtype=np.float32)
     if values.ndim == 3:
         return np.ascontiguousarray(values[:, None])

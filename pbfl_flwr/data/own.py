@@ -1,4 +1,4 @@
-"""Data that a device brings: what lies at its path."""
+"""Detect what kind of data a device has at its path."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _SUFFIXES = {".npz": "npz", **dict.fromkeys(SUFFIXES, "table")}
 
 
 def kind_of(path: Path, *, texts: bool = False) -> str:
-    """Return the dataset that reads a path, by what lies there; ``texts`` says that a table holds some.
+    """Return the dataset that reads a path, by its suffix or content; ``texts``: read tables as text.
 
     Raises:
-        PbflError: if it is a file of another kind.
+        PbflError: if it is a file of an unsupported kind.
     """
     if kind := _SUFFIXES.get(path.suffix.lower()):
         return "text" if texts and kind == "table" else kind

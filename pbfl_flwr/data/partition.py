@@ -1,4 +1,4 @@
-"""Deal a pool to clients and split each share into training and test samples."""
+"""Assign a pool's samples to clients and split each client's share into training and test samples."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from pbfl_flwr.errors import PbflError
 
 
 def partition(pool: Pool, settings: DataSettings, num_clients: int) -> Partition:
-    """Return who holds what; the same settings give the same rows on every machine.
+    """Return the rows of every client; the same settings give the same rows on every machine.
 
-    With ``max_samples`` all that follows sees that many samples, drawn at random; counts are theirs.
-    ``dirichlet``, ``pathological`` and ``iid`` always end with ``min_samples`` a client: what the procedure
-    leaves short is filled by :func:`~pbfl_flwr.data.dealing.repair`. ``natural`` takes the first M owners. A
-    source whose files fix clients and split is taken as it is. With ``test_split`` "client" the share of a
-    client is split at random, not stratified, ``floor(train_share · n)`` for training (scikit-learn's
-    ``train_test_split`` on the same generator, as in the references); a client with one sample trains on it
-    and tests on none. With "official" only the official training part is dealt, and the official test samples
-    of a class go to its holders in proportion to their training samples of that class, disjoint; those of
-    classes that nobody trains on are left out. ``natural`` clients have the official test samples that are theirs.
+    With ``max_samples`` only that many random samples are partitioned and counted. ``dirichlet``, ``pathological`` and
+    ``iid`` guarantee ``min_samples`` per client: :func:`~pbfl_flwr.data.dealing.repair` fills up clients with fewer.
+    ``natural`` takes the first M owners. Sources whose files fix clients and split are taken as they are.
+
+    With ``test_split`` "client" each client's share is split at random, not stratified, ``floor(train_share · n)`` for
+    training (scikit-learn's ``train_test_split`` on the same generator, as in the references); a client with one sample
+    only trains. With "official" only the official training part is partitioned; the official test samples of a class go
+    to the clients that train on it, disjoint and in proportion to their training samples of that class, and classes
+    that no client trains on are left out. ``natural`` clients get their own official test samples.
 
     Raises:
         PbflError: if the settings do not fit the data (a line that names the setting and what is allowed).
@@ -64,7 +64,7 @@ def partition(pool: Pool, settings: DataSettings, num_clients: int) -> Partition
 
 
 def _drawn(pool: Pool, settings: DataSettings) -> Rows:
-    """Return the rows that max-samples leaves, ascending."""
+    """Return ``max-samples`` randomly drawn rows, ascending."""
     if pool.in_train is not None:
         raise PbflError(
             f"max-samples = {settings.max_samples}: clients and split of dataset '{settings.dataset}' are those "
@@ -75,7 +75,7 @@ def _drawn(pool: Pool, settings: DataSettings) -> Rows:
 
 
 def _thinned(pool: Pool, rows: Rows) -> Pool:
-    """Return a pool of these rows without their inputs, which nobody who deals looks at."""
+    """Return a pool of these rows without their inputs, which partitioning does not need."""
     return replace(
         pool,
         inputs=pool.inputs[:0],
@@ -86,7 +86,7 @@ def _thinned(pool: Pool, rows: Rows) -> Pool:
 
 
 def _of_all(rows: Rows, thin: Partition, total: int) -> Partition:
-    """Return a partition of drawn rows as one of the whole pool."""
+    """Convert a partition of drawn rows to rows of the whole pool."""
     splits = tuple(Split(rows[split.train], rows[split.test]) for split in thin.splits)
     return Partition(splits, thin.counts, (*thin.notes, f"{len(rows):,} of {total:,} samples are used"))
 

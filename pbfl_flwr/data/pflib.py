@@ -1,7 +1,7 @@
-"""Dataset directories of PFLlib and HtFLlib, read and written: both tools run on the identical partition.
+"""Read and write dataset directories of PFLlib and HtFLlib, to run both tools on the identical partition.
 
 ``config.json`` has ``num_clients`` and ``num_classes``; ``train/<i>.npz`` and ``test/<i>.npz`` hold one
-pickled dict ``data`` with ``x`` (n, C, H, W) float32, normalised already, and ``y`` (n,). Client i is file i,
+pickled dict ``data`` with ``x`` (n, C, H, W) float32, already normalised, and ``y`` (n,). Client i is file i,
 and the files fix its split: partition settings do not apply.
 """
 
@@ -48,7 +48,7 @@ def pflib(settings: DataSettings) -> Pool:
     def decode(allocate: Allocate) -> Pool:
         labels: list[Rows] = []
         shape: tuple[int, ...] | None = None
-        for path in files:  # twice over the files, so that memory holds one of them only
+        for path in files:  # reads the files twice, to hold only one in memory
             x, y = _read_part(path)
             shape = shape or (x.shape[1:] if len(y) else None)
             if len(y) and x.shape[1:] != shape:
@@ -76,14 +76,14 @@ def pflib(settings: DataSettings) -> Pool:
 
 
 def pflib_client(settings: DataSettings, client: int | None) -> Pool:
-    """Return the samples of one client of such a folder, as its only client; no other client's files need be there.
+    """Return the samples of one client of such a folder, as its only client; other clients' files may be missing.
 
     Args:
         settings: data-dir is the folder.
-        client: number of its files; None takes the only ones there are.
+        client: number of its files; None: the only client in the folder.
 
     Raises:
-        PbflError: as :func:`pflib`, and if it is not said which files are meant.
+        PbflError: as :func:`pflib`, and if ``client`` is None and the folder holds several clients, or none.
     """
     root = given_path(settings, "a PFLlib/HtFLlib dataset folder with config.json and train/<i>.npz")
     num_classes = _read_config(root / "config.json")[1]
@@ -123,15 +123,15 @@ def pflib_client(settings: DataSettings, client: int | None) -> Pool:
 def export_pfl_directory(partition: Partition, pool: Pool, path: Path) -> None:
     """Write a partition as a dataset directory that PFLlib and HtFLlib read.
 
-    Inputs are written as a model is fed: float32, normalised.
+    Inputs are written as model input: float32, normalised.
 
     Args:
         partition: of ``pool``.
         pool: the samples.
-        path: a folder that has no dataset yet; it is made.
+        path: a folder without a dataset; created if missing.
 
     Raises:
-        PbflError: if the folder holds a dataset already, or inputs are text, which those tools store otherwise.
+        PbflError: if the folder holds a dataset already, or inputs are text, which those tools store differently.
     """
     if pool.vocabulary:
         raise PbflError("a PFLlib folder of texts is not written; allowed are datasets of numbers and images")
@@ -170,7 +170,7 @@ def _read_config(path: Path) -> tuple[int, int]:
 
 
 def _names(settings: DataSettings, num_classes: int, root: Path) -> tuple[str, ...]:
-    """Return the names of the classes, whose numbers the files hold."""
+    """Return the names of the classes, which the files only number."""
     names = settings.classes or tuple(str(k) for k in range(num_classes))
     if len(names) != num_classes:
         raise PbflError(
@@ -185,7 +185,7 @@ def _read_part(path: Path) -> tuple[NDArray[Any], Rows]:
         raise PbflError(f"{path} must hold a dict with x and y")
     try:
         x, y = (_array(content[name]) for name in ("x", "y"))
-    except (ValueError, TypeError, OverflowError) as error:  # lists of different lengths, or of other things
+    except (ValueError, TypeError, OverflowError) as error:  # ragged or non-numeric lists
         raise PbflError(f"{path}: x and y are no arrays ({error})") from error
     numbers = all(np.issubdtype(part.dtype, np.number) for part in (x, y))
     if not numbers or x.ndim < 1 or y.shape != (len(x),):
@@ -199,5 +199,5 @@ def _read_part(path: Path) -> tuple[NDArray[Any], Rows]:
 
 
 def _array(values: object) -> NDArray[Any]:
-    # A list is read as numbers: as an array of strings each cell would take the longest one's room.
+    # Lists are converted to numbers: in an array of strings every entry takes the size of the longest.
     return values if isinstance(values, np.ndarray) else np.asarray(values, dtype=np.float64)

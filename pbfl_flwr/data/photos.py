@@ -1,6 +1,6 @@
-"""Photographs through torchvision, decoded and resized once: Oxford Flowers-102 (64x64) and GTSRB (32x32).
+"""Photographs from torchvision, decoded and resized once: Oxford Flowers-102 (64x64) and GTSRB (32x32).
 
-Sizes and the pooled parts are those of the references: Flowers train+val+test (8,189 images), GTSRB
+Sizes and pooled parts are those of the references: Flowers train+val+test (8,189 images), GTSRB
 torchvision's 26,640 + 12,630. Official test parts: Flowers' test (training is train+val), GTSRB's final test.
 """
 

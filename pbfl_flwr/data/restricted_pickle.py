@@ -1,9 +1,9 @@
-"""Read a pickled object array without letting the file run code, or say what lies in memory.
+"""Read a pickled object array without letting the file run code or access memory.
 
 ``numpy.load(allow_pickle=True)`` executes whatever a file says. NumPy's own classes are no safer: an array and a dtype
-take over the state that a pickle gives them, and bytes that are said to be objects are pointers. Here a file gets
-neither. What it may name are stand-ins, which only note what NumPy would have been told; arrays of plain numbers and
-text are made of these notes afterwards. Everything else is refused before it is called.
+accept any state from a pickle, and bytes declared as objects become pointers. Here a file gets neither: the names that
+it may use resolve to stand-ins, which only record the arguments; afterwards arrays of plain numbers and text are built
+from these records. Everything else is refused before it is called.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NUMERIC = ("numpy.core.numeric", "numpy._core.numeric")
 _BUILTINS = ("builtins", "__builtin__")
 _PLAIN = re.compile(r"\?|b1|[iu][1248]|f(2|4|8|12|16)|c(8|16|24|32)|[SU][1-9]\d{0,5}")
 _OBJECTS = ("O", "O4", "O8")
-# What NumPy's arrays in dicts and lists are written with.
+# The opcodes in pickles of NumPy arrays in dicts and lists.
 _OPCODES = (
     pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.POP, pickle.POP_MARK,
     pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1,
@@ -40,7 +40,7 @@ _OPCODES = (
 
 
 class _Dtype:
-    """What a file says of a dtype: plain numbers, text, or objects, for which there are lists."""
+    """Stand-in for a dtype: plain numbers, text, or objects, whose arrays are built from lists."""
 
     def __init__(self, name: object, align: object = False, copy: object = True) -> None:
         if not isinstance(name, str) or not (_PLAIN.fullmatch(name) or name in _OBJECTS):
@@ -49,7 +49,7 @@ class _Dtype:
         self.dtype: np.dtype[Any] = np.dtype(object if name in _OBJECTS else name)
 
     def restore(self, state: object) -> None:
-        """Note the order of the bytes; a state with names, fields, other flags or a shape of its own is refused."""
+        """Record the byte order; refuse a state with names, fields, other flags or a shape."""
         order = state[1] if isinstance(state, tuple) and len(state) == 8 else None
         dtype = self.dtype.newbyteorder(order) if order in ("<", ">", "|") else self.dtype
         if dtype.__reduce__()[2] != state:
@@ -60,13 +60,13 @@ class _Dtype:
 
 
 class _Array:
-    """What a file says of an array; nothing of it is true before :class:`_Found` has looked at it."""
+    """Stand-in for an array, with arguments that :class:`_Found` has yet to check."""
 
     def __init__(self, data: Any, dtype: Any, shape: Any = (), order: Any = "C") -> None:
         self.data, self.dtype, self.shape, self.order = data, dtype, shape, order
 
     def restore(self, state: object) -> None:
-        """Note what an array's ``__setstate__`` would get."""
+        """Record the arguments of an array's ``__setstate__``."""
         if not isinstance(state, tuple) or len(state) != 5:
             raise pickle.UnpicklingError("the state of an array is none that NumPy writes")
         _, self.shape, self.dtype, fortran, self.data = state
@@ -74,11 +74,11 @@ class _Array:
 
 
 class _Scalar(_Array):
-    """What a file says of a number of NumPy's."""
+    """Stand-in for a NumPy scalar."""
 
 
 class _Dict(dict[str | int, Any]):
-    """A dict whose keys are names or numbers: the hash of tuples in tuples in tuples ... overflows the stack."""
+    """A dict whose keys are str or int: hashing deeply nested tuples overflows the stack."""
 
     def __setitem__(self, key: str | int, value: Any) -> None:
         if not isinstance(key, str | int):
@@ -89,7 +89,7 @@ class _Dict(dict[str | int, Any]):
 
 
 def _ndarray(*_: object) -> None:
-    """Stand for the class of arrays, which files name and never call."""
+    """Stand-in for the class ``ndarray``, which files name and never call."""
     raise pickle.UnpicklingError("it wants to lay an array over memory, and only NumPy arrays are allowed")
 
 
@@ -108,14 +108,14 @@ def _scalar(dtype: object, data: object) -> _Scalar:
 
 
 def _encode(text: object, encoding: object) -> object:
-    """Return text as it is: bytes in pickles of protocol 2, which :class:`_Found` encodes."""
+    """Return text unchanged: bytes in pickles of protocol 2, which :class:`_Found` encodes."""
     if encoding != "latin1":
         raise pickle.UnpicklingError("it wants an encoding, and only bytes are allowed")
     return text
 
 
 def _bytes() -> bytes:
-    """Return no bytes, which have no other form in pickles of protocol 2."""
+    """Return empty bytes, which pickles of protocol 2 write as a call of ``bytes``."""
     return b""
 
 
@@ -130,8 +130,8 @@ _GIVEN: dict[tuple[str, str], Any] = {
 }
 
 
-# Python's own one and not the faster one in C, whose memo a number in the file makes as long as it likes, and whose
-# instructions cannot be left out. An array is a few instructions, whatever its size.
+# The unpickler in Python, not the faster one in C, where a number in the file sets the memo's length and opcodes cannot
+# be removed. An array is a few opcodes, whatever its size.
 class _ArrayUnpickler(pickle._Unpickler):
     dispatch: ClassVar[dict[int, Any]] = {code[0]: pickle._Unpickler.dispatch[code[0]] for code in _OPCODES}
     stack: list[Any]
@@ -167,7 +167,7 @@ class _ArrayUnpickler(pickle._Unpickler):
             )
         self.stack[-1].restore(state)
 
-    # Python would fill an array of bytes with zeros, as many as the file says, before it reads them.
+    # Python's own handler allocates as many zeros as the file claims before it reads them.
     dispatch[pickle.BYTEARRAY8[0]] = dispatch[pickle.BINBYTES8[0]]
     dispatch[pickle.EMPTY_DICT[0]] = load_empty_dictionary
     dispatch[pickle.REDUCE[0]] = load_reduce
@@ -175,18 +175,18 @@ class _ArrayUnpickler(pickle._Unpickler):
 
 
 class _Found:
-    """Makes arrays of what was noted.
+    """Builds the content from the stand-ins.
 
     Args:
-        size: bytes of the file. What stands in several places counts in each of them, and all together must not be
-            larger: lists of lists of the same list would grow without end.
+        size: of the file in bytes, the limit for the content. An object that is referenced several times counts each
+            time: nested lists of the same list would otherwise grow without bound.
     """
 
     def __init__(self, size: int) -> None:
         self._room = size
 
     def plain(self, found: Any) -> Any:
-        """Return what was read with arrays for their stand-ins, in dicts, lists and tuples."""
+        """Return the content with stand-ins replaced by arrays, also within dicts, lists and tuples."""
         self._take(1)
         match found:
             case _Scalar():
@@ -235,7 +235,7 @@ def load_object_array(path: Path, key: str) -> Any:
     """Return the Python object that ``np.savez(path, key=object)`` stored; arrays, dicts and lists only.
 
     Raises:
-        PbflError: if the file is unreadable or larger than the memory, has no such key, or names anything but NumPy
+        PbflError: if the file is unreadable or larger than the memory, lacks the key, or names anything but NumPy
             arrays of plain numbers and text.
     """
     name = f"{key}.npy"

@@ -2,8 +2,8 @@
 
 Arm k, point i = 1..n: radius r = 1 + 9 (i-1)/(n-1), angle ω = kπ/3 + (i-1)π/(3(n-1)) + 0.5 u with u ~ U(0,
 1), x = r sin ω, y = r cos ω. The paper prints the slope with a further factor k and noise N(0, 1) in radians;
-with these classes 0 and 3 coincide at the outer end and no classifier exceeds 39 %. The form here is the one
-of the code that the figure descends from (FedNH's ``Spiral``), with the paper's radius: arms do not overlap.
+with these, classes 0 and 3 coincide at the outer end and no classifier exceeds 39 %. This form is that of
+FedNH's ``Spiral``, the code from which the figure derives, with the paper's radius: arms do not overlap.
 """
 
 import numpy as np
@@ -18,7 +18,7 @@ SEED = 0
 
 
 def spiral(settings: DataSettings) -> Pool:
-    """Return 30,000 points, float32 (2,), 6 classes; the same points whatever the partition's seed.
+    """Return 30,000 points, float32 (2,), 6 classes; independent of the partition's seed.
 
     Raises:
         PbflError: if data-dir is set.

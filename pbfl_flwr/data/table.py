@@ -1,7 +1,7 @@
-"""Features in a CSV or Parquet file: a row a sample, a column a feature, one column with the classes.
+"""Features in a CSV or Parquet file: one row per sample, one column per feature, one column with the classes.
 
-All columns but those of class and client (:mod:`pbfl_flwr.data.columns`) must be numbers in every row; they are fed as
-they are.
+All columns except class and client (:mod:`pbfl_flwr.data.columns`) must hold numbers in every row; they are not
+normalised.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def table(settings: DataSettings) -> Pool:
     """Return the rows of the CSV or Parquet file data-dir.
 
     Raises:
-        PbflError: if it cannot be read, a column is missing, or a cell is empty or no number; with file, row (1 is the
-            first one below the names) and column.
+        PbflError: if it cannot be read, a column is missing, or a cell is empty or not a number; with file, row (from
+            1, below the header) and column.
     """
     path = given_path(settings, f"a file that ends in {', '.join(SUFFIXES)}")
     if not path.is_file() or path.suffix.lower() not in SUFFIXES:
@@ -44,12 +44,12 @@ def table(settings: DataSettings) -> Pool:
 
 
 def features(path: Path, wanted: Sequence[str] | None, without: Sequence[str] = ()) -> NDArray[np.float32]:
-    """Return columns of a file by their names, (N, F): what a trained model is asked about.
+    """Return columns of a file by name, (N, F), as input for a trained model.
 
     Args:
         path: a CSV or Parquet file.
         wanted: the columns, in this order; None takes all.
-        without: names that are left out where all are taken.
+        without: names to leave out if ``wanted`` is None.
 
     Raises:
         PbflError: as :func:`table`.
@@ -95,12 +95,11 @@ def _decode(path: Path, settings: DataSettings) -> Pool:
 def _numbers(
     block: Block, places: Sequence[int], names: Sequence[str], first: int, path: Path
 ) -> NDArray[np.float32]:
-    """Return the columns at these places as (rows, F); ``first`` is the number of the block's first row."""
+    """Return the columns at these indices as (rows, F); ``first`` is the number of the block's first row."""
     columns = []
     for place in places:
-        cells = block[
-            place
-        ]  # text as objects: as an array of strings each cell would take the longest one's room
+        cells = block[place]
+        # Text becomes objects: in an array of strings every cell takes the size of the longest.
         column = cells if isinstance(cells, np.ndarray) else np.asarray(cells, dtype=object)
         try:
             if column.dtype.kind not in "biufOU":
@@ -122,9 +121,9 @@ def _numbers(
 
 
 def _float(cell: object) -> float:
-    """Return the number in a cell as a float32 can hold it, NaN if there is none."""
+    """Return the number in a cell, NaN if there is none or float32 cannot hold it."""
     try:
         value = float(cell) if isinstance(cell, str | SupportsFloat) else math.nan
-    except (ValueError, TypeError):  # NumPy's dates have __float__ and refuse
+    except (ValueError, TypeError):  # NumPy dates have a __float__ that raises
         return math.nan
     return value if abs(value) <= float(np.finfo(np.float32).max) else math.nan

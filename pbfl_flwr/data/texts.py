@@ -1,9 +1,9 @@
 """Texts in a CSV or Parquet file, as token ids of a vocabulary that all clients share.
 
-A row is a text and its class; the text stands in ``text-column``, without it in the column ``text``. The vocabulary is
-a file with a token a line, whose places are the ids: ``<pad>``, ``<cls>``, ``<unk>``, ``<eos>`` first. ``pbfl
-vocabulary`` makes one of texts that may be shown to everybody; every device then has a copy of the same file. Ids, and
-not words, are what a network knows, so that devices with different vocabularies do not fit together.
+A row is a text and its class; the text is in ``text-column``, by default ``text``. The vocabulary is a file with one
+token per line, in the order of the ids: ``<pad>``, ``<cls>``, ``<unk>``, ``<eos>`` first. ``pbfl vocabulary`` makes one
+from texts that may be public; every device needs a copy of the same file, since a network only knows ids and devices
+with different vocabularies are incompatible.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pbfl_flwr.data.files import given_path
 from pbfl_flwr.errors import PbflError
 
 TEXT, LINES = "text", ".txt"
-LENGTH = 200  # tokens of an input, where input-shape does not say
+LENGTH = 200  # tokens of an input, unless input-shape is set
 MAX_WORDS = 1_000_000
 
 
@@ -30,8 +30,8 @@ def text(settings: DataSettings) -> Pool:
     """Return the texts of the CSV or Parquet file data-dir as (length,) token ids.
 
     Raises:
-        PbflError: if no vocabulary is named or it is none, the file cannot be read, a column is missing, or a cell is
-            empty; with file, row (1 is the first one below the names) and column.
+        PbflError: if the vocabulary is not set or invalid, the file cannot be read, a column is missing, or a cell is
+            empty; with file, row (from 1, below the header) and column.
     """
     path = given_path(settings, f"a file that ends in {', '.join(SUFFIXES)}")
     if not path.is_file() or path.suffix.lower() not in SUFFIXES:
@@ -75,10 +75,11 @@ def text(settings: DataSettings) -> Pool:
 
 
 def read_vocabulary(path: Path) -> tuple[str, ...]:
-    """Return the tokens of a vocabulary's file.
+    """Return the tokens of a vocabulary file.
 
     Raises:
-        PbflError: if it cannot be read, does not begin with the special tokens, or has a line twice or empty.
+        PbflError: if it cannot be read, is too long, does not begin with the special tokens, or has a line that is
+            empty, repeated or with surrounding spaces.
     """
     try:
         words = tuple(path.read_text(encoding="utf-8").split("\n"))
@@ -111,7 +112,7 @@ def texts_of(path: Path, text_column: str = "") -> Iterator[str]:
     """Yield the texts of a file: the column of a table, or the lines of a .txt file.
 
     Raises:
-        PbflError: if it is none of both or cannot be read.
+        PbflError: if it is neither or cannot be read.
     """
     if path.suffix.lower() in SUFFIXES:
         with opened(path) as (names, blocks):

@@ -1,8 +1,8 @@
 """Tiny ImageNet in its own folder layout: 200 classes, 3x64x64, 100,000 + 10,000 images.
 
 ``train/<wnid>/images/*.JPEG`` is the official training part, ``val/images`` with ``val/val_annotations.txt``
-the official test part (the set's own ``test/`` has no labels). Classes are numbered in the order of their
-wnids; their names come from ``words.txt`` when it is there.
+the official test part (the dataset's own ``test/`` has no labels). Classes are numbered in the order of their
+wnids; their names come from ``words.txt`` if present.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ SIDE = 64
 
 
 def tiny_imagenet(settings: DataSettings) -> Pool:
-    """Return train and val; looked for at data-dir and at data-dir/tiny-imagenet-200.
+    """Return train and val; searches data-dir and data-dir/tiny-imagenet-200.
 
     Raises:
-        PbflError: if it is not there, or if an annotation names an unknown class.
+        PbflError: if it is not found, or if an annotation names an unknown class or a missing image.
     """
     root = data_root(settings)
     places = (root, root / "tiny-imagenet-200")

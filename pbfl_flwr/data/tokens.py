@@ -12,27 +12,23 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-SPECIALS = (
-    "<pad>",
-    "<cls>",
-    "<unk>",
-    "<eos>",
-)  # ids 0 to 3; no text holds the last, words count from 4 as in PFLlib
+# Ids 0 to 3; encode() adds no <eos>, it is there so that words start at id 4 as in PFLlib.
+SPECIALS = ("<pad>", "<cls>", "<unk>", "<eos>")
 PAD, CLS, UNK = range(3)
 _MARKS = str.maketrans({**{mark: f" {mark} " for mark in "'.,()!?"}, ";": " ", ":": " ", '"': None})
 
 
 def split(text: str) -> list[str]:
-    """Return the tokens of a text: lower case, the marks ' . , ( ) ! ? alone, without " ; : and <br />."""
+    """Return the tokens of a text: lower case, the marks ' . , ( ) ! ? as tokens, without " ; : and <br />."""
     return text.lower().replace("<br />", " ").translate(_MARKS).split()
 
 
 def vocabulary(texts: Iterable[str], most: int) -> tuple[str, ...]:
-    """Return the special tokens, then the most frequent ones, equal counts in the order of their text.
+    """Return the special tokens, then the most frequent ones; ties in the order of their text.
 
     Args:
-        texts: all that are counted.
-        most: tokens in the vocabulary, the special ones among them.
+        texts: the texts to count.
+        most: size of the vocabulary, special tokens included.
     """
     counts = Counter(chain.from_iterable(map(split, texts)))
     ranked = sorted(counts.keys() - set(SPECIALS), key=lambda token: (-counts[token], token))
@@ -40,12 +36,12 @@ def vocabulary(texts: Iterable[str], most: int) -> tuple[str, ...]:
 
 
 def encode(texts: Sequence[str], words: Sequence[str], into: NDArray[np.int32]) -> None:
-    """Write the ids of texts.
+    """Write the token ids of texts.
 
     Args:
         texts: N of them.
-        words: the vocabulary; a token that is not in it is ``<unk>``.
-        into: (N, length) int32. A row is ``<cls>`` and the text's tokens, cut to the length or filled with ``<pad>``.
+        words: the vocabulary; other tokens become ``<unk>``.
+        into: (N, length) int32. A row is ``<cls>`` and the text's tokens, truncated or padded with ``<pad>``.
     """
     number = {word: index for index, word in enumerate(words)}
     into[:] = PAD

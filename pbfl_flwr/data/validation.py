@@ -1,4 +1,4 @@
-"""What every dataset must satisfy, whoever wrote its loader."""
+"""Checks that every dataset must pass, whatever its loader."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _ROWS_AT_A_TIME = 4096
 
 
 def validate(pool: Pool, name: str) -> None:
-    """Check a pool from top to bottom.
+    """Check all fields of a pool.
 
     Raises:
         PbflError: if lengths disagree, an input has too many axes or an empty one, labels are not 0..K-1, K < 2, a
-            class's name is not UTF-8, an input is NaN or infinite, or a token id is not in the vocabulary.
+            class name is not UTF-8, an input is NaN or infinite, or a token id is not in the vocabulary.
     """
     rows = len(pool.labels)
     if len(pool.inputs) != rows or rows == 0:

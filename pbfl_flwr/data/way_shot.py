@@ -1,11 +1,12 @@
 """The n-way k-shot partition of FedProto and GFPL: every client has a few classes and a few samples of each.
 
-Ways n_i ~ U[max(2, w̄-ŵ), min(K-1, w̄+ŵ)], shots k_i ~ U[s̄-ŝ+1, s̄+ŝ], one integer a client, classes without
-replacement: the calls, and so the tables of ways, shots and classes, of yuetan031/FedProto with the same
-seed. Training samples come from the official training part, test samples (15 a class, or what there is) from
-the official test part. Client i's samples of a class are the block at i·110 of the class's rows; where the
-class is too small for that, its holders get consecutive pieces of the shuffled rows instead. Blocks never
-overlap. A set without an official test part has each class cut into the training share and the rest.
+Ways n_i ~ U[max(2, w̄-ŵ), min(K-1, w̄+ŵ)] (K if w̄ = K and ŵ = 0), shots k_i ~ U[s̄-ŝ+1, s̄+ŝ], one integer per client,
+classes without replacement: with the same seed the same calls, and so the same tables of ways, shots and classes, as
+yuetan031/FedProto. Training samples come from the official training part, test samples (15 per class, or as many as
+possible) from the official test part. Client i's samples of a class are the block at i·110 of the class's rows (at
+i·(s̄+ŝ) if that is more; of test samples at i·15); where the class is too small for that, its holders get consecutive
+pieces of the shuffled rows instead. Blocks never overlap. Without an official test part, each class is cut into the
+training share and the rest.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def way_shot_splits(
 def draw_ways_and_shots(
     settings: DataSettings, num_classes: int, num_clients: int, rng: RandomState
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return n_i and k_i, each (M,); a deviation of 0 means every client has the mean.
+    """Return n_i and k_i, each (M,); with deviation 0 every client has the mean.
 
     Raises:
         PbflError: if the mean number of ways is not in 2..K, or if shots could be 0.
@@ -86,9 +87,8 @@ def draw_ways_and_shots(
             f"shots-deviation = {settings.shots_deviation}; allowed is 0..{settings.shots} (shots)"
         )
     low = max(2, settings.ways - settings.ways_deviation)
-    high = min(
-        num_classes, settings.ways + settings.ways_deviation + 1
-    )  # exclusive: the sampler never gives all K
+    # exclusive: at most K - 1 ways, as in FedProto's sampler, unless low = K
+    high = min(num_classes, settings.ways + settings.ways_deviation + 1)
     ways = rng.randint(low, max(high, low + 1), num_clients)
     if settings.shots_deviation == 0:
         shots = rng.randint(settings.shots, settings.shots + 1, num_clients)

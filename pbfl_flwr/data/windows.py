@@ -1,4 +1,4 @@
-"""Whether the axes of sensor windows, and of pictures as numbers, are in the right order."""
+"""Detect swapped axes of sensor windows, and of images stored as floats."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from numpy.typing import NDArray
 
 from pbfl_flwr.data.contract import Pool
 
-ROUGH = (
-    4.0  # times smoother in another order: UCI HAR is 27 and 29 times where axes were mixed up, 0.1 where not
-)
+# Ratio of roughness to that in another axis order; on UCI HAR 27 and 29 with swapped axes, 0.1 with correct ones.
+ROUGH = 4.0
 SHORTEST_SERIES = 16
 
 
 def mixed_up(pool: Pool) -> str:
-    """Return what to say of inputs whose axes look mixed up; empty where nothing is to be said.
+    """Return a warning if the axes of the inputs look swapped, else an empty string.
 
-    Those are windows (C, L) that change more from reading to reading than in another order of axes, and numbers
-    (H, W, C) of pictures, as Keras has them.
+    It is given for windows (C, L) whose neighbouring readings differ more than in another axis order, and for float
+    images (H, W, C), as in Keras.
     """
     if pool.inputs.dtype == np.float32 and len(pool.input_shape) == 3:
         height, width, channels = pool.input_shape

@@ -1,12 +1,12 @@
-"""The models: one family a file, one contract (:class:`SplitModel`), one table of contents.
+"""Models: one module per family, one contract (:class:`SplitModel`), one table of builders.
 
-Every model answers ``features(x) -> (B, d)`` and ``head(features) -> (B, K)``. A new one is a function
-``build(task) -> SplitModel`` whose docstring starts with one line about it, an entry in ``MODELS``, and that line in
-:mod:`pbfl_flwr.architectures`; the contract tests find it there. One whose name is followed by numbers, such as
-``mlp-500-200``, is ``build(task, *numbers)`` and has an entry in ``SIZED`` there, too. Builders give a linear head, and
-a "+" in a name (``resnet8+512-256``) replaces it by a deeper one; with an "@" (``resnet18@imagenet``) the body begins
-with weights that are kept on this machine (:mod:`pbfl_flwr.models.pretrained`). Builders import torchvision when they
-run: that takes seconds, and on a device every message has a new process.
+Every model has ``features(x) -> (B, d)`` and ``head(features) -> (B, K)``. A new one is a function
+``build(task) -> SplitModel`` whose docstring starts with a one-line description, an entry in ``MODELS``, and that line
+in :mod:`pbfl_flwr.architectures`; the contract tests then cover it. Models with sizes in their names, such as
+``mlp-500-200``, are built by ``build(task, *sizes)`` and also need an entry in ``SIZED`` there. Builders give a linear
+head; a "+" in a name (``resnet8+512-256``) replaces it by a deeper one, an "@" (``resnet18@imagenet``) initialises the
+body with weights stored on this machine (:mod:`pbfl_flwr.models.pretrained`). Builders import torchvision only when
+called: the import takes seconds, and on a device every message starts a new process.
 """
 
 from collections.abc import Callable
@@ -121,23 +121,22 @@ __all__ = [
 
 
 def build_model(name: str, task: Task, seed: int) -> SplitModel:
-    """Return a freshly initialised model; equal (name, task, seed) gives equal weights, as do equal pretrained ones.
+    """Return a freshly initialised model; equal (name, task, seed) gives equal weights, given equal pretrained ones.
 
-    The global random state of torch is as before afterwards. Of somebody else's model only ``features`` and
-    ``head`` are promised, see :func:`pbfl_flwr.models.external.build_external`; its weights repeat if it
-    draws them from torch's CPU generator.
+    torch's global random state is left unchanged. External models only guarantee ``features`` and ``head``, see
+    :func:`pbfl_flwr.models.external.build_external`; their weights are reproducible if drawn from torch's CPU
+    generator.
 
     Args:
-        name: one of ``MODELS``, with its numbers if it takes some and its classifier's after a "+" (the body's weights
-            are the same with it), and before that the label of pretrained weights after an "@"; or
+        name: one of ``MODELS``, with its sizes if it takes some, optionally followed by "@" and the label of pretrained
+            weights, and by "+" and the classifier's hidden widths (which leave the body's weights unchanged); or
             ``my_package.module:function``.
         task: K, d and the shape of inputs.
         seed: of the initial weights.
 
     Raises:
         PbflError: if the name is unknown, the architecture cannot take the input, memory does not suffice, pretrained
-            weights are not kept here or do not fit, or an external model is not there or does not answer ``features``
-            and ``head``.
+            weights are missing or do not fit, or an external model is missing or lacks ``features`` or ``head``.
     """
     if is_external(name):
         with seeds.seeded(seed):
@@ -152,9 +151,7 @@ def build_model(name: str, task: Task, seed: int) -> SplitModel:
             if widths:
                 model.head = deeper_head(model.head, widths, task)
     except RuntimeError as error:
-        if "you tried to allocate" not in str(
-            error
-        ):  # of torch's allocator, which has no class of its own for it
+        if "you tried to allocate" not in str(error):  # torch's allocator has no exception class of its own
             raise
         raise PbflError(
             f"model '{name}': the system has no memory for its weights; allowed is a smaller one"
@@ -164,14 +161,14 @@ def build_model(name: str, task: Task, seed: int) -> SplitModel:
 
 
 def check_models(spec: str, task: Task) -> None:
-    """Build every architecture once and send two inputs through it.
+    """Build every architecture once and run a forward pass with two inputs.
 
     Args:
         spec: see :func:`architectures`.
         task: K, d and the shape of inputs.
 
     Raises:
-        PbflError: for the first architecture that does not fit, with model, layer, expected and found shape.
+        PbflError: for the first architecture that does not fit, with model, layer, expected and actual shape.
     """
     for name in dict.fromkeys(architectures(spec)):
         dry_forward(name, build_model(name, task, seed=0), task)

@@ -1,9 +1,9 @@
-"""How a network's arithmetic is arranged on a CPU: memory layout, and convolutions that libraries are slow at.
+"""Memory layout of networks on a CPU, and replacements for convolutions at which libraries are slow.
 
-Same parameters, same names, same function; only the order of floating-point sums differs. Over maps of a few pixels a
-convolution's backward pass takes far longer on a CPU than its arithmetic needs, up to ninety times if it is depthwise
-and ten if it is not (benchmarks/convolutions.py). The deeper half of MobileNet and EfficientNet at 32x32 consists of
-such maps, and so do the last stages of ResNets.
+Parameters, their names and the function stay the same; only the order of floating-point sums differs. On maps of a few
+pixels a convolution's backward pass takes far longer on a CPU than its arithmetic needs, up to ninety times for
+depthwise and ten times for other convolutions (benchmarks/convolutions.py). Such maps make up the deeper half of
+MobileNet and EfficientNet at 32x32 and the last stages of ResNets.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models.contract import SplitModel
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-FEW_PIXELS = 4  # of a map; above that the library's convolution is the faster one
+FEW_PIXELS = 4  # pixels of a map up to which the replacements are faster
 
 
 def arrange(model: ModuleT, layout: str, precision: str = "float32") -> ModuleT:
     """Arrange a network in place and return it.
 
     Args:
-        model: any network; layers of its own kinds stay as they are.
-        layout: ``channels-last`` stores images as (B, h, w, C), and replaces pointwise convolutions, and others that
-            give few pixels, by matrix products and depthwise ones over few pixels by sums; ``contiguous`` leaves
-            everything as it was built.
+        model: any network; layers of other types are left unchanged.
+        layout: ``channels-last`` stores images as (B, h, w, C) and replaces convolutions: pointwise ones, and dense
+            ones with few output pixels, by matrix products, depthwise ones over few pixels by sums; ``contiguous``
+            leaves the network as built.
         precision: ``bfloat16`` computes the body's products in it (torch's autocast); parameters, features and head
-            stay float32. Only of a :class:`SplitModel`, where body and head are told apart.
+            stay float32. Requires a :class:`SplitModel`, where body and head are separate.
 
     Raises:
-        PbflError: if that is asked of another network.
+        PbflError: if ``bfloat16`` is requested for another network.
     """
     if precision == "bfloat16":
         if not isinstance(model, SplitModel):
@@ -52,7 +52,7 @@ def arrange(model: ModuleT, layout: str, precision: str = "float32") -> ModuleT:
 
 
 class PointwiseConv2d(nn.Conv2d):
-    """A 1x1 convolution as the matrix product that it is; in channels-last layout nothing has to be copied."""
+    """A 1x1 convolution as a matrix product; in channels-last layout this copies nothing."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Return (B, C_out, h, w) for (B, C_in, h, w)."""
@@ -63,11 +63,11 @@ class PointwiseConv2d(nn.Conv2d):
 
 
 class FewPixelsConv2d(nn.Conv2d):
-    """A convolution that is one matrix product where it makes at most FEW_PIXELS pixels out of four times as many.
+    """A convolution as one matrix product where it has at most FEW_PIXELS output and 4·FEW_PIXELS input pixels.
 
-    The rows of the product are what every output pixel sees of the map, zeros beyond its border. They are put together
-    by another product, with a small table, since gathering them costs more when gradients come back. What no output
-    pixel sees the map through is left out of the kernel: over one pixel, all but its middle.
+    The rows of the product are the patches of all output pixels, zero-padded. They are extracted by another product,
+    with a small 0/1 table, since a gather has a slower backward pass. Kernel elements that only ever meet the padding
+    are left out: over one pixel, all but the middle.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -88,10 +88,10 @@ class FewPixelsConv2d(nn.Conv2d):
 
 
 class DepthwiseConv2d(nn.Conv2d):
-    """A depthwise convolution that writes itself out where the map has at most FEW_PIXELS pixels.
+    """A depthwise convolution as a direct sum where the map has at most FEW_PIXELS pixels.
 
-    With p over input pixels and q over output pixels, out[b, q, c] = Σ_p in[b, p, c]·w[c, p - q]: which element of the
-    kernel stands between p and q is the same for all channels, so it is one small table.
+    With p over input pixels and q over output pixels, out[b, q, c] = Σ_p in[b, p, c]·w[c, p - q]: the kernel element
+    between p and q is the same for all channels, so that one small table holds it.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -112,12 +112,12 @@ class DepthwiseConv2d(nn.Conv2d):
 
 
 def _is_ours(maps: Tensor) -> bool:
-    """Whether there is a batch of maps on a CPU: everything else, a single map without its batch, is the library's."""
+    """Whether this is a batch of maps on a CPU; the library handles all else, e.g. a map without batch axis."""
     return maps.device.type == "cpu" and maps.dim() == 4 and len(maps) > 0
 
 
 def _replacement(conv: nn.Conv2d) -> nn.Conv2d | None:
-    """Return the same convolution with the same parameters as one of ours, None if the library's is as good."""
+    """Return an equivalent layer of this module with the same parameters, None if none applies."""
     padding = conv.padding
     if isinstance(padding, str) or conv.padding_mode != "zeros" or {*conv.dilation} != {1}:
         return None
@@ -140,23 +140,23 @@ def _replacement(conv: nn.Conv2d) -> nn.Conv2d | None:
         padding[0],
         groups=conv.groups,
         bias=conv.bias is not None,
-        device="meta",  # nothing is drawn: the parameters are the other's
+        device="meta",  # no initialisation: the parameters are replaced below
     )
     replacement.weight, replacement.bias = conv.weight, conv.bias
     return replacement.train(conv.training)
 
 
 def _sides(height: int, width: int, kernel: int, stride: int, padding: int) -> tuple[int, int]:
-    """Return h' and w' of what a convolution gives."""
+    """Return the output size (h', w') of a convolution."""
     return (height + 2 * padding - kernel) // stride + 1, (width + 2 * padding - kernel) // stride + 1
 
 
 @lru_cache(maxsize=64)
 def _seen(height: int, width: int, kernel: int, stride: int, padding: int) -> tuple[Tensor, slice, slice]:
-    """Return which pixel each output pixel sees through each element of the kernel, and those elements.
+    """Return the table of input pixels that each output pixel meets at each kernel element, and those elements.
 
     Returns:
-        (h'·w'·i·j, h·w), one where an output pixel sees a pixel, of the i x j elements of the kernel that lie on the
+        (h'·w'·i·j, h·w), one where an output pixel meets an input pixel, for the i x j kernel elements that lie on the
         map for some output pixel; the rows and the columns of these elements.
     """
     taps, rows, columns = _taps(height, width, kernel, stride, padding)
@@ -168,16 +168,16 @@ def _seen(height: int, width: int, kernel: int, stride: int, padding: int) -> tu
 
 
 def _on_the_map(side: int, outputs: int, kernel: int, stride: int, padding: int) -> slice:
-    """Return the elements of one side of the kernel through which some output sees the map, all if none does."""
+    """Return the kernel elements along one axis that lie on the map for some output, all if none does."""
     used = [i for i in range(kernel) if any(0 <= out * stride + i - padding < side for out in range(outputs))]
     return slice(used[0], used[-1] + 1) if used else slice(0, kernel)
 
 
 @lru_cache(maxsize=64)
 def _taps(height: int, width: int, kernel: int, stride: int, padding: int) -> tuple[Tensor, int, int]:
-    """Return (h·w·h'·w', kernel²), one where an element of the kernel joins an input and an output pixel; h', w'."""
+    """Return (h·w·h'·w', kernel²), one where a kernel element connects an input and an output pixel; h', w'."""
     rows, columns = _sides(height, width, kernel, stride, padding)
-    with torch.inference_mode(False):  # who asks first may be evaluating, who asks next will train
+    with torch.inference_mode(False):  # the cache may be filled during evaluation and used in training
         table = torch.zeros(height, width, rows, columns, kernel, kernel)
     for row in range(rows):
         for column in range(columns):

@@ -1,7 +1,7 @@
-"""What FedCPD distils: attention over feature maps, and their fusion across layers.
+"""Attention over feature maps and their fusion across layers, for FedCPD's distillation.
 
-Works on the maps that any model answers with ``feature_maps``: (B, C, H, W), or (B, C, length), which is taken as an
-image of height 1.
+Works on the output of any model's ``feature_maps``: (B, C, H, W), or (B, C, length), which is treated as an image of
+height 1.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from pbfl_flwr.task import Task
 
 
 class CBAM(nn.Module):
-    """Convolutional block attention module (Woo et al. 2018): a gate for channels, then one for places.
+    """Convolutional block attention module (Woo et al. 2018): a channel gate, then a spatial gate.
 
-    Channel gate σ(MLP(mean over places) + MLP(maximum over places)), with one perceptron C -> C/r -> C for both; then
+    Channel gate σ(MLP(mean over positions) + MLP(maximum over positions)), with one shared MLP C -> C/r -> C; then
     spatial gate σ(convolution of [mean over channels; maximum over channels]).
 
     Args:
@@ -46,7 +46,7 @@ class CBAM(nn.Module):
 
 
 class CrossLayerFusion(nn.Module):
-    """X^{l,*} = Cv2^l(up(Cv1^{l+1}(X^{l+1})) + Cv1^l(X^l) + Cv3^l(X^l)); the last level has no term from above.
+    """X^{l,*} = Cv2^l(up(Cv1^{l+1}(X^{l+1})) + Cv1^l(X^l) + Cv3^l(X^l)); the last level has no upsampled term.
 
     Source: FedCPD, section 3.3. Cv1 is 1x1 and Cv3 3x3, from C_l channels to the common width; Cv2 is 3x3, back to C_l;
     ``up`` is bilinear.
@@ -77,16 +77,16 @@ class CrossLayerFusion(nn.Module):
 
 
 class MapDistillation(nn.Module):
-    """FedCPD's L_fd = Σ_l ‖A_s^{l,*} - A_t^l‖² + ‖F_s^{l,*} - F_t^l‖², with everything in it that learns.
+    """FedCPD's L_fd = Σ_l ‖A_s^{l,*} - A_t^l‖² + ‖F_s^{l,*} - F_t^l‖², with all its trainable modules.
 
-    The student's maps are fused across layers, the teacher's are not. Attention and fusion stand beside the network and
-    do not alter its features.
+    The student's maps are fused across layers, the teacher's are not. Attention and fusion are separate from the
+    network and do not alter its features.
 
     Args:
         channels: C_1 to C_L of the network's maps.
         width: of the fusion.
         ratio, kernel: of the attention.
-        seed: of the initial weights; torch's global random state is left as it is.
+        seed: of the initial weights; torch's global random state is left unchanged.
     """
 
     def __init__(
@@ -108,10 +108,10 @@ class MapDistillation(nn.Module):
         """Return L_fd.
 
         Args:
-            student: F_s^l with a graph.
+            student: F_s^l, with gradients.
             teacher: F_t^l.
-            attended: A_t^l, by the attention that the teacher froze.
-            summed: take the squared norm of a sample's map, mean over the batch; by default the mean over all elements,
+            attended: A_t^l, from the teacher's frozen attention.
+            summed: take the squared norm per sample, averaged over the batch; by default the mean over all elements,
                 which does not depend on the size of maps.
         """
         student, teacher, attended = as_images(student), as_images(teacher), as_images(attended)
@@ -124,16 +124,16 @@ class MapDistillation(nn.Module):
 
 
 def attend(attention: nn.ModuleList, maps: Sequence[Tensor]) -> list[Tensor]:
-    """Return A^l = CBAM^l(F^l) of every level."""
+    """Return A^l = CBAM^l(F^l) for every level."""
     return [gate(x) for gate, x in zip(attention, maps, strict=True)]
 
 
 class MapMemory:
-    """The teacher of :class:`MapDistillation`: a network's stages as they once were, with their attention, frozen.
+    """The teacher of :class:`MapDistillation`: frozen copies of a network's earlier stages and of their attention.
 
     Args:
         stages: of the network; copied.
-        kept: their state then.
+        kept: their earlier state.
         attention: of a :class:`MapDistillation`; copied.
     """
 
@@ -145,7 +145,7 @@ class MapMemory:
 
     @torch.no_grad()
     def __call__(self, inputs: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Return F_t^l and A_t^l of every level."""
+        """Return F_t^l and A_t^l of all levels."""
         maps = []
         for stage in self.stages:
             inputs = stage(inputs)
@@ -155,9 +155,9 @@ class MapMemory:
 
 
 def map_channels(model: nn.Module, task: Task) -> list[int]:
-    """Return the channels of the maps that have places, C_1 to C_L; none of a model without stages.
+    """Return the channels of the maps with spatial axes, C_1 to C_L; empty for a model without stages.
 
-    The model, its mode and its buffers are as before afterwards.
+    The model's mode and buffers are left unchanged.
     """
     if not isinstance(model, SplitModel):
         return []
@@ -170,10 +170,10 @@ def map_channels(model: nn.Module, task: Task) -> list[int]:
 
 
 def convolutional(maps: Sequence[Tensor]) -> list[Tensor]:
-    """Return the maps that have places beside channels, as images (B, C, H, W)."""
+    """Return the maps with spatial axes beside channels, as images (B, C, H, W)."""
     return as_images([x for x in maps if x.dim() in (3, 4)])
 
 
 def as_images(maps: Sequence[Tensor]) -> list[Tensor]:
-    """Return maps (B, C, length) as (B, C, 1, length), images as they are."""
+    """Return maps (B, C, length) as (B, C, 1, length), images unchanged."""
     return [x.unsqueeze(2) if x.dim() == 3 else x for x in maps]

@@ -1,8 +1,8 @@
-"""Take over a checkpoint's body: its tensors under the names of this project's model, for :mod:`.pretrained`.
+"""Import a checkpoint's body under the tensor names of this project's model, for :mod:`.pretrained`.
 
-Two kinds are known: the state of a model of this project (``model.safetensors`` of ``pbfl export``, or ``state_dict()``
-of what :func:`pbfl_flwr.models.build_model` returns), and that of a torchvision model, such as torchvision downloads.
-The latter's layers stand in ours in the same order; a test compares the features of every one.
+Two kinds are supported: the state of a model of this project (``model.safetensors`` of ``pbfl export``, or
+``state_dict()`` of a model from :func:`pbfl_flwr.models.build_model`), and that of a torchvision model, e.g. as
+downloaded by torchvision. The latter's layers have the same order as ours; a test compares the features of each model.
 """
 
 from __future__ import annotations
@@ -36,20 +36,19 @@ OF_TORCHVISION = {
     "vit-b-32": "vit_b_32",
 }
 BEHIND_THE_BODY = ("fc.", "classifier.", "heads.", "aux1.", "aux2.")  # in torchvision's models
-COUNTER = "num_batches_tracked"  # of BatchNorm; files older than it lack it
-WIDTH = 5040  # a d that 1 to 10, 12, 14, 15 and 16 heads of a transformer divide
+COUNTER = "num_batches_tracked"  # of BatchNorm; old files lack it
+WIDTH = 5040  # a d divisible by 1 to 10, 12, 14, 15 and 16 heads of a transformer
 NOMINAL = (Task(2, WIDTH, (3, 32, 32)), Task(2, WIDTH, (9, 256)), Task(2, WIDTH, (256,), 100))
-"""Images, sensor windows, texts. Names of tensors depend on none of these sizes."""
+"""Images, sensor windows, texts; tensor names do not depend on these sizes."""
 
 
 def read_checkpoint(file: Path) -> dict[str, Tensor]:
-    """Return the tensors of a ``.safetensors`` file, or of one that torch.save wrote, which can run no code here.
+    """Return the tensors of a ``.safetensors`` file or of a torch.save file, which is loaded without executing code.
 
-    What lies under "state_dict", as many training scripts have it, is taken out, and a "module." before every name is
-    dropped.
+    A nested "state_dict", as many training scripts write, is unwrapped, and a "module." prefix of all names is removed.
 
     Raises:
-        PbflError: if it cannot be read or holds something else.
+        PbflError: if the file cannot be read or holds something else.
     """
     try:
         if file.suffix == ".safetensors":
@@ -57,7 +56,7 @@ def read_checkpoint(file: Path) -> dict[str, Tensor]:
         found = torch.load(file, map_location="cpu", weights_only=True)
     except OSError as error:
         raise PbflError(f"{file} cannot be read ({error.strerror or error})") from None
-    except Exception as error:  # of a damaged file torch raises whatever its bytes lead to
+    except Exception as error:  # torch raises any type of exception for damaged files
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise PbflError(
             f"{file} holds no weights that can be read without running code ({said}); allowed are .safetensors, or "
@@ -76,12 +75,12 @@ def body_of(architecture: str, tensors: Mapping[str, Tensor], where: str) -> dic
     """Return the body's parameters and buffers under this project's names.
 
     Args:
-        architecture: a model's name, with neither label nor classifier.
+        architecture: a model's name without label and classifier.
         tensors: of a checkpoint.
-        where: it comes from, for messages.
+        where: source of the checkpoint, for messages.
 
     Raises:
-        PbflError: if the architecture is not known, or the checkpoint is of something else.
+        PbflError: if the architecture is unknown, or the checkpoint is of another network.
     """
     ours, found = _our_names(architecture), {name for name in tensors if not name.startswith(HEAD_PREFIX)}
     if {name for name in ours if not name.endswith(COUNTER)} <= found <= set(ours):
@@ -109,15 +108,15 @@ def body_of(architecture: str, tensors: Mapping[str, Tensor], where: str) -> dic
 
 
 def as_file(body: Mapping[str, Tensor]) -> bytes:
-    """Return what is kept of a body: safetensors, whose numbers are float32 where they are no whole ones."""
+    """Return a body as safetensors bytes, floating-point tensors as float32."""
     return save({name: t.float().contiguous() if t.is_floating_point() else t for name, t in body.items()})
 
 
 def check_takeable(name: str) -> None:
-    """Check that weights can be kept for a model of this name.
+    """Check that weights can be stored for a model of this name.
 
     Raises:
-        PbflError: if it is none, or names weights, a classifier or code.
+        PbflError: if the name is unknown, or includes a label, a classifier or code.
     """
     if is_external(name):
         raise PbflError(f"model '{name}': a function of your own reads its weights itself")

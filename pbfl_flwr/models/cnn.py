@@ -1,8 +1,8 @@
 """Plain convolutional networks: two 5x5 convolutions without padding, a hidden layer, a classifier.
 
-Both impose d as the width of the hidden layer instead of pooling to d: that is what the costs published for
-the 4-layer CNN at d = 500 imply. Features are after a ReLU, hence never negative. Maps are pooled before their ReLU,
-which gives the same bits, gradients too, for a quarter of the work.
+Both set the width of the hidden layer to d instead of pooling to d, as the published costs of the 4-layer CNN at
+d = 500 imply. Features follow a ReLU, hence are never negative. Max-pooling precedes the ReLU, which gives
+bit-identical outputs and gradients for a quarter of the work.
 """
 
 from torch import nn
@@ -31,7 +31,7 @@ def cnn4(task: Task) -> SplitModel:
 def cnn2(task: Task) -> SplitModel:
     """CNN of FedProto and GFPL: 5x5 convolutions to 10 and 20 channels, hidden layer d; from 16x16 pixels.
 
-    As in FedProto's code the features are taken before the last dropout, which therefore stands in the head.
+    As in FedProto's code the features are taken before the last dropout, which is therefore part of the head.
     At d = 50 on 28x28 grey images it has 21,330 body parameters.
     """
     channels = image_shape("cnn2", task)[0]

@@ -1,8 +1,8 @@
-"""A network's body through torch.compile: each stage and the neck in place, so that names and weights stay.
+"""Compile a network's body with torch.compile: each stage and the neck in place, which keeps names and weights.
 
-The head stays as it is: methods read and replace it. A copy of a network is not compiled. What is computed is the same
-up to the order of floating-point sums. ``reduce-overhead`` records CUDA graphs, one for every shape of a batch; on a
-CPU it is ``default``.
+The head is not compiled: methods read and replace it. Nor are copies of a network. Results are equal up to the order of
+floating-point sums. ``reduce-overhead`` records CUDA graphs, one for every batch shape; on a CPU it equals
+``default``.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Mode = Literal["off", "default", "reduce-overhead", "cuda-graph"]
 
 
 def check_compiler(mode: Mode, device: torch.device) -> None:
-    """Look for what the mode will need.
+    """Check the requirements of a compilation mode.
 
     Raises:
-        PbflError: if this torch would let all networks of a process share eight compilations, if there is no C++
-            compiler for the CPU, or no GPU for a CUDA graph.
+        PbflError: if this torch would limit all networks of a process to eight compilations in total, if there is no
+            C++ compiler for the CPU or C compiler for the GPU, or no GPU for a CUDA graph.
     """
     if mode == "cuda-graph" and device.type != "cuda":
         raise PbflError(
@@ -49,23 +49,23 @@ def check_compiler(mode: Mode, device: torch.device) -> None:
 
 
 def begin_batch(mode: Mode, device: torch.device) -> None:
-    """Say that nothing of the batch before is read any more, where recordings write their results over the last ones.
+    """Mark the start of a batch: results of the previous one may be overwritten by recorded CUDA graphs.
 
-    By itself torch takes every compiled part's call for a new batch unless a backward pass is to come: in evaluation,
-    and behind a frozen body, the second part would find its input gone.
+    By default torch takes every call of a compiled part for a new batch unless a backward pass is pending: in
+    evaluation, and after a frozen body, the second part's input would be overwritten.
     """
     if mode == "reduce-overhead" and device.type == "cuda":
         torch.compiler.cudagraph_mark_step_begin()
 
 
 def compile_body(model: nn.Module, mode: Mode) -> None:
-    """Have a network's body compiled when it is first used; of somebody else's model the layers beside the head."""
+    """Compile a network's body on first use; of an external model, the layers other than the head."""
     if mode in ("off", "cuda-graph"):
         return
     if isinstance(model, SplitModel):
         parts = [*model.stages, model.neck]
     else:
         parts = [child for name, child in model.named_children() if name != "head"]
-    begin_batch(mode, next(model.parameters()).device)  # from now on nothing else begins one
+    begin_batch(mode, next(model.parameters()).device)  # from now on only this function marks batches
     for part in parts:
         part.compile(mode=None if mode == "default" else mode, isolate_recompiles=True)

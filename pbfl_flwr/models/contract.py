@@ -1,4 +1,4 @@
-"""The one contract every model answers: features, then head."""
+"""The contract of all models: features, then head."""
 
 from collections.abc import Sequence
 
@@ -12,17 +12,17 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class SplitModel(nn.Module):
-    """A network cut at the penultimate activation: f_i = head(φ_i) ∘ body(θ_i).
+    """A network split at the penultimate activation: f_i = head(φ_i) ∘ body(θ_i).
 
-    The body is ``stages`` followed by ``neck``. Clients may differ in all of it; d and K are common to all.
+    The body is ``stages`` followed by ``neck``. It may differ between clients; d and K are common to all.
 
     Attributes:
         feature_dim: d, the width of the features.
         num_classes: K.
-        stages: the body's own block boundaries; each one maps a feature map to the next. None where there are no maps.
-        neck: what turns the last map, or the inputs, into features: pooling, flattening, a hidden layer, the width d.
+        stages: the body's blocks, each mapping a feature map to the next; empty if there are no maps.
+        neck: maps the last feature map, or the inputs, to features: pooling, flattening, a hidden layer, the width d.
         head: the classifier, (B, d) -> (B, K).
-        reduced: the type in which the body's products are computed, None for that of its parameters.
+        reduced: dtype of the body's products; None: that of its parameters.
     """
 
     def __init__(self, task: Task, stages: Sequence[nn.Module], neck: nn.Module, head: nn.Module) -> None:
@@ -43,7 +43,7 @@ class SplitModel(nn.Module):
         return self.maps_and_features(inputs)[0]
 
     def maps_and_features(self, inputs: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Return the output of each stage and the features of one pass, in the type of the parameters.
+        """Return the output of each stage and the features from one pass, in the dtype of the parameters.
 
         Args:
             inputs: (B, *input_shape).
@@ -59,7 +59,7 @@ class SplitModel(nn.Module):
         return [found.float() for found in maps], features.float()
 
     def features(self, inputs: Tensor) -> Tensor:
-        """Return the penultimate activation z, (B, d), in the type of the parameters.
+        """Return the penultimate activation z, (B, d), in the dtype of the parameters.
 
         Args:
             inputs: (B, *input_shape).
@@ -80,7 +80,7 @@ class SplitModel(nn.Module):
 
 
 def random_inputs(task: Task, batch: int, seed: int = 0) -> Tensor:
-    """Return inputs such as the task's, (B, *input_shape): normal numbers, or token ids."""
+    """Return random inputs for the task, (B, *input_shape): normal numbers, or token ids."""
     generator, shape = torch.Generator().manual_seed(seed), (batch, *task.input_shape)
     if task.vocabulary_size:
         return torch.randint(task.vocabulary_size, shape, generator=generator)
@@ -98,7 +98,7 @@ def head_names(model: nn.Module) -> list[str]:
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
-    """Return how many parameters (no buffers) body and head have, |θ_i| and |φ_i|."""
+    """Return the number of parameters (no buffers) of body and head, |θ_i| and |φ_i|."""
     body = head = 0
     for name, parameter in model.named_parameters():
         if name.startswith(HEAD_PREFIX):
@@ -109,7 +109,7 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
 
 
 def has_batch_norm(model: nn.Module) -> bool:
-    """Return whether training depends on the batch's statistics (then a batch of one sample may fail)."""
+    """Return whether training depends on batch statistics (a batch of one sample may then fail)."""
     return any(isinstance(module, BATCH_NORMS) for module in model.modules())
 
 
@@ -124,13 +124,13 @@ _POOLING = (
     nn.AdaptiveAvgPool2d,
 )
 STILL = frozenset({*_CONTAINERS, *_LAYERS, *_POOLING})
-"""Layers that answer a sample in training as in evaluation, whatever else is in its batch."""
+"""Layers whose output for a sample is the same in training and evaluation, whatever the batch."""
 
 
 def is_still(model: nn.Module) -> bool:
-    """Return whether a frozen body gives a sample the same features at every pass: it draws and keeps nothing.
+    """Return whether a frozen body is deterministic and stateless: equal features for a sample at every pass.
 
-    Of layers of other kinds, and of somebody else's model, that is not known, hence False.
+    False for layers of other types and for external models, where this is unknown.
     """
     if type(model) is not SplitModel:
         return False

@@ -1,4 +1,4 @@
-"""One forward pass before round 1: a shape that does not fit is one clear line and not a failed round."""
+"""A forward pass before round 1: a wrong shape becomes one clear error line instead of a failed round."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from pbfl_flwr.own_code import raised
 from pbfl_flwr.task import Task
 
 BATCH = 2
-# What torch raises when a layer gets what it does not take.
+# Raised by torch for inputs that a layer does not accept.
 SHAPE_ERRORS = (RuntimeError, ValueError, IndexError, TypeError)
 
 
@@ -25,19 +25,19 @@ class _Call:
 
 
 def dry_forward(name: str, model: SplitModel, task: Task) -> None:
-    """Send a batch of two random inputs through the model, in evaluation mode and without gradients.
+    """Run the model on a batch of two random inputs, in evaluation mode and without gradients.
 
     The global random state is not touched; the model is left in evaluation mode.
 
     Args:
         name: the model's name, for the error.
-        model: anything that answers ``features`` and ``head``.
-        task: says what goes in and what must come out.
+        model: anything with ``features`` and ``head``.
+        task: defines the inputs and the expected outputs.
 
     Raises:
-        PbflError: naming model and layer with expected and found shape, if a layer refuses its input, if
+        PbflError: naming model and layer with expected and actual shape, if a layer refuses its input, if
             features are not (2, d) or logits not (2, K), or if either is not float32 or holds NaN or infinity; or
-            saying what else the model raised.
+            with whatever else the model raised.
     """
     model.eval()
     inputs = random_inputs(task, BATCH)
@@ -49,7 +49,7 @@ def dry_forward(name: str, model: SplitModel, task: Task) -> None:
                 raise PbflError(_refusal(name, step, running, inputs, error)) from error
             except PbflError:
                 raise
-            except Exception as error:  # whatever somebody's code raises
+            except Exception as error:  # external code may raise anything
                 raise PbflError(f"model '{name}', {step}: raised {raised(error, name)}") from error
             if not isinstance(outputs, Tensor) or outputs.shape != (BATCH, expected):
                 raise PbflError(
@@ -65,7 +65,7 @@ def dry_forward(name: str, model: SplitModel, task: Task) -> None:
 
 @contextmanager
 def _running_layers(model: nn.Module) -> Iterator[list[_Call]]:
-    """Keep the stack of submodules that are running; after an error its last entry is where it happened."""
+    """Maintain the stack of running submodules; after an error its last entry is the failing one."""
     running: list[_Call] = []
     handles = []
     for name, layer in model.named_modules():
@@ -76,7 +76,7 @@ def _running_layers(model: nn.Module) -> Iterator[list[_Call]]:
             running.append(_Call(name, layer, args[0] if args else None))
 
         def leave(layer: nn.Module, args: tuple[object, ...], output: object) -> None:
-            # A layer whose error was caught inside the model may still lie above.
+            # Layers whose error the model caught may still be on top of the stack.
             while running.pop().layer is not layer:
                 pass
 
@@ -122,7 +122,7 @@ def _expected(layer: nn.Module) -> str:
 
 
 def _unlike(call: _Call) -> tuple[str, str] | None:
-    """Return the types of a layer's weights and of its input if both are floating point and differ."""
+    """Return the dtypes of a layer's weights and input if both are floating point and differ."""
     weights = next(call.layer.parameters(recurse=False), None)
     if weights is None or not isinstance(call.inputs, Tensor) or not call.inputs.is_floating_point():
         return None

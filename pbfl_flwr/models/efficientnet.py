@@ -8,8 +8,8 @@ from pbfl_flwr.task import Task
 def efficientnet_b0(task: Task) -> SplitModel:
     """EfficientNet-B0 of torchvision, no pretrained weights; last layer 1280, 4,007,548 body parameters.
 
-    As in the references its Dropout(0.2) stands in the head. Not in place as in torchvision: the features are
-    needed undropped beside the logits.
+    As in the references its Dropout(0.2) is part of the head; unlike torchvision's it is not in-place, since the
+    features are also needed without dropout.
     """
     from torchvision import models
 

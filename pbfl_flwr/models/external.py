@@ -1,4 +1,4 @@
-"""Somebody else's model, named in the configuration as ``my_package.module:function``."""
+"""User-supplied models, named in the configuration as ``my_package.module:function``."""
 
 from typing import cast
 
@@ -11,17 +11,17 @@ from pbfl_flwr.task import Task
 
 
 def build_external(spec: str, task: Task) -> SplitModel:
-    """Import the module, call the function with the task and check what it returns.
+    """Import the module, call the function with the task and check its result.
 
-    The module is somebody's code and runs with all rights; it is only ever imported because the configuration
+    The module is third-party code and runs with full rights; it is only imported because the configuration
     names it.
 
     Returns:
-        The model as the function made it. Only ``features`` and ``head`` are promised: without ``stages``
+        The model as the function made it. Only ``features`` and ``head`` are guaranteed: without ``stages``
         there are no feature maps, and logits are ``head(features(x))`` whatever its ``forward`` does.
 
     Raises:
-        PbflError: if module or function are not there or raise, or the model answers no ``features`` or ``head``.
+        PbflError: if module or function are missing or raise, or the model has no ``features`` or ``head``.
     """
     model = made("models", spec, "task", task)
     if not isinstance(model, nn.Module):

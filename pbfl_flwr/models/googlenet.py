@@ -7,14 +7,14 @@ from pbfl_flwr.models.contract import SplitModel
 from pbfl_flwr.models.layers import global_average, image_shape, input_convolution, linear_head
 from pbfl_flwr.task import Task
 
-SMALLEST_IMAGE = 15  # halved five times, the last pooling still has a pixel
+SMALLEST_IMAGE = 15  # leaves a pixel after five halvings
 
 
 def googlenet(task: Task) -> SplitModel:
     """GoogLeNet of torchvision, no auxiliary heads; from 15x15 pixels; last layer 1024, 5,599,904 body parameters.
 
-    As in the references its Dropout(0.2) stands inside the body, so features are noisy in training mode. Initial
-    weights are torchvision's truncated normal numbers.
+    As in the references its Dropout(0.2) is part of the body, so features are noisy in training mode. Initial
+    weights are truncated normal, as in torchvision.
 
     Raises:
         PbflError: if inputs are no images, or too small.

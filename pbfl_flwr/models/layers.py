@@ -1,4 +1,4 @@
-"""What the families share: the input's channels, the width d, the classifier."""
+"""Layers common to all families: the input's channels, the width d, the classifier."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -28,8 +28,8 @@ def input_convolution(conv: nn.Conv2d, channels: int, *, fan_out: bool) -> nn.Co
     """Return the first convolution for another number of input channels.
 
     Args:
-        conv: the architecture's own first convolution (no bias, padding of half the kernel); returned as it
-            is when the channels agree.
+        conv: the architecture's own first convolution (no bias, padding of half the kernel); returned unchanged
+            if the channels agree.
         channels: of the task's images.
         fan_out: whether the architecture initialises convolutions by Kaiming's rule with fan-out.
     """
@@ -49,31 +49,31 @@ def input_convolution(conv: nn.Conv2d, channels: int, *, fan_out: bool) -> nn.Co
 
 
 def impose_width(width: int, feature_dim: int) -> list[nn.Module]:
-    """Return what brings a penultimate vector of ``width`` values to d, without a parameter.
+    """Return the parameter-free layers that map a penultimate vector of a = ``width`` values to d.
 
-    As in HtFLlib: AdaptiveAvgPool1d(d) on the flattened vector. With a values, output t is the mean of inputs
-    floor(t·a/d) .. ceil((t+1)·a/d)-1; a < d duplicates values. Nothing for a = d.
+    As in HtFLlib: AdaptiveAvgPool1d(d) on the flattened vector. Output t is the mean of inputs
+    floor(t·a/d) .. ceil((t+1)·a/d)-1; a < d duplicates values. Empty for a = d.
     """
     return [] if width == feature_dim else [nn.AdaptiveAvgPool1d(feature_dim)]
 
 
 def global_average(width: int, task: Task, dropout: float = 0.0) -> nn.Sequential:
-    """Return the neck (B, width, h, w) -> (B, d): global average pooling, dropout if any, width d."""
+    """Return the neck (B, width, h, w) -> (B, d): global average pooling, optional dropout, width d."""
     drop = [nn.Dropout(dropout)] if dropout else []
     return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), *drop, *impose_width(width, task.feature_dim))
 
 
 def linear_head(task: Task, dropout: float = 0.0) -> nn.Module:
-    """Return the classifier (B, d) -> (B, K): a linear layer with bias, dropout before it if any."""
+    """Return the classifier (B, d) -> (B, K): optional dropout, then a linear layer with bias."""
     linear = nn.Linear(task.feature_dim, task.num_classes)
     return nn.Sequential(nn.Dropout(dropout), linear) if dropout else linear
 
 
 def deeper_head(linear: nn.Module, widths: Sequence[int], task: Task) -> nn.Sequential:
-    """Return the classifier (B, d) -> (B, K) with hidden layers of these widths, each ending in a ReLU.
+    """Return the classifier (B, d) -> (B, K) with hidden layers of these widths, each followed by a ReLU.
 
     Args:
-        linear: the network's own classifier; a dropout before its linear layer stays first.
+        linear: the network's own classifier; a dropout before its linear layer is kept.
         widths: of the hidden layers, at least one.
         task: with d and K.
     """
@@ -84,10 +84,10 @@ def deeper_head(linear: nn.Module, widths: Sequence[int], task: Task) -> nn.Sequ
 
 
 def replaced_classifier(width: int, task: Task) -> None:
-    """Draw and drop the classifier that an architecture has of its own.
+    """Draw and discard the architecture's own classifier.
 
     HtFLlib builds the whole network and then replaces its classifier by pooling to d and a linear layer. Drawing it
-    here too, at the same place, gives the same initial weights for the same seed, so that runs can be compared
-    beyond the noise of the initialisation.
+    here too, at the same point, gives the same initial weights for the same seed, so that runs can be compared without
+    the noise of the initialisation.
     """
     nn.Linear(width, task.num_classes)

@@ -1,4 +1,4 @@
-"""Perceptrons: of any widths for tables, and that of ProtoNorm's spiral example."""
+"""Multilayer perceptrons: of any widths for tables, and the one of ProtoNorm's spiral example."""
 
 import math
 from itertools import pairwise
@@ -13,8 +13,8 @@ from pbfl_flwr.task import Task
 def mlp(task: Task, *widths: int) -> SplitModel:
     """Perceptron for tables: hidden layers of the widths in its name (mlp-500-200), hidden layer d.
 
-    Every hidden layer ends in a ReLU, that of width d too: features are never negative. So has HtFLlib its AmazonMLP,
-    whose last hidden layer has 100 units, averaged to d.
+    Every hidden layer, also that of width d, is followed by a ReLU: features are never negative. HtFLlib's AmazonMLP
+    does the same; its last hidden layer has 100 units, averaged to d.
     """
     sizes = [math.prod(task.input_shape), *widths]
     layers = [nn.Sequential(nn.Linear(a, b), nn.ReLU(inplace=True)) for a, b in pairwise(sizes)]
@@ -25,7 +25,7 @@ def mlp(task: Task, *widths: int) -> SplitModel:
 def mlp5(task: Task) -> SplitModel:
     """5-layer perceptron: flattened input-16-8-4-d, classifier; d = 2 shows prototypes in the plane.
 
-    Its features have no activation, so they take any sign.
+    Its features have no activation and may be negative.
     """
     stages = [
         nn.Sequential(nn.Flatten(), nn.Linear(math.prod(task.input_shape), 16), nn.ReLU(inplace=True)),

@@ -11,7 +11,7 @@ GROUP_LENGTHS = (1, 1, 2, 3, 4, 3, 3, 1, 1)
 def mobilenet_v2(task: Task) -> SplitModel:
     """MobileNetV2 of torchvision, no pretrained weights; last layer 1280, 2,223,872 body parameters.
 
-    As in the references its Dropout(0.2) stands inside the body, so features are noisy in training mode.
+    As in the references its Dropout(0.2) is part of the body, so features are noisy in training mode.
     """
     from torchvision import models
 

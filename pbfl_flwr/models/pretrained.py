@@ -1,12 +1,12 @@
-"""Pretrained bodies: weights that somebody keeps on a machine under a label, with which a network begins.
+"""Pretrained bodies: weights stored on a machine under a label, which initialise a network.
 
 ::
 
     <home>/weights/imagenet/resnet18.safetensors      for models=resnet18@imagenet
 
-A configuration names labels and never paths, so that each machine keeps its files where it likes, and a server can make
-no device read anything else. A file holds the body's parameters and buffers under the names of this project's model;
-:mod:`pbfl_flwr.models.checkpoints` puts it there. Classifiers begin with random weights.
+A configuration names labels, never paths, so that each machine chooses where its files are, and a server cannot make
+a device read any other file. A file holds the body's parameters and buffers under the names of this project's model;
+:mod:`pbfl_flwr.models.checkpoints` converts them. Classifiers are initialised at random.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models.contract import HEAD_PREFIX, SplitModel
 from pbfl_flwr.places import weights_file
 
-POSITIONS = "pos_embedding"  # of a vision transformer: a row for the class token and one for each patch
+POSITIONS = "pos_embedding"  # of a vision transformer: one row for the class token and one per patch
 
 
 def file_of(name: str) -> Path | None:
-    """Return the file that a model's name speaks of, None if its weights are random or its code's own.
+    """Return the weights file that a model's name refers to, None if its weights are random or set by its own code.
 
     Raises:
-        PbflError: if the name is none.
+        PbflError: if the name is invalid.
     """
     fresh, label = fresh_and_label(name)
     return weights_file(body_and_classifier(fresh)[0], label) if label else None
 
 
 def digest(name: str) -> str:
-    """Return a short hash of the weights with which a model of this name begins, "" if they are random.
+    """Return a short hash of a model's pretrained weights, "" if its initial weights are random.
 
     Raises:
-        PbflError: if the file is not there.
+        PbflError: if the file cannot be read.
     """
     if (file := file_of(name)) is None:
         return ""
@@ -56,24 +56,24 @@ def digest(name: str) -> str:
 
 @lru_cache(maxsize=64)
 def _hashed(file: Path, written: int, size: int) -> str:
-    """Return the hash of a file; a process of many clients reads it once, and again if it was written anew."""
+    """Return the hash of a file; a process reads it once, and again if it was rewritten."""
     with file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()[:16]
 
 
 def begin_pretrained(model: SplitModel, name: str) -> None:
-    """Copy the weights that the model's name speaks of into its body; nothing if it speaks of none.
+    """Copy the weights that the model's name refers to into its body; without a label do nothing.
 
-    A first convolution over one channel takes the sum of the three that a file has: it sees what it would of the gray
-    image in all three. The places of a vision transformer's patches are interpolated for another size of images, as by
-    torchvision.
+    A first convolution over one channel gets the sum over the file's three channels: its response to a grey image
+    equals that of the original to the image in all three. A vision transformer's position embeddings are interpolated
+    for other image sizes, as by torchvision.
 
     Args:
         model: freshly built.
-        name: of it.
+        name: the model's name.
 
     Raises:
-        PbflError: if the file is not there or damaged, or holds another body than the model's.
+        PbflError: if the file is missing or damaged, or holds another body than the model's.
     """
     if (file := file_of(name)) is None:
         return

@@ -1,14 +1,14 @@
-"""Recurrent networks for text given as token ids, (B, length), with the sizes that HtFLlib has.
+"""Recurrent networks for text given as token ids, (B, length), with HtFLlib's sizes.
 
-Embedding and hidden state have width d. A text ends at its last token that is no padding: features are those of the
-state there, so that they do not depend on how far a text is padded or on what else is in its batch. The networks run
-over all places nevertheless, and the state is picked afterwards. Packed sequences would give the same; but their
-lengths must be known on the CPU, so that a GPU would be waited for and a network could not be exported.
+Embedding and hidden state have width d. A text ends at its last non-padding token; features come from the state there,
+so that they depend neither on the amount of padding nor on the rest of the batch. The networks still run over all
+positions, and the state is selected afterwards. Packed sequences would give the same, but need the lengths on the CPU:
+that would synchronise with the GPU and prevent the network's export.
 
-Differs from HtFLlib: its LSTM takes the last place of the batch's longest text, where all shorter ones are zero; its
-BiLSTM takes the backward direction at the last token, of which that direction has read nothing else, here it is taken
-at the first token, when all are read; its BiLSTM trains an embedding for padding; all but its BiLSTM apply log_softmax
-in front of the classifier. Initial weights are drawn in the order in which HtFLlib draws them.
+Differs from HtFLlib: its LSTM takes the last position of the batch's longest text, where all shorter ones are zero; its
+BiLSTM takes the backward direction at the last token, where that direction has read nothing else, here it is taken
+at the first token, after reading all; its BiLSTM trains an embedding for padding; all but its BiLSTM apply log_softmax
+before the classifier. Initial weights are drawn in HtFLlib's order.
 """
 
 from collections.abc import Sequence
@@ -53,12 +53,12 @@ def bilstm(task: Task) -> SplitModel:
 class LastState(nn.Module):
     """Token ids (B, length) to the output of a recurrent network at the last token, (B, d).
 
-    Layers stand apart, with torch's own dropout between them: that of cuDNN draws from a state that no seed reaches
-    once a process has used it.
+    Layers are separate modules with torch's own dropout between them: cuDNN's dropout keeps a random state that seeds
+    no longer affect once a process has used it.
 
     Args:
         embedding: of the tokens.
-        layers: batch first, one direction; each reads what the one before it says.
+        layers: batch first, one direction; each reads the output of the one before.
     """
 
     def __init__(self, embedding: nn.Embedding, layers: Sequence[nn.RNNBase]) -> None:
@@ -81,7 +81,7 @@ class BothLastStates(nn.Module):
 
     Args:
         embedding: of the tokens.
-        forwards, backwards: batch first, one direction each; the second is given every text in reverse.
+        forwards, backwards: batch first, one direction each; the second reads every text in reverse.
     """
 
     def __init__(self, embedding: nn.Embedding, forwards: nn.RNNBase, backwards: nn.RNNBase) -> None:
@@ -91,17 +91,17 @@ class BothLastStates(nn.Module):
         self.backwards = backwards
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return the state that has read the text to its last token beside the one that has read it to its first."""
+        """Return, concatenated, the forward state at the last token and the backward one at the first token."""
         words, last = self.embedding(ids), last_places(ids)
         places = torch.arange(ids.shape[1], device=ids.device)
         mirrored = last.unsqueeze(1) - places
-        order = torch.where(mirrored < 0, places, mirrored)  # (B, length), padding stays behind the text
+        order = torch.where(mirrored < 0, places, mirrored)  # (B, length), padding stays after the text
         reverse = words.gather(1, order.unsqueeze(2).expand_as(words))
         return torch.cat([_state(self.forwards, words, last), _state(self.backwards, reverse, last)], dim=1)
 
 
 def last_places(ids: Tensor) -> Tensor:
-    """Return the place of each text's last token that is no padding, (B,); 0 where all is padding."""
+    """Return the position of each text's last non-padding token, (B,); 0 if all is padding."""
     return ((ids != PAD) * torch.arange(ids.shape[1], device=ids.device)).amax(dim=1)
 
 

@@ -1,8 +1,8 @@
 """Residual networks with torchvision's stem (7x7 stride 2, BatchNorm, ReLU, 3x3 max-pooling stride 2).
 
-The stem pools before its ReLU, which gives the same bits, gradients too, for a quarter of the work. resnet4 to resnet10
-have one BasicBlock a width: 64; 64-128; 64-128-256; 64-128-256-512. ResNet-8 is client 0 of HtFLlib's heterogeneous
-family. Features are averages after a ReLU, hence never negative.
+In the stem the pooling precedes the ReLU, which gives bit-identical outputs and gradients for a quarter of the work.
+resnet4 to resnet10 have one BasicBlock per width: 64; 64-128; 64-128-256; 64-128-256-512. ResNet-8 is client 0 of
+HtFLlib's heterogeneous family. Features are averages after a ReLU, hence never negative.
 """
 
 from torch import nn

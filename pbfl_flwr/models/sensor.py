@@ -1,7 +1,7 @@
-"""Networks for windows of sensor readings, e.g. human activity recognition (HAR), (channels, length).
+"""Networks for windows of sensor readings, (channels, length), e.g. human activity recognition (HAR).
 
-PFLlib's layout of such data, (channels, 1, length), is taken as well. Maps are pooled before their ReLU, which gives
-the same bits, gradients too, for half of the work. Features are after a ReLU or averages of such, never negative.
+PFLlib's layout, (channels, 1, length), is accepted too. Pooling precedes the ReLU, which gives bit-identical outputs
+and gradients for half of the work. Features follow a ReLU or are averages of such, hence never negative.
 """
 
 from collections.abc import Sequence
@@ -15,14 +15,14 @@ from pbfl_flwr.models.contract import SplitModel
 from pbfl_flwr.models.layers import impose_width, linear_head, replaced_classifier
 from pbfl_flwr.task import Task
 
-SHORTEST_WINDOW = 8  # three times halved
+SHORTEST_WINDOW = 8  # leaves a reading after three halvings
 HARCNN_CHANNELS = (32, 64, 128)
 
 
 def har_cnn(task: Task) -> SplitModel:
     """1-D CNN for sensor windows (channels, length): 32, 64 and 128 channels, hidden layer d.
 
-    Average pooling over time makes it independent of the window's length. This project's own design.
+    Average pooling over time makes it independent of the window's length. Designed for this project.
 
     Raises:
         PbflError: if inputs are no such windows, or too short.
@@ -40,8 +40,8 @@ def har_cnn(task: Task) -> SplitModel:
 def har_resnet(task: Task) -> SplitModel:
     """1-D residual network for sensor windows: blocks of 32, 64 and 128 channels; last layer 128.
 
-    This project's own design. GroupNorm instead of BatchNorm: a person's few windows, and the mean of several
-    people's networks, need no statistics of batches.
+    Designed for this project. GroupNorm replaces BatchNorm, whose batch statistics suit neither a person's few
+    windows nor the average of several people's networks.
 
     Raises:
         PbflError: if inputs are no such windows, or too short.
@@ -62,9 +62,9 @@ def har_resnet(task: Task) -> SplitModel:
 def har_gru(task: Task) -> SplitModel:
     """GRU for sensor windows: 64 units over pairs of readings, mean over time, LayerNorm, hidden layer d.
 
-    The mean over time makes it independent of the window's length; averaged pairs of readings halve the steps, which
-    are most of the time that it takes. Without LayerNorm the means are so small that SGD hardly begins. This project's
-    own design. It has no maps to distil.
+    The mean over time makes it independent of the window's length; averaging pairs of readings halves the time steps,
+    which dominate its run time. Without LayerNorm the means are so small that SGD hardly makes progress. Designed for
+    this project. It has no maps to distil.
 
     Raises:
         PbflError: if inputs are no such windows, or too short.
@@ -78,8 +78,8 @@ def har_gru(task: Task) -> SplitModel:
 def harcnn(task: Task, blocks: int, stride: int) -> SplitModel:
     """HtFLlib's HARCNN for sensor windows: blocks and stride in its name (harcnn-2-1), averaged to d.
 
-    Convolutions to 32, 64 and 128 channels without padding, of kernel 9, or 5 with three blocks, each followed by
-    max-pooling of 2. HtFLlib has them as Conv2d over a height of 1, which is the same arithmetic.
+    Unpadded convolutions to 32, 64 and 128 channels, with kernel 9, or 5 with three blocks, each followed by
+    max-pooling of 2. HtFLlib uses Conv2d over a height of 1, which is equivalent.
 
     Args:
         task: of the federation.
@@ -104,18 +104,18 @@ def harcnn(task: Task, blocks: int, stride: int) -> SplitModel:
         stages.append(nn.Sequential(*flatten, convolution, nn.MaxPool1d(2), nn.ReLU(inplace=True)))
         length = ((length - kernel) // stride + 1) // 2
     for before, after in pairwise((26 * HARCNN_CHANNELS[blocks - 1], 1024, 512)):
-        nn.Linear(before, after)  # drawn and dropped, as what replaced_classifier draws
+        nn.Linear(before, after)  # drawn and discarded, as in replaced_classifier
     replaced_classifier(512, task)
     pooling = impose_width(HARCNN_CHANNELS[blocks - 1] * length, task.feature_dim)
     return SplitModel(task, stages, nn.Sequential(nn.Flatten(), *pooling), linear_head(task))
 
 
 class ResidualBlock(nn.Module):
-    """Two convolutions over time and what bypasses them; halves the length where the width grows.
+    """Two convolutions over time with a shortcut; halves the length where the width grows.
 
     Args:
-        before: channels of the map.
-        width: channels of the answer.
+        before: input channels.
+        width: output channels.
     """
 
     def __init__(self, before: int, width: int) -> None:
@@ -139,7 +139,7 @@ class MeanOfGRU(nn.Module):
     """A GRU's mean output over time.
 
     Args:
-        channels: of the map.
+        channels: of the input.
         units: of the GRU.
     """
 

@@ -1,8 +1,8 @@
-"""Networks for text given as token ids, (B, length): fastText, TextCNN, logistic regression, sizes as HtFLlib has them.
+"""Networks for text given as token ids, (B, length), with HtFLlib's sizes: fastText, TextCNN, logistic regression.
 
-All impose d as the width of the embedding, and of the hidden layer if there is one. That layer has no activation, so
-features take any sign. HtFLlib's text models apply log_softmax to whatever stands in the place of their classifier, so
-prototypes there are means of log_softmax(hidden); here features are the hidden vector itself. HtFLlib's logistic
+All set the width of the embedding, and of the hidden layer if there is one, to d. That layer has no activation, so
+features may be negative. HtFLlib's text models apply log_softmax to the output of whatever replaces their classifier,
+so prototypes there are means of log_softmax(hidden); here features are the hidden vector itself. HtFLlib's logistic
 regression trains an embedding for padding; here that stays zero, as in the others.
 """
 
@@ -56,12 +56,12 @@ class TokenEmbedding(nn.Embedding):
     """Token ids (B, length) as a map (B, d, length)."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the embeddings, channels before places."""
+        """Return the embeddings, channels before positions."""
         return super().forward(input).transpose(1, 2)
 
 
 class SideBySide(nn.Module):
-    """Convolutions of several widths over the same map, each followed by a ReLU and its maximum over all places."""
+    """Parallel convolutions of several widths, each followed by a ReLU and global max-pooling."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()

@@ -1,11 +1,10 @@
-"""Transformers for text given as token ids, (B, length), with the sizes that HtFLlib has.
+"""Transformers for text given as token ids, (B, length), with HtFLlib's sizes.
 
-The embedding has width d, its values times √d and the sines of the places are what the first layer reads. Features
-are the last layer's output at the first place, where every text has <cls>. Nobody attends to padding, so features do
-not depend on how far a text is padded.
+The input is the embedding of width d times √d plus sinusoidal position encodings. Features are the last layer's output
+at the first position, where every text has <cls>. Padding is masked, so features do not depend on its amount.
 
-Differs from HtFLlib: there padding has an embedding that is trained, and is attended to. As there, all layers begin
-with the same weights, which is what torch.nn.TransformerEncoder does.
+Differs from HtFLlib: there padding has a trained embedding and is attended to. As there, all layers begin with the same
+weights, as torch.nn.TransformerEncoder copies them.
 """
 
 import math
@@ -19,9 +18,9 @@ from pbfl_flwr.models.layers import linear_head
 from pbfl_flwr.models.text import PAD, check_tokens
 from pbfl_flwr.task import Task
 
-HIDDEN = 2048  # of a layer's perceptron
+HIDDEN = 2048  # units of a layer's MLP
 DROPOUT = 0.1
-RANGE = 0.1  # of the initial embedding
+RANGE = 0.1  # of the initial embedding's values
 MOST_LAYERS = 64
 
 
@@ -40,7 +39,7 @@ def transformer(task: Task, heads: int, layers: int) -> SplitModel:
     if layers > MOST_LAYERS:
         raise PbflError(f"model '{name}': found {layers:,} layers, allowed are at most {MOST_LAYERS}")
     encoder = Encoder(task, heads, layers)
-    # As HtFLlib draws: both once more, and the classifier is replaced.
+    # As in HtFLlib, which draws both again and then replaces the classifier.
     for weight in (encoder.embedding.weight, nn.Linear(d, task.num_classes).weight):
         nn.init.uniform_(weight, -RANGE, RANGE)
     nn.init.zeros_(encoder.embedding.weight[PAD])
@@ -48,12 +47,12 @@ def transformer(task: Task, heads: int, layers: int) -> SplitModel:
 
 
 class Encoder(nn.Module):
-    """Token ids (B, length) to the last layer's output at the first place, (B, d).
+    """Token ids (B, length) to the last layer's output at the first position, (B, d).
 
     Args:
         task: the vocabulary, the length and d.
-        heads: of every layer; they divide d.
-        layers: how many.
+        heads: of every layer; must divide d.
+        layers: number of layers.
     """
 
     places: Tensor
@@ -68,16 +67,16 @@ class Encoder(nn.Module):
         self.register_buffer("places", sines(task.input_shape[0], d), persistent=False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return what the last layer makes of the first place."""
+        """Return the last layer's output at the first position."""
         words = self.embedding(ids) * math.sqrt(self.embedding.embedding_dim) + self.places
-        # The first place is read even if it is padding: without any there would be nothing to attend to.
+        # The first position is never masked: a text of padding alone would have nothing to attend to.
         padding = (ids == PAD) & (torch.arange(ids.shape[1], device=ids.device) > 0)
         encoded: Tensor = self.layers(self.dropout(words), src_key_padding_mask=padding)
         return encoded[:, 0]
 
 
 def sines(length: int, width: int) -> Tensor:
-    """Return (length, width): of place p, sin(p·ω_i) and cos(p·ω_i) in turn with ω_i = 10000^(-2i/width)."""
+    """Return (length, width): for position p, sin(p·ω_i) and cos(p·ω_i) in turn with ω_i = 10000^(-2i/width)."""
     angles = torch.arange(length).unsqueeze(1) * torch.exp(
         torch.arange(0, width, 2) * (-math.log(10_000) / width)
     )

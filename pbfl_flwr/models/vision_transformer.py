@@ -1,6 +1,6 @@
-"""Vision transformers of torchvision. Features are the class token after a LayerNorm, so they take any sign.
+"""Vision transformers of torchvision. Features are the class token after a LayerNorm and may be negative.
 
-Between its layers go tokens, which are no map: the class token has no place. So there are no stages.
+There are no stages: the layers exchange tokens, which are no map, since the class token has no position.
 HtFLlib gives these networks alone a classifier with a hidden layer, Linear(d, 768), Tanh, Linear(768, K); here it is
 one linear layer, as everywhere.
 """

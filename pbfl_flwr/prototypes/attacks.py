@@ -1,7 +1,8 @@
 """Simulated malicious clients: which clients of a run are malicious, and what they send instead of their class rows.
 
 They train like all others and falsify only what leaves the device, after all stages that protect it; their own network
-and memory are honest. Only in simulations: a device refuses a run with an attack (:mod:`pbfl_flwr.flower.client.device`).
+and memory are honest. Only in simulations: a device refuses a run with an attack
+(:mod:`pbfl_flwr.flower.client.device`).
 
 Source: known attacks on gradients and weights, here on class rows: flipped signs (Li et al. 2019, RSA), scaling
 (Bagdasaryan et al. 2020, "How To Backdoor Federated Learning"), Gaussian noise (Blanchard et al. 2017, Krum); permuted

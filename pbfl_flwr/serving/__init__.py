@@ -1,1 +1,1 @@
-"""A client's personalised model outside the federation: written once by export, used by predict."""
+"""Models outside the federation, a client's or the server's: written by export, used by predict."""

@@ -1,8 +1,7 @@
-"""The network that a server averages, as a model for use elsewhere.
+"""The server's averaged network, as a model for use elsewhere.
 
-A server knows weights alone. What goes in and comes out (normalisation, names of classes), and BatchNorm's running
-statistics, which stay on clients, come from what clients have kept: :func:`averaged` takes the clients' states of a
-simulation, or exports of devices.
+A server only has weights. Normalisation, class names and BatchNorm's running statistics, which stay on clients, come
+from the clients: :func:`averaged` reads their states of a simulation, or exports of devices.
 """
 
 from __future__ import annotations
@@ -34,19 +33,19 @@ SAME = ("labels", "columns", "vocabulary", "input_shape", "images", "scale", "sh
 
 
 def averaged(run: Path, like: Sequence[Path] = (), *, best: bool = False, allowed_code: str = "") -> Kept:
-    """Return the network of a run's server: its weights after the last round, or the ones that scored best.
+    """Return the network of a run's server: its weights after the last round, or those of the best round.
 
     Running statistics are the mean over clients, weighted by their training samples where the run knows them.
 
     Args:
         run: its directory.
-        like: states or exports of its clients; by default the states that the run itself holds.
-        best: take the weights with which the clients scored best (``best.safetensors``).
+        like: states or exports of its clients; by default the states in the run directory.
+        best: take the weights with the best client scores (``best.safetensors``).
         allowed_code: see :func:`pbfl_flwr.serving.network.rebuild`.
 
     Raises:
-        PbflError: if it is no run, its method holds no whole network, no client's state is there, or clients differ in
-            what a network reads.
+        PbflError: if it is not a run, its server holds no whole network, no client's state is found, or clients differ
+            in inputs, normalisation or class names.
     """
     if not (run / "run.json").is_file():
         raise PbflError(f"--global: {run} is no run directory, in which the server's weights lie")
@@ -59,7 +58,7 @@ def averaged(run: Path, like: Sequence[Path] = (), *, best: bool = False, allowe
     served = rebuild(first.card, first.weights, allowed_code, str(run))
     model = served.model
     parts = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    buffers = [name for name in first.weights if name not in parts]  # those that are kept, by all their names
+    buffers = [name for name in first.weights if name not in parts]  # persistent ones, under all their names
     means = _mean(chain([first], kept), buffers, _samples(members))
     model.load_state_dict({**first.weights, **means})
     places = {**shared_parameters(model, "head"), **shared_parameters(model, "all")}  # own names come first
@@ -70,7 +69,7 @@ def averaged(run: Path, like: Sequence[Path] = (), *, best: bool = False, allowe
 
 def _method(configuration: Mapping[str, Any]) -> Method[Any, Any, Any]:
     name = str(configuration["method"])
-    if is_external(name):  # a run directory may be a stranger's
+    if is_external(name):  # a run directory may be untrusted
         raise PbflError(
             f"--global: '{name}' is code, which is not imported for this; --client takes a client's network"
         )
@@ -78,7 +77,7 @@ def _method(configuration: Mapping[str, Any]) -> Method[Any, Any, Any]:
 
 
 def _weights(file: Path, method: Method[Any, Any, Any], task: Task) -> tuple[Mapping[str, Tensor], int]:
-    """Return the parameters by their names, and after how many rounds."""
+    """Return the parameters by name, and the number of rounds."""
     try:
         tensors, metadata = load_tensors(file)
         number = int(metadata["round"])
@@ -96,7 +95,7 @@ def _weights(file: Path, method: Method[Any, Any, Any], task: Task) -> tuple[Map
 
 
 def _clients(run: Path, like: Sequence[Path], networks: Mapping[str, str]) -> Iterator[Kept]:
-    """Yield what clients of the run have kept, at least one and those of one kind."""
+    """Yield the kept models of the run's clients, at least one; all must agree in ``SAME``."""
     files = list(like) or states_of(run)
     if not files:
         raise PbflError(
@@ -124,13 +123,13 @@ def _clients(run: Path, like: Sequence[Path], networks: Mapping[str, str]) -> It
 
 
 def _samples(members: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Return client -> its training samples, 1 each in runs whose clients do not say them."""
+    """Return client -> training samples, 1 each in runs whose clients do not report them."""
     found = {who: float(member["num_train"]) for who, member in members.items()}
     return found if any(found.values()) else dict.fromkeys(found, 1.0)
 
 
 def _mean(clients: Iterable[Kept], names: Sequence[str], samples: Mapping[str, float]) -> dict[str, Tensor]:
-    """Return the weighted mean of those buffers that are no counters.
+    """Return the weighted mean of the floating-point buffers (no counters).
 
     Raises:
         PbflError: if none of the clients has training samples.

@@ -1,4 +1,4 @@
-"""Write a client's personalised model for use elsewhere.
+"""Export a client's personalised model for use elsewhere.
 
 ::
 
@@ -11,7 +11,7 @@
 
 The model is the one that the client kept after its last local training, or a server's
 (:mod:`pbfl_flwr.serving.averaged`). Its global prototypes are those that the client received for that training, its
-local ones those that came of it.
+local ones the result of it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Kept:
-    """What a client keeps of its model: the card, the network's state, and the prototypes by predictor's name."""
+    """A client's stored model: the card, the network's state, and the prototypes by predictor's name."""
 
     card: Card
     weights: dict[str, Tensor]
@@ -62,10 +62,10 @@ def state_file(path: Path, client: str) -> Path:
 
     Args:
         path: the file itself, a run directory, a device's state directory, or one experiment in it.
-        client: its number or name; "" takes the only one there is.
+        client: its number or name; "" takes the only client.
 
     Raises:
-        PbflError: if there is none, or several fit.
+        PbflError: if none or several match.
     """
     if path.is_file():
         return path
@@ -87,7 +87,7 @@ def state_file(path: Path, client: str) -> Path:
 
 
 def states_of(run: Path) -> list[Path]:
-    """Return the last states of all clients that a run directory holds, newcomers after its last round left out."""
+    """Return the last states of all clients in a run directory, without new clients after the last round."""
     return _in(_experiment(run))
 
 
@@ -96,19 +96,19 @@ def _in(folder: Path) -> list[Path]:
 
 
 def _of_nodes(folder: Path) -> list[Path]:
-    """Return where the devices of ``pbfl deploy local`` keep their states, each in a directory of its own."""
+    """Return the state directories of the devices of ``pbfl deploy local``, one each."""
     return sorted(folder.parent.glob(f"{NODE}*/{folder.name}"))
 
 
 def of_round(file: Path, number: int) -> Path:
-    """Return the file of a client's state as it was after a round: its last one, or what ``keep-best`` has kept.
+    """Return the file with a client's state after a round: its last state, or one kept by ``keep-best``.
 
     Args:
         file: of the last state.
         number: of the round.
 
     Raises:
-        PbflError: if neither is it, or one is damaged.
+        PbflError: if neither is of that round, or one is damaged.
     """
     last = read_state(file).card.round
     if last <= number:
@@ -125,10 +125,10 @@ def of_round(file: Path, number: int) -> Path:
 
 
 def best_of(run: Path) -> int:
-    """Return the best round of a run, by the headline's score on validation data if there are some.
+    """Return the best round of a run by the headline score, on validation data if there is some.
 
     Raises:
-        PbflError: if it is no run directory, no round was scored, or not what clients keep of a round.
+        PbflError: if it is not a run directory, no round was scored, or clients were scored before training.
     """
     if not (run / "run.json").is_file():
         raise PbflError(f"--best: {run} is no run directory, which knows the best round; --round N names it")
@@ -180,7 +180,7 @@ def read_state(file: Path) -> Kept:
     """Read a client's state file.
 
     Raises:
-        PbflError: if it is damaged, or of a version that did not keep what is needed.
+        PbflError: if it is damaged, or lacks the card (e.g. from an older version).
     """
     tensors, metadata = load_tensors(file)
     if not metadata.get("card"):
@@ -194,7 +194,7 @@ def read_state(file: Path) -> Kept:
         raise PbflError(f"{file}: its card is damaged ({error.errors()[0]['msg']})") from None
     prototypes = under(tensors, "prototypes")
     for name in [key.removesuffix(".candidates") for key in prototypes if key.endswith(".candidates")]:
-        if f"{name}.rows" not in prototypes:  # those of global are kept once
+        if f"{name}.rows" not in prototypes:  # rows equal to the global ones are stored once
             if "global.rows" not in prototypes:
                 raise PbflError(f"{file}: its prototypes '{name}' are not there")
             prototypes[f"{name}.rows"] = prototypes["global.rows"]
@@ -229,14 +229,14 @@ def export(kept: Kept, directory: Path, allowed_code: str = "") -> list[str]:
 
 
 def has_onnx() -> bool:
-    """Whether what writes ONNX is installed."""
+    """Whether the packages that write ONNX are installed."""
     return all(importlib.util.find_spec(name) for name in ("onnx", "onnxscript"))
 
 
 def _programs(served: Served, card: Card, directory: Path) -> None:
     example = torch.zeros(2, *card.input_shape, dtype=torch.int64 if card.vocabulary else torch.float32)
     batch = {"inputs": {0: torch.export.Dim("batch", min=1)}}
-    with warnings.catch_warnings():  # of torch about itself
+    with warnings.catch_warnings():  # from torch's own code
         warnings.simplefilter("ignore")
         try:
             program = torch.export.export(served, (example,), dynamic_shapes=batch)
@@ -247,7 +247,7 @@ def _programs(served: Served, card: Card, directory: Path) -> None:
                     (),
                     input_names=["inputs"],
                     output_names=["logits", "features"],
-                    dynamic_shapes=batch,  # known to the program already; here for the axis's name
+                    dynamic_shapes=batch,  # already in the program; sets the axis's name
                     verbose=False,
                 )
                 assert made is not None

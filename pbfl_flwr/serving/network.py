@@ -1,4 +1,4 @@
-"""The network as it is served: raw inputs in, logits and features out."""
+"""The exported network: raw inputs in, logits and features out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pbfl_flwr.own_code import is_external
 class Served(nn.Module):
     """A client's network with its normalisation: (B, *input_shape) -> logits (B, K), features (B, d).
 
-    Images go in as they are stored, 0 to 255, other numbers as they are, all of them float32; token ids int64.
+    Inputs are float32: images as stored, 0 to 255, other numbers unchanged; token ids are int64.
     """
 
     scale: Tensor
@@ -48,7 +48,7 @@ def rebuild(card: Card, weights: Mapping[str, Tensor], allowed_code: str, where:
     Args:
         card: names the architecture.
         weights: its state, buffers included.
-        allowed_code: the one ``my_package.module:function`` that may be imported for it; "" is none.
+        allowed_code: the only ``my_package.module:function`` that may be imported for it; "" allows none.
         where: named in errors.
 
     Raises:
@@ -59,7 +59,7 @@ def rebuild(card: Card, weights: Mapping[str, Tensor], allowed_code: str, where:
             f"{where}: its architecture is the code {card.architecture}, which runs with all your rights; "
             f"--model {card.architecture} says that it may"
         )
-    if not is_external(card.architecture):  # before memory is taken for sizes that a card merely says
+    if not is_external(card.architecture):  # before allocating memory for the sizes that a card claims
         with torch.device("meta"):
             outline = build_model(fresh(card.architecture), card.task, seed=0).state_dict()
         expected, found = ({name: tuple(t.shape) for name, t in part.items()} for part in (outline, weights))

@@ -1,7 +1,7 @@
-"""Use an exported model on files: images, arrays, tables, texts.
+"""Apply an exported model to files: images, arrays, tables, texts.
 
-The network is rebuilt from ``model.safetensors`` and the name of its architecture. ``model.pt2`` is for other programs:
-reading such a file may unpickle, which runs whatever the file says, so it is never read here.
+The network is rebuilt from ``model.safetensors`` and the name of its architecture. ``model.pt2`` is for other programs
+and never read here: loading it may unpickle, which can execute arbitrary code.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ BATCH = 256
 
 @dataclass(frozen=True)
 class Prediction:
-    """What is predicted for one input: file, row in it (from 1; 0 for an image), class, and probabilities (K,)."""
+    """The prediction for one input: file, row in it (from 1; 0 for an image), class, and probabilities (K,)."""
 
     file: str
     row: int
@@ -57,10 +57,10 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Exported:
-    """An exported model, ready to be asked.
+    """An exported model, ready for prediction.
 
     Attributes:
-        card: what it is.
+        card: its description.
         served: the network.
         prototypes: predictor -> (rows (K, d), candidates (K,)).
     """
@@ -96,14 +96,14 @@ class Exported:
 
 
 def open_exported(directory: Path, allowed_code: str = "") -> Exported:
-    """Read what export wrote.
+    """Load an exported model.
 
     Args:
         directory: see :mod:`pbfl_flwr.serving.export`.
         allowed_code: see :func:`pbfl_flwr.serving.network.rebuild`.
 
     Raises:
-        PbflError: if something is missing, damaged or does not fit together.
+        PbflError: if something is missing, damaged or inconsistent.
     """
     card, weights, hashes = _read(directory)
     served = rebuild(card, weights, allowed_code, str(directory))
@@ -128,7 +128,7 @@ def open_exported(directory: Path, allowed_code: str = "") -> Exported:
 
 
 def read_exported(directory: Path) -> Kept:
-    """Return card and weights of what export wrote, without its prototypes.
+    """Return card and weights of an exported model, without its prototypes.
 
     Raises:
         PbflError: if something is missing or damaged.
@@ -176,9 +176,9 @@ def predict(
 
     Args:
         model: see :func:`open_exported`.
-        files: images, folders of images, ``.npz`` files with ``x``, CSV or Parquet files, ``.txt`` with a text a line.
+        files: images, folders of images, ``.npz`` files with ``x``, CSV or Parquet files, ``.txt``, one text per line.
         by: see :meth:`Exported.probabilities`.
-        text_column: of tables of texts, the column that holds them; by default the one of the training.
+        text_column: for tables of texts, the column with the texts; by default the one used in training.
 
     Raises:
         PbflError: for a file that cannot be read or does not fit the model's input, or a column of texts for a model
@@ -220,7 +220,7 @@ def _inputs(card: Card, files: Sequence[Path]) -> Iterator[tuple[str, int, NDArr
 
 
 def _is_image(path: Path, folder: Path) -> bool:
-    """Return whether a file below a folder is an image as an image folder has them: no name begins with a dot."""
+    """Return whether an image folder would read this file: an image suffix, and no name begins with a dot."""
     seen = not any(part.startswith(".") for part in path.relative_to(folder).parts)
     return seen and path.suffix.lower() in IMG_EXTENSIONS
 
@@ -252,7 +252,7 @@ def _arrays(card: Card, path: Path) -> NDArray[Any]:
 
 
 def _texts(card: Card, path: Path) -> NDArray[Any]:
-    """Return the token ids of a text a line, or of a table's column of texts."""
+    """Return the token ids of a file's lines, or of a table's text column."""
     if not card.vocabulary or len(card.input_shape) != 1:
         raise PbflError(
             f"{path} is text, but this model takes inputs of shape {card.input_shape} and no tokens"
@@ -281,8 +281,8 @@ def written(found: Sequence[Prediction], labels: Sequence[str], form: str) -> st
     """Return predictions as text.
 
     Args:
-        found: what was predicted.
-        labels: names of the classes.
+        found: the predictions.
+        labels: class names.
         form: ``table`` for people; ``csv`` with a header; ``json``, a list with the probabilities of all classes.
     """
     if form == "json":

@@ -1,7 +1,7 @@
-"""Where a run's figures go beside its own JSONL: TensorBoard, Weights & Biases, MLflow. Server side only.
+"""Metric sinks beside the run's own JSONL: TensorBoard, Weights & Biases, MLflow. Server side only.
 
-A sink is one file with one function ``open_sink(run_dir, about) -> Sink`` and one row of :data:`SINKS`. JSONL is the
-record; a sink is a copy for people who already look there, so one that fails in mid-run is dropped with a warning.
+A sink is one module with a function ``open_sink(run_dir, about) -> Sink`` and one entry of :data:`SINKS`. The JSONL is
+the record and sinks are copies for convenience, so a sink that fails during a run is dropped with a warning.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Figures = dict[str, float]
 
 
 class Sink(Protocol):
-    """Takes figures. What it is given first decides its place, so a resumed run goes on in it."""
+    """Receives metrics. Its location depends on run_dir and about alone, so a resumed run continues in it."""
 
     def log(self, step: int, figures: Figures) -> None:
-        """Take the figures of a step; steps never decrease."""
+        """Log the metrics of a step; steps never decrease."""
 
     def close(self) -> None:
-        """Write what is still in memory."""
+        """Flush and close."""
 
 
 OpenSink = Callable[[Path, Mapping[str, Any]], Sink]
@@ -39,8 +39,8 @@ class Entry:
 
     Attributes:
         module: of this package, with ``open_sink``.
-        library: what it needs to be installed.
-        extra: of this project, which installs it.
+        library: the library that it needs.
+        extra: the extra of this project that installs it.
     """
 
     module: str
@@ -66,13 +66,13 @@ def names(sinks: str) -> list[str]:
 
 
 def check(sinks: str) -> None:
-    """Say before anything starts what is missing.
+    """Check before a run that sinks exist and their libraries are installed.
 
     Args:
         sinks: the run-config key, a comma list.
 
     Raises:
-        PbflError: one line a sink that does not exist or whose library is not installed here.
+        PbflError: one line per sink that does not exist or whose library is not installed here.
     """
     problems = []
     for name in names(sinks):
@@ -105,22 +105,22 @@ class Sinks:
         for name in names(sinks):
             try:
                 self._open[name] = SINKS[name].open_sink()(run_dir, about)
-            except Exception as error:  # the boundary to a library that is not ours
+            except Exception as error:  # third-party libraries may raise anything
                 raise PbflError(f"sinks = '{sinks}': {name} cannot be opened: {_said(error)}") from error
 
     def log(self, line: Mapping[str, Any]) -> list[str]:
-        """Hand on a round.
+        """Log a round in all sinks.
 
         Args:
             line: an entry of rounds.jsonl.
 
         Returns:
-            A warning for every sink that failed; it is not asked again.
+            A warning for every sink that failed, which is then dropped.
         """
         return self._hand_on(steps(line))
 
     def log_newcomers(self, line: Mapping[str, Any]) -> list[str]:
-        """Hand on a round of the new clients: an entry of newcomers.jsonl; returns warnings as :meth:`log` does."""
+        """Log a round of the new clients, an entry of newcomers.jsonl; returns warnings as :meth:`log` does."""
         return self._hand_on([newcomers_step(line)])
 
     def close(self) -> list[str]:
@@ -139,19 +139,17 @@ class Sinks:
         for name, sink in list(self._open.items()):
             try:
                 do(sink)
-            except (
-                Exception
-            ) as error:  # the boundary again: a full disk or a lost server must not cost the run
+            except Exception as error:  # a full disk or a lost server must not end the run
                 del self._open[name]
                 warnings.append(f"sink {name} failed and is left out from here on: {_said(error)}")
         return warnings
 
 
 def steps(line: Mapping[str, Any]) -> list[tuple[int, Figures]]:
-    """Return (step, figures) of a round, steps ascending; a step is a number of finished rounds.
+    """Return (step, metrics) of a round, steps ascending; a step is a number of finished rounds.
 
-    Where clients are scored before their training, a line's accuracies and loss belong to the step before it, and
-    the last line holds the last step's accuracies as "final".
+    If clients are scored before training, a line's accuracies and loss belong to the previous step, and the last line
+    holds the last step's accuracies as "final".
 
     Args:
         line: an entry of rounds.jsonl.
@@ -182,10 +180,10 @@ def steps(line: Mapping[str, Any]) -> list[tuple[int, Figures]]:
 
 
 def newcomers_step(line: Mapping[str, Any]) -> tuple[int, Figures]:
-    """Return (step, figures) of a round of the new clients.
+    """Return (step, metrics) of a round of the new clients.
 
-    The step is that of the run's last round, since a run may go on from there, and steps never decrease; how many
-    rounds of their own the new clients had trained stands in the names.
+    The step is that of the run's last round, since the run may be continued and steps must not decrease; the metrics'
+    names contain the number of rounds that the new clients have trained.
 
     Args:
         line: an entry of newcomers.jsonl.

@@ -1,7 +1,7 @@
-"""MLflow: a file store in ``<run-dir>/mlruns``, or what MLFLOW_TRACKING_URI names.
+"""MLflow: a file store in ``<run-dir>/mlruns``, or the store at MLFLOW_TRACKING_URI.
 
-MLflow keeps its file store in maintenance and asks for MLFLOW_ALLOW_FILE_STORE=true, also of ``mlflow ui``. It is taken
-here all the same: it needs no database and no server, and ``mlflow migrate-filestore`` moves it into one.
+MLflow's file store is in maintenance and requires MLFLOW_ALLOW_FILE_STORE=true, also for ``mlflow ui``. It is used here
+because it needs no database and no server; ``mlflow migrate-filestore`` moves it into a database.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ EXPERIMENT = "pbfl-flwr"
 
 
 class Mlflow:
-    """One MLflow run, found again by the tag that holds the id of our experiment."""
+    """One MLflow run, found on resumption by a tag with the run's experiment id."""
 
     def __init__(self, run_dir: Path, about: Mapping[str, Any]) -> None:
         uri = os.environ.get("MLFLOW_TRACKING_URI")
@@ -54,5 +54,5 @@ class Mlflow:
 
 
 def open_sink(run_dir: Path, about: Mapping[str, Any]) -> Mlflow:
-    """Return the run's MLflow run, the same one when it is resumed."""
+    """Return the run's MLflow run; a resumed run continues it."""
     return Mlflow(run_dir, about)

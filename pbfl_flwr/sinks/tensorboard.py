@@ -15,7 +15,7 @@ FOLDER = "tensorboard"
 
 
 class TensorBoard:
-    """A writer; TensorBoard reads all event files of the folder as one run."""
+    """Event-file writer; TensorBoard reads all event files of the folder as one run."""
 
     def __init__(self, folder: Path, configuration: Mapping[str, Any]) -> None:
         new = not folder.exists()
@@ -24,7 +24,7 @@ class TensorBoard:
             self._writer.add_text("configuration", f"```\n{json.dumps(dict(configuration), indent=1)}\n```")
 
     def log(self, step: int, figures: Figures) -> None:
-        """Write scalars, at once: whoever looks should see them."""
+        """Write and flush scalars, to show them at once."""
         for name, value in figures.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()

@@ -1,7 +1,7 @@
-"""Weights & Biases: offline unless WANDB_MODE says otherwise, in ``<run-dir>/wandb``.
+"""Weights & Biases: offline unless WANDB_MODE=online, in ``<run-dir>/wandb``.
 
-``wandb sync <run-dir>/wandb/offline-run-*`` uploads it; a resumed run has a folder a start, all with one run id, which
-that joins.
+``wandb sync <run-dir>/wandb/offline-run-*`` uploads it; a resumed run has one folder per start, all with the same run
+id, which the sync joins.
 """
 
 from __future__ import annotations
@@ -41,5 +41,5 @@ class WeightsAndBiases:
 
 
 def open_sink(run_dir: Path, about: Mapping[str, Any]) -> WeightsAndBiases:
-    """Return the run's wandb run, the same one when it is resumed."""
+    """Return the run's wandb run; a resumed run continues it."""
     return WeightsAndBiases(run_dir, about)
