@@ -27,8 +27,7 @@ from torch import Tensor
 
 from pbfl_flwr.config import DataSettings, Scalar, Settings, parse
 from pbfl_flwr.data import ClientData, Shard, load_pool
-from pbfl_flwr.flower.client import device
-from pbfl_flwr.flower.client import session as session
+from pbfl_flwr.flower.client import device, session
 from pbfl_flwr.flower.client.app import make_client_app
 from pbfl_flwr.flower.client.session import DataSource
 from pbfl_flwr.flower.messages import wire

@@ -12,7 +12,7 @@ from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.client import app as client
 from pbfl_flwr.flower.client import hello as client_hello
-from pbfl_flwr.flower.client import session as session
+from pbfl_flwr.flower.client import session
 from pbfl_flwr.flower.storage.history import RunRefused
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.models import build_model

@@ -20,8 +20,7 @@ from pbfl_flwr.config import Scalar, parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.client import device
 from pbfl_flwr.flower.client.app import make_client_app
-from pbfl_flwr.flower.engines import local
-from pbfl_flwr.flower.engines import worker_pool as worker_pool
+from pbfl_flwr.flower.engines import local, worker_pool
 from pbfl_flwr.flower.engines.local import LocalGrid, federate, run_immediately, worker_specs
 from pbfl_flwr.flower.engines.placement import Resources
 from pbfl_flwr.flower.engines.worker_pool import DIED, WorkerPool, WorkerSpec

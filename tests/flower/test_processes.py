@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pbfl_flwr.flower.engines import reaper as reaper
+from pbfl_flwr.flower.engines import reaper
 from pbfl_flwr.flower.engines.processes import Processes
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="has no process groups")

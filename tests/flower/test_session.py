@@ -8,7 +8,7 @@ import torch
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.client import app as client
-from pbfl_flwr.flower.client import session as session
+from pbfl_flwr.flower.client import session
 from tests.flower.inprocess import federation
 
 

@@ -17,8 +17,7 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.running import configuration
 from pbfl_flwr.flower.client import app as client
 from pbfl_flwr.flower.client import hello as client_hello
-from pbfl_flwr.flower.client import saving as saving
-from pbfl_flwr.flower.client import session as session
+from pbfl_flwr.flower.client import saving, session
 from pbfl_flwr.flower.engines.placement import Resources
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method
 from pbfl_flwr.models import build_model

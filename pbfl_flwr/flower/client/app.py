@@ -27,7 +27,7 @@ from pbfl_flwr import seeds
 from pbfl_flwr.config import Settings
 from pbfl_flwr.data import forget_data
 from pbfl_flwr.errors import PbflError, of_full_card, pointed
-from pbfl_flwr.flower.client import fault_injection as fault_injection
+from pbfl_flwr.flower.client import fault_injection
 from pbfl_flwr.flower.client.device import card_given_back, identify, peak_gpu_memory
 from pbfl_flwr.flower.client.hello import answer_hello, forget_trials
 from pbfl_flwr.flower.client.saving import state_after_round

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower.engines import reaper as reaper
+from pbfl_flwr.flower.engines import reaper
 
 HANGUPS: tuple[signal.Signals, ...] = () if sys.platform == "win32" else (signal.SIGHUP,)
 """What comes when the terminal goes, where there is such a thing."""

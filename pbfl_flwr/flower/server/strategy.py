@@ -28,9 +28,7 @@ from pbfl_flwr.config import Settings
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import classes_counted
-from pbfl_flwr.flower.server import notes
-from pbfl_flwr.flower.server import run_log as run_log
-from pbfl_flwr.flower.server import stop_conditions as stop_conditions
+from pbfl_flwr.flower.server import notes, run_log, stop_conditions
 from pbfl_flwr.flower.server.availability import Availability
 from pbfl_flwr.flower.server.early_stopping import best_round_line, early_stop_note, patience_exhausted
 from pbfl_flwr.flower.server.instructions import Instructions
