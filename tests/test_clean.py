@@ -76,7 +76,7 @@ def test_a_finished_run_can_be_shown_without_its_clients_states(runs: Path) -> N
     shown = pbfl("clean", "--states", *NOW)
     assert shown.exit_code == 0
     assert f"{size / 1000:.1f} kB  runs/a: clients' states of a finished run" in shown.stdout
-    assert shown.stdout.splitlines()[-1] == f"would remove {size / 1000:.1f} kB; --yes does"
+    assert shown.stdout.splitlines()[-1] == f"would remove {size / 1000:.1f} kB; remove with --yes"
     assert tree(runs) == before
 
     removed = pbfl("clean", "--states", *NOW, "--yes")
@@ -120,7 +120,7 @@ def test_what_is_in_use_is_left(runs: Path, held: str) -> None:
     shutil.copytree(run, unfinished)
     (unfinished / "rounds.jsonl").unlink()
     before = tree(runs)
-    found = [one for one in cleanup.look([runs]) if isinstance(one, cleanup.Find)]
+    found = [one for one in cleanup.scan([runs]) if isinstance(one, cleanup.Removable)]
     locks = [
         {
             "engine": lock_of(place),
@@ -135,7 +135,7 @@ def test_what_is_in_use_is_left(runs: Path, held: str) -> None:
     assert "is in use: runs/a, runs/b" in result.stdout
     assert "nothing to remove" in result.stdout
     # Somebody may begin between the look and the removal.
-    assert [left.why for find in found if (left := cleanup.remove(find))] == ["is in use"] * 2
+    assert [left.reason for find in found if (left := cleanup.remove(find))] == ["is in use"] * 2
     assert tree(runs) == before
 
 
@@ -237,7 +237,7 @@ def test_a_device_keeps_its_newest_state(tmp_path: Path, monkeypatch: pytest.Mon
     shown = pbfl("clean", "--states", "--older-than", "30d").stdout
     assert f"{older.parent}: a device's state of an older run" in shown
     assert f"changed more recently than --older-than: {newest.parent}, {old.parent}, {first.parent}" in shown
-    assert f"the newest state there, whose run may go on: {newest.parent}" in shown
+    assert f"the newest state, whose run may continue: {newest.parent}" in shown
     with ClientStore(older.parent, "e1", 3, "cnn2").locked():
         result = pbfl("clean", state, "--states", *NOW, "--yes")
     assert f"is in use: {older.parent}" in result.stdout
@@ -279,21 +279,21 @@ def test_decoded_data_goes_when_nobody_reads_it(tmp_path: Path, monkeypatch: pyt
     gc.collect()
     result = pbfl("clean", "--cache", *NOW, "--yes")
     assert f"{entry}: decoded data" in result.stdout
-    assert f"is no entry of the cache: {mine}" in result.stdout
+    assert f"is not an entry of the cache: {mine}" in result.stdout
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [mine.name]
     cache.cached("tiny", (), decode)
     assert decoded == 2
 
 
 def test_ages_in_minutes_hours_days_and_weeks() -> None:
-    assert [cleanup.age(text) for text in ("90m", "12h", "1d", "2w")] == [5400, DAY / 2, DAY, 14 * DAY]
+    assert [cleanup.parse_age(text) for text in ("90m", "12h", "1d", "2w")] == [5400, DAY / 2, DAY, 14 * DAY]
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["--older-than", "soon"], "--older-than soon: allowed is a whole number with m, h, d or w"),
-        (["nowhere"], "'nowhere' is no directory"),
+        (["nowhere"], "'nowhere' is not a directory"),
     ],
 )
 def test_what_is_not_understood_is_one_line(

@@ -16,7 +16,7 @@ import pytest
 import typer
 
 from pbfl_flwr.cli import app
-from pbfl_flwr.cli.common import INTERRUPTED, KEPT, By, running
+from pbfl_flwr.cli.common import INTERRUPTED, INTERRUPTED_NOTE, By, running
 from pbfl_flwr.config import PREDICTORS, Scalar, Settings, parse
 from pbfl_flwr.data import DATASETS
 from pbfl_flwr.errors import PbflError
@@ -24,7 +24,7 @@ from pbfl_flwr.experiments.comparing import compare, reproduce
 from pbfl_flwr.experiments.results.accuracies import scores
 from pbfl_flwr.experiments.running import configuration
 from pbfl_flwr.experiments.running.live_log import round_line
-from pbfl_flwr.experiments.running.runner import go_on_with
+from pbfl_flwr.experiments.running.runner import resume_command
 from pbfl_flwr.experiments.text import tables
 from pbfl_flwr.experiments.text.numbers import clock, kilobytes
 from pbfl_flwr.flower.engines.flwr_engine import toml
@@ -106,11 +106,11 @@ def test_all_bad_keys_are_told_at_once_and_nothing_starts(tmp_path: Path) -> Non
         (["--set", "device=cuda"], "--gpus-per-client"),
         (["--cpus-per-client", "5000"], "--cpus-per-client 5000"),
         (["--resume", "nowhere"], "no run.json"),
-        (["--set", "resume=true"], "of which run? allowed is --resume RUN"),
+        (["--set", "resume=true"], "names no run; allowed is --resume RUN"),
         (["--resume", "nowhere", "--run-dir", "there"], "--resume and --run-dir"),
         (["--run-dir", ""], "--run-dir '': allowed is a path, . for the current directory"),
         (["--resume", ""], "--resume '': allowed is a path"),
-        (["--app", "."], "is no checkout"),
+        (["--app", "."], "is not a checkout"),
         (["--app", ".", "--engine", "processes"], "clients run the installed package"),
     ],
 )
@@ -189,7 +189,7 @@ def test_a_dry_run_prints_a_preset_and_starts_nothing(tmp_path: Path) -> None:
     assert "# the headline is predictor 'global', before local training" in lines
     asked, by_protocol = (
         lines.index('method = "fedtgp"'),
-        lines.index("# what protocol = 'htfl' makes of auto"),
+        lines.index("# keys that are auto, as resolved by protocol = 'htfl'"),
     )
     assert asked < lines.index("fedtgp.server-epochs = 7") < by_protocol < lines.index('collect = "before"')
     assert lines.index('collect = "before"') < lines.index("momentum = 0.0")
@@ -318,11 +318,11 @@ def test_show(tmp_path: Path) -> None:
     assert ["global (headline)", "3", "62.50", "62.50", "12.50", "50.00"] in rows
     assert ["best (chosen on test data)", "2", "87.50", "87.50", "12.50", "75.00"] in rows
     assert ["bytes, mean over all clients: payload", "100 B", "300 B", "400 B"] in rows
-    assert ["with Flower's objects", "200 B", "400 B", "600 B"] in rows
+    assert ["including Flower's objects", "200 B", "400 B", "600 B"] in rows
     assert ["scalars, all clients, last round", "12", "20", "32"] in rows
-    assert ["by the paper's formula, all taking part", "", "", "36"] in rows
+    assert ["by the paper's formula, all participants", "", "", "36"] in rows
     assert "client 1 failed in 2 rounds, first 2: out of paper" in text
-    assert "go on with" not in text
+    assert "resume with" not in text
 
 
 def test_show_says_what_else_is_to_be_known_of_a_run(tmp_path: Path) -> None:
@@ -338,18 +338,18 @@ def test_show_says_what_else_is_to_be_known_of_a_run(tmp_path: Path) -> None:
     )
     assert ", 2 rounds, protocol " in lines[1]
     assert "last round: held back" in lines
-    assert "The paper's count is unknown: " in "\n".join(lines)
-    assert f"0 of 1 rounds of the new clients; go on with: pbfl run --resume {run}" in lines
+    assert "The paper's scalars are unknown: " in "\n".join(lines)
+    assert f"0 of 1 rounds of the new clients; resume with: pbfl run --resume {run}" in lines
     (run / "newcomers.jsonl").write_text(json.dumps(entry(3, 0.25, 0.75, after=2)) + "\n")
     text = pbfl("show", run).stdout
-    assert "1 new client, who came after round 2: accuracy, %, weighted by samples" in " ".join(text.split())
+    assert "1 new client after round 2: sample-weighted accuracy, %" in " ".join(text.split())
     rows = [line.strip("│┃ ").replace("┃", "│").split("│") for line in text.splitlines()]
     words = [[cell.strip() for cell in row] for row in rows]
-    assert ["rounds of their own", "head", "global (headline)"] in words
+    assert ["own rounds", "head", "global (headline)"] in words
     assert ["1", "25.00", "75.00"] in words
     unscored = write_run(tmp_path / "unscored", [entry(1, 0.5, None, accuracy={})])
     text = pbfl("show", unscored).stdout
-    assert "no accuracies: no client has said any" in text
+    assert "no accuracies: no client has reported any" in text
     assert ", 1 round, protocol " in text
 
 
@@ -361,7 +361,7 @@ def test_the_noise_is_told_of_the_client_for_whom_it_is_worth_least() -> None:
     config = {"dp-clip": 1.0, "dp-noise": 2.0, "dp-unit": "sample", "dp-delta": 1e-5}
     said = tables.privacy_line(config, answers)
     assert said is not None
-    assert said.endswith("at δ = 1e-05 ε = 4 for client 0, 3 in the mean")
+    assert said.endswith("at δ = 1e-05 ε = 4 for client 0, 3 on average")
     assert tables.privacy_line(config, [{"client": [0], "metrics": [{}]}]) is None
 
 
@@ -382,12 +382,12 @@ def test_costs_are_means_over_the_rounds(tmp_path: Path) -> None:
     rows = [[cell.strip() for cell in line.strip("│ ").split("│")] for line in text.splitlines()]
     for row in (
         ["bytes, mean over all clients: payload", "100 B", "350 B", "450 B"],  # (100 + 300)/2 of two clients
-        ["with reports", "110 B", "360 B", "470 B"],
+        ["including reports", "110 B", "360 B", "470 B"],
         ["scalars, all clients, last round", "1,200", "7", "1,207"],
         ["seconds", "", "", "2.50"],
-        ["of clients, summed", "", "", "3.50"],
+        ["sum over clients", "", "", "3.50"],
         ["peak memory of a worker", "", "", "900 MB"],
-        ["and on its GPU, beside CUDA's own", "", "", "1536 MB"],
+        ["on its GPU, without the CUDA context", "", "", "1536 MB"],
     ):
         assert row in rows
     costs = json.loads(pbfl("show", tmp_path / "run", "--format", "json").stdout)["costs"]
@@ -460,12 +460,12 @@ def test_between_two_runs_a_signal_is_an_interruption(
 ) -> None:
     before = signal.signal(number, signal.SIG_DFL)
     try:
-        with pytest.raises(typer.Exit) as ended, running(KEPT):
+        with pytest.raises(typer.Exit) as ended, running(INTERRUPTED_NOTE):
             signal.raise_signal(number)
     finally:
         signal.signal(number, before)
     assert ended.value.exit_code == INTERRUPTED
-    assert KEPT in capsys.readouterr().out
+    assert INTERRUPTED_NOTE in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -602,8 +602,8 @@ def test_many_runs_are_a_list(tmp_path: Path) -> None:
 
 def test_a_list_of_no_runs_is_one_line(tmp_path: Path) -> None:
     for words, said in (
-        (["list", "runs"], "error: 'runs' is no directory; allowed is one that holds runs"),
-        (["list", "runs", "."], "error: '.' holds no run: no run.json in it or up to 3 directories below it"),
+        (["list", "runs"], "error: 'runs' is not a directory; allowed is one that holds runs"),
+        (["list", "runs", "."], "error: '.' holds no run: no run.json in it or up to 3 levels below it"),
         (["show", "."], "error: '.' is no run directory: it has no run.json"),
     ):
         result = pbfl(*words)
@@ -750,8 +750,8 @@ def test_a_resumed_run_keeps_what_changes_results(tmp_path: Path) -> None:
         method="tinyproto",
         **{"tinyproto.base": "fedtgp", "cps-dim": 2},
     )
-    wishes = configuration.resumed(run, configuration.Wishes({"num-server-rounds": 30}))
-    settings = configuration.check(wishes)
+    requested = configuration.resumed(run, configuration.RequestedKeys({"num-server-rounds": 30}))
+    settings = configuration.check(requested)
     assert settings.run.resume
     assert settings.run.num_server_rounds == 30
     assert settings.method_section["base"] == "fedtgp"
@@ -764,16 +764,16 @@ def test_a_resumed_run_keeps_what_changes_results(tmp_path: Path) -> None:
         "threads": 1,
         "batch-size": 5,
     }
-    with pytest.raises(PbflError, match=r"^seed = 4, batch-size = 5: a resumed run keeps"):
-        configuration.resumed(run, configuration.Wishes(wanted))
+    with pytest.raises(PbflError, match=r"^seed = 4, batch-size = 5: changes the results of the resumed run"):
+        configuration.resumed(run, configuration.RequestedKeys(wanted))
     with pytest.raises(PbflError, match=r"state-dir = '/elsewhere': .* where it is, in its own directory"):
-        configuration.resumed(run, configuration.Wishes({"state-dir": "/elsewhere"}))
+        configuration.resumed(run, configuration.RequestedKeys({"state-dir": "/elsewhere"}))
 
 
 def test_a_run_is_not_resumed_for_fewer_rounds_than_it_has(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [entry(1, 0.25, 0.5), entry(2, 0.5, 0.5)], method="fedproto")
-    wishes = configuration.resumed(run, configuration.Wishes({"num-server-rounds": 2}))
-    assert wishes.values["num-server-rounds"] == 2
+    requested = configuration.resumed(run, configuration.RequestedKeys({"num-server-rounds": 2}))
+    assert requested.values["num-server-rounds"] == 2
     result = pbfl("run", "--resume", run, "--set", "num-server-rounds=1")
     assert result.exit_code == 2
     assert "num-server-rounds = 1: the run has 2 rounds already" in result.stderr
@@ -788,20 +788,20 @@ def test_a_finished_run_that_is_resumed_is_shown(tmp_path: Path, monkeypatch: py
     (run / "result.txt").write_text("f387460871ab\n")
     result = pbfl("run", "--resume", run)
     assert result.exit_code == 0
-    assert "all its rounds are there; to go further: --set num-server-rounds=<more>" in result.stdout
+    assert "all rounds are finished; to run more: --set num-server-rounds=<more>" in result.stdout
     assert "result hash f387460871ab" in result.stdout
     settings = configuration.check(configuration.resumed(run, configuration.gather(None, [])))
-    assert configuration.complete(run, settings)
+    assert configuration.is_complete(run, settings)
     more = configuration.gather(None, ["num-server-rounds=3"])
-    assert not configuration.complete(run, configuration.check(configuration.resumed(run, more)))
+    assert not configuration.is_complete(run, configuration.check(configuration.resumed(run, more)))
     (run / "result.txt").unlink()  # it was stopped before its end
-    assert not configuration.complete(run, settings)
+    assert not configuration.is_complete(run, settings)
 
 
 def test_a_run_of_devices_is_no_simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "400")
     run = write_run(tmp_path / "run", [entry(1, 0.25, 0.5)], **{"num-server-rounds": 9})
-    assert f"go on with: pbfl run --resume {run}" in pbfl("show", run).stdout
+    assert f"resume with: pbfl run --resume {run}" in pbfl("show", run).stdout
     about = json.loads((run / "run.json").read_text())
     for client in about["clients"]:
         client["simulated"] = False
@@ -809,13 +809,13 @@ def test_a_run_of_devices_is_no_simulation(tmp_path: Path, monkeypatch: pytest.M
     result = pbfl("run", "--resume", run)
     assert result.exit_code == 2
     assert "is a run of devices" in result.stderr
-    assert "go on with flwr run, with the same configuration" in result.stderr
+    assert "resume it with flwr run, with the same configuration" in result.stderr
     (run / "nodes.json").write_text("{}")
-    assert f"go on with pbfl deploy local --resume {run}" in pbfl("run", "--resume", run).stderr
-    assert f"go on with: pbfl deploy local --resume {run}" in pbfl("show", run).stdout
+    assert f"resume it with pbfl deploy local --resume {run}" in pbfl("run", "--resume", run).stderr
+    assert f"resume with: pbfl deploy local --resume {run}" in pbfl("show", run).stdout
     os.utime(run / "rounds.jsonl", (0, 0))
     os.utime(run / "run.json", (0, 0))
-    assert f"go on with pbfl deploy local --resume {run}" in pbfl("watch", run, "--once").stdout
+    assert f"resume with pbfl deploy local --resume {run}" in pbfl("watch", run, "--once").stdout
 
 
 def test_a_directory_that_holds_a_run_is_refused(tmp_path: Path) -> None:
@@ -832,16 +832,16 @@ def test_runs_that_begin_in_the_same_second_have_directories_of_their_own(
     settings = configuration.check(configuration.gather(None, []))
     first = configuration.run_directory(settings, None)
     name = first.name
-    made = [configuration.made(first, chosen=False) for _ in range(3)]
+    made = [configuration.create_directory(first, chosen=False) for _ in range(3)]
     assert [path.name for path in made] == [name, f"{name}-2", f"{name}-3"]
     assert all(path.is_dir() for path in made)
-    assert configuration.made(first, chosen=True) == first
+    assert configuration.create_directory(first, chosen=True) == first
 
 
 def test_what_is_to_be_typed_can_be_typed(tmp_path: Path) -> None:
     run = write_run(tmp_path / "an odd 'name", [entry(1, 0.25, 0.5)])
     assert f"--resume {quote(str(run))}" in pbfl("run", "--run-dir", run).stderr
-    assert go_on_with(run, RunDirectory(run).read()) == f"pbfl run --resume {quote(str(run))}"
+    assert resume_command(run, RunDirectory(run).read()) == f"pbfl run --resume {quote(str(run))}"
 
 
 @pytest.mark.parametrize(
@@ -878,7 +878,7 @@ def test_certificates_and_keys_say_what_goes_where(tmp_path: Path) -> None:
     assert pbfl("certs", "--out", tmp_path / "s", "--host", "fl.example.org", "--renew").exit_code == 0
     assert pbfl("certs", "--out", tmp_path / "s", "--host", "x", "--renew", "--force").exit_code == 2
     short = pbfl("certs", "--out", tmp_path / "s", "--host", "x", "--force", "--ca-days", 2)
-    assert "with it the CA ends" in short.stdout
+    assert "the CA ends then" in short.stdout
     result = pbfl("keys", "--out", tmp_path / "k", "a", "b")
     assert result.exit_code == 0
     assert f"flwr supernode register {tmp_path / 'k' / 'b.pub'}" in result.stdout
@@ -960,7 +960,7 @@ def test_a_run_of_another_version_is_one_line(
 
 
 def test_a_run_says_over_how_many_clients_its_accuracies_are(tmp_path: Path) -> None:
-    said = "Accuracies that are not over all clients taking part"
+    said = "Accuracies that do not cover all participating clients"
     assert said not in pbfl("show", write_run(tmp_path / "all", [entry(1, 0.5, 0.5)])).stdout
     few = write_run(tmp_path / "few", [over(1, entry(1, 0.5, 0.5), "head")])
     assert f"{said}: head over 1 of 2." in pbfl("show", few).stdout

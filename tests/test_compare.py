@@ -18,7 +18,7 @@ from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.comparing import compare, comparison_table
 from pbfl_flwr.experiments.running import parallel_runs
-from pbfl_flwr.experiments.running.configuration import Wishes
+from pbfl_flwr.experiments.running.configuration import RequestedKeys
 from pbfl_flwr.flower.client.app import make_client_app
 from pbfl_flwr.flower.engines.placement import Resources, Slot
 from pbfl_flwr.flower.server.strategy import MethodStrategy
@@ -87,7 +87,7 @@ def test_runs_of_another_comparison_take_other_common_keys(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('runs-of = "all-methods-cifar10"', "which has no runs of its own"),
+        ('runs-of = "all-methods-cifar10"', "which has no [runs.<label>] tables"),
         ('runs-of = "prototype-family-cifar10"\n[runs.A]\nmethod = "local"', "allowed is one of the two"),
         ('runs-of = "nothing"', "nothing"),
         ("[common]", "no [runs.<label>] table"),
@@ -124,8 +124,8 @@ def test_common_keys_and_labels(file: Path, tmp_path: Path) -> None:
         ("B", 3, "B-seed3"),
         ("B", 4, "B-seed4"),
     ]
-    assert planned[0].wishes.values["learning-rate"] == 0.5
-    assert planned[0].wishes.values["seed"] == 3
+    assert planned[0].requested.values["learning-rate"] == 0.5
+    assert planned[0].requested.values["seed"] == 3
 
 
 def test_every_bad_key_of_every_run_is_named_at_once(file: Path, tmp_path: Path) -> None:
@@ -142,15 +142,15 @@ def test_every_bad_key_of_every_run_is_named_at_once(file: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("[common]\nseed = 1", "it has no \\[runs"),
-        ("[other]\na = 1", "unknown part 'other'"),
-        ("x =", "is no TOML"),
+        ("[common]\nseed = 1", "has no \\[runs"),
+        ("[other]\na = 1", "unknown key 'other'"),
+        ("x =", "is not TOML"),
         ("common = 3\n[runs.A]", "common = 3: allowed is a table"),
         ("runs = 3", "runs = 3: allowed is a table"),
         ("[runs]\nA = 3", "A = 3: allowed is a table"),
-        ('[runs."../esc/A"]\nseed = 1', "label '../esc/A': allowed is a name without /"),
-        ('[runs.".."]\nseed = 1', "label '..': allowed is a name without /"),
-        ("title = 'K\xe4se'", "is no TOML: byte 10 is not UTF-8"),
+        ('[runs."../esc/A"]\nseed = 1', "label '../esc/A': allowed is a directory name, without /"),
+        ('[runs.".."]\nseed = 1', "label '..': allowed is a directory name, without /"),
+        ("title = 'K\xe4se'", "is not TOML: byte 10 is not UTF-8"),
     ],
 )
 def test_files_that_are_no_comparison(text: str, reason: str, tmp_path: Path) -> None:
@@ -165,26 +165,30 @@ def test_only_and_seeds_are_checked(file: Path, tmp_path: Path) -> None:
         compare.plan(compare.read(str(file))[1], [], [], ["C"], tmp_path)
     for wrong in ("1,x", "-1", "0-", "1-2-3", "0:2"):
         with pytest.raises(PbflError, match=f"--seeds {wrong}: allowed are whole numbers"):
-            compare.numbers("--seeds", wrong)
+            compare.parse_numbers("--seeds", wrong)
     for wrong in ("2-0", "0-99999999999"):
-        with pytest.raises(PbflError, match=f"--seeds {wrong}: allowed in a range"):
-            compare.numbers("--seeds", wrong)
-    assert compare.numbers("--seeds", "0, 2") == [0, 2]
-    assert compare.numbers("--seeds", "0-2,5 - 6") == [0, 1, 2, 5, 6]
-    with pytest.raises(PbflError, match="1 stands there twice"):
-        compare.numbers("--seeds", "0-2,1")
-    said = "--seeds 0,1,00: 0 stands there twice; allowed is each number once"
+        with pytest.raises(PbflError, match=f"--seeds {wrong}: allowed is a range"):
+            compare.parse_numbers("--seeds", wrong)
+    assert compare.parse_numbers("--seeds", "0, 2") == [0, 2]
+    assert compare.parse_numbers("--seeds", "0-2,5 - 6") == [0, 1, 2, 5, 6]
+    with pytest.raises(PbflError, match="1 is given twice"):
+        compare.parse_numbers("--seeds", "0-2,1")
+    said = "--seeds 0,1,00: 0 is given twice; allowed is each number once"
     with pytest.raises(PbflError, match=said):  # the same run would count as two seeds
-        compare.numbers("--seeds", "0,1,00")
+        compare.parse_numbers("--seeds", "0,1,00")
 
 
 def test_labels_may_be_written_without_capitals() -> None:
     labels = ["FedProto", "FedTGP", "local", "Local"]
-    assert compare.named("--only", ["fedproto", "FEDTGP", "local"], labels) == ["FedProto", "FedTGP", "local"]
+    assert compare.match_names("--only", ["fedproto", "FEDTGP", "local"], labels) == [
+        "FedProto",
+        "FedTGP",
+        "local",
+    ]
     with pytest.raises(PbflError, match=r"--only LOCAL: did you mean local or Local[?] Allowed are FedProto"):
-        compare.named("--only", ["LOCAL"], labels)
+        compare.match_names("--only", ["LOCAL"], labels)
     with pytest.raises(PbflError, match=r"--only fedpoto: did you mean FedProto[?] Allowed are"):
-        compare.named("--only", ["fedpoto"], labels)
+        compare.match_names("--only", ["fedpoto"], labels)
 
 
 def test_finished_runs_are_kept_and_a_failure_stops_nobody(file: Path, tmp_path: Path) -> None:
@@ -192,11 +196,11 @@ def test_finished_runs_are_kept_and_a_failure_stops_nobody(file: Path, tmp_path:
     write_run(planned[0].directory, [entry(1, 0.5, 0.5), entry(2, 0.5, 0.5)])
     started: list[str] = []
 
-    def start(wishes: Wishes, directory: Path) -> int:
+    def start(requested: RequestedKeys, directory: Path) -> int:
         started.append(directory.name)
         return 1 if directory.name == "A-seed1" else 0
 
-    assert compare.make(planned, start) == ["A, seed 1"]
+    assert compare.run_all(planned, start) == ["A, seed 1"]
     assert started == ["A-seed1", "B-seed0", "B-seed1"]
 
 
@@ -208,14 +212,14 @@ def test_a_run_that_is_refused_stops_nobody_and_is_in_no_table(file: Path, tmp_p
     write_run(damaged.directory, lines)
     (damaged.directory / "run.json").write_text("{")
 
-    def start(wishes: Wishes, directory: Path) -> int:
+    def start(requested: RequestedKeys, directory: Path) -> int:
         if directory == used.directory:
             raise PbflError("in use by another run")
         return 0
 
-    said = compare.make(planned, start)
+    said = compare.run_all(planned, start)
     assert said[0].startswith("A, seed 0: ")
-    assert "was made with data-dir = /old; allowed are" in said[0]
+    assert "was run with data-dir = /old; allowed are" in said[0]
     assert said[1].startswith("A, seed 1: ")
     assert "is damaged" in said[1]
     assert said[2:] == ["B, seed 0: in use by another run"]
@@ -227,10 +231,10 @@ def test_a_longer_run_is_not_taken_for_the_one_that_is_asked_for(file: Path, tmp
     first, second = compare.plan(compare.read(str(file))[1], [], [], [], tmp_path)  # two rounds each
     lines = [entry(number, 0.5, 0.5) for number in (1, 2, 3)]
     write_run(first.directory, lines)
-    write_run(second.directory, lines[:2], **{**second.wishes.values, "num-server-rounds": 3})
-    said = compare.make([first, second], lambda wishes, directory: 0)
+    write_run(second.directory, lines[:2], **{**second.requested.values, "num-server-rounds": 3})
+    said = compare.run_all([first, second], lambda requested, directory: 0)
     assert [line.rsplit(": ", 1)[0] for line in said] == ["A, seed 0", "B, seed 0"]
-    assert all("was made with num-server-rounds = 3, not 2; allowed are at least as many" in s for s in said)
+    assert all("was run with num-server-rounds = 3, not 2; allowed are at least as many" in s for s in said)
     assert comparison_table.rows([first, second]) == []
     assert comparison_table.groups([first, second]) == []
     longer = compare.plan(compare.read(str(file))[1], ["num-server-rounds=3"], [], ["A"], tmp_path)
@@ -240,13 +244,13 @@ def test_a_longer_run_is_not_taken_for_the_one_that_is_asked_for(file: Path, tmp
 def test_an_interrupted_run_ends_sooner_where_it_has_not_come_that_far(file: Path, tmp_path: Path) -> None:
     (run,) = compare.plan(compare.read(str(file))[1], [], [], ["A"], tmp_path)
     write_run(run.directory, [entry(1, 0.5, 0.5)], **{"num-server-rounds": 3})
-    seen: list[Wishes] = []
+    seen: list[RequestedKeys] = []
 
-    def start(wishes: Wishes, directory: Path) -> int:
-        seen.append(wishes)
+    def start(requested: RequestedKeys, directory: Path) -> int:
+        seen.append(requested)
         return 0
 
-    assert compare.make([run], start) == []
+    assert compare.run_all([run], start) == []
     assert (seen[0].values["resume"], seen[0].values["num-server-rounds"]) == (True, 2)
 
 
@@ -257,21 +261,21 @@ def test_a_run_that_patience_ended_is_finished_for_who_asks_with_the_same_patien
     first, second = compare.plan(sections, more, [0, 1], ["A"], tmp_path)
     lines = [entry(number, 0.5, 0.5) for number in (1, 2, 3, 4)]
     for run, made in ((first, lines[:3]), (second, lines)):
-        write_run(run.directory, made, **run.wishes.values)
+        write_run(run.directory, made, **run.requested.values)
         RunDirectory(run.directory).mark_end(len(made))
-    assert compare.ready(first)
+    assert compare.check_finished(first)
     assert [row.rounds for row in comparison_table.rows([first, second])] == ["3–4"]
     assert [row.rounds for row in comparison_table.rows([second])] == ["4"]
     (further,) = compare.plan(sections, ["num-server-rounds=50", "patience=2"], [0], ["A"], tmp_path)
-    assert compare.ready(further)
+    assert compare.check_finished(further)
     (sooner,) = compare.plan(sections, ["num-server-rounds=5", "patience=2"], [0], ["A"], tmp_path)
-    assert compare.ready(sooner)
+    assert compare.check_finished(sooner)
     (shorter,) = compare.plan(sections, ["num-server-rounds=2", "patience=2"], [0], ["A"], tmp_path)
-    with pytest.raises(PbflError, match="was made with num-server-rounds = 9, not 2"):
-        compare.ready(shorter)
+    with pytest.raises(PbflError, match="was run with num-server-rounds = 9, not 2"):
+        compare.check_finished(shorter)
     (other,) = compare.plan(sections, ["num-server-rounds=9", "patience=3"], [0], ["A"], tmp_path)
-    with pytest.raises(PbflError, match="was made with patience = 2; allowed are the same keys"):
-        compare.ready(other)
+    with pytest.raises(PbflError, match="was run with patience = 2; allowed are the same keys"):
+        compare.check_finished(other)
 
 
 @pytest.mark.parametrize("seed", ["abc", "1.5", "true", "-1"])
@@ -285,14 +289,14 @@ def test_an_interrupted_run_goes_on_and_an_interruption_ends_the_comparison(
 ) -> None:
     planned = compare.plan(compare.read(str(file))[1], [], [], [], tmp_path)
     write_run(planned[0].directory, [entry(1, 0.5, 0.5)], **{"num-server-rounds": 2})
-    seen: list[Wishes] = []
+    seen: list[RequestedKeys] = []
 
-    def start(wishes: Wishes, directory: Path) -> int:
-        seen.append(wishes)
+    def start(requested: RequestedKeys, directory: Path) -> int:
+        seen.append(requested)
         return compare.INTERRUPTED
 
     with pytest.raises(KeyboardInterrupt):
-        compare.make(planned, start)
+        compare.run_all(planned, start)
     assert len(seen) == 1
     assert seen[0].values["resume"] is True
 
@@ -309,7 +313,7 @@ def test_the_table(file: Path, tmp_path: Path) -> None:
     text = (tmp_path / "table.md").read_text()
     assert "| A | global | 50.00 ± 35.36 | 75.00 ± 0.00 |" in text  # (25+75)/2, 50/√2
     assert "Rounds: 2. Seeds: 2." in text
-    assert text.count("Always answering a client's most frequent training class: 75.12 %") == 1
+    assert text.count("Always predicting a client's most frequent training class: 75.12 %") == 1
     assert (
         (tmp_path / "table.csv")
         .read_text()
@@ -336,9 +340,9 @@ def test_every_figure_of_a_row_stands_below_its_head(file: Path, tmp_path: Path)
     lines = [entry(n, 0.5, 0.75 / n, validation=held_out) for n, held_out in enumerate(validated, start=1)]
     lines[1]["accuracy"]["global"] |= {"balanced": 0.3125, "macro_f1": 0.1875}
     write_run(first.directory, [lines[0], {**lines[1], "other": entry(1, 0.5, 0.125)["accuracy"]}],
-              **first.wishes.values)  # fmt: skip
+              **first.requested.values)  # fmt: skip
     (first.directory / "newcomers.jsonl").write_text(json.dumps(entry(3, 0.5, 0.875, after=2)) + "\n")
-    write_run(second.directory, [entry(n, 0.5, 0.5) for n in (1, 2)], **second.wishes.values)
+    write_run(second.directory, [entry(n, 0.5, 0.5) for n in (1, 2)], **second.requested.values)
     found = comparison_table.rows([first, second])
     sheet = comparison_table.table("", found)
     a, b = (dict(zip(sheet.columns, row, strict=True)) for row in sheet.rows)
@@ -351,7 +355,7 @@ def test_every_figure_of_a_row_stands_below_its_head(file: Path, tmp_path: Path)
     assert {b[name] for name in optional} == {"-"}
     notes = "\n".join(sheet.notes)
     for said in (
-        "Balanced accuracy and macro-F1",
+        "Balanced accuracy (mean",
         "The other moment is",
         "New clients took no part",
         "Never",
@@ -371,22 +375,22 @@ def test_the_table_says_over_how_many_clients_it_is(file: Path, tmp_path: Path) 
     (first, second) = both
     histories = [both, [first, over(1, second)], [first, over(1, second, "head")], both]
     for number in (0, 3):
-        write_run(planned[number].directory, both, **planned[number].wishes.values)
+        write_run(planned[number].directory, both, **planned[number].requested.values)
     (row, other) = comparison_table.rows(planned)
-    assert not any("not over all" in note for note in comparison_table.table("", [row, other]).notes)
+    assert not any("not cover all" in note for note in comparison_table.table("", [row, other]).notes)
     for number in (1, 2):
-        write_run(planned[number].directory, histories[number], **planned[number].wishes.values)
+        write_run(planned[number].directory, histories[number], **planned[number].requested.values)
     found = comparison_table.rows(planned)
-    said = "Accuracies that are not over all clients taking part: A: global over 1–2 of 2; B: head over 1–2 of 2."
+    said = "Accuracies that do not cover all participating clients: A: global over 1–2 of 2; B: head over 1–2 of 2."
     assert said in comparison_table.table("", found).notes
-    assert [row.plain()[2] for row in found] == ["1–2 of 2", "2"]  # B's headline is global
+    assert [row.csv_cells()[2] for row in found] == ["1–2 of 2", "2"]  # B's headline is global
 
 
 def test_the_table_says_when_rows_were_scored_and_after_how_many_rounds(file: Path, tmp_path: Path) -> None:
     file.write_text(FILE + "num-server-rounds = 1\n")  # of B
     first, second = compare.plan(compare.read(str(file))[1], [], [], [], tmp_path)
     write_run(first.directory, [entry(1, 0.5, 0.75), entry(2, 0.5, 0.25)])
-    write_run(second.directory, [entry(1, 0.5, 0.5)], **second.wishes.values)
+    write_run(second.directory, [entry(1, 0.5, 0.5)], **second.requested.values)
     about = second.directory / "run.json"
     sheet = comparison_table.table("", comparison_table.rows([first, second]))
     assert sheet.columns[1:4] == ("headline", "rounds", "last")
@@ -402,7 +406,7 @@ def test_a_run_that_was_never_scored_has_a_row_without_scores(file: Path, tmp_pa
     planned = compare.plan(compare.read(str(file))[1], [], [0], [], tmp_path)
     write_run(planned[0].directory, [entry(1, 0.5, None), entry(2, 0.5, None)])  # headline: global
     unscored = [entry(n, 0, None, accuracy={}, test_loss=None) for n in (1, 2)]
-    write_run(planned[1].directory, unscored, **planned[1].wishes.values)
+    write_run(planned[1].directory, unscored, **planned[1].requested.values)
     found = comparison_table.rows(planned)
     comparison_table.write(tmp_path, "Two methods", found, comparison_table.groups(planned))
     text = (tmp_path / "table.md").read_text()
@@ -422,7 +426,7 @@ def test_seeds_are_those_over_which_the_figures_are(file: Path, tmp_path: Path) 
     write_run(planned[1].directory, [entry(1, 0.5, None), entry(2, 0.5, None)], seed=1)
     (row,) = comparison_table.rows(planned)
     assert (row.last, row.seeds, row.runs) == ([25.0], 1, 2)
-    assert "Not scored in every seed: A, 1 of 2 seeds." in comparison_table.table("", [row]).notes
+    assert "Not scored for every seed: A, 1 of 2 seeds." in comparison_table.table("", [row]).notes
     (whole,) = comparison_table.rows(planned[:1])
     assert not any("every seed" in note for note in comparison_table.table("", [whole]).notes)
 
@@ -437,14 +441,14 @@ def test_scores_with_every_class_the_same_weight_have_columns_where_a_run_has_th
 
     planned = compare.plan(compare.read(str(file))[1], [], [0, 1], [], tmp_path)
     for number, line in enumerate((counted(0.5, 0.25), counted(0.75, 0.25), entry(2, 0.5, 0.5))):
-        write_run(planned[number].directory, [entry(1, 0.5, 0.5), line], **planned[number].wishes.values)
+        write_run(planned[number].directory, [entry(1, 0.5, 0.5), line], **planned[number].requested.values)
     found = comparison_table.rows(planned)
     sheet = comparison_table.table("", found)
     at = sheet.columns.index("balanced accuracy")
     assert sheet.columns[at - 1 : at + 3] == ("worst decile", "balanced accuracy", "macro-F1", "head")
     # (50 + 75)/2 and 25/√2, A over two seeds; B was made without per-class
     assert [row[at : at + 2] for row in sheet.rows] == [("62.50 ± 17.68", "25.00 ± 0.00"), ("-", "-")]
-    assert any(note.startswith("Balanced accuracy and macro-F1") for note in sheet.notes)
+    assert any(note.startswith("Balanced accuracy (mean") for note in sheet.notes)
     assert found[0].further()[-4:] == ["62.5000", "17.6777", "25.0000", "0.0000"]
     assert found[1].further()[-4:] == [""] * 4
     without = comparison_table.table("", found[1:])
@@ -458,7 +462,7 @@ def test_all_rows_and_pairs_by_one_predictor(file: Path, tmp_path: Path) -> None
     for run in compare.plan(compare.read(str(file))[1], [], [], [], out):
         scores = [0.25, 0.75] if run.label == "A" else [0.25, 0.5]
         globals_ = None if run.label == "C" else scores[1]
-        write_run(run.directory, [entry(n, scores[0], globals_) for n in (1, 2)], **run.wishes.values)
+        write_run(run.directory, [entry(n, scores[0], globals_) for n in (1, 2)], **run.requested.values)
         predictors = {"head": 1} if run.label == "C" else {"head": 1, "global": round(4 * scores[1])}
         line = {"round": 2, "client": [0, 1], "num_test": [4, 4], "correct": [predictors] * 2}
         (run.directory / "clients.jsonl").write_text(json.dumps(line) + "\n")
@@ -468,7 +472,7 @@ def test_all_rows_and_pairs_by_one_predictor(file: Path, tmp_path: Path) -> None
     words = ["compare", file, "--out", out, "--engine", "processes", "--workers", 1]
     assert pbfl(*words).exit_code == 0
     assert "| A − B | clients | 2 | +50.00 |" in (out / "paired.md").read_text()
-    assert "global against head" in (out / "paired.md").read_text()
+    assert "global vs. head" in (out / "paired.md").read_text()
     assert "| C | head | 25.00 |" in (out / "table.md").read_text()
     assert pbfl(*words, "--by", "global").exit_code == 0
     text, pairs = ((out / f"{name}.md").read_text() for name in ("table", "paired"))
@@ -483,7 +487,7 @@ def test_all_rows_and_pairs_by_one_predictor(file: Path, tmp_path: Path) -> None
     assert pairs.startswith("**Two methods: pairs, by global**")
     assert "| A − B | clients | 2 | +25.00 |" in pairs
     assert " − C |" not in pairs
-    assert "against" not in pairs
+    assert "vs." not in pairs
     assert "the last round's accuracy by global;" in pairs
     assert "\nNever scored by global, so in no pair: C.\n" in pairs
     assert [line.split(",")[1] for line in (out / "table.csv").read_text().splitlines()[1:]] == ["global"] * 3
@@ -521,14 +525,14 @@ def test_all_methods_go_through_into_one_table(tmp_path: Path) -> None:
     small += ["join-timeout=0.5"]
     planned = compare.plan(runs, small, [], [], tmp_path)
 
-    def start(wishes: Wishes, directory: Path) -> int:
-        config = {**wishes.values, "run-dir": str(directory)}
+    def start(requested: RequestedKeys, directory: Path) -> int:
+        config = {**requested.values, "run-dir": str(directory)}
         settings = parse(config, SECTIONS)
         grid = InProcessGrid(make_client_app(), config, settings.run.num_clients)
         MethodStrategy(settings, directory).start(grid)
         return 0
 
-    assert compare.make(planned, start) == []
+    assert compare.run_all(planned, start) == []
     found = comparison_table.rows(planned)
     assert [row.label for row in found] == list(runs)
     assert all(row.rounds == "2" and row.seconds > 0 and row.total > 0 for row in found)
@@ -541,7 +545,7 @@ def test_all_methods_go_through_into_one_table(tmp_path: Path) -> None:
 
 def test_a_table_that_cannot_be_written_is_one_line(file: Path, tmp_path: Path) -> None:
     for run in compare.plan(compare.read(str(file))[1], [], [], [], tmp_path / "x"):
-        write_run(run.directory, [entry(1, 0.5, 0.5), entry(2, 0.5, 0.5)], **run.wishes.values)
+        write_run(run.directory, [entry(1, 0.5, 0.5), entry(2, 0.5, 0.5)], **run.requested.values)
     (tmp_path / "x" / "table.md").mkdir()
     result = pbfl("compare", file, "--out", tmp_path / "x", "--engine", "processes")
     assert result.exit_code == 1
@@ -552,7 +556,7 @@ def test_a_table_that_cannot_be_written_is_one_line(file: Path, tmp_path: Path) 
 def compared(file: Path, out: Path) -> tuple[list[object], dict[Path, bytes]]:
     """Finish all runs of a comparison; return the command that made its tables, and these."""
     for run in compare.plan(compare.read(str(file))[1], [], [], [], out):
-        write_run(run.directory, [entry(1, 0.5, 0.5), entry(2, 0.5, 0.5)], **run.wishes.values)
+        write_run(run.directory, [entry(1, 0.5, 0.5), entry(2, 0.5, 0.5)], **run.requested.values)
     words = ["compare", file, "--out", out, "--engine", "processes", "--workers", 1]
     assert pbfl(*words).exit_code == 0
     return words, {path: path.read_bytes() for path in out.glob("*.*")}
@@ -567,7 +571,7 @@ def test_the_tables_of_an_earlier_start_stay_where_a_run_is_refused(
     assert len(before) == 6
     result = pbfl(*words, "--set", change)
     assert result.exit_code == 1
-    assert "not written, since a run is refused; left as it was" in result.stdout
+    assert "not written, because a run is refused; existing files are unchanged" in result.stdout
     assert "**Two methods**" not in result.stdout
     assert {path: path.read_bytes() for path in out.glob("*.*")} == before
 
@@ -589,12 +593,12 @@ def test_rows_that_were_not_asked_for_this_time_stay_in_the_tables(file: Path, t
 
 def test_without_a_finished_run_there_is_no_table(file: Path, tmp_path: Path) -> None:
     planned = compare.plan(compare.read(str(file))[1], [], [], [], tmp_path)
-    assert compare.no_tables(planned) == "no run is finished"
+    assert compare.reason_not_to_write(planned) == "no run is finished"
     write_run(planned[0].directory, [entry(1, 0.5, 0.5), entry(2, 0.5, 0.5)])
-    assert not compare.no_tables(planned)
-    write_run(planned[1].directory, [entry(1, 0.5, 0.5)], **planned[1].wishes.values)
+    assert not compare.reason_not_to_write(planned)
+    write_run(planned[1].directory, [entry(1, 0.5, 0.5)], **planned[1].requested.values)
     (planned[1].directory / "clients-removed.txt").touch()  # it can not go on
-    assert compare.no_tables(planned) == "a run is refused"
+    assert compare.reason_not_to_write(planned) == "a run is refused"
 
 
 SIDE_BY_SIDE = """
@@ -616,7 +620,9 @@ def results(out: Path) -> dict[str, str]:
 @pytest.mark.slow
 def test_runs_side_by_side_come_to_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (path := tmp_path / "c.toml").write_text(SIDE_BY_SIDE)
-    monkeypatch.setattr(parallel_runs, "room", lambda wanted, *_: [Slot(1)] * wanted)  # on any machine
+    monkeypatch.setattr(
+        parallel_runs, "fitting_slots", lambda wanted, *_: [Slot(1)] * wanted
+    )  # on any machine
     command = ["compare", path, "--set", "num-server-rounds=2", "--engine", "processes", "--workers", 1]
     assert pbfl(*command, "--out", tmp_path / "one").exit_code == 0
     done = pbfl(*command, "--out", tmp_path / "two", "--parallel", 2)
@@ -642,7 +648,7 @@ def test_a_signal_ends_runs_side_by_side_and_the_same_command_goes_on(
     code = (
         "from pbfl_flwr.cli import main; from pbfl_flwr.experiments.running import parallel_runs; "
         "from pbfl_flwr.flower.engines.placement import Resources, Slot; "
-        "parallel_runs.room = lambda wanted, *_: [Slot(1)] * wanted; main()"
+        "parallel_runs.fitting_slots = lambda wanted, *_: [Slot(1)] * wanted; main()"
     )
     words = [
         "compare",
@@ -674,7 +680,7 @@ def test_a_signal_ends_runs_side_by_side_and_the_same_command_goes_on(
     process.send_signal(number)
     said, _ = process.communicate(timeout=100)
     assert process.returncode == 130
-    assert "the same command goes on" in said
+    assert "run the same command to continue" in said
     assert nothing_is_left(tmp_path)
     done = max(len(RunDirectory(run).rounds()) for run in runs)
     process = begun(done + 1)
@@ -692,7 +698,7 @@ def test_lines_of_runs_in_several_directories_say_which_they_are_of(tmp_path: Pa
         for run in compare.plan(compare.read(str(path))[1], [], [], ["A"], tmp_path / block)
     ]
     console = Console(file=io.StringIO(), width=1000)
-    parallel_runs.make_side_by_side(
+    parallel_runs.run_in_parallel(
         runs, [Slot(1)], lambda run, slot: [sys.executable, "-c", "exit(1)"], console
     )
     assert isinstance(console.file, io.StringIO)

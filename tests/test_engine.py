@@ -138,7 +138,7 @@ def test_processes_end_with_their_command_and_are_resumed(tmp_path: Path, number
     assert nothing_is_left(run_dir)
     if number != signal.SIGKILL:
         assert process.returncode == 130, said
-        assert f"go on with: pbfl run --resume {run_dir} --engine processes" in said
+        assert f"resume with: pbfl run --resume {run_dir} --engine processes" in said
     done = len((run_dir / "rounds.jsonl").read_text().splitlines())
     rest = sets(f"num-server-rounds={done + 1}")
     process = pbfl(run_dir, tmp_path / "home", *PROCESSES, "1", "--resume", str(run_dir), *rest)

@@ -113,11 +113,11 @@ def test_later_keys_win(paper: reproduce.Reproduction, tmp_path: Path) -> None:
     assert paper.blocks["two"].runs["B"]["tinyproto.base"] == "fedtgp"
     small = reproduce.plans(paper, ["one", "two"], "small", ["learning-rate=0.1"], [], ["B"], tmp_path)
     assert [run.directory for run in small["two"]] == [tmp_path / "two" / "B-seed0"]
-    assert small["one"][0].wishes.values["num-server-rounds"] == 2
-    assert small["one"][0].wishes.values["learning-rate"] == 0.1
+    assert small["one"][0].requested.values["num-server-rounds"] == 2
+    assert small["one"][0].requested.values["learning-rate"] == 0.1
     full = reproduce.plans(paper, ["one"], "paper", [], [], [], tmp_path)
     assert [(run.label, run.seed) for run in full["one"]] == [("A", 0), ("A", 1), ("B", 0), ("B", 1)]
-    assert full["one"][0].wishes.values["num-server-rounds"] == 9
+    assert full["one"][0].requested.values["num-server-rounds"] == 9
     assert reproduce.changes(paper, full) == []
     assert reproduce.changes(paper, small) == [
         "num-server-rounds = 2, the full setting has 9",
@@ -142,13 +142,13 @@ def test_blocks_are_chosen_by_dataset_and_name(paper: reproduce.Reproduction) ->
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (("A = [[51.50, 0.25], []]", "A = [[51.50]]"), "published.A has 1 entries; the blocks are 2"),
+        (("A = [[51.50, 0.25], []]", "A = [[51.50]]"), "published.A has 1 entries; needed are 2"),
         (("A = [[51.50, 0.25], []]", "A = [[151.50], []]"), "published.A.0.0: Input should be less than"),
         (("A = [[51.50, 0.25], []]", "C = [[1.0], []]"), "must be both in runs and in published"),
-        (("runs.B.cps-dim = 3", "runs.C.cps-dim = 3"), "blocks.two.runs.C is no run"),
+        (("runs.B.cps-dim = 3", "runs.C.cps-dim = 3"), "blocks.two.runs.C: unknown run"),
         (('hardware = "a computer"', ""), "hardware: Field required"),
         (('round = "best"', 'round = "worst"'), "round: Input should be"),
-        (("seeds = [0, 1]", "seeds = [0, 1, 0]"), "0 stands there twice; allowed is each seed once"),
+        (("seeds = [0, 1]", "seeds = [0, 1, 0]"), "0 is given twice; allowed is each seed once"),
     ],
 )
 def test_files_that_are_no_reproduction(change: tuple[str, str], said: str, tmp_path: Path) -> None:
@@ -162,17 +162,17 @@ def test_the_table(paper: reproduce.Reproduction, tmp_path: Path) -> None:
     write_run(
         planned["one"][0].directory,
         [entry(1, 0.5, 0.75), entry(2, 0.5, 0.25)],
-        **planned["one"][0].wishes.values,
+        **planned["one"][0].requested.values,
     )
     write_run(
         planned["one"][1].directory,
         [entry(1, 0.5, 0.5), entry(2, 0.25, 0.5)],
-        **planned["one"][1].wishes.values,
+        **planned["one"][1].requested.values,
     )
     write_run(
         planned["two"][0].directory,
         [entry(1, 0.5, 0.5), entry(2, 0.25, 0.5)],
-        **planned["two"][0].wishes.values,
+        **planned["two"][0].requested.values,
     )
     found = reproduction_table.rows(paper, planned)
     assert [(row.block, row.label) for row in found] == [("one", "A"), ("two", "A")]
@@ -191,10 +191,10 @@ def test_the_table(paper: reproduce.Reproduction, tmp_path: Path) -> None:
         "**three** was left out: dataset 'x' not found",
         "* num-server-rounds = 2, the full setting has 9",
         "The paper's hardware: a computer.",
-        "At scale small our figures are not comparable with the paper's.",
+        "At scale small our results are not comparable with the paper's.",
     ):
         assert line in text
-    assert "Ours are all by" not in text
+    assert "Our results are all by" not in text
     assert "not comparable" not in reproduction_table.markdown(paper, "paper", planned, found, {})
     reproduction_table.write(tmp_path, paper, text, found)
     lines = (tmp_path / "table.csv").read_text().splitlines()
@@ -210,7 +210,7 @@ def test_a_predictor_that_the_first_seed_lacks_has_its_column(
 ) -> None:
     planned = reproduce.plans(paper, ["one"], "small", [], [0, 1], ["A"], tmp_path)
     for run, globals_ in zip(planned["one"], (None, 0.75), strict=True):
-        write_run(run.directory, [entry(1, 0.5, globals_), entry(2, 0.5, globals_)], **run.wishes.values)
+        write_run(run.directory, [entry(1, 0.5, globals_), entry(2, 0.5, globals_)], **run.requested.values)
     (row,) = reproduction_table.rows(paper, planned)
     assert row.others == {"head": [50.0, 50.0], "global": [75.0]}
 
@@ -218,11 +218,11 @@ def test_a_predictor_that_the_first_seed_lacks_has_its_column(
 def test_the_table_by_one_predictor(paper: reproduce.Reproduction, tmp_path: Path) -> None:
     planned = reproduce.plans(paper, ["one"], "small", [], [], [], tmp_path)
     for run in planned["one"]:
-        write_run(run.directory, [entry(1, 0.5, 0.75), entry(2, 0.25, 0.25)], **run.wishes.values)
+        write_run(run.directory, [entry(1, 0.5, 0.75), entry(2, 0.25, 0.25)], **run.requested.values)
     found = reproduction_table.rows(paper, planned, "head")
     text = reproduction_table.markdown(paper, "small", planned, found, {}, "head")
     assert "scale small, by head" in text
-    assert "Ours are all by head, the paper's by what each method predicts with." in text
+    assert "Our results are all by head, the paper's by each method's own predictor." in text
     assert "| A | head | 51.50 ± 0.25 | 50.00 | 25.00 | -1.50 |" in text
     found = reproduction_table.rows(paper, planned, "local")
     text = reproduction_table.markdown(paper, "small", planned, found, {}, "local")
@@ -244,9 +244,9 @@ def test_the_table_says_when_rows_were_scored_and_over_how_many_clients(
     planned = reproduce.plans(paper, ["one"], "small", [], [], [], tmp_path)
     for run, clients in zip(planned["one"], (1, 2), strict=True):
         lines = [entry(1, 0.5, 0.75), over(clients, entry(2, 0.5, 0.25))]
-        write_run(run.directory, lines, **run.wishes.values)
+        write_run(run.directory, lines, **run.requested.values)
     text = reproduction_table.markdown(paper, "small", planned, reproduction_table.rows(paper, planned), {})
-    assert "Accuracies that are not over all clients taking part: A: global over 1–2 of 2." in text
+    assert "Accuracies that do not cover all participating clients: A: global over 1–2 of 2." in text
     assert "| run | compared by | paper |" in text
     about = planned["one"][1].directory / "run.json"
     about.write_text(about.read_text().replace('"moment": "after"', '"moment": "before"'))
@@ -261,14 +261,14 @@ def test_the_tables_of_an_earlier_start_stay_where_a_run_is_refused(
 ) -> None:
     out = tmp_path / "out"
     for run in reproduce.plans(paper, ["one"], "small", [], [], [], out)["one"]:
-        write_run(run.directory, [entry(1, 0.5, 0.75), entry(2, 0.5, 0.25)], **run.wishes.values)
+        write_run(run.directory, [entry(1, 0.5, 0.75), entry(2, 0.5, 0.25)], **run.requested.values)
     words = ["reproduce", tmp_path / "nine.toml", "--block", "one", "--out", out, "--engine", "processes"]
     assert pbfl(*words).exit_code == 0
     before = {path: path.read_bytes() for path in out.glob("table.*")}
     assert len(before) == 2
     result = pbfl(*words, "--set", "learning-rate=0.2")
     assert result.exit_code == 1
-    assert "not written, since a run is refused; left as it was" in result.stdout
+    assert "not written, because a run is refused; existing files are unchanged" in result.stdout
     assert {path: path.read_bytes() for path in out.glob("table.*")} == before
 
 
@@ -278,7 +278,7 @@ def test_blocks_and_rows_that_were_not_asked_for_this_time_stay_in_the_tables(tm
     out = tmp_path / "out"
     planned = reproduce.plans(paper, ["one", "two"], "small", [], [], [], out)
     for run in [run for runs in planned.values() for run in runs]:
-        write_run(run.directory, [entry(1, 0.5, 0.75), entry(2, 0.5, 0.25)], **run.wishes.values)
+        write_run(run.directory, [entry(1, 0.5, 0.75), entry(2, 0.5, 0.25)], **run.requested.values)
     words = ["reproduce", tmp_path / "nine.toml", "--out", out, "--engine", "processes"]
     assert pbfl(*words).exit_code == 0
     before = {path: path.read_bytes() for path in out.glob("table.*")}
@@ -297,14 +297,14 @@ def test_a_spread_over_clients_is_the_runs_own(paper: reproduce.Reproduction, tm
     write_run(
         planned["one"][0].directory,
         [entry(1, 0.5, 0.75), entry(2, 0.5, 0.25)],
-        **planned["one"][0].wishes.values,
+        **planned["one"][0].requested.values,
     )
     (row,) = reproduction_table.rows(paper, planned)
     spread = entry(1, 0.5, 0.75)["accuracy"]["global"]["std"]
     assert row.best_spread == [100 * spread]
     text = reproduction_table.markdown(paper, "small", planned, [row], {})
     assert f"| A | global | 51.50 ± 0.25 | 75.00 ± {100 * spread:.2f} |" in text
-    assert "are accuracies of the last round.\n" in text
+    assert "are last-round accuracies.\n" in text
 
 
 @pytest.mark.parametrize(
@@ -312,9 +312,15 @@ def test_a_spread_over_clients_is_the_runs_own(paper: reproduce.Reproduction, tm
     [
         (
             "clients",
-            ["best round is compared, ± over clients.", "accuracies of the last round, ± over seeds.\n"],
+            ["best round is compared; ± over clients.", "last-round accuracies, ± over seeds.\n"],
         ),
-        ("none", ["the paper prints no ±, ours is the sample deviation over seeds.", "of the last round.\n"]),
+        (
+            "none",
+            [
+                "the paper has no ±, ours is the sample standard deviation over seeds.",
+                "last-round accuracies.\n",
+            ],
+        ),
     ],
 )
 def test_the_table_says_what_each_deviation_is_over(spread: str, said: list[str], tmp_path: Path) -> None:
@@ -322,7 +328,7 @@ def test_the_table_says_what_each_deviation_is_over(spread: str, said: list[str]
     paper = reproduce.read(str(tmp_path / "mine.toml"))
     planned = reproduce.plans(paper, ["one"], "small", [], [0, 1], ["A"], tmp_path)
     for run, last in zip(planned["one"], (0.25, 0.5), strict=True):
-        write_run(run.directory, [entry(1, 0.5, 0.75), entry(2, 0.5, last)], **run.wishes.values)
+        write_run(run.directory, [entry(1, 0.5, 0.75), entry(2, 0.5, last)], **run.requested.values)
     text = reproduction_table.markdown(paper, "small", planned, reproduction_table.rows(paper, planned), {})
     assert "| A | global |" in text
     assert "| 37.50 ± 17.68 |" in text  # the column global, in both cases over the seeds
@@ -337,7 +343,7 @@ def test_a_row_without_scores_has_no_spread_over_clients_and_is_named(
     paper = reproduce.read(str(tmp_path / "clients.toml"))
     planned = reproduce.plans(paper, ["one"], "small", [], [0], [], tmp_path)
     for run, globals_ in zip(planned["one"], (None, 0.5), strict=True):
-        write_run(run.directory, [entry(n, 0.25, globals_) for n in (1, 2)], **run.wishes.values)
+        write_run(run.directory, [entry(n, 0.25, globals_) for n in (1, 2)], **run.requested.values)
     found = reproduction_table.rows(paper, planned)
     text = reproduction_table.markdown(paper, "small", planned, found, {})
     assert "| A | global | 51.50 ± 0.25 | - | - | - | 25.00 | - |" in text

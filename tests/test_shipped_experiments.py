@@ -117,7 +117,7 @@ def noise(settings: Settings, client: int) -> ClientData:
 
 def test_every_key_of_every_run_is_allowed() -> None:
     for where, keys in RUNS:
-        settings = configuration.check(configuration.Wishes(keys))
+        settings = configuration.check(configuration.RequestedKeys(keys))
         assert settings.data.dataset in SETS, where
         assert build_method(settings).name == keys["method"], where
 

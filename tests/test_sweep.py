@@ -50,7 +50,7 @@ def test_every_combination_is_a_run_and_seeds_share_a_row(tmp_path: Path) -> Non
     planned = sweep.plans(found, tmp_path)
     assert len(planned) == 12
     assert planned[5].directory == tmp_path / "cps-dim=25,method=fedtgp-seed2"
-    keys = planned[5].wishes.values
+    keys = planned[5].requested.values
     assert (keys["cps-dim"], keys["method"], keys["seed"]) == (25, "fedtgp", 2)
     assert (keys["learning-rate"], keys["dataset"]) == (0.1, "digits")
     place = Path("runs/sweep-fedproto-digits-cps-dim-method-learning-rate=0.1")
@@ -78,15 +78,15 @@ def test_labels_can_name_directories_and_differ() -> None:
 @pytest.mark.parametrize(
     ("assignments", "said"),
     [
-        (["cps-dim=25"], "nothing is swept"),
-        ([], "nothing is swept"),
+        (["cps-dim=25"], "no key has several values"),
+        ([], "no key has several values"),
         (["cps-dim"], "--set cps-dim: allowed is key=value"),
         (["=1,2"], "--set =1,2: allowed is key=value"),
         (["seed=-1,0"], "--set seed=-1,0: allowed are whole numbers from 0"),
         (["seed=true,false"], "--set seed=True,False: allowed are whole numbers from 0"),
         (["seed=0,x"], "--set seed=0,x: allowed are whole numbers from 0"),
-        (["seed=0,1,0"], "--set seed=0,1,0: 0 stands there twice; allowed is each value once"),
-        (["learning-rate=0.1, 1, 1.0"], "--set learning-rate=0.1, 1, 1.0: 1.0 stands there twice"),
+        (["seed=0,1,0"], "--set seed=0,1,0: 0 is given twice; allowed is each value once"),
+        (["learning-rate=0.1, 1, 1.0"], "--set learning-rate=0.1, 1, 1.0: 1.0 is given twice"),
         (["cps-dim=[[1], [2]]"], "allowed is a value, or values separated by commas"),
     ],
 )
@@ -108,8 +108,8 @@ def test_bad_values_are_named_with_their_combination(tmp_path: Path) -> None:
 
 
 def test_room_is_bounded_by_memory_and_cpus() -> None:
-    def room(wanted: int, available: int | None, cpus: int, **wishes: Any) -> int:
-        return len(parallel_runs.room(wanted, available, Machine(cpus), Resources(**wishes)))
+    def room(wanted: int, available: int | None, cpus: int, **requested: Any) -> int:
+        return len(parallel_runs.fitting_slots(wanted, available, Machine(cpus), Resources(**requested)))
 
     one, two = (
         (900 + 2 * 350) * 2**20,
@@ -125,14 +125,14 @@ def test_room_is_bounded_by_memory_and_cpus() -> None:
     assert room(2, 6 * lean, 4, processes=True) == 2  # of a server and two workers each
     assert room(2, 6 * lean - 1, 4, processes=True) == 1
     assert room(1, one - 1, 2) == 1  # the one that was asked for is tried all the same
-    assert parallel_runs.room(3, None, Machine(8), Resources()) == [Slot(2)] * 3
+    assert parallel_runs.fitting_slots(3, None, Machine(8), Resources()) == [Slot(2)] * 3
 
 
 def test_room_is_bounded_by_cards() -> None:
     machine = Machine(8, ("0",))
-    assert parallel_runs.room(4, None, machine, Resources(1, 1)) == [Slot(1, "0")]
-    assert parallel_runs.room(4, None, machine, Resources(1, 0.25)) == [Slot(1, "0")] * 4
-    assert parallel_runs.room(4, None, machine, Resources(1, 0.4)) == [Slot(1, "0")] * 2
+    assert parallel_runs.fitting_slots(4, None, machine, Resources(1, 1)) == [Slot(1, "0")]
+    assert parallel_runs.fitting_slots(4, None, machine, Resources(1, 0.25)) == [Slot(1, "0")] * 4
+    assert parallel_runs.fitting_slots(4, None, machine, Resources(1, 0.4)) == [Slot(1, "0")] * 2
 
 
 def test_a_container_has_the_memory_that_it_was_given(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_runs_side_by_side(tmp_path: Path) -> None:
     console = quiet()
     after: list[int] = []
     runs = planned(tmp_path, 4)
-    failed = parallel_runs.make_side_by_side(
+    failed = parallel_runs.run_in_parallel(
         runs, [Slot(1)] * 2, command, console, lambda run: after.append(run.seed)
     )
     assert failed == ["all, seed 1"]
@@ -211,7 +211,7 @@ def test_runs_side_by_side_see_the_cards_of_their_slots(
         return [sys.executable, "-c", code, str(slot.workers)]
 
     def made(place: Path, *shared: Slot) -> list[str]:
-        assert parallel_runs.make_side_by_side(planned(place, 4), shared, command, quiet()) == []
+        assert parallel_runs.run_in_parallel(planned(place, 4), shared, command, quiet()) == []
         return sorted((place / f"all-seed{seed}" / "pbfl.log").read_text().strip() for seed in range(4))
 
     seen = made(tmp_path / "cards", Slot(2, "0"), Slot(3, "1,2"))
@@ -232,7 +232,7 @@ def test_an_interrupted_run_ends_its_neighbours(tmp_path: Path) -> None:
 
     begin = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        parallel_runs.make_side_by_side(planned(tmp_path, 2), [Slot(1)] * 2, command, quiet())
+        parallel_runs.run_in_parallel(planned(tmp_path, 2), [Slot(1)] * 2, command, quiet())
     assert time.monotonic() - begin < 30
 
 
@@ -256,7 +256,7 @@ from pbfl_flwr.experiments.comparing import sweep
 from pbfl_flwr.flower.engines.placement import Slot
 runs = sweep.plans(sweep.read(None, ["seed=0,1"]), Path("out").absolute())
 command = lambda run, slot: [sys.executable, "-c", {stays!r}, str(run.seed)]
-parallel_runs.make_side_by_side(runs, [Slot(1)] * 2, command, Console())
+parallel_runs.run_in_parallel(runs, [Slot(1)] * 2, command, Console())
 """
     process = subprocess.Popen(
         [sys.executable, "-c", parent],
@@ -277,7 +277,7 @@ def test_a_run_that_cannot_begin_keeps_no_other_from_it(tmp_path: Path) -> None:
     runs = planned(tmp_path, 3)
     runs[0].directory.touch()
     made: list[int] = []
-    failed = parallel_runs.make_side_by_side(
+    failed = parallel_runs.run_in_parallel(
         runs,
         [Slot(1)] * 2,
         lambda run, slot: [sys.executable, "-c", ""],
@@ -291,9 +291,9 @@ def test_a_run_that_cannot_begin_keeps_no_other_from_it(tmp_path: Path) -> None:
 def test_a_finished_run_with_other_keys_is_not_taken_for_this_one(tmp_path: Path) -> None:
     (run, _) = sweep.plans(sweep.read(None, ["seed=0,1", "num-server-rounds=1"]), tmp_path)
     write_run(run.directory, [entry(1, 0.5, 0.5)])  # two clients, d = 4
-    (failed,) = parallel_runs.make_side_by_side([run], [Slot(1)], lambda run, slot: ["false"], quiet())
+    (failed,) = parallel_runs.run_in_parallel([run], [Slot(1)], lambda run, slot: ["false"], quiet())
     assert failed.startswith("all, seed 0: ")
-    assert "all-seed0 was made with num-clients = 2, feature-dim = 4; allowed are" in failed
+    assert "all-seed0 was run with num-clients = 2, feature-dim = 4; allowed are" in failed
 
 
 def test_the_table(tmp_path: Path) -> None:
@@ -302,7 +302,7 @@ def test_the_table(tmp_path: Path) -> None:
     )
     runs = sweep.plans(found, tmp_path)
     for run, last in zip(runs[:3], (0.25, 0.75, 0.5), strict=True):
-        write_run(run.directory, [entry(1, 0.5, 0.75), entry(2, 0.5, last)], **run.wishes.values)
+        write_run(run.directory, [entry(1, 0.5, 0.75), entry(2, 0.5, last)], **run.requested.values)
     rows = comparison_table.rows(runs)
     sheet = sweep.table(found, rows, runs, "A sweep")
     text = sheet.markdown()
@@ -321,7 +321,7 @@ def test_the_table_by_one_predictor(tmp_path: Path) -> None:
     words = ["cps-dim=1,2", "num-clients=2", "feature-dim=4", "num-server-rounds=1"]
     runs = sweep.plans(sweep.read(None, words), tmp_path)
     for run, globals_ in zip(runs, (0.75, None), strict=True):
-        write_run(run.directory, [entry(1, 0.5, globals_)], **run.wishes.values)
+        write_run(run.directory, [entry(1, 0.5, globals_)], **run.requested.values)
     options = [option for word in words for option in ("--set", word)]
     command = ["sweep", *options, "--engine", "processes", "--workers", 1, "--out", tmp_path]
     assert pbfl(*command, "--by", "head").exit_code == 0
@@ -340,7 +340,7 @@ def test_the_table_says_when_rows_were_scored(tmp_path: Path) -> None:
     found = sweep.read(None, ["cps-dim=1,2", "num-clients=2", "num-server-rounds=1", "feature-dim=4"])
     runs = sweep.plans(found, tmp_path)
     for run in runs:
-        write_run(run.directory, [entry(1, 0.5, 0.75)], **run.wishes.values)
+        write_run(run.directory, [entry(1, 0.5, 0.75)], **run.requested.values)
     assert "scored" not in sweep.table(found, comparison_table.rows(runs), runs, "").columns
     about = runs[1].directory / "run.json"
     about.write_text(about.read_text().replace('"moment": "after"', '"moment": "before"'))
@@ -370,7 +370,7 @@ def test_the_tables_of_an_earlier_sweep_stay_where_a_run_is_refused(tmp_path: Pa
     assert len(before) == 3
     result = pbfl("sweep", *words, "--set", "learning-rate=0.2")
     assert result.exit_code == 1
-    assert "not written, since a run is refused; left as it was" in result.stdout
+    assert "not written, because a run is refused; existing files are unchanged" in result.stdout
     assert "**Sweep over" not in result.stdout
     assert {path: path.read_bytes() for path in tmp_path.glob("table.*")} == before
 
@@ -383,7 +383,7 @@ def test_the_table_has_new_clients_and_the_other_moment(tmp_path: Path) -> None:
     other = entry(1, 0.5, 0.125)["accuracy"]
     for run in runs:
         write_run(
-            run.directory, [entry(1, 0.5, 0.75, other=other)], **{**run.wishes.values, "feature-dim": 512}
+            run.directory, [entry(1, 0.5, 0.75, other=other)], **{**run.requested.values, "feature-dim": 512}
         )
     line = json.dumps(entry(2, 0.5, 0.625, after=1))
     (runs[1].directory / "newcomers.jsonl").write_text(line + "\n")
@@ -412,7 +412,7 @@ def test_the_table_has_the_validation_chosen_round(tmp_path: Path) -> None:
     for run, held_out in zip(runs, (0.5, 0.25), strict=True):
         first = entry(1, 0.5, 0.75, validation={"global": {"weighted": 0.375}})
         second = entry(2, 0.5, 0.625, validation={"global": {"weighted": held_out}})
-        write_run(run.directory, [first, second], **{**run.wishes.values, "feature-dim": 512})
+        write_run(run.directory, [first, second], **{**run.requested.values, "feature-dim": 512})
     sheet = sweep.table(found, comparison_table.rows(runs), runs, "A sweep")
     columns = [dict(zip(sheet.columns, row, strict=True)) for row in sheet.rows]
     assert [row["validation-chosen"] for row in columns] == ["62.50", "75.00"]
@@ -423,9 +423,9 @@ def test_the_table_gives_every_class_the_same_weight_with_per_class(tmp_path: Pa
     found = sweep.read(None, words)
     without, counted = sweep.plans(found, tmp_path)
     line = entry(1, 0.5, 0.5)
-    write_run(without.directory, [line], **{**without.wishes.values, "feature-dim": 512})
+    write_run(without.directory, [line], **{**without.requested.values, "feature-dim": 512})
     line["accuracy"]["global"] |= {"balanced": 0.25, "macro_f1": 0.125}
-    write_run(counted.directory, [line], **{**counted.wishes.values, "feature-dim": 512})
+    write_run(counted.directory, [line], **{**counted.requested.values, "feature-dim": 512})
     sheet = sweep.table(found, comparison_table.rows([without, counted]), [without, counted], "")
     columns = [dict(zip(sheet.columns, row, strict=True)) for row in sheet.rows]
     assert [(row["balanced accuracy"], row["macro-F1"]) for row in columns] == [

@@ -18,7 +18,7 @@ import typer
 from pbfl_flwr.cli import cleaning, deployment, devices, experiments, reports, reproductions, sweeps, watching
 from pbfl_flwr.cli.privacy import privacy
 from pbfl_flwr.cli.weights import weights
-from pbfl_flwr.experiments.text.numbers import document, silence
+from pbfl_flwr.experiments.text.numbers import discard_output, document
 
 app = typer.Typer(
     help="Prototype-based federated learning on Flower.",
@@ -108,7 +108,7 @@ def main() -> None:
     except OSError as error:
         if error.errno not in REFUSALS:
             raise
-        silence(sys.stdout)
+        discard_output(sys.stdout)
         where = error.filename or "a file or what is printed"  # a failed write does not say which
         sys.exit(f"error: {where}: {error.strerror}")
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""``pbfl clean``: remove what runs left."""
+"""``pbfl clean``: remove files left behind by runs."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from pbfl_flwr.cli.common import GIVEN, ended
+from pbfl_flwr.cli.common import NON_EMPTY_PATH, error_exit
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments.text.numbers import hang, kilobytes, say, screen
+from pbfl_flwr.experiments.text.numbers import kilobytes, print_hanging, say, screen
 
 
 def clean(
@@ -18,61 +18,64 @@ def clean(
         list[Path] | None,
         typer.Argument(
             metavar="[DIR...]",
-            click_type=GIVEN,
-            help="Runs, directories of runs, a device's state directory; default runs, and <home>/runs and /state.",
+            click_type=NON_EMPTY_PATH,
+            help="Runs, directories of runs, state directories of devices; default: runs, <home>/runs, <home>/state.",
         ),
     ] = None,
     states: Annotated[
         bool,
         typer.Option(
-            "--states", help="Clients' states: of finished runs, on a device of all runs but the newest."
+            "--states", help="Clients' states of finished runs; on a device, of all runs except the newest."
         ),
     ] = False,
     unfinished: Annotated[
         bool, typer.Option("--unfinished", help="Runs that never finished a round.")
     ] = False,
     cache: Annotated[
-        bool, typer.Option("--cache", help="Decoded data in <home>/cache; it is decoded anew when wanted.")
+        bool, typer.Option("--cache", help="Decoded data in <home>/cache; it is decoded again when needed.")
     ] = False,
     older_than: Annotated[
-        str, typer.Option("--older-than", metavar="AGE", help="Leave what changed since: 30d, 12h, 0d.")
+        str,
+        typer.Option("--older-than", metavar="AGE", help="Minimum time since the last change: 30d, 12h, 0d."),
     ] = "1d",
-    yes: Annotated[bool, typer.Option("--yes", help="Remove it; otherwise it is only shown.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Remove the files; otherwise they are only listed.")
+    ] = False,
 ) -> None:
-    """Show what runs left behind and could go, and with --yes remove it; without options torn files alone."""
+    """List files left behind by runs, and remove them with --yes; without options only torn temporary files."""
     from pbfl_flwr.experiments import cleanup
 
     console = screen()
     asked: dict[cleanup.Kind, bool] = {"states": states, "unfinished": unfinished, "cache": cache}
     kinds: list[cleanup.Kind] = ["torn", *(kind for kind, wanted in asked.items() if wanted)]
     try:
-        seconds = cleanup.age(older_than)
-        found = list(cleanup.look(directories or cleanup.places()))
+        seconds = cleanup.parse_age(older_than)
+        found = list(cleanup.scan(directories or cleanup.default_directories()))
         if cache or not directories:
-            found += cleanup.cached()
-        go, stay = cleanup.choose(found, kinds, seconds, time.time())
+            found += cleanup.scan_cache()
+        to_remove, retained = cleanup.select(found, kinds, seconds, time.time())
         freed = 0
-        for find in go:
-            size = find.size
-            if yes and (left := cleanup.remove(find)) is not None:
-                stay.append(left)
+        for item in to_remove:
+            size = item.size
+            if yes and (left := cleanup.remove(item)) is not None:
+                retained.append(left)
                 continue
             freed += size
-            hang(console, f"{kilobytes(size):>9}  ", f"{find.place}: {find.what}", 11)
+            print_hanging(console, f"{kilobytes(size):>9}  ", f"{item.path}: {item.description}", 11)
     except PbflError as error:
-        raise ended(error) from None
+        raise error_exit(error) from None
     except OSError as error:
-        raise ended(PbflError(f"{error.filename} cannot be read ({error.strerror})")) from None
-    if any(find.kind == "states" for find in go):
+        raise error_exit(PbflError(f"{error.filename} cannot be read ({error.strerror})")) from None
+    if any(item.kind == "states" for item in to_remove):
         say(
             console,
-            "a run without its clients' states can be shown, compared and reported, not resumed or exported",
+            "a run without its clients' states can be shown, compared and reported, but not resumed or exported",
         )
-    for line in cleanup.reasons(stay):
+    for line in cleanup.reason_lines(retained):
         say(console, f"left {line}")
     if not freed:
         say(console, "nothing to remove")
     elif yes:
         say(console, f"removed {kilobytes(freed)}")
     else:
-        say(console, f"would remove {kilobytes(freed)}; --yes does")
+        say(console, f"would remove {kilobytes(freed)}; remove with --yes")

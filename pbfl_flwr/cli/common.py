@@ -24,42 +24,43 @@ if TYPE_CHECKING:
 COMPLETED, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 
 
-def ended(error: PbflError, code: int = REFUSED) -> typer.Exit:
+def error_exit(error: PbflError, code: int = REFUSED) -> typer.Exit:
     """Print an error line by line, and return the exit to raise."""
     for line in str(error).splitlines():
         say(screen(stderr=True), f"error: {line}")
     return typer.Exit(code)
 
 
-class _Given(click.Path):
-    """A non-empty path: Python takes an empty one, e.g. of an unset variable, for the current directory."""
+class _NonEmptyPath(click.Path):
+    """A non-empty path: Python would treat an empty one, e.g. from an unset variable, as the current directory."""
 
     def convert(
         self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None
     ) -> str | bytes | os.PathLike[str]:
         if not os.fspath(value):
             option = f"{param.opts[0]} " if isinstance(param, click.Option) else ""
-            raise ended(PbflError(f"{option}'': allowed is a path, . for the current directory"))
+            raise error_exit(PbflError(f"{option}'': allowed is a path, . for the current directory"))
         return super().convert(value, param, ctx)
 
 
-GIVEN = _Given()
+NON_EMPTY_PATH = _NonEmptyPath()
 Assignments = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="A key of the run configuration; may be repeated."),
+    typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the run configuration; may be repeated."),
 ]
 Gpus = Annotated[
     float,
     typer.Option(
-        "--gpus-per-client", min=0, help="Share of a GPU that a client gets, e.g. 0.25; or whole GPUs."
+        "--gpus-per-client", min=0, help="GPUs per client: a fraction of one, e.g. 0.25, or whole ones."
     ),
 ]
 Workers = Annotated[
-    int | None, typer.Option("--workers", min=1, help="Worker processes of a run; default one for every CPU.")
+    int | None, typer.Option("--workers", min=1, help="Worker processes of a run; default one per CPU.")
 ]
 
 Parallel = Annotated[
-    int, typer.Option("--parallel", min=1, help="Runs at once, as far as memory, CPUs and GPUs allow.")
+    int,
+    typer.Option("--parallel", min=1, help="Parallel runs, fewer if memory, CPUs or GPUs do not suffice."),
 ]
 
 
@@ -74,25 +75,27 @@ WhichEngine = Annotated[
     EngineName,
     typer.Option(
         "--engine",
-        help="flower: its simulation engine, on Ray. processes: processes of this machine alone, which start in "
-        "seconds; with --workers 1 all happens in one, for a debugger. The results are the same.",
+        help="flower: Flower's simulation engine, on Ray. processes: local processes without Ray, which start in "
+        "seconds; with --workers 1 a single process, for debugging. The results are the same.",
     ),
 ]
 AppDirectory = Annotated[
-    Path | None, typer.Option("--app", help="Directory of the Flower app; default this package's checkout.")
+    Path | None, typer.Option("--app", help="Directory of the Flower app; default: this package's checkout.")
 ]
-RunDir = Annotated[Path, typer.Argument(metavar="RUN", click_type=GIVEN, help="A run directory.")]
+RunDir = Annotated[Path, typer.Argument(metavar="RUN", click_type=NON_EMPTY_PATH, help="A run directory.")]
 NewRunDir = Annotated[
     Path | None,
     typer.Option(
         "--run-dir",
-        click_type=GIVEN,
-        help="Where the run is written; default runs/<date>-<method>-<dataset>.",
+        click_type=NON_EMPTY_PATH,
+        help="Directory of the new run; default runs/<date>-<method>-<dataset>.",
     ),
 ]
 Resumed = Annotated[
     Path | None,
-    typer.Option("--resume", metavar="RUN", click_type=GIVEN, help="Go on with the run of this directory."),
+    typer.Option(
+        "--resume", metavar="RUN", click_type=NON_EMPTY_PATH, help="Resume the run in this directory."
+    ),
 ]
 Preset = Annotated[
     str | None,
@@ -103,16 +106,14 @@ By = Annotated[
     typer.Option(
         "--by",
         metavar="PREDICTOR",
-        help="One predictor for all rows: head, global, global-local, local, etf; default each run's headline.",
+        help="Predictor for all rows: head, global, global-local, local, etf; default: each run's headline.",
     ),
 ]
 DryRun = Annotated[
     bool,
-    typer.Option(
-        "--dry-run", help="Check everything, say of every run what would be done, and start nothing."
-    ),
+    typer.Option("--dry-run", help="Check everything and list the state of every run, without starting any."),
 ]
-KEPT = "what is finished is kept; the same command goes on"
+INTERRUPTED_NOTE = "finished runs are kept; run the same command to continue"
 
 
 @contextmanager
@@ -125,41 +126,41 @@ def running(interrupted: str = "") -> Iterator[None]:
     from pbfl_flwr.experiments.running.runner import interruptible
 
     try:
-        with interruptible():  # also between two runs, and while tables are made
+        with interruptible():  # also between runs and while tables are written
             yield
     except PbflError as error:
-        raise ended(error, FAILED) from None
+        raise error_exit(error, FAILED) from None
     except KeyboardInterrupt:
         if interrupted:
             say(screen(), interrupted)
         raise typer.Exit(INTERRUPTED) from None
 
 
-def outlined(planned: Sequence[Planned], console: Console) -> typer.Exit:
-    """Print what several runs would do, and return the exit to raise."""
+def dry_run_exit(planned: Sequence[Planned], console: Console) -> typer.Exit:
+    """List planned runs without starting them, and return the exit to raise."""
     from pbfl_flwr.experiments.comparing import planned_runs
 
     return typer.Exit(COMPLETED if planned_runs.show(planned, console) else REFUSED)
 
 
-def concluded(
+def summary_exit(
     console: Console, table: str, written: str, failed: Sequence[str], unwritten: str = ""
 ) -> typer.Exit:
     """Print the outcome of several runs, and return the exit to raise.
 
     Args:
         console: to print to.
-        table: of the finished runs; may be empty.
+        table: of the finished runs, as Markdown; may be empty.
         written: the files written, and where.
-        failed: labels of the failed runs.
-        unwritten: why these files were left unchanged, if so.
+        failed: messages on the failed runs.
+        unwritten: why these files were not written; empty if they were.
     """
     from pbfl_flwr.experiments.text import narrow
 
     if table:
         narrow.show(table, console)
     if unwritten:
-        say(console, f"not written, since {unwritten}; left as it was, if it is there: {written}", "yellow")
+        say(console, f"not written, because {unwritten}; existing files are unchanged: {written}", "yellow")
     else:
         say(console, f"written to {written}")
     for label in failed:
@@ -191,7 +192,7 @@ def app_for(engine: EngineName, given: Path | None) -> Path:
     refuse_older()
     if given is not None:
         raise PbflError(
-            "--app: with --engine processes clients run the installed package; leave one of them out"
+            "--app: not used with --engine processes, whose clients run the installed package; give one of the two"
         )
     return Path()
 
@@ -207,7 +208,7 @@ def checkout(given: Path | None) -> Path:
     for part in ("pyproject.toml", "pbfl_flwr", "client_app", "server_app"):
         if not (path / part).exists():
             raise PbflError(
-                f"'{path}' is no checkout of this project, '{part}' is missing; pbfl run hands the checkout to Flower: "
+                f"'{path}' is not a checkout of this project, '{part}' is missing; Flower needs the checkout: "
                 "install with pip install -e, or give its directory with --app"
             )
     return path

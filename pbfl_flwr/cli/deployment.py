@@ -10,51 +10,59 @@ import typer
 from pbfl_flwr.cli.common import (
     COMPLETED,
     FAILED,
-    GIVEN,
+    NON_EMPTY_PATH,
     REFUSED,
     AppDirectory,
     Assignments,
     NewRunDir,
     Resumed,
     checkout,
-    ended,
+    error_exit,
     running,
 )
 from pbfl_flwr.errors import PbflError, writing
-from pbfl_flwr.experiments.text.numbers import hang, say, screen
+from pbfl_flwr.experiments.text.numbers import print_hanging, say, screen
 
 deploy = typer.Typer(help="Federations of SuperLink and SuperNodes.", no_args_is_help=True)
 
 
 def certs(
-    out: Annotated[Path, typer.Option("--out", click_type=GIVEN, metavar="DIR", help="Where the files go.")],
+    out: Annotated[
+        Path, typer.Option("--out", click_type=NON_EMPTY_PATH, metavar="DIR", help="Directory for the files.")
+    ],
     hosts: Annotated[
         list[str],
         typer.Option(
             "--host",
             metavar="NAME_OR_IP",
-            help="How devices reach the server, without port; may be repeated.",
+            help="Name or IP address of the server for devices, without port; may be repeated.",
         ),
     ],
     days: Annotated[
-        int, typer.Option("--days", min=1, max=3650, help="How long the server's certificate is valid.")
+        int, typer.Option("--days", min=1, max=3650, help="Validity of the server's certificate in days.")
     ] = 365,
     ca_days: Annotated[
-        int, typer.Option("--ca-days", min=1, max=36500, help="How long a new CA is valid; it ends all.")
+        int,
+        typer.Option(
+            "--ca-days",
+            min=1,
+            max=36500,
+            help="Validity of a new CA in days; it limits the server's certificate.",
+        ),
     ] = 3650,
     renew: Annotated[
         bool, typer.Option("--renew", help="Keep the CA of DIR, replace the server's certificate and key.")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace everything in DIR.")] = False,
 ) -> None:
-    """Make a certificate authority and a server certificate for TLS."""
+    """Create a certificate authority and a server certificate for TLS."""
     from pbfl_flwr import security
 
     console = screen()
     try:
         if renew and force:
             raise PbflError(
-                "--renew and --force: one keeps the CA, the other replaces it; give one of the two"
+                "--renew and --force: one keeps the CA, the other replaces it; allowed is one of the two"
             )
         with writing(out):
             if renew:
@@ -64,28 +72,28 @@ def certs(
         server = security.read_certificate(out / security.SERVER_CERTIFICATE)
         end, of_all = security.end_of_trust(server, out / security.CA_CERTIFICATE)
     except PbflError as error:
-        raise ended(error, REFUSED) from None
+        raise error_exit(error, REFUSED) from None
     names = ", ".join(security.alternatives(server))
     say(console, f"certificate for {names}, valid until {end:%Y-%m-%d}")
     if of_all:
-        said = (
-            "with it the CA ends: before that, --force makes a new one, whose ca.pem every device then needs"
-        )
+        said = "the CA ends then, too: before that, create a new one with --force and copy its ca.pem to every device"
         say(console, said, "yellow")
     for file, place in (
-        (security.CA_CERTIFICATE, "to every device and to whoever calls flwr; not secret"),
+        (security.CA_CERTIFICATE, "copy to every device and to users of flwr; not secret"),
         (security.SERVER_CERTIFICATE, "stays on the server; not secret"),
         (security.SERVER_KEY, "stays on the server; secret"),
-        (security.CA_KEY, "off the server, to a safe place; secret, needed for --renew only"),
+        (security.CA_KEY, "move from the server to a safe place; secret, needed for --renew only"),
     ):
         say(console, f"  {out / file}: {place}")
 
 
 def keys(
-    out: Annotated[Path, typer.Option("--out", click_type=GIVEN, metavar="DIR", help="Where the files go.")],
+    out: Annotated[
+        Path, typer.Option("--out", click_type=NON_EMPTY_PATH, metavar="DIR", help="Directory for the files.")
+    ],
     names: Annotated[list[str], typer.Argument(metavar="NAME...", help="A name for each device.")],
 ) -> None:
-    """Make a key pair for each device, for Flower's SuperNode authentication."""
+    """Create a key pair for each device, for Flower's SuperNode authentication."""
     from pbfl_flwr import security
 
     console = screen()
@@ -93,35 +101,43 @@ def keys(
         with writing(out):
             security.make_keys(out, names)
     except PbflError as error:
-        raise ended(error, REFUSED) from None
+        raise error_exit(error, REFUSED) from None
     for name in names:
-        say(console, f"  {out / name}: to device {name} and nowhere else; secret")
-        say(console, f"  {out / name}.pub: to the server: flwr supernode register {out / name}.pub")
+        say(console, f"  {out / name}: copy to device {name} only; secret")
+        say(console, f"  {out / name}.pub: copy to the server: flwr supernode register {out / name}.pub")
 
 
 def doctor(
     superlink: Annotated[
         str | None,
-        typer.Option("--superlink", metavar="HOST:PORT", help="Fleet API, where SuperNodes connect."),
+        typer.Option(
+            "--superlink", metavar="HOST:PORT", help="Address of the Fleet API, to which SuperNodes connect."
+        ),
     ] = None,
-    ca: Annotated[Path | None, typer.Option("--ca", metavar="FILE", help="ca.pem of pbfl certs.")] = None,
+    ca: Annotated[
+        Path | None, typer.Option("--ca", metavar="FILE", help="CA certificate: ca.pem of pbfl certs.")
+    ] = None,
     key: Annotated[
-        Path | None, typer.Option("--key", metavar="FILE", help="This device's private key, of pbfl keys.")
+        Path | None, typer.Option("--key", metavar="FILE", help="This device's private key, from pbfl keys.")
     ] = None,
     control: Annotated[
         str | None,
-        typer.Option("--control", metavar="HOST:PORT", help="Control API; only the server should reach it."),
+        typer.Option(
+            "--control",
+            metavar="HOST:PORT",
+            help="Address of the Control API, which only the server should reach.",
+        ),
     ] = None,
     state_dir: Annotated[
-        Path | None, typer.Option("--state-dir", metavar="DIR", help="Where this device keeps its state.")
+        Path | None, typer.Option("--state-dir", metavar="DIR", help="This device's state directory.")
     ] = None,
     device: Annotated[
-        str, typer.Option("--device", help="What training should run on: auto, cpu, cuda, mps.")
+        str, typer.Option("--device", help="Device for training: auto, cpu, cuda, mps.")
     ] = "auto",
     insecure: Annotated[bool, typer.Option("--insecure", help="Expect a SuperLink without TLS.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON list instead of the table.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> None:
-    """Look whether this machine can take part: versions, address, TLS, key, clock, disk, memory, GPU."""
+    """Check whether this machine can take part: versions, address, TLS, key, clock, disk, memory, GPU."""
     import json
     from dataclasses import asdict
 
@@ -131,7 +147,7 @@ def doctor(
     try:
         found = examine(Wanted(superlink, ca, key, control, state_dir, device, insecure))
     except PbflError as error:
-        raise ended(error, REFUSED) from None
+        raise error_exit(error, REFUSED) from None
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in found], indent=1))
     else:
@@ -140,16 +156,16 @@ def doctor(
         for finding in found:
             head = f"{finding.status:<{max(map(len, Status))}}  {finding.what:<{width}}  "
             said = "; ".join(filter(None, (finding.said, finding.advice)))
-            hang(console, head, said, len(head), colours[finding.status])
+            print_hanging(console, head, said, len(head), colours[finding.status])
     failed = any(finding.status is Status.FAILED for finding in found)
     raise typer.Exit(FAILED if failed else COMPLETED)
 
 
 def app(
-    out: Annotated[Path, typer.Argument(metavar="DIR", click_type=GIVEN, help="A new directory for it.")],
+    out: Annotated[Path, typer.Argument(metavar="DIR", click_type=NON_EMPTY_PATH, help="A new directory.")],
     app_dir: AppDirectory = None,
 ) -> None:
-    """Write an app of a few kB for slow links: devices then run the pbfl-flwr that is installed on them."""
+    """Write a Flower app of a few kB for slow links, with which devices run their installed pbfl-flwr."""
     from pbfl_flwr.flower.engines.bundle import slim
 
     try:
@@ -157,39 +173,39 @@ def app(
         with writing(out):
             slim(source, out)
     except PbflError as error:
-        raise ended(error, REFUSED) from None
-    said = f"flwr run {out} instead of the checkout; server and devices need the same pbfl-flwr, a run says if not"
+        raise error_exit(error, REFUSED) from None
+    said = f"use flwr run {out} instead of the checkout; server and devices need the same pbfl-flwr, which a run checks"
     say(screen(), said)
 
 
 @deploy.command()
 def local(
     count: Annotated[
-        int | None, typer.Option("-n", "--supernodes", min=1, help="SuperNodes, one a client.")
+        int | None, typer.Option("-n", "--supernodes", min=1, help="Number of SuperNodes, one per client.")
     ] = None,
     preset: Annotated[
         str | None, typer.Option("--preset", metavar="PRESET.toml", help="As in pbfl run.")
     ] = None,
     assignments: Assignments = None,
     method: Annotated[
-        str | None, typer.Option("--method", help="The same as --set method=..., see pbfl list methods.")
+        str | None, typer.Option("--method", help="Same as --set method=..., see pbfl list methods.")
     ] = None,
     nodes: Annotated[
         list[str] | None,
         typer.Option(
             "--node",
             metavar="CONFIG",
-            help="What a SuperNode brings, e.g. \"model='resnet8' data-path='a.npz'\"; repeated, in order.",
+            help="Node config of a SuperNode, e.g. \"model='resnet8' data-path='a.npz'\"; repeat for the next ones.",
         ),
     ] = None,
     run_dir: NewRunDir = None,
     resume: Resumed = None,
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="Without TLS and keys; to compare and to look for faults.")
+        bool, typer.Option("--insecure", help="Without TLS and keys, for comparison and debugging.")
     ] = False,
     app_dir: AppDirectory = None,
 ) -> None:
-    """Run a whole secured federation on this machine: SuperLink and SuperNodes as processes of their own."""
+    """Run a secured federation on this machine, with SuperLink and SuperNodes as separate processes."""
     from pbfl_flwr.experiments.running import deployment
     from pbfl_flwr.experiments.text import tables
 
@@ -201,14 +217,14 @@ def local(
             plan = deployment.plan(preset, wanted, nodes or [], count, run_dir, secure=not insecure)
         elif nodes or count or preset or run_dir or insecure:
             raise PbflError(
-                "--resume: a resumed federation keeps its SuperNodes; only --set may stand beside it"
+                "--resume: a resumed federation keeps its SuperNodes; allowed with it are --set, --method and --app"
             )
         else:
             plan = deployment.resumed(resume, wanted)
         with writing(plan.run_dir):
             plan.run_dir.mkdir(parents=True, exist_ok=True)
     except PbflError as error:
-        raise ended(error, REFUSED) from None
+        raise error_exit(error, REFUSED) from None
     with running():
         code = deployment.start(source, plan, console)
     if code == COMPLETED:

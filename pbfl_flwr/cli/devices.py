@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from pbfl_flwr.cli.common import GIVEN, REFUSED, ended
+from pbfl_flwr.cli.common import NON_EMPTY_PATH, REFUSED, error_exit
 from pbfl_flwr.errors import PbflError, expanded, writing
 from pbfl_flwr.experiments.text.numbers import document, say, screen
 
@@ -24,18 +24,17 @@ DataPath = Annotated[
     typer.Argument(metavar="PATH", help="An .npz, CSV or Parquet file, an image folder, a PFLlib folder."),
 ]
 Labels = Annotated[
-    str, typer.Option("--labels", help="All class names, 'a,b,c', or a file with a name a line.")
+    str, typer.Option("--labels", help="All class names, 'a,b,c', or a file with one name per line.")
 ]
-LabelColumn = Annotated[str, typer.Option("--label-column", help="Column of a table that holds the classes.")]
+LabelColumn = Annotated[str, typer.Option("--label-column", help="Column of a table with the classes.")]
 InputShape = Annotated[
-    str, typer.Option("--input-shape", help="'3,64,64': images are brought to it, rows of a table reshaped.")
+    str,
+    typer.Option("--input-shape", help="E.g. 3,64,64: images are resized to it, rows of a table reshaped."),
 ]
-TextColumn = Annotated[str, typer.Option("--text-column", help="Column of a table that holds the texts.")]
+TextColumn = Annotated[str, typer.Option("--text-column", help="Column of a table with the texts.")]
 Code = Annotated[
     str,
-    typer.Option(
-        "--model", help="Allow this code, my_package.module:function, to be imported for the model."
-    ),
+    typer.Option("--model", help="Code that may be imported for the model: my_package.module:function."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -43,22 +42,25 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 def check_data(
     path: DataPath,
     dataset: Annotated[
-        str, typer.Option("--dataset", help="How it is read; default: by what lies there.")
+        str, typer.Option("--dataset", help="Data format; default: detected from the files.")
     ] = "",
     labels: Labels = "",
     label_column: LabelColumn = "",
     input_shape: InputShape = "",
     text_column: TextColumn = "",
     vocabulary: Annotated[
-        Path | None, typer.Option("--vocabulary", help="Of texts: the file with a token a line.")
+        Path | None, typer.Option("--vocabulary", help="For texts: the file with one token per line.")
     ] = None,
     files: Annotated[
-        int | None, typer.Option("--data-client", min=0, help="Of a PFLlib folder, whose files.")
+        int | None,
+        typer.Option("--data-client", min=0, help="For a PFLlib folder: the client whose files to read."),
     ] = None,
-    model: Annotated[str, typer.Option("--model", help="Try whether this architecture takes it.")] = "",
+    model: Annotated[
+        str, typer.Option("--model", help="Check that this architecture accepts the data.")
+    ] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Show what a device would bring: sizes, classes, split, and what would be refused (exit code 2)."""
+    """Check a device's data: sizes, classes, split, and errors that would refuse it (exit code 2)."""
     from pbfl_flwr.data import names_file
     from pbfl_flwr.data.inspection import inspect, settings_for
     from pbfl_flwr.models import check_models
@@ -90,7 +92,7 @@ def check_data(
         for line in found.lines():
             say(screen(), line)
     if found is None or refused is not None:
-        raise ended(PbflError(f"refused: {refused}"))
+        raise error_exit(PbflError(f"refused: {refused}"))
     if (file := names_file(labels)) is not None:
         more["labels"] = str(file.absolute())
     keys = {"client-id": "NAME", "data-path": str(found.path), **more}
@@ -103,8 +105,8 @@ def _node_config(keys: Mapping[str, str]) -> str:
     for key, value in keys.items():
         if UNWRITABLE.search(value) or {"'", '"'} <= set(value):
             return (
-                f"but --node-config cannot hold {key} = {value!r}: allowed are ' or \", not both, and no control "
-                "characters; rename it"
+                f"but --node-config cannot contain {key} = {value!r}: allowed are values without control characters "
+                "and with only one of ' and \"; rename it"
             )
         quoted = '"' + value.replace("\\", "\\\\") + '"' if "'" in value else f"'{value}'"
         written.append(f"{key}={quoted}")
@@ -115,15 +117,19 @@ def _node_config(keys: Mapping[str, str]) -> str:
 def vocabulary(
     files: Annotated[
         list[Path],
-        typer.Argument(metavar="FILES...", help="CSV, TSV or Parquet with texts; .txt with one a line."),
+        typer.Argument(
+            metavar="FILES...", help="CSV, TSV or Parquet with texts; .txt with one text per line."
+        ),
     ],
-    out: Annotated[Path, typer.Option("--out", click_type=GIVEN, metavar="FILE", help="A new file.")],
+    out: Annotated[
+        Path, typer.Option("--out", click_type=NON_EMPTY_PATH, metavar="FILE", help="A new file.")
+    ],
     most: Annotated[
-        int, typer.Option("--most", min=5, help="Tokens, the four special ones among them.")
+        int, typer.Option("--most", min=5, help="Maximum number of tokens, including four special ones.")
     ] = 32_000,
     text_column: TextColumn = "",
 ) -> None:
-    """Make the vocabulary that devices with texts share: the most frequent tokens of texts that everybody may see."""
+    """Write the vocabulary that devices with texts share: the most frequent tokens of public texts."""
     from itertools import chain
 
     from pbfl_flwr.data import tokens
@@ -132,12 +138,12 @@ def vocabulary(
 
     try:
         if out.exists():
-            raise PbflError(f"--out {out} is there already; allowed is a new file")
+            raise PbflError(f"--out {out} already exists; allowed is a new file")
         words = tokens.vocabulary(chain.from_iterable(texts_of(file, text_column) for file in files), most)
         with writing(out):
             write_atomically(out, "".join(f"{word}\n" for word in words).encode())
     except PbflError as error:
-        raise ended(error) from None
+        raise error_exit(error) from None
     say(screen(), f"{out}: {len(words)} tokens; give every device a copy (vocabulary='...' in --node-config)")
 
 
@@ -153,19 +159,23 @@ def export(
     path: Annotated[
         Path, typer.Argument(metavar="PATH", help="A run, a device's state directory, or a state file.")
     ],
-    out: Annotated[Path, typer.Option("--out", click_type=GIVEN, metavar="DIR", help="A new directory.")],
-    client: Annotated[str, typer.Option("--client", metavar="ID", help="Number or name of the client.")] = "",
+    out: Annotated[
+        Path, typer.Option("--out", click_type=NON_EMPTY_PATH, metavar="DIR", help="A new directory.")
+    ],
+    client: Annotated[str, typer.Option("--client", metavar="ID", help="Id or name of the client.")] = "",
     model: Code = "",
     best: Annotated[
-        bool, typer.Option("--best", help="As it was after the run's best round, where keep-best kept that.")
+        bool, typer.Option("--best", help="Its state after the run's best round; needs keep-best.")
     ] = False,
     number: Annotated[
-        int | None, typer.Option("--round", min=1, metavar="N", help="As it was after round N, likewise.")
+        int | None,
+        typer.Option("--round", min=1, metavar="N", help="Its state after round N, if keep-best saved it."),
     ] = None,
     whole: Annotated[
         bool,
         typer.Option(
-            "--global", help="The server's network instead: of FedAvg and others that average all of it."
+            "--global",
+            help="Export the server's network instead, for methods that average all of it, e.g. FedAvg.",
         ),
     ] = False,
     like: Annotated[
@@ -173,12 +183,12 @@ def export(
         typer.Option(
             "--like",
             metavar="PATH",
-            help="With --global, where the run holds no clients' states: a client's state or export. May be repeated.",
+            help="With --global, if the run has no clients' states: a client's state or export; may be repeated.",
         ),
     ] = None,
 ) -> None:
-    """Write a client's personalised model: safetensors, torch.export program, ONNX, prototypes, card."""
-    from pbfl_flwr.serving import export as room
+    """Export a client's personalised model: safetensors, torch.export program, ONNX, prototypes, model card."""
+    from pbfl_flwr.serving import export as exporting
     from pbfl_flwr.serving.averaged import averaged
 
     console = screen()
@@ -187,22 +197,22 @@ def export(
             raise PbflError("--best and --round: allowed is one of the two")
         if whole and (client or number is not None):
             raise PbflError(
-                "--global is the server's network; allowed with it are --best, --like and --model"
+                "--global with --client or --round: allowed with --global are --best, --like and --model"
             )
         if like and not whole:
-            raise PbflError("--like: allowed is with --global only")
+            raise PbflError("--like: allowed only with --global")
         if whole:
             kept = averaged(
                 expanded(path), [expanded(file) for file in like or ()], best=best, allowed_code=model
             )
         else:
-            file = room.state_file(expanded(path), client)
-            wanted = room.best_of(expanded(path)) if best else number
-            kept = room.read_state(file if wanted is None else room.of_round(file, wanted))
+            file = exporting.state_file(expanded(path), client)
+            wanted = exporting.best_of(expanded(path)) if best else number
+            kept = exporting.read_state(file if wanted is None else exporting.of_round(file, wanted))
         with writing(out):
-            files = room.export(kept, expanded(out), model)
+            files = exporting.export(kept, expanded(out), model)
     except PbflError as error:
-        raise ended(error) from None
+        raise error_exit(error) from None
     card, shape = kept.card, "x".join(map(str, kept.card.input_shape))
     say(
         console,
@@ -211,12 +221,12 @@ def export(
         f"{card.num_classes} classes, d = {card.feature_dim}",
     )
     say(console, f"written to {out}: {', '.join(files)}")
-    if room.ONNX not in files:
+    if exporting.ONNX not in files:
         say(console, "no ONNX: pip install 'pbfl-flwr[onnx]'")
 
 
 def predict(
-    model_dir: Annotated[Path, typer.Argument(metavar="EXPORTED", help="What pbfl export wrote.")],
+    model_dir: Annotated[Path, typer.Argument(metavar="EXPORTED", help="Directory written by pbfl export.")],
     files: Annotated[
         list[Path],
         typer.Argument(metavar="FILES...", help="Images, folders of images, .npz, CSV, Parquet, .txt."),
@@ -224,11 +234,11 @@ def predict(
     by: Annotated[
         str, typer.Option("--by", help="head, or nearest prototype: global, global-local, local.")
     ] = "head",
-    form: Annotated[Format, typer.Option("--format", help="How the answer is printed.")] = Format.table,
+    form: Annotated[Format, typer.Option("--format", help="Output format.")] = Format.table,
     model: Code = "",
     text_column: TextColumn = "",
 ) -> None:
-    """Print class and probability for every image, row and line."""
+    """Print class and probability of every image, row or line of text."""
     from pbfl_flwr.serving.predict import open_exported, written
     from pbfl_flwr.serving.predict import predict as ask
 
@@ -236,5 +246,5 @@ def predict(
         exported = open_exported(expanded(model_dir), model)
         found = list(ask(exported, files, by, text_column))
     except PbflError as error:
-        raise ended(error) from None
+        raise error_exit(error) from None
     document(written(found, exported.card.labels, form.value))

@@ -10,8 +10,8 @@ import typer
 
 from pbfl_flwr.cli.common import (
     COMPLETED,
-    GIVEN,
-    KEPT,
+    INTERRUPTED_NOTE,
+    NON_EMPTY_PATH,
     REFUSED,
     AppDirectory,
     Assignments,
@@ -26,11 +26,11 @@ from pbfl_flwr.cli.common import (
     WhichEngine,
     Workers,
     app_for,
-    concluded,
-    ended,
-    outlined,
+    dry_run_exit,
+    error_exit,
     predictor,
     running,
+    summary_exit,
 )
 from pbfl_flwr.errors import PbflError, expanded, reading
 from pbfl_flwr.experiments.text.numbers import document, say, screen
@@ -65,7 +65,7 @@ def run(
     resume: Resumed = None,
     gpus_per_client: Gpus = 0.0,
     cpus_per_client: Annotated[
-        int, typer.Option("--cpus-per-client", min=1, help="CPUs that Ray reserves for a client.")
+        int, typer.Option("--cpus-per-client", min=1, help="CPUs that Ray reserves per client.")
     ] = 1,
     workers: Workers = None,
     engine: WhichEngine = EngineName.flower,
@@ -73,11 +73,12 @@ def run(
     dry_run: Annotated[
         bool,
         typer.Option(
-            "--dry-run", help="Check everything, print the configuration as a preset, and start nothing."
+            "--dry-run",
+            help="Check everything and print the configuration as a preset, without starting the run.",
         ),
     ] = False,
 ) -> None:
-    """Run a federation on this machine, on Flower's simulation engine."""
+    """Run a simulated federation on this machine."""
     from pbfl_flwr.experiments.running import configuration
     from pbfl_flwr.experiments.running.runner import simulate
     from pbfl_flwr.experiments.text import tables
@@ -88,45 +89,45 @@ def run(
     resources = Resources(cpus_per_client, gpus_per_client, workers, engine is EngineName.processes)
     try:
         source = app_for(engine, app_dir)
-        wishes = configuration.gather(preset, assignments or [])
+        requested = configuration.gather(preset, assignments or [])
         if resume is None:
-            settings = configuration.check(wishes)
+            settings = configuration.check(requested)
             directory = configuration.run_directory(settings, run_dir)
             chosen = configuration.chosen_directory(settings, run_dir) is not None
         elif run_dir is None:
             directory, chosen = expanded(resume).absolute(), True
-            wishes = configuration.resumed(directory, wishes)
-            settings = configuration.check(wishes)
-            if not dry_run and configuration.complete(directory, settings):
+            requested = configuration.resumed(directory, requested)
+            settings = configuration.check(requested)
+            if not dry_run and configuration.is_complete(directory, settings):
                 more = (
                     "patience=<more>"
                     if ENDED in RunDirectory(directory).read()
                     else "num-server-rounds=<more>"
                 )
-                say(console, f"all its rounds are there; to go further: --set {more}")
+                say(console, f"all rounds are finished; to run more: --set {more}")
                 tables.show(directory, console)
                 return
         else:
             raise PbflError(
-                "--resume and --run-dir: a resumed run stays in its directory; give one of the two"
+                "--resume and --run-dir: a resumed run stays in its directory; allowed is one of the two"
             )
         partition = configuration.preflight(settings, resources)
-        notes = configuration.forewarnings(settings, wishes, partition)
+        notes = configuration.forewarnings(settings, requested, partition)
         if dry_run:
             from pbfl_flwr.experiments.running.dry_run import page
 
-            document(page(settings, wishes.values, notes))
+            document(page(settings, requested.values, notes))
             return
-        directory = configuration.made(directory, chosen=chosen)
+        directory = configuration.create_directory(directory, chosen=chosen)
     except PbflError as error:
-        raise ended(error, REFUSED) from None
+        raise error_exit(error, REFUSED) from None
     if note := idle_cards(resources, settings.training.device):
         say(console, f"device: {note}")
     for note in notes:
         say(console, note)
     num_clients, num_rounds = settings.run.num_clients, settings.run.num_server_rounds
     with running():
-        code = simulate(source, directory, wishes.values, num_clients, num_rounds, resources, console)
+        code = simulate(source, directory, requested.values, num_clients, num_rounds, resources, console)
     if code == COMPLETED:
         tables.show(directory, console)
     raise typer.Exit(code)
@@ -134,17 +135,20 @@ def run(
 
 def show(
     run: Annotated[
-        Path, typer.Argument(metavar="RUN", click_type=GIVEN, help="A run directory, or a directory of runs.")
+        Path,
+        typer.Argument(
+            metavar="RUN", click_type=NON_EMPTY_PATH, help="A run directory, or a directory of runs."
+        ),
     ],
     form: Annotated[
         Form,
         typer.Option(
             "--format",
-            help="text: tables. json: one document. csv: a line for every client, round and predictor.",
+            help="text: tables. json: one document. csv: one line per client, round and predictor.",
         ),
     ] = Form.text,
 ) -> None:
-    """Print the tables of a run; of a directory of runs, a line each."""
+    """Print the results of a run; for a directory of runs, one line per run."""
     from pbfl_flwr.experiments.results import run_export, run_listing
     from pbfl_flwr.experiments.text import tables
 
@@ -158,7 +162,7 @@ def show(
                 written = run_export.as_json if form is Form.json else run_export.as_csv
                 document(written(run))
     except PbflError as error:
-        raise ended(error, REFUSED) from None
+        raise error_exit(error, REFUSED) from None
 
 
 def _list_runs(directory: Path, form: Form = Form.text) -> None:
@@ -178,11 +182,13 @@ def compare(
     ],
     out: Annotated[
         Path | None,
-        typer.Option("--out", click_type=GIVEN, help="Where runs and table go; default runs/<name>."),
+        typer.Option(
+            "--out", click_type=NON_EMPTY_PATH, help="Directory for runs and tables; default runs/<name>."
+        ),
     ] = None,
     assignments: Assignments = None,
-    seeds: Annotated[str, typer.Option("--seeds", help="One run a seed, e.g. 0,1,2 or 0-2.")] = "",
-    only: Annotated[str, typer.Option("--only", help="Make these labels only, separated by commas.")] = "",
+    seeds: Annotated[str, typer.Option("--seeds", help="One run per seed, e.g. 0,1,2 or 0-2.")] = "",
+    only: Annotated[str, typer.Option("--only", help="Run only these labels, separated by commas.")] = "",
     by: By = "",
     parallel: Parallel = 1,
     gpus_per_client: Gpus = 0.0,
@@ -191,7 +197,7 @@ def compare(
     app_dir: AppDirectory = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Make several runs on the same data and print one table; started again, it goes on where it stopped."""
+    """Run several configurations on the same data and print one table; run again to resume."""
     from pbfl_flwr.config.choices import words
     from pbfl_flwr.experiments.comparing import compare as comparison
     from pbfl_flwr.experiments.comparing import comparison_table
@@ -204,28 +210,28 @@ def compare(
         source, by = app_for(engine, app_dir), predictor(by)
         title, runs = comparison.read(name)
         directory = expanded(out or Path("runs") / Path(name).stem).absolute()
-        chosen = comparison.numbers("--seeds", seeds)
+        chosen = comparison.parse_numbers("--seeds", seeds)
         planned = comparison.plan(runs, assignments or [], chosen, words(only), directory)
         for note in comparison.preflight(planned, resources):
             say(console, note, "yellow")
-        slots = parallel_runs.room_here(parallel, resources, console)
+        slots = parallel_runs.slots_here(parallel, resources, console)
         if dry_run:
-            raise outlined(planned, console)
+            raise dry_run_exit(planned, console)
     except PbflError as error:
-        raise ended(error, REFUSED) from None
+        raise error_exit(error, REFUSED) from None
 
-    with running(KEPT):
-        failed = parallel_runs.make(planned, slots, source, resources, console)
+    with running(INTERRUPTED_NOTE):
+        failed = parallel_runs.run_all(planned, slots, source, resources, console)
         shown = comparison.with_finished(planned, runs, assignments or [], chosen, directory)
         found = comparison_table.rows(shown, by)
         groups = comparison_table.groups(shown, by)
-        if not (unwritten := comparison.no_tables(planned)):
+        if not (unwritten := comparison.reason_not_to_write(planned)):
             comparison_table.write(directory, title, found, groups, by)
         table = comparison_table.table(title, found, by).markdown() if found else ""
         if len(groups) > 1:
             table += "\n" + comparison_table.pairs(title, groups).markdown()
     written = f"{directory}: table and paired, each as .md, .csv and .tex"
-    raise concluded(console, table, written, failed, unwritten)
+    raise summary_exit(console, table, written, failed, unwritten)
 
 
 def list_(
@@ -234,20 +240,20 @@ def list_(
         str,
         typer.Argument(
             metavar="[WORD]",
-            help="Only names that contain it; of keys also a group, a method, or a word of what is said of them; of "
-            "runs the directory.",
+            help="Only names that contain it; for keys also a group, a method, or a word in their descriptions; for "
+            "runs a directory.",
         ),
     ] = "",
     markdown: Annotated[
-        bool, typer.Option("--markdown", help="All keys as a page: pbfl list keys --markdown.")
+        bool, typer.Option("--markdown", help="Print all keys as a Markdown page; only with TOPIC keys.")
     ] = False,
 ) -> None:
-    """Tell what there is: methods, models, pretrained weights, datasets, presets, keys of a run, runs in ./runs."""
+    """List methods, models, pretrained weights, datasets, presets, comparisons, reproductions, keys, or runs."""
     from pbfl_flwr.experiments import catalogue
 
     try:
         if markdown and (topic is not Topic.keys or word):
-            raise PbflError("--markdown: allowed with pbfl list keys alone")
+            raise PbflError("--markdown: allowed only as pbfl list keys --markdown, without WORD")
         if markdown:
             document(catalogue.keys_page())
         elif topic is Topic.runs:
@@ -257,4 +263,4 @@ def list_(
         else:
             catalogue.show_rows(topic.value, word, screen())
     except PbflError as error:
-        raise ended(error) from None
+        raise error_exit(error) from None

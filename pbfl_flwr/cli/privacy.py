@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pbfl_flwr.cli.common import Assignments, Preset, ended
+from pbfl_flwr.cli.common import Assignments, Preset, error_exit
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.text.numbers import screen
 
@@ -17,16 +17,15 @@ def privacy(
     assignments: Assignments = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> None:
-    """Tell what each message of a configuration reveals, and which settings hide it."""
+    """Show what each message of a configuration reveals, and which settings hide it."""
     from pbfl_flwr.experiments.running import configuration
 
     try:
         settings = configuration.check(configuration.gather(preset, assignments or []))
     except PbflError as error:
-        raise ended(error) from None
-    from pbfl_flwr.experiments import (
-        disclosure,
-    )  # imports torch and Flower, for which a refusal need not wait
+        raise error_exit(error) from None
+    # Imported here because it loads torch and Flower, which a configuration error should not wait for.
+    from pbfl_flwr.experiments import disclosure
 
     answer = disclosure.about(settings)
     if as_json:

@@ -1,4 +1,4 @@
-"""``pbfl report``: results as a page."""
+"""``pbfl report``: results as an HTML page."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pbfl_flwr.cli.common import GIVEN, REFUSED, By, ended, predictor
+from pbfl_flwr.cli.common import NON_EMPTY_PATH, REFUSED, By, error_exit, predictor
 from pbfl_flwr.errors import PbflError, expanded, reading
 from pbfl_flwr.experiments.text.numbers import kilobytes, say, screen
 
@@ -15,24 +15,26 @@ from pbfl_flwr.experiments.text.numbers import kilobytes, say, screen
 def report(
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN...", click_type=GIVEN, help="Run directories, or directories of runs."),
+        typer.Argument(
+            metavar="RUN...", click_type=NON_EMPTY_PATH, help="Run directories, or directories of runs."
+        ),
     ],
-    out: Annotated[Path, typer.Option("--out", click_type=GIVEN, help="The page that is written.")] = Path(
-        "report.html"
-    ),
+    out: Annotated[
+        Path, typer.Option("--out", click_type=NON_EMPTY_PATH, help="The HTML file to write.")
+    ] = Path("report.html"),
     by: By = "",
-    png: Annotated[bool, typer.Option("--png", help="Write the pictures as PNG files too.")] = False,
+    png: Annotated[bool, typer.Option("--png", help="Also write the pictures as PNG files.")] = False,
     allowed: Annotated[
         list[str] | None,
         typer.Option(
             "--import",
             metavar="MODULE:FUNCTION",
-            help="Own code that a run names and pictures need: a model, a method; may be repeated.",
+            help="Code named by a run that may be imported for pictures: a model or method; may be repeated.",
         ),
     ] = None,
-    svg: Annotated[bool, typer.Option("--svg", help="Write the pictures as SVG files too.")] = False,
+    svg: Annotated[bool, typer.Option("--svg", help="Also write the pictures as SVG files.")] = False,
 ) -> None:
-    """Write one self-contained page about one run or several side by side: tables, statistics, pictures."""
+    """Write a self-contained HTML report of one or several runs: tables, statistics, pictures."""
     from pbfl_flwr.experiments import report as reporting
     from pbfl_flwr.experiments.results import records, run_listing
 
@@ -42,7 +44,7 @@ def report(
             groups = records.load(found, allowed or (), predictor(by))
             written = reporting.write(groups, expanded(out).absolute(), png=png, svg=svg)
     except PbflError as error:
-        raise ended(error, REFUSED) from None
+        raise error_exit(error, REFUSED) from None
     console = screen()
     for line in left_out:
         say(console, line)

@@ -1,4 +1,4 @@
-"""``pbfl reproduce``: rerun a published table."""
+"""``pbfl reproduce``: reproduce a published table."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import typer
 
 from pbfl_flwr.cli.common import (
     FAILED,
-    GIVEN,
-    KEPT,
+    INTERRUPTED_NOTE,
+    NON_EMPTY_PATH,
     AppDirectory,
     Assignments,
     By,
@@ -22,18 +22,18 @@ from pbfl_flwr.cli.common import (
     WhichEngine,
     Workers,
     app_for,
-    concluded,
-    ended,
-    outlined,
+    dry_run_exit,
+    error_exit,
     predictor,
     running,
+    summary_exit,
 )
 from pbfl_flwr.errors import PbflError, expanded
 from pbfl_flwr.experiments.text.numbers import say, screen
 
 
 class Scale(StrEnum):
-    """How much of the paper's setting is run."""
+    """Scales of a reproduction."""
 
     small = "small"
     paper = "paper"
@@ -44,23 +44,28 @@ def reproduce(
         str, typer.Argument(metavar="TABLE", help="A TOML file, or one of `pbfl list reproductions`.")
     ],
     dataset: Annotated[
-        str | None, typer.Option("--dataset", help="Make only the blocks on this dataset.")
+        str | None, typer.Option("--dataset", help="Run only the blocks on this dataset.")
     ] = None,
-    block: Annotated[str, typer.Option("--block", help="Make these blocks only, separated by commas.")] = "",
+    block: Annotated[str, typer.Option("--block", help="Run only these blocks, separated by commas.")] = "",
     scale: Annotated[
-        Scale, typer.Option("--scale", help="The full setting, or what a small machine does in minutes.")
+        Scale, typer.Option("--scale", help="paper: the full setting. small: minutes on a small machine.")
     ] = Scale.small,
     seeds: Annotated[
         str,
-        typer.Option("--seeds", help="One run a seed, e.g. 0,1,2 or 0-2; default the paper's, one at small."),
+        typer.Option(
+            "--seeds",
+            help="One run per seed, e.g. 0,1,2 or 0-2; default: the paper's, only the first at small.",
+        ),
     ] = "",
-    only: Annotated[str, typer.Option("--only", help="Make these rows only, separated by commas.")] = "",
+    only: Annotated[str, typer.Option("--only", help="Run only these rows, separated by commas.")] = "",
     by: By = "",
     assignments: Assignments = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", click_type=GIVEN, help="Where runs and table go; default runs/<table>-<scale>."
+            "--out",
+            click_type=NON_EMPTY_PATH,
+            help="Directory for runs and tables; default runs/<table>-<scale>.",
         ),
     ] = None,
     parallel: Parallel = 1,
@@ -70,7 +75,7 @@ def reproduce(
     app_dir: AppDirectory = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Make a published table again and print it beside the paper's; started again, it goes on where it stopped."""
+    """Reproduce a published table and print it next to the paper's values; run again to resume."""
     from pbfl_flwr.config.choices import words
     from pbfl_flwr.experiments.comparing import compare, reproduction_table
     from pbfl_flwr.experiments.comparing import reproduce as reproduction
@@ -84,7 +89,7 @@ def reproduce(
         source, by = app_for(engine, app_dir), predictor(by)
         paper = reproduction.read(name)
         blocks = reproduction.chosen(paper, dataset, words(block))
-        numbers = compare.numbers("--seeds", seeds)
+        numbers = compare.parse_numbers("--seeds", seeds)
         planned = reproduction.plans(
             paper, blocks, scale.value, assignments or [], numbers, words(only), directory
         )
@@ -93,29 +98,29 @@ def reproduce(
             say(console, f"block {left_out} is left out: {why}", "yellow")
         planned = {key: runs for key, runs in planned.items() if key not in missing}
         if not planned:
-            raise PbflError("no block can be run; the lines above say why")
+            raise PbflError("no block can be run, for the reasons above")
         runs = [run for of_block in planned.values() for run in of_block]
         for note in compare.preflight(runs, resources):
             say(console, note, "yellow")
-        slots = parallel_runs.room_here(parallel, resources, console)
+        slots = parallel_runs.slots_here(parallel, resources, console)
         for line in reproduction.changes(paper, planned):
             say(console, f"scale {scale.value}: {line}")
         if dry_run:
-            raise outlined(runs, console)
+            raise dry_run_exit(runs, console)
     except PbflError as error:
-        raise ended(error) from None
-    say(console, f"{sum(not compare.finished(run) for run in runs)} of {len(runs)} runs are to be made")
+        raise error_exit(error) from None
+    say(console, f"{sum(not compare.finished(run) for run in runs)} of {len(runs)} runs are to be run")
 
     def table(_: compare.Planned | None = None) -> str:
         shown = reproduction.with_finished(planned, paper, scale.value, assignments or [], numbers, directory)
         found = reproduction_table.rows(paper, shown, by)
         text = reproduction_table.markdown(paper, scale.value, shown, found, missing, by)
-        if not compare.no_tables(runs):
+        if not compare.reason_not_to_write(runs):
             reproduction_table.write(directory, paper, text, found)
         return text
 
-    with running(KEPT):
-        failed = parallel_runs.make(runs, slots, source, resources, console, table)
-        text, unwritten = table(), compare.no_tables(runs)
-    ending = concluded(console, text, f"{directory / 'table.md'} and table.csv", failed, unwritten)
+    with running(INTERRUPTED_NOTE):
+        failed = parallel_runs.run_all(runs, slots, source, resources, console, table)
+        text, unwritten = table(), compare.reason_not_to_write(runs)
+    ending = summary_exit(console, text, f"{directory / 'table.md'} and table.csv", failed, unwritten)
     raise typer.Exit(FAILED) if missing else ending

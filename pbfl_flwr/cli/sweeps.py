@@ -1,4 +1,4 @@
-"""``pbfl sweep``: every combination of lists of values."""
+"""``pbfl sweep``: run all combinations of lists of values."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from pbfl_flwr.cli.common import (
-    GIVEN,
-    KEPT,
+    INTERRUPTED_NOTE,
+    NON_EMPTY_PATH,
     AppDirectory,
     By,
     DryRun,
@@ -20,11 +20,11 @@ from pbfl_flwr.cli.common import (
     WhichEngine,
     Workers,
     app_for,
-    concluded,
-    ended,
-    outlined,
+    dry_run_exit,
+    error_exit,
     predictor,
     running,
+    summary_exit,
 )
 from pbfl_flwr.errors import PbflError, expanded
 from pbfl_flwr.experiments.text.numbers import say, screen
@@ -37,15 +37,15 @@ def sweep(
         typer.Option(
             "--set",
             metavar="KEY=VALUE,VALUE",
-            help="A key and its values; may be repeated. A value with a comma is quoted: 'models=\"cnn4,resnet8\"'.",
+            help="A key and its values; may be repeated. Quote a value with a comma: 'models=\"cnn4,resnet8\"'.",
         ),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
             "--out",
-            click_type=GIVEN,
-            help="Where runs and table go; default runs/sweep-<preset>-<keys>-<fixed values>.",
+            click_type=NON_EMPTY_PATH,
+            help="Directory for runs and tables; default runs/sweep-<preset>-<keys>-<fixed values>.",
         ),
     ] = None,
     parallel: Parallel = 1,
@@ -56,7 +56,7 @@ def sweep(
     app_dir: AppDirectory = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Run every combination of the values and print one table; started again, it goes on where it stopped."""
+    """Run every combination of values and print one table; run again to resume."""
     from pbfl_flwr.experiments.comparing import compare, comparison_table
     from pbfl_flwr.experiments.comparing import sweep as sweeping
     from pbfl_flwr.experiments.running import parallel_runs
@@ -71,22 +71,22 @@ def sweep(
         planned = sweeping.plans(swept, directory)
         for note in compare.preflight(planned, resources):
             say(console, note, "yellow")
-        slots = parallel_runs.room_here(parallel, resources, console)
+        slots = parallel_runs.slots_here(parallel, resources, console)
         if dry_run:
-            raise outlined(planned, console)
+            raise dry_run_exit(planned, console)
     except PbflError as error:
-        raise ended(error) from None
+        raise error_exit(error) from None
     title = f"Sweep over {', '.join(swept.swept) or 'seeds'}"
-    say(console, f"{sum(not compare.finished(run) for run in planned)} of {len(planned)} runs are to be made")
+    say(console, f"{sum(not compare.finished(run) for run in planned)} of {len(planned)} runs are to be run")
 
     def table(_: compare.Planned | None = None) -> str:
         found = comparison_table.rows(planned, by)
         sheet = sweeping.table(swept, found, planned, title, by)
-        if not compare.no_tables(planned):
+        if not compare.reason_not_to_write(planned):
             sweeping.write(directory, swept, found, sheet)
         return sheet.markdown() if found else ""
 
-    with running(KEPT):
-        failed = parallel_runs.make(planned, slots, source, resources, console, table)
-        text, unwritten = table(), compare.no_tables(planned)
-    raise concluded(console, text, f"{directory}: table as .md, .csv and .tex", failed, unwritten)
+    with running(INTERRUPTED_NOTE):
+        failed = parallel_runs.run_all(planned, slots, source, resources, console, table)
+        text, unwritten = table(), compare.reason_not_to_write(planned)
+    raise summary_exit(console, text, f"{directory}: table as .md, .csv and .tex", failed, unwritten)

@@ -1,4 +1,4 @@
-"""What there is to choose from: methods, models, datasets, presets and keys."""
+"""Lists of available methods, models, weights, datasets, presets, comparisons, reproductions and keys."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.comparing import reproduce
 from pbfl_flwr.experiments.comparing.compare import comparisons, read
 from pbfl_flwr.experiments.running.configuration import presets
-from pbfl_flwr.experiments.text.numbers import hang, say
+from pbfl_flwr.experiments.text.numbers import print_hanging, say
 from pbfl_flwr.experiments.text.table_formats import Sheet
 from pbfl_flwr.methods import METHODS, SECTIONS
 from pbfl_flwr.places import home, kept_weights
@@ -38,13 +38,13 @@ def models() -> Rows:
     families = [(name, f"family, by client id: {', '.join(members)}") for name, members in FAMILIES.items()]
     deeper = (
         CLASSIFIER.example,
-        "example of a classifier with hidden layers, whose widths may follow any model.",
+        "example of a classifier with hidden layers; their widths can be appended to any model.",
     )
     return [*families, *ARCHITECTURES.items(), deeper]
 
 
 def weights() -> Rows:
-    """Return (model with its label, file) of the pretrained weights that are kept here."""
+    """Return (model with its label, file) of the pretrained weights stored on this machine."""
     return [(name, str(file)) for name, file in kept_weights().items()]
 
 
@@ -53,17 +53,17 @@ def datasets() -> Rows:
     return [(name, dataset.description) for name, dataset in DATASETS.items()]
 
 
-def shipped() -> Rows:
+def preset_rows() -> Rows:
     """Return (name, "") of the presets."""
     return [(name, "") for name in presets()]
 
 
-def side_by_side() -> Rows:
+def comparison_rows() -> Rows:
     """Return (name, title) of the comparisons."""
     return [(name, read(name)[0]) for name in comparisons()]
 
 
-def published_tables() -> Rows:
+def reproduction_rows() -> Rows:
     """Return (name, title and blocks) of the reproductions."""
     found = [(name, reproduce.read(name)) for name in reproduce.reproductions()]
     return [(name, f"{paper.title}: {', '.join(paper.blocks)}") for name, paper in found]
@@ -71,7 +71,7 @@ def published_tables() -> Rows:
 
 @dataclass(frozen=True)
 class Key:
-    """A key of the run configuration: its default, what it means, what is allowed."""
+    """A key of the run configuration: default, meaning, allowed values."""
 
     name: str
     default: str
@@ -81,13 +81,13 @@ class Key:
 
 @dataclass(frozen=True)
 class Keys:
-    """Keys that belong together.
+    """The keys of a group or method.
 
     Attributes:
-        name: of a group of the configuration, or of a method with keys of its own.
-        title: what they are about.
-        keys: in their order.
-        by_name: whether they were found by their names, not by what is said of them.
+        name: of a configuration group, or of a method with keys of its own.
+        title: topic of the keys.
+        keys: in definition order.
+        by_name: whether they matched a search by name, not by description.
     """
 
     name: str
@@ -97,19 +97,19 @@ class Keys:
 
 
 def keys(word: str = "") -> Iterator[Keys]:
-    """Yield the keys of the run configuration, group by group; those of methods last, whose pages take seconds.
+    """Yield the keys of the run configuration by group, those of methods last because their import takes seconds.
 
     Args:
-        word: a group, a method, or what the names of the keys shall contain; nothing is everything. Keys with a name
-            of which this is a part come first; behind them, as topics of their own, those that are explained with it.
+        word: a group, a method, or text to search; empty means all keys. Keys whose name contains it come first; then,
+            as separate topics, keys whose description or allowed values have a word that starts with it.
 
     Raises:
-        PbflError: if there is no such key.
+        PbflError: if no key matches.
     """
     known = [*GROUPS, *SECTIONS]
     seen: list[str] = []
     explained: list[Keys] = []
-    begins = re.compile(rf"\b{re.escape(word)}", re.IGNORECASE)  # "early" is no part of "nearly"
+    begins = re.compile(rf"\b{re.escape(word)}", re.IGNORECASE)  # "early" must not match "nearly"
     for name in [word] if word in known else known:
         every = _group(name)
         if found := tuple(key for key in every.keys if word in key.name or word == name):
@@ -125,17 +125,17 @@ def keys(word: str = "") -> Iterator[Keys]:
         close = difflib.get_close_matches(word, [*seen, *known], n=1)
         hint = f"did you mean '{close[0]}'? The groups" if close else "the groups"
         raise PbflError(
-            f"'{word}': no key, group or method has it in its name, and no key is explained with it; {hint} are "
+            f"'{word}': not found in names of keys, groups and methods, nor in descriptions of keys; {hint} are "
             f"{', '.join(GROUPS)}"
         )
 
 
 def show_keys(word: str, console: Console) -> None:
-    """Print the keys as they are found: key and default on a line, below it the meaning and what is allowed.
+    """Print the keys as they are found: key and default on a line, below it meaning and allowed values.
 
     Args:
         word: as in :func:`keys`.
-        console: where.
+        console: to print to.
 
     Raises:
         PbflError: as :func:`keys`.
@@ -145,66 +145,65 @@ def show_keys(word: str, console: Console) -> None:
         if number:
             say(console, "")
         if named and not topic.by_name:
-            say(console, f"'{word}' in what is said of other keys:", "dim")
+            say(console, f"'{word}' in the descriptions of other keys:", "dim")
             say(console, "")
         named = topic.by_name
-        hang(console, f"{topic.name}: ", topic.title, 2 + len(topic.name))
+        print_hanging(console, f"{topic.name}: ", topic.title, 2 + len(topic.name))
         for key in topic.keys:
             say(console, f"  {key.name} = {key.default}", "bold")
-            hang(console, "", f"{key.meaning} [{key.allowed}]".lstrip(), 6)
+            print_hanging(console, "", f"{key.meaning} [{key.allowed}]".lstrip(), 6)
 
 
 def keys_page() -> str:
-    """Return all keys as a Markdown page, what docs/keys.md holds."""
+    """Return all keys as a Markdown page, the content of docs/keys.md."""
     lines = [
         "# All keys",
         "",
-        "Every key of the run configuration, as `pbfl list keys --markdown` prints them; `--set KEY=VALUE`, a preset",
-        "and `flwr run --run-config` take them alike. `auto` follows the method, the protocol or the data.",
+        "Every key of the run configuration, as printed by `pbfl list keys --markdown`. Keys can be set with",
+        "`--set KEY=VALUE`, in a preset and with `flwr run --run-config`. `auto` follows the method, the protocol or",
+        "the data.",
     ]
     for topic in keys():
-        rows = tuple((f"`{key.name}`", f"`{key.default}`", _whole(key)) for key in topic.keys)
-        table = Sheet(
-            "", ("key", "default", "what it says [what is allowed]"), rows, text_columns=3
-        ).markdown()
+        rows = tuple((f"`{key.name}`", f"`{key.default}`", _description_cell(key)) for key in topic.keys)
+        table = Sheet("", ("key", "default", "meaning [allowed values]"), rows, text_columns=3).markdown()
         lines += ["", f"## {topic.name}", "", topic.title, "", *table.splitlines()[2:]]
     return "\n".join(lines) + "\n"
 
 
-def _whole(key: Key) -> str:
-    """Return a key's meaning and what it takes, as Markdown that no part of is taken for a tag or for emphasis."""
+def _description_cell(key: Key) -> str:
+    """Return a key's meaning and allowed values as Markdown, with "<" and "*" escaped."""
     said = f"{key.meaning} [{key.allowed}]".lstrip()
     return said.replace("<", "&lt;").replace("*", "\\*")
 
 
 def show_rows(topic: str, word: str, console: Console) -> None:
-    """Print names and what they are.
+    """Print names and descriptions.
 
     Args:
         topic: one of ``ROWS``.
-        word: what the names shall contain; nothing is everything.
-        console: where.
+        word: text that the names must contain; empty means all.
+        console: to print to.
 
     Raises:
-        PbflError: if no name does.
+        PbflError: if no name contains it.
     """
     every = ROWS[topic]()
     if topic == "weights" and not every:
-        said = f"no pretrained weights in {home() / 'weights'}; 'pbfl weights LABEL MODEL FILE' keeps some"
-        hang(console, "", said, 0)
+        said = (
+            f"no pretrained weights in {home() / 'weights'}; store some with 'pbfl weights LABEL MODEL FILE'"
+        )
+        print_hanging(console, "", said, 0)
         return
     found = [(name, said) for name, said in every if word in name]
     if not found:
-        raise PbflError(
-            f"'{word}': none of the {topic} contains it; they are {', '.join(name for name, _ in every)}"
-        )
+        raise PbflError(f"'{word}': not found in {topic}; allowed are {', '.join(name for name, _ in every)}")
     indent = max(len(name) for name, _ in found) + 2
     for name, said in found:
-        hang(console, name, said, indent)
+        print_hanging(console, name, said, indent)
 
 
 def allowed(field: FieldInfo) -> str:
-    """Return what a key takes: its choices, or its type and range."""
+    """Return the allowed values of a key: its choices, or its type and range."""
     return ", ".join(_alternatives(field.annotation, field.metadata))
 
 
@@ -248,7 +247,7 @@ ROWS: dict[str, Callable[[], Rows]] = {
     "models": models,
     "weights": weights,
     "datasets": datasets,
-    "presets": shipped,
-    "comparisons": side_by_side,
-    "reproductions": published_tables,
+    "presets": preset_rows,
+    "comparisons": comparison_rows,
+    "reproductions": reproduction_rows,
 }

@@ -1,14 +1,14 @@
-"""What crashed and finished runs leave behind, and what of it may go: ``pbfl clean``.
+"""Finds and removes files left behind by finished and crashed runs: ``pbfl clean``.
 
-Found is only what is recognisably this project's, by name and by what it holds; a directory that holds something else
-beside it stays. Symbolic links are neither followed nor removed. What a lock says is in use is left alone.
+Only files recognised as this project's by name and content are found; a directory that also holds other files is not
+removed. Symbolic links are neither followed nor removed. Files whose lock is held are in use and not removed.
 
 ::
 
-    torn        temporary files of processes that were killed while they wrote
+    torn        temporary files of processes that were killed while writing
     states      clients' networks and state: of finished runs, and on a device of all runs but the newest
     unfinished  directories of runs that never finished a round
-    cache       decoded data in <home>/cache; it is decoded anew when it is wanted
+    cache       decoded data in <home>/cache; it is decoded again when needed
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ KINDS: dict[Kind, str] = {
     "unfinished": "runs without a finished round",
     "cache": "decoded data",
 }
-DEPTH = 5  # directories below the one that was given
+DEPTH = 5  # levels of directories searched below the given one
 STATE = re.compile(r"(client-\d{5,}|named-.+?)\.(safetensors|\d+\.best)")
 LOCK = re.compile(r"\.(client-\d{5,}|named-.+)\.lock")
 TORN = re.compile(r"\.(.+?)(\.\d+)?\.tmp")
@@ -50,94 +50,94 @@ RUN = re.compile(
     "|".join([*map(re.escape, (*FILES, LOG, NODES, "pbfl.log", RUN_LOCK)), r"supernode-\d+\.log"])
 )
 ENTRY = re.compile(r"[a-z0-9-]+-[0-9a-f]{16}")
-NAMED = 3  # places in a line
+NAMED = 3  # paths listed per line
 SECONDS = {"m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 
 
 @dataclass(frozen=True)
-class Find:
-    """Something that can be removed in one piece.
+class Removable:
+    """Files that can be removed together.
 
     Attributes:
-        place: the run, the directory of states or the cache entry that it belongs to.
-        kind: what it is.
-        what: the same in words.
-        files: that would be removed.
-        folders: that would be removed once they are empty, the deepest first.
-        locks: whoever uses it holds one of these.
-        marked: the run whose clients' states these are; it is written down there that they are gone.
+        path: the run, the state directory or cache entry that they belong to.
+        kind: one of ``KINDS``.
+        description: the files in words.
+        files: to remove.
+        folders: to remove if empty then, deepest first.
+        locks: lock files; a process that uses the files holds one of them.
+        run: the run whose clients' states these are, in which their removal is recorded; None for other files.
     """
 
-    place: Path
+    path: Path
     kind: Kind
-    what: str
+    description: str
     files: tuple[Path, ...]
     folders: tuple[Path, ...] = ()
     locks: tuple[Path, ...] = ()
-    marked: Path | None = None
+    run: Path | None = None
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Total size in bytes."""
         return sum(status.st_size for status in _statuses(self.files))
 
     @property
     def changed(self) -> float:
-        """When the newest file was written, seconds since the epoch; never, where they have just gone."""
+        """Modification time of the newest file, seconds since the epoch; infinity if none exists any more."""
         return max((status.st_mtime for status in _statuses(self.files)), default=math.inf)
 
 
 @dataclass(frozen=True)
-class Left:
-    """Something that stays.
+class Retained:
+    """Files that are not removed.
 
     Attributes:
-        place: where.
-        why: in words.
-        size: bytes that could be freed; 0 where nothing is known of it.
+        path: their path.
+        reason: the reason.
+        size: bytes that could be freed; 0 if unknown.
     """
 
-    place: Path
-    why: str
+    path: Path
+    reason: str
     size: int = 0
 
 
-def age(text: str) -> float:
-    """Return seconds of ``30d``, ``12h``, ``90m``, ``2w`` or ``0d``.
+def parse_age(text: str) -> float:
+    """Parse an age such as ``30d``, ``12h``, ``90m``, ``2w`` or ``0d`` into seconds.
 
     Raises:
-        PbflError: if it is none of that form.
+        PbflError: if it is not of that form.
     """
     if (found := re.fullmatch(r"(\d{1,6})([mhdw])", text)) is None:
         raise PbflError(f"--older-than {text}: allowed is a whole number with m, h, d or w, e.g. 30d")
     return float(found[1]) * SECONDS[found[2]]
 
 
-def places() -> list[Path]:
-    """Return where this project leaves things when nothing else is said, as far as they are there."""
+def default_directories() -> list[Path]:
+    """Return the default directories of runs and states that exist."""
     usual = (Path("runs"), home() / "runs", home() / "state")
     return [path for path in usual if path.is_dir()]
 
 
-def look(directories: Iterable[Path]) -> Iterator[Find | Left]:
-    """Yield what there is in these directories and below them.
+def scan(directories: Iterable[Path]) -> Iterator[Removable | Retained]:
+    """Yield what can and cannot be removed in these directories and below them.
 
     Args:
-        directories: runs, directories of runs, a device's state directory; as a person names them.
+        directories: runs, directories of runs, devices' state directories.
 
     Raises:
-        PbflError: if one of them is no directory.
+        PbflError: if one of them is not a directory.
     """
     for directory in directories:
         if not directory.is_dir():
             raise PbflError(
-                f"'{directory}' is no directory; allowed are runs, directories of runs, state directories"
+                f"'{directory}' is not a directory; allowed are runs, directories of runs, state directories"
             )
-        yield from _walk(directory, DEPTH)
+        yield from _scan(directory, DEPTH)
 
 
-def cached() -> Iterator[Find | Left]:
-    """Yield the entries of the cache of decoded data, and what killed processes left of them."""
+def scan_cache() -> Iterator[Removable | Retained]:
+    """Yield the entries of the cache of decoded data, and partial ones left by killed processes."""
     for folder in _folders(home() / "cache"):
         name = folder.name.removesuffix(".partial")
         files = _files(folder)
@@ -145,96 +145,94 @@ def cached() -> Iterator[Find | Left]:
         locks = (lock,) if lock.is_file() else ()
         names = {file.name for file in files}
         if not ENTRY.fullmatch(name) or not files or not names <= set(cache.FILES) or _folders(folder):
-            yield Left(folder, "is no entry of the cache")
+            yield Retained(folder, "is not an entry of the cache")
         elif folder.name != name:
-            yield Find(folder, "torn", "half decoded data", files, (folder,), locks)
+            yield Removable(folder, "torn", "partially decoded data", files, (folder,), locks)
         elif set(cache.FILES[:2]) < names:
-            yield Find(folder, "cache", "decoded data", (*files, *locks), (folder,), locks)
+            yield Removable(folder, "cache", "decoded data", (*files, *locks), (folder,), locks)
 
 
-def choose(
-    found: Iterable[Find | Left], kinds: Sequence[Kind], seconds: float, now: float
-) -> tuple[list[Find], list[Left]]:
-    """Return (what may go, what stays).
+def select(
+    found: Iterable[Removable | Retained], kinds: Sequence[Kind], seconds: float, now: float
+) -> tuple[list[Removable], list[Retained]]:
+    """Return (what to remove, what to leave).
 
     Args:
-        found: see :func:`look` and :func:`cached`.
-        kinds: that were asked for.
-        seconds: what changed more recently stays.
-        now: seconds since the epoch.
+        found: see :func:`scan` and :func:`scan_cache`.
+        kinds: selected for removal.
+        seconds: minimum age; what changed more recently is left.
+        now: current time in seconds since the epoch.
     """
-    go: list[Find] = []
-    stay: list[Left] = []
+    to_remove: list[Removable] = []
+    retained: list[Retained] = []
     for one in found:
-        if isinstance(one, Left):
-            stay.append(one)
+        if isinstance(one, Retained):
+            retained.append(one)
         elif one.kind not in kinds:
-            stay.append(Left(one.place, f"{KINDS[one.kind]} (--{one.kind})", one.size))
+            retained.append(Retained(one.path, f"{KINDS[one.kind]} (--{one.kind})", one.size))
         elif now - one.changed < seconds:
-            stay.append(Left(one.place, "changed more recently than --older-than", one.size))
+            retained.append(Retained(one.path, "changed more recently than --older-than", one.size))
         elif _in_use(one):
-            stay.append(Left(one.place, "is in use", one.size))
+            retained.append(Retained(one.path, "is in use", one.size))
         else:
-            go.append(one)
-            stay += [Left(other, "is not this project's") for other in _others(one)]
-    return go, stay
+            to_remove.append(one)
+            retained += [Retained(other, "is not this project's") for other in _foreign_paths(one)]
+    return to_remove, retained
 
 
-def remove(find: Find) -> Left | None:
-    """Remove what was found, unless somebody has begun to use it; return what then stays.
+def remove(item: Removable) -> Retained | None:
+    """Remove files unless they have come into use; return what is left in that case.
 
     Raises:
-        PbflError: if the system refuses it; the text names the file.
+        PbflError: if the system refuses it; the message names the file.
     """
     with ExitStack() as held:
-        if not _take(find.locks, held):
-            return Left(find.place, "is in use", find.size)
-        if find.marked is not None:
-            write_atomically(
-                find.marked / STATES_REMOVED, b"the clients' states were removed by pbfl clean\n"
-            )
+        if not _acquire(item.locks, held):
+            return Retained(item.path, "is in use", item.size)
+        if item.run is not None:
+            write_atomically(item.run / STATES_REMOVED, b"the clients' states were removed by pbfl clean\n")
         try:
-            for file in find.files:
+            for file in item.files:
                 file.unlink(missing_ok=True)
         except OSError as error:
             raise UnsavedState(f"{error.filename} cannot be removed ({error.strerror})") from None
-        for folder in find.folders:
-            with suppress(OSError):  # somebody put something into it
+        for folder in item.folders:
+            with suppress(OSError):  # not empty: another process has written into it
                 folder.rmdir()
     return None
 
 
-def reasons(left: Iterable[Left]) -> list[str]:
-    """Return a line a reason: how much stays for it, why, and where."""
-    by_reason: dict[str, list[Left]] = {}
+def reason_lines(left: Iterable[Retained]) -> list[str]:
+    """Return one line per reason: size, reason and paths of what is left."""
+    by_reason: dict[str, list[Retained]] = {}
     for one in left:
-        by_reason.setdefault(one.why, []).append(one)
+        by_reason.setdefault(one.reason, []).append(one)
     lines = []
     for why, ones in by_reason.items():
         size = f"{kilobytes(sum(one.size for one in ones))}, " if any(one.size for one in ones) else ""
-        lines.append(f"{size}{why}: {some([str(one.place) for one in ones], NAMED)}")
+        lines.append(f"{size}{why}: {some([str(one.path) for one in ones], NAMED)}")
     return lines
 
 
-def _take(locks: Iterable[Path], held: ExitStack) -> bool:
-    """Take all locks, or say that somebody has one."""
+def _acquire(locks: Iterable[Path], held: ExitStack) -> bool:
+    """Acquire all locks; return False if another process holds one."""
     try:
         for lock in locks:
             held.enter_context(Lock(lock).acquire(timeout=0))
-    except OSError:  # a Timeout is one, too
+    except OSError:  # includes filelock's Timeout
         return False
     return True
 
 
-def _in_use(find: Find) -> bool:
+def _in_use(item: Removable) -> bool:
     with ExitStack() as held:
-        if not _take(find.locks, held):
+        if not _acquire(item.locks, held):
             return True
-    return find.kind == "cache" and _mapped(find.place)
+    return item.kind == "cache" and _memory_mapped(item.path)
 
 
-def _mapped(folder: Path) -> bool:
-    """Whether a process that this user may look at has mapped a file of a folder; known on Linux alone."""
+def _memory_mapped(folder: Path) -> bool:
+    """Whether a process visible to this user has memory-mapped a file of the folder; detected on Linux only."""
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with suppress(OSError):
             if f"{folder}/" in maps.read_text(encoding="utf-8", errors="replace"):
@@ -242,104 +240,110 @@ def _mapped(folder: Path) -> bool:
     return False
 
 
-def _others(find: Find) -> Iterator[Path]:
-    """Yield what stands in the folders of a find and does not belong to it; these folders then stay."""
-    known = {*find.files, *find.folders}
-    for folder in find.folders:
+def _foreign_paths(item: Removable) -> Iterator[Path]:
+    """Yield other files and directories in the folders to remove; these folders are then not removed."""
+    known = {*item.files, *item.folders}
+    for folder in item.folders:
         for path in sorted(folder.iterdir()):
             if path not in known and (path.is_symlink() or not _is_torn(path)):
                 yield path
 
 
-def _walk(directory: Path, depth: int) -> Iterator[Find | Left]:
+def _scan(directory: Path, depth: int) -> Iterator[Removable | Retained]:
     names = {path.name for path in (*_files(directory), *_folders(directory))}
-    begun = SERVER_LOCK in names or {RUN_LOCK, LOG} <= names  # of a run that ended before it had a run.json
-    if "run.json" in names or (begun and all(RUN.fullmatch(name) for name in names)):
-        yield from _run(directory)
+    started = SERVER_LOCK in names or {RUN_LOCK, LOG} <= names  # a run that ended before it wrote run.json
+    if "run.json" in names or (started and all(RUN.fullmatch(name) for name in names)):
+        yield from _scan_run(directory)
         return
-    if torn := tuple(_torn(directory)):
-        yield Find(directory, "torn", "torn temporary files", torn, locks=_guards(directory))
+    if torn := tuple(_torn_files(directory)):
+        yield Removable(directory, "torn", "torn temporary files", torn, locks=_lock_files(directory))
     folders = [folder for folder in _folders(directory) if os.access(folder, os.R_OK | os.X_OK)]
     states = [folder for folder in folders if any(_states(folder, folder.name))]
-    yield from _device(states)
+    yield from _device_states(states)
     for path in sorted(directory.iterdir()):
         if path.is_symlink() and path.is_dir():
-            yield Left(path, "is a symbolic link")
+            yield Retained(path, "is a symbolic link")
         elif path.is_dir() and path not in folders:
-            yield Left(path, "cannot be read")
+            yield Retained(path, "cannot be read")
     for folder in folders:
         if folder not in states and depth and not folder.name.startswith("."):
-            yield from _walk(folder, depth - 1)
+            yield from _scan(folder, depth - 1)
 
 
-def _run(path: Path) -> Iterator[Find | Left]:
+def _scan_run(path: Path) -> Iterator[Removable | Retained]:
     run = RunDirectory(path)
     try:
         about = run.read() if run.taken else None
         if about and not {"method", "num-server-rounds"} <= set(about["configuration"]):
             raise PbflError(f"{path / 'run.json'} is not this project's")
-        begun, over = bool(run.rounds()), about is not None and _over(run, about)
+        started, complete = bool(run.rounds()), about is not None and _is_complete(run, about)
     except PbflError as error:
-        yield Left(path, str(error))
+        yield Retained(path, str(error))
         return
     locks = tuple(lock for lock in (path / RUN_LOCK, path / SERVER_LOCK) if lock.is_file())
-    homes = _homes(path, str(about["experiment"])) if about else ()
-    states = tuple(file for folder in homes for file in _states(folder, folder.name))
-    guards = tuple(file for folder in homes for file in _guards(folder))
-    above = (
-        tuple(sorted({folder.parent for folder in homes} | {path / "clients"}, reverse=True)) if homes else ()
+    state_folders = _state_folders(path, str(about["experiment"])) if about else ()
+    states = tuple(file for folder in state_folders for file in _states(folder, folder.name))
+    lock_files = tuple(file for folder in state_folders for file in _lock_files(folder))
+    parents = (
+        tuple(sorted({folder.parent for folder in state_folders} | {path / "clients"}, reverse=True))
+        if state_folders
+        else ()
     )
-    if torn := tuple(file for folder in (path, *homes) for file in _torn(folder)):
-        yield Find(path, "torn", "torn temporary files", torn, locks=(*locks, *guards))
-    if not begun:
+    if torn := tuple(file for folder in (path, *state_folders) for file in _torn_files(folder)):
+        yield Removable(path, "torn", "torn temporary files", torn, locks=(*locks, *lock_files))
+    if not started:
         own = tuple(file for file in _files(path) if RUN.fullmatch(file.name) and file not in locks)
-        files, folders = (*own, *states, *guards, *locks), (*homes, *above, path)
-        yield Find(path, "unfinished", "a run without a finished round", files, folders, (*locks, *guards))
-    elif states and not over:
+        files, folders = (*own, *states, *lock_files, *locks), (*state_folders, *parents, path)
+        yield Removable(
+            path, "unfinished", "a run without a finished round", files, folders, (*locks, *lock_files)
+        )
+    elif states and not complete:
         size = sum(status.st_size for status in _statuses(states))
-        yield Left(path, "clients' states of runs that can be resumed", size)
+        yield Retained(path, "clients' states of runs that can be resumed", size)
     elif states:
-        what, files = "clients' states of a finished run", (*states, *guards)
-        yield Find(path, "states", what, files, (*homes, *above), (*locks, *guards), path)
+        what, files = "clients' states of a finished run", (*states, *lock_files)
+        yield Removable(path, "states", what, files, (*state_folders, *parents), (*locks, *lock_files), path)
 
 
-def _homes(path: Path, experiment: str) -> tuple[Path, ...]:
-    """Return where a run directory holds its clients' states: in ``clients/``, or a directory a SuperNode below it.
+def _state_folders(path: Path, experiment: str) -> tuple[Path, ...]:
+    """Return a run's directories of clients' states: in ``clients/``, or in a directory per SuperNode below it.
 
-    Clients that came after the last round have theirs beside the others', see :mod:`pbfl_flwr.flower.server.newcomers`.
+    New clients after the last round have their own ones there, see :mod:`pbfl_flwr.flower.server.newcomers`.
     """
     roots = [folder for folder in _folders(path) if folder.name == "clients"]
     roots += [folder for root in roots for folder in _folders(root)]
-    ours = re.compile(rf"{re.escape(experiment)}(-new-\d+)?")
-    return tuple(folder for root in roots for folder in _folders(root) if ours.fullmatch(folder.name))
+    pattern = re.compile(rf"{re.escape(experiment)}(-new-\d+)?")
+    return tuple(folder for root in roots for folder in _folders(root) if pattern.fullmatch(folder.name))
 
 
-def _over(run: RunDirectory, about: Mapping[str, Any]) -> bool:
-    """Whether nothing of a run is left to be done, the rounds of clients that come late included."""
+def _is_complete(run: RunDirectory, about: Mapping[str, Any]) -> bool:
+    """Whether a run is complete, including the new clients' rounds after the last one."""
     last, configuration = last_round(about), about["configuration"]
     if len(run.rounds()) < last or not configuration.get("new-clients"):
         return len(run.rounds()) >= last
     return any(line["round"] >= last + configuration["new-client-rounds"] for line in run.newcomers(last))
 
 
-def _device(homes: Sequence[Path]) -> Iterator[Find | Left]:
-    """Yield the states of one state directory; the newest may belong to a run that still goes on."""
+def _device_states(state_folders: Sequence[Path]) -> Iterator[Removable | Retained]:
+    """Yield the states in one state directory; the newest may belong to a running run and is left."""
     found = []
-    for folder in homes:
-        guards = _guards(folder)
-        if torn := tuple(_torn(folder)):
-            yield Find(folder, "torn", "torn temporary files", torn, locks=guards)
-        files = (*_states(folder, folder.name), *guards)
-        found.append(Find(folder, "states", "a device's state of an older run", files, (folder,), guards))
-    # By the states alone: a lock is touched by whoever asks for an old one, too.
-    found.sort(key=lambda find: replace(find, files=tuple(_states(find.place, find.place.name))).changed)
+    for folder in state_folders:
+        lock_files = _lock_files(folder)
+        if torn := tuple(_torn_files(folder)):
+            yield Removable(folder, "torn", "torn temporary files", torn, locks=lock_files)
+        files = (*_states(folder, folder.name), *lock_files)
+        found.append(
+            Removable(folder, "states", "a device's state of an older run", files, (folder,), lock_files)
+        )
+    # By the states' times only: lock files of old runs are touched by readers, too.
+    found.sort(key=lambda item: replace(item, files=tuple(_states(item.path, item.path.name))).changed)
     yield from found[:-1]
     for newest in found[-1:]:
-        yield Left(newest.place, "the newest state there, whose run may go on", newest.size)
+        yield Retained(newest.path, "the newest state, whose run may continue", newest.size)
 
 
 def _states(folder: Path, experiment: str) -> Iterator[Path]:
-    """Yield the files that hold a client's state of an experiment, which they say themselves."""
+    """Yield the files that hold a client's state of this experiment, according to their metadata."""
     for file in _files(folder):
         if not (name := STATE.fullmatch(file.name)):
             continue
@@ -350,16 +354,16 @@ def _states(folder: Path, experiment: str) -> Iterator[Path]:
             continue
         client = about.get("client", "")
         stem = f"client-{int(client):05d}" if client.isdecimal() else f"named-{client}"
-        ours = about.get("schema", "").isdecimal()  # of earlier versions, too
-        if ours and about.get("experiment") == experiment and name[1] == stem:
+        is_state = about.get("schema", "").isdecimal()  # any schema version
+        if is_state and about.get("experiment") == experiment and name[1] == stem:
             yield file
 
 
-def _guards(folder: Path) -> tuple[Path, ...]:
+def _lock_files(folder: Path) -> tuple[Path, ...]:
     return tuple(file for file in _files(folder) if LOCK.fullmatch(file.name))
 
 
-def _torn(folder: Path) -> Iterator[Path]:
+def _torn_files(folder: Path) -> Iterator[Path]:
     yield from filter(_is_torn, _files(folder))
 
 
@@ -369,7 +373,7 @@ def _is_torn(file: Path) -> bool:
 
 
 def _statuses(files: Iterable[Path]) -> Iterator[os.stat_result]:
-    """Yield the status of those files that are still there: a run that goes on renames its temporary ones."""
+    """Yield the status of the files that still exist: a running run renames its temporary files."""
     for file in files:
         with suppress(FileNotFoundError):
             yield file.lstat()

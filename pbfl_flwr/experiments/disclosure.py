@@ -1,4 +1,4 @@
-"""What a configuration lets the server and others see, from what payloads, methods and messages declare."""
+"""What a configuration reveals to the server and to other clients, from declarations of payloads, methods, messages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from pbfl_flwr.config import Settings
-from pbfl_flwr.experiments.text.numbers import hang, say
+from pbfl_flwr.experiments.text.numbers import print_hanging, say
 from pbfl_flwr.flower.messages import report, traffic
 from pbfl_flwr.flower.server import hello
 from pbfl_flwr.methods import build_method, privacy_notes
@@ -22,7 +22,7 @@ STYLES = {"in clear": "red", "blurred": "yellow", "hidden": "green"}
 
 
 def disclosures(settings: Settings) -> list[Reveal]:
-    """Return everything that a client's messages, and the broadcast, tell under this configuration."""
+    """Return everything that a client's messages and the broadcast reveal under this configuration."""
     counted = settings.evaluation.per_class
     by_class = report.BY_CLASS if counted else report.BY_CLASS.but("hidden", "not sent")
     said = [*hello.REVEALS, *report.REVEALS, by_class]
@@ -39,7 +39,7 @@ def disclosures(settings: Settings) -> list[Reveal]:
 
 
 def about(settings: Settings) -> dict[str, Any]:
-    """Return the whole answer of ``pbfl privacy``, ready for JSON."""
+    """Return the complete result of ``pbfl privacy``, serialisable as JSON."""
     keys, method = settings.privacy, build_method(settings)
     answer: dict[str, Any] = {
         "method": method.name,
@@ -62,23 +62,23 @@ def about(settings: Settings) -> dict[str, Any]:
 
 
 def show(answer: Mapping[str, Any], console: Console) -> None:
-    """Print what :func:`about` found: message by message what it tells, how, and what hides it."""
-    say(console, "what a client's messages tell the server, and the broadcast all clients")
+    """Print the result of :func:`about`: what each message reveals, in which form, and which setting hides it."""
+    say(console, "what a client's messages reveal to the server, and the broadcast to all clients")
     indent = max(map(len, STYLES)) + 4
     last = ""
     for one in answer["reveals"]:
         if one["message"] != last:
             say(console, one["message"], "bold")
             last = one["message"]
-        against = "" if one["state"] == "hidden" else f"; against it: {one['hide'] or 'nothing'}"
+        against = "" if one["state"] == "hidden" else f"; hidden by: {one['hide'] or 'no setting'}"
         said = f"{one['what']}: {one['how']}{against}"
-        hang(console, f"  {one['state']}", said, indent, STYLES[one["state"]])
+        print_hanging(console, f"  {one['state']}", said, indent, STYLES[one["state"]])
     for line in lines(answer):
         say(console, line)
 
 
 def lines(answer: Mapping[str, Any]) -> list[str]:
-    """Return what :func:`about` found beside the table."""
+    """Return the lines of :func:`about`'s result that follow the table: notes and the privacy budget."""
     found = list(answer["notes"])
     if "epsilon" in answer:
         cost = answer["epsilon"]

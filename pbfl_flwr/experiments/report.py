@@ -1,7 +1,7 @@
-"""One self-contained page about one or several runs: tables that sort, pictures, configuration, failures.
+"""Self-contained HTML report of one or several runs: sortable tables, pictures, configuration, failures.
 
-Everything that a run directory holds may come from somebody else (a device's name, a reason for a failure): the
-template escapes all of it, and the page's own policy forbids every script but its own and every request.
+The content of a run directory is untrusted, e.g. device names and failure reasons: the template escapes all of it, and
+the page's content security policy forbids all other scripts and all requests.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.results import per_class
 from pbfl_flwr.experiments.results.accuracies import (
-    accuracy_by,
-    few_clients,
-    few_lines,
+    accuracy_name,
+    coverage_lines,
+    partial_coverage,
     participants,
     scores,
     titled,
@@ -48,13 +48,13 @@ NEEDED = "pbfl report needs matplotlib and jinja2: pip install 'pbfl-flwr[report
 
 @dataclass(frozen=True)
 class Overview:
-    """One run at the top of the page.
+    """A run in the list at the top of the page.
 
     Attributes:
         label: of its group.
         path: its directory.
-        line: what was run.
-        warnings: how it ended, what the last round's notes say, who failed.
+        line: the run's settings.
+        warnings: missing rounds, error, notes of the last round, devices that joined, failures.
     """
 
     label: str
@@ -64,16 +64,16 @@ class Overview:
 
 
 def write(groups: Sequence[Group], out: Path, *, png: bool = False, svg: bool = False) -> list[Path]:
-    """Write the page, and on demand each picture as a file.
+    """Write the page, and optionally each picture as a file.
 
     Args:
         groups: the runs, see :func:`pbfl_flwr.experiments.results.records.load`.
-        out: the page; pictures go into a directory beside it, ``<stem>-pictures``.
+        out: the page; pictures are written to ``<stem>-pictures`` in the same directory.
         png: write every picture as PNG.
         svg: write every picture as SVG.
 
     Returns:
-        What was written.
+        The files written, the page first.
 
     Raises:
         PbflError: if matplotlib or jinja2 is not installed, or the page cannot be written.
@@ -102,7 +102,7 @@ def page(groups: Sequence[Group], sections: Sequence[Any]) -> str:
 
     Args:
         groups: the runs.
-        sections: what :func:`pbfl_flwr.experiments.pictures.draw` gives for them.
+        sections: result of :func:`pbfl_flwr.experiments.pictures.draw` for these runs.
 
     Raises:
         PbflError: if jinja2 is not installed.
@@ -136,7 +136,7 @@ def page(groups: Sequence[Group], sections: Sequence[Any]) -> str:
         sheets=sheets,
         clients=client_sheet(groups),
         sections=sections,
-        # matplotlib escapes the text in its drawings; nothing else on the page is taken as it is but our own files.
+        # Only these are not escaped: matplotlib escapes text in its drawings, style and script are package files.
         drawing=lambda picture: Markup(inline_svg(picture)),
         style=Markup(_source("report.css")),
         script=Markup(script),
@@ -148,18 +148,16 @@ def page(groups: Sequence[Group], sections: Sequence[Any]) -> str:
 
 
 def overviews(groups: Sequence[Group]) -> list[Overview]:
-    """Return what was run and what went wrong, a run each."""
+    """Return settings and warnings of every run."""
     found = []
     for group in groups:
         for record in group.records:
             warnings = []
             wanted, done = last_round(record.about), len(record.rounds)
             if done < wanted:
-                warnings.append(f"{done} of {wanted} rounds are there")
+                warnings.append(f"{done} of {wanted} rounds are finished")
             if (error := record.path / ERROR).exists():
-                warnings.append(
-                    f"it ended with: {error.read_text(encoding='utf-8', errors='replace').strip()}"
-                )
+                warnings.append(f"ended with: {error.read_text(encoding='utf-8', errors='replace').strip()}")
             warnings += [f"last round: {note}" for note in record.rounds[-1].get("notes", [])]
             warnings += joined_lines(record.rounds)
             warnings += failure_lines([*record.rounds, *record.newcomers])
@@ -169,7 +167,7 @@ def overviews(groups: Sequence[Group]) -> list[Overview]:
 
 
 def accuracy_sheet(groups: Sequence[Group]) -> Sheet:
-    """Return every predictor's accuracies of the first seed: last, best and validation-chosen round side by side."""
+    """Return the table of every predictor's accuracies in the last, best and validation-chosen round, first seed."""
     rows = []
     twice = any("other" in entry for group in groups for entry in group.first.rounds)
     for group in groups:
@@ -195,18 +193,20 @@ def accuracy_sheet(groups: Sequence[Group]) -> Sheet:
         "std over clients",
         "worst decile",
     )
-    few = [(group.label, few_clients([(group.first.about, scores(group.first.rounds))])) for group in groups]
+    few = [
+        (group.label, partial_coverage([(group.first.about, scores(group.first.rounds))])) for group in groups
+    ]
     notes = (
-        "Accuracy on the clients' test data in %, weighted by samples, with its round; the three on the right are of "
+        "Sample-weighted accuracy on the clients' test data in %, with its round; the three rightmost columns are for "
         "the last round. First seed of each configuration.",
-        *few_lines(few),
+        *coverage_lines(few),
         *([OTHER_NOTE] if twice else []),
     )
     return Sheet("Predictors and rounds", columns, tuple(rows), notes, text_columns=2)
 
 
 def cost_sheet(groups: Sequence[Group]) -> Sheet:
-    """Return what a round costs, mean over the rounds of the first seed."""
+    """Return the table of costs per round, mean over the rounds of the first seed."""
     rows = []
     for group in groups:
         record = group.first
@@ -216,7 +216,8 @@ def cost_sheet(groups: Sequence[Group]) -> Sheet:
             return fmean(entry[way][key] for entry in rounds)
 
         both = mean("bytes_up", "total") + mean("bytes_down", "total")
-        peak = max(entry["peak_mb"] for entry in record.rounds)  # 0 where no client says: client-report=none
+        # 0 if clients do not report it: client-report=none.
+        peak = max(entry["peak_mb"] for entry in record.rounds)
         rows.append(
             (
                 group.label,
@@ -232,26 +233,28 @@ def cost_sheet(groups: Sequence[Group]) -> Sheet:
         "run",
         "payload up, mean over all clients",
         "payload down, mean over all clients",
-        "all of Flower's bytes",
-        "scalars by the paper's formula, all clients taking part",
+        "bytes with Flower's objects, all clients",
+        "scalars by the paper's formula, all participants",
         "seconds",
         "peak memory of a worker, MB",
     )
     notes = (
-        "Mean over the rounds, first seed.",
+        "Mean over rounds, first seed.",
         *unknown_lines(g.first.directory.paper_scalars() for g in groups),
     )
-    return Sheet("Cost of a round", columns, tuple(rows), notes)
+    return Sheet("Cost per round", columns, tuple(rows), notes)
 
 
 def client_sheet(groups: Sequence[Group]) -> Sheet:
-    """Return a row a client: who it is, what it holds, and its last accuracy in every run."""
+    """Return the table of clients: id, name, architecture, device, sample counts, and last accuracy in every run."""
     accuracies: list[dict[str, float]] = []
     members: dict[str, Mapping[str, Any]] = {}
     for record in (group.first for group in groups):
-        accuracies.append({record.called(client): share for client, share in record.accuracies().items()})
+        accuracies.append(
+            {record.client_name(client): share for client, share in record.accuracies().items()}
+        )
         for member in record.about["clients"]:
-            members.setdefault(record.called(member["client"]), member)
+            members.setdefault(record.client_name(member["client"]), member)
     rows = []
     for called, member in sorted(members.items(), key=lambda item: int(item[1]["client"])):
         last = (f"{100 * found[called]:.2f}" if called in found else "-" for found in accuracies)
@@ -271,14 +274,14 @@ def client_sheet(groups: Sequence[Group]) -> Sheet:
         *(f"{group.label}, %" for group in groups),
     )
     note = (
-        f"{accuracy_by(groups[0].by).capitalize()} in the last round, first seed of each configuration; numbers, "
-        "networks, devices and sample counts are those of the first run that has the client."
+        f"{accuracy_name(groups[0].by).capitalize()} in the last round, first seed of each configuration; ids, "
+        "networks, devices and sample counts are from the first run with this client."
     )
     return Sheet("Clients", columns, tuple(rows), (note,), text_columns=0)
 
 
 def configuration_sheet(groups: Sequence[Group]) -> Sheet:
-    """Return the resolved configurations side by side, what differs first."""
+    """Return the table of resolved configurations, keys that differ between runs first."""
     configs = [group.first.config for group in groups]
     keys = list(dict.fromkeys(key for config in configs for key in config))
 
@@ -289,14 +292,14 @@ def configuration_sheet(groups: Sequence[Group]) -> Sheet:
         (key, *("-" if key not in config else _value(config[key]) for config in configs))
         for key in sorted(keys, key=lambda key: not differs(key))
     ]
-    note = f"{sum(map(differs, keys))} keys differ; they stand first."
+    note = f"{sum(map(differs, keys))} keys differ; they are listed first."
     title = "Configuration"
     columns = ("key", *(group.label for group in groups))
     return Sheet(title, columns, tuple(rows), (note,) if len(groups) > 1 else (), len(columns))
 
 
 def version_sheet(groups: Sequence[Group]) -> Sheet:
-    """Return what the runs were made with."""
+    """Return the table of software versions of the runs."""
     versions = [group.first.about.get("versions", {}) for group in groups]
     names = dict.fromkeys(name for found in versions for name in found)
     rows = tuple((str(name), *(str(found.get(name, "-")) for found in versions)) for name in names)
@@ -304,7 +307,7 @@ def version_sheet(groups: Sequence[Group]) -> Sheet:
 
 
 def is_numeric(sheet: Sheet, column: int) -> bool:
-    """Whether a column is set to the right and sorted by number."""
+    """Whether a column is right-aligned and sorted numerically."""
     cells = [row[column] for row in sheet.rows if row[column] not in ("", "-", UNKNOWN)]
     return column >= sheet.text_columns and bool(cells) and all(NUMBER.match(cell) for cell in cells)
 

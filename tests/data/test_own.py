@@ -333,7 +333,7 @@ def test_the_keys_can_be_pasted(tmp_path: Path, name: str) -> None:
 def test_keys_that_cannot_be_written_are_named(tmp_path: Path) -> None:
     (path := tmp_path / 'Anna\'s "own".csv').write_text("a,label\n1,x\n2,y\n")
     code, text = call(str(path))
-    assert (code, "--node-config cannot hold data-path = " in text) == (0, True)
+    assert (code, "--node-config cannot contain data-path = " in text) == (0, True)
     assert "client-id" not in text
 
 

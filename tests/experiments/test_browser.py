@@ -136,7 +136,7 @@ def test_tables_sort_by_click_and_by_key(browser: Any, page: Path) -> None:
     heads[0].find_element("tag name", "button").click()
     assert heads[samples].get_attribute("aria-sort") == "none"
     assert browser.execute_script(COLUMN, table, 0) == ["0", "1", "2", "3"]
-    costs = browser.find_element("xpath", "//h2[text()='Cost of a round']/..//table")
+    costs = browser.find_element("xpath", "//h2[text()='Cost per round']/..//table")
     costs.find_elements("css selector", "thead button")[1].click()
     scale = {"B": 1, "kB": 1e3, "MB": 1e6}
     bytes_ = [

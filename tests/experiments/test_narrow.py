@@ -113,7 +113,7 @@ def test_who_is_piped_gets_whole_lines() -> None:
     )
     told = pbfl("privacy").stdout.splitlines()
     assert (
-        "  in clear  training losses: the mean of every term, and what else the method reports; against it: "
+        "  in clear  training losses: the mean of every term, and what else the method reports; hidden by: "
         in (line[: line.index("client-report")] for line in told if "training losses" in line)
     )
 
@@ -155,7 +155,7 @@ def test_keys_by_word_by_group_and_by_method() -> None:
         "initial-weights",
     ]
     by_what_is_said = pbfl("list", "keys", "Stop").stdout.splitlines()
-    assert by_what_is_said[0] == "'Stop' in what is said of other keys:"
+    assert by_what_is_said[0] == "'Stop' in the descriptions of other keys:"
     assert "  failure-policy = continue" in by_what_is_said
     assert pbfl("list", "keys", "early").exit_code == 2  # which is not in "nearly", nor in "linearly"
     method = pbfl("list", "keys", "fedprox").stdout
@@ -167,7 +167,7 @@ def test_keys_by_word_by_group_and_by_method() -> None:
     ("topic", "word", "said"),
     [
         ("keys", "learning-rat3", "did you mean 'learning-rate'? The groups are run, data, models"),
-        ("methods", "foo", "'foo': none of the methods contains it; they are local, fedavg"),
+        ("methods", "foo", "'foo': not found in methods; allowed are local, fedavg"),
     ],
 )
 def test_a_word_that_nothing_contains_is_one_line(topic: str, word: str, said: str) -> None:

@@ -18,7 +18,7 @@ pytest.importorskip("matplotlib", reason="matplotlib is not installed (the extra
 from pbfl_flwr.experiments import pictures
 from pbfl_flwr.experiments.pictures import alignment, personalisation, progress, similarity, style
 from pbfl_flwr.experiments.results import artefacts, records
-from pbfl_flwr.experiments.results.artefacts import NotThere
+from pbfl_flwr.experiments.results.artefacts import NotAvailable
 from pbfl_flwr.experiments.results.records import Group
 from pbfl_flwr.flower.storage.store import ClientState
 from pbfl_flwr.prototypes.sphere import geometry
@@ -64,7 +64,7 @@ def test_three_runs_show_every_picture_of_the_papers(drawn: list[pictures.Sectio
     assert {found[name] for name in ("prototypes-of-a-class", "head-norms", "layer-distances")} == {3}
     left_out = {line for section in drawn for line in section.left_out}
     assert "fedproto: fedproto does not align its prototypes" in left_out
-    assert "protonorm: features have 64 dimensions; they are drawn where feature-dim = 2" in left_out
+    assert "protonorm: features have 64 dimensions; drawn only for feature-dim = 2" in left_out
 
 
 def test_the_plane(plane_run: Path) -> None:
@@ -133,8 +133,8 @@ def test_without_the_clients_state_the_rest_is_drawn(three_runs: list[Path], tmp
     sections = pictures.draw(records.load([path]))
     assert {"accuracy-over-rounds", "global-prototypes", "similarity-per-class"} <= set(kinds(sections))
     reasons = [line for section in sections for line in section.left_out]
-    assert "fedproto: the clients' own state is not here (devices keep it to themselves)" in reasons
-    assert "fedproto: the clients' data is their own and not counted" in reasons
+    assert "fedproto: the clients' own state is not on this machine (devices keep theirs)" in reasons
+    assert "fedproto: clients bring their own data, whose labels are not counted" in reasons
     (path / "prototypes.safetensors").write_bytes(b"nonsense")
     reasons = [line for section in pictures.draw(records.load([path])) for line in section.left_out]
     assert any("prototypes.safetensors cannot be read" in line for line in reasons)
@@ -210,7 +210,7 @@ def test_curves_over_seeds_of_unequal_length(tmp_path: Path) -> None:
     write_run(tmp_path / "a", lines[:2], **{"num-server-rounds": 3, "patience": 1})
     write_run(tmp_path / "b", lines, seed=1, patience=1)
     local = write_run(tmp_path / "local", lines, method="local", patience=1)
-    said = "a curve those that all of its seeds have"
+    said = "drawn for the rounds that all seeds have"
     (picture,) = progress.accuracy_over_rounds(records.load([tmp_path / "a", tmp_path / "b", local]))
     assert isinstance(picture, style.Picture)
     assert picture.caption.endswith(f"{said}: fedproto.")
@@ -245,8 +245,8 @@ def test_a_line_a_client(tmp_path: Path) -> None:
     ends = [float(np.asarray(line.get_ydata())[-1]) for line in thin]
     assert ends == sorted(ends)
     assert (ends[0], ends[-1]) == (0.0, 99.0)
-    assert "50 of the 118 clients, evenly from the worst to the best" in picture.caption
-    assert "between 0 and 99 %; all together reach 75.0 %" in picture.alt
+    assert "50 of the 118 clients, evenly spaced from the worst to the best" in picture.caption
+    assert "between 0 and 99 %; all clients together reach 75.0 %" in picture.alt
 
 
 def test_normalised_columns() -> None:
@@ -299,9 +299,11 @@ def test_code_that_a_run_names_is_imported_only_for_who_asks(
     about["clients"][0]["architecture"] = "strange_page:net"
     (path / "run.json").write_text(json.dumps(about))
     record = records.Record.load(path)
-    with pytest.raises(NotThere, match="'strange_page:build' is code to import; pbfl report --import"):
+    with pytest.raises(
+        NotAvailable, match="'strange_page:build' is code to be allowed: pbfl report --import"
+    ):
         artefacts.method_of(record)
-    with pytest.raises(NotThere, match="'strange_page:net' is code to import"):
+    with pytest.raises(NotAvailable, match="'strange_page:net' is code to be allowed"):
         artefacts.network(record, 0, ClientState(1, 1, {}))
     pbfl("report", path, "--out", tmp_path / "page.html")
     assert (tmp_path / "page.html").exists()
@@ -316,5 +318,5 @@ def test_nothing_is_downloaded_for_a_picture(plane_run: Path, tmp_path: Path) ->
     about = about.replace('"spiral"', '"cifar10"').replace('"download": false', '"download": true')
     about = about.replace('"data-dir": ""', f'"data-dir": "{tmp_path}"')
     (tmp_path / "run" / "run.json").write_text(about)
-    with pytest.raises(artefacts.NotThere, match=r"not found.*set data-dir"):
+    with pytest.raises(artefacts.NotAvailable, match=r"not found.*set data-dir"):
         artefacts.data_of(records.Record.load(tmp_path / "run"), 0)

@@ -66,29 +66,29 @@ def shown(planned: list[compare.Planned]) -> tuple[bool, list[list[str]], str]:
     return fine, [line.split() for line in text.splitlines()], text
 
 
-def test_every_run_is_there_or_goes_on_or_is_to_be_made_or_refused(file: Path, tmp_path: Path) -> None:
+def test_every_run_is_finished_or_to_resume_or_to_run_or_refused(file: Path, tmp_path: Path) -> None:
     planned = compare.plan(compare.read(str(file))[1], [], [0, 1], [], tmp_path)
     there, some, other, refused = planned
     lines = [entry(number, 0.5, 0.5) for number in (1, 2)]
-    write_run(there.directory, lines, **there.wishes.values)
-    write_run(some.directory, lines[:1], **some.wishes.values)
+    write_run(there.directory, lines, **there.requested.values)
+    write_run(some.directory, lines[:1], **some.requested.values)
     fine, rows, _ = shown(planned)
     assert fine
     assert [row[:-1] for row in rows[2:6]] == [
-        ["A", "fedproto", "is", "there", "0", "2/2"],
-        ["A", "fedproto", "goes", "on", "1", "1/2"],
-        ["B", "local", "to", "make", "0", "0/2"],
-        ["B", "local", "to", "make", "1", "0/2"],
+        ["A", "fedproto", "finished", "0", "2/2"],
+        ["A", "fedproto", "to", "resume", "1", "1/2"],
+        ["B", "local", "to", "run", "0", "0/2"],
+        ["B", "local", "to", "run", "1", "0/2"],
     ]
     assert rows[2][-1] == str(there.directory)
-    assert " ".join(rows[6]) == "3 of 4 runs are to be made; nothing was started"
-    write_run(refused.directory, lines, **{**refused.wishes.values, "learning-rate": 0.5})
+    assert " ".join(rows[6]) == "3 of 4 runs are to be run; nothing was started"
+    write_run(refused.directory, lines, **{**refused.requested.values, "learning-rate": 0.5})
     fine, rows, text = shown(planned)
     assert not fine
     assert rows[5][:5] == ["B", "local", "refused", "1", "-"]
-    assert "2 of 4 runs are to be made; nothing was started" in text
+    assert "2 of 4 runs are to be run; nothing was started" in text
     assert "B, seed 1: " in text
-    assert "was made with learning-rate = 0.5" in text
+    assert "was run with learning-rate = 0.5" in text
     assert not other.directory.exists()
 
 
@@ -96,11 +96,11 @@ def test_a_run_that_patience_ended_lacks_nothing(file: Path, tmp_path: Path) -> 
     planned = compare.plan(
         compare.read(str(file))[1], ["num-server-rounds=9", "patience=1"], [], ["A"], tmp_path
     )
-    write_run(planned[0].directory, [entry(1, 0.5, 0.5), entry(2, 0.5, 0.5)], **planned[0].wishes.values)
+    write_run(planned[0].directory, [entry(1, 0.5, 0.5), entry(2, 0.5, 0.5)], **planned[0].requested.values)
     RunDirectory(planned[0].directory).mark_end(2)
     fine, rows, _ = shown(planned)
     assert fine
-    assert rows[2][:-1] == ["A", "fedproto", "is", "there", "0", "2/2"]
+    assert rows[2][:-1] == ["A", "fedproto", "finished", "0", "2/2"]
 
 
 @pytest.mark.parametrize("command", ["compare", "sweep"])
@@ -122,7 +122,7 @@ def test_the_commands_start_nothing_and_check_everything(
     words = [file] if command == "compare" else ["--set", "method=fedproto,local"]
     done = pbfl(command, *words, *small)
     assert done.exit_code == 0, done.stderr
-    assert "2 of 2 runs are to be made; nothing was started" in done.stdout
+    assert "2 of 2 runs are to be run; nothing was started" in done.stdout
     wrong = pbfl(command, *words, *small, "--set", "data-dir=/nowhere", "--set", "dataset=npz")
     assert wrong.exit_code == 2
     assert not (tmp_path / "o").exists()
@@ -149,7 +149,7 @@ def test_what_a_run_would_be_warned_of_is_said_once(file: Path, tmp_path: Path) 
 
 def test_a_refused_run_ends_it_with_2(file: Path, tmp_path: Path) -> None:
     first = compare.plan(compare.read(str(file))[1], [], [], ["A"], tmp_path / "o")[0]
-    write_run(first.directory, [entry(1, 0.5, 0.5)], **{**first.wishes.values, "seed": 7})
+    write_run(first.directory, [entry(1, 0.5, 0.5)], **{**first.requested.values, "seed": 7})
     before = json.loads((first.directory / "run.json").read_text())
     done = pbfl("compare", file, "--engine", "processes", "--dry-run", "--out", tmp_path / "o")
     assert done.exit_code == 2
@@ -165,6 +165,6 @@ def test_a_reproduction_says_what_differs_and_what_it_would_make(
     table.write_text(TABLE)
     done = pbfl("reproduce", table, "--engine", "processes", "--dry-run")
     assert done.exit_code == 0, done.stderr
-    assert "1 of 1 runs are to be made; nothing was started" in done.stdout
+    assert "1 of 1 runs are to be run; nothing was started" in done.stdout
     assert "num-server-rounds" in done.stdout
     assert not (tmp_path / "runs").exists()

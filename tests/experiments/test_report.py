@@ -55,7 +55,7 @@ def test_everything_is_there_and_nothing_is_fetched(page: Path) -> None:
     tags = [tag for tag, _ in read.elements]
     assert tags.count("script") == 1
     assert tags.count("svg") == tags.count("figure") >= 20
-    for words in ("Accuracy and fairness", "Paired comparison", "Cost of a round", "learning-rate", "torch"):
+    for words in ("Accuracy and fairness", "Paired comparison", "Cost per round", "learning-rate", "torch"):
         assert words in read.text
     identities = [attributes["id"] for _, attributes in read.elements if "id" in attributes]
     assert len(set(identities)) == len(identities)
@@ -151,10 +151,10 @@ def test_a_directory_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     named = sorted(path for path in mine.iterdir() if path.name != "C-seed0")
     result = pbfl("report", *named)
     assert result.exit_code == 0, result.stderr
-    assert f"left out, no run: {mine / 'table.md'}\n" in result.stdout
+    assert f"left out, not a run: {mine / 'table.md'}\n" in result.stdout
     for words, said in (
-        ([mine / "table.md", mine / "table.md"], "no finished run to report; left out, no run: "),
-        (["runs"], "'runs' holds no run itself; name one of these: runs/mine"),
+        ([mine / "table.md", mine / "table.md"], "no finished run to report; left out, not a run: "),
+        (["runs"], "'runs' holds no run itself; allowed are: runs/mine"),
         ([mine / "C-seed0", tmp_path / "nowhere"], "nowhere' is no run directory"),
     ):
         result = pbfl("report", *words)

@@ -62,17 +62,17 @@ def test_a_round_is_told_once_also_when_the_history_is_cut_and_made_again(tmp_pa
     run = write_run(tmp_path / "run", [entry(1, 0.25, 0.5)])
     console = Console(record=True, width=200)
     follower = Follower(run, 3, console)
-    follower.look()
+    follower.update()
     history = run / "rounds.jsonl"
 
     def add(number: int, score: float) -> None:
         with history.open("a") as file:
             file.write(json.dumps(entry(number, 0.25, score)) + "\n")
-        follower.look()
+        follower.update()
 
     add(2, 0.625)
     history.write_text(history.read_text().splitlines()[0] + "\n")  # its checkpoint did not know round 2
-    follower.look()
+    follower.update()
     add(2, 0.75)
     add(3, 0.875)
     said = [
@@ -87,7 +87,7 @@ def test_a_score_is_over_those_who_have_joined_by_then(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [entry(1, 0.25, 0.5)])
     console = Console(record=True, width=200)
     follower = Follower(run, 3, console)
-    follower.look()
+    follower.update()
     about = json.loads((run / "run.json").read_text())
     everybody = len(about["clients"])
     about["clients"].append({**about["clients"][0], "client": everybody})
@@ -97,7 +97,7 @@ def test_a_score_is_over_those_who_have_joined_by_then(tmp_path: Path) -> None:
         scored["clients"] = everybody
     with (run / "rounds.jsonl").open("a") as file:
         file.write(json.dumps(joins) + "\n")
-    follower.look()
+    follower.update()
     assert f"over {everybody} of {everybody + 1})" in console.export_text()
 
 
@@ -109,7 +109,7 @@ def test_what_a_run_says_of_its_rounds(tmp_path: Path) -> None:
     def told(file: str, *lines: dict[str, Any]) -> list[str]:
         with (run / file).open("a") as history:
             history.write("".join(json.dumps(line) + "\n" for line in lines))
-        follower.look()
+        follower.update()
         return [line.rstrip() for line in console.export_text().splitlines()]
 
     assert told("rounds.jsonl") == ["a: 2 clients (cnn4 x2) on cpu; inputs 1x16x16, K = 3, d = 4"]
@@ -123,7 +123,7 @@ def test_what_a_run_says_of_its_rounds(tmp_path: Path) -> None:
     later = entry(14, 0.25, 0.5, after=12, accuracy_of_round=13)
     later |= {"final": {"accuracy": entry(14, 0.25, 0.75)["accuracy"], "failures": []}}
     assert told("newcomers.jsonl", later) == [
-        "a: new clients, round 2 of their own  accuracy 50.0 % (global, weighted) before training  2.0 s  then 75.0 %"
+        "a: new clients, own round 2  accuracy 50.0 % (global, weighted) before training  2.0 s  final 75.0 %"
     ]
 
 
@@ -141,7 +141,7 @@ def test_whom_the_server_waits_for_is_told_once(tmp_path: Path) -> None:
         "",
     ):
         run.set_waiting(line)
-        follower.look()
+        follower.update()
     told = [line.strip() for line in console.export_text().splitlines() if "killed" in line or " s" in line]
     assert told == ["round 2: 61 s", "round 2: 122 s"]
 
@@ -160,7 +160,7 @@ def test_a_run_says_how_many_threads_it_has(
             return "1"
 
     monkeypatch.setattr(runner, "Engine", Engine)
-    monkeypatch.setattr(runner, "attend", lambda link, submit, *others: int(submit()))
+    monkeypatch.setattr(runner, "follow_run", lambda link, submit, *others: int(submit()))
     runner.simulate(tmp_path, tmp_path / "run", keys, 2, 1, Resources(cpus_per_client=3), Console())
     assert handed == {"threads": threads, "run-dir": str(tmp_path / "run")}
 

@@ -47,7 +47,7 @@ def test_runs_that_differ_in_the_seed_are_one_row(tmp_path: Path) -> None:
     assert found["validation-chosen"] == "-"
     assert found["std over clients"] == "25.00 ± 0.00"  # (1/4, 3/4) and (2/4, 4/4)
     assert found["worst decile"] == "37.50 ± 17.68"
-    assert sheet.notes[-1].startswith("Always answering a client's most frequent training class: 75.12 %")
+    assert sheet.notes[-1].startswith("Always predicting a client's most frequent training class: 75.12 %")
 
 
 def test_every_figure_of_a_row_stands_below_its_head(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_every_figure_of_a_row_stands_below_its_head(tmp_path: Path) -> None:
 def test_majorities_of_several_partitions_are_told_once_each_in_ascending_order() -> None:
     (said,) = majority_lines([0.12, None, 0.095, 0.1, 0.12], "a new client")
     assert said.startswith(
-        "Always answering a new client's most frequent training class: 9.50, 10.00, 12.00 %, "
+        "Always predicting a new client's most frequent training class: 9.50, 10.00, 12.00 %, "
     )
     assert majority_lines([None, None]) == []
 
@@ -92,10 +92,10 @@ def test_pairs_on_the_same_clients(tmp_path: Path) -> None:
     assert found["first − second"] == "fedproto − tinyproto"
     assert (found["n"], found["difference"]) == ("3", "+25.00")  # (1/4 + 0 + 2/4)/3
     assert found["better / equal / worse"] == "2 / 1 / 0"
-    assert "says nothing" in found["remark"]
-    other_data = "Not the same data on the same clients, so not compared"
+    assert "not informative" in found["remark"]
+    other_data = "Different data on the clients, so not compared"
     assert f"{other_data}: fedproto − protonorm; tinyproto − protonorm." in sheet.notes
-    assert "One common seed, so nothing is said about seeds: fedproto − tinyproto." in sheet.notes
+    assert "Only one common seed, so not compared over seeds: fedproto − tinyproto." in sheet.notes
 
 
 def test_p_values_are_adjusted_for_the_rows_of_their_kind(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_the_same_keys_are_not_the_same_data_where_the_files_changed(tmp_path: P
     assert records.same_data(first, unknown)
     sheet = paired_sheet(records.load(places[:2]))
     assert sheet.rows == ()
-    assert "Not the same data on the same clients, so not compared: fedproto − tinyproto." in sheet.notes
+    assert "Different data on the clients, so not compared: fedproto − tinyproto." in sheet.notes
 
 
 def changed(path: Path, data: str, weights: str = "") -> Path:
@@ -163,7 +163,7 @@ def test_a_later_seed_on_other_samples_is_not_compared(tmp_path: Path) -> None:
     ]
     sheet = paired_sheet(records.load(seeds))
     assert sheet.rows == ()
-    assert "Not the same data on the same clients, so not compared: fedproto − tinyproto." in sheet.notes
+    assert "Different data on the clients, so not compared: fedproto − tinyproto." in sheet.notes
     said = "Runs of one row that differ in more than the seed: tinyproto (data)."
     assert said in summary_sheet(records.load(seeds)).notes
     assert not any("more than the seed" in note for note in summary_sheet(records.load(seeds[:3])).notes)
@@ -201,7 +201,7 @@ def test_runs_that_began_with_other_weights_are_named(tmp_path: Path) -> None:
     assert set(remarks.values()) == {"no pair differs"}  # over the common seed 0
     changed(places[2], "01", "ef")
     remarks = {row[0]: row[-1] for row in paired_sheet(records.load(places)).rows}
-    assert remarks["fedproto − tinyproto"] == "other weights of cnn4@mine; no pair differs"
+    assert remarks["fedproto − tinyproto"] == "different weights of cnn4@mine; no pair differs"
     assert remarks["fedproto − local"] == "no pair differs"
 
 
@@ -215,8 +215,8 @@ def test_rows_name_unlike_predictors_and_notes_stay_short(tmp_path: Path) -> Non
     sheet = paired_sheet(records.load(places))
     remarks = {row[0]: row[-1] for row in sheet.rows}
     assert remarks["fedproto − tinyproto"] == "no pair differs"
-    assert remarks["fedproto − protonorm"].startswith("global against head")
-    assert "One common seed, so nothing is said about seeds: every pair." in sheet.notes
+    assert remarks["fedproto − protonorm"].startswith("global vs. head")
+    assert "Only one common seed, so not compared over seeds: every pair." in sheet.notes
 
 
 def test_pairs_at_other_moments_and_of_other_lengths_are_remarked(tmp_path: Path) -> None:
@@ -229,10 +229,10 @@ def test_pairs_at_other_moments_and_of_other_lengths_are_remarked(tmp_path: Path
     (places[2] / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     groups = records.load(places)
     remarks = {row[0]: row[-1] for row in paired_sheet(groups).rows}
-    moments, lengths = "scored after against before local training", "1 against 2 rounds"
+    moments, lengths = "scored after vs. before local training", "1 vs. 2 rounds"
     assert remarks["fedproto − tinyproto"] == f"{moments}; no pair differs"
     assert remarks["fedproto − protonorm"] == f"{lengths}; no pair differs"
-    said = "scored before against after local training"
+    said = "scored before vs. after local training"
     assert remarks["tinyproto − protonorm"] == f"{said}; {lengths}; no pair differs"
     sheet = summary_sheet(groups)
     assert [row[2] for row in sheet.rows] == ["after", "before", "after"]
@@ -247,7 +247,7 @@ def test_a_row_of_runs_of_different_lengths_is_remarked(tmp_path: Path) -> None:
         file.write(json.dumps(entry(2, 0.25, 0.5)) + "\n")
     sheet = summary_sheet(records.load(places))
     assert [row[3] for row in sheet.rows] == ["1–2", "1"]
-    assert "Runs of different numbers of rounds in one row: fedproto." in sheet.notes
+    assert "Runs with different numbers of rounds in one row: fedproto." in sheet.notes
 
 
 def test_clients_are_averaged_over_the_common_seeds(tmp_path: Path) -> None:
@@ -277,7 +277,7 @@ def test_seeds_are_compared_over_the_same_clients_only(tmp_path: Path) -> None:
     sheet = paired_sheet(records.load(pairs))
     assert [row[1:3] for row in sheet.rows] == [("clients", "1")]
     assert sheet.notes[-1].startswith(
-        "Accuracies over other clients (new-clients, attack, fraction-train, fraction-evaluate, failures), so"
+        "Accuracies cover different clients (new-clients, attack, fraction-train, fraction-evaluate, failures), so"
     )
 
 
@@ -302,7 +302,7 @@ def test_pairs_without_a_client_in_every_seed_are_named(tmp_path: Path) -> None:
         (places[seed] / "clients.jsonl").write_text(json.dumps(line) + "\n")
     sheet = paired_sheet(records.load(places))
     assert sheet.rows == ()
-    said = "No client that both scored in every common seed, so nothing is said about clients"
+    said = "No client scored by both in every common seed, so not compared over clients"
     assert f"{said}: fedproto − local." in sheet.notes
 
 
@@ -377,10 +377,10 @@ def test_who_lies_and_who_has_no_test_samples_is_in_no_accuracy(tmp_path: Path) 
 
 def test_a_summary_says_over_how_many_clients_it_is(tmp_path: Path) -> None:
     places = [run(tmp_path / name, 0.5, [1, 3], method=name) for name in ("fedproto", "tinyproto")]
-    assert not any("not over all" in note for note in summary_sheet(records.load(places)).notes)
+    assert not any("not cover all" in note for note in summary_sheet(records.load(places)).notes)
     write_run(tmp_path / "few", [over(1, entry(1, 0.25, 0.5))], method="tinyproto", seed=1)
     sheet = summary_sheet(records.load([*places, tmp_path / "few"]))
-    said = "Accuracies that are not over all clients taking part: tinyproto: global over 1–2 of 2."
+    said = "Accuracies that do not cover all participating clients: tinyproto: global over 1–2 of 2."
     assert said in sheet.notes
 
 
@@ -503,11 +503,11 @@ def test_a_predictor_that_one_seed_lacks_is_not_said_to_be_unscored(tmp_path: Pa
     sheet = summary_sheet(groups)
     notes, seeds = sheet.notes, sheet.columns.index("seeds")
     assert [row[seeds] for row in sheet.rows] == ["1", "2"]
-    assert "Not scored in every seed, so not shown: fedproto." in notes
+    assert "Not scored for every seed, so not shown: fedproto." in notes
     assert not [note for note in notes if note.startswith("Never scored")]
     notes = paired_sheet(groups).notes
-    assert "Not scored in every seed, so nothing is said about seeds: fedproto − local." in notes
+    assert "Not scored for every seed, so not compared over seeds: fedproto − local." in notes
     never = [write_run(tmp_path / f"c{seed}", [without], seed=seed, method="fedavg") for seed in (0, 1)]
     notes = summary_sheet(records.load([*runs, *never], by="global")).notes
     assert "Never scored by global: fedavg." in notes
-    assert "Not scored in every seed, so not shown: fedproto." in notes
+    assert "Not scored for every seed, so not shown: fedproto." in notes

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pbfl_flwr.experiments.text.table_formats import Sheet, figure, plain, tex
+from pbfl_flwr.experiments.text.table_formats import Sheet, csv_mean_sd, mean_cell, tex
 
 SHEET = Sheet("A & B", ("run", "last, %"), (("my_run|1", "50.0 ± 1.0"), ("b\nc", "-")), ("± over 2 seeds",))
 
@@ -62,10 +62,10 @@ def test_all_three_are_written(tmp_path: Path) -> None:
 
 
 def test_figures() -> None:
-    assert figure([]) == "-"
-    assert figure([50.0]) == "50.00"
-    assert figure([25.0, 75.0]) == "50.00 ± 35.36"  # 50/√2
-    assert [plain(values) for values in ([], [50.0], [25.0, 75.0])] == [
+    assert mean_cell([]) == "-"
+    assert mean_cell([50.0]) == "50.00"
+    assert mean_cell([25.0, 75.0]) == "50.00 ± 35.36"  # 50/√2
+    assert [csv_mean_sd(values) for values in ([], [50.0], [25.0, 75.0])] == [
         ("", ""),
         ("50.0000", ""),
         ("50.0000", "35.3553"),

@@ -80,7 +80,7 @@ def test_a_run_begins_with_some_and_others_join_in_any_round(tmp_path: Path) -> 
     text = StringIO()
     show(tmp_path / "run", Console(width=200, file=text))
     assert "client b has joined the run" in text.getvalue()
-    late = "joined the run: client a in round 2, client b in round 3; accuracies of rounds before are without them"
+    late = "joined during the run: client a in round 2, client b in round 3; accuracies of earlier rounds exclude them"
     assert late in text.getvalue().splitlines()
     assert {row.split(",")[2] for row in as_csv(tmp_path / "run").splitlines()[1:]} == set("mbza")
     report.write(records.load([tmp_path / "run"]), tmp_path / "report.html")
@@ -130,7 +130,7 @@ def test_numbers_that_nobody_has_are_missed_by_nobody(tmp_path: Path, method: st
     assert [line["trained"] for line in found.strategy.history] == [[1, 4]] * 3
     text = StringIO()
     show(tmp_path / "run", Console(width=200, file=text))
-    assert "not over all clients" not in text.getvalue()
+    assert "not cover all participating clients" not in text.getvalue()
     report.write(records.load([tmp_path / "run"]), tmp_path / "report.html")
     begun(
         tmp_path,

@@ -95,11 +95,11 @@ def test_a_run_ends_by_itself_and_is_finished(tmp_path: Path) -> None:
     about = there.read()
     assert about[ENDED] == last_round(about) == 3
     assert there.result()
-    assert watch.look(there.path, 0.0).state == "finished"
-    assert watch.look(there.path, 0.0).wanted == 3
+    assert watch.snapshot(there.path, 0.0).state == "finished"
+    assert watch.snapshot(there.path, 0.0).wanted == 3
     shown = pbfl("show", there.path)
     assert shown.exit_code == 0
-    assert "go on with" not in shown.stdout
+    assert "resume with" not in shown.stdout
     assert json.loads(pbfl("show", there.path, "--format", "json").stdout)["rounds"] == {
         "done": 3,
         "wanted": 3,
@@ -127,7 +127,7 @@ def test_new_clients_come_after_it(tmp_path: Path) -> None:
     assert len(run.strategy.history) == 3
     assert [entry["after"] for entry in run.strategy.newcomers] == [3, 3]
     assert run.directory.result()
-    assert watch.look(run.directory.path, 0.0).state == "finished"
+    assert watch.snapshot(run.directory.path, 0.0).state == "finished"
 
 
 def test_without_patience_or_with_better_rounds_all_are_made(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_one_that_was_killed_before_it_wrote_that_down_ends_there_too(tmp_path: 
     del about[ENDED]
     (first.directory.path / "run.json").write_text(json.dumps(about))
     first.directory.unseal()
-    assert watch.look(first.directory.path, 0.0).state != "finished"
+    assert watch.snapshot(first.directory.path, 0.0).state != "finished"
     again = ended(tmp_path, resume=True)
     assert len(again.strategy.history) == 3
     assert again.directory.read()[ENDED] == 3
@@ -177,7 +177,7 @@ def test_what_is_complete(tmp_path: Path) -> None:
 
     def complete(**keys: Any) -> bool:
         changed = {**RunDirectory(path).read()["configuration"], **keys}
-        return configuration.complete(path, parse(changed, SECTIONS))
+        return configuration.is_complete(path, parse(changed, SECTIONS))
 
     assert complete()
     assert complete(**{"num-server-rounds": 50})

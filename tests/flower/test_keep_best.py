@@ -173,8 +173,8 @@ def test_cleaning_takes_it_along(tmp_path: Path) -> None:
     found = run(tmp_path, 3, best=1)
     folder = home(found)
     assert len(list(folder.glob("*.best"))) == 5
-    finds = list(cleanup.look([found.directory.path]))
-    go, stay = cleanup.choose(finds, ["torn", "states"], 0.0, 1e12)
+    finds = list(cleanup.scan([found.directory.path]))
+    go, stay = cleanup.select(finds, ["torn", "states"], 0.0, 1e12)
     for find in go:
         assert cleanup.remove(find) is None
     assert not folder.exists(), [str(one) for one in stay]

@@ -13,13 +13,13 @@ from rich.console import Console
 from pbfl_flwr.config import Scalar, parse
 from pbfl_flwr.data import check_data, load_pool
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments.comparing.compare import Planned, ready
+from pbfl_flwr.experiments.comparing.compare import Planned, check_finished
 from pbfl_flwr.experiments.comparing.comparison_table import rows, table
 from pbfl_flwr.experiments.results.accuracies import series
 from pbfl_flwr.experiments.results.records import Record, load
 from pbfl_flwr.experiments.results.summaries import summary_sheet
 from pbfl_flwr.experiments.running import watch
-from pbfl_flwr.experiments.running.configuration import Wishes
+from pbfl_flwr.experiments.running.configuration import RequestedKeys
 from pbfl_flwr.experiments.text import tables
 from pbfl_flwr.flower.legacy import LegacyMethodStrategy
 from pbfl_flwr.flower.server.stop_conditions import RunEnded
@@ -117,13 +117,13 @@ def test_stopped_among_their_rounds_the_run_goes_on_there(tmp_path: Path) -> Non
     with pytest.raises(Stopped):
         stopped.run()
     assert len(stopped.directory.newcomers(2)) == 1
-    assert watch.look(stopped.directory.path, 0.0).state != "finished"
+    assert watch.snapshot(stopped.directory.path, 0.0).state != "finished"
     found = again(tmp_path).run()
     assert asked(found, "train") == {4: {3, 4}, 5: {3, 4}}
     straight = federation(tmp_path / "straight", **NEW).run()
     accuracies = [line["accuracy"] for line in straight.strategy.newcomers]
     assert [line["accuracy"] for line in found.strategy.newcomers] == accuracies
-    assert watch.look(found.directory.path, 0.0).state == "finished"
+    assert watch.snapshot(found.directory.path, 0.0).state == "finished"
     assert asked(again(tmp_path).run(), "train") == {}, "all is done"
 
 
@@ -136,7 +136,7 @@ def test_a_torn_line_of_theirs_is_made_again(tmp_path: Path) -> None:
         stopped.run()
     console = Console(record=True, width=200)
     tables.show(stopped.directory.path, console)
-    assert "1 of 3 rounds of the new clients; go on with: pbfl run --resume" in console.export_text()
+    assert "1 of 3 rounds of the new clients; resume with: pbfl run --resume" in console.export_text()
     with (stopped.directory.path / "newcomers.jsonl").open("a") as file:
         file.write('{"round": 4, "aft')
     again(tmp_path).run()
@@ -222,11 +222,11 @@ def test_tables_and_summaries_show_them(tmp_path: Path) -> None:
     tables.show(path, console)
     said = console.export_text()
     assert "4 clients (2 of them new after the last round)" in said
-    assert "2 new clients, who came after round 2: accuracy, %" in said
+    assert "2 new clients after round 2: sample-weighted accuracy, %" in said
     partition = check_data(found.strategy.settings.data, 4)
     theirs = replace(partition, splits=partition.splits[2:])
     skew = 100 * (theirs.majority(load_pool(found.strategy.settings.data).labels) or 0.0)
-    assert f"Always answering a new client's most frequent training class: {skew:.2f} %" in said
+    assert f"Always predicting a new client's most frequent training class: {skew:.2f} %" in said
     last = found.strategy.newcomers[-1]["accuracy"]["global"]["weighted"]
     assert Record.load(path).newcomer_accuracy() == last
     sheet = summary_sheet(load([path]))
@@ -242,14 +242,14 @@ def test_tables_and_summaries_show_them(tmp_path: Path) -> None:
 def test_a_comparison_waits_for_them_and_has_a_column(tmp_path: Path) -> None:
     keys: dict[str, Scalar] = {"new-clients": 1, "new-client-rounds": 2}
     path = write_run(tmp_path / "run", [entry(1, 0.5, 0.25)], **keys)
-    wishes = Wishes({"num-clients": 2, "num-server-rounds": 1, "feature-dim": 4, **keys})
-    planned = Planned("FedProto", 0, wishes, path)
+    requested = RequestedKeys({"num-clients": 2, "num-server-rounds": 1, "feature-dim": 4, **keys})
+    planned = Planned("FedProto", 0, requested, path)
     lines = [entry(2, 0.5, 0.5, after=1), entry(3, 0.5, 0.625, after=1), entry(4, 0.5, 1.0, after=2)]
     for number in (0, 1):
         (path / "newcomers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:number]))
-        assert not ready(planned)
+        assert not check_finished(planned)
     (path / "newcomers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert ready(planned)
+    assert check_finished(planned)
     (row,) = rows([planned])
     assert row.new == [62.5]
     assert row.up == 200, "bytes of the one client that takes part in the rounds"

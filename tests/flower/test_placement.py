@@ -180,7 +180,7 @@ def test_more_cards_than_there_are_is_one_line_before_anything_starts(
 def test_the_cpus_of_a_container_are_counted_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 64)
     monkeypatch.setattr("joblib.cpu_count", lambda: 2)
-    settings = configuration.check(configuration.Wishes({}))
+    settings = configuration.check(configuration.RequestedKeys({}))
     with pytest.raises(PbflError, match="--cpus-per-client 4: allowed is up to 2, the CPUs here"):
         configuration.preflight(settings, Resources(4))
 

@@ -12,7 +12,7 @@ import torch
 from pbfl_flwr.by_class import ByClass
 from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments.running.configuration import Wishes, check
+from pbfl_flwr.experiments.running.configuration import RequestedKeys, check
 from pbfl_flwr.flower.messages.report import OWN, Report
 from pbfl_flwr.method import Round, head_scores
 from pbfl_flwr.methods import SECTIONS, build_method
@@ -188,5 +188,5 @@ def test_no_metric_may_have_the_name_of_a_field_of_the_report():
 )
 def test_what_does_not_fit_is_one_line(page, keys, says):
     with pytest.raises(PbflError, match=says) as error:
-        check(Wishes({"models": "cnn4", **keys}))
+        check(RequestedKeys({"models": "cnn4", **keys}))
     assert "\n" not in str(error.value)

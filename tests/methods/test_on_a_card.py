@@ -185,13 +185,13 @@ def test_recurrent_layers_are_refused_before_anything_starts(method: str, key: s
         pytest.raises(PbflError, match=said),
     ):
         federation(tmp_path, method, num_clients=2, **keys).run()
-    wishes = configuration.Wishes({**keys, "method": method, "dataset": "digits", "num-clients": 2})
+    requested = configuration.RequestedKeys({**keys, "method": method, "dataset": "digits", "num-clients": 2})
     with (
         patch("torch.cuda.is_available", lambda: True),
         patch("torch.cuda.device_count", lambda: 1),
         pytest.raises(PbflError, match=said),
     ):
-        configuration.preflight(configuration.check(wishes), Resources(gpus_per_client=0.25))
+        configuration.preflight(configuration.check(requested), Resources(gpus_per_client=0.25))
 
 
 def on_a_real_card(tmp_path: Path, name: str, compiled: str, **keys: Scalar) -> dict[str, float]:

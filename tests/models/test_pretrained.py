@@ -227,7 +227,7 @@ def test_the_command_keeps_lists_and_replaces(tmp_path: Path) -> None:
     first = saved({"state_dict": {f"module.{n}": t for n, t in net.state_dict().items()}}, tmp_path / "a.pth")
     done = pbfl("weights", "imagenet", "resnet18", first)
     assert done.exit_code == 0, done.stderr
-    assert "models=resnet18@imagenet begins with them" in " ".join(done.stdout.split())
+    assert "use them with models=resnet18@imagenet" in " ".join(done.stdout.split())
     file = weights_file("resnet18", "imagenet")
     assert torch.equal(load_file(file)["stages.0.0.weight"], net.get_parameter("conv1.weight"))
     assert "resnet18@imagenet" in pbfl("list", "weights").stdout

@@ -1,1 +1,1 @@
-"""Many runs as one table: comparisons, published tables made again, sweeps."""
+"""Many runs as one table: comparisons, reproductions of published tables, sweeps."""

@@ -1,6 +1,6 @@
-"""Several runs on the same data side by side, resumable run by run; :mod:`.comparison_table` tells what came of them.
+"""Comparisons: several runs on the same data, executed and resumed run by run. :mod:`.comparison_table` has the tables.
 
-A comparison is a TOML file: what all runs share, and a table a run with what it changes.
+A comparison is a TOML file with the keys common to all runs, and one table per run with its own keys.
 
 ::
 
@@ -13,7 +13,7 @@ A comparison is a TOML file: what all runs share, and a table a run with what it
     method = "tinyproto"
     tinyproto.base = "fedtgp"
 
-``runs-of = "<another comparison>"`` instead of the tables takes that one's runs, without what they have in common.
+``runs-of = "<another comparison>"`` instead of these tables takes the runs of that comparison without its ``common``.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from pbfl_flwr.flower.storage.history import ENDED, RunDirectory
 
 FOLDER = "experiments/comparisons"
 INTERRUPTED = 130
-LONGEST_RANGE = 1000  # of seeds; a longer one is a slip of the finger
-Start = Callable[[configuration.Wishes, Path], int]
+LONGEST_RANGE = 1000  # of seeds; a longer one is taken for a typing error
+Start = Callable[[configuration.RequestedKeys, Path], int]
 """(keys, run directory) -> exit code of the run."""
 
 
@@ -50,18 +50,18 @@ class Planned:
     Attributes:
         label: its row in the table.
         seed: of the run.
-        wishes: its keys.
+        requested: its requested keys.
         directory: where it is written.
     """
 
     label: str
     seed: int
-    wishes: configuration.Wishes
+    requested: configuration.RequestedKeys
     directory: Path
 
     @property
     def name(self) -> str:
-        """How a person calls it."""
+        """Its name in messages."""
         return f"{self.label}, seed {self.seed}"
 
 
@@ -77,19 +77,19 @@ def read(name: str) -> tuple[str, dict[str, dict[str, Scalar]]]:
         name: a TOML file, or one of :func:`comparisons`.
 
     Raises:
-        PbflError: if there is none, or it is not of the form above.
+        PbflError: if it does not exist or is not of the form above.
     """
     found = configuration.read_toml("comparison", name, FOLDER)
     if unknown := set(found) - {"title", "common", "runs", "runs-of"}:
         raise PbflError(
-            f"comparison '{name}': unknown part '{min(unknown)}'; allowed are title, common, runs and runs-of"
+            f"comparison '{name}': unknown key '{min(unknown)}'; allowed are title, common, runs and runs-of"
         )
     if "runs" in found and "runs-of" in found:
-        raise PbflError(f"comparison '{name}': it has runs and runs-of; allowed is one of the two")
+        raise PbflError(f"comparison '{name}': has runs and runs-of; allowed is one of the two")
     other = found.get("runs-of")
     runs = _labelled(found, name) if other is None else _runs_of(str(other), name)
     if not runs:
-        raise PbflError(f"comparison '{name}': it has no [runs.<label>] table")
+        raise PbflError(f"comparison '{name}': has no [runs.<label>] table; needed is at least one")
     common = configuration.flatten(_tables(found, "common", name))
     return str(found.get("title", name)), {
         label: {**common, **configuration.flatten(keys)} for label, keys in runs.items()
@@ -97,15 +97,15 @@ def read(name: str) -> tuple[str, dict[str, dict[str, Scalar]]]:
 
 
 def _runs_of(other: str, name: str) -> dict[str, Any]:
-    """Return the tables of the runs of another comparison, which must have its own."""
+    """Return the run tables of another comparison, which must not use ``runs-of`` itself."""
     runs = _labelled(configuration.read_toml("comparison", other, FOLDER), other)
     if not runs:
-        raise PbflError(f"comparison '{name}': runs-of = '{other}', which has no runs of its own")
+        raise PbflError(f"comparison '{name}': runs-of = '{other}', which has no [runs.<label>] tables")
     return runs
 
 
 def _tables(found: Mapping[str, Any], part: str, name: str) -> dict[str, Any]:
-    """Return a part of a comparison that must be a table; an empty one if it is not there."""
+    """Return the value of a key that must be a table; an empty one if the key is missing."""
     table = found.get(part, {})
     if not isinstance(table, dict):
         raise PbflError(f"comparison '{name}': {part} = {table!r}: allowed is a table")
@@ -113,12 +113,12 @@ def _tables(found: Mapping[str, Any], part: str, name: str) -> dict[str, Any]:
 
 
 def _labelled(found: Mapping[str, Any], name: str) -> dict[str, dict[str, Any]]:
-    """Return the tables of the runs; a label is part of a directory's name."""
+    """Return the run tables by label, after checking that each label can be part of a directory name."""
     runs = _tables(found, "runs", name)
     for label in runs:
         if not label or label in (".", "..") or set(label) & set("/\\\0"):
             raise PbflError(
-                f"comparison '{name}': label {label!r}: allowed is a name without / and \\, since a directory has it"
+                f"comparison '{name}': label {label!r}: allowed is a directory name, without / and \\"
             )
     return {label: _tables(runs, label, name) for label in runs}
 
@@ -135,14 +135,14 @@ def plan(
     Args:
         runs: label -> keys.
         assignments: ``key=value`` for all runs.
-        seeds: one run a label and seed; without any, the seed that the keys give.
-        only: labels; empty is all.
+        seeds: one run per label and seed; if empty, the seed in the keys.
+        only: labels to run; empty means all.
         out: directory of the comparison.
 
     Raises:
-        PbflError: one line for every bad key of every run, and for labels that do not exist.
+        PbflError: one line for every bad key of every run, and for unknown labels.
     """
-    only = named("--only", only, runs)
+    only = match_names("--only", only, runs)
     given = configuration.gather(None, assignments)
     planned, problems = [], []
     for label, keys in runs.items():
@@ -154,12 +154,12 @@ def plan(
             continue
         for seed in seeds or [int(own)]:
             values = configuration.absolute({**keys, **given.values, "seed": seed})
-            wishes = configuration.Wishes(values, given.problems)
+            requested = configuration.RequestedKeys(values, given.problems)
             try:
-                configuration.check(wishes)
+                configuration.check(requested)
             except PbflError as error:
                 problems += [f"{label}: {line}" for line in str(error).splitlines()]
-            planned.append(Planned(label, seed, wishes, out / f"{label}-seed{seed}"))
+            planned.append(Planned(label, seed, requested, out / f"{label}-seed{seed}"))
     if problems:
         raise PbflError("\n".join(dict.fromkeys(problems)))
     return planned
@@ -172,53 +172,53 @@ def with_finished(
     seeds: Sequence[int],
     out: Path,
 ) -> list[Planned]:
-    """Return what a table is of: planned runs, and the finished ones of labels that were not asked for this time.
+    """Return the runs of a table: planned runs, and the finished runs of labels that were not selected this time.
 
     Args:
-        planned: what :func:`plan` returned for the labels that were asked for.
-        runs: as there.
-        assignments: as there.
-        seeds: as there.
-        out: as there.
+        planned: result of :func:`plan` for the selected labels.
+        runs: as for :func:`plan`.
+        assignments: as for :func:`plan`.
+        seeds: as for :func:`plan`.
+        out: as for :func:`plan`.
     """
     found: list[Planned] = []
     for label in runs:
         own = [run for run in planned if run.label == label]
         if not own:
-            with suppress(PbflError):  # the keys of this time do not fit it
+            with suppress(PbflError):  # this time's assignments are invalid for this label
                 own = [run for run in plan(runs, assignments, seeds, [label], out) if finished(run)]
         found += own
     return found
 
 
 def preflight(planned: Sequence[Planned], resources: Resources) -> list[str]:
-    """Load the data and try the networks of every different configuration, before any run starts.
+    """Load the data and try the models of every different configuration, before any run starts.
 
     Returns:
-        What looks wrong with the data, and what is said of training and methods before they start, a line each.
+        Warnings about data, training and methods, one line each.
 
     Raises:
-        PbflError: one line on what does not fit.
+        PbflError: one line on the first problem.
     """
     found: dict[str, None] = {}
-    for wishes in {str(sorted(run.wishes.values.items())): run.wishes for run in planned}.values():
-        settings = configuration.check(wishes)
+    for requested in {str(sorted(run.requested.values.items())): run.requested for run in planned}.values():
+        settings = configuration.check(requested)
         configuration.preflight(settings, resources)
-        notes = [*configuration.suspicions(settings), *configuration.of_training(settings)]
+        notes = [*configuration.data_warnings(settings), *configuration.training_warnings(settings)]
         found.update(dict.fromkeys(notes))
     return list(found)
 
 
-def named(option: str, words: Sequence[str], known: Iterable[str]) -> list[str]:
-    """Return the names that were asked for, as they are spelt; capitals need not be, where no two names differ in them.
+def match_names(option: str, words: Sequence[str], known: Iterable[str]) -> list[str]:
+    """Return the requested names in their exact spelling; case is ignored unless names differ only in case.
 
     Args:
-        option: of the command line, for messages.
-        words: what was asked for.
+        option: command-line option, for messages.
+        words: requested names.
         known: all names.
 
     Raises:
-        PbflError: for a word that is no name, or several.
+        PbflError: if a word matches no name, or several.
     """
     names = list(known)
     found = []
@@ -235,11 +235,11 @@ def named(option: str, words: Sequence[str], known: Iterable[str]) -> list[str]:
     return found
 
 
-def numbers(option: str, text: str) -> list[int]:
-    """Return the whole numbers from 0 of a comma list, each once; ``0-2`` in it are 0, 1 and 2.
+def parse_numbers(option: str, text: str) -> list[int]:
+    """Parse a comma-separated list of different whole numbers from 0; ``0-2`` stands for 0, 1 and 2.
 
     Raises:
-        PbflError: if it is none.
+        PbflError: if it is not such a list.
     """
     found: list[int] = []
     for part in filter(None, map(str.strip, text.split(","))):
@@ -250,111 +250,112 @@ def numbers(option: str, text: str) -> list[int]:
         first, last = int(ends[1]), int(ends[2] or ends[1])
         if not first <= last < first + LONGEST_RANGE:
             raise PbflError(
-                f"{option} {text}: allowed in a range are up to {LONGEST_RANGE} numbers, the smaller end first"
+                f"{option} {text}: allowed is a range of up to {LONGEST_RANGE} numbers, in ascending order"
             )
         found += range(first, last + 1)
-    if again := repeated(found):
-        raise PbflError(f"{option} {text}: {again[0]} stands there twice; allowed is each number once")
+    if again := duplicates(found):
+        raise PbflError(f"{option} {text}: {again[0]} is given twice; allowed is each number once")
     return found
 
 
-def repeated(values: Sequence[Scalar]) -> list[Scalar]:
-    """Return what stands in a list a second time: such a run would count as two."""
+def duplicates(values: Sequence[Scalar]) -> list[Scalar]:
+    """Return the values that repeat an earlier one in the list; such a run would be counted twice."""
     return [value for number, value in enumerate(values) if value in values[:number]]
 
 
 def finished(run: Planned) -> bool:
-    """Whether all rounds of a run are there, made with its keys; what cannot be read is not."""
+    """Whether a run is finished with its keys; False if it cannot be read or has other keys."""
     try:
-        return ready(run)
+        return check_finished(run)
     except PbflError:
         return False
 
 
-def ready(run: Planned) -> bool:
-    """Whether a run need not be made, having made sure that what is there was made with its keys.
+def check_finished(run: Planned) -> bool:
+    """Whether a run is finished, after checking that existing rounds were run with its keys.
 
     Raises:
-        PbflError: if it was made with other keys or for more rounds, or is damaged.
+        PbflError: if it was run with other keys or for more rounds, or is damaged.
     """
     there = RunDirectory(run.directory)
     if not there.taken:
         return False
-    wanted = configuration.check(run.wishes)
+    wanted = configuration.check(run.requested)
     about = there.read()
-    made = configuration.check(configuration.Wishes(about["configuration"]))
+    made = configuration.check(configuration.RequestedKeys(about["configuration"]))
     now = wanted.relevant() | {"patience": wanted.run.patience}
     then = made.relevant() | {"patience": made.run.patience}
     if odd := [f"{key} = {value}" for key, value in then.items() if now.get(key) != value]:
         raise PbflError(
-            f"{run.directory} was made with {', '.join(odd)}; allowed are the same keys, or another --out"
+            f"{run.directory} was run with {', '.join(odd)}; allowed are the same keys, or another --out"
         )
     rounds, until = wanted.run.num_server_rounds, made.run.num_server_rounds
     if (ended := about.get(ENDED, rounds + 1)) <= rounds:
         rounds = until = ended
-    # Its first rounds are not the shorter run: a last scoring, new clients and schedules belong to the last round.
+    # Its first rounds are not the shorter run: the final scoring, new clients and schedules depend on the last round.
     if len(there.rounds()) >= rounds and until > rounds:
         raise PbflError(
-            f"{run.directory} was made with num-server-rounds = {until}, not {rounds}; allowed are at least as many "
+            f"{run.directory} was run with num-server-rounds = {until}, not {rounds}; allowed are at least as many "
             "rounds, or another --out"
         )
     newcomers = wanted.run.new_client_rounds if wanted.run.new_clients else 0
     return len(there.rounds()) >= rounds and len(there.newcomers(rounds)) >= newcomers
 
 
-def to_make(run: Planned) -> configuration.Wishes | None:
-    """Return the keys with which a run is made or goes on, None if it need not be made.
+def pending_keys(run: Planned) -> configuration.RequestedKeys | None:
+    """Return the keys with which to start or resume a run, None if it is finished.
 
     Raises:
-        PbflError: if it is refused, see :func:`ready` and :func:`pbfl_flwr.experiments.running.configuration.resumed`.
+        PbflError: if it is refused, see :func:`check_finished` and
+            :func:`pbfl_flwr.experiments.running.configuration.resumed`.
     """
-    if ready(run):
+    if check_finished(run):
         return None
     taken = RunDirectory(run.directory).taken
-    return configuration.resumed(run.directory, run.wishes) if taken else run.wishes
+    return configuration.resumed(run.directory, run.requested) if taken else run.requested
 
 
-def no_tables(planned: Iterable[Planned]) -> str:
-    """Return why the tables of an earlier start stay as they are, nothing where new ones are to be written."""
+def reason_not_to_write(planned: Iterable[Planned]) -> str:
+    """Return why existing tables must not be overwritten; empty if new ones can be written."""
     runs = list(planned)
     for run in runs:
         try:
-            to_make(run)
+            pending_keys(run)
         except PbflError:
             return "a run is refused"
     return "" if any(map(finished, runs)) else "no run is finished"
 
 
 def starter(app: Path, resources: Resources, console: Console) -> Start:
-    """Return what starts a run on the simulation engine.
+    """Return a function that executes a run on the simulation engine.
 
     Args:
         app: directory of the Flower app.
         resources: of the workers.
-        console: where the run's lines go.
+        console: for the run's output.
     """
 
-    def start(wishes: configuration.Wishes, run_dir: Path) -> int:
-        run = configuration.check(wishes).run
+    def start(requested: configuration.RequestedKeys, run_dir: Path) -> int:
+        run = configuration.check(requested).run
         say(console, f"{run_dir.name}: {run.method}")
         return simulate(
-            app, run_dir, wishes.values, run.num_clients, run.num_server_rounds, resources, console
+            app, run_dir, requested.values, run.num_clients, run.num_server_rounds, resources, console
         )
 
     return start
 
 
-def make(
+def run_all(
     planned: Sequence[Planned], start: Start, after: Callable[[Planned], object] = lambda run: None
 ) -> list[str]:
-    """Make the runs that are not finished, one after the other, and return what failed.
+    """Execute the runs that are not finished, one after the other, and return the failed ones.
 
-    A run that was interrupted goes on where it stopped; a run that fails or is refused does not stop the others.
+    An interrupted run is resumed; a run that fails or is refused does not stop the others.
 
     Args:
-        planned: in the order in which they are made.
-        start: makes a run.
-        after: called after every run that was made.
+        planned: runs in order of execution.
+        start: executes a run.
+        after: called after every executed run.
 
     Raises:
         KeyboardInterrupt: if a run was interrupted.
@@ -362,11 +363,11 @@ def make(
     failed = []
     for run in planned:
         try:
-            if (wishes := to_make(run)) is None:
+            if (requested := pending_keys(run)) is None:
                 continue
-            code = start(wishes, run.directory)
+            code = start(requested, run.directory)
         except PbflError as error:
-            failed.append(refused(run, error))
+            failed.append(refusal(run, error))
             continue
         if code == INTERRUPTED:
             raise KeyboardInterrupt
@@ -376,6 +377,6 @@ def make(
     return failed
 
 
-def refused(run: Planned, error: PbflError) -> str:
-    """Return what is said of a run that could not be made, and why."""
+def refusal(run: Planned, error: PbflError) -> str:
+    """Return the message on a run that was refused."""
     return f"{run.name}: {error}"

@@ -1,8 +1,8 @@
-"""A published table made again: its columns as blocks, its rows as runs, and what the paper prints of them.
+"""Reproductions of published tables: columns as blocks, rows as runs, with the published values.
 
-A reproduction is a comparison (see :mod:`pbfl_flwr.experiments.comparing.compare`) with the paper's side of it. A run's
-keys are those of ``common``, its block, the run, the run within the block, and at scale ``small`` those of ``small``;
-later ones win.
+A reproduction is a comparison (see :mod:`pbfl_flwr.experiments.comparing.compare`) with the paper's results. A run's
+keys are merged from ``common``, its block, the run, the run within the block, and at scale ``small`` from ``small``;
+later ones take precedence.
 
 ::
 
@@ -11,10 +11,10 @@ later ones win.
     table = "Table 1: test accuracy ..."
     hardware = "not stated"
     accuracy = "weighted"               # over all test samples, or the "mean" over clients
-    round = "best"                      # which round the paper reports: "best" (chosen on test data) or "last"
-    spread = "clients"                  # what its ± is: over "clients", over "seeds", or "none" is printed
+    round = "best"                      # round the paper reports: "best" (chosen on test data) or "last"
+    spread = "clients"                  # what its ± is over: "clients" or "seeds"; "none" if the paper has no ±
     seeds = [0]
-    deviations = ["..."]                # what differs from the paper, and why
+    deviations = ["..."]                # differences from the paper, with reasons
     [common]
     learning-rate = 0.01
     [small]
@@ -25,7 +25,7 @@ later ones win.
     runs.FedCPD.feature-dim = 512       # optional
     [runs.FedCPD]
     method = "fedcpd"
-    [published]                         # a row a run; an entry a block, in their order: [accuracy, ±], [] for "-"
+    [published]                         # one row per run, one entry per block in order: [accuracy, ±], [] for "-"
     FedCPD = [[91.78, 7.87]]
 """
 
@@ -42,7 +42,7 @@ from pbfl_flwr.config import Scalar, Settings
 from pbfl_flwr.data import check_data
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.comparing import compare
-from pbfl_flwr.experiments.comparing.compare import Planned, named, plan, repeated
+from pbfl_flwr.experiments.comparing.compare import Planned, duplicates, match_names, plan
 from pbfl_flwr.experiments.running import configuration
 
 FOLDER = "experiments/reproductions"
@@ -53,22 +53,22 @@ SILENT = {
     "threads",
     "eval-batch-size",
     "seed",
-}  # change no setting
+}  # keys that :func:`changes` does not report as changes of the setting
 Scale = Literal["small", "paper"]
 Keys = dict[str, Scalar]
 Percent = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]
 Cell = Annotated[list[Percent], Field(max_length=2)]
-"""[accuracy, ±], [accuracy], or [] where the paper prints "-"; in %."""
+"""[accuracy, ±], [accuracy], or [] for a "-" in the paper; in %."""
 
 
 def _each_once(seeds: list[int]) -> list[int]:
-    if again := repeated(seeds):
-        raise ValueError(f"{again[0]} stands there twice; allowed is each seed once")
+    if again := duplicates(seeds):
+        raise ValueError(f"{again[0]} is given twice; allowed is each seed once")
     return seeds
 
 
 class _File(BaseModel):
-    """The parts of the TOML file, named as there."""
+    """Schema of the TOML file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -94,8 +94,8 @@ class Block:
 
     Attributes:
         runs: label -> keys at the paper's scale.
-        published: label -> what the paper prints, see :data:`Cell`.
-        remark: what is to be known about these figures; may be empty.
+        published: label -> published values, see :data:`Cell`.
+        remark: note on these values; may be empty.
     """
 
     runs: Mapping[str, Keys]
@@ -105,11 +105,11 @@ class Block:
 
 @dataclass(frozen=True)
 class Reproduction:
-    """One published table.
+    """A published table.
 
     Attributes:
         title, paper, table, hardware, accuracy, round, spread, seeds, deviations: see the module.
-        small: the keys that scale "small" changes.
+        small: keys that override all others at scale "small".
         blocks: name -> block, in the table's order.
     """
 
@@ -138,7 +138,7 @@ def read(name: str) -> Reproduction:
         name: a TOML file, or one of :func:`reproductions`.
 
     Raises:
-        PbflError: if there is none, or it is not of the form above.
+        PbflError: if it does not exist or is not of the form above.
     """
     found = configuration.read_toml("reproduction", name, FOLDER)
     try:
@@ -156,7 +156,8 @@ def read(name: str) -> Reproduction:
     for label, row in file.published.items():
         if len(row) != len(file.blocks):
             raise PbflError(
-                f"reproduction '{name}': published.{label} has {len(row)} entries; the blocks are {len(file.blocks)}"
+                f"reproduction '{name}': published.{label} has {len(row)} entries; needed are {len(file.blocks)}, "
+                "one per block"
             )
     blocks = {
         block: _block(file, keys, name, block, number)
@@ -170,7 +171,10 @@ def _block(file: _File, keys: Mapping[str, Any], name: str, block: str, number: 
     own = {key: value for key, value in keys.items() if key not in ("remark", "runs")}
     within: Mapping[str, Any] = keys.get("runs", {})
     if unknown := set(within) - set(file.runs):
-        raise PbflError(f"reproduction '{name}': blocks.{block}.runs.{min(unknown)} is no run")
+        raise PbflError(
+            f"reproduction '{name}': blocks.{block}.runs.{min(unknown)}: unknown run; "
+            f"allowed are {', '.join(file.runs)}"
+        )
     runs = {
         label: {
             **configuration.flatten(file.common),
@@ -185,17 +189,17 @@ def _block(file: _File, keys: Mapping[str, Any], name: str, block: str, number: 
 
 
 def chosen(paper: Reproduction, dataset: str | None, names: Sequence[str]) -> list[str]:
-    """Return the blocks that were asked for; all without a wish.
+    """Return the names of the selected blocks; all if nothing is selected.
 
     Args:
         paper: the reproduction.
-        dataset: keep the blocks on this dataset.
-        names: keep these blocks.
+        dataset: select the blocks on this dataset; None means all.
+        names: select these blocks; empty means all.
 
     Raises:
-        PbflError: if there is none.
+        PbflError: if a name or the dataset is unknown, or no block has both.
     """
-    names = named("--block", names, paper.blocks)
+    names = match_names("--block", names, paper.blocks)
     datasets = {name: str(next(iter(block.runs.values()))["dataset"]) for name, block in paper.blocks.items()}
     if dataset is not None and dataset not in datasets.values():
         raise PbflError(f"--dataset {dataset}: allowed are {', '.join(dict.fromkeys(datasets.values()))}")
@@ -205,7 +209,7 @@ def chosen(paper: Reproduction, dataset: str | None, names: Sequence[str]) -> li
         if (not names or name in names) and (dataset is None or datasets[name] == dataset)
     ]
     if not kept:
-        raise PbflError(f"--dataset {dataset}: none of the blocks {', '.join(names)} is on it")
+        raise PbflError(f"--dataset {dataset}: none of the blocks {', '.join(names)} uses it")
     return kept
 
 
@@ -223,14 +227,14 @@ def plans(
     Args:
         paper: the reproduction.
         names: of the blocks.
-        scale: "paper" is the full setting, "small" what a small machine does in minutes.
+        scale: "paper" is the full setting, "small" takes minutes on a small machine.
         assignments: ``key=value`` for all runs.
-        seeds: one run a row and seed; without any, the paper's at its scale, the first of them at "small".
-        only: labels; empty is all.
+        seeds: one run per row and seed; if empty, the paper's seeds, at "small" only the first of them.
+        only: labels to run; empty means all.
         out: directory of the reproduction.
 
     Raises:
-        PbflError: one line for every bad key, and for labels that do not exist.
+        PbflError: one line for every bad key, and for unknown labels.
     """
     taken = _seeds(paper, scale, seeds)
     return {name: plan(_runs(paper, name, scale), assignments, taken, only, out / name) for name in names}
@@ -244,15 +248,15 @@ def with_finished(
     seeds: Sequence[int],
     out: Path,
 ) -> dict[str, list[Planned]]:
-    """Return what the tables are of: planned runs, and finished ones that were not asked for this time.
+    """Return block -> runs of its table: planned runs, and finished runs that were not selected this time.
 
     Args:
-        planned: what :func:`plans` returned.
-        paper: as there.
-        scale: as there.
-        assignments: as there.
-        seeds: as there.
-        out: as there.
+        planned: result of :func:`plans`.
+        paper: as for :func:`plans`.
+        scale: as for :func:`plans`.
+        assignments: as for :func:`plans`.
+        seeds: as for :func:`plans`.
+        out: as for :func:`plans`.
     """
     taken = _seeds(paper, scale, seeds)
     found = {
@@ -275,13 +279,13 @@ def _runs(paper: Reproduction, block: str, scale: Scale) -> dict[str, Keys]:
 
 
 def absent(planned: Mapping[str, Sequence[Planned]]) -> dict[str, str]:
-    """Return block -> why it cannot be run here: which files its data wants, and where.
+    """Return block -> why it cannot be run here, e.g. which data files are missing and where.
 
-    The data of a block is decoded and dealt once for that.
+    The data of each block is decoded and partitioned once for this check.
     """
     found = {}
     for name, runs in planned.items():
-        settings = configuration.check(runs[0].wishes)
+        settings = configuration.check(runs[0].requested)
         try:
             check_data(settings.data, settings.run.num_clients)
         except PbflError as error:
@@ -290,13 +294,13 @@ def absent(planned: Mapping[str, Sequence[Planned]]) -> dict[str, str]:
 
 
 def changes(paper: Reproduction, planned: Mapping[str, Sequence[Planned]]) -> list[str]:
-    """Return what is run otherwise than at the paper's scale, a line a key; seeds included."""
+    """Return how keys and seeds of the planned runs differ from the paper's scale, one line per key and value."""
     found: dict[str, dict[Scalar, set[Scalar]]] = {}
     defaults = Settings().as_dict()
     for name, runs in planned.items():
         for run in runs:
             full = {**defaults, **paper.blocks[name].runs[run.label]}
-            for key, value in run.wishes.values.items():
+            for key, value in run.requested.values.items():
                 if key not in SILENT and value != full.get(key):
                     found.setdefault(key, {}).setdefault(value, set()).add(full.get(key, "none"))
     lines = [

@@ -1,4 +1,4 @@
-"""What came of a reproduction: our figures beside the paper's, as text and as plain numbers."""
+"""Tables of a reproduction: our results next to the paper's, as Markdown and CSV."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pbfl_flwr.experiments.comparing.compare import Planned, finished
 from pbfl_flwr.experiments.comparing.reproduce import Reproduction, Scale, changes
 from pbfl_flwr.experiments.results.accuracies import (
     Scores,
-    few_clients,
-    few_lines,
+    coverage_lines,
     honest,
+    partial_coverage,
     scores,
     span,
     titled,
@@ -23,28 +23,28 @@ from pbfl_flwr.experiments.results.accuracies import (
 )
 from pbfl_flwr.experiments.results.records import Record, changed_files, changed_lines
 from pbfl_flwr.experiments.results.summaries import MOMENT_NOTE
-from pbfl_flwr.experiments.text.table_formats import Sheet, figure, plain
+from pbfl_flwr.experiments.text.table_formats import Sheet, csv_mean_sd, mean_cell
 from pbfl_flwr.flower.storage.atomic_files import write_atomically
 from pbfl_flwr.flower.storage.history import RunDirectory
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a block: what the paper prints, and what the finished runs gave, one value a seed, in %.
+    """One row of a block: the published values and the results of the finished runs, one value per seed, in %.
 
     Attributes:
-        block, label: where it stands.
+        block, label: its column and row in the published table.
         published: see :data:`pbfl_flwr.experiments.comparing.reproduce.Cell`.
         rule: the predictor that is compared.
-        best, best_spread: accuracy of the best round, and deviation over clients there.
-        last, last_spread: the same of the last round.
+        best, best_spread: accuracy in the best round, and its standard deviation over clients.
+        last, last_spread: the same for the last round.
         others: predictor -> last accuracies.
-        rounds: how many were made.
-        seconds: a round.
-        few: predictor -> over how many of the clients its accuracies are, see :func:`.few_clients`.
+        rounds: number of rounds, or a range.
+        seconds: per round.
+        coverage: predictor -> number of clients that its accuracies cover, see :func:`.partial_coverage`.
         moment: when clients were scored, before or after their training.
-        clients: how many the accuracies are to be over: those that take part and do not lie.
-        mixed: in what its runs differ beside the seed, see :func:`.changed_files`.
+        clients: number of participating clients that are not malicious.
+        mixed: how the runs' files differ, see :func:`.changed_files`; empty if they do not.
     """
 
     block: str
@@ -58,17 +58,17 @@ class Row:
     others: Mapping[str, list[float]]
     rounds: str
     seconds: float
-    few: Mapping[str, str] = field(default_factory=dict)
+    coverage: Mapping[str, str] = field(default_factory=dict)
     moment: str = ""
     clients: int = 0
     mixed: str = ""
 
     def compared(self, paper: Reproduction) -> list[float]:
-        """Return the values that are compared with the paper's."""
+        """Return the values to compare with the paper's: of the best or the last round."""
         return self.best if paper.round == "best" else self.last
 
     def difference(self, paper: Reproduction) -> float | None:
-        """Return ours minus the paper's, percentage points; None where one of the two is missing."""
+        """Return our mean minus the paper's value in percentage points; None if either is missing."""
         values = self.compared(paper)
         return fmean(values) - self.published[0] if values and self.published else None
 
@@ -79,7 +79,7 @@ def rows(paper: Reproduction, planned: Mapping[str, Sequence[Planned]], by: str 
     Args:
         paper: the published table.
         planned: the runs of each block.
-        by: the predictor of all rows; nothing is the headline of each run.
+        by: the predictor of all rows; empty means each run's headline.
     """
     found = []
     for name, runs in planned.items():
@@ -114,7 +114,7 @@ def _row(paper: Reproduction, block: str, label: str, runs: Sequence[RunDirector
         },
         span(map(len, histories)),
         fmean(line["seconds"]["total"] for history in histories for line in history),
-        few_clients((run.read(), score) for run, score in zip(runs, found, strict=True)),
+        partial_coverage((run.read(), score) for run, score in zip(runs, found, strict=True)),
         str(runs[0].read()["moment"]),
         len(honest(runs[0].read())),
         changed_files([Record.load(run.path) for run in runs]),
@@ -129,34 +129,34 @@ def markdown(
     missing: Mapping[str, str],
     by: str = "",
 ) -> str:
-    """Return the tables of all blocks and the list of what differs from the paper.
+    """Return the tables of all blocks and the list of differences from the paper.
 
     Args:
         paper: the published table.
         scale: of the runs.
         planned: the runs of each block.
-        found: what :func:`rows` returned.
-        missing: blocks that were left out, and why.
-        by: as in :func:`rows`.
+        found: result of :func:`rows`.
+        missing: block -> why it was left out.
+        by: as for :func:`rows`.
     """
-    over = "over samples" if paper.accuracy == "weighted" else "mean over clients"
+    over = "sample-weighted" if paper.accuracy == "weighted" else "mean over clients"
     spread = {
         "clients": "± over clients",
-        "seeds": "± is the sample deviation over seeds",
-        "none": "the paper prints no ±, ours is the sample deviation over seeds",
+        "seeds": "± is the sample standard deviation over seeds",
+        "none": "the paper has no ±, ours is the sample standard deviation over seeds",
     }[paper.spread]
     lines = [f"**{paper.title}**, {titled(f'scale {scale}', by)}", "", f"{paper.paper}. {paper.table}", ""]
-    lines += [f"Accuracy in %, {over}, {paper.round} round is compared, {spread}.", ""]
+    lines += [f"Accuracy in %, {over}; the {paper.round} round is compared; {spread}.", ""]
     if scale == "small":
-        lines += ["At scale small our figures are not comparable with the paper's.", ""]
+        lines += ["At scale small our results are not comparable with the paper's.", ""]
     if by:
-        lines += [f"Ours are all by {by}, the paper's by what each method predicts with.", ""]
+        lines += [f"Our results are all by {by}, the paper's by each method's own predictor.", ""]
     for name, runs in planned.items():
         lines += [_table(paper, name, [row for row in found if row.block == name], runs).markdown()]
     lines += [f"**{name}** was left out: {why}" for name, why in missing.items()] + [""] * bool(missing)
     if different := changes(paper, planned):
-        lines += ["Otherwise than the full setting:", "", *(f"* {line}" for line in different), ""]
-    lines += ["Otherwise than in the paper:", "", *(f"* {line}" for line in paper.deviations)]
+        lines += ["Differs from the full setting:", "", *(f"* {line}" for line in different), ""]
+    lines += ["Differs from the paper:", "", *(f"* {line}" for line in paper.deviations)]
     lines += ["", f"The paper's hardware: {paper.hardware}."]
     return "\n".join(lines) + "\n"
 
@@ -169,8 +169,8 @@ def _table(paper: Reproduction, block: str, found: Sequence[Row], runs: Sequence
         "compared by",
         *(["scored"] if moments else []),
         "paper",
-        "here, best round",
-        "here, last round",
+        "ours, best round",
+        "ours, last round",
         "difference",
         *names,
     ]
@@ -182,21 +182,21 @@ def _table(paper: Reproduction, block: str, found: Sequence[Row], runs: Sequence
         cells += [_cell(row.best, row.best_spread, paper), _cell(row.last, row.last_spread, paper)]
         cells += [
             "-" if gap is None else f"{gap:+.2f}",
-            *(figure(row.others.get(name, [])) for name in names),
+            *(mean_cell(row.others.get(name, [])) for name in names),
         ]
         lines.append((*cells, row.rounds, str(len(row.best)), f"{row.seconds:.1f}"))
     repeated = any(len(values) > 1 for row in found for values in row.others.values())
     over_seeds = ", ± over seeds" if repeated and paper.spread == "clients" else ""
-    notes = [f"Columns named after predictors are accuracies of the last round{over_seeds}."] if found else []
+    notes = [f"Columns named after predictors are last-round accuracies{over_seeds}."] if found else []
     notes += [MOMENT_NOTE] if moments else []
     notes += changed_lines((row.label, row.mixed) for row in found)
     notes += unscored_lines((row.label, row.rule) for row in found if not row.last)
-    notes += few_lines([(row.label, row.few) for row in found])
+    notes += coverage_lines([(row.label, row.coverage) for row in found])
     done = {row.label for row in found}
     if to_do := [label for label in dict.fromkeys(run.label for run in runs) if label not in done]:
         notes.append(f"Not finished: {', '.join(to_do)}.")
     notes += [paper.blocks[block].remark] if paper.blocks[block].remark else []
-    columns = (*head, "rounds", "seeds", "s a round")
+    columns = (*head, "rounds", "seeds", "s per round")
     return Sheet(
         f"{paper.title}, {block}", columns, tuple(lines), tuple(notes), text_columns=3 if moments else 2
     )
@@ -204,12 +204,12 @@ def _table(paper: Reproduction, block: str, found: Sequence[Row], runs: Sequence
 
 def _cell(values: Sequence[float], spreads: Sequence[float], paper: Reproduction) -> str:
     if not values or paper.spread != "clients":
-        return figure(values)
+        return mean_cell(values)
     return f"{fmean(values):.2f} ± {fmean(spreads):.2f}"
 
 
 def write(out: Path, paper: Reproduction, text: str, found: Sequence[Row]) -> None:
-    """Write table.md (the text) and table.csv (a line a row, plain numbers)."""
+    """Write table.md (the text) and table.csv (one line per row, plain numbers)."""
     write_atomically(out / "table.md", text.encode())
     head = (
         "block run rule scored clients paper paper_spread best best_spread last last_spread difference rounds "
@@ -220,22 +220,27 @@ def write(out: Path, paper: Reproduction, text: str, found: Sequence[Row]) -> No
     for row in found:
         gap = row.difference(paper)
         printed = ([f"{value:.2f}" for value in row.published] + ["", ""])[:2]
-        figures = [*_plain(paper, row.best, row.best_spread), *_plain(paper, row.last, row.last_spread)]
+        values = [
+            *_mean_and_spread(paper, row.best, row.best_spread),
+            *_mean_and_spread(paper, row.last, row.last_spread),
+        ]
         rest = [
             "" if gap is None else f"{gap:.4f}",
             row.rounds,
             str(len(row.best)),
             f"{row.seconds:.2f}",
         ]
-        clients = row.few.get(row.rule, str(row.clients) if row.last else "")
-        rest += [plain(row.best)[1], plain(row.last)[1]]
-        rest += [cell for name in PREDICTORS for cell in plain(row.others.get(name, []))]
-        lines.append((row.block, row.label, row.rule, row.moment, clients, *printed, *figures, *rest))
+        clients = row.coverage.get(row.rule, str(row.clients) if row.last else "")
+        rest += [csv_mean_sd(row.best)[1], csv_mean_sd(row.last)[1]]
+        rest += [cell for name in PREDICTORS for cell in csv_mean_sd(row.others.get(name, []))]
+        lines.append((row.block, row.label, row.rule, row.moment, clients, *printed, *values, *rest))
     sheet = Sheet(paper.title, (*head.split(), *predictors), tuple(lines))
     write_atomically(out / "table.csv", sheet.csv().encode())
 
 
-def _plain(paper: Reproduction, values: Sequence[float], spreads: Sequence[float]) -> tuple[str, str]:
-    """Return mean and deviation, over clients or over seeds as the paper's are."""
-    mean, over_seeds = plain(values)
+def _mean_and_spread(
+    paper: Reproduction, values: Sequence[float], spreads: Sequence[float]
+) -> tuple[str, str]:
+    """Return mean and standard deviation for CSV, the latter over clients or seeds, as in the paper."""
+    mean, over_seeds = csv_mean_sd(values)
     return mean, f"{fmean(spreads):.4f}" if values and paper.spread == "clients" else over_seeds

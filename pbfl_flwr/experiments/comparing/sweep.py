@@ -1,8 +1,8 @@
-"""Every combination of lists of values: one run each, and one table with a column a swept key.
+"""Grid sweeps: one run per combination of values, and one table with a column per swept key.
 
-A list is separated by commas, ``cps-dim=25,50``. A value that itself has a comma is quoted,
-``models="cnn4,resnet8"``, and several of those are a TOML list, ``models=["cnn4,resnet8", "cnn4"]``. ``seed`` is swept
-as well, but its runs are repetitions: they share a row, with mean and deviation.
+Values are separated by commas, ``cps-dim=25,50``. A value that contains a comma is quoted,
+``models="cnn4,resnet8"``, and several of those are a TOML list, ``models=["cnn4,resnet8", "cnn4"]``. ``seed`` can be
+swept too, but its runs are repetitions: they share a row, with mean and standard deviation.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from pathlib import Path
 
 from pbfl_flwr.config import CHANGEABLE, PREDICTORS, Scalar
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments.comparing.compare import Planned, finished, plan, repeated
-from pbfl_flwr.experiments.comparing.comparison_table import BALANCED, FURTHER, PLAIN, Row, remarks, unlike
+from pbfl_flwr.experiments.comparing.compare import Planned, duplicates, finished, plan
+from pbfl_flwr.experiments.comparing.comparison_table import BALANCED, FURTHER, PLAIN, Row, differing, remarks
 from pbfl_flwr.experiments.results.accuracies import titled
 from pbfl_flwr.experiments.running import configuration
 from pbfl_flwr.experiments.text.numbers import kilobytes
-from pbfl_flwr.experiments.text.table_formats import Sheet, figure
+from pbfl_flwr.experiments.text.table_formats import Sheet, mean_cell
 from pbfl_flwr.flower.storage.atomic_files import write_atomically
 
 Values = dict[str, list[Scalar]]
@@ -29,14 +29,14 @@ Values = dict[str, list[Scalar]]
 
 @dataclass(frozen=True)
 class Sweep:
-    """What is swept.
+    """The runs of a sweep.
 
     Attributes:
-        swept: key -> its values, only keys with several; ``seed`` is not among them.
-        runs: label -> keys, one a combination.
-        values: label -> the swept keys' values, in their order.
-        seeds: one run a label and seed.
-        fixed: the other keys that were set, each with its one value.
+        swept: keys with several values, without ``seed``.
+        runs: label -> keys, one label per combination.
+        values: label -> values of the swept keys, in the order of ``swept``.
+        seeds: one run per label and seed.
+        fixed: the other assigned keys, each with its single value.
     """
 
     swept: list[str]
@@ -54,27 +54,29 @@ def read(preset: str | None, assignments: Iterable[str]) -> Sweep:
         assignments: ``key=value`` or ``key=list``, see the module.
 
     Raises:
-        PbflError: if the preset holds what is no value, an assignment is none, a value stands there twice, a seed is no
-            whole number, or nothing has several values.
+        PbflError: if the preset has an invalid value, an assignment is malformed or repeats a value, a seed is not a
+            whole number from 0, or no key has several values.
     """
-    wishes = configuration.gather(preset, [])
-    if wishes.problems:
-        raise PbflError("\n".join(wishes.problems))
-    base = wishes.values
+    requested = configuration.gather(preset, [])
+    if requested.problems:
+        raise PbflError("\n".join(requested.problems))
+    base = requested.values
     found: Values = {}
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         if not equals or not key.strip():
             raise PbflError(f"--set {assignment}: allowed is key=value or key=value,value")
         found[key.strip()] = listed(key.strip(), text.strip())
-        if again := repeated(found[key.strip()]):
-            raise PbflError(f"--set {assignment}: {again[0]} stands there twice; allowed is each value once")
+        if again := duplicates(found[key.strip()]):
+            raise PbflError(f"--set {assignment}: {again[0]} is given twice; allowed is each value once")
     seeds = found.pop("seed", [base.get("seed", 0)])
     if not all(isinstance(seed, int) and not isinstance(seed, bool) and seed >= 0 for seed in seeds):
         raise PbflError(f"--set seed={','.join(map(str, seeds))}: allowed are whole numbers from 0")
     swept = [key for key, values in found.items() if len(values) > 1]
     if not swept and len(seeds) < 2:
-        raise PbflError("nothing is swept: give a key several values, e.g. --set cps-dim=25,50,100")
+        raise PbflError(
+            "--set: no key has several values; needed is at least one, e.g. --set cps-dim=25,50,100"
+        )
     fixed = {key: values[0] for key, values in found.items() if key not in swept}
     runs: dict[str, dict[str, Scalar]] = {}
     values_of = {}
@@ -86,10 +88,10 @@ def read(preset: str | None, assignments: Iterable[str]) -> Sweep:
 
 
 def listed(key: str, text: str) -> list[Scalar]:
-    """Return the values of an assignment's right side.
+    """Parse the right side of an assignment into a list of values.
 
     Raises:
-        PbflError: if it is a list of something else than numbers, booleans and text.
+        PbflError: if a value is not a number, boolean or text.
     """
     try:
         value: object = tomllib.loads(f"value = {text}").get("value")
@@ -103,7 +105,7 @@ def listed(key: str, text: str) -> list[Scalar]:
 
 
 def _label(values: Mapping[str, Scalar], taken: Iterable[str]) -> str:
-    """Return a name that a directory can have."""
+    """Return a label that is unique and valid as a directory name."""
     label = _words(values) or "all"
     while label in taken:
         label += "_"
@@ -115,7 +117,7 @@ def _words(values: Mapping[str, Scalar]) -> str:
 
 
 def directory(preset: str | None, sweep: Sweep) -> Path:
-    """Return where a sweep goes by default: the same place when it is started again, also to go further."""
+    """Return the default directory of a sweep: the same for the same sweep, also with other CHANGEABLE keys."""
     fixed = _words({key: sweep.fixed[key] for key in sorted(sweep.fixed) if key not in CHANGEABLE})
     names = ["sweep", *([Path(preset).stem] if preset else []), *(sweep.swept or ["seed"])]
     return Path("runs") / "-".join([*names, *([fixed] if fixed else [])])
@@ -134,21 +136,21 @@ def plans(sweep: Sweep, out: Path) -> list[Planned]:
 
 
 def table(sweep: Sweep, found: Sequence[Row], planned: Sequence[Planned], title: str, by: str = "") -> Sheet:
-    """Return the table: a column a swept key, accuracies in %, ± over seeds where there are several.
+    """Return the table: a column per swept key, accuracies in %, ± over seeds if there are several.
 
     The columns named after predictors are last-round accuracies.
 
     Args:
-        sweep: what was swept.
+        sweep: the sweep.
         found: the rows.
-        planned: all runs, also those that are not finished.
+        planned: all runs, including those not finished.
         title: of the table.
-        by: the predictor of all rows; nothing is the headline of each run.
+        by: the predictor of all rows; empty means each run's headline.
     """
     names = [name for name in PREDICTORS if any(name in row.others for row in found)]
     chosen, twice = any(row.chosen for row in found), any(row.other for row in found)
     new, counted = any(row.new for row in found), any(row.balanced for row in found)
-    moments, _ = unlike(found)
+    moments, _ = differing(found)
     head = [
         *sweep.swept,
         "by" if by else "headline",
@@ -159,17 +161,17 @@ def table(sweep: Sweep, found: Sequence[Row], planned: Sequence[Planned], title:
     head += [*(["validation-chosen"] if chosen else []), *(["at the other moment"] if twice else [])]
     head += ["std over clients", "worst decile", *(BALANCED if counted else [])]
     head += [*(["new clients"] if new else []), *names]
-    head += ["payload up", "payload down", "all bytes a round", "rounds", "seeds", "s a round"]
+    head += ["payload up", "payload down", "all bytes per round", "rounds", "seeds", "s per round"]
     lines = []
     for row in found:
         cells = [*(_text(value) for value in sweep.values[row.label]), row.headline]
         cells += [row.moment] if moments else []
-        cells += [figure(row.last), figure(row.best), *([figure(row.chosen)] if chosen else [])]
-        cells += [figure(row.other)] if twice else []
-        cells += [figure(row.spread), figure(row.worst)]
-        cells += [figure(row.balanced), figure(row.macro_f1)] if counted else []
-        cells += [figure(row.new)] if new else []
-        cells += [figure(row.others.get(name, [])) for name in names]
+        cells += [mean_cell(row.last), mean_cell(row.best), *([mean_cell(row.chosen)] if chosen else [])]
+        cells += [mean_cell(row.other)] if twice else []
+        cells += [mean_cell(row.spread), mean_cell(row.worst)]
+        cells += [mean_cell(row.balanced), mean_cell(row.macro_f1)] if counted else []
+        cells += [mean_cell(row.new)] if new else []
+        cells += [mean_cell(row.others.get(name, [])) for name in names]
         cells += [kilobytes(row.up), kilobytes(row.down), kilobytes(row.total)]
         lines.append((*cells, row.rounds, str(row.seeds), f"{row.seconds:.1f}"))
     missing = sum(not finished(run) for run in planned)
@@ -185,8 +187,8 @@ def write(out: Path, sweep: Sweep, found: Sequence[Row], sheet: Sheet) -> None:
     write_atomically(out / "table.tex", sheet.latex().encode())
     lines = []
     for row in found:
-        values = (*map(_text, sweep.values[row.label]), *row.plain(), f"{row.seconds:.2f}")
-        lines.append((*values, row.plain_paper, *row.further()))
+        values = (*map(_text, sweep.values[row.label]), *row.csv_cells(), f"{row.seconds:.2f}")
+        lines.append((*values, row.csv_paper, *row.further()))
     plain = Sheet(sheet.title, (*sweep.swept, *PLAIN, "seconds", "paper", *FURTHER), tuple(lines))
     write_atomically(out / "table.csv", plain.csv().encode())
 

@@ -1,6 +1,6 @@
-"""The papers' pictures, drawn from what run directories hold: one file a kind, and the table of all of them.
+"""The papers' figures, drawn from run directories: one module per kind, and ``SECTIONS``, the table of all.
 
-A kind yields pictures, and for what it cannot draw the reason. Needs matplotlib (``pip install 'pbfl-flwr[report]'``).
+A kind yields pictures, or the reason why it cannot draw one. Needs matplotlib (``pip install 'pbfl-flwr[report]'``).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from pbfl_flwr.experiments.pictures import (
     similarity,
 )
 from pbfl_flwr.experiments.pictures.style import RC, Picture
-from pbfl_flwr.experiments.results.artefacts import NotThere
+from pbfl_flwr.experiments.results.artefacts import NotAvailable
 from pbfl_flwr.experiments.results.records import Group
 
-Kind = Callable[[Sequence[Group]], Iterator[Picture | NotThere]]
+Kind = Callable[[Sequence[Group]], Iterator[Picture | NotAvailable]]
 
 SECTIONS: dict[str, tuple[Kind, ...]] = {
     "Data": (distribution.label_distribution, features.data_points),
@@ -50,12 +50,12 @@ SECTIONS: dict[str, tuple[Kind, ...]] = {
 
 @dataclass(frozen=True)
 class Section:
-    """The pictures of one heading.
+    """The pictures under one heading.
 
     Attributes:
         title: the heading.
-        pictures: in the order of the table above.
-        left_out: a line for each that could not be drawn.
+        pictures: in the order of ``SECTIONS``.
+        left_out: one line for each reason why a picture could not be drawn.
     """
 
     title: str
@@ -64,7 +64,7 @@ class Section:
 
 
 def draw(groups: Sequence[Group]) -> list[Section]:
-    """Draw everything that the runs' files allow."""
+    """Draw all pictures for which the runs' files have the data."""
     sections = []
     with rc_context(RC):
         for title, kinds in SECTIONS.items():
@@ -75,4 +75,4 @@ def draw(groups: Sequence[Group]) -> list[Section]:
     return sections
 
 
-__all__ = ["SECTIONS", "NotThere", "Picture", "Section", "draw"]
+__all__ = ["SECTIONS", "NotAvailable", "Picture", "Section", "draw"]

@@ -1,4 +1,4 @@
-"""How prototype alignment converges: within the last round's phase, and over the rounds (ProtoNorm, Fig. 3a and 4)."""
+"""Convergence of prototype alignment: within the last round, and over rounds (ProtoNorm, Fig. 3a and 4)."""
 
 from __future__ import annotations
 
@@ -9,41 +9,41 @@ from pbfl_flwr.experiments.pictures.style import (
     GRID,
     Picture,
     canvas,
-    finished,
-    key_below,
-    lines,
+    curve_axes,
+    curve_style,
+    legend_below,
     logarithmic,
-    look,
-    marked,
+    marker_interval,
+    titled_picture,
 )
-from pbfl_flwr.experiments.results.artefacts import NotThere, Trajectory, alignment_trajectory, task_of
+from pbfl_flwr.experiments.results.artefacts import NotAvailable, Trajectory, alignment_trajectory, task_of
 from pbfl_flwr.experiments.results.records import Group
 
 ITERATIONS = "alignment-iterations"
-SMALLEST_GAP = 1e-9  # below it an energy is the optimum's, as far as numbers go
+SMALLEST_GAP = 1e-9  # an energy closer than this to the optimum is equal to it up to rounding
 
 
 def least_angle(distance: float) -> float:
-    """Return the angle in degrees between unit vectors that are so far apart."""
+    """Return the angle in degrees between unit vectors at a Euclidean distance."""
     return math.degrees(2 * math.asin(min(1.0, distance / 2)))
 
 
 def optimum(num_rows: int, dim: int) -> tuple[float, float] | None:
-    """Return (energy, distance) of the regular simplex, None where K > d + 1 leaves no room for one."""
+    """Return (energy, pairwise distance) of the regular simplex, None if K > d + 1, where there is none."""
     if num_rows > dim + 1:
         return None
     squared = 2 * num_rows / (num_rows - 1)
     return -num_rows * (num_rows - 1) / 4 * math.log(squared), math.sqrt(squared)
 
 
-def within_a_phase(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
+def within_a_phase(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
     """Yield distances and energy over the iterations of the last round's alignment."""
     found: list[tuple[Group, Trajectory]] = []
     for group in groups:
         try:
             found.append((group, alignment_trajectory(group.first)))
-        except NotThere as error:
-            yield NotThere(f"{group.label}: {error}")
+        except NotAvailable as error:
+            yield NotAvailable(f"{group.label}: {error}")
     if not found:
         return
     figure, (axes,) = canvas(3.0)
@@ -51,23 +51,23 @@ def within_a_phase(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
     for number, (group, trajectory) in enumerate(found):
         steps = range(len(trajectory.steps))
         mean = [at.mean_distance for at in trajectory.steps]
-        axes.plot(steps, mean, label=group.label, markevery=marked(len(mean)), **look(number))
+        axes.plot(steps, mean, label=group.label, markevery=marker_interval(len(mean)), **curve_style(number))
         low, high = (
             [getattr(at, name) for at in trajectory.steps] for name in ("min_distance", "max_distance")
         )
-        axes.fill_between(steps, low, high, color=look(number)["color"], alpha=0.18, linewidth=0)
+        axes.fill_between(steps, low, high, color=curve_style(number)["color"], alpha=0.18, linewidth=0)
         before, after = (least_angle(trajectory.steps[at].min_distance) for at in (0, -1))
         said.append(f"{group.label}: least angle from {before:.0f}° to {after:.0f}°")
         best = optimum(trajectory.num_rows, task_of(group.first).feature_dim)
         if best is not None:
             axes.axhline(best[1], color=GRID, linewidth=1.2, zorder=0)
-    lines(axes, "iteration", "pairwise distance (unit sphere)", whole=True)
-    key_below(figure, axes)
-    yield finished(
+    curve_axes(axes, "iteration", "pairwise distance (unit sphere)", whole=True)
+    legend_below(figure, axes)
+    yield titled_picture(
         "alignment-distances",
         "Distances of prototypes during alignment",
-        "Mean pairwise distance in the last round, redone from the server's aggregate; the band reaches from the "
-        "smallest to the largest. Grey: the regular simplex, the best there is.",
+        "Mean pairwise distance in the last round, recomputed from the server's aggregate; band: minimum to maximum. "
+        "Grey: the regular simplex, which is optimal.",
         f"Curves over iterations. {'; '.join(said)}.",
         figure,
     )
@@ -78,39 +78,45 @@ def within_a_phase(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
         floor = best[0] if best is not None else min(at.energy for at in trajectory.steps)
         gaps = [at.energy - floor for at in trajectory.steps]
         gaps = [gap for gap in gaps if gap > SMALLEST_GAP] or [SMALLEST_GAP]
-        axes.plot(range(len(gaps)), gaps, label=group.label, markevery=marked(len(gaps)), **look(number))
+        axes.plot(
+            range(len(gaps)),
+            gaps,
+            label=group.label,
+            markevery=marker_interval(len(gaps)),
+            **curve_style(number),
+        )
         said.append(f"{group.label} from {gaps[0]:.2g} to {gaps[-1]:.2g}")
-    lines(axes, "iteration", "energy above the optimum", whole=True)
+    curve_axes(axes, "iteration", "energy above the optimum", whole=True)
     logarithmic(axes.yaxis)
-    key_below(figure, axes)
-    yield finished(
+    legend_below(figure, axes)
+    yield titled_picture(
         "alignment-energy",
         "Thomson energy during alignment",
-        "Σ ln(1/distance) over all pairs minus that of the regular simplex (where K > d + 1: minus the lowest value "
-        "seen), last round.",
+        "Σ ln(1/distance) over all pairs minus that of the regular simplex (if K > d + 1: minus the lowest value "
+        "reached), last round.",
         f"Curves over iterations, logarithmic: {'; '.join(said)}.",
         figure,
     )
 
 
-def over_rounds(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
-    """Yield iterations and least angles of every round's alignment."""
+def over_rounds(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
+    """Yield the number of iterations and the smallest angles of every round's alignment."""
     figure, (above, below) = canvas(4.2, rows=2)
     said = []
     for number, group in enumerate(groups):
         entries = [entry for entry in group.first.rounds if entry["server"].get(ITERATIONS) is not None]
         if not entries:
-            yield NotThere(f"{group.label}: {group.first.config['method']} does not align its prototypes")
+            yield NotAvailable(f"{group.label}: {group.first.config['method']} does not align its prototypes")
             continue
         rounds = [entry["round"] for entry in entries]
         steps = [entry["server"][ITERATIONS] for entry in entries]
-        every = marked(len(rounds))
-        above.plot(rounds, steps, label=group.label, markevery=every, **look(number))
+        every = marker_interval(len(rounds))
+        above.plot(rounds, steps, label=group.label, markevery=every, **curve_style(number))
         angles = {
             when: [least_angle(entry["server"][f"alignment-min-distance-{when}"]) for entry in entries]
             for when in ("before", "after")
         }
-        style = {**look(number), "linestyle": "-"}
+        style = {**curve_style(number), "linestyle": "-"}
         below.plot(rounds, angles["after"], markevery=every, **style)
         below.plot(rounds, angles["before"], markevery=every, **{**style, "linestyle": ":"})
         said.append(
@@ -119,12 +125,12 @@ def over_rounds(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
         )
     if not said:
         return
-    lines(above, "round", "iterations", whole=True)
-    lines(below, "round", "least angle (degrees)", whole=True)
+    curve_axes(above, "round", "iterations", whole=True)
+    curve_axes(below, "round", "least angle (degrees)", whole=True)
     above.set_ylim(bottom=0)
     below.set_ylim(bottom=0)
-    key_below(figure, above)
-    yield finished(
+    legend_below(figure, above)
+    yield titled_picture(
         "alignment-over-rounds",
         "Alignment over rounds",
         "Above: iterations until the solver stopped. Below: the smallest angle between two prototypes, dotted before "

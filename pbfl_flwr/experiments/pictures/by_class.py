@@ -1,4 +1,4 @@
-"""Which classes are answered right, and on which clients (runs with ``per-class``)."""
+"""Accuracy by class, and by class and client (runs with ``per-class``)."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from pbfl_flwr.experiments.pictures.style import (
     Picture,
     canvas,
     class_axis,
-    finished,
+    curve_axes,
+    curve_style,
     heatmap,
-    key_below,
-    lines,
-    look,
+    legend_below,
+    titled_picture,
 )
-from pbfl_flwr.experiments.results.artefacts import NotThere
+from pbfl_flwr.experiments.results.artefacts import NotAvailable
 from pbfl_flwr.experiments.results.per_class import Scored
 from pbfl_flwr.experiments.results.records import Group, Record
 
 
-def accuracy_by_class(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
-    """Yield the last accuracies of the classes by every predictor, and below them the test samples of each class."""
+def accuracy_by_class(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
+    """Yield the class accuracies of every predictor in the last round, above the number of test samples per class."""
     for number, group in enumerate(groups):
         record = group.first
         run = Scored(group.label, record.about, record.rounds, record.by)
@@ -36,33 +36,33 @@ def accuracy_by_class(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
         figure, (axes, below) = canvas(height=3.9, rows=2)
         places, said = np.arange(len(tested)), []
         for place, (name, (_, found)) in enumerate(run.last.items()):
-            each = 100 * np.array(found["by_class"], dtype=float)  # NaN where there are no samples
-            beside = 0.6 * ((place + 0.5) / len(run.last) - 0.5)  # or else equal accuracies hide one another
-            axes.plot(places + beside, each, label=name, **{**look(place), "linestyle": "none"})
+            each = 100 * np.array(found["by_class"], dtype=float)  # NaN for classes without test samples
+            offset = 0.6 * ((place + 0.5) / len(run.last) - 0.5)  # so that equal accuracies do not overlap
+            axes.plot(places + offset, each, label=name, **{**curve_style(place), "linestyle": "none"})
             said.append(f"{name} {np.nanmin(each):.0f} to {np.nanmax(each):.0f} %")
         below.bar(places, tested, color=COLOURS[-1], width=0.7)
         for part, what in ((axes, "accuracy (%)"), (below, "test samples")):
-            lines(part, "class", what)
+            curve_axes(part, "class", what)
             part.grid(visible=False, axis="x")
             part.set_xlim(-0.6, len(tested) - 0.4)
             class_axis(part, record.label_names)
         axes.set_ylim(-6, 106)
-        key_below(figure, axes)
+        legend_below(figure, axes)
         balance = run.last[run.predictor][1]
-        yield finished(
+        yield titled_picture(
             f"accuracy-by-class-{number}",
             f"Accuracy by class: {group.label}",
-            "Accuracy of each class in the last round over the test samples of all clients together, every predictor, "
-            f"and how many those samples are. Predictor '{run.predictor}': {100 * balance['weighted']:.1f} % of the "
-            f"samples, {100 * balance['balanced']:.1f} % in the mean of the classes. First seed.",
-            f"Accuracies of {len(tested)} classes, from the lowest to the highest: {'; '.join(said)}. A class has "
+            "Accuracy of each class in the last round over the pooled test samples of all clients, for every "
+            f"predictor; below, the number of these samples. Predictor '{run.predictor}': accuracy "
+            f"{100 * balance['weighted']:.1f} %, balanced accuracy {100 * balance['balanced']:.1f} %. First seed.",
+            f"Accuracies of {len(tested)} classes, lowest to highest: {'; '.join(said)}. A class has "
             f"{tested.min()} to {tested.max()} test samples.",
             figure,
         )
 
 
-def clients_by_class(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
-    """Yield a heatmap of the accuracy, class x client, by the predictor that is shown, in the last round."""
+def clients_by_class(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
+    """Yield a heatmap of the shown predictor's accuracy by class and client, from the last round it was scored in."""
     for number, group in enumerate(groups):
         record = group.first
         found = _by_client(record)
@@ -82,32 +82,34 @@ def clients_by_class(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
             limits=(0, 100),
         )
         known = 100 * matrix[~np.isnan(matrix)]
-        yield finished(
+        yield titled_picture(
             f"clients-by-class-{number}",
             f"Accuracy by class and client: {group.label}",
             f"Accuracy of '{record.predictor}' in the last round on each client's test samples of each class; blank: "
-            "it has none. First seed.",
+            "no test samples. First seed.",
             f"Heatmap of {matrix.shape[1]} classes by {matrix.shape[0]} clients; {len(known)} cells have test samples, "
-            f"their mean is {known.mean():.0f} %.",
+            f"mean accuracy {known.mean():.0f} %.",
             figure,
         )
 
 
 def _by_client(record: Record) -> tuple[list[int], NDArray[np.float64]] | None:
-    """Return (clients, accuracies (M, K)) by the predictor that is shown, of the last round in which it was scored.
+    """Return (clients, accuracies (M, K)) of the shown predictor, from the last round in which it was scored.
 
-    Liars are left out.
+    NaN where a client has no test samples of a class. Malicious clients are excluded.
     """
     last: list[Any] = (
         [record.clients[-1]["final"]] if record.clients and "final" in record.clients[-1] else []
     )
-    liars = record.about.get("malicious", [])
+    malicious = record.about.get("malicious", [])
     for line in (*last, *reversed(record.clients)):
         pairs = zip(line["client"], line.get("by_class", []), strict=False)
         named = {
             client: counts
             for client, counts in pairs
-            if record.predictor in counts.get("right", {}) and sum(counts["tested"]) and client not in liars
+            if record.predictor in counts.get("right", {})
+            and sum(counts["tested"])
+            and client not in malicious
         }
         if named:
             clients = sorted(named)
@@ -121,7 +123,7 @@ def _by_client(record: Record) -> tuple[list[int], NDArray[np.float64]] | None:
     return None
 
 
-def _not_scored(group: Group) -> Iterator[NotThere]:
-    """Yield why there is nothing, of a run that was asked for it."""
+def _not_scored(group: Group) -> Iterator[NotAvailable]:
+    """Yield the reason if a run with ``per-class`` has no accuracies by class; nothing for other runs."""
     if group.first.config.get("per-class"):
-        yield NotThere(f"{group.label}: no client was scored{f' by {group.by}' if group.by else ''}")
+        yield NotAvailable(f"{group.label}: no client was scored{f' by {group.by}' if group.by else ''}")

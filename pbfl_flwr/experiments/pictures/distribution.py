@@ -1,4 +1,4 @@
-"""Who holds which labels (ProtoNorm, Fig. 7 and 8; CPS, Fig. 3a)."""
+"""Label distribution over clients (ProtoNorm, Fig. 7 and 8; CPS, Fig. 3a)."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from pbfl_flwr.experiments.pictures.style import Picture, canvas, finished, heatmap
-from pbfl_flwr.experiments.results.artefacts import NotThere
+from pbfl_flwr.experiments.pictures.style import Picture, canvas, heatmap, titled_picture
+from pbfl_flwr.experiments.results.artefacts import NotAvailable
 from pbfl_flwr.experiments.results.records import Group
 
 TITLE = "Label distribution over clients"
 
 
-def label_distribution(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
+def label_distribution(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
     """Yield a heatmap of samples, class x client, for every different partition."""
     seen: list[Group] = []
     for number, group in enumerate(groups):
         record = group.first
         if record.counts is None:
-            yield NotThere(f"{group.label}: the clients' data is their own and not counted")
+            yield NotAvailable(f"{group.label}: clients bring their own data, whose labels are not counted")
             continue
         if any(_alike(group, other) for other in seen):
             continue
@@ -37,7 +37,7 @@ def label_distribution(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
         )
         config = record.config
         held = (counts > 0).sum(axis=1)
-        yield finished(
+        yield titled_picture(
             f"label-distribution-{number}",
             TITLE,
             f"{config['dataset']}, {config['partition']} partition; training, validation and test samples together; "
@@ -49,7 +49,7 @@ def label_distribution(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
 
 
 def _alike(one: Group, other: Group) -> bool:
-    """Whether two runs deal the same set in the same way; what they hold out for validation is another matter."""
+    """Whether two runs have the same dataset and class counts per client; validation shares may differ."""
     first, second = one.first, other.first
     if first.counts is None or second.counts is None or first.config["dataset"] != second.config["dataset"]:
         return False

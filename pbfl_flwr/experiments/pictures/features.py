@@ -1,4 +1,4 @@
-"""The plane of features where d = 2 (ProtoNorm, Fig. 1, 2 and 6): data, prototypes, learned representations."""
+"""Data, prototypes and features in the plane, for d = 2 (ProtoNorm, Fig. 1, 2 and 6)."""
 
 from __future__ import annotations
 
@@ -16,51 +16,51 @@ from pbfl_flwr.experiments.pictures.style import (
     MARKERS,
     Picture,
     canvas,
-    finished,
-    key_below,
-    lines,
+    curve_axes,
+    legend_below,
     shortened,
+    titled_picture,
 )
 from pbfl_flwr.experiments.results.artefacts import (
-    NotThere,
+    NotAvailable,
     client_states,
     data_of,
     global_prototypes,
     network,
-    own_means,
+    saved_class_means,
     target_scale,
     task_of,
 )
 from pbfl_flwr.experiments.results.records import Group, Record, same_data
 
-MOST_POINTS = 500  # a picture
+MOST_POINTS = 500  # per picture
 SHOWN_CLIENTS = 2
 
 
-def data_points(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
-    """Yield the test samples of all clients where inputs are points of the plane."""
+def data_points(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
+    """Yield the test samples of all clients, for two-dimensional inputs."""
     seen: list[Record] = []
     for number, group in enumerate(groups):
         record = group.first
         shape = task_of(record).input_shape
         if shape != (2,):
-            yield NotThere(
-                f"{group.label}: its inputs are {'x'.join(map(str, shape))}, not points of a plane"
+            yield NotAvailable(
+                f"{group.label}: inputs of shape {'x'.join(map(str, shape))}; drawn only for shape 2"
             )
             continue
         if any(same_data(record, other) for other in seen):
             continue
         try:
             shards = [data_of(record, member["client"]).test for member in record.about["clients"]]
-        except NotThere as error:
-            yield NotThere(f"{group.label}: {error}")
+        except NotAvailable as error:
+            yield NotAvailable(f"{group.label}: {error}")
             continue
         seen.append(record)
         inputs, labels = torch.cat([s.inputs for s in shards]), torch.cat([s.labels for s in shards])
         figure, (axes,) = canvas(3.6)
         _points(axes, inputs, labels, record.label_names)
         _plane(figure, axes, "x", "y", record.label_names)
-        yield finished(
+        yield titled_picture(
             f"data-points-{number}",
             f"Test samples: {record.config['dataset']}",
             f"Up to {MOST_POINTS} of {len(labels)} test samples of all clients, by class.",
@@ -69,20 +69,20 @@ def data_points(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
         )
 
 
-def feature_planes(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
-    """Yield global and local prototypes of every run, and the test samples' features on its two largest clients."""
+def feature_planes(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
+    """Yield every run's global and local prototypes, and the features of test samples of its two largest clients."""
     for number, group in enumerate(groups):
         record = group.first
         if (width := task_of(record).feature_dim) != 2:
-            yield NotThere(
-                f"{group.label}: features have {width} dimensions; they are drawn where feature-dim = 2"
+            yield NotAvailable(
+                f"{group.label}: features have {width} dimensions; drawn only for feature-dim = 2"
             )
             continue
         try:
             yield _prototype_plane(record, group.label, number)
             yield from _client_planes(record, group.label, number)
-        except NotThere as error:
-            yield NotThere(f"{group.label}: {error}")
+        except NotAvailable as error:
+            yield NotAvailable(f"{group.label}: {error}")
 
 
 def _prototype_plane(record: Record, label: str, number: int) -> Picture:
@@ -92,7 +92,7 @@ def _prototype_plane(record: Record, label: str, number: int) -> Picture:
     for k in found.present.nonzero().flatten().tolist():
         x, y = (scale * found.values[k]).tolist()
         axes.plot([0, x], [0, y], color=_colour(k), linestyle="--", linewidth=1.4)
-    means = [own_means(state) for _, state in client_states(record)]
+    means = [saved_class_means(state) for _, state in client_states(record)]
     points = torch.cat([values[held] for values, held in means])
     labels = torch.cat([held.nonzero().flatten() for _, held in means])
     near = max(_reach([points]), 1.2 * float((scale * found.values).norm(dim=1).max()))
@@ -100,12 +100,12 @@ def _prototype_plane(record: Record, label: str, number: int) -> Picture:
     _points(axes, points[inside], labels[inside], record.label_names, size=16)
     title = f"Prototypes in the plane of features: {label}"
     _plane(figure, axes, "feature 1", "feature 2", record.label_names)
-    outside = f" {int((~inside).sum())} points lie far outside." if not bool(inside.all()) else ""
-    times = f", times the {scale:g} of the upscaling" if scale != 1 else ""
-    return finished(
+    outside = f" {int((~inside).sum())} outliers are not shown." if not bool(inside.all()) else ""
+    times = f", scaled by {scale:g} (upscaling)" if scale != 1 else ""
+    return titled_picture(
         f"prototype-plane-{number}",
         title,
-        f"Dashed: global prototypes{times}. Points: the class means of {len(means)} clients.{outside}",
+        f"Dashed: global prototypes{times}. Points: class means of {len(means)} clients.{outside}",
         f"Plane with {found.num_present} global prototypes as lines from the origin and local ones as points.",
         figure,
     )
@@ -121,14 +121,14 @@ def _client_planes(record: Record, label: str, number: int) -> Iterator[Picture]
         kept = _some(len(data.test))
         with torch.no_grad():
             features = model.features(data.prepare(data.test.inputs[kept]))
-        values, held = own_means(state)
+        values, held = saved_class_means(state)
         figure, (axes,) = canvas(3.6)
         for k in held.nonzero().flatten().tolist():
             axes.plot([0, float(values[k, 0])], [0, float(values[k, 1])], color=_colour(k), linewidth=1.4)
         _points(axes, features, data.test.labels[kept], record.label_names)
         title = f"Features of client {client}: {label}"
         _plane(figure, axes, "feature 1", "feature 2", record.label_names)
-        yield finished(
+        yield titled_picture(
             f"features-{number}-{client}",
             title,
             f"Lines: the client's own class means. Points: {len(kept)} of its {len(data.test)} test samples.",
@@ -142,7 +142,7 @@ def _colour(k: int) -> str:
 
 
 def _some(count: int) -> Tensor:
-    """Return at most MOST_POINTS indices, spread evenly."""
+    """Return at most MOST_POINTS evenly spaced indices."""
     return torch.linspace(0, max(0, count - 1), min(count, MOST_POINTS)).long()
 
 
@@ -165,12 +165,12 @@ def _points(axes: Axes, points: Tensor, labels: Tensor, names: Sequence[str], si
 
 
 def _plane(figure: Figure, axes: Axes, xlabel: str, ylabel: str, names: Sequence[str]) -> None:
-    lines(axes, xlabel, ylabel)
+    curve_axes(axes, xlabel, ylabel)
     axes.set_aspect("equal", adjustable="datalim")
-    key_below(figure, axes, [shortened(name) for name in names], marker_scale=2.5)
+    legend_below(figure, axes, [shortened(name) for name in names], marker_scale=2.5)
 
 
 def _reach(points: Sequence[Tensor]) -> float:
-    """Return a radius that holds nearly all points (n, 2): a client that went astray must not hide the others."""
+    """Return a radius that contains nearly all points (n, 2), so that outliers do not determine the scale."""
     radii = torch.linalg.vector_norm(torch.cat(list(points)).double(), dim=1)
     return 2.5 * float(radii.median()) + 1e-6

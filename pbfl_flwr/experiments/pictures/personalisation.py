@@ -1,4 +1,4 @@
-"""How personal networks are: classifier rows against label counts (CPS, Fig. 3), layers against their mean."""
+"""Personalisation of networks: classifier rows against label counts (CPS, Fig. 3), layers against their mean."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pbfl_flwr.experiments.pictures.style import GRID, Picture, canvas, finished, heatmap
-from pbfl_flwr.experiments.results.artefacts import NotThere, client_states
+from pbfl_flwr.experiments.pictures.style import GRID, Picture, canvas, heatmap, titled_picture
+from pbfl_flwr.experiments.results.artefacts import NotAvailable, client_states
 from pbfl_flwr.experiments.results.records import Group, Record
 from pbfl_flwr.models.contract import HEAD_PREFIX
 from pbfl_flwr.own_code import is_external
 
 
 def normalised_columns(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return every column of (M, K) stretched to 0..1; a constant column becomes zero."""
+    """Return (M, K) with every column min-max normalised to 0..1; a constant column becomes zero."""
     low, high = values.min(axis=0), values.max(axis=0)
     stretched: NDArray[np.float64] = (values - low) / np.where(high > low, high - low, 1.0)
     return stretched
 
 
-def head_norms(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
-    """Yield the label counts, and every run's norms of the classifier's rows with the distance to those counts."""
+def head_norms(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
+    """Yield the label counts, and for every run the norms of the classifier's rows and their distance to the counts."""
     shown: list[NDArray[np.float64]] = []
     for number, group in enumerate(groups):
         record = group.first
         if record.counts is None:
-            yield NotThere(f"{group.label}: the clients' data is their own and not counted")
+            yield NotAvailable(f"{group.label}: clients bring their own data, whose labels are not counted")
             continue
         try:
             norms, clients = _head_rows(record)
-        except NotThere as error:
-            yield NotThere(f"{group.label}: {error}")
+        except NotAvailable as error:
+            yield NotAvailable(f"{group.label}: {error}")
             continue
         counts = record.counts[clients].astype(float)
         if not any(np.array_equal(counts, other) for other in shown):
@@ -47,7 +47,7 @@ def head_norms(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
                 normalised_columns(counts),
                 record,
                 clients,
-                "What the next pictures are compared with: samples, each class stretched to 0..1 over the clients.",
+                "Number of samples, each class min-max normalised over clients; the reference for the next pictures.",
             )
         matrix = normalised_columns(norms)
         distance = float(np.linalg.norm(matrix - normalised_columns(counts)))
@@ -57,18 +57,18 @@ def head_norms(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
             matrix,
             record,
             clients,
-            "L2 norm of the weights into each class's output, each class stretched to 0..1 over the clients. Frobenius "
-            f"distance to the label counts: {distance:.2f} (lower: the network follows its data more).",
+            "L2 norm of each class's row of classifier weights, min-max normalised over clients. Frobenius distance to "
+            f"the label counts: {distance:.2f} (lower: the classifier reflects the client's label distribution more).",
         )
 
 
-def layer_distances(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
-    """Yield for every run how far each layer of each client is from the mean of the clients with the same network."""
+def layer_distances(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
+    """Yield for every run each client's layer distances to the mean over clients with the same architecture."""
     for number, group in enumerate(groups):
         try:
             found = _distances(group.first)
-        except NotThere as error:
-            yield NotThere(f"{group.label}: {error}")
+        except NotAvailable as error:
+            yield NotAvailable(f"{group.label}: {error}")
             continue
         deepest = max(len(layers) for layers in found.values())
         order = sorted(found, key=lambda client: (_architecture(group.first, client), client))
@@ -92,12 +92,12 @@ def layer_distances(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
                 axes.axvline(place - 0.5, color=GRID, linewidth=2)
         title = f"Distance of layers to their mean: {group.label}"
         parts = "; ".join(f"{name} x {count}" for name, count in Counter(names).items())
-        yield finished(
+        yield titled_picture(
             f"layer-distances-{number}",
             title,
-            "Frobenius distance of a layer's weights to their mean over the clients with the same architecture, over "
-            f"the norm of that mean. From left to right: {parts}. Clients that are alone with theirs are left out; "
-            "blank: the network has no such layer.",
+            "Frobenius distance of a layer's weights to their mean over the clients with the same architecture, "
+            f"relative to the norm of that mean. From left to right: {parts}. Without clients whose architecture no "
+            "other has; blank: no such layer.",
             f"Heatmap of {deepest} layers by {len(order)} clients, from {np.nanmin(matrix):.2f} to "
             f"{np.nanmax(matrix):.2f}.",
             figure,
@@ -119,22 +119,22 @@ def _matrix(
         limits=(0.0, 1.0),
     )
     alt = f"Heatmap of {matrix.shape[1]} classes by {matrix.shape[0]} clients. {caption}"
-    return finished(name, title, caption, alt, figure)
+    return titled_picture(name, title, caption, alt, figure)
 
 
 def _head_rows(record: Record) -> tuple[NDArray[np.float64], list[int]]:
-    """Return the row norms of the last layer (M, K) and the clients they are of.
+    """Return the row norms of the last layer (M, K) and the clients' ids (M,).
 
     Raises:
-        NotThere: if networks are not here, or it is not known which matrix gives the classes: of somebody's own network
-            with several in its classifier.
+        NotAvailable: if networks are not on this machine, or the matrix with a row per class is unknown, as in an
+            external model with several matrices in its head.
     """
     rows, clients = [], []
     for client, state in client_states(record):
         heads = [tensor for name, tensor in _matrices(state.model).items() if name.startswith(HEAD_PREFIX)]
         known = len(heads) == 1 or (heads and not is_external(_architecture(record, client)))
         if not known or heads[-1].dim() != 2 or len(heads[-1]) != len(record.label_names):
-            raise NotThere("a client's classifier is not one matrix with a row a class")
+            raise NotAvailable("a client's classifier is not one matrix with a row per class")
         rows.append(torch.linalg.vector_norm(heads[-1], dim=1).numpy())
         clients.append(client)
     return np.array(rows), clients
@@ -142,14 +142,14 @@ def _head_rows(record: Record) -> tuple[NDArray[np.float64], list[int]]:
 
 @dataclass
 class _Sum:
-    """Weights of one architecture, added up."""
+    """Sum of the weights of the clients with one architecture."""
 
     tensors: dict[str, Tensor]
     clients: int
 
 
 def _distances(record: Record) -> dict[int, list[float]]:
-    """Return client -> relative distance of each weight matrix to its mean; two passes, one network in memory."""
+    """Return client -> relative distance of each weight matrix to its mean; in two passes, one network in memory."""
     sums: dict[str, _Sum] = {}
     for client, state in client_states(record):
         weights = _matrices(state.model)
@@ -169,12 +169,12 @@ def _distances(record: Record) -> dict[int, list[float]]:
                 for name, weight in _matrices(state.model).items()
             ]
     if not found:
-        raise NotThere("no two clients have the same architecture")
+        raise NotAvailable("no two clients have the same architecture")
     return found
 
 
 def _matrices(model: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights of layers, from the input to the classifier; the store keeps names in alphabetical order."""
+    """Return the layers' weights in order from input to classifier; the stored order is alphabetical."""
     names = [name for name, tensor in model.items() if tensor.dim() > 1 and tensor.is_floating_point()]
     depth = {"stages": 0, "neck": 1, "head": 2}
     names.sort(

@@ -1,4 +1,4 @@
-"""Prototypes dimension by dimension (CPS, Fig. 1; TinyProto, Fig. 2): which are zero, with and without CPS."""
+"""Magnitude of every prototype dimension, showing the zeros that CPS makes (CPS, Fig. 1; TinyProto, Fig. 2)."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from pbfl_flwr.experiments.pictures.style import Picture, canvas, finished, heatmap
-from pbfl_flwr.experiments.results.artefacts import NotThere, global_prototypes, local_prototypes
+from pbfl_flwr.experiments.pictures.style import Picture, canvas, heatmap, titled_picture
+from pbfl_flwr.experiments.results.artefacts import NotAvailable, global_prototypes, local_prototypes
 from pbfl_flwr.experiments.results.records import Group
 
-HOW = "Magnitude of each dimension, every row divided by its largest; blank: zero."
+HOW = "Magnitude of each dimension, relative to the largest in its row; blank: zero."
 
 
-def local_heatmaps(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
-    """Yield for every run the uploads of one class by all clients, and the global prototype below them."""
+def local_heatmaps(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
+    """Yield for every run all clients' uploads of one class, above its global prototype."""
     for number, group in enumerate(groups):
         record = group.first
         try:
             globals_, locals_ = global_prototypes(record), local_prototypes(record)
-        except NotThere as error:
-            yield NotThere(f"{group.label}: {error}")
+        except NotAvailable as error:
+            yield NotAvailable(f"{group.label}: {error}")
             continue
         held = np.sum([sent.present.numpy() for sent in locals_.values()], axis=0) * globals_.present.numpy()
         chosen = int(held.argmax())
@@ -40,23 +40,23 @@ def local_heatmaps(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
             rows=names,
         )
         title = f"Prototypes of class {record.label_names[chosen]}: {group.label}"
-        yield finished(
+        yield titled_picture(
             f"prototypes-of-a-class-{number}",
             title,
-            f"L: a client's last upload, G: the global prototype. {HOW} The class that most clients hold.",
+            f"L: a client's last upload, G: the global prototype. {HOW} The class is the one that most clients hold.",
             f"Heatmap of {len(locals_)} local prototypes and the global one in {rows.shape[1]} dimensions; "
             f"{held[chosen]} clients hold the class; {zero:.0%} of the global prototype is zero.",
             figure,
         )
 
 
-def global_heatmaps(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
-    """Yield for every run all global prototypes."""
+def global_heatmaps(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
+    """Yield a heatmap of all global prototypes for every run."""
     for number, group in enumerate(groups):
         try:
             found = global_prototypes(group.first)
-        except NotThere as error:
-            yield NotThere(f"{group.label}: {error}")
+        except NotAvailable as error:
+            yield NotAvailable(f"{group.label}: {error}")
             continue
         values = found.values.numpy()
         figure, (axes,) = canvas()
@@ -69,18 +69,18 @@ def global_heatmaps(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
             rows=group.first.label_names,
         )
         title = f"Global prototypes: {group.label}"
-        yield finished(
+        yield titled_picture(
             f"global-prototypes-{number}",
             title,
             f"After the last round. {HOW}",
             f"Heatmap of {found.num_present} prototypes in {values.shape[1]} dimensions; "
-            f"{_zero_share(values[found.present.numpy()]):.0%} of the numbers are zero.",
+            f"{_zero_share(values[found.present.numpy()]):.0%} of the values are zero.",
             figure,
         )
 
 
 def _magnitudes(rows: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Return |rows| over each row's largest, NaN where it is zero."""
+    """Return |rows| divided by each row's maximum, NaN where zero."""
     magnitude = np.abs(rows.astype(float))
     largest = magnitude.max(axis=1, keepdims=True)
     return np.where(magnitude > 0, magnitude / np.where(largest > 0, largest, 1.0), np.nan)

@@ -1,4 +1,4 @@
-"""How far apart global prototypes lie: cosine (CPS, Fig. 2), distance and margin (ProtoNorm, Fig. 5)."""
+"""Separation of global prototypes: cosine similarity (CPS, Fig. 2), distance and margin (ProtoNorm, Fig. 5)."""
 
 from __future__ import annotations
 
@@ -13,43 +13,43 @@ from pbfl_flwr.experiments.pictures.style import (
     Picture,
     canvas,
     class_axis,
-    finished,
+    curve_axes,
+    curve_style,
     heatmap,
-    key_below,
-    lines,
-    look,
+    legend_below,
+    titled_picture,
 )
-from pbfl_flwr.experiments.results.artefacts import NotThere, global_prototypes
+from pbfl_flwr.experiments.results.artefacts import NotAvailable, global_prototypes
 from pbfl_flwr.experiments.results.records import Group
 
 
 def similarities(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the cosine similarity of every pair of rows (K, d), NaN on the diagonal: (K, K)."""
+    """Return the cosine similarities (K, K) between rows (K, d), with NaN on the diagonal."""
     found: NDArray[np.float64] = cosine_similarity(values)
     np.fill_diagonal(found, np.nan)
     return found
 
 
 def distances(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the Euclidean distance of every pair of rows (K, d), NaN on the diagonal: (K, K)."""
+    """Return the Euclidean distances (K, K) between rows (K, d), with NaN on the diagonal."""
     found: NDArray[np.float64] = euclidean_distances(values)
     np.fill_diagonal(found, np.nan)
     return found
 
 
 def margins(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return every row's distance to its nearest neighbour over the largest such distance: (K,), 1 at most."""
+    """Return each row's distance to its nearest neighbour divided by the largest such distance: (K,), at most 1."""
     nearest: NDArray[np.float64] = np.nanmin(distances(values), axis=1)
     return nearest / nearest.max() if nearest.max() > 0 else nearest
 
 
-def matrices(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
-    """Yield for every run the matrix of cosine similarities and the one of distances."""
+def matrices(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
+    """Yield for every run the matrices of cosine similarities and of distances."""
     for number, group in enumerate(groups):
         try:
             values, names = _present(group)
-        except NotThere as error:
-            yield NotThere(f"{group.label}: {error}")
+        except NotAvailable as error:
+            yield NotAvailable(f"{group.label}: {error}")
             continue
         cosine, distance = similarities(values), distances(values)
         for kind, unit, matrix, limits, colours in (
@@ -70,24 +70,24 @@ def matrices(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
             )
             class_axis(axes, names)
             title = f"{kind} of global prototypes: {group.label}"
-            yield finished(
+            yield titled_picture(
                 f"{kind.split()[0].lower()}-of-prototypes-{number}",
                 title,
-                "Every pair of classes after the last round, as broadcast (in all d dimensions).",
+                "Every pair of classes after the last round, in all d dimensions.",
                 f"Matrix of {len(names)} by {len(names)} classes: {unit} from {np.nanmin(matrix):.2f} to "
                 f"{np.nanmax(matrix):.2f}, mean {np.nanmean(matrix):.2f}.",
                 figure,
             )
 
 
-def per_class(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
-    """Yield, all runs together, each class's similarity to the others, and its normalised margin."""
+def per_class(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
+    """Yield two pictures with all runs: each class's mean similarity to the others, and its normalised margin."""
     found: list[tuple[Group, NDArray[np.float64], list[str]]] = []
     for group in groups:
         try:
             found.append((group, *_present(group)))
-        except NotThere as error:
-            yield NotThere(f"{group.label}: {error}")
+        except NotAvailable as error:
+            yield NotAvailable(f"{group.label}: {error}")
     if not found:
         return
     longest = max((labels for _, _, labels in found), key=len)
@@ -98,18 +98,20 @@ def per_class(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
     for number, (group, values, _) in enumerate(found):
         cosine = similarities(values)
         mean = np.nanmean(cosine, axis=1)
-        axes.plot(range(len(mean)), mean, label=group.label, **look(number))
+        axes.plot(range(len(mean)), mean, label=group.label, **curve_style(number))
         low, high = np.nanmin(cosine, axis=1), np.nanmax(cosine, axis=1)
-        axes.fill_between(range(len(mean)), low, high, color=look(number)["color"], alpha=0.15, linewidth=0)
+        axes.fill_between(
+            range(len(mean)), low, high, color=curve_style(number)["color"], alpha=0.15, linewidth=0
+        )
         said.append(f"{group.label} {mean.mean():.2f}")
-    lines(axes, "class", "cosine similarity to the others")
+    curve_axes(axes, "class", "cosine similarity to the others")
     class_axis(axes, names)
-    key_below(figure, axes)
-    yield finished(
+    legend_below(figure, axes)
+    yield titled_picture(
         "similarity-per-class",
         "Similarity of each global prototype to the others",
-        "Mean cosine similarity of a class's prototype to all others; the band reaches from the least to the most "
-        "similar one. Lower is better separated.",
+        "Mean cosine similarity of a class's prototype to all others; band: minimum to maximum. Lower is better "
+        "separated.",
         f"Curves over classes; means: {', '.join(said)}.",
         figure,
     )
@@ -117,17 +119,17 @@ def per_class(groups: Sequence[Group]) -> Iterator[Picture | NotThere]:
     said = []
     for number, (group, values, _) in enumerate(found):
         margin = margins(values)
-        axes.plot(range(len(margin)), margin, label=group.label, **look(number))
+        axes.plot(range(len(margin)), margin, label=group.label, **curve_style(number))
         said.append(f"{group.label} {margin.min():.2f}")
-    lines(axes, "class", "margin / largest margin")
+    curve_axes(axes, "class", "margin / largest margin")
     class_axis(axes, names)
     axes.set_ylim(0, 1.05)
-    key_below(figure, axes)
-    yield finished(
+    legend_below(figure, axes)
+    yield titled_picture(
         "margin-per-class",
         "Normalised margin of each global prototype",
-        "Distance to the nearest other prototype over the largest such distance of the run: all near 1 means evenly "
-        "spread.",
+        "Distance to the nearest other prototype, relative to the largest such distance of the run: evenly spread if "
+        "all are near 1.",
         f"Curves over classes; smallest: {', '.join(said)}.",
         figure,
     )
@@ -137,11 +139,11 @@ def _present(group: Group) -> tuple[NDArray[np.float64], list[str]]:
     """Return the rows of the classes that have a prototype, and their names.
 
     Raises:
-        NotThere: if there are not two of them.
+        NotAvailable: if there are fewer than two, or as in :func:`global_prototypes`.
     """
     found = global_prototypes(group.first)
     if found.num_present < 2:
-        raise NotThere("fewer than two classes have a prototype")
+        raise NotAvailable("fewer than two classes have a prototype")
     present = found.present.numpy()
     names = [name for name, there in zip(group.first.label_names, present, strict=True) if there]
     return found.values.numpy()[present].astype(float), names

@@ -1,7 +1,7 @@
-"""How all pictures look: small, transparent, safe for colour-blind eyes, readable in light and dark.
+"""Common style of all pictures: small, transparent, colour-blind-safe, readable in light and dark mode.
 
-A picture is drawn once, in the colours of paper. In a page every one of these colours becomes a CSS variable, so that
-the page's own style decides (:func:`inline_svg`).
+A picture is drawn once, in colours for white paper. In a page these colours are replaced by CSS variables, which the
+page's style defines (:func:`inline_svg`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 INK, GRID, BLANK = "#1b1f24", "#c9ced6", "#f4f5f6"
-# Okabe and Ito's colours without black and yellow, in an order that keeps neighbours apart.
+# Okabe and Ito's palette without black and yellow, ordered so that successive colours differ clearly.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f6f5f")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1, 1, 1)), (0, (1, 1)), (0, (8, 2)))
@@ -49,9 +49,9 @@ RC: dict[Any, Any] = {
     "grid.linewidth": 0.6,
     "lines.linewidth": 1.6,
     "lines.markersize": 4,
-    "text.parse_math": False,  # names are words, whatever signs they hold
-    "svg.fonttype": "none",  # text stays text: it can be read aloud, searched and measured
-    "svg.hashsalt": "pbfl",  # the same picture, the same bytes
+    "text.parse_math": False,  # "$" in names is literal
+    "svg.fonttype": "none",  # text is written as text: accessible and searchable
+    "svg.hashsalt": "pbfl",  # makes output reproducible
 }
 
 
@@ -60,11 +60,11 @@ class Picture:
     """A finished drawing.
 
     Attributes:
-        name: of its file, without suffix.
-        title: what it shows, in a few words.
+        name: file name without suffix.
+        title: short title.
         caption: how to read it.
-        alt: what is in it, for those who do not see it.
-        figure: the drawing.
+        alt: alternative text with its content.
+        figure: the matplotlib figure.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Picture:
 
 
 def canvas(height: float = 2.9, rows: int = 1) -> tuple[Figure, list[Axes]]:
-    """Return a figure of the common width with axes one below the other."""
+    """Return a figure of the common width with ``rows`` axes one below the other."""
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     return figure, [figure.add_subplot(rows, 1, row + 1) for row in range(rows)]
 
@@ -92,20 +92,20 @@ def heatmap(
     limits: tuple[float | None, float | None] = (None, None),
     colours: str = SEQUENTIAL,
 ) -> ScalarMappable:
-    """Draw a matrix (rows, columns) with a labelled colour bar; NaN stays blank.
+    """Draw a matrix (rows, columns) with a labelled colour bar; NaN cells are blank.
 
     Args:
-        axes: where.
+        axes: to draw on.
         values: the matrix.
-        xlabel: what the columns are.
-        ylabel: what the rows are.
-        unit: of the values.
+        xlabel: label of the column axis.
+        ylabel: label of the row axis.
+        unit: label of the colour bar.
         rows: names of the rows, by default their numbers.
-        columns: likewise.
-        limits: smallest and largest value of the colours.
-        colours: the colour map.
+        columns: names of the columns, by default their numbers.
+        limits: values at the ends of the colour map; None for the matrix's own.
+        colours: name of the colour map.
     """
-    axes.set_facecolor(BLANK)  # or else blank and dark cells look alike on a dark page
+    axes.set_facecolor(BLANK)  # otherwise blank cells look like dark ones on a dark page
     drawn = axes.imshow(
         values, aspect="auto", interpolation="none", cmap=colours, vmin=limits[0], vmax=limits[1]
     )
@@ -131,25 +131,25 @@ def _names(axis: Any, names: Sequence[str] | None, count: int) -> None:
 
 
 def class_axis(axes: Axes, names: Sequence[str]) -> None:
-    """Set the names of classes on the x axis, upright where they would touch."""
+    """Label the x axis with class names, rotated if they are long."""
     step = -(-len(names) // MOST_TICKS)
     shown = [shortened(name) for name in names[::step]]
     axes.set_xticks(range(0, len(names), step), shown, rotation=90 if max(map(len, shown)) > 3 else 0)
 
 
 def shortened(text: str, longest: int = 14) -> str:
-    """Return text that fits beside a picture."""
+    """Truncate text to a maximum length for labels."""
     return text if len(text) <= longest else f"{text[: longest - 1]}…"
 
 
-def lines(axes: Axes, xlabel: str, ylabel: str, *, whole: bool = False) -> None:
-    """Set labels and a quiet grid on axes of curves.
+def curve_axes(axes: Axes, xlabel: str, ylabel: str, *, whole: bool = False) -> None:
+    """Set labels and a light grid on axes of curves.
 
     Args:
-        axes: where.
+        axes: to set up.
         xlabel: with unit.
         ylabel: with unit.
-        whole: whether x counts something: then its ticks are whole numbers.
+        whole: whether x ticks must be whole numbers.
     """
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
@@ -161,14 +161,14 @@ def lines(axes: Axes, xlabel: str, ylabel: str, *, whole: bool = False) -> None:
 
 
 def logarithmic(axis: Any) -> None:
-    """Make an axis logarithmic with plain numbers at its ticks."""
+    """Make an axis logarithmic, with ticks in decimal notation."""
     axis.axes.set_xscale("log") if axis.axis_name == "x" else axis.axes.set_yscale("log")
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
 
 
-def look(number: int) -> dict[str, Any]:
-    """Return the colour, marker and dashes of the curve of that number: told apart by more than colour."""
+def curve_style(number: int) -> dict[str, Any]:
+    """Return colour, marker and line style of a curve by its number, so that curves differ in more than colour."""
     return {
         "color": COLOURS[number % len(COLOURS)],
         "marker": MARKERS[number % len(MARKERS)],
@@ -176,19 +176,19 @@ def look(number: int) -> dict[str, Any]:
     }
 
 
-def marked(count: int) -> int:
-    """Return the distance of markers on a curve of so many points: about ten of them."""
+def marker_interval(count: int) -> int:
+    """Return the marker interval for a curve of ``count`` points, for about ten markers."""
     return max(1, count // 10)
 
 
-def key_below(figure: Figure, axes: Axes, order: Sequence[str] = (), marker_scale: float = 1.0) -> None:
-    """Put the legend under the figure, as many columns as its words allow.
+def legend_below(figure: Figure, axes: Axes, order: Sequence[str] = (), marker_scale: float = 1.0) -> None:
+    """Put the legend below the figure, in as many columns as its labels allow.
 
     Args:
-        figure: where.
-        axes: whose labelled drawings are explained.
-        order: of the labels; empty is as drawn.
-        marker_scale: of the markers in the legend.
+        figure: to add the legend to.
+        axes: with the labelled curves.
+        order: of the labels; empty means drawing order.
+        marker_scale: scale of the markers in the legend.
     """
     handles, labels = axes.get_legend_handles_labels()
     if not handles:
@@ -200,8 +200,8 @@ def key_below(figure: Figure, axes: Axes, order: Sequence[str] = (), marker_scal
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, markerscale=marker_scale)
 
 
-def finished(name: str, title: str, caption: str, alt: str, figure: Figure) -> Picture:
-    """Return a picture with its title above it, in lines that fit its width; the arguments are those of Picture."""
+def titled_picture(name: str, title: str, caption: str, alt: str, figure: Figure) -> Picture:
+    """Return a picture with its wrapped title drawn above it; the arguments are those of :class:`Picture`."""
     import textwrap
 
     figure.suptitle("\n".join(textwrap.wrap(title, 52)), fontsize=RC["axes.titlesize"], color=INK)
@@ -217,7 +217,7 @@ def svg(picture: Picture) -> str:
 
 
 def png(picture: Picture) -> bytes:
-    """Return the picture as a PNG file on white."""
+    """Return the picture as a PNG file with a white background."""
     data = io.BytesIO()
     with rc_context(RC):
         picture.figure.savefig(
@@ -227,15 +227,15 @@ def png(picture: Picture) -> bytes:
 
 
 def inline_svg(picture: Picture) -> str:
-    """Return the picture as an element for a page: its ids are its own, its colours are the page's variables.
+    """Return the picture as an SVG element for a page: with unique ids, and colours as the page's CSS variables.
 
-    The text comes from matplotlib, which escapes what it writes.
+    Names in the text are escaped by matplotlib.
     """
     text = svg(picture)
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.S)
-    text = re.sub(r"<style[^>]*>.*?</style>", "", text, flags=re.S)  # it would speak for the whole page
-    text = re.sub(r'<g id="[^"]*">', "<g>", text)  # nothing points to groups
+    text = re.sub(r"<style[^>]*>.*?</style>", "", text, flags=re.S)  # it would apply to the whole page
+    text = re.sub(r'<g id="[^"]*">', "<g>", text)  # groups are not referenced
     text = re.sub(r'\bid="', f'id="{picture.name}-', text)
     text = re.sub(r"url\(#", f"url(#{picture.name}-", text)
     text = re.sub(r'href="#', f'href="#{picture.name}-', text)

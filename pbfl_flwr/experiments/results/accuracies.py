@@ -1,4 +1,4 @@
-"""What a run's accuracies are, over whom they are, and the sentences that go with them below every table."""
+"""A run's accuracies, the clients they cover, and the notes that tables print about them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pbfl_flwr.config import PREDICTORS
 
 @dataclass(frozen=True)
 class Scores:
-    """A predictor's accuracies over the run.
+    """A predictor's accuracies over a run.
 
     Attributes:
         last: (round, statistics) of the last round.
-        best: (round, statistics) of the round with the highest accuracy, sample-weighted unless asked otherwise.
-        chosen: (round, statistics) on the test data of the round with the highest sample-weighted accuracy on the
-            clients' validation samples; None where nothing was held out.
-        other: (round, statistics) of the last scoring at the other moment (both-moments), over the clients that
-            trained; None where there was none.
+        best: (round, statistics) of the round with the highest test accuracy, sample-weighted by default.
+        chosen: (round, statistics) on the test data in the round with the highest sample-weighted accuracy on the
+            clients' validation samples; None without validation samples.
+        other: (round, statistics) of the last evaluation at the other moment (both-moments), over the clients that
+            trained; None if there was none.
     """
 
     last: tuple[int, Mapping[str, float]]
@@ -29,11 +29,11 @@ class Scores:
 
 
 def series(rounds: Sequence[Mapping[str, Any]], on: str = "accuracy") -> list[tuple[int, Mapping[str, Any]]]:
-    """Return (round, predictor -> statistics) in the order of the rounds.
+    """Return (round, predictor -> statistics) in round order.
 
     Args:
-        rounds: what rounds.jsonl holds. Where clients are scored before their training, an entry's accuracy is the
-            round's before it (round 0: the initial models) and the last entry holds the last round's as "final".
+        rounds: entries of rounds.jsonl. If clients are scored before their training, an entry has the accuracy of the
+            previous round (round 0: the initial models), and the last entry has that of the last round as "final".
         on: "accuracy" (on test data) or "validation".
     """
     found = [(entry["accuracy_of_round"], entry.get(on, {})) for entry in rounds]
@@ -45,12 +45,12 @@ def series(rounds: Sequence[Mapping[str, Any]], on: str = "accuracy") -> list[tu
 def client_series(
     rounds: Sequence[Mapping[str, Any]], clients: Sequence[Mapping[str, Any]]
 ) -> list[tuple[int, Mapping[str, Any]]]:
-    """Return (round of the accuracies, every client's counters) in the order of the rounds.
+    """Return (round of the accuracies, every client's counters) in round order.
 
     Args:
-        rounds: what rounds.jsonl holds; what clients.jsonl holds beyond it is left out.
-        clients: what clients.jsonl holds; of last scorings the one of the last round, as in :func:`series`: a run that
-            was prolonged may have had one earlier, and the round after it has the same round's accuracies.
+        rounds: entries of rounds.jsonl; entries of clients.jsonl for other rounds are ignored.
+        clients: entries of clients.jsonl. As in :func:`series`, "final" is used only in the last entry: an extended
+            run may have an earlier one, and the entry after it has the same round's accuracies.
     """
     numbers = {entry["round"]: entry["accuracy_of_round"] for entry in rounds}
     lines = [line for line in clients if line["round"] in numbers]
@@ -64,8 +64,8 @@ def scores(rounds: Sequence[Mapping[str, Any]], by: str = "weighted") -> dict[st
     """Return predictor -> scores.
 
     Args:
-        rounds: what rounds.jsonl holds.
-        by: the statistic by which the best round is chosen.
+        rounds: entries of rounds.jsonl.
+        by: the statistic that selects the best round.
     """
     found = {}
     validated = dict(series(rounds, "validation"))
@@ -85,7 +85,11 @@ def scores(rounds: Sequence[Mapping[str, Any]], by: str = "weighted") -> dict[st
 
 
 def _other(rounds: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int, Mapping[str, float]]]:
-    """Return (round, a predictor's statistics) at the other moment: after a round, or of the broadcast before it."""
+    """Return [(round, statistics)] of a predictor at the other moment.
+
+    If clients are scored after training, this is the broadcast before it, whose round is the previous one; else the
+    model after training, whose round is the entry's.
+    """
     return [
         (2 * entry["round"] - 1 - entry["accuracy_of_round"], entry["other"][name])
         for entry in rounds
@@ -94,39 +98,37 @@ def _other(rounds: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int, Ma
 
 
 def majority_lines(shares: Iterable[float | None], who: str = "a client") -> list[str]:
-    """Return what the skew of the labels alone scores, in a sentence; none where it is not known.
+    """Return a sentence on the accuracy of always predicting a client's majority class; empty if unknown.
 
     Args:
-        shares: what :meth:`RunDirectory.majority` says of every run; several partitions are named side by side.
-        who: of whom.
+        shares: result of :meth:`RunDirectory.majority` for every run; different values are listed together.
+        who: the kind of client, for the sentence.
     """
     known = dict.fromkeys(f"{100 * share:.2f}" for share in sorted(s for s in shares if s is not None))
-    said = (
-        f"Always answering {who}'s most frequent training class: {', '.join(known)} %, weighted by samples."
-    )
+    said = f"Always predicting {who}'s most frequent training class: {', '.join(known)} %, sample-weighted."
     return [said] if known else []
 
 
-def accuracy_by(by: str) -> str:
-    """Return what the accuracies of a table are called.
+def accuracy_name(by: str) -> str:
+    """Return the name of the accuracies in a table.
 
     Args:
-        by: the predictor that was asked for; nothing is the one that each run reports.
+        by: the requested predictor; empty means each run's headline.
     """
     return f"accuracy by {by}" if by else "headline accuracy"
 
 
 def titled(title: str, by: str) -> str:
-    """Return the title of a table, with the predictor that was asked for; the arguments are those above."""
+    """Return the title of a table with the requested predictor ``by``, if any."""
     return f"{title}, by {by}" if by else title
 
 
 def unscored_lines(rows: Iterable[tuple[str, str]], consequence: str = "") -> list[str]:
-    """Return which rows have no accuracy, in a sentence for each predictor; none where all have one.
+    """Return a sentence per predictor on the rows that have no accuracy.
 
     Args:
-        rows: label and predictor of those without.
-        consequence: what follows for them.
+        rows: (label, predictor) of the rows without accuracy.
+        consequence: text after the predictor's name.
     """
     found: dict[str, list[str]] = {}
     for label, predictor in rows:
@@ -135,51 +137,49 @@ def unscored_lines(rows: Iterable[tuple[str, str]], consequence: str = "") -> li
 
 
 def other_moment(about: Mapping[str, Any]) -> str:
-    """Return the moment that is not the headline's of a run, whose run.json is given."""
+    """Return the moment at which a run's headline accuracy is not scored, from its run.json."""
     return "after training" if about["moment"] == "before" else "before training"
 
 
 def label_names(about: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the K names of a run's classes, whose run.json is given; numbers where clients gave none."""
+    """Return the K class names from a run's run.json; class numbers if clients gave no names."""
     member = about["clients"][0]
     names = member.get("labels") or range(member["task"]["num_classes"])
     return tuple(" ".join(str(name).split()) for name in names)
 
 
 def participants(about: Mapping[str, Any]) -> int:
-    """Return how many clients take part in the rounds of a run, whose run.json is given."""
+    """Return the number of clients in a run's rounds, without new clients, from its run.json."""
     return len(about["clients"]) - int(about["configuration"].get("new-clients", 0))
 
 
 def honest(about: Mapping[str, Any]) -> frozenset[int]:
-    """Return the clients over which a run's accuracies may be: those that take part in the rounds and do not lie."""
+    """Return the ids of the clients that a run's accuracies can cover: participants that are not malicious."""
     numbers = sorted(int(member["client"]) for member in about["clients"])
     return frozenset(numbers[: participants(about)]) - frozenset(about.get("malicious", []))
 
 
-def few_clients(runs: Iterable[tuple[Mapping[str, Any], Mapping[str, Scores]]]) -> dict[str, str]:
-    """Return predictor -> "n of M", over how many clients its accuracies are, where they are not over all of them.
+def partial_coverage(runs: Iterable[tuple[Mapping[str, Any], Mapping[str, Scores]]]) -> dict[str, str]:
+    """Return predictor -> "n of M clients" for predictors whose accuracies do not cover all honest clients.
 
     Args:
         runs: (run.json, predictor -> scores) of each run of a row.
     """
     found: dict[str, set[int]] = {}
-    everybody = 0
+    total = 0
     for about, scored in runs:
-        everybody = max(everybody, len(honest(about)))
+        total = max(total, len(honest(about)))
         for name, score in scored.items():
             points = [point[1] for point in (score.last, score.best, score.chosen) if point is not None]
             found.setdefault(name, set()).update(int(at["clients"]) for at in points)
-    return {
-        name: f"{span(numbers)} of {everybody}" for name, numbers in found.items() if min(numbers) < everybody
-    }
+    return {name: f"{span(numbers)} of {total}" for name, numbers in found.items() if min(numbers) < total}
 
 
-def few_lines(rows: Sequence[tuple[str, Mapping[str, str]]]) -> list[str]:
-    """Return which accuracies of a table are over some of the clients only, in a sentence; none where none are.
+def coverage_lines(rows: Sequence[tuple[str, Mapping[str, str]]]) -> list[str]:
+    """Return a sentence on the accuracies of a table that cover only some of the clients; empty if all cover all.
 
     Args:
-        rows: label and what :func:`few_clients` says of it; labels stand in the sentence where rows differ.
+        rows: label and result of :func:`partial_coverage`; the sentence names labels only if rows differ.
     """
     told: dict[str, list[str]] = {}
     for label, few in rows:
@@ -190,10 +190,10 @@ def few_lines(rows: Sequence[tuple[str, Mapping[str, str]]]) -> list[str]:
         for said, labels in told.items()
         if said
     ]
-    return [f"Accuracies that are not over all clients taking part: {'; '.join(parts)}."] if parts else []
+    return [f"Accuracies that do not cover all participating clients: {'; '.join(parts)}."] if parts else []
 
 
 def span(numbers: Iterable[int]) -> str:
-    """Return a number, or the lowest and the highest of several."""
+    """Return "n", or "lowest–highest" of several different numbers."""
     found = sorted(set(numbers))
     return str(found[0]) if len(found) == 1 else f"{found[0]}–{found[-1]}"

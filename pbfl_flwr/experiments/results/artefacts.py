@@ -1,4 +1,4 @@
-"""What a run directory holds beyond its histories: global prototypes, the clients' uploads, networks and data."""
+"""Reads a run's global prototypes, the clients' last uploads, networks and data."""
 
 from __future__ import annotations
 
@@ -27,60 +27,62 @@ from pbfl_flwr.seeds import derive
 from pbfl_flwr.task import Task
 
 
-class NotThere(PbflError):
-    """A run does not hold what was asked for; the text says why."""
+class NotAvailable(PbflError):
+    """The run does not hold the requested artefact; the message gives the reason."""
 
 
 def settings_of(record: Record) -> Settings:
     """Return the run's settings.
 
     Raises:
-        NotThere: if another version of this package wrote keys that this one does not know.
+        NotAvailable: if the configuration has keys of another version of this package.
     """
     try:
         return parse(record.config, SECTIONS)
     except PbflError as error:
-        raise NotThere(f"its configuration is of another version ({str(error).splitlines()[0]})") from None
+        raise NotAvailable(
+            f"its configuration is from another version ({str(error).splitlines()[0]})"
+        ) from None
 
 
 def method_of(record: Record) -> Method[Any, Any, Any]:
     """Return the run's method.
 
     Raises:
-        NotThere: if it cannot be built here, as one outside of this package that is not installed or not allowed.
+        NotAvailable: if it cannot be built here, e.g. an external method that is not installed or not allowed.
     """
     _check_allowed(record, str(record.config["method"]))
     try:
         return build_method(settings_of(record))
     except PbflError as error:
-        raise NotThere(str(error).splitlines()[0]) from None
+        raise NotAvailable(str(error).splitlines()[0]) from None
 
 
 def _check_allowed(record: Record, name: str) -> None:
-    """Check that somebody asked for code to be imported that a run directory, which may be a stranger's, names."""
+    """Refuse to import code that a run directory, which may be untrusted, names unless the user allowed it."""
     if is_external(name) and name not in record.allowed:
-        raise NotThere(
-            f"'{name}' is code to import; pbfl report --import {name} does, in Python Record.load(run, ['{name}'])"
+        raise NotAvailable(
+            f"'{name}' is code to be allowed: pbfl report --import {name}, in Python Record.load(run, ['{name}'])"
         )
 
 
 def task_of(record: Record) -> Task:
-    """Return what its clients agreed on."""
+    """Return the run's task, on which its clients agreed."""
     return Task.from_record(record.about["clients"][0]["task"])
 
 
 def global_prototypes(record: Record) -> Prototypes:
-    """Return what the server broadcast after the last round, in d dimensions.
+    """Return the global prototypes after the last round, in d dimensions.
 
     Raises:
-        NotThere: if the method broadcasts no prototypes, or the file is missing or damaged.
+        NotAvailable: if the method broadcasts no prototypes, or the file is missing or damaged.
     """
     method, task = method_of(record), task_of(record)
     tensors = _tensors(record.path / "prototypes.safetensors")
     try:
         sent = method.down.from_tensors(tensors, task)
     except (RejectedPayload, KeyError) as error:
-        raise NotThere(f"prototypes.safetensors is not of this method ({error})") from None
+        raise NotAvailable(f"prototypes.safetensors does not fit this method ({error})") from None
     return _dense(method, _prototypes(sent, "broadcasts"), task)
 
 
@@ -88,7 +90,7 @@ def local_prototypes(record: Record) -> dict[int, Prototypes]:
     """Return client -> its last upload, in d dimensions.
 
     Raises:
-        NotThere: if the clients' state is not here, or the method uploads no prototypes.
+        NotAvailable: if the clients' state is not on this machine, or the method uploads no prototypes.
     """
     method, task = method_of(record), task_of(record)
     found = {}
@@ -96,20 +98,20 @@ def local_prototypes(record: Record) -> dict[int, Prototypes]:
         try:
             sent = method.up.from_tensors(state.reply, task)
         except (RejectedPayload, KeyError) as error:
-            raise NotThere(f"client {client}'s last upload is not of this method ({error})") from None
+            raise NotAvailable(f"client {client}'s last upload does not fit this method ({error})") from None
         found[client] = _dense(method, _prototypes(sent, "uploads"), task)
     return found
 
 
 def client_states(record: Record) -> Iterator[tuple[int, ClientState]]:
-    """Yield (client, what it kept) of those that have trained, one at a time: networks may be large.
+    """Yield (client, state) of the simulated clients that have trained, one at a time because networks may be large.
 
     Raises:
-        NotThere: if no client's state lies on this machine, or a file is damaged or may not be read.
+        NotAvailable: if no client's state is on this machine, or a file is damaged or cannot be read.
     """
     given = str(record.config["state-dir"])
     directory = (Path(given) if given else record.path / "clients") / str(record.about["experiment"])
-    nobody = True
+    none_found = True
     for member in record.about["clients"]:
         if not member["simulated"]:
             continue
@@ -119,21 +121,21 @@ def client_states(record: Record) -> Iterator[tuple[int, ClientState]]:
         try:
             state = store.load()
         except PbflError as error:
-            raise NotThere(str(error)) from None
+            raise NotAvailable(str(error)) from None
         except OSError as error:
             raise _unreadable("the clients' own state", directory, error) from None
         if state is not None:
-            nobody = False
+            none_found = False
             yield member["client"], state
-    if nobody:
-        raise NotThere("the clients' own state is not here (devices keep it to themselves)")
+    if none_found:
+        raise NotAvailable("the clients' own state is not on this machine (devices keep theirs)")
 
 
 def network(record: Record, client: int, state: ClientState) -> SplitModel:
     """Return a client's network with its weights, in evaluation mode on the CPU.
 
     Raises:
-        NotThere: if its architecture cannot be built here, or is code that was not allowed.
+        NotAvailable: if its architecture cannot be built here, or is code that was not allowed.
     """
     architecture = next(
         member["architecture"] for member in record.about["clients"] if member["client"] == client
@@ -142,41 +144,41 @@ def network(record: Record, client: int, state: ClientState) -> SplitModel:
     try:
         model = build_model(fresh(architecture), task_of(record), record.seed)
     except PbflError as error:
-        raise NotThere(f"the network of client {client} cannot be built ({error})") from None
+        raise NotAvailable(f"the network of client {client} cannot be built ({error})") from None
     model.load_state_dict(dict(state.model))
     model.eval()
     return model
 
 
 def data_of(record: Record, client: int) -> ClientData:
-    """Return a client's share of the configured dataset, as far as it lies here: nothing is downloaded for a picture.
+    """Return a client's part of the configured dataset, without downloading anything.
 
     Raises:
-        NotThere: if the dataset cannot be read here, or clients brought their own.
+        NotAvailable: if the dataset cannot be read here, or clients brought their own data.
     """
     if record.counts is None:
-        raise NotThere("the clients brought their own data")
+        raise NotAvailable("the clients brought their own data")
     settings = settings_of(record)
     try:
         data = settings.data.model_copy(update={"download": False})
         return client_data(data, settings.run.num_clients, client)
     except (PbflError, OSError) as error:
-        raise NotThere(f"the dataset cannot be read here ({error})") from None
+        raise NotAvailable(f"the dataset cannot be read here ({error})") from None
 
 
 def target_scale(record: Record) -> float:
-    """Return the factor between broadcast prototypes and what clients pull towards, 1 where there is none."""
+    """Return the factor by which clients scale broadcast prototypes to get their targets, 1 if they do not."""
     method = method_of(record)
     return method.stages.upscale if isinstance(method, Pipeline) else 1.0
 
 
 @dataclass(frozen=True)
 class Trajectory:
-    """The alignment of the last round, redone from what the server kept.
+    """The prototype alignment of the last round, recomputed from the server's checkpoint.
 
     Attributes:
-        num_rows: prototypes that took part, K.
-        steps: geometry before the first and after every step.
+        num_rows: number of prototypes aligned, at most K.
+        steps: geometry before the first step and after every step.
     """
 
     num_rows: int
@@ -184,24 +186,25 @@ class Trajectory:
 
 
 def alignment_trajectory(record: Record) -> Trajectory:
-    """Return how the last round's prototype alignment went.
+    """Recompute the prototype alignment of the last round.
 
     Raises:
-        NotThere: if the method does not align, aligns in closed form, or trains its prototypes first.
+        NotAvailable: if the method does not align, aligns in closed form, or trains its prototypes first, if the
+            checkpoint is missing or damaged, or if fewer than two classes have a prototype.
     """
     task = task_of(record)
     method = method_of(record)
     if not isinstance(method, Pipeline) or method.stages.alignment == "off":
-        raise NotThere(f"{record.config['method']} does not align its prototypes")
+        raise NotAvailable(f"{record.config['method']} does not align its prototypes")
     if method.stages.alignment == "simplex":
-        raise NotThere("the simplex solver has no iterations")
+        raise NotAvailable("the simplex solver has no iterations")
     if method.server_training is not None:
-        raise NotThere("what the server trains before it aligns is not kept")
+        raise NotAvailable("the prototypes that the server trains before alignment are not saved")
     tensors = _tensors(record.path / "checkpoint.safetensors")
     try:
         combined = method.dense(PipelineState.from_tensors(tensors, task).combined, task)
     except (RejectedPayload, KeyError) as error:
-        raise NotThere(f"checkpoint.safetensors is not of this method ({error})") from None
+        raise NotAvailable(f"checkpoint.safetensors does not fit this method ({error})") from None
     steps: list[Geometry] = []
     align(
         combined.values,
@@ -211,18 +214,18 @@ def alignment_trajectory(record: Record) -> Trajectory:
         watch=lambda units: steps.append(geometry(units)),
     )
     if len(steps) < 2:
-        raise NotThere("fewer than two classes have a prototype")
+        raise NotAvailable("fewer than two classes have a prototype")
     return Trajectory(combined.num_present, tuple(steps))
 
 
-def own_means(state: ClientState) -> tuple[Tensor, Tensor]:
-    """Return a client's own class means (K, d) and which classes it holds (K,), as it keeps them.
+def saved_class_means(state: ClientState) -> tuple[Tensor, Tensor]:
+    """Return a client's class means (K, d) and a mask (K,) of the classes it holds, from its saved state.
 
     Raises:
-        NotThere: if the method keeps none.
+        NotAvailable: if the method saves none.
     """
     if not {"prototypes", "held"} <= set(state.memory):
-        raise NotThere("the method's clients keep no class means")
+        raise NotAvailable("the method's clients save no class means")
     return state.memory["prototypes"], state.memory["held"]
 
 
@@ -230,24 +233,24 @@ def _tensors(file: Path) -> Mapping[str, Tensor]:
     try:
         return load_tensors(file)[0]
     except FileNotFoundError:
-        raise NotThere(f"{file.name} is missing") from None
+        raise NotAvailable(f"{file.name} is missing") from None
     except PbflError as error:
-        raise NotThere(str(error)) from None
+        raise NotAvailable(str(error)) from None
     except OSError as error:
         raise _unreadable(file.name, file.parent, error) from None
 
 
-def _unreadable(what: str, place: Path, error: OSError) -> NotThere:
-    """Return what is said of files that may be another user's."""
-    return NotThere(f"{what} in {place} cannot be read ({error.strerror or error})")
+def _unreadable(what: str, place: Path, error: OSError) -> NotAvailable:
+    """Return the error for files that cannot be read, e.g. because they belong to another user."""
+    return NotAvailable(f"{what} in {place} cannot be read ({error.strerror or error})")
 
 
 def _prototypes(sent: Payload, verb: str) -> Prototypes:
     found = sent.prototypes if isinstance(sent, WeightsAndPrototypes) else sent
     if not isinstance(found, Prototypes) or isinstance(found, Logits):
-        raise NotThere(f"the method {verb} no prototypes")
+        raise NotAvailable(f"the method {verb} no prototypes")
     if not found.num_present:
-        raise NotThere("no class has a prototype yet")
+        raise NotAvailable("no class has a prototype yet")
     return found
 
 

@@ -1,4 +1,4 @@
-"""Scores that give every class the same weight, and the accuracies of the classes, of runs with ``per-class``."""
+"""Class-balanced metrics and per-class accuracies of runs with ``per-class``."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from pbfl_flwr.experiments.text.narrow import print_blocks
 from pbfl_flwr.experiments.text.numbers import say
 from pbfl_flwr.experiments.text.table_formats import Sheet
 
-MOST = 20  # classes in a terminal
+MOST = 20  # classes shown in a terminal
 BALANCE = ("weighted", "balanced", "macro_f1", "balanced_mean", "macro_f1_mean")
 
 
 @dataclass(frozen=True, eq=False)
 class Scored:
-    """A run as these tables see it.
+    """A run's data for these tables.
 
     Attributes:
-        label: its name beside other runs; empty for one alone.
-        about: run.json.
-        rounds: what rounds.jsonl holds.
-        by: the predictor that was asked for; nothing is the headline.
+        label: its row label among other runs; empty for a single run.
+        about: content of run.json.
+        rounds: entries of rounds.jsonl.
+        by: the requested predictor; empty means the headline.
     """
 
     label: str
@@ -38,25 +38,25 @@ class Scored:
 
     @cached_property
     def last(self) -> dict[str, tuple[int, Mapping[str, Any]]]:
-        """Predictor -> (round, statistics) of its last scoring, of those that were counted by class."""
+        """Predictor -> (round, statistics) of its last evaluation, for predictors counted by class."""
         found = scores(self.rounds)
         return {name: score.last for name, score in found.items() if "by_class" in score.last[1]}
 
     @cached_property
     def other(self) -> dict[str, tuple[int, Mapping[str, Any]]]:
-        """The same at the moment that is not the headline's."""
+        """The same as :attr:`last` at the moment at which the headline is not scored."""
         points = {name: score.other for name, score in scores(self.rounds).items()}
         return {name: point for name, point in points.items() if point is not None and "by_class" in point[1]}
 
     @cached_property
     def predictor(self) -> str:
-        """The predictor that is shown; the first one that was counted if that was not."""
+        """The requested predictor or the headline; the first predictor counted by class if that one is not."""
         named = self.by or str(self.about["headline"])
         return named if named in self.last else next(iter(self.last))
 
 
 def balance_sheet(runs: Sequence[Scored]) -> Sheet | None:
-    """Return balanced accuracy and macro-F1 beside the accuracy, a row a predictor; None if no run has them."""
+    """Return the table of accuracy, balanced accuracy and macro-F1, one row per predictor; None if no run has them."""
     rows = []
     for run in runs:
         moments = [(name, point, "") for name, point in run.last.items()]
@@ -64,8 +64,8 @@ def balance_sheet(runs: Sequence[Scored]) -> Sheet | None:
         moments += [(name, point, told) for name, point in run.other.items()]
         for name, (number, found), moment in moments:
             label = f"{name} (headline)" if name == run.about["headline"] and not moment else name + moment
-            figures = (f"{100 * found[key]:.2f}" for key in BALANCE)
-            rows.append((run.label, label, str(number), *figures))
+            cells = (f"{100 * found[key]:.2f}" for key in BALANCE)
+            rows.append((run.label, label, str(number), *cells))
     if not rows:
         return None
     columns = (
@@ -79,15 +79,16 @@ def balance_sheet(runs: Sequence[Scored]) -> Sheet | None:
         "macro-F1, mean of clients",
     )
     notes = (
-        "Last round, %. Accuracy is weighted by samples; balanced accuracy is the mean accuracy of the classes, "
-        "macro-F1 the mean F1 score of the classes: over the test samples of all clients together, and the plain mean "
-        "of the clients' own, over the classes that a client has (macro-F1: or answers)." + _first_seed(runs),
+        "Last round, %. Accuracy is sample-weighted; balanced accuracy is the mean of the class accuracies, macro-F1 "
+        "the mean of the class F1 scores. Both over the pooled test samples of all clients, and as the unweighted mean "
+        "over clients, each over the classes in its test data (macro-F1: or in its predictions)."
+        + _first_seed(runs),
     )
-    return Sheet("Every class the same weight", columns, tuple(rows), notes, text_columns=2)
+    return Sheet("Class-balanced metrics", columns, tuple(rows), notes, text_columns=2)
 
 
 def class_sheet(runs: Sequence[Scored]) -> Sheet | None:
-    """Return the last accuracies of the classes, a row a class and a column a predictor; None if no run has them."""
+    """Return the table of class accuracies in the last round, a row per class; None if no run has them."""
     counted = [run for run in runs if run.last]
     asked = [name for name in PREDICTORS if any(name in run.last for run in counted)]
     by = counted[0].by if counted else ""
@@ -104,7 +105,7 @@ def class_sheet(runs: Sequence[Scored]) -> Sheet | None:
     if not rows:
         return None
     notes = [
-        "Last round, %, over the test samples of all clients together; test samples are those of "
+        "Last round, %, over the pooled test samples of all clients; the numbers of test samples are those of "
         f"{by or 'the headline'}.{_first_seed(counted)}"
     ]
     if untested:
@@ -114,30 +115,32 @@ def class_sheet(runs: Sequence[Scored]) -> Sheet | None:
 
 
 def _first_seed(runs: Sequence[Scored]) -> str:
-    """Return which run of a row is shown, where rows have names: those of a configuration are of several seeds."""
+    """Return the note that the first seed is shown; empty for a single run, which has no label."""
     return " First seed of each configuration." if any(run.label for run in runs) else ""
 
 
 def sheets(runs: Sequence[Scored]) -> list[Sheet]:
-    """Return both tables, as far as a run has what they show."""
+    """Return those of the two tables for which a run has data."""
     return [sheet for sheet in (balance_sheet(runs), class_sheet(runs)) if sheet is not None]
 
 
 def show(about: Mapping[str, Any], rounds: Sequence[Mapping[str, Any]], console: Console) -> None:
-    """Print both tables of a run; nothing if it did not count by class.
+    """Print both tables of a run; nothing without ``per-class``.
 
     Args:
-        about: run.json.
-        rounds: what rounds.jsonl holds.
-        console: where to.
+        about: content of run.json.
+        rounds: entries of rounds.jsonl.
+        console: to print to.
     """
     run = Scored("", about, rounds)
     for sheet in sheets([run]):
-        rows = [row[1:] for row in sheet.rows]  # without the run
+        rows = [row[1:] for row in sheet.rows]  # without the label
         head, notes = sheet.columns[1:], list(sheet.notes)
         if sheet.title == "Accuracy by class" and len(rows) > MOST:
             at = head.index(run.predictor)
-            notes.insert(0, f"The {MOST} of {len(rows)} classes on which '{run.predictor}' is worst.")
+            notes.insert(
+                0, f"Shown: the {MOST} of {len(rows)} classes with the lowest accuracy of '{run.predictor}'."
+            )
             known = [row for row in rows if row[at] != "-"]
             rows = sorted(known, key=lambda row: float(row[at]))[:MOST]
         say(console, f"{sheet.title[0].lower()}{sheet.title[1:]}, %", "italic")

@@ -1,4 +1,4 @@
-"""Run directories, read for statistics and pictures; runs that differ in their seed alone are one group."""
+"""Run directories read for statistics and pictures; runs that differ only in the seed form a group."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ LONGEST_LABEL = 40
 
 @dataclass(frozen=True, eq=False)
 class Record:
-    """One run with at least one finished round.
+    """A run with at least one finished round.
 
     Attributes:
-        directory: its files.
-        about: run.json.
-        rounds: rounds.jsonl.
-        clients: clients.jsonl, as far as rounds.jsonl goes.
-        newcomers: newcomers.jsonl, of the clients that came after the last of these rounds.
-        counts: samples of each class on each client (M, K), None where they are the devices' own.
-        allowed: code that may be imported because the run names it, as my_package.module:function.
-        by: the predictor that its accuracies are asked for by; nothing is the headline.
+        directory: the run directory.
+        about: content of run.json.
+        rounds: entries of rounds.jsonl.
+        clients: entries of clients.jsonl up to the last round in ``rounds``.
+        counts: samples of each class on each client (M, K); None if clients bring their own data.
+        newcomers: entries of newcomers.jsonl for the clients that came after the last of these rounds.
+        allowed: code named by the run that may be imported, as my_package.module:function.
+        by: the requested predictor; empty means the headline.
     """
 
     directory: RunDirectory
@@ -71,13 +71,13 @@ class Record:
         counts = directory.partition_counts()
         table = None if counts is None else np.array(counts, dtype=np.int64)
         newcomers = directory.newcomers(len(rounds))
-        # A round's clients are written down before the round itself, so there may be more of them.
+        # clients.jsonl is written before rounds.jsonl, so it may have one round more.
         clients = [line for line in directory.client_rounds() if line["round"] <= rounds[-1]["round"]]
         return cls(directory, about, rounds, clients, table, newcomers, frozenset(allowed), by)
 
     @property
     def path(self) -> Path:
-        """Its directory."""
+        """The run directory."""
         return self.directory.path
 
     @property
@@ -88,52 +88,52 @@ class Record:
 
     @property
     def headline(self) -> str:
-        """The predictor that the run reports."""
+        """The predictor that the method reports."""
         return str(self.about["headline"])
 
     @property
     def predictor(self) -> str:
-        """The predictor whose accuracies are shown: the one that was asked for, or the headline."""
+        """The predictor whose accuracies are shown: the requested one, or the headline."""
         return self.by or self.headline
 
     @property
     def moment(self) -> str:
-        """When clients were scored, before or after their training."""
+        """When clients were scored, "before" or "after" their training."""
         return str(self.about["moment"])
 
     @cached_property
     def data(self) -> str | None:
-        """The hash of the samples that were dealt, None in runs of a time without hashes."""
+        """Hash of the partitioned samples; None in runs of older versions."""
         return self.directory.data()
 
     @property
     def seed(self) -> int:
-        """The run's."""
+        """The run's seed."""
         return int(self.config["seed"])
 
     @cached_property
     def label_names(self) -> tuple[str, ...]:
-        """The K names; numbers where clients gave none."""
+        """The K class names; class numbers if clients gave no names."""
         return label_names(self.about)
 
     @cached_property
     def _names(self) -> dict[int, str]:
         return {member["client"]: member["name"] for member in self.about["clients"] if member.get("name")}
 
-    def called(self, client: int) -> str:
-        """Return what a client is called in every run: its name, or its number if it has none.
+    def client_name(self, client: int) -> str:
+        """Return a client's name, or its id if it has none, which identifies it across runs.
 
-        A device with a name may have another number in another run.
+        A device with a name may have a different id in another run.
         """
         return self._names.get(client, str(client))
 
     def accuracies(self, predictor: str | None = None) -> dict[int, float]:
-        """Return client -> share of correct test samples in the last round, of the clients that were scored.
+        """Return client -> accuracy (0 to 1) on its test samples in the last round, for clients that were scored.
 
-        Malicious ones are left out, as in all accuracies of a run.
+        Malicious clients are excluded, as in all accuracies of a run.
 
         Args:
-            predictor: by default the one that is shown.
+            predictor: by default :attr:`predictor`.
         """
         if not self.clients:
             return {}
@@ -147,7 +147,7 @@ class Record:
         }
 
     def client_curves(self) -> dict[int, list[tuple[int, float]]]:
-        """Return client -> (round, share of correct test samples) as far as it was scored, without malicious ones."""
+        """Return client -> [(round, test accuracy from 0 to 1)] for the rounds it was scored in; none for malicious."""
         found: dict[int, list[tuple[int, float]]] = {}
         for at, line in client_series(self.rounds, self.clients):
             for client, share in self._accuracies(line, self.predictor).items():
@@ -156,30 +156,30 @@ class Record:
 
     @property
     def scored(self) -> frozenset[int]:
-        """The clients over which the last accuracy is, of the last round in which it was scored."""
+        """The clients that the last accuracy covers, from the last round in which the predictor was scored."""
         last = [self.clients[-1]["final"]] if self.clients and "final" in self.clients[-1] else []
         found = (self._accuracies(line, self.predictor) for line in (*last, *reversed(self.clients)))
         return frozenset(next((each for each in found if each), {}))
 
     def newcomer_accuracy(self) -> float | None:
-        """Return the new clients' sample-weighted accuracy after all of their own rounds, None without any."""
+        """Return the new clients' sample-weighted accuracy after all their own rounds; None if there is none."""
         scored = series(self.newcomers)[-1][1] if self.newcomers else {}
         return float(scored[self.predictor]["weighted"]) if self.predictor in scored else None
 
     @property
     def honest(self) -> frozenset[int]:
-        """The clients over which the run's accuracies may be: those that take part in the rounds and do not lie."""
+        """Ids of the clients that the accuracies can cover: participants that are not malicious."""
         return honest(self.about)
 
     def curve(self, predictor: str | None = None) -> list[tuple[int, float]]:
-        """Return (round, sample-weighted accuracy) as far as the predictor was scored."""
+        """Return (round, sample-weighted accuracy) for the rounds in which the predictor was scored."""
         name = predictor or self.predictor
         return [(at, found[name]["weighted"]) for at, found in series(self.rounds) if name in found]
 
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """The runs of one configuration, a seed each.
+    """The runs of one configuration, one per seed.
 
     Attributes:
         label: its name in tables and pictures.
@@ -191,12 +191,12 @@ class Group:
 
     @property
     def by(self) -> str:
-        """The predictor that its accuracies are asked for by; nothing is the headline of each run."""
+        """The requested predictor; empty means each run's headline."""
         return self.first.by
 
     @property
     def first(self) -> Record:
-        """The run that stands for the group where only one can be shown."""
+        """The run shown where only one of the group can be."""
         return self.records[0]
 
     def by_seed(self) -> dict[int, Record]:
@@ -205,24 +205,24 @@ class Group:
 
 
 def load(paths: Iterable[Path], allowed: Sequence[str] = (), by: str = "") -> list[Group]:
-    """Read runs and group those that differ in the seed alone.
+    """Read runs and group those that differ only in the seed.
 
     Args:
         paths: of run directories.
         allowed: see :class:`Record`.
-        by: see there.
+        by: see :class:`Record`.
 
     Raises:
-        PbflError: for a path that holds no run with a finished round, or stands there twice.
+        PbflError: if a path holds no run with a finished round, or is given twice.
     """
     places = [expanded(path).absolute() for path in paths]
     if twice := [place for number, place in enumerate(places) if place in places[:number]]:
-        raise PbflError(f"'{twice[0]}' is given twice; once is enough")
+        raise PbflError(f"'{twice[0]}' is given twice; allowed is once")
     keyed: dict[tuple[object, int], list[Record]] = {}
     for place in places:
         record = Record.load(place, allowed, by)
         key = frozenset(item for item in record.config.items() if item[0] not in NEUTRAL)
-        repetition = 0  # the same seed again is no further seed, but a group of its own
+        repetition = 0  # a second run with the same seed goes into another group
         while any(record.seed == other.seed for other in keyed.get((key, repetition), [])):
             repetition += 1
         keyed.setdefault((key, repetition), []).append(record)
@@ -231,7 +231,7 @@ def load(paths: Iterable[Path], allowed: Sequence[str] = (), by: str = "") -> li
 
 
 def same_data(one: Record, other: Record) -> bool:
-    """Whether two runs hold the same samples on the same clients, as far as their files say."""
+    """Whether two runs have the same samples on the same clients, as far as their files record it."""
     keys = [*DataSettings.key_names(), "num-clients"]
     if any(one.config.get(key) != other.config.get(key) for key in keys):
         return False
@@ -244,7 +244,7 @@ def same_data(one: Record, other: Record) -> bool:
 
 
 def changed_weights(records: Iterable[Record]) -> list[str]:
-    """Return the models whose pretrained weights are not the same in all runs that begin with them."""
+    """Return the models whose pretrained weights differ between the runs that start from them."""
     begun: dict[str, set[frozenset[str]]] = {}
     for record in records:
         known: dict[str, set[str]] = {}
@@ -257,25 +257,25 @@ def changed_weights(records: Iterable[Record]) -> list[str]:
 
 
 def changed_files(records: Sequence[Record]) -> str:
-    """Return in what runs of the same keys, a seed each, differ all the same: files that have changed between them."""
+    """Return a text on how runs that differ only in the seed differ in data or pretrained weights; empty if not."""
     data = [] if all(same_data(records[0], record) for record in records) else ["data"]
     return ", ".join([*data, *(f"weights of {name}" for name in changed_weights(records))])
 
 
 def changed_lines(rows: Iterable[tuple[str, str]]) -> list[str]:
-    """Return which rows are over runs whose files had changed, in a sentence; none where none are.
+    """Return a sentence on the rows whose runs differ in data or pretrained weights; empty if there are none.
 
     Args:
-        rows: label and what :func:`changed_files` says of its runs.
+        rows: (label, result of :func:`changed_files`).
     """
     told = [f"{label} ({what})" for label, what in rows if what]
     return [f"Runs of one row that differ in more than the seed: {'; '.join(told)}."] if told else []
 
 
 def mean_over_seeds(group: Group, seeds: Iterable[int]) -> dict[str, float]:
-    """Return what a client is called -> last accuracy, mean over those runs, of the clients that all of them scored."""
+    """Return client name -> mean last accuracy over these runs, for the clients that all of them scored."""
     each = [
-        {run.called(client): share for client, share in sorted(run.accuracies().items())}
+        {run.client_name(client): share for client, share in sorted(run.accuracies().items())}
         for run in map(group.by_seed().__getitem__, seeds)
     ]
     first = each[0] if each else {}
@@ -283,12 +283,12 @@ def mean_over_seeds(group: Group, seeds: Iterable[int]) -> dict[str, float]:
 
 
 def _labels(groups: Sequence[tuple[Record, ...]]) -> list[str]:
-    """Return labels that tell groups apart.
+    """Return a unique label for each group.
 
-    They are those of a comparison where all runs have one; else the method's name, else with the keys that differ,
-    else names of directories, without the seed where a comparison made them and they stay different.
+    Tried in this order: the labels of a comparison if all runs have one; the method's name with the keys that differ
+    among groups of this method; directory names, without the seed if a comparison named them and they stay unique.
     """
-    given = [_given(records) for records in groups]
+    given = [_comparison_label(records) for records in groups]
     if _usable(given):
         return given
     labels = []
@@ -317,8 +317,8 @@ def _usable(labels: Sequence[str]) -> bool:
     return len(set(labels)) == len(labels) and all(0 < len(label) <= LONGEST_LABEL for label in labels)
 
 
-def _given(records: Sequence[Record]) -> str:
-    """Return the label that a comparison gave to runs, whose directories are <label>-seed<seed>; or nothing."""
+def _comparison_label(records: Sequence[Record]) -> str:
+    """Return the label of a comparison's runs, whose directories are <label>-seed<seed>; empty for other runs."""
     ends = [(record.path.name, f"-seed{record.seed}") for record in records]
     names = {name.removesuffix(end) if name.endswith(end) else "" for name, end in ends}
     return names.pop() if len(names) == 1 else ""

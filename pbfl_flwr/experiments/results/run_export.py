@@ -1,4 +1,4 @@
-"""A run as other programs read it: one JSON document, or a line for every client, round and predictor."""
+"""Export of a run: a JSON document, or CSV with a line per client, round and predictor."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ POINTS = {"last": "last", "best": "best", "validation-chosen": "chosen", "other-
 
 
 def as_json(run_dir: Path) -> str:
-    """Return a run's settings, accuracies (shares from 0 to 1), costs and failures as one document.
+    """Return a run's settings, accuracies (from 0 to 1), costs and failures as a JSON document.
 
     Raises:
         PbflError: if there is no run, or it is damaged.
@@ -56,10 +56,10 @@ def as_json(run_dir: Path) -> str:
 
 
 def as_csv(run_dir: Path) -> str:
-    """Return a line for every client, round and predictor; malicious clients are left out, as in all accuracies.
+    """Return CSV with a line per client, round and predictor; without malicious clients, as in all accuracies.
 
-    Rounds are those of which the accuracy is: 0 is before the first. New clients stand with the rounds that they
-    trained after the last one, counted on.
+    The round is the one whose model was scored: 0 is before the first. New clients' own rounds are numbered on from
+    the last round of the run.
 
     Raises:
         PbflError: if there is no run, or it is damaged.
@@ -85,7 +85,7 @@ def _point(point: tuple[int, Mapping[str, float]] | None) -> dict[str, Any] | No
 
 
 def _of_newcomers(about: Mapping[str, Any], newcomers: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return how far the new clients are and what they score after how many rounds of their own; None without any."""
+    """Return the new clients' rounds, and their accuracies by their own round number; None without new clients."""
     if not (wanted := rounds_of_newcomers(about)):
         return None
     after = newcomers[0]["after"] if newcomers else 0
@@ -99,9 +99,9 @@ def _of_newcomers(about: Mapping[str, Any], newcomers: Sequence[Mapping[str, Any
 def _costs(
     about: Mapping[str, Any], rounds: Sequence[Mapping[str, Any]], paper: float | None
 ) -> dict[str, Any]:
-    """Return what a round costs: bytes and seconds are means over the rounds, of all clients together."""
+    """Return the cost per round: bytes and seconds are means over rounds, summed over clients."""
     ways = {"up": "bytes_up", "down": "bytes_down"}
-    spent = {  # this and the memory are 0 where no client says: client-report=none
+    spent = {  # this and the memory are 0 if clients do not report them: client-report=none
         name: fmean(line["seconds"]["clients"][name] for line in rounds)
         for name in rounds[0]["seconds"]["clients"]
     }

@@ -1,4 +1,4 @@
-"""Many runs: what run directories there are, how each of them stands, and which of them a report takes."""
+"""Lists of runs: finding run directories, the status of each run, and selecting runs for a report."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COLUMNS = ("run", "method", "dataset", "seed", "rounds", "headline", "last", "st
 STATES = {
     "silent": "unfinished",
     "waiting": "unfinished",
-}  # a list says it in other words than somebody who watches
+}  # states of pbfl watch that a list shows under another name
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,12 @@ class Listed:
     """A run in a list.
 
     Attributes:
-        path: its directory.
-        method, dataset: of its configuration; the dataset is "own" where clients bring theirs.
-        seed: of the run; None where it is damaged.
-        done, wanted: rounds.
-        headline: the predictor that it reports.
-        last: headline accuracy, sample-weighted, a share; None where it was not scored.
+        path: the run directory.
+        method, dataset: from its configuration; the dataset is "own" if clients bring their own data.
+        seed: of the run; None if the run is damaged.
+        done, wanted: number of finished and of configured rounds.
+        headline: the predictor that the method reports.
+        last: last sample-weighted headline accuracy, 0 to 1; None if it was not scored.
         state: running, unfinished, stopped, finished, failed, damaged or unreadable.
     """
 
@@ -51,7 +51,7 @@ class Listed:
     state: str = "damaged"
 
     def row(self) -> tuple[str, ...]:
-        """Return it as people read it, in the order of :data:`COLUMNS`."""
+        """Return the formatted cells in the order of :data:`COLUMNS`."""
         seed = "-" if self.seed is None else str(self.seed)
         last = "-" if self.last is None else f"{100 * self.last:.2f}"
         rounds = f"{self.done}/{self.wanted}"
@@ -59,12 +59,12 @@ class Listed:
         return tuple(cell or "-" for cell in cells)
 
     def plain(self) -> dict[str, object]:
-        """Return it as other programs read it."""
+        """Return the values for JSON and CSV."""
         return {**asdict(self), "path": str(self.path)}
 
 
 def is_run(path: Path) -> bool:
-    """Whether a run has begun in a directory; not in one that may not be read."""
+    """Whether a directory holds a run (run.json); False if it cannot be read."""
     try:
         return (path / "run.json").exists()
     except OSError:
@@ -72,11 +72,11 @@ def is_run(path: Path) -> bool:
 
 
 def runs_in(directory: Path, depth: int = 1) -> list[Path]:
-    """Return the run directories in a directory, by name, and those that may not be entered and could be some.
+    """Return the run directories in a directory, by name, and those without access permission, which may be runs.
 
     Args:
-        directory: no run itself.
-        depth: how many directories deep.
+        directory: not itself a run.
+        depth: number of directory levels to search.
     """
     try:
         folders = sorted((path for path in directory.iterdir() if path.is_dir()), key=_in_order)
@@ -93,10 +93,10 @@ def runs_in(directory: Path, depth: int = 1) -> list[Path]:
 
 
 def listed(path: Path) -> Listed:
-    """Return how a run stands, also of one that is damaged or may not be read."""
+    """Return the status of a run, also if it is damaged or unreadable."""
     try:
         with reading(str(path)):
-            return _listed(watch.look(path, time.time()))
+            return _listed(watch.snapshot(path, time.time()))
     except Unreadable:
         return Listed(path, state="unreadable")
     except PbflError:
@@ -104,49 +104,47 @@ def listed(path: Path) -> Listed:
 
 
 def below(directory: Path) -> list[Listed]:
-    """Return all runs in a directory and below it.
+    """Return all runs in a directory, up to ``DEPTH`` levels deep.
 
     Raises:
-        PbflError: if there is no such directory, it may not be read, or it holds no run.
+        PbflError: if the directory does not exist, cannot be read, or holds no run.
     """
     try:
         next(directory.iterdir(), None)
     except (FileNotFoundError, NotADirectoryError):
-        raise PbflError(f"'{directory}' is no directory; allowed is one that holds runs") from None
+        raise PbflError(f"'{directory}' is not a directory; allowed is one that holds runs") from None
     except OSError as error:
         raise PbflError(f"'{directory}' cannot be read ({error.strerror})") from None
     if not (found := [directory] if is_run(directory) else runs_in(directory, DEPTH)):
-        raise PbflError(
-            f"'{directory}' holds no run: no run.json in it or up to {DEPTH} directories below it"
-        )
+        raise PbflError(f"'{directory}' holds no run: no run.json in it or up to {DEPTH} levels below it")
     return [listed(path) for path in found]
 
 
 def show(found: Sequence[Listed], console: Console) -> None:
-    """Print a line a run."""
+    """Print one line per run."""
     print_blocks(console, COLUMNS, [run.row() for run in found], words=3)
 
 
 def as_json(found: Sequence[Listed]) -> str:
-    """Return the runs as a list of objects; accuracies are shares from 0 to 1."""
+    """Return the runs as a JSON list of objects; accuracies are from 0 to 1."""
     return json.dumps([run.plain() for run in found], indent=1) + "\n"
 
 
 def as_csv(found: Sequence[Listed]) -> str:
-    """Return a line a run, with what :func:`as_json` says of it."""
+    """Return CSV with one line per run and the fields of :func:`as_json`."""
     lines = [run.plain() for run in found]
     rows = tuple(tuple("" if cell is None else str(cell) for cell in line.values()) for line in lines)
     return Sheet("", tuple(lines[0]), rows).csv()
 
 
 def for_a_report(paths: Iterable[Path]) -> tuple[list[Path], list[str]]:
-    """Return (runs, lines on what was left out) of what somebody named.
+    """Return (runs, lines on what was left out) for the paths given by a user.
 
-    A run stands for itself, a directory of runs for the finished ones in it; files, and directories without a run,
-    are left out where others remain.
+    A run directory selects that run, a directory of runs the finished ones in it. Files, and directories without a
+    run, are left out if there are other paths.
 
     Raises:
-        PbflError: if no run remains, or runs lie deeper.
+        PbflError: if no run remains, or a directory holds runs only at a deeper level.
     """
     runs: list[Path] = []
     others: list[Path] = []
@@ -161,14 +159,18 @@ def for_a_report(paths: Iterable[Path]) -> tuple[list[Path], list[str]]:
                 kinds = {"finished": runs, "unreadable": unreadable}
                 kinds.get(listed(run).state, unfinished).append(run)
         elif deeper := list(dict.fromkeys(str(run.parent) for run in runs_in(path, DEPTH))):
-            raise PbflError(f"'{path}' holds no run itself; name one of these: {', '.join(deeper)}")
+            raise PbflError(f"'{path}' holds no run itself; allowed are: {', '.join(deeper)}")
         elif len(given) > 1 and path.exists():
             others.append(path)
         else:
-            runs.append(path)  # who reads it says what is wrong
+            runs.append(path)  # reading it raises an error that names the problem
     lines = [
         f"left out, {why}: {', '.join(map(str, which))}"
-        for why, which in (("not finished", unfinished), ("cannot be read", unreadable), ("no run", others))
+        for why, which in (
+            ("not finished", unfinished),
+            ("cannot be read", unreadable),
+            ("not a run", others),
+        )
         if which
     ]
     if not runs:
@@ -196,5 +198,5 @@ def _listed(view: watch.View) -> Listed:
 
 
 def _in_order(path: Path) -> list[tuple[int, str]]:
-    """Return a key by which seed10 comes after seed2."""
+    """Return a sort key by which seed10 comes after seed2."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", path.name)]

@@ -1,6 +1,6 @@
-"""What can be said about accuracies: over seeds, over clients, and of two methods on the same clients.
+"""Statistics of accuracies: over seeds, over clients, and paired between two methods.
 
-Pure functions on numbers; who reads run directories calls them.
+Pure functions on numbers; they read no files.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from numpy.typing import ArrayLike, NDArray
 
 CONFIDENCE = 0.95
 RESAMPLES = 10_000
-DRAWN_AT_A_TIME = 2**20  # pairs in memory
-SAME = 1e-12  # shares of correct samples that are equal may differ in their last bits, unequal ones differ by far more
-EXACT_PAIRS = 50  # up to here every assignment of signs is counted; 2⁵⁰ is a whole number in float64
+DRAWN_AT_A_TIME = 2**20  # bootstrap draws in memory at a time
+SAME = 1e-12  # equal accuracies may differ by rounding; different ones differ by far more
+EXACT_PAIRS = 50  # largest n of the exact test; 2⁵⁰ is exact in float64
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Mean and deviation of repetitions.
+    """Mean and standard deviation of repetitions.
 
     Attributes:
         mean: of the values.
-        deviation: sample deviation (n - 1 in the denominator), 0 with one value.
-        n: how many values.
+        deviation: sample standard deviation (n - 1 in the denominator), 0 for one value.
+        n: number of values.
     """
 
     mean: float
@@ -35,7 +35,7 @@ class Spread:
 
 
 def spread(values: ArrayLike) -> Spread:
-    """Return mean and sample deviation, e.g. over seeds.
+    """Return mean and sample standard deviation, e.g. over seeds.
 
     Args:
         values: (n,), n >= 1.
@@ -46,15 +46,15 @@ def spread(values: ArrayLike) -> Spread:
 
 @dataclass(frozen=True)
 class Fairness:
-    """How evenly clients are served; in the unit of the accuracies.
+    """How evenly accuracy is distributed over clients; in the unit of the accuracies.
 
     Attributes:
-        mean: plain mean over clients.
-        deviation: population deviation over clients (0 is perfectly even).
-        lowest: the worst client.
+        mean: unweighted mean over clients.
+        deviation: population standard deviation over clients (0 is perfectly even).
+        lowest: accuracy of the worst client.
         worst_decile: mean of the worst tenth of the clients, at least one.
         best_decile: mean of the best tenth, at least one.
-        n: clients.
+        n: number of clients.
     """
 
     mean: float
@@ -66,7 +66,7 @@ class Fairness:
 
 
 def fairness(accuracies: ArrayLike) -> Fairness:
-    """Return how even the clients' accuracies (M,) are, M >= 1."""
+    """Return the fairness statistics of the clients' accuracies (M,), M >= 1."""
     each = np.sort(np.asarray(accuracies, dtype=float))
     tenth = max(1, each.size // 10)
     return Fairness(
@@ -81,15 +81,15 @@ def fairness(accuracies: ArrayLike) -> Fairness:
 
 @dataclass(frozen=True)
 class Paired:
-    """Two methods on the same units, a client or a seed each.
+    """Comparison of two methods on paired units (clients or seeds).
 
     Attributes:
-        n: pairs.
+        n: number of pairs.
         difference: mean of first minus second.
         low, high: percentile bootstrap interval of that mean; None with fewer than two pairs.
-        p: two-sided Wilcoxon signed-rank of the pairs that differ, see :func:`signed_rank`; None where none does.
-        smallest_p: what p would be if every pair that differs agreed on the sign: no such data can give less.
-        better, worse, equal: pairs in which the first is above, below, equal.
+        p: two-sided Wilcoxon signed-rank test on the pairs that differ, see :func:`signed_rank`; None if none does.
+        smallest_p: p if all pairs that differ had the same sign, the lowest value possible with these sizes.
+        better, worse, equal: number of pairs in which the first is higher, lower, equal.
     """
 
     n: int
@@ -104,21 +104,21 @@ class Paired:
 
     @property
     def too_few(self) -> bool:
-        """Whether no outcome of the test could have reached p < 1 - CONFIDENCE: then it says nothing."""
+        """Whether the test cannot reach p < 1 - CONFIDENCE with so few pairs, so that it is not informative."""
         return self.smallest_p >= 1 - CONFIDENCE
 
 
 def paired(first: ArrayLike, second: ArrayLike, *, seed: int = 0, resamples: int = RESAMPLES) -> Paired:
-    """Compare two methods pair by pair.
+    """Compare two methods on paired values.
 
     Args:
         first: (n,) accuracies of one method, n >= 1.
-        second: (n,) of the other, on the same clients or seeds in the same order.
+        second: (n,) accuracies of the other, on the same clients or seeds in the same order.
         seed: of the bootstrap.
-        resamples: of the bootstrap.
+        resamples: number of bootstrap resamples.
 
     Raises:
-        ValueError: if the two have not the same length, or there is no pair.
+        ValueError: if the lengths differ or are 0.
     """
     one, other = np.asarray(first, dtype=float), np.asarray(second, dtype=float)
     if one.shape != other.shape or not one.size:
@@ -148,10 +148,10 @@ def paired(first: ArrayLike, second: ArrayLike, *, seed: int = 0, resamples: int
 
 
 def signed_rank(differences: NDArray[np.float64]) -> float:
-    """Return p of Wilcoxon's signed-rank test, two-sided, 1 without differences.
+    """Return the two-sided p of Wilcoxon's signed-rank test, 1 for no differences.
 
-    Differences of the same size share their mean rank. Up to EXACT_PAIRS of them p counts every assignment of signs to
-    these very ranks; beyond, the normal distribution has the variance of these ranks and no correction for continuity.
+    Ties get their mean rank. Up to EXACT_PAIRS differences, p is exact: it enumerates all sign assignments to these
+    ranks. Beyond, it is the normal approximation with the variance of these ranks and no continuity correction.
 
     Args:
         differences: (n,), none of them 0.
@@ -163,7 +163,7 @@ def signed_rank(differences: NDArray[np.float64]) -> float:
     smaller = min(positive, total - positive)
     if differences.size > EXACT_PAIRS:
         return math.erfc((total / 2 - smaller) / math.sqrt(float((ranks**2).sum()) / 2))
-    ways = np.zeros(total + 1)  # to get each sum of doubled ranks
+    ways = np.zeros(total + 1)  # number of sign assignments per sum of doubled ranks
     ways[0] = 1
     for rank in ranks:
         ways[rank:] = ways[rank:] + ways[:-rank]
@@ -171,7 +171,7 @@ def signed_rank(differences: NDArray[np.float64]) -> float:
 
 
 def _doubled_ranks(sizes: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Return twice the ranks from 1, whole numbers also where sizes (n,) that are the same share the mean of theirs."""
+    """Return twice the ranks of sizes (n,), from 1, with mean ranks for ties; doubling makes them whole numbers."""
     order = np.argsort(sizes)
     ascending = sizes[order]
     level = np.empty(sizes.size, dtype=np.int64)
@@ -182,7 +182,7 @@ def _doubled_ranks(sizes: NDArray[np.float64]) -> NDArray[np.int64]:
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:
-    """Return p-values adjusted for their number (Holm's step-down); None stays and does not count."""
+    """Return p-values adjusted for multiple comparisons (Holm's step-down); None stays None and is not counted."""
     known = sorted((p, index) for index, p in enumerate(p_values) if p is not None)
     adjusted: list[float | None] = [None] * len(p_values)
     largest = 0.0

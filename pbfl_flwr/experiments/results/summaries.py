@@ -1,4 +1,4 @@
-"""Runs as tables of statistics: a row a method, and a row a pair of methods on the same clients."""
+"""Tables of statistics over runs: one row per method, and one row per pair of methods on the same clients."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from itertools import combinations
 
 from pbfl_flwr.experiments.results.accuracies import (
     Scores,
-    accuracy_by,
-    few_clients,
-    few_lines,
+    accuracy_name,
+    coverage_lines,
     majority_lines,
+    partial_coverage,
     scores,
     span,
     unscored_lines,
@@ -25,39 +25,41 @@ from pbfl_flwr.experiments.results.records import (
     same_data,
 )
 from pbfl_flwr.experiments.results.statistics import CONFIDENCE, Paired, fairness, holm, paired
-from pbfl_flwr.experiments.text.table_formats import Sheet, figure
+from pbfl_flwr.experiments.text.table_formats import Sheet, mean_cell
 
 SUMMARY_NOTES = (
-    "{accuracy} in %; last, best and validation-chosen are weighted by samples. "
-    "± is the sample deviation over seeds.",
-    "“Best” is chosen on the test data and therefore too high; the validation-chosen round needs "
+    "{accuracy} in %; last, best and validation-chosen are sample-weighted. "
+    "± is the sample standard deviation over seeds.",
+    "“Best” is chosen on the test data and therefore biased upwards; the validation-chosen round needs "
     "validation-share.",
-    "Over clients: plain mean, population deviation (0 is perfectly fair), mean of the worst and of the best "
-    "tenth (at least one client), lowest client; last round.",
+    "Over clients, last round: unweighted mean, population standard deviation (0 is perfectly fair), mean of the worst "
+    "and of the best tenth (at least one client), lowest client.",
 )
-NEW_NOTE = "New clients took no part in the rounds: weighted by samples, after all rounds that they trained afterwards."
+NEW_NOTE = (
+    "New clients took no part in the rounds: sample-weighted accuracy after all their own rounds afterwards."
+)
 OTHER_NOTE = (
-    "The other moment is before local training, of a run that is scored after it, and the other way round; over the "
-    "clients that trained in the last round."
+    "The other moment is before local training for a run scored after it, and vice versa; it covers the clients that "
+    "trained in the last round."
 )
-MOMENT_NOTE = "Scored: before or after the local training of a round."
+MOMENT_NOTE = "Scored: before or after local training in a round."
 PAIRED_NOTES = (
     "Difference: first minus second, in percentage points of the last round's {accuracy}; interval: "
-    f"{CONFIDENCE:.0%} percentile bootstrap of the mean difference, 10,000 resamples, seeded; p: two-sided Wilcoxon "
-    "signed-rank test, beside it adjusted for the number of rows of its kind (Holm).",
-    "Over clients: each client once, its accuracy the mean over the common seeds. Clients of one run learn from each "
-    "other, so this speaks of this partition and these seeds only. Over seeds: the run's sample-weighted accuracy.",
+    f"{CONFIDENCE:.0%} percentile bootstrap of the mean difference, 10,000 resamples, fixed seed; p: two-sided "
+    "Wilcoxon signed-rank test; p (Holm): adjusted for the number of rows with the same unit (clients or seeds).",
+    "Over clients: one value per client, its mean accuracy over the common seeds. Clients of a run learn from each "
+    "other, so the result holds for this partition and these seeds only. Over seeds: sample-weighted accuracy per run.",
 )
 
 OTHER_CLIENTS = (
-    "Accuracies over other clients (new-clients, attack, fraction-train, fraction-evaluate, failures), so nothing is "
-    "said about seeds"
+    "Accuracies cover different clients (new-clients, attack, fraction-train, fraction-evaluate, failures), so not "
+    "compared over seeds"
 )
-NO_CLIENT = "No client that both scored in every common seed, so nothing is said about clients"
+NO_CLIENT = "No client scored by both in every common seed, so not compared over clients"
 
 
 def summary_sheet(groups: Sequence[Group], title: str = "Accuracy and fairness") -> Sheet:
-    """Return a row a group: last, best and validation-chosen accuracy, and how even clients are served."""
+    """Return the table of accuracy (last, best, validation-chosen) and fairness over clients, one row per group."""
     rows = []
     moments = len({group.first.moment for group in groups}) > 1
     mixed = [group.label for group in groups if len({len(record.rounds) for record in group.records}) > 1]
@@ -70,18 +72,20 @@ def summary_sheet(groups: Sequence[Group], title: str = "Accuracy and fairness")
         chosen = [score.chosen for score in found if score.chosen is not None]
         rounds = span(len(record.rounds) for record in group.records)
         cells = [
-            figure([100 * score.last[1]["weighted"] for score in found]),
-            figure([100 * score.best[1]["weighted"] for score in found]),
-            figure([100 * at[1]["weighted"] for at in chosen]),
-            figure([100 * one.mean for one in even]),
-            figure([100 * one.deviation for one in even]),
-            figure([100 * one.worst_decile for one in even]),
-            figure([100 * one.best_decile for one in even]),
-            figure([100 * one.lowest for one in even]),
+            mean_cell([100 * score.last[1]["weighted"] for score in found]),
+            mean_cell([100 * score.best[1]["weighted"] for score in found]),
+            mean_cell([100 * at[1]["weighted"] for at in chosen]),
+            mean_cell([100 * one.mean for one in even]),
+            mean_cell([100 * one.deviation for one in even]),
+            mean_cell([100 * one.worst_decile for one in even]),
+            mean_cell([100 * one.best_decile for one in even]),
+            mean_cell([100 * one.lowest for one in even]),
         ]
         if new:
-            cells.append(figure([100 * a for r in group.records if (a := r.newcomer_accuracy()) is not None]))
-        seeds = str(sum(bool(_shown(record)) for record in group.records))
+            cells.append(
+                mean_cell([100 * a for r in group.records if (a := r.newcomer_accuracy()) is not None])
+            )
+        seeds = str(sum(bool(_shown_scores(record)) for record in group.records))
         scored = [group.first.moment] if moments else []
         rows.append((group.label, group.first.predictor, *scored, seeds, rounds, *cells))
     columns = (
@@ -102,22 +106,22 @@ def summary_sheet(groups: Sequence[Group], title: str = "Accuracy and fairness")
     )
     runs = [record.directory for group in groups for record in group.records]
     few = [
-        (group.label, few_clients((record.about, _shown(record)) for record in group.records))
+        (group.label, partial_coverage((record.about, _shown_scores(record)) for record in group.records))
         for group in groups
     ]
-    accuracy = accuracy_by(groups[0].by if groups else "")
+    accuracy = accuracy_name(groups[0].by if groups else "")
     notes = (
         *(note.format(accuracy=accuracy.capitalize()) for note in SUMMARY_NOTES),
         *([MOMENT_NOTE] if moments else []),
-        *([f"Runs of different numbers of rounds in one row: {'; '.join(mixed)}."] if mixed else []),
+        *([f"Runs with different numbers of rounds in one row: {'; '.join(mixed)}."] if mixed else []),
         *changed_lines((group.label, changed_files(group.records)) for group in groups),
         *unscored_lines((group.label, group.first.predictor) for group in groups if _unscored(group)),
         *(
-            [f"Not scored in every seed, so not shown: {'; '.join(half)}."]
+            [f"Not scored for every seed, so not shown: {'; '.join(half)}."]
             if (half := _half_scored(groups))
             else []
         ),
-        *few_lines(few),
+        *coverage_lines(few),
         *([NEW_NOTE] if new else []),
         *majority_lines(run.majority() for run in runs),
         *majority_lines((run.newcomer_majority() for run in runs), "a new client"),
@@ -126,9 +130,9 @@ def summary_sheet(groups: Sequence[Group], title: str = "Accuracy and fairness")
 
 
 def paired_sheet(groups: Sequence[Group], title: str = "Paired comparison") -> Sheet:
-    """Return the comparison of every pair of groups on the same partition: over clients, and over seeds."""
+    """Return the table that compares every pair of groups on the same partition, over clients and over seeds."""
     rows: list[tuple[str, str, Paired, str]] = []
-    told: dict[str, list[str]] = {}
+    skipped: dict[str, list[str]] = {}
     alone = [group for group in groups if _unscored(group)]
     pairs = list(combinations([group for group in groups if group not in alone], 2))
     for one, other in pairs:
@@ -136,30 +140,30 @@ def paired_sheet(groups: Sequence[Group], title: str = "Paired comparison") -> S
         seeds = sorted(set(one.by_seed()) & set(other.by_seed()))
         common = [(one.by_seed()[seed], other.by_seed()[seed]) for seed in seeds]
         if not all(same_data(a, b) for a, b in common or [(one.first, other.first)]):
-            told.setdefault("Not the same data on the same clients, so not compared", []).append(label)
+            skipped.setdefault("Different data on the clients, so not compared", []).append(label)
             continue
-        odd = "; ".join(_unlike(one, other, seeds))
+        odd = "; ".join(_differences(one, other, seeds))
         first, second = mean_over_seeds(one, seeds), mean_over_seeds(other, seeds)
         if clients := [who for who in first if who in second]:
             found = paired([first[who] for who in clients], [second[who] for who in clients])
             rows.append((label, "clients", found, odd))
         elif seeds:
-            told.setdefault(NO_CLIENT, []).append(label)
-        if any(_over(a) != _over(b) for a, b in common):
-            told.setdefault(OTHER_CLIENTS, []).append(label)
+            skipped.setdefault(NO_CLIENT, []).append(label)
+        if any(_coverage(a) != _coverage(b) for a, b in common):
+            skipped.setdefault(OTHER_CLIENTS, []).append(label)
         elif len(seeds) > 1 and _scored(one) and _scored(other):
             last = [[_last(group, seed) for seed in seeds] for group in (one, other)]
             rows.append((label, "seeds", paired(*last), odd))
         elif len(seeds) > 1:
-            told.setdefault("Not scored in every seed, so nothing is said about seeds", []).append(label)
+            skipped.setdefault("Not scored for every seed, so not compared over seeds", []).append(label)
         elif seeds:
-            told.setdefault("One common seed, so nothing is said about seeds", []).append(label)
+            skipped.setdefault("Only one common seed, so not compared over seeds", []).append(label)
         else:
-            told.setdefault("No common seed, so not compared", []).append(label)
+            skipped.setdefault("No common seed, so not compared", []).append(label)
     notes = unscored_lines(((group.label, group.first.predictor) for group in alone), ", so in no pair")
     notes += [
         f"{reason}: {'every pair' if 1 < len(labels) == len(pairs) else '; '.join(labels)}."
-        for reason, labels in told.items()
+        for reason, labels in skipped.items()
     ]
     adjusted: dict[int, float | None] = {}
     for kind in ("clients", "seeds"):
@@ -177,12 +181,12 @@ def paired_sheet(groups: Sequence[Group], title: str = "Paired comparison") -> S
         "remark",
     )
     cells = tuple(_paired_row(row, adjusted[number]) for number, row in enumerate(rows))
-    about = [note.format(accuracy=accuracy_by(groups[0].by if groups else "")) for note in PAIRED_NOTES]
+    about = [note.format(accuracy=accuracy_name(groups[0].by if groups else "")) for note in PAIRED_NOTES]
     return Sheet(title, columns, cells, (*about, *notes), text_columns=2)
 
 
 def probability(p: float | None) -> str:
-    """Return a p-value as people read it."""
+    """Format a p-value; a dash for None."""
     if p is None:
         return "-"
     return "< 0.001" if p < 0.001 else f"{p:.3f}"
@@ -197,7 +201,9 @@ def _paired_row(row: tuple[str, str, Paired, str], adjusted: float | None) -> tu
     if found.p is None:
         remarks.append("no pair differs")
     elif found.too_few:
-        remarks.append(f"too few pairs that differ: p cannot be below {found.smallest_p:.3g}; says nothing")
+        remarks.append(
+            f"too few pairs that differ: p cannot be below {found.smallest_p:.3g}, not informative"
+        )
     return (
         label,
         over,
@@ -211,35 +217,35 @@ def _paired_row(row: tuple[str, str, Paired, str], adjusted: float | None) -> tu
     )
 
 
-def _over(record: Record) -> list[set[str]]:
-    """Return over which clients a run's accuracies may be, and over which the last one is."""
-    return [{record.called(client) for client in clients} for clients in (record.honest, record.scored)]
+def _coverage(record: Record) -> list[set[str]]:
+    """Return the clients that a run's accuracies can cover, and those that the last one covers, by name."""
+    return [{record.client_name(client) for client in clients} for clients in (record.honest, record.scored)]
 
 
-def _unlike(one: Group, other: Group, seeds: Sequence[int]) -> list[str]:
-    """Return in what the figures of two groups differ: predictor, moment of the scoring, rounds, pretrained weights."""
+def _differences(one: Group, other: Group, seeds: Sequence[int]) -> list[str]:
+    """Return remarks on what else differs in two groups: predictor, moment of scoring, rounds, pretrained weights."""
     heads, moments = ([getattr(g.first, name) for g in (one, other)] for name in ("predictor", "moment"))
     rounds = [[len(group.by_seed()[seed].rounds) for seed in seeds] for group in (one, other)]
-    found = [" against ".join(heads)] if len({*heads}) > 1 else []
-    found += [f"scored {moments[0]} against {moments[1]} local training"] if len({*moments}) > 1 else []
+    found = [" vs. ".join(heads)] if len({*heads}) > 1 else []
+    found += [f"scored {moments[0]} vs. {moments[1]} local training"] if len({*moments}) > 1 else []
     if len({number for numbers in rounds for number in numbers}) > 1:
-        found.append(f"{' against '.join(map(span, rounds))} rounds")
+        found.append(f"{' vs. '.join(map(span, rounds))} rounds")
     if names := changed_weights(group.by_seed()[seed] for group in (one, other) for seed in seeds):
-        found.append(f"other weights of {', '.join(names)}")
+        found.append(f"different weights of {', '.join(names)}")
     return found
 
 
-def _shown(record: Record) -> dict[str, Scores]:
-    """Return the scores of the predictor that is shown; nothing where it never was scored."""
+def _shown_scores(record: Record) -> dict[str, Scores]:
+    """Return {predictor: scores} of the predictor that is shown; empty if it was never scored."""
     return {name: score for name, score in scores(record.rounds).items() if name == record.predictor}
 
 
 def _scored(group: Group) -> bool:
-    return all(map(_shown, group.records))
+    return all(map(_shown_scores, group.records))
 
 
 def _unscored(group: Group) -> bool:
-    return not any(map(_shown, group.records))
+    return not any(map(_shown_scores, group.records))
 
 
 def _half_scored(groups: Sequence[Group]) -> list[str]:

@@ -1,4 +1,4 @@
-"""From a preset and ``--set`` to a configuration that is known to work, before anything is started."""
+"""Builds and checks a run's configuration from a preset and ``--set``, before anything is started."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pbfl_flwr.config import CHANGEABLE, DataSettings, Scalar, Settings, parse
 from pbfl_flwr.data import DATASETS, Partition, check_data, load_pool
 from pbfl_flwr.data.windows import mixed_up
 from pbfl_flwr.errors import PbflError, expanded, in_utf8, writing
-from pbfl_flwr.experiments.running.runner import go_on_with, simulated
+from pbfl_flwr.experiments.running.runner import resume_command, simulated
 from pbfl_flwr.flower.engines.placement import Machine, Resources, places
 from pbfl_flwr.flower.storage.history import ENDED, RunDirectory
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method, privacy_notes
@@ -35,24 +35,24 @@ def presets() -> list[str]:
 
 
 @dataclass(frozen=True)
-class Wishes:
-    """What a person asked for: the keys that differ from the defaults, and what could not be read.
+class RequestedKeys:
+    """The requested keys of a run, unparsed, and the problems found while reading them.
 
     Attributes:
         values: flat kebab-case keys.
-        problems: one line each.
+        problems: one line per problem.
     """
 
     values: dict[str, Scalar]
     problems: tuple[str, ...] = ()
 
 
-def gather(preset: str | None, assignments: Iterable[str]) -> Wishes:
+def gather(preset: str | None, assignments: Iterable[str]) -> RequestedKeys:
     """Return the preset's keys, overridden by ``key=value`` assignments.
 
     Args:
         preset: a TOML file, or the name of a preset that comes with the package; nested tables become a.b.
-        assignments: a value is read as a TOML scalar; a bare word is a string.
+        assignments: a value is read as a TOML scalar; text that is not TOML is a string.
 
     Raises:
         PbflError: if the preset cannot be read.
@@ -73,13 +73,13 @@ def gather(preset: str | None, assignments: Iterable[str]) -> Wishes:
             values[key] = given
     if values.get("resume") is True:
         problems.append(
-            "resume = true: of which run? allowed is --resume RUN (compare, sweep and reproduce go on by themselves)"
+            "resume = true: names no run; allowed is --resume RUN (compare, sweep and reproduce resume automatically)"
         )
-    return Wishes(absolute(values), tuple(problems))
+    return RequestedKeys(absolute(values), tuple(problems))
 
 
 def absolute(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
-    """Return the keys with paths made absolute, since the workers run in other directories."""
+    """Return the keys with absolute paths, since the workers run in other directories."""
     return {
         key: str(expanded(str(value)).absolute())
         if key in PATHS and not isinstance(value, bool) and value != ""
@@ -88,13 +88,13 @@ def absolute(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
     }
 
 
-def check(wishes: Wishes) -> Settings:
-    """Return the parsed configuration; all bad keys and unknown names are found at once.
+def check(requested: RequestedKeys) -> Settings:
+    """Return the parsed configuration; all bad keys and unknown names are reported together.
 
     Raises:
-        PbflError: one line each.
+        PbflError: one line per problem.
     """
-    config, problems = wishes.values, list(wishes.problems)
+    config, problems = requested.values, list(requested.problems)
     settings = Settings()
     try:
         settings = parse(config, SECTIONS)
@@ -103,7 +103,7 @@ def check(wishes: Wishes) -> Settings:
         problems.append(str(error))
     if not any(line.startswith("method = ") for line in problems):
         problems += _unknown_method(config.get("method"))
-    problems += _complaint(lambda: check_named(settings.training))
+    problems += _error_lines(lambda: check_named(settings.training))
     problems += _unknown_dataset(config.get("dataset")) + _unknown_model(config.get("models"))
     if problems:
         raise PbflError("\n".join(problems))
@@ -111,7 +111,7 @@ def check(wishes: Wishes) -> Settings:
 
 
 def preflight(settings: Settings, resources: Resources) -> Partition:
-    """Load and deal the data, try every architecture on it, and return the partition.
+    """Load and partition the data, try every architecture on it, and return the partition.
 
     Raises:
         PbflError: one line on what does not fit.
@@ -138,28 +138,28 @@ def preflight(settings: Settings, resources: Resources) -> Partition:
     return partition
 
 
-def suspicions(settings: Settings) -> list[str]:
-    """Return what looks wrong with the data though they can be trained on."""
+def data_warnings(settings: Settings) -> list[str]:
+    """Return warnings about data that can be trained on but looks wrong."""
     mixed = mixed_up(load_pool(settings.data))
     return [f"data: {mixed}"] if mixed else []
 
 
-def forewarnings(settings: Settings, wishes: Wishes, partition: Partition) -> list[str]:
-    """Return what is said before a run starts: of the data, of keys without effect, of privacy, of the method."""
+def forewarnings(settings: Settings, requested: RequestedKeys, partition: Partition) -> list[str]:
+    """Return the warnings before a run: on data, keys without effect, privacy, training and method."""
     method = build_method(settings)
     name = settings.run.method
-    others = [key for key in wishes.values if "." in key and not key.startswith(f"{name}.")]
+    others = [key for key in requested.values if "." in key and not key.startswith(f"{name}.")]
     return [
         *(f"data: {note}" for note in partition.notes),
-        *suspicions(settings),
+        *data_warnings(settings),
         *(f"{key}: without effect, the method is '{name}'" for key in others),
         *(f"privacy: {note}" for note in privacy_notes(settings, method)),
-        *of_training(settings),
+        *training_warnings(settings),
     ]
 
 
-def of_training(settings: Settings) -> list[str]:
-    """Return what a person should hear of the training and the method before a run starts, also as one of many."""
+def training_warnings(settings: Settings) -> list[str]:
+    """Return the warnings on training and method before a run."""
     method, run = build_method(settings), settings.run
     in_all = method.forewarnings(run.num_server_rounds)
     in_few = method.forewarnings(min(1 + run.patience, run.num_server_rounds)) if run.patience else []
@@ -171,51 +171,54 @@ def of_training(settings: Settings) -> list[str]:
     ]
 
 
-def resumed(run: Path, wishes: Wishes, *, devices: bool = False) -> Wishes:
-    """Return the configuration of a run that is to go on.
+def resumed(run: Path, requested: RequestedKeys, *, devices: bool = False) -> RequestedKeys:
+    """Return the configuration with which to resume a run.
 
     Args:
         run: its directory.
-        wishes: what is to differ; only how far to go and how long to wait may.
-        devices: whether SuperNodes are to go on with it, not the simulation engine.
+        requested: keys to change; only keys in ``CHANGEABLE`` may.
+        devices: whether it is resumed by SuperNodes instead of the simulation engine.
 
     Raises:
-        PbflError: if there is no run, if it is one of devices and they are not to go on with it, if it has more rounds
-            than are wanted, or if the changes would give other results.
+        PbflError: if there is no run, if it is a run of devices and ``devices`` is False, if it has more rounds than
+            requested, or if the changes would change the results.
     """
     about = RunDirectory(run).read()
     RunDirectory(run).check_states()
     if not devices and not simulated(about):
         raise PbflError(
-            f"'{run}' is a run of devices with data of their own; go on with {go_on_with(run, about)}"
+            f"'{run}' is a run of devices with data of their own; resume it with {resume_command(run, about)}"
         )
     recorded: dict[str, Scalar] = about["configuration"]
-    kept = recorded.get("state-dir", "")  # the clients' own networks; elsewhere they would begin anew
-    if (state_dir := wishes.values.get("state-dir", kept)) != kept:
+    # Where the clients' networks are: in another directory they would start from scratch.
+    kept = recorded.get("state-dir", "")
+    if (state_dir := requested.values.get("state-dir", kept)) != kept:
         raise PbflError(
             f"state-dir = '{state_dir}': a resumed run keeps its clients' state where it is, "
             f"{f'state-dir = {kept!r}' if kept else 'in its own directory'}"
         )
-    changed = Wishes({**recorded, **wishes.values, "run-dir": str(run), "resume": True}, wishes.problems)
+    changed = RequestedKeys(
+        {**recorded, **requested.values, "run-dir": str(run), "resume": True}, requested.problems
+    )
     wanted = check(changed)
-    now, then = wanted.relevant(), check(Wishes(recorded)).relevant()
+    now, then = wanted.relevant(), check(RequestedKeys(recorded)).relevant()
     if now != then:
         different = [
-            f"{key} = {value}" for key, value in wishes.values.items() if now.get(key) != then.get(key)
+            f"{key} = {value}" for key, value in requested.values.items() if now.get(key) != then.get(key)
         ]
         raise PbflError(
-            f"{', '.join(different)}: a resumed run keeps what changes its results; allowed are {', '.join(CHANGEABLE)}"
+            f"{', '.join(different)}: changes the results of the resumed run; allowed are {', '.join(CHANGEABLE)}"
         )
     rounds = wanted.run.num_server_rounds
     if (done := len(RunDirectory(run).rounds())) > rounds:
         raise PbflError(
-            f"num-server-rounds = {rounds}: the run has {done} rounds already; allowed is from there"
+            f"num-server-rounds = {rounds}: the run has {done} rounds already; allowed is {done} or more"
         )
     return changed
 
 
-def complete(run: Path, settings: Settings) -> bool:
-    """Whether a run came to its end and has all the rounds that are wanted."""
+def is_complete(run: Path, settings: Settings) -> bool:
+    """Whether a run is finished and has as many rounds as requested, or ended early with the same patience."""
     there = RunDirectory(run)
     about, wanted = there.read(), settings.run.num_server_rounds
     if settings.run.patience == about["configuration"].get("patience", 0):
@@ -224,10 +227,10 @@ def complete(run: Path, settings: Settings) -> bool:
 
 
 def run_directory(settings: Settings, wanted: Path | None) -> Path:
-    """Return where a new run is written, absolute.
+    """Return the absolute directory of a new run.
 
     Raises:
-        PbflError: if there is a run already.
+        PbflError: if it already holds a run.
     """
     chosen = chosen_directory(settings, wanted)
     if chosen is None:
@@ -245,15 +248,15 @@ def run_directory(settings: Settings, wanted: Path | None) -> Path:
 
 
 def chosen_directory(settings: Settings, wanted: Path | None) -> Path | None:
-    """Return the directory that a person chose for a run; None where it gets one by date and name."""
+    """Return the directory that the user chose for a run; None if it is named by date, method and dataset."""
     return wanted or (Path(settings.run.run_dir) if settings.run.run_dir else None)
 
 
-def made(directory: Path, *, chosen: bool) -> Path:
-    """Make a run's directory and return it: another one if nobody chose it and somebody has made it since.
+def create_directory(directory: Path, *, chosen: bool) -> Path:
+    """Create a run's directory and return it; if it exists by now and was not chosen, one with a number appended.
 
     Raises:
-        PbflError: if it cannot be made.
+        PbflError: if it cannot be created.
     """
     found = directory
     with writing(directory):
@@ -268,7 +271,7 @@ def made(directory: Path, *, chosen: bool) -> Path:
 
 
 def _unused(path: Path) -> Path:
-    """Return the path, or with the first number behind it that makes it new."""
+    """Return the path, with the lowest number from 2 appended that makes it unused if it exists."""
     numbered = (path.with_name(f"{path.name}-{number}") for number in count(2))
     return next(candidate for candidate in chain([path], numbered) if not candidate.exists())
 
@@ -285,7 +288,7 @@ def flatten(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _check_resources(settings: Settings, resources: Resources) -> None:
-    """Refuse what Flower would only answer with an empty pool of workers."""
+    """Refuse resources for which Flower would start no worker."""
     for key, value, needs in (
         ("device", settings.training.device, "cuda"),
         ("compile", settings.training.compile, "cuda-graph"),
@@ -302,20 +305,20 @@ def _check_resources(settings: Settings, resources: Resources) -> None:
 def _unknown_method(name: object) -> list[str]:
     if not isinstance(name, str) or name in METHODS or is_external(name):
         return []
-    return _complaint(lambda: build_method(parse({"method": name})))
+    return _error_lines(lambda: build_method(parse({"method": name})))
 
 
 def _unknown_dataset(name: object) -> list[str]:
     if not isinstance(name, str) or name in DATASETS:
         return []
-    return _complaint(lambda: load_pool(DataSettings(dataset=name)))
+    return _error_lines(lambda: load_pool(DataSettings(dataset=name)))
 
 
 def _unknown_model(spec: object) -> list[str]:
-    return _complaint(lambda: architectures(spec)) if isinstance(spec, str) else []
+    return _error_lines(lambda: architectures(spec)) if isinstance(spec, str) else []
 
 
-def _complaint(ask: Callable[[], object]) -> list[str]:
+def _error_lines(ask: Callable[[], object]) -> list[str]:
     try:
         ask()
     except PbflError as error:
@@ -324,7 +327,7 @@ def _complaint(ask: Callable[[], object]) -> list[str]:
 
 
 def shipped(folder: str) -> list[str]:
-    """Return the names of the TOML files that come with the package in a folder of it."""
+    """Return the names of the TOML files in a folder of the package."""
     items = files("pbfl_flwr").joinpath(folder).iterdir()
     return sorted(item.name.removesuffix(".toml") for item in items if item.name.endswith(".toml"))
 
@@ -333,12 +336,12 @@ def read_toml(kind: str, name: str, folder: str) -> dict[str, Any]:
     """Return a TOML file's tables.
 
     Args:
-        kind: what it is, for messages.
-        name: a path, or the name of one that comes with the package.
-        folder: where those lie in the package.
+        kind: of file, for messages.
+        name: a path, or the name of a file that comes with the package.
+        folder: folder of those files in the package.
 
     Raises:
-        PbflError: if there is none, or it is no TOML.
+        PbflError: if it does not exist, cannot be read, or is not TOML.
     """
     path = expanded(name)
     if path.is_file():
@@ -351,15 +354,15 @@ def read_toml(kind: str, name: str, folder: str) -> dict[str, Any]:
     try:
         return tomllib.loads(read())
     except UnicodeDecodeError as error:
-        raise PbflError(f"{kind} '{name}' is no TOML: byte {error.start} is not UTF-8") from None
+        raise PbflError(f"{kind} '{name}' is not TOML: byte {error.start} is not UTF-8") from None
     except OSError as error:
         raise PbflError(f"{kind} '{name}' cannot be read ({error.strerror})") from None
     except tomllib.TOMLDecodeError as error:
-        raise PbflError(f"{kind} '{name}' is no TOML: {error}") from None
+        raise PbflError(f"{kind} '{name}' is not TOML: {error}") from None
 
 
 def value(text: str) -> Any:
-    """Return what an assignment's right side says: a TOML value, or else the words themselves."""
+    """Return the value of an assignment's right side: a TOML value, or else the text itself."""
     try:
         read = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:

@@ -1,4 +1,4 @@
-"""``pbfl deploy local``: what is started, checked before anything is; and the run itself."""
+"""``pbfl deploy local``: checks the configuration of a local deployment, then runs it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pbfl_flwr.config import Scalar, Settings
 from pbfl_flwr.data import own_data
 from pbfl_flwr.errors import PbflError, expanded
 from pbfl_flwr.experiments.running import configuration
-from pbfl_flwr.experiments.running.runner import NODES, attend
+from pbfl_flwr.experiments.running.runner import NODES, follow_run
 from pbfl_flwr.experiments.text.numbers import say
 from pbfl_flwr.flower.client.device import share_of_cores
 from pbfl_flwr.flower.engines.deployment import Deployment, check, complete, node_config
@@ -28,14 +28,14 @@ DEFAULT_COUNT = 3
 
 @dataclass(frozen=True)
 class Plan:
-    """A federation that can be started.
+    """A checked federation, ready to start.
 
     Attributes:
-        run_dir: absolute.
-        config: run-config keys that differ from the defaults.
-        settings: the same, checked.
+        run_dir: absolute path.
+        config: requested run-config keys.
+        settings: the parsed configuration.
         nodes: configuration of every SuperNode.
-        secure: TLS and SuperNodes by key only.
+        secure: whether to use TLS and SuperNode authentication.
     """
 
     run_dir: Path
@@ -54,51 +54,52 @@ def plan(
     *,
     secure: bool = True,
 ) -> Plan:
-    """Return the federation that was asked for.
+    """Return the requested federation.
 
     Args:
         preset: see :func:`pbfl_flwr.experiments.running.configuration.gather`.
         assignments: likewise.
-        nodes: what the first SuperNodes bring, as ``--node-config`` takes it.
-        count: SuperNodes; None takes num-clients where it was given, else as many as ``nodes``, else three.
+        nodes: configuration of the first SuperNodes, in the syntax of ``--node-config``.
+        count: number of SuperNodes; None means num-clients if given, else the length of ``nodes``, else three.
         run_dir: where the run is written, None for the default.
-        secure: TLS and SuperNodes by key only.
+        secure: whether to use TLS and SuperNode authentication.
 
     Raises:
-        PbflError: one line each on what does not fit.
+        PbflError: one line per problem.
     """
-    wishes = configuration.gather(preset, assignments)
-    wanted = wishes.values.get("num-clients")
+    requested = configuration.gather(preset, assignments)
+    wanted = requested.values.get("num-clients")
     if count is not None and wanted not in (None, count):
         raise PbflError(
             f"-n {count} and num-clients = {wanted}: every client has one SuperNode; give one of the two"
         )
-    wishes.values["num-clients"] = count or wanted or len(nodes) or DEFAULT_COUNT
-    settings = configuration.check(wishes)
+    requested.values["num-clients"] = count or wanted or len(nodes) or DEFAULT_COUNT
+    settings = configuration.check(requested)
     directory = configuration.run_directory(settings, run_dir)
     configured = [node_config(text) for text in nodes]
     states = Path(settings.run.state_dir or directory / "clients")
     full = complete(configured, settings.run.num_clients, states)
-    if settings.training.threads == "auto":  # all of a device's cores; but these are one machine's
+    if settings.training.threads == "auto":  # on a device all cores; here the SuperNodes share one machine's
         share = max(1, share_of_cores() // len(full))
         full = [{"threads": share, **node} for node in full]
     _check(settings, full)
-    return Plan(directory, wishes.values, settings, full, secure)
+    return Plan(directory, requested.values, settings, full, secure)
 
 
 def resumed(run: Path, assignments: Iterable[str]) -> Plan:
-    """Return a federation that is to go on.
+    """Return the federation with which to resume a run.
 
     Args:
         run: its directory.
-        assignments: how far to go and how long to wait.
+        assignments: keys to change; only those that do not change results may.
 
     Raises:
-        PbflError: if there is none, or if the changes would give other results.
+        PbflError: if there is no such run, it was not started by pbfl deploy local, or the changes would change its
+            results.
     """
     directory = expanded(run).absolute()
-    wishes = configuration.resumed(directory, configuration.gather(None, assignments), devices=True)
-    settings = configuration.check(wishes)
+    requested = configuration.resumed(directory, configuration.gather(None, assignments), devices=True)
+    settings = configuration.check(requested)
     file = directory / NODES
     if not file.exists():
         raise PbflError(
@@ -111,18 +112,20 @@ def resumed(run: Path, assignments: Iterable[str]) -> Plan:
         or not all(isinstance(node, dict) and "client-id" in node for node in nodes)
         or not isinstance(secure, bool)
     ):
-        raise DamagedState(f"{file} is damaged: it lacks the SuperNodes or how they are secured")
+        raise DamagedState(
+            f"{file} is damaged: needed are 'nodes', a list with client-ids, and 'secure', a boolean"
+        )
     _check(settings, nodes)
-    return Plan(directory, wishes.values, settings, nodes, secure)
+    return Plan(directory, requested.values, settings, nodes, secure)
 
 
 def start(app: Path, plan: Plan, console: Console) -> int:
-    """Run the federation and print a line a round.
+    """Run the federation and print a line per round.
 
     Args:
         app: directory of the Flower app.
         plan: what to start.
-        console: where the lines go.
+        console: to print to.
 
     Returns:
         As :func:`pbfl_flwr.experiments.running.runner.simulate`.
@@ -132,7 +135,7 @@ def start(app: Path, plan: Plan, console: Console) -> int:
     """
     kept = {"nodes": list(plan.nodes), "secure": plan.secure}
     write_atomically(plan.run_dir / NODES, (json.dumps(kept, indent=1) + "\n").encode())
-    guard = "TLS, SuperNodes by key" if plan.secure else "insecure"
+    guard = "TLS, SuperNode authentication" if plan.secure else "insecure"
     deployment = Deployment(
         plan.run_dir, plan.nodes, secure=plan.secure, tell=lambda line: say(console, line, "yellow")
     )
@@ -143,13 +146,13 @@ def start(app: Path, plan: Plan, console: Console) -> int:
         return run_id
 
     rounds = plan.settings.run.num_server_rounds
-    return attend(
+    return follow_run(
         deployment, submit, rounds, console, f"pbfl deploy local --resume {quote(str(plan.run_dir))}"
     )
 
 
 def _check(settings: Settings, nodes: Sequence[Mapping[str, Scalar]]) -> None:
-    """Check every SuperNode's configuration, its own data, and that its network takes it."""
+    """Check every SuperNode's configuration, its own data, and that its model accepts this data."""
     for index, (own, node) in enumerate(zip(check(settings, nodes), nodes, strict=True)):
         if "data-path" not in node:
             continue

@@ -1,4 +1,4 @@
-"""What a run would be, as a preset that ``pbfl run`` reads: ``pbfl run --dry-run``."""
+"""The resolved configuration of a run as a preset that ``pbfl run`` reads: ``pbfl run --dry-run``."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pbfl_flwr.flower.engines.flwr_engine import toml
 from pbfl_flwr.method import resolved_moment
 from pbfl_flwr.methods import SECTIONS, build_method
 
-PLACES = ("run-dir", "resume")  # of one run, not of a configuration
+PLACES = ("run-dir", "resume")  # keys of a single run, not part of a preset
 
 
-def page(settings: Settings, wishes: Mapping[str, Scalar], notes: Iterable[str]) -> str:
-    """Return the whole configuration as TOML: what differs from the defaults, then the rest.
+def page(settings: Settings, requested: Mapping[str, Scalar], notes: Iterable[str]) -> str:
+    """Return the whole configuration as TOML: first the keys that differ from their defaults, then the rest.
 
     Args:
-        settings: of the run, protocol applied.
-        wishes: what was asked for; what differs beyond it, the protocol has set.
-        notes: what is said before a run starts; comments at the top.
+        settings: of the run, with the protocol applied.
+        requested: the requested keys; other keys that differ from their defaults were set by the protocol.
+        notes: warnings before the run, written as comments at the top.
     """
     method = build_method(settings)
     predictor = settings.evaluation.predictor
@@ -27,17 +27,17 @@ def page(settings: Settings, wishes: Mapping[str, Scalar], notes: Iterable[str])
     values = {key: value for key, value in settings.as_dict().items() if key not in PLACES}
     usual = parse({"method": settings.run.method}, SECTIONS).as_dict()
     different = [key for key, value in values.items() if key == "method" or value != usual.get(key)]
-    by_protocol = [key for key in different if wishes.get(key, "auto") == "auto" and key != "method"]
+    by_protocol = [key for key in different if requested.get(key, "auto") == "auto" and key != "method"]
     lines = [
         *(f"# {line}" for note in notes for line in note.splitlines()),
         f"# the headline is predictor '{scored}', {moment} local training",
         "",
-        "# the method, and what differs from the defaults",
+        "# the method, and keys that differ from their defaults",
         *(toml({key: values[key]}).rstrip() for key in different if key not in by_protocol),
     ]
     if by_protocol:
-        lines += ["", f"# what protocol = '{settings.run.protocol}' makes of auto"]
+        lines += ["", f"# keys that are auto, as resolved by protocol = '{settings.run.protocol}'"]
         lines += [toml({key: values[key]}).rstrip() for key in by_protocol]
-    lines += ["", "# all other keys, as they are by default; what is auto follows the method or the data"]
+    lines += ["", "# all other keys, at their defaults; auto follows the method or the data"]
     lines += [toml({key: values[key]}).rstrip() for key in values if key not in different]
     return "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""A run on the screen of whoever started it: a line for every round, as its files grow."""
+"""Console log of a running run: a line per round, read from its growing files."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from pbfl_flwr.flower.storage.history import NEWCOMERS, RunDirectory
 
 
 class Follower:
-    """Prints what is new in a run directory.
+    """Prints new rounds of a run directory.
 
     Args:
-        run_dir: the run's.
+        run_dir: the run directory.
         num_rounds: T.
-        console: where the lines go.
-        name: what they begin with, where others write there, too.
+        console: to print to.
+        name: prefix of every line, for several runs on one console; empty for none.
     """
 
     def __init__(self, run_dir: Path, num_rounds: int, console: Console, name: str = "") -> None:
@@ -34,22 +34,22 @@ class Follower:
         self._begin = f"{name}: " if name else ""
         self._tail = Tail(run_dir / "rounds.jsonl")
         self._newcomers = Tail(run_dir / NEWCOMERS)
-        self._newcomers.read()  # those of an earlier end of the run
-        # By content: a resumed run first cuts off rounds that its checkpoint does not know, then makes them again.
+        self._newcomers.read()  # skip those of before the run was resumed
+        # By content: a resumed run first removes rounds after its checkpoint, then writes them again.
         self._seen = set(self._tail.read())
-        self._headline, self._everybody = "", 0
+        self._headline, self._num_honest = "", 0
         self._seconds: list[float] = []
         self._notes: set[str] = set()
-        self._waiting = self._run.waiting()  # left by one that was killed
+        self._waiting = self._run.waiting()  # may be left by a process that was killed
 
-    def look(self) -> None:
-        """Print the lines of the rounds that have come since the last look."""
+    def update(self) -> None:
+        """Print the rounds written since the last call."""
         if not self._headline and (self._run.path / "run.json").exists():
             about = self._run.read()
-            self._headline, self._everybody = about["headline"], len(honest(about))
+            self._headline, self._num_honest = about["headline"], len(honest(about))
             self._say(introduction(about))
-            if liars := about.get("malicious"):
-                self._say(announced(about["configuration"]["attack"], liars), "yellow")
+            if malicious := about.get("malicious"):
+                self._say(announced(about["configuration"]["attack"], malicious), "yellow")
         for line in self._tail.read():
             if line not in self._seen:
                 self._seen.add(line)
@@ -62,21 +62,21 @@ class Follower:
                 self._say(f"  {waiting}", "dim")
 
     def _newcomer(self, line: Mapping[str, Any]) -> None:
-        text = f"new clients, round {line['round'] - line['after']} of their own"
-        seconds = f"{line['seconds']['total']:.1f} s{then(line, self._headline)}"
-        self._say(f"{text}  {score_of(line, self._headline)}  {seconds}")
+        text = f"new clients, own round {line['round'] - line['after']}"
+        seconds = f"{line['seconds']['total']:.1f} s{final_part(line, self._headline)}"
+        self._say(f"{text}  {accuracy_part(line, self._headline)}  {seconds}")
         self._failures(line)
 
     def _round(self, line: Mapping[str, Any]) -> None:
         self._seconds.append(line["seconds"]["total"])
         if line.get("joined"):
-            self._everybody = len(honest(self._run.read()))
+            self._num_honest = len(honest(self._run.read()))
         left = median(self._seconds[-5:]) * (self._num_rounds - line["round"])
         self._say(
-            f"{round_line(line, self._num_rounds, self._headline, self._everybody)}  left {clock(left)}",
+            f"{round_line(line, self._num_rounds, self._headline, self._num_honest)}  left {clock(left)}",
         )
         for note in line.get("notes", []):
-            if note not in self._notes:  # once a run is enough; the history has every round's
+            if note not in self._notes:  # each once per run; the history has those of every round
                 self._notes.add(note)
                 self._say(f"  note: {note}", "yellow")
         self._failures(line)
@@ -93,10 +93,10 @@ class Follower:
 
 
 class Tail:
-    """Reads what a file of lines has grown by; a file that was written anew is read from its beginning.
+    """Reads the lines appended to a file; a rewritten file is read from its beginning.
 
     Args:
-        file: need not be there yet.
+        file: need not exist yet.
     """
 
     def __init__(self, file: Path) -> None:
@@ -122,10 +122,10 @@ class Tail:
 
 
 def introduction(about: Mapping[str, Any]) -> str:
-    """Return one line on who takes part: clients, networks, devices, data.
+    """Return one line on the participants: clients, architectures, devices, data.
 
     Args:
-        about: what run.json holds.
+        about: content of run.json.
     """
     members = about["clients"]
     task = members[0]["task"]
@@ -138,38 +138,41 @@ def introduction(about: Mapping[str, Any]) -> str:
     )
 
 
-def round_line(line: Mapping[str, Any], num_rounds: int, headline: str, everybody: int = 0) -> str:
-    """Return a round's line: accuracy, loss, bytes of all messages up and down, seconds.
+def round_line(line: Mapping[str, Any], num_rounds: int, headline: str, num_honest: int = 0) -> str:
+    """Return a round's log line: accuracy, loss, bytes of all messages up and down, seconds.
 
     Args:
         line: an entry of rounds.jsonl.
         num_rounds: T.
-        headline: the predictor that is reported; before there are prototypes, another one is named instead.
-        everybody: how many clients take part and do not lie; an accuracy over fewer says so.
+        headline: the predictor that the method reports; if it was not scored, e.g. before there are prototypes, another
+            one is shown.
+        num_honest: number of participating clients that are not malicious; an accuracy over fewer says so.
     """
     loss = "-" if line["test_loss"] is None else f"{line['test_loss']:.3f}"
     width = len(str(num_rounds))
     text = (
-        f"round {line['round']:>{width}}/{num_rounds}  {score_of(line, headline, everybody)}  loss {loss}  "
+        f"round {line['round']:>{width}}/{num_rounds}  {accuracy_part(line, headline, num_honest)}  loss {loss}  "
         f"up {kilobytes(line['bytes_up']['total'])}  down {kilobytes(line['bytes_down']['total'])}  "
         f"{line['seconds']['total']:.1f} s"
     )
-    return f"{text}{then(line, headline)}"
+    return f"{text}{final_part(line, headline)}"
 
 
-def then(line: Mapping[str, Any], headline: str) -> str:
-    """Return what the last scoring of a round adds to its line; nothing where there was none."""
+def final_part(line: Mapping[str, Any], headline: str) -> str:
+    """Return the accuracy of the scoring after the last round, appended to its line; empty for other rounds."""
     final = line.get("final", {}).get("accuracy", {}).get(_scored_by(line, headline))
-    return "" if final is None else f"  then {percent(final['weighted'])}"
+    return "" if final is None else f"  final {percent(final['weighted'])}"
 
 
-def score_of(line: Mapping[str, Any], headline: str, everybody: int = 0) -> str:
-    """Return what a round's line says of accuracy, by the headline predictor or, while it has none, another one."""
+def accuracy_part(line: Mapping[str, Any], headline: str, num_honest: int = 0) -> str:
+    """Return the accuracy part of a round's line, by the headline predictor or, if not scored, another one."""
     predictor = _scored_by(line, headline)
     if predictor is None:
         return "accuracy not scored"
     found = line["accuracy"][predictor]
-    over = f", over {found['clients']} of {everybody}" if found.get("clients", everybody) < everybody else ""
+    over = (
+        f", over {found['clients']} of {num_honest}" if found.get("clients", num_honest) < num_honest else ""
+    )
     said = f"accuracy {percent(found['weighted'])} ({predictor}, weighted{over})"
     return said if line["accuracy_of_round"] == line["round"] else f"{said} before training"
 

@@ -1,4 +1,4 @@
-"""Runs beside each other on one machine, each in a process of its own: how many fit, and how they are made."""
+"""Runs several runs in parallel on one machine, each in its own process, as many as memory, CPUs and GPUs allow."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rich.console import Console
 
 from pbfl_flwr.errors import PbflError, writing
 from pbfl_flwr.experiments.comparing import compare
-from pbfl_flwr.experiments.comparing.compare import INTERRUPTED, Planned, refused, to_make
+from pbfl_flwr.experiments.comparing.compare import INTERRUPTED, Planned, pending_keys, refusal
 from pbfl_flwr.experiments.running import configuration
 from pbfl_flwr.experiments.running.live_log import Follower
 from pbfl_flwr.experiments.running.runner import interruptible
@@ -28,29 +28,27 @@ from pbfl_flwr.flower.memory import available_memory
 
 ENGINE_MB = 900  # SuperLink, SuperExec, simulation and Ray; docs/experiments.md has the measurement
 WORKER_MB = 350
-PROCESS_MB = (
-    600  # of --engine processes, where the command serves, and trains itself if it has no worker beside it
-)
+PROCESS_MB = 600  # per process of --engine processes: the server, and with several workers each of them
 LOG = "pbfl.log"
 POLL_SECONDS = 0.5
-CLEARING_SECONDS = 60.0  # an interrupted run stops Flower and ends its processes, the last of them by force
+CLEARING_SECONDS = 60.0  # for an interrupted run to stop Flower and its processes; then they are killed
 
 
-def room(wanted: int, available: int | None, machine: Machine, wishes: Resources) -> list[Slot]:
-    """Return what each of the runs that fit beside each other gets: at least one run and at most as many as wanted.
+def fitting_slots(wanted: int, available: int | None, machine: Machine, requested: Resources) -> list[Slot]:
+    """Return the resources of each of the runs that fit in parallel: at least one run, at most as many as wanted.
 
     Args:
-        wanted: runs.
-        available: bytes of memory that programs can still get; None where it is not known.
-        machine: its CPUs and cards, which the runs share.
-        wishes: of the workers of each run.
+        wanted: number of runs.
+        available: free memory in bytes; None if unknown.
+        machine: its CPUs and GPUs, which the runs share.
+        requested: resources of the workers of each run.
 
     Raises:
         PbflError: as :func:`pbfl_flwr.flower.engines.placement.places`.
     """
-    need = _without_engine if wishes.processes else _with_engine
+    need = _without_engine if requested.processes else _with_engine
     room_mb = math.inf if available is None else available / 2**20
-    shared = [slots(machine, wishes, count) for count in range(1, min(wanted, machine.cpus) + 1)]
+    shared = [slots(machine, requested, count) for count in range(1, min(wanted, machine.cpus) + 1)]
     fit = [found for found in shared if found and sum(need(slot.workers) for slot in found) <= room_mb]
     return fit[-1] if fit else shared[0]
 
@@ -64,31 +62,31 @@ def _without_engine(workers: int) -> float:
 
 
 def command(run: Planned, app: Path, resources: Resources) -> list[str]:
-    """Return the command line that makes or goes on with a run in a process of its own."""
-    wishes = run.wishes.values
+    """Return the command line that starts or resumes a run in its own process."""
+    requested = run.requested.values
     engine = ["--engine", "processes"] if resources.processes else ["--app", str(app)]
     words = [sys.executable, "-m", "pbfl_flwr.cli", "run", *engine]
     words += ["--gpus-per-client", str(resources.gpus_per_client), "--workers", str(resources.workers or 1)]
     words += ["--resume" if (run.directory / "run.json").exists() else "--run-dir", str(run.directory)]
-    for key, value in wishes.items():
+    for key, value in requested.items():
         words += ["--set", f"{key}={json.dumps(value, ensure_ascii=False)}"]
     return words
 
 
-def room_here(wanted: int, wishes: Resources, console: Console) -> list[Slot]:
-    """Return what each of the runs that are made at once on this machine gets, and say if they are fewer than wanted.
+def slots_here(wanted: int, requested: Resources, console: Console) -> list[Slot]:
+    """Return the resources of each parallel run on this machine, and print a line if fewer than wanted fit.
 
     Raises:
-        PbflError: see :func:`room`.
+        PbflError: see :func:`fitting_slots`.
     """
-    shared = room(wanted, available_memory(), Machine.here(wishes), wishes)
+    shared = fitting_slots(wanted, available_memory(), Machine.here(requested), requested)
     if len(shared) < wanted:
-        what = "memory, CPUs and GPUs have" if wishes.gpus_per_client else "memory and CPUs have"
+        what = "memory, CPUs and GPUs have" if requested.gpus_per_client else "memory and CPUs have"
         say(console, f"--parallel {wanted}: {what} room for {len(shared)}", "yellow")
     return shared
 
 
-def make(
+def run_all(
     planned: Sequence[Planned],
     shared: Sequence[Slot],
     app: Path,
@@ -96,46 +94,46 @@ def make(
     console: Console,
     after: Callable[[Planned], object] = lambda run: None,
 ) -> list[str]:
-    """Make the runs that are not finished, in this process or beside each other, and return what failed.
+    """Execute the runs that are not finished, in this process or in parallel, and return the failed ones.
 
     Args:
-        planned: in the order in which they are made.
-        shared: what each of those that are made at once gets; a single one is made here.
+        planned: runs in order of execution.
+        shared: resources of each parallel run; with a single one, runs are executed in this process.
         app: directory of the Flower app.
         resources: of the workers of each run.
-        console: where the lines go.
-        after: called after every run that was made.
+        console: to print to.
+        after: called after every executed run.
 
     Raises:
         KeyboardInterrupt: if this process or one of the runs was interrupted.
     """
     if len(shared) == 1:
-        return compare.make(planned, compare.starter(app, resources, console), after)
+        return compare.run_all(planned, compare.starter(app, resources, console), after)
 
     def command_of(run: Planned, slot: Slot) -> list[str]:
         return command(run, app, replace(resources, workers=slot.workers))
 
-    return make_side_by_side(planned, shared, command_of, console, after)
+    return run_in_parallel(planned, shared, command_of, console, after)
 
 
-def make_side_by_side(
+def run_in_parallel(
     planned: Sequence[Planned],
     shared: Sequence[Slot],
     command_of: Callable[[Planned, Slot], Sequence[str]],
     console: Console,
     after: Callable[[Planned], object] = lambda run: None,
 ) -> list[str]:
-    """Make the runs that are not finished, several at once, and return what failed.
+    """Execute the runs that are not finished, several at a time, and return the failed ones.
 
-    Each is a process of its own, whose output goes to ``pbfl.log`` in the run's directory. When this process is
-    interrupted, all of them are, and have cleared up when it ends; when it is killed, their wardens end them.
+    Each is a process, whose output goes to ``pbfl.log`` in the run's directory. If this process is interrupted, so are
+    all of them, and it waits until they have cleaned up; if it is killed, their reapers end them.
 
     Args:
-        planned: in the order in which they are started.
-        shared: what each of those that are made at once gets.
-        command_of: the command line of a run in a slot.
-        console: where a line goes when a run starts and ends, and for each of its rounds.
-        after: called after every run that was made.
+        planned: runs in the order in which they are started.
+        shared: resources of each parallel run.
+        command_of: returns the command line of a run in a slot.
+        console: to print to, when a run starts and ends and for each of its rounds.
+        after: called after every executed run.
 
     Raises:
         KeyboardInterrupt: if this process or one of the runs was interrupted.
@@ -146,28 +144,28 @@ def make_side_by_side(
     failed: list[str] = []
     for run in planned:
         try:
-            waiting += [] if to_make(run) is None else [run]
+            waiting += [] if pending_keys(run) is None else [run]
         except PbflError as error:
-            failed.append(refused(run, error))
-    names = _names(planned)
+            failed.append(refusal(run, error))
+    names = _prefixes(planned)
     with interruptible():
         try:
             while waiting or running:
                 while waiting and free:
                     run, slot = waiting.pop(0), free.pop(0)
                     name = names[run.directory]
-                    rounds = configuration.check(run.wishes).run.num_server_rounds
+                    rounds = configuration.check(run.requested).run.num_server_rounds
                     follower = Follower(run.directory, rounds, console, name)
                     try:
                         running.append(_start(run, command_of(run, slot), slot, follower))
                     except PbflError as error:
-                        failed.append(refused(run, error))
+                        failed.append(refusal(run, error))
                         free.append(slot)
                         continue
                     say(console, f"{name}: started, see {run.directory / LOG}")
                 for one in running[:]:
                     code = one.process.poll()
-                    one.follower.look()
+                    one.follower.update()
                     if code is None:
                         continue
                     one.processes.close()
@@ -186,8 +184,8 @@ def make_side_by_side(
     return failed
 
 
-def _names(planned: Sequence[Planned]) -> dict[Path, str]:
-    """Return directory -> what its lines begin with: its path below what all runs have in common."""
+def _prefixes(planned: Sequence[Planned]) -> dict[Path, str]:
+    """Return directory -> prefix of its lines: its path relative to the runs' common parent."""
     if not planned:
         return {}
     common = os.path.commonpath([run.directory.parent for run in planned])
@@ -196,7 +194,7 @@ def _names(planned: Sequence[Planned]) -> dict[Path, str]:
 
 @dataclass(frozen=True, eq=False)
 class _Running:
-    """A run that is being made, in a process with a warden of its own: a number may be another process's later."""
+    """A run being executed, in a process with a reaper of its own, since process ids may be reused later."""
 
     run: Planned
     slot: Slot
@@ -218,7 +216,7 @@ def _start(run: Planned, words: Sequence[str], slot: Slot, follower: Follower) -
 
 
 def _end(running: Sequence[_Running]) -> None:
-    """Interrupt all at once, give them time to clear up, and end what is left."""
+    """Interrupt all runs, give them time to clean up, and kill what is left."""
     for one in running:
         one.process.terminate()
     end = time.monotonic() + CLEARING_SECONDS

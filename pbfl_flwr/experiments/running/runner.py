@@ -1,4 +1,4 @@
-"""Start a run on the simulation engine or on SuperNodes, say what happens, and return what became of it."""
+"""Starts a run on the simulation engine or on SuperNodes, prints its progress, and returns its exit code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pbfl_flwr.flower.engines.processes import HANGUPS, forget_lost_terminal
 from pbfl_flwr.flower.storage.history import ERROR, RunDirectory, RunRefused, last_round
 
 COMPLETED, FAILED, INTERRUPTED = 0, 1, 130
-NODES = "nodes.json"  # what pbfl deploy local keeps of its SuperNodes, in the run directory
+NODES = "nodes.json"  # the SuperNodes' configuration in the run directory, from pbfl deploy local
 POLL_SECONDS = 0.3
 
 
@@ -37,33 +37,33 @@ def simulate(
     resources: Resources,
     console: Console,
 ) -> int:
-    """Run the federation and print a line a round.
+    """Run the federation and print a line per round.
 
     Args:
-        app: directory of the Flower app; the engine of processes needs none.
-        run_dir: absolute.
-        config: keys that differ from the defaults.
+        app: directory of the Flower app; not used by the engine "processes".
+        run_dir: absolute path.
+        config: requested run-config keys.
         num_clients: M.
-        num_rounds: T, rounds in all.
+        num_rounds: T, total number of rounds.
         resources: of the workers.
-        console: where the lines go.
+        console: to print to.
 
     Returns:
-        0 if Flower says completed and all rounds are there, 1 if not, 130 if it was interrupted.
+        0 if the run completed with all rounds, 1 if not, 130 if it was interrupted.
 
     Raises:
         PbflError: if Flower cannot be started or refuses the run.
     """
-    # Said as a number, so that whoever resumes the run has as many threads, whatever the workers are given then.
+    # Recorded as a number, so that a resumed run has as many threads even with other resources.
     threads = {"threads": resources.cpus_per_client} if config.get("threads", "auto") == "auto" else {}
     keys = {**config, **threads, "run-dir": str(run_dir)}
-    go_on = f"pbfl run --resume {quote(str(run_dir))}"
+    resume_with = f"pbfl run --resume {quote(str(run_dir))}"
     if resources.processes:
         from pbfl_flwr.flower.engines.local import run_here
 
-        go_on += " --engine processes"
-        return beside(
-            run_dir, lambda: run_here(run_dir, keys, num_clients, resources), num_rounds, console, go_on
+        resume_with += " --engine processes"
+        return run_in_this_thread(
+            run_dir, lambda: run_here(run_dir, keys, num_clients, resources), num_rounds, console, resume_with
         )
     engine = Engine(run_dir)
 
@@ -72,32 +72,32 @@ def simulate(
         say(console, "starting the workers")
         return run_id
 
-    return attend(engine, submit, num_rounds, console, go_on)
+    return follow_run(engine, submit, num_rounds, console, resume_with)
 
 
-def beside(
-    run_dir: Path, federation: Callable[[], None], num_rounds: int, console: Console, go_on: str
+def run_in_this_thread(
+    run_dir: Path, federation: Callable[[], None], num_rounds: int, console: Console, resume_with: str
 ) -> int:
-    """Run a federation in this thread, another one printing its rounds, and say what became of it.
+    """Run a federation in this thread while another thread prints its rounds, and print how it ended.
 
     Args:
-        run_dir: absolute.
-        federation: raises what ends it early.
-        num_rounds: T, rounds in all.
-        console: where the lines go.
-        go_on: the command that resumes the run.
+        run_dir: absolute path.
+        federation: runs it; raises KeyboardInterrupt or PbflError if it ends early.
+        num_rounds: T, total number of rounds.
+        console: to print to.
+        resume_with: the command that resumes the run.
 
     Returns:
         See :func:`simulate`.
 
     Raises:
-        RunRefused: if the directory is another run's.
+        RunRefused: if the directory belongs to another run.
     """
     follower, over = _following(run_dir, num_rounds, console), Event()
 
     def follow() -> None:
         while not over.wait(POLL_SECONDS):
-            follower.look()
+            follower.update()
 
     printing = Thread(target=follow, daemon=True)
     printing.start()
@@ -105,51 +105,51 @@ def beside(
     try:
         with interruptible():
             federation()
-    except RunRefused:  # another run's directory: nothing there is to be gone on with
+    except RunRefused:  # the directory belongs to another run, which this one must not offer to resume
         raise
     except (KeyboardInterrupt, PbflError) as error:
         stopped = error
     finally:
         over.set()
         printing.join()
-        follower.look()
+        follower.update()
     if isinstance(stopped, KeyboardInterrupt):
-        return _interrupted(run_dir, console, go_on)
-    return COMPLETED if stopped is None else _failed(run_dir, str(stopped), console, go_on)
+        return _interrupted(run_dir, console, resume_with)
+    return COMPLETED if stopped is None else _failed(run_dir, str(stopped), console, resume_with)
 
 
 def _following(run_dir: Path, num_rounds: int, console: Console) -> Follower:
-    """Make the run directory and say where the run goes."""
+    """Create and print the run directory, and return a follower that prints the run's rounds."""
     with writing(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
     say(console, f"run {run_dir}")
     return Follower(run_dir, num_rounds, console)
 
 
-def _interrupted(run_dir: Path, console: Console, go_on: str) -> int:
+def _interrupted(run_dir: Path, console: Console, resume_with: str) -> int:
     begun = RunDirectory(run_dir).taken
-    say(console, f"interrupted; go on with: {go_on}" if begun else "interrupted before the run began")
+    say(console, f"interrupted; resume with: {resume_with}" if begun else "interrupted before the run began")
     return INTERRUPTED
 
 
-def _failed(run_dir: Path, reason: str, console: Console, go_on: str) -> int:
+def _failed(run_dir: Path, reason: str, console: Console, resume_with: str) -> int:
     say(console, f"the run failed: {reason}", "red")
     if present := len(RunDirectory(run_dir).rounds()):
-        say(console, f"{present} rounds are kept; go on with: {go_on}")
+        say(console, f"{present} rounds are saved; resume with: {resume_with}")
     return FAILED
 
 
 def simulated(about: Mapping[str, Any]) -> bool:
-    """Whether the simulation engine made a run, whose run.json is given; devices bring data that it does not have."""
+    """Whether a run, given its run.json, is a simulation; devices have data that the simulation engine has not."""
     return all(member.get("simulated", True) for member in about["clients"])
 
 
-def go_on_with(run_dir: Path, about: Mapping[str, Any]) -> str:
+def resume_command(run_dir: Path, about: Mapping[str, Any]) -> str:
     """Return the command that resumes a run.
 
     Args:
         run_dir: its directory.
-        about: what run.json holds.
+        about: content of run.json.
     """
     if simulated(about):
         return f"pbfl run --resume {quote(str(run_dir))}"
@@ -158,15 +158,17 @@ def go_on_with(run_dir: Path, about: Mapping[str, Any]) -> str:
     return f"flwr run, with the same configuration, run-dir='{run_dir}' and resume=true"
 
 
-def attend(link: Link, submit: Callable[[], str], num_rounds: int, console: Console, go_on: str) -> int:
-    """Start a link, follow its run to the end and say what became of it.
+def follow_run(
+    link: Link, submit: Callable[[], str], num_rounds: int, console: Console, resume_with: str
+) -> int:
+    """Start a link to Flower, follow its run to the end and print how it ended.
 
     Args:
         link: not entered yet.
-        submit: hands the run over and returns its id.
-        num_rounds: T, rounds in all.
-        console: where the lines go.
-        go_on: the command that resumes the run.
+        submit: submits the run and returns its id.
+        num_rounds: T, total number of rounds.
+        console: to print to.
+        resume_with: the command that resumes the run.
 
     Returns:
         See :func:`simulate`.
@@ -175,7 +177,8 @@ def attend(link: Link, submit: Callable[[], str], num_rounds: int, console: Cons
         PbflError: if Flower cannot be started or refuses the run.
     """
     run_dir = link.run_dir
-    before = _written(run_dir / ERROR)  # it is the ServerApp's, which may be refused and leave it as it was
+    # The ServerApp writes this file, and leaves it unchanged if the run is refused.
+    before = _written(run_dir / ERROR)
     follower = _following(run_dir, num_rounds, console)
     with interruptible(), link:
         run_id = submit()
@@ -184,9 +187,9 @@ def attend(link: Link, submit: Callable[[], str], num_rounds: int, console: Cons
         except KeyboardInterrupt:
             say(console, "stopping")
             link.stop(run_id)
-            follower.look()
-            return _interrupted(run_dir, console, go_on)
-        follower.look()
+            follower.update()
+            return _interrupted(run_dir, console, resume_with)
+        follower.update()
         there = RunDirectory(run_dir)
         present = {line["round"] for line in there.rounds()}
         num_rounds = last_round(there.read()) if there.taken else num_rounds
@@ -195,14 +198,14 @@ def attend(link: Link, submit: Callable[[], str], num_rounds: int, console: Cons
             return COMPLETED
         reason = _reason(run_dir, before, link, status, details)
     if status == "finished:completed":
-        reason = f"{missing} of {num_rounds} rounds are missing though Flower says {status}\n{reason}"
-    return _failed(run_dir, reason, console, go_on)
+        reason = f"{missing} of {num_rounds} rounds are missing though Flower reports {status}\n{reason}"
+    return _failed(run_dir, reason, console, resume_with)
 
 
 def _wait(link: Link, run_id: str, follower: Follower) -> tuple[str, str]:
     while True:
         while not link.ended():
-            follower.look()
+            follower.update()
             time.sleep(POLL_SECONDS)
         status, details = link.outcome(run_id)
         if status in ENDED:
@@ -210,7 +213,7 @@ def _wait(link: Link, run_id: str, follower: Follower) -> tuple[str, str]:
 
 
 def _written(file: Path) -> int | None:
-    """Return when a file was written, None if it is not there."""
+    """Return a file's modification time in ns, None if it does not exist."""
     return file.stat().st_mtime_ns if file.exists() else None
 
 
@@ -224,7 +227,7 @@ def _reason(run_dir: Path, before: int | None, link: Link, status: str, details:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Treat SIGTERM, and SIGHUP when the terminal goes, like Ctrl-C, so that all clear up.
+    """Treat SIGTERM, and SIGHUP when the terminal is closed, like Ctrl-C, so that everything is cleaned up.
 
     A SIGHUP that is ignored, as under nohup, stays ignored.
     """

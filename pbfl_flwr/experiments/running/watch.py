@@ -1,6 +1,6 @@
-"""A run as it happens: what its directory says, as one frame for the terminal.
+"""Live view of a run in the terminal, from the files in its directory.
 
-Only files are read, so it does not matter who writes them: another terminal's ``pbfl run``, a sweep, a deployment.
+Only files are read, so the run may be one of another ``pbfl run``, a sweep or a deployment.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from pbfl_flwr.experiments.results.accuracies import Scores, few_clients, few_lines, scores
-from pbfl_flwr.experiments.running.runner import go_on_with
+from pbfl_flwr.experiments.results.accuracies import Scores, coverage_lines, partial_coverage, scores
+from pbfl_flwr.experiments.running.runner import resume_command
 from pbfl_flwr.experiments.text.numbers import clock, kilobytes
 from pbfl_flwr.experiments.text.tables import failure_lines, rounds_of_newcomers, settings_line
 from pbfl_flwr.flower.storage.history import ERROR, NEWCOMERS, WAITING, RunDirectory, last_round
 from pbfl_flwr.flower.storage.run_locks import abandoned
 
-QUIET_SECONDS = 120.0  # silence below this is never remarkable
-QUIET_ROUNDS = 5  # nor is silence below this many rounds' time
+QUIET_SECONDS = 120.0  # a run is "silent" only after this many seconds without output
+QUIET_ROUNDS = 5  # and after this many rounds' time
 WRITTEN = ("run.json", "rounds.jsonl", NEWCOMERS, WAITING)
-LAST = 5  # failures and notes that are shown
-STOPPED_SECONDS = 60.0  # a run that is being resumed needs some to take its directory again
+LAST = 5  # number of latest failures and notes shown
+STOPPED_SECONDS = 60.0  # how long a stopped run may take to be resumed before watching ends
 State = Literal["waiting", "running", "silent", "stopped", "finished", "failed"]
 
 
 @dataclass(frozen=True)
 class View:
-    """What a run directory says at a moment.
+    """Snapshot of a run directory.
 
     Attributes:
         path: the directory.
-        about: what run.json holds; None before there is one.
-        rounds: what rounds.jsonl holds.
+        about: content of run.json; None before it exists.
+        rounds: entries of rounds.jsonl.
         error: why the run ended early; empty if it did not.
-        quiet: seconds since anything was written.
-        newcomers: what newcomers.jsonl holds of the clients that come after the last of these rounds.
-        waiting: whom the server waits for, after a minute.
-        abandoned: whether nobody works in the directory any more, as far as that is certain.
+        quiet: seconds since the last write.
+        newcomers: entries of newcomers.jsonl for the clients that come after the last of these rounds.
+        waiting: text on the clients that the server has been waiting for; it appears after a minute.
+        abandoned: whether it is certain that no process works on the run any more.
     """
 
     path: Path
@@ -60,24 +60,24 @@ class View:
 
     @property
     def wanted(self) -> int:
-        """T; 0 where it is not known yet."""
+        """T, the number of rounds; 0 if not known yet."""
         return last_round(self.about) if self.about else 0
 
     @property
     def wanted_of_newcomers(self) -> int:
-        """Rounds that the new clients train after the last one; 0 where there are none."""
+        """Number of rounds that the new clients train after the last one; 0 without new clients."""
         return rounds_of_newcomers(self.about) if self.about else 0
 
     @property
     def pace(self) -> float | None:
-        """Seconds a round, median of the last five; None before the first."""
+        """Seconds per round, median of the last five; None before the first."""
         return median(entry["seconds"]["total"] for entry in self.rounds[-5:]) if self.rounds else None
 
     @property
     def state(self) -> State:
-        """Where the run stands; "stopped" is one that nobody goes on with, "silent" one from which nothing has come.
+        """Status of the run; "stopped" if it is certain that no process works on it.
 
-        The latter where it is not certain whether anybody goes on with it, and for remarkably long only.
+        "silent" if that is not certain, but nothing was written for ``QUIET_SECONDS`` and ``QUIET_ROUNDS`` rounds.
         """
         done = len(self.rounds) >= self.wanted and len(self.newcomers) >= self.wanted_of_newcomers
         if self.about is not None and done:
@@ -91,12 +91,12 @@ class View:
         return "silent" if self.quiet > max(QUIET_SECONDS, QUIET_ROUNDS * (self.pace or 0.0)) else "running"
 
 
-def look(path: Path, now: float) -> View:
-    """Return what a run directory says; it need not exist.
+def snapshot(path: Path, now: float) -> View:
+    """Return a snapshot of a run directory, which need not exist.
 
     Args:
-        path: of the run.
-        now: seconds since the epoch.
+        path: the run directory.
+        now: current time in seconds since the epoch.
 
     Raises:
         PbflError: if one of its files is damaged.
@@ -104,7 +104,8 @@ def look(path: Path, now: float) -> View:
     view = _read(path, now)
     if view.state in ("finished", "failed") or not abandoned(path):
         return view
-    return replace(_read(path, now), abandoned=True)  # again: what is read after the last one has gone is all
+    # Read again: the run may have written more before it ended.
+    return replace(_read(path, now), abandoned=True)
 
 
 def _read(path: Path, now: float) -> View:
@@ -119,19 +120,19 @@ def _read(path: Path, now: float) -> View:
 
 
 def frame(view: View) -> RenderableType:
-    """Return the picture of a moment."""
+    """Return the terminal output for a snapshot."""
     if view.about is None and view.state == "stopped":
         return Text(
-            f"{view.path} has no run.json, and nobody works there any more: the run was stopped or killed before it "
+            f"{view.path} has no run.json, and no process works on it: the run was stopped or killed before it "
             "began; start it again with the same command",
             style="red",
         )
     if view.about is None:
         told = f"waiting for a run: {view.path} " + (
-            "has no run.json yet" if view.path.exists() else "is not there yet"
+            "has no run.json yet" if view.path.exists() else "does not exist yet"
         )
         told += f"\n{view.waiting}" if view.waiting else ""
-        return Text(f"{told}\nit ended with: {view.error}" if view.error else told, style="yellow")
+        return Text(f"{told}\nended with: {view.error}" if view.error else told, style="yellow")
     done = len(view.rounds)
     parts: list[RenderableType] = [
         Text(str(view.path), style="bold"),
@@ -139,13 +140,11 @@ def frame(view: View) -> RenderableType:
         _progress(view, done),
     ]
     if view.wanted_of_newcomers:
-        parts.append(
-            Text(f"new clients: {len(view.newcomers)} of {view.wanted_of_newcomers} rounds of their own")
-        )
+        parts.append(Text(f"new clients: {len(view.newcomers)} of {view.wanted_of_newcomers} own rounds"))
     if view.rounds:
         found = scores(view.rounds)
         parts.append(_accuracies(found, str(view.about["headline"])))
-        parts += [Text(line) for line in few_lines([("", few_clients([(view.about, found)]))])]
+        parts += [Text(line) for line in coverage_lines([("", partial_coverage([(view.about, found)]))])]
         parts.append(Text(_traffic(view.rounds)))
         notes = dict.fromkeys(note for entry in view.rounds for note in entry.get("notes", []))
         parts += [Text(f"note: {note}", style="yellow") for note in list(notes)[-LAST:]]
@@ -159,45 +158,46 @@ def frame(view: View) -> RenderableType:
         each = f", a round takes {clock(view.pace)}" if view.pace else ""
         parts.append(
             Text(
-                f"nothing new for {clock(view.quiet)}{each}: it may have been stopped or killed; if so, go on with "
-                f"{go_on_with(view.path, view.about)}",
+                f"no output for {clock(view.quiet)}{each}: it may have been stopped or killed; if so, resume with "
+                f"{resume_command(view.path, view.about)}",
                 style="red",
             )
         )
     if view.state == "stopped":
         parts.append(
             Text(
-                f"nobody goes on with it: it was stopped or killed; go on with {go_on_with(view.path, view.about)}",
+                "no process works on it: it was stopped or killed; resume with "
+                f"{resume_command(view.path, view.about)}",
                 style="red",
             )
         )
     if view.error:
-        parts.append(Text(f"it ended with: {view.error}", style="red"))
+        parts.append(Text(f"ended with: {view.error}", style="red"))
     return Group(*parts)
 
 
 def follow(path: Path, console: Console, seconds: float, clock_now: Callable[[], float] = time.time) -> State:
-    """Show the run until it has ended, and return how; one that was stopped has a minute to be gone on with.
+    """Show the run until it ends, and return its last state; a stopped run has a minute to be resumed.
 
     Args:
-        path: of the run; it need not exist yet.
-        console: where it is shown.
-        seconds: between two looks.
-        clock_now: seconds since the epoch.
+        path: the run directory; it need not exist yet.
+        console: to print to.
+        seconds: between updates.
+        clock_now: returns the current time in seconds since the epoch.
 
     Raises:
         PbflError: if one of its files is damaged.
     """
-    view = look(path, now := clock_now())
+    view = snapshot(path, now := clock_now())
     alive = now
     with Live(frame(view), console=console, auto_refresh=False) as live:
         while view.state not in ("finished", "failed") and now - alive < STOPPED_SECONDS:
             time.sleep(seconds)
-            view = look(path, now := clock_now())
+            view = snapshot(path, now := clock_now())
             alive = alive if view.state == "stopped" else now
             live.update(frame(view), refresh=True)
     if not console.is_terminal:
-        console.line()  # which rich ends on a terminal only
+        console.line()  # rich ends the last line only on a terminal
     return view.state
 
 
@@ -207,9 +207,9 @@ def _progress(view: View, done: int) -> RenderableType:
     elif view.pace is None:
         rest = "before the first round"
     elif view.state == "stopped":
-        rest = f"{clock(view.pace)} a round"
+        rest = f"{clock(view.pace)} per round"
     else:
-        rest = f"{clock(view.pace)} a round, left {clock(view.pace * (view.wanted - done))}"
+        rest = f"{clock(view.pace)} per round, {clock(view.pace * (view.wanted - done))} left"
     row = Table.grid(padding=(0, 1))
     row.add_row(
         ProgressBar(total=view.wanted, completed=done, width=40),
@@ -220,7 +220,7 @@ def _progress(view: View, done: int) -> RenderableType:
 
 def _accuracies(found: Mapping[str, Scores], headline: str) -> Table:
     table = Table(
-        title="accuracy, %, weighted by samples",
+        title="sample-weighted accuracy, %",
         title_justify="left",
         box=SIMPLE_HEAD,
         show_edge=False,
@@ -231,12 +231,12 @@ def _accuracies(found: Mapping[str, Scores], headline: str) -> Table:
         table.add_column(name, justify="right", min_width=len("99.99"))
     for name, score in found.items():
         (number, last), (at, best) = score.last, score.best
-        figures = [f"{100 * last[key]:.2f}" for key in ("weighted", "std", "worst")]
+        cells = [f"{100 * last[key]:.2f}" for key in ("weighted", "std", "worst")]
         label = f"{name} (headline)" if name == headline else name
         table.add_row(
             label,
             str(number),
-            *figures,
+            *cells,
             f"{100 * best['weighted']:.2f}",
             str(at),
             style="bold" if name == headline else "",
@@ -251,5 +251,5 @@ def _traffic(rounds: Sequence[Mapping[str, Any]]) -> str:
         for way in ("up", "down")
     ]
     return "bytes of all clients: " + ", ".join(
-        f"{way} {kilobytes(now)} a round, {kilobytes(total)} so far" for way, now, total in ways
+        f"{way} {kilobytes(now)} in the last round, {kilobytes(total)} so far" for way, now, total in ways
     )

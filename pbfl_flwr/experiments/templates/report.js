@@ -1,5 +1,5 @@
 "use strict";
-// Click on a column's head: ascending, again: descending. Cells without a number stay last.
+// A click on a column title sorts ascending, a second one descending. Cells without a number come last.
 const units = { B: 1, kB: 1e3, MB: 1e6, GB: 1e9 };
 function number(text) {
   const found = text.replace(/[,\s](?=\d{3}\b)/g, "").replace("−", "-").match(/^<?\s*([+-]?\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*(kB|MB|GB|B)?/);

@@ -1,4 +1,4 @@
-"""Tables for a terminal that is narrower than they are: their columns in blocks, one below the other."""
+"""Tables wider than the terminal, printed as blocks of columns one below the other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GAP = 2  # characters between two columns
 
 
 def show(markdown: str, console: Console) -> None:
-    """Print Markdown; where nobody looks at a terminal, as it is."""
+    """Print Markdown; unchanged if the output is not a terminal."""
     if not console.is_terminal:
         console.print(markdown, markup=False, highlight=False, soft_wrap=True)
         return
@@ -40,11 +40,11 @@ def print_blocks(
     """Print a table, in blocks of columns if it is wider than the console.
 
     Args:
-        console: where.
-        head: of every column.
-        rows: a cell a column.
-        words: how many columns from the left hold words; the others hold numbers.
-        labels: how many columns from the left stand in every block.
+        console: to print to.
+        head: title of every column.
+        rows: one cell per column.
+        words: number of leftmost columns that hold text; the others hold numbers and are right-aligned.
+        labels: number of leftmost columns that are repeated in every block.
     """
     widths = [max(map(cell_len, column)) for column in zip(head, *rows, strict=True)]
     for number, block in enumerate(blocks(widths, labels, console.width)):
@@ -53,7 +53,7 @@ def print_blocks(
         table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, GAP - 1, 0, 0))
         columns = [*range(labels), *block]
         for at in columns:
-            left = at < words or widths[at] > console.width // 2  # long remarks are words wherever they stand
+            left = at < words or widths[at] > console.width // 2  # a wide column is text in any position
             table.add_column(Text(head[at]), justify="left" if left else "right")
         for row in rows:
             table.add_row(*(Text(row[at]) for at in columns))
@@ -61,7 +61,7 @@ def print_blocks(
 
 
 def print_whole(console: Console, table: Table) -> None:
-    """Print a table of plain text; where the console is narrower and would cut its figures, in blocks of columns."""
+    """Print a table of plain text; in blocks of columns if the console is too narrow for its cells."""
     wanted = Measurement.get(console, console.options.update(max_width=UNLIMITED), table).maximum
     if wanted <= console.width:
         console.print(table)
@@ -74,12 +74,12 @@ def print_whole(console: Console, table: Table) -> None:
 
 
 def blocks(widths: Sequence[int], labels: int, room: int) -> Iterator[range]:
-    """Yield which columns stand beside the labels: as many as fit, at least one.
+    """Yield the columns of each block, without the label columns: as many as fit, at least one.
 
     Args:
-        widths: of all columns, in characters.
-        labels: how many from the left stand in every block.
-        room: characters of a line.
+        widths: width of each column in characters.
+        labels: number of leftmost columns that are repeated in every block.
+        room: line width in characters.
     """
     left = room - sum(width + GAP for width in widths[:labels])
     start, used = labels, 0

@@ -1,4 +1,4 @@
-"""Numbers and lines as people read them."""
+"""Console output and number formatting."""
 
 import os
 import sys
@@ -12,58 +12,58 @@ from rich.text import Text
 
 from pbfl_flwr.errors import printable, some
 
-UNLIMITED = 10_000  # characters of a line
+UNLIMITED = 10_000  # line width in characters when output is not a terminal
 
 
 class Screen(Console):
-    """A console on which text is text: what a device or a run directory holds cannot steer the terminal."""
+    """A console that prints no control characters, so that text from devices or files cannot control the terminal."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Yield the segments without control characters in their text."""
+        """Yield the segments with control characters removed from their text."""
         for text, style, control in super().render(renderable, options):
             yield Segment(text if control else printable(text), style, control)
 
     def on_broken_pipe(self) -> None:
-        """Print nothing more, since nobody reads it; the command goes on: a run must not end with its reader."""
-        silence(self.file)
+        """Discard further output without ending the command: a run must continue when its reader ends."""
+        discard_output(self.file)
         self.quiet = True
 
 
 def screen(*, stderr: bool = False) -> Console:
-    """Return where a command prints; lines break for a terminal alone, what is piped has whole ones."""
+    """Return the console of a command; lines are wrapped only on a terminal or if COLUMNS is set."""
     console = Screen(stderr=stderr)
     said = os.environ.get("COLUMNS", "").isdigit()
     return console if console.is_terminal or said else Screen(width=UNLIMITED, stderr=stderr)
 
 
 def say(console: Console, text: str, style: str = "") -> None:
-    """Print text as it is: no markup, no colours by guess, no line breaks of ours."""
+    """Print text unchanged: no markup, no automatic highlighting, no wrapping."""
     console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def document(text: str) -> None:
-    """Print a document for other programs, without control characters; nothing more of it once nobody reads it."""
+    """Print machine-readable output without control characters; the rest is discarded if the pipe is closed."""
     try:
         print(printable(text), end="", flush=True)
     except BrokenPipeError:
-        silence(sys.stdout)
+        discard_output(sys.stdout)
 
 
-def silence(file: IO[str]) -> None:
-    """Let what is written there go nowhere, also what Python still holds of it when it ends."""
+def discard_output(file: IO[str]) -> None:
+    """Redirect a file to the null device, including output that is still buffered."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, file.fileno())
     os.close(nowhere)
 
 
-def hang(console: Console, head: str, text: str, indent: int, style: str = "bold") -> None:
-    """Print a head and text beside it, or below where there is no room; further lines hang below the text.
+def print_hanging(console: Console, head: str, text: str, indent: int, style: str = "bold") -> None:
+    """Print a head with wrapped text beside it, or below it if the head is too long; all text lines are indented.
 
     Args:
-        console: where.
-        head: what stands out.
-        text: words, broken at spaces alone.
-        indent: characters before the text.
+        console: to print to.
+        head: highlighted text at the left.
+        text: to wrap, only at spaces.
+        indent: number of characters before the text.
         style: of the head.
     """
     first = f"{head:<{indent}}" if len(head) <= indent else f"{head}\n{' ' * indent}"
@@ -76,7 +76,7 @@ def hang(console: Console, head: str, text: str, indent: int, style: str = "bold
 
 
 def clients_named(names: Sequence[str], kind: str = "client") -> str:
-    """Return "client 3", or how many they are and the first of them."""
+    """Return "client 3" for one client, or the number of clients and the first few names."""
     if len(names) == 1:
         return f"{kind} {names[0]}"
     return f"{len(names)} {kind}s ({some(names)})"

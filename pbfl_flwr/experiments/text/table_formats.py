@@ -33,8 +33,8 @@ _LATEX = {
     "…": r"\ldots{}",
     "λ": r"$\lambda$",
     "γ": r"$\gamma$",
-    "[": "{[}",  # at the beginning of a row the end of the one before, or the rule, would take it for its argument
-    "*": "{*}",  # so would that end
+    "[": "{[}",  # at the start of a row, "\\" or a rule before it would parse "[" as its optional argument
+    "*": "{*}",  # "\\" before it would parse it as its starred form
 }
 
 
@@ -44,10 +44,10 @@ class Sheet:
 
     Attributes:
         title: of the table.
-        columns: their heads.
-        rows: one cell a column.
-        notes: lines below it.
-        text_columns: how many columns from the left hold words; the others are set to the right.
+        columns: titles of the columns.
+        rows: one cell per column.
+        notes: lines below the table.
+        text_columns: number of leftmost columns that hold text; the others are right-aligned.
     """
 
     title: str
@@ -57,20 +57,20 @@ class Sheet:
     text_columns: int = field(default=1)
 
     def markdown(self) -> str:
-        """Return it as Markdown, the title in bold above and the notes below."""
+        """Return the table as Markdown, with the title in bold above and the notes below."""
         rule = ["---" if number < self.text_columns else "---:" for number in range(len(self.columns))]
         lines = [f"**{self.title}**", "", _piped(self.columns), f"|{'|'.join(rule)}|"]
         lines += [_piped(row) for row in self.rows]
         return "\n".join([*lines, *(line for note in self.notes for line in ("", note))]) + "\n"
 
     def csv(self) -> str:
-        """Return heads and rows as comma-separated values."""
+        """Return column titles and rows as comma-separated values."""
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows([self.columns, *self.rows])
         return text.getvalue()
 
     def latex(self) -> str:
-        r"""Return it as a LaTeX table, shrunk to the line where it is wider; it needs booktabs and graphicx."""
+        r"""Return the table as LaTeX, scaled down to the line width if wider; needs booktabs and graphicx."""
         kinds = "".join("l" if number < self.text_columns else "r" for number in range(len(self.columns)))
         notes = " ".join(self.notes)
         lines = [
@@ -97,20 +97,20 @@ class Sheet:
 
 
 def tex(text: str) -> str:
-    """Return text with LaTeX's own characters escaped."""
+    """Return text with LaTeX special characters escaped."""
     return "".join(_LATEX.get(character, character) for character in text)
 
 
-def figure(values: Sequence[float]) -> str:
-    """Return one value, mean ± sample deviation of several, or a dash for none."""
+def mean_cell(values: Sequence[float]) -> str:
+    """Format a single value, mean ± sample standard deviation of several, or a dash for none."""
     if not len(values):
         return "-"
     found = spread(values)
     return f"{found.mean:.2f}" + (f" ± {found.deviation:.2f}" if found.n > 1 else "")
 
 
-def plain(values: Sequence[float]) -> tuple[str, str]:
-    """Return mean and sample deviation as other programs read them; what is not known is empty."""
+def csv_mean_sd(values: Sequence[float]) -> tuple[str, str]:
+    """Return mean and sample standard deviation as text for CSV; empty if undefined."""
     if not len(values):
         return "", ""
     found = spread(values)

@@ -1,4 +1,4 @@
-"""What a run came to, as tables for the terminal."""
+"""Results of a run as tables for the terminal."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from pbfl_flwr.experiments.results import per_class
 from pbfl_flwr.experiments.results.accuracies import (
     Scores,
     client_series,
-    few_clients,
-    few_lines,
+    coverage_lines,
     majority_lines,
     other_moment,
+    partial_coverage,
     participants,
     scores,
     series,
 )
-from pbfl_flwr.experiments.running.runner import go_on_with
+from pbfl_flwr.experiments.running.runner import resume_command
 from pbfl_flwr.experiments.text.narrow import print_blocks, print_whole
 from pbfl_flwr.experiments.text.numbers import clients_named, kilobytes, say
 from pbfl_flwr.flower.storage.history import ERROR, RunDirectory, last_round
@@ -37,8 +37,8 @@ def show(run_dir: Path, console: Console) -> None:
     """Print a run's settings, accuracies, costs and failures.
 
     Args:
-        run_dir: its directory.
-        console: where to.
+        run_dir: the run directory.
+        console: to print to.
 
     Raises:
         PbflError: if there is no run.
@@ -51,10 +51,10 @@ def show(run_dir: Path, console: Console) -> None:
     if rounds:
         if found := scores(rounds):
             print_whole(console, accuracy_table(found, about["headline"], other_moment(about)))
-            for sentence in few_lines([("", few_clients([(about, found)]))]):
+            for sentence in coverage_lines([("", partial_coverage([(about, found)]))]):
                 say(console, sentence)
         else:
-            say(console, "no accuracies: no client has said any")
+            say(console, "no accuracies: no client has reported any")
         for sentence in majority_lines([run.majority()]):
             say(console, sentence)
         per_class.show(about, rounds, console)
@@ -79,22 +79,22 @@ def show(run_dir: Path, console: Console) -> None:
             say(console, line, "yellow")
     wanted, wanted_of_newcomers = last_round(about), rounds_of_newcomers(about)
     if len(rounds) < wanted:
-        say(console, f"{len(rounds)} of {wanted} rounds; go on with: {go_on_with(run_dir, about)}")
+        say(console, f"{len(rounds)} of {wanted} rounds; resume with: {resume_command(run_dir, about)}")
     elif len(newcomers) < wanted_of_newcomers:
         done = f"{len(newcomers)} of {wanted_of_newcomers} rounds of the new clients"
-        say(console, f"{done}; go on with: {go_on_with(run_dir, about)}")
+        say(console, f"{done}; resume with: {resume_command(run_dir, about)}")
     if result := run.result():
         say(console, f"result hash {result}")
     if (error := run_dir / ERROR).exists():
-        say(console, f"it ended with: {error.read_text(encoding='utf-8').strip()}", "red")
+        say(console, f"ended with: {error.read_text(encoding='utf-8').strip()}", "red")
 
 
 def settings_line(about: Mapping[str, Any], num_rounds: int) -> str:
-    """Return what was run, in a line.
+    """Return one line that describes the run.
 
     Args:
-        about: what run.json holds.
-        num_rounds: rounds that were finished.
+        about: content of run.json.
+        num_rounds: number of finished rounds.
     """
     config = about["configuration"]
     detail = {
@@ -107,10 +107,10 @@ def settings_line(about: Mapping[str, Any], num_rounds: int) -> str:
     if not any(member["configured_data"] for member in members):
         data = "the clients' own data"
     models = config["models"]
-    if not all(member["simulated"] for member in members):  # a device may have named another one
+    if not all(member["simulated"] for member in members):  # a device may use another one
         models = ", ".join(dict.fromkeys(member["architecture"] for member in members))
-    liars = about.get("malicious", [])
-    attack = f"; {announced(config['attack'], liars)}" if liars else ""
+    malicious = about.get("malicious", [])
+    attack = f"; {announced(config['attack'], malicious)}" if malicious else ""
     clients = f"{config['num-clients']} clients"
     if new := config.get("new-clients", 0):
         clients += f" ({new} of them new after the last round)"
@@ -123,12 +123,12 @@ def settings_line(about: Mapping[str, Any], num_rounds: int) -> str:
 
 
 def accuracy_table(found: Mapping[str, Scores], headline: str, other: str) -> Table:
-    """Return the table of accuracies, last and best round of every predictor.
+    """Return the table of accuracies: last, best, validation-chosen and other-moment round of every predictor.
 
     Args:
         found: predictor -> scores.
-        headline: the predictor that is reported.
-        other: what the moment is called that is not the headline's.
+        headline: the predictor that the method reports.
+        other: name of the moment at which the headline is not scored.
     """
     table = Table(title="accuracy on the clients' test data, %", title_justify="left")
     table.add_column("predictor", no_wrap=True)
@@ -152,25 +152,25 @@ def accuracy_table(found: Mapping[str, Scores], headline: str, other: str) -> Ta
 
 
 def rounds_of_newcomers(about: Mapping[str, Any]) -> int:
-    """Return how many rounds the new clients of a run train after its last one; 0 where there are none."""
+    """Return the number of rounds that new clients train after the run's last round; 0 without new clients."""
     config = about["configuration"]
     return int(config["new-client-rounds"]) if config.get("new-clients") else 0
 
 
 def newcomer_table(about: Mapping[str, Any], newcomers: Sequence[Mapping[str, Any]]) -> Table:
-    """Return the table of new clients: what they score after so many rounds of their own.
+    """Return the table of the new clients' accuracies after each of their own rounds.
 
     Args:
-        about: what run.json holds.
-        newcomers: what newcomers.jsonl holds of one end of the run, at least one entry.
+        about: content of run.json.
+        newcomers: entries of newcomers.jsonl with the same ``after``, at least one.
     """
     found, after = series(newcomers), newcomers[0]["after"]
     asked = [name for name in PREDICTORS if any(name in accuracy for _, accuracy in found)]
     clients = about["configuration"]["new-clients"]
-    who = f"{clients} new client{'' if clients == 1 else 's'}, who came after round {after}"
-    title = f"{who}: accuracy, %, weighted by samples"
+    who = f"{clients} new client{'' if clients == 1 else 's'} after round {after}"
+    title = f"{who}: sample-weighted accuracy, %"
     table = Table(title=title, title_justify="left")
-    table.add_column("rounds of their own", justify="right")
+    table.add_column("own rounds", justify="right")
     for name in asked:
         label = f"{name} (headline)" if name == about["headline"] else name
         table.add_column(label, justify="right")
@@ -183,11 +183,11 @@ def newcomer_table(about: Mapping[str, Any], newcomers: Sequence[Mapping[str, An
 def client_rows(
     about: Mapping[str, Any], found: Iterable[tuple[int, Mapping[str, Any]]]
 ) -> tuple[list[str], list[list[str]]]:
-    """Return (head, rows) on named clients: what each one is, and its accuracy in % when it was last scored.
+    """Return (head, rows) of the client table: name, model, sample counts and last scored accuracy in %.
 
     Args:
-        about: what run.json holds.
-        found: what :func:`.client_series` returns.
+        about: content of run.json.
+        found: result of :func:`.client_series`.
     """
     last: dict[int, tuple[int, int, Mapping[str, int]]] = {}
     for at, line in found:
@@ -205,21 +205,21 @@ def client_rows(
 
 
 def cost_table(about: Mapping[str, Any], rounds: Sequence[Mapping[str, Any]], paper: float | None) -> Table:
-    """Return the table of costs: bytes a round and client, numbers that travel, seconds.
+    """Return the cost table: bytes per round and client, scalars sent, seconds, memory.
 
     Args:
-        about: what run.json holds.
-        rounds: what rounds.jsonl holds, at least one entry.
-        paper: scalars by the paper's formula; None where they are not known.
+        about: content of run.json.
+        rounds: entries of rounds.jsonl, at least one.
+        paper: scalars by the paper's formula; None if unknown.
     """
     clients = participants(about)
-    table = Table(title="cost of a round, mean over the rounds", title_justify="left")
+    table = Table(title="cost per round, mean over rounds", title_justify="left")
     for name in ("", "up", "down", "both"):
         table.add_column(name, justify="right" if name else "left", no_wrap=bool(name))
     labels = {
         "payload": "bytes, mean over all clients: payload",
-        "ours": "  with reports",
-        "total": "  with Flower's objects",
+        "ours": "  including reports",
+        "total": "  including Flower's objects",
     }
     for key, label in labels.items():
         up, down = (
@@ -233,25 +233,25 @@ def cost_table(about: Mapping[str, Any], rounds: Sequence[Mapping[str, Any]], pa
         f"{last['down']:,}",
         f"{last['up'] + last['down']:,}",
     )
-    table.add_row("  by the paper's formula, all taking part", "", "", paper_scalars(paper))
+    table.add_row("  by the paper's formula, all participants", "", "", paper_scalars(paper))
     mean = fmean(entry["seconds"]["total"] for entry in rounds)
     table.add_row("seconds", "", "", f"{mean:.2f}", end_section=True)
-    # Both are 0 where no client says: client-report=none.
+    # Both are 0 if clients do not report them: client-report=none.
     peak = max(entry["peak_mb"] for entry in rounds)
     spent = fmean(sum(entry["seconds"]["clients"].values()) for entry in rounds)
-    table.add_row("  of clients, summed", "", "", f"{spent:.2f}" if spent else "-")
-    table.add_row("  peak memory of a worker", "", "", f"{peak:.0f} MB" if peak else "-")
+    table.add_row("  sum over clients", "", "", f"{spent:.2f}" if spent else "-")
+    table.add_row("peak memory of a worker", "", "", f"{peak:.0f} MB" if peak else "-")
     if gpu := max(entry.get("gpu_mb", 0.0) for entry in rounds):
-        table.add_row("  and on its GPU, beside CUDA's own", "", "", f"{gpu:.0f} MB")
+        table.add_row("  on its GPU, without the CUDA context", "", "", f"{gpu:.0f} MB")
     return table
 
 
 def privacy_line(configuration: Mapping[str, Any], clients: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return what the noise of the uploads is worth, None without noise.
+    """Return a line with the differential privacy budget ε that the uploads have spent; None without noise.
 
     Args:
         configuration: of the run.
-        clients: what clients.jsonl holds.
+        clients: entries of clients.jsonl.
     """
     last: dict[int, float] = {}
     for entry in clients:
@@ -264,35 +264,39 @@ def privacy_line(configuration: Mapping[str, Any], clients: Sequence[Mapping[str
     return (
         f"differential privacy of the prototypes (clip {configuration['dp-clip']:g}, noise "
         f"{configuration['dp-noise']:g}, unit {configuration['dp-unit']}): at δ = {configuration['dp-delta']:g} "
-        f"ε = {last[worst]:.3g} for client {worst}, {fmean(last.values()):.3g} in the mean"
+        f"ε = {last[worst]:.3g} for client {worst}, {fmean(last.values()):.3g} on average"
     )
 
 
 def paper_scalars(found: float | None) -> str:
-    """Return the paper's count of the scalars that travel in a round, in words where it is not known."""
+    """Format the paper's count of scalars per round; "unknown" for None."""
     return UNKNOWN if found is None else f"{found:,.0f}"
 
 
 def unknown_lines(counts: Iterable[float | None]) -> list[str]:
-    """Return why a paper's count of scalars is not known, in a sentence; none where all are."""
+    """Return a sentence on why a paper's count of scalars is unknown; empty if all are known."""
     if all(count is not None for count in counts):
         return []
-    return ["The paper's count is unknown: there is no formula, or it needs class counts that devices keep."]
+    return [
+        "The paper's scalars are unknown: no formula, or it needs class counts that devices do not report."
+    ]
 
 
 def joined_lines(rounds: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a line on the devices that joined while the run was under way, if there were any."""
+    """Return a line on the devices that joined during the run; empty if there were none."""
     found = [f"client {who} in round {entry['round']}" for entry in rounds for who in entry.get("joined", [])]
     return (
-        [f"joined the run: {', '.join(found)}; accuracies of rounds before are without them"] if found else []
+        [f"joined during the run: {', '.join(found)}; accuracies of earlier rounds exclude them"]
+        if found
+        else []
     )
 
 
 def failure_lines(rounds: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a line for every client and reason; new clients last, by rounds of their own.
+    """Yield a line per client and failure reason; new clients last, with their own round numbers.
 
     Args:
-        rounds: what rounds.jsonl holds, and, if wanted, newcomers.jsonl.
+        rounds: entries of rounds.jsonl, optionally followed by those of newcomers.jsonl.
     """
     found: dict[tuple[bool, int, str, str], list[int]] = {}
     for entry in rounds:
