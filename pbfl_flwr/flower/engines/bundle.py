@@ -10,10 +10,16 @@ from pathlib import Path
 from pbfl_flwr.errors import PbflError
 
 BESIDE = ("pyproject.toml", ".gitignore")  # what says which files go into the bundle
-
-
 PARTS = ("client_app", "server_app", "LICENSE")
 FILES = re.compile(r"^fab-include = \[[^]]*\]\n(fab-exclude = .*\n)?", re.MULTILINE)
+
+PACKED = Path("pbfl_flwr/app")  # where a wheel has the files of a checkout's top level; see pyproject.toml
+
+
+def top_level(app: Path, name: str) -> Path:
+    """Return the path of a top-level file or directory of an app, in a checkout or where a wheel is installed."""
+    packed = app / PACKED / name
+    return packed if packed.exists() else app / name
 
 
 def slim(app: Path, into: Path) -> None:
@@ -28,7 +34,7 @@ def slim(app: Path, into: Path) -> None:
     """
     if into.exists():
         raise PbflError(f"'{into}' is there already; choose another directory")
-    project = (app / "pyproject.toml").read_text(encoding="utf-8")
+    project = top_level(app, "pyproject.toml").read_text(encoding="utf-8")
     patterns = ", ".join(f'"{part}/**/*.py"' if (app / part).is_dir() else f'"{part}"' for part in PARTS)
     project, found = FILES.subn(f"fab-include = [{patterns}]\n", project)
     if found != 1:
@@ -36,10 +42,11 @@ def slim(app: Path, into: Path) -> None:
     into.mkdir(parents=True)
     (into / "pyproject.toml").write_text(project, encoding="utf-8")
     for part in PARTS:
-        if (app / part).is_dir():
-            shutil.copytree(app / part, into / part, ignore=shutil.ignore_patterns("__pycache__"))
+        source = top_level(app, part)
+        if source.is_dir():
+            shutil.copytree(source, into / part, ignore=shutil.ignore_patterns("__pycache__"))
         else:
-            shutil.copyfile(app / part, into / part)
+            shutil.copyfile(source, into / part)
 
 
 def gathered(app: Path, into: Path) -> Path:
@@ -55,13 +62,13 @@ def gathered(app: Path, into: Path) -> Path:
     Returns:
         ``into``, or ``app`` itself where fab-include is missing or names anything by a wildcard at the top level.
     """
-    project = tomllib.loads((app / "pyproject.toml").read_text(encoding="utf-8"))
+    project = tomllib.loads(top_level(app, "pyproject.toml").read_text(encoding="utf-8"))
     patterns = project.get("tool", {}).get("flwr", {}).get("app", {}).get("fab-include", [])
     names = {pattern.strip("/").split("/")[0] for pattern in patterns}
     if not names or any(character in name for name in names for character in "*?[!"):
         return app
     into.mkdir()
-    for entry in (app / name for name in sorted(names.union(BESIDE))):
+    for entry in (top_level(app, name) for name in sorted(names.union(BESIDE))):
         if entry.is_symlink():  # Flower leaves them out
             continue
         if entry.is_dir():
@@ -70,4 +77,5 @@ def gathered(app: Path, into: Path) -> Path:
             )
         elif entry.is_file():
             shutil.copyfile(entry, into / entry.name)
+    shutil.rmtree(into / PACKED, ignore_errors=True)  # fab-exclude may only name what a checkout has
     return into
