@@ -135,9 +135,7 @@ def test_a_round_that_only_liars_answer_has_no_accuracy(tmp_path: Path) -> None:
 
 
 def test_no_server_makes_a_device_lie(tmp_path: Path) -> None:
-    said = (
-        "attack = 'sign-flip=0.4': attacks are for simulations; no server's configuration makes a device lie"
-    )
+    said = "attack = 'sign-flip=0.4': attacks are allowed in simulations only; a device never falsifies its uploads"
     settings = parse({"num-clients": NUM_CLIENTS, **ATTACK}, SECTIONS)
     for node in ({"client-id": 0}, {"partition-id": 0, "num-partitions": 5}):
         with pytest.raises(PbflError, match=said):

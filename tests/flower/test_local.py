@@ -136,8 +136,8 @@ def test_who_is_late_is_fetched_later_and_once() -> None:
 
 
 def test_whom_a_round_waits_for_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "FIRST_WORD", 0.05)
-    monkeypatch.setattr(local, "LONGEST", 0.01)
+    monkeypatch.setattr(waiting, "FIRST_LOG", 0.05)
+    monkeypatch.setattr(local, "MAX_INTERVAL", 0.01)
     released, heard = threading.Event(), list[str]()
 
     def slow(message: Message, context: Context) -> Message:

@@ -20,7 +20,7 @@ from pbfl_flwr import security
 from pbfl_flwr.config import Scalar, Settings
 from pbfl_flwr.data import names_file
 from pbfl_flwr.errors import PbflError, expanded, in_utf8
-from pbfl_flwr.flower.client.device import named, own_settings
+from pbfl_flwr.flower.client.device import client_id_of, own_settings
 from pbfl_flwr.flower.engines.flwr_engine import Link, toml
 from pbfl_flwr.flower.engines.processes import free_port
 from pbfl_flwr.flower.flower_version import has_one_port
@@ -186,7 +186,7 @@ def check(settings: Settings, nodes: Sequence[Mapping[str, Scalar]]) -> list[Set
         if other != index:
             raise PbflError(f"--node {other} and --node {index}: both are client-id {node['client-id']}")
         try:
-            named(node)
+            client_id_of(node)
             for key, value in node.items():
                 in_utf8(key, str(value))
             found.append(own_settings(settings, node))

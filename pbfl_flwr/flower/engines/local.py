@@ -38,7 +38,7 @@ from pbfl_flwr.flower.engines.worker_pool import WorkerPool, WorkerSpec, check_n
 from pbfl_flwr.flower.server.app import serve
 from pbfl_flwr.flower.server.scheduling import LongestFirst
 from pbfl_flwr.flower.server.strategy import MethodStrategy
-from pbfl_flwr.flower.server.waiting import LONGEST, NameOf, OnWait, ignore, poll, waiting_line
+from pbfl_flwr.flower.server.waiting import MAX_INTERVAL, NodeLabel, OnWait, ignore, poll, waiting_line
 from pbfl_flwr.flower.storage.run_locks import claim, lock_of
 
 RUN_ID = FIRST_NODE = 2**62  # of the size of Flower's own, so that messages weigh the same
@@ -76,10 +76,10 @@ class LocalGrid(Grid):
         self._last: dict[int, Future[Message]] = {}  # of each node
         self._messages = 0
         self._order = LongestFirst()
-        self._called: NameOf = str
+        self._called: NodeLabel = str
         self._on_wait: OnWait = ignore
 
-    def report_waiting(self, called: NameOf, on_wait: OnWait) -> None:
+    def report_waiting(self, called: NodeLabel, on_wait: OnWait) -> None:
         """Take how a person calls the client on a node, and who is told whom one waits for."""
         self._called, self._on_wait = called, on_wait
 
@@ -132,7 +132,7 @@ class LocalGrid(Grid):
             open_ = (question for question, answer in zip(asked, answers, strict=True) if not answer.done())
             return waiting_line(asked, open_, self._called)
 
-        for _ in poll(seconds, say, self._on_wait, LONGEST, lambda longest: wait(answers, longest)):
+        for _ in poll(seconds, say, self._on_wait, MAX_INTERVAL, lambda longest: wait(answers, longest)):
             if all(answer.done() for answer in answers):
                 break
         return self.pull_messages(ids)

@@ -19,7 +19,7 @@ from threadpoolctl import threadpool_limits
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.client.app import CLIENT_FAULT, make_client_app
-from pbfl_flwr.flower.client.device import as_worker, card_given_back
+from pbfl_flwr.flower.client.device import as_worker, release_gpu_memory
 from pbfl_flwr.flower.engines.processes import HANGUPS
 
 DIED = "the worker process that ran it died; was there too little memory?"
@@ -204,5 +204,5 @@ def _answer_all(connection: Connection, app: Callable[[Message, Context], Messag
         except EOFError:
             return
         answered = app(message, context)
-        spent = answered.has_error() and not card_given_back()
+        spent = answered.has_error() and not release_gpu_memory()
         connection.send_bytes(pickle.dumps((answered, context.state, spent)))
