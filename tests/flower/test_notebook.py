@@ -209,7 +209,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
 
 def test_the_number_of_clients_is_said_once_or_twice_alike(tmp_path: Path) -> None:
     with pytest.raises(
-        PbflError, match="num-clients = 3, but the federation is of 4: allowed is the same number"
+        PbflError, match="num-clients = 3, but the federation has 4 clients: allowed is the same number"
     ):
         federate(tmp_path / "other", KEYS, 4, Resources(workers=1))
     assert not (tmp_path / "other").exists()
