@@ -421,5 +421,7 @@ def test_what_does_not_go_together(keys: dict[str, Scalar], reason: str) -> None
 
 
 def test_flowers_older_interface_has_none() -> None:
-    with pytest.raises(PbflError, match="min-clients = 2: the older interface has none; allowed is 0"):
+    with pytest.raises(
+        PbflError, match="min-clients = 2: not supported by the older interface; allowed is 0"
+    ):
         LegacyMethodStrategy(parse({"method": "fedproto", "min-clients": 2}, SECTIONS), TASK)

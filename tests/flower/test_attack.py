@@ -159,5 +159,5 @@ def test_under_masks_a_lie_goes_into_the_sum(tmp_path: Path) -> None:
 
 def test_the_older_interface_refuses(tmp_path: Path) -> None:
     settings = parse({"num-clients": 4, "attack": "noise=0.5"}, SECTIONS)
-    with pytest.raises(PbflError, match="the older interface cannot tell who lies"):
+    with pytest.raises(PbflError, match="the older interface cannot identify malicious clients"):
         LegacyMethodStrategy(settings, Task(4, 512, (1, 16, 16)))

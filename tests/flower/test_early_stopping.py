@@ -196,8 +196,8 @@ def test_patience_needs_scores() -> None:
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"patience": 3}, "patience = 3: the older interface has none; allowed is 0"),
-        ({"keep-best": True}, "keep-best = true: the older interface scores nobody; allowed is false"),
+        ({"patience": 3}, "patience = 3: not supported by the older interface; allowed is 0"),
+        ({"keep-best": True}, "keep-best = true: not supported by the older interface; allowed is false"),
     ],
 )
 def test_flowers_older_interface_has_neither(keys: dict[str, Any], said: str) -> None:

@@ -25,7 +25,7 @@ from pbfl_flwr.flower.messages.report import Report
 from pbfl_flwr.flower.server import rejoining as returning
 from pbfl_flwr.flower.server.hello import checked_roster
 from pbfl_flwr.flower.server.late_replies import MAX_OVERDUE_ROUNDS, OverdueReplies, OverdueReply
-from pbfl_flwr.flower.server.rejoining import greet_new_nodes
+from pbfl_flwr.flower.server.rejoining import hello_to_new_nodes
 from pbfl_flwr.flower.server.roster import Member
 from pbfl_flwr.flower.server.round_records import updated_ages
 from pbfl_flwr.flower.server.stop_conditions import RunEnded
@@ -731,9 +731,9 @@ def test_a_client_that_comes_back_as_another_is_not_asked(monkeypatch: pytest.Mo
 
     before = checked_roster([member(0, 11), member(1, 12)])
     came = [member(1, 22, architecture="resnet4"), member(5, 23)]
-    monkeypatch.setattr(returning, "greet", lambda *arguments: (came, {}))
+    monkeypatch.setattr(returning, "send_hello", lambda *arguments: (came, {}))
     nobody: Any = None  # the greeting is replaced: no grid is asked
-    after, refused = greet_new_nodes(nobody, before, {11, 22, 23}, {1}, "e", 1.0)
+    after, refused = hello_to_new_nodes(nobody, before, {11, 22, 23}, {1}, "e", 1.0)
     assert after == before
     assert refused == {
         22: "client 1 reconnected with another architecture: resnet4, it had cnn4",
@@ -745,9 +745,9 @@ def test_of_two_new_nodes_of_a_client_that_failed_one_is_asked(monkeypatch: pyte
     def member(node: int) -> Member:
         return Member.from_reply(node, ConfigRecord(hello(1, TASK)))
 
-    monkeypatch.setattr(returning, "greet", lambda *arguments: ([member(23), member(22)], {}))
+    monkeypatch.setattr(returning, "send_hello", lambda *arguments: ([member(23), member(22)], {}))
     nobody: Any = None  # the greeting is replaced: no grid is asked
-    after, refused = greet_new_nodes(nobody, checked_roster([member(12)]), {12, 22, 23}, {1}, "e", 1.0)
+    after, refused = hello_to_new_nodes(nobody, checked_roster([member(12)]), {12, 22, 23}, {1}, "e", 1.0)
     assert after.members[1].node == 22
     assert refused == {23: "client-id 1 is used by two nodes, 22 and 23"}
 
@@ -761,7 +761,7 @@ def test_a_device_that_starts_again_while_a_resumed_run_waits_for_others_is_one_
     runs_on = {11: 0, 21: 0, 22: 1}  # node -> client
     online = iter([[11], [21], [21, 22]])
     monkeypatch.setattr(
-        returning, "greet", lambda _, nodes, *__: ([member(runs_on[node], node) for node in nodes], {})
+        returning, "send_hello", lambda _, nodes, *__: ([member(runs_on[node], node) for node in nodes], {})
     )
     monkeypatch.setattr(returning, "wait_for_nodes", lambda *_, **__: next(online))
     nobody: Any = None  # greeting and waiting are replaced: no grid is asked

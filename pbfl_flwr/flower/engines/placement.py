@@ -58,12 +58,12 @@ class Machine:
     cards: tuple[str, ...] = ()
 
     @classmethod
-    def here(cls, wishes: Resources) -> Machine:
+    def here(cls, requested: Resources) -> Machine:
         """Return this machine; GPUs are detected only if some are requested."""
         import joblib
 
         cpus = int(joblib.cpu_count())  # respects container limits and the affinity mask
-        if not wishes.gpus_per_client:
+        if not requested.gpus_per_client:
             return cls(cpus)
         import torch
 
@@ -74,14 +74,14 @@ class Machine:
         return cls(cpus, tuple(names[:count]))
 
 
-def idle_cards(wishes: Resources, device: str) -> str:
+def idle_cards(requested: Resources, device: str) -> str:
     """Return a warning if device is "auto" and the machine has GPUs, but the clients do not use them; else "".
 
     Args:
-        wishes: the requested resources.
+        requested: resources of the run's workers.
         device: value of the run-config key.
     """
-    if wishes.gpus_per_client or device != "auto":
+    if requested.gpus_per_client or device != "auto":
         return ""
     import torch
 
@@ -108,7 +108,7 @@ class Slot:
     cards: str = ""
 
 
-def places(machine: Machine, wishes: Resources) -> list[str]:
+def places(machine: Machine, requested: Resources) -> list[str]:
     """Return the value of CUDA_VISIBLE_DEVICES for each worker of a run; empty hides all GPUs.
 
     The number of workers is the requested one, or what the CPUs allow, and at most what the GPUs allow; a share is of a
@@ -117,18 +117,18 @@ def places(machine: Machine, wishes: Resources) -> list[str]:
     Raises:
         PbflError: if there are too few resources for one worker, or gpus_per_client is invalid.
     """
-    if wishes.workers is None and wishes.cpus_per_client > machine.cpus:
+    if requested.workers is None and requested.cpus_per_client > machine.cpus:
         raise PbflError(
-            f"--cpus-per-client {wishes.cpus_per_client}: allowed is up to {machine.cpus}, the CPUs here"
+            f"--cpus-per-client {requested.cpus_per_client}: allowed is up to {machine.cpus}, the CPUs here"
         )
-    workers = wishes.workers or machine.cpus // wishes.cpus_per_client
-    if not wishes.gpus_per_client:
+    workers = requested.workers or machine.cpus // requested.cpus_per_client
+    if not requested.gpus_per_client:
         return [""] * workers
-    units, fit = _units(machine.cards, wishes.gpus_per_client)
+    units, fit = _units(machine.cards, requested.gpus_per_client)
     return (units * fit)[:workers]
 
 
-def slots(machine: Machine, wishes: Resources, runs: int) -> list[Slot]:
+def slots(machine: Machine, requested: Resources, runs: int) -> list[Slot]:
     """Return the resources of each of ``runs`` parallel runs; an empty list if CPUs or GPUs do not suffice.
 
     Every run has its own GPUs if there are enough, otherwise runs share GPUs.
@@ -138,10 +138,10 @@ def slots(machine: Machine, wishes: Resources, runs: int) -> list[Slot]:
     """
     if runs > machine.cpus:
         return []
-    workers = wishes.workers or max(1, machine.cpus // runs // wishes.cpus_per_client)
-    if not wishes.gpus_per_client:
+    workers = requested.workers or max(1, machine.cpus // runs // requested.cpus_per_client)
+    if not requested.gpus_per_client:
         return [Slot(workers)] * runs
-    units, fit = _units(machine.cards, wishes.gpus_per_client)
+    units, fit = _units(machine.cards, requested.gpus_per_client)
     if runs <= len(units):
         own = [units[run::runs] for run in range(runs)]
         return [Slot(min(workers, fit * len(cards)), ",".join(cards)) for cards in own]

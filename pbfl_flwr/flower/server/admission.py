@@ -9,7 +9,7 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.server.hello import checked_roster
 from pbfl_flwr.flower.server.roster import Member, Roster
 
-Fits = Callable[[Roster], None]
+RosterCheck = Callable[[Roster], None]
 """Raises PbflError if the method does not support the clients of a roster together."""
 
 
@@ -19,11 +19,11 @@ class Admission:
 
     Attributes:
         num_clients: M, the largest number of clients.
-        fits: checks that the method supports a roster.
+        check_roster: checks that the method supports a roster.
     """
 
     num_clients: int
-    fits: Fits
+    check_roster: RosterCheck
 
     def has_room(self, roster: Roster) -> bool:
         """Return whether there are fewer clients than the run can have."""
@@ -51,5 +51,5 @@ class Admission:
                 f"allowed are client-ids 0 to {self.num_clients - 1}, since num-clients = {self.num_clients}"
             )
         found = checked_roster([*roster.members.values(), member])
-        self.fits(found)
+        self.check_roster(found)
         return found

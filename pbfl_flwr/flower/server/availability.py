@@ -11,7 +11,7 @@ from flwr.serverapp import Grid
 
 from pbfl_flwr.flower.server.admission import Admission
 from pbfl_flwr.flower.server.late_replies import OverdueReplies, OverdueReply
-from pbfl_flwr.flower.server.rejoining import greet_new_nodes
+from pbfl_flwr.flower.server.rejoining import hello_to_new_nodes
 from pbfl_flwr.flower.server.replies import Phase
 from pbfl_flwr.flower.server.roster import NO_NODE, Roster, other_weights
 from pbfl_flwr.flower.server.waiting import OnWait, poll
@@ -87,7 +87,7 @@ class Availability:
         early = [node for node, (_, since) in self._refused_nodes.items() if server_round < since]
         skipped = [] if self._failed else early
         before = self.roster
-        self.roster, refused = greet_new_nodes(
+        self.roster, refused = hello_to_new_nodes(
             grid,
             before,
             online,

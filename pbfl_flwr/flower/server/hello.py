@@ -97,7 +97,7 @@ def hello_round(
         PbflError: if clients are missing or incompatible; names them.
     """
     nodes = wait_for_nodes(grid, num_clients, join_timeout, on_wait, least or None)
-    members, refused = greet(grid, nodes, experiment, timeout)
+    members, refused = send_hello(grid, nodes, experiment, timeout)
     if refused and not 0 < least <= len(members):
         raise PbflError("\n".join(refusals(refused, len(nodes))))
     if len(members) < num_clients and any(member.simulated for member in members):
@@ -127,7 +127,7 @@ def refusals(refused: Mapping[int, str], num_nodes: int) -> list[str]:
     return lines
 
 
-def greet(
+def send_hello(
     grid: Grid, nodes: Sequence[int], experiment: str, timeout: float
 ) -> tuple[list[Member], dict[int, str]]:
     """Send a hello to nodes.

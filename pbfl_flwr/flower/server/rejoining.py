@@ -12,7 +12,7 @@ from flwr.serverapp import Grid
 
 from pbfl_flwr.errors import LONGEST, PbflError
 from pbfl_flwr.flower.server.admission import Admission
-from pbfl_flwr.flower.server.hello import checked_roster, greet, refusals, wait_for_nodes
+from pbfl_flwr.flower.server.hello import checked_roster, refusals, send_hello, wait_for_nodes
 from pbfl_flwr.flower.server.roster import Member, Roster
 from pbfl_flwr.flower.server.waiting import OnWait, ignore
 from pbfl_flwr.flower.storage.history import RunRefused
@@ -53,7 +53,7 @@ def resume_hello(
     except (KeyError, TypeError, ValueError) as error:
         raise RunRefused(f"run.json does not list the clients in the form of this version: {error}") from None
     numbers = {member.label: client for client, member in known.items()}
-    members, failed = _greet_all(grid, numbers, experiment, timeout, join_timeout, on_wait)
+    members, failed = _hello_to_all(grid, numbers, experiment, timeout, join_timeout, on_wait)
     back = [replace(member, client=numbers[member.label]) for member in members if member.label in numbers]
     refused = [_not_in_run(member) for member in members if member.label not in numbers]
     refused += [f"node {node}: {reason}" for node, reason in failed.items()]
@@ -68,7 +68,7 @@ def resume_hello(
     return Roster(dict(sorted({**known, **present.members}.items()))), refused
 
 
-def _greet_all(
+def _hello_to_all(
     grid: Grid, labels: Collection[str], experiment: str, timeout: float, join_timeout: float, on_wait: OnWait
 ) -> tuple[list[Member], dict[int, str]]:
     """Send hellos until all of these clients have replied or the timeout passes; other nodes do not count."""
@@ -82,7 +82,7 @@ def _greet_all(
         new = sorted(set(nodes) - {member.node for member in members} - set(failed))
         if not new:
             return members, failed
-        new_members, new_failed = greet(grid, new, experiment, timeout)
+        new_members, new_failed = send_hello(grid, new, experiment, timeout)
         members = [
             member for member in members if member.node in nodes
         ]  # others may have reconnected elsewhere
@@ -95,7 +95,7 @@ def _not_in_run(member: Member) -> str:
     return f"client-id {member.label} on node {member.node} is not part of this run"
 
 
-def greet_new_nodes(
+def hello_to_new_nodes(
     grid: Grid,
     roster: Roster,
     online: Collection[int],
@@ -126,7 +126,7 @@ def greet_new_nodes(
     new = sorted(set(online) - {member.node for member in roster.members.values()} - set(skipped))
     if not new:
         return roster, {}
-    members, silent = greet(grid, new, experiment, timeout)
+    members, silent = send_hello(grid, new, experiment, timeout)
     refused = {node: f"node {node}: {reason}" for node, reason in silent.items()}
     # Independent of the order of replies; clients with their own numbers come before names, which get free numbers.
     for member in sorted(members, key=lambda member: (member.name, member.client, member.node)):

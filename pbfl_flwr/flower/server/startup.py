@@ -8,8 +8,8 @@ from typing import Any
 from flwr.serverapp import Grid
 
 from pbfl_flwr.config import RunSettings
-from pbfl_flwr.flower.edition import others as other_editions
-from pbfl_flwr.flower.server.admission import Admission, Fits
+from pbfl_flwr.flower.edition import other_editions
+from pbfl_flwr.flower.server.admission import Admission, RosterCheck
 from pbfl_flwr.flower.server.availability import Availability
 from pbfl_flwr.flower.server.hello import hello_round
 from pbfl_flwr.flower.server.rejoining import resume_hello
@@ -17,11 +17,11 @@ from pbfl_flwr.flower.server.roster import other_weights
 from pbfl_flwr.flower.server.waiting import OnWait
 
 
-def meet_clients(
+def collect_clients(
     grid: Grid,
     run: RunSettings,
     experiment: str,
-    fits: Fits,
+    check_roster: RosterCheck,
     recorded: Sequence[Mapping[str, Any]] | None,
     on_wait: OnWait,
 ) -> Availability:
@@ -31,7 +31,7 @@ def meet_clients(
         grid: Flower's.
         run: gives the number of clients and the timeouts.
         experiment: id of the run.
-        fits: checks that the method supports a roster, when a client joins later.
+        check_roster: checks that the method supports a roster, when a client joins later.
         recorded: the run's clients so far, as in run.json; None for a new run.
         on_wait: called with a line that names what the server waits for.
 
@@ -39,7 +39,7 @@ def meet_clients(
         PbflError: if too few clients answer or they are incompatible; names them.
     """
     timeout = max(run.round_timeout, run.join_timeout)  # client processes may still be starting
-    admission = Admission(run.num_clients, fits) if run.min_clients else None
+    admission = Admission(run.num_clients, check_roster) if run.min_clients else None
     if recorded is None:
         roster, refused = hello_round(
             grid, run.num_clients, experiment, timeout, run.join_timeout, on_wait, run.min_clients

@@ -38,7 +38,7 @@ from pbfl_flwr.flower.server.replies import Outcome, Phase, read
 from pbfl_flwr.flower.server.roster import Roster
 from pbfl_flwr.flower.server.round_records import client_columns, final_scores, round_line, updated_ages
 from pbfl_flwr.flower.server.secure_aggregation import SecureRounds
-from pbfl_flwr.flower.server.startup import meet_clients
+from pbfl_flwr.flower.server.startup import collect_clients
 from pbfl_flwr.flower.server.waiting import polling
 from pbfl_flwr.flower.storage.history import RunDirectory
 from pbfl_flwr.method import Method, Moment, Round, resolved_moment
@@ -131,10 +131,12 @@ class MethodStrategy(Strategy):
         if previous is not None:
             self.experiment = str(previous["experiment"])
         recorded = None if previous is None else previous["clients"]
-        self._availability = meet_clients(grid, run, self.experiment, self._fits, recorded, self._set_waiting)
+        self._availability = collect_clients(
+            grid, run, self.experiment, self._check_roster, recorded, self._set_waiting
+        )
         self._set_waiting("")
         roster = self._availability.roster
-        self._fits(roster)
+        self._check_roster(roster)
         run_log.log_experimental(self.settings)
         self.begin(roster.task)
         if self._recorder is None:
@@ -152,7 +154,7 @@ class MethodStrategy(Strategy):
             joined = previous.get("joined", [])
             self._availability.note_joined([label for label in joined if label not in noted])
 
-    def _fits(self, roster: Roster) -> None:
+    def _check_roster(self, roster: Roster) -> None:
         self.method.check(roster.task, roster.architectures)
 
     def begin(self, task: Task) -> None:
