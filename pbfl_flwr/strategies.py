@@ -2,10 +2,10 @@
 
 ::
 
-    from pbfl_flwr.strategies import TinyProto
+    from pbfl_flwr.strategies import TinyProto, make_client_app
 
-    strategy = TinyProto(base="fedtgp", cps_dim=50, num_clients=10)   # ServerApp: strategy.start(grid)
-    app = make_client_app(my_data, strategy.settings)                 # ClientApp: pbfl_flwr.flower.client.app
+    strategy = TinyProto(base="fedtgp", cps_dim=50, num_clients=10)   # in your ServerApp: strategy.start(grid)
+    app = make_client_app(my_data, strategy.settings)                 # your ClientApp
 
 Server and clients use the same settings. Any other key of the run configuration can be given as well, with underscores:
 ``TinyProto(..., learning_rate=0.05, models="resnet8")``. The prototype methods have classes with typed keywords;
@@ -19,8 +19,22 @@ from pathlib import Path
 from typing import Literal
 
 from pbfl_flwr.config import Scalar, Settings, parse
+from pbfl_flwr.flower.client.app import make_client_app
 from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.methods import SECTIONS
+
+__all__ = [
+    "GFPL",
+    "FedCPD",
+    "FedProto",
+    "FedTGP",
+    "MethodStrategy",
+    "ProtoNorm",
+    "TinyProto",
+    "configure",
+    "make_client_app",
+    "strategy_of",
+]
 
 Aggregation = Literal[
     "auto", "mean", "weighted", "weighted-shrunk", "ppa", "aps-sum", "aps-mean", "median", "trimmed-mean"

@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("prototypes",),
     ("methods",),
     ("flower",),
-    ("strategies", "serving"),
+    ("strategies", "runs", "serving"),
     ("experiments",),
     ("cli",),
 )

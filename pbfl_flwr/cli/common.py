@@ -16,6 +16,7 @@ from rich.console import Console
 import pbfl_flwr
 from pbfl_flwr.errors import PbflError, expanded
 from pbfl_flwr.experiments.text.numbers import say, screen
+from pbfl_flwr.flower.engines.bundle import top_level
 from pbfl_flwr.flower.flower_version import refuse_older
 
 if TYPE_CHECKING:
@@ -200,14 +201,13 @@ def checkout(given: Path | None) -> Path:
     """Return the directory of the Flower app, which holds pyproject.toml and the packages.
 
     Raises:
-        PbflError: if there is none (an installed wheel has only the packages), or if Flower is too old to run it.
+        PbflError: if there is none, or if Flower is too old to run it.
     """
     refuse_older()
     path = expanded(given or Path(pbfl_flwr.__file__).parent.parent).absolute()
     for part in ("pyproject.toml", "pbfl_flwr", "client_app", "server_app"):
-        if not (path / part).exists():
+        if not top_level(path, part).exists():
             raise PbflError(
-                f"'{path}' is no checkout of this project, '{part}' is missing; pbfl run hands the checkout to Flower: "
-                "install with pip install -e, or give its directory with --app"
+                f"'{path}' is no checkout of this project, '{part}' is missing; give the directory of one with --app"
             )
     return path

@@ -11,7 +11,7 @@ import pbfl_flwr
 from pbfl_flwr.flower.server.roster import Member
 
 # Parts of the package that are not sent to devices; same as fab-exclude in pyproject.toml.
-NOT_SENT = ("cli", "experiments", "serving", "flower/engines", "flower/diagnostics")
+NOT_SENT = ("runs.py", "cli", "experiments", "serving", "flower/engines", "flower/diagnostics")
 
 
 @lru_cache(maxsize=1)
@@ -21,7 +21,7 @@ def edition() -> str:
     excluded = {root / part for part in NOT_SENT}
     digest = hashlib.sha256()
     for file in sorted(root.rglob("*.py")):
-        if excluded.isdisjoint(file.parents):
+        if excluded.isdisjoint({file, *file.parents}):
             name = file.relative_to(root)
             digest.update(f"{name.as_posix()} {file.stat().st_size} ".encode() + file.read_bytes())
     return f"{pbfl_flwr.__version__}-{digest.hexdigest()[:8]}"

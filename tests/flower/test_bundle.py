@@ -1,18 +1,21 @@
 """What is handed to Flower makes the same bundle as the whole directory, without looking at the rest of it."""
 
 import os
+import shutil
 import subprocess
 import sys
 import tomllib
 import zipfile
 from io import BytesIO
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from flwr.cli.build import build_fab_from_disk
 
+import pbfl_flwr
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower.engines.bundle import copy_included, slim
+from pbfl_flwr.flower.engines.bundle import PACKED, copy_included, slim
 from tests.runs import pbfl
 
 PROJECT = """
@@ -101,6 +104,24 @@ def test_what_is_sent_to_devices_is_whole_and_has_nothing_of_the_command_line(tm
     command = [sys.executable, "-c", IMPORT_ALL]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_an_installed_wheel_hands_over_what_a_checkout_does(tmp_path: Path) -> None:
+    """There the files of a checkout's top level are in pbfl_flwr/app, and other packages are around."""
+    checkout, site = Path(__file__).parents[2], tmp_path / "site-packages"
+    project = tomllib.loads((checkout / "pyproject.toml").read_text())
+    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
+    for package in (*wheel["packages"], "tests"):
+        shutil.copytree(checkout / package, site / package)
+    (site / PACKED).mkdir()
+    for source, target in wheel["force-include"].items():
+        shutil.copyfile(checkout / source, site / target)
+    (site / "LICENSE").write_text("of somebody else's package")
+    assert build_fab_from_disk(copy_included(site, tmp_path / "copy")) == build_fab_from_disk(checkout)
+    with patch.object(pbfl_flwr, "__file__", str(site / "pbfl_flwr/__init__.py")):
+        assert pbfl("app", tmp_path / "slim").exit_code == 0
+    slim(checkout, tmp_path / "same")
+    assert build_fab_from_disk(tmp_path / "slim") == build_fab_from_disk(tmp_path / "same")
 
 
 def test_a_slim_app_has_the_keys_and_the_entry_points_and_no_package(tmp_path: Path) -> None:

@@ -24,7 +24,9 @@ def edition_of(package: Path) -> str:
 
 def test_of_what_is_not_sent_the_edition_takes_no_notice() -> None:
     project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())
-    assert project["tool"]["flwr"]["app"]["fab-exclude"] == [f"pbfl_flwr/{name}/**" for name in NOT_SENT]
+    assert project["tool"]["flwr"]["app"]["fab-exclude"] == [
+        f"pbfl_flwr/{name}" if name.endswith(".py") else f"pbfl_flwr/{name}/**" for name in NOT_SENT
+    ]
 
 
 def test_what_devices_are_sent_and_what_is_installed_is_the_same_edition(tmp_path: Path) -> None:

@@ -243,9 +243,9 @@ def test_the_first_process_leaves_sigterm_to_the_command_from_its_first_moment()
     lines = [
         "import signal, sys",
         "from multiprocessing import get_context",
-        "from pbfl_flwr.flower.engines.worker_pool import _deaf",
+        "from pbfl_flwr.flower.engines.worker_pool import _signals_blocked",
         "process = get_context('spawn').Process(target=signal.raise_signal, args=(signal.SIGTERM,))",
-        "with _deaf():",
+        "with _signals_blocked():",
         "    process.start()",
         "process.join()",
         "sys.exit(process.exitcode)",

@@ -146,7 +146,7 @@ def test_where_the_memory_did_not_suffice_recordings_and_networks_are_dropped(tm
         return saving.state_after_round(opened, *others)
 
     keys: dict[str, Any] = {"batch-size": 3, "num-clients": 3, "models": "tests.methods.tiny_nets:normed"}
-    with patch.object(client, "kept", kept):
+    with patch.object(client, "state_after_round", kept):
         on_cpu = federation(tmp_path / "cpu", "fedavg", **keys).run()
         made = Recording.made
         with recording_card():
@@ -386,7 +386,7 @@ def test_the_memory_of_a_real_card_does_not_grow_from_round_to_round(compiled: s
         return saving.state_after_round(opened, *others)
 
     keys: dict[str, Any] = {"batch-size": 3, "num-clients": 2, "num-server-rounds": 6, "models": "cnn2"}
-    with patch.object(client, "kept", kept):
+    with patch.object(client, "state_after_round", kept):
         run = federation(tmp_path, "fedproto", **keys, device="cuda", compile=compiled).run()
     assert not any(line["failures"] for line in run.strategy.history)
     assert held[6] == pytest.approx(held[3], rel=0.01, abs=2**16)

@@ -12,6 +12,13 @@ from pbfl_flwr.errors import PbflError
 ALWAYS = ("pyproject.toml", ".gitignore")  # these determine which files go into the bundle
 PARTS = ("client_app", "server_app", "LICENSE")  # of the slim app, besides pyproject.toml
 FAB_INCLUDE = re.compile(r"^fab-include = \[[^]]*\]\n(fab-exclude = .*\n)?", re.MULTILINE)
+PACKED = Path("pbfl_flwr/app")  # holds in a wheel the top-level files of a checkout; see pyproject.toml
+
+
+def top_level(app: Path, name: str) -> Path:
+    """Return the path of a top-level file or directory of an app, in a checkout or where a wheel is installed."""
+    packed = app / PACKED / name
+    return packed if packed.exists() else app / name
 
 
 def slim(app: Path, into: Path) -> None:
@@ -26,7 +33,7 @@ def slim(app: Path, into: Path) -> None:
     """
     if into.exists():
         raise PbflError(f"'{into}' exists already; choose another directory")
-    project = (app / "pyproject.toml").read_text(encoding="utf-8")
+    project = top_level(app, "pyproject.toml").read_text(encoding="utf-8")
     patterns = ", ".join(f'"{part}/**/*.py"' if (app / part).is_dir() else f'"{part}"' for part in PARTS)
     project, found = FAB_INCLUDE.subn(f"fab-include = [{patterns}]\n", project)
     if found != 1:
@@ -34,10 +41,11 @@ def slim(app: Path, into: Path) -> None:
     into.mkdir(parents=True)
     (into / "pyproject.toml").write_text(project, encoding="utf-8")
     for part in PARTS:
-        if (app / part).is_dir():
-            shutil.copytree(app / part, into / part, ignore=shutil.ignore_patterns("__pycache__"))
+        source = top_level(app, part)
+        if source.is_dir():
+            shutil.copytree(source, into / part, ignore=shutil.ignore_patterns("__pycache__"))
         else:
-            shutil.copyfile(app / part, into / part)
+            shutil.copyfile(source, into / part)
 
 
 def copy_included(app: Path, into: Path) -> Path:
@@ -53,13 +61,13 @@ def copy_included(app: Path, into: Path) -> Path:
     Returns:
         ``into``, or ``app`` itself if fab-include is missing or has a wildcard at the top level.
     """
-    project = tomllib.loads((app / "pyproject.toml").read_text(encoding="utf-8"))
+    project = tomllib.loads(top_level(app, "pyproject.toml").read_text(encoding="utf-8"))
     patterns = project.get("tool", {}).get("flwr", {}).get("app", {}).get("fab-include", [])
     names = {pattern.strip("/").split("/")[0] for pattern in patterns}
     if not names or any(character in name for name in names for character in "*?[!"):
         return app
     into.mkdir()
-    for entry in (app / name for name in sorted(names.union(ALWAYS))):
+    for entry in (top_level(app, name) for name in sorted(names.union(ALWAYS))):
         if entry.is_symlink():  # Flower excludes them
             continue
         if entry.is_dir():
@@ -68,4 +76,5 @@ def copy_included(app: Path, into: Path) -> Path:
             )
         elif entry.is_file():
             shutil.copyfile(entry, into / entry.name)
+    shutil.rmtree(into / PACKED, ignore_errors=True)  # fab-exclude may only name what a checkout has
     return into
