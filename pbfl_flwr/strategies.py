@@ -1,4 +1,4 @@
-"""The methods as Flower strategies, for other apps.
+"""The methods as Flower strategies, for use in other apps.
 
 ::
 
@@ -7,9 +7,9 @@
     strategy = TinyProto(base="fedtgp", cps_dim=50, num_clients=10)   # in your ServerApp: strategy.start(grid)
     app = make_client_app(my_data, strategy.settings)                 # your ClientApp
 
-Both sides take the same settings, since one module has both halves of a method. Every other key of the run
-configuration can be given too, with underscores: ``TinyProto(..., learning_rate=0.05, models="resnet8")``. The
-prototype methods have classes with typed keywords; :func:`strategy_of` makes the strategy of any method by name.
+Server and clients use the same settings. Any other key of the run configuration can be given as well, with underscores:
+``TinyProto(..., learning_rate=0.05, models="resnet8")``. The prototype methods have classes with typed keywords;
+:func:`strategy_of` makes the strategy of any method by name.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class FedProto(MethodStrategy):
         directory: where the run is written; None keeps everything in memory.
         pull_weight: λ.
         aggregation: how the server combines prototypes.
-        cps_dim: s, dimensions of a prototype that travel; 0 is off.
+        cps_dim: s, number of dimensions of a prototype that are sent; 0 sends all.
         cpkd: class-proportional knowledge distillation.
         keys: any other run-config key, with underscores.
     """

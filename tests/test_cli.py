@@ -604,7 +604,7 @@ def test_a_list_of_no_runs_is_one_line(tmp_path: Path) -> None:
     for words, said in (
         (["list", "runs"], "error: 'runs' is not a directory; allowed is one that holds runs"),
         (["list", "runs", "."], "error: '.' holds no run: no run.json in it or up to 3 levels below it"),
-        (["show", "."], "error: '.' is no run directory: it has no run.json"),
+        (["show", "."], "error: '.' is not a run directory: it has no run.json"),
     ):
         result = pbfl(*words)
         assert (result.exit_code, result.stderr.splitlines()) == (2, [said])
@@ -914,12 +914,12 @@ def test_who_cannot_be_exported_is_one_line(tmp_path: Path) -> None:
     ("name", "content", "said"),
     [
         ("partition.json", b"{", "is damaged (Expecting"),
-        ("partition.json", b"[]", "is damaged: it holds no object"),
-        ("partition.json", b'{"counts": 5}', "is damaged: its counts or figures are no numbers"),
-        ("partition.json", b'{"majority": "most"}', "is damaged: its counts or figures are no numbers"),
+        ("partition.json", b"[]", "is damaged: it does not hold a JSON object"),
+        ("partition.json", b'{"counts": 5}', "is damaged: its counts or other values are not numbers"),
+        ("partition.json", b'{"majority": "most"}', "is damaged: its counts or other values are not numbers"),
         ("run.json", b"\xff", "is damaged ('utf-8' codec"),
         ("rounds.jsonl", b"\xff\n", "line 1 is damaged ('utf-8' codec"),
-        ("rounds.jsonl", b"null\n", "line 1 is damaged: it is no round"),
+        ("rounds.jsonl", b"null\n", "line 1 is damaged: it is not a round"),
         ("run.json", b'{"configuration": 5, "experiment": "x"}', "is damaged: it lacks 'configuration'"),
     ],
 )

@@ -262,7 +262,7 @@ def test_a_run_that_patience_ended_is_finished_for_who_asks_with_the_same_patien
     lines = [entry(number, 0.5, 0.5) for number in (1, 2, 3, 4)]
     for run, made in ((first, lines[:3]), (second, lines)):
         write_run(run.directory, made, **run.requested.values)
-        RunDirectory(run.directory).mark_end(len(made))
+        RunDirectory(run.directory).mark_early_stop(len(made))
     assert compare.check_finished(first)
     assert [row.rounds for row in comparison_table.rows([first, second])] == ["3–4"]
     assert [row.rounds for row in comparison_table.rows([second])] == ["4"]

@@ -18,7 +18,7 @@ from pbfl_flwr.config import DataSettings, Scalar, parse
 from pbfl_flwr.data import load_pool
 from pbfl_flwr.flower.client.app import make_client_app
 from pbfl_flwr.flower.diagnostics import connection
-from pbfl_flwr.flower.diagnostics.findings import Status, Wanted
+from pbfl_flwr.flower.diagnostics.findings import CheckTargets, Status
 from pbfl_flwr.flower.engines.deployment import Deployment, complete, why_ended
 from pbfl_flwr.flower.engines.flwr_engine import ENDED
 from pbfl_flwr.flower.server.strategy import MethodStrategy
@@ -115,7 +115,7 @@ def test_three_devices_give_what_one_process_gives_and_strangers_stay_out(
             (ca, tmp_path / "stranger", "key", "not registered"),
             (foreign, known, "tls", "a foreign CA"),
         ):
-            found = connection.network(Wanted(deployment.fleet_address, trusted, key))
+            found = connection.check_connection(CheckTargets(deployment.fleet_address, trusted, key))
             assert [finding.what for finding in found if finding.status is Status.FAILED] == [what]
             assert said in next(finding.said for finding in found if finding.what == what)
         knocking = {

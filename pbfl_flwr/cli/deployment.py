@@ -142,10 +142,10 @@ def doctor(
     from dataclasses import asdict
 
     from pbfl_flwr.flower.diagnostics.doctor import examine
-    from pbfl_flwr.flower.diagnostics.findings import Status, Wanted
+    from pbfl_flwr.flower.diagnostics.findings import CheckTargets, Status
 
     try:
-        found = examine(Wanted(superlink, ca, key, control, state_dir, device, insecure))
+        found = examine(CheckTargets(superlink, ca, key, control, state_dir, device, insecure))
     except PbflError as error:
         raise error_exit(error, REFUSED) from None
     if as_json:

@@ -1,1 +1,1 @@
-"""Everything that touches Flower's API: when Flower changes, this folder changes and nothing else."""
+"""All code that uses Flower's API, so that a change in Flower only affects this folder."""

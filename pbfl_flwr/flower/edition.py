@@ -1,4 +1,4 @@
-"""Which pbfl-flwr a process runs: that of the app which the server sent, or the one that is installed."""
+"""The edition of pbfl-flwr that a process runs: that in the app sent by the server, or the installed one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pbfl_flwr
 from pbfl_flwr.flower.server.roster import Member
 
-# Of the package, to devices: fab-exclude in pyproject.toml.
+# Parts of the package that are not sent to devices; same as fab-exclude in pyproject.toml.
 NOT_SENT = ("runs.py", "cli", "experiments", "serving", "flower/engines", "flower/diagnostics")
 
 
@@ -18,17 +18,17 @@ NOT_SENT = ("runs.py", "cli", "experiments", "serving", "flower/engines", "flowe
 def edition() -> str:
     """Return the version and a hash of the code that clients and servers run."""
     root = Path(pbfl_flwr.__file__).parent
-    left_out = {root / part for part in NOT_SENT}
+    excluded = {root / part for part in NOT_SENT}
     digest = hashlib.sha256()
     for file in sorted(root.rglob("*.py")):
-        if left_out.isdisjoint({file, *file.parents}):
+        if excluded.isdisjoint({file, *file.parents}):
             name = file.relative_to(root)
             digest.update(f"{name.as_posix()} {file.stat().st_size} ".encode() + file.read_bytes())
     return f"{pbfl_flwr.__version__}-{digest.hexdigest()[:8]}"
 
 
-def others(members: Iterable[Member]) -> list[str]:
-    """Return a line for every other edition than the server's, with the clients that run it."""
+def other_editions(members: Iterable[Member]) -> list[str]:
+    """Return a line for every edition that differs from the server's, with the clients that run it."""
     labels: dict[str, list[str]] = {}
     for member in members:
         if member.edition and member.edition != edition():

@@ -1,4 +1,4 @@
-"""Which Flower is installed, and which this package is made for. Imports nothing of Flower: another one may lack it."""
+"""The installed and the required version of Flower. Imports nothing of Flower, since other versions may lack it."""
 
 from __future__ import annotations
 
@@ -11,49 +11,49 @@ from pbfl_flwr.errors import PbflError
 
 
 def refuse_older() -> None:
-    """Refuse a Flower that is too old. Newer ones may do (docs/deploy.md).
+    """Refuse a version of Flower that is too old. Newer ones may work (docs/deploy.md).
 
     Raises:
-        PbflError: if it is older than the pin.
+        PbflError: if it is older than the required one.
     """
-    there, pin = _versions()
-    if there is not None and there < min(
-        Version(part.version) for part in pin.specifier if part.operator == ">="
+    installed, required = _versions()
+    if installed is not None and installed < min(
+        Version(part.version) for part in required.specifier if part.operator == ">="
     ):
-        raise PbflError(f"flwr {there} is too old; {_advice(pin)}")
+        raise PbflError(f"flwr {installed} is too old; {_advice(required)}")
 
 
 def has_one_port() -> bool:
-    """Whether the SuperLink has one port for everything and SuperNodes speak HTTP, as from 1.40 on."""
+    """Whether the SuperLink has a single port and SuperNodes use HTTP, as in Flower 1.40 and later."""
     return Version(importlib.metadata.version("flwr")) >= Version("1.40")
 
 
 def misfit(error: ImportError) -> str | None:
-    """Return in one line why Flower lacks what was to be imported.
+    """Explain in one line an import error that is due to the installed version of Flower.
 
     Args:
-        error: says which module was asked.
+        error: names the module that could not be imported.
 
     Returns:
-        None if that module is not Flower's, or the version is an allowed one.
+        None if that module is not Flower's, or the installed version is allowed.
     """
-    there, pin = _versions()
-    if (error.name or "").partition(".")[0] != "flwr" or (there and there in pin.specifier):
+    installed, required = _versions()
+    if (error.name or "").partition(".")[0] != "flwr" or (installed and installed in required.specifier):
         return None
-    if there is None:
-        return f"flwr is not installed; {_advice(pin)}"
-    return f"flwr {there} does not fit: {error.msg}; {_advice(pin)}"
+    if installed is None:
+        return f"flwr is not installed; {_advice(required)}"
+    return f"flwr {installed} is not supported: {error.msg}; {_advice(required)}"
 
 
 def _versions() -> tuple[Version | None, Requirement]:
-    """Return what is installed and what is asked for."""
-    asked = map(Requirement, importlib.metadata.requires("pbfl-flwr") or ())
-    pin = next(requirement for requirement in asked if requirement.name == "flwr")
+    """Return the installed version of Flower and the requirement of this package."""
+    requirements = map(Requirement, importlib.metadata.requires("pbfl-flwr") or ())
+    required = next(requirement for requirement in requirements if requirement.name == "flwr")
     try:
-        return Version(importlib.metadata.version("flwr")), pin
+        return Version(importlib.metadata.version("flwr")), required
     except importlib.metadata.PackageNotFoundError:
-        return None, pin
+        return None, required
 
 
-def _advice(pin: Requirement) -> str:
-    return f"allowed is {pin.specifier}: pip install '{pin}'"
+def _advice(required: Requirement) -> str:
+    return f"allowed is {required.specifier}: pip install '{required}'"

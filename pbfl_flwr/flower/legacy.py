@@ -1,6 +1,6 @@
-"""The prototype methods behind Flower's older strategy interface, ``aggregate_fit`` over FitRes.
+"""The prototype methods as strategies of Flower's older interface, ``aggregate_fit`` over FitRes.
 
-For apps built on ``ServerApp(server_fn=...)`` or on a workflow, as Flower's secure aggregation is::
+For apps built on ``ServerApp(server_fn=...)`` or on a workflow, such as Flower's secure aggregation::
 
     strategy = LegacyMethodStrategy(settings, task)
     ServerAppComponents(strategy=strategy, config=ServerConfig(num_rounds=settings.run.num_server_rounds))
@@ -9,8 +9,8 @@ and, with ``secure-aggregation``, in a ServerApp's main::
 
     DefaultWorkflow(fit_workflow=strategy.workflow())(grid, LegacyContext(context, config, strategy))
 
-The client is ``make_client_app``'s as ever, it knows such messages by their records. There is no hello round, so what
-all clients agree on is given, and no evaluation round, since clients are scored when they train.
+The ClientApp is the same, from ``make_client_app``; it recognises such messages by their records. There is no hello
+round, so the task must be given, and no evaluation round, since clients are scored when they train.
 """
 
 from __future__ import annotations
@@ -60,30 +60,30 @@ REPORT = "report"
 
 
 def parameters_of(record: ArrayRecord) -> Parameters:
-    """Return an encoded payload as legacy parameters; the checksum travels in their type."""
+    """Return an encoded payload as legacy parameters, with the checksum in ``tensor_type``."""
     return compat.arrayrecord_to_parameters(record, keep_input=True)
 
 
 def payload_of(record: ArrayRecord) -> ArrayRecord:
-    """Return the encoded payload behind legacy parameters; no parameters at all are one empty array there."""
+    """Return the encoded payload in a record of legacy parameters, without the empty array that stands for none."""
     return ArrayRecord({key: array for key, array in record.items() if key != compat.EMPTY_TENSOR_KEY})
 
 
 def report_of(metrics: Mapping[str, Scalar], classes: int = 0) -> Report:
-    """Return the report that a client put into the metrics of its FitRes.
+    """Return the report in the metrics of a client's FitRes.
 
     Args:
-        metrics: as they came.
-        classes: K, where it must count by class.
+        metrics: as received.
+        classes: K if it must have counts by class, else 0.
 
     Raises:
-        RejectedPayload: if it is none.
+        RejectedPayload: if it is invalid.
     """
     return Report.from_record(MetricRecord(json.loads(str(metrics[REPORT]))), classes)
 
 
 def fit_result(parameters: Parameters, report: MetricRecord) -> FitRes:
-    """Return what a client answers; n is 1, since sums are not weighted and n_i is the method's own affair."""
+    """Return a client's FitRes; num_examples is 1, since sums are unweighted and methods send n_i in their payload."""
     return FitRes(Status(Code.OK, ""), parameters, 1, {REPORT: json.dumps(plain(report))})
 
 
@@ -91,10 +91,10 @@ def workflow_of(keys: PrivacySettings, bound: float, num_clients: int, timeout: 
     """Return Flower's SecAgg+ for a plain sum of vectors within ±R, see :mod:`pbfl_flwr.prototypes.sums`.
 
     Args:
-        keys: share of the clients whose shares must come back.
+        keys: give the share of clients whose secret shares must be received.
         bound: R.
-        num_clients: clients that are asked in a round.
-        timeout: seconds for each of its four stages.
+        num_clients: clients that train in a round.
+        timeout: seconds for each of the protocol's four stages.
     """
     return SecAggPlusWorkflow(
         1.0,
@@ -108,7 +108,7 @@ def workflow_of(keys: PrivacySettings, bound: float, num_clients: int, timeout: 
 
 
 class TrainingOnly(Strategy):
-    """Rounds without evaluation: clients are scored when they train, and the server has no data."""
+    """A strategy without evaluation rounds: clients are scored when they train, and the server has no data."""
 
     def configure_evaluate(
         self, server_round: int, parameters: Parameters, client_manager: ClientManager
@@ -131,7 +131,7 @@ class TrainingOnly(Strategy):
 
 
 class LegacyMethodStrategy(TrainingOnly):
-    """A method of METHODS behind the older interface.
+    """A method of METHODS as a strategy of the older interface.
 
     Args:
         settings: the run configuration.
@@ -140,11 +140,11 @@ class LegacyMethodStrategy(TrainingOnly):
 
     Attributes:
         state: the method's state after the last round.
-        reports: client id of Flower -> what it said in the last round.
-        failures: client id of Flower -> why its answer was left out of the last round.
+        reports: Flower's client id -> report of the last round.
+        failures: Flower's client id -> why its reply was left out of the last round.
 
     Raises:
-        PbflError: if the method cannot be built, or if it does not send one payload to all clients.
+        PbflError: if the method cannot be built, its uploads are not prototypes, or a setting is not supported.
     """
 
     def __init__(self, settings: Settings, task: Task, experiment: str | None = None) -> None:
@@ -154,13 +154,15 @@ class LegacyMethodStrategy(TrainingOnly):
             raise PbflError(
                 f"method = '{self.method.name}': the older interface is for methods whose uploads are prototypes"
             )
-        if settings.run.attack:  # its clients have no number before they answer
-            raise PbflError(f"attack = '{settings.run.attack}': the older interface cannot tell who lies")
+        if settings.run.attack:  # clients have no number before they reply
+            raise PbflError(
+                f"attack = '{settings.run.attack}': the older interface cannot identify malicious clients"
+            )
         for key in ("new-clients", "min-clients", "patience"):
             if number := settings.as_dict()[key]:
-                raise PbflError(f"{key} = {number}: the older interface has none; allowed is 0")
+                raise PbflError(f"{key} = {number}: not supported by the older interface; allowed is 0")
         if settings.run.keep_best:
-            raise PbflError("keep-best = true: the older interface scores nobody; allowed is false")
+            raise PbflError("keep-best = true: not supported by the older interface; allowed is false")
         self.experiment = experiment or f"{settings.fingerprint()}-{uuid.uuid4().hex[:8]}"
         self.state: Any = self.method.init(task, settings.run.seed)
         self.reports: dict[str, Report] = {}
@@ -178,12 +180,12 @@ class LegacyMethodStrategy(TrainingOnly):
     def configure_fit(
         self, server_round: int, parameters: Parameters, client_manager: ClientManager
     ) -> list[tuple[ClientProxy, FitIns]]:
-        """Ask a share of the clients, the broadcast and the round in hand."""
+        """Return instructions for the sampled clients, with the broadcast and the round."""
         run = self.settings.run
         client_manager.wait_for(run.num_clients, int(run.join_timeout))
-        asked = client_manager.sample(run.trained)
+        sampled = client_manager.sample(run.trained)
         config: dict[str, Scalar] = {"round": server_round, "experiment": self.experiment}
-        return [(proxy, FitIns(self._broadcast(), dict(config))) for proxy in asked]
+        return [(proxy, FitIns(self._broadcast(), dict(config))) for proxy in sampled]
 
     def aggregate_fit(
         self,
@@ -193,10 +195,11 @@ class LegacyMethodStrategy(TrainingOnly):
     ) -> tuple[Parameters | None, dict[str, Scalar]]:
         """Aggregate the valid uploads, or, with ``secure-aggregation``, the mean that every result then holds.
 
-        A bad answer is logged, named in ``failures`` and counted in the metrics; under the protocol it is in the sum.
+        An invalid reply is logged, added to ``failures`` and counted in the metrics; under secure aggregation its
+        upload is still part of the sum.
 
         Raises:
-            RejectedPayload: if the sum is not what the method allows.
+            RejectedPayload: if the sum is invalid for the method.
         """
         ordered = sorted(results, key=lambda pair: pair[0].cid)
         uploads: dict[int, Payload] = {}
@@ -207,7 +210,7 @@ class LegacyMethodStrategy(TrainingOnly):
                 if not self.settings.privacy.secure_aggregation:
                     uploads[number] = self._upload_of(result)
                 self.reports[proxy.cid] = report
-            except Exception as error:  # the boundary, as replies.read has it
+            except Exception as error:  # trust boundary, as in replies.read
                 self.failures[proxy.cid] = rejection_reason(error)
                 log(
                     WARNING,
@@ -225,8 +228,8 @@ class LegacyMethodStrategy(TrainingOnly):
         at = Round(server_round, self.task, self.settings.run.num_clients, self.settings.run.seed)
         self.state = self.method.aggregate(self.state, uploads, at)
         accuracy = summarise_accuracy(dict(enumerate(self.reports.values())))
-        figures = {f"accuracy-{name}": found["weighted"] for name, found in accuracy.items()}
-        return self._broadcast(), {**figures, **failed}
+        metrics = {f"accuracy-{name}": found["weighted"] for name, found in accuracy.items()}
+        return self._broadcast(), {**metrics, **failed}
 
     def _upload_of(self, result: FitRes) -> Payload:
         record = payload_of(compat.parameters_to_arrayrecord(result.parameters, True))
@@ -240,10 +243,10 @@ class LegacyMethodStrategy(TrainingOnly):
 
 
 def summing(method: Method[Any, Any, Any]) -> Pipeline:
-    """Return a method whose uploads can be summed as what it is.
+    """Return the method as a pipeline, the only kind whose uploads can be summed.
 
     Raises:
-        PbflError: if they cannot.
+        PbflError: if it is of another kind.
     """
     if not isinstance(method, Pipeline):
         raise PbflError(f"secure-aggregation = true: method '{method.name}' does not aggregate by a sum")
@@ -253,17 +256,17 @@ def summing(method: Method[Any, Any, Any]) -> Pipeline:
 def summed(
     method: Method[Any, Any, Any], mean: NDArray, clients: int, task: Task, num_clients: int
 ) -> Prototypes:
-    """Return the one upload that stands for the sum of all.
+    """Return the upload that represents the sum of all uploads.
 
     Args:
-        method: that can be summed.
-        mean: of the clients' vectors, as Flower hands it over.
-        clients: how many it is the mean of.
+        method: its uploads can be summed.
+        mean: of the clients' vectors, as computed by Flower.
+        clients: number of these clients.
         task: what all clients agree on.
         num_clients: M.
 
     Raises:
-        RejectedPayload: if the vector is no sum of tables.
+        RejectedPayload: if the vector is not a sum of tables.
     """
     total = np.asarray(mean, dtype=np.float64) * clients
     found = summing(method)
@@ -271,7 +274,7 @@ def summed(
 
 
 def to_be_masked(upload: Payload, method: Method[Any, Any, Any]) -> tuple[Parameters, int]:
-    """Return an upload as the one vector that a client masks, and how many of its entries were clipped."""
+    """Return an upload as the vector that a client masks, and the number of clipped entries."""
     assert isinstance(upload, Prototypes), "only methods whose uploads are prototypes can be summed"
     vector, clipped = sums.to_vector(upload, summing(method).bound)
     return ndarrays_to_parameters([vector]), clipped

@@ -1,4 +1,4 @@
-"""How much memory programs can still get, and how much this one has taken."""
+"""Available memory of the machine, and peak memory of this process."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ if sys.platform != "win32":
 
 
 def available_memory(root: Path = Path("/")) -> int | None:
-    """Return bytes: Linux's own estimate, which counts caches that can be dropped, and the control group's limit.
+    """Return the available memory in bytes: Linux's estimate, which includes reclaimable caches, or the cgroup's limit.
 
-    None where the system does not say (not Linux).
+    None if it is unknown (not Linux).
 
     Args:
-        root: below which proc and sys are looked for.
+        root: directory that contains proc and sys.
     """
     try:
         lines = (root / "proc/meminfo").read_text(encoding="utf-8").splitlines()
@@ -27,13 +27,13 @@ def available_memory(root: Path = Path("/")) -> int | None:
     available = int(fields["MemAvailable"].split()[0]) * 1024
     group = root / "sys/fs/cgroup"
     limit, used = group / "memory.max", group / "memory.current"
-    if limit.exists() and used.exists() and (most := limit.read_text(encoding="utf-8").strip()) != "max":
-        available = min(available, max(0, int(most) - int(used.read_text(encoding="utf-8"))))
+    if limit.exists() and used.exists() and (text := limit.read_text(encoding="utf-8").strip()) != "max":
+        available = min(available, max(0, int(text) - int(used.read_text(encoding="utf-8"))))
     return available
 
 
 def peak_memory() -> float:
-    """Return the peak resident memory of this process in MB, 0 where the system does not say (Windows)."""
+    """Return the peak resident memory of this process in MB, 0 if unknown (Windows)."""
     if sys.platform == "win32":
         return 0.0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

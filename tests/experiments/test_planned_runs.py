@@ -97,7 +97,7 @@ def test_a_run_that_patience_ended_lacks_nothing(file: Path, tmp_path: Path) -> 
         compare.read(str(file))[1], ["num-server-rounds=9", "patience=1"], [], ["A"], tmp_path
     )
     write_run(planned[0].directory, [entry(1, 0.5, 0.5), entry(2, 0.5, 0.5)], **planned[0].requested.values)
-    RunDirectory(planned[0].directory).mark_end(2)
+    RunDirectory(planned[0].directory).mark_early_stop(2)
     fine, rows, _ = shown(planned)
     assert fine
     assert rows[2][:-1] == ["A", "fedproto", "finished", "0", "2/2"]

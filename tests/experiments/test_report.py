@@ -155,7 +155,7 @@ def test_a_directory_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     for words, said in (
         ([mine / "table.md", mine / "table.md"], "no finished run to report; left out, not a run: "),
         (["runs"], "'runs' holds no run itself; allowed are: runs/mine"),
-        ([mine / "C-seed0", tmp_path / "nowhere"], "nowhere' is no run directory"),
+        ([mine / "C-seed0", tmp_path / "nowhere"], "nowhere' is not a run directory"),
     ):
         result = pbfl("report", *words)
         assert result.exit_code == 2

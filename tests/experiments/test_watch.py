@@ -151,7 +151,7 @@ def test_of_a_run_that_has_ended_nobody_looks_who_holds_its_locks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It takes a second look at each, and a list may have hundreds of runs."""
-    monkeypatch.setattr(holders, "SECOND_LOOK", 3600.0)
+    monkeypatch.setattr(holders, "RECHECK_SECONDS", 3600.0)
     for error, state in (("", "finished"), ("no more", "failed")):
         run = write_run(tmp_path / state, [entry(1, 0.5, 0.5)], **{"num-server-rounds": 2 if error else 1})
         (run / RUN_LOCK).touch()

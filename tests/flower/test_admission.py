@@ -163,7 +163,7 @@ def test_a_run_that_began_with_all_takes_nobody(tmp_path: Path) -> None:
     )
     (line,) = closed.strategy.history[2:]
     assert line["trained"] == [0, 1]
-    assert any(note.endswith("is none of this run") for note in line["notes"])
+    assert any(note.endswith("is not part of this run") for note in line["notes"])
 
 
 def test_who_does_not_fit_is_named_once_and_nobody_elses_round_is_lost(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_who_does_not_fit_is_named_once_and_nobody_elses_round_is_lost(tmp_path:
     nodes[2]["model"] = "cnn2"
     found = begun(tmp_path, nodes, {1: [0, 1], 2: [2]}, method="fedavg")
     assert [line["trained"] for line in found.strategy.history] == [[0, 1]] * 3
-    said = [note for line in found.strategy.history for note in line["notes"] if "not asked" in note]
+    said = [note for line in found.strategy.history for note in line["notes"] if "not used" in note]
     (note,) = said
     assert "client-id c on node" in note
     assert "cannot join it: method 'fedavg'" in note
@@ -195,7 +195,7 @@ def test_too_few_are_said_with_the_key(tmp_path: Path) -> None:
 
 def test_in_a_simulation_all_begin(tmp_path: Path) -> None:
     found = federation(tmp_path, min_clients=2, join_timeout=0.01)
-    with pytest.raises(PbflError, match=r"^min-clients = 2: allowed in a simulation is 0, since .* 3 came$"):
+    with pytest.raises(PbflError, match=r"^min-clients = 2: only 0 is allowed in a simulation, .* 3 did$"):
         coming(found, {1: [0, 1, 2]}).run()
     assert federation(tmp_path, min_clients=2).run().strategy.done == 2
 
@@ -350,12 +350,12 @@ def anything(roster: Roster) -> None:
 @pytest.mark.parametrize(
     ("taken", "client", "said", "reason"),
     [
-        ([0, 1, 2], "x", {}, "the run has all its num-clients = 3 clients already"),
-        ([0], 1, {"simulated": True}, "simulated clients are there when their run begins"),
+        ([0, 1, 2], "x", {}, "the run already has its num-clients = 3 clients"),
+        ([0], 1, {"simulated": True}, "simulated clients cannot join a running federation"),
         ([0], 3, {}, "allowed are client-ids 0 to 2, since num-clients = 3"),
         (["a"], 0, {}, r"number 0 \(of client-ids a and 0\) is used by two nodes"),
-        ([0], 1, {"feature-dim": 5}, "clients disagree in feature-dim d: client 0 has 4, 1 has 5"),
-        ([0], 1, {"labels": ["x", "y", "z"]}, "clients disagree in label names"),
+        ([0], 1, {"feature-dim": 5}, "clients disagree on feature-dim d: client 0 has 4, 1 has 5"),
+        ([0], 1, {"labels": ["x", "y", "z"]}, "clients disagree on label names"),
     ],
 )
 def test_who_cannot_join(
@@ -400,7 +400,7 @@ def test_a_silent_node_holds_a_round_for_a_minute_at_most_and_ever_more_seldom()
         assert availability.absent(Silent(), now) == {}
     # The pause grows to 32 rounds; a node that was away is greeted as soon as it is back.
     assert greeted == [(number, 60.0) for number in (1, 2, 4, 8, 16, 32, 64, 96, 102)]
-    assert availability.notes() == ["a new node is not asked: node 101: no answer within 60 s"]
+    assert availability.notes() == ["a new node is not used: node 101: no answer within 60 s"]
 
 
 @pytest.mark.parametrize(
@@ -421,5 +421,7 @@ def test_what_does_not_go_together(keys: dict[str, Scalar], reason: str) -> None
 
 
 def test_flowers_older_interface_has_none() -> None:
-    with pytest.raises(PbflError, match="min-clients = 2: the older interface has none; allowed is 0"):
+    with pytest.raises(
+        PbflError, match="min-clients = 2: not supported by the older interface; allowed is 0"
+    ):
         LegacyMethodStrategy(parse({"method": "fedproto", "min-clients": 2}, SECTIONS), TASK)

@@ -135,9 +135,7 @@ def test_a_round_that_only_liars_answer_has_no_accuracy(tmp_path: Path) -> None:
 
 
 def test_no_server_makes_a_device_lie(tmp_path: Path) -> None:
-    said = (
-        "attack = 'sign-flip=0.4': attacks are for simulations; no server's configuration makes a device lie"
-    )
+    said = "attack = 'sign-flip=0.4': attacks are allowed in simulations only; a device never falsifies its uploads"
     settings = parse({"num-clients": NUM_CLIENTS, **ATTACK}, SECTIONS)
     for node in ({"client-id": 0}, {"partition-id": 0, "num-partitions": 5}):
         with pytest.raises(PbflError, match=said):
@@ -161,5 +159,5 @@ def test_under_masks_a_lie_goes_into_the_sum(tmp_path: Path) -> None:
 
 def test_the_older_interface_refuses(tmp_path: Path) -> None:
     settings = parse({"num-clients": 4, "attack": "noise=0.5"}, SECTIONS)
-    with pytest.raises(PbflError, match="the older interface cannot tell who lies"):
+    with pytest.raises(PbflError, match="the older interface cannot identify malicious clients"):
         LegacyMethodStrategy(settings, Task(4, 512, (1, 16, 16)))

@@ -132,5 +132,5 @@ def test_a_run_that_goes_on_does_so_with_the_weights_that_it_began_with(
     federation(tmp_path, num_server_rounds=2, resume=True, **keys).run()
     other = build_model("resnet4", TASK, 78)
     weights_file("resnet4", "mine").write_bytes(as_file(body_of("resnet4", other.state_dict(), "the test's")))
-    with pytest.raises(RunRefused, match=r"client 0: a run that goes on keeps its clients, .* weights = "):
+    with pytest.raises(RunRefused, match=r"client 0: a resumed run keeps its clients, .* weights = "):
         federation(tmp_path, num_server_rounds=3, resume=True, **keys).run()

@@ -15,7 +15,7 @@ from flwr.cli.build import build_fab_from_disk
 
 import pbfl_flwr
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower.engines.bundle import PACKED, gathered, slim
+from pbfl_flwr.flower.engines.bundle import PACKED, copy_included, slim
 from tests.runs import pbfl
 
 PROJECT = """
@@ -64,7 +64,7 @@ def names(place: Path) -> set[str]:
 
 def test_the_bundle_is_the_same(tmp_path: Path) -> None:
     app = an_app(tmp_path, '"LICENSE", "app/**/*.py"')
-    found = gathered(app, tmp_path / "copy")
+    found = copy_included(app, tmp_path / "copy")
     assert found == tmp_path / "copy"
     assert {
         name for name in names(found) if name.startswith((".venv", "other")) or "pycache" in name
@@ -75,7 +75,7 @@ def test_the_bundle_is_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize("include", ["", '"LICENSE", "**/*.py"', '"*/main.py", "LICENSE"'])
 def test_an_app_that_names_no_directories_is_handed_over_whole(tmp_path: Path, include: str) -> None:
     app = an_app(tmp_path, include)
-    assert gathered(app, tmp_path / "copy") == app
+    assert copy_included(app, tmp_path / "copy") == app
     assert not (tmp_path / "copy").exists()
 
 
@@ -117,7 +117,7 @@ def test_an_installed_wheel_hands_over_what_a_checkout_does(tmp_path: Path) -> N
     for source, target in wheel["force-include"].items():
         shutil.copyfile(checkout / source, site / target)
     (site / "LICENSE").write_text("of somebody else's package")
-    assert build_fab_from_disk(gathered(site, tmp_path / "copy")) == build_fab_from_disk(checkout)
+    assert build_fab_from_disk(copy_included(site, tmp_path / "copy")) == build_fab_from_disk(checkout)
     with patch.object(pbfl_flwr, "__file__", str(site / "pbfl_flwr/__init__.py")):
         assert pbfl("app", tmp_path / "slim").exit_code == 0
     slim(checkout, tmp_path / "same")
@@ -138,7 +138,7 @@ def test_a_slim_app_has_the_keys_and_the_entry_points_and_no_package(tmp_path: P
         for where in (app, tmp_path / "slim")
     )
     assert found["config"] == whole["config"]
-    with pytest.raises(PbflError, match="is there already; choose another directory"):
+    with pytest.raises(PbflError, match="exists already; choose another directory"):
         slim(app, tmp_path / "slim")
 
 

@@ -149,7 +149,7 @@ def test_nobody_looks_at_counts_that_were_not_asked_for() -> None:
     assert "k" not in Report(4, 3, 1, {"head": 1}).to_record()
 
 
-LENGTH, COUNT, CONTRADICT = "lacks 'k' of length 12", "what is no count", "by class contradict"
+LENGTH, COUNT, CONTRADICT = "lacks 'k' of length 12", "values that are not counts", "by class contradict"
 
 
 @pytest.mark.parametrize(

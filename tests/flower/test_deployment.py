@@ -36,7 +36,7 @@ def test_a_node_configuration_is_read_as_flower_reads_it(text: str) -> None:
         ("client-id=0 and more", "at 'and more'"),
         ("batch-size=[1]", "one number"),
         ("data-path='/a b", "data-path='/a"),
-        ("model='cnn4' model='cnn2'", "model stands there already"),
+        ("model='cnn4' model='cnn2'", "model is given twice"),
     ],
 )
 def test_what_flower_would_pass_over_is_refused(text: str, said: str) -> None:
@@ -149,7 +149,7 @@ def test_command_lines(tmp_path: Path) -> None:
             "(_ssl.c:1006)",
             "a foreign CA",
         ),
-        ("Unable to parse the private key file.", "no private key"),
+        ("Unable to parse the private key file.", "not a private key"),
     ],
 )
 def test_a_refused_supernode_is_one_line(output: str, reason: str) -> None:

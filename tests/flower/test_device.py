@@ -163,7 +163,8 @@ def test_a_device_may_have_a_name(name: str) -> None:
 def test_a_name_has_one_architecture() -> None:
     node = {"client-id": "site-a", "data-path": "/d"}
     with pytest.raises(
-        PbflError, match=r"models = 'cnn4,resnet4' deals cnn4, resnet4 by number .* add model='cnn4'"
+        PbflError,
+        match=r"models = 'cnn4,resnet4' assigns cnn4, resnet4 by client number, .* add model='cnn4'",
     ):
         own_settings(RUN, node)
     assert own_settings(RUN, {**node, "model": "resnet4"}).models.models == "resnet4"

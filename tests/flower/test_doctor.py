@@ -27,7 +27,7 @@ from typer.testing import CliRunner
 from pbfl_flwr import security
 from pbfl_flwr.cli import app
 from pbfl_flwr.flower.diagnostics import connection, doctor, fleet
-from pbfl_flwr.flower.diagnostics.findings import Finding, Status, Wanted
+from pbfl_flwr.flower.diagnostics.findings import CheckTargets, Finding, Status
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +48,13 @@ def superlink(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamesp
     server.stop(None)
 
 
-def found(wanted: Wanted) -> dict[str, Finding]:
-    return {finding.what: finding for finding in connection.network(wanted)}
+def found(wanted: CheckTargets) -> dict[str, Finding]:
+    return {finding.what: finding for finding in connection.check_connection(wanted)}
 
 
 def test_all_is_well(superlink: SimpleNamespace) -> None:
     files = superlink.files
-    findings = found(Wanted(superlink.address, files / "ca.pem", files / "known"))
+    findings = found(CheckTargets(superlink.address, files / "ca.pem", files / "known"))
     assert {what: finding.status for what, finding in findings.items()} == dict.fromkeys(
         ("superlink", "tls", "key", "clock", "date"), Status.OK
     )
@@ -65,7 +65,9 @@ def test_all_is_well(superlink: SimpleNamespace) -> None:
 
 
 def test_an_unregistered_key_is_found_out(superlink: SimpleNamespace) -> None:
-    findings = found(Wanted(superlink.address, superlink.files / "ca.pem", superlink.files / "stranger"))
+    findings = found(
+        CheckTargets(superlink.address, superlink.files / "ca.pem", superlink.files / "stranger")
+    )
     assert findings["key"].status is Status.FAILED
     assert "not registered" in findings["key"].said
     assert "flwr supernode register" in findings["key"].advice
@@ -73,7 +75,7 @@ def test_an_unregistered_key_is_found_out(superlink: SimpleNamespace) -> None:
 
 @pytest.mark.parametrize(
     ("days", "ca_days", "said", "advice"),
-    [(5, 3650, "", "--renew on the server"), (365, 5, ", when the CA ends", "--force on the server")],
+    [(5, 3650, "", "--renew on the server"), (365, 5, ", when the CA expires", "--force on the server")],
 )
 def test_a_certificate_lasts_as_long_as_its_ca(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, days: int, ca_days: int, said: str, advice: str
@@ -81,7 +83,7 @@ def test_a_certificate_lasts_as_long_as_its_ca(
     security.make_certificates(tmp_path, ["127.0.0.1"], days, ca_days=ca_days)
     shown = security.Handshake(None, security.read_certificate(tmp_path / "server.pem"))
     monkeypatch.setattr(security, "shake_hands", lambda *_: shown)
-    usable, _, [finding] = connection.transport("127.0.0.1:1", tmp_path / "ca.pem", insecure=False)
+    usable, _, [finding] = connection.check_tls("127.0.0.1:1", tmp_path / "ca.pem", insecure=False)
     assert usable
     assert finding.status is Status.WARNING
     end = datetime.now(UTC) + timedelta(days=5)
@@ -91,7 +93,7 @@ def test_a_certificate_lasts_as_long_as_its_ca(
 
 def test_a_foreign_ca_is_found_out(superlink: SimpleNamespace, tmp_path: Path) -> None:
     security.make_certificates(tmp_path, ["127.0.0.1"], 60)
-    findings = found(Wanted(superlink.address, tmp_path / "ca.pem", superlink.files / "known"))
+    findings = found(CheckTargets(superlink.address, tmp_path / "ca.pem", superlink.files / "known"))
     assert findings["tls"].status is Status.FAILED
     assert findings["tls"].said.startswith("a foreign CA")
     assert "key" not in findings  # nothing is sent to a stranger
@@ -111,7 +113,7 @@ def test_a_wrong_clock_is_measured(
 
     monkeypatch.setattr(fleet, "datetime", Clock)
     asked = fleet.Fleet(superlink.address, superlink.files / "ca.pem", insecure=False, key=None)
-    finding = connection.about_clock(asked)
+    finding = connection.check_clock(asked)
     assert finding.status is status
     if status is Status.WARNING:
         said, _, side = finding.said.split()[:3]
@@ -135,12 +137,12 @@ def test_addresses_that_do_not_answer() -> None:
     taken = socket.create_server(("127.0.0.1", 0))
     port = taken.getsockname()[1]
     taken.close()
-    assert "refuses" in connection.reachable("superlink", f"127.0.0.1:{port}").said
-    assert "HOST:PORT" in connection.reachable("superlink", "127.0.0.1").said
-    assert "is not found" in connection.reachable("superlink", "nobody.invalid:1").said
+    assert "refuses" in connection.check_address("superlink", f"127.0.0.1:{port}").said
+    assert "HOST:PORT" in connection.check_address("superlink", "127.0.0.1").said
+    assert "is not found" in connection.check_address("superlink", "nobody.invalid:1").said
     for name in ("a..b", "x" * 64):
-        said = connection.reachable("superlink", f"{name}:9092").said
-        assert said == f"the name '{name}' is not found (no name can be like this)"
+        said = connection.check_address("superlink", f"{name}:9092").said
+        assert said == f"the name '{name}' is not found (not a valid host name)"
 
 
 def test_a_device_that_is_none() -> None:
@@ -155,16 +157,16 @@ def test_a_card_on_which_torch_computes(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H100")
     with monkeypatch.context() as here:
         here.setattr(torch, "ones", lambda n, device: torch.full((n,), 1.0))
-        assert doctor.accelerator("auto") == Finding("gpu", Status.OK, "H100, 70.0 of 80.0 GB free")
+        assert doctor.check_gpu("auto") == Finding("gpu", Status.OK, "H100, 70.0 of 80.0 GB free")
 
     def lacking(n: int, device: str) -> torch.Tensor:
         raise RuntimeError("CUDA error: no kernel image is available\nfor execution on the device")
 
     monkeypatch.setattr(torch, "ones", lacking)
-    finding = doctor.accelerator("auto")
+    finding = doctor.check_gpu("auto")
     assert finding.status is Status.FAILED
     assert "no kernel image is available for execution" in finding.said
-    assert "torch build for this card" in finding.advice
+    assert "torch build for this GPU" in finding.advice
 
 
 @pytest.mark.parametrize(("wanted", "status"), [("auto", Status.WARNING), ("cuda", Status.FAILED)])
@@ -175,13 +177,13 @@ def test_a_driver_that_is_too_old(wanted: str, status: Status, monkeypatch: pyte
 
     monkeypatch.setattr(torch.cuda, "is_available", unavailable)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    finding = doctor.accelerator(wanted)
+    finding = doctor.check_gpu(wanted)
     assert finding.status is status
-    assert "cannot use the 2 that are here: CUDA initialization: The NVIDIA driver" in finding.said
+    assert "cannot use the 2 in this machine: CUDA initialization: The NVIDIA driver" in finding.said
 
 
 def test_the_state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (finding,) = doctor.disk(tmp_path / "new" / "state")
+    (finding,) = doctor.check_state_dir(tmp_path / "new" / "state")
     assert "can be made" in finding.said
     assert not (tmp_path / "new").exists()
 
@@ -190,9 +192,9 @@ def test_the_state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     for free, status in ((5e9, Status.OK), (5e8, Status.WARNING), (5e6, Status.FAILED)):
         monkeypatch.setattr(shutil, "disk_usage", usage(free))
-        assert doctor.disk(tmp_path)[0].status is status
+        assert doctor.check_state_dir(tmp_path)[0].status is status
     (tmp_path / "file").touch()
-    (finding,) = doctor.disk(tmp_path / "file" / "state")
+    (finding,) = doctor.check_state_dir(tmp_path / "file" / "state")
     assert finding.status is Status.FAILED
 
 
@@ -201,11 +203,14 @@ def test_a_state_directory_is_looked_at_where_a_device_would_make_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "state").symlink_to(tmp_path / "usb" / "state")
-    (finding,) = doctor.disk(tmp_path / "state")
+    (finding,) = doctor.check_state_dir(tmp_path / "state")
     assert finding.status is Status.FAILED
     assert finding.advice == f"it is a link to {tmp_path / 'usb' / 'state'}: is the disk there mounted?"
     monkeypatch.setenv("HOME", str(tmp_path / "pi"))
-    assert f"{tmp_path / 'pi' / 'state'} can be made in {tmp_path}" in doctor.disk(Path("~/state"))[0].said
+    assert (
+        f"{tmp_path / 'pi' / 'state'} can be made in {tmp_path}"
+        in doctor.check_state_dir(Path("~/state"))[0].said
+    )
 
 
 def test_a_state_directory_of_somebody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,27 +229,27 @@ def test_a_state_directory_of_somebody_else(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(os, "stat", look)
     monkeypatch.setattr(os, "lstat", lambda path, **more: look(path, **more, follow_symlinks=False))
     monkeypatch.setattr(tempfile, "NamedTemporaryFile", write)
-    (finding,) = doctor.disk(tmp_path / "state")
+    (finding,) = doctor.check_state_dir(tmp_path / "state")
     assert finding.status is Status.FAILED
     assert finding.said == f"{tmp_path} cannot be written (Permission denied)"
 
 
 def test_a_device_needs_a_home_of_the_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PBFL_HOME", str(tmp_path / "home"))
-    assert doctor.kept() == Finding("home", Status.OK, f"{tmp_path / 'home'} can be made in {tmp_path}")
+    assert doctor.check_home() == Finding("home", Status.OK, f"{tmp_path / 'home'} can be made in {tmp_path}")
     (tmp_path / "file").touch()
     monkeypatch.setenv("PBFL_HOME", str(tmp_path / "file" / "home"))
-    finding = doctor.kept()
+    finding = doctor.check_home()
     assert finding.status is Status.FAILED
     assert finding.said == f"{tmp_path / 'file'} cannot be written (Not a directory)"
     assert finding.advice == "data cannot be decoded into it: set PBFL_HOME to another place"
     (tmp_path / "used" / "cache").mkdir(parents=True)
     monkeypatch.setenv("PBFL_HOME", str(tmp_path / "used"))
     monkeypatch.setattr(
-        doctor, "_refused", lambda place: f"{place} cannot be written (Read-only file system)"
+        doctor, "_write_error", lambda place: f"{place} cannot be written (Read-only file system)"
     )
-    assert doctor.kept().status is Status.WARNING  # what was decoded is still there
-    found = {finding.what for finding in doctor.examine(Wanted(state_dir=tmp_path))}
+    assert doctor.check_home().status is Status.WARNING  # what was decoded is still there
+    found = {finding.what for finding in doctor.examine(CheckTargets(state_dir=tmp_path))}
     assert {"state-dir", "home"} <= found
 
 
@@ -255,7 +260,7 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.delenv("PBFL_HOME", raising=False)
     monkeypatch.setattr(Path, "expanduser", nobody)
-    finding = doctor.kept()
+    finding = doctor.check_home()
     assert finding.status is Status.FAILED
     assert "set the environment variable PBFL_HOME" in finding.said
 
@@ -269,13 +274,13 @@ def test_a_date_before_the_certificate_is_wrong(
             return datetime(1970, 1, 2, tzinfo=UTC)
 
     certificate = security.read_certificate(superlink.files / "server.pem")
-    assert connection.clock_by_certificate(certificate).status is Status.OK
+    assert connection.check_date(certificate).status is Status.OK
     monkeypatch.setattr(connection, "datetime", Clock)
-    assert connection.clock_by_certificate(certificate).status is Status.FAILED
+    assert connection.check_date(certificate).status is Status.FAILED
 
 
 def test_what_is_installed_fits() -> None:
-    assert {finding.what: finding.status for finding in doctor.versions()} == dict.fromkeys(
+    assert {finding.what: finding.status for finding in doctor.check_versions()} == dict.fromkeys(
         ("python", "flwr", "torch", "pbfl-flwr"), Status.OK
     )
 

@@ -89,7 +89,7 @@ def test_a_run_ends_by_itself_and_is_finished(tmp_path: Path) -> None:
     run = ended(tmp_path)
     assert [entry["round"] for entry in run.strategy.history] == [1, 2, 3]
     said = [note for note in run.strategy.history[-1]["notes"] if "patience" in note]
-    assert said == ["no better score on test data for 2 rounds, since round 1: the run ends here (patience)"]
+    assert said == ["no better score on test data for 2 rounds, since round 1: the run ends early (patience)"]
     assert not any("patience" in note for entry in run.strategy.history[:2] for note in entry["notes"])
     there = run.directory
     about = there.read()
@@ -164,7 +164,7 @@ def test_one_that_was_killed_before_it_wrote_that_down_ends_there_too(tmp_path: 
     about = first.directory.read()
     del about[ENDED]
     (first.directory.path / "run.json").write_text(json.dumps(about))
-    first.directory.unseal()
+    first.directory.remove_result()
     assert watch.snapshot(first.directory.path, 0.0).state != "finished"
     again = ended(tmp_path, resume=True)
     assert len(again.strategy.history) == 3
@@ -196,8 +196,8 @@ def test_patience_needs_scores() -> None:
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"patience": 3}, "patience = 3: the older interface has none; allowed is 0"),
-        ({"keep-best": True}, "keep-best = true: the older interface scores nobody; allowed is false"),
+        ({"patience": 3}, "patience = 3: not supported by the older interface; allowed is 0"),
+        ({"keep-best": True}, "keep-best = true: not supported by the older interface; allowed is false"),
     ],
 )
 def test_flowers_older_interface_has_neither(keys: dict[str, Any], said: str) -> None:

@@ -24,8 +24,8 @@ from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import Report
 from pbfl_flwr.flower.server import rejoining as returning
 from pbfl_flwr.flower.server.hello import checked_roster
-from pbfl_flwr.flower.server.late_replies import PATIENCE, OverdueReplies, OverdueReply
-from pbfl_flwr.flower.server.rejoining import greet_new_nodes
+from pbfl_flwr.flower.server.late_replies import MAX_OVERDUE_ROUNDS, OverdueReplies, OverdueReply
+from pbfl_flwr.flower.server.rejoining import hello_to_new_nodes
 from pbfl_flwr.flower.server.roster import Member
 from pbfl_flwr.flower.server.round_records import updated_ages
 from pbfl_flwr.flower.server.stop_conditions import RunEnded
@@ -95,7 +95,7 @@ def test_what_is_no_fault_is_refused(text: str, said: str) -> None:
 
 def test_draws_depend_on_seed_client_and_round_and_not_on_each_other() -> None:
     def draw(text: str, client: int | str, server_round: int, seed: int = 0) -> faults.Fault:
-        return faults.drawn(parse({"faults": text, "seed": seed}), client, server_round)
+        return faults.draw(parse({"faults": text, "seed": seed}), client, server_round)
 
     assert draw("drop=0.5", 3, 7) == draw("drop=0.5", 3, 7)
     several = {draw("drop=0.5", c, r, s).drop for c in range(3) for r in range(5) for s in (0, 1)}
@@ -128,16 +128,16 @@ def only(word: str, hit: set[tuple[int, int]]) -> Any:
         value = {word: 1.5 if word == "seconds" else True} if (client, server_round) in hit else {}
         return faults.Fault(**{**none, **value}, places=(0.5, 0.9))
 
-    return patch.object(faults, "drawn", drawn)
+    return patch.object(faults, "draw", drawn)
 
 
 @pytest.mark.parametrize(
     ("word", "reason", "kept"),
     [
-        ("drop", "injected fault: its answer was dropped", (2, 2)),  # it trained, only its answer is lost
+        ("drop", "injected fault: its reply was dropped", (2, 2)),  # it trained, only its answer is lost
         ("crash", "injected fault: crash", (1, 1)),
-        ("corrupt", "upload rejected: its bytes do not fit their checksum", (2, 2)),
-        ("stale", "answered with its upload of round 1, asked for 2", (1, 1)),
+        ("corrupt", "upload rejected: its bytes do not match their checksum", (2, 2)),
+        ("stale", "sent its upload of round 1 instead of round 2", (1, 1)),
     ],
 )
 def test_a_fault_costs_its_own_client_only(
@@ -283,7 +283,7 @@ def test_a_late_answer_is_no_part_of_a_later_round(caplog: pytest.LogCaptureFixt
     first, second = strategy.history
     assert first["trained"] == [0, 1]
     assert first["failures"][0]["client"] == 2
-    assert second["late"] == [{"client": 2, "round": 1, "weight": 0.0, "reason": "a newer one came"}]
+    assert second["late"] == [{"client": 2, "round": 1, "weight": 0.0, "reason": "a newer one arrived"}]
     assert second["trained"] == [0, 1, 2]
     assert float(strategy.state.broadcast.values[0, 0]) == 20.0  # (10 + 20 + 30)/3
 
@@ -316,7 +316,7 @@ def test_a_late_answer_with_an_earlier_upload_is_as_old_as_that() -> None:
     """The answer to round 2 comes in round 3, with the upload of round 1, or with one of a round to come."""
     for claimed, weight, reason in (
         (1, 0.25, ""),
-        (3, 0.0, "answered with its upload of round 3, asked for 2"),
+        (3, 0.0, "sent its upload of round 3 instead of round 2"),
     ):
 
         def answer(client: int, server_round: int, claimed: int = claimed) -> RecordDict:
@@ -331,8 +331,8 @@ def test_a_late_answer_with_an_earlier_upload_is_as_old_as_that() -> None:
 
 
 def test_who_never_answers_is_asked_again_after_some_rounds() -> None:
-    strategy, grid = straggling({(2, 1): 99}, 2 + PATIENCE)
-    assert [2 in asked for asked in grid.asked] == [True] + [False] * (PATIENCE - 1) + [True] * 2
+    strategy, grid = straggling({(2, 1): 99}, 2 + MAX_OVERDUE_ROUNDS)
+    assert [2 in asked for asked in grid.asked] == [True] + [False] * (MAX_OVERDUE_ROUNDS - 1) + [True] * 2
     assert strategy.history[-1]["trained"] == [0, 1, 2]
 
 
@@ -347,7 +347,7 @@ def test_what_came_late_is_handed_over_newest_first_whenever_it_came() -> None:
         ]
     )
     debts = OverdueReplies()
-    debts.note(owed)
+    debts.add(owed)
     debts.collect(grid)
     assert [(overdue.round, overdue.client) for overdue, _ in debts.take()] == [(2, 1), (2, 2), (1, 0)]
     assert debts.take() == []
@@ -386,7 +386,7 @@ def test_a_late_answer_that_is_malformed_is_said_and_left_out() -> None:
     def answer(client: int, server_round: int) -> RecordDict:
         good = reply_of(prototypes({0: 1.0}))
         if client == 2 and server_round == 1:
-            good["p"] = wire.sealed(b"rubbish")
+            good["p"] = wire.with_checksum(b"rubbish")
         return good
 
     config = {"num-clients": 3, "num-server-rounds": 2, "feature-dim": 6, "stale-weight": 1.0}
@@ -492,7 +492,7 @@ def test_a_second_node_of_a_living_client_is_not_asked(
     with patch.object(MethodStrategy, "_finish_round", finished):
         found.run()
     first = found.grid.nodes[3]
-    assert f"a new node is not asked: client-id 3 is used by two nodes, {first} and 99" in caplog.text
+    assert f"a new node is not used: client-id 3 is used by two nodes, {first} and 99" in caplog.text
     assert found.strategy.history[2]["trained"] == [0, 1, 2, 3, 4]
     assert states(found)[3] == (3, 3)
 
@@ -529,7 +529,7 @@ def test_a_class_that_nobody_sends_for_ten_rounds_is_said_once() -> None:
     strategy = MethodStrategy(parse(config, SECTIONS))
     strategy.start(ScriptedGrid(TASK, answer, 1))
     said = [(line["round"], note) for line in strategy.history for note in line["notes"]]
-    assert said == [(11, "nobody sent these classes for 10 rounds or more: 2")]
+    assert said == [(11, "no client sent these classes for 10 rounds or more: 2")]
     assert strategy.history[-1]["ages"] == [0, -1, 12, -1]
 
 
@@ -537,14 +537,14 @@ def test_a_class_that_nobody_sends_for_ten_rounds_is_said_once() -> None:
 def test_the_best_state_is_the_one_that_was_scored(tmp_path: Path, moment: str) -> None:
     found = federation(tmp_path, on_disk=True, num_server_rounds=5, learning_rate=0.3, evaluate_moment=moment)
     sent: dict[int, Any] = {}
-    ask = MethodStrategy._ask
+    ask = MethodStrategy._messages
 
     def watching(self: MethodStrategy, kinds: Any, server_round: int, absent: Any) -> Any:
         last = set(kinds.values()) == {"evaluate"}
         sent[server_round + last] = self.state.to_tensors()
         return ask(self, kinds, server_round, absent)
 
-    with patch.object(MethodStrategy, "_ask", watching):
+    with patch.object(MethodStrategy, "_messages", watching):
         found.run()
     figures = {}
     for line in found.strategy.history:
@@ -592,7 +592,7 @@ def test_a_full_disk_is_one_clear_line_and_nothing_is_lost(tmp_path: Path) -> No
     (failure,) = found.strategy.history[1]["failures"]
     assert failure["client"] == 2
     assert failure["reason"].endswith(
-        "client-00002.safetensors cannot be written (No space left on device); what it held before is kept"
+        "client-00002.safetensors cannot be written (No space left on device); its previous content is kept"
     )
     assert "\n" not in failure["reason"]
     assert after == [(1, 1)]
@@ -711,7 +711,7 @@ def test_two_processes_of_one_client_take_turns(tmp_path: Path) -> None:
     """A SuperNode that still works for a run that was killed, and the one that resumes it: the file is held."""
     found = federation(tmp_path, num_server_rounds=1)
     held: list[bool] = []
-    trained = client_module._trained
+    trained = client_module._train_and_save
 
     def watching(opened: Any, message: Message) -> Message:
         lock = opened.store.locked()
@@ -720,7 +720,7 @@ def test_two_processes_of_one_client_take_turns(tmp_path: Path) -> None:
         held.append(True)
         return trained(opened, message)
 
-    with patch.object(client_module, "_trained", watching):
+    with patch.object(client_module, "_train_and_save", watching):
         found.run()
     assert held == [True] * NUM_CLIENTS
 
@@ -731,13 +731,13 @@ def test_a_client_that_comes_back_as_another_is_not_asked(monkeypatch: pytest.Mo
 
     before = checked_roster([member(0, 11), member(1, 12)])
     came = [member(1, 22, architecture="resnet4"), member(5, 23)]
-    monkeypatch.setattr(returning, "greet", lambda *arguments: (came, {}))
+    monkeypatch.setattr(returning, "send_hello", lambda *arguments: (came, {}))
     nobody: Any = None  # the greeting is replaced: no grid is asked
-    after, refused = greet_new_nodes(nobody, before, {11, 22, 23}, {1}, "e", 1.0)
+    after, refused = hello_to_new_nodes(nobody, before, {11, 22, 23}, {1}, "e", 1.0)
     assert after == before
     assert refused == {
-        22: "client 1 came back with another architecture: resnet4, it had cnn4",
-        23: "client-id 5 on node 23 is none of this run",
+        22: "client 1 reconnected with another architecture: resnet4, it had cnn4",
+        23: "client-id 5 on node 23 is not part of this run",
     }
 
 
@@ -745,9 +745,9 @@ def test_of_two_new_nodes_of_a_client_that_failed_one_is_asked(monkeypatch: pyte
     def member(node: int) -> Member:
         return Member.from_reply(node, ConfigRecord(hello(1, TASK)))
 
-    monkeypatch.setattr(returning, "greet", lambda *arguments: ([member(23), member(22)], {}))
+    monkeypatch.setattr(returning, "send_hello", lambda *arguments: ([member(23), member(22)], {}))
     nobody: Any = None  # the greeting is replaced: no grid is asked
-    after, refused = greet_new_nodes(nobody, checked_roster([member(12)]), {12, 22, 23}, {1}, "e", 1.0)
+    after, refused = hello_to_new_nodes(nobody, checked_roster([member(12)]), {12, 22, 23}, {1}, "e", 1.0)
     assert after.members[1].node == 22
     assert refused == {23: "client-id 1 is used by two nodes, 22 and 23"}
 
@@ -761,7 +761,7 @@ def test_a_device_that_starts_again_while_a_resumed_run_waits_for_others_is_one_
     runs_on = {11: 0, 21: 0, 22: 1}  # node -> client
     online = iter([[11], [21], [21, 22]])
     monkeypatch.setattr(
-        returning, "greet", lambda _, nodes, *__: ([member(runs_on[node], node) for node in nodes], {})
+        returning, "send_hello", lambda _, nodes, *__: ([member(runs_on[node], node) for node in nodes], {})
     )
     monkeypatch.setattr(returning, "wait_for_nodes", lambda *_, **__: next(online))
     nobody: Any = None  # greeting and waiting are replaced: no grid is asked

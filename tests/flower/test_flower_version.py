@@ -53,7 +53,7 @@ def test_a_flower_without_what_is_needed_is_a_line(other: Path) -> None:
     )
     lines = done.stderr.splitlines()
     assert (done.returncode, done.stdout, len(lines)) == (1, "", 1), done.stderr
-    assert lines[0].startswith("error: flwr 1.30.0 does not fit: No module named 'flwr.")
+    assert lines[0].startswith("error: flwr 1.30.0 is not supported: No module named 'flwr.")
     assert lines[0].endswith(f"; {ALLOWED}")
 
 

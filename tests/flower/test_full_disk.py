@@ -83,7 +83,7 @@ def test_a_device_without_room_says_so_and_goes_on_when_there_is_some(tmp_path: 
         assert line["failures"] == [
             {
                 "client": 2,
-                "reason": f"{path} cannot be written (No space left on device); what it held before is kept",
+                "reason": f"{path} cannot be written (No space left on device); its previous content is kept",
             }
         ]
     assert found.strategy.history[3]["failures"] == []

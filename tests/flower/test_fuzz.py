@@ -79,7 +79,7 @@ def report() -> MetricRecord:
 
 
 def of(data: bytes) -> RecordDict:
-    return wire.content(wire.sealed(data), report())
+    return wire.content(wire.with_checksum(data), report())
 
 
 def of_tensors(tensors: dict[str, Tensor]) -> RecordDict:
@@ -93,7 +93,7 @@ def pick(tensors: dict[str, Tensor], rng: random.Random, floating: bool | None =
 
 def flipped(tensors: dict[str, Tensor], rng: random.Random) -> RecordDict:
     """Bytes change on the way, after the checksum was taken."""
-    record = wire.sealed(save(tensors))
+    record = wire.with_checksum(save(tensors))
     array = record["s"]
     data = bytearray(array.data)
     for _ in range(rng.randrange(1, 6)):
@@ -202,7 +202,7 @@ def wrong_array(tensors: dict[str, Tensor], rng: random.Random) -> RecordDict:
     ]
     record = ArrayRecord({"s": rng.choice(arrays)})
     if rng.random() < 0.2:
-        record = ArrayRecord({"s": wire.sealed(data)["s"], "t": wire.sealed(data)["s"]})
+        record = ArrayRecord({"s": wire.with_checksum(data)["s"], "t": wire.with_checksum(data)["s"]})
     return wire.content(record, report())
 
 
@@ -212,7 +212,7 @@ def wrong_records(tensors: dict[str, Tensor], rng: random.Random) -> RecordDict:
     values: list[str | int | bytes] = ["y", 1, b"z", ""]
     records: list[ConfigRecord | ArrayRecord] = [
         ConfigRecord({"x": b"y" * 10**6}),
-        wire.sealed(save(tensors)),
+        wire.with_checksum(save(tensors)),
     ]
     if kind == 0:
         del good[rng.choice(["p", "m"])]

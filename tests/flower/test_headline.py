@@ -25,4 +25,7 @@ def test_a_predictor_that_nobody_could_be_asked_for_is_named(
     notes = [note for line in found.strategy.history for note in line["notes"]]
     told = [note for note in notes if note.startswith("predictor = ")]
     assert len(told) == said
-    assert all("method 'fedproto' was not scored so" in note and "there are head" in note for note in told)
+    assert all(
+        "method 'fedproto' has no scores of it" in note and "there are scores of head" in note
+        for note in told
+    )

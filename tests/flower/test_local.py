@@ -91,7 +91,7 @@ def test_who_has_not_begun_at_the_deadline_is_not_asked() -> None:
     grid = LocalGrid(echo, run_immediately, {}, 3)
     assert said(grid.send_and_receive(ask(grid, [2, 0]))) == [2, 0]
     (reply,) = grid.send_and_receive(ask(grid, [1]), timeout=0)
-    assert reply.error.reason == "its turn came after the deadline"
+    assert reply.error.reason == "not started before the deadline"
 
 
 def test_who_took_longest_the_last_time_begins_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,8 +136,8 @@ def test_who_is_late_is_fetched_later_and_once() -> None:
 
 
 def test_whom_a_round_waits_for_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "FIRST_WORD", 0.05)
-    monkeypatch.setattr(local, "LONGEST", 0.01)
+    monkeypatch.setattr(waiting, "FIRST_LOG", 0.05)
+    monkeypatch.setattr(local, "MAX_INTERVAL", 0.01)
     released, heard = threading.Event(), list[str]()
 
     def slow(message: Message, context: Context) -> Message:
@@ -184,7 +184,7 @@ def test_what_a_client_is_still_busy_with_is_given_up_when_it_is_asked_again() -
 def test_a_worker_that_hangs_is_ended_when_its_client_is_asked_again(tmp_path: Path) -> None:
     config: dict[str, Scalar] = {**KEYS, "run-dir": str(tmp_path / "run")}
     with ThreadPoolExecutor(2) as threads, WorkerPool([WorkerSpec(1, "", tmp_path / "log")] * 2) as pool:
-        grid = LocalGrid(pool.answer, threads.submit, config, 3, pool.give_up)
+        grid = LocalGrid(pool.handle, threads.submit, config, 3, pool.give_up)
         assert said(grid.send_and_receive(ask(grid, [0, 1]))) == [0, 1]
         stopped = pool._free.get()
         os.kill(stopped._process.pid or 0, signal.SIGSTOP)
@@ -195,7 +195,7 @@ def test_a_worker_that_hangs_is_ended_when_its_client_is_asked_again(tmp_path: P
         pool._free.put(others.get())
         assert said(grid.send_and_receive(ask(grid, [0]))) == [0], "the others go on"
         assert said(grid.send_and_receive(ask(grid, [2, 1]))) == [2, 1]
-        wait([grid._asked[asked[0].metadata.message_id]], 60)
+        wait([grid._replies[asked[0].metadata.message_id]], 60)
         (given_up,) = grid.pull_messages([asked[0].metadata.message_id])
         assert given_up.error.reason == DIED
         assert said(grid.send_and_receive(ask(grid, [0, 1, 2]))) == [0, 1, 2]
@@ -215,7 +215,7 @@ def test_secure_aggregation_goes_through_its_stages(workers: int, tmp_path: Path
 def test_a_worker_that_dies_costs_its_own_answer_alone(tmp_path: Path) -> None:
     config: dict[str, Scalar] = {**KEYS, "run-dir": str(tmp_path / "run")}
     with WorkerPool([WorkerSpec(1, "", tmp_path / "log")] * 2) as pool:
-        grid = LocalGrid(pool.answer, run_immediately, config, 3)
+        grid = LocalGrid(pool.handle, run_immediately, config, 3)
         os.kill(pool._workers[0]._process.pid or 0, signal.SIGKILL)
         replies = grid.send_and_receive(ask(grid, [0, 1, 2]))
         processes = [worker._process for worker in pool._workers]
@@ -230,7 +230,7 @@ def test_workers_leave_sigterm_to_the_command(tmp_path: Path) -> None:
     """A cluster sends it to every process of a job at the end of its time; that is no client's failure."""
     config: dict[str, Scalar] = {**KEYS, "run-dir": str(tmp_path / "run")}
     with WorkerPool([WorkerSpec(1, "", tmp_path / "log")] * 2) as pool:
-        grid = LocalGrid(pool.answer, run_immediately, config, 3)
+        grid = LocalGrid(pool.handle, run_immediately, config, 3)
         for worker in pool._workers:
             worker._process.terminate()
         assert said(grid.send_and_receive(ask(grid, [0, 1, 2]))) == [0, 1, 2]
@@ -308,14 +308,14 @@ def test_a_worker_whose_card_answers_nothing_more_is_replaced(
     def start(worker: worker_pool._Worker) -> None:
         started.append(worker)
         worker.spent = False
-        worker._ours, theirs = Pipe()
-        threading.Thread(target=worker_pool._answer_all, args=(theirs, answer), daemon=True).start()
+        worker._pipe, theirs = Pipe()
+        threading.Thread(target=worker_pool._handle_all, args=(theirs, answer), daemon=True).start()
 
     monkeypatch.setattr(worker_pool._Worker, "start", start)
     monkeypatch.setattr(worker_pool._Worker, "alive", True)
     monkeypatch.setattr(worker_pool._Worker, "kill", lambda worker: None)
     with WorkerPool([WorkerSpec(1, "0", Path("log"))]) as workers:
-        grid = LocalGrid(workers.answer, run_immediately, {}, 1)
+        grid = LocalGrid(workers.handle, run_immediately, {}, 1)
         replies = grid.send_and_receive(ask(grid, [0]))
         replaced = len(started) - 1
     assert [reply.has_error() for reply in replies] == [fails]

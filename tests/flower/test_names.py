@@ -52,7 +52,8 @@ def test_who_gets_which_number(came: list[str | int], numbers: dict[str, int]) -
 def test_more_names_than_numbers() -> None:
     four = [member(name) for name in "abcd"]
     with pytest.raises(
-        PbflError, match=r"client-id 'd' has no place among num-clients = 3; 4 clients came: a, b, c, d"
+        PbflError,
+        match=r"client-id 'd': num-clients = 3 leaves no number for it; 4 clients connected: a, b, c, d",
     ):
         with_numbers(four, 3)
 
@@ -187,7 +188,7 @@ def test_a_resumed_run_goes_on_without_who_is_missing_and_asks_nobody_else(tmp_p
     line = fed.run().strategy.history[1]
     assert line["trained"] == [0, 2]
     assert line["failures"] == [{"client": 1, "name": "c", "reason": "its node is not connected"}]
-    assert f"a new node is not asked: client-id b on node {stranger} is none of this run" in line["notes"]
+    assert f"a new node is not used: client-id b on node {stranger} is not part of this run" in line["notes"]
     back = run(tmp_path, nodes, num_server_rounds=3, resume=True).run().strategy.history
     assert back[2]["trained"] == [0, 1, 2]
 
@@ -203,7 +204,7 @@ def test_a_stranger_does_not_shorten_the_waiting_for_who_is_missing(
     monkeypatch.setattr(fed.grid, "get_node_ids", lambda: online if next(poll) > 1 else online[:3])
     line = fed.run().strategy.history[1]
     assert (line["trained"], line["failures"]) == ([0, 1, 2], [])
-    assert f"a new node is not asked: client-id b on node {online[1]} is none of this run" in line["notes"]
+    assert f"a new node is not used: client-id b on node {online[1]} is not part of this run" in line["notes"]
 
 
 @pytest.mark.parametrize("keys", [{"min_replies": 3}, {"failure_policy": "stop"}])
@@ -213,7 +214,9 @@ def test_a_run_that_needs_all_its_clients_does_not_go_on_without_one(
     nodes = sites(tmp_path, "a", "c", "d")
     run(tmp_path, nodes, num_server_rounds=1, **keys).run()
     came = [nodes[0], *sites(tmp_path, "b"), nodes[2]]
-    with pytest.raises(PbflError, match=r"at least 3 of its 3 clients; missing: c; others came: b$"):
+    with pytest.raises(
+        PbflError, match=r"at least 3 of its 3 clients; missing: c; other clients connected: b$"
+    ):
         run(tmp_path, came, num_server_rounds=2, num_clients=3, resume=True, join_timeout=1.0, **keys).run()
 
 
@@ -222,7 +225,7 @@ def test_with_too_few_nodes_a_resumed_run_names_who_is_missing(tmp_path: Path) -
     keys: dict[str, Any] = {"min_replies": 2, "join_timeout": 0.01}
     run(tmp_path, nodes, num_server_rounds=1, **keys).run()
     with pytest.raises(
-        PbflError, match=r"^this run goes on with at least 2 of its 3 clients; missing: a, d$"
+        PbflError, match=r"^resuming this run needs at least 2 of its 3 clients; missing: a, d$"
     ):
         run(tmp_path, nodes[1:2], num_server_rounds=2, num_clients=3, resume=True, **keys).run()
 
@@ -244,7 +247,7 @@ def test_clients_of_another_version_are_one_line(tmp_path: Path) -> None:
     about = tmp_path / "run" / "run.json"
     about.write_text(about.read_text().replace('"num_test"', '"num_tests"'))
     with pytest.raises(
-        PbflError, match=r"^run\.json does not say who took part as this version has it: [^\n]*num_test"
+        PbflError, match=r"^run\.json does not list the clients in the form of this version: [^\n]*num_test"
     ):
         run(tmp_path, nodes, num_server_rounds=2, resume=True).run()
 
@@ -260,9 +263,11 @@ def test_a_run_of_devices_goes_on_with_them_alone(tmp_path: Path) -> None:
         "join_timeout": 1.0,
     }
     virtual = federation(tmp_path, data=None, on_disk=True, **again)
-    with pytest.raises(PbflError, match=r"at least 1 of its 2 clients; missing: a, c; others came: 0, 1$"):
+    with pytest.raises(
+        PbflError, match=r"at least 1 of its 2 clients; missing: a, c; other clients connected: 0, 1$"
+    ):
         virtual.run()
-    with pytest.raises(PbflError, match=r"missing: a, c; others came: 0, 1$"):
+    with pytest.raises(PbflError, match=r"missing: a, c; other clients connected: 0, 1$"):
         run(tmp_path, sites(tmp_path, 0, 1), **again).run()
     other = [nodes[0], {**nodes[1], "model": "cnn2"}]
     with pytest.raises(PbflError, match=r"client c: .* has architecture = cnn2, it had cnn4"):
@@ -295,5 +300,5 @@ def test_flowers_older_interface_gives_no_numbers(tmp_path: Path) -> None:
     (reply,) = found.grid.send_and_receive([question])
     assert reply.error.reason is not None
     assert reply.error.reason.startswith(
-        "client-id = 'south': Flower's older strategy interface numbers no names"
+        "client-id = 'south': Flower's older strategy interface does not support names"
     )

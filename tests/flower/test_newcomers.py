@@ -211,7 +211,9 @@ def test_what_cannot_be_is_said_beforehand(keys: dict[str, Scalar], said: str) -
 
 def test_the_older_interface_has_none() -> None:
     settings = parse({"num-clients": 4, "new-clients": 1}, SECTIONS)
-    with pytest.raises(PbflError, match="new-clients = 1: the older interface has none; allowed is 0"):
+    with pytest.raises(
+        PbflError, match="new-clients = 1: not supported by the older interface; allowed is 0"
+    ):
         LegacyMethodStrategy(settings, Task(10, 64, (1, 16, 16)))
 
 

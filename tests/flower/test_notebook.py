@@ -187,7 +187,7 @@ def test_what_is_wrong_with_data_of_ones_own_is_said_before_anything_starts(
         return ClientData(train, good, 2, names, torch.ones(1), torch.zeros(1), vocabulary=words)
 
     strategy = FedProto(num_clients=1, models="mlp5", feature_dim=8, state_dir=str(tmp_path))
-    with pytest.raises(PbflError, match=f"1 of 1 clients: the data that the app brings: .*{says}"):
+    with pytest.raises(PbflError, match=f"1 of 1 clients: the data from the app's data function: .*{says}"):
         federate_app(strategy, make_client_app(my_data, strategy.settings))
 
 
@@ -195,7 +195,7 @@ def test_data_that_are_none_are_refused(tmp_path: Path) -> None:
     strategy = FedProto(num_clients=1, models="mlp5", feature_dim=8, state_dir=str(tmp_path))
     app = make_client_app(lambda settings, client: None, strategy.settings)  # type: ignore[arg-type, return-value]
     with pytest.raises(
-        PbflError, match="the data that the app brings are of type NoneType: allowed is a ClientData"
+        PbflError, match="the app's data function returned a NoneType: allowed is a ClientData"
     ):
         federate_app(strategy, app)
 
@@ -209,7 +209,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
 
 def test_the_number_of_clients_is_said_once_or_twice_alike(tmp_path: Path) -> None:
     with pytest.raises(
-        PbflError, match="num-clients = 3, but the federation is of 4: allowed is the same number"
+        PbflError, match="num-clients = 3, but the federation has 4 clients: allowed is the same number"
     ):
         federate(tmp_path / "other", KEYS, 4, Resources(workers=1))
     assert not (tmp_path / "other").exists()

@@ -12,7 +12,7 @@ from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.server import strategy as strategies
 from pbfl_flwr.flower.server.availability import NOT_CONNECTED
 from pbfl_flwr.flower.server.stop_conditions import RunEnded
-from pbfl_flwr.flower.server.strategy import TRIES
+from pbfl_flwr.flower.server.strategy import MAX_REPEATS
 from tests.flower.inprocess import NUM_CLIENTS, Answer, Fault, federation, flower_error, raises, silent
 
 CODES = [
@@ -45,7 +45,7 @@ def outage(times: int, code: int = CODES[0], number: int = 2) -> dict[tuple[int,
     }
 
 
-@pytest.mark.parametrize(("times", "code"), [(TRIES, CODES[0]), *((1, code) for code in CODES)])
+@pytest.mark.parametrize(("times", "code"), [(MAX_REPEATS, CODES[0]), *((1, code) for code in CODES)])
 def test_a_round_in_which_all_nodes_were_lost_is_asked_again_and_trained_once(
     times: int, code: int, tmp_path: Path
 ) -> None:
@@ -54,7 +54,7 @@ def test_a_round_in_which_all_nodes_were_lost_is_asked_again_and_trained_once(
     found = federation(tmp_path / "lost", on_disk=True, faults=faults).run()
     assert found.fingerprint == whole.fingerprint
     assert [line["round"] for line in found.directory.rounds()] == [1, 2]
-    said = "asked again, since too many nodes were out of reach"
+    said = "round repeated because too many nodes were unreachable"
     assert [line["notes"].count(said) for line in found.strategy.history] == [1, 1]
     assert [line["failures"] for line in found.strategy.history] == [[], []]
 
@@ -73,14 +73,14 @@ def test_who_has_joined_in_a_round_that_is_asked_again_is_written_down(tmp_path:
 
 
 def test_nodes_that_are_lost_again_and_again_end_the_run(tmp_path: Path) -> None:
-    found = federation(tmp_path, on_disk=True, faults=outage(TRIES + 1))
+    found = federation(tmp_path, on_disk=True, faults=outage(MAX_REPEATS + 1))
     with pytest.raises(
         RunEnded, match="round 2: 0 valid replies, min-replies is 1: client 0: Error: Node Unavailable"
     ):
         found.run()
     assert [line["round"] for line in found.directory.rounds()] == [1]
     asked = [client for client, number, kind in found.grid.asked if number == 2 and kind == "train"]
-    assert len(asked) == NUM_CLIENTS * (TRIES + 1)
+    assert len(asked) == NUM_CLIENTS * (MAX_REPEATS + 1)
     resumed = federation(tmp_path, on_disk=True, resume=True).run()
     assert resumed.fingerprint == federation(tmp_path / "whole").run().fingerprint
 
@@ -93,7 +93,7 @@ def test_the_run_ends_where_nodes_do_not_come_back_in_time(
     grid.watchers.append(lambda asked, answers: setattr(grid, "nodes", nodes if len(grid.sent) < 15 else []))
     with pytest.raises(RunEnded, match="round 2: 0 valid replies"):
         found.run()
-    assert "Waiting for nodes, 0 s at the longest" in caplog.text  # join-timeout is half a second here
+    assert "Waiting up to 0 s for nodes" in caplog.text  # join-timeout is half a second here
 
 
 def test_too_few_is_waited_for_enough_is_not(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_places(cpus: int, cards: tuple[str, ...], wishes: Resources, expected: 
             (
                 TWO,
                 Resources(1, share),
-                f"--gpus-per-client {share:g}: allowed are 0, a share of one card from",
+                f"--gpus-per-client {share:g}: allowed are 0, a share of one GPU from",
             )
             for share in (1.5, 1e-5, -1.0, float("nan"), float("inf"))
         ),

@@ -55,10 +55,10 @@ def test_what_was_written_is_read(pair: tuple[dict[str, Tensor], dict[str, Tenso
         assert same(load(save(tensors)), tensors)
 
 
-@pytest.mark.parametrize("longest", [headers.LONGEST, 0])
+@pytest.mark.parametrize("longest", [headers.MAX_CACHED_BYTES, 0])
 def test_every_tensor_begins_where_torch_would_put_it(longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first of a header, later ones, and those whose header is not remembered."""
-    monkeypatch.setattr(headers, "LONGEST", longest)
+    monkeypatch.setattr(headers, "MAX_CACHED_BYTES", longest)
     for seed in range(20):
         for tensor in load(save(table(seed))).values():
             assert tensor.data_ptr() % 64 == 0
@@ -72,7 +72,7 @@ def test_the_library_parses_a_header_once(monkeypatch: pytest.MonkeyPatch) -> No
         seen.append(len(data))
         return parsed(data)
 
-    monkeypatch.setattr(headers, "parsed", parsing)
+    monkeypatch.setattr(headers, "load_uncached", parsing)
     assert all(same(load(save(table(seed))), table(seed)) for seed in range(5))
     assert len(seen) == 1
     assert same(load(save(table(0, classes=4))), table(0, classes=4))
@@ -112,9 +112,9 @@ def test_numbers_off_their_boundaries_are_the_librarys() -> None:
 
 def test_few_and_short_headers_are_remembered() -> None:
     headers._layouts.clear()
-    for number in range(headers.MOST + 20):
+    for number in range(headers.MAX_CACHED + 20):
         load(save({f"w.{number}": torch.ones(2)}))
-    assert len(headers._layouts) == headers.MOST
+    assert len(headers._layouts) == headers.MAX_CACHED
     headers._layouts.clear()
     many = {f"w.{number}": torch.ones(2) for number in range(200)}
     assert same(load(save(many)), many)

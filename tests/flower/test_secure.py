@@ -126,7 +126,7 @@ def test_reports_and_bytes_are_kept(tmp_path: Path) -> None:
     assert len(line["trained"]) == 4
     assert line["accuracy"]["head"]["clients"] == NUM_CLIENTS  # one of them only scored
     assert any("held back" in note for note in line["notes"])
-    columns = found.strategy._clients
+    columns = found.strategy._client_columns
     up = [entry["payload"] for entry in columns["bytes_up"]]
     assert sorted(up)[0] == 0
     assert sorted(up)[1] >= 8 * (10 * 64 + 10 + 1)
@@ -208,7 +208,7 @@ def test_an_answer_that_breaks_the_protocol_ends_the_run_in_a_line(
 ) -> None:
     faults = {(2, 2): answering(lambda content: change(content.config_records[RECORD_KEY_CONFIGS]))}
     found = federation(tmp_path, secure_aggregation=True, faults=faults)
-    with pytest.raises(PbflError, match=f"^round 2: secure aggregation broke: {said}") as caught:
+    with pytest.raises(PbflError, match=f"^round 2: secure aggregation failed: {said}") as caught:
         found.run()
     assert "\n" not in str(caught.value)
     assert "Rounds up to 1 are kept" in str(caught.value)
@@ -222,7 +222,7 @@ def test_too_few_end_the_run_and_nothing_is_revealed(tmp_path: Path) -> None:
 
 
 def test_an_injected_fault_is_named_as_without_the_protocol(tmp_path: Path) -> None:
-    with pytest.raises(RunEnded, match="client 4: injected fault: its answer was dropped"):
+    with pytest.raises(RunEnded, match="client 4: injected fault: its reply was dropped"):
         federation(tmp_path, secure_aggregation=True, injected="drop=1").run()
 
 
@@ -231,7 +231,7 @@ def test_an_earlier_upload_is_not_summed_again(tmp_path: Path) -> None:
         stale = federation(tmp_path / "a", secure_aggregation=True).run()
     second = stale.strategy.history[1]
     assert second["trained"] == [0, 1, 3, 4]
-    assert second["failures"] == [{"client": 2, "reason": "answered with its upload of round 1, asked for 2"}]
+    assert second["failures"] == [{"client": 2, "reason": "sent its upload of round 1 instead of round 2"}]
     assert not any("lost its state" in note for note in second["notes"])
 
 
@@ -249,7 +249,7 @@ def test_a_client_refuses_to_answer_in_clear(tmp_path: Path) -> None:
     """The server forgets the protocol: no client sends what it would have masked."""
     found = federation(tmp_path, num_server_rounds=1)
     found.grid.config["secure-aggregation"] = True
-    with pytest.raises(RunEnded, match="the server asked for an upload in clear"):
+    with pytest.raises(RunEnded, match="the server requested an unmasked upload"):
         found.run()
 
 

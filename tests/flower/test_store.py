@@ -203,7 +203,7 @@ def test_a_directory_that_is_not_flushed(
         flushed(handle)
 
     monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(UnsavedState, match="may not outlast a power cut") if refused else nullcontext():
+    with pytest.raises(UnsavedState, match="may be lost at a power failure") if refused else nullcontext():
         write_atomically(tmp_path / "file", b"content")
     assert (tmp_path / "file").read_bytes() == b"content"
 
@@ -289,7 +289,7 @@ def test_a_file_that_lacks_what_a_client_keeps(client: ClientStore, change: dict
     tensors, metadata = load_tensors(client.path)
     kept = {key: value for key, value in {**metadata, **change}.items() if value is not None}
     save_tensors(client.path, tensors, kept)  # whose checksum fits
-    with pytest.raises(DamagedState, match="lacks what a client keeps"):
+    with pytest.raises(DamagedState, match="lacks parts of a client's state"):
         client.load()
 
 
@@ -320,7 +320,7 @@ def test_names_that_cannot_be_flushed_end_the_run(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(recorder, "flush_directory", fails)
     run = federation(tmp_path, on_disk=True, num_server_rounds=1)
-    with pytest.raises(UnsavedState, match=r"may not outlast a power cut \(Input/output error\)$"):
+    with pytest.raises(UnsavedState, match=r"may be lost at a power failure \(Input/output error\)$"):
         run.run()
     assert not run.directory.rounds()
 
@@ -367,5 +367,5 @@ def test_a_reply_that_is_said_to_be_where_it_is_not(client: ClientStore, same: s
     tensors, metadata = load_tensors(client.path)
     del metadata["schema"]
     save_tensors(client.path, tensors, {**metadata, store.SAME: same})
-    with pytest.raises(DamagedState, match="lacks what a client keeps"):
+    with pytest.raises(DamagedState, match="lacks parts of a client's state"):
         client.load()

@@ -238,7 +238,7 @@ def scripted(rule: str, poison: RecordDict | Message | None) -> MethodStrategy:
 def test_poison_is_rejected_and_named_and_the_aggregate_unharmed(name: str) -> None:
     rule, tensors, reason = POISON[name]
     report = Report(10, 4, 1, {"head": 2}, 0.5).to_record()
-    record = wire.sealed(_saved(tensors))  # float8 and complex cannot be encoded by our side
+    record = wire.with_checksum(_saved(tensors))  # float8 and complex cannot be encoded by our side
 
     poisoned, without = scripted(rule, wire.content(record, report)), scripted(rule, None)
 
@@ -373,7 +373,7 @@ def _mangled(good: RecordDict, rng: random.Random) -> RecordDict:
             rng.choice(["uint8", "", "O"]), (1,), rng.choice(["numpy.ndarray", "", "x"]), b"\x80"
         )
         return content
-    content["p"] = wire.sealed(bytes(data))
+    content["p"] = wire.with_checksum(bytes(data))
     return content
 
 
@@ -522,7 +522,7 @@ def test_a_disagreement_names_both_sides(change: dict[str, Any], text: str) -> N
     said = [{**hello(client, TASK), **(change if client == 2 else {})} for client in range(3)]
     with pytest.raises(PbflError) as error:
         checked_roster(Member.from_reply(node, ConfigRecord(record)) for node, record in enumerate(said))
-    assert f"clients disagree in {text}" in str(error.value)
+    assert f"clients disagree on {text}" in str(error.value)
 
 
 def test_clients_that_cannot_start_are_counted_by_reason_before_training(tmp_path: Path) -> None:
@@ -553,12 +553,12 @@ def with_formula(content: RecordDict) -> None:
     ("fault", "text"),
     [
         (silent, "1 of 5 clients: no answer within 1 s (on node "),
-        (altered(emptied), "its hello is empty"),
+        (altered(emptied), "its hello reply is empty"),
         (
             altered(lambda content: wire.content(config=ConfigRecord({"client": 1}))),
-            "its hello lacks 'input-shape'",
+            "its hello reply lacks 'input-shape'",
         ),
-        (altered(with_formula), "architecture '=HYPERLINK(1)' is no name of a network"),
+        (altered(with_formula), "architecture '=HYPERLINK(1)' is not a network name"),
         (flower_error(""), "error code 8"),
     ],
 )
@@ -714,7 +714,7 @@ def test_a_client_that_lost_its_state_is_named_once(tmp_path: Path, report: str)
     one.unlink()
     found = federation(tmp_path, on_disk=True, client_report=report, num_server_rounds=3, resume=True).run()
     notes = [[note for note in line["notes"] if "lost" in note] for line in found.strategy.history]
-    assert notes == [[], ["client 1 lost its state and begins anew"], []]
+    assert notes == [[], ["client 1 lost its state and starts from scratch"], []]
 
 
 def test_fedkd_goes_on_where_every_client_lost_its_state(tmp_path: Path) -> None:
@@ -739,7 +739,7 @@ def test_who_is_only_scored_is_found_to_have_lost_its_state_too(tmp_path: Path) 
     with roster:
         found.run()
     notes = [[note for note in line["notes"] if "lost" in note] for line in found.strategy.history]
-    assert notes == [[], ["client 0, 1, 2, 3, 4 lost its state and begins anew"], []]
+    assert notes == [[], ["client 0, 1, 2, 3, 4 lost its state and starts from scratch"], []]
 
 
 def test_the_clients_state_stays_where_it_is(tmp_path: Path, two_rounds: Federation) -> None:
@@ -750,7 +750,7 @@ def test_the_clients_state_stays_where_it_is(tmp_path: Path, two_rounds: Federat
 def test_a_directory_with_a_run_is_not_used_again(tmp_path: Path, two_rounds: Federation) -> None:
     with pytest.raises(PbflError, match="already holds a run"):
         federation(tmp_path, "local", on_disk=True).run()
-    with pytest.raises(PbflError, match=r"is no run directory: it has no run.json"):
+    with pytest.raises(PbflError, match=r"is not a run directory: it has no run.json"):
         again(tmp_path / "elsewhere").run()
 
 
@@ -1046,7 +1046,7 @@ def test_lost_replies_do_not_lose_the_clients_work(tmp_path: Path) -> None:
     found = federation(tmp_path, faults={(0, 1): lost}).run()
     assert found.strategy.history[0]["trained"] == [1, 2, 3, 4]
     assert found.strategy.history[1]["trained"] == [0, 1, 2, 3, 4]
-    assert found.strategy._clients["participations"] == [2, 2, 2, 2, 2]
+    assert found.strategy._client_columns["participations"] == [2, 2, 2, 2, 2]
 
 
 def test_an_upload_through_the_clientapp_is_replaced_and_rejected(tmp_path: Path) -> None:
@@ -1085,7 +1085,7 @@ def test_a_strategy_that_cannot_be_made_says_why_in_an_empty_directory_alone(tmp
         server_app.main(grid, context)
     assert "sends Weights, which" in (run / ERROR).read_text()
     with pytest.raises(
-        PbflError, match=r"it has no run.json; what was to run there ended with: .* sends Weights"
+        PbflError, match=r"it has no run.json; a run that was started there failed: .* sends Weights"
     ):
         RunDirectory(run).read()
     (run / ERROR).unlink()
@@ -1130,8 +1130,8 @@ def test_a_strategy_that_has_made_its_rounds_says_so_and_makes_more_if_asked(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = federation(tmp_path, num_server_rounds=1).run()
-    assert "no round is left" not in caplog.text
+    assert "nothing to do" not in caplog.text
     run.strategy.start(run.grid)
-    assert "no round is left to make: 1 of 1 are" in caplog.text
+    assert "nothing to do: 1 of 1 rounds are already finished" in caplog.text
     run.strategy.start(run.grid, num_rounds=2)
     assert [line["round"] for line in run.strategy.history] == [1, 2]

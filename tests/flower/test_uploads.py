@@ -63,7 +63,7 @@ def test_small_classes_are_held_back_and_said(tmp_path: Path) -> None:
     # of SPLITS: client 1 has one class of 1, client 2 one of 3, client 4 one of 2
     assert found.history[0]["notes"] == [
         "classes held back for having fewer samples than min-class-count: 3, on 3 of 5 clients",
-        "made no training step, for want of samples (batch-size, drop-last; BatchNorm needs two): client 1",
+        "made no training step, too few samples (batch-size, drop-last; BatchNorm needs two): client 1",
     ]
     assert found.history[0]["scalars"]["up"] == (3 + 0 + 3 + 1 + 3) * 64
     # Their owners still predict with them.
@@ -81,7 +81,7 @@ def test_the_reference_protocols_send_everything(tmp_path: Path) -> None:
     found = federation(tmp_path, protocol="htfl").run().strategy
     # client 1 has one sample, which is no batch of the reference's loader
     assert found.history[0]["notes"] == [
-        "made no training step, for want of samples (batch-size, drop-last; BatchNorm needs two): client 1"
+        "made no training step, too few samples (batch-size, drop-last; BatchNorm needs two): client 1"
     ]
 
 
@@ -149,7 +149,7 @@ def test_an_upload_without_bounds_is_refused_where_it_is_made(
     found = federation(tmp_path, on_disk=True, secure_aggregation=secure).run()
     (failure,) = found.strategy.history[1]["failures"]
     assert failure["client"] == 3
-    assert "its upload would be refused: 'rows' holds" in failure["reason"]
+    assert "its upload would be rejected: 'rows' holds" in failure["reason"]
     assert failure["reason"].endswith(
         "; lower learning-rate, or set max-grad-norm, or collect = 'trajectory' with BatchNorm"
     )

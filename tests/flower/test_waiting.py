@@ -116,8 +116,8 @@ def test_in_a_simulation_who_took_longest_the_last_time_is_handed_over_first(
 ) -> None:
     """Flower hands on what lies there in the order of nodes: in parts, none of which leaves a core idle."""
     monkeypatch.setattr("joblib.cpu_count", lambda: 2)
-    monkeypatch.setattr(waiting, "PARTS", 3)
-    monkeypatch.setattr(waiting, "WORTH", 20)
+    monkeypatch.setattr(waiting, "MAX_BATCHES", 3)
+    monkeypatch.setattr(waiting, "MIN_PHASE_PER_PAUSE", 20)
     grid = SlowGrid(clock, {1: 1.0, 2: 5.0, 3: 3.0, 4: 9.0, 5: 2.0})
     grid.pull_interval = 0.1
     watched = PollingGrid(grid, str)
@@ -126,7 +126,9 @@ def test_in_a_simulation_who_took_longest_the_last_time_is_handed_over_first(
     (_, first), (begun, *second), third, fourth, *others = grid.pushed
     assert first == [1, 2, 3, 4, 5]
     assert [second, third[1], fourth[1]] == [[[4, 2]], [3, 5], [1]]
-    assert [third[0] - begun, fourth[0] - begun] == pytest.approx([waiting.PAUSE, 2 * waiting.PAUSE])
+    assert [third[0] - begun, fourth[0] - begun] == pytest.approx(
+        [waiting.BATCH_PAUSE, 2 * waiting.BATCH_PAUSE]
+    )
     # Two clients are one part anyway; after a phase of two seconds a pause would not be worth it.
     assert [nodes for _, nodes in others] == [[5, 1], [2, 3, 1]]
     devices = SlowGrid(clock, {1: 1.0, 2: 50.0})
@@ -203,7 +205,7 @@ def test_a_node_is_named_by_its_number_until_it_has_said_who_it_is(
     grid = SlowGrid(clock, {5: 0.0, 6: 1000.0})
     roster = Roster({})
     with caplog.at_level(logging.INFO, "flwr"):
-        PollingGrid(grid, roster.called).send_and_receive(questions(5, 6, group="hello"), timeout=100)
+        PollingGrid(grid, roster.node_label).send_and_receive(questions(5, 6, group="hello"), timeout=100)
     assert caplog.messages == ["hello: 1 of 2 have answered; waiting for node 6, 61 s so far"]
 
 
@@ -251,7 +253,7 @@ class HalfComeGrid(SlowGrid):
 
 @pytest.fixture
 def halves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "HALF_COME", 0.05)
+    monkeypatch.setattr(waiting, "PARTIAL_WAIT", 0.05)
 
 
 @pytest.mark.usefixtures("halves")

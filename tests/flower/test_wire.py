@@ -101,7 +101,7 @@ def test_nan_is_not_hidden_by_rounding() -> None:
 def test_float16_says_when_a_number_does_not_fit() -> None:
     big = Prototypes(torch.full((6, 8), 7e4), table().present)
     with pytest.raises(
-        PbflError, match=r"wire-dtype = 'float16': 'rows' holds 7e\+04, float16 ends at 65504"
+        PbflError, match=r"wire-dtype = 'float16': 'rows' holds 7e\+04, float16's maximum is 65504"
     ) as error:
         encode(big, "float16")
     assert "\n" not in str(error.value)
@@ -133,7 +133,7 @@ def test_tensors_that_share_memory_can_be_sent() -> None:
 
 
 def raw(data: bytes) -> ArrayRecord:
-    return wire.sealed(data)
+    return wire.with_checksum(data)
 
 
 def forged(header: Any, body: bytes = b"") -> bytes:
@@ -218,7 +218,7 @@ def test_a_bit_that_flips_on_the_way_is_found(place: int, bit: int) -> None:
     data = bytearray(GOOD)
     data[place] ^= 1 << bit
     array = Array("uint8", (len(GOOD),), raw(GOOD)["s"].stype, bytes(data))
-    assert decode_error(ArrayRecord({"s": array})) == "its bytes do not fit their checksum"
+    assert decode_error(ArrayRecord({"s": array})) == "its bytes do not match their checksum"
 
 
 @given(st.binary(max_size=300))
@@ -354,10 +354,10 @@ RECORDS: dict[str, Callable[[], RecordDict]] = {
     "nothing": lambda: wire.content(encode(Nothing()), Report(3, 2).to_record()),
     "reply": lambda: wire.content(encode(table()), Report(3, 2, metrics={"loss.ce": 1.5}).to_record()),
     "report": lambda: wire.content(report=Report(3, 2).to_record()),
-    "no bytes": lambda: wire.content(wire.sealed(b"")),
-    "5 MB": lambda: wire.content(wire.sealed(bytes(5 * MB))),
-    "12 MB": lambda: wire.content(wire.sealed(bytes(range(256)) * (12 * MB // 256) + b"and more")),
-    "12 MB, all equal": lambda: wire.content(wire.sealed(bytes(12 * MB)), Report(3, 2).to_record()),
+    "no bytes": lambda: wire.content(wire.with_checksum(b"")),
+    "5 MB": lambda: wire.content(wire.with_checksum(bytes(5 * MB))),
+    "12 MB": lambda: wire.content(wire.with_checksum(bytes(range(256)) * (12 * MB // 256) + b"and more")),
+    "12 MB, all equal": lambda: wire.content(wire.with_checksum(bytes(12 * MB)), Report(3, 2).to_record()),
     "protocol": lambda: RecordDict({"protocol": PROTOCOL, "fitins.config": ConfigRecord(), "again": ConfigRecord()}),
     "array": lambda: wire.content(ArrayRecord({"ä": Array(np.arange(12.0).reshape(3, 4))})),
     "empty twice": lambda: RecordDict({"a": ArrayRecord(), "b": ArrayRecord(), "p": encode(table())}),
@@ -392,7 +392,7 @@ def test_errors_and_their_reasons_count_nothing() -> None:
 @settings(deadline=None, max_examples=50)
 def test_bytes_of_any_names_and_numbers(names: list[str], data: bytes, values: dict[str, float]) -> None:
     records: dict[str, Any] = {
-        name: wire.sealed(data) if i == 1 else ArrayRecord() for i, name in enumerate(names)
+        name: wire.with_checksum(data) if i == 1 else ArrayRecord() for i, name in enumerate(names)
     }
     message = Message(
         RecordDict({**records, "values": MetricRecord(dict(values))}), dst_node_id=1, message_type="train"

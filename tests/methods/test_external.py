@@ -124,7 +124,7 @@ def test_a_breakpoint_without_a_terminal_is_said(tmp_path, monkeypatch):
     started = federation(tmp_path, "feddyn:build")
     monkeypatch.setattr(sys.modules["feddyn"].FedDyn, "local_update", stop)
     with pytest.raises(
-        PbflError, match=r"a breakpoint\(\) was left by its q, or has no terminal here; with one worker"
+        PbflError, match=r"a breakpoint\(\) was quit with q, or has no terminal here; with one worker"
     ):
         started.run()
 

@@ -414,7 +414,7 @@ def test_a_card_that_is_too_full_is_said_with_what_to_do(
 
     dropped: list[int] = []
     monkeypatch.setattr(client, "evaluate", full)
-    monkeypatch.setattr(client, "make_room", lambda: dropped.append(1))
+    monkeypatch.setattr(client, "clear_networks", lambda: dropped.append(1))
     with pytest.raises(PbflError, match=r"CUDA .* GPU 0 .*; lower batch-size or eval-batch-size"):
         federation(tmp_path, "local", num_clients=1).run()
     assert dropped

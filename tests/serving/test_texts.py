@@ -204,5 +204,5 @@ def test_devices_with_other_words_do_not_fit(place: Path, tmp_path: Path, more: 
     shutil.copytree(place / "news", tmp_path / "news")
     file = tmp_path / "news/test.csv"
     file.write_text(file.read_text().replace("The treaty", f"The Border Border Border Border{more}"))
-    with pytest.raises(PbflError, match=f"clients disagree in {said}"):
+    with pytest.raises(PbflError, match=f"clients disagree on {said}"):
         run(tmp_path, north=place / "news", south=tmp_path / "news")

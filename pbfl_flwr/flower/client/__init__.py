@@ -1,1 +1,1 @@
-"""The client side: answer the hello, open what a message needs, train, keep the state, reply."""
+"""The client side: reply to the hello, load data, network and state for a message, train, save the state, reply."""

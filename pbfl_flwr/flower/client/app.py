@@ -1,7 +1,7 @@
-"""The client's side of a message: open what the client keeps, run the method, keep it, answer.
+"""The ClientApp: load a client's state, run the method, save the state, reply.
 
-A client process may be rebuilt for every message, so everything a client must keep lies in its own directory on its
-own disk. A fault in one client becomes an error reply with one readable line; it never costs another client's work.
+Every message may start a new client process, so all client state is stored in its own directory on its own disk. An
+exception in one client becomes an error reply with one readable line and does not affect other clients.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from pbfl_flwr.config import Settings
 from pbfl_flwr.data import forget_data
 from pbfl_flwr.errors import PbflError, of_full_card, pointed
 from pbfl_flwr.flower.client import fault_injection
-from pbfl_flwr.flower.client.device import card_given_back, identify, peak_gpu_memory
-from pbfl_flwr.flower.client.hello import answer_hello, forget_trials
+from pbfl_flwr.flower.client.device import identify, peak_gpu_memory, release_gpu_memory
+from pbfl_flwr.flower.client.hello import answer_hello, clear_checks
 from pbfl_flwr.flower.client.saving import state_after_round
 from pbfl_flwr.flower.client.session import (
     ClientSession,
     ClientSource,
     DataSource,
+    clear_networks,
     configured_data,
-    make_room,
     open_client,
     store_of,
 )
@@ -59,9 +59,9 @@ def make_client_app(data: DataSource | None = None, settings: Settings | None = 
     """Return the ClientApp of every method.
 
     Args:
-        data: where a client's data comes from; by default the configured dataset and partition.
+        data: returns a client's data; by default the configured dataset and partition.
         settings: for apps that do not declare this project's run-config keys: the settings of their strategy
-            (``TinyProto(...).settings``). By default the run configuration is read.
+            (``TinyProto(...).settings``). By default the run configuration is used.
     """
     source = ClientSource(data or configured_data, settings)
     app = ClientApp()
@@ -72,7 +72,7 @@ def make_client_app(data: DataSource | None = None, settings: Settings | None = 
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        return _guarded(_train_as_asked, message, context, source)
+        return _guarded(_train_by_interface, message, context, source)
 
     @app.evaluate()
     def score(message: Message, context: Context) -> Message:
@@ -82,9 +82,9 @@ def make_client_app(data: DataSource | None = None, settings: Settings | None = 
 
 
 def forget() -> None:
-    """Drop all that this process keeps for later messages: in a notebook, networks and data may change between runs."""
-    make_room()
-    forget_trials()
+    """Clear all caches of this process, e.g. in a notebook, where networks and data may change between runs."""
+    clear_networks()
+    clear_checks()
     forget_data()
 
 
@@ -94,55 +94,55 @@ def _guarded(
     context: Context,
     source: ClientSource,
 ) -> Message:
-    """Answer, or say in one line why not."""
+    """Return the handler's reply, or an error reply with a one-line reason."""
     try:
         return handler(message, context, source)
     except PbflError as error:
         reason = str(error)
     except BdbQuit:
         reason = (
-            "a breakpoint() was left by its q, or has no terminal here; with one worker (--engine processes --workers "
-            "1) clients run where yours is"
+            "a breakpoint() was quit with q, or has no terminal here; with one worker (--engine processes --workers "
+            "1) clients run in your terminal"
         )
-    except Exception as error:  # the boundary: whatever happens here must not cost another client's work
+    except Exception as error:  # an exception here must not affect other clients
         reason = pointed(error)
         traceback.print_exc(file=sys.stderr)
         if of_full_card(error):
-            make_room()
-    card_given_back()  # the error, which held on to tensors, is gone here
+            clear_networks()
+    release_gpu_memory()  # only now: the exception, which referenced tensors, has been released
     return Message(Error(code=CLIENT_FAULT, reason=reason), reply_to=message)
 
 
-def _train_as_asked(message: Message, context: Context, source: ClientSource) -> Message:
-    """Train on our own message, on one of the older interface, or within a stage of secure aggregation."""
+def _train_by_interface(message: Message, context: Context, source: ClientSource) -> Message:
+    """Train for a message of our own strategy, of Flower's older interface, or of secure aggregation."""
     secure = source.settings_of(context).privacy.secure_aggregation
     if secure and RECORD_KEY_CONFIGS in message.content.config_records:
-        return secaggplus_mod(message, context, lambda asked, state: _train_older(asked, state, source))
+        return secaggplus_mod(message, context, lambda inner, state: _train_legacy(inner, state, source))
     if secure:
-        raise PbflError("secure-aggregation = true, but the server asked for an upload in clear")
+        raise PbflError("secure-aggregation = true, but the server requested an unmasked upload")
     if FITINS in message.content.array_records:
-        return _train_older(message, context, source)
+        return _train_legacy(message, context, source)
     return _train(message, context, source)
 
 
-def _train_older(message: Message, context: Context, source: ClientSource) -> Message:
-    """Answer FitIns with FitRes; under secure aggregation with the vector that is masked next."""
-    asked = message.content.config_records[CONFIG]
+def _train_legacy(message: Message, context: Context, source: ClientSource) -> Message:
+    """Reply to FitIns with FitRes; under secure aggregation with the vector to be masked next."""
+    config = message.content.config_records[CONFIG]
     payload = payload_of(message.content.array_records[FITINS])
-    message.content = wire.content(payload, config=ConfigRecord({**asked}))
+    message.content = wire.content(payload, config=ConfigRecord({**config}))
     reply = _train(message, context, source)
     if reply.has_error():  # an injected fault
         raise PbflError(reply.error.reason or "no answer")
-    answer = reply.content
-    report, upload = answer.metric_records[wire.METRICS], answer.array_records[wire.PAYLOAD]
-    number = int(str(asked["round"]))
-    if (answered := Report.from_record(report).round) != number:  # the server could not tell it in a sum
-        raise PbflError(f"answered with its upload of round {answered}, asked for {number}")
+    content = reply.content
+    report, upload = content.metric_records[wire.METRICS], content.array_records[wire.PAYLOAD]
+    number = int(str(config["round"]))
+    if (uploaded := Report.from_record(report).round) != number:  # the server could not detect this in a sum
+        raise PbflError(f"sent its upload of round {uploaded} instead of round {number}")
     parameters = parameters_of(upload)
     settings = source.settings_of(context)
     if settings.privacy.secure_aggregation:
         method = build_method(settings)
-        data = source.data_of(settings, identify(context, settings, str(asked["experiment"])))
+        data = source.data_of(settings, identify(context, settings, str(config["experiment"])))
         task = data.task(settings.models.feature_dim)
         parameters, clipped = to_be_masked(wire.decode(upload, method.up, task), method)
         if clipped:
@@ -152,8 +152,8 @@ def _train_older(message: Message, context: Context, source: ClientSource) -> Me
 
 
 def _train(message: Message, context: Context, source: ClientSource) -> Message:
-    """Train and answer; the same question twice is answered twice and trained for once."""
-    with store_of(message, context, source).locked():  # an earlier process may still be at it
+    """Train and reply; a repeated message gets the stored reply without training again."""
+    with store_of(message, context, source).locked():  # an earlier process may still be running
         session = open_client(message, context, source)
         stored, number = session.stored, session.client.round
         if stored is not None and stored.round > number:
@@ -161,18 +161,18 @@ def _train(message: Message, context: Context, source: ClientSource) -> Message:
         best = int(str(message.content.config_records[wire.CONFIG].get(wire.KEEP_BEST, 0)))
         if stored is not None and stored.round <= best:
             session.store.keep_best(best)
-        last = None if stored is None else partial(_again, stored, message, session.settings)
-        answer = last if stored is not None and stored.round == number else None
+        last_reply = None if stored is None else partial(_stored_reply, stored, message, session.settings)
+        repeated = stored is not None and stored.round == number
         return fault_injection.inject(
-            fault_injection.drawn(session.settings, session.client.key, number),
+            fault_injection.draw(session.settings, session.client.key, number),
             message,
-            answer or partial(_trained, session, message),
-            last,
+            last_reply if repeated and last_reply else partial(_train_and_save, session, message),
+            last_reply,
         )
 
 
-def _trained(session: ClientSession, message: Message) -> Message:
-    """Train, keep what stays, answer."""
+def _train_and_save(session: ClientSession, message: Message) -> Message:
+    """Train, save the state, reply."""
     method, stored, client = session.method, session.stored, session.client
     down = wire.decode(message.content.array_records[wire.PAYLOAD], method.down, client.task)
     seeds.seed_layers(client.device, client.seed, "layers", client.key, client.round)
@@ -183,7 +183,7 @@ def _trained(session: ClientSession, message: Message) -> Message:
     scores: dict[Moment, Scores] = {}
     evaluated = 0.0
     if moment == "before" or both:
-        with nullcontext() if moment == "before" else _unnoticed(client):
+        with nullcontext() if moment == "before" else _restored(client):
             method.install(client, down)
             started = time.perf_counter()
             scores["before"] = evaluate(client, method.predictors(client, down))
@@ -203,8 +203,8 @@ def _trained(session: ClientSession, message: Message) -> Message:
     report = replace(
         _report(session, scores.pop(moment), participations, seconds, update.metrics),
         round=client.round,
-        other=next((twice.correct for twice in scores.values()), None),
-        other_by_class=next((twice.by_class for twice in scores.values()), None),
+        other=next((other.correct for other in scores.values()), None),
+        other_by_class=next((other.by_class for other in scores.values()), None),
     )
     payload = wire.encode(update.payload, session.settings.prototypes.wire_dtype)
     started = time.perf_counter()
@@ -215,21 +215,21 @@ def _trained(session: ClientSession, message: Message) -> Message:
 
 
 def _check_usable(upload: Payload, method: Method[Any, Any, Any], client: Client) -> None:
-    """Refuse here what the server would refuse: a network whose numbers are without bounds is not worth storing.
+    """Check the upload as the server does, so that a diverged network is not stored.
 
     Raises:
-        Diverged: saying which numbers.
+        Diverged: naming the invalid numbers.
     """
     try:
         method.up.from_tensors(upload.to_tensors(), client.task)
     except RejectedPayload as error:
         remedies = ", or ".join(filter(None, (REMEDY, method.remedy(client))))
-        raise Diverged(f"its upload would be refused: {error}; {remedies}") from None
+        raise Diverged(f"its upload would be rejected: {error}; {remedies}") from None
 
 
 @contextmanager
-def _unnoticed(client: Client) -> Iterator[None]:
-    """Give the client's network its weights back afterwards, and the generators of random numbers their state."""
+def _restored(client: Client) -> Iterator[None]:
+    """Restore the network's weights and torch's random states afterwards."""
     own = {name: tensor.clone() for name, tensor in client.model.state_dict().items()}
     with fork_rng([client.device] if client.device.type == "cuda" else []):
         yield
@@ -237,7 +237,7 @@ def _unnoticed(client: Client) -> Iterator[None]:
 
 
 def _evaluate(message: Message, context: Context, source: ClientSource) -> Message:
-    """Score what this client has, with what was broadcast; nothing is trained and nothing stored."""
+    """Evaluate the client's network with the broadcast; neither trains nor stores anything."""
     session = open_client(message, context, source)
     method, client = session.method, session.client
     down = wire.decode(message.content.array_records[wire.PAYLOAD], method.down, client.task)
@@ -257,10 +257,10 @@ def _report(
     seconds: tuple[float, float, float, float, float],
     metrics: Mapping[str, float] | None = None,
 ) -> Report:
-    """Return what is said beside the payload; with client-report none only what says nothing about the samples."""
+    """Return the report; with client-report "none" only entries that reveal nothing about the samples."""
     if session.settings.privacy.client_report == "none":
-        spent = {name: value for name, value in (metrics or {}).items() if name == "epsilon"}
-        return Report(0, 0, participations, metrics=spent)
+        epsilon = {name: value for name, value in (metrics or {}).items() if name == "epsilon"}
+        return Report(0, 0, participations, metrics=epsilon)
     held_out = scores.validation
     return Report(
         num_train=len(session.client.data.train.labels),
@@ -278,7 +278,7 @@ def _report(
     )
 
 
-def _again(stored: ClientState, message: Message, settings: Settings) -> Message:
-    """Answer a question that was answered before, without training twice."""
+def _stored_reply(stored: ClientState, message: Message, settings: Settings) -> Message:
+    """Return the reply stored with the state, without training again."""
     payload = wire.encode_tensors(stored.reply, settings.prototypes.wire_dtype)
     return Message(wire.content(payload, MetricRecord(dict(stored.report))), reply_to=message)

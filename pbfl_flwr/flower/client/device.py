@@ -1,9 +1,9 @@
-"""Who a client is and what its own machine brings: id, data, architecture, device, state directory.
+"""A client's identity and the settings of its own machine: id, data, architecture, device, state directory.
 
-In a simulation all of it follows from the run configuration and Flower's ``partition-id``. On a device the operator's
-``--node-config`` speaks, and the run configuration, which is the server's, can neither name paths nor import code. The
-simulation's workers are Ray actors, or say so themselves (:func:`as_worker`); any other process is a device, whatever
-its node configuration says.
+In a simulation all of it follows from the run configuration and Flower's ``partition-id``. On a device it comes from
+the operator's ``--node-config``; the run configuration, which the server sends, can neither name paths nor import code.
+Simulation workers are Ray actors or declare themselves with :func:`as_worker`; any other process is a device,
+regardless of its node configuration.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.own_code import is_external
 from pbfl_flwr.places import home, run_directory
 
-# What an operator may say in --node-config -> the run-config key that it replaces for this device ("" for none).
+# Keys allowed in --node-config -> the run-config key that each overrides on this device ("" for none).
 NODE_KEYS = {
     "client-id": "",
     "state-dir": "",
@@ -56,14 +56,14 @@ NODE_KEYS = {
 
 @dataclass(frozen=True)
 class Identity:
-    """Who this client is, from its node's own configuration.
+    """A client's identity, from its node configuration.
 
     Attributes:
         client: 0..M-1, or the name of a device that brings its own data.
         simulated: whether it is one of the simulation's virtual nodes.
-        own_data: whether all of the data at its data-path is its own, instead of a share of a common dataset.
-        files: of a PFLlib folder at its data-path, whose files are its own; None takes the only ones there are.
-        state_dir: where its state lies.
+        own_data: whether it uses all of the data at its data-path, instead of a share of a common dataset.
+        files: number of its files in a PFLlib folder at its data-path; None if the folder has only one client's files.
+        state_dir: directory of its state.
     """
 
     client: int | str
@@ -77,13 +77,13 @@ def identify(context: Context, settings: Settings, experiment: str) -> Identity:
     """Return the client's identity.
 
     Raises:
-        PbflError: if the node has no id, its state-dir is no absolute path, or the experiment's name is none that a
-            directory may have.
+        PbflError: if the node has no id, its state-dir is not an absolute path, or the experiment's name is not allowed
+            as a directory name.
     """
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", experiment):
         raise PbflError(f"experiment = {experiment[:100]!r}: allowed are letters, digits, '-' and '_'")
     node: Mapping[str, Any] = context.node_config
-    client, files = named(node)
+    client, files = client_id_of(node)
     if simulated(node):
         run = settings.run
         state = (
@@ -94,8 +94,8 @@ def identify(context: Context, settings: Settings, experiment: str) -> Identity:
     return Identity(client, False, "data-path" in node, state / experiment, files)
 
 
-def named(node: Mapping[str, Any]) -> tuple[int | str, int | None]:
-    """Return the id of a node's client, and whose files of a PFLlib folder are its own.
+def client_id_of(node: Mapping[str, Any]) -> tuple[int | str, int | None]:
+    """Return the id of a node's client, and the number of its files in a PFLlib folder, None if unset.
 
     Raises:
         PbflError: if there is no id, or one of the two is not allowed.
@@ -112,7 +112,7 @@ def named(node: Mapping[str, Any]) -> tuple[int | str, int | None]:
 
 
 def _own_path(node: Mapping[str, Any], key: str) -> Path | None:
-    """Return a path that an operator gave, ~ being the home directory of whoever runs the SuperNode."""
+    """Return a path from --node-config, with ~ as the home directory of the user that runs the SuperNode."""
     if key not in node:
         return None
     path = expanded(str(node[key]))
@@ -122,7 +122,7 @@ def _own_path(node: Mapping[str, Any], key: str) -> Path | None:
 
 
 def simulated(node: Mapping[str, Any]) -> bool:
-    """Whether this is one of the simulation's virtual nodes; its keys prove nothing, an operator may write them too."""
+    """Whether this is a virtual node of a simulation; the keys alone prove nothing, since an operator may set them."""
     return "client-id" not in node and "partition-id" in node and in_worker()
 
 
@@ -131,7 +131,7 @@ _CORES: ContextVar[int | None] = ContextVar("cores of a worker", default=None)
 
 @contextmanager
 def as_worker(cores: int) -> Iterator[None]:
-    """Run clients as a worker of the simulation with so many cores; who starts the process decides that."""
+    """Declare this process a worker of the simulation with this many cores; called by the process's entry point."""
     token = _CORES.set(cores)
     try:
         yield
@@ -140,19 +140,19 @@ def as_worker(cores: int) -> Iterator[None]:
 
 
 def in_worker() -> bool:
-    """Whether this process runs simulated clients: a Ray actor, or as a worker. A device's process never does."""
+    """Whether this process runs simulated clients: it is a Ray actor, or inside :func:`as_worker`."""
     if _CORES.get() is not None:
         return True
-    ray = sys.modules.get("ray")  # a worker has it; a device need not even have it installed
+    ray = sys.modules.get("ray")  # always imported in a Ray worker; a device need not have it installed
     return bool(ray and ray.is_initialized() and ray.get_runtime_context().get_actor_id())
 
 
 def own_settings(settings: Settings, node: Mapping[str, Any]) -> Settings:
-    """Return the settings of this client: the run's, with what its own machine says instead.
+    """Return the settings of this client: the run's, with the overrides of its node configuration.
 
-    A device with a ``data-path`` brings its own data, all of it: an ``.npz``, ``.csv`` or ``.parquet`` file, an image
-    folder, its files of a PFLlib folder, or what ``dataset`` names; with a ``vocabulary``, texts. Its ``labels`` may be
-    a file with a name a line.
+    A device with a ``data-path`` uses all data there as its own: an ``.npz``, ``.csv`` or ``.parquet`` file, an image
+    folder, its files of a PFLlib folder, or the given ``dataset``; with a ``vocabulary``, texts. Its ``labels`` may be
+    a file with one name per line.
 
     Raises:
         PbflError: if --node-config has a key or value that is not allowed, or if the run configuration names code or an
@@ -164,8 +164,8 @@ def own_settings(settings: Settings, node: Mapping[str, Any]) -> Settings:
         raise PbflError(f"--node-config: unknown key '{unknown[0]}'; allowed are {', '.join(NODE_KEYS)}")
     if settings.run.attack:
         raise PbflError(
-            f"attack = '{settings.run.attack}': attacks are for simulations; no server's configuration makes a "
-            "device lie"
+            f"attack = '{settings.run.attack}': attacks are allowed in simulations only; a device never falsifies "
+            "its uploads"
         )
     if "model" not in node and any(is_external(name) for name in architectures(settings.models.models)):
         raise PbflError(
@@ -184,7 +184,7 @@ def own_settings(settings: Settings, node: Mapping[str, Any]) -> Settings:
         changed["vocabulary"] = str(vocabulary)
     if (path := _own_path(node, "data-path")) is not None:
         changed["data-dir"] = str(path)
-        changed["partition"] = "iid"  # of one client: everything is its own
+        changed["partition"] = "iid"  # for a single client: all data is its own
         if "dataset" not in node:
             changed["dataset"] = kind_of(path, texts=vocabulary is not None)
     if Path(labels := str(node.get("labels", ""))).is_absolute():
@@ -193,57 +193,60 @@ def own_settings(settings: Settings, node: Mapping[str, Any]) -> Settings:
     networks = dict.fromkeys(architectures(own.models.models))
     if isinstance(node.get("client-id"), str) and len(networks) > 1:
         raise PbflError(
-            f"client-id = '{node['client-id']}' in --node-config: models = '{own.models.models}' deals "
-            f"{', '.join(networks)} by number and a name has none; add model='{next(iter(networks))}', or another"
+            f"client-id = '{node['client-id']}' in --node-config: models = '{own.models.models}' assigns "
+            f"{', '.join(networks)} by client number, and a name has none; add model='{next(iter(networks))}', or "
+            "another"
         )
     return own
 
 
 def share_of_cores() -> int:
-    """Return how many cores are this process's own: what the engine gave a worker, else all that a device may use."""
+    """Return the number of cores for this process: those that the engine assigned to a worker, else all usable ones."""
     if (cores := _CORES.get()) is not None:
         return cores
     ray = sys.modules.get("ray")
     if ray is None or not in_worker():
-        return int(joblib.cpu_count())  # those of the container or of the affinity mask, where there is one
+        return int(joblib.cpu_count())  # respects container limits and the affinity mask
     return max(1, int(ray.get_runtime_context().get_assigned_resources().get("CPU", 1)))
 
 
-def choose_device(wanted: str) -> torch.device:
-    """Return the device of this client: what was asked for, or the GPU that Flower gave it, or the CPU.
+def choose_device(name: str) -> torch.device:
+    """Return the client's device: the configured one; for "auto" the GPU that Flower assigned, else the CPU.
 
     Raises:
-        PbflError: if the device that was asked for is not there; there is no fallback.
+        PbflError: if the configured device is not available; there is no fallback.
     """
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""  # CUDA reads it once, when a process first asks
+    hidden = (
+        os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    )  # torch may have read an earlier value, and caches it
     cuda, mps = not hidden and torch.cuda.is_available(), torch.backends.mps.is_available()
-    if wanted == "cuda" and not cuda:
+    if name == "cuda" and not cuda:
         raise PbflError(
             "device = 'cuda': this client sees no CUDA device; in a simulation Flower gives it one with "
             "client-resources-num-gpus above 0 (pbfl run --gpus-per-client 0.25); allowed here is 'cpu' or 'auto'"
         )
-    if wanted == "mps" and not mps:
+    if name == "mps" and not mps:
         raise PbflError("device = 'mps': this machine has no Metal device; allowed here is 'cpu' or 'auto'")
-    if wanted == "auto":
-        wanted = "cuda" if cuda else "cpu"
-    return torch.device(wanted)
+    if name == "auto":
+        name = "cuda" if cuda else "cpu"
+    return torch.device(name)
 
 
 def peak_gpu_memory() -> float:
-    """Return the most of its GPU's memory in MB that torch has held in this process, 0 where it uses none.
+    """Return the peak GPU memory in MB reserved by torch in this process, 0 if it uses no GPU.
 
-    CUDA's own context, some hundred MB a process, is not in it.
+    CUDA's own context, some hundred MB per process, is not included.
     """
     if not torch.cuda.is_initialized():
         return 0.0
     return float(torch.cuda.max_memory_reserved()) / 2**20
 
 
-def card_given_back() -> bool:
-    """Return a GPU's memory that torch keeps for later, after a failure; others on the card may need it now.
+def release_gpu_memory() -> bool:
+    """Release the GPU memory that torch caches, after a failure, for other processes on the GPU.
 
     Returns:
-        Whether this process can go on using the GPU: after some errors CUDA answers nothing else.
+        Whether this process can still use the GPU; after some errors every CUDA call fails.
     """
     if not torch.cuda.is_initialized():
         return True

@@ -1,7 +1,7 @@
-"""Faults on purpose: what a client's answer meets on its way, drawn from the run's seed, the client and the round.
+"""Injected faults in a client's replies, drawn from the run's seed, the client and the round.
 
-The same (seed, client, round) meets the same faults with any number of workers and after a resume, and a fault that is
-added to the configuration does not move the others. Off unless ``faults`` says otherwise.
+The same (seed, client, round) gives the same faults with any number of workers and after a resume, and adding a kind of
+fault to the configuration does not change when the others occur. Off by default; see the key ``faults``.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.messages import wire
 
 DROPPED = 4  # Flower's code for "the reply is not available"
-FLIPPED = 8  # bytes of an upload
+FLIPPED = 8  # bytes changed in a corrupted upload
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What one answer meets.
+    """The faults of one reply.
 
     Attributes:
         drop, crash, corrupt, stale: see :class:`pbfl_flwr.config.FaultRates`.
-        seconds: by which it is delayed.
-        places: (FLIPPED,) in 0..1, where bytes change.
+        seconds: delay of the reply.
+        places: (FLIPPED,) in 0..1, relative positions of the changed bytes.
     """
 
     drop: bool
@@ -40,11 +40,11 @@ class Fault:
     places: tuple[float, ...]
 
 
-def drawn(settings: Settings, client: int | str, server_round: int) -> Fault:
-    """Return the faults of a client's answer in a round.
+def draw(settings: Settings, client: int | str, server_round: int) -> Fault:
+    """Return the faults of a client's reply in a round.
 
     Args:
-        settings: with seed and rates.
+        settings: contain seed and rates.
         client: its number or its name.
         server_round: from 1.
     """
@@ -62,36 +62,39 @@ def drawn(settings: Settings, client: int | str, server_round: int) -> Fault:
 
 
 def inject(
-    fault: Fault, message: Message, answer: Callable[[], Message], last: Callable[[], Message] | None
+    fault: Fault,
+    message: Message,
+    train: Callable[[], Message],
+    last_reply: Callable[[], Message] | None,
 ) -> Message:
-    """Answer a message under a fault.
+    """Return the reply to a message, with injected faults.
 
-    A crash comes before the training: nothing that a raising client did is kept, whenever it raises. Flower has no way
-    for a client not to answer, so a dropped answer is replaced by an error; the server need not wait for its deadline.
+    A crash is raised before training, since nothing is stored anyway when a client raises. A Flower client cannot omit
+    its reply, so a dropped reply becomes an error; the server need not wait for its deadline.
 
     Args:
-        fault: what happens.
-        message: the question.
-        answer: trains and answers.
-        last: gives the last round's answer; None if there was none, then a stale client has nothing to be stale with.
+        fault: the faults to inject.
+        message: the server's message.
+        train: trains and returns the reply.
+        last_reply: returns the last round's reply; None if there is none, and then ``stale`` has no effect.
 
     Raises:
-        PbflError: the crash.
+        PbflError: the injected crash.
     """
     if fault.crash:
         raise PbflError("injected fault: crash")
-    reply = last() if fault.stale and last is not None else answer()
+    reply = last_reply() if fault.stale and last_reply is not None else train()
     time.sleep(fault.seconds)
     if fault.drop:
-        return Message(Error(DROPPED, "injected fault: its answer was dropped"), reply_to=message)
+        return Message(Error(DROPPED, "injected fault: its reply was dropped"), reply_to=message)
     return _corrupted(reply, message, fault.places) if fault.corrupt else reply
 
 
 def _corrupted(reply: Message, message: Message, places: tuple[float, ...]) -> Message:
-    content, found = reply.content, ArrayRecord()
+    content, corrupted = reply.content, ArrayRecord()
     for name, array in content.array_records[wire.PAYLOAD].items():
         data = bytearray(array.data)
         for place in places:
             data[int(place * len(data))] ^= 0xFF
-        found[name] = Array(array.dtype, array.shape, array.stype, bytes(data))
-    return Message(wire.content(found, content.metric_records[wire.METRICS]), reply_to=message)
+        corrupted[name] = Array(array.dtype, array.shape, array.stype, bytes(data))
+    return Message(wire.content(corrupted, content.metric_records[wire.METRICS]), reply_to=message)

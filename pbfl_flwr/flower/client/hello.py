@@ -1,4 +1,4 @@
-"""A client's answer to the hello round: who it is and what it brings, tried out before it is said."""
+"""A client's reply in the hello round: its properties, after checking that its network accepts its data."""
 
 from __future__ import annotations
 
@@ -30,24 +30,26 @@ from pbfl_flwr.task import Task
 
 
 def answer_hello(message: Message, context: Context, source: ClientSource) -> Message:
-    """Return the answer to a hello, having tried that the client's network takes its data.
+    """Return the reply to a hello, after a dry run of the client's network on inputs of its data's shape.
 
     Raises:
-        PbflError: if something is wrong; a device says whose it is, since the server does not know that yet.
+        PbflError: if a check fails; on a device it contains the client-id, which the server does not know yet.
     """
     try:
-        return _answered(message, context, source)
+        return _checked_reply(message, context, source)
     except PbflError as error:
-        who, said = context.node_config.get("client-id"), str(error)
-        if who is not None and f"client-id = {who!r}" not in said:
-            said = f"client-id = {who!r}: {said}"
-        servers = str(message.content.config_records[wire.CONFIG].get("edition", edition()))
-        if servers != edition():  # it may be why
-            said += f"; this device runs pbfl-flwr {edition()}, the server {servers}: install the same one"
-        raise PbflError(said) from None
+        client_id, reason = context.node_config.get("client-id"), str(error)
+        if client_id is not None and f"client-id = {client_id!r}" not in reason:
+            reason = f"client-id = {client_id!r}: {reason}"
+        server_edition = str(message.content.config_records[wire.CONFIG].get("edition", edition()))
+        if server_edition != edition():  # a possible cause
+            reason += (
+                f"; this device runs pbfl-flwr {edition()}, the server {server_edition}: install the same one"
+            )
+        raise PbflError(reason) from None
 
 
-def _answered(message: Message, context: Context, source: ClientSource) -> Message:
+def _checked_reply(message: Message, context: Context, source: ClientSource) -> Message:
     settings = source.settings_of(context)
     identity = identify(context, settings, str(message.content.config_records[wire.CONFIG]["experiment"]))
     data = source.data_of(settings, identity)
@@ -63,14 +65,14 @@ def _answered(message: Message, context: Context, source: ClientSource) -> Messa
     method = build_method(settings)
     check_replayable(settings.training.compile, method.name, method.replayable)
     for name in method.beside():
-        digest_of_weights(name)  # which must be there
+        digest_of_weights(name)  # raises if they are missing
     if settings.training.compile == "cuda-graph":
         for name in (architecture, *method.beside()):
             _check_layers(name, task)
-    how = settings.training.of(architecture)
-    body, head = _parameters(architecture, task, how.layout, how.precision)
-    told = settings.privacy.client_report == "full"
-    answer = ConfigRecord(
+    training = settings.training.of(architecture)
+    body, head = _parameters(architecture, task, training.layout, training.precision)
+    full = settings.privacy.client_report == "full"
+    properties = ConfigRecord(
         {
             "client": identity.client,
             "simulated": identity.simulated,
@@ -86,31 +88,29 @@ def _answered(message: Message, context: Context, source: ClientSource) -> Messa
             "weights": digest_of_weights(architecture),
             "parameters": [body, head],
             "device": str(device),
-            "num-train": len(data.train.labels) if told else 0,
-            "num-test": len(data.test.labels) if told else 0,
+            "num-train": len(data.train.labels) if full else 0,
+            "num-test": len(data.test.labels) if full else 0,
         }
     )
-    return Message(wire.content(config=answer), reply_to=message)
+    return Message(wire.content(config=properties), reply_to=message)
 
 
 def _check(data: object) -> None:
-    """Check what an app's own function says are a client's data.
+    """Check the data returned by an app's own data function.
 
     Raises:
-        PbflError: saying what they are, and what is allowed.
+        PbflError: giving their type or the invalid part, and what is allowed.
     """
     if not isinstance(data, ClientData):
-        raise PbflError(
-            f"the data that the app brings are of type {type(data).__name__}: allowed is a ClientData"
-        )
+        raise PbflError(f"the app's data function returned a {type(data).__name__}: allowed is a ClientData")
     try:
         data.check()
     except PbflError as error:
-        raise PbflError(f"the data that the app brings: {error}") from None
+        raise PbflError(f"the data from the app's data function: {error}") from None
 
 
-def forget_trials() -> None:
-    """Drop what this process knows of networks that it has tried."""
+def clear_checks() -> None:
+    """Clear the cached results of network checks."""
     _dry_forward.cache_clear()
     _check_layers.cache_clear()
     _parameters.cache_clear()

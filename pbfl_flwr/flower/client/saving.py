@@ -1,4 +1,4 @@
-"""What a client keeps after a round: for its next one, and for the use of its network elsewhere."""
+"""The state that a client stores after a round: for its next round, and for exporting its network."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def state_after_round(
     """Return the client's state after it has trained.
 
     Args:
-        session: the client, its network trained.
-        update: what the method gave back.
-        predictors: what it predicts with now.
-        report: what it says of this round.
+        session: the client, with its trained network.
+        update: the result of the method's local update.
+        predictors: the predictors available after training.
+        report: of this round.
     """
     return ClientState(
         session.client.round,
@@ -42,24 +42,24 @@ def state_after_round(
 
 
 def _card(session: ClientSession, participations: int) -> str:
-    """Return what one needs to know of the client's network to use it elsewhere, as JSON.
+    """Return the card with which the client's network can be used elsewhere, as JSON.
 
-    Nothing for an app's own data that is not normalised by channel, nor, with a line in
-    the log, for what a card cannot hold: it is for later, and must not cost the client its round.
+    Empty for an app's own data that is not normalised by channel, and, with a warning, if a value is not allowed in a
+    card. That is no error, because a card is only needed for export.
     """
     client, data = session.client, session.client.data
     channels = client.task.input_shape[0]
     if not data.scale.numel() == data.shift.numel() == channels:
         return ""
     try:
-        return _filled(session, participations).model_dump_json()
-    except ValueError as error:  # pydantic's, of values and of writing them
-        said = fault(error) if isinstance(error, ValidationError) else str(error)
-        log(WARNING, "client %s: its model of this round cannot be exported (%s)", client.key, said)
+        return _build_card(session, participations).model_dump_json()
+    except ValueError as error:  # pydantic's, from validation or serialisation
+        reason = fault(error) if isinstance(error, ValidationError) else str(error)
+        log(WARNING, "client %s: its model of this round cannot be exported (%s)", client.key, reason)
         return ""
 
 
-def _filled(session: ClientSession, participations: int) -> Card:
+def _build_card(session: ClientSession, participations: int) -> Card:
     client, data = session.client, session.client.data
     return Card(
         method=session.method.name,
@@ -82,9 +82,9 @@ def _filled(session: ClientSession, participations: int) -> Card:
 
 
 def _prototypes(predictors: Mapping[str, Predictor]) -> dict[str, Tensor]:
-    """Return the tables behind the predictors by nearest prototype, rows (K, d) and candidates (K,).
+    """Return the tables of nearest-prototype predictors: rows (K, d) and candidates (K,).
 
-    Rows that are the ones of ``global`` are not kept a second time.
+    Rows that are the same as those of ``global`` are stored only once.
     """
     tables: dict[str, Tensor] = {}
     for name, predictor in predictors.items():

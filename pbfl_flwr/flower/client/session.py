@@ -1,6 +1,6 @@
-"""What a client has when a message comes: settings, data, state on disk, a network with its weights, a method.
+"""What a client needs to handle a message: settings, data, stored state, network with its weights, method.
 
-The network of an architecture is built once in a process and every client's weights are copied into it.
+Each process builds the network of an architecture once and copies every client's weights into it.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from pbfl_flwr.replay import forget_recordings
 from pbfl_flwr.task import Task
 
 DataSource = Callable[[Settings, int], ClientData]
-"""(settings, client id) -> the client's data; replace it to bring your own."""
+"""(settings, client id) -> the client's data; pass a function of your own to use other data."""
 
 
 @dataclass(frozen=True)
 class ClientSource:
-    """Where this app's clients take their data and settings from."""
+    """The source of data and settings for an app's clients."""
 
     data: DataSource
     settings: Settings | None
 
     def settings_of(self, context: Context) -> Settings:
-        """Return the run's settings, with what this node's own configuration says instead."""
+        """Return the run's settings with the overrides of this node's configuration."""
         common = self.settings or _settings(tuple(sorted(context.run_config.items())))
         return _own_settings(common.model_dump_json(), tuple(sorted(context.node_config.items())))
 
@@ -50,16 +50,16 @@ class ClientSource:
         """Return the client's shards.
 
         Raises:
-            PbflError: if it has a name and no data of its own, and whatever the data source raises.
+            PbflError: if it has a name but no data of its own; also whatever the data source raises.
         """
-        own = self.data is configured_data
-        if identity.own_data and own:
+        configured = self.data is configured_data
+        if identity.own_data and configured:
             return own_data(settings.data, identity.files)
         if isinstance(identity.client, str):
-            need = "data-path in --node-config" if own else "a client-id that is a number"
+            need = "data-path in --node-config" if configured else "a client-id that is a number"
             raise PbflError(
                 f"client-id = '{identity.client}': a name is for devices that bring their own data; this one needs "
-                f"{need}{', or a number instead, which takes that share of the common dataset' * own}"
+                f"{need}{', or a number instead, which takes that share of the common dataset' * configured}"
             )
         return self.data(settings, identity.client)
 
@@ -71,15 +71,15 @@ def configured_data(settings: Settings, client: int) -> ClientData:
 
 @dataclass(frozen=True)
 class ClientSession:
-    """A client with everything opened for one message.
+    """A client with everything loaded for one message.
 
     Attributes:
         client: with its network and data on its device.
         method: of the run.
-        settings: of the run, with the node's own.
-        store: its file.
-        stored: what was in it, None if it never took part.
-        seconds: getting the data, opening everything else.
+        settings: of the run, with the node's overrides.
+        store: its state file.
+        stored: the content of that file, None if the client has never trained.
+        seconds: spent on loading the data, and on everything else.
     """
 
     client: Client
@@ -91,7 +91,7 @@ class ClientSession:
 
 
 def store_of(message: Message, context: Context, source: ClientSource) -> ClientStore:
-    """Return the client's own file, of the experiment that the message names."""
+    """Return the client's state file for the experiment named in the message."""
     settings = source.settings_of(context)
     experiment = str(message.content.config_records[wire.CONFIG]["experiment"])
     identity = identify(context, settings, experiment)
@@ -100,7 +100,7 @@ def store_of(message: Message, context: Context, source: ClientSource) -> Client
 
 
 def open_client(message: Message, context: Context, source: ClientSource) -> ClientSession:
-    """Return the client as it was after its last round, or as it begins.
+    """Return the client with its state after its last round, or its initial state.
 
     Raises:
         PbflError: if its settings, data or state cannot be used.
@@ -108,13 +108,13 @@ def open_client(message: Message, context: Context, source: ClientSource) -> Cli
     started = time.perf_counter()
     settings = source.settings_of(context)
     keep_freed_memory()
-    asked = message.content.config_records[wire.CONFIG]
-    experiment, number = str(asked["experiment"]), int(str(asked["round"]))
+    config = message.content.config_records[wire.CONFIG]
+    experiment, number = str(config["experiment"]), int(str(config["round"]))
     identity = identify(context, settings, experiment)
-    asked_for_data = time.perf_counter()
+    loading_started = time.perf_counter()
     data = source.data_of(settings, identity)
-    getting = time.perf_counter() - asked_for_data
-    check_declaration(asked, identity.client, data)
+    loading = time.perf_counter() - loading_started
+    check_declaration(config, identity.client, data)
     task = data.task(settings.models.feature_dim)
     store = store_of(message, context, source)
     training = settings.training.of(store.architecture)
@@ -123,10 +123,10 @@ def open_client(message: Message, context: Context, source: ClientSource) -> Cli
     device = choose_device(settings.training.device)
     model, initial = _network(store.architecture, task, settings.run.seed, str(device), training)
     model.load_state_dict(dict(stored.model) if stored else initial)
-    model.eval()  # whatever mode the last client of this process left behind
+    model.eval()  # the previous client of this process may have left another mode
     name = identity.client if isinstance(identity.client, str) else ""
     client = Client(
-        _number(asked, identity.client),
+        _number(config, identity.client),
         number,
         task,
         model,
@@ -141,24 +141,24 @@ def open_client(message: Message, context: Context, source: ClientSource) -> Cli
         own = build_model(store.architecture, task, seeds.derive(settings.run.seed, "weights", client.key))
         model.load_state_dict(own.state_dict())
     method = build_method(settings)
-    opening = time.perf_counter() - started - getting
-    return ClientSession(client, method, settings, store, stored, (getting, opening))
+    opening = time.perf_counter() - started - loading
+    return ClientSession(client, method, settings, store, stored, (loading, opening))
 
 
-def _number(asked: ConfigRecord, client: int | str) -> int:
-    """Return a client's number; that of a named one is the server's to give."""
+def _number(config: ConfigRecord, client: int | str) -> int:
+    """Return a client's number; for a named one, that in the server's message."""
     if isinstance(client, int):
         return client
-    if "client" not in asked:
+    if "client" not in config:
         raise PbflError(
-            f"client-id = '{client}': Flower's older strategy interface numbers no names; allowed there is a whole "
-            "number from 0"
+            f"client-id = '{client}': Flower's older strategy interface does not support names; allowed there is a "
+            "whole number from 0"
         )
-    return int(str(asked["client"]))
+    return int(str(config["client"]))
 
 
 def architecture_for(settings: Settings, identity: Identity) -> str:
-    """Return the client's architecture; that of a named one is the only one that its settings name."""
+    """Return the client's architecture; for a named client, the settings have only one."""
     return architecture_of(settings.models.models, 0 if isinstance(identity.client, str) else identity.client)
 
 
@@ -172,17 +172,17 @@ def _own_settings(settings: str, node: tuple[tuple[str, Scalar], ...]) -> Settin
     return own_settings(Settings.model_validate_json(settings), dict(node))
 
 
-def make_room() -> None:
-    """Drop what this process keeps for later clients, after a card's memory did not suffice: networks, recordings."""
+def clear_networks() -> None:
+    """Drop the cached networks and recordings of this process, e.g. after a GPU ran out of memory."""
     _network.cache_clear()
     forget_recordings()
 
 
 @lru_cache(maxsize=16)
 def _network(
-    architecture: str, task: Task, seed: int, device: str, how: TrainingSettings
+    architecture: str, task: Task, seed: int, device: str, training: TrainingSettings
 ) -> tuple[SplitModel, dict[str, Tensor]]:
-    """Build an architecture once a process; clients' weights are copied in."""
-    model = arrange(build_model(architecture, task, seed), how.layout, how.precision).to(device)
-    compile_body(model, how.compile)
+    """Return the process's network of an architecture and its initial weights."""
+    model = arrange(build_model(architecture, task, seed), training.layout, training.precision).to(device)
+    compile_body(model, training.compile)
     return model, {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -1,1 +1,1 @@
-"""Checks before a run: this machine and the way to the SuperLink."""
+"""Checks before a run: this machine and its connection to the SuperLink."""

@@ -1,6 +1,6 @@
-"""Whether the SuperLink can be used from here: address, TLS, key, clock and Control API, each as a finding.
+"""Checks of the connection to a SuperLink: address, TLS, key, clock and Control API.
 
-Asking the SuperLink about a key leaves the SuperLink as it is.
+None of them changes the SuperLink's state.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flwr.common.constant import SYSTEM_TIME_TOLERANCE, TIMESTAMP_TOLERANCE
 
 from pbfl_flwr import security
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower.diagnostics.findings import Finding, Status, Wanted
+from pbfl_flwr.flower.diagnostics.findings import CheckTargets, Finding, Status
 from pbfl_flwr.flower.diagnostics.fleet import (
     ANSWER_SECONDS,
     BAD_INTERVAL,
@@ -33,48 +33,51 @@ from pbfl_flwr.flower.diagnostics.fleet import (
 EXPIRES_SOON = timedelta(days=30)
 
 
-def network(wanted: Wanted) -> list[Finding]:
-    """Address, TLS, key and clock, each only if what it builds on is there."""
+def check_connection(targets: CheckTargets) -> list[Finding]:
+    """Check address, TLS, key, clock and Control API; a check is skipped if one that it depends on failed."""
     found: list[Finding] = []
     key: ec.EllipticCurvePrivateKey | None = None
-    if wanted.key is not None:
+    if targets.key is not None:
         try:
-            key = security.read_node_key(wanted.key)
+            key = security.read_node_key(targets.key)
         except PbflError as error:
             found.append(Finding("key", Status.FAILED, str(error), "pbfl keys makes one"))
         else:
-            if security.readable_by_others(wanted.key):
-                advice = f"chmod 600 {wanted.key}"
-                found.append(Finding("key", Status.WARNING, f"{wanted.key} is readable by others", advice))
+            if security.readable_by_others(targets.key):
+                advice = f"chmod 600 {targets.key}"
+                found.append(Finding("key", Status.WARNING, f"{targets.key} is readable by others", advice))
     certificate = None
-    if wanted.superlink is not None:
-        reached = reachable("superlink", wanted.superlink)
-        found.append(reached)
-        if reached.status is Status.OK:
-            usable, certificate, lines = transport(wanted.superlink, wanted.ca, wanted.insecure)
+    if targets.superlink is not None:
+        address = check_address("superlink", targets.superlink)
+        found.append(address)
+        if address.status is Status.OK:
+            usable, certificate, lines = check_tls(targets.superlink, targets.ca, targets.insecure)
             found += lines
             if usable:
-                fleet = Fleet(wanted.superlink, wanted.ca, insecure=wanted.insecure, key=key)
-                found += [about_key(fleet)] if key else []
-                found.append(about_clock(fleet))
+                fleet = Fleet(targets.superlink, targets.ca, insecure=targets.insecure, key=key)
+                found += [check_key(fleet)] if key else []
+                found.append(check_clock(fleet))
     if certificate is not None:
-        found.append(clock_by_certificate(certificate))
-    if wanted.control is not None:
-        found += control(wanted.control, wanted.ca, wanted.insecure)
+        found.append(check_date(certificate))
+    if targets.control is not None:
+        found += check_control_api(targets.control, targets.ca, targets.insecure)
     return found
 
 
-def reachable(what: str, address: str) -> Finding:
-    """Whether a name is found and a port answers."""
+def check_address(what: str, address: str) -> Finding:
+    """Check that the host name resolves and the port accepts connections."""
     try:
         host, port = security.split_address(address)
         ip = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
     except PbflError as error:
         return Finding(what, Status.FAILED, str(error))
-    except (socket.gaierror, UnicodeError) as error:  # the latter for a label that is empty or too long
+    except (
+        socket.gaierror,
+        UnicodeError,
+    ) as error:  # UnicodeError if a part of the name is empty or too long
         advice = "check the spelling, DNS, or /etc/hosts"
-        said = error.strerror if isinstance(error, socket.gaierror) else "no name can be like this"
-        return Finding(what, Status.FAILED, f"the name '{host}' is not found ({said})", advice)
+        reason = error.strerror if isinstance(error, socket.gaierror) else "not a valid host name"
+        return Finding(what, Status.FAILED, f"the name '{host}' is not found ({reason})", advice)
     try:
         socket.create_connection((host, port), ANSWER_SECONDS).close()
     except ConnectionRefusedError:
@@ -86,89 +89,93 @@ def reachable(what: str, address: str) -> Finding:
     return Finding(what, Status.OK, f"{address} ({ip}) answers")
 
 
-def transport(
+def check_tls(
     address: str, ca: Path | None, insecure: bool
 ) -> tuple[bool, x509.Certificate | None, list[Finding]]:
-    """Return (whether one can go on, the server's certificate, findings) of TLS, or of doing without."""
+    """Check TLS, or its absence if ``insecure``; return (whether the SuperLink is usable, certificate, findings)."""
     try:
-        hands = security.shake_hands(address, ca, ANSWER_SECONDS)
+        handshake = security.shake_hands(address, ca, ANSWER_SECONDS)
     except PbflError as error:
         return False, None, [Finding("tls", Status.FAILED, str(error))]
     if insecure:
-        if hands.certificate is not None:
+        if handshake.certificate is not None:
             advice = "leave out --insecure and give --ca"
             return (
                 False,
                 None,
-                [Finding("tls", Status.FAILED, "--insecure, but the server speaks TLS", advice)],
+                [Finding("tls", Status.FAILED, "--insecure, but the server uses TLS", advice)],
             )
-        said = "not used: everybody on the way can read and change what is sent"
-        return True, None, [Finding("tls", Status.WARNING, said, "for trying only; see pbfl certs")]
-    if hands.refusal is not None or hands.certificate is None:
-        advice = "" if hands.certificate is None else "on the server: pbfl certs; on the device: its ca.pem"
+        result = "not used: anyone on the network path can read and change what is sent"
+        return True, None, [Finding("tls", Status.WARNING, result, "for tests only; see pbfl certs")]
+    if handshake.refusal is not None or handshake.certificate is None:
+        advice = (
+            "" if handshake.certificate is None else "on the server: pbfl certs; on the device: its ca.pem"
+        )
         return (
             False,
-            hands.certificate,
-            [Finding("tls", Status.FAILED, hands.refusal or "no certificate", advice)],
+            handshake.certificate,
+            [Finding("tls", Status.FAILED, handshake.refusal or "no certificate", advice)],
         )
-    end, of_all = security.end_of_trust(hands.certificate, ca)
-    said = f"verified, for {', '.join(security.alternatives(hands.certificate))}, until {end:%Y-%m-%d}"
-    if of_all:
-        said += ", when the CA ends"
+    end, ca_ends_first = security.end_of_trust(handshake.certificate, ca)
+    result = f"verified, for {', '.join(security.alternatives(handshake.certificate))}, until {end:%Y-%m-%d}"
+    if ca_ends_first:
+        result += ", when the CA expires"
     if end - datetime.now(UTC) < EXPIRES_SOON:
         advice = (
-            "--force on the server, and its ca.pem on every device" if of_all else "--renew on the server"
+            "--force on the server, and its ca.pem on every device"
+            if ca_ends_first
+            else "--renew on the server"
         )
-        return True, hands.certificate, [Finding("tls", Status.WARNING, said, f"pbfl certs {advice}")]
-    return True, hands.certificate, [Finding("tls", Status.OK, said)]
+        return True, handshake.certificate, [Finding("tls", Status.WARNING, result, f"pbfl certs {advice}")]
+    return True, handshake.certificate, [Finding("tls", Status.OK, result)]
 
 
-def about_key(fleet: Fleet) -> Finding:
-    """Whether the SuperLink knows the key."""
-    answer = fleet.ask()
+def check_key(fleet: Fleet) -> Finding:
+    """Check that the key is registered with the SuperLink."""
+    answer = fleet.probe()
     if answer == BAD_INTERVAL:
         return Finding("key", Status.OK, "registered (asked the Fleet API with this key's signature)")
     if answer == UNKNOWN_KEY:
         advice = (
-            "on the server: flwr supernode register KEY.pub; a SuperLink without --database forgets keys when it "
-            "is started again"
+            "on the server: flwr supernode register KEY.pub; a SuperLink without --database loses keys when it is "
+            "restarted"
         )
-        return Finding("key", Status.FAILED, "the SuperLink does not know it: it is not registered", advice)
+        return Finding("key", Status.FAILED, "it is not registered with the SuperLink", advice)
     if answer == CLOCK:
         return Finding(
-            "key", Status.WARNING, "not known whether it is registered: the clock is refused first"
+            "key", Status.WARNING, "unknown whether it is registered: the SuperLink refused the clock first"
         )
-    return Finding("key", Status.FAILED, f"the Fleet API says: {answer}")
+    return Finding("key", Status.FAILED, f"the Fleet API answers: {answer}")
 
 
-def about_clock(fleet: Fleet) -> Finding:
-    """How far this clock is from the SuperLink's, by the timestamps that it takes."""
+def check_clock(fleet: Fleet) -> Finding:
+    """Measure the offset of this clock from the SuperLink's, from the timestamps that it accepts."""
     advice = "set the clock: timedatectl set-ntp true"
-    answer = fleet.ask()
+    answer = fleet.probe()
     if answer == CLOCK:
-        said = (
+        result = (
             f"refused: more than {SYSTEM_TIME_TOLERANCE} s ahead of the SuperLink's clock, or more than "
             f"{TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE} s behind"
         )
-        return Finding("clock", Status.FAILED, said, advice)
+        return Finding("clock", Status.FAILED, result, advice)
     if answer == OTHER_VERSION:
-        said = "the SuperLink's Flower is of another version than this one"
-        return Finding("flwr", Status.FAILED, said, "install the SuperLink's minor version here")
+        result = "the SuperLink's Flower is of another version than this one"
+        return Finding("flwr", Status.FAILED, result, "install the SuperLink's minor version here")
     if answer not in (BAD_INTERVAL, UNKNOWN_KEY):
-        return Finding("clock", Status.FAILED, f"the Fleet API says: {answer}")
-    ahead = SYSTEM_TIME_TOLERANCE - latest_accepted(lambda shift: fleet.ask(shift) != CLOCK)
+        return Finding("clock", Status.FAILED, f"the Fleet API answers: {answer}")
+    ahead = SYSTEM_TIME_TOLERANCE - latest_accepted(lambda shift: fleet.probe(shift) != CLOCK)
     side = "ahead of" if ahead > 0 else "behind"
-    said = f"{abs(ahead):.1f} s {side} the SuperLink's (by the timestamps that its Fleet API takes)"
+    result = f"{abs(ahead):.1f} s {side} the SuperLink's (by the timestamps that its Fleet API accepts)"
     if abs(ahead) > SYSTEM_TIME_TOLERANCE / 2:
-        return Finding("clock", Status.WARNING, said, advice)
-    return Finding("clock", Status.OK, said)
+        return Finding("clock", Status.WARNING, result, advice)
+    return Finding("clock", Status.OK, result)
 
 
 def latest_accepted(accepts: Callable[[float], bool], precision: float = 0.1) -> float:
-    """Return the largest shift (seconds) of a timestamp that is accepted, given that 0 is.
+    """Return the largest accepted shift of a timestamp in seconds, given that 0 is accepted.
 
     Args:
-        accepts: whether a timestamp shifted by so much is accepted; true up to a bound and false beyond.
+        accepts: whether a timestamp shifted by so many seconds is accepted; true up to a bound and false beyond.
         precision: seconds.
     """
     low, high = 0.0, float(TIMESTAMP_TOLERANCE + 4 * SYSTEM_TIME_TOLERANCE)
@@ -178,45 +185,45 @@ def latest_accepted(accepts: Callable[[float], bool], precision: float = 0.1) ->
     return (low + high) / 2
 
 
-def clock_by_certificate(certificate: x509.Certificate) -> Finding:
-    """Whether this clock is at least past the making of the server's certificate: a bound that needs no SuperLink."""
-    made, now = certificate.not_valid_before_utc, datetime.now(UTC)
-    said = f"this clock says {now:%Y-%m-%d %H:%M} UTC, the server's certificate is valid from {made:%Y-%m-%d %H:%M}"
-    if now < made:
-        return Finding("date", Status.FAILED, said, "set the clock: timedatectl set-ntp true")
-    return Finding("date", Status.OK, said)
+def check_date(certificate: x509.Certificate) -> Finding:
+    """Check that this clock is past the start of the server certificate's validity; needs no reply of the SuperLink."""
+    start, now = certificate.not_valid_before_utc, datetime.now(UTC)
+    result = f"this clock says {now:%Y-%m-%d %H:%M} UTC, the server's certificate is valid from {start:%Y-%m-%d %H:%M}"
+    if now < start:
+        return Finding("date", Status.FAILED, result, "set the clock: timedatectl set-ntp true")
+    return Finding("date", Status.OK, result)
 
 
-def control(address: str, ca: Path | None, insecure: bool) -> list[Finding]:
-    """Whether the Control API can be reached from here, and whether it should be; its Date gives the clock's offset."""
+def check_control_api(address: str, ca: Path | None, insecure: bool) -> list[Finding]:
+    """Check whether the Control API is reachable and on the loopback interface; its Date gives the clock's offset."""
     what = "control-api"
-    reached = reachable(what, address)
-    if reached.status is not Status.OK:
-        return [reached]
+    reachable = check_address(what, address)
+    if reachable.status is not Status.OK:
+        return [reachable]
     host, port = security.split_address(address)
     try:
-        answer = _head(host, port, ca, insecure)
+        date = _response_date(host, port, ca, insecure)
     except (OSError, http.client.HTTPException) as error:
-        advice = "is it the SuperLink's --port, and is --insecure (not) meant?"
-        return [Finding(what, Status.FAILED, f"{address} is no Control API ({error})", advice)]
+        advice = "is it the SuperLink's --port, and is --insecure set only for a server without TLS?"
+        return [Finding(what, Status.FAILED, f"{address} is not a Control API ({error})", advice)]
     found = []
-    address_of = ipaddress.ip_address(socket.getaddrinfo(host, port)[0][4][0])
-    if address_of.is_loopback:
+    ip = ipaddress.ip_address(socket.getaddrinfo(host, port)[0][4][0])
+    if ip.is_loopback:
         found.append(Finding(what, Status.OK, f"{address} answers"))
     else:
-        said = f"{address} answers to this machine: whoever reaches it can run code on server and devices"
-        found.append(Finding(what, Status.WARNING, said, "on the server: --host 127.0.0.1, or a firewall"))
-    if answer is not None:
-        offset = (datetime.now(UTC) - answer).total_seconds()
+        result = f"{address} is reachable from this machine: anyone who reaches it can run code on server and devices"
+        found.append(Finding(what, Status.WARNING, result, "on the server: --host 127.0.0.1, or a firewall"))
+    if date is not None:
+        offset = (datetime.now(UTC) - date).total_seconds()
         status = Status.OK if abs(offset) <= SYSTEM_TIME_TOLERANCE else Status.WARNING
         direction = "ahead of" if offset > 0 else "behind"
-        said = f"{abs(offset):.0f} s {direction} the Control API's (by its HTTP Date, to the second)"
-        found.append(Finding("clock", status, said))
+        result = f"{abs(offset):.0f} s {direction} the Control API's (by its HTTP Date, to the second)"
+        found.append(Finding("clock", status, result))
     return found
 
 
-def _head(host: str, port: int, ca: Path | None, insecure: bool) -> datetime | None:
-    """Return the Date of the Control API's answer."""
+def _response_date(host: str, port: int, ca: Path | None, insecure: bool) -> datetime | None:
+    """Return the Date header of the Control API's health endpoint."""
     connection = (
         http.client.HTTPConnection(host, port, timeout=ANSWER_SECONDS)
         if insecure

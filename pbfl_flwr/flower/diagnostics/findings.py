@@ -1,4 +1,4 @@
-"""What the doctor looks at, and what it says of a thing."""
+"""The targets and findings of the checks of ``pbfl doctor``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 class Status(StrEnum):
-    """How a thing is."""
+    """Outcome of a check."""
 
     OK = "ok"
     WARNING = "warning"
@@ -17,13 +17,13 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the answer.
+    """The result of a check, one line of output.
 
     Attributes:
-        what: was looked at.
-        status: how it is.
-        said: what was found.
-        advice: what to do, empty if nothing.
+        what: subject of the check.
+        status: its outcome.
+        said: what was found; the fields are the keys of ``pbfl doctor --json``.
+        advice: what to do; empty if nothing.
     """
 
     what: str
@@ -33,16 +33,16 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What to look at; None leaves a thing out.
+class CheckTargets:
+    """What to check; None skips a check.
 
     Attributes:
         superlink: HOST:PORT of the Fleet API.
         ca: certificate of the authority that signed the SuperLink's.
         key: the device's private key.
         control: HOST:PORT of the Control API.
-        state_dir: where the device keeps its state.
-        device: what training should run on, as the run-config key.
+        state_dir: the device's state directory.
+        device: on which to train, as in the run-config key.
         insecure: expect a SuperLink without TLS.
     """
 

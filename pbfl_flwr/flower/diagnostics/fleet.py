@@ -1,7 +1,8 @@
-"""The SuperLink's Fleet API, asked in a way that changes nothing; over gRPC, or over HTTP as from Flower 1.40 on.
+"""A probe of the SuperLink's Fleet API without side effects; over gRPC, or over HTTP for Flower 1.40 and later.
 
-A SuperNode joins with ActivateNode. Flower looks at the signature's time first, then at the key, then at the heartbeat
-interval. An interval of zero is refused, so the answer tells how far the request came, and no node joins.
+A SuperNode joins with ActivateNode. Flower checks the timestamp of the signature first, then the key, then the
+heartbeat interval. The probe has an interval of zero, which is refused, so the error tells which checks passed and no
+node joins.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ class Fleet:
 
     Args:
         address: HOST:PORT.
-        ca: PEM file of the authority; None means the system's.
-        insecure: without TLS.
-        key: the device's; a throwaway one is used if it is None.
+        ca: PEM file of the certificate authority; None means the system's.
+        insecure: connect without TLS.
+        key: the device's; None makes a temporary one.
     """
 
     def __init__(
@@ -47,18 +48,18 @@ class Fleet:
         self._key = key or ec.generate_private_key(ec.SECP384R1())
         self._public = public_key_to_bytes(self._key.public_key())
 
-    def ask(self, shift: float = 0.0) -> int | str:
-        """Ask to join, signed ``shift`` seconds in the future.
+    def probe(self, shift: float = 0.0) -> int | str:
+        """Send an ActivateNode request whose timestamp is ``shift`` seconds in the future.
 
         Returns:
-            Flower's error code, CLOCK if the time was refused, or Flower's words.
+            Flower's error code, CLOCK if the timestamp was refused, or Flower's error message.
         """
         stamp = (datetime.now(UTC) + timedelta(seconds=shift)).isoformat()
         signature = sign_message(self._key, stamp.encode("ascii"))
         request = ActivateNodeRequest(public_key=self._public, heartbeat_interval=0.0)
-        said = (self._over_http if has_one_port() else self._over_grpc)(request, stamp, signature)
-        known = FlowerError.from_json(said)
-        return said if known is None else known.code
+        message = (self._over_http if has_one_port() else self._over_grpc)(request, stamp, signature)
+        error = FlowerError.from_json(message)
+        return message if error is None else error.code
 
     def _over_grpc(self, request: ActivateNodeRequest, stamp: str, signature: bytes) -> str:
         metadata = (
@@ -75,7 +76,7 @@ class Fleet:
             return CLOCK if error.details() == "Invalid timestamp" else str(error.details())
         finally:
             channel.close()
-        return "a node without heartbeat was let in"
+        return "a node without heartbeat was admitted"
 
     def _over_http(self, request: ActivateNodeRequest, stamp: str, signature: bytes) -> str:
         host, port = split_address(self._address)
@@ -95,7 +96,7 @@ class Fleet:
         try:
             connection.request("POST", "/v1/fleet/activate-node", request.SerializeToString(), headers)
             answer = connection.getresponse()
-            # The signature is right: of what Flower looks at before the key, only the time can be wrong.
+            # The signature is valid, so of the checks before the key only the timestamp can fail.
             return CLOCK if answer.status == 401 else answer.read().decode("utf-8", "replace")
         except (OSError, http.client.HTTPException) as error:
             return str(error)

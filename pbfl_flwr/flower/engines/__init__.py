@@ -1,1 +1,1 @@
-"""How a run is started: on Flower's simulation engine, in processes of this machine, or on SuperNodes."""
+"""Engines that start a run: Flower's simulation engine, local worker processes, or SuperLink and SuperNodes."""

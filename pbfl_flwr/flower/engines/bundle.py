@@ -1,4 +1,4 @@
-"""The part of a Flower app's directory that its bundle is made of."""
+"""The files of a Flower app that go into its bundle."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from pathlib import Path
 
 from pbfl_flwr.errors import PbflError
 
-BESIDE = ("pyproject.toml", ".gitignore")  # what says which files go into the bundle
-PARTS = ("client_app", "server_app", "LICENSE")
-FILES = re.compile(r"^fab-include = \[[^]]*\]\n(fab-exclude = .*\n)?", re.MULTILINE)
-
-PACKED = Path("pbfl_flwr/app")  # where a wheel has the files of a checkout's top level; see pyproject.toml
+ALWAYS = ("pyproject.toml", ".gitignore")  # these determine which files go into the bundle
+PARTS = ("client_app", "server_app", "LICENSE")  # of the slim app, besides pyproject.toml
+FAB_INCLUDE = re.compile(r"^fab-include = \[[^]]*\]\n(fab-exclude = .*\n)?", re.MULTILINE)
+PACKED = Path("pbfl_flwr/app")  # holds in a wheel the top-level files of a checkout; see pyproject.toml
 
 
 def top_level(app: Path, name: str) -> Path:
@@ -23,20 +22,20 @@ def top_level(app: Path, name: str) -> Path:
 
 
 def slim(app: Path, into: Path) -> None:
-    """Write an app that brings no code but the two entry points, for devices on which pbfl-flwr is installed.
+    """Write an app with only the two entry points as code, for devices on which pbfl-flwr is installed.
 
     Args:
         app: directory of the Flower app.
-        into: where it goes; must not be there yet.
+        into: directory to write; must not exist.
 
     Raises:
-        PbflError: if there is something already, or the app's pyproject.toml does not say what goes into the bundle.
+        PbflError: if the directory exists, or the app's pyproject.toml has no fab-include.
     """
     if into.exists():
-        raise PbflError(f"'{into}' is there already; choose another directory")
+        raise PbflError(f"'{into}' exists already; choose another directory")
     project = top_level(app, "pyproject.toml").read_text(encoding="utf-8")
     patterns = ", ".join(f'"{part}/**/*.py"' if (app / part).is_dir() else f'"{part}"' for part in PARTS)
-    project, found = FILES.subn(f"fab-include = [{patterns}]\n", project)
+    project, found = FAB_INCLUDE.subn(f"fab-include = [{patterns}]\n", project)
     if found != 1:
         raise PbflError(f"'{app / 'pyproject.toml'}' has no fab-include")
     into.mkdir(parents=True)
@@ -49,18 +48,18 @@ def slim(app: Path, into: Path) -> None:
             shutil.copyfile(source, into / part)
 
 
-def gathered(app: Path, into: Path) -> Path:
-    """Copy the top-level entries that the app's fab-include names, and return the directory to hand to Flower.
+def copy_included(app: Path, into: Path) -> Path:
+    """Copy the top-level entries named in the app's fab-include, and return the directory to pass to ``flwr run``.
 
-    ``flwr run`` looks at every file below the app's directory before it asks which ones are wanted: a virtual
-    environment there, with its 60,000 files, costs seven seconds of every run. The bundle is the same.
+    ``flwr run`` lists every file below the app's directory before it filters them: a virtual environment there, with
+    its 60,000 files, takes seven seconds at every run. The resulting bundle is the same.
 
     Args:
         app: directory of the Flower app.
-        into: where the copy goes; must not be there yet.
+        into: directory to write; must not exist.
 
     Returns:
-        ``into``, or ``app`` itself where fab-include is missing or names anything by a wildcard at the top level.
+        ``into``, or ``app`` itself if fab-include is missing or has a wildcard at the top level.
     """
     project = tomllib.loads(top_level(app, "pyproject.toml").read_text(encoding="utf-8"))
     patterns = project.get("tool", {}).get("flwr", {}).get("app", {}).get("fab-include", [])
@@ -68,8 +67,8 @@ def gathered(app: Path, into: Path) -> Path:
     if not names or any(character in name for name in names for character in "*?[!"):
         return app
     into.mkdir()
-    for entry in (top_level(app, name) for name in sorted(names.union(BESIDE))):
-        if entry.is_symlink():  # Flower leaves them out
+    for entry in (top_level(app, name) for name in sorted(names.union(ALWAYS))):
+        if entry.is_symlink():  # Flower excludes them
             continue
         if entry.is_dir():
             shutil.copytree(

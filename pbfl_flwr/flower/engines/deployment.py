@@ -1,8 +1,8 @@
-"""A secured federation on this machine: SuperLink and SuperNodes as processes that speak over the loopback interface.
+"""A secured federation on this machine: SuperLink and SuperNodes as processes connected over the loopback interface.
 
-The same commands as on real devices (docs/deploy.md), with certificates and keys that live as long as the federation.
-What a SuperLink and a SuperNode are started with stands in two functions; what a SuperNode says when it is refused is
-put into one line by :func:`why_ended`.
+It runs the same commands as real devices (docs/deploy.md), with temporary certificates and keys.
+:func:`superlink_options` and :func:`supernode_options` give their options; :func:`why_ended` explains in one line why a
+SuperNode was refused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pbfl_flwr import security
 from pbfl_flwr.config import Scalar, Settings
 from pbfl_flwr.data import names_file
 from pbfl_flwr.errors import PbflError, expanded, in_utf8
-from pbfl_flwr.flower.client.device import named, own_settings
+from pbfl_flwr.flower.client.device import client_id_of, own_settings
 from pbfl_flwr.flower.engines.flwr_engine import Link, toml
 from pbfl_flwr.flower.engines.processes import free_port
 from pbfl_flwr.flower.flower_version import has_one_port
@@ -29,8 +29,8 @@ from pbfl_flwr.flower.storage.atomic_files import NODE
 KEY_VALUE = re.compile(r"""\s*([^\s=]+)=('[^']*'|"[^"]*"|\S+)(?=\s|$)""")
 PATHS = ("data-path", "state-dir", "vocabulary", "labels")  # labels: names themselves, or a file of them
 
-# What stands in a SuperNode's output -> why it was refused. The first that fits. A SuperNode that meets a wrong host
-# name, or a server without TLS, does not end: it tries again for ever and says no more; `pbfl doctor` says why.
+# Pattern in a SuperNode's output -> why it was refused; the first match counts. With a wrong host name, or a server
+# without TLS, a SuperNode does not end but retries silently forever; `pbfl doctor` finds these causes.
 REASONS = (
     (
         r"\[code: 2004\]",
@@ -39,7 +39,7 @@ REASONS = (
     ),
     (
         r"\[code: 2001\]",
-        "the SuperLink wants authenticated SuperNodes and it has no key: --auth-supernode-private-key",
+        "the SuperLink requires authenticated SuperNodes and it has no key: --auth-supernode-private-key",
     ),
     (
         r"CERTIFICATE_VERIFY_FAILED(\] certificate verify failed)?: (self.signed|unable to get local issuer)",
@@ -47,13 +47,13 @@ REASONS = (
     ),
     (r"CERTIFICATE_VERIFY_FAILED.*: certificate has expired", "the SuperLink's certificate has expired"),
     (r"\[code: 1001\]", "its Flower and the SuperLink's are of different versions"),
-    (r"Unable to parse the private key file", "its key file is no private key that Flower takes"),
+    (r"Unable to parse the private key file", "its key file is not a private key that Flower accepts"),
 )
 
 
 @dataclass(frozen=True)
 class Files:
-    """What a secured SuperLink is started with.
+    """The certificates of a secured SuperLink.
 
     Attributes:
         directory: written by :func:`pbfl_flwr.security.make_certificates`.
@@ -63,11 +63,11 @@ class Files:
 
     @property
     def ca(self) -> Path:
-        """The authority's certificate, which devices get too."""
+        """The authority's certificate, which devices also need."""
         return self.directory / security.CA_CERTIFICATE
 
     def options(self) -> list[str]:
-        """Return the options of flower-superlink: TLS on all its ports, SuperNodes by key only."""
+        """Return the options of flower-superlink for TLS on all ports and authentication of SuperNodes by key."""
         return [
             "--ssl-ca-certfile",
             str(self.ca),
@@ -80,10 +80,10 @@ class Files:
 
 
 def superlink_options(fleet_address: str, files: Files | None) -> list[str]:
-    """Return flower-superlink's options but for its Control API (--host, --port).
+    """Return flower-superlink's options except those of its Control API (--host, --port).
 
     Args:
-        fleet_address: HOST:PORT where SuperNodes connect; not used by a Flower with one port for everything.
+        fleet_address: HOST:PORT where SuperNodes connect; not used by Flower versions with a single port.
         files: certificates; None starts it insecure.
     """
     own_port = [] if has_one_port() else ["--fleet-api-address", fleet_address]
@@ -97,16 +97,16 @@ def supernode_options(
 
     Args:
         superlink: HOST:PORT of the Fleet API.
-        port: its own, on the loopback interface; another one for every SuperNode of a machine.
+        port: its own, on the loopback interface; must differ between SuperNodes of a machine.
         node_config: a TOML file.
-        ca: the authority that signed the SuperLink's certificate; None connects insecurely.
-        key: the SuperNode's private key; None where the SuperLink wants none.
+        ca: certificate of the authority that signed the SuperLink's certificate; None connects without TLS.
+        key: the SuperNode's private key; None if the SuperLink does not require one.
     """
     trust = ["--root-certificates", str(ca)] if ca else ["--insecure"]
-    own = ["--auth-supernode-private-key", str(key)] if key else []
+    authentication = ["--auth-supernode-private-key", str(key)] if key else []
     return [
         *trust,
-        *own,
+        *authentication,
         "--superlink",
         superlink,
         "--port",
@@ -117,10 +117,10 @@ def supernode_options(
 
 
 def node_config(text: str) -> dict[str, Scalar]:
-    """Read ``key=value key='text'``, as ``flower-supernode --node-config`` does, but nothing is passed over.
+    """Parse ``key=value key='text'`` like ``flower-supernode --node-config``, but refuse what Flower would ignore.
 
     Raises:
-        PbflError: naming what cannot be read.
+        PbflError: naming the invalid part.
     """
     found: dict[str, Scalar] = {}
     place = 0
@@ -132,30 +132,30 @@ def node_config(text: str) -> dict[str, Scalar]:
             )
         key, value = matched.groups()
         try:
-            read: Any = tomllib.loads(f"value = {value}")["value"]
+            parsed: Any = tomllib.loads(f"value = {value}")["value"]
         except tomllib.TOMLDecodeError:
             raise PbflError(
                 f"node configuration {key}={value}: allowed is a number, true, false or text in quotes, {key}='{value}'"
             ) from None
-        if not isinstance(read, bool | int | float | str):
+        if not isinstance(parsed, bool | int | float | str):
             raise PbflError(f"node configuration {key}={value}: allowed is one number, true, false or text")
         if key in found:
-            raise PbflError(f"node configuration {key}={value}: {key} stands there already; allowed is once")
-        found[key] = read
+            raise PbflError(f"node configuration {key}={value}: {key} is given twice; allowed is once")
+        found[key] = parsed
         place = matched.end()
     return found
 
 
 def complete(nodes: Sequence[Mapping[str, Scalar]], count: int, directory: Path) -> list[dict[str, Scalar]]:
-    """Return the configuration of every SuperNode: a client id and a state directory of its own, absolute paths.
+    """Return the complete configuration of every SuperNode: with client id, state directory and absolute paths.
 
     Args:
-        nodes: what was given, for the first ones; the rest brings nothing.
-        count: SuperNodes in all.
-        directory: below which state directories lie that were not given.
+        nodes: configurations given for the first SuperNodes; the others get the defaults.
+        count: total number of SuperNodes.
+        directory: parent of the default state directories.
 
     Raises:
-        PbflError: if more were given than there are.
+        PbflError: if more configurations were given than there are SuperNodes.
     """
     if len(nodes) > count:
         raise PbflError(
@@ -177,7 +177,7 @@ def check(settings: Settings, nodes: Sequence[Mapping[str, Scalar]]) -> list[Set
     """Return every SuperNode's own settings.
 
     Raises:
-        PbflError: naming the node whose configuration is not allowed, or two that claim one client id.
+        PbflError: naming a node whose configuration is not allowed, or two with the same client id.
     """
     found = []
     owners: dict[Scalar, int] = {}
@@ -186,7 +186,7 @@ def check(settings: Settings, nodes: Sequence[Mapping[str, Scalar]]) -> list[Set
         if other != index:
             raise PbflError(f"--node {other} and --node {index}: both are client-id {node['client-id']}")
         try:
-            named(node)
+            client_id_of(node)
             for key, value in node.items():
                 in_utf8(key, str(value))
             found.append(own_settings(settings, node))
@@ -196,7 +196,7 @@ def check(settings: Settings, nodes: Sequence[Mapping[str, Scalar]]) -> list[Set
 
 
 def why_ended(output: str) -> str | None:
-    """Return in one line why a SuperNode was refused, from what it wrote; None if it wrote nothing of the kind."""
+    """Return in one line why a SuperNode was refused, from its output; None if the output has no known reason."""
     for pattern, reason in REASONS:
         if re.search(pattern, output):
             return reason
@@ -209,8 +209,8 @@ class Deployment(Link):
     Args:
         run_dir: absolute; Flower's logs are written there (flower.log, supernode-0.log, ...).
         nodes: each SuperNode's configuration, see :func:`complete`.
-        secure: TLS on all ports and SuperNodes by registered key only.
-        tell: gets a line when a SuperNode ends by itself.
+        secure: use TLS on all ports, and admit only SuperNodes with registered keys.
+        tell: called with a line when a SuperNode ends by itself.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class Deployment(Link):
         return Files(self._scratch / "security") if self._secure else None
 
     def submit(self, app: Path, config: Mapping[str, Scalar]) -> str:
-        """Hand the app over and return Flower's id of the run.
+        """Submit the app and return Flower's run id.
 
         Args:
             app: directory of the Flower app.
@@ -246,21 +246,21 @@ class Deployment(Link):
         return self._run(app, config)
 
     def ended(self) -> bool:
-        """Whether the run seems to be over, or a SuperNode has ended; :meth:`outcome` says for certain."""
+        """Whether the run seems to have ended, or a SuperNode has; :meth:`outcome` gives the status."""
         return super().ended() or any(process.poll() is not None for process in self._supernodes.values())
 
     def outcome(self, run_id: str) -> tuple[str, str]:
-        """Return (status, details), having told which SuperNodes have ended.
+        """Return Flower's (status, details) of the run; calls ``tell`` for SuperNodes that have ended.
 
         Raises:
-            PbflError: if a SuperNode ended before the run began, or all have, or the SuperLink did.
+            PbflError: if a SuperNode ended before the run began, or if all SuperNodes or the SuperLink have ended.
         """
         status = super().outcome(run_id)
         for index, process in list(self._supernodes.items()):
             if process.poll() is not None:
                 del self._supernodes[index]
-                said = self.log_of(index).read_text(encoding="utf-8", errors="replace")
-                reason = why_ended(said) or f"exit code {process.returncode}, see {self.log_of(index)}"
+                output = self.log_of(index).read_text(encoding="utf-8", errors="replace")
+                reason = why_ended(output) or f"exit code {process.returncode}, see {self.log_of(index)}"
                 line = f"SuperNode {index} ended: {reason}"
                 if not (self.run_dir / "run.json").exists() or not self._supernodes:
                     raise PbflError(line)
@@ -268,11 +268,11 @@ class Deployment(Link):
         return status
 
     def log_of(self, index: int) -> Path:
-        """Return where a SuperNode's output goes."""
+        """Return the file with a SuperNode's output."""
         return self.run_dir / f"supernode-{index}.log"
 
     def register(self, public_key: Path) -> None:
-        """Let SuperNodes with this key in.
+        """Register the public key of a SuperNode.
 
         Raises:
             PbflError: if Flower refuses the key.
@@ -285,7 +285,7 @@ class Deployment(Link):
         """Start one SuperNode.
 
         Args:
-            index: its number, for its log and its FLWR_HOME.
+            index: its number, used in the names of its log and FLWR_HOME.
             node: its configuration.
             key: see :func:`supernode_options`.
             ca: likewise.
@@ -300,7 +300,7 @@ class Deployment(Link):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for process in self._supernodes.values():  # they take seconds to sign off: all at once
+        for process in self._supernodes.values():  # in parallel, since each takes seconds to disconnect
             process.terminate()
         super().__exit__(kind, error, trace)
 

@@ -1,10 +1,10 @@
-"""One run on a SuperLink of one's own: ``flwr run``, its outcome, and nothing left behind.
+"""One run on a private SuperLink: ``flwr run``, its outcome, and complete cleanup.
 
-``flwr run`` on its own starts a detached SuperLink that stays for ever, keeps the environment and the working
-directory of whoever came first, and exits with 0 whatever became of the run. So SuperLink and SuperExec are started
-here: own FLWR_HOME, own port, an empty working directory (Ray puts it first on the workers' path), own Ray directory.
-Each of the two leads a process group; the SuperExec's holds the ServerApp, or the simulation and all of Ray. Both are
-ended with the link. :class:`Engine` is the simulation engine; SuperNodes are in
+By itself, ``flwr run`` starts a detached SuperLink that never ends and keeps the environment and working directory of
+its first user, and it exits with 0 even if the run fails. So SuperLink and SuperExec are started here, with their own
+FLWR_HOME, port, empty working directory (Ray puts it first on the workers' import path) and Ray directory. Each leads a
+process group; the SuperExec's contains the ServerApp, or the simulation and all of Ray. Both are ended when the
+:class:`Link` is closed. :class:`Engine` is the simulation engine; SuperNodes are in
 :mod:`pbfl_flwr.flower.engines.deployment`.
 """
 
@@ -26,7 +26,7 @@ from typing import Any, Self
 
 from pbfl_flwr.config import Scalar
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower.engines.bundle import gathered
+from pbfl_flwr.flower.engines.bundle import copy_included
 from pbfl_flwr.flower.engines.placement import Machine, Resources, places
 from pbfl_flwr.flower.engines.processes import Processes, executable, free_port, healthy, signals_ignored
 from pbfl_flwr.flower.storage.run_locks import claim, lock_of
@@ -40,25 +40,25 @@ ATTEMPTS = 3  # another process may take the free port before the SuperLink does
 
 
 def toml(config: Mapping[str, Scalar]) -> str:
-    """Return flat keys as TOML; JSON's strings, numbers and booleans are TOML's as well, but for one character."""
+    """Return flat keys as TOML; JSON's strings, numbers and booleans are valid TOML, except for the character 0x7F."""
     lines = (f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in config.items())
     return "".join(lines).replace("\x7f", "\\u007f")
 
 
 def connection(name: str, address: str, ca: Path | None) -> str:
-    """Return the config.toml with which ``flwr`` finds a SuperLink's Control API; ``ca`` None means without TLS."""
+    """Return the config.toml that tells ``flwr`` a SuperLink's Control API; ``ca`` None means without TLS."""
     trust = f"root-certificates = {json.dumps(str(ca))}" if ca else "insecure = true"
     return f'[superlink]\ndefault = "{name}"\n\n[superlink.{name}]\naddress = "{address}"\n{trust}\n'
 
 
 class Link(ABC):
-    """A SuperLink of one's own with its SuperExec, as a context manager.
+    """A private SuperLink with its SuperExec, as a context manager.
 
     Args:
-        run_dir: absolute; Flower's log is written there, all else into a directory that goes with the link.
+        run_dir: absolute; Flower's log is written there, other files to a temporary directory.
 
     Raises:
-        PbflError: on entering, if Flower is not installed here or its SuperLink does not start.
+        PbflError: on entering, if Flower is not installed or its SuperLink does not start.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -73,7 +73,7 @@ class Link(ABC):
 
     def __enter__(self) -> Self:
         claim(self._lock, self.run_dir)
-        # Not in the run directory: Ray's sockets lie below it and their paths may have about 100 characters.
+        # Not in the run directory: it contains Ray's sockets, whose paths are limited to about 100 characters.
         self._scratch = Path(tempfile.mkdtemp(prefix="pbfl-", dir="/tmp" if os.name == "posix" else None))
         self._processes = Processes(self._scratch)
         with contextlib.ExitStack() as undo:
@@ -86,7 +86,7 @@ class Link(ABC):
                     f"Flower's SuperLink did not start; the last lines of {self.log}:\n{self.tail()}"
                 )
             self._complete()
-            undo.pop_all()  # from here on the caller's with statement ends it
+            undo.pop_all()  # from now on __exit__ is called by the caller's with statement
         return self
 
     def __exit__(
@@ -98,17 +98,17 @@ class Link(ABC):
             self._lock.release()
 
     def ended(self) -> bool:
-        """Whether the run seems to be over; :meth:`outcome` says for certain."""
+        """Whether the run seems to have ended; :meth:`outcome` gives its status."""
         if self._processes is not None:
             self._processes.sweep()
         watched = (self._follower, self._superexec, self._superlink)
         return any(process is None or process.poll() is not None for process in watched)
 
     def outcome(self, run_id: str) -> tuple[str, str]:
-        """Return (status, details) as Flower tells them; goes on following a run that has not ended.
+        """Return Flower's (status, details) of the run; if it has not ended, continue to follow its log.
 
         Raises:
-            PbflError: if SuperLink or SuperExec have died.
+            PbflError: if SuperLink or SuperExec have ended.
         """
         for name, process in (("SuperLink", self._superlink), ("SuperExec", self._superexec)):
             if process is None or process.poll() is not None:
@@ -122,7 +122,7 @@ class Link(ABC):
         return status, str(found.get("status-details") or "")
 
     def stop(self, run_id: str) -> None:
-        """Ask Flower to stop the run, in vain if it is over or the SuperLink is gone."""
+        """Ask Flower to stop the run; no error if the run or the SuperLink has already ended."""
         with contextlib.suppress(PbflError):
             self._flwr("stop", run_id, "--format", "json")
 
@@ -135,23 +135,23 @@ class Link(ABC):
 
     @abstractmethod
     def _prepare(self) -> None:
-        """Make what the SuperLink needs before it starts."""
+        """Make files that the SuperLink needs before it starts."""
 
     @abstractmethod
     def _complete(self) -> None:
-        """Start what belongs to the SuperLink, once it answers."""
+        """Start further processes once the SuperLink is ready."""
 
     @abstractmethod
     def _options(self, address: str) -> list[str]:
-        """Return the SuperLink's options of its kind; ``address`` is its Control API's."""
+        """Return the SuperLink options of this kind of link; ``address`` is that of its Control API."""
 
     @property
     def _ca(self) -> Path | None:
-        """The authority that signed the SuperLink's certificate; None without TLS."""
+        """Certificate of the authority that signed the SuperLink's certificate; None without TLS."""
         return None
 
     def _start(self) -> bool:
-        """Start the SuperLink and wait until it answers; False if it ended or did not answer in time."""
+        """Start the SuperLink and wait until it is healthy; False if it ended or was not ready in time."""
         port = free_port()
         address = f"127.0.0.1:{port}"
         (self._scratch / "home" / "config.toml").write_text(
@@ -179,16 +179,16 @@ class Link(ABC):
         return False
 
     def _run(self, app: Path, config: Mapping[str, Scalar], *more: str) -> str:
-        """Hand the app over, follow the run and return Flower's id of it.
+        """Submit the app, follow the run's log and return Flower's run id.
 
         Raises:
             PbflError: if Flower refuses the run.
         """
         file = self._scratch / "home" / "run-config.toml"
         file.write_text(toml(config), encoding="utf-8")
-        bundled = gathered(app, self._scratch / f"app-{time.monotonic_ns()}")
-        answer = self._flwr("run", str(bundled), "--run-config", str(file), *more, "--format", "json")
-        run_id = str(answer["run-id"])
+        directory = copy_included(app, self._scratch / f"app-{time.monotonic_ns()}")
+        result = self._flwr("run", str(directory), "--run-config", str(file), *more, "--format", "json")
+        run_id = str(result["run-id"])
         self._follow(run_id)
         return run_id
 
@@ -202,7 +202,7 @@ class Link(ABC):
             return self._processes.start(command, self._scratch / "empty", environment, output)
 
     def _follow(self, run_id: str) -> None:
-        """Start `flwr log --stream`, which ends with the run: cheaper than asking every second."""
+        """Start `flwr log --stream`, which ends with the run; cheaper than polling every second."""
         self._follower = self._spawn("flwr", "log", run_id, "--stream")
 
     def _flwr(self, *arguments: str) -> dict[str, Any]:
@@ -221,22 +221,22 @@ class Link(ABC):
         except subprocess.TimeoutExpired:
             raise PbflError(f"flwr {arguments[0]} did not answer within {CLI_SECONDS:.0f} s") from None
         try:
-            answer: dict[str, Any] = json.loads(done.stdout)
+            result: dict[str, Any] = json.loads(done.stdout)
         except json.JSONDecodeError:
-            answer = {}
-        if done.returncode or not answer.get("success", bool(answer)):
-            said = (
-                answer.get("error-message")
+            result = {}
+        if done.returncode or not result.get("success", bool(result)):
+            reason = (
+                result.get("error-message")
                 or (done.stdout + done.stderr).strip()
                 or f"exit code {done.returncode}"
             )
-            raise PbflError(f"flwr {arguments[0]}: {said}")
-        return answer
+            raise PbflError(f"flwr {arguments[0]}: {reason}")
+        return result
 
     def _environment(self) -> dict[str, str]:
         loopback = ",".join(filter(None, [os.environ.get("NO_PROXY"), "127.0.0.1,localhost"]))
         kept = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
-        if path := kept.get("PYTHONPATH"):  # its processes run in other directories
+        if path := kept.get("PYTHONPATH"):  # child processes have another working directory
             kept["PYTHONPATH"] = os.pathsep.join(
                 str(Path(part).absolute()) for part in path.split(os.pathsep)
             )
@@ -261,18 +261,18 @@ class Engine(Link):
     """The simulation engine."""
 
     def submit(self, app: Path, config: Mapping[str, Scalar], num_clients: int, resources: Resources) -> str:
-        """Hand the app over and return Flower's id of the run.
+        """Submit the app and return Flower's run id.
 
         Args:
             app: directory of the Flower app.
             config: keys of the run configuration that differ from the app's defaults.
-            num_clients: M, virtual nodes.
+            num_clients: M, number of virtual nodes.
             resources: of the workers.
 
         Raises:
-            PbflError: if Flower refuses the run, or the machine has no room for a worker.
+            PbflError: if Flower refuses the run, or the machine has too few resources for a worker.
         """
-        # Flower counts all cards as one: of two, 3 workers with 0.6 each, of which Ray would never start the third.
+        # Flower sums over all GPUs: for two GPUs it makes 3 workers with 0.6 each, but Ray could never place the third.
         workers = len(places(Machine.here(resources), resources))
         federation = replace(resources, workers=workers).federation(num_clients)
         return self._run(app, config, "--federation-config", federation)
@@ -281,7 +281,7 @@ class Engine(Link):
         return ["--insecure", "--simulation"]
 
     def _prepare(self) -> None:
-        """Without TLS and keys nothing is needed."""
+        """Nothing to do, since there are no TLS and no keys."""
 
     def _complete(self) -> None:
-        """The engine makes its own nodes."""
+        """Nothing to do, since the simulation engine makes its own nodes."""

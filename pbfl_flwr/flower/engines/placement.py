@@ -1,7 +1,7 @@
-"""Who works where on one machine: CPUs and cards, shared out among the workers of a run and among runs.
+"""Assignment of CPUs and GPUs of a machine to the workers of a run, and to parallel runs.
 
-Pure but for :meth:`Machine.here`. The check before a run, both engines and runs side by side ask here, so that none of
-them takes for possible what another one cannot do.
+The check before a run, both engines and parallel runs all use these functions, so that they agree on what is possible.
+Only :meth:`Machine.here` and :func:`idle_cards` inspect the machine.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from dataclasses import dataclass
 
 from pbfl_flwr.errors import PbflError
 
-SMALLEST_SHARE = 1e-4  # Ray counts no finer
-ROUNDING = 1e-9  # three workers with 1/3 each fill a card
+SMALLEST_SHARE = 1e-4  # the resolution of Ray's resources
+ROUNDING = 1e-9  # so that three workers with 1/3 each fit on a GPU
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What a person wishes for the simulation's workers.
+    """The resources requested for a simulation's workers.
 
     Attributes:
-        cpus_per_client: whole CPUs for a client.
+        cpus_per_client: whole CPUs per client.
         gpus_per_client: share of a GPU, or whole GPUs; 0 hides GPUs from the clients.
-        workers: worker processes; None is one for every ``cpus_per_client`` CPUs.
-        processes: whether :mod:`pbfl_flwr.flower.engines.local` runs them instead of Flower's simulation engine.
+        workers: number of worker processes; None makes one for every ``cpus_per_client`` CPUs.
+        processes: whether to use :mod:`pbfl_flwr.flower.engines.local` instead of Flower's simulation engine.
     """
 
     cpus_per_client: int = 1
@@ -47,47 +47,47 @@ class Resources:
 
 @dataclass(frozen=True)
 class Machine:
-    """What there is to be shared out.
+    """The available resources of a machine.
 
     Attributes:
-        cpus: that this process may use.
-        cards: GPUs, as CUDA_VISIBLE_DEVICES names them.
+        cpus: number of CPUs that this process may use.
+        cards: GPUs, as named in CUDA_VISIBLE_DEVICES.
     """
 
     cpus: int
     cards: tuple[str, ...] = ()
 
     @classmethod
-    def here(cls, wishes: Resources) -> Machine:
-        """Return this machine; its cards are only looked for where they are wished for."""
+    def here(cls, requested: Resources) -> Machine:
+        """Return this machine; GPUs are detected only if some are requested."""
         import joblib
 
-        cpus = int(joblib.cpu_count())  # those of the container or of the affinity mask, where there is one
-        if not wishes.gpus_per_client:
+        cpus = int(joblib.cpu_count())  # respects container limits and the affinity mask
+        if not requested.gpus_per_client:
             return cls(cpus)
         import torch
 
-        # The driver counts cards that are too new or too old for this torch, which then computes on the CPU.
+        # device_count includes GPUs that this version of torch does not support and on which it would not compute.
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         names = [name.strip() for name in named.split(",")] if named else [str(i) for i in range(count)]
         return cls(cpus, tuple(names[:count]))
 
 
-def idle_cards(wishes: Resources, device: str) -> str:
-    """Return what a person should hear whose clients would take a card if they saw one; empty if all is well.
+def idle_cards(requested: Resources, device: str) -> str:
+    """Return a warning if device is "auto" and the machine has GPUs, but the clients do not use them; else "".
 
     Args:
-        wishes: of the run.
-        device: the run-config key.
+        requested: resources of the run's workers.
+        device: value of the run-config key.
     """
-    if wishes.gpus_per_client or device != "auto":
+    if requested.gpus_per_client or device != "auto":
         return ""
     import torch
 
     if not torch.cuda.device_count():
         return ""
-    with warnings.catch_warnings():  # torch's own, of a driver that is too old
+    with warnings.catch_warnings():  # torch warns about drivers that are too old
         warnings.simplefilter("ignore")
         usable = torch.cuda.is_available()
     if not usable:
@@ -97,66 +97,66 @@ def idle_cards(wishes: Resources, device: str) -> str:
 
 @dataclass(frozen=True)
 class Slot:
-    """What one of several runs beside each other gets.
+    """The resources of one of several parallel runs.
 
     Attributes:
-        workers: its worker processes.
-        cards: what CUDA_VISIBLE_DEVICES is to be; empty where no cards are wished for.
+        workers: number of its worker processes.
+        cards: value of CUDA_VISIBLE_DEVICES; empty if no GPUs are requested.
     """
 
     workers: int
     cards: str = ""
 
 
-def places(machine: Machine, wishes: Resources) -> list[str]:
-    """Return for each worker of a run what CUDA_VISIBLE_DEVICES is to be; empty hides all cards.
+def places(machine: Machine, requested: Resources) -> list[str]:
+    """Return the value of CUDA_VISIBLE_DEVICES for each worker of a run; empty hides all GPUs.
 
-    There are as many as wished for, or else as CPUs allow, and no more than cards allow: a share is of one card. Cards
-    take turns, so that none is shared while another one is idle.
+    The number of workers is the requested one, or what the CPUs allow, and at most what the GPUs allow; a share is of a
+    single GPU. Workers are assigned to GPUs in turn, so that none is shared while another one is idle.
 
     Raises:
-        PbflError: if there is no room for one worker, or the wish is no share.
+        PbflError: if there are too few resources for one worker, or gpus_per_client is invalid.
     """
-    if wishes.workers is None and wishes.cpus_per_client > machine.cpus:
+    if requested.workers is None and requested.cpus_per_client > machine.cpus:
         raise PbflError(
-            f"--cpus-per-client {wishes.cpus_per_client}: allowed is up to {machine.cpus}, the CPUs here"
+            f"--cpus-per-client {requested.cpus_per_client}: allowed is up to {machine.cpus}, the CPUs here"
         )
-    wanted = wishes.workers or machine.cpus // wishes.cpus_per_client
-    if not wishes.gpus_per_client:
-        return [""] * wanted
-    units, fit = _units(machine.cards, wishes.gpus_per_client)
-    return (units * fit)[:wanted]
+    workers = requested.workers or machine.cpus // requested.cpus_per_client
+    if not requested.gpus_per_client:
+        return [""] * workers
+    units, fit = _units(machine.cards, requested.gpus_per_client)
+    return (units * fit)[:workers]
 
 
-def slots(machine: Machine, wishes: Resources, runs: int) -> list[Slot]:
-    """Return what each of so many runs beside each other gets; none if CPUs or cards have no room for them.
+def slots(machine: Machine, requested: Resources, runs: int) -> list[Slot]:
+    """Return the resources of each of ``runs`` parallel runs; an empty list if CPUs or GPUs do not suffice.
 
-    Each has cards of its own while there are enough of them, else runs share a card.
+    Every run has its own GPUs if there are enough, otherwise runs share GPUs.
 
     Raises:
         PbflError: see :func:`places`.
     """
     if runs > machine.cpus:
         return []
-    workers = wishes.workers or max(1, machine.cpus // runs // wishes.cpus_per_client)
-    if not wishes.gpus_per_client:
+    workers = requested.workers or max(1, machine.cpus // runs // requested.cpus_per_client)
+    if not requested.gpus_per_client:
         return [Slot(workers)] * runs
-    units, fit = _units(machine.cards, wishes.gpus_per_client)
+    units, fit = _units(machine.cards, requested.gpus_per_client)
     if runs <= len(units):
         own = [units[run::runs] for run in range(runs)]
         return [Slot(min(workers, fit * len(cards)), ",".join(cards)) for cards in own]
     if runs > len(units) * fit:
         return []
-    on_its_card = [len(range(run % len(units), runs, len(units))) for run in range(runs)]
-    return [Slot(min(workers, fit // on_its_card[run]), units[run % len(units)]) for run in range(runs)]
+    runs_on_gpu = [len(range(run % len(units), runs, len(units))) for run in range(runs)]
+    return [Slot(min(workers, fit // runs_on_gpu[run]), units[run % len(units)]) for run in range(runs)]
 
 
 def _units(cards: Sequence[str], share: float) -> tuple[list[str], int]:
-    """Return cards, or as many together as a worker needs, and how many workers fit on each."""
+    """Return units of GPUs, each a GPU or as many as a worker needs, and how many workers fit on a unit."""
     if not (SMALLEST_SHARE <= share < 1 or (share >= 1 and share % 1 == 0)):
         raise PbflError(
-            f"--gpus-per-client {share:g}: allowed are 0, a share of one card from {SMALLEST_SHARE:g} on, or a whole "
-            "number of cards"
+            f"--gpus-per-client {share:g}: allowed are 0, a share of one GPU from {SMALLEST_SHARE:g} on, or a whole "
+            "number of GPUs"
         )
     if not cards:
         raise PbflError(f"--gpus-per-client {share:g}: torch sees no CUDA device here; pbfl doctor says more")

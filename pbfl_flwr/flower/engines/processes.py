@@ -1,4 +1,4 @@
-"""Processes of one's own: started in groups, ended with everything they started."""
+"""Child processes that lead process groups and are ended together with all their descendants."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.engines import reaper
 
 HANGUPS: tuple[signal.Signals, ...] = () if sys.platform == "win32" else (signal.SIGHUP,)
-"""What comes when the terminal goes, where there is such a thing."""
+"""Signals sent when the terminal closes; none on Windows."""
 
 
 class Processes:
-    """Processes that were started together and end together, even if this process is killed.
+    """Child processes that are ended together, even if this process is killed.
 
     Args:
-        scratch: directories that are removed with them.
+        scratch: directories that are removed afterwards.
     """
 
     def __init__(self, *scratch: Path) -> None:
@@ -47,13 +47,13 @@ class Processes:
     def start(
         self, command: Sequence[str], directory: Path, environment: Mapping[str, str], output: BinaryIO
     ) -> subprocess.Popen[bytes]:
-        """Start a process that leads a group of its own, so that Ctrl-C reaches only us.
+        """Start a process as the leader of its own group, so that it does not receive Ctrl-C.
 
         Args:
             command: the program and its arguments.
-            directory: where it runs.
-            environment: all of its environment.
-            output: takes what it writes, errors too.
+            directory: its working directory.
+            environment: its complete environment.
+            output: file for its standard output and error.
         """
         process = subprocess.Popen(
             command,
@@ -69,12 +69,12 @@ class Processes:
         return process
 
     def sweep(self) -> None:
-        """End what those that have ended left behind, at once: their numbers may soon be somebody else's."""
+        """End the groups of processes that have exited, immediately, since the system may reuse their ids."""
         for process in [process for process in self._started if process.poll() is not None]:
             self._end(process)
 
     def end(self) -> None:
-        """End them all, the last one first, with everything they started."""
+        """End all processes with their groups, the last one first."""
         for process in reversed(self._started[:]):
             self._end(process)
 
@@ -88,13 +88,13 @@ class Processes:
         self._tell(f"-{process.pid}")
 
     def close(self) -> None:
-        """End them all and remove the scratch directories."""
+        """End all processes and remove the scratch directories."""
         self.end()
         for directory in self._scratch:
             shutil.rmtree(directory, ignore_errors=True)
         if self._reaper is not None and self._reaper.stdin is not None:
             self._tell("done")
-            with contextlib.suppress(BrokenPipeError):  # what could not be told is told again
+            with contextlib.suppress(BrokenPipeError):  # closing flushes again what could not be written
                 self._reaper.stdin.close()
             self._reaper.wait()
 
@@ -107,12 +107,12 @@ class Processes:
 
 @contextlib.contextmanager
 def signals_ignored() -> Iterator[None]:
-    """Let nobody interrupt the clearing up: a second Ctrl-C would leave processes behind."""
+    """Ignore signals during cleanup; a second Ctrl-C would leave processes behind."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    ends = (signal.SIGINT, signal.SIGTERM, *HANGUPS)
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in ends}
+    ignored = (signal.SIGINT, signal.SIGTERM, *HANGUPS)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
     try:
         yield
     finally:
@@ -121,25 +121,25 @@ def signals_ignored() -> Iterator[None]:
 
 
 def forget_lost_terminal() -> None:
-    """Let output go nowhere that went to a terminal which is gone: every further line would be an error."""
-    nowhere = os.open(os.devnull, os.O_RDWR)
+    """Redirect standard streams of a closed terminal to the null device; otherwise every further write would fail."""
+    null = os.open(os.devnull, os.O_RDWR)
     for file in (0, 1, 2):
         with contextlib.suppress(OSError):
             about = os.fstat(file)
             if (
                 stat.S_ISCHR(about.st_mode)
-                and about.st_rdev != os.fstat(nowhere).st_rdev
+                and about.st_rdev != os.fstat(null).st_rdev
                 and not os.isatty(file)
             ):
-                os.dup2(nowhere, file)
-    os.close(nowhere)
+                os.dup2(null, file)
+    os.close(null)
 
 
 def executable(name: str) -> str:
-    """Return one of Flower's commands, from the environment that runs this.
+    """Return the path of one of Flower's commands in the current Python environment.
 
     Raises:
-        PbflError: if it is not there.
+        PbflError: if it is missing.
     """
     path = Path(sys.executable).parent / name
     if not path.exists():
@@ -148,14 +148,14 @@ def executable(name: str) -> str:
 
 
 def free_port() -> int:
-    """Return a port of the loopback interface that is free at the moment."""
+    """Return a port of the loopback interface that is currently free."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def healthy(port: int, ca: Path | None = None) -> bool:
-    """Whether Flower's HTTP endpoint answers on this port of the loopback interface; with TLS if a CA is given."""
+    """Whether Flower's health endpoint responds on this port of the loopback interface; with TLS if a CA is given."""
     connection = (
         http.client.HTTPSConnection(
             "127.0.0.1", port, timeout=1, context=ssl.create_default_context(cafile=ca)

@@ -1,10 +1,9 @@
-"""Ends process groups when the process that started them is gone, however it went.
+"""Ends process groups when the process that started them has ended, for whatever reason.
 
-Run as a script: it reads the groups' numbers from its standard input, a line each, those that were ended with a minus
-before them. When the input ends without the
-line "done", which is what happens when the other end was killed, it ends the groups and removes the directories given
-as arguments. Flower's and Ray's own ways of noticing a dead parent leave the simulation running for ever.
-The standard library only: it must start in an instant and from anywhere.
+Run as a script. It reads group ids from its standard input, one per line, with a minus sign for groups that have been
+ended. If the input ends without the line "done", because the parent was killed, it ends the groups and removes the
+directories given as arguments. Flower's and Ray's own detection of a dead parent leaves the simulation running.
+It uses only the standard library, so that it starts fast and from anywhere.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ GRACE_SECONDS = 10.0
 
 
 def end_group(group: int, reap: Callable[[], object] = lambda: None) -> None:
-    """End all processes of a group: politely, and after ten seconds for certain.
+    """End all processes of a group with SIGTERM, and after ten seconds with SIGKILL.
 
     Args:
-        group: its number, the process id of its leader.
-        reap: called again and again; it takes the leader's exit status, without which the group does not vanish.
+        group: its id, the process id of its leader.
+        reap: called repeatedly; must collect the leader's exit status, otherwise the group continues to exist.
     """
     for number in (signal.SIGTERM, signal.SIGKILL):
         end = time.monotonic() + GRACE_SECONDS
@@ -40,17 +39,17 @@ def end_group(group: int, reap: Callable[[], object] = lambda: None) -> None:
 
 
 def main() -> None:
-    """Wait for the end of the standard input, whatever else one is told."""
-    for ending in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a cluster signals every process of a job
-        signal.signal(ending, signal.SIG_IGN)
+    """Wait for the end of the standard input, ignoring signals."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # clusters signal every process of a job
+        signal.signal(number, signal.SIG_IGN)
     groups: list[int] = []
     for line in sys.stdin:
         if line.strip() == "done":
             return
-        if (number := int(line)) > 0:
-            groups.append(number)
-        elif -number in groups:
-            groups.remove(-number)
+        if (group := int(line)) > 0:
+            groups.append(group)
+        elif -group in groups:
+            groups.remove(-group)
     for group in reversed(groups):
         end_group(group)
     for directory in sys.argv[1:]:

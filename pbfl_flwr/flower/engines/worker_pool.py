@@ -1,4 +1,4 @@
-"""Processes of this machine that run clients: each answers one message at a time, and one that dies is replaced."""
+"""A pool of local worker processes that run clients; each handles one message at a time and is restarted if it dies."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from threadpoolctl import threadpool_limits
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.client.app import CLIENT_FAULT, make_client_app
-from pbfl_flwr.flower.client.device import as_worker, card_given_back
+from pbfl_flwr.flower.client.device import as_worker, release_gpu_memory
 from pbfl_flwr.flower.engines.processes import HANGUPS
 
 DIED = "the worker process that ran it died; was there too little memory?"
 FAILED = (
-    "the worker process that ran it ended with an error of its own, which stands in flower.log or above; a script that "
-    "takes several workers starts them under if __name__ == '__main__':"
+    "the worker process that ran it failed, see the error in flower.log or above; a script that uses several workers "
+    "must start the run under if __name__ == '__main__':"
 )
-LAST_SECONDS = 5.0  # until a process whose pipe is closed has ended
+EXIT_SECONDS = 5.0  # to wait until a process whose pipe is closed has ended
 
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What a worker process is given.
+    """The resources of a worker process.
 
     Attributes:
-        cores: its share.
-        gpus: what CUDA_VISIBLE_DEVICES is to be; empty hides them all.
-        log: the file to which its output is added.
+        cores: number of CPU cores.
+        gpus: value of CUDA_VISIBLE_DEVICES; empty hides all GPUs.
+        log: the file to which its output is appended.
     """
 
     cores: int
@@ -46,10 +46,10 @@ class WorkerSpec:
 
 
 class WorkerPool:
-    """Worker processes, started on entering and ended on leaving.
+    """Worker processes, started on entering and ended on leaving the context.
 
     Args:
-        posts: one a process.
+        specs: one for each process.
     """
 
     def __init__(self, specs: Sequence[WorkerSpec]) -> None:
@@ -58,7 +58,7 @@ class WorkerPool:
         self._free: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._ending = False
         self._busy: dict[int, _Worker] = {}  # by node
-        self._deciding = threading.Lock()
+        self._lock = threading.Lock()  # guards _busy, _ending, and starting and ending workers
 
     def __enter__(self) -> WorkerPool:
         try:
@@ -72,27 +72,27 @@ class WorkerPool:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        with self._deciding:
+        with self._lock:
             self._ending = True
             for worker in self._workers:
                 worker.end()
 
-    def answer(self, message: Message, context: Context) -> Message:
-        """Have a free worker answer, and take what the client keeps in Flower's context from there.
+    def handle(self, message: Message, context: Context) -> Message:
+        """Run a client on a free worker, return its reply and copy its Flower state into ``context``.
 
-        Several threads may call this at once; a worker that dies costs this answer alone.
+        Thread-safe. If the worker dies, only this call returns an error reply.
         """
         worker, node = self._free.get(), message.metadata.dst_node_id
-        with self._deciding:
+        with self._lock:
             self._busy[node] = worker
         died = False
         try:
-            return worker.answer(message, context)
+            return worker.handle(message, context)
         except (EOFError, OSError):
             died = True
-            return Message(Error(code=CLIENT_FAULT, reason=worker.fate()), reply_to=message)
+            return Message(Error(code=CLIENT_FAULT, reason=worker.exit_reason()), reply_to=message)
         finally:
-            with self._deciding:
+            with self._lock:
                 if self._busy.get(node) is worker:
                     del self._busy[node]
                 if (died or worker.spent or not worker.alive) and not self._ending:
@@ -101,17 +101,17 @@ class WorkerPool:
             self._free.put(worker)
 
     def give_up(self, node: int) -> None:
-        """End the worker that is busy with a node's message, if one is: another takes its place."""
-        with self._deciding:
+        """Kill the worker that is processing a node's message, if there is one; it is restarted."""
+        with self._lock:
             if (worker := self._busy.pop(node, None)) is not None:
                 worker.kill()
 
 
 class _Worker:
-    """One process and our end of the pipe to it.
+    """A worker process and the parent's end of the pipe to it.
 
     Attributes:
-        spent: whether it cannot use its GPU any more.
+        spent: whether it can no longer use its GPU.
     """
 
     def __init__(self, spec: WorkerSpec) -> None:
@@ -120,48 +120,50 @@ class _Worker:
 
     def start(self) -> None:
         self.spent = False
-        context = get_context("spawn")  # a forked process has torch's threads half
-        self._ours, theirs = context.Pipe()
-        self._process = context.Process(target=_work, args=(theirs, self._spec), daemon=True)
+        context = get_context("spawn")  # torch's threads do not survive a fork
+        self._pipe, child_end = context.Pipe()
+        self._process = context.Process(target=_work, args=(child_end, self._spec), daemon=True)
         try:
             with _signals_blocked():
                 self._process.start()
-        except BaseException:  # Ctrl-C waited for the start
+        except BaseException:  # a Ctrl-C that was blocked during the start
             if self._process.pid is not None:
                 self.kill()
             raise
-        theirs.close()  # so that its end is seen when it dies
+        child_end.close()  # so that reading fails when the process dies
 
-    def answer(self, message: Message, context: Context) -> Message:
-        self._ours.send_bytes(pickle.dumps((message, context)))
-        answered: Message
-        answered, context.state, self.spent = pickle.loads(self._ours.recv_bytes())
-        return answered
+    def handle(self, message: Message, context: Context) -> Message:
+        self._pipe.send_bytes(pickle.dumps((message, context)))
+        reply: Message
+        reply, context.state, self.spent = pickle.loads(self._pipe.recv_bytes())
+        return reply
 
     @property
     def alive(self) -> bool:
         return self._process.is_alive()
 
-    def fate(self) -> str:
-        self._process.join(LAST_SECONDS)
-        return FAILED if self._process.exitcode == 1 else DIED  # 1: of an exception; a signal's is negative
+    def exit_reason(self) -> str:
+        self._process.join(EXIT_SECONDS)
+        return (
+            FAILED if self._process.exitcode == 1 else DIED
+        )  # 1 after an exception; negative after a signal
 
     def kill(self) -> None:
-        self._process.kill()  # all that clients write is written atomically
+        self._process.kill()  # safe, since clients write their files atomically
         self._process.join()
 
     def end(self) -> None:
         self.kill()
-        self._ours.close()
+        self._pipe.close()
 
 
 def check_not_importing() -> None:
-    """Make sure that this is no worker that imports the script which started it.
+    """Check that this is not a worker process importing the script that started it.
 
     Raises:
-        PbflError: naming what the script lacks.
+        PbflError: saying how to change the script.
     """
-    if getattr(current_process(), "_inheriting", False):  # as multiprocessing itself asks
+    if getattr(current_process(), "_inheriting", False):  # multiprocessing makes the same check
         raise PbflError(
             "a worker imports the script that starts it, and would start the run again: put the call under "
             "if __name__ == '__main__': or take one worker"
@@ -170,14 +172,11 @@ def check_not_importing() -> None:
 
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Have processes that are started not hear Ctrl-C, SIGTERM, nor that the terminal goes, from their first moment.
-
-    It is the parent's to act upon.
-    """
+    """Block SIGINT, SIGTERM and SIGHUP in processes started meanwhile; only the parent handles these signals."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
         return
-    resource_tracker.ensure_running()  # its start, with that of the first process, would end our deafness
+    resource_tracker.ensure_running()  # starting it together with the first process would unblock the signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, *HANGUPS})
     try:
         yield
@@ -186,23 +185,23 @@ def _signals_blocked() -> Iterator[None]:
 
 
 def _work(connection: Connection, spec: WorkerSpec) -> None:
-    """Answer until the pipe is closed, as it is when the parent is gone."""
-    for number in (signal.SIGINT, signal.SIGTERM, *HANGUPS):  # a cluster signals every process of a job
+    """Handle messages until the pipe is closed, which also happens when the parent ends."""
+    for number in (signal.SIGINT, signal.SIGTERM, *HANGUPS):  # clusters signal every process of a job
         signal.signal(number, signal.SIG_IGN)
     os.environ["CUDA_VISIBLE_DEVICES"] = spec.gpus
     with spec.log.open("ab") as log:
-        for output in (1, 2):  # sys.stdout is None where the command's was closed
+        for output in (1, 2):  # descriptors, since sys.stdout may be None
             os.dup2(log.fileno(), output)
     with as_worker(spec.cores), threadpool_limits(spec.cores):
-        _answer_all(connection, make_client_app())
+        _handle_all(connection, make_client_app())
 
 
-def _answer_all(connection: Connection, app: Callable[[Message, Context], Message]) -> None:
+def _handle_all(connection: Connection, app: Callable[[Message, Context], Message]) -> None:
     while True:
         try:
             message, context = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
-        answered = app(message, context)
-        spent = answered.has_error() and not card_given_back()
-        connection.send_bytes(pickle.dumps((answered, context.state, spent)))
+        reply = app(message, context)
+        spent = reply.has_error() and not release_gpu_memory()
+        connection.send_bytes(pickle.dumps((reply, context.state, spent)))

@@ -1,1 +1,1 @@
-"""What travels in a Flower message, on both sides: payloads as bytes, a client's report, the count of bytes."""
+"""The content of Flower messages, for both sides: encoded payloads, client reports, message sizes."""

@@ -1,7 +1,7 @@
-"""What a device is held to in every question: the name and the form of the data with which it said hello.
+"""A device's declaration: its name and the form of its data at the hello, checked against in every later message.
 
-A SuperNode with a registered key keeps its node id when it is started again, so nobody greets it a second time, though
-its operator may have changed both meanwhile.
+A SuperNode with a registered key keeps its node id when it is restarted, so it gets no second hello, although its
+operator may have changed its name or data meanwhile.
 """
 
 from __future__ import annotations
@@ -16,54 +16,55 @@ from pbfl_flwr.data import ClientData
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.task import Task
 
-DECLARATION = "said"  # of a question's settings
-LONGEST_LIST = 200  # characters of names in a message
+DECLARATION = "said"  # key in a message's ConfigRecord
+LONGEST_LIST = 200  # characters of names in an error message
 
 
 def digest(names: Sequence[str]) -> str:
-    """Return a short hash of the names of features or classes, or of tokens, and of their order; nothing for none."""
+    """Return a short hash of an ordered list of names (of features or classes, or tokens); empty for an empty list."""
     return hashlib.sha256(json.dumps(names).encode()).hexdigest()[:16] if names else ""
 
 
 def declaration(client: int | str, task: Task, labels: Sequence[str], columns: str) -> str:
-    """Return what a device said, a line each: who it is, K and the input's shape, the classes, the columns.
+    """Return a device's declaration in four lines: client id, K and input shape, digest of the classes, columns.
 
     Args:
         client: its number or its name.
         task: of its data.
-        labels: names of the classes.
-        columns: digest of the names of the columns, or of the vocabulary.
+        labels: class names.
+        columns: digest of the column names, or of the vocabulary.
     """
     shape = "x".join(map(str, task.input_shape))
     return f"{client}\n{task.num_classes} classes of inputs {shape}\n{digest(labels)}\n{columns}"
 
 
-def check_declaration(asked: ConfigRecord, client: int | str, data: ClientData) -> None:
-    """Check that a device is who it was and that its data have the form that they had.
+def check_declaration(config: ConfigRecord, client: int | str, data: ClientData) -> None:
+    """Check that a device has the same client id and the same form of data as at the hello.
 
     Args:
-        asked: the question's settings; in a simulation, and on Flower's older interface, they hold nobody to anything.
-        client: its number or its name now.
-        data: what it brings now.
+        config: of the server's message; without a declaration (in a simulation, and on Flower's older interface)
+            nothing is checked.
+        client: its current number or name.
+        data: its current data.
 
     Raises:
         PbflError: naming what has changed.
     """
-    if DECLARATION not in asked:
+    if DECLARATION not in config:
         return
     columns = digest(data.columns or data.vocabulary)
-    was, now = (
-        str(asked[DECLARATION]).split("\n"),
+    declared, current = (
+        str(config[DECLARATION]).split("\n"),
         declaration(client, data.task(1), data.label_names, columns).split("\n"),
     )
     listed = ", ".join(data.label_names)[:LONGEST_LIST]
-    said = (
-        f"client-id = {client!r} in --node-config: in this run the node is client {was[0]}; start it as that",
-        f"its data are {now[1]}, but were {was[1]} when it joined this run; put them back",
-        f"the classes of its data are {listed}, but were others when it joined this run; put them back",
-        "the columns or words of its data have other names, or another order, than when it joined this run; put "
-        "them back",
+    reasons = (
+        f"client-id = {client!r} in --node-config: in this run the node is client {declared[0]}; start it with that id",
+        f"its data are {current[1]}, but were {declared[1]} when it joined this run; restore them",
+        f"the classes of its data are {listed}, but were others when it joined this run; restore them",
+        "the columns or words of its data have other names, or another order, than when it joined this run; restore "
+        "them",
     )
-    for reason, before, after in zip(said, was, now, strict=True):
+    for reason, before, after in zip(reasons, declared, current, strict=True):
         if before != after:
             raise PbflError(reason)

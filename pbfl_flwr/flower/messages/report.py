@@ -1,4 +1,4 @@
-"""What a client says about its round beside the payload."""
+"""A client's report on its round: counters and metrics sent along with the payload."""
 
 from __future__ import annotations
 
@@ -16,27 +16,33 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.payloads import MAX_COUNT, RejectedPayload, Reveal
 from pbfl_flwr.task import Task
 
-SPENT = ("data", "open", "fit", "evaluate", "save")  # data: its own shards; open: network, state and settings
-# Fields of the record, see Report.to_record: no metric has such a name.
+SPENT = (
+    "data",
+    "open",
+    "fit",
+    "evaluate",
+    "save",
+)  # timed steps: data loads shards; open network, state, settings
+# Fields of the record, see Report.to_record; not allowed as names of metrics.
 OWN = ("n", "c", "t", "v", "o", "k", "ko", "g")
 MAX_METRICS = 100  # of one report
 MAX_NAME = 100  # characters of a metric's name
 Table = NDArray[np.int64]
-_LARGEST_FLOAT = 1e40  # beyond float32: no loss, no time and no memory is that large
+_LARGEST_FLOAT = 1e40  # beyond float32; no valid loss, time or memory size is that large
 
-REVEALS = tuple(  # what the report tells the server
+REVEALS = tuple(  # what the report reveals to the server
     Reveal(what, how, "client-report = 'none'", message="report")
     for what, how in (
         ("number of training and test samples", "every round"),
         ("accuracies and test loss", "of every predictor: how easy the client's data is"),
         ("training losses", "the mean of every term, and what else the method reports"),
-        ("timings and memory", "they grow with the number of samples and tell the hardware"),
+        ("timings and memory", "they grow with the number of samples and depend on the hardware"),
     )
 )
 BY_CLASS = Reveal(
     "test samples of each class",
-    "how many, how many of them right and how often answered: which classes the client holds, whatever hides it in "
-    "the upload",
+    "how many, how many of them predicted correctly and how often predicted: which classes the client holds, even if "
+    "the upload hides it",
     "per-class = false, or client-report = 'none'",
     message="report",
 )
@@ -44,24 +50,24 @@ BY_CLASS = Reveal(
 
 @dataclass(frozen=True)
 class Report:
-    """What a client says about its round beside the payload: counters, never samples.
+    """A client's report on its round: counters and metrics, never samples.
 
     Attributes:
-        num_train, num_test: samples.
-        participations: rounds this client has trained in, this one included.
-        correct: predictor -> correctly predicted test samples; only predictors that could be asked.
+        num_train, num_test: numbers of samples.
+        participations: rounds this client has trained in, including this one.
+        correct: predictor -> number of correct test samples; only predictors that were available.
         test_loss: mean cross-entropy on the test samples.
-        seconds: what the client spent its time on, in the order of SPENT.
-        peak_mb: the worker's peak resident memory.
-        metrics: what the method reports.
-        num_validation: samples held out for validation.
-        validation: predictor -> correctly predicted ones of them; None without any.
-        round: whose upload this is; 0 where nothing was trained.
-        other: predictor -> correctly predicted test samples at the other moment (before training instead of after it,
-            or the other way round); None where the client was not scored twice.
-        by_class: the test samples counted by class, of every predictor in ``correct``; None where that was not asked.
+        seconds: time spent on each step of SPENT.
+        peak_mb: the process's peak resident memory.
+        metrics: of the method.
+        num_validation: number of samples held out for validation.
+        validation: predictor -> number of correct validation samples; None without any.
+        round: of the upload; 0 if the client did not train.
+        other: predictor -> number of correct test samples at the other moment (before training instead of after it,
+            or vice versa); None if the client was not scored twice.
+        by_class: the test samples counted by class, for every predictor in ``correct``; None if not requested.
         other_by_class: the same at the other moment.
-        gpu_mb: the peak of a GPU's memory that torch held in the worker; 0 where it uses none.
+        gpu_mb: peak GPU memory reserved by torch in the process; 0 if it uses no GPU.
     """
 
     num_train: int
@@ -81,10 +87,10 @@ class Report:
     gpu_mb: float = 0.0
 
     def to_record(self) -> MetricRecord:
-        """Return the compact record: lists with a fixed layout, since every key costs bytes.
+        """Return the record in a compact form: lists with a fixed layout, since every key costs bytes.
 
         Raises:
-            PbflError: if a metric has the name of such a list, or is no number.
+            PbflError: if a metric has the name of such a list, or is not a number.
         """
         fixed: dict[str, float | list[int] | list[float]] = {
             "n": [self.num_train, self.num_test, self.participations, self.round],
@@ -102,11 +108,11 @@ class Report:
         if self.gpu_mb:
             fixed["g"] = [self.gpu_mb]
         metrics = self.metrics or {}
-        if taken := [name for name in metrics if name in OWN]:
-            raise PbflError(f"metric '{taken[0]}': allowed are other names than {', '.join(OWN)}")
-        if odd := [name for name, value in metrics.items() if not isinstance(value, int | float)]:
+        if reserved := [name for name in metrics if name in OWN]:
+            raise PbflError(f"metric '{reserved[0]}': allowed are other names than {', '.join(OWN)}")
+        if invalid := [name for name, value in metrics.items() if not isinstance(value, int | float)]:
             raise PbflError(
-                f"metric '{odd[0]}' is of type {type(metrics[odd[0]]).__name__}; allowed is a number"
+                f"metric '{invalid[0]}' is of type {type(metrics[invalid[0]]).__name__}; allowed is a number"
             )
         return MetricRecord({**metrics, **fixed})
 
@@ -115,8 +121,8 @@ class Report:
         """Rebuild a report.
 
         Args:
-            record: as it came.
-            classes: K, where it must count by class; 0: no such counts are looked at.
+            record: as received.
+            classes: K if it must have counts by class; 0 ignores such counts.
 
         Raises:
             RejectedPayload: if a field is missing or of a wrong length, or a counter contradicts another.
@@ -166,17 +172,17 @@ class Report:
 
 
 def classes_counted(evaluation: EvaluationSettings, task: Task) -> int:
-    """Return K where reports count by class, else 0."""
+    """Return K if reports must have counts by class, else 0."""
     return task.num_classes if evaluation.per_class else 0
 
 
 def plain(record: MetricRecord) -> dict[str, float | list[float]]:
-    """Return a record as JSON can hold it."""
+    """Return a record as values that can be written as JSON."""
     return {key: [*value] if isinstance(value, list) else value for key, value in record.items()}
 
 
 def seconds_in(record: MetricRecord) -> float:
-    """Return all that a client says it has spent on a round, 0 where that cannot be read."""
+    """Return the total time of a client's round according to its report, 0 if that is invalid."""
     try:
         return sum(Report.from_record(record).seconds)
     except RejectedPayload:
@@ -192,27 +198,27 @@ def _named(correct: list[int]) -> dict[str, int]:
 
 
 def _rows(counts: ByClass) -> list[int]:
-    """Return R and A of every predictor, one after the other."""
-    asked = [name for name in PREDICTORS if name in counts.right]
-    return [count for name in asked for row in (counts.right[name], counts.answered[name]) for count in row]
+    """Return the K counts of R and the K counts of A for every predictor, concatenated."""
+    names = [name for name in PREDICTORS if name in counts.right]
+    return [count for name in names for row in (counts.right[name], counts.answered[name]) for count in row]
 
 
 def _table(
     record: MetricRecord, key: str, classes: int, first: int, scored: Mapping[str, int]
 ) -> tuple[Table, Table]:
-    """Return (so many rows of K, R and A of every predictor (2·P, K)) of a list of whole numbers."""
+    """Return an entry of counts as tables (first, K) and (2·P, K): leading rows, then R and A of every predictor."""
     values, length = record.get(key), (first + 2 * len(scored)) * classes
     if not isinstance(values, list) or len(values) != length:
         raise RejectedPayload(f"its report lacks '{key}' of length {length}, counts by class")
     found = np.array(values) if values else np.zeros(0, dtype=np.int64)
     if found.dtype.kind != "i" or (found.size and not 0 <= found.min() <= found.max() < MAX_COUNT):
-        raise RejectedPayload(f"'{key}' of its report holds what is no count")
+        raise RejectedPayload(f"'{key}' of its report holds values that are not counts")
     table = found.reshape(-1, classes)
     return table[:first], table[first:]
 
 
 def _counted(tested: Table, rows: Table, num_test: int, scored: Mapping[str, int]) -> ByClass:
-    """Return the counts by class, which must add up to what the rest of the report says."""
+    """Return the counts by class, after checking that they add up to the totals in the rest of the report."""
     right, answered = rows[0::2], rows[1::2]
     totals = list(scored.values())
     agree = tested.sum() == num_test and (answered.sum(axis=1) == num_test).all()
@@ -231,7 +237,7 @@ def _list(record: MetricRecord, key: str, length: int) -> list[float]:
 
 
 def _checked(key: str, value: float) -> float:
-    # Python compares whole numbers of any size, and NaN with nothing.
+    # The comparison works for integers of any size, and is false for NaN.
     if not -_LARGEST_FLOAT <= value <= _LARGEST_FLOAT:
         found = value if isinstance(value, float) and not math.isfinite(value) else "a number beyond 1e40"
         raise RejectedPayload(f"its report holds {found} in '{key[:40]}'")

@@ -1,7 +1,7 @@
-"""Bytes in the safetensors format as tensors, with the headers that came before remembered.
+"""Decoding of the safetensors format with a cache of parsed headers.
 
-The uploads of a round differ in their numbers and mostly have one header, byte for byte. The library parses and checks
-the first of a kind; what it found holds for all later ones with the same header and as many bytes behind it.
+The uploads of a round usually have identical headers. The safetensors library parses and checks the first; the
+resulting layout is valid for all later ones with the same header and the same number of bytes after it.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from safetensors.torch import load as parsed
+from safetensors.torch import load as load_uncached
 from torch import Tensor
 
-MOST = 256  # headers that are remembered: tables with different numbers of rows have different ones
-LONGEST = 2**12  # bytes of a remembered header; a whole network's is longer, and its numbers take the time
+MAX_CACHED = 256  # headers; tables with different numbers of rows have different headers
+MAX_CACHED_BYTES = 2**12  # of a header; for networks, whose headers are longer, copying the numbers dominates
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """What a header says.
+    """The parsed content of a header.
 
     Attributes:
-        size: bytes that follow it.
-        tensors: name, type, shape, number of elements and first byte of each.
+        size: number of bytes after the header.
+        tensors: name, dtype, shape, number of elements and offset in bytes of each.
     """
 
     size: int
     tensors: tuple[tuple[str, torch.dtype, tuple[int, ...], int, int], ...]
 
     def read(self, body: bytearray) -> dict[str, Tensor]:
-        """Return the tensors, each in memory of its own."""
+        """Return the tensors, each in its own memory."""
         found = {}
         for name, dtype, shape, count, start in self.tensors:
             flat = torch.frombuffer(body, dtype=dtype, count=count, offset=start).clone()
@@ -44,33 +44,33 @@ _layouts: dict[bytes, _Layout] = {}
 
 
 def load(data: bytes) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file; of what is none, the library's exceptions.
+    """Return the tensors of a safetensors file; raises the library's exceptions if it is invalid.
 
-    Each lies in memory that torch has allocated, at the boundaries that it likes: from other ones, matrix products of
-    the same numbers may round differently, and a run's bits would depend on where a message happened to be put.
+    Each tensor is copied to memory allocated by torch, which is aligned: with another alignment, matrix products of
+    the same numbers may round differently, and results would depend on where a message was stored in memory.
     """
     end = 8 + int.from_bytes(data[:8], "little")
-    if end > LONGEST or sys.byteorder == "big":  # there the library swaps bytes
-        return {name: tensor.clone() for name, tensor in parsed(data).items()}
+    if end > MAX_CACHED_BYTES or sys.byteorder == "big":  # on big-endian machines the library swaps bytes
+        return {name: tensor.clone() for name, tensor in load_uncached(data).items()}
     header, size = data[:end], len(data) - end
-    known = _layouts.get(header)
-    if known is not None and known.size == size:
-        return known.read(bytearray(memoryview(data)[end:]))
-    tensors = parsed(data)
-    found = _layout_of(header, tensors, size)
-    if found is not None:
-        if len(_layouts) >= MOST:
+    layout = _layouts.get(header)
+    if layout is not None and layout.size == size:
+        return layout.read(bytearray(memoryview(data)[end:]))
+    tensors = load_uncached(data)
+    layout = _layout_of(header, tensors, size)
+    if layout is not None:
+        if len(_layouts) >= MAX_CACHED:
             _layouts.pop(next(iter(_layouts)), None)  # the oldest
-        _layouts[header] = found
+        _layouts[header] = layout
     return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def _layout_of(header: bytes, tensors: Mapping[str, Tensor], size: int) -> _Layout | None:
-    """Return what a header says that the library has found right; None where its tensors cannot lie in one buffer."""
+    """Return the layout of a header that the library has accepted; None if it cannot be read with torch.frombuffer."""
     about = json.loads(header[8:])
     starts = {name: about[name]["data_offsets"][0] for name in tensors}
     if any(not t.numel() or starts[name] % t.element_size() for name, t in tensors.items()):
-        return None  # torch makes no empty tensor of a buffer, and none off its type's boundaries
+        return None  # torch.frombuffer supports neither empty nor misaligned tensors
     return _Layout(
         size, tuple((n, t.dtype, tuple(t.shape), t.numel(), starts[n]) for n, t in tensors.items())
     )

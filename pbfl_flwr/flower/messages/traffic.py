@@ -1,4 +1,4 @@
-"""What a message weighs, counted where it is encoded, so that no method can flatter itself."""
+"""Message sizes in bytes, measured on the encoded message rather than reported by the method."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, 
 
 from pbfl_flwr.payloads import Reveal
 
-_HASH = "0" * 64  # as long as the names of Flower's objects are
+_HASH = "0" * 64  # has the length of the ids of Flower's objects
 
 SIZE = Reveal(
     "size of the message",
-    "bytes grow with the rows that are sent, also for who reads encrypted traffic",
+    "bytes grow with the rows that are sent, also visible in encrypted traffic",
     "dense-uploads",
 )
 
@@ -42,61 +42,61 @@ class Traffic:
 
 
 def weigh(message: Message) -> Traffic:
-    """Return the bytes of one message."""
+    """Return the size of a message."""
     if not message.has_content():
         return Traffic()
     records = list(message.content.values())
     arrays = [array for record in records if isinstance(record, ArrayRecord) for array in record.values()]
-    beside = [record.deflate() for record in records if not isinstance(record, ArrayRecord)]
+    others = [record.deflate() for record in records if not isinstance(record, ArrayRecord)]
     payload = sum(len(array.data) for array in arrays)
-    total = _counted(message, arrays, beside) if len(arrays) <= 1 else encoded_bytes(message)
-    return Traffic(payload, payload + sum(map(len, beside)), total)
+    total = _total_bytes(message, arrays, others) if len(arrays) <= 1 else encoded_bytes(message)
+    return Traffic(payload, payload + sum(map(len, others)), total)
 
 
 def encoded_bytes(message: Message) -> int:
-    """Return the bytes of all of Flower's objects for a message, by making them."""
-    with no_object_id_recompute():  # each level's hash is asked for several times
+    """Return the size of all of Flower's objects for a message, by encoding them."""
+    with no_object_id_recompute():  # each level's hash is used several times
         return sum(len(item.deflate()) for item in get_all_nested_objects(message).values())
 
 
-def _counted(message: Message, arrays: Sequence[Array], beside: Iterable[bytes]) -> int:
-    """Return the same for a message with one array at most, neither encoding nor hashing what is in it.
+def _total_bytes(message: Message, arrays: Sequence[Array], other_records: Iterable[bytes]) -> int:
+    """Return :func:`encoded_bytes` of a message with at most one array, without encoding or hashing its content.
 
-    An object names its children by hashes of one length, and equal objects are one. So an array's size follows from
-    its description, a record's from its names, and the message's own is that of an empty one with its metadata.
+    An object refers to its children by hashes of fixed length, and equal objects are stored once. So an array's size
+    follows from its description, a record's from its names, and the message's own from its metadata.
     """
-    others = set(beside)
-    holders = {tuple(record) for record in message.content.values() if isinstance(record, ArrayRecord)}
-    described = metadata_to_proto(message.metadata)
-    described.message_id = ""  # as Flower sends it
-    total = _size("Message", 1, ProtoMessage(metadata=described).ByteSize()) + sum(map(len, others))
-    total += _size("RecordDict", len(holders) + len(others), _references(message.content))
-    total += sum(_size("ArrayRecord", len(names), _references(names)) for names in holders)
+    others = set(other_records)
+    array_records = {tuple(record) for record in message.content.values() if isinstance(record, ArrayRecord)}
+    metadata = metadata_to_proto(message.metadata)
+    metadata.message_id = ""  # as Flower sends it
+    total = _size("Message", 1, ProtoMessage(metadata=metadata).ByteSize()) + sum(map(len, others))
+    total += _size("RecordDict", len(array_records) + len(others), _references(message.content))
+    total += sum(_size("ArrayRecord", len(names), _references(names)) for names in array_records)
     for array in arrays:
-        different, places = _chunks(array.data)
-        about = {"dtype": array.dtype, "shape": array.shape, "stype": array.stype, "arraychunk_ids": places}
-        total += _size("Array", len(different), len(json.dumps(about)))
-        total += sum(_size("ArrayChunk", 0, len(chunk)) for chunk in different)
+        chunks, indices = _distinct_chunks(array.data)
+        about = {"dtype": array.dtype, "shape": array.shape, "stype": array.stype, "arraychunk_ids": indices}
+        total += _size("Array", len(chunks), len(json.dumps(about)))
+        total += sum(_size("ArrayChunk", 0, len(chunk)) for chunk in chunks)
     return total
 
 
-def _chunks(data: bytes) -> tuple[list[memoryview], list[int]]:
-    """Return the different chunks of an array, and which of them lies at each place.
+def _distinct_chunks(data: bytes) -> tuple[list[memoryview], list[int]]:
+    """Return the distinct chunks of an array, and for each position the index of its chunk.
 
-    They are compared as they lie: two that differ mostly do so in their first bytes, where a hash reads all of them.
+    Chunks are compared directly: different ones usually differ in their first bytes, while a hash would read all bytes.
     """
-    whole, different, places = memoryview(data), list[memoryview](), list[int]()
-    for at in range(0, len(data), MAX_CHUNK):
-        chunk = whole[at : at + MAX_CHUNK]
-        place = next((number for number, known in enumerate(different) if known == chunk), len(different))
-        if place == len(different):
-            different.append(chunk)
-        places.append(place)
-    return different, places
+    whole, chunks, indices = memoryview(data), list[memoryview](), list[int]()
+    for start in range(0, len(data), MAX_CHUNK):
+        chunk = whole[start : start + MAX_CHUNK]
+        index = next((i for i, known in enumerate(chunks) if known == chunk), len(chunks))
+        if index == len(chunks):
+            chunks.append(chunk)
+        indices.append(index)
+    return chunks, indices
 
 
 def _size(kind: str, children: int, body: int) -> int:
-    """Return the bytes of one of Flower's objects: ``kind hash,hash,… length-of-body``, a zero byte, the body."""
+    """Return the size of one of Flower's objects: ``kind hash,hash,… length-of-body``, a zero byte, the body."""
     return len(f"{kind} {','.join([_HASH] * children)} {body}") + 1 + body
 
 

@@ -1,7 +1,7 @@
-"""Payloads on the wire.
+"""Encoding of payloads for transport.
 
-A payload travels as one array of bytes in the safetensors format: ragged, without pickle, checked in full before
-anything is rebuilt from it. One array, because Flower spends about 600 bytes on each.
+A payload is sent as one array of bytes in the safetensors format: tensors of any shapes, no pickle, fully checked
+before it is decoded. It is one array because Flower adds about 600 bytes to each.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from pbfl_flwr.task import Task
 P = TypeVar("P", bound=Payload)
 WireDtype = Literal["float32", "float16", "bfloat16", "int8"]
 
-PAYLOAD, METRICS, CONFIG = "p", "m", "c"  # record names: short, they travel with every message
-KEEP_BEST = "best"  # in CONFIG: the best round so far, whose states clients keep
+PAYLOAD, METRICS, CONFIG = "p", "m", "c"  # record names; short, because every message contains them
+KEEP_BEST = "best"  # in CONFIG: the best round so far, whose client states are kept
 MAX_BYTES = 2**31  # of one payload; Flower's own frame limit
-FORMAT = "safetensors crc32="  # how the one array says what its bytes are; Flower hands unknown ones on as they are
-MAX_HEADER = 2**20  # bytes that name the tensors of a payload; those of a network with 2,000 take 200,000
+FORMAT = "safetensors crc32="  # stype of the array, followed by the checksum; Flower passes on unknown stypes unchanged
+MAX_HEADER = (
+    2**20
+)  # bytes of a payload's safetensors header; that of a network with 2,000 tensors takes 200,000
 _SCALE = "#scale"
 _CAST = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -37,7 +39,7 @@ def encode(payload: Payload, dtype: WireDtype = "float32") -> ArrayRecord:
     """Return the payload as a record of at most one array.
 
     Args:
-        payload: what travels; an empty one gives an empty record.
+        payload: without tensors it gives an empty record.
         dtype: of its floating-point tensors on the wire. int8 quantises each row of a matrix symmetrically with
             its own float32 scale, max|row|/127; vectors stay float32.
 
@@ -48,7 +50,7 @@ def encode(payload: Payload, dtype: WireDtype = "float32") -> ArrayRecord:
 
 
 def encode_tensors(tensors: Mapping[str, Tensor], dtype: WireDtype = "float32") -> ArrayRecord:
-    """Return tensors that were taken from a payload as a record; see :func:`encode`."""
+    """Encode the tensors of a payload; see :func:`encode`."""
     if not tensors:
         return ArrayRecord()
     sent: dict[str, Tensor] = {}
@@ -57,7 +59,7 @@ def encode_tensors(tensors: Mapping[str, Tensor], dtype: WireDtype = "float32") 
             sent[name] = tensor
         elif dtype != "int8":
             sent[name] = _cast(name, tensor, dtype)
-        elif tensor.dim() < 2 or not tensor.numel():  # factors may have no column
+        elif tensor.dim() < 2 or not tensor.numel():  # low-rank factors may have no columns
             sent[name] = tensor.to(torch.float32)
         else:
             scale = tensor.flatten(1).abs().amax(dim=1).to(torch.float32) / 127
@@ -66,14 +68,14 @@ def encode_tensors(tensors: Mapping[str, Tensor], dtype: WireDtype = "float32") 
             )
             sent[name] = (tensor / divisor).round().to(torch.int8)
             sent[name + _SCALE] = scale
-    return sealed(save(separate(sent)))
+    return with_checksum(save(separate(sent)))
 
 
-def sealed(data: bytes) -> ArrayRecord:
-    """Return bytes as the one array of a payload, with their checksum.
+def with_checksum(data: bytes) -> ArrayRecord:
+    """Return bytes as a payload's array with their checksum.
 
-    Flower hashes what it carries; the checksum also covers what happens before and after that, and a changed number in
-    a row is a number like any other.
+    Flower hashes messages in transport; the checksum also detects changes before and after that, which the validation
+    of values cannot detect.
     """
     return ArrayRecord({"s": Array("uint8", (len(data),), f"{FORMAT}{zlib.crc32(data):08x}", data)})
 
@@ -82,7 +84,7 @@ def _cast(name: str, tensor: Tensor, dtype: Literal["float32", "float16", "bfloa
     cast = tensor.to(_CAST[dtype])
     if dtype == "float16" and bool((cast.isinf() & tensor.isfinite()).any()):
         raise PbflError(
-            f"wire-dtype = 'float16': '{name}' holds {float(tensor.abs().max()):.3g}, float16 ends at 65504; "
+            f"wire-dtype = 'float16': '{name}' holds {float(tensor.abs().max()):.3g}, float16's maximum is 65504; "
             "allowed here are 'float32', 'bfloat16' and 'int8'"
         )
     return cast
@@ -91,18 +93,18 @@ def _cast(name: str, tensor: Tensor, dtype: Literal["float32", "float16", "bfloa
 def decode(
     record: ArrayRecord, payload: type[P], task: Task, max_bytes: int = MAX_BYTES, again: bool = False
 ) -> P:
-    """Rebuild a payload; size and checksum are looked at before anything is parsed.
+    """Decode a payload; size and checksum are checked before parsing.
 
     Args:
-        record: as it arrived.
-        payload: the type it must be.
-        task: K, d and input shape that it must fit.
-        max_bytes: more are refused unread.
-        again: the same record was decoded before: its size, its checksum and a table's numbers need not be looked at
-            a second time.
+        record: as received.
+        payload: the expected type.
+        task: K, d and input shape, for validation.
+        max_bytes: larger payloads are rejected before parsing.
+        again: the same record was decoded before, so its size, its checksum and the numbers of a prototype table are
+            not checked again.
 
     Raises:
-        RejectedPayload: if the bytes are no safetensors file, too many, or not what the payload's type allows.
+        RejectedPayload: if the bytes are not a safetensors file, too many, or not valid for the payload's type.
     """
     arrays = list(record.values())
     if len(arrays) > 1:
@@ -113,7 +115,7 @@ def decode(
         _check(arrays[0], max_bytes)
     try:
         tensors = load(arrays[0].data)
-    # Beside its own error the reader lets through what torch says about absurd shapes and unknown types.
+    # Besides its own error, the reader raises torch's errors for invalid shapes and unknown types.
     except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, AssertionError) as error:
         raise RejectedPayload(f"not a safetensors payload: {_one_line(error)}") from None
     plain = _dequantised(tensors)
@@ -123,14 +125,14 @@ def decode(
 
 
 def _check(array: Array, max_bytes: int) -> None:
-    """Check that an array says it is a payload, holds few enough bytes, and those that were sent."""
+    """Check an array's format, size, checksum and header size."""
     data = array.data
     if not array.stype.startswith(FORMAT):
         raise RejectedPayload(f"an array of format '{array.stype[:40]}', expected 'safetensors'")
     if len(data) > max_bytes:
         raise RejectedPayload(f"{len(data)} bytes, allowed are {max_bytes} (max-upload-mb)")
     if array.stype != f"{FORMAT}{zlib.crc32(data):08x}":
-        raise RejectedPayload("its bytes do not fit their checksum")
+        raise RejectedPayload("its bytes do not match their checksum")
     if (header := int.from_bytes(data[:8], "little")) > MAX_HEADER:
         raise RejectedPayload(
             f"not a safetensors payload: a header of {header} bytes, allowed are {MAX_HEADER}"
@@ -155,10 +157,10 @@ def _dequantised(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def check_content(content: RecordDict, max_bytes: int) -> None:
-    """Check, before anything is parsed, that a reply holds a payload and a report at most, and few enough bytes.
+    """Check, before parsing, that a reply holds nothing but a payload and a report, within the size limit.
 
     Raises:
-        RejectedPayload: saying what else it holds, or how much.
+        RejectedPayload: naming another record, or the size.
     """
     if others := sorted(set(content) - {PAYLOAD, METRICS}):
         raise RejectedPayload(f"unexpected record '{others[0][:40]}'")
@@ -181,17 +183,16 @@ def payload_in(content: RecordDict) -> ArrayRecord:
 def content(
     payload: ArrayRecord | None = None, report: MetricRecord | None = None, config: ConfigRecord | None = None
 ) -> RecordDict:
-    """Return a message's content under the names that both sides use."""
-    named = {PAYLOAD: payload, METRICS: report, CONFIG: config}
-    return RecordDict({name: record for name, record in named.items() if record is not None})
+    """Return a message's content, with the record names used by both sides."""
+    records = {PAYLOAD: payload, METRICS: report, CONFIG: config}
+    return RecordDict({name: record for name, record in records.items() if record is not None})
 
 
 def ordered(replies: Iterable[Message], sent: Mapping[str, int]) -> dict[int, Message]:
-    """Return client id -> reply, in ascending client order whatever the order of arrival.
+    """Return client id -> reply, in ascending client order regardless of the order of arrival.
 
     Args:
-        replies: as Flower hands them over; errors made by Flower itself come from "node 1", so the reply is found by
-            the message it answers.
+        replies: as received. They are matched by the message they answer, since Flower's own errors come from "node 1".
         sent: message id -> client id.
     """
     by_client = {

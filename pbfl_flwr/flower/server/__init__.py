@@ -1,1 +1,1 @@
-"""The server side: the strategy, who takes part, what is sent, what comes back, and what a run records."""
+"""The server side: strategy, client membership, messages, replies, and the recording of a run."""

@@ -1,4 +1,4 @@
-"""The server side of a run: check the configuration, then the method's strategy on whatever grid there is."""
+"""The server side of a run: parse the configuration, then run the method's strategy on the given grid."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from pbfl_flwr.places import run_directory
 
 
 def serve(grid: Grid, run_config: Mapping[str, Scalar], run_id: int) -> None:
-    """Run the federation to its end; why it ended early stands in the run directory.
+    """Run the federation to its end; if it fails, the error is also written to the run directory.
 
     Args:
-        grid: with the clients behind it.
+        grid: connects to the clients.
         run_config: flat keys.
-        run_id: Flower's, which names the run directory where the configuration does not.
+        run_id: Flower's; names the run directory unless the configuration does.
 
     Raises:
-        PbflError: if the configuration or the clients do not fit, or the run cannot go on.
+        PbflError: if the configuration is invalid, the clients are incompatible, or the run cannot continue.
     """
     run = RunDirectory(run_directory(str(run_config.get("run-dir", "")), run_id))
     try:
         settings = parse(run_config, SECTIONS)
         strategy = MethodStrategy(settings, run.path)
     except PbflError:
-        if run.taken or not run.path.is_absolute():  # taken: by a run with which this has nothing to do
+        if run.taken or not run.path.is_absolute():  # taken: the directory belongs to another run
             raise
         with run.locked():
             raise

@@ -1,4 +1,4 @@
-"""Who can be asked in a round, in a federation whose clients answer late, disappear and come back on other nodes."""
+"""Which clients are available in a round: clients may reply late, disconnect, and reconnect on other nodes."""
 
 from __future__ import annotations
 
@@ -11,94 +11,101 @@ from flwr.serverapp import Grid
 
 from pbfl_flwr.flower.server.admission import Admission
 from pbfl_flwr.flower.server.late_replies import OverdueReplies, OverdueReply
-from pbfl_flwr.flower.server.rejoining import greet_new_nodes
+from pbfl_flwr.flower.server.rejoining import hello_to_new_nodes
 from pbfl_flwr.flower.server.replies import Phase
-from pbfl_flwr.flower.server.roster import NOWHERE, Roster, other_weights
+from pbfl_flwr.flower.server.roster import NO_NODE, Roster, other_weights
 from pbfl_flwr.flower.server.waiting import OnWait, poll
 
-GREETING_SECONDS = 60.0  # for a node that comes in the middle of a run
+HELLO_TIMEOUT = 60.0  # seconds at most, for a node that connects during a run
 NOT_CONNECTED = "its node is not connected"
-LONGEST_PAUSE = 32  # rounds in which a node that is no client is not greeted again
+MAX_RETRY_ROUNDS = 32  # at most, until a node that was refused gets another hello
 
 
 class Availability:
-    """Follows the clients of a run from round to round.
+    """Tracks the clients of a run from round to round.
 
     Args:
-        roster: who said hello before round 1.
+        roster: the clients that answered the hello before round 1.
         experiment: id of the run.
-        patience: seconds to wait for the hello of a node that comes in the middle of the run, at most a minute.
-        joining: which other devices may join; None if none may.
+        hello_timeout: seconds to wait for the hello of a node that connects during the run; capped at a minute.
+        admission: decides which other devices may join; None if none may.
 
     Attributes:
-        roster: who is who now.
+        roster: all clients and their current nodes.
     """
 
     def __init__(
-        self, roster: Roster, experiment: str, patience: float, admission: Admission | None = None
+        self, roster: Roster, experiment: str, hello_timeout: float, admission: Admission | None = None
     ) -> None:
         self.roster, self._admission = roster, admission
-        self._experiment, self._patience = experiment, min(patience, GREETING_SECONDS)
+        self._experiment, self._hello_timeout = experiment, min(hello_timeout, HELLO_TIMEOUT)
         self._overdue = OverdueReplies()
         self._failed: frozenset[int] = frozenset()
-        self._refused: set[str] = set()  # what was said of nodes that are not greeted as clients
-        # Of nodes that are no clients: the next pause, and the round from which they may be greeted again.
-        self._strange: dict[int, tuple[int, int]] = {}
-        self._late: list[tuple[OverdueReply, Message]] = []  # what was handed over for the last phase
+        self._refusals: set[str] = set()  # reasons already noted, of nodes that were refused
+        # Refused node -> (pause in rounds after the next refusal, round from which it may get another hello).
+        self._refused_nodes: dict[int, tuple[int, int]] = {}
+        self._late: list[tuple[OverdueReply, Message]] = []  # late replies returned for the last phase
         self._notes: list[str] = []
         self._joined: list[str] = []
 
-    def absent(self, grid: Grid, server_round: int, unheard: bool = False) -> dict[int, str]:
-        """Return the clients that cannot be asked and why, having looked for those that came back.
+    def absent(self, grid: Grid, server_round: int, check: bool = False) -> dict[int, str]:
+        """Return client -> why it cannot get a message now, after looking for clients that reconnected.
 
-        Only after a round in which somebody failed, while somebody has been missing since the run was resumed, while
-        others may join, or where nobody has heard of a client for long: a healthy federation is not asked for its
-        nodes every round.
+        To avoid querying the nodes in every round, it looks only after a round with failures, while a client has been
+        missing since the run was resumed, while others may join, or if ``check`` is set.
 
         Args:
             grid: Flower's.
             server_round: from 1.
-            unheard: whether clients are asked that nobody has heard of since the hello.
+            check: always look; for clients that had no message since the hello.
         """
         self.collect(grid)
-        missing = any(member.node == NOWHERE for member in self.roster.members.values())
-        open_to_others = self._admission is not None and self._admission.has_room(self.roster)
-        if not (self._failed or missing or open_to_others or unheard):
+        missing = any(member.node == NO_NODE for member in self.roster.members.values())
+        may_join = self._admission is not None and self._admission.has_room(self.roster)
+        if not (self._failed or missing or may_join or check):
             return {}
         online = set(grid.get_node_ids())
         self._look_for_clients(grid, online, server_round)
-        gone = {
+        disconnected = {
             client: NOT_CONNECTED
             for client, member in self.roster.members.items()
             if member.node not in online
         }
         busy = {
-            c: f"still busy with round {owed}" for c, owed in self._overdue.outstanding(server_round).items()
+            client: f"still busy with round {number}"
+            for client, number in self._overdue.outstanding(server_round).items()
         }
-        return {**busy, **gone}
+        return {**busy, **disconnected}
 
     def _look_for_clients(self, grid: Grid, online: Collection[int], server_round: int) -> None:
-        """Greet the nodes that are new.
+        """Send a hello to new nodes.
 
-        One that is no client, or says nothing, is greeted again after a pause, each twice as long as the last, or when
-        somebody failed, who may have come back there.
+        A node that is refused or does not answer gets another hello after a pause, which doubles each time, or as soon
+        as a client has failed, since that client may have reconnected there.
         """
-        self._strange = {node: when for node, when in self._strange.items() if node in online}
-        early = [node for node, (_, since) in self._strange.items() if server_round < since]
-        resting = [] if self._failed else early
+        self._refused_nodes = {node: retry for node, retry in self._refused_nodes.items() if node in online}
+        early = [node for node, (_, since) in self._refused_nodes.items() if server_round < since]
+        skipped = [] if self._failed else early
         before = self.roster
-        self.roster, refused = greet_new_nodes(
-            grid, before, online, self._failed, self._experiment, self._patience, self._admission, resting
+        self.roster, refused = hello_to_new_nodes(
+            grid,
+            before,
+            online,
+            self._failed,
+            self._experiment,
+            self._hello_timeout,
+            self._admission,
+            skipped,
         )
         self.note_refused(refused.values())
         for node in refused:
-            pause, _ = self._strange.get(node, (1, 0))
-            self._strange[node] = (min(2 * pause, LONGEST_PAUSE), server_round + pause)
+            pause, _ = self._refused_nodes.get(node, (1, 0))
+            self._refused_nodes[node] = (min(2 * pause, MAX_RETRY_ROUNDS), server_round + pause)
         for client, member in self.roster.members.items():
             if client not in before.members:
                 self.note_joined([member.label])
             elif member.node != before.members[client].node:
-                log(INFO, "round %s: client %s is back, on another node", server_round, member.label)
+                log(INFO, "round %s: client %s has reconnected as another node", server_round, member.label)
                 self._overdue.forget(client)
         known = other_weights(before.members.values())
         for line in other_weights(self.roster.members.values()):
@@ -106,70 +113,70 @@ class Availability:
                 self.note(line)
 
     def collect(self, grid: Grid) -> None:
-        """Fetch the answers that have come since their round."""
+        """Fetch late replies that have arrived."""
         self._overdue.collect(grid)
 
     def settle(self, phase: Phase, replies: list[Message]) -> list[tuple[OverdueReply, Message]]:
-        """Write down who did not answer a phase, and return what came late of earlier ones, if it trains."""
+        """Record the missing replies of a phase; if clients train in it, return late replies to earlier phases."""
         self._late = self._overdue.take() if phase.training else []
-        self._overdue.note(phase.unanswered(replies))
+        self._overdue.add(phase.unanswered(replies))
         return self._late
 
     def note_refused(self, reasons: Collection[str]) -> None:
-        """Note why nodes that came are not asked, each reason once."""
-        self._notes += [f"a new node is not asked: {why}" for why in sorted(set(reasons) - self._refused)]
-        self._refused |= set(reasons)
+        """Add a note for each reason why new nodes were refused that has not been noted before."""
+        self._notes += [f"a new node is not used: {why}" for why in sorted(set(reasons) - self._refusals)]
+        self._refusals |= set(reasons)
 
-    def wait_for_nodes(self, grid: Grid, asked: int, least: int, timeout: float, on_wait: OnWait) -> bool:
-        """Wait until as many nodes are connected as were asked, and return whether enough are.
+    def wait_for_nodes(self, grid: Grid, sent: int, least: int, timeout: float, on_wait: OnWait) -> bool:
+        """Wait until as many nodes are connected as messages were sent, and return whether at least ``least`` are.
 
         Args:
             grid: Flower's.
-            asked: nodes that were lost, or whose answers were.
-            least: nodes that are enough when the time is over.
+            sent: messages of the phase in which nodes or replies were lost.
+            least: nodes that suffice when the timeout has passed.
             timeout: seconds.
-            on_wait: is told how many there are, and nothing when that is over.
+            on_wait: called with a line on how many are connected, and with an empty one at the end.
         """
-        wanted, online = max(asked, least), 0
+        target, online = max(sent, least), 0
 
-        def say() -> str:
-            return f"{online} of {wanted} nodes are connected"
+        def status() -> str:
+            return f"{online} of {target} nodes are connected"
 
-        for _ in poll(timeout, say, on_wait):
-            if (online := len(set(grid.get_node_ids()) - set(self._strange))) >= wanted:
+        for _ in poll(timeout, status, on_wait):
+            if (online := len(set(grid.get_node_ids()) - set(self._refused_nodes))) >= target:
                 break
         on_wait("")
         return online >= least
 
     def undo_round(self, joined: Collection[str]) -> None:
-        """Take back what was handed over for a round that is asked again, since its line is replaced.
+        """Restore late replies and joined clients of a round that is repeated, since its line is replaced.
 
         Args:
-            joined: labels of those who had joined in it.
+            joined: labels of the clients that joined in it.
         """
         self._overdue.restore(self._late)
         self.note_joined(joined)
-        self.note("asked again, since too many nodes were out of reach")
+        self.note("round repeated because too many nodes were unreachable")
 
     def note(self, line: str) -> None:
-        """Add to what there is to say."""
+        """Add a note."""
         self._notes.append(line)
 
     def notes(self) -> list[str]:
-        """Return what there is to say since the last call."""
+        """Return the notes added since the last call."""
         found, self._notes = self._notes, []
         return found
 
     def note_joined(self, labels: Collection[str]) -> None:
-        """Remember who has joined; of a run that goes on, in the round that was not finished."""
+        """Record clients that have joined; in a resumed run also those that joined in the unfinished round."""
         self._notes += [f"client {label} has joined the run" for label in labels]
         self._joined += labels
 
     def joined(self) -> list[str]:
-        """Return the labels of those who have joined since the last call."""
+        """Return the labels of the clients that have joined since the last call."""
         found, self._joined = self._joined, []
         return found
 
-    def failed(self, clients: Collection[int]) -> None:
-        """Say who failed in the last round."""
+    def set_failed(self, clients: Collection[int]) -> None:
+        """Set the clients that failed in the last round."""
         self._failed = frozenset(clients)

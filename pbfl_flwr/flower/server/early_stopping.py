@@ -1,6 +1,6 @@
-"""When a run ends before num-server-rounds: it has gone on for ``patience`` rounds without a better score.
+"""Early stopping: a run ends after ``patience`` rounds without a better score.
 
-It follows from the rounds alone, so that a run that was killed and resumed ends where it would have.
+The decision depends only on the recorded rounds, so a resumed run ends at the same round as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 Score = tuple[bool, float]
-"""Whether it is of validation data, and the accuracy: any score on them outdoes all on test data."""
+"""Whether it is on validation data, and the accuracy; any score on validation data exceeds all on test data."""
 
 
 def score_of(entry: Mapping[str, Any], headline: str) -> Score | None:
-    """Return the score by weighted headline accuracy of a round or of its last scoring, None where there is none.
+    """Return the weighted headline accuracy of a round or of its final scoring as a score, None if there is none.
 
-    Of validation data if there are some (validation-share), else of test data. Where few clients take part, a round may
-    lack validation data that others have; its accuracy on test data is not to be compared with theirs.
+    It is on validation data if there is any (validation-share), else on test data. With few clients per round, a round
+    may lack validation data that others have; its accuracy on test data is not comparable with theirs.
     """
     for data in ("validation", "accuracy"):
         if headline in (scored := entry.get(data) or {}):
@@ -25,7 +25,7 @@ def score_of(entry: Mapping[str, Any], headline: str) -> Score | None:
 
 
 def best_round_line(history: Sequence[Mapping[str, Any]], headline: str) -> Mapping[str, Any] | None:
-    """Return the line of the round with the best score, of equals the first; None while there is none.
+    """Return the line of the round with the best score, the first of equals; None if no round has a score.
 
     Args:
         history: lines of rounds.jsonl.
@@ -38,12 +38,12 @@ def best_round_line(history: Sequence[Mapping[str, Any]], headline: str) -> Mapp
 def patience_exhausted(
     history: Sequence[Mapping[str, Any]], headline: str, patience: int
 ) -> Mapping[str, Any] | None:
-    """Return the line of the best round of a run that is to end after the last one, None if it is to go on.
+    """Return the line of the best round if the run must end after its latest round, None if it continues.
 
     Args:
         history: lines of rounds.jsonl.
-        headline: the predictor that is reported; as long as it was not scored a run goes on.
-        patience: rounds that may follow the best one, of equals the first; 0 ends none.
+        headline: the predictor that is reported; a run continues as long as it has not been scored.
+        patience: rounds allowed after the best one (the first of equals); 0 disables early stopping.
     """
     if not patience or (best := best_round_line(history, headline)) is None:
         return None
@@ -51,14 +51,14 @@ def patience_exhausted(
 
 
 def early_stop_note(best: Mapping[str, Any], patience: int) -> str:
-    """Return what is noted of the round after which a run ends so.
+    """Return the note on the round after which a run ends early.
 
     Args:
-        best: line of the best round, which is called as in the tables: where clients are scored before they train, its
-            scores are those of the round before it.
+        best: line of the best round. The note gives its ``accuracy_of_round``, as tables do: if clients are scored
+            before training, its scores are those of the previous round.
         patience: of the run.
     """
     data = "validation data" if best.get("validation") else "test data"
     length = "1 round" if patience == 1 else f"{patience} rounds"
     since = best["accuracy_of_round"]
-    return f"no better score on {data} for {length}, since round {since}: the run ends here (patience)"
+    return f"no better score on {data} for {length}, since round {since}: the run ends early (patience)"

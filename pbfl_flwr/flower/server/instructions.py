@@ -1,4 +1,4 @@
-"""What the clients of a phase are sent: the method's broadcast, the round, and what they are asked to do."""
+"""The messages to the clients in a phase: the broadcast, the round, and whether to train or evaluate."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from pbfl_flwr.payloads import Payload
 
 @dataclass(frozen=True)
 class Instructions:
-    """Writes the messages of a phase.
+    """Builds the messages of a phase.
 
     Attributes:
-        method: says what each client is sent.
+        method: provides the broadcast for each client.
         experiment: the name under which clients keep their state.
         dtype: of payloads on the wire.
-        malicious: who lies on purpose.
-        best: the best round so far, whose states clients keep; 0 if they are not asked to.
+        malicious: clients that send falsified uploads.
+        best: the best round so far, whose client states are kept; 0 if none are.
     """
 
     method: Method[Any, Any, Any]
@@ -44,18 +44,18 @@ class Instructions:
         server_round: int,
         absent: Mapping[int, str],
     ) -> Phase:
-        """Return the phase, whose messages are to be sent.
+        """Return the phase with its messages, which are still to be sent.
 
         Args:
             state: of the server.
-            roster: who is who; all that are asked are in it.
+            roster: contains all clients in ``kinds``.
             kinds: client -> "train" or "evaluate".
             server_round: from 1.
-            absent: who is not asked, and why.
+            absent: client -> why it gets no message.
         """
-        sent, down, scalars, names = [], {}, 0, roster.names
-        # One encoding for a broadcast that is the same object for all; kept beside it, since the id of an object that
-        # is gone may be another's.
+        messages, down, scalars, names = [], {}, 0, roster.names
+        # A broadcast that is the same object for several clients is encoded once. The payload is kept with its
+        # encoding, since the id of a deleted object may be reused.
         encoded: dict[int, tuple[Payload, ArrayRecord]] = {}
         for client in sorted(kinds):
             payload = self.method.broadcast(state, client)
@@ -63,7 +63,7 @@ class Instructions:
                 encoded[id(payload)] = payload, wire.encode(payload, self.dtype)
             config = ConfigRecord({"round": server_round, "experiment": self.experiment})
             if client in names:
-                config["client"] = client  # a numbered one knows
+                config["client"] = client  # clients without a name know their number
             if self.best:
                 config[wire.KEEP_BEST] = self.best
             if not (member := roster.members[client]).simulated:
@@ -76,9 +76,9 @@ class Instructions:
             )
             down[client] = weigh(message)
             scalars += payload.scalars()
-            sent.append((message, client))
+            messages.append((message, client))
         training = {client for client, kind in kinds.items() if kind == "train"}
         started = time.perf_counter()
         return Phase(
-            sent, training, down, scalars, started, names, server_round, dict(absent), self.malicious
+            messages, training, down, scalars, started, names, server_round, dict(absent), self.malicious
         )

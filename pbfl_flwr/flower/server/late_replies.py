@@ -1,7 +1,7 @@
-"""Answers that come after their round's deadline: who still owes one, and where they are when they come.
+"""Replies after the deadline of their round: which are outstanding, and which have arrived.
 
-A client works on one question at a time. One that has not answered is not asked again until it has, or until
-PATIENCE rounds have passed; Flower keeps what it sends meanwhile, and it is fetched before the next round.
+A client handles one message at a time. A client with an outstanding reply gets no new message until it has replied or
+MAX_OVERDUE_ROUNDS rounds have passed. Flower stores a late reply until it is fetched before the next round.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from flwr.app import Message
 from flwr.serverapp import Grid
 
-PATIENCE = 3  # rounds
+MAX_OVERDUE_ROUNDS = 3
 
 
 @dataclass(frozen=True)
 class OverdueReply:
-    """An answer that did not come in time: of which client, to which round's question, and whether it was to train."""
+    """A reply that missed its deadline: its client and round, and whether the message was for training."""
 
     client: int
     round: int
@@ -25,41 +25,45 @@ class OverdueReply:
 
 
 class OverdueReplies:
-    """The answers that are still awaited, and those that came late."""
+    """Overdue replies: those still outstanding and those received late."""
 
     def __init__(self) -> None:
-        self._awaited: dict[str, OverdueReply] = {}  # by the id of the question
-        self._came: list[tuple[OverdueReply, Message]] = []
+        self._awaited: dict[str, OverdueReply] = {}  # by the id of the message they answer
+        self._received: list[tuple[OverdueReply, Message]] = []
 
-    def note(self, unanswered: Mapping[str, OverdueReply]) -> None:
-        """Write down what was not answered by the deadline."""
+    def add(self, unanswered: Mapping[str, OverdueReply]) -> None:
+        """Add the messages, by id, that had no reply at the deadline."""
         self._awaited |= unanswered
 
     def collect(self, grid: Grid) -> None:
-        """Fetch what has come since."""
+        """Fetch the replies that have arrived."""
         if not self._awaited:
             return
         for reply in grid.pull_messages(list(self._awaited)):
             overdue = self._awaited.pop(reply.metadata.reply_to_message_id, None)
             if overdue is not None:
-                self._came.append((overdue, reply))
+                self._received.append((overdue, reply))
 
     def outstanding(self, server_round: int) -> dict[int, int]:
-        """Return client -> the round that it still has to answer; who owes for PATIENCE rounds may be asked again."""
+        """Return client -> round of its outstanding reply; drops replies overdue for MAX_OVERDUE_ROUNDS or more."""
         self._awaited = {
-            q: overdue for q, overdue in self._awaited.items() if server_round - overdue.round < PATIENCE
+            message_id: overdue
+            for message_id, overdue in self._awaited.items()
+            if server_round - overdue.round < MAX_OVERDUE_ROUNDS
         }
         return {overdue.client: overdue.round for overdue in self._awaited.values()}
 
     def forget(self, client: int) -> None:
-        """Await nothing any more from a client: it runs on another node now."""
-        self._awaited = {q: overdue for q, overdue in self._awaited.items() if overdue.client != client}
+        """Drop a client's outstanding replies, since it now runs on another node."""
+        self._awaited = {
+            message_id: overdue for message_id, overdue in self._awaited.items() if overdue.client != client
+        }
 
     def restore(self, taken: Iterable[tuple[OverdueReply, Message]]) -> None:
-        """Have what was taken for a round handed over once more, since that round is asked again."""
-        self._came += taken
+        """Put back replies taken for a round that is repeated."""
+        self._received += taken
 
     def take(self) -> list[tuple[OverdueReply, Message]]:
-        """Return what came late, once, the newest first."""
-        came, self._came = self._came, []
-        return sorted(came, key=lambda item: (-item[0].round, item[0].client))
+        """Return and remove the late replies received, newest round first."""
+        received, self._received = self._received, []
+        return sorted(received, key=lambda item: (-item[0].round, item[0].client))

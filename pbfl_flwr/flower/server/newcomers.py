@@ -1,8 +1,8 @@
-"""Clients that come after the last round: what does the federation give to somebody who never took part?
+"""New clients after the last round: measures what the federation gives to clients that did not take part.
 
-Each one trains for some rounds as every client did, with what the server broadcasts now, and is scored; what it sends
-back is not used, so the server's state stays what it is. Its own state is kept under another name than that of the
-run's rounds: whoever goes on with the run for more rounds meets it as new again.
+Each new client trains for some rounds with the server's final broadcast and is scored; its uploads are not used, so
+the server's state does not change. Its own state is stored under another experiment name than that of the run, so it
+is new again if the run is continued for more rounds.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from pbfl_flwr.task import Task
 
 
 def new_clients(settings: Settings) -> frozenset[int]:
-    """Return the clients that come after the last round: the last ones by number."""
+    """Return the clients that train only after the last round: those with the highest numbers."""
     clients = settings.run.num_clients
     return frozenset(range(clients - settings.run.new_clients, clients))
 
 
 @dataclass(frozen=True)
 class Newcomers:
-    """The new clients of a run whose rounds are over.
+    """Trains and evaluates the new clients of a run whose regular rounds are finished.
 
     Attributes:
         settings: the run configuration.
-        questions: of the run.
-        attendance: knows the nodes of all clients.
+        instructions: builds the messages, as in the run.
+        availability: knows the nodes of all clients.
         task: what all clients agree on.
         moment: when clients are scored.
         headline: the predictor that is reported.
-        after: rounds that the run has.
+        after: number of the run's last round.
     """
 
     settings: Settings
@@ -58,35 +58,35 @@ class Newcomers:
     after: int
 
     def rounds(self, grid: Grid, state: Payload, done: int, timeout: float) -> Iterator[dict[str, Any]]:
-        """Let them train and yield a line for each of their rounds, of the form that rounds.jsonl has.
+        """Train the new clients and yield a line per round, in the format of rounds.jsonl.
 
-        ``round`` counts on from the run's rounds, ``after`` says how many those were, ``columns`` are the clients'
-        own counters. Where clients are scored before they train, the last line has a ``final`` scoring.
+        ``round`` continues the run's round numbers, ``after`` is the run's last round, ``columns`` holds the clients'
+        counters. If clients are scored before training, the last line has a ``final`` scoring.
 
         Args:
             grid: Flower's.
             state: of the server.
-            done: rounds that they have trained already, of a run that goes on.
-            timeout: seconds to wait for a round's answers.
+            done: rounds that they have already trained, in a resumed run.
+            timeout: seconds to wait for a round's replies.
         """
         last = self.after + self.settings.run.new_client_rounds
         for number in range(self.after + done + 1, last + 1):
             started = time.perf_counter()
-            phase, outcome = self._asked(grid, state, number, "train", timeout)
+            phase, outcome = self._exchange(grid, state, number, "train", timeout)
             line = round_line(number, phase, outcome, self.instructions.method, state, self.moment, 0.0)
             line |= {"after": self.after, "columns": client_columns(number, phase, outcome)}
             if self.moment == "before" and number == last:
-                phase, outcome = self._asked(grid, state, number, "evaluate", timeout)
+                phase, outcome = self._exchange(grid, state, number, "evaluate", timeout)
                 line["final"] = final_scores(phase, outcome)
                 line["columns"]["final"] = client_columns(number, phase, outcome)
             line["seconds"]["total"] = time.perf_counter() - started
             yield line
 
-    def judge(self, line: Mapping[str, Any]) -> None:
-        """Log what came of a round.
+    def log_and_check(self, line: Mapping[str, Any]) -> None:
+        """Log a round's accuracy and failures.
 
         Raises:
-            RunEnded: if somebody failed and failure-policy is "stop".
+            RunEnded: if a client failed and failure-policy is "stop".
         """
         run = self.settings.run
         log(
@@ -98,16 +98,16 @@ class Newcomers:
             self.headline,
         )
         for failure in [*line["failures"], *line.get("final", {}).get("failures", [])]:
-            said = f"new client {failure.get('name', failure['client'])} failed: {failure['reason']}"
-            log(WARNING, "%s", said)
+            text = f"new client {failure.get('name', failure['client'])} failed: {failure['reason']}"
+            log(WARNING, "%s", text)
             if run.failure_policy == "stop":
-                raise RunEnded(f"{said}; failure-policy is 'stop'. All rounds are kept and can be resumed")
+                raise RunEnded(f"{text}; failure-policy is 'stop'. All rounds are kept and can be resumed")
 
-    def _asked(
+    def _exchange(
         self, grid: Grid, state: Payload, number: int, kind: str, timeout: float
     ) -> tuple[Phase, Outcome]:
         clients = new_clients(self.settings)
-        absent = self.availability.absent(grid, number, unheard=number == self.after + 1)
+        absent = self.availability.absent(grid, number, check=number == self.after + 1)
         absent = {client: why for client, why in absent.items() if client in clients}
         kinds = dict.fromkeys(sorted(clients - set(absent)), kind)
         instructions = replace(
@@ -115,9 +115,9 @@ class Newcomers:
         )
         phase = instructions.phase(state, self.availability.roster, kinds, number, absent)
         replies = list(grid.send_and_receive([message for message, _ in phase.messages], timeout=timeout))
-        self.availability.settle(phase, replies)  # late uploads of the run's last round are of no more use
-        most = self.settings.run.max_upload_mb * 2**20
+        self.availability.settle(phase, replies)  # late uploads of the run's last round are discarded
+        max_bytes = self.settings.run.max_upload_mb * 2**20
         counted = classes_counted(self.settings.evaluation, self.task)
-        outcome = read(replies, phase, instructions.method, state, self.task, most, classes=counted)
-        self.availability.failed(outcome.failures)
+        outcome = read(replies, phase, instructions.method, state, self.task, max_bytes, classes=counted)
+        self.availability.set_failed(outcome.failures)
         return phase, outcome

@@ -1,4 +1,4 @@
-"""What a round gives to think about, in words: they stand in its line, in the log and on the screen."""
+"""Notes on a round for the user; they are written to its line of rounds.jsonl and to the log."""
 
 from __future__ import annotations
 
@@ -7,51 +7,51 @@ from collections.abc import Collection, Mapping, Sequence
 from pbfl_flwr.flower.server.replies import Outcome, Phase
 
 
-def of_uploads(outcome: Outcome) -> list[str]:
-    """Say of the clients that trained what they held back, could not do, or had to clip."""
+def upload_notes(outcome: Outcome) -> list[str]:
+    """Return notes on the clients that trained: classes held back, no training steps, clipped entries."""
     return [*_held_back(outcome), *_idle(outcome), *_clipped(outcome)]
 
 
-def forgotten(phase: Phase, outcome: Outcome, before: Mapping[int, int]) -> list[str]:
-    """Say which clients have trained less often than the server has seen: another disk, or none any more.
+def lost_state(phase: Phase, outcome: Outcome, before: Mapping[int, int]) -> list[str]:
+    """Return a note on clients that report fewer trained rounds than the server counted: their stored state is lost.
 
     Args:
-        phase: what was sent.
-        outcome: what came back.
-        before: client -> rounds it had trained in when it was last heard of.
+        phase: the messages sent.
+        outcome: the result of the phase.
+        before: client -> rounds trained in, as last reported.
     """
     found = [
-        phase.called(client)
+        phase.client_label(client)
         for client, report in outcome.reports.items()
         if client in before and report.participations < before[client] + (client in phase.training)
     ]
-    return [f"client {', '.join(found)} lost its state and begins anew"] if found else []
+    return [f"client {', '.join(found)} lost its state and starts from scratch"] if found else []
 
 
-def unheard_of(labels: Sequence[str], ages: Sequence[int] | None) -> list[str]:
-    """Say of classes that nobody has sent for 10, 100, 1,000 rounds, once each.
+def missing_classes(labels: Sequence[str], ages: Sequence[int] | None) -> list[str]:
+    """Return a note on classes that no client has uploaded for exactly 10, 100 or 1,000 rounds.
 
     Args:
         labels: names of the classes.
         ages: see :func:`pbfl_flwr.flower.server.round_records.updated_ages`.
     """
     found = [label for label, age in zip(labels, ages or [], strict=False) if age in (10, 100, 1000)]
-    return [f"nobody sent these classes for 10 rounds or more: {', '.join(found)}"] if found else []
+    return [f"no client sent these classes for 10 rounds or more: {', '.join(found)}"] if found else []
 
 
-def not_scored(wanted: str, method: str, scored: Collection[str]) -> list[str]:
-    """Say that nobody was scored as ``predictor`` asks.
+def not_scored(predictor: str, method: str, scored: Collection[str]) -> list[str]:
+    """Return a note if no client was scored with the configured predictor.
 
     Args:
-        wanted: the predictor.
+        predictor: as configured.
         method: the method's name.
-        scored: the predictors that there are.
+        scored: the predictors with scores.
     """
-    if not scored or wanted in scored:
+    if not scored or predictor in scored:
         return []
     return [
-        f"predictor = '{wanted}': method '{method}' was not scored so and no round is best; there are "
-        f"{', '.join(scored)}"
+        f"predictor = '{predictor}': method '{method}' has no scores of it, so there is no best round; there are "
+        f"scores of {', '.join(scored)}"
     ]
 
 
@@ -70,7 +70,7 @@ def _idle(outcome: Outcome) -> list[str]:
     if not found:
         return []
     return [
-        f"made no training step, for want of samples (batch-size, drop-last; BatchNorm needs two): client "
+        f"made no training step, too few samples (batch-size, drop-last; BatchNorm needs two): client "
         f"{', '.join(map(str, found))}"
     ]
 

@@ -1,4 +1,4 @@
-"""What a run leaves behind: its configuration, every round, a checkpoint, the best state; on disk and in sinks."""
+"""Writes a run's configuration, rounds, checkpoints and best state to its directory and to the sinks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pbfl_flwr.flower.server.early_stopping import Score, score_of
 from pbfl_flwr.flower.server.roster import Member
 from pbfl_flwr.flower.storage import checkpoint
 from pbfl_flwr.flower.storage.atomic_files import UnsavedState, flush_directory
-from pbfl_flwr.flower.storage.history import OTHER_CONFIGURATION, Dealt, RunDirectory, RunRefused
+from pbfl_flwr.flower.storage.history import OTHER_CONFIGURATION, PartitionFacts, RunDirectory, RunRefused
 from pbfl_flwr.flower.storage.result_hash import result_hash
 from pbfl_flwr.methods import build_method
 from pbfl_flwr.payloads import Payload
@@ -39,81 +39,81 @@ class Recorder:
         self.run, self._settings, self._headline = run, settings, headline
         self._fingerprint = settings.fingerprint()
         self._best: Score = (False, -1.0)
-        self._last = settings.run.num_server_rounds
-        self._experiment = ""  # until the run has begun
+        self._last_round = settings.run.num_server_rounds
+        self._experiment = ""  # until the run has started
         self._sinks: Sinks | None = None
         self._warnings: list[str] = []
 
     def previous(self) -> dict[str, Any] | None:
-        """Return run.json of the run that is to go on, None for a new one; from here on the directory is this run's.
+        """Return run.json of the run to resume, None for a new run; the directory then belongs to this run.
 
         Raises:
-            RunRefused: if it was made with another configuration, or if a new one finds a run.
-            PbflError: if there is none to go on with.
+            RunRefused: if it was made with another configuration, or if a new run finds an existing one.
+            PbflError: if there is no run to resume.
         """
         if not self._settings.run.resume:
-            self.run.begin_locked()
-            self.run.forget_error()
+            self.run.check_new()
+            self.run.clear_error()
             return None
         about = self.run.read()
         self._experiment = str(about["experiment"])
         self.run.check_states()
-        # The checkpoint says so too, but there may be none yet while clients have already trained.
+        # The checkpoint is checked as well, but clients may have trained before the first one was written.
         if not str(about["experiment"]).startswith(f"{self._fingerprint}-"):
             raise RunRefused(OTHER_CONFIGURATION.format(self.run.path))
-        state_dir, kept = self._settings.run.state_dir, about["configuration"].get("state-dir", "")
-        if state_dir != kept:  # it changes no result while the clients find in it what they left
+        state_dir, previous = self._settings.run.state_dir, about["configuration"].get("state-dir", "")
+        if state_dir != previous:  # not part of the fingerprint, but clients would not find their state
             raise RunRefused(
-                f"state-dir = '{state_dir}': run-dir = '{self.run.path}' was made with '{kept}', where its clients' "
-                "state is"
+                f"state-dir = '{state_dir}': run-dir = '{self.run.path}' was made with '{previous}', which holds its "
+                "clients' state"
             )
-        self.run.forget_error()
+        self.run.clear_error()
         return about
 
     def begin(self, facts: Mapping[str, Any], members: Iterable[Member]) -> None:
-        """Write down a new run before its first round, and in a simulation who holds what; run.json last, as its seal.
+        """Write a new run's files before its first round, run.json last; in a simulation also the partition.
 
         Raises:
-            PbflError: if the directory holds a run already, or a sink cannot be opened.
+            PbflError: if the directory already holds a run, or a sink cannot be opened.
         """
-        known = list(members)
+        clients = list(members)
         attack = {"malicious": list(malicious(self._settings))} if self._settings.run.attack else {}
-        self.run.begin_locked()
-        if all(member.simulated and member.configured_data for member in known):
-            self.run.write_partition(_dealt(self._settings, known))
+        self.run.check_new()
+        if all(member.simulated and member.configured_data for member in clients):
+            self.run.write_partition(_partition_facts(self._settings, clients))
         self._experiment = str(facts["experiment"])
-        self.run.start(self._settings.as_dict(), {**facts, **attack, "clients": _listed(known)})
+        self.run.start(self._settings.as_dict(), {**facts, **attack, "clients": _entries(clients)})
         self._open_sinks()
 
     def joined(self, members: Iterable[Member], labels: Sequence[str]) -> None:
-        """Write down who takes part, before those who have joined are asked anything.
+        """Write the new list of clients, before the joined clients get a message.
 
         Args:
-            members: all.
-            labels: of those who have joined now.
+            members: all clients.
+            labels: of the clients that have just joined.
 
         Raises:
-            UnsavedState: if the system refuses it.
+            UnsavedState: if writing fails.
         """
-        self.run.update_clients(_listed(members), labels)
+        self.run.update_clients(_entries(members), labels)
 
     def resume(
         self, kind: type[Payload], task: Task, num_rounds: int
     ) -> tuple[Payload, int, list[dict[str, Any]]] | None:
-        """Return (state, finished rounds, history) of a run that goes on, None if no round was finished.
+        """Return (state, finished rounds, history) of the run to resume, None if no round was finished.
 
         Args:
-            kind: of the method's state.
+            kind: type of the method's state.
             task: what all clients agree on.
-            num_rounds: how far it is to go.
+            num_rounds: total number of rounds.
 
         Raises:
-            RunRefused: if the checkpoint is of another configuration, or has more rounds already, or if a simulation
-                would deal other samples than it began with.
-            PbflError: if it is damaged.
+            RunRefused: if the checkpoint is of another configuration or already has more rounds, or if a simulation's
+                dataset has changed.
+            PbflError: if the checkpoint is damaged.
         """
-        data, began = self._settings.data, self.run.data()
-        if began is not None and began != load_pool(data).fingerprint():
+        data, fingerprint = self._settings.data, self.run.data()
+        if fingerprint is not None and fingerprint != load_pool(data).fingerprint():
             raise RunRefused(
                 f"data-dir = '{data.data_dir}': the samples of dataset = '{data.dataset}' are not those with which "
                 f"run-dir = '{self.run.path}' began"
@@ -122,9 +122,9 @@ class Recorder:
         done = resumed[1] if resumed else 0
         if done > num_rounds:
             raise RunRefused(
-                f"num-server-rounds = {num_rounds}: the run has {done} rounds already; allowed is from there"
+                f"num-server-rounds = {num_rounds}: the run has {done} rounds already; allowed is {done} or more"
             )
-        self.run.unseal()
+        self.run.remove_result()
         self.run.resume(self._settings.as_dict())
         self._open_sinks()
         if resumed is None:
@@ -144,17 +144,17 @@ class Recorder:
         scored: Payload,
         broadcast: Payload,
     ) -> None:
-        """Write down a finished round; it is on the disk when this returns.
+        """Write a finished round; it is on disk when this returns.
 
         Args:
             line: of rounds.jsonl.
-            clients: of clients.jsonl.
+            clients: line of clients.jsonl.
             state: after the round.
-            scored: with which the clients were scored in it.
-            broadcast: what clients get next, for others to read.
+            scored: the state that clients evaluated in the round.
+            broadcast: the next broadcast, for other programs to read.
 
         Raises:
-            UnsavedState: if the system refuses it.
+            UnsavedState: if writing fails.
         """
         number = int(line["round"])
         self._flush_states()
@@ -168,20 +168,20 @@ class Recorder:
         if self._sinks is not None:
             self._warn(self._sinks.log(line))
 
-    def mark_end(self, after: int) -> None:
-        """Write down that patience ends the run after this round.
+    def mark_early_stop(self, after: int) -> None:
+        """Record that early stopping ends the run after this round.
 
         Raises:
-            UnsavedState: if the system refuses it.
+            UnsavedState: if writing fails.
         """
-        self._last = after
-        self.run.mark_end(after)
+        self._last_round = after
+        self.run.mark_early_stop(after)
 
     def add_newcomers(self, line: Mapping[str, Any]) -> None:
-        """Keep a round of the clients that came after the last one.
+        """Write a round of the new clients.
 
         Raises:
-            UnsavedState: if the system refuses it.
+            UnsavedState: if writing fails.
         """
         self._flush_states()
         self.run.add_newcomers(line)
@@ -189,37 +189,37 @@ class Recorder:
             self._warn(self._sinks.log_newcomers(line))
 
     def _flush_states(self) -> None:
-        """Have what simulated clients saved in this round outlast a power cut; there is nothing of others here.
+        """Flush the state files that simulated clients saved in this round; devices flush their own.
 
         Raises:
-            UnsavedState: if the system refuses it.
+            UnsavedState: if flushing fails.
         """
         root = Path(self._settings.run.state_dir or self.run.path / "clients")
-        for folder in root.glob(f"{self._experiment}*"):  # those of new clients, too
+        for folder in root.glob(f"{self._experiment}*"):  # includes those of new clients
             try:
                 flush_directory(folder)
             except OSError as error:
-                raise UnsavedState(f"{folder} may not outlast a power cut ({error.strerror})") from None
+                raise UnsavedState(f"{folder} may be lost at a power failure ({error.strerror})") from None
 
     def warnings(self) -> list[str]:
-        """Return what went wrong in sinks since the last call."""
-        said, self._warnings = self._warnings, []
-        return said
+        """Return the warnings of sinks since the last call."""
+        found, self._warnings = self._warnings, []
+        return found
 
     def close(self) -> None:
-        """Seal the run if it is finished, and let the sinks write what they still hold."""
+        """Write the result hash if the run is finished, and close the sinks."""
         self._seal()
         if self._sinks is not None:
             self._warn(self._sinks.close())
 
     def _seal(self) -> None:
         run = self._settings.run
-        rounds, newcomers = self._last, run.new_client_rounds if run.new_clients else 0
+        rounds, newcomers = self._last_round, run.new_client_rounds if run.new_clients else 0
         try:
             if len(self.run.rounds()) >= rounds and len(self.run.newcomers(rounds)) >= newcomers:
-                self.run.seal(found := result_hash(self.run, rounds))
+                self.run.write_result(found := result_hash(self.run, rounds))
                 log(INFO, "result hash %s", found)
-        except PbflError as error:  # the results are there all the same
+        except PbflError as error:  # the results are complete nevertheless
             log(WARNING, "no result hash: %s", error)
 
     def _open_sinks(self) -> None:
@@ -231,32 +231,36 @@ class Recorder:
         self._warnings += warnings
 
     def _scores(self, line: Mapping[str, Any]) -> list[tuple[Score, bool]]:
-        """Return (score, whether of a last scoring) of a round."""
+        """Return the scores of a round, each with whether it is from the final scoring."""
         entries = ((line, False), (line.get("final", {}), True))
         scores = [(score_of(entry, self._headline), final) for entry, final in entries]
         return [(score, final) for score, final in scores if score is not None]
 
 
-def _listed(members: Iterable[Member]) -> list[dict[str, Any]]:
+def _entries(members: Iterable[Member]) -> list[dict[str, Any]]:
     return [{**asdict(member), "node": str(member.node)} for member in members]
 
 
-def _dealt(settings: Settings, members: Sequence[Member]) -> Dealt:
-    """Return what follows from the partition of a simulation alone; the scores leave malicious clients out."""
+def _partition_facts(settings: Settings, members: Sequence[Member]) -> PartitionFacts:
+    """Return the facts that depend only on a simulation's partition; scores leave out malicious clients."""
     partition, pool = check_data(settings.data, settings.run.num_clients), load_pool(settings.data)
-    taking, liars = settings.run.participants, malicious(settings)
-    honest = [split for client, split in enumerate(partition.splits[:taking]) if client not in liars]
-    majority, of_newcomers = (
+    participants, malicious_clients = settings.run.participants, malicious(settings)
+    honest = [
+        split
+        for client, split in enumerate(partition.splits[:participants])
+        if client not in malicious_clients
+    ]
+    majority, newcomer_majority = (
         replace(partition, splits=tuple(splits)).majority(pool.labels)
-        for splits in (honest, partition.splits[taking:])
+        for splits in (honest, partition.splits[participants:])
     )
-    held = (partition.counts[:taking] > 0).sum(axis=1).tolist()
-    parameters = [member.parameters for member in members[:taking]]
-    return Dealt(
+    class_counts = (partition.counts[:participants] > 0).sum(axis=1).tolist()
+    parameters = [member.parameters for member in members[:participants]]
+    return PartitionFacts(
         counts=partition.counts.tolist(),
         notes=list(partition.notes),
         majority=majority,
-        newcomer_majority=of_newcomers,
-        paper_scalars=build_method(settings).paper_scalars(members[0].task, held, parameters),
+        newcomer_majority=newcomer_majority,
+        paper_scalars=build_method(settings).paper_scalars(members[0].task, class_counts, parameters),
         data=pool.fingerprint(),
     )

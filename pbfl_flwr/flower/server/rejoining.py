@@ -1,4 +1,4 @@
-"""Clients that come back: of a run that goes on, or on another node in the middle of one. Others may join it."""
+"""Clients that reconnect, to a resumed run or on another node during a run; other devices may join then."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from flwr.serverapp import Grid
 
 from pbfl_flwr.errors import LONGEST, PbflError
 from pbfl_flwr.flower.server.admission import Admission
-from pbfl_flwr.flower.server.hello import checked_roster, greet, refusals, wait_for_nodes
+from pbfl_flwr.flower.server.hello import checked_roster, refusals, send_hello, wait_for_nodes
 from pbfl_flwr.flower.server.roster import Member, Roster
 from pbfl_flwr.flower.server.waiting import OnWait, ignore
 from pbfl_flwr.flower.storage.history import RunRefused
 
-SAME = ("task", "labels", "columns", "architecture", "weights", "parameters")  # of a client that comes back
-OF_A_RUN = ("simulated", "name", "configured_data", *SAME)  # of the clients of a run that goes on
+UNCHANGED = ("task", "labels", "columns", "architecture", "weights", "parameters")  # when a client reconnects
+UNCHANGED_ON_RESUME = ("simulated", "name", "configured_data", *UNCHANGED)
 
 
 def resume_hello(
@@ -30,71 +30,72 @@ def resume_hello(
     least: int,
     on_wait: OnWait = ignore,
 ) -> tuple[Roster, list[str]]:
-    """Say hello to the clients of a run that goes on; who is missing may come later, and nobody else is asked.
+    """Send a hello to the clients of a resumed run; missing ones may reconnect later, other nodes are refused.
 
     Args:
         grid: Flower's.
-        recorded: who took part, as run.json has them.
+        recorded: the run's clients, as in run.json.
         experiment: id of the run.
-        timeout: seconds to wait for the answers.
+        timeout: seconds to wait for the replies.
         join_timeout: seconds to wait for the nodes.
-        least: clients of the run without which it does not go on.
-        on_wait: is told how many nodes have joined, as long as that takes.
+        least: number of the run's clients that it needs to continue.
+        on_wait: called with lines on how many nodes have joined, while waiting.
 
     Returns:
-        All clients of the run, those that are missing on no node, and a line for every other node.
+        All clients of the run, missing ones with node NO_NODE, and a line for every refused node.
 
     Raises:
-        RunRefused: naming the first client that came back as another one, or if run.json is damaged or of another
-            version.
-        PbflError: if fewer than ``least`` came, naming who is missing, or if two nodes are one client.
+        RunRefused: if a client has changed, naming the first, or if run.json is damaged or of another version.
+        PbflError: if fewer than ``least`` connected, naming the missing ones, or if two nodes have the same client id.
     """
     try:
-        began = {int(was["client"]): Member.recorded(was) for was in recorded}
+        known = {int(entry["client"]): Member.recorded(entry) for entry in recorded}
     except (KeyError, TypeError, ValueError) as error:
-        raise RunRefused(f"run.json does not say who took part as this version has it: {error}") from None
-    numbers = {member.label: client for client, member in began.items()}
-    came, silent = _all_that_come(grid, numbers, experiment, timeout, join_timeout, on_wait)
-    back = [replace(member, client=numbers[member.label]) for member in came if member.label in numbers]
-    strange = [_stranger(member) for member in came if member.label not in numbers]
-    strange += [f"node {node}: {reason}" for node, reason in silent.items()]
-    there = checked_roster(back) if back else Roster({})
-    if len(there.members) < least:
+        raise RunRefused(f"run.json does not list the clients in the form of this version: {error}") from None
+    numbers = {member.label: client for client, member in known.items()}
+    members, failed = _hello_to_all(grid, numbers, experiment, timeout, join_timeout, on_wait)
+    back = [replace(member, client=numbers[member.label]) for member in members if member.label in numbers]
+    refused = [_not_in_run(member) for member in members if member.label not in numbers]
+    refused += [f"node {node}: {reason}" for node, reason in failed.items()]
+    present = checked_roster(back) if back else Roster({})
+    if len(present.members) < least:
         missing = ", ".join(sorted(set(numbers) - {member.label for member in back}))
-        others = ", ".join(sorted({member.label for member in came} - set(numbers)))
-        needed = f"this run goes on with at least {least} of its {len(began)} clients; missing: {missing}"
-        instead = f"; others came: {others}" if others else ""
-        raise PbflError("\n".join([f"{needed}{instead}", *refusals(silent, len(came) + len(silent))]))
-    unchanged(there, [was for was in recorded if int(was["client"]) in there.members])
-    return Roster(dict(sorted({**began, **there.members}.items()))), strange
+        others = ", ".join(sorted({member.label for member in members} - set(numbers)))
+        needed = f"resuming this run needs at least {least} of its {len(known)} clients; missing: {missing}"
+        instead = f"; other clients connected: {others}" if others else ""
+        raise PbflError("\n".join([f"{needed}{instead}", *refusals(failed, len(members) + len(failed))]))
+    check_unchanged(present, [entry for entry in recorded if int(entry["client"]) in present.members])
+    return Roster(dict(sorted({**known, **present.members}.items()))), refused
 
 
-def _all_that_come(
+def _hello_to_all(
     grid: Grid, labels: Collection[str], experiment: str, timeout: float, join_timeout: float, on_wait: OnWait
 ) -> tuple[list[Member], dict[int, str]]:
-    """Greet nodes until all of these clients have come or the time is over; strangers do not shorten the waiting."""
+    """Send hellos until all of these clients have replied or the timeout passes; other nodes do not count."""
     end = time.monotonic() + join_timeout
-    came: list[Member] = []
-    silent: dict[int, str] = {}
+    members: list[Member] = []
+    failed: dict[int, str] = {}
     while True:
-        strangers = len(silent) + sum(member.label not in labels for member in came)
+        others = len(failed) + sum(member.label not in labels for member in members)
         left = max(0.0, end - time.monotonic())
-        nodes = wait_for_nodes(grid, len(labels) + strangers, left, on_wait, least=0)
-        new = sorted(set(nodes) - {member.node for member in came} - set(silent))
+        nodes = wait_for_nodes(grid, len(labels) + others, left, on_wait, least=0)
+        new = sorted(set(nodes) - {member.node for member in members} - set(failed))
         if not new:
-            return came, silent
-        greeted, quiet = greet(grid, new, experiment, timeout)
-        came = [member for member in came if member.node in nodes]  # or it may be here again, on another node
-        came, silent = came + greeted, silent | quiet
-        if set(labels) <= {member.label for member in came}:
-            return came, silent
+            return members, failed
+        new_members, new_failed = send_hello(grid, new, experiment, timeout)
+        members = [
+            member for member in members if member.node in nodes
+        ]  # others may have reconnected elsewhere
+        members, failed = members + new_members, failed | new_failed
+        if set(labels) <= {member.label for member in members}:
+            return members, failed
 
 
-def _stranger(member: Member) -> str:
-    return f"client-id {member.label} on node {member.node} is none of this run"
+def _not_in_run(member: Member) -> str:
+    return f"client-id {member.label} on node {member.node} is not part of this run"
 
 
-def greet_new_nodes(
+def hello_to_new_nodes(
     grid: Grid,
     roster: Roster,
     online: Collection[int],
@@ -102,33 +103,33 @@ def greet_new_nodes(
     experiment: str,
     timeout: float,
     admission: Admission | None = None,
-    unasked: Collection[int] = (),
+    skipped: Collection[int] = (),
 ) -> tuple[Roster, dict[int, str]]:
-    """Greet nodes that are not in the roster: clients whose SuperNode was started again and has another node id now.
+    """Send a hello to nodes that are not in the roster, e.g. a restarted SuperNode, which has a new node id.
 
-    A client moves to a new node if its old one is gone or failed in the last round; otherwise two nodes claim the same
-    client, and the new one is not asked anything. Others become clients of the run if they may join it.
+    A client moves to a new node if its old one is disconnected or failed in the last round; otherwise two nodes claim
+    the same client, and the new one is refused. Other clients join the run if they may.
 
     Args:
         grid: Flower's.
         roster: so far.
-        online: ids of the nodes that are connected.
+        online: ids of the connected nodes.
         failed: clients that failed in the last round.
         experiment: id of the run.
-        timeout: seconds to wait for the answers.
-        admission: who may join the run; None if nobody may.
-        unasked: nodes that are not greeted.
+        timeout: seconds to wait for the replies.
+        admission: decides who may join the run; None if no one may.
+        skipped: nodes that get no hello.
 
     Returns:
-        The roster with new nodes for old clients and with those that joined, and node -> why for the others.
+        The roster with moved and joined clients, and node -> reason for refused nodes.
     """
-    new = sorted(set(online) - {member.node for member in roster.members.values()} - set(unasked))
+    new = sorted(set(online) - {member.node for member in roster.members.values()} - set(skipped))
     if not new:
         return roster, {}
-    came, silent = greet(grid, new, experiment, timeout)
+    members, silent = send_hello(grid, new, experiment, timeout)
     refused = {node: f"node {node}: {reason}" for node, reason in silent.items()}
-    # Whoever answered first: own numbers are kept before names take what is free.
-    for member in sorted(came, key=lambda member: (member.name, member.client, member.node)):
+    # Independent of the order of replies; clients with their own numbers come before names, which get free numbers.
+    for member in sorted(members, key=lambda member: (member.name, member.client, member.node)):
         client = next(
             (number for number, known in roster.members.items() if known.label == member.label), None
         )
@@ -138,7 +139,7 @@ def greet_new_nodes(
             else:
                 back = _moved(replace(member, client=client), roster.members[client], online, failed)
                 roster = Roster({**roster.members, client: back})
-                failed = set(failed) - {client}  # not on this node: a second one does not get it
+                failed = set(failed) - {client}  # so a second new node cannot take over the same client
         except PbflError as error:
             refused[member.node] = str(error)
     return roster, refused
@@ -146,42 +147,42 @@ def greet_new_nodes(
 
 def _joined(roster: Roster, member: Member, admission: Admission | None) -> Roster:
     if admission is None:
-        raise PbflError(_stranger(member))
+        raise PbflError(_not_in_run(member))
     try:
         return admission.admitted(roster, member)
     except PbflError as error:
-        raise PbflError(f"{_stranger(member)} and cannot join it: {error}") from None
+        raise PbflError(f"{_not_in_run(member)} and cannot join it: {error}") from None
 
 
-def _moved(now: Member, old: Member, online: Collection[int], failed: Collection[int]) -> Member:
-    """Return the client on its new node, if it is the one that it was and its old node lets it go."""
-    differ = [key for key in SAME if getattr(now, key) != getattr(old, key)]
-    if differ:
+def _moved(new: Member, old: Member, online: Collection[int], failed: Collection[int]) -> Member:
+    """Return the client on its new node, if its properties are unchanged and its old node is no longer in use."""
+    changed = [key for key in UNCHANGED if getattr(new, key) != getattr(old, key)]
+    if changed:
         raise PbflError(
-            f"client {now.label} came back with another {differ[0]}: {getattr(now, differ[0])}, it had "
-            f"{getattr(old, differ[0])}"
+            f"client {new.label} reconnected with another {changed[0]}: {getattr(new, changed[0])}, it had "
+            f"{getattr(old, changed[0])}"
         )
     if old.node in online and old.client not in failed:
-        raise PbflError(f"client-id {now.label} is used by two nodes, {old.node} and {now.node}")
-    return now
+        raise PbflError(f"client-id {new.label} is used by two nodes, {old.node} and {new.node}")
+    return new
 
 
-def unchanged(roster: Roster, recorded: Iterable[Mapping[str, Any]]) -> None:
-    """Check that the clients of a run that goes on are those with which it began.
+def check_unchanged(roster: Roster, recorded: Iterable[Mapping[str, Any]]) -> None:
+    """Check that the clients of a resumed run have the same properties as when it began.
 
     Args:
-        roster: who came.
-        recorded: who came then, as run.json has them.
+        roster: the clients now.
+        recorded: the same clients as in run.json.
 
     Raises:
         RunRefused: naming the first client that differs.
     """
-    for was in recorded:
-        member = roster.members[int(was["client"])]
-        now = json.loads(json.dumps(asdict(member)))
-        for key in OF_A_RUN:
-            if now[key] != was.get(key, now[key]):
+    for old in recorded:
+        member = roster.members[int(old["client"])]
+        new = json.loads(json.dumps(asdict(member)))
+        for key in UNCHANGED_ON_RESUME:
+            if new[key] != old.get(key, new[key]):
                 raise RunRefused(
-                    f"client {member.label}: a run that goes on keeps its clients, but this one has {key} = "
-                    f"{str(now[key])[:LONGEST]}, it had {str(was[key])[:LONGEST]}"
+                    f"client {member.label}: a resumed run keeps its clients, but this one has {key} = "
+                    f"{str(new[key])[:LONGEST]}, it had {str(old[key])[:LONGEST]}"
                 )

@@ -1,4 +1,4 @@
-"""What came of a phase: its replies decoded, checked and sorted by client, and who failed and why."""
+"""The replies of a phase: decoding and validation, by client, with the reasons of failures."""
 
 from __future__ import annotations
 
@@ -21,43 +21,43 @@ from pbfl_flwr.task import Task
 
 @dataclass(frozen=True)
 class Phase:
-    """What was sent in a phase and is waited for.
+    """The messages of a phase, and what is needed to evaluate their replies.
 
-    Flower fills in the ids of messages when it sends, on these very objects; they are read when replies come.
+    Flower sets message ids on these same objects when it sends them, so ids are read only once replies arrive.
     """
 
-    messages: list[tuple[Message, int]]  # with the client each one went to
+    messages: list[tuple[Message, int]]  # each with its client
     training: set[int]
     down: dict[int, Traffic]
     scalars_down: int
     started: float
-    names: dict[int, str] = field(default_factory=dict)  # of the clients that have one
+    names: dict[int, str] = field(default_factory=dict)  # of clients that have one
     number: int = 0  # of the round
-    absent: dict[int, str] = field(default_factory=dict)  # who was not asked, and why
-    malicious: frozenset[int] = frozenset()  # who lies on purpose
+    absent: dict[int, str] = field(default_factory=dict)  # client -> why it got no message
+    malicious: frozenset[int] = frozenset()  # clients that send falsified uploads
 
-    def called(self, client: int) -> str:
-        """How a person calls a client: its name, or its number."""
+    def client_label(self, client: int) -> str:
+        """Return a client's name, or its number if it has none."""
         return self.names.get(client, str(client))
 
     def honest(self, reports: Mapping[int, Report]) -> dict[int, Report]:
-        """Return the reports without those of malicious clients: what accuracies are taken over."""
+        """Return the reports without those of malicious clients; accuracies are computed over these."""
         return {client: report for client, report in reports.items() if client not in self.malicious}
 
     def unanswered(self, replies: Iterable[Message]) -> dict[str, OverdueReply]:
-        """Return the questions that have no answer yet, by message id."""
+        """Return the messages that have no reply yet, by message id."""
         answered = {reply.metadata.reply_to_message_id for reply in replies}
         return {
-            question.metadata.message_id: OverdueReply(client, self.number, client in self.training)
-            for question, client in self.messages
-            if question.metadata.message_id not in answered
+            message.metadata.message_id: OverdueReply(client, self.number, client in self.training)
+            for message, client in self.messages
+            if message.metadata.message_id not in answered
         }
 
 
 class Uploads(Mapping[int, Payload]):
-    """Uploads that were found valid, in ascending client order, decoded each time one is asked for.
+    """Valid uploads in ascending client order, decoded at each access.
 
-    So the server holds the bytes that Flower handed over and one upload at a time beside them.
+    So the server holds the received bytes and only one decoded upload at a time.
     """
 
     def __init__(self, records: Mapping[int, ArrayRecord], kind: type[Payload], task: Task) -> None:
@@ -74,8 +74,8 @@ class Uploads(Mapping[int, Payload]):
 
 
 @dataclass(frozen=True)
-class Late:
-    """An upload of an earlier round: which one, what it counts, and why nothing if so."""
+class LateUpload:
+    """An upload of an earlier round: that round, its weight, and the reason if the weight is 0."""
 
     round: int
     weight: float
@@ -84,23 +84,22 @@ class Late:
 
 @dataclass
 class Outcome:
-    """What came of a phase.
+    """The result of a phase.
 
     Attributes:
-        uploads: what is aggregated, by client.
-        reports: of the clients that did what they were asked.
-        failures: why the others did not.
-        late: uploads of earlier rounds, also those that count nothing.
-        up: bytes that came, also of what was rejected or came too late to count.
+        uploads: client -> upload to aggregate.
+        reports: of the clients that completed their task.
+        failures: client -> reason, for the others.
+        late: uploads of earlier rounds, including those of weight 0.
+        up: bytes received, including rejected and late replies.
         scalars_up: numbers that carry information.
-        classes: class -> how many rounds late its latest upload is, 0 for one of this round; None where uploads have no
-            classes.
+        classes: class -> age in rounds of its latest upload, 0 for one of this round; None if uploads are not by class.
     """
 
     uploads: Mapping[int, Payload] = field(default_factory=dict)
     reports: dict[int, Report] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
-    late: dict[int, Late] = field(default_factory=dict)
+    late: dict[int, LateUpload] = field(default_factory=dict)
     up: dict[int, Traffic] = field(default_factory=dict)
     scalars_up: int = 0
     classes: dict[int, int] | None = None
@@ -112,19 +111,19 @@ class Outcome:
 
     @property
     def shares(self) -> dict[int, float]:
-        """What late uploads count."""
+        """Client -> weight of its late upload."""
         return {client: self.late[client].weight for client in self.uploads if client not in self.reports}
 
 
 @dataclass(frozen=True)
-class _Answer:
+class _ValidReply:
     report: Report
     upload: Payload | None
     traffic: Traffic
 
 
 @dataclass(frozen=True)
-class _Rejected:
+class _RejectedReply:
     reason: str
     traffic: Traffic
 
@@ -139,36 +138,38 @@ class _Reader:
     max_bytes: int
     classes: int
 
-    def weigh(self, reply: Message) -> Traffic | _Rejected:
-        """Return a reply's bytes, or why they cannot be counted."""
+    def weigh(self, reply: Message) -> Traffic | _RejectedReply:
+        """Return the size of a reply, or a rejection if it cannot be determined."""
         try:
             return weigh(reply)
-        except Exception as error:  # the boundary, as below
-            return _Rejected(f"upload rejected: {rejection_reason(error)}", Traffic())
+        except Exception as error:  # trust boundary, as below
+            return _RejectedReply(f"upload rejected: {rejection_reason(error)}", Traffic())
 
-    def read(self, reply: Message, training: bool, traffic: Traffic | _Rejected) -> _Answer | _Rejected:
-        """Return what a reply of so many bytes holds, or why it is rejected."""
-        if isinstance(traffic, _Rejected):
+    def read(
+        self, reply: Message, training: bool, traffic: Traffic | _RejectedReply
+    ) -> _ValidReply | _RejectedReply:
+        """Return the decoded reply, whose size is ``traffic``, or a rejection."""
+        if isinstance(traffic, _RejectedReply):
             return traffic
         try:
             report, upload = _report_of(reply, self.max_bytes, self.classes), None
             if training:
                 upload = _upload_of(reply, self.method, self.state, self.task)
-            return _Answer(report, upload, traffic)
-        except Exception as error:  # the boundary: whatever a client sends must not end the others' run
-            return _Rejected(f"upload rejected: {rejection_reason(error)}", traffic)
+            return _ValidReply(report, upload, traffic)
+        except Exception as error:  # trust boundary: no client's reply may end the run
+            return _RejectedReply(f"upload rejected: {rejection_reason(error)}", traffic)
 
 
 @dataclass
 class _Intake:
-    """Sorts what was read into what is aggregated, what failed, and what came too late.
+    """Sorts decoded replies into uploads to aggregate, failures, and late uploads.
 
     Attributes:
-        phase: what was sent.
+        phase: the messages sent.
         task: what all clients agree on.
-        streams: whether uploads are decoded again when their turn comes, and not held until then.
-        stale_weight: 0 leaves uploads of earlier rounds out.
-        outcome: so far.
+        streams: whether uploads are decoded again during aggregation instead of being kept.
+        stale_weight: base of a late upload's weight; 0 excludes late uploads.
+        outcome: the result so far.
     """
 
     phase: Phase
@@ -178,37 +179,37 @@ class _Intake:
     outcome: Outcome = field(default_factory=Outcome)
     _uploads: dict[int, Payload] = field(default_factory=dict)
     _records: dict[int, ArrayRecord] = field(default_factory=dict)
-    _fresh: set[int] = field(default_factory=set)  # classes of which something of this round came
+    _fresh: set[int] = field(default_factory=set)  # classes with an upload of this round
 
-    def take(self, client: int, reply: Message, found: _Answer | _Rejected) -> None:
-        """Take what a client answered in time, which may be its upload of an earlier round."""
+    def add(self, client: int, reply: Message, found: _ValidReply | _RejectedReply) -> None:
+        """Add a reply that arrived in time; it may hold the client's upload of an earlier round."""
         outcome, number = self.outcome, self.phase.number
         self._count(client, found.traffic)
-        if isinstance(found, _Rejected):
+        if isinstance(found, _RejectedReply):
             outcome.failures[client] = found.reason
             return
-        answered = found.report.round or number
-        if found.upload is None or answered == number:
+        uploaded = found.report.round or number
+        if found.upload is None or uploaded == number:
             outcome.reports[client] = found.report
             if found.upload is not None:
                 self._keep(client, reply, found.upload, 0)
-        elif self.stale_weight == 0 or answered > number:
-            outcome.failures[client] = f"answered with its upload of round {answered}, asked for {number}"
+        elif self.stale_weight == 0 or uploaded > number:
+            outcome.failures[client] = f"sent its upload of round {uploaded} instead of round {number}"
         else:
-            self._keep_late(client, reply, found, answered)
+            self._keep_late(client, reply, found, uploaded)
 
-    def take_late(self, overdue: OverdueReply, reply: Message, found: _Answer | _Rejected) -> None:
-        """Take what came of a client's debt, after its round."""
+    def add_late(self, overdue: OverdueReply, reply: Message, found: _ValidReply | _RejectedReply) -> None:
+        """Add a reply that arrived after the deadline of its round."""
         self._count(overdue.client, found.traffic)
-        of = overdue.round if isinstance(found, _Rejected) else found.report.round or overdue.round
-        if of > overdue.round:
-            found = _Rejected(
-                f"answered with its upload of round {of}, asked for {overdue.round}", found.traffic
+        uploaded = overdue.round if isinstance(found, _RejectedReply) else found.report.round or overdue.round
+        if uploaded > overdue.round:
+            found = _RejectedReply(
+                f"sent its upload of round {uploaded} instead of round {overdue.round}", found.traffic
             )
-        self._keep_late(overdue.client, reply, found, min(of, overdue.round))
+        self._keep_late(overdue.client, reply, found, min(uploaded, overdue.round))
 
     def close(self, kind: type[Payload]) -> None:
-        """Hand the uploads over, which are of this kind, in ascending client order."""
+        """Set the outcome's uploads, of type ``kind``, in ascending client order."""
         if self.streams:
             self.outcome.uploads = Uploads(self._records, kind, self.task)
         else:
@@ -220,32 +221,34 @@ class _Intake:
     def _keep(self, client: int, reply: Message, upload: Payload, age: int) -> None:
         outcome, fresh = self.outcome, self._fresh
         outcome.scalars_up += upload.scalars()
-        if len(fresh) < self.task.num_classes and (held := _classes(upload, self.task)) is not None:
-            known = outcome.classes = outcome.classes or {}
-            known.update({label: age for label in held if known.get(label, age + 1) > age})
-            fresh.update(held if age == 0 else ())
+        if len(fresh) < self.task.num_classes and (present := _classes(upload, self.task)) is not None:
+            ages = outcome.classes = outcome.classes or {}
+            ages.update({label: age for label in present if ages.get(label, age + 1) > age})
+            fresh.update(present if age == 0 else ())
         if self.streams:
             self._records[client] = wire.payload_in(reply.content)
         else:
             self._uploads[client] = upload
 
-    def _keep_late(self, client: int, reply: Message, found: _Answer | _Rejected, server_round: int) -> None:
+    def _keep_late(
+        self, client: int, reply: Message, found: _ValidReply | _RejectedReply, server_round: int
+    ) -> None:
         outcome, weight, age = self.outcome, 0.0, self.phase.number - server_round
-        if isinstance(found, _Rejected):
+        if isinstance(found, _RejectedReply):
             reason = found.reason
         elif client in outcome.reports or client in outcome.late:
-            reason = "a newer one came"
+            reason = "a newer one arrived"
         elif self.stale_weight == 0:
             reason = "stale-weight is 0"
         else:
             weight, reason = self.stale_weight**age, ""
             if found.upload is not None:
                 self._keep(client, reply, found.upload, age)
-        outcome.late.setdefault(client, Late(server_round, weight, reason))
+        outcome.late.setdefault(client, LateUpload(server_round, weight, reason))
 
 
 def rejection_reason(error: Exception) -> str:
-    """Return in one line why a client's answer is refused; of what our checks did not foresee, where it was raised."""
+    """Return in one line why a reply is rejected; for unexpected exceptions also where they were raised."""
     if isinstance(error, RejectedPayload):
         return printable(str(error)[:LONGEST])
     return pointed(error)
@@ -262,27 +265,27 @@ def read(
     stale_weight: float = 0.0,
     classes: int = 0,
 ) -> Outcome:
-    """Decode and validate every reply; a bad one costs its own client only.
+    """Decode and validate every reply; an invalid one only affects its own client.
 
-    An upload of an earlier round, in an answer that came late or in one that a client gave instead of training, counts
-    stale_weight^age, unless the client sent one of this round as well.
+    An upload of an earlier round, in a late reply or sent again instead of training, gets the weight stale_weight^age,
+    unless the client also sent one of this round.
 
     Args:
-        replies: as Flower hands them over, in any order.
-        phase: what was sent.
-        method: decodes and validates uploads.
+        replies: in any order.
+        phase: the messages sent.
+        method: provides the upload type and its validation.
         state: of the server, before aggregation.
         task: what all clients agree on.
-        max_bytes: of one reply; larger ones are refused unread.
-        late: answers to earlier rounds, the newest first.
-        stale_weight: 0 leaves uploads of earlier rounds out.
-        classes: K, where reports must count by class; 0: those counts are not looked at.
+        max_bytes: limit for one reply; larger ones are rejected without decoding.
+        late: late replies to earlier rounds, newest first.
+        stale_weight: 0 excludes uploads of earlier rounds.
+        classes: K if reports must have counts by class; 0 ignores such counts.
     """
     reader = _Reader(method, state, task, max_bytes, classes)
     intake = _Intake(phase, task, method.streams(), stale_weight)
     by_client = wire.ordered(replies, {m.metadata.message_id: client for m, client in phase.messages})
-    # All are weighed before one is decoded: a processor keeps the code of one task at hand, not of both.
-    weighed = {client: reader.weigh(reply) for client, reply in by_client.items()}
+    # All sizes are determined before decoding starts: alternating between both tasks is slower (instruction cache).
+    sizes = {client: reader.weigh(reply) for client, reply in by_client.items()}
     for _, client in phase.messages:
         reply = by_client.get(client)
         if reply is None:
@@ -291,19 +294,19 @@ def read(
         elif reply.has_error():
             intake.outcome.failures[client] = error_reason(reply)
         else:
-            intake.take(client, reply, reader.read(reply, client in phase.training, weighed[client]))
+            intake.add(client, reply, reader.read(reply, client in phase.training, sizes[client]))
     intake.outcome.failures |= phase.absent
     for overdue, reply in late:
         if overdue.training and not reply.has_error():
-            intake.take_late(overdue, reply, reader.read(reply, True, reader.weigh(reply)))
+            intake.add_late(overdue, reply, reader.read(reply, True, reader.weigh(reply)))
     intake.close(method.up)
     return intake.outcome
 
 
 def _classes(upload: Payload, task: Task) -> list[int] | None:
-    """Return the classes that an upload brings something for, None if it is not made of classes."""
+    """Return the classes present in an upload, None if it is not organised by class."""
     table = upload.prototypes if isinstance(upload, WeightsAndPrototypes) else upload
-    if isinstance(table, Prototypes):  # in a dense upload, rows of absent classes are sent as zeros
+    if isinstance(table, Prototypes):  # dense uploads have zero rows for absent classes
         found = table.present & (table.values != 0).any(dim=1)
     elif isinstance(table, Mixtures):
         found = table.present(task.num_classes)
@@ -328,18 +331,18 @@ def _report_of(reply: Message, max_bytes: int, classes: int) -> Report:
 
 
 def error_reason(reply: Message) -> str:
-    """Return the readable line of an error reply: ours as it is, of a traceback the last line."""
+    """Return an error reply as one line; of a traceback, its last line."""
     if worker_died(reply):
         return "its simulation worker died"
     text = reply.error.reason or ""
-    lines = [said for line in text.splitlines() if (said := printable(line).strip())]
+    lines = [clean for line in text.splitlines() if (clean := printable(line).strip())]
     if not lines:
         return f"error code {reply.error.code}"
     return (lines[-1] if "Traceback" in text else "; ".join(lines))[:LONGEST]
 
 
 def worker_died(reply: Message) -> bool:
-    """Whether Ray lost the process that ran the client; Flower keeps such a worker in its pool for ever."""
+    """Return whether Ray lost the client's worker process; Flower never removes such a worker from its pool."""
     text = reply.error.reason or ""
     return "ray.exceptions." in text and (
         "ActorDied" in text or "ActorUnavailable" in text or "RayActorError" in text

@@ -1,4 +1,4 @@
-"""Who takes part: node id <-> client id, what every client brings, and who is asked in a round."""
+"""The clients of a run: their nodes and properties, and the sampling of clients for a round."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from pbfl_flwr.payloads import RejectedPayload
 from pbfl_flwr.task import Task
 
 ARCHITECTURE = re.compile(r"\w[\w.:@+-]{0,199}")  # cnn4, resnet18@imagenet+512, my_package.nets:build
-NOWHERE = 0  # no node has this id
+NO_NODE = 0  # no node has this id
 
 
 @dataclass(frozen=True)
 class Member:
-    """What a client said in the hello round.
+    """A client's properties, from its reply in the hello round.
 
     Attributes:
         client, node: its number 0..M-1, and the id of the node that it runs on.
-        name: of a device that has one; then the server gives the number, and -1 stands until it has.
+        name: of a device that has one; the server then assigns the number, which is -1 until it has.
         simulated: whether it is one of the simulation's virtual nodes.
-        configured_data: whether it takes the configured dataset and partition, not its own data or an app's.
-        task, labels: K, d, input shape and the names of the classes.
-        columns: hash of the names of the features, of text of the vocabulary; nothing where there are no names.
-        architecture, parameters: its network, and (body, head) parameters of it.
-        device: where it trains.
-        num_train, num_test: samples.
-        edition: of pbfl-flwr that it runs; nothing where an older one did not say.
-        weights: hash of the pretrained ones with which its body begins; nothing where there are none.
+        configured_data: whether it uses the configured dataset and partition, not its own data or an app's.
+        task, labels: K, d, input shape and the class names.
+        columns: hash of the feature names or, for text, of the vocabulary; empty if there are no names.
+        architecture, parameters: its network, and the number of (body, head) parameters.
+        device: on which it trains.
+        num_train, num_test: numbers of samples.
+        edition: version of pbfl-flwr that it runs; empty if an older one did not send it.
+        weights: hash of its body's pretrained initial weights; empty if there are none.
     """
 
     client: int
@@ -57,10 +57,10 @@ class Member:
 
     @classmethod
     def from_reply(cls, node: int, record: ConfigRecord) -> Member:
-        """Read one hello.
+        """Parse a hello reply.
 
         Raises:
-            RejectedPayload: if a field is missing or of the wrong type.
+            RejectedPayload: if a field is missing or invalid.
         """
         try:
             shape, sizes, labels = (_items(record, key) for key in ("input-shape", "parameters", "labels"))
@@ -69,7 +69,7 @@ class Member:
             if not (NAME.fullmatch(name) if name else is_number(client)):
                 raise ValueError(f"client {str(client)[:100]!r} is neither a number from 0 nor a name")
             if not ARCHITECTURE.fullmatch(architecture := str(record["architecture"])):
-                raise ValueError(f"architecture {architecture[:100]!r} is no name of a network")
+                raise ValueError(f"architecture {architecture[:100]!r} is not a network name")
             return cls(
                 client=-1 if name else int(str(client)),
                 name=name,
@@ -93,63 +93,63 @@ class Member:
                 weights=printable(str(record.get("weights", ""))[:64]),
             )
         except KeyError as error:
-            raise RejectedPayload(f"its hello lacks {error}") from None
+            raise RejectedPayload(f"its hello reply lacks {error}") from None
         except (ValueError, IndexError, PbflError) as error:
-            raise RejectedPayload(f"its hello cannot be read: {error}") from None
+            raise RejectedPayload(f"its hello reply cannot be read: {error}") from None
 
     @classmethod
-    def recorded(cls, was: Mapping[str, Any]) -> Member:
-        """Rebuild a client of run.json; on which node it is now is not known."""
-        task = {**was["task"], "input_shape": tuple(was["task"]["input_shape"])}
-        listed = {key: tuple(was[key]) for key in ("labels", "parameters")}
-        return cls(**{**was, **listed, "node": NOWHERE, "task": Task(**task)})
+    def recorded(cls, entry: Mapping[str, Any]) -> Member:
+        """Rebuild a client from its entry in run.json, without its node, which may have changed."""
+        task = {**entry["task"], "input_shape": tuple(entry["task"]["input_shape"])}
+        tuples = {key: tuple(entry[key]) for key in ("labels", "parameters")}
+        return cls(**{**entry, **tuples, "node": NO_NODE, "task": Task(**task)})
 
     @property
     def label(self) -> str:
-        """How a person calls this client: its name, or its number."""
+        """Readable name of this client: its name, or its number if it has none."""
         return self.name or str(self.client)
 
     @property
     def declaration(self) -> str:
-        """What every later question holds it to."""
+        """Properties that later messages carry, so that a client can check that they are still its own."""
         return declaration(self.label, self.task, self.labels, self.columns)
 
 
 def _items(record: ConfigRecord, key: str) -> list[str]:
     value = record[key]
     if not isinstance(value, list):
-        raise ValueError(f"'{key}' is no list")
+        raise ValueError(f"'{key}' is not a list")
     return [str(item) for item in value]
 
 
 @dataclass(frozen=True)
 class Roster:
-    """All clients of the federation that said hello, in ascending client order."""
+    """All clients of the federation, in ascending client order."""
 
     members: Mapping[int, Member]
 
     @property
     def task(self) -> Task:
-        """What they agree on."""
+        """The task that all clients share."""
         return next(iter(self.members.values())).task
 
     @property
     def architectures(self) -> list[str]:
-        """The architectures, one a client."""
+        """The architectures, one per client."""
         return [member.architecture for member in self.members.values()]
 
     @property
     def names(self) -> dict[int, str]:
-        """Number -> name, of the clients that have one."""
+        """Client number -> name, for clients that have one."""
         return {client: member.name for client, member in self.members.items() if member.name}
 
-    def called(self, node: int) -> str:
-        """How a person calls what runs on a node."""
+    def node_label(self, node: int) -> str:
+        """Return "client" and the label of the client on a node, or "node" and its id if there is none."""
         labels = (f"client {member.label}" for member in self.members.values() if member.node == node)
         return next(labels, f"node {node}")
 
     def without(self, clients: Collection[int]) -> Roster:
-        """Return the roster of the other clients."""
+        """Return the roster without these clients."""
         if not clients:
             return self
         return Roster({client: member for client, member in self.members.items() if client not in clients})
@@ -157,20 +157,20 @@ class Roster:
     def sample(
         self, fraction: float, seed: int, server_round: int, without: Collection[int] = ()
     ) -> list[int]:
-        """Return the clients that train in a round: round(fraction·M), at least one, by our own generator.
+        """Return the clients that train in a round: round(fraction·M), at least one, drawn with our own generator.
 
         Args:
             fraction: of all clients.
             seed: of the run.
             server_round: from 1.
-            without: clients that cannot be asked.
+            without: clients that are unavailable.
         """
         clients = sorted(set(self.members) - set(without))
         size = min(len(clients), max(1, round(fraction * len(self.members))))
         return _drawn(clients, size, seeds.derive(seed, "sample", server_round))
 
     def scored(self, fraction: float, seed: int, server_round: int, training: Collection[int]) -> list[int]:
-        """Return the clients that are only scored in a round: round(fraction·(M - training)), drawn likewise.
+        """Return the clients that are only evaluated in a round: round(fraction·(M - training)), drawn likewise.
 
         Args:
             fraction: of the clients that do not train.
@@ -187,14 +187,14 @@ def _drawn(clients: list[int], size: int, seed: int) -> list[int]:
 
 
 def other_weights(members: Iterable[Member]) -> list[str]:
-    """Return a line for every model whose pretrained weights are not the same on all clients that begin with them."""
-    begun: dict[str, dict[str, list[str]]] = {}
+    """Return a line for every model whose clients start from different pretrained weights."""
+    labels: dict[str, dict[str, list[str]]] = {}  # architecture -> hash of weights -> clients
     for member in members:
         if member.weights:
-            begun.setdefault(member.architecture, {}).setdefault(member.weights, []).append(member.label)
+            labels.setdefault(member.architecture, {}).setdefault(member.weights, []).append(member.label)
     return [
         f"'{name}' does not begin with the same weights everywhere: "
         + "; ".join(f"{weights} on client {some(clients)}" for weights, clients in found.items())
-        for name, found in begun.items()
+        for name, found in labels.items()
         if len(found) > 1
     ]

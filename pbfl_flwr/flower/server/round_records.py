@@ -1,4 +1,4 @@
-"""The books of a round: accuracies over clients, and its lines of rounds.jsonl and clients.jsonl."""
+"""The records of a round: accuracies over clients, and its lines of rounds.jsonl and clients.jsonl."""
 
 from __future__ import annotations
 
@@ -23,20 +23,19 @@ from pbfl_flwr.payloads import Payload
 def summarise_accuracy(reports: Mapping[int, Report]) -> dict[str, dict[str, Any]]:
     """Return predictor -> accuracy over clients.
 
-    ``weighted`` is correct samples over all samples (what most published tables show), ``mean`` the plain mean over
-    clients, ``std`` their population deviation, ``worst`` the mean of the worst decile (at least one client). Clients
-    without test samples are left out; a predictor is summarised when every scored client could be asked, or those
-    that could (then ``clients`` says how many). Where clients count by class, what follows from that stands beside it,
-    see :func:`pbfl_flwr.by_class.statistics`.
+    ``weighted`` is correct samples over all samples (as in most published tables), ``mean`` the mean over clients,
+    ``std`` their population standard deviation, ``worst`` the mean of the worst decile (at least one client) and
+    ``clients`` the number of clients scored with this predictor. Clients without test samples are left out. If all
+    clients count by class, the statistics of :func:`pbfl_flwr.by_class.statistics` are added.
     """
     found: dict[str, dict[str, Any]] = {}
     scored = {i: report for i, report in reports.items() if report.num_test}
     for name in PREDICTORS:
-        asked = [report for report in scored.values() if report.correct and name in report.correct]
-        if not asked:
+        with_name = [report for report in scored.values() if report.correct and name in report.correct]
+        if not with_name:
             continue
-        correct = np.array([(report.correct or {})[name] for report in asked], dtype=float)
-        samples = np.array([report.num_test for report in asked], dtype=float)
+        correct = np.array([(report.correct or {})[name] for report in with_name], dtype=float)
+        samples = np.array([report.num_test for report in with_name], dtype=float)
         each = np.sort(correct / samples)
         worst = each[: max(1, len(each) // 10)]
         found[name] = {
@@ -44,16 +43,16 @@ def summarise_accuracy(reports: Mapping[int, Report]) -> dict[str, dict[str, Any
             "mean": float(each.mean()),
             "std": float(each.std()),
             "worst": float(worst.mean()),
-            "clients": len(asked),
+            "clients": len(with_name),
         }
-        counted = [report.by_class for report in asked if report.by_class is not None]
-        if len(counted) == len(asked):
+        counted = [report.by_class for report in with_name if report.by_class is not None]
+        if len(counted) == len(with_name):
             found[name] |= by_class.statistics(counted, name)
     return found
 
 
 def on_validation(reports: Mapping[int, Report]) -> dict[int, Report]:
-    """Return the reports with what was held out for validation in the place of the test data."""
+    """Return the reports that have validation samples, with their validation scores in place of test scores."""
     return {
         client: replace(report, num_test=report.num_validation, correct=report.validation, by_class=None)
         for client, report in reports.items()
@@ -62,7 +61,7 @@ def on_validation(reports: Mapping[int, Report]) -> dict[int, Report]:
 
 
 def at_the_other_moment(reports: Mapping[int, Report]) -> dict[int, Report]:
-    """Return the reports of clients that were scored twice, with what they scored at the other moment."""
+    """Return the reports of clients that were scored twice, with the scores at the other moment than the run's."""
     return {
         client: replace(report, correct=report.other, by_class=report.other_by_class)
         for client, report in reports.items()
@@ -73,10 +72,10 @@ def at_the_other_moment(reports: Mapping[int, Report]) -> dict[int, Report]:
 def updated_ages(
     ages: Sequence[int] | None, classes: Mapping[int, int] | None, num_classes: int
 ) -> list[int] | None:
-    """Return the rounds since each class was last uploaded, -1 for one that never was.
+    """Return the rounds since each class was last uploaded, -1 if it never was.
 
     Args:
-        ages: as of the round before; None in the first.
+        ages: after the previous round; None in the first.
         classes: see :class:`~pbfl_flwr.flower.server.replies.Outcome`.
         num_classes: K.
     """
@@ -101,12 +100,12 @@ def round_line(
 
     Args:
         server_round: from 1.
-        phase: what was sent.
-        outcome: what came back.
-        method: reports on its state.
+        phase: the messages sent.
+        outcome: the result of the phase.
+        method: provides metrics and notes on its state.
         state: of the server, after aggregation.
         moment: when clients were scored.
-        aggregated: seconds that the aggregation took.
+        aggregated: seconds spent on aggregation.
         ages: rounds since each class was last uploaded; see :func:`updated_ages`.
     """
     trained = [outcome.reports[client] for client in outcome.trained]
@@ -133,7 +132,7 @@ def round_line(
         "trained": outcome.trained,
         **({"late": late} if late else {}),
         **({"ages": ages} if ages is not None else {}),
-        "notes": [*method.notes(state), *notes.of_uploads(outcome)],
+        "notes": [*method.notes(state), *notes.upload_notes(outcome)],
         "failures": named(outcome.failures, phase.names),
         "bytes_up": _traffic(outcome.up),
         "bytes_down": _traffic(phase.down),
@@ -145,7 +144,7 @@ def round_line(
 
 
 def client_columns(server_round: int, phase: Phase, outcome: Outcome) -> dict[str, Any]:
-    """Return a round's line of clients.jsonl: one column a counter, one entry a client."""
+    """Return a round's line of clients.jsonl: a column for each counter, an entry for each client."""
     reports, twice = outcome.reports, at_the_other_moment(outcome.reports)
     names = {"name": [phase.names.get(client, "") for client in reports]} if phase.names else {}
     return {
@@ -170,14 +169,14 @@ def client_columns(server_round: int, phase: Phase, outcome: Outcome) -> dict[st
 
 
 def _counts(column: str, counts: Sequence[by_class.ByClass | None]) -> dict[str, list[dict[str, Any]]]:
-    """Return the column of the counts by class, an entry a client; no column where nobody has any."""
+    """Return the column of counts by class, an entry for each client; no column if no client has counts."""
     if not any(counts):
         return {}
     return {column: [{} if of is None else of.brief() for of in counts]}
 
 
 def final_scores(phase: Phase, outcome: Outcome) -> dict[str, Any]:
-    """Return what a scoring after the last training adds to that round's line, as "final"."""
+    """Return the entry "final" of the last round's line, from the scoring after the last training."""
     honest = phase.honest(outcome.reports)
     held_out = on_validation(honest)
     return {
@@ -188,7 +187,7 @@ def final_scores(phase: Phase, outcome: Outcome) -> dict[str, Any]:
 
 
 def named(failures: Mapping[int, str], names: Mapping[int, str]) -> list[dict[str, Any]]:
-    """Return failures as the history writes them: number, name where there is one, reason."""
+    """Return failures as entries of rounds.jsonl: number, name if there is one, reason."""
     return [
         {"client": client, **({"name": names[client]} if client in names else {}), "reason": reason}
         for client, reason in failures.items()
@@ -200,7 +199,7 @@ def _traffic(per_client: Mapping[int, Traffic]) -> dict[str, int]:
 
 
 def _mean(values: list[float | None], weights: list[int]) -> float | None:
-    """Return the weighted mean of what is there; None if nothing is, since JSON knows no NaN."""
+    """Return the weighted mean of the values that are not None; None if there are none or it is not finite (JSON)."""
     pairs = [(value, weight) for value, weight in zip(values, weights, strict=True) if value is not None]
     total = sum(weight for _, weight in pairs)
     if not total:

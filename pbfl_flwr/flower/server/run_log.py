@@ -1,4 +1,4 @@
-"""What the server says of a run in the log: before it starts, of a round, and after it."""
+"""The server's log lines: at the start of a run and for each round."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pbfl_flwr.prototypes.attacks import malicious
 
 
 def log_start(settings: Settings, method: Method[Any, Any, Any], num_rounds: int) -> None:
-    """Say in one line what is about to happen, and what a person should hear beforehand."""
+    """Log the configuration in one line, and warnings about it."""
     run, models = settings.run, settings.models
     log(
         INFO,
@@ -26,17 +26,17 @@ def log_start(settings: Settings, method: Method[Any, Any, Any], num_rounds: int
         models.models,
         models.feature_dim,
     )
-    said = [
+    warnings = [
         *settings.training.forewarnings(),
         *privacy_notes(settings, method),
         *method.forewarnings(num_rounds),
     ]
-    for note in said:
-        log(WARNING, "%s", note)
+    for warning in warnings:
+        log(WARNING, "%s", warning)
 
 
 def log_experimental(settings: Settings) -> None:
-    """Say which faults are injected and who lies on purpose."""
+    """Warn about injected faults and malicious clients."""
     if settings.run.faults:
         log(WARNING, "faults are injected: %s", settings.run.faults)
     if settings.run.attack:
@@ -44,37 +44,37 @@ def log_experimental(settings: Settings) -> None:
 
 
 def log_round(line: Mapping[str, Any], phase: Phase, outcome: Outcome) -> None:
-    """Say what came late in a round, who failed, and its notes.
+    """Log a round's late uploads, failures and notes.
 
     Args:
         line: of rounds.jsonl.
-        phase: what was sent.
-        outcome: what came back.
+        phase: the messages sent.
+        outcome: the result of the phase.
     """
     number = line["round"]
     for client, item in outcome.late.items():
-        said = item.reason or f"counts {item.weight:.3g}"
+        result = item.reason or f"counts {item.weight:.3g}"
         log(
             INFO,
             "round %s: client %s, upload of round %s: %s",
             number,
-            phase.called(client),
+            phase.client_label(client),
             item.round,
-            said,
+            result,
         )
     for client, reason in outcome.failures.items():
-        log(WARNING, "round %s: client %s failed: %s", number, phase.called(client), reason)
+        log(WARNING, "round %s: client %s failed: %s", number, phase.client_label(client), reason)
     log_notes(number, line["notes"])
 
 
 def log_notes(server_round: int, notes: Iterable[str]) -> None:
-    """Say what is to be noted of a round."""
+    """Log the notes on a round."""
     for note in notes:
         log(WARNING, "round %s: %s", server_round, note)
 
 
 def log_scores(line: Mapping[str, Any], headline: str, num_rounds: int) -> None:
-    """Say how a finished round went.
+    """Log the accuracy of a finished round.
 
     Args:
         line: of rounds.jsonl.
@@ -94,6 +94,6 @@ def log_scores(line: Mapping[str, Any], headline: str, num_rounds: int) -> None:
 
 
 def accuracy(line: Mapping[str, Any], headline: str) -> str:
-    """Return a round's weighted accuracy in words, that of the last scoring where there was one."""
+    """Return a round's weighted accuracy as text, after the final scoring if there was one."""
     scored = line.get("final", line)["accuracy"].get(headline)
     return f"{100 * scored['weighted']:.1f} %" if scored else "not scored yet"

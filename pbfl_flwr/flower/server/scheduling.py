@@ -1,4 +1,4 @@
-"""In which order the clients of a simulation begin."""
+"""The order in which a simulation's clients are started."""
 
 from __future__ import annotations
 
@@ -8,20 +8,17 @@ from flwr.app import Message
 
 
 class LongestFirst:
-    """Those first who took longest the last time.
-
-    So no worker begins a long training when the others have nothing left to do.
-    """
+    """Orders messages by the time they took last, longest first, so no long training starts when others are done."""
 
     def __init__(self) -> None:
         self._durations: dict[tuple[int, str], float] = {}  # seconds, by node and kind of message
 
     def ordered(self, messages: Iterable[Message]) -> list[Message]:
-        """Return messages in the order of their turns; those of whom nothing is known last, as they came."""
+        """Return the messages, longest first; those without a recorded duration last, in their given order."""
         return sorted(messages, key=lambda message: self._durations.get(_job(message), 0.0), reverse=True)
 
     def record_duration(self, message: Message, seconds: float) -> None:
-        """Remember what answering a message has taken."""
+        """Record how long a message took to be answered."""
         self._durations[_job(message)] = seconds
 
 

@@ -1,4 +1,4 @@
-"""Before the first round: meet the clients of a new run, or those of one that goes on."""
+"""Before the first round: the hello round of a new or a resumed run."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from flwr.serverapp import Grid
 
 from pbfl_flwr.config import RunSettings
-from pbfl_flwr.flower.edition import others as other_editions
-from pbfl_flwr.flower.server.admission import Admission, Fits
+from pbfl_flwr.flower.edition import other_editions
+from pbfl_flwr.flower.server.admission import Admission, RosterCheck
 from pbfl_flwr.flower.server.availability import Availability
 from pbfl_flwr.flower.server.hello import hello_round
 from pbfl_flwr.flower.server.rejoining import resume_hello
@@ -17,41 +17,41 @@ from pbfl_flwr.flower.server.roster import other_weights
 from pbfl_flwr.flower.server.waiting import OnWait
 
 
-def meet_clients(
+def collect_clients(
     grid: Grid,
     run: RunSettings,
     experiment: str,
-    fits: Fits,
+    check_roster: RosterCheck,
     recorded: Sequence[Mapping[str, Any]] | None,
     on_wait: OnWait,
 ) -> Availability:
-    """Return who takes part.
+    """Run the hello round and return the clients that take part.
 
     Args:
         grid: Flower's.
-        run: how many clients there are, and how long to wait for them.
+        run: gives the number of clients and the timeouts.
         experiment: id of the run.
-        fits: whether the method can have clients together that join later.
-        recorded: who took part so far, as run.json has them; None for a new run.
-        on_wait: is told for whom the server waits.
+        check_roster: checks that the method supports a roster, when a client joins later.
+        recorded: the run's clients so far, as in run.json; None for a new run.
+        on_wait: called with a line that names what the server waits for.
 
     Raises:
-        PbflError: naming the clients without which the run cannot begin or go on, or what does not fit together.
+        PbflError: if too few clients answer or they are incompatible; names them.
     """
-    patience = max(run.round_timeout, run.join_timeout)  # the first message finds a client process starting
-    others = Admission(run.num_clients, fits) if run.min_clients else None
+    timeout = max(run.round_timeout, run.join_timeout)  # client processes may still be starting
+    admission = Admission(run.num_clients, check_roster) if run.min_clients else None
     if recorded is None:
-        roster, unasked = hello_round(
-            grid, run.num_clients, experiment, patience, run.join_timeout, on_wait, run.min_clients
+        roster, refused = hello_round(
+            grid, run.num_clients, experiment, timeout, run.join_timeout, on_wait, run.min_clients
         )
     else:
-        strict = run.failure_policy == "stop" or any(was["simulated"] for was in recorded)
+        strict = run.failure_policy == "stop" or any(entry["simulated"] for entry in recorded)
         least = len(recorded) if strict else run.min_replies
-        roster, unasked = resume_hello(grid, recorded, experiment, patience, run.join_timeout, least, on_wait)
-        if others is not None and others.has_room(roster):
-            unasked = []  # they may join in the next round
-    availability = Availability(roster, experiment, patience, others)
-    availability.note_refused(unasked)
+        roster, refused = resume_hello(grid, recorded, experiment, timeout, run.join_timeout, least, on_wait)
+        if admission is not None and admission.has_room(roster):
+            refused = []  # they may join in the next round
+    availability = Availability(roster, experiment, timeout, admission)
+    availability.note_refused(refused)
     for line in (*other_editions(roster.members.values()), *other_weights(roster.members.values())):
         availability.note(line)
     return availability

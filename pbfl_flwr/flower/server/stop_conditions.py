@@ -1,4 +1,4 @@
-"""When a run ends before its last round. Each function looks for one reason and raises if it finds it."""
+"""Conditions that end a run with an error. Each function checks one and raises if it holds."""
 
 from __future__ import annotations
 
@@ -14,81 +14,81 @@ from pbfl_flwr.flower.server.replies import Outcome, Phase, worker_died
 from pbfl_flwr.flower.server.roster import Roster
 from pbfl_flwr.payloads import Payload
 
-# What Flower answers for a node whose heartbeats or whose answer did not get through.
+# Flower's errors for a node whose heartbeats or reply were lost.
 LOST = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE, ErrorCode.NODE_UNAVAILABLE)
 
 
 class RunEnded(PbflError):
-    """The run cannot go on; everything up to the last finished round is on disk and can be resumed."""
+    """The run cannot continue; everything up to the last finished round is on disk and can be resumed."""
 
 
-class OutOfReach(RunEnded):
-    """Too few clients answered, since nodes or answers were lost on the way, as when the server's link is down."""
+class NodesUnreachable(RunEnded):
+    """Too few valid replies because nodes or replies were lost, e.g. while the server's network link was down."""
 
 
 def need_success(phase: Phase, outcome: Outcome) -> None:
-    """Make sure that nobody failed, for a run that is to end at the first failure.
+    """Check that no client failed, for failure-policy "stop".
 
     Raises:
-        RunEnded: if somebody did.
+        RunEnded: if one did.
     """
     if outcome.failures:
         client, reason = next(iter(outcome.failures.items()))
         raise RunEnded(
-            f"round {phase.number}: client {phase.called(client)} failed: {reason}; failure-policy is "
+            f"round {phase.number}: client {phase.client_label(client)} failed: {reason}; failure-policy is "
             f"'stop'. Rounds up to {phase.number - 1} are kept and can be resumed"
         )
 
 
 def need_workers(roster: Roster, phase: Phase, outcome: Outcome, replies: Iterable[Message]) -> None:
-    """Make sure that a simulation has all its workers.
+    """Check that no worker of a simulation died.
 
     Args:
-        roster: who takes part.
-        phase: what was sent.
-        outcome: what came back.
-        replies: as they came.
+        roster: the clients of the rounds.
+        phase: the messages sent.
+        outcome: the result of the phase.
+        replies: as received.
 
     Raises:
         RunEnded: if one died.
     """
-    # Of a device it would be its own word, which must not end the others' run.
+    # A device could send such an error itself, and must not be able to end the run.
     simulation = all(member.simulated for member in roster.members.values())
     if simulation and any(worker_died(reply) for reply in replies if reply.has_error()):
         raise RunEnded(
             f"round {phase.number}: a simulation worker died (client "
-            f"{', '.join(map(phase.called, outcome.failures))}); Flower cannot replace it. Rounds up to "
+            f"{', '.join(map(phase.client_label, outcome.failures))}); Flower cannot replace it. Rounds up to "
             f"{phase.number - 1} are kept and can be resumed"
         )
 
 
-def need_replies(wanted: int, phase: Phase, outcome: Outcome, replies: Iterable[Message]) -> None:
-    """Make sure that enough clients trained.
+def need_replies(min_replies: int, phase: Phase, outcome: Outcome, replies: Iterable[Message]) -> None:
+    """Check that enough clients trained.
 
     Args:
-        wanted: min-replies.
-        phase: what was sent.
-        outcome: what came back.
-        replies: as they came.
+        min_replies: as configured.
+        phase: the messages sent.
+        outcome: the result of the phase.
+        replies: as received.
 
     Raises:
-        OutOfReach: if fewer did, and there would be enough with those whose nodes or answers were lost.
-        RunEnded: if fewer did for other reasons; with the first reasons either way.
+        NodesUnreachable: if fewer did, but lost nodes and replies would have made up for it; gives the first reasons.
+        RunEnded: if fewer did for other reasons; likewise.
     """
     valid = len(outcome.trained)
-    if valid < wanted:
+    if valid < min_replies:
         few = list(outcome.failures.items())[:5]
-        reasons = "; ".join(f"client {phase.called(client)}: {reason}" for client, reason in few)
+        reasons = "; ".join(f"client {phase.client_label(client)}: {reason}" for client, reason in few)
         lost = sum(reason == NOT_CONNECTED for reason in phase.absent.values())
         asked = {m.metadata.message_id for m, client in phase.messages if client in phase.training}
         errors = (reply for reply in replies if reply.has_error())
         lost += sum(e.error.code in LOST and e.metadata.reply_to_message_id in asked for e in errors)
-        kind = OutOfReach if valid + lost >= wanted else RunEnded
-        raise kind(f"round {phase.number}: {valid} valid replies, min-replies is {wanted}: {reasons}")
+        kind = NodesUnreachable if valid + lost >= min_replies else RunEnded
+        raise kind(f"round {phase.number}: {valid} valid replies, min-replies is {min_replies}: {reasons}")
 
 
-def need_numbers(broadcast: Payload, server_round: int) -> None:
-    """Make sure that what clients would get next is finite.
+def need_finite(broadcast: Payload, server_round: int) -> None:
+    """Check that the next broadcast is finite.
 
     Raises:
         RunEnded: naming the tensor that is not.

@@ -1,12 +1,12 @@
-"""Every method as a Flower strategy: sample, broadcast, decode, aggregate, and say who failed.
+"""Every method as a Flower strategy: sample, broadcast, decode, aggregate, and report failures.
 
 ::
 
-    start -> hello round (who is there, does it fit together) -> for every round:
+    start -> hello round (collect the clients, check that they are compatible) -> for every round:
              configure_train -> grid -> aggregate_train -> aggregate_fit(server_round, uploads)
 
-A client trains and is scored in one message; clients that do not train in a round are scored in the same phase.
-Training happens nowhere here, and ``aggregate_fit`` needs neither grid nor node: it can be called in a unit test.
+One message makes a client train and evaluate; clients that do not train in a round are evaluated in the same phase.
+``aggregate_fit`` needs neither grid nor nodes, so a unit test can call it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from pbfl_flwr.flower.server.replies import Outcome, Phase, read
 from pbfl_flwr.flower.server.roster import Roster
 from pbfl_flwr.flower.server.round_records import client_columns, final_scores, round_line, updated_ages
 from pbfl_flwr.flower.server.secure_aggregation import SecureRounds
-from pbfl_flwr.flower.server.startup import meet_clients
+from pbfl_flwr.flower.server.startup import collect_clients
 from pbfl_flwr.flower.server.waiting import polling
 from pbfl_flwr.flower.storage.history import RunDirectory
 from pbfl_flwr.method import Method, Moment, Round, resolved_moment
@@ -48,7 +48,7 @@ from pbfl_flwr.prototypes.attacks import malicious
 from pbfl_flwr.sinks import check
 from pbfl_flwr.task import Task
 
-TRIES = 3  # times that a round is asked again because nodes were lost in it
+MAX_REPEATS = 3  # of one round, because nodes became unreachable during it
 
 
 class MethodStrategy(Strategy):
@@ -57,12 +57,12 @@ class MethodStrategy(Strategy):
     Args:
         settings: the run configuration.
         directory: where the run is written; None keeps everything in memory.
-        method: by default the one that the settings name.
+        method: by default the one named in the settings.
 
     Attributes:
         state: the method's state after the last finished round.
-        history: what rounds.jsonl holds, one dictionary a round.
-        newcomers: what newcomers.jsonl holds of the new clients after the last round.
+        history: the lines of rounds.jsonl, one dictionary per round.
+        newcomers: the lines of newcomers.jsonl, for new clients after the last round.
     """
 
     def __init__(
@@ -78,49 +78,50 @@ class MethodStrategy(Strategy):
         self.done = 0
         self.experiment = f"{settings.fingerprint()}-{uuid.uuid4().hex[:8]}"
         self.moment: Moment = resolved_moment(settings.evaluation, self.method)
-        wanted = settings.evaluation.predictor
-        self.headline = self.method.headline if wanted == "auto" else wanted
+        predictor = settings.evaluation.predictor
+        self.headline = self.method.headline if predictor == "auto" else predictor
         self.task: Task | None = None
         self._secure = SecureRounds(settings, self.method) if settings.privacy.secure_aggregation else None
         self._recorder = Recorder(self.run, settings, self.headline) if self.run else None
         self._availability: Availability | None = None
         self._phase: Phase | None = None
-        self._scored: Any = None  # the state that clients were scored with in this round
-        self._clients: dict[str, Any] = {}
-        self._participations: dict[int, int] = {}  # rounds a client had trained in when it was last heard of
+        self._scored_state: Any = None  # the state that clients evaluated in this round
+        self._client_columns: dict[str, Any] = {}  # this round's line of clients.jsonl
+        self._participations: dict[int, int] = {}  # client -> rounds trained in, as last reported
         self._round_started = 0.0
         self._num_rounds = settings.run.num_server_rounds
 
     @property
     def roster(self) -> Roster | None:
-        """Who is who now; None before the hello round."""
+        """All clients and their nodes; None before the hello round."""
         return self._availability.roster if self._availability else None
 
     @property
     def participants(self) -> Roster:
-        """Who takes part in the rounds: everybody but the new clients, who come afterwards."""
+        """The clients of the regular rounds: all but the new clients, which train afterwards."""
         assert self.roster is not None, "prepare comes first"
         return self.roster.without(new_clients(self.settings))
 
     @property
     def _instructions(self) -> Instructions:
-        liars = frozenset(malicious(self.settings))
-        finished = self.history[: self.done]  # a round that is asked again has a line, too
+        malicious_clients = frozenset(malicious(self.settings))
+        finished = self.history[: self.done]  # a repeated round already has a line, too
         best = best_round_line(finished, self.headline) if self.settings.run.keep_best else None
         number = 0 if best is None else int(best["round"])
-        return Instructions(self.method, self.experiment, self.settings.prototypes.wire_dtype, liars, number)
+        dtype = self.settings.prototypes.wire_dtype
+        return Instructions(self.method, self.experiment, dtype, malicious_clients, number)
 
     # Before the first round ---------------------------------------------------------------------------------
 
     def summary(self) -> None:
-        """Log what is about to happen, one line."""
+        """Log the configuration in one line, and warnings about it."""
         run_log.log_start(self.settings, self.method, self._num_rounds)
 
     def prepare(self, grid: Grid) -> None:
-        """Meet the clients, check that all fits, start or resume the run directory.
+        """Run the hello round, check compatibility, start or resume the run directory.
 
         Raises:
-            PbflError: before anything was trained, naming everything that does not fit.
+            PbflError: before any training, naming everything that is incompatible.
         """
         run = self.settings.run
         previous = self._recorder.previous() if self._recorder else None
@@ -129,13 +130,13 @@ class MethodStrategy(Strategy):
             raise PbflError(f"sinks = '{run.sinks}': they need a run directory, this strategy has none")
         if previous is not None:
             self.experiment = str(previous["experiment"])
-        began_with = None if previous is None else previous["clients"]
-        self._availability = meet_clients(
-            grid, run, self.experiment, self._fits, began_with, self._set_waiting
+        recorded = None if previous is None else previous["clients"]
+        self._availability = collect_clients(
+            grid, run, self.experiment, self._check_roster, recorded, self._set_waiting
         )
         self._set_waiting("")
         roster = self._availability.roster
-        self._fits(roster)
+        self._check_roster(roster)
         run_log.log_experimental(self.settings)
         self.begin(roster.task)
         if self._recorder is None:
@@ -149,14 +150,15 @@ class MethodStrategy(Strategy):
             for columns in self._recorder.run.client_rounds():
                 self._record_participations(columns)
         if previous is not None:
-            said = {label for line in self.history for label in line.get("joined", [])}
-            self._availability.note_joined([who for who in previous.get("joined", []) if who not in said])
+            noted = {label for line in self.history for label in line.get("joined", [])}
+            joined = previous.get("joined", [])
+            self._availability.note_joined([label for label in joined if label not in noted])
 
-    def _fits(self, roster: Roster) -> None:
+    def _check_roster(self, roster: Roster) -> None:
         self.method.check(roster.task, roster.architectures)
 
     def begin(self, task: Task) -> None:
-        """Take the method's initial state; :meth:`prepare` does this, a test without a grid does it itself."""
+        """Set the method's initial state; :meth:`prepare` calls this, and so does a test without a grid."""
         self.task = task
         self.state = self.method.init(task, self.settings.run.seed)
 
@@ -174,30 +176,30 @@ class MethodStrategy(Strategy):
 
         Args:
             grid: Flower's.
-            initial_arrays: not used: the method's own initial state is what clients get first.
-            num_rounds: rounds in all; by default num-server-rounds. A resumed run makes those that are missing.
+            initial_arrays: unused; the initial state is the method's.
+            num_rounds: total number of rounds; by default num-server-rounds. A resumed run makes the remaining ones.
             timeout: seconds to wait for a round's replies; by default round-timeout.
-            train_config: not used: messages carry the round and the experiment.
-            evaluate_config: not used, likewise.
+            train_config: unused; messages carry the round and the experiment.
+            evaluate_config: unused, likewise.
             evaluate_fn: called after each round with the broadcast arrays.
 
         Raises:
-            PbflError: before round 1, if something does not fit.
+            PbflError: before round 1, if configuration and clients are incompatible.
             RunEnded: if fewer than min-replies clients answered a round, or a simulation worker died.
         """
         self._num_rounds = num_rounds or self.settings.run.num_server_rounds
         self.summary()
         timeout = timeout or self.settings.run.round_timeout
-        grid = polling(grid, lambda node: (self.roster or Roster({})).called(node), self._set_waiting)
+        grid = polling(grid, lambda node: (self.roster or Roster({})).node_label(node), self._set_waiting)
         with nullcontext() if self.run is None else self.run.locked():
-            self._set_waiting("")  # what a killed server has left
+            self._set_waiting("")  # a killed server may have left a line
             if self._availability is None:
                 self.prepare(grid)
             try:
                 return self._rounds(grid, timeout, evaluate_fn)
             except PbflError:
                 if self.history and self.history[-1]["round"] > self.done:
-                    self.state = self._scored  # the round is asked again, and what came of it counts once
+                    self.state = self._scored_state  # the round will be repeated: undo its aggregation
                 raise
             finally:
                 self._set_waiting("")
@@ -205,7 +207,7 @@ class MethodStrategy(Strategy):
                     self._recorder.close()
 
     def _set_waiting(self, line: str) -> None:
-        """Let others read whom the server waits for, or that it waits no more."""
+        """Publish in the run directory what the server waits for; an empty line means nothing."""
         if self.run is not None:
             self.run.set_waiting(line)
 
@@ -218,25 +220,27 @@ class MethodStrategy(Strategy):
         assert self._availability is not None, "prepare comes first"
         availability, result = self._availability, Result()
         nothing, unused = ArrayRecord(), ConfigRecord()
-        again = 0  # times that this round was asked again
-        self._end_early()  # a resumed run may have come so far
+        repeats = 0  # of the current round
+        self._end_early()  # a resumed run may already have exhausted its patience
         if self.done >= self._num_rounds:
-            log(INFO, "no round is left to make: %s of %s are", self.done, self._num_rounds)
+            log(INFO, "nothing to do: %s of %s rounds are already finished", self.done, self._num_rounds)
         while self.done < self._num_rounds:
             server_round = self.done + 1
-            asked = list(self.configure_train(server_round, nothing, unused, grid))
-            replies = list(self._exchange(grid, asked, timeout))
+            messages = list(self.configure_train(server_round, nothing, unused, grid))
+            replies = list(self._exchange(grid, messages, timeout))
             availability.collect(grid)
             try:
                 arrays, metrics = self.aggregate_train(server_round, replies)
-            except stop_conditions.OutOfReach as lost:
-                again += 1
-                if again > TRIES or self._secure is not None:  # whose masks are for one sum
+            except stop_conditions.NodesUnreachable as error:
+                repeats += 1
+                if (
+                    repeats > MAX_REPEATS or self._secure is not None
+                ):  # SecAgg+ masks are valid for one sum only
                     raise
                 run = self.settings.run
-                log(WARNING, "%s. Waiting for nodes, %.0f s at the longest", lost, run.join_timeout)
+                log(WARNING, "%s. Waiting up to %.0f s for nodes", error, run.join_timeout)
                 if not availability.wait_for_nodes(
-                    grid, len(asked), run.min_replies, run.join_timeout, self._set_waiting
+                    grid, len(messages), run.min_replies, run.join_timeout, self._set_waiting
                 ):
                     raise
                 availability.undo_round(self.history[-1].get("joined", []))
@@ -246,31 +250,33 @@ class MethodStrategy(Strategy):
             if metrics is not None:
                 result.train_metrics_clientapp[server_round] = metrics
             self._end_early()
-            asked = list(self.configure_evaluate(server_round, nothing, unused, grid))
-            if asked:
-                scored = self.aggregate_evaluate(server_round, grid.send_and_receive(asked, timeout=timeout))
-                if scored is not None:
-                    result.evaluate_metrics_clientapp[server_round] = scored
+            messages = list(self.configure_evaluate(server_round, nothing, unused, grid))
+            if messages:
+                scores = self.aggregate_evaluate(
+                    server_round, grid.send_and_receive(messages, timeout=timeout)
+                )
+                if scores is not None:
+                    result.evaluate_metrics_clientapp[server_round] = scores
             self._finish_round(server_round)
-            again = 0
+            repeats = 0
             if evaluate_fn and (found := evaluate_fn(server_round, result.arrays)) is not None:
                 result.evaluate_metrics_serverapp[server_round] = found
         run = self.settings.run
         early = self.done < run.num_server_rounds and patience_exhausted(
             self.history, self.headline, run.patience
         )
-        if self._recorder is not None and early:  # not where a caller asked for fewer rounds
-            self._recorder.mark_end(self.done)
-        self._meet_new_clients(grid, timeout)
+        if self._recorder is not None and early:  # not if the caller requested fewer rounds
+            self._recorder.mark_early_stop(self.done)
+        self._train_new_clients(grid, timeout)
         return result
 
     def _end_early(self) -> None:
-        """Make the last round in the history the last of all if patience is at its end."""
+        """End the run after the last round of the history if patience is exhausted."""
         if patience_exhausted(self.history, self.headline, self.settings.run.patience) is not None:
             self._num_rounds = self.history[-1]["round"]
 
-    def _meet_new_clients(self, grid: Grid, timeout: float) -> None:
-        """Let those who took no part train with what the rounds came to; what is done of it already stays."""
+    def _train_new_clients(self, grid: Grid, timeout: float) -> None:
+        """Let the new clients train with the final state; rounds of theirs that are already recorded are kept."""
         if not self.settings.run.new_clients:
             return
         assert self._availability is not None
@@ -287,7 +293,7 @@ class MethodStrategy(Strategy):
             after,
         )
         for line in newcomers.rounds(grid, self.state, len(self.newcomers), timeout):
-            newcomers.judge(line)
+            newcomers.log_and_check(line)
             self.newcomers.append(line)
             if self._recorder is not None:
                 self._recorder.add_newcomers(line)
@@ -299,33 +305,32 @@ class MethodStrategy(Strategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Return a training message for every sampled client and an evaluation message for (some of) the others."""
+        """Return training messages for the sampled clients and evaluation messages for (some of) the others."""
         if self._availability is None:
             self.prepare(grid)
         assert self._availability is not None
         self._round_started = time.perf_counter()
         run = self.settings.run
-        self._scored = self.state
+        self._scored_state = self.state
         absent = self._absent(grid, server_round)
         roster = self.participants
-        chosen = set(roster.sample(run.fraction_train, run.seed, server_round, absent))
-        scored = set(roster.scored(run.fraction_evaluate, run.seed, server_round, chosen)) - set(absent)
-        return self._ask(
-            {**dict.fromkeys(chosen, "train"), **dict.fromkeys(scored, "evaluate")}, server_round, absent
-        )
+        training = set(roster.sample(run.fraction_train, run.seed, server_round, absent))
+        evaluating = set(roster.scored(run.fraction_evaluate, run.seed, server_round, training)) - set(absent)
+        kinds = {**dict.fromkeys(training, "train"), **dict.fromkeys(evaluating, "evaluate")}
+        return self._messages(kinds, server_round, absent)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Return nothing, but after the last round of runs that score before training: one last scoring."""
+        """Return evaluation messages for all clients after the last round if scoring is before training, else none."""
         if self.moment != "before" or server_round != self._num_rounds or self._availability is None:
             return []
         absent = self._absent(grid, server_round)
         kinds = {client: "evaluate" for client in self.participants.members if client not in absent}
-        return self._ask(kinds, server_round, absent)
+        return self._messages(kinds, server_round, absent)
 
     def _absent(self, grid: Grid, server_round: int) -> dict[int, str]:
-        """Return which participants cannot be asked and why, having written down who has joined."""
+        """Return participant -> why it cannot get a message now; records clients that have just joined."""
         assert self._availability is not None
         before = self._availability.roster.members
         absent = self._availability.absent(grid, server_round)
@@ -335,7 +340,9 @@ class MethodStrategy(Strategy):
             self._recorder.joined(members.values(), labels)
         return {client: why for client, why in absent.items() if client in self.participants.members}
 
-    def _ask(self, kinds: Mapping[int, str], server_round: int, absent: Mapping[int, str]) -> list[Message]:
+    def _messages(
+        self, kinds: Mapping[int, str], server_round: int, absent: Mapping[int, str]
+    ) -> list[Message]:
         roster = self.roster
         assert roster is not None
         self._phase = self._instructions.phase(self.state, roster, kinds, server_round, absent)
@@ -344,7 +351,7 @@ class MethodStrategy(Strategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Drop and name the bad replies, aggregate the rest, keep the books.
+        """Drop and log invalid replies, aggregate the rest, and update the history.
 
         Raises:
             RunEnded: see :meth:`start`.
@@ -356,10 +363,10 @@ class MethodStrategy(Strategy):
         started = time.perf_counter()
         if len(outcome.trained) >= self.settings.run.min_replies:
             uploads = outcome.uploads if self._secure is None else self._secure.as_sum(outcome.uploads)
-            # An own aggregate_fit need not know of late uploads.
+            # A subclass may override aggregate_fit without the parameter for late uploads.
             self.aggregate_fit(server_round, uploads, *((outcome.shares,) if outcome.shares else ()))
         aggregated = time.perf_counter() - started
-        # Of a round that is asked again the line is replaced.
+        # The line of a repeated round is replaced.
         self.history = [entry for entry in self.history if entry["round"] < server_round]
         before = self.history[-1].get("ages") if self.history else None
         ages = updated_ages(before, outcome.classes, self.task.num_classes)
@@ -370,36 +377,36 @@ class MethodStrategy(Strategy):
         self._write_joined(line)
         run_log.log_round(line, phase, outcome)
         self.history.append(line)
-        self._clients = client_columns(server_round, phase, outcome)
-        self._need_success(phase, outcome)
+        self._client_columns = client_columns(server_round, phase, outcome)
+        self._handle_failures(phase, outcome)
         stop_conditions.need_workers(self.participants, phase, outcome, received)
         stop_conditions.need_replies(self.settings.run.min_replies, phase, outcome, received)
         broadcast = self.method.broadcast(self.state, min(phase.training))
-        figures = MetricRecord(
+        metrics = MetricRecord(
             {"bytes-up": line["bytes_up"]["total"], "bytes-down": line["bytes_down"]["total"]}
         )
         for name, found in line["accuracy"].items():
-            figures[f"accuracy-{name}"] = found["weighted"]
-        return wire.encode(broadcast), figures
+            metrics[f"accuracy-{name}"] = found["weighted"]
+        return wire.encode(broadcast), metrics
 
     def _write_joined(self, line: dict[str, Any]) -> None:
         if self._availability is not None and (joined := self._availability.joined()):
             line["joined"] = [*line.get("joined", []), *joined]
 
-    def _need_success(self, phase: Phase, outcome: Outcome) -> None:
-        """Remember who failed, and end the run if it is to end at the first."""
+    def _handle_failures(self, phase: Phase, outcome: Outcome) -> None:
+        """Remember the clients that failed, and end the run if failure-policy is "stop"."""
         assert self._availability is not None
-        self._availability.failed(outcome.failures)
+        self._availability.set_failed(outcome.failures)
         if self.settings.run.failure_policy == "stop":
             stop_conditions.need_success(phase, outcome)
 
     def _notes(self, line: Mapping[str, Any], phase: Phase, outcome: Outcome) -> list[str]:
-        """Say what the server, which remembers other rounds, sees in this one."""
+        """Return the notes on this round that need information from earlier ones."""
         found = self._availability.notes() if self._availability else []
-        found += notes.forgotten(phase, outcome, self._participations)
+        found += notes.lost_state(phase, outcome, self._participations)
         assert self.roster is not None
         labels = next(iter(self.roster.members.values())).labels
-        found += notes.unheard_of(labels, line.get("ages"))
+        found += notes.missing_classes(labels, line.get("ages"))
         if self._num_rounds == line["round"] > 1 and self.settings.evaluation.predictor != "auto":
             found += notes.not_scored(self.headline, self.method.name, line["accuracy"])
         patience = self.settings.run.patience
@@ -415,10 +422,10 @@ class MethodStrategy(Strategy):
         Args:
             server_round: from 1.
             uploads: client id -> upload, already validated.
-            shares: client id -> what a late upload counts; 1 for all others.
+            shares: client id -> weight of a late upload; 1 for all others.
 
         Raises:
-            RunEnded: if the aggregate is not finite; the old state stays.
+            RunEnded: if the aggregate is not finite; the state is then unchanged.
         """
         assert self.task is not None, "begin(task) or prepare(grid) comes first"
         run = self.settings.run
@@ -427,29 +434,30 @@ class MethodStrategy(Strategy):
         if list(uploads) != sorted(uploads):
             uploads = dict(sorted(uploads.items()))
         state = self.method.aggregate(self.state, uploads, at)
-        stop_conditions.need_numbers(self.method.broadcast(state, min(uploads, default=0)), server_round)
+        stop_conditions.need_finite(self.method.broadcast(state, min(uploads, default=0)), server_round)
         self.state = state
         return self.state
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Add the scores of a last evaluation to the round."""
+        """Add the scores of the final evaluation to the last round."""
         assert self._phase is not None
         outcome = self._read(list(replies))
-        self._need_success(self._phase, outcome)
+        self._handle_failures(self._phase, outcome)
         line = self.history[-1]
         final = line["final"] = final_scores(self._phase, outcome)
-        if (
-            found := self._availability.notes() if self._availability else []
-        ):  # of who came since the training
+        found = (
+            self._availability.notes() if self._availability else []
+        )  # on clients that connected since training
+        if found:
             line["notes"] += found
             run_log.log_notes(line["round"], found)
         self._write_joined(line)
-        self._clients["final"] = client_columns(server_round, self._phase, outcome)
+        self._client_columns["final"] = client_columns(server_round, self._phase, outcome)
         return MetricRecord({f"accuracy-{name}": of["weighted"] for name, of in final["accuracy"].items()})
 
-    def _exchange(self, grid: Grid, asked: list[Message], timeout: float) -> Iterable[Message]:
+    def _exchange(self, grid: Grid, messages: list[Message], timeout: float) -> Iterable[Message]:
         if self._secure is None:
-            return grid.send_and_receive(asked, timeout=timeout)
+            return grid.send_and_receive(messages, timeout=timeout)
         assert self._phase is not None
         return self._secure.exchange(grid, self._phase, timeout)
 
@@ -457,7 +465,7 @@ class MethodStrategy(Strategy):
         assert self._phase is not None
         assert self.task is not None
         run, phase, max_bytes = self.settings.run, self._phase, self.settings.run.max_upload_mb * 2**20
-        if self._secure is not None:  # its protocol knows no late answers
+        if self._secure is not None:  # SecAgg+ has no late replies
             return self._secure.read(replies, phase, self.state, self.task, max_bytes)
         assert self._availability is not None
         late = self._availability.settle(phase, replies)
@@ -467,16 +475,16 @@ class MethodStrategy(Strategy):
         )
 
     def _record_participations(self, columns: Mapping[str, Any]) -> None:
-        """Remember how often the clients of a finished round have trained."""
+        """Remember in how many rounds the clients of a finished round have trained."""
         self._participations |= zip(columns["client"], columns["participations"], strict=True)
 
     def _finish_round(self, server_round: int) -> None:
         self._set_waiting("")
         self.history[-1]["seconds"]["total"] = time.perf_counter() - self._round_started
         self.done = server_round
-        self._record_participations(self._clients)
+        self._record_participations(self._client_columns)
         line = self.history[-1]
         run_log.log_scores(line, self.headline, self._num_rounds)
         if self._recorder is not None:
             broadcast = self.method.broadcast(self.state, min(self.roster.members) if self.roster else 0)
-            self._recorder.add(line, self._clients, self.state, self._scored, broadcast)
+            self._recorder.add(line, self._client_columns, self.state, self._scored_state, broadcast)

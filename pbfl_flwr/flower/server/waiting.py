@@ -1,4 +1,4 @@
-"""Waiting for clients: looking in often enough, and saying whom one waits for."""
+"""Waiting for clients: how often to poll for replies, and logging which ones are missing."""
 
 from __future__ import annotations
 
@@ -22,155 +22,157 @@ from pbfl_flwr.flower.messages.report import seconds_in
 from pbfl_flwr.flower.messages.wire import METRICS
 from pbfl_flwr.flower.server.scheduling import LongestFirst
 
-FIRST_WORD = 60.0  # seconds of silence; then twice as long, and so on
-SHORTEST, LONGEST = 0.5, 3.0  # seconds between two looks; a SuperLink logs each
-SHARE = 0.02  # of what was waited already
-PARTS = 8  # at most, in which a simulation's messages are pushed
-PAUSE = 0.15  # seconds between two of them: Flower's simulation hands on what lies there every 0.1 s
-HALF_COME = 3.0  # seconds in which an answer that began to come is waited for before one looks at the others
-# Flower says these also of an answer that another look is fetching, or whose node's heartbeats do not get through.
-DOUBTFUL = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.NODE_UNAVAILABLE)
-WORTH = 10  # times the pauses is what a phase must have lasted to be pushed in parts
+FIRST_LOG = 60.0  # seconds until the first log line; the interval then doubles
+MIN_INTERVAL, MAX_INTERVAL = 0.5, 3.0  # seconds between two polls; a SuperLink logs each
+INTERVAL_SHARE = 0.02  # poll interval as a share of the time waited so far
+MAX_BATCHES = 8  # in which a simulation's messages are pushed
+BATCH_PAUSE = 0.15  # seconds between two batches; Flower's simulation forwards messages every 0.1 s
+PARTIAL_WAIT = 3.0  # seconds to wait for the rest of a partly received reply before polling for the others
+# Flower also reports these for a reply that another poll is fetching, or if the node's heartbeats are delayed.
+TRANSIENT_ERRORS = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.NODE_UNAVAILABLE)
+MIN_PHASE_PER_PAUSE = 10  # push in batches only if the last phase lasted this many times the pauses
 
 OnWait = Callable[[str], object]
-"""Takes a line on whom one waits for."""
-NameOf = Callable[[int], str]
-"""Says how a person calls the client on a node."""
+"""Called with a line that says what the server waits for."""
+NodeLabel = Callable[[int], str]
+"""Node id -> readable label of the client on it."""
 
 
 def ignore(line: str) -> None:
-    """Nobody listens beside the log."""
+    """The default :data:`OnWait`: does nothing."""
 
 
 def poll(
     timeout: float,
-    say: Callable[[], str],
+    status: Callable[[], str],
     on_wait: OnWait = ignore,
     interval: float | None = None,
     rest: Callable[[float], object] | None = None,
 ) -> Iterator[None]:
-    """Yield whenever it is time to look, for the last time when the time is over.
+    """Yield at each time to poll, the last time when the timeout has passed.
 
     Args:
         timeout: seconds.
-        say: what is logged after one minute, two, four and so on, before the seconds.
-        on_wait: is told the same.
-        interval: seconds between two looks; by default a share of what was waited already.
-        rest: lets these seconds pass, or fewer if there is something to see; by default sleep.
+        status: returns the line that is logged, with the seconds, after one minute, two, four and so on.
+        on_wait: called with the same line.
+        interval: seconds between two polls; by default a share of the time waited so far.
+        rest: called with the seconds to wait, may return earlier if there is something to poll; by default sleep.
     """
-    started, word = time.monotonic(), FIRST_WORD
+    started, next_log = time.monotonic(), FIRST_LOG
     while True:
         yield
         waited = time.monotonic() - started
         if waited >= timeout:
             return
-        if waited >= word:
-            line = f"{say()}, {waited:.0f} s so far"
+        if waited >= next_log:
+            line = f"{status()}, {waited:.0f} s so far"
             log(INFO, "%s", line)
             on_wait(line)
-            word *= 2
-        (rest or time.sleep)(min(interval or max(SHORTEST, SHARE * waited), LONGEST, timeout - waited))
+            next_log *= 2
+        pause = interval or max(MIN_INTERVAL, INTERVAL_SHARE * waited)
+        (rest or time.sleep)(min(pause, MAX_INTERVAL, timeout - waited))
 
 
-def waiting_line(asked: Sequence[Message], awaited: Iterable[Message], called: NameOf) -> str:
-    """Return whom one waits for, in words.
+def waiting_line(messages: Sequence[Message], awaited: Iterable[Message], label: NodeLabel) -> str:
+    """Return a line that names the clients whose replies are missing.
 
     Args:
-        asked: all messages of the round, at least one.
-        awaited: those that have no answer yet.
-        called: how a person calls the client on a node.
+        messages: all messages of the round, at least one.
+        awaited: those that have no reply yet.
+        label: node id -> label of its client.
     """
-    group = asked[0].metadata.group_id
-    what = f"round {group}" if group.isdigit() else group
-    names = [called(message.metadata.dst_node_id) for message in awaited]
-    return f"{what}: {len(asked) - len(names)} of {len(asked)} have answered; waiting for {some(names)}"
+    group = messages[0].metadata.group_id
+    phase = f"round {group}" if group.isdigit() else group
+    labels = [label(message.metadata.dst_node_id) for message in awaited]
+    answered = len(messages) - len(labels)
+    return f"{phase}: {answered} of {len(messages)} have answered; waiting for {some(labels)}"
 
 
 @runtime_checkable
 class ReportsWaiting(Protocol):
-    """A grid that can say itself whom it waits for."""
+    """A grid that reports by itself which clients it waits for."""
 
-    def report_waiting(self, called: NameOf, on_wait: OnWait) -> None:
-        """Take how a person calls the client on a node, and who is told what is logged."""
+    def report_waiting(self, label: NodeLabel, on_wait: OnWait) -> None:
+        """Set how clients are labelled, and what is called with each line that is logged."""
 
 
-def polling(grid: Grid, called: NameOf, on_wait: OnWait = ignore) -> Grid:
-    """Return a grid that says whom it waits for, if this is one of ours or Flower's; others wait as they like."""
+def polling(grid: Grid, label: NodeLabel, on_wait: OnWait = ignore) -> Grid:
+    """Return a grid that reports which clients it waits for; a grid neither ours nor Flower's is returned as it is."""
     if isinstance(grid, ReportsWaiting):
-        grid.report_waiting(called, on_wait)
-    return PollingGrid(grid, called, on_wait) if type(grid).__module__.split(".")[0] == "flwr" else grid
+        grid.report_waiting(label, on_wait)
+    return PollingGrid(grid, label, on_wait) if type(grid).__module__.split(".")[0] == "flwr" else grid
 
 
 class PollingGrid(Grid):
-    """A grid that says whom it waits for, and looks for answers as often as the time they take is worth.
+    """Wraps Flower's grid: reports which clients it waits for, and adapts the poll interval to the time waited.
 
-    Flower's own waits without a word and, where clients are devices, looks every three seconds. Its simulation hands
-    messages to the workers in the order of their nodes, so that at the end one may be busy with a long training while
-    the others have nothing left to do. Here those who took longest the last time go first.
+    Flower's grid waits silently and, on devices, polls every three seconds. Its simulation passes messages to the
+    workers in the order of node ids, so at the end one worker may be busy with a long training while the others are
+    idle. Here the clients that took longest in the previous round go first.
 
-    Where clients are devices, Flower's own also waits for the last byte of an answer that has begun to come, past any
-    deadline and deaf to all others. Here that happens beside the rest, see :class:`ConcurrentPulls`.
+    On devices, Flower's grid also blocks until a partly received reply is complete, past the timeout and without
+    fetching other replies. Here that wait runs concurrently, see :class:`ConcurrentPulls`.
 
     Args:
         grid: Flower's.
-        called: how a person calls the client on a node.
-        on_wait: is told what is logged.
+        label: node id -> label of its client.
+        on_wait: called with each line that is logged.
     """
 
-    def __init__(self, grid: Grid, called: NameOf, on_wait: OnWait = ignore) -> None:
-        self._grid, self._called, self._on_wait = grid, called, on_wait
-        self._interval = getattr(
-            grid, "pull_interval", None
-        )  # of the simulation's, where looking costs nothing
-        self._order, self._lasted = LongestFirst(), 0.0
+    def __init__(self, grid: Grid, label: NodeLabel, on_wait: OnWait = ignore) -> None:
+        self._grid, self._label, self._on_wait = grid, label, on_wait
+        self._interval = getattr(grid, "pull_interval", None)  # simulation only, where polling is free
+        self._order, self._last_duration = LongestFirst(), 0.0
         self._pulls = ConcurrentPulls(grid)
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
-        """Send messages and return the answers that come in time, in the order in which they come.
+        """Send messages and return the replies that arrive in time, in order of arrival.
 
-        A message that Flower does not take is not waited for.
+        A message that Flower does not accept is not waited for.
 
         Args:
-            messages: at most one a node.
+            messages: at most one per node.
             timeout: seconds; None waits for all.
         """
-        asked, started = list(messages), time.monotonic()
-        sent = {message_id for message_id in self._pushed(asked) if message_id}
-        awaited = {m.metadata.message_id: m for m in asked if m.metadata.message_id in sent}
-        came: list[Message] = []
+        sent, started = list(messages), time.monotonic()
+        accepted = {message_id for message_id in self._push(sent) if message_id}
+        awaited = {m.metadata.message_id: m for m in sent if m.metadata.message_id in accepted}
+        replies: list[Message] = []
 
-        def say() -> str:
-            return waiting_line(asked, awaited.values(), self._called)
+        def status() -> str:
+            return waiting_line(sent, awaited.values(), self._label)
 
-        for _ in poll(math.inf if timeout is None else timeout, say, self._on_wait, self._interval):
-            for answer in self.pull_messages(list(awaited)) if awaited else ():
-                came.append(answer)
-                question = awaited.pop(answer.metadata.reply_to_message_id, None)
-                if question is not None:
-                    self._learn(question, answer)
+        for _ in poll(math.inf if timeout is None else timeout, status, self._on_wait, self._interval):
+            for reply in self.pull_messages(list(awaited)) if awaited else ():
+                replies.append(reply)
+                message = awaited.pop(reply.metadata.reply_to_message_id, None)
+                if message is not None:
+                    self._record_duration(message, reply)
             if not awaited:
                 break
-        self._lasted = time.monotonic() - started
-        return came
+        self._last_duration = time.monotonic() - started
+        return replies
 
-    def _learn(self, question: Message, answer: Message) -> None:
-        record = answer.content.get(METRICS) if answer.has_content() else None
+    def _record_duration(self, message: Message, reply: Message) -> None:
+        record = reply.content.get(METRICS) if reply.has_content() else None
         if self._interval is not None and isinstance(record, MetricRecord):
-            self._order.record_duration(question, seconds_in(record))
+            self._order.record_duration(message, seconds_in(record))
 
-    def _pushed(self, asked: list[Message]) -> Iterator[str]:
-        """Push messages, a simulation's in parts if it is long enough, and yield their ids."""
-        size = max(joblib.cpu_count(), math.ceil(len(asked) / PARTS))  # no worker waits for the second part
-        pauses = math.ceil(len(asked) / size) - 1
-        if self._interval is None or self._lasted < WORTH * PAUSE * pauses:
-            size, pauses = len(asked), 0
-        queue = self._order.ordered(asked)
-        for part in range(pauses + 1):
-            if part:
-                time.sleep(PAUSE)
-            yield from self._grid.push_messages(queue[part * size : (part + 1) * size])
+    def _push(self, messages: list[Message]) -> Iterator[str]:
+        """Push messages, in batches if it is a simulation and phases last long enough, and yield their ids."""
+        size = max(
+            joblib.cpu_count(), math.ceil(len(messages) / MAX_BATCHES)
+        )  # the first batch occupies all workers
+        pauses = math.ceil(len(messages) / size) - 1
+        if self._interval is None or self._last_duration < MIN_PHASE_PER_PAUSE * BATCH_PAUSE * pauses:
+            size, pauses = len(messages), 0
+        queue = self._order.ordered(messages)
+        for batch in range(pauses + 1):
+            if batch:
+                time.sleep(BATCH_PAUSE)
+            yield from self._grid.push_messages(queue[batch * size : (batch + 1) * size])
 
-    # The rest is the grid's own ----------------------------------------------------------------------------
+    # The remaining methods forward to Flower's grid, except pull_messages on devices ---------------------------
 
     @property
     def run(self) -> Run:
@@ -193,7 +195,7 @@ class PollingGrid(Grid):
         return self._grid.create_message(content, message_type, dst_node_id, group_id, ttl)
 
     def get_node_ids(self) -> Iterable[int]:
-        """Return the nodes."""
+        """Return the ids of the connected nodes."""
         return self._grid.get_node_ids()
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
@@ -201,17 +203,18 @@ class PollingGrid(Grid):
         return self._grid.push_messages(messages)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Return the answers that have come."""
+        """Return the replies that have arrived."""
         if self._interval is not None:
             return self._grid.pull_messages(message_ids)
-        return self._pulls.of(list(message_ids))
+        return self._pulls.pull(list(message_ids))
 
 
 class ConcurrentPulls:
-    """Answers of devices, each fetched without waiting for those of which only a part has come.
+    """Pulls replies of devices without letting a partly received reply block the others.
 
-    A SuperLink hands an answer out once, when its first bytes are there, and Flower's grid then waits for the rest. So
-    every look is a thread of its own. One that waits keeps its answers; the next look is given those of the others.
+    A SuperLink delivers a reply once, as soon as its first bytes are there, and Flower's grid then blocks until the
+    rest arrives. So every pull runs in its own thread. A blocked thread delivers its replies later, and the next pull
+    fetches the other ones.
 
     Args:
         grid: Flower's.
@@ -219,38 +222,40 @@ class ConcurrentPulls:
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
-        self._looks: list[tuple[threading.Thread, Collection[str]]] = []
-        self._done: SimpleQueue[list[Message] | Exception] = SimpleQueue()
-        self._came: dict[str, Message] = {}  # by the id of the question
-        self._errors: dict[str, Message] = {}  # likewise, Flower's, in place of an answer
+        self._pulls: list[tuple[threading.Thread, Collection[str]]] = []
+        self._results: SimpleQueue[list[Message] | Exception] = SimpleQueue()
+        self._replies: dict[str, Message] = {}  # by the id of the message they answer
+        self._errors: dict[str, Message] = {}  # likewise, transient errors of Flower in place of a reply
 
-    def of(self, message_ids: list[str]) -> list[Message]:
-        """Return the answers to these questions that have come as a whole, each once.
+    def pull(self, message_ids: list[str]) -> list[Message]:
+        """Return the replies to these messages that have arrived completely, each once.
 
         Raises:
-            Exception: what Flower's grid raised.
+            Exception: whatever Flower's grid raised.
         """
-        look = threading.Thread(target=self._look, args=(message_ids,), daemon=True)  # none holds the end up
-        self._looks.append((look, message_ids))
-        look.start()
-        look.join(HALF_COME)
-        self._looks = [(thread, ids) for thread, ids in self._looks if thread.is_alive()]
-        while not self._done.empty():
-            found = self._done.get()
-            if isinstance(found, Exception):
-                raise found
-            for answer in found:
-                doubtful = answer.has_error() and answer.error.code in DOUBTFUL
-                kept = self._errors if doubtful else self._came
-                kept[answer.metadata.reply_to_message_id] = answer
-        perhaps = {question for _, ids in self._looks for question in ids}
-        for question in self._errors.keys() - perhaps:
-            error = self._errors.pop(question)
-            self._came.setdefault(question, error)
-        return [self._came.pop(question) for question in message_ids if question in self._came]
+        pull = threading.Thread(
+            target=self._pull, args=(message_ids,), daemon=True
+        )  # does not delay the exit
+        self._pulls.append((pull, message_ids))
+        pull.start()
+        pull.join(PARTIAL_WAIT)
+        self._pulls = [(thread, ids) for thread, ids in self._pulls if thread.is_alive()]
+        while not self._results.empty():
+            result = self._results.get()
+            if isinstance(result, Exception):
+                raise result
+            for reply in result:
+                transient = reply.has_error() and reply.error.code in TRANSIENT_ERRORS
+                replies = self._errors if transient else self._replies
+                replies[reply.metadata.reply_to_message_id] = reply
+        pending = {message_id for _, ids in self._pulls for message_id in ids}
+        for message_id in self._errors.keys() - pending:
+            error = self._errors.pop(message_id)
+            self._replies.setdefault(message_id, error)
+        return [self._replies.pop(message_id) for message_id in message_ids if message_id in self._replies]
 
-    def _look(self, message_ids: list[str]) -> None:
+    def _pull(self, message_ids: list[str]) -> None:
         try:
-            self._done.put(list(self._grid.pull_messages(message_ids)))
+            self._results.put(list(self._grid.pull_messages(message_ids)))
         except Exception as error:
-            self._done.put(error)
+            self._results.put(error)

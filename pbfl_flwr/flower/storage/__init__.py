@@ -1,1 +1,1 @@
-"""What stays on disk: a run's directory and history, client states, checkpoints, and how files are written."""
+"""Files: run directories and their histories, client states, checkpoints, atomic writing."""

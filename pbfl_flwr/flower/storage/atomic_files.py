@@ -1,6 +1,6 @@
-"""Files that are the old one or the new one, whatever happens in between: written beside their place, flushed, renamed.
+"""Atomic replacement of files: written under a temporary name, flushed, renamed.
 
-No torch here: who only reads what a run wrote down starts at once.
+Does not import torch, so that commands that only read a run start fast.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from pathlib import Path
 
 from pbfl_flwr.errors import PbflError
 
-NODE = "node-"  # begins the name of a state directory of a device of pbfl deploy local; its number follows
-SCHEMA = "2"  # of the files with tensors; 1 had another checksum
+NODE = "node-"  # prefix of a state directory made by pbfl deploy local; the device's number follows
+SCHEMA = "2"  # version of the files with tensors; 1 had another checksum
 
 
 class DamagedState(PbflError):
-    """A state file that cannot be trusted; the text names the file, the fault and what to do."""
+    """A state file is damaged or not the expected one; the message names the file, the problem and what to do."""
 
 
 class UnsavedState(PbflError):
-    """A file that could not be written, e.g. because the disk is full; what was there before is still there."""
+    """A file could not be written, e.g. because the disk is full; its previous content is kept."""
 
 
 def write_atomically(
@@ -33,24 +33,24 @@ def write_atomically(
     private: bool = False,
     flushed: bool = True,
 ) -> None:
-    """Write a file so that it is either the old one or the new one, whatever happens in between.
+    """Replace a file atomically: after an interruption it has either the old or the new content.
 
     Args:
-        path: the file; directories above it are made.
-        data: what it shall hold, in one piece or several.
-        locked: the caller holds the file's lock, so that what it writes beside it always has the same name, and what
-            a killed process left there is written over.
+        path: the file; missing parent directories are made.
+        data: the new content, in one piece or several.
+        locked: the caller holds the file's lock. The temporary file then has a fixed name, so one that a killed process
+            left is overwritten.
         private: only its owner may read it.
-        flushed: the new one outlasts a power cut when this returns; else whoever calls this flushes the directory.
+        flushed: flush the directory, so that the new file survives a power failure; if False, the caller does it.
 
     Raises:
-        UnsavedState: if the system refuses it, or cannot say that the new name lasts.
+        UnsavedState: if writing or flushing fails.
     """
     writer = "" if locked else f".{os.getpid()}"
     temporary = path.with_name(f".{path.name}{writer}.tmp")
     try:
         make_directory(path.parent)
-        with open(temporary, "wb", opener=_owners_alone if private else None) as file:
+        with open(temporary, "wb", opener=_open_private if private else None) as file:
             file.writelines([data] if isinstance(data, bytes) else data)
             file.flush()
             os.fsync(file.fileno())
@@ -59,29 +59,31 @@ def write_atomically(
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise UnsavedState(
-            f"{path} cannot be written ({error.strerror}); what it held before is kept"
+            f"{path} cannot be written ({error.strerror}); its previous content is kept"
         ) from None
     if not flushed:
         return
     try:
         flush_directory(path.parent)
     except OSError as error:
-        raise UnsavedState(f"{path} is written, but may not outlast a power cut ({error.strerror})") from None
+        raise UnsavedState(
+            f"{path} is written, but may be lost at a power failure ({error.strerror})"
+        ) from None
 
 
-def _owners_alone(name: str, flags: int) -> int:
+def _open_private(name: str, flags: int) -> int:
     return os.open(name, flags, 0o600)
 
 
 def make_directory(path: Path, *, private: bool = False) -> None:
-    """Make a directory and those above it, which last when this returns.
+    """Make a directory and its parents, and flush them to disk.
 
     Args:
-        path: the directory; nothing happens if it is there.
-        private: only its owner may enter it, if it is made.
+        path: the directory; nothing is done if it exists.
+        private: if it is made, only its owner may access it.
 
     Raises:
-        OSError: if the system refuses it.
+        OSError: if it cannot be made or flushed.
     """
     if path.is_dir():
         return
@@ -92,21 +94,21 @@ def make_directory(path: Path, *, private: bool = False) -> None:
 
 
 def flush_directory(path: Path) -> None:
-    """Make the new name of a file last, where the system knows of such a thing."""
+    """Flush the entries of a directory to disk, if the system supports it."""
     try:
         directory = os.open(path, os.O_RDONLY)
-    except PermissionError:  # Windows opens no directory
+    except PermissionError:  # directories cannot be opened on Windows
         return
     try:
         os.fsync(directory)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # of file systems that flush no directory
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # the file system cannot flush directories
             raise
     finally:
         os.close(directory)
 
 
-def remove_torn(directory: Path) -> None:
-    """Remove what processes that were killed while writing a file left beside it: it takes room and is of no use."""
-    for left in directory.glob(".*.tmp"):
-        left.unlink(missing_ok=True)
+def remove_temporary(directory: Path) -> None:
+    """Remove temporary files that were left by processes killed while writing."""
+    for file in directory.glob(".*.tmp"):
+        file.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The server's state on disk: after the last round, and the one with which the clients scored best so far."""
+"""The server's checkpoints: the state after the last round, and the state with the best accuracy so far."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from pbfl_flwr.task import Task
 
 
 def save(run: RunDirectory, state: Payload, broadcast: Payload, server_round: int, fingerprint: str) -> None:
-    """Write the server's state after a round, and the broadcast for others to read.
+    """Write the server's state after a round, and the next broadcast for other programs to read.
 
     Args:
         run: its directory.
         state: of the server.
-        broadcast: what clients get next.
+        broadcast: the next broadcast.
         server_round: from 1.
-        fingerprint: of the configuration, under which alone the run may go on.
+        fingerprint: of the configuration; a resumed run must have the same.
 
     Raises:
-        UnsavedState: if the system refuses it.
+        UnsavedState: if writing fails.
     """
     number = {"round": str(server_round)}
     save_tensors(run.path / BROADCAST, broadcast.to_tensors(), number)
@@ -35,17 +35,17 @@ def save(run: RunDirectory, state: Payload, broadcast: Payload, server_round: in
 
 
 def save_best(run: RunDirectory, state: Payload, after: int, accuracy: float, predictor: str) -> None:
-    """Write the state with which clients scored: the one that had been broadcast to them.
+    """Write the best state: the one that had been broadcast when clients were scored.
 
     Args:
         run: its directory.
         state: of the server.
-        after: the last round that went into it; 0 is the state before the first.
+        after: number of the round that produced it; 0 for the initial state.
         accuracy: weighted by samples, in 0..1.
-        predictor: by which.
+        predictor: name of the predictor with this accuracy.
 
     Raises:
-        UnsavedState: if the system refuses it.
+        UnsavedState: if writing fails.
     """
     about = {"round": str(after), "accuracy": f"{accuracy:.6f}", "predictor": predictor}
     save_tensors(run.path / BEST, state.to_tensors(), about)
@@ -56,25 +56,25 @@ def resume(
 ) -> tuple[Payload, int] | None:
     """Return (state, finished rounds) of the checkpoint, None if no round was finished.
 
-    What the histories hold beyond the checkpoint was never acknowledged by it and is cut off.
+    Rounds in the histories after the checkpoint are removed.
 
     Args:
         run: its directory.
-        kind: of the method's state.
+        kind: type of the method's state.
         task: what all clients agree on.
         fingerprint: of the configuration.
 
     Raises:
         RunRefused: if the checkpoint was made with a configuration that gives other results.
-        DamagedState: if it is lost while the history holds several rounds, or if it is damaged.
+        DamagedState: if it is damaged, or missing although the history has several rounds.
     """
     file = run.path / CHECKPOINT
     try:
         tensors, metadata = load_tensors(file)
     except FileNotFoundError:
-        if (finished := len(run.rounds())) > 1:  # a round is written down before its checkpoint
+        if (finished := len(run.rounds())) > 1:  # a round's line is written before its checkpoint
             raise DamagedState(f"{file} is missing, but the history holds {finished} rounds") from None
-        run.cut(0)
+        run.truncate(0)
         return None
     if metadata.get("fingerprint") != fingerprint:
         raise RunRefused(OTHER_CONFIGURATION.format(run.path))
@@ -82,6 +82,6 @@ def resume(
     try:
         resumed = kind.from_tensors(tensors, task)
     except (RejectedPayload, KeyError) as error:
-        raise DamagedState(f"{file} holds no state of this method: {error}") from None
-    run.cut(done)
+        raise DamagedState(f"{file} does not hold a state of this method: {error}") from None
+    run.truncate(done)
     return resumed, done

@@ -1,20 +1,20 @@
-"""What every round did, in files that other programs can read.
+"""The files of a run directory, readable by other programs.
 
 ::
 
-    <run-dir>/run.json                resolved configuration, versions, seeds, roster
-              error.txt               why it ended early, in the words of the ServerApp; not there if it did not
-              waiting.txt             whom the server waits for, after a minute; gone when it waits no more
-              rounds.jsonl            one line a round: accuracies, loss, bytes, seconds, failures, the server's figures
-              clients.jsonl           one line a round: every client's counters; "final" of the last: a last scoring
-              newcomers.jsonl         one line a round of the clients that came after the last one (new-clients)
-              result.txt              hash of what it came to; there once it is finished
+    <run-dir>/run.json                resolved configuration, versions, seeds, clients
+              error.txt               the error that ended the run, if one did
+              waiting.txt             what the server waits for, after a minute of waiting; removed afterwards
+              rounds.jsonl            a line per round: accuracies, loss, bytes, seconds, failures, server metrics
+              clients.jsonl           a line per round: every client's counters; "final" in the last: the final scoring
+              newcomers.jsonl         a line per round of the new clients after the last round (new-clients)
+              result.txt              hash of the results, once the run is finished
               partition.json          samples of each class on each client, before the train/test split (simulation)
-              prototypes.safetensors  what the server broadcasts after the last round
-              checkpoint.safetensors  the server's whole state after the last round
-              best.safetensors        the server's state with which the clients scored best so far
-              clients/<experiment>/   the clients' own models (simulation); of the best round with .best in the name
-              clients-removed.txt     in their place, when pbfl clean removed them
+              prototypes.safetensors  the server's broadcast after the last round
+              checkpoint.safetensors  the server's full state after the last round
+              best.safetensors        the server's state with the best accuracy so far
+              clients/<experiment>/   the clients' own models (simulation); .best in the name: of the best round
+              clients-removed.txt     in place of these, after pbfl clean removed them
 
 The files with tensors are written and read in :mod:`~pbfl_flwr.flower.storage.checkpoint`. This module does not import
 torch, so that commands that only read a run start fast.
@@ -41,14 +41,14 @@ from pbfl_flwr.flower.storage.atomic_files import (
     UnsavedState,
     flush_directory,
     make_directory,
-    remove_torn,
+    remove_temporary,
     write_atomically,
 )
 from pbfl_flwr.locks import Lock
 
 ERROR, NEWCOMERS, WAITING, RESULT = "error.txt", "newcomers.jsonl", "waiting.txt", "result.txt"
 BROADCAST, CHECKPOINT, BEST = "prototypes.safetensors", "checkpoint.safetensors", "best.safetensors"
-ENDED = "ended-after"  # of run.json, where patience ended a run
+ENDED = "ended-after"  # key of run.json after early stopping
 SERVER_LOCK, STATES_REMOVED = ".server.lock", "clients-removed.txt"
 FILES = (
     "run.json",
@@ -64,30 +64,30 @@ FILES = (
     BEST,
     SERVER_LOCK,
     STATES_REMOVED,
-)  # of a run directory, of the server
+)  # files of a run directory that the server writes, or pbfl clean
 OTHER_CONFIGURATION = (
     "run-dir = '{}' was made with another configuration (see its run.json); only num-server-rounds, patience, "
     "keep-best and the timeouts may differ when a run is resumed"
 )
-HANDOVER_SECONDS = 30.0  # a ServerApp that was stopped needs some to end
+HANDOVER_SECONDS = 30.0  # to wait until a stopped ServerApp has ended
 PACKAGES = ("pbfl-flwr", "flwr", "ray", "torch", "torchvision", "numpy", "scipy")
 
 
 class RunRefused(PbflError):
-    """A run that may not be made here because of the run that is here already, which is not marked as failed for it."""
+    """The run conflicts with the one already in its directory, which is left unchanged and not marked as failed."""
 
 
 @dataclass(frozen=True)
-class Dealt:
-    """What partition.json says: the samples of each class on each client, and what follows from them alone.
+class PartitionFacts:
+    """The content of partition.json: the samples of each class on each client, and values that follow from them.
 
     Attributes:
         counts: (M, K).
         notes: on the partition.
-        majority: what always answering a client's largest class scores.
-        newcomer_majority: the same of the clients that come after the last round.
-        paper_scalars: that travel in a round by the paper's formula, None where there is none.
-        data: a hash of the samples that were dealt.
+        majority: accuracy of always predicting a client's most frequent training class.
+        newcomer_majority: the same for the new clients.
+        paper_scalars: scalars sent per round according to the paper's formula, None if there is none.
+        data: hash of the dataset's samples.
     """
 
     counts: list[list[int]] | None
@@ -109,13 +109,13 @@ class RunDirectory:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other servers out of this run, and write down why it ends early if it does.
+        """Hold the lock against other servers; if the run fails, write the error to error.txt.
 
-        Ctrl-C on ``flwr run`` ends its stream only, so a run is easily resumed while it is still going on.
+        Ctrl-C on ``flwr run`` only ends its log stream, so a user may resume a run that is still active.
 
         Raises:
-            RunRefused: if another server still writes it after HANDOVER_SECONDS.
-            UnsavedState: if there can be no such directory.
+            RunRefused: if another server still holds the lock after HANDOVER_SECONDS.
+            UnsavedState: if the directory cannot be made or written.
         """
         lock = Lock(self.path / SERVER_LOCK)
         try:
@@ -128,56 +128,56 @@ class RunDirectory:
         except OSError as error:
             raise UnsavedState(f"run-dir = '{self.path}' cannot be written ({error.strerror})") from None
         try:
-            remove_torn(self.path)
+            remove_temporary(self.path)
             yield
         except RunRefused:
             raise
         except Exception as error:
-            said = error if isinstance(error, PbflError) else pointed(error)
-            with suppress(UnsavedState):  # a full disk may be the very reason
-                write_atomically(self.path / ERROR, f"{said}\n".encode())
+            reason = error if isinstance(error, PbflError) else pointed(error)
+            with suppress(UnsavedState):  # a full disk may be the original error
+                write_atomically(self.path / ERROR, f"{reason}\n".encode())
             raise
         finally:
             lock.release()
 
     @property
     def taken(self) -> bool:
-        """Whether a run has begun here."""
+        """Whether the directory holds a run."""
         return (self.path / "run.json").exists()
 
-    def begin_locked(self) -> None:
-        """Make sure that a new run finds none here.
+    def check_new(self) -> None:
+        """Check that the directory holds no run yet.
 
         Raises:
-            RunRefused: if there is one.
+            RunRefused: if it does.
         """
         if self.taken:
             raise RunRefused(f"run-dir = '{self.path}' already holds a run; choose another one, or resume it")
 
-    def forget_error(self) -> None:
-        """Remove what an earlier server wrote on why it ended; for who is alone and may write this run."""
+    def clear_error(self) -> None:
+        """Remove the error of an earlier attempt; the caller holds the lock and may write this run."""
         (self.path / ERROR).unlink(missing_ok=True)
 
-    def seal(self, result: str) -> None:
-        """Write down the hash of what the run came to.
+    def write_result(self, result: str) -> None:
+        """Write the hash of the results.
 
         Raises:
-            UnsavedState: if the system refuses it.
+            UnsavedState: if writing fails.
         """
         write_atomically(self.path / RESULT, f"{result}\n".encode())
 
-    def unseal(self) -> None:
-        """Remove it: the run goes on."""
+    def remove_result(self) -> None:
+        """Remove the hash of the results, since the run continues."""
         (self.path / RESULT).unlink(missing_ok=True)
 
     def result(self) -> str:
-        """Return the hash of what the run came to, or nothing while it is not finished."""
+        """Return the hash of the results, "" while the run is not finished."""
         with suppress(OSError):
             return printable((self.path / RESULT).read_text(encoding="utf-8", errors="replace").strip())
         return ""
 
     def set_waiting(self, line: str) -> None:
-        """Write down whom the server waits for, or remove it if the line is empty. If need be a run goes on without."""
+        """Write what the server waits for, or remove the file if the line is empty; errors are ignored."""
         with suppress(UnsavedState, OSError):
             if line:
                 write_atomically(self.path / WAITING, f"{line}\n".encode())
@@ -185,7 +185,7 @@ class RunDirectory:
                 (self.path / WAITING).unlink(missing_ok=True)
 
     def waiting(self) -> str:
-        """Return whom the server waits for, or nothing."""
+        """Return what the server waits for, "" if nothing."""
         with suppress(OSError):
             return printable((self.path / WAITING).read_text(encoding="utf-8", errors="replace").strip())
         return ""
@@ -196,33 +196,33 @@ class RunDirectory:
         Raises:
             RunRefused: if the directory already holds a run.
         """
-        self.begin_locked()
+        self.check_new()
         versions = {name: _version(name) for name in PACKAGES}
         about = {"python": platform.python_version(), "machine": platform.platform(), **versions}
         self._write("run.json", {"configuration": dict(configuration), "versions": about, **facts})
 
     def resume(self, configuration: Mapping[str, Any]) -> None:
-        """Record the configuration under which a run goes on: how far it goes may have changed."""
+        """Write the configuration of a resumed run; its number of rounds may have changed."""
         about = {key: value for key, value in self.read().items() if key != ENDED}
         self._write("run.json", {**about, "configuration": dict(configuration)})
 
-    def mark_end(self, after: int) -> None:
-        """Write down that a run ends after this round, whatever num-server-rounds says.
+    def mark_early_stop(self, after: int) -> None:
+        """Record that the run ended after this round, before num-server-rounds.
 
         Raises:
-            UnsavedState: if the system refuses it.
+            UnsavedState: if writing fails.
         """
         self._write("run.json", {**self.read(), ENDED: after})
 
     def update_clients(self, clients: Sequence[Mapping[str, Any]], joined: Sequence[str]) -> None:
-        """Write down who takes part, now that others have joined.
+        """Write the list of clients after some have joined.
 
         Args:
-            clients: all.
-            joined: labels of those others; a round that is not finished does not say them yet.
+            clients: all clients.
+            joined: labels of those that joined; also kept here because the line of an unfinished round is not written.
 
         Raises:
-            UnsavedState: if the system refuses it.
+            UnsavedState: if writing fails.
         """
         about = self.read()
         self._write(
@@ -233,24 +233,24 @@ class RunDirectory:
         """Return run.json.
 
         Raises:
-            PbflError: if there is no run here.
+            PbflError: if the directory holds no run.
         """
         file = self.path / "run.json"
         if not file.exists():
             error = self.path / ERROR
-            said = error.read_text(encoding="utf-8").strip() if error.exists() else ""
-            why = f"; what was to run there ended with: {said}" if said else ""
-            raise PbflError(f"'{self.path}' is no run directory: it has no run.json{why}")
+            reason = error.read_text(encoding="utf-8").strip() if error.exists() else ""
+            why = f"; a run that was started there failed: {reason}" if reason else ""
+            raise PbflError(f"'{self.path}' is not a run directory: it has no run.json{why}")
         found = read_object(file)
         if not isinstance(found.get("configuration"), dict) or not isinstance(found.get("experiment"), str):
             raise DamagedState(f"{file} is damaged: it lacks 'configuration' or 'experiment'")
         return found
 
     def check_states(self) -> None:
-        """Make sure that the clients' states were not removed: without them everybody would begin anew.
+        """Check that the clients' states were not removed; without them all clients would start from scratch.
 
         Raises:
-            RunRefused: if they were.
+            RunRefused: if they were removed.
         """
         if (self.path / STATES_REMOVED).exists():
             raise RunRefused(
@@ -259,93 +259,94 @@ class RunDirectory:
             )
 
     def rounds(self) -> list[dict[str, Any]]:
-        """Return the rounds so far."""
+        """Return the lines of rounds.jsonl."""
         return _lines(self.path / "rounds.jsonl")
 
     def client_rounds(self) -> list[dict[str, Any]]:
-        """Return every client's counters, a line a round."""
+        """Return the lines of clients.jsonl."""
         return _lines(self.path / "clients.jsonl")
 
     def add_round(self, line: Mapping[str, Any], clients: Mapping[str, Any]) -> None:
-        """Append one round to both histories; it is on the disk when this returns.
+        """Append a round to both histories; it is on disk when this returns.
 
         Raises:
-            UnsavedState: if the system refuses it; what is torn off is cut off when the run is resumed.
+            UnsavedState: if writing fails; an incomplete line is removed when the run is resumed.
         """
         for name, entry in (("clients.jsonl", clients), ("rounds.jsonl", line)):
             self._append(name, entry)
 
     def newcomers(self, after: int) -> list[dict[str, Any]]:
-        """Return the rounds of the new clients, who came when the run had so many of its own.
+        """Return the rounds of the new clients that trained after round ``after`` of the run.
 
         Raises:
-            DamagedState: if newcomers.jsonl is.
+            DamagedState: if newcomers.jsonl is damaged.
         """
         return [line for line in _lines(self.path / NEWCOMERS) if line.get("after") == after]
 
     def add_newcomers(self, line: Mapping[str, Any]) -> None:
-        """Append a round of the new clients; it is on the disk when this returns.
+        """Append a round of the new clients; it is on disk when this returns.
 
         Raises:
-            UnsavedState: if the system refuses it.
+            UnsavedState: if writing fails.
         """
         self._append(NEWCOMERS, line)
 
     def _append(self, name: str, entry: Mapping[str, Any]) -> None:
         try:
-            begins = not (self.path / name).exists()
+            created = not (self.path / name).exists()
             with (self.path / name).open("a") as file:
                 file.write(json.dumps(entry) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
-            if begins:
+            if created:
                 flush_directory(self.path)
         except OSError as error:
             raise UnsavedState(f"{self.path / name} cannot be written ({error.strerror})") from None
 
-    def write_partition(self, dealt: Dealt) -> None:
+    def write_partition(self, partition: PartitionFacts) -> None:
         """Write partition.json."""
-        self._write("partition.json", asdict(dealt))
+        self._write("partition.json", asdict(partition))
 
     def partition_counts(self) -> list[list[int]] | None:
-        """Return the samples of each class on each client, None where they are not known.
+        """Return the samples of each class on each client, None if unknown.
 
         Raises:
-            DamagedState: if partition.json is.
+            DamagedState: if partition.json is damaged.
         """
-        return self._dealt().counts
+        return self._partition().counts
 
     def majority(self) -> float | None:
-        """Return what always answering a client's most frequent training class scores, None where it is not known."""
-        return self._dealt().majority
+        """Return the accuracy of always predicting a client's most frequent training class, None if unknown."""
+        return self._partition().majority
 
     def newcomer_majority(self) -> float | None:
-        """Return the same of the clients that come after the last round, None where there are none."""
-        return self._dealt().newcomer_majority
+        """Return the same for the new clients, None if there are none."""
+        return self._partition().newcomer_majority
 
     def paper_scalars(self) -> float | None:
-        """Return the paper's count of the scalars that travel in a round, all clients, None where it is not known."""
-        return self._dealt().paper_scalars
+        """Return the scalars sent per round by all clients according to the paper's formula, None if unknown."""
+        return self._partition().paper_scalars
 
     def data(self) -> str | None:
-        """Return the hash of the samples that were dealt, None where it is not known."""
-        return self._dealt().data
+        """Return the hash of the dataset's samples, None if unknown."""
+        return self._partition().data
 
-    def _dealt(self) -> Dealt:
+    def _partition(self) -> PartitionFacts:
         file = self.path / "partition.json"
         found = read_object(file) if file.exists() else {}
-        dealt = Dealt(**{field.name: found.get(field.name) for field in fields(Dealt)})
-        counted = dealt.counts is None or (
-            isinstance(dealt.counts, list)
-            and all(isinstance(row, list) and all(isinstance(n, int) for n in row) for row in dealt.counts)
+        partition = PartitionFacts(**{field.name: found.get(field.name) for field in fields(PartitionFacts)})
+        counts = partition.counts
+        valid_counts = counts is None or (
+            isinstance(counts, list)
+            and all(isinstance(row, list) and all(isinstance(n, int) for n in row) for row in counts)
         )
-        figures = (dealt.majority, dealt.newcomer_majority, dealt.paper_scalars)
-        if not counted or not all(isinstance(figure, int | float | None) for figure in figures):
-            raise DamagedState(f"{file} is damaged: its counts or figures are no numbers")
-        return dealt
+        numbers = (partition.majority, partition.newcomer_majority, partition.paper_scalars)
+        if not valid_counts or not all(isinstance(number, int | float | None) for number in numbers):
+            raise DamagedState(f"{file} is damaged: its counts or other values are not numbers")
+        return partition
 
-    def cut(self, done: int) -> None:
-        """Remove from the histories what lies beyond so many rounds: it was never acknowledged by a checkpoint."""
+    def truncate(self, done: int) -> None:
+        """Remove rounds after ``done`` from the histories; no checkpoint was written for them."""
         for name in ("rounds.jsonl", "clients.jsonl", NEWCOMERS):
             lines = _lines(self.path / name)
             kept = [entry for entry in lines if entry.get("after", entry["round"]) <= done]
@@ -359,39 +360,39 @@ class RunDirectory:
 
 
 def last_round(about: Mapping[str, Any]) -> int:
-    """Return the number of a run's last round: num-server-rounds, or that after which patience ended it.
+    """Return the number of a run's last round: num-server-rounds, or the round of early stopping.
 
     Args:
-        about: what run.json holds.
+        about: content of run.json.
     """
     return int(about.get(ENDED, about["configuration"]["num-server-rounds"]))
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """Return what a JSON file holds.
+    """Return the JSON object in a file.
 
     Raises:
-        DamagedState: if it is no JSON object.
+        DamagedState: if the file does not hold one.
     """
     try:
         found = json.loads(file.read_bytes().decode())
     except (ValueError, RecursionError) as error:
         raise DamagedState(f"{file} is damaged ({error})") from None
     if not isinstance(found, dict):
-        raise DamagedState(f"{file} is damaged: it holds no object")
+        raise DamagedState(f"{file} is damaged: it does not hold a JSON object")
     return found
 
 
-def finite(figures: Mapping[str, float]) -> dict[str, float | None]:
-    """Return the figures with None for what is NaN or infinite: JSON knows neither."""
-    return {name: float(value) if math.isfinite(value) else None for name, value in figures.items()}
+def finite(numbers: Mapping[str, float]) -> dict[str, float | None]:
+    """Return the numbers with None in place of NaN and infinity, which JSON does not support."""
+    return {name: float(value) if math.isfinite(value) else None for name, value in numbers.items()}
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:
-    """Return the complete lines of a JSONL file; a torn last line was never acknowledged.
+    """Return the complete lines of a JSONL file; an incomplete last line belongs to an unfinished round.
 
     Raises:
-        DamagedState: if a complete line is no JSON, or not of a round.
+        DamagedState: if a complete line is not JSON, or not of a round.
     """
     if not file.exists():
         return []
@@ -402,7 +403,7 @@ def _lines(file: Path) -> list[dict[str, Any]]:
         except (ValueError, RecursionError) as error:
             raise DamagedState(f"{file}, line {number} is damaged ({error})") from None
         if not isinstance(entry, dict) or not isinstance(entry.get("round"), int):
-            raise DamagedState(f"{file}, line {number} is damaged: it is no round")
+            raise DamagedState(f"{file}, line {number} is damaged: it is not a round")
         found.append(entry)
     return found
 

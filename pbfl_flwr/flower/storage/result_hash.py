@@ -1,6 +1,6 @@
-"""What a run came to, as a short hash: two runs with equal hashes gave the same results, whatever their clocks said.
+"""A short hash of a run's results; runs with equal hashes have the same results.
 
-No torch here: a state's bytes are read as they lie on the disk.
+Does not import torch: the bytes of a state are read from the file.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from safetensors import SafetensorError, deserialize
 from pbfl_flwr.flower.storage.atomic_files import DamagedState
 from pbfl_flwr.flower.storage.history import RunDirectory
 
-DIGITS = 12  # two of a million different runs have the same hash once in 280 times
+DIGITS = 12  # among a million different runs, two have the same hash with probability 1/560
 
 
 def result_hash(run: RunDirectory, rounds: int) -> str:
-    """Return a hash of the server's state and of how many samples each client predicted rightly in every round.
+    """Return a hash of the server's state and of every client's number of correct predictions in every round.
 
-    Seconds, bytes, names and nodes are left out: they differ where the results do not.
+    Times, bytes, names and nodes are excluded, since they can differ between runs with the same results.
 
     Args:
-        run: whose rounds are finished.
-        rounds: how many those are; new clients who came after them count as well.
+        run: a finished run.
+        rounds: its number of rounds; rounds of new clients after them are included as well.
 
     Raises:
-        DamagedState: if a file of it is.
+        DamagedState: if one of its files is damaged.
     """
     digest = hashlib.sha256()
     for columns in run.client_rounds():
-        last = columns["round"] == rounds  # a run that was prolonged may have had a last scoring earlier
+        last = columns["round"] == rounds  # an extended run may also have a final scoring of an earlier round
         _add(digest.update, columns, last)
     for line in run.newcomers(rounds):
         _add(digest.update, line["columns"], True)
@@ -43,7 +43,7 @@ def result_hash(run: RunDirectory, rounds: int) -> str:
 
 
 def _add(update: Any, columns: Mapping[str, Any], last: bool) -> None:
-    """Take what the clients predicted rightly in a round, and, if it is the last, in the scoring after it."""
+    """Add the correct predictions of a round's clients and, if it is the last, of the final scoring."""
     scored = sorted(zip(columns["client"], columns["correct"], strict=True), key=lambda pair: int(pair[0]))
     update(json.dumps([columns["round"], scored], sort_keys=True).encode())
     if last and "final" in columns:
@@ -51,7 +51,7 @@ def _add(update: Any, columns: Mapping[str, Any], last: bool) -> None:
 
 
 def _state(file: Path) -> Iterable[bytes]:
-    """Yield names, forms and bytes of the tensors of a file."""
+    """Yield names, dtypes with shapes, and bytes of the tensors of a file."""
     try:
         found = sorted(deserialize(file.read_bytes()))
     except (SafetensorError, OSError) as error:

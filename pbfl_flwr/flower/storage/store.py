@@ -1,7 +1,7 @@
-"""State on disk: each client's own model and memory, and the server's checkpoints.
+"""State files: reading and writing of tensors with checksum and schema version, and each client's state.
 
-One file an owner, safetensors, so that other tools can read it and nothing in it can run. A checksum and a schema
-version are checked when it is read. A damaged or foreign file is an error that names it, and is never overwritten.
+They are safetensors files, so other tools can read them and loading executes no code. A damaged file, or one of another
+run, client or architecture, is an error that names it; it is never overwritten.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from pbfl_flwr.flower.storage.atomic_files import (
 from pbfl_flwr.locks import Lock, need_locks
 from pbfl_flwr.payloads import separate, under
 
-# Tensors of the reply that are the model's and not kept twice: name -> its name there.
+# Metadata key: tensors of the reply that equal one of the model's and are stored once, name -> name in the model.
 SAME = "reply-in-model"
-BEST = ".best"  # ends the name of a client's state of the best round, whose number stands before it
-SIZE_BYTES = 8  # of the number before the header of a safetensors file
+BEST = ".best"  # suffix of a client's state of the best round, after that round's number
+SIZE_BYTES = 8  # of the header size at the start of a safetensors file
 
 
 def save_tensors(
@@ -44,28 +44,29 @@ def save_tensors(
     private: bool = False,
     flushed: bool = True,
 ) -> None:
-    """Write tensors and metadata with schema version and checksum; the caller is the only one who writes the file.
+    """Write tensors and metadata with schema version and checksum; no other process may write the file meanwhile.
 
     Args:
         path: the file.
         tensors: by name.
-        metadata: kept beside them.
+        metadata: of the file.
         private: only the file's owner may read it.
         flushed: see :func:`pbfl_flwr.flower.storage.atomic_files.write_atomically`.
     """
-    kept = separate(tensors)
+    contiguous = separate(tensors)
     full = {**metadata, "schema": SCHEMA}
-    full["checksum"] = _checksum(kept, full)
-    write_atomically(path, _in_order(save(kept, full)), locked=True, private=private, flushed=flushed)
+    full["checksum"] = _checksum(contiguous, full)
+    data = _with_sorted_metadata(save(contiguous, full))
+    write_atomically(path, data, locked=True, private=private, flushed=flushed)
 
 
-def _in_order(file: bytes) -> tuple[bytes, bytes, memoryview]:
-    """Return the pieces of a safetensors file with sorted metadata, so that the same content is the same bytes."""
+def _with_sorted_metadata(file: bytes) -> tuple[bytes, bytes, memoryview]:
+    """Return the pieces of a safetensors file with sorted metadata, so that equal content gives equal bytes."""
     size = int.from_bytes(file[:SIZE_BYTES], "little")
     header = json.loads(file[SIZE_BYTES : SIZE_BYTES + size])
     header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % SIZE_BYTES)  # tensors begin where they can be mapped
+    text += b" " * (-len(text) % SIZE_BYTES)  # keeps the tensors aligned
     return len(text).to_bytes(SIZE_BYTES, "little"), text, memoryview(file)[SIZE_BYTES + size :]
 
 
@@ -74,7 +75,7 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
     Raises:
         FileNotFoundError: if there is none.
-        DamagedState: if it is no such file, of another schema, or its checksum does not fit.
+        DamagedState: if it is not such a file, of another schema, or its checksum is wrong.
     """
     if not path.exists():
         raise FileNotFoundError(path)
@@ -91,7 +92,7 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         )
     checksum = metadata.pop("checksum", "")
     if checksum != _checksum(tensors, metadata):
-        raise DamagedState(f"state file {path} is damaged: its checksum does not fit; {advice}")
+        raise DamagedState(f"state file {path} is damaged: its checksum does not match; {advice}")
     return tensors, metadata
 
 
@@ -104,15 +105,15 @@ def _checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str
     return f"{found:08x}"
 
 
-def _among(model: Mapping[str, Tensor], reply: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return which tensors of a reply are the model's, bit for bit: weights that were sent as they were trained."""
+def _shared_tensors(model: Mapping[str, Tensor], reply: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the tensors of a reply that are bit-identical to one of the model's: name -> name in the model."""
     found = {}
     for name, tensor in reply.items():
         parts = name.split(".")
         for start in range(len(parts)):
-            own = ".".join(parts[start:])
-            if own in model and _bits_are_equal(model[own], tensor):
-                found[name] = own
+            model_name = ".".join(parts[start:])
+            if model_name in model and _bits_are_equal(model[model_name], tensor):
+                found[name] = model_name
                 break
     return found
 
@@ -124,7 +125,7 @@ def _bits_are_equal(one: Tensor, other: Tensor) -> bool:
 
 
 def kept_best(path: Path) -> dict[int, Path]:
-    """Return what :meth:`ClientStore.keep_best` keeps beside a client's file: best round -> the state after it.
+    """Return the files written by :meth:`ClientStore.keep_best` for a client: best round -> state after it.
 
     Args:
         path: the client's file.
@@ -136,17 +137,17 @@ def kept_best(path: Path) -> dict[int, Path]:
 
 @dataclass(frozen=True)
 class ClientState:
-    """What a client keeps from round to round.
+    """The state that a client keeps between rounds.
 
     Attributes:
         round: the server round after which this was saved.
-        participations: how many rounds the client has trained in.
-        model: the network's whole state, buffers included.
-        memory: what the method kept.
-        reply: the encoded payload of that round, to answer the same question again.
+        participations: number of rounds the client has trained in.
+        model: the network's state, including buffers.
+        memory: tensors that the method keeps.
+        reply: the payload of that round, to reply again if the same message is repeated.
         report: the metrics of that round, likewise.
-        card: what one needs to know of the model to use it elsewhere, as JSON.
-        prototypes: the tables behind its predictors by nearest prototype, likewise for use elsewhere.
+        card: description of the model for use elsewhere, as JSON.
+        prototypes: the tables of its nearest-prototype predictors, likewise for use elsewhere.
     """
 
     round: int
@@ -161,15 +162,15 @@ class ClientState:
 
 @dataclass(frozen=True)
 class ClientStore:
-    """One client's file, keyed by experiment and client id.
+    """A client's state file, identified by experiment and client id.
 
     Attributes:
         directory: the client's own directory on its own disk.
-        experiment: id of the run; a file of another one is foreign.
+        experiment: id of the run; a file of another run is refused.
         client: its number or its name.
-        architecture: the network's name; weights of another one are foreign too.
-        flushed: whether a state lasts when it is saved. In a simulation the server flushes the directory once for all
-            clients of a round, before it counts the round as finished; until then it may be the state before.
+        architecture: the network's name; a file with another one is refused.
+        flushed: whether saving flushes the directory. In a simulation the server does it once per round for all
+            clients, before the round counts as finished; until then a power failure may leave the previous state.
     """
 
     directory: Path
@@ -180,17 +181,17 @@ class ClientStore:
 
     @property
     def path(self) -> Path:
-        """The file."""
+        """Path of the file."""
         stem = f"named-{self.client}" if isinstance(self.client, str) else f"client-{self.client:05d}"
         return self.directory / f"{stem}.safetensors"
 
     def keep_best(self, number: int) -> None:
-        """Keep the state that is there as that of the best round; it takes no time where files can have two names.
+        """Keep the current state file as that of the best round; a hard link where the file system supports it.
 
-        Whoever calls this holds the lock, and the client has not trained since that round.
+        The caller must hold the lock, and the client must not have trained since that round.
 
         Raises:
-            UnsavedState: if the system refuses it.
+            UnsavedState: if writing fails.
         """
         file = self.path.with_name(f"{self.path.stem}.{number}{BEST}")
         if file.exists():
@@ -200,28 +201,28 @@ class ClientStore:
             flush_directory(self.directory)
         except OSError:
             write_atomically(file, self.path.read_bytes(), locked=True, private=True)
-        for until, older in kept_best(self.path).items():
-            if until != number:
+        for other, older in kept_best(self.path).items():
+            if other != number:
                 with suppress(OSError):
                     older.unlink()
 
     def locked(self) -> Lock:
-        """Return a lock on this client's state; whoever else trains for the same client waits for it.
+        """Return a lock on this client's state; other processes that train for the same client wait for it.
 
         Raises:
-            UnsavedState: if the directory cannot be made, nothing be written there, or there are no locks.
+            UnsavedState: if the directory cannot be made or written, or the file system does not support locks.
         """
         lock = self.path.with_name(f".{self.path.stem}.lock")
         try:
             make_directory(self.directory, private=True)
-            lock.touch()  # a state that is in use is a new one for pbfl clean
+            lock.touch()  # its time tells pbfl clean when the state was last used
             need_locks(lock)
         except OSError as error:
             raise UnsavedState(f"state-dir {self.directory} cannot be written ({error.strerror})") from None
         return Lock(lock)
 
     def load(self) -> ClientState | None:
-        """Return the client's state, None if it never took part.
+        """Return the client's state, None if it has never trained.
 
         Raises:
             DamagedState: if the file is damaged, or of another experiment, client or architecture.
@@ -237,13 +238,15 @@ class ClientStore:
                     "choose another state-dir or move the file away"
                 )
 
-        try:  # a checksum can be made by anybody
+        try:  # a valid checksum does not guarantee valid content
             number, participations = int(metadata["round"]), int(metadata["participations"])
             report = json.loads(metadata["report"])
             model = under(tensors, "model")
             same = {name: model[of] for name, of in json.loads(metadata.get(SAME, "{}")).items()}
         except (KeyError, ValueError, AttributeError, TypeError) as error:
-            raise DamagedState(f"state file {self.path} lacks what a client keeps ({error!r})") from None
+            raise DamagedState(
+                f"state file {self.path} lacks parts of a client's state ({error!r})"
+            ) from None
         return ClientState(
             number,
             participations,
@@ -256,15 +259,14 @@ class ClientStore:
         )
 
     def save(self, state: ClientState) -> None:
-        """Write the client's state in one piece: model, memory and reply are of the same round or not at all.
+        """Write the client's state atomically, so that model, memory and reply are always of the same round.
 
-        It holds class means and counts, which only its owner may read.
-
-        Whoever calls this holds the lock, or is the only one there is.
+        Only the file's owner may read it, since it holds class means and counts. The caller must hold the lock, unless
+        no other process uses the file.
         """
         tensors = {f"model.{name}": tensor for name, tensor in state.model.items()}
         tensors |= {f"memory.{name}": tensor for name, tensor in state.memory.items()}
-        same = _among(state.model, state.reply)
+        same = _shared_tensors(state.model, state.reply)
         tensors |= {f"reply.{name}": tensor for name, tensor in state.reply.items() if name not in same}
         tensors |= {f"prototypes.{name}": tensor for name, tensor in state.prototypes.items()}
         metadata = {
