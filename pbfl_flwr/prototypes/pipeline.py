@@ -279,9 +279,9 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         """Check the rows' width, and that exactly the rows and counts that the rule needs were sent."""
         width, rule = self.sparsity.width(task), self.stages.aggregation
         if self.release.settings.dense_uploads and not bool(upload.present.all()):
-            raise RejectedPayload(f"{upload.num_present} rows, a dense upload has {task.num_classes}")
+            raise RejectedPayload(f"{upload.num_present} rows, expected {task.num_classes} in a dense upload")
         if upload.values.shape[1] != width:
-            raise RejectedPayload(f"rows are {upload.values.shape[1]} wide, this run sends {width}")
+            raise RejectedPayload(f"rows are {upload.values.shape[1]} wide, expected {width}")
         if (upload.counts is not None) != self.stages.sends_counts:
             raise RejectedPayload(
                 f"counts are {'missing' if upload.counts is None else 'not part'} of rule '{rule}'"
@@ -311,8 +311,8 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
             return self.stages.idle()
         return [
             *self.stages.idle(),
-            f"upscale = {self.stages.upscale:g} multiplies prototypes that alignment = 'off' leaves at the features' "
-            "own length; ProtoNorm scales unit vectors (alignment = 'unit' where nothing is to be moved)",
+            f"upscale = {self.stages.upscale:g} multiplies prototypes that are not normalised, since alignment = "
+            "'off'; ProtoNorm scales unit vectors (alignment = 'unit' only normalises)",
         ]
 
     def notes(self, state: PipelineState) -> list[str]:
@@ -320,11 +320,14 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         found = []
         if state.figures.get("server-converged") == 0:
             found.append(
-                "the server's prototypes are not trained to the end: their loss is not below 0.001 (server-loss); "
-                "more server-epochs or rounds may help"
+                "the training of the server's prototypes has not converged: their loss is not below 0.001 "
+                "(server-loss); more server-epochs or rounds may help"
             )
         if state.figures.get("alignment-converged") == 0:
-            found.append("the alignment's solver stopped at its bound on steps (alignment-iterations)")
+            found.append(
+                "the alignment solver has not converged: it stopped at its maximum number of iterations "
+                "(alignment-iterations)"
+            )
         return found
 
     # Both -------------------------------------------------------------------------------------------------
@@ -374,8 +377,8 @@ def pipeline(
     stages = resolved(settings, named)
     if server_training is not None and stages.aggregation not in TRAINED_RULES:
         raise PbflError(
-            f"aggregation = '{stages.aggregation}': {name} trains its prototypes on every upload instead of combining "
-            f"them; allowed are {', '.join(TRAINED_RULES)}, which differ in how uploads are scaled"
+            f"aggregation = '{stages.aggregation}': {name} trains its prototypes on every upload instead of "
+            f"combining them; allowed are {', '.join(TRAINED_RULES)}, which scale the uploads in different ways"
         )
     stage = release(
         settings.privacy,
