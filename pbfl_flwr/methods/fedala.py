@@ -40,12 +40,20 @@ from pbfl_flwr.weights import copies, load_parameters, weighting_of
 class Config(Group):
     """Settings ``fedala.*``."""
 
-    tensors: int = Field(2, ge=0, description="p, parameter tensors from the end that are mixed; 0: all")
-    sample_share: float = Field(0.8, gt=0, le=1, description="s, share of the client's samples A learns from")
+    tensors: int = Field(
+        2, ge=0, description="p, number of parameter tensors, counted from the output, that are mixed; 0: all"
+    )
+    sample_share: float = Field(
+        0.8, gt=0, le=1, description="s, share of the client's samples on which A is trained"
+    )
     rate: float = Field(1.0, ge=0, description="η_A, learning rate of A")
-    threshold: float = Field(0.1, gt=0, description="deviation of the last losses below which A stands still")
-    window: int = Field(10, ge=2, description="how many last losses")
-    max_epochs: int = Field(100, ge=1, description="passes on A at most, the first time")
+    threshold: float = Field(
+        0.1, gt=0, description="A has converged when the standard deviation of the last losses is below this"
+    )
+    window: int = Field(10, ge=2, description="number of last losses in that standard deviation")
+    max_epochs: int = Field(
+        100, ge=1, description="most passes to train A at the client's first participation"
+    )
 
 
 def mix(

@@ -57,19 +57,27 @@ SMALLEST_LOSS = 1e-6  # bound on D: a client with one class can reach a cross-en
 class Config(Group):
     """Settings ``fedkd.*``."""
 
-    auxiliary: str = Field("cnn4", description="architecture of the mentee, on all clients")
+    auxiliary: str = Field("cnn4", description="architecture of the mentee, the same on all clients")
     auxiliary_learning_rate: Annotated[float, Field(gt=0)] | Auto = Field(
-        "auto", description="of the mentee; auto: learning-rate"
+        "auto", description="learning rate of the mentee; auto: learning-rate"
     )
-    energy_start: float = Field(0.95, gt=0, le=1, description="T_start, share of Σσ² kept at first")
-    energy_end: float = Field(0.98, gt=0, le=1, description="T_end, share kept at last")
+    energy_start: float = Field(
+        0.95, gt=0, le=1, description="T_start, share of the energy Σσ² kept in the first round"
+    )
+    energy_end: float = Field(
+        0.98, gt=0, le=1, description="T_end, share of the energy Σσ² kept at the end of the schedule"
+    )
     schedule_rounds: Annotated[int, Field(ge=1)] | Auto = Field(
-        "auto", description="rounds from start to end; auto: num-server-rounds"
+        "auto", description="rounds in which the share goes from start to end; auto: num-server-rounds"
     )
     compression: Literal["auto", "safe", "as-coded"] = Field(
-        "auto", description="of updates, or of parameters as HtFLlib has it; auto: safe in clean and fedproto"
+        "auto",
+        description="safe: SVD of updates; as-coded: SVD of the parameters, as in HtFLlib; auto: safe under "
+        "protocol clean and fedproto",
     )
-    max_grad_norm: float = Field(CLIP, ge=0, description="clip the three gradients' norms; 0 is off")
+    max_grad_norm: float = Field(
+        CLIP, ge=0, description="bound on the norm of each of the three gradients; 0 is off"
+    )
 
 
 @dataclass(frozen=True)
@@ -292,8 +300,9 @@ class FedKD(Method[MenteeState, LowRank, LowRank]):
         if state.update is None or not (lost := state.zeroed):
             return []
         return [
-            f"the mentee has lost {len(lost)} matrices, which as-coded factors make zero where they need their full "
-            f"rank ({', '.join(lost[:3])}{', ...' if len(lost) > 3 else ''}); fedkd.compression = 'safe' keeps them"
+            f"{len(lost)} matrices of the mentee became zero, since as-coded compression drops those that need "
+            f"their full rank ({', '.join(lost[:3])}{', ...' if len(lost) > 3 else ''}); fedkd.compression = 'safe' "
+            "keeps them"
         ]
 
     def beside(self) -> tuple[str, ...]:
@@ -307,7 +316,7 @@ class FedKD(Method[MenteeState, LowRank, LowRank]):
             for name, parameter in build_model(fresh(self.auxiliary), task, 0).named_parameters():
                 if parameter.dim() not in (1, 2, 4):
                     raise PbflError(
-                        f"fedkd.compression = 'as-coded' cannot factorise '{name}' of '{self.auxiliary}' with "
+                        f"fedkd.compression = 'as-coded' cannot factorise '{name}' of '{self.auxiliary}', which has "
                         f"{parameter.dim()} axes; allowed is 'safe'"
                     )
 
@@ -330,7 +339,8 @@ def build(settings: Settings) -> FedKD:
     if scheme == "safe" and settings.prototypes.wire_dtype != "float32":
         raise PbflError(
             f"wire-dtype = '{settings.prototypes.wire_dtype}': fedkd.compression = 'safe' sends updates, whose "
-            "rounding would add up from round to round; allowed is 'float32', or fedkd.compression 'as-coded'"
+            "rounding errors would accumulate over the rounds; allowed is 'float32', or fedkd.compression "
+            "'as-coded'"
         )
     rounds = settings.run.num_server_rounds if config.schedule_rounds == "auto" else config.schedule_rounds
     return FedKD(

@@ -43,7 +43,9 @@ class Config(Group):
     """Settings ``fesem.*``."""
 
     centres: int = Field(2, ge=1, le=1000, description="C, number of global models")
-    distance: Literal["all", "head"] = Field("all", description="parameters that count in the distance")
+    distance: Literal["all", "head"] = Field(
+        "all", description="which parameters the distance is computed over"
+    )
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class Centres:
         centres = tuple(Weights.from_tensors(under(tensors, str(k)), task) for k in numbers)
         assigned = tensors["assigned"].to(torch.int64)
         if assigned.numel() and not NOBODY <= int(assigned.min()) <= int(assigned.max()) < len(centres):
-            raise RejectedPayload(f"a client follows a model outside 0..{len(centres) - 1}")
+            raise RejectedPayload(f"assigned model outside 0..{len(centres) - 1}")
         return cls(centres, assigned)
 
     def scalars(self) -> int:

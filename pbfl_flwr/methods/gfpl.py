@@ -41,20 +41,35 @@ Dual = tuple[nn.Linear, Tensor]  # l(ω3) and Z
 class Config(Group):
     """Settings ``gfpl.*``; the defaults are the paper's."""
 
-    components: int = Field(4, ge=1, le=256, description="n, Gaussians of a class on a client")
-    samples: int = Field(16, ge=1, le=100_000, description="r, pseudo-features of a class")
-    start: int = Field(10, ge=1, description="t1, no exchange before this round")
-    interval: int = Field(10, ge=1, description="S_T, exchange in the rounds that it divides")
-    threshold: float = Field(1.0, ge=0, description="S_C, components nearer than this are fused; 0: none")
-    distance: Distance = Field("sum", description="compare D_B as printed (it grows with d), or D_B/d")
-    weight: Weight = Field("count", description="of a component: π·n_ij, or π alone (no count travels)")
-    dot_weight: float = Field(2.0, ge=0, description="λ, weight of the dot regression")
-    retrain: Literal["both", "projection"] = Field("both", description="projection and head, or projection")
-    retrain_epochs: int = Field(1, ge=1, description="passes over the pseudo-features")
+    components: int = Field(4, ge=1, le=256, description="n, mixture components per class and client")
+    samples: int = Field(16, ge=1, le=100_000, description="r, pseudo-features drawn per class")
+    start: int = Field(10, ge=1, description="t1, first round in which mixtures may be exchanged")
+    interval: int = Field(
+        10, ge=1, description="S_T, mixtures are exchanged in rounds that are multiples of it"
+    )
+    threshold: float = Field(1.0, ge=0, description="S_C, components closer than this are merged; 0: none")
+    distance: Distance = Field(
+        "sum", description="compare the distance D_B as printed (it grows with d), or D_B/d"
+    )
+    weight: Weight = Field(
+        "count", description="weight of a component: π·n_ij, or π alone (no counts are sent)"
+    )
+    dot_weight: float = Field(2.0, ge=0, description="λ, weight of the dot-regression loss")
+    retrain: Literal["both", "projection"] = Field(
+        "both",
+        description="what is retrained on pseudo-features: projection and head, or only the projection",
+    )
+    retrain_epochs: int = Field(1, ge=1, description="epochs over the pseudo-features")
     clamp: bool = Field(False, description="set negative entries of pseudo-features to 0, as after a ReLU")
-    dual_classifier: bool = Field(True, description="projection and frame (DCS); false: head and CE alone")
-    cross_entropy: bool = Field(True, description="false: dot regression alone (Figure 2)")
-    pseudo_features: bool = Field(True, description="exchange and retraining (PFG); false: nothing travels")
+    dual_classifier: bool = Field(
+        True, description="use a projection with a fixed frame (DCS); false: only the head with cross-entropy"
+    )
+    cross_entropy: bool = Field(
+        True, description="use the cross-entropy; false: only dot regression (Figure 2)"
+    )
+    pseudo_features: bool = Field(
+        True, description="exchange mixtures and retrain on pseudo-features (PFG); false: no communication"
+    )
 
 
 @dataclass(frozen=True)
@@ -175,13 +190,14 @@ class Gfpl(Method[MixtureState, Mixtures, Mixtures]):
             return []
         if num_rounds <= first:
             return [
-                f"num-server-rounds = {num_rounds}: the first exchange of mixtures is in round {first} and shows in "
-                "the next one, so clients only train on their own; gfpl.start and gfpl.interval say when"
+                f"num-server-rounds = {num_rounds}: the first exchange of mixtures is in round {first} and takes "
+                "effect in the next one, so clients never use each other's mixtures; gfpl.start and gfpl.interval "
+                "set the rounds of exchange"
             ]
         if self.new_clients and not self.exchanges(num_rounds):
             return [
-                f"num-server-rounds = {num_rounds}: new clients get no mixtures, which are broadcast after a round of "
-                f"exchange alone; allowed for that are multiples of gfpl.interval = {c.interval}"
+                f"num-server-rounds = {num_rounds}: new clients get no mixtures, which are broadcast only after a "
+                f"round of exchange; to send them some, use a multiple of gfpl.interval = {c.interval}"
             ]
         return []
 
@@ -206,10 +222,13 @@ def build(settings: Settings) -> Gfpl:
     """
     config = parse_section(Config, settings)
     if config.retrain == "projection" and not config.dual_classifier:
-        raise PbflError("gfpl.retrain = 'projection': gfpl.dual-classifier = false has none; use 'both'")
+        raise PbflError(
+            "gfpl.retrain = 'projection': there is no projection with gfpl.dual-classifier = false; use 'both'"
+        )
     if not config.cross_entropy and not (config.dual_classifier and config.dot_weight):
         raise PbflError(
-            "gfpl.cross-entropy = false: gfpl.dual-classifier = false or gfpl.dot-weight = 0 then leaves no loss"
+            "gfpl.cross-entropy = false: with gfpl.dual-classifier = false or gfpl.dot-weight = 0 no loss is "
+            "left"
         )
     headline = "head" if config.cross_entropy else "etf"
     predicts = ("head", "etf") if config.dual_classifier else ("head",)

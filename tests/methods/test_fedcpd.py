@@ -208,11 +208,11 @@ def test_cost_is_bodies_and_prototypes(make_method):
 @pytest.mark.parametrize("model", ["mlp5", "vit-b-32"])
 def test_a_model_without_maps_is_refused_unless_memory_is_off(make_method, model):
     task = Task(4, 6, (1, 32, 32))
-    with pytest.raises(PbflError, match=rf"'{model}' has none.*distill-weight = 0"):
+    with pytest.raises(PbflError, match=rf"'{model}' does not have.*distill-weight = 0"):
         make_method("fedcpd", models=model).check(task, [model])
     make_method("fedcpd", models=model, own={"distill_weight": 0.0}).check(task, [model])
     windows = Task(4, 6, (3, 50))
-    with pytest.raises(PbflError, match="'har-gru' has none"):
+    with pytest.raises(PbflError, match="'har-gru' does not have"):
         make_method("fedcpd", models="har-gru").check(windows, ["har-gru"])
     make_method("fedcpd", models="har-resnet").check(windows, ["har-resnet"])
 

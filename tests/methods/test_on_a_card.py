@@ -170,8 +170,8 @@ def test_a_network_that_cannot_be_recorded_costs_no_other_client_its_work(tmp_pa
     failures = [line["failures"] for line in on_card.strategy.history]
     assert [[failure["client"] for failure in of_round] for of_round in failures] == [[0], [0]]
     for (failure,) in failures:
-        assert "aten._local_scalar_dense.default has the CPU wait for the GPU" in failure["reason"]
-        assert "allowed instead is 'off'" in failure["reason"]
+        assert "aten._local_scalar_dense.default makes the CPU wait for the GPU" in failure["reason"]
+        assert "allowed is 'off'" in failure["reason"]
     assert Recording.made - made == 2  # of the first round, and of the second with a pull
 
 
@@ -336,7 +336,7 @@ def test_a_recording_that_a_real_card_refuses_spoils_nothing_for_the_next() -> N
 
     replay.aside(draws, GPU)
     current = torch.cuda.current_stream(GPU)
-    with pytest.raises(NotReplayable, match="allowed instead is 'off'"):
+    with pytest.raises(NotReplayable, match="allowed is 'off'"):
         replay.record(waits, GPU)
     assert torch.cuda.current_stream(GPU) == current
     draws()
@@ -351,7 +351,7 @@ def test_a_real_card_is_not_waited_for_unnoticed() -> None:
     numbers = torch.ones(4, device=GPU)
     with (
         StandIns(numbers) as seen,
-        pytest.raises(NotReplayable, match=r"_local_scalar_dense.*has the CPU wait"),
+        pytest.raises(NotReplayable, match=r"_local_scalar_dense.*makes the CPU wait"),
         replay.without_waiting(seen),
     ):
         numbers.sum().item()
