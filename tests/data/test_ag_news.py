@@ -135,7 +135,7 @@ def test_check_data_shows_it_and_tries_networks(tmp_path: Path) -> None:
     code, text = call("--model", "text-2")
     assert code == 0
     assert "4 samples of shape 200, int32" in text
-    assert "token ids of a vocabulary of 25" in text
+    assert "token ids in a vocabulary of 25" in text
     assert f"data-path='{tmp_path}' dataset='ag-news'" in text
     for model, said in (
         ("cnn4", "expected images (channels, height, width), found input shape (200,)"),
@@ -149,6 +149,6 @@ def test_check_data_shows_it_and_tries_networks(tmp_path: Path) -> None:
 
 def test_texts_are_not_written_as_a_pflib_folder(tmp_path: Path) -> None:
     keys = settings(write(tmp_path), partition="iid")
-    with pytest.raises(PbflError, match="a PFLlib folder of texts is not written"):
+    with pytest.raises(PbflError, match="PFLlib folders cannot be written for texts"):
         export_pfl_directory(check_data(keys, 2), load_pool(keys), tmp_path / "out")
     assert not (tmp_path / "out").exists()
