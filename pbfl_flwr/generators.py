@@ -87,7 +87,7 @@ class Shape:
         network = self.build(task)
         expected = {name: tuple(tensor.shape) for name, tensor in tensors_of(network).items()}
         if expected != {name: tuple(tensor.shape) for name, tensor in tensors.items()}:
-            raise PbflError("the received generator is not of the configured shape")
+            raise PbflError("the received generator does not have the configured shape")
         network.load_state_dict(dict(tensors), strict=False)  # counters of BatchNorm do not travel
         return network
 

@@ -171,7 +171,9 @@ class Method(ABC, Generic[StateT, DownT, UpT]):
             TypeError: if the state is not of type ``down`` and the subclass does not override this.
         """
         if not isinstance(state, self.down):
-            raise TypeError(f"{type(self).__name__} must say how its state becomes {self.down.__name__}")
+            raise TypeError(
+                f"{type(self).__name__} must override broadcast() to turn its state into {self.down.__name__}"
+            )
         return state
 
     def resumed(self, state: StateT) -> StateT:

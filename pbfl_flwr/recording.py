@@ -37,7 +37,7 @@ class NotReplayable(PbflError):
 
     def __init__(self, why: str) -> None:
         super().__init__(
-            f"compile = 'cuda-graph': a training step could not be recorded ({why}); allowed instead is 'off'"
+            f"compile = 'cuda-graph': a training step could not be recorded ({why}); allowed is 'off'"
         )
         self.why = why
 
@@ -115,7 +115,7 @@ class StandIns(TorchDispatchMode):
             shared[storage] = shared.get(storage, 0) + 1
         for (storage, *_), number in self._numbers.items():
             if number in self._written and shared[storage] > 1:
-                raise NotReplayable("it writes a tensor that it also reads by another view")
+                raise NotReplayable("it writes to a tensor that it also reads through another view")
         return sorted(self._written)
 
     def _replaced(self, item: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ class StandIns(TorchDispatchMode):
         place = _place(item)
         if place not in self._numbers:
             if self._complete:
-                raise NotReplayable("it reads tensors that the one before did not")
+                raise NotReplayable("it reads tensors that the previous step did not read")
             self._numbers[place] = len(self.tensors)
             self.originals.append(item)
             self.tensors.append(item.detach().clone())
@@ -148,7 +148,7 @@ class StandIns(TorchDispatchMode):
             return tuple(self._said(part) for part in item)
         if isinstance(item, (torch.UntypedStorage, torch.TypedStorage)):  # storages have no stand-ins
             raise NotReplayable(
-                "it takes a tensor by its memory, as cuDNN's recurrent layers take their weights"
+                "it accesses a tensor's storage directly, as cuDNN's recurrent layers do with their weights"
             )
         if not isinstance(item, Tensor):
             return (type(item), str(item))

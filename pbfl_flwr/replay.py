@@ -45,8 +45,8 @@ def check_replayable(mode: str, method: str, replayable: bool) -> None:
     """
     if mode == "cuda-graph" and not replayable:
         raise PbflError(
-            f"compile = 'cuda-graph': the training steps of '{method}' are not all alike, so that one recording cannot "
-            "stand for them; allowed are 'off', 'default' and 'reduce-overhead'"
+            f"compile = 'cuda-graph': the training steps of '{method}' are not all the same operations, so one "
+            "recording cannot replace them; allowed are 'off', 'default' and 'reduce-overhead'"
         )
 
 
@@ -190,7 +190,7 @@ def without_waiting(seen: StandIns) -> Iterator[None]:
     except RuntimeError as error:
         if "synchronizing CUDA operation" not in str(error):
             raise
-        raise NotReplayable(f"{seen.last} has the CPU wait for the GPU{_where(error)}") from error
+        raise NotReplayable(f"{seen.last} makes the CPU wait for the GPU{_where(error)}") from error
     finally:
         _set_waiting(before)
 

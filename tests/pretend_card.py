@@ -5,7 +5,7 @@ a prototype that was just decoded. On a machine without a card that would never 
 moved to ``cuda`` are of the class ``OnCard``; every operation looks whether all that it is given is there, refuses
 what CUDA refuses, and computes what the CPU computes, bit for bit. :func:`record` does what a CUDA graph does: it keeps
 operations with the very tensors and numbers that they were given, refuses what a recording may not hold, and does not
-keep alive what was there before it. Where torch is told so (``set_sync_debug_mode``), what has the CPU wait for the
+keep alive what was there before it. Where torch is told so (``set_sync_debug_mode``), what makes the CPU wait for the
 card is refused as torch refuses it. Not pretended: speed, how much memory there is, streams and the threads of a
 backward pass, CUDA's own kernels and which of them torch takes there (cuDNN's recurrent layers, fused attention),
 autocast.

@@ -96,7 +96,7 @@ def test_refusals_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with server(tmp_path / "early") as address:
         assert "not valid yet" in str(security.shake_hands(address, tmp_path / "early" / "ca.pem").refusal)
     with server(good, talks_tls=False) as address:
-        assert "speaks no TLS" in str(security.shake_hands(address, good / "ca.pem").refusal)
+        assert "does not use TLS" in str(security.shake_hands(address, good / "ca.pem").refusal)
 
 
 def test_a_copied_authority_that_openssl_does_not_take_is_not_the_servers_fault(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_a_copied_authority_that_openssl_does_not_take_is_not_the_servers_fault(
     with server(tmp_path) as address:
         for copy in ("  " + ca, ca + ca[:300]):  # from a file that indents it; two, the second cut short
             (tmp_path / "copy.pem").write_text(copy)
-            with pytest.raises(PbflError, match=r"copy.pem holds no PEM certificate .*: copy it anew"):
+            with pytest.raises(PbflError, match=r"copy.pem holds no PEM certificate .*: copy it again"):
                 security.shake_hands(address, tmp_path / "copy.pem")
 
 
@@ -143,7 +143,7 @@ def test_no_certificate_ends_after_its_authority(tmp_path: Path, monkeypatch: py
     before = (tmp_path / "server.pem").read_bytes()
     monkeypatch.setattr(security, "BACKDATED", timedelta(days=9))
     security.make_certificates(tmp_path / "old", ["127.0.0.1"], 1, ca_days=-2)
-    with pytest.raises(PbflError, match=r"ca\.pem has ended on .*; --force makes a new CA"):
+    with pytest.raises(PbflError, match=r"ca\.pem expired on .*; --force makes a new CA"):
         security.renew_certificate(tmp_path / "old", ["127.0.0.1"], 365)
     assert (tmp_path / "server.pem").read_bytes() == before
 
@@ -198,7 +198,7 @@ def test_other_keys_are_refused_in_a_line(tmp_path: Path) -> None:
     )
     (tmp_path / "ed25519").write_bytes(other)
     (tmp_path / "text").write_text("hello")
-    for name, said in (("ed25519", "another kind"), ("text", "cannot be used"), ("none", "cannot be read")):
+    for name, said in (("ed25519", "another type"), ("text", "cannot be used"), ("none", "cannot be read")):
         with pytest.raises(PbflError, match=said) as found:
             security.read_node_key(tmp_path / name)
         assert "\n" not in str(found.value)

@@ -139,7 +139,7 @@ def test_a_sink_that_fails_costs_a_warning(tmp_path: Path, monkeypatch: pytest.M
     notes = [
         [note for note in line["notes"] if note.startswith("sink")] for line in RunDirectory(run_dir).rounds()
     ]
-    said = "sink brittle failed and is left out from here on: OSError: No space left on device"
+    said = "sink brittle failed and is not used any more: OSError: No space left on device"
     assert notes == [[], [], [said], []]
     assert brittle.steps == [1]
 

@@ -141,7 +141,7 @@ class Sinks:
                 do(sink)
             except Exception as error:  # a full disk or a lost server must not end the run
                 del self._open[name]
-                warnings.append(f"sink {name} failed and is left out from here on: {_said(error)}")
+                warnings.append(f"sink {name} failed and is not used any more: {_said(error)}")
         return warnings
 
 
