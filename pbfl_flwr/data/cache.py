@@ -27,7 +27,7 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.locks import Lock
 from pbfl_flwr.places import home
 
-FORMAT = 5
+FORMAT = 6
 """Incremented when the stored content changes, so that older entries are not read."""
 
 FILES = ("inputs.npy", "labels.npy", "owner.npy", "in_train.npy", "meta.json")  # in an entry

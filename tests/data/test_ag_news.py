@@ -54,6 +54,12 @@ def test_ids_are_cut_and_filled() -> None:
     assert ids.tolist() == [[1, 4, 0, 0], [1, 5, 4, 2], [1, 0, 0, 0]]
 
 
+def test_special_tokens_that_a_text_spells_out_are_unknown_words() -> None:
+    ids = np.empty((1, 8), np.int32)
+    tokens.encode(["b <pad> <CLS> <unk> <eos> pad"], (*tokens.SPECIALS, "b", "pad"), ids)
+    assert ids.tolist() == [[1, 4, 2, 2, 2, 2, 5, 0]]
+
+
 @pytest.mark.parametrize("folder", ["", "ag_news_csv", "AG_NEWS"])
 @pytest.mark.parametrize("header", ["", "Class Index,Title,Description\n"])
 def test_both_files_make_one_pool(tmp_path: Path, folder: str, header: str) -> None:
