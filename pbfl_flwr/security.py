@@ -266,21 +266,28 @@ def _write(directory: Path, files: Mapping[str, bytes], private: Collection[str]
         directory: of the files.
         files: name -> content.
         private: names of files created with access for their owner only.
+
+    Raises:
+        PbflError: if a directory has the name of one of the files; nothing is written then.
     """
-    beside = {name: directory / f".{name}.tmp" for name in files}
+    if taken := [
+        str(path) for name in files if (path := directory / name).is_dir() and not path.is_symlink()
+    ]:
+        raise PbflError(f"{', '.join(taken)}: a directory; allowed is a file, which is replaced, or nothing")
+    temporary = {name: directory / f".{name}.tmp" for name in files}
     try:
         for name, data in files.items():
-            beside[name].unlink(missing_ok=True)
+            temporary[name].unlink(missing_ok=True)
             mode = 0o600 if name in private else 0o666
-            opened = os.open(beside[name], os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+            opened = os.open(temporary[name], os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
             with os.fdopen(opened, "wb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-        for name, written in beside.items():
+        for name, written in temporary.items():
             written.replace(directory / name)
     finally:
-        for left in beside.values():
+        for left in temporary.values():
             left.unlink(missing_ok=True)
 
 

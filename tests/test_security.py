@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import socket
 import ssl
 import stat
@@ -159,6 +160,21 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
     security.make_certificates(tmp_path, ["localhost"], 30, force=True)
     assert (tmp_path / "ca.pem").read_bytes() != before["ca.pem"]
+
+
+@pytest.mark.parametrize("name", ["ca.pem", "server.key"])
+def test_a_directory_in_a_files_place_is_refused_before_anything_is_replaced(
+    tmp_path: Path, name: str
+) -> None:
+    security.make_certificates(tmp_path, ["localhost"], 30)
+    (tmp_path / name).unlink()
+    (tmp_path / name).mkdir()
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir() if file.is_file()}
+    with pytest.raises(
+        PbflError, match=rf"^{re.escape(str(tmp_path / name))}: a directory; allowed is a file"
+    ):
+        security.make_certificates(tmp_path, ["localhost"], 30, force=True)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir() if file.is_file()} == before
 
 
 def test_files_that_belong_together_are_written_together_or_not_at_all(
