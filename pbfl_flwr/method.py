@@ -207,7 +207,7 @@ class Method(ABC, Generic[StateT, DownT, UpT]):
         """Return the predictors available now, by name; ``predicts`` lists all possible names."""
         return {"head": head_scores}
 
-    def beside(self) -> tuple[str, ...]:
+    def auxiliary_architectures(self) -> tuple[str, ...]:
         """Return the architectures of networks that every client builds besides its own; by default none."""
         return ()
 

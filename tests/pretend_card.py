@@ -328,7 +328,7 @@ def card() -> Iterator[None]:
             patch("torch.cuda.set_sync_debug_mode", _set_waiting),
             patch("torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype", _grouped),
             patch("torch.optim.optimizer._group_tensors_by_device_and_dtype", _grouped),
-            patch("pbfl_flwr.replay.aside", lambda run, device: run()),
+            patch("pbfl_flwr.replay.on_recording_stream", lambda run, device: run()),
             patch("pbfl_flwr.replay.record", record),
             _Machine(),
         ):

@@ -16,7 +16,7 @@ from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method
 from pbfl_flwr.models import build_model, check_compiler
-from pbfl_flwr.recording import NotReplayable, StandIns, copy_some
+from pbfl_flwr.recording import NotReplayable, StaticCopies, copy_some
 from pbfl_flwr.replay import WARM_UP, Replayed, check_layers, check_replayable
 from pbfl_flwr.task import Task
 from tests.pretend_card import CUDA, OnCard, Recording, card, record
@@ -82,7 +82,7 @@ def test_the_next_client_replays_the_recording_of_the_first(replays) -> None:
     batches = [[1.0, 2.0]] * 6
     assert first.add(*batches) == 18
     assert second.add(*batches) == 118
-    assert second.called == [2, 2], "one step as it is, one on stand-ins"
+    assert second.called == [2, 2], "one step as it is, one on static copies"
     assert replays() == (1, 3 + 4)
     assert first.add([1.0, 1.0]) == 20, "the second has not touched the first one's sum"
     assert float(second.total) == 118
@@ -149,9 +149,9 @@ def test_a_step_that_finds_other_tensors_than_before_is_refused(replays) -> None
         train(torch.ones(2).to(CUDA), LABELS.to(CUDA))
 
 
-def test_stand_ins_are_copies_that_nobody_else_holds() -> None:
+def test_static_copies_share_no_memory_with_the_originals() -> None:
     weight, mean = torch.tensor([2.0], requires_grad=True), torch.tensor([5.0])
-    with StandIns(mean) as seen:
+    with StaticCopies(mean) as seen:
         loss = (weight * 3).sum()
         loss.backward()
         with torch.no_grad():
@@ -317,10 +317,10 @@ def test_recordings_share_their_memory_until_they_are_forgotten(monkeypatch: pyt
     assert pools.asked == [1, 1, 2]
 
 
-def test_a_tensor_that_is_taken_by_its_memory_is_no_stand_in() -> None:
+def test_a_tensor_whose_storage_is_accessed_directly_cannot_be_copied() -> None:
     """So cuDNN's recurrent layers find their weights in one piece."""
     weights = torch.ones(4)
-    with StandIns(), pytest.raises(NotReplayable, match=r"storage directly.*allowed is 'off'"):
+    with StaticCopies(), pytest.raises(NotReplayable, match=r"storage directly.*allowed is 'off'"):
         torch.empty(0).set_(weights.untyped_storage())
 
 
@@ -340,7 +340,7 @@ def test_what_the_cards_own_batch_norm_writes_is_noted() -> None:
     with FakeTensorMode():  # which asks no card
         with torch.device("cuda"):
             norm, inputs = nn.BatchNorm2d(3), torch.ones(2, 3, 4, 4)
-        with StandIns() as seen:
+        with StaticCopies() as seen:
             norm(inputs)
         written = [seen.originals[place] for place in seen.written]
     assert all(any(buffer is tensor for tensor in written) for buffer in norm.buffers())

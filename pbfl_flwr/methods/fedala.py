@@ -32,7 +32,7 @@ from pbfl_flwr.config import Group, Settings, parse_section
 from pbfl_flwr.method import Client, Update
 from pbfl_flwr.methods.sharing import SharedWeights, answer, plain
 from pbfl_flwr.models import architectures, body_names, has_batch_norm, head_names
-from pbfl_flwr.payloads import Weights, under
+from pbfl_flwr.payloads import Weights, part_of
 from pbfl_flwr.training import classification, take
 from pbfl_flwr.weights import copies, load_parameters, weighting_of
 
@@ -75,13 +75,13 @@ class FedALA(SharedWeights):
 
     def local_update(self, client: Client, down: Weights) -> Update[Weights]:
         """Initialise and train; keep A and the client's own last tensors."""
-        amounts, figures = self._initialise(client, down)
+        amounts, metrics = self._initialise(client, down)
         report = plain(client, down)
         upload = answer(client, self.share)
         own = {name: upload.tensors[name] for name in self._mixed(client)}
         memory = {**{f"own.{name}": tensor for name, tensor in own.items()}, **report.optimizer}
         memory |= {f"ala.{name}": tensor for name, tensor in copies(amounts).items()}
-        return Update(upload, memory, {**report.metrics(), **figures})
+        return Update(upload, memory, {**report.metrics(), **metrics})
 
     def _mixed(self, client: Client) -> list[str]:
         names = [*body_names(client.model), *head_names(client.model)]  # body first in every network
@@ -90,11 +90,11 @@ class FedALA(SharedWeights):
     def _initialise(self, client: Client, down: Weights) -> tuple[dict[str, Tensor], dict[str, float]]:
         """Initialise the client's network in place; return A (empty before the second participation) and metrics."""
         load_parameters(client.model, down.tensors)
-        own = {name: t.to(client.device) for name, t in under(client.memory, "own").items()}
+        own = {name: t.to(client.device) for name, t in part_of(client.memory, "own").items()}
         if not own:
             return {}, {}
         received = {name: down.tensors[name].to(tensor) for name, tensor in own.items()}
-        known = under(client.memory, "ala")
+        known = part_of(client.memory, "ala")
         amounts = {
             name: known[name].to(client.device) if known else torch.ones_like(tensor)
             for name, tensor in own.items()

@@ -35,7 +35,7 @@ from pbfl_flwr.methods.fedrep import HeadThenBody
 from pbfl_flwr.methods.sharing import answer, check_both, initial, receive, shared_scalars, to_be_equal
 from pbfl_flwr.models import architectures, build_model
 from pbfl_flwr.models.attention import MapDistillation, MapMemory, convolutional, map_channels
-from pbfl_flwr.payloads import Prototypes, WeightsAndPrototypes, under
+from pbfl_flwr.payloads import Prototypes, WeightsAndPrototypes, part_of
 from pbfl_flwr.prototypes.aggregation import keep_stale, mean
 from pbfl_flwr.prototypes.collect import class_sums_of
 from pbfl_flwr.prototypes.distillation import alignment_pull, contrast
@@ -102,7 +102,7 @@ class FedCPD(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndProtot
         """Body <- θ, head phase, body phase, class means; keep the body and L_fd's modules for the next time."""
         self.install(client, down)
         distillation = self._distillation(client)
-        kept = under(client.memory, "teacher")
+        kept = part_of(client.memory, "teacher")
         teacher = None
         if distillation is not None and kept:
             teacher = MapMemory(client.model.stages, kept, distillation.attention)
@@ -167,7 +167,7 @@ class FedCPD(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndProtot
             kernel=config.attention_kernel,
             seed=seeds.derive(client.seed, "fedcpd", client.key),
         )
-        if kept := under(client.memory, "distillation"):
+        if kept := part_of(client.memory, "distillation"):
             module.load_state_dict(kept)
         return module.to(client.device)
 

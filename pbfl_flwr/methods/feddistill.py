@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from pbfl_flwr.config import Group, Settings, parse_section
 from pbfl_flwr.method import Client, Method, Round, Update
-from pbfl_flwr.payloads import Logits, RejectedPayload, joined, under
+from pbfl_flwr.payloads import Logits, RejectedPayload, joined, part_of
 from pbfl_flwr.prototypes import aggregation
 from pbfl_flwr.prototypes.statistics import ClassSums
 from pbfl_flwr.task import Task
@@ -72,9 +72,10 @@ class DistillState:
         """Rebuild the state of a checkpoint."""
         names = {key.partition(".")[0] for key in tensors if key.startswith("sent-")}
         sent = {
-            int(name.removeprefix("sent-")): Logits.from_tensors(under(tensors, name), task) for name in names
+            int(name.removeprefix("sent-")): Logits.from_tensors(part_of(tensors, name), task)
+            for name in names
         }
-        table = Logits.from_tensors(under(tensors, "table"), task)
+        table = Logits.from_tensors(part_of(tensors, "table"), task)
         return cls(table, tensors["holders"], dict(sorted(sent.items())))
 
     def scalars(self) -> int:

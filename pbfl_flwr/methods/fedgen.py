@@ -43,7 +43,7 @@ from pbfl_flwr.generators import (
 from pbfl_flwr.method import Client, Method, Moment, Round, Update
 from pbfl_flwr.methods.sharing import answer, check_heads, initial, receive
 from pbfl_flwr.models import architectures
-from pbfl_flwr.payloads import Reveal, Weights, class_counts, joined, under
+from pbfl_flwr.payloads import Reveal, Weights, class_counts, joined, part_of
 from pbfl_flwr.task import Task
 from pbfl_flwr.training import complete_batches, fit, forward
 from pbfl_flwr.weights import Weighting, average, same_shapes, weighting_of
@@ -86,7 +86,8 @@ class LabelledHead:
     def from_tensors(cls, tensors: Mapping[str, Tensor], task: Task) -> LabelledHead:
         """Rebuild the payload; see :class:`pbfl_flwr.payloads.Payload`."""
         return cls(
-            Weights.from_tensors(under(tensors, "weights"), task), class_counts(tensors, "label-counts", task)
+            Weights.from_tensors(part_of(tensors, "weights"), task),
+            class_counts(tensors, "label-counts", task),
         )
 
     def scalars(self) -> int:

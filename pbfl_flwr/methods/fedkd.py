@@ -45,7 +45,7 @@ from pbfl_flwr.methods.mutual import (
 )
 from pbfl_flwr.methods.sharing import initial
 from pbfl_flwr.models import build_model
-from pbfl_flwr.payloads import LowRank, RejectedPayload, Weights, joined, under
+from pbfl_flwr.payloads import LowRank, RejectedPayload, Weights, joined, part_of
 from pbfl_flwr.task import Task
 from pbfl_flwr.training import fit, forward, part
 from pbfl_flwr.weights import Weighting, average, parameters_of, weighting_of
@@ -125,9 +125,9 @@ class MenteeState:
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], task: Task) -> MenteeState:
         """Rebuild the state of a checkpoint."""
-        update = under(tensors, "update")
+        update = part_of(tensors, "update")
         return cls(
-            Weights.from_tensors(under(tensors, "weights"), task),
+            Weights.from_tensors(part_of(tensors, "weights"), task),
             LowRank.from_tensors(update, task) if update else None,
             int(tensors["at"]),
             tuple(tensors["holders"].tolist()),
@@ -225,7 +225,7 @@ class FedKD(Method[MenteeState, LowRank, LowRank]):
         change = expand(down, {name: p.shape for name, p in reference.named_parameters()})
         if down.base < 0:
             return change
-        held = under(client.memory, "held")
+        held = part_of(client.memory, "held")
         version = int(client.memory["held-version"]) if held else -1
         if version == down.version:
             return held  # received before; only the upload was lost
@@ -305,7 +305,7 @@ class FedKD(Method[MenteeState, LowRank, LowRank]):
             "keeps them"
         ]
 
-    def beside(self) -> tuple[str, ...]:
+    def auxiliary_architectures(self) -> tuple[str, ...]:
         """The auxiliary network."""
         return (self.auxiliary,)
 

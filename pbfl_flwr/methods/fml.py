@@ -94,7 +94,7 @@ class FML(AveragedWeights):
         upload = Weights(parameters_of(meme), len(client.data.train.labels))
         return Update(upload, {**buffers_of(meme), **report.optimizer}, report.metrics())
 
-    def beside(self) -> tuple[str, ...]:
+    def auxiliary_architectures(self) -> tuple[str, ...]:
         """The auxiliary network."""
         return (self.auxiliary,)
 

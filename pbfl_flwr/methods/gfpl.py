@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from pbfl_flwr.config import Group, Settings, parse_section
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client, Method, Predictor, Round, Update, head_scores
-from pbfl_flwr.payloads import Mixtures, RejectedPayload, under
+from pbfl_flwr.payloads import Mixtures, RejectedPayload, part_of
 from pbfl_flwr.prototypes.frame import dot_regression, equiangular_frame, frame_scores, projection_layer
 from pbfl_flwr.prototypes.mixture import Distance, MixtureState, Weight, fit_mixtures, fuse, sample
 from pbfl_flwr.task import Task
@@ -100,7 +100,7 @@ class Gfpl(Method[MixtureState, Mixtures, Mixtures]):
         if self.exchanges(client.round):
             batches, random = each_feature(client, client.data.train), client.generator("mixtures")
             fitted = fit_mixtures(batches, d, config.components, random.initial_seed(), config.weight)
-            upload, metrics = fitted.mixtures, metrics | fitted.figures()
+            upload, metrics = fitted.mixtures, metrics | fitted.metrics()
         kept = dual[0].state_dict(prefix="projection.") if dual else {}
         return Update(upload, {**kept, **report.optimizer}, {**metrics, **report.metrics()})
 
@@ -136,12 +136,12 @@ class Gfpl(Method[MixtureState, Mixtures, Mixtures]):
     def _dual(self, client: Client) -> Dual:
         """Return the projection l(ω3) from the client's memory, or its initial state, and Z."""
         d = client.task.feature_dim
-        projection = projection_layer(d, client.seed, under(client.memory, "projection")).to(client.device)
+        projection = projection_layer(d, client.seed, part_of(client.memory, "projection")).to(client.device)
         return projection, equiangular_frame(client.task.num_classes, d, client.seed).to(client.device)
 
     def predictors(self, client: Client, down: Mixtures) -> dict[str, Predictor]:
         """The head; the fixed frame as well, once the client has a projection."""
-        if not under(client.memory, "projection"):
+        if not part_of(client.memory, "projection"):
             return {"head": head_scores}
         projection, Z = self._dual(client)
         return {"head": head_scores, "etf": lambda features, logits: frame_scores(projection(features), Z)}
@@ -174,8 +174,8 @@ class Gfpl(Method[MixtureState, Mixtures, Mixtures]):
     def report(self, state: MixtureState) -> dict[str, float]:
         """Components and classes that the server holds, and components in its next broadcast."""
         held, sent = state.held, state.broadcast.num_components
-        figures = {"components-held": held.num_components, "components-sent": sent}
-        return {**figures, "classes-held": len(held.labels.unique())}
+        metrics = {"components-held": held.num_components, "components-sent": sent}
+        return {**metrics, "classes-held": len(held.labels.unique())}
 
     def exchanges(self, number: int) -> bool:
         """Return whether mixtures are uploaded in a round: t >= t1 and t mod S_T = 0."""

@@ -17,7 +17,7 @@ from pbfl_flwr.payloads.contract import (
     joined,
     no_others,
     num_examples_of,
-    under,
+    part_of,
     whole_numbers,
 )
 from pbfl_flwr.payloads.reveals import TOTAL, WEIGHTS, Reveal, unprotected
@@ -77,7 +77,7 @@ class WeightsAndPrototypes:
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], task: Task) -> Self:
         """Rebuild both; see :class:`Payload`."""
-        weights, prototypes = under(tensors, "weights"), under(tensors, "prototypes")
+        weights, prototypes = part_of(tensors, "weights"), part_of(tensors, "prototypes")
         if len(weights) + len(prototypes) != len(tensors):
             known = ("weights.", "prototypes.")
             raise RejectedPayload(

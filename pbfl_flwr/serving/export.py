@@ -35,7 +35,7 @@ from pbfl_flwr.flower.server.early_stopping import best_round_line
 from pbfl_flwr.flower.storage.atomic_files import NODE, write_atomically
 from pbfl_flwr.flower.storage.history import RunDirectory
 from pbfl_flwr.flower.storage.store import ClientStore, kept_best, load_tensors
-from pbfl_flwr.payloads import separate, under
+from pbfl_flwr.payloads import part_of, separate
 from pbfl_flwr.serving.network import Served, rebuild
 
 CARD, WEIGHTS, PROTOTYPES, PROGRAM, ONNX = (
@@ -193,13 +193,13 @@ def read_state(file: Path) -> Kept:
         card = Card.model_validate_json(metadata["card"])
     except ValidationError as error:
         raise PbflError(f"{file}: its card is damaged ({error.errors()[0]['msg']})") from None
-    prototypes = under(tensors, "prototypes")
+    prototypes = part_of(tensors, "prototypes")
     for name in [key.removesuffix(".candidates") for key in prototypes if key.endswith(".candidates")]:
         if f"{name}.rows" not in prototypes:  # rows equal to the global ones are stored once
             if "global.rows" not in prototypes:
                 raise PbflError(f"{file}: its prototypes '{name}' are missing")
             prototypes[f"{name}.rows"] = prototypes["global.rows"]
-    return Kept(card, under(tensors, "model"), prototypes)
+    return Kept(card, part_of(tensors, "model"), prototypes)
 
 
 def export(kept: Kept, directory: Path, allowed_code: str = "") -> list[str]:

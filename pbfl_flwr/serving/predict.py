@@ -35,7 +35,7 @@ from pbfl_flwr.data.table import features
 from pbfl_flwr.data.texts import LINES, texts_of
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Nearest
-from pbfl_flwr.payloads import under
+from pbfl_flwr.payloads import part_of
 from pbfl_flwr.serving.export import CARD, FORMAT, PROTOTYPES, WEIGHTS, Kept
 from pbfl_flwr.serving.network import Served, rebuild
 
@@ -110,7 +110,7 @@ def open_exported(directory: Path, allowed_code: str = "") -> Exported:
     tables = _tensors(directory / PROTOTYPES, hashes) if PROTOTYPES in hashes else {}
     prototypes = {}
     for name in sorted(key.removesuffix(".candidates") for key in tables if key.endswith(".candidates")):
-        part = under(tables, name)
+        part = part_of(tables, name)
         rows, candidates = part.get("rows"), part["candidates"]
         expected = (card.num_classes, card.feature_dim)
         fits = rows is not None and tuple(rows.shape) == expected and candidates.shape == expected[:1]

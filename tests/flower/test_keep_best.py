@@ -15,7 +15,7 @@ from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.server import strategy as strategies
 from pbfl_flwr.flower.storage.store import ClientStore, kept_best, load_tensors
 from pbfl_flwr.methods import SECTIONS, build_method
-from pbfl_flwr.payloads import under
+from pbfl_flwr.payloads import part_of
 from pbfl_flwr.serving.export import best_of, of_round, read_state, state_file
 from tests.flower.inprocess import Federation, federation
 from tests.runs import pbfl
@@ -45,7 +45,7 @@ def store(found: Federation, client: int) -> Path:
 
 
 def model(file: Path) -> dict[str, torch.Tensor]:
-    return under(load_tensors(file)[0], "model")
+    return part_of(load_tensors(file)[0], "model")
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:

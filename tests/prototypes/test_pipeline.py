@@ -545,10 +545,10 @@ def test_what_has_not_converged_is_said() -> None:
     plain = method()
     state = plain.init(TASK, 0)
     assert plain.notes(state) == []
-    assert plain.notes(replace(state, figures={"server-converged": 1.0, "alignment-converged": 1.0})) == []
-    (said,) = plain.notes(replace(state, figures={"server-converged": 0.0}))
+    assert plain.notes(replace(state, metrics={"server-converged": 1.0, "alignment-converged": 1.0})) == []
+    (said,) = plain.notes(replace(state, metrics={"server-converged": 0.0}))
     assert "their loss is not below 0.001" in said
-    (said,) = plain.notes(replace(state, figures={"alignment-converged": 0.0}))
+    (said,) = plain.notes(replace(state, metrics={"alignment-converged": 0.0}))
     assert "stopped at its maximum number of iterations" in said
 
 

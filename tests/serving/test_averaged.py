@@ -18,7 +18,7 @@ from pbfl_flwr.flower.storage.store import load_tensors, save_tensors
 from pbfl_flwr.method import Client
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method
 from pbfl_flwr.models import build_model
-from pbfl_flwr.payloads import under
+from pbfl_flwr.payloads import part_of
 from pbfl_flwr.serving.averaged import averaged
 from pbfl_flwr.serving.export import export, read_state, state_file, states_of
 from pbfl_flwr.serving.predict import open_exported
@@ -69,7 +69,7 @@ def test_running_statistics_are_the_clients_weighted_mean(tmp_path: Path) -> Non
     run = ran(tmp_path, models="resnet4").directory.path
     found = averaged(run).weights
     clients = json.loads((run / "run.json").read_text())["clients"]
-    kept = [under(load_tensors(file)[0], "model") for file in states_of(run)]
+    kept = [part_of(load_tensors(file)[0], "model") for file in states_of(run)]
     samples = torch.tensor([float(client["num_train"]) for client in clients])
     statistics = [name for name in found if name.endswith(("running_mean", "running_var"))]
     assert statistics
@@ -78,7 +78,7 @@ def test_running_statistics_are_the_clients_weighted_mean(tmp_path: Path) -> Non
         expected = torch.tensordot(samples / samples.sum(), stacked, dims=1)
         torch.testing.assert_close(found[name], expected)
         assert not torch.equal(stacked[0], stacked[2])
-    state = under(load_tensors(run / "checkpoint.safetensors")[0], "w")
+    state = part_of(load_tensors(run / "checkpoint.safetensors")[0], "w")
     assert "head.weight" in state
     assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
 
@@ -86,7 +86,7 @@ def test_running_statistics_are_the_clients_weighted_mean(tmp_path: Path) -> Non
 def test_a_classifier_with_hidden_layers_keeps_its_own_names(tmp_path: Path) -> None:
     """Where only the classifier travels its third layer is head.2, which here is the second one's own name."""
     run = ran(tmp_path, models="cnn4+64-10", num_server_rounds=1).directory.path
-    found, state = averaged(run).weights, under(load_tensors(run / "checkpoint.safetensors")[0], "w")
+    found, state = averaged(run).weights, part_of(load_tensors(run / "checkpoint.safetensors")[0], "w")
     assert [name for name in found if name.startswith("head.2")] == ["head.2.weight", "head.2.bias"]
     assert found.keys() == state.keys()
     assert all(torch.equal(found[name], state[name]) for name in found)
@@ -113,7 +113,7 @@ def test_a_client_without_training_samples_has_no_part_in_the_mean(tmp_path: Pat
         (run / "run.json").write_text(json.dumps({**about, "clients": clients}))
 
     name = next(name for name in averaged(run).weights if name.endswith("running_mean"))
-    kept = [under(load_tensors(file)[0], "model")[name] for file in files]
+    kept = [part_of(load_tensors(file)[0], "model")[name] for file in files]
     say([3, 1, 0, 0, 0])
     torch.testing.assert_close(averaged(run).weights[name], 0.75 * kept[0] + 0.25 * kept[1])
     with pytest.raises(PbflError, match=r"^--global: none of the clients has training samples, so"):
@@ -160,7 +160,7 @@ def test_the_command_and_clients_named_by_hand(tmp_path: Path) -> None:
     assert exported(run, tmp_path / "three", "--like", str(moved))[0] == 0
     assert exported(run, tmp_path / "two", "--like", str(moved), "--like", str(tmp_path / "zero"))[0] == 0
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("three", "two"))
-    own = under(load_tensors(moved)[0], "model")
+    own = part_of(load_tensors(moved)[0], "model")
     names = [name for name in own if name.endswith("running_mean")]
     assert all(torch.equal(one[name], own[name]) for name in names)
     assert not any(torch.equal(one[name], two[name]) for name in names)

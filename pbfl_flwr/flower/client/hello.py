@@ -62,10 +62,10 @@ def _answered(message: Message, context: Context, source: ClientSource) -> Messa
     check_compiler(settings.training.compile, device)
     method = build_method(settings)
     check_replayable(settings.training.compile, method.name, method.replayable)
-    for name in method.beside():
+    for name in method.auxiliary_architectures():
         digest_of_weights(name)  # which must be there
     if settings.training.compile == "cuda-graph":
-        for name in (architecture, *method.beside()):
+        for name in (architecture, *method.auxiliary_architectures()):
             _check_layers(name, task)
     how = settings.training.of(architecture)
     body, head = _parameters(architecture, task, how.layout, how.precision)
