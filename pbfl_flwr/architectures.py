@@ -14,22 +14,24 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.own_code import is_external
 
 ARCHITECTURES: dict[str, str] = {
-    "bilstm": "BiLSTM for token ids: one layer of width d in each direction, hidden layer d over both last states.",
-    "cnn2": "CNN of FedProto and GFPL: 5x5 convolutions to 10 and 20 channels, hidden layer d; from 16x16 pixels.",
-    "cnn4": "4-layer CNN (FedAvgCNN): 5x5 convolutions to 32 and 64 channels, hidden layer d; from 16x16 pixels.",
+    "bilstm": "BiLSTM for token ids: one layer of width d per direction, hidden layer d on the two final states.",
+    "cnn2": "CNN of FedProto and GFPL: 5x5 convolutions with 10 and 20 channels, hidden layer d; at "
+    "least 16x16 pixels.",
+    "cnn4": "4-layer CNN (FedAvgCNN): 5x5 convolutions with 32 and 64 channels, hidden layer d; at "
+    "least 16x16 pixels.",
     "efficientnet-b0": "EfficientNet-B0 of torchvision, no pretrained weights; last layer 1280, "
     "4,007,548 body parameters.",
-    "fasttext": "FastText for token ids: the mean embedding of all places, padding included, hidden layer d.",
-    "googlenet": "GoogLeNet of torchvision, no auxiliary heads; from 15x15 pixels; last layer 1024, "
-    "5,599,904 body parameters.",
+    "fasttext": "FastText for token ids: mean embedding over all positions, padding included, hidden layer d.",
+    "googlenet": "GoogLeNet of torchvision, no auxiliary heads; at least 15x15 pixels; last layer 1024, 5,599,904 body "
+    "parameters.",
     "gru": "GRU for token ids: two layers of width d, dropout 0.2; the state after the last token.",
     "har-cnn": "1-D CNN for sensor windows (channels, length): 32, 64 and 128 channels, hidden layer d.",
     "har-gru": "GRU for sensor windows: 64 units over pairs of readings, mean over time, LayerNorm, hidden layer d.",
     "har-resnet": "1-D residual network for sensor windows: blocks of 32, 64 and 128 channels; last layer 128.",
-    "harcnn": "HtFLlib's HARCNN for sensor windows: blocks and stride in its name (harcnn-2-1), averaged to d.",
+    "harcnn": "HtFLlib's HARCNN for sensor windows, harcnn-BLOCKS-STRIDE (harcnn-2-1); features average-pooled to d.",
     "lstm": "LSTM for token ids: two layers of width d, dropout 0.2; the ReLU of the state after the last token.",
-    "mlp": "Perceptron for tables: hidden layers of the widths in its name (mlp-500-200), hidden layer d.",
-    "mlp5": "5-layer perceptron: flattened input-16-8-4-d, classifier; d = 2 shows prototypes in the plane.",
+    "mlp": "MLP for tables: hidden layers of the widths in its name (mlp-500-200), then a hidden layer d.",
+    "mlp5": "5-layer MLP: flattened input, hidden layers 16-8-4-d, classifier; with d = 2 prototypes can be plotted.",
     "mobilenet-v2": "MobileNetV2 of torchvision, no pretrained weights; last layer 1280, 2,223,872 body parameters.",
     "resnet4": "ResNet-4: stem and one residual block of width 64; last layer 64.",
     "resnet6": "ResNet-6: stem and residual blocks of width 64 and 128; last layer 128.",
@@ -44,12 +46,12 @@ ARCHITECTURES: dict[str, str] = {
     "resnet152": "ResNet-152 of torchvision, no pretrained weights; last layer 2048, 58,143,808 body parameters.",
     "shufflenet-v2": "ShuffleNetV2 x1.0 of torchvision, no pretrained weights; last layer 1024, "
     "1,253,604 body parameters.",
-    "text-logistic": "Logistic regression for token ids: the mean embedding of all places, padding included, no hidden "
-    "layer.",
-    "textcnn": "TextCNN for token ids: 100 channels each of width 3, 4 and 5 over embeddings, hidden layer d; "
-    "from 5 tokens.",
-    "transformer": "Transformer for token ids, transformer-HEADS-LAYERS: width d, perceptrons of 2048; the "
-    "output at <cls>.",
+    "text-logistic": "Logistic regression for token ids: mean embedding over all positions, padding included, "
+    "no hidden layer.",
+    "textcnn": "TextCNN for token ids: convolutions of width 3, 4 and 5, 100 channels each, hidden layer d; "
+    "at least 5 tokens.",
+    "transformer": "Transformer for token ids, transformer-HEADS-LAYERS: width d, feed-forward width 2048; "
+    "the output at <cls>.",
     "vit-b-16": "ViT-B/16 of torchvision: square images of 16x16 patches; last layer 768, "
     "85,651,200 body parameters at 32x32.",
     "vit-b-32": "ViT-B/32 of torchvision: square images of 32x32 patches; last layer 768, "
@@ -133,11 +135,13 @@ def fresh_and_label(name: str) -> tuple[str, str]:
     if not at:
         return name, ""
     if is_external(body):
-        raise PbflError(f"model '{name}': a function of your own reads its weights, too; allowed is '{body}'")
+        raise PbflError(
+            f"model '{name}': a function of your own must load its weights itself; allowed is '{body}'"
+        )
     if not LABEL.fullmatch(label):
         raise PbflError(
-            f"model '{name}': allowed after '@' is a label of 1 to 64 letters, digits, '.', '_', '-'; what there is "
-            "here 'pbfl list weights' tells"
+            f"model '{name}': allowed after '@' is a label of 1 to 64 letters, digits, '.', '_', '-'; 'pbfl list "
+            "weights' shows those stored on this machine"
         )
     return body + plus + widths, label
 
@@ -164,7 +168,7 @@ def body_and_classifier(name: str) -> tuple[str, tuple[int, ...]]:
         return name, ()
     if is_external(body):
         raise PbflError(
-            f"model '{name}': a function of your own builds the classifier, too; allowed is '{body}'"
+            f"model '{name}': a function of your own must build the classifier itself; allowed is '{body}'"
         )
     if body.partition("@")[0] in FAMILIES:
         raise PbflError(

@@ -52,11 +52,11 @@ class Card(BaseModel):
         if len(self.labels) != self.num_classes:
             raise ValueError(f"{len(self.labels)} labels for {self.num_classes} classes")
         if not len(self.scale) == len(self.shift) == self.input_shape[0]:
-            raise ValueError("scale and shift must have one number a channel")
+            raise ValueError("scale and shift must have one number per channel")
         if math.prod(self.input_shape) > MAX_VALUES:
-            raise ValueError(f"inputs of more than {MAX_VALUES} values")
+            raise ValueError(f"inputs have more than {MAX_VALUES} values")
         if self.columns and len(self.columns) != math.prod(self.input_shape):
-            raise ValueError("as many columns as an input has values")
+            raise ValueError("there must be as many columns as an input has values")
         return self
 
     @property

@@ -76,10 +76,12 @@ def expanded(path: Path | str) -> Path:
     except RuntimeError:
         user = Path(path).parts[0].removeprefix("~")
     if user:
-        raise PbflError(f"'{path}': there is no user '{user}'; allowed is a path that begins otherwise")
+        raise PbflError(
+            f"'{path}': there is no user '{user}'; allowed is a path that does not start with '~{user}'"
+        )
     raise PbflError(
-        f"'{path}': this user has no home directory, neither in HOME nor in /etc/passwd; set the environment variable "
-        "PBFL_HOME to a directory for what this project keeps, or set HOME"
+        f"'{path}': this user has no home directory, neither in HOME nor in /etc/passwd; set the environment "
+        "variable PBFL_HOME to a directory for this project's files, or set HOME"
     )
 
 
@@ -99,7 +101,7 @@ def reading(what: str) -> Iterator[None]:
     except OSError as error:
         raise Unreadable(f"{error.filename or what} cannot be read ({error.strerror or error})") from error
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise PbflError(f"{what} is damaged, or of another version: {pointed(error)}") from error
+        raise PbflError(f"{what} is damaged, or was written by another version: {pointed(error)}") from error
 
 
 @contextmanager

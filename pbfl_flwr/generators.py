@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pbfl_flwr import descent, seeds
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client
-from pbfl_flwr.payloads import Prototypes, Weights, class_counts, joined, under
+from pbfl_flwr.payloads import Prototypes, Weights, class_counts, joined, part_of
 from pbfl_flwr.task import Task
 from pbfl_flwr.weights import copies
 
@@ -87,7 +87,7 @@ class Shape:
         network = self.build(task)
         expected = {name: tuple(tensor.shape) for name, tensor in tensors_of(network).items()}
         if expected != {name: tuple(tensor.shape) for name, tensor in tensors.items()}:
-            raise PbflError("the received generator is not of the configured shape")
+            raise PbflError("the received generator does not have the configured shape")
         network.load_state_dict(dict(tensors), strict=False)  # counters of BatchNorm do not travel
         return network
 
@@ -125,8 +125,8 @@ class GeneratorState:
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], task: Task) -> GeneratorState:
         """Rebuild the state of a checkpoint."""
-        network = Weights.from_tensors(under(tensors, "network"), task)
-        return cls(network.tensors, Weights.from_tensors(under(tensors, "moments"), task).tensors)
+        network = Weights.from_tensors(part_of(tensors, "network"), task)
+        return cls(network.tensors, Weights.from_tensors(part_of(tensors, "moments"), task).tensors)
 
     def scalars(self) -> int:
         """Return the number of scalars in the network."""
@@ -166,7 +166,7 @@ def train_generator(
     kept = {
         parameter: {key: tensor.clone() for key, tensor in moments.items()}
         for name, parameter in named.items()
-        if (moments := under(state.moments, name))
+        if (moments := part_of(state.moments, name))
     }
     group = descent.Group(tuple(named.values()), adam.learning_rate)
     steps = descent.Adam([group], adam.weight_decay, kept, fused=False)
@@ -213,10 +213,10 @@ class Taught:
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], task: Task) -> Taught:
         """Rebuild the payload; see :class:`pbfl_flwr.payloads.Payload`."""
-        table = under(tensors, "prototypes")
+        table = part_of(tensors, "prototypes")
         return cls(
-            Weights.from_tensors(under(tensors, "weights"), task),
-            Weights.from_tensors(under(tensors, "generator"), task),
+            Weights.from_tensors(part_of(tensors, "weights"), task),
+            Weights.from_tensors(part_of(tensors, "generator"), task),
             class_counts(tensors, "label-counts", task),
             Prototypes.from_tensors(table, task) if table else None,
         )
@@ -252,10 +252,10 @@ class GenerativeState:
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], task: Task) -> GenerativeState:
         """Rebuild the state of a checkpoint."""
-        clients = {int(client): counts for client, counts in under(tensors, "client").items()}
+        clients = {int(client): counts for client, counts in part_of(tensors, "client").items()}
         return cls(
-            Taught.from_tensors(under(tensors, "taught"), task),
-            GeneratorState.from_tensors(under(tensors, "generator"), task),
+            Taught.from_tensors(part_of(tensors, "taught"), task),
+            GeneratorState.from_tensors(part_of(tensors, "generator"), task),
             dict(sorted(clients.items())),
             float(tensors["loss"]),
         )

@@ -9,7 +9,7 @@ from typing import Any
 
 from filelock import FileLock
 
-NONE_HERE = "its file system has no file locks, as Lustre mounted without flock; choose another one"
+NONE_HERE = "its file system has no file locks (e.g. Lustre mounted without flock); choose another one"
 
 
 class Lock(FileLock):

@@ -171,7 +171,9 @@ class Method(ABC, Generic[StateT, DownT, UpT]):
             TypeError: if the state is not of type ``down`` and the subclass does not override this.
         """
         if not isinstance(state, self.down):
-            raise TypeError(f"{type(self).__name__} must say how its state becomes {self.down.__name__}")
+            raise TypeError(
+                f"{type(self).__name__} must override broadcast() to turn its state into {self.down.__name__}"
+            )
         return state
 
     def resumed(self, state: StateT) -> StateT:
@@ -205,7 +207,7 @@ class Method(ABC, Generic[StateT, DownT, UpT]):
         """Return the predictors available now, by name; ``predicts`` lists all possible names."""
         return {"head": head_scores}
 
-    def beside(self) -> tuple[str, ...]:
+    def auxiliary_architectures(self) -> tuple[str, ...]:
         """Return the architectures of networks that every client builds besides its own; by default none."""
         return ()
 

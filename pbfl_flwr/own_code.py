@@ -35,8 +35,8 @@ def function_of(key: str, spec: str) -> Callable[..., object]:
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise PbflError(
-            f"{key} = '{spec}': cannot import '{module_name}' ({error}); is it installed, or the directory that holds "
-            "it in PYTHONPATH?"
+            f"{key} = '{spec}': cannot import '{module_name}' ({error}); is it installed, or is its directory in "
+            "PYTHONPATH?"
         ) from error
     except Exception as error:  # user code may raise anything
         raise PbflError(
@@ -45,8 +45,9 @@ def function_of(key: str, spec: str) -> Callable[..., object]:
     function = getattr(module, function_name, None)
     if not callable(function) and module_name == "__main__":
         raise PbflError(
-            f"{key} = '{spec}': '__main__' of this process has no function '{function_name}'; what a notebook or the "
-            "prompt defines is known to that process alone: take one worker, or put it into a file beside the notebook"
+            f"{key} = '{spec}': '__main__' of this process has no function '{function_name}'; functions defined in "
+            "a notebook or prompt exist only in that process: use one worker, or move the function to a file next "
+            "to the notebook"
         )
     if not callable(function):
         raise PbflError(f"{key} = '{spec}': '{module_name}' has no function '{function_name}'")

@@ -1,9 +1,9 @@
 """Traces a training step on copies of its tensors: which existing tensors it reads and writes, and its operations.
 
 A CUDA graph reads and writes the memory it was recorded on. So that one recording serves every client with the same
-architecture, a step is recorded on *stand-ins*: private copies of all tensors that exist before the step (weights,
-running statistics, momentum, prototypes, the batch). Another client's step is first run once on stand-ins of its own.
-If it consists of the same operations, on tensors of the same shapes and with the same constants, the recording is valid
+architecture, a step is recorded on *static copies* of all tensors that exist before the step (weights, running
+statistics, momentum, prototypes, the batch). Another client's step is first run once on static copies of its own. If it
+consists of the same operations, on tensors of the same shapes and with the same constants, the recording is valid
 for it too: its tensors are copied in, the recording is replayed, and the written tensors are copied back. Methods need
 not declare which tensors their loss reads: these are found below autograd, through which every operation passes.
 """
@@ -37,7 +37,7 @@ class NotReplayable(PbflError):
 
     def __init__(self, why: str) -> None:
         super().__init__(
-            f"compile = 'cuda-graph': a training step could not be recorded ({why}); allowed instead is 'off'"
+            f"compile = 'cuda-graph': a training step could not be recorded ({why}); allowed is 'off'"
         )
         self.why = why
 
@@ -45,15 +45,15 @@ class NotReplayable(PbflError):
 RUNNING = {"running_mean", "running_var"}  # written by BatchNorm; not all of its schemas declare that
 
 
-class StandIns(TorchDispatchMode):
-    """Dispatch mode in which operations use stand-ins for tensors that existed before it.
+class StaticCopies(TorchDispatchMode):
+    """Dispatch mode in which operations use static copies of tensors that existed before it.
 
     Args:
-        first: tensors that get the first stand-ins, in this order, whether or not they are read.
+        first: tensors that are copied first, in this order, whether or not they are read.
 
     Attributes:
         originals: the existing tensors, in order of first use.
-        tensors: their stand-ins, copied at first use.
+        tensors: their static copies, made at first use.
     """
 
     def __init__(self, *first: Tensor) -> None:
@@ -61,8 +61,8 @@ class StandIns(TorchDispatchMode):
         begin()
         self.originals: list[Tensor] = []
         self.tensors: list[Tensor] = []
-        self._numbers: dict[Place, int] = {}  # original's place -> index of its stand-in
-        self._stands: dict[int, int] = {}  # storage of a stand-in -> its index
+        self._numbers: dict[Place, int] = {}  # original's place -> index of its static copy
+        self._copies: dict[int, int] = {}  # storage of a static copy -> its index
         self._complete = False
         self._forget()
         for tensor in first:
@@ -73,15 +73,15 @@ class StandIns(TorchDispatchMode):
         self._written: set[int] = set()
         self._operations: list[tuple[Hashable, ...]] = []
 
-    def again(self) -> StandIns:
-        """Return a mode with the same stand-ins for another pass, which may not read any other existing tensor."""
+    def again(self) -> StaticCopies:
+        """Return a mode with the same static copies for another pass, which may not read any other existing tensor."""
         other = copy(self)
         other._complete = True
         other._forget()
         return other
 
     def bring_back(self) -> None:
-        """Copy the written stand-ins to their originals."""
+        """Copy the written static copies to their originals."""
         copy_some(self.tensors, self.originals, self.written)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -105,7 +105,7 @@ class StandIns(TorchDispatchMode):
 
     @property
     def written(self) -> list[int]:
-        """Indices of the stand-ins that the step has written.
+        """Indices of the static copies that the step has written.
 
         Raises:
             NotReplayable: if one shares memory with another tensor of the step: their copies would diverge.
@@ -115,29 +115,29 @@ class StandIns(TorchDispatchMode):
             shared[storage] = shared.get(storage, 0) + 1
         for (storage, *_), number in self._numbers.items():
             if number in self._written and shared[storage] > 1:
-                raise NotReplayable("it writes a tensor that it also reads by another view")
+                raise NotReplayable("it writes to a tensor that it also reads through another view")
         return sorted(self._written)
 
     def _replaced(self, item: Tensor) -> Tensor:
-        """Return the stand-in of a tensor that existed before the step; CPU scalars and other tensors unchanged."""
+        """Return the static copy of a tensor that existed before the step; CPU scalars and other tensors unchanged."""
         if item.dim() == 0 and item.device.type == "cpu":
             return item
         storage = _storage(item)
-        if storage in self._made or storage in self._stands:
+        if storage in self._made or storage in self._copies:
             return item
         place = _place(item)
         if place not in self._numbers:
             if self._complete:
-                raise NotReplayable("it reads tensors that the one before did not")
+                raise NotReplayable("it reads tensors that the previous step did not read")
             self._numbers[place] = len(self.tensors)
             self.originals.append(item)
             self.tensors.append(item.detach().clone())
-            self._stands[_storage(self.tensors[-1])] = self._numbers[place]
+            self._copies[_storage(self.tensors[-1])] = self._numbers[place]
         return self.tensors[self._numbers[place]]
 
     def _given_back(self, item: Tensor) -> Tensor:
-        """Return the original for a stand-in: autograd expects an in-place operation to return its argument."""
-        number = self._stands.get(_storage(item))
+        """Return the original for a static copy: autograd expects an in-place operation to return its argument."""
+        number = self._copies.get(_storage(item))
         if number is None:
             self._made[_storage(item)] = len(self._operations)
             return item
@@ -146,18 +146,18 @@ class StandIns(TorchDispatchMode):
     def _said(self, item: Any) -> Hashable:
         if isinstance(item, (list, tuple)):
             return tuple(self._said(part) for part in item)
-        if isinstance(item, (torch.UntypedStorage, torch.TypedStorage)):  # storages have no stand-ins
+        if isinstance(item, (torch.UntypedStorage, torch.TypedStorage)):  # storages have no static copies
             raise NotReplayable(
-                "it takes a tensor by its memory, as cuDNN's recurrent layers take their weights"
+                "it accesses a tensor's storage directly, as cuDNN's recurrent layers do with their weights"
             )
         if not isinstance(item, Tensor):
             return (type(item), str(item))
         storage, *form = _place(item)
-        if storage in self._stands:
-            return ("stand-in", self._stands[storage], *form)
+        if storage in self._copies:
+            return ("copy", self._copies[storage], *form)
         if storage in self._made:
             return ("made", self._made[storage], *form)
-        return ("number", float(item), item.dtype)  # a CPU scalar, the only tensor without a stand-in
+        return ("number", float(item), item.dtype)  # a CPU scalar, the only tensor without a static copy
 
     def _note_written(self, func: Any, args: Any, kwargs: Any) -> None:
         for argument, value in _arguments(func, args, kwargs):
@@ -165,7 +165,7 @@ class StandIns(TorchDispatchMode):
                 each_tensor(self._mark_written, value)
 
     def _mark_written(self, tensor: Tensor) -> None:
-        if (number := self._stands.get(_storage(tensor))) is not None:
+        if (number := self._copies.get(_storage(tensor))) is not None:
             self._written.add(number)
 
 

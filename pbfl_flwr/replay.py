@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from pbfl_flwr import recording
 from pbfl_flwr.errors import PbflError, of_full_card, pointed
-from pbfl_flwr.recording import NotReplayable, Run, StandIns, copy_some
+from pbfl_flwr.recording import NotReplayable, Run, StaticCopies, copy_some
 
 Step = Callable[..., None]
 """Trains on a batch: inputs (B, ...), labels (B,), and more tensors that always have the same shapes."""
@@ -45,8 +45,8 @@ def check_replayable(mode: str, method: str, replayable: bool) -> None:
     """
     if mode == "cuda-graph" and not replayable:
         raise PbflError(
-            f"compile = 'cuda-graph': the training steps of '{method}' are not all alike, so that one recording cannot "
-            "stand for them; allowed are 'off', 'default' and 'reduce-overhead'"
+            f"compile = 'cuda-graph': the training steps of '{method}' are not all the same operations, so one "
+            "recording cannot replace them; allowed are 'off', 'default' and 'reduce-overhead'"
         )
 
 
@@ -54,7 +54,7 @@ def check_layers(name: str, network: nn.Module) -> None:
     """Check that a network's training steps can be recorded, as far as its layers show.
 
     On a GPU the weights of a recurrent layer share one block of memory, which is passed to cuDNN in addition to the
-    weights: stand-ins for the weights would not replace that block.
+    weights: static copies of the weights would not replace that block.
 
     Raises:
         PbflError: naming the first recurrent layer.
@@ -73,8 +73,8 @@ class Recording:
 
     Attributes:
         replay: runs the recorded step.
-        tensors: the stand-ins it reads and writes.
-        written: indices of the stand-ins that it writes.
+        tensors: the static copies it reads and writes.
+        written: indices of the static copies that it writes.
     """
 
     replay: Run
@@ -117,10 +117,10 @@ class Replayed:
         elif self._recording is not None:
             self._replay(self._recording, batch)
         elif self._done == 0:  # creates the loss sums and the momentum, which must exist before the recording
-            aside(lambda: self._step(*batch), self._device)
+            on_recording_stream(lambda: self._step(*batch), self._device)
             self._done += 1
         else:
-            self._on_stand_ins(batch)
+            self._on_static_copies(batch)
             self._done += 1
 
     def settle(self) -> None:
@@ -138,17 +138,17 @@ class Replayed:
             there.copy_(here)
         recording.replay()
 
-    def _on_stand_ins(self, batch: Sequence[Tensor]) -> None:
-        """Train one step on stand-ins, then look up its recording, or make one after the warm-up."""
-        seen = StandIns(*batch)
+    def _on_static_copies(self, batch: Sequence[Tensor]) -> None:
+        """Train one step on static copies, then look up its recording, or make one after the warm-up."""
+        seen = StaticCopies(*batch)
 
-        def within(stand_ins: StandIns) -> None:
-            with stand_ins:
+        def within(copies: StaticCopies) -> None:
+            with copies:
                 self._step(*batch)
 
         warm = self._done + 1 >= WARM_UP
         with without_waiting(seen) if warm else nullcontext():
-            aside(lambda: within(seen), self._device)
+            on_recording_stream(lambda: within(seen), self._device)
         seen.bring_back()
         key = (self._device, seen.signature)
         if key not in _recordings and warm:
@@ -161,7 +161,7 @@ class Replayed:
             self._recording, self._own = _recordings[key], seen.originals
 
 
-def aside(run: Run, device: torch.device) -> None:
+def on_recording_stream(run: Run, device: torch.device) -> None:
     """Run on the recording stream, on which the operations must have run before they are recorded."""
     stream, current = _stream(device), torch.cuda.current_stream(device)
     stream.wait_stream(current)
@@ -171,7 +171,7 @@ def aside(run: Run, device: torch.device) -> None:
 
 
 @contextmanager
-def without_waiting(seen: StandIns) -> Iterator[None]:
+def without_waiting(seen: StaticCopies) -> Iterator[None]:
     """Raise at operations within the context that make the CPU wait for the GPU.
 
     They cannot be recorded, and raising here is better than during a recording: an aborted recording may break torch's
@@ -190,7 +190,7 @@ def without_waiting(seen: StandIns) -> Iterator[None]:
     except RuntimeError as error:
         if "synchronizing CUDA operation" not in str(error):
             raise
-        raise NotReplayable(f"{seen.last} has the CPU wait for the GPU{_where(error)}") from error
+        raise NotReplayable(f"{seen.last} makes the CPU wait for the GPU{_where(error)}") from error
     finally:
         _set_waiting(before)
 
@@ -236,7 +236,7 @@ def record(run: Run, device: torch.device) -> Run:
 
 
 def _where(error: Exception) -> str:
-    """Return the last traceback line in the step's own code, not in torch or the stand-ins."""
+    """Return the last traceback line in the step's own code, not in torch or the static copies."""
     lines = [f for f in extract_tb(error.__traceback__) if not f.filename.startswith(AROUND)]
     return f", {Path(lines[-1].filename).name}:{lines[-1].lineno}" if lines else ""
 

@@ -68,7 +68,9 @@ def _scores(
         for name, predictor in predictors.items():
             scores = predictor(features, logits)
             if scores.shape != (len(labels), client.task.num_classes):
-                raise ValueError(f"predictor '{name}' answers {tuple(scores.shape)}, expected (B, K)")
+                raise ValueError(
+                    f"predictor '{name}' returns scores of shape {tuple(scores.shape)}, expected (B, K)"
+                )
             if not bool(torch.isfinite(scores).all()):
                 raise Diverged(f"predictor '{name}' gives scores that are not finite; {REMEDY}")
             answer = scores.argmax(dim=1)

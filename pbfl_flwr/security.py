@@ -89,13 +89,13 @@ def renew_certificate(directory: Path, hosts: Sequence[str], days: int) -> None:
     ca = read_certificate(directory / CA_CERTIFICATE)
     if ca.not_valid_after_utc <= datetime.now(UTC):
         raise PbflError(
-            f"{directory / CA_CERTIFICATE} has ended on {ca.not_valid_after_utc:%Y-%m-%d}; --force makes a new CA, "
+            f"{directory / CA_CERTIFICATE} expired on {ca.not_valid_after_utc:%Y-%m-%d}; --force makes a new CA, "
             "whose ca.pem every device needs"
         )
     try:
         key = load_pem_private_key(_read(directory / CA_KEY), None)
     except (ValueError, UnsupportedAlgorithm) as error:
-        raise PbflError(f"{directory / CA_KEY} is no private key ({error})") from None
+        raise PbflError(f"{directory / CA_KEY} is not a private key ({error})") from None
     if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != ca.public_key():
         raise PbflError(f"{directory / CA_KEY} is not the key of {directory / CA_CERTIFICATE}")
     _write(directory, _of_server(names, days, ca, key), private=(SERVER_KEY,))
@@ -225,7 +225,7 @@ def make_keys(directory: Path, names: Sequence[str]) -> None:
             allowed = "letters, digits, '.', '-' and '_', not ending in .pub"
             raise PbflError(f"name {name!r}: allowed are {allowed}")
     if len(set(names)) < len(names):
-        raise PbflError(f"names {', '.join(names)}: each may stand there once")
+        raise PbflError(f"names {', '.join(names)}: each is allowed only once")
     files = [directory / file for name in names for file in (name, f"{name}.pub")]
     _refuse_existing(files, "keys are not replaced; choose another name or directory")
     directory.mkdir(parents=True, exist_ok=True)
@@ -244,13 +244,13 @@ def read_node_key(path: Path) -> ec.EllipticCurvePrivateKey:
     Raises:
         PbflError: if it cannot be read or Flower does not accept it.
     """
-    allowed = "an OpenSSH private key on a NIST curve, without a passphrase, as pbfl keys writes it"
+    allowed = "an OpenSSH private key on a NIST curve without a passphrase, as written by pbfl keys"
     try:
         key = load_ssh_private_key(_read(path), None)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise PbflError(f"{path} cannot be used as a key ({error}); allowed is {allowed}") from None
     if not isinstance(key, ec.EllipticCurvePrivateKey) or not isinstance(key.curve, NODE_CURVES):
-        raise PbflError(f"{path} is of another kind of key; allowed is {allowed}")
+        raise PbflError(f"{path} is another type of key; allowed is {allowed}")
     return key
 
 
@@ -266,21 +266,28 @@ def _write(directory: Path, files: Mapping[str, bytes], private: Collection[str]
         directory: of the files.
         files: name -> content.
         private: names of files created with access for their owner only.
+
+    Raises:
+        PbflError: if a directory has the name of one of the files; nothing is written then.
     """
-    beside = {name: directory / f".{name}.tmp" for name in files}
+    if taken := [
+        str(path) for name in files if (path := directory / name).is_dir() and not path.is_symlink()
+    ]:
+        raise PbflError(f"{', '.join(taken)}: a directory; allowed is a file, which is replaced, or nothing")
+    temporary = {name: directory / f".{name}.tmp" for name in files}
     try:
         for name, data in files.items():
-            beside[name].unlink(missing_ok=True)
+            temporary[name].unlink(missing_ok=True)
             mode = 0o600 if name in private else 0o666
-            opened = os.open(beside[name], os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+            opened = os.open(temporary[name], os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
             with os.fdopen(opened, "wb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-        for name, written in beside.items():
+        for name, written in temporary.items():
             written.replace(directory / name)
     finally:
-        for left in beside.values():
+        for left in temporary.values():
             left.unlink(missing_ok=True)
 
 
@@ -297,7 +304,7 @@ def _read(path: Path) -> bytes:
 
 def _refuse_existing(files: Iterable[Path], advice: str) -> None:
     if there := [str(file) for file in files if file.exists()]:
-        raise PbflError(f"{', '.join(there)}: there already; {advice}")
+        raise PbflError(f"{', '.join(there)}: already exists; {advice}")
 
 
 # A handshake ----------------------------------------------------------------------------------------------------
@@ -355,8 +362,8 @@ def shake_hands(address: str, ca: Path | None, timeout: float = 10.0) -> Handsha
     try:
         trust = ssl.create_default_context(cafile=ca)
     except ssl.SSLError as error:  # OpenSSL is stricter than cryptography, e.g. about leading spaces
-        said = error.reason or "it is cut short"
-        raise PbflError(f"{ca} holds no PEM certificate ({said}): copy it anew, as it is") from None
+        said = error.reason or "it is truncated"
+        raise PbflError(f"{ca} holds no PEM certificate ({said}): copy it again, unchanged") from None
     try:
         _connect(address, trust, timeout)
         refusal = None
@@ -365,7 +372,7 @@ def shake_hands(address: str, ca: Path | None, timeout: float = 10.0) -> Handsha
     except (ssl.SSLError, ConnectionResetError, TimeoutError) as error:
         said = getattr(error, "reason", None) or type(error).__name__
         return Handshake(
-            f"the server speaks no TLS at this port ({said}): is it started with --insecure?", None
+            f"the server does not use TLS on this port ({said}): was it started with --insecure?", None
         )
     unverified = ssl.create_default_context()
     unverified.check_hostname, unverified.verify_mode = False, ssl.CERT_NONE

@@ -34,7 +34,7 @@ class Task:
         if self.feature_dim < 1:
             raise PbflError(f"feature-dim is {self.feature_dim}; allowed are whole numbers from 1")
         if not self.input_shape or min(self.input_shape) < 1:
-            raise PbflError(f"input shape {self.input_shape} has an empty side")
+            raise PbflError(f"input shape {self.input_shape} has an axis of length 0")
         if self.vocabulary_size < 0:
             raise PbflError(
                 f"a vocabulary of {self.vocabulary_size} tokens; allowed are whole numbers from 0"

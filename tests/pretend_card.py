@@ -5,7 +5,7 @@ a prototype that was just decoded. On a machine without a card that would never 
 moved to ``cuda`` are of the class ``OnCard``; every operation looks whether all that it is given is there, refuses
 what CUDA refuses, and computes what the CPU computes, bit for bit. :func:`record` does what a CUDA graph does: it keeps
 operations with the very tensors and numbers that they were given, refuses what a recording may not hold, and does not
-keep alive what was there before it. Where torch is told so (``set_sync_debug_mode``), what has the CPU wait for the
+keep alive what was there before it. Where torch is told so (``set_sync_debug_mode``), what makes the CPU wait for the
 card is refused as torch refuses it. Not pretended: speed, how much memory there is, streams and the threads of a
 backward pass, CUDA's own kernels and which of them torch takes there (cuDNN's recurrent layers, fused attention),
 autocast.
@@ -328,7 +328,7 @@ def card() -> Iterator[None]:
             patch("torch.cuda.set_sync_debug_mode", _set_waiting),
             patch("torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype", _grouped),
             patch("torch.optim.optimizer._group_tensors_by_device_and_dtype", _grouped),
-            patch("pbfl_flwr.replay.aside", lambda run, device: run()),
+            patch("pbfl_flwr.replay.on_recording_stream", lambda run, device: run()),
             patch("pbfl_flwr.replay.record", record),
             _Machine(),
         ):

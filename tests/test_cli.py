@@ -956,7 +956,7 @@ def test_a_run_of_another_version_is_one_line(
     assert result.exit_code == 2, result.output
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: ")
-    assert "is damaged, or of another version: " in line
+    assert "is damaged, or was written by another version: " in line
 
 
 def test_a_run_says_over_how_many_clients_its_accuracies_are(tmp_path: Path) -> None:

@@ -108,4 +108,4 @@ def test_the_command() -> None:
     assert late["50 releases"] > late["20 releases"] == answer["epsilon"]["20 releases"]
     wrong = run("--set", "dp-noise=2")
     assert wrong.exit_code == 2
-    assert "dp-noise needs dp-clip" in wrong.output
+    assert "dp-noise needs a clipping norm" in wrong.output

@@ -185,7 +185,7 @@ def test_a_run_that_is_stopped_and_killed_and_goes_on_has_the_bits_of_one_that_i
     process.send_signal(signal.SIGINT)
     said, _ = process.communicate(timeout=120)
     assert process.returncode == 130, said
-    assert "attack noise=0.5: false class rows from client" in said
+    assert "attack noise=0.5: clients" in said
     assert left_behind(run_dir) == []
     done = rounds_done(run_dir)
     process = pbfl(run_dir, tmp_path / "home", "--workers", "2", "--resume", str(run_dir))

@@ -98,6 +98,6 @@ def test_payloads_and_states_survive_the_wire():
     for bad in (torch.tensor([1, 2, 3]), torch.tensor([1, -1, 0, 0]), torch.ones(4)):
         with pytest.raises(RejectedPayload, match="label-counts"):
             Taught.from_tensors({**tensors, "label-counts": bad}, TASK)
-    with pytest.raises(PbflError, match="not of the configured shape"):
+    with pytest.raises(PbflError, match="does not have the configured shape"):
         Shape(3, 9).load(TASK, state.generator.tensors)
     assert isinstance(SHAPE.load(TASK, state.generator.tensors), nn.Module)

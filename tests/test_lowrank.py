@@ -117,10 +117,10 @@ def test_what_arrives_is_checked():
     check_shapes(LowRank.from_tensors(good, TASK), shapes)
     bad = [
         ({**good, "u.w": good["u.w"] * math.nan}, "NaN"),
-        ({key: tensor for key, tensor in good.items() if key != "s.w"}, "not complete"),
+        ({key: tensor for key, tensor in good.items() if key != "s.w"}, "are incomplete"),
         ({**good, "s.w": torch.ones(2)}, "do not fit"),
         ({**good, "s.w": -good["s.w"]}, "negative singular"),
-        ({**good, "u.w": good["u.w"] * 5}, "longer than 1"),
+        ({**good, "u.w": good["u.w"] * 5}, "norm above 1"),
         ({**good, "d.w": torch.ones(5, 7)}, "sent twice"),
         ({**good, "x.w": torch.ones(1)}, "unexpected tensor 'x.w'"),
         ({**good, "about": torch.tensor([-2, 0, 0])}, "'about'"),

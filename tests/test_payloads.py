@@ -18,8 +18,8 @@ from pbfl_flwr.payloads import (
     RejectedPayload,
     Weights,
     joined,
+    part_of,
     separate,
-    under,
 )
 from pbfl_flwr.task import Task
 
@@ -130,8 +130,8 @@ def test_weights_travel_under_their_names() -> None:
 def test_payloads_of_payloads() -> None:
     parts: dict[str, Payload] = {"one": Prototypes.empty(5, 3), "two": Weights({"one.x": torch.ones(2)}, 1)}
     tensors = joined(**parts)
-    assert set(under(tensors, "one")) == {"labels", "rows"}
-    assert Weights.from_tensors(under(tensors, "two"), TASK).tensors["one.x"].sum() == 2
+    assert set(part_of(tensors, "one")) == {"labels", "rows"}
+    assert Weights.from_tensors(part_of(tensors, "two"), TASK).tensors["one.x"].sum() == 2
 
 
 def test_separate_tensors_own_their_memory() -> None:

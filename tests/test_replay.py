@@ -16,7 +16,7 @@ from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method
 from pbfl_flwr.models import build_model, check_compiler
-from pbfl_flwr.recording import NotReplayable, StandIns, copy_some
+from pbfl_flwr.recording import NotReplayable, StaticCopies, copy_some
 from pbfl_flwr.replay import WARM_UP, Replayed, check_layers, check_replayable
 from pbfl_flwr.task import Task
 from tests.pretend_card import CUDA, OnCard, Recording, card, record
@@ -82,7 +82,7 @@ def test_the_next_client_replays_the_recording_of_the_first(replays) -> None:
     batches = [[1.0, 2.0]] * 6
     assert first.add(*batches) == 18
     assert second.add(*batches) == 118
-    assert second.called == [2, 2], "one step as it is, one on stand-ins"
+    assert second.called == [2, 2], "one step as it is, one on static copies"
     assert replays() == (1, 3 + 4)
     assert first.add([1.0, 1.0]) == 20, "the second has not touched the first one's sum"
     assert float(second.total) == 118
@@ -128,7 +128,7 @@ def test_views_of_one_tensor_are_read_but_not_written(replays) -> None:
     assert total.tolist() == [15.0, 25.0]
     train = Replayed(writes, 2, CUDA)
     train(torch.ones(2).to(CUDA), LABELS.to(CUDA))
-    with pytest.raises(NotReplayable, match=r"also reads by another view.*allowed instead is 'off'"):
+    with pytest.raises(NotReplayable, match=r"also reads through another view.*allowed is 'off'"):
         train(torch.ones(2).to(CUDA), LABELS.to(CUDA))
 
 
@@ -144,14 +144,14 @@ def test_a_step_that_finds_other_tensors_than_before_is_refused(replays) -> None
     train(torch.ones(2).to(CUDA), LABELS.to(CUDA))
     train(torch.ones(2).to(CUDA), LABELS.to(CUDA))
     with pytest.raises(
-        NotReplayable, match=r"reads tensors that the one before did not.*allowed instead is 'off'"
+        NotReplayable, match=r"reads tensors that the previous step did not read.*allowed is 'off'"
     ):
         train(torch.ones(2).to(CUDA), LABELS.to(CUDA))
 
 
-def test_stand_ins_are_copies_that_nobody_else_holds() -> None:
+def test_static_copies_share_no_memory_with_the_originals() -> None:
     weight, mean = torch.tensor([2.0], requires_grad=True), torch.tensor([5.0])
-    with StandIns(mean) as seen:
+    with StaticCopies(mean) as seen:
         loss = (weight * 3).sum()
         loss.backward()
         with torch.no_grad():
@@ -186,10 +186,13 @@ def test_the_pretended_recording_refuses_what_a_recording_refuses(step, said) ->
 @pytest.mark.parametrize(
     ("step", "said"),
     [
-        (lambda x: float(x.sum()), r"aten._local_scalar_dense.default has the CPU wait for the GPU, \w+.py:"),
-        (lambda x: x[x > 0], "aten.index.Tensor has the CPU wait"),
-        (lambda x: torch.bincount(x.long()), "aten.bincount.default has the CPU wait"),
-        (lambda x: (x * 2).cpu(), ".* has the CPU wait"),
+        (
+            lambda x: float(x.sum()),
+            r"aten._local_scalar_dense.default makes the CPU wait for the GPU, \w+.py:",
+        ),
+        (lambda x: x[x > 0], "aten.index.Tensor makes the CPU wait"),
+        (lambda x: torch.bincount(x.long()), "aten.bincount.default makes the CPU wait"),
+        (lambda x: (x * 2).cpu(), ".* makes the CPU wait"),
     ],
 )
 def test_what_would_spoil_a_recording_is_refused_before_it_begins(step, said, replays) -> None:
@@ -198,7 +201,7 @@ def test_what_would_spoil_a_recording_is_refused_before_it_begins(step, said, re
     batch = torch.ones(2).to(CUDA), LABELS.to(CUDA)
     for _ in range(WARM_UP - 1):
         train(*batch)
-    with pytest.raises(NotReplayable, match=rf"could not be recorded \({said}.*allowed instead is 'off'"):
+    with pytest.raises(NotReplayable, match=rf"could not be recorded \({said}.*allowed is 'off'"):
         train(*batch)
     assert replays() == (0, 0)
     assert not OnCard.may_not_wait
@@ -314,10 +317,10 @@ def test_recordings_share_their_memory_until_they_are_forgotten(monkeypatch: pyt
     assert pools.asked == [1, 1, 2]
 
 
-def test_a_tensor_that_is_taken_by_its_memory_is_no_stand_in() -> None:
+def test_a_tensor_whose_storage_is_accessed_directly_cannot_be_copied() -> None:
     """So cuDNN's recurrent layers find their weights in one piece."""
     weights = torch.ones(4)
-    with StandIns(), pytest.raises(NotReplayable, match=r"by its memory.*allowed instead is 'off'"):
+    with StaticCopies(), pytest.raises(NotReplayable, match=r"storage directly.*allowed is 'off'"):
         torch.empty(0).set_(weights.untyped_storage())
 
 
@@ -337,7 +340,7 @@ def test_what_the_cards_own_batch_norm_writes_is_noted() -> None:
     with FakeTensorMode():  # which asks no card
         with torch.device("cuda"):
             norm, inputs = nn.BatchNorm2d(3), torch.ones(2, 3, 4, 4)
-        with StandIns() as seen:
+        with StaticCopies() as seen:
             norm(inputs)
         written = [seen.originals[place] for place in seen.written]
     assert all(any(buffer is tensor for tensor in written) for buffer in norm.buffers())
@@ -366,7 +369,7 @@ def test_what_cannot_be_recorded_is_said_before_the_first_round() -> None:
     check_replayable("cuda-graph", "fedproto", True)
     check_replayable("reduce-overhead", "fedfa", False)
     with pytest.raises(
-        PbflError, match=r"the training steps of 'fedfa' are not all alike.*'reduce-overhead'"
+        PbflError, match=r"the training steps of 'fedfa' are not all the same operations.*'reduce-overhead'"
     ):
         check_replayable("cuda-graph", "fedfa", False)
     check_compiler("cuda-graph", torch.device("cuda"))

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import socket
 import ssl
 import stat
@@ -96,7 +97,7 @@ def test_refusals_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with server(tmp_path / "early") as address:
         assert "not valid yet" in str(security.shake_hands(address, tmp_path / "early" / "ca.pem").refusal)
     with server(good, talks_tls=False) as address:
-        assert "speaks no TLS" in str(security.shake_hands(address, good / "ca.pem").refusal)
+        assert "does not use TLS" in str(security.shake_hands(address, good / "ca.pem").refusal)
 
 
 def test_a_copied_authority_that_openssl_does_not_take_is_not_the_servers_fault(tmp_path: Path) -> None:
@@ -105,7 +106,7 @@ def test_a_copied_authority_that_openssl_does_not_take_is_not_the_servers_fault(
     with server(tmp_path) as address:
         for copy in ("  " + ca, ca + ca[:300]):  # from a file that indents it; two, the second cut short
             (tmp_path / "copy.pem").write_text(copy)
-            with pytest.raises(PbflError, match=r"copy.pem holds no PEM certificate .*: copy it anew"):
+            with pytest.raises(PbflError, match=r"copy.pem holds no PEM certificate .*: copy it again"):
                 security.shake_hands(address, tmp_path / "copy.pem")
 
 
@@ -143,7 +144,7 @@ def test_no_certificate_ends_after_its_authority(tmp_path: Path, monkeypatch: py
     before = (tmp_path / "server.pem").read_bytes()
     monkeypatch.setattr(security, "BACKDATED", timedelta(days=9))
     security.make_certificates(tmp_path / "old", ["127.0.0.1"], 1, ca_days=-2)
-    with pytest.raises(PbflError, match=r"ca\.pem has ended on .*; --force makes a new CA"):
+    with pytest.raises(PbflError, match=r"ca\.pem expired on .*; --force makes a new CA"):
         security.renew_certificate(tmp_path / "old", ["127.0.0.1"], 365)
     assert (tmp_path / "server.pem").read_bytes() == before
 
@@ -159,6 +160,21 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
     security.make_certificates(tmp_path, ["localhost"], 30, force=True)
     assert (tmp_path / "ca.pem").read_bytes() != before["ca.pem"]
+
+
+@pytest.mark.parametrize("name", ["ca.pem", "server.key"])
+def test_a_directory_in_a_files_place_is_refused_before_anything_is_replaced(
+    tmp_path: Path, name: str
+) -> None:
+    security.make_certificates(tmp_path, ["localhost"], 30)
+    (tmp_path / name).unlink()
+    (tmp_path / name).mkdir()
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir() if file.is_file()}
+    with pytest.raises(
+        PbflError, match=rf"^{re.escape(str(tmp_path / name))}: a directory; allowed is a file"
+    ):
+        security.make_certificates(tmp_path, ["localhost"], 30, force=True)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir() if file.is_file()} == before
 
 
 def test_files_that_belong_together_are_written_together_or_not_at_all(
@@ -198,7 +214,7 @@ def test_other_keys_are_refused_in_a_line(tmp_path: Path) -> None:
     )
     (tmp_path / "ed25519").write_bytes(other)
     (tmp_path / "text").write_text("hello")
-    for name, said in (("ed25519", "another kind"), ("text", "cannot be used"), ("none", "cannot be read")):
+    for name, said in (("ed25519", "another type"), ("text", "cannot be used"), ("none", "cannot be read")):
         with pytest.raises(PbflError, match=said) as found:
             security.read_node_key(tmp_path / name)
         assert "\n" not in str(found.value)

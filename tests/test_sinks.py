@@ -73,8 +73,8 @@ def test_a_run_hands_on_what_its_new_clients_did(tmp_path: Path, monkeypatch: py
         def __init__(self) -> None:
             self.steps: list[tuple[int, Mapping[str, float]]] = []
 
-        def log(self, step: int, figures: Mapping[str, float]) -> None:
-            self.steps.append((step, figures))
+        def log(self, step: int, metrics: Mapping[str, float]) -> None:
+            self.steps.append((step, metrics))
 
         def close(self) -> None:
             self.steps.append((-1, {}))
@@ -120,7 +120,7 @@ class Brittle:
     def __init__(self) -> None:
         self.steps: list[int] = []
 
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if self.steps:
             raise OSError("No space left on device")
         self.steps.append(step)
@@ -139,7 +139,7 @@ def test_a_sink_that_fails_costs_a_warning(tmp_path: Path, monkeypatch: pytest.M
     notes = [
         [note for note in line["notes"] if note.startswith("sink")] for line in RunDirectory(run_dir).rounds()
     ]
-    said = "sink brittle failed and is left out from here on: OSError: No space left on device"
+    said = "sink brittle failed and is not used any more: OSError: No space left on device"
     assert notes == [[], [], [said], []]
     assert brittle.steps == [1]
 

@@ -623,7 +623,9 @@ def test_one_pass_scores_every_predictor() -> None:
 def test_scores_must_be_finite_and_of_shape_b_by_k() -> None:
     with pytest.raises(Diverged, match="predictor 'head' gives scores that are not finite"):
         evaluate(client(), {"head": lambda features, logits: logits * float("nan")})
-    with pytest.raises(ValueError, match=r"predictor 'head' answers \(6, 2\), expected \(B, K\)"):
+    with pytest.raises(
+        ValueError, match=r"predictor 'head' returns scores of shape \(6, 2\), expected \(B, K\)"
+    ):
         evaluate(client(), {"head": lambda features, logits: logits[:, :2]})
 
 

@@ -25,7 +25,7 @@ from pbfl_flwr.architectures import architectures
 from pbfl_flwr.config import Group, Settings, parse_section
 from pbfl_flwr.method import Client, Method, Moment, Round, Update
 from pbfl_flwr.methods.sharing import answer, initial, receive, shared_scalars
-from pbfl_flwr.payloads import Weights, joined, under
+from pbfl_flwr.payloads import Weights, joined, part_of
 from pbfl_flwr.task import Task
 from pbfl_flwr.training import classification, fit
 from pbfl_flwr.weights import same_shapes
@@ -56,7 +56,7 @@ class Dynamics:
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], task: Task) -> Dynamics:
         """Rebuild both."""
-        return cls(*(Weights.from_tensors(under(tensors, part), task) for part in ("weights", "drift")))
+        return cls(*(Weights.from_tensors(part_of(tensors, part), task) for part in ("weights", "drift")))
 
     def scalars(self) -> int:
         """Return the number of both."""
@@ -96,7 +96,7 @@ class FedDyn(Method[Dynamics, Weights, Weights]):
         ce = classification(client.model)
         own = dict(client.model.named_parameters())
         received = {name: down.tensors[name].to(client.device) for name in own}
-        known = under(client.memory, "g")
+        known = part_of(client.memory, "g")
         gradient = {
             name: known[name].to(client.device) if known else torch.zeros_like(w)
             for name, w in received.items()

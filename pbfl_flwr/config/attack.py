@@ -36,7 +36,7 @@ class Attack:
         kind, _, value = (part.strip() for part in text.partition("="))
         if kind not in ATTACKS:
             raise ValueError(
-                f"nothing, sign-flip=0.2, scale=10@0.2, noise=0.2 or permute=0.2, one kind; not '{kind}'"
+                f"nothing, sign-flip=0.2, scale=10@0.2, noise=0.2 or permute=0.2, one kind only; found '{kind}'"
             )
         factor, at, share = value.rpartition("@")
         if bool(at) != (kind == "scale"):
@@ -44,13 +44,13 @@ class Attack:
                 f"{kind}={'10@0.2, a factor and the share of the clients' if kind == 'scale' else '0.2'}"
             )
         if at and not (_FACTOR.fullmatch(factor) and math.isfinite(float(factor))):
-            raise ValueError(f"a finite factor before the @, not '{factor}'")
+            raise ValueError(f"a finite factor before the @, found '{factor}'")
         if not (_SHARE.fullmatch(share) and 0 < float(share) < 1):
-            raise ValueError(f"a share of the clients above 0 and below 1, not '{share}'")
+            raise ValueError(f"a share of the clients above 0 and below 1, found '{share}'")
         return cls(kind, float(share), float(factor) if at else 1.0)
 
 
 def announced(attack: str, who: Sequence[int]) -> str:
     """Return the message that names the attack and the attacking clients."""
-    liars = ", ".join(map(str, who))
-    return f"attack {attack}: false class rows from client {liars}; accuracies are over the others"
+    malicious = ", ".join(map(str, who))
+    return f"attack {attack}: clients {malicious} send falsified prototypes; accuracies are those of the other clients"

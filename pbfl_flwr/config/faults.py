@@ -39,16 +39,16 @@ class FaultRates:
         for part in filter(None, (part.strip() for part in text.split(","))):
             word, _, value = part.partition("=")
             if word not in FAULTS or word in found:
-                said = f"'{word}' twice" if word in found else f"not '{word}'"
+                said = f"'{word}' is given twice" if word in found else f"found '{word}'"
                 raise ValueError(f"a comma list of {', '.join(f'{name}=...' for name in FAULTS)}; {said}")
             share = value
             if word == "delay":
                 duration, _, share = value.partition("@")
                 seconds = re.fullmatch(r"(\d+(?:\.\d+)?)s", duration)
                 if seconds is None:
-                    raise ValueError(f"delay=5s or, for a share of the answers, delay=5s@0.3; not '{part}'")
+                    raise ValueError(f"delay=5s or, for a share of the answers, delay=5s@0.3; found '{part}'")
                 found["seconds"], share = float(seconds[1]), share or "1"
             if not re.fullmatch(r"\d*\.?\d+", share) or float(share) > 1:
-                raise ValueError(f"a share from 0 to 1 for '{word}', not '{part}'")
+                raise ValueError(f"a share from 0 to 1 for '{word}', found '{part}'")
             found[word] = float(share)
         return cls(**found)

@@ -51,7 +51,7 @@ class Group(BaseModel):
 
 def _absolute(path: str) -> str:
     if path and not Path(path).is_absolute():
-        raise ValueError("an absolute path or nothing, since workers run in other directories")
+        raise ValueError("an absolute path (workers run in other directories) or nothing")
     return path
 
 
@@ -107,55 +107,69 @@ class RunSettings(Group):
     """The federation and its rounds."""
 
     method: str = Field(
-        "fedproto", description="one of `pbfl list methods`, or your own: my_package.page:build"
+        "fedproto",
+        description="a name from `pbfl list methods`, or a method of your own: my_package.page:build",
     )
     method_settings: Annotated[str, AfterValidator(_named_values)] = Field(
         "", description="settings of a method of your own, e.g. mu=0.1,warm=true"
     )
-    num_clients: int = Field(20, ge=1, le=100_000, description="clients of the federation, M")
+    num_clients: int = Field(20, ge=1, le=100_000, description="M, number of clients in the federation")
     min_clients: int = Field(
         0,
         ge=0,
-        description="devices with which a run may begin; the others join in any round. 0: all num-clients",
+        description="number of devices needed to start a run, the others may join in any round; 0: all "
+        "num-clients",
     )
-    num_server_rounds: int = Field(20, ge=1, le=1_000_000, description="rounds, T")
+    num_server_rounds: int = Field(20, ge=1, le=1_000_000, description="T, number of rounds")
     patience: int = Field(
         0,
         ge=0,
-        description="rounds without a better headline score (of validation data, else of test data) after which the "
-        "run ends; 0: it makes them all",
+        description="early stopping: the run ends after this many rounds without a better headline score (on "
+        "validation data if there is any, else test data); 0: off",
     )
     keep_best: bool = Field(
         False,
-        description="clients keep, beside their last state, that of the round with the best headline score",
+        description="clients keep their state of the round with the best headline score in addition to their last one",
     )
     fraction_train: float = Field(1.0, gt=0, le=1, description="share of the clients that train in a round")
     fraction_evaluate: float = Field(
-        1.0, ge=0, le=1, description="share of the other clients that is evaluated"
+        1.0, ge=0, le=1, description="share of the other clients that are evaluated in a round"
     )
     new_clients: int = Field(
-        0, ge=0, description="how many of the clients, the last ones, only take part after the last round"
+        0,
+        ge=0,
+        description="number of clients (those with the highest ids) that take part only after the last round",
     )
     new_client_rounds: int = Field(
-        5, ge=1, le=1_000_000, description="rounds that those then train, their uploads unused"
+        5,
+        ge=1,
+        le=1_000_000,
+        description="rounds that the new clients then train; their uploads are not used",
     )
-    min_replies: int = Field(1, ge=1, description="valid training replies below which the run ends")
+    min_replies: int = Field(1, ge=1, description="the run ends if a round has fewer valid training replies")
     failure_policy: Literal["continue", "stop"] = Field(
-        "continue", description="after a client failed: go on with the others, or end the run and name it"
+        "continue",
+        description="if a client fails: continue with the others, or stop the run with an error that names it",
     )
     stale_weight: float = Field(
-        0.0, ge=0, le=1, description="w: an upload that is a rounds late counts w^a; 0 leaves it out"
+        0.0,
+        ge=0,
+        le=1,
+        description="w, an upload that arrives a rounds late is weighted by w^a; 0: late uploads are ignored",
     )
     faults: Annotated[str, AfterValidator(_faults)] = Field(
         "", description="faults to inject, e.g. drop=0.2,delay=5s@0.3,crash=0.05,corrupt=0.01,stale=0.1"
     )
     attack: Annotated[str, AfterValidator(_attack)] = Field(
         "",
-        description="share of the clients that send false class rows, in simulations: sign-flip=0.2, scale=10@0.2, "
-        "noise=0.2, permute=0.2",
+        description="kind of attack and share of malicious clients, which send falsified prototypes (simulations "
+        "only): sign-flip=0.2, scale=10@0.2, noise=0.2, permute=0.2",
     )
     max_upload_mb: int = Field(
-        256, ge=1, le=2048, description="MiB of one client's answer; larger ones are refused unread"
+        256,
+        ge=1,
+        le=2048,
+        description="largest reply of a client in MiB; larger ones are rejected without being parsed",
     )
     round_timeout: float = Field(
         3600.0, gt=0, le=31_536_000, description="seconds the server waits for a round's replies"
@@ -164,21 +178,24 @@ class RunSettings(Group):
         180.0,
         gt=0,
         le=31_536_000,
-        description="seconds the server waits for the clients to join, or for lost ones to be back",
+        description="seconds the server waits for the clients to join, or for disconnected ones to return",
     )
     seed: int = Field(0, ge=0, lt=2**31, description="seed of weights, batches and sampling")
     protocol: Literal["clean", "htfl", "pfl", "fedproto"] = Field(
-        "clean", description="whose conventions fill the auto values of loader, evaluation and averaging"
+        "clean",
+        description="code base whose conventions set the auto values of data loading, evaluation and averaging",
     )
     run_dir: AbsolutePath = Field(
-        "", description="absolute directory of this run; empty: <home>/runs/<date>-<method>"
+        "", description="directory of this run, an absolute path; empty: <home>/runs/<date>-<method>"
     )
     state_dir: AbsolutePath = Field(
-        "", description="where clients keep model and state; empty: <run-dir>/clients"
+        "", description="directory in which clients store model and state; empty: <run-dir>/clients"
     )
-    resume: bool = Field(False, description="go on from the last round that run-dir holds")
+    resume: bool = Field(False, description="continue after the last round stored in run-dir")
     sinks: str = Field(
-        "", description="comma list of tensorboard, wandb and mlflow, beside the JSONL; each needs its extra"
+        "",
+        description="where metrics go in addition to the JSONL: a comma list of tensorboard, wandb and mlflow; "
+        "each needs its extra",
     )
 
     @property
@@ -195,45 +212,60 @@ class RunSettings(Group):
 class DataSettings(Group):
     """The data and how it is dealt to the clients."""
 
-    dataset: str = Field("digits", description="one of `pbfl list datasets`")
-    data_dir: AbsolutePath = Field("", description="where the data lies; empty: <home>/data")
+    dataset: str = Field("digits", description="a name from `pbfl list datasets`")
+    data_dir: AbsolutePath = Field("", description="directory or file of the data; empty: <home>/data")
     download: bool = Field(False, description="allow torchvision to download what is missing")
     max_samples: int = Field(
-        0, ge=0, description="samples that are used, drawn with partition-seed before they are dealt; 0: all"
+        0,
+        ge=0,
+        description="number of samples used, drawn at random with partition-seed before partitioning; 0: all",
     )
     partition: Literal["dirichlet", "pathological", "way-shot", "natural", "iid"] = Field(
-        "dirichlet", description="how samples are dealt to clients"
+        "dirichlet", description="how samples are partitioned among clients"
     )
-    dirichlet_alpha: float = Field(0.1, gt=0, description="concentration of the Dirichlet partition")
-    classes_per_client: int = Field(2, ge=1, description="classes a client holds, pathological partition")
-    ways: int = Field(5, ge=1, description="mean number of classes a client holds, way-shot partition")
-    ways_deviation: int = Field(1, ge=0, description="half-range of the number of classes")
-    shots: int = Field(100, ge=1, description="mean number of samples of a class, way-shot partition")
-    shots_deviation: int = Field(1, ge=0, description="half-range of the number of samples")
-    min_samples: int = Field(1, ge=1, description="samples that every client has at least")
+    dirichlet_alpha: float = Field(
+        0.1, gt=0, description="concentration parameter α of the Dirichlet partition"
+    )
+    classes_per_client: int = Field(2, ge=1, description="pathological partition: classes per client")
+    ways: int = Field(5, ge=1, description="way-shot partition: mean number of classes per client")
+    ways_deviation: int = Field(
+        1, ge=0, description="way-shot partition: half-range of the number of classes per client"
+    )
+    shots: int = Field(
+        100, ge=1, description="way-shot partition: mean number of samples per class and client"
+    )
+    shots_deviation: int = Field(
+        1, ge=0, description="way-shot partition: half-range of the number of samples"
+    )
+    min_samples: int = Field(1, ge=1, description="smallest number of samples per client")
     partition_seed: int = Field(1, ge=0, lt=2**31, description="seed of the partition (references: 1)")
     test_split: Literal["client", "official"] = Field(
-        "client", description="client: pool everything, split within the client; official: the set's own test"
+        "client",
+        description="client: pool all samples and split each client's share; official: use the dataset's own test set",
     )
-    train_share: float = Field(0.75, gt=0, lt=1, description="training share of a client, test-split client")
+    train_share: float = Field(
+        0.75, gt=0, lt=1, description="share of a client's samples used for training, with test-split client"
+    )
     validation_share: float = Field(
-        0.0, ge=0, lt=1, description="share of a client's training data held out to choose a round by"
+        0.0,
+        ge=0,
+        lt=1,
+        description="share of a client's training data held out as validation data, for choosing a round",
     )
     labels: Annotated[str, AfterValidator(_labels)] = Field(
-        "", description="all class names in their order, 'cat,dog'; empty: those that the data has"
+        "",
+        description="all class names in the order of their ids, e.g. 'cat,dog'; empty: those found in the data",
     )
     label_column: str = Field(
-        "", description="column of a table that holds the classes; empty: 'label', else the last"
+        "", description="column of a table with the class; empty: 'label', else the last column"
     )
     input_shape: Annotated[str, AfterValidator(_shape)] = Field(
         "",
-        description="of an input, '3,64,64': images of a folder are brought to it, rows of a table reshaped",
+        description="shape of an input, e.g. '3,64,64': images of a folder are resized to it, rows of a table reshaped",
     )
-    text_column: str = Field(
-        "", description="column of a table that holds the texts, dataset text; empty: 'text'"
-    )
+    text_column: str = Field("", description="dataset text: column of the table with the text; empty: 'text'")
     vocabulary: AbsolutePath = Field(
-        "", description="file with a token a line, dataset text; the same for all clients"
+        "", description="dataset text: vocabulary file with one token per line, the same for all clients"
     )
 
     @property
@@ -252,12 +284,15 @@ class ModelSettings(Group):
 
     models: str = Field(
         "small-4",
-        description="a family, a model, a comma list, or my_package.module:function; resnet8+512-256: hidden layers of "
-        "these widths in a model's classifier; resnet18@imagenet: pretrained, with what 'pbfl weights' keeps",
+        description="a family, a model, a comma list, or my_package.module:function; resnet8+512-256: a "
+        "classifier with hidden layers of these widths; resnet18@imagenet: pretrained with weights "
+        "stored by 'pbfl weights'",
     )
-    feature_dim: int = Field(512, ge=1, le=65_536, description="d, the common width of features")
+    feature_dim: int = Field(
+        512, ge=1, le=65_536, description="d, feature dimension, the same for all models"
+    )
     initial_weights: Literal["auto", "alike", "own"] = Field(
-        "auto", description="whether clients of one architecture begin with the same weights"
+        "auto", description="whether clients with the same architecture start from the same weights"
     )
 
 
@@ -267,62 +302,71 @@ USUAL_RATE = 0.01  # SGD's learning rate
 class TrainingSettings(Group):
     """Local training."""
 
-    local_epochs: int = Field(
-        1, ge=1, le=1_000_000, description="E, passes over the client's data in a round"
-    )
+    local_epochs: int = Field(1, ge=1, le=1_000_000, description="E, epochs over the client's data per round")
     batch_size: int = Field(32, ge=1, le=1_000_000_000, description="B")
     optimizer: Literal["sgd", "adam", "adamw"] = Field(
-        "sgd", description="of local training; adam and adamw with β = (0.9, 0.999), ε = 1e-8"
+        "sgd", description="optimizer of local training; adam and adamw with β = (0.9, 0.999), ε = 1e-8"
     )
-    learning_rate: float = Field(USUAL_RATE, gt=0, description="η; adam and adamw usually take 0.001")
+    learning_rate: float = Field(
+        USUAL_RATE, gt=0, description="η, learning rate; 0.001 is usual for adam and adamw"
+    )
     learning_rate_decay: float = Field(
-        1.0, gt=0, le=1, description="of every client's optimizer: its rate in round t is η·decay^(t-1)"
+        1.0,
+        gt=0,
+        le=1,
+        description="exponential decay of the clients' learning rate: η·decay^(t-1) in round t; 1 is off",
     )
     learning_rate_cosine: int = Field(
         0,
         ge=0,
         le=1_000_000,
-        description="R, rounds in which that rate falls along half a cosine, to 0; 0 is off",
+        description="R, cosine annealing of the clients' learning rate to 0 over R rounds; 0 is off",
     )
-    momentum: float = Field(0.0, ge=0, lt=1, description="of sgd, PyTorch's form")
+    momentum: float = Field(0.0, ge=0, lt=1, description="momentum of sgd, in PyTorch's form")
     weight_decay: float = Field(
         0.0,
         ge=0,
-        description="added to the gradient, times the weight; adamw takes η times that off the weight",
+        description="weight decay: L2 term added to the gradient; decoupled with adamw",
     )
-    max_grad_norm: float = Field(0.0, ge=0, description="clip the gradient's norm; 0 is off")
+    max_grad_norm: float = Field(
+        0.0, ge=0, description="bound to which the gradient's norm is clipped; 0 is off"
+    )
     optimizer_state: Literal["fresh", "kept"] = Field(
-        "fresh", description="momentum, or Adam's moments, across rounds"
+        "fresh",
+        description="momentum or Adam's moments at the start of a round: reset (fresh) or kept from the last one",
     )
-    batch_order: Literal["auto", "shuffled", "fixed"] = Field("auto", description="order of the batches")
+    batch_order: Literal["auto", "shuffled", "fixed"] = Field(
+        "auto", description="order of the training samples in each epoch"
+    )
     augmentation: Annotated[str, AfterValidator(_augmentation)] = Field(
-        "", description="random changes of training images: crop, flip or 'crop,flip'; empty: none"
+        "", description="random augmentation of training images: crop, flip or 'crop,flip'; empty: none"
     )
     drop_last: Literal["auto", "small", "always", "never"] = Field(
         "auto",
-        description="the incomplete last batch: small drops it unless the client has less than one batch",
+        description="drop the incomplete last batch; small: only if the client has at least one full batch",
     )
     device: Literal["auto", "cpu", "cuda", "mps"] = Field(
-        "auto", description="auto: the GPU Flower gives, or CPU"
+        "auto", description="device of the training; auto: the GPU that Flower assigns, else the CPU"
     )
     layout: Annotated[str, AfterValidator(one_or_each("auto", *LAYOUTS))] = Field(
         "auto",
-        description="of images in memory: channels-last is faster, contiguous is the references' arithmetic; one for "
-        "all or each architecture its own: 'contiguous, cnn4=channels-last'",
+        description="memory layout of images: channels-last is faster, contiguous computes like the references; "
+        "one for all, or by architecture: 'contiguous, cnn4=channels-last'",
     )
     precision: Annotated[str, AfterValidator(one_or_each(*PRECISIONS))] = Field(
         "float32",
-        description="of the products in a network's body, float32 or bfloat16 (weights, features and head stay "
-        "float32); for all, or 'float32, resnet8=bfloat16'",
+        description="precision of matrix products in a network's body, float32 or bfloat16 (weights, features and head "
+        "stay float32); one for all, or by architecture: 'float32, resnet8=bfloat16'",
     )
     compile: Literal["off", "default", "reduce-overhead", "cuda-graph"] = Field(
         "off",
-        description="torch.compile of a network's body: default, or reduce-overhead, which replays it as CUDA graphs "
-        "on a GPU; or cuda-graph, on a GPU the whole training step as one, without a compiler",
+        description="default: torch.compile of a network's body; reduce-overhead: also replays it as CUDA graphs "
+        "on a GPU; cuda-graph: records the whole training step as one CUDA graph, without a compiler "
+        "(GPU only)",
     )
     threads: Auto | Annotated[int, Field(ge=1, le=1024)] = Field(
         "auto",
-        description="torch threads of a client; auto: a worker's share of the cores, all of a device's",
+        description="torch threads of a client; auto: the worker's share of the cores, on a device all cores",
     )
 
     @property
@@ -334,7 +378,7 @@ class TrainingSettings(Group):
         """Return warnings about these settings, for display before a run starts."""
         if self.optimizer == "sgd" or self.learning_rate < USUAL_RATE:
             return []
-        return [f"learning-rate = {self.learning_rate:g}: {self.optimizer} usually takes 0.001 or less"]
+        return [f"learning-rate = {self.learning_rate:g}: 0.001 or less is usual for {self.optimizer}"]
 
     def of(self, architecture: str) -> TrainingSettings:
         """Return the settings of a client with this architecture: one layout and one precision."""
@@ -350,13 +394,16 @@ class ConventionSettings(Group):
     """Where papers and code bases disagree and a result must say which it followed."""
 
     weighting: Literal["auto", "samples", "uniform"] = Field(
-        "auto", description="averages of weights: by n_i, or each client the same"
+        "auto",
+        description="how clients are weighted when weights are averaged: by n_i (samples), or equally (uniform)",
     )
     kl_reduction: Literal["auto", "batchmean", "mean"] = Field(
-        "auto", description="of distillation: mean over B, or over B·K as torch's default"
+        "auto",
+        description="reduction of the distillation loss: mean over B (batchmean), or over B·K as torch's default "
+        "(mean)",
     )
     detach_teacher: Literal["auto", "yes", "no"] = Field(
-        "auto", description="whether gradients stop at the other network's output"
+        "auto", description="stop gradients at the other network's output in mutual distillation"
     )
 
 
@@ -364,19 +411,26 @@ class EvaluationSettings(Group):
     """Which model is scored when, and which number is the headline."""
 
     evaluate_moment: Literal["auto", "after", "before"] = Field(
-        "auto", description="after local training, or before it with what was just broadcast (references)"
+        "auto",
+        description="when clients are scored: after local training, or before it with what was just broadcast "
+        "(references)",
     )
     both_moments: bool = Field(
-        False, description="score clients that train at the other moment too; evaluate-moment is the headline"
+        False,
+        description="score training clients both before and after training; the headline is that of evaluate-moment",
     )
     per_class: bool = Field(
-        False, description="count by class too: balanced accuracy, macro-F1; tells the server the test labels"
+        False,
+        description="also count results per class, for balanced accuracy and macro-F1; reveals test labels to "
+        "the server",
     )
     predictor: Literal["auto", "head", "global", "global-local", "local", "etf"] = Field(
         "auto",
-        description="headline: logits, nearest global / own classes' global / local prototype, GFPL's fixed frame",
+        description="which prediction is the headline: logits (head), nearest global prototype (global; "
+        "global-local: of the client's own classes), nearest local prototype (local), or GFPL's "
+        "fixed frame (etf)",
     )
-    eval_batch_size: int = Field(512, ge=1, le=1_000_000_000, description="samples that are scored at once")
+    eval_batch_size: int = Field(512, ge=1, le=1_000_000_000, description="batch size of the evaluation")
 
 
 class PrototypeSettings(Group):
@@ -385,48 +439,60 @@ class PrototypeSettings(Group):
     pull_weight: Annotated[float, Field(ge=0)] | Auto = Field(
         "auto", description="λ, weight of the pull towards global prototypes"
     )
-    pull_form: Literal["auto", "mse", "l2"] = Field("auto", description="mean over B·d, or the L2 norm")
+    pull_form: Literal["auto", "mse", "l2"] = Field(
+        "auto", description="form of the pull: mean of squares over B·d (mse), or L2 norm (l2)"
+    )
     collect: Literal["auto", "post", "trajectory", "last-epoch", "before"] = Field(
         "auto",
-        description="local prototypes after training, averaged on the way (or in the last epoch), or before training",
+        description="when local prototypes are computed: after training (post), as an average over training or "
+        "its last epoch, or before training",
     )
     aggregation: Literal[
         "auto", "mean", "weighted", "weighted-shrunk", "ppa", "aps-sum", "aps-mean", "median", "trimmed-mean"
     ] = Field("auto", description="how the server combines prototypes")
-    trim_share: float = Field(0.2, ge=0, lt=0.5, description="share trimmed on each side, trimmed-mean")
+    trim_share: float = Field(
+        0.2, ge=0, lt=0.5, description="trimmed-mean: share of values trimmed on each side"
+    )
     norm_bound: float = Field(
-        0.0, ge=0, description="c: the server cuts rows to c times their class's median length; 0 is off"
+        0.0,
+        ge=0,
+        description="c, the server clips each prototype's norm to c times the median norm of its class; 0 is off",
     )
     cps_dim: Annotated[int, Field(ge=0)] | Auto = Field(
-        "auto", description="s, dimensions of a class that travel; 0: all (CPS off)"
+        "auto", description="s, number of dimensions per class that are sent; 0: all (CPS off)"
     )
     cps_scheme: Literal["dimension", "block"] = Field(
-        "dimension", description="masks by dimension or d/K blocks"
+        "dimension",
+        description="how masks are assigned: dimension by dimension, or in blocks of d/K dimensions",
     )
     cps_pull: Literal["full", "masked"] = Field(
-        "full", description="pull over all d, or inside the mask only"
+        "full", description="dimensions of the pull: all d, or only those inside the mask"
     )
-    cpkd: Literal["auto", "off", "sample", "class"] = Field("auto", description="class-proportional pull")
+    cpkd: Literal["auto", "off", "sample", "class"] = Field(
+        "auto",
+        description="class-proportional distillation: the pull is weighted by class size, per sample or per class",
+    )
     aps_scale: Annotated[float, Field(gt=0)] | Auto = Field(
-        "auto", description="μ of adaptive prototype scaling; auto: 0.9·K/n"
+        "auto", description="μ, factor of adaptive prototype scaling (APS); auto: 0.9·K/n"
     )
     ppa_total: Literal["reported", "known"] = Field(
-        "reported", description="n of PPA: sum of reported n_i, or total-examples times participation"
+        "reported",
+        description="n in PPA: the sum of reported n_i, or total-examples times the share of clients that answered",
     )
     total_examples: int = Field(
-        0, ge=0, description="n when ppa-total is known, of all num-clients but new-clients"
+        0, ge=0, description="training samples of all clients except new-clients, for ppa-total known"
     )
     alignment: Literal["auto", "off", "unit", "thomson", "simplex", "lbfgs"] = Field(
-        "auto", description="PA solver; unit: rows get length 1 and no more"
+        "auto", description="solver of prototype alignment (PA); unit: only normalise prototypes to length 1"
     )
     upscale: Annotated[float, Field(ge=0)] | Auto = Field(
-        "auto", description="γ of ProtoNorm's upscaling; 1 is off"
+        "auto", description="γ, factor of ProtoNorm's upscaling; 1 is off"
     )
     stale: Literal["keep", "drop"] = Field(
-        "keep", description="a class nobody sent: keep or drop its prototype"
+        "keep", description="keep or drop the global prototype of a class that no client sent in a round"
     )
     wire_dtype: Literal["float32", "float16", "bfloat16", "int8"] = Field(
-        "float32", description="rows on the wire"
+        "float32", description="number format in which prototypes are sent"
     )
 
 
@@ -434,34 +500,48 @@ class PrivacySettings(Group):
     """What of a client's class table leaves the device, and in which form; ``docs/privacy.md`` explains each."""
 
     min_class_count: Annotated[int, Field(ge=1)] | Auto = Field(
-        "auto", description="samples below which a class is not sent; auto: 2, reference protocols 1"
+        "auto",
+        description="smallest number of samples with which a class is sent; auto: 2, under the reference protocols 1",
     )
-    dense_uploads: bool = Field(False, description="send a row for every class, zeros for absent ones")
+    dense_uploads: bool = Field(
+        False,
+        description="send a row for every class, zeros for absent ones; with dp-noise this hides which classes "
+        "a client has",
+    )
     count_bucket: Annotated[int, Field(ge=2)] | Literal["off", "powers"] = Field(
-        "off", description="counts, also those that scale rows: exact, to powers of two, to multiples of b"
+        "off",
+        description="rounding of sample counts, also of those that scale rows: off, to powers of two, or to "
+        "multiples of b",
     )
-    dp_clip: float = Field(0.0, ge=0, description="C, largest norm of what dp-unit clips; 0 is off")
+    dp_clip: float = Field(
+        0.0, ge=0, description="C, clipping norm of differential privacy (what is clipped: dp-unit); 0 is off"
+    )
     dp_noise: float = Field(
-        0.0, ge=0, description="z, standard deviation of the Gaussian noise over the sensitivity; 0 is off"
+        0.0,
+        ge=0,
+        description="z, noise multiplier: standard deviation of the Gaussian noise divided by the sensitivity; 0 "
+        "is off",
     )
-    dp_delta: float = Field(1e-5, gt=0, lt=1, description="δ at which ε is reported")
+    dp_delta: float = Field(1e-5, gt=0, lt=1, description="δ for which ε is reported")
     dp_unit: Literal["client", "sample"] = Field(
-        "client", description="what the noise hides: all data of a client, or one sample for a given network"
+        "client", description="unit of protection: all data of a client, or one sample for a given network"
     )
     dp_randomness: Literal["system", "seed"] = Field(
-        "system", description="of the noise; seed can be predicted by the server and is for simulations only"
+        "system",
+        description="random source of the noise; with seed the server can predict it, so only for simulations",
     )
     client_report: Literal["full", "none"] = Field(
-        "full", description="none: sizes, scores, losses and timings stay on the device"
+        "full", description="full, or none: sizes, scores, losses and timings are not sent to the server"
     )
     secure_aggregation: bool = Field(
-        False, description="the server gets the masked sum of all uploads and no single one"
+        False, description="use SecAgg+: the server gets only the sum of all uploads, no single one"
     )
     secure_range: Annotated[float, Field(gt=0)] | Auto = Field(
-        "auto", description="R, entries are clipped to ±R before they are masked; auto: 100, of sums 100000"
+        "auto",
+        description="R, entries are clipped to ±R before masking; auto: 100, for sums of features 100000",
     )
     secure_threshold: float = Field(
-        0.67, gt=0.5, le=1, description="share of the asked clients that must stay to the end of the protocol"
+        0.67, gt=0.5, le=1, description="share of the selected clients that must complete the protocol"
     )
 
 

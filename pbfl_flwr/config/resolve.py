@@ -169,30 +169,30 @@ def _disagreements(settings: Settings) -> list[str]:
     run, found = settings.run, []
     if run.method_settings and ":" not in run.method:
         found.append(
-            f"method-settings = {run.method_settings!r}: they are for methods of your own (my_package.page:build); "
-            f"`pbfl list keys {run.method}.` shows what '{run.method}' has"
+            f"method-settings = {run.method_settings!r}: allowed only with a method of your own "
+            f"(my_package.page:build); `pbfl list keys {run.method}.` shows the settings of '{run.method}'"
         )
     if settings.training.momentum and settings.training.optimizer != "sgd":
         found.append(
-            f"momentum = {settings.training.momentum:g}: it is of optimizer = 'sgd', not of "
-            f"'{settings.training.optimizer}'; allowed is 0"
+            f"momentum = {settings.training.momentum:g}: optimizer = '{settings.training.optimizer}' has no such "
+            "setting; allowed is 0, or optimizer = 'sgd'"
         )
     if run.min_clients > run.num_clients:
         found.append(f"min-clients = {run.min_clients}: allowed is up to num-clients = {run.num_clients}")
     if run.min_clients and run.new_clients:
         found.append(
-            f"min-clients = {run.min_clients}: with new-clients = {run.new_clients} all clients are there when the run "
-            "begins; allowed is 0"
+            f"min-clients = {run.min_clients}: with new-clients = {run.new_clients} all clients must have joined "
+            "when the run starts; allowed is 0"
         )
     if run.min_clients and settings.privacy.secure_aggregation:
         found.append(
-            f"min-clients = {run.min_clients}: with secure-aggregation = true all clients are there when the run "
-            "begins; allowed is 0"
+            f"min-clients = {run.min_clients}: with secure-aggregation = true all clients must have joined when the "
+            "run starts; allowed is 0"
         )
     if run.new_clients >= run.num_clients:
         found.append(
-            f"new-clients = {run.new_clients}: allowed is up to {run.num_clients - 1}, since somebody of num-clients = "
-            f"{run.num_clients} must take part in the rounds"
+            f"new-clients = {run.new_clients}: allowed is up to {run.num_clients - 1}, since at least one of "
+            f"num-clients = {run.num_clients} must take part in the rounds"
         )
     elif run.min_replies > run.trained:
         found.append(
@@ -201,10 +201,11 @@ def _disagreements(settings: Settings) -> list[str]:
         )
     if run.new_clients and settings.privacy.secure_aggregation:
         found.append(
-            f"new-clients = {run.new_clients}: with secure-aggregation = true nobody trains alone; allowed is 0"
+            f"new-clients = {run.new_clients}: with secure-aggregation = true no client may train alone; "
+            "allowed is 0"
         )
     if settings.privacy.client_report == "none":
-        silent = "with client-report = 'none' nobody says how clients score"
+        silent = "with client-report = 'none' clients report no scores"
         if run.new_clients:
             found.append(f"new-clients = {run.new_clients}: {silent}; allowed is 0")
         if run.patience:
@@ -296,8 +297,8 @@ def _unknown(key: str, known: Iterable[str]) -> str:
 def _misplaced(key: str, prefix: str) -> str:
     """Return the message for a common key below a [table] of a TOML file, which adds the table's prefix."""
     return (
-        f"unknown key '{prefix}.{key}'; '{key}' is no key of one method: in a file move it above the first [table], "
-        f"with --set leave '{prefix}.' out"
+        f"unknown key '{prefix}.{key}'; '{key}' is a common key: in a file move it above the first [table], with "
+        f"--set omit '{prefix}.'"
     )
 
 

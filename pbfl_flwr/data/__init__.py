@@ -36,16 +36,16 @@ DATASETS: dict[str, Dataset] = {
     "digits": Dataset(
         digits, "1,797 handwritten digits of scikit-learn, 1x16x16, 10 classes; no files needed"
     ),
-    "spiral": Dataset(spiral, "30,000 points of six spiral arms, (2,), 6 classes; no files needed"),
+    "spiral": Dataset(spiral, "30,000 points on six spiral arms, (2,), 6 classes; no files needed"),
     "mnist": Dataset(mnist, "70,000 handwritten digits, 1x28x28, 10 classes"),
     "fashion-mnist": Dataset(
         fashion_mnist,
-        "70,000 pieces of clothing, 1x28x28, 10 classes; without data-dir also Debian's package",
+        "70,000 pieces of clothing, 1x28x28, 10 classes; also found in Debian's package if data-dir is empty",
     ),
     "emnist": Dataset(emnist, "131,600 handwritten characters (balanced split), 1x28x28, 47 classes"),
     "femnist": Dataset(
         femnist,
-        "handwritten characters by writer, 1x28x28, 62 classes; LEAF's JSON files, not downloaded for you",
+        "handwritten characters by writer, 1x28x28, 62 classes; LEAF's JSON files, no automatic download",
     ),
     "cifar10": Dataset(cifar10, "60,000 images, 3x32x32, 10 classes; torchvision's files or an image folder"),
     "cifar100": Dataset(
@@ -53,25 +53,26 @@ DATASETS: dict[str, Dataset] = {
     ),
     "flowers102": Dataset(flowers102, "8,189 photographs of flowers, resized to 3x64x64, 102 classes"),
     "gtsrb": Dataset(gtsrb, "39,270 traffic signs, resized to 3x32x32, 43 classes"),
-    "tiny-imagenet": Dataset(tiny_imagenet, "110,000 images, 3x64x64, 200 classes; not downloaded for you"),
+    "tiny-imagenet": Dataset(tiny_imagenet, "110,000 images, 3x64x64, 200 classes; no automatic download"),
     "har": Dataset(
         har, "10,299 windows of smartphone sensors, 30 people, (9, 128), 6 classes; data-dir is the .npz"
     ),
     "ag-news": Dataset(
         ag_news,
-        "127,600 news articles, (200,) token ids, 4 classes; train.csv and test.csv, not downloaded for you",
+        "127,600 news articles, (200,) token ids, 4 classes; train.csv and test.csv, no automatic download",
     ),
     "image-folder": Dataset(
         image_folder, "images in data-dir/train/<class> and test/<class>, or data-dir/<class>"
     ),
     "npz": Dataset(npz, "arrays x, y and optionally client; data-dir is the .npz file"),
-    "table": Dataset(table, "features in a CSV or Parquet file, a column the classes; data-dir is the file"),
+    "table": Dataset(table, "features and a class column in a CSV or Parquet file; data-dir is the file"),
     "text": Dataset(
         text,
-        "texts in a CSV or Parquet file, (200,) token ids of a vocabulary file; data-dir is the file",
+        "texts and classes in a CSV or Parquet file, (200,) token ids by a vocabulary file; data-dir is "
+        "the file",
     ),
     "pflib": Dataset(
-        pflib, "a PFLlib/HtFLlib dataset folder, its clients and splits as they are; data-dir is the folder"
+        pflib, "a PFLlib/HtFLlib dataset folder with its own clients and splits; data-dir is the folder"
     ),
 }
 
@@ -154,7 +155,8 @@ def _load_pool(settings: DataSettings, home_path: str) -> Pool:
         raise PbflError(f"unknown dataset '{settings.dataset}'; {hint}")
     if settings.vocabulary and settings.dataset != "text":
         raise PbflError(
-            f"vocabulary = '{settings.vocabulary}': dataset '{settings.dataset}' reads none; allowed with 'text'"
+            f"vocabulary = '{settings.vocabulary}': dataset '{settings.dataset}' does not use one; allowed with "
+            "dataset = 'text'"
         )
     return _fitting(DATASETS[settings.dataset].load(settings), settings)
 
@@ -164,7 +166,7 @@ def _fitting(pool: Pool, settings: DataSettings) -> Pool:
     if settings.shape and pool.input_shape != settings.shape:
         raise PbflError(
             f"input-shape = '{settings.input_shape}': dataset '{settings.dataset}' has inputs of shape "
-            f"{pool.input_shape}; images of a folder and rows of a table can be brought to another"
+            f"{pool.input_shape}; only images of a folder and rows of a table can be given another"
         )
     if not settings.classes or pool.label_names == settings.classes:
         return pool

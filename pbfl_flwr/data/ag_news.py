@@ -75,5 +75,5 @@ def _read(path: Path) -> list[tuple[str, int]]:
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise PbflError(f"{path} is not a readable CSV file in UTF-8: {error}") from error
     if not found:
-        raise PbflError(f"{path} has no rows; expected are a class 1 to 4, title and description")
+        raise PbflError(f"{path} has no rows; expected are a class from 1 to 4, a title and a description")
     return found

@@ -27,7 +27,7 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.locks import Lock
 from pbfl_flwr.places import home
 
-FORMAT = 5
+FORMAT = 6
 """Incremented when the stored content changes, so that older entries are not read."""
 
 FILES = ("inputs.npy", "labels.npy", "owner.npy", "in_train.npy", "meta.json")  # in an entry
@@ -63,7 +63,7 @@ def cached(
         except OSError as error:
             raise PbflError(
                 f"cannot write the cache of decoded data at {entry.parent} ({error}); "
-                "the environment variable PBFL_HOME names another place"
+                "the environment variable PBFL_HOME can set another directory"
             ) from error
     return _open(entry)
 
@@ -105,7 +105,7 @@ def _need(folder: Path, size: int) -> None:
     if size > free:
         raise PbflError(
             f"decoded data needs {size / 2**20:,.0f} MiB at {folder.parent}, {free / 2**20:,.0f} MiB are "
-            "free; the environment variable PBFL_HOME names another place"
+            "free; the environment variable PBFL_HOME can set another directory"
         )
 
 
@@ -151,7 +151,7 @@ def _open(entry: Path) -> Pool:
         return pool
     except (OSError, EOFError, ValueError, KeyError, TypeError, tokenize.TokenError) as error:
         raise PbflError(
-            f"the cache entry {entry} is damaged ({error}); delete it, it is decoded anew"
+            f"the cache entry {entry} is damaged ({error}); delete it, then it is decoded again"
         ) from error
 
 

@@ -89,8 +89,8 @@ class Members:
         self._labels.add(_texts(block[self.label], name, first, self._path))
         if len(self._labels.numbers) > MAX_CLASSES:
             raise PbflError(
-                f"{self._path}, column '{name}' has more than {MAX_CLASSES} different values; "
-                "label-column names the one with the classes"
+                f"{self._path}, column '{name}' has more than {MAX_CLASSES} different values; set label-column to "
+                "the one with the classes"
             )
         if self.owner is not None:
             self._owners.add(_texts(block[self.owner], CLIENT, first, self._path))
@@ -106,7 +106,8 @@ class Members:
             raise PbflError(f"{self._path} has no rows")
         if fraction := next((text for text in self._labels.numbers if _FRACTION.fullmatch(text)), None):
             raise PbflError(
-                f"{self._path}, column '{name}' holds {fraction}, which is no class; label-column names the right one"
+                f"{self._path}, column '{name}' holds {fraction}, which is not a class; set label-column to the "
+                "right one"
             )
         codes = np.array(self._labels.codes, dtype=np.int64)
         where = f"{self._path}, column '{name}'"
@@ -175,7 +176,7 @@ def _parquet(path: Path) -> Iterator[tuple[tuple[str, ...], Iterator[tuple[int, 
         import pyarrow.parquet as pq
     except ImportError as error:
         raise PbflError(
-            f"{path} needs pyarrow: pip install 'pbfl-flwr[parquet]'; CSV needs nothing"
+            f"{path} needs pyarrow: pip install 'pbfl-flwr[parquet]'; CSV works without it"
         ) from error
     try:
         with pq.ParquetFile(path) as file:
@@ -199,11 +200,11 @@ def _check_names(names: Sequence[str], path: Path) -> None:
     if len(names) > MAX_COLUMNS:
         raise PbflError(f"{path} has {len(names)} columns; allowed are {MAX_COLUMNS}")
     if "" in names:
-        raise PbflError(f"{path}: column {names.index('') + 1} has no name; leave an index column out")
+        raise PbflError(f"{path}: column {names.index('') + 1} has no name; remove it if it is an index")
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise PbflError(f"{path} has two columns '{twice[0]}'; does its first line name the columns?")
     if number := next((name for name in names if _FRACTION.fullmatch(name)), None):
-        raise PbflError(f"{path}: '{number}' is no name of a column; the first line must name the columns")
+        raise PbflError(f"{path}: '{number}' is not a column name; the first line must hold the column names")
 
 
 def shown(names: Sequence[str]) -> str:

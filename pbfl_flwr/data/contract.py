@@ -157,15 +157,15 @@ class Shard:
                 )
         inputs, labels = self.inputs, self.labels
         if not inputs.dim():
-            raise PbflError(f"inputs of {name} are a single number: allowed is one input after the other")
+            raise PbflError(f"inputs of {name} are a single number: allowed is a tensor of shape (N, ...)")
         if labels.dtype != torch.int64 or labels.dim() != 1 or len(labels) != len(inputs):
             raise PbflError(
-                f"labels of {name} are {labels.dtype} of shape {tuple(labels.shape)}: allowed is torch.int64 of shape "
-                f"({len(inputs)},), one for each of its inputs"
+                f"labels of {name} are {labels.dtype} of shape {tuple(labels.shape)}: allowed is torch.int64 of "
+                f"shape ({len(inputs)},), one per input"
             )
         if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < num_classes:
             raise PbflError(
-                f"labels of {name} go from {int(labels.min())} to {int(labels.max())}: allowed is 0 to "
+                f"labels of {name} range from {int(labels.min())} to {int(labels.max())}: allowed is 0 to "
                 f"{num_classes - 1} (num_classes - 1)"
             )
         if inputs.is_floating_point() and not bool(torch.isfinite(inputs).all()):
@@ -220,9 +220,7 @@ class ClientData:
                 continue
             shard.check(name, self.num_classes)
             if (shape := tuple(shard.inputs.shape[1:])) != self.input_shape:
-                raise PbflError(
-                    f"inputs of {name} are of shape {shape}, those of train of {self.input_shape}"
-                )
+                raise PbflError(f"inputs of {name} have shape {shape}, those of train {self.input_shape}")
             if self.vocabulary and (found := shard.inputs.dtype) not in (torch.int32, torch.int64):
                 raise PbflError(f"token ids of {name} are {found}: allowed are torch.int32 and torch.int64")
             if self.vocabulary and shard.inputs.numel():
@@ -230,8 +228,8 @@ class ClientData:
                 least, most = int(shard.inputs.min()), int(shard.inputs.max())
                 if not 0 <= least <= most < len(self.vocabulary):
                     raise PbflError(
-                        f"token ids of {name} go from {least} to {most}: allowed is 0 to {len(self.vocabulary) - 1}, "
-                        "the places in vocabulary"
+                        f"token ids of {name} range from {least} to {most}: allowed is 0 to "
+                        f"{len(self.vocabulary) - 1}, the indices of vocabulary"
                     )
 
     @property

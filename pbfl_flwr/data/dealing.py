@@ -59,7 +59,8 @@ def dirichlet_indices(
                 shares = np.eye(num_clients)[int(sizes.argmin())]
                 if len(rows):
                     notes.append(
-                        f"class {k}: all shares are 0, its {len(rows)} samples go to client {sizes.argmin()}"
+                        f"class {k}: all Dirichlet shares are 0, its {len(rows)} samples go to client "
+                        f"{sizes.argmin()}"
                     )
             shares = shares / shares.sum()
             cuts = (np.cumsum(shares) * len(rows)).astype(int)[:-1]
@@ -108,7 +109,9 @@ def pathological_indices(
             wanted[client] -= 1
     notes: tuple[str, ...] = ()
     if left_out:
-        notes = (f"classes {left_out} go to nobody: every client has its {classes_per_client} classes",)
+        notes = (
+            f"classes {left_out} go to no client: every client already has its {classes_per_client} classes",
+        )
     return Deal(tuple(np.concatenate(hand) for hand in hands), notes)
 
 
@@ -147,7 +150,8 @@ def repair(deal: Deal, labels: NDArray[Any], min_samples: int) -> Deal:
             sizes[client] += moved
             sizes[donor] -= moved
             notes.append(
-                f"client {client} was too small: {moved} of class {classes[most]} moved from client {donor}"
+                f"client {client} had too few samples: {moved} of class {classes[most]} moved from client "
+                f"{donor}"
             )
     return Deal(tuple(hands), tuple(notes))
 

@@ -81,9 +81,9 @@ def _read(path: Path) -> list[tuple[str, NDArray[np.uint8], Rows]]:
         data = content["user_data"]
         return [(str(user), *_samples(data[user]["x"], data[user]["y"])) for user in content["users"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = f"it has no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())[:200]
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else " ".join(str(error).split())[:200]
         raise PbflError(
-            f"{path} is no file of LEAF's FEMNIST ({reason}); it should hold users and user_data: x, lists of "
+            f"{path} is not a file of LEAF's FEMNIST ({reason}); it should hold users and user_data: x, lists of "
             f"{SIDE * SIDE} numbers from 0 to 1, and y, 0 to {len(LABELS) - 1}"
         ) from error
 
@@ -95,7 +95,7 @@ def _samples(x: Sequence[Any], y: Sequence[Any]) -> tuple[NDArray[np.uint8], Row
     if pixels.shape != (len(labels), SIDE * SIDE) or labels.ndim != 1:
         raise ValueError(f"x is {pixels.shape}, y {labels.shape}")
     if not (pixels.min() >= 0 and pixels.max() <= 1):  # NaN is neither
-        raise ValueError(f"x goes from {pixels.min():g} to {pixels.max():g}")
+        raise ValueError(f"x ranges from {pixels.min():g} to {pixels.max():g}")
     if labels.min() < 0 or labels.max() >= len(LABELS):
-        raise ValueError(f"y goes from {labels.min()} to {labels.max()}")
+        raise ValueError(f"y ranges from {labels.min()} to {labels.max()}")
     return np.rint(255 * pixels).astype(np.uint8).reshape(-1, 1, SIDE, SIDE), labels

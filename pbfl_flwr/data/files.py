@@ -43,7 +43,7 @@ def given_path(settings: DataSettings, what: str) -> Path:
         raise PbflError(f"dataset '{settings.dataset}' needs data-dir: {what}")
     path = data_root(settings)
     if not path.exists():
-        raise PbflError(f"dataset '{settings.dataset}': there is nothing at {path}; it should be {what}")
+        raise PbflError(f"dataset '{settings.dataset}': {path} does not exist; it should be {what}")
     return path
 
 
@@ -55,8 +55,8 @@ def check_no_path(settings: DataSettings) -> None:
     """
     if settings.data_dir:
         raise PbflError(
-            f"data-dir = '{settings.data_dir}': dataset = '{settings.dataset}' needs no files and would not read it; "
-            "name the dataset that lies there (pbfl list datasets), or leave data-dir out"
+            f"data-dir = '{settings.data_dir}': dataset = '{settings.dataset}' needs no files and ignores it; set "
+            "dataset to the one stored there (pbfl list datasets), or omit data-dir"
         )
 
 
@@ -98,8 +98,8 @@ def missing(settings: DataSettings, looked: Sequence[Path], goes_to: Path | None
     """Return the error for missing data."""
     line = f"dataset '{settings.dataset}' not found; looked for " + ", ".join(str(path) for path in looked)
     if goes_to is None:
-        return PbflError(line + "; it cannot be downloaded for you: put it there, or set data-dir")
-    return PbflError(line + f"; set data-dir, or download=true, which puts it at {goes_to}")
+        return PbflError(line + "; there is no automatic download: put it there, or set data-dir")
+    return PbflError(line + f"; set data-dir, or download=true, which stores it at {goes_to}")
 
 
 def fetch(
@@ -129,7 +129,8 @@ def fetch(
 def damaged(settings: DataSettings, path: Path, error: Exception) -> PbflError:
     """Return the error for files that exist but cannot be read."""
     return PbflError(
-        f"dataset '{settings.dataset}': {path} is incomplete or damaged ({error}); delete it, fetch it again"
+        f"dataset '{settings.dataset}': {path} is incomplete or damaged ({error}); delete it and download it "
+        "again"
     )
 
 

@@ -46,8 +46,8 @@ def image_folder(settings: DataSettings) -> Pool:
         known_classes(list(held), settings.classes, str(train_dir))
     elif {name.casefold() for name in held} <= _PARTS:
         raise PbflError(
-            f"dataset '{settings.dataset}': {train_dir} holds {', '.join(held)}, which would be the classes; allowed "
-            "are train/<class>/* and test/<class>/*, in these letters"
+            f"dataset '{settings.dataset}': {train_dir} holds {', '.join(held)}, which would become the classes; "
+            "allowed are train/<class>/* and test/<class>/*, in lower case"
         )
     classes = wanted or list(held)
     test: list[tuple[Path, int]] = []
@@ -68,10 +68,13 @@ def image_folder(settings: DataSettings) -> Pool:
 
         if ignored := sum(len(files_under(folder)) for folder in folders) - len(train) - len(test):
             kinds = ", ".join(IMG_EXTENSIONS)
-            notes = (*notes, f"files left out that are no images ({kinds}) or begin with a dot: {ignored}")
-        beside = sorted(path.name for path in _folders(root) if path.name not in ("train", "test"))
-        if beside and train_dir != root:
-            notes = (*notes, f"folders left out beside train and test: {some(beside)}")
+            notes = (
+                *notes,
+                f"{ignored} files ignored that are not images ({kinds}) or whose names begin with a dot",
+            )
+        other = sorted(path.name for path in _folders(root) if path.name not in ("train", "test"))
+        if other and train_dir != root:
+            notes = (*notes, f"folders ignored next to train and test: {some(other)}")
         return Pool(inputs, labels, tuple(classes), num_train=len(train), notes=notes)
 
     sources = (path for path, _ in [*train, *test])
@@ -132,12 +135,12 @@ def labelled_files(
     try:
         held = sorted((class_name(path.name), path) for path in _folders(folder))
         if not held:
-            raise FileNotFoundError("there is no class folder")
+            raise FileNotFoundError("it has no class folder")
         found = dict(held)
         if twice := [name for name, path in held if found[name] != path]:
             raise PbflError(
-                f"dataset '{dataset}': {folder} has two folders of the class '{twice[0]}', whose names differ in "
-                "spaces or in how their letters are written; allowed is one"
+                f"dataset '{dataset}': {folder} has two folders of the class '{twice[0]}', whose names differ only "
+                "in spaces or Unicode form; allowed is one"
             )
         empty = classes is not None
         wanted = enumerate(found if classes is None else classes)

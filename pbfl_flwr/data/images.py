@@ -69,7 +69,8 @@ def _eight_bits(image: Image.Image, path: Path) -> Image.Image:
     """
     if image.mode in ("I", "F"):
         raise PbflError(
-            f"{path} is a picture of mode {image.mode}, whose range is not known; allowed are 8 and 16 bits a channel"
+            f"{path} is an image of mode {image.mode}, whose value range is unknown; allowed are 8 and 16 bits "
+            "per channel"
         )
     if image.mode.startswith("I;16"):  # convert() would clip at 255
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
@@ -122,7 +123,7 @@ def decode_images(
             inputs[row] = np.asarray(image).reshape(wanted[1], wanted[0], channels).transpose(2, 0, 1)
             row += 1
     if inputs is None or wanted is None:
-        raise PbflError(f"no image at {where}")
+        raise PbflError(f"no image in {where}")
     notes: tuple[str, ...] = ()
     if side is None and resized:
         size = f"{wanted[0]}x{wanted[1]}"

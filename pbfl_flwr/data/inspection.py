@@ -66,12 +66,12 @@ class Inspection:
         found = [
             f"{self.path}: {self.dataset}, {DATASETS[self.dataset].description.partition(';')[0]}",
             f"{self.samples} samples of shape {shape}, {self.dtype}, values {self.minimum:g} to {self.maximum:g}",
-            f"split of a device: {sum(self.train)} for training, {sum(self.test)} for testing",
+            f"split on a device: {sum(self.train)} for training, {sum(self.test)} for testing",
         ]
         if self.columns:
             found.append(f"{len(self.columns)} feature columns: {_shown(self.columns)}")
         if self.vocabulary_size:
-            found.append(f"the values are token ids of a vocabulary of {self.vocabulary_size}")
+            found.append(f"the values are token ids in a vocabulary of {self.vocabulary_size}")
         counts, width = self.counts, max(len(name) for name in self.labels)
         digits, most = len(str(max(counts))), max(counts)
         found.append(f"{len(self.labels)} classes, samples of each (training + testing):")
@@ -162,27 +162,27 @@ def _warnings(
     counts, found = train + test, []
     if (single := counts == 1).any():
         found.append(
-            f"classes with one sample: {named(single)}; their prototype is that sample's own features"
+            f"classes with one sample: {named(single)}; their prototype is the feature vector of that sample"
         )
     if (absent := counts == 0).any():
-        found.append(f"classes without a sample here: {named(absent)}")
+        found.append(f"classes without samples here: {named(absent)}")
     if (untrained := (train == 0) & (test > 0)).any():
-        found.append(f"classes that are tested and never trained on: {named(untrained)}")
+        found.append(f"classes with test but no training samples: {named(untrained)}")
     if not test.sum():
-        found.append("no sample is left for testing; this device will not be scored")
+        found.append("no samples are left for testing; this device will not be scored")
     if pool.inputs.dtype == np.uint8:
         if float(low.min()) == float(high.max()):
-            found.append(f"every value of every picture is {low.min()}: there is nothing to see in them")
+            found.append(f"every value of every image is {low.min()}: they carry no information")
         elif (flat := _flat(pool)).any():
-            found.append(f"classes whose pictures hold one value everywhere: {named(flat)}")
+            found.append(f"classes in whose images all values are equal: {named(flat)}")
     if pool.inputs.dtype == np.float32:
         largest = np.maximum(np.abs(low), np.abs(high))
         if float(largest.max()) > LARGE:
             place = int(largest.argmax())
             which = f"column '{pool.columns[place]}'" if pool.columns else f"value {place} of an input"
             found.append(
-                f"features are fed as they are, and {which} goes up to {float(largest.max()):g}; scale them alike on "
-                "all devices"
+                f"features are not normalised, and {which} goes up to {float(largest.max()):g}; scale them in the "
+                "same way on all devices"
             )
         if constant := int((low == high).sum()):
             found.append(f"{constant} of {low.size} values of an input are the same in every sample")

@@ -17,7 +17,7 @@ from pbfl_flwr.data.contract import Pool, Rows
 from pbfl_flwr.errors import PbflError
 
 MAX_FILE_BYTES = 2**20
-HINT = "labels names all classes of the federation, in their order"
+HINT = "set labels to all classes of the federation, in the order of their ids"
 
 
 def known_classes(found: Sequence[str], wanted: Sequence[str], where: str) -> None:
@@ -79,9 +79,9 @@ def read_names(path: Path) -> str:
     """
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
-            raise PbflError(f"labels = '{path}': the file is too large for names of classes")
+            raise PbflError(f"labels = '{path}': the file is too large to be a list of class names")
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise PbflError(f"labels = '{path}': no readable text file ({error})") from error
+        raise PbflError(f"labels = '{path}': not a readable text file ({error})") from error
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return "\n".join(lines) + "\n"  # the final newline keeps a comma in a single name from separating

@@ -70,7 +70,7 @@ def _labels(
     if y.dtype.kind == "U" and y.ndim == 1 and not label_names:
         found, codes = np.unique(np.array([class_name(name) for name in y], dtype=str), return_inverse=True)
         if "" in found:
-            raise PbflError(f"{path}: y holds an empty text; the name of a class is expected")
+            raise PbflError(f"{path}: y holds an empty string; expected is a class name")
         return numbered_classes(found.tolist(), codes.astype(np.int64), settings.classes, str(path))
     names = label_names or settings.classes
     check_labels(y, settings.dataset, len(names) or None)

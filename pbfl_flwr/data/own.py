@@ -20,6 +20,7 @@ def kind_of(path: Path, *, texts: bool = False) -> str:
         return "text" if texts and kind == "table" else kind
     if path.exists() and not path.is_dir():
         raise PbflError(
-            f"{path} is no data; allowed are {', '.join(_SUFFIXES)}, a folder of images, a PFLlib folder"
+            f"{path} is not a known kind of data; allowed are {', '.join(_SUFFIXES)}, a folder of images, a "
+            "PFLlib folder"
         )
     return "pflib" if (path / "config.json").is_file() and (path / "train").is_dir() else "image-folder"

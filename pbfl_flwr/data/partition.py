@@ -67,8 +67,8 @@ def _drawn(pool: Pool, settings: DataSettings) -> Rows:
     """Return ``max-samples`` randomly drawn rows, ascending."""
     if pool.in_train is not None:
         raise PbflError(
-            f"max-samples = {settings.max_samples}: clients and split of dataset '{settings.dataset}' are those "
-            "of its files; allowed is 0"
+            f"max-samples = {settings.max_samples}: dataset '{settings.dataset}' has fixed clients and splits; "
+            "allowed is 0"
         )
     rng = np.random.default_rng(settings.partition_seed)
     return np.sort(rng.choice(len(pool.labels), settings.max_samples, replace=False))
@@ -95,8 +95,8 @@ def _deal(pool: Pool, labels: Rows, settings: DataSettings, num_clients: int, rn
     least = settings.min_samples
     if len(labels) < num_clients * least:
         raise PbflError(
-            f"num-clients = {num_clients} with min-samples = {least} needs {num_clients * least} samples; "
-            f"dataset '{settings.dataset}' deals {len(labels)}, so {len(labels) // least} clients are allowed"
+            f"num-clients = {num_clients} with min-samples = {least} needs {num_clients * least} samples; dataset "
+            f"'{settings.dataset}' has {len(labels)}, so at most {len(labels) // least} clients are allowed"
         )
     match settings.partition:
         case "dirichlet":
@@ -168,7 +168,7 @@ def _as_in_files(pool: Pool, owner: Rows, in_train: NDArray[np.bool_], num_clien
     for client in range(num_clients):
         mine = owner == client
         splits.append(Split(np.flatnonzero(mine & in_train), np.flatnonzero(mine & ~in_train)))
-    notes = ["clients and their split are those of the files; partition settings do not apply"]
+    notes = ["clients and splits come from the files; partition settings do not apply"]
     if num_clients < available:
         notes.append(f"the first {num_clients} of {available} clients")
     return Partition(tuple(splits), _counts(pool, splits), (*pool.notes, *notes))
@@ -181,8 +181,9 @@ def _finish(
     smallest = int(counts.sum(axis=1).argmin())
     if counts[smallest].sum() < settings.min_samples:
         raise PbflError(
-            f"client {smallest} has {counts[smallest].sum()} samples, min-samples is {settings.min_samples}; "
-            f"with partition = {settings.partition} samples cannot be moved; allowed is a smaller min-samples"
+            f"client {smallest} has {counts[smallest].sum()} samples, min-samples is {settings.min_samples}; with "
+            f"partition = {settings.partition} samples cannot be moved between clients; allowed is a smaller "
+            "min-samples"
         )
     return Partition(splits, counts, (*pool.notes, *notes))
 

@@ -52,7 +52,7 @@ def pflib(settings: DataSettings) -> Pool:
             x, y = _read_part(path)
             shape = shape or (x.shape[1:] if len(y) else None)
             if len(y) and x.shape[1:] != shape:
-                raise PbflError(f"{path} has inputs of shape {x.shape[1:]}; the files before have {shape}")
+                raise PbflError(f"{path} has inputs of shape {x.shape[1:]}; the previous files have {shape}")
             labels.append(y)
         if shape is None:
             raise PbflError(f"no file of {root} holds a sample")
@@ -91,14 +91,15 @@ def pflib_client(settings: DataSettings, client: int | None) -> Pool:
         there = sorted(path.stem for path in (root / "train").glob("*.npz"))
         if len(there) != 1 or not there[0].isdecimal():
             raise PbflError(
-                f"{root / 'train'} holds the files of {len(there)} clients; data-client (a whole number) says which"
+                f"{root / 'train'} holds the files of {len(there)} clients; set data-client (a whole number) to "
+                "one of them"
             )
         client = int(there[0])
     files = [root / part / f"{client}.npz" for part in PARTS]
     for path in files:
         if not path.is_file():
             raise PbflError(
-                f"there is no {path}; data-client (a whole number) names another client of the folder"
+                f"there is no {path}; set data-client (a whole number) to another client of the folder"
             )
     names = _names(settings, num_classes, root)
 
@@ -134,9 +135,11 @@ def export_pfl_directory(partition: Partition, pool: Pool, path: Path) -> None:
         PbflError: if the folder holds a dataset already, or inputs are text, which those tools store differently.
     """
     if pool.vocabulary:
-        raise PbflError("a PFLlib folder of texts is not written; allowed are datasets of numbers and images")
+        raise PbflError(
+            "PFLlib folders cannot be written for texts; allowed are datasets of numbers and images"
+        )
     if any((path / name).exists() for name in ("config.json", *PARTS)):
-        raise PbflError(f"{path} holds a dataset already; export-path must be a new folder")
+        raise PbflError(f"{path} already holds a dataset; export-path must be a new folder")
     for part in PARTS:
         (path / part).mkdir(parents=True)
     for client, split in enumerate(partition.splits):
@@ -158,7 +161,7 @@ def _read_config(path: Path) -> tuple[int, int]:
         config = json.loads(path.read_text(encoding="utf-8"))
         num_clients, num_classes = int(config["num_clients"]), int(config["num_classes"])
     except FileNotFoundError as error:
-        raise PbflError(f"there is no {path}; a PFLlib/HtFLlib dataset folder has one") from error
+        raise PbflError(f"there is no {path}, which every PFLlib/HtFLlib dataset folder has") from error
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise PbflError(f"{path} must be JSON with num_clients and num_classes ({error!r})") from error
     if not (1 <= num_clients <= MAX_CLIENTS and 2 <= num_classes <= MAX_CLASSES):
@@ -186,7 +189,7 @@ def _read_part(path: Path) -> tuple[NDArray[Any], Rows]:
     try:
         x, y = (_array(content[name]) for name in ("x", "y"))
     except (ValueError, TypeError, OverflowError) as error:  # ragged or non-numeric lists
-        raise PbflError(f"{path}: x and y are no arrays ({error})") from error
+        raise PbflError(f"{path}: x and y are not arrays ({error})") from error
     numbers = all(np.issubdtype(part.dtype, np.number) for part in (x, y))
     if not numbers or x.ndim < 1 or y.shape != (len(x),):
         raise PbflError(
@@ -194,7 +197,7 @@ def _read_part(path: Path) -> tuple[NDArray[Any], Rows]:
         )
     whole = y.astype(np.int64)
     if not np.array_equal(whole, y):
-        raise PbflError(f"{path}: y is not whole numbers")
+        raise PbflError(f"{path}: y does not consist of whole numbers")
     return x, whole
 
 

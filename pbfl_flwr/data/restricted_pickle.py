@@ -45,7 +45,7 @@ class _Dtype:
     def __init__(self, name: object, align: object = False, copy: object = True) -> None:
         if not isinstance(name, str) or not (_PLAIN.fullmatch(name) or name in _OBJECTS):
             shown = repr(name[:40]) if isinstance(name, str) else f"a {type(name).__name__}"
-            raise pickle.UnpicklingError(f"it wants the dtype {shown}, and only numbers and text are allowed")
+            raise pickle.UnpicklingError(f"it uses the dtype {shown}; only numbers and text are allowed")
         self.dtype: np.dtype[Any] = np.dtype(object if name in _OBJECTS else name)
 
     def restore(self, state: object) -> None:
@@ -54,7 +54,7 @@ class _Dtype:
         dtype = self.dtype.newbyteorder(order) if order in ("<", ">", "|") else self.dtype
         if dtype.__reduce__()[2] != state:
             raise pickle.UnpicklingError(
-                f"it changes the dtype {self.dtype}, and only numbers and text are allowed"
+                f"it changes the dtype {self.dtype}; only numbers and text are allowed"
             )
         self.dtype = dtype
 
@@ -68,7 +68,7 @@ class _Array:
     def restore(self, state: object) -> None:
         """Record the arguments of an array's ``__setstate__``."""
         if not isinstance(state, tuple) or len(state) != 5:
-            raise pickle.UnpicklingError("the state of an array is none that NumPy writes")
+            raise pickle.UnpicklingError("the state of an array is not in NumPy's format")
         _, self.shape, self.dtype, fortran, self.data = state
         self.order = "F" if fortran else "C"
 
@@ -83,19 +83,19 @@ class _Dict(dict[str | int, Any]):
     def __setitem__(self, key: str | int, value: Any) -> None:
         if not isinstance(key, str | int):
             raise pickle.UnpicklingError(
-                f"a key of a dict is a {type(key).__name__}; allowed are names and numbers"
+                f"a key of a dict is a {type(key).__name__}; allowed are strings and whole numbers"
             )
         super().__setitem__(key, value)
 
 
 def _ndarray(*_: object) -> None:
     """Stand-in for the class ``ndarray``, which files name and never call."""
-    raise pickle.UnpicklingError("it wants to lay an array over memory, and only NumPy arrays are allowed")
+    raise pickle.UnpicklingError("it calls ndarray, which could expose memory; only NumPy arrays are allowed")
 
 
 def _reconstruct(kind: object, shape: object, code: object) -> _Array:
     if kind is not _ndarray:
-        raise pickle.UnpicklingError("it wants another class of arrays, and only NumPy arrays are allowed")
+        raise pickle.UnpicklingError("it uses another class of arrays; only NumPy arrays are allowed")
     return _Array(None, None)
 
 
@@ -110,7 +110,7 @@ def _scalar(dtype: object, data: object) -> _Scalar:
 def _encode(text: object, encoding: object) -> object:
     """Return text unchanged: bytes in pickles of protocol 2, which :class:`_Found` encodes."""
     if encoding != "latin1":
-        raise pickle.UnpicklingError("it wants an encoding, and only bytes are allowed")
+        raise pickle.UnpicklingError("it uses another encoding than latin1; only bytes are allowed")
     return text
 
 
@@ -138,9 +138,7 @@ class _ArrayUnpickler(pickle._Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _GIVEN:
-            raise pickle.UnpicklingError(
-                f"it wants to call {f'{module}.{name}'[:80]}, and only NumPy arrays are allowed"
-            )
+            raise pickle.UnpicklingError(f"it calls {f'{module}.{name}'[:80]}; only NumPy arrays are allowed")
         return _GIVEN[module, name]
 
     def load_empty_dictionary(self) -> None:
@@ -150,20 +148,20 @@ class _ArrayUnpickler(pickle._Unpickler):
         arguments, function = self.stack.pop(), self.stack.pop()
         if not callable(function) or not isinstance(arguments, tuple):
             raise pickle.UnpicklingError(
-                f"it wants to call a {type(function).__name__}, and only NumPy arrays are allowed"
+                f"it calls a {type(function).__name__}; only NumPy arrays are allowed"
             )
         try:
             self.stack.append(function(*arguments))
         except TypeError as error:
             raise pickle.UnpicklingError(
-                f"it wants to call NumPy otherwise than for an array ({error})"
+                f"it calls NumPy with arguments that build no array ({error})"
             ) from error
 
     def load_build(self) -> None:
         state = self.stack.pop()
         if not isinstance(self.stack[-1], _Array | _Dtype):
             raise pickle.UnpicklingError(
-                f"it changes a {type(self.stack[-1]).__name__}, and only NumPy arrays have a state"
+                f"it sets the state of a {type(self.stack[-1]).__name__}; only NumPy arrays may have one"
             )
         self.stack[-1].restore(state)
 
@@ -202,9 +200,9 @@ class _Found:
     def _array(self, found: _Array) -> NDArray[Any]:
         shape, data = found.shape, found.data
         if not isinstance(found.dtype, _Dtype) or not isinstance(shape, tuple):
-            raise pickle.UnpicklingError("an array has no type or no shape")
+            raise pickle.UnpicklingError("an array has no dtype or no shape")
         if not all(type(side) is int and side >= 0 for side in shape):
-            raise pickle.UnpicklingError("the shape of an array is not of whole numbers from 0")
+            raise pickle.UnpicklingError("the shape of an array does not consist of whole numbers from 0")
         values: NDArray[Any]
         if found.dtype.dtype.hasobject:
             values = self._objects(data)
@@ -218,7 +216,7 @@ class _Found:
     def _objects(self, data: object) -> NDArray[Any]:
         if not isinstance(data, list):
             raise pickle.UnpicklingError(
-                "it says where objects lie in memory, and only NumPy arrays are allowed"
+                "it holds memory addresses of objects; only NumPy arrays are allowed"
             )
         values = np.empty(len(data), dtype=object)
         for place, each in enumerate(data):
@@ -228,7 +226,7 @@ class _Found:
     def _take(self, room: int) -> None:
         self._room -= room
         if self._room < 0:
-            raise pickle.UnpicklingError("the same part of it stands in too many places")
+            raise pickle.UnpicklingError("the same object is referenced too often")
 
 
 def load_object_array(path: Path, key: str) -> Any:
@@ -270,9 +268,9 @@ def _load(file: IO[bytes], size: int) -> Any:
     try:
         found = _ArrayUnpickler(file).load()
     except EOFError as error:
-        raise pickle.UnpicklingError("it ends before its time") from error
+        raise pickle.UnpicklingError("it is truncated") from error
     except KeyError as error:
-        raise pickle.UnpicklingError(f"it has the instruction {error}, which no array needs") from error
+        raise pickle.UnpicklingError(f"it has the opcode {error}, which no array needs") from error
     content = _Found(size).plain(found)
     if not isinstance(content, np.ndarray) or content.shape != ():
         raise ValueError("it holds no array where one pickled object is expected")

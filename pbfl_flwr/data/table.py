@@ -34,7 +34,7 @@ def table(settings: DataSettings) -> Pool:
     """
     path = given_path(settings, f"a file that ends in {', '.join(SUFFIXES)}")
     if not path.is_file() or path.suffix.lower() not in SUFFIXES:
-        raise PbflError(f"{path} is no table; allowed is a file that ends in {', '.join(SUFFIXES)}")
+        raise PbflError(f"{path} is not a table; allowed is a file that ends in {', '.join(SUFFIXES)}")
 
     def decode(allocate: Allocate) -> Pool:
         return _decode(path, settings)
@@ -70,11 +70,11 @@ def _decode(path: Path, settings: DataSettings) -> Pool:
     with opened(path) as (names, blocks):
         members = Members(path, names, settings)
         if not (places := members.rest):
-            raise PbflError(f"{path} has no feature column beside '{names[members.label]}'")
+            raise PbflError(f"{path} has no feature column besides '{names[members.label]}'")
         if index := next((names[place] for place in places if _INDEX.fullmatch(names[place])), None):
             raise PbflError(
-                f"{path}: pandas calls an index, or a column without a name, '{index}', and an index may tell the "
-                "class; leave it out (index=False), or give it a name"
+                f"{path}: column '{index}' looks like a pandas index or an unnamed column, and an index can reveal "
+                "the class; remove it (index=False), or rename it"
             )
         for first, block in blocks:
             parts.append(_numbers(block, places, names, first, path))
@@ -84,7 +84,7 @@ def _decode(path: Path, settings: DataSettings) -> Pool:
     if settings.shape:
         if math.prod(settings.shape) != len(places):
             raise PbflError(
-                f"input-shape = '{settings.input_shape}' takes {math.prod(settings.shape)} numbers, {path} has "
+                f"input-shape = '{settings.input_shape}' needs {math.prod(settings.shape)} numbers, {path} has "
                 f"{len(places)} feature columns"
             )
         inputs = inputs.reshape(-1, *settings.shape)
@@ -103,7 +103,7 @@ def _numbers(
         column = cells if isinstance(cells, np.ndarray) else np.asarray(cells, dtype=object)
         try:
             if column.dtype.kind not in "biufOU":
-                raise ValueError(f"{column.dtype} is no number")
+                raise ValueError(f"{column.dtype} is not numeric")
             with np.errstate(over="ignore"):
                 values = column.astype(np.float64).astype(np.float32)
         except (ValueError, TypeError):
@@ -112,7 +112,7 @@ def _numbers(
             row = int(np.argmin(np.isfinite(values)))
             cell = block[place][row]
             missing = cell is None or str(cell).strip().lower() in ("", "nan")
-            said = "the cell is empty" if missing else f"'{str(cell)[:40]}' is no finite number"
+            said = "the cell is empty" if missing else f"'{str(cell)[:40]}' is not a finite number"
             raise PbflError(
                 f"{path}, row {first + row}, column '{names[place]}': {said}; allowed are numbers"
             )

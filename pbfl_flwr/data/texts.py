@@ -35,19 +35,21 @@ def text(settings: DataSettings) -> Pool:
     """
     path = given_path(settings, f"a file that ends in {', '.join(SUFFIXES)}")
     if not path.is_file() or path.suffix.lower() not in SUFFIXES:
-        raise PbflError(f"{path} is no table of texts; allowed is a file that ends in {', '.join(SUFFIXES)}")
+        raise PbflError(
+            f"{path} is not a table of texts; allowed is a file that ends in {', '.join(SUFFIXES)}"
+        )
     if not settings.vocabulary:
         raise PbflError(
-            "dataset = 'text' needs vocabulary: a file with a token a line, the same for all clients; "
-            "pbfl vocabulary makes one"
+            "dataset = 'text' needs vocabulary: a file with one token per line, the same for all clients; pbfl "
+            "vocabulary makes one"
         )
     if len(settings.shape) > 1:
         raise PbflError(
-            f"input-shape = '{settings.input_shape}': of texts it is one number, tokens of an input"
+            f"input-shape = '{settings.input_shape}': allowed with texts is one number, the tokens per input"
         )
     known = Path(settings.vocabulary)
     if not known.is_file():
-        raise PbflError(f"vocabulary = '{known}' is no file")
+        raise PbflError(f"vocabulary = '{known}' is not a file")
     length = settings.shape[0] if settings.shape else LENGTH
 
     def decode(allocate: Allocate) -> Pool:
@@ -58,7 +60,8 @@ def text(settings: DataSettings) -> Pool:
             place = _text_place(path, names, settings.text_column)
             if place == members.label:
                 raise PbflError(
-                    f"{path}: column '{names[place]}' is text and class; label-column names the classes"
+                    f"{path}: column '{names[place]}' is both text and class; set label-column to the class "
+                    "column"
                 )
             for first, block in blocks:
                 found.extend(_cells(block[place], names[place], first, path))
@@ -97,13 +100,11 @@ def read_vocabulary(path: Path) -> tuple[str, ...]:
     for line, word in enumerate(words, start=1):
         if not word or word != word.strip() or word in seen:
             said = (
-                "is empty"
-                if not word.strip()
-                else f"'{word[:40]}' stands there twice"
-                if word in seen
-                else "has spaces"
+                "is empty" if not word.strip() else f"repeats '{word[:40]}'" if word in seen else "has spaces"
             )
-            raise PbflError(f"vocabulary {path}, line {line} {said}; allowed is one token a line, each once")
+            raise PbflError(
+                f"vocabulary {path}, line {line} {said}; allowed is one token per line, each once"
+            )
         seen.add(word)
     return words
 
@@ -133,7 +134,7 @@ def _text_place(path: Path, names: tuple[str, ...], wanted: str) -> int:
     name = wanted or TEXT
     if name not in names:
         raise PbflError(
-            f"{path} has no column '{name}' with texts; it has {shown(names)}; text-column names another"
+            f"{path} has no column '{name}' with texts; it has {shown(names)}; set text-column to one of them"
         )
     return names.index(name)
 

@@ -38,12 +38,15 @@ def vocabulary(texts: Iterable[str], most: int) -> tuple[str, ...]:
 def encode(texts: Sequence[str], words: Sequence[str], into: NDArray[np.int32]) -> None:
     """Write the token ids of texts.
 
+    A special token that a text spells out becomes ``<unk>``; torchtext gives it the special id, so that a literal
+    ``<pad>`` counts as padding. All other texts get torchtext's ids.
+
     Args:
         texts: N of them.
         words: the vocabulary; other tokens become ``<unk>``.
         into: (N, length) int32. A row is ``<cls>`` and the text's tokens, truncated or padded with ``<pad>``.
     """
-    number = {word: index for index, word in enumerate(words)}
+    number = {word: index for index, word in enumerate(words) if word not in SPECIALS}
     into[:] = PAD
     for row, text in zip(into, texts, strict=True):
         ids = list(_ids(text, number))[: len(row)]

@@ -24,7 +24,8 @@ def validate(pool: Pool, name: str) -> None:
     rows = len(pool.labels)
     if len(pool.inputs) != rows or rows == 0:
         raise PbflError(
-            f"dataset '{name}' has {len(pool.inputs)} inputs and {rows} labels; allowed is as many, 1 or more"
+            f"dataset '{name}' has {len(pool.inputs)} inputs and {rows} labels; allowed are equally many, 1 or "
+            "more"
         )
     if pool.owner is not None and len(pool.owner) != rows:
         raise PbflError(
@@ -36,7 +37,8 @@ def validate(pool: Pool, name: str) -> None:
         )
     if not 1 <= len(pool.input_shape) <= MAX_AXES or min(pool.input_shape) < 1:
         raise PbflError(
-            f"dataset '{name}' has inputs of shape {pool.input_shape}; allowed are 1 to {MAX_AXES} axes, none empty"
+            f"dataset '{name}' has inputs of shape {pool.input_shape}; allowed are 1 to {MAX_AXES} axes, none "
+            "of length 0"
         )
     check_labels(pool.labels, name, pool.num_classes)
     if odd := next(
@@ -77,6 +79,6 @@ def check_labels(labels: NDArray[Any], name: str, num_classes: int | None = None
     limit = len(found) if num_classes is None else num_classes
     if limit < 2 or found[0] < 0 or found[-1] >= limit:
         raise PbflError(
-            f"dataset '{name}' has the {len(found)} labels {shown}; allowed are 0..{max(limit, 2) - 1} "
-            "without gaps, 2 classes or more; labels names all classes, for data that lacks some"
+            f"dataset '{name}' has the {len(found)} labels {shown}; allowed are 0..{max(limit, 2) - 1} without "
+            "gaps, 2 classes or more; set labels to all classes if the data lacks some"
         )

@@ -51,8 +51,8 @@ def way_shot_splits(
         if sum(wanted) > len(train_rows):
             raise PbflError(
                 f"shots = {settings.shots}, shots-deviation = {settings.shots_deviation}: class {k} has "
-                f"{len(train_rows)} training samples and its {len(holders)} clients want {sum(wanted)}; "
-                "allowed are fewer shots, ways or clients"
+                f"{len(train_rows)} training samples, but its {len(holders)} clients need {sum(wanted)}; allowed "
+                "are fewer shots, ways or clients"
             )
         for client, rows in zip(
             holders, _blocks(train_rows, holders, wanted, block, num_clients, rng), strict=True
@@ -60,7 +60,7 @@ def way_shot_splits(
             train[client].append(rows)
         test_shots = min(TEST_SHOTS, len(test_rows) // len(holders))
         if test_shots < TEST_SHOTS:
-            notes.append(f"class {k}: {test_shots} test samples a client instead of {TEST_SHOTS}")
+            notes.append(f"class {k}: {test_shots} test samples per client instead of {TEST_SHOTS}")
         asked = [test_shots] * len(holders)
         for client, rows in zip(
             holders, _blocks(test_rows, holders, asked, TEST_SHOTS, num_clients, rng), strict=True

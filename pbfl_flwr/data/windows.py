@@ -25,7 +25,7 @@ def mixed_up(pool: Pool) -> str:
         if min(height, width) > 4 and (channels in (3, 4) or (channels == 1 and height == width)):
             return (
                 f"inputs are read as (channels, height, width), {height} channels of {width}x{channels}: if the "
-                "channels stand last, they are to be moved, x.transpose(0, 3, 1, 2)"
+                "channels are last, move them to the front with x.transpose(0, 3, 1, 2)"
             )
     shape = tuple(side for side in pool.input_shape if side != 1)
     if pool.inputs.dtype != np.float32 or len(shape) != 2 or max(shape) < SHORTEST_SERIES:
@@ -46,6 +46,6 @@ def mixed_up(pool: Pool) -> str:
     if change(windows, 2) <= ROUGH * other[remedy]:
         return ""
     return (
-        f"inputs are read as windows (channels, length), {channels} of {length} readings, and neighbouring readings "
-        f"are far less alike than in {remedy}: were times and channels mixed up?"
+        f"inputs are read as windows (channels, length), {channels} of {length} readings, but neighbouring readings "
+        f"differ far more than in {remedy}: were time and channel axes mixed up?"
     )

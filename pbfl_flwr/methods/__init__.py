@@ -47,34 +47,64 @@ class Entry:
 
 
 METHODS: dict[str, Entry] = {
-    "local": Entry("every client for itself; nothing travels", "local"),
-    "fedavg": Entry("weights averaged by samples; one architecture", "fedavg"),
-    "fedprox": Entry("FedAvg with a spring to the received weights", "fedprox", own_keys=True),
-    "fedper": Entry("the body averaged, heads at home", "fedper", own_keys=True),
-    "fedrep": Entry("as FedPer, head and body trained one after the other", "fedrep", own_keys=True),
-    "fedala": Entry("FedAvg, the head taken over weight by weight", "fedala", own_keys=True),
-    "fesem": Entry("several global models, a client follows the nearest", "fesem", own_keys=True),
-    "feduv": Entry("FedAvg with varied outputs and spread features", "feduv", own_keys=True),
-    "fednh": Entry(
-        "FedAvg with a classifier of unit vectors that follows class means", "fednh", own_keys=True
+    "local": Entry("no communication; each client trains alone", "local"),
+    "fedavg": Entry("averages the weights, weighted by sample counts; one architecture", "fedavg"),
+    "fedprox": Entry(
+        "FedAvg with a proximal term: penalises the distance to the received weights",
+        "fedprox",
+        own_keys=True,
     ),
-    "fedfa": Entry("FedAvg with shared anchors for features and classifier", "fedfa", own_keys=True),
-    "lg-fedavg": Entry("the classifier averaged, bodies at home", "lg_fedavg"),
-    "fedgen": Entry("the classifier averaged and taught by a generator", "fedgen", own_keys=True),
-    "fedpa": Entry("averaged weights, prototypes and an adversarial generator", "fedpa", own_keys=True),
-    "fedgh": Entry("the server trains the classifier on prototypes", "fedgh", own_keys=True),
-    "feddistill": Entry("class means of outputs averaged and distilled", "feddistill", own_keys=True),
-    "fml": Entry("mutual learning with an averaged auxiliary network", "fml", own_keys=True),
-    "fedkd": Entry("mentor and averaged mentee, singular values on the wire", "fedkd", own_keys=True),
-    "fedproto": Entry("class means averaged, features pulled towards them", "fedproto"),
-    "fedtgp": Entry("prototypes trained on the server with an adaptive margin", "fedtgp", own_keys=True),
+    "fedper": Entry("averages the body; each client keeps its own head", "fedper", own_keys=True),
+    "fedrep": Entry("FedPer that trains the head first, then the body", "fedrep", own_keys=True),
+    "fedala": Entry(
+        "FedAvg with learned element-wise mixing of local and global head", "fedala", own_keys=True
+    ),
+    "fesem": Entry(
+        "clustered FL: several global models, each client assigned to the nearest", "fesem", own_keys=True
+    ),
+    "feduv": Entry(
+        "FedAvg with regularisers for classifier variance and feature uniformity", "feduv", own_keys=True
+    ),
+    "fednh": Entry(
+        "FedAvg with a normalised classifier of unit rows, updated from class means", "fednh", own_keys=True
+    ),
+    "fedfa": Entry(
+        "FedAvg with shared feature anchors that also calibrate the classifier", "fedfa", own_keys=True
+    ),
+    "lg-fedavg": Entry("averages the classifier; each client keeps its own body", "lg_fedavg"),
+    "fedgen": Entry(
+        "averages the classifier; a server-trained generator regularises the clients", "fedgen", own_keys=True
+    ),
+    "fedpa": Entry(
+        "averages weights and prototypes; adversarially trained feature generator", "fedpa", own_keys=True
+    ),
+    "fedgh": Entry(
+        "the server trains the global classifier on the clients' prototypes", "fedgh", own_keys=True
+    ),
+    "feddistill": Entry("averages per-class mean outputs and distils from them", "feddistill", own_keys=True),
+    "fml": Entry(
+        "mutual learning of each client's network and an averaged auxiliary network", "fml", own_keys=True
+    ),
+    "fedkd": Entry(
+        "mutual distillation of a private mentor and a shared mentee sent SVD-compressed",
+        "fedkd",
+        own_keys=True,
+    ),
+    "fedproto": Entry("averages class means (prototypes); features are pulled towards them", "fedproto"),
+    "fedtgp": Entry(
+        "the server trains prototypes with an adaptive-margin contrastive loss", "fedtgp", own_keys=True
+    ),
     "tinyproto": Entry(
         "sparse prototypes with adaptive scaling, on FedProto or FedTGP", "tinyproto", own_keys=True
     ),
-    "protonorm": Entry("prototypes aligned on the sphere, upscaled by the client", "protonorm"),
-    "fedcpd": Entry("FedRep with prototypes and a memory of feature maps", "fedcpd", own_keys=True),
+    "protonorm": Entry("spreads prototypes on the unit sphere; clients scale them up", "protonorm"),
+    "fedcpd": Entry(
+        "FedRep with prototype losses and distillation from the previous feature maps",
+        "fedcpd",
+        own_keys=True,
+    ),
     "gfpl": Entry(
-        "Gaussian mixtures fused by distance, heads retrained on samples of them", "gfpl", own_keys=True
+        "exchanges Gaussian mixtures of features; retrains heads on samples from them", "gfpl", own_keys=True
     ),
 }
 
@@ -130,31 +160,31 @@ def check_asked(settings: Settings, method: Method[Any, Any, Any]) -> None:
     """
     if odd := [name for name in method.predicts if name not in PREDICTORS]:
         raise PbflError(
-            f"method '{method.name}': predicts has '{odd[0]}', which no report has room for; allowed are "
+            f"method '{method.name}': predicts contains '{odd[0]}', which is no known predictor; allowed are "
             f"{', '.join(PREDICTORS)}"
         )
     if method.headline not in method.predicts:
         raise PbflError(
-            f"method '{method.name}': headline = '{method.headline}': allowed is one that predicts names, "
+            f"method '{method.name}': headline = '{method.headline}': allowed is one listed in predicts: "
             f"{', '.join(method.predicts)}"
         )
     wanted, run = settings.evaluation.predictor, settings.run
     if wanted not in ("auto", *method.predicts):
         raise PbflError(
-            f"predictor = '{wanted}': method '{method.name}' with these settings never predicts so; allowed are auto, "
-            f"{', '.join(method.predicts)}"
+            f"predictor = '{wanted}': method '{method.name}' has no such predictor with these settings; allowed are "
+            f"auto, {', '.join(method.predicts)}"
         )
     moment = settings.evaluation.evaluate_moment
     if run.keep_best and (method.moment if moment == "auto" else moment) == "before":
         raise PbflError(
-            f"keep-best = true: with these settings method '{method.name}' scores clients before local training, and "
-            "which round was the best is known too late; allowed is false (the server keeps its own of it), or "
-            "evaluate-moment = 'after'"
+            f"keep-best = true: with these settings method '{method.name}' scores clients before local training, so "
+            "clients learn too late which round was the best; allowed is false (the server still keeps its state "
+            "of the best round), or evaluate-moment = 'after'"
         )
     if run.stale_weight > 0 and (settings.privacy.secure_aggregation or not method.streams()):
         raise PbflError(
-            f"stale-weight = {run.stale_weight}: with these settings method '{method.name}' is no sum, in which an "
-            "upload can count for less; allowed is 0 (off)"
+            f"stale-weight = {run.stale_weight}: with these settings method '{method.name}' does not aggregate by a "
+            "weighted sum, so late uploads cannot be weighted; allowed is 0 (off)"
         )
 
 
@@ -220,6 +250,6 @@ def privacy_notes(settings: Settings, method: Method[Any, Any, Any]) -> list[str
     if method.protects_uploads or least == 1 or not single:
         return []
     return [
-        f"min-class-count = {least} does not apply: method '{method.name}' sends {method.up.__name__}, which show "
-        "single samples (pbfl privacy)"
+        f"min-class-count = {least} does not apply: method '{method.name}' sends {method.up.__name__}, which reveal "
+        "single samples (see pbfl privacy)"
     ]

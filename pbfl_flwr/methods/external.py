@@ -24,19 +24,23 @@ def build_external(settings: Settings) -> Method[Any, Any, Any]:
         config = getattr(sys.modules[spec.partition(":")[0]], "Config", None)
         if not (isinstance(config, type) and issubclass(config, Group)):
             raise PbflError(
-                f"method-settings = {settings.run.method_settings!r}: '{spec}' has none, since its module has no "
-                "class Config(Group)"
+                f"method-settings = {settings.run.method_settings!r}: '{spec}' takes no settings, since its module "
+                "has no class Config(Group)"
             )
         parse_section(config, settings)
     method = made("method", spec, "settings", settings)
     if not isinstance(method, Method):
         raise PbflError(
-            f"method = '{spec}': it built {type(method).__name__}, expected a pbfl_flwr.method.Method"
+            f"method = '{spec}': the function returned {type(method).__name__}, expected a "
+            "pbfl_flwr.method.Method"
         )
     if lacking := [name for name in ("name", "state", "down", "up") if not hasattr(method, name)]:
-        raise PbflError(f"method = '{spec}': {type(method).__name__} does not say its {', '.join(lacking)}")
+        raise PbflError(
+            f"method = '{spec}': {type(method).__name__} lacks the attribute {', '.join(lacking)}"
+        )
     if not hasattr(method.up, "reveals"):
         raise PbflError(
-            f"method = '{spec}': {method.up.__name__} does not say what it reveals, reveals = (...)"
+            f"method = '{spec}': {method.up.__name__} lacks the attribute reveals = (...), which says what an "
+            "upload reveals"
         )
     return method

@@ -32,7 +32,7 @@ from pbfl_flwr.config import Group, Settings, parse_section
 from pbfl_flwr.method import Client, Update
 from pbfl_flwr.methods.sharing import SharedWeights, answer, plain
 from pbfl_flwr.models import architectures, body_names, has_batch_norm, head_names
-from pbfl_flwr.payloads import Weights, under
+from pbfl_flwr.payloads import Weights, part_of
 from pbfl_flwr.training import classification, take
 from pbfl_flwr.weights import copies, load_parameters, weighting_of
 
@@ -40,12 +40,20 @@ from pbfl_flwr.weights import copies, load_parameters, weighting_of
 class Config(Group):
     """Settings ``fedala.*``."""
 
-    tensors: int = Field(2, ge=0, description="p, parameter tensors from the end that are mixed; 0: all")
-    sample_share: float = Field(0.8, gt=0, le=1, description="s, share of the client's samples A learns from")
+    tensors: int = Field(
+        2, ge=0, description="p, number of parameter tensors, counted from the output, that are mixed; 0: all"
+    )
+    sample_share: float = Field(
+        0.8, gt=0, le=1, description="s, share of the client's samples on which A is trained"
+    )
     rate: float = Field(1.0, ge=0, description="η_A, learning rate of A")
-    threshold: float = Field(0.1, gt=0, description="deviation of the last losses below which A stands still")
-    window: int = Field(10, ge=2, description="how many last losses")
-    max_epochs: int = Field(100, ge=1, description="passes on A at most, the first time")
+    threshold: float = Field(
+        0.1, gt=0, description="A has converged when the standard deviation of the last losses is below this"
+    )
+    window: int = Field(10, ge=2, description="number of last losses in that standard deviation")
+    max_epochs: int = Field(
+        100, ge=1, description="most passes to train A at the client's first participation"
+    )
 
 
 def mix(
@@ -67,13 +75,13 @@ class FedALA(SharedWeights):
 
     def local_update(self, client: Client, down: Weights) -> Update[Weights]:
         """Initialise and train; keep A and the client's own last tensors."""
-        amounts, figures = self._initialise(client, down)
+        amounts, metrics = self._initialise(client, down)
         report = plain(client, down)
         upload = answer(client, self.share)
         own = {name: upload.tensors[name] for name in self._mixed(client)}
         memory = {**{f"own.{name}": tensor for name, tensor in own.items()}, **report.optimizer}
         memory |= {f"ala.{name}": tensor for name, tensor in copies(amounts).items()}
-        return Update(upload, memory, {**report.metrics(), **figures})
+        return Update(upload, memory, {**report.metrics(), **metrics})
 
     def _mixed(self, client: Client) -> list[str]:
         names = [*body_names(client.model), *head_names(client.model)]  # body first in every network
@@ -82,11 +90,11 @@ class FedALA(SharedWeights):
     def _initialise(self, client: Client, down: Weights) -> tuple[dict[str, Tensor], dict[str, float]]:
         """Initialise the client's network in place; return A (empty before the second participation) and metrics."""
         load_parameters(client.model, down.tensors)
-        own = {name: t.to(client.device) for name, t in under(client.memory, "own").items()}
+        own = {name: t.to(client.device) for name, t in part_of(client.memory, "own").items()}
         if not own:
             return {}, {}
         received = {name: down.tensors[name].to(tensor) for name, tensor in own.items()}
-        known = under(client.memory, "ala")
+        known = part_of(client.memory, "ala")
         amounts = {
             name: known[name].to(client.device) if known else torch.ones_like(tensor)
             for name, tensor in own.items()

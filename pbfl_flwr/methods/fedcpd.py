@@ -35,7 +35,7 @@ from pbfl_flwr.methods.fedrep import HeadThenBody
 from pbfl_flwr.methods.sharing import answer, check_both, initial, receive, shared_scalars, to_be_equal
 from pbfl_flwr.models import architectures, build_model
 from pbfl_flwr.models.attention import MapDistillation, MapMemory, convolutional, map_channels
-from pbfl_flwr.payloads import Prototypes, WeightsAndPrototypes, under
+from pbfl_flwr.payloads import Prototypes, WeightsAndPrototypes, part_of
 from pbfl_flwr.prototypes.aggregation import keep_stale, mean
 from pbfl_flwr.prototypes.collect import class_sums_of
 from pbfl_flwr.prototypes.distillation import alignment_pull, contrast
@@ -48,18 +48,25 @@ class Config(Group):
     """Settings ``fedcpd.*``; a weight of 0 disables its component; with all three at 0 the method is its base."""
 
     base: Literal["fedrep", "fedavg"] = Field(
-        "fedrep", description="what the losses are added to; fedavg: the head is averaged, too (Figure 2c)"
+        "fedrep",
+        description="method that the losses are added to; with fedavg the head is averaged too (Figure 2c)",
     )
-    align_weight: float = Field(0.02, ge=0, description="α, pull towards the class's global prototype")
-    contrast_weight: float = Field(1.0, ge=0, description="β, contrast between global prototypes")
-    distill_weight: float = Field(1.0, ge=0, description="γ, memory of the last own feature maps")
-    temperature: float = Field(0.5, gt=0, description="τ of the contrast")
+    align_weight: float = Field(
+        0.02, ge=0, description="α, weight of the alignment with the class's global prototype"
+    )
+    contrast_weight: float = Field(
+        1.0, ge=0, description="β, weight of the contrastive loss with the global prototypes"
+    )
+    distill_weight: float = Field(
+        1.0, ge=0, description="γ, weight of distilling feature maps from the client's previous body"
+    )
+    temperature: float = Field(0.5, gt=0, description="τ, temperature of the contrastive loss")
     map_reduction: Literal["mean", "sum"] = Field(
-        "mean", description="of a map's squared error, over its elements"
+        "mean", description="how a feature map's squared error is reduced over its elements"
     )
-    fusion_width: int = Field(64, ge=1, le=4096, description="common channels of the fusion")
-    attention_ratio: int = Field(16, ge=1, description="r of the attention's channel gate")
-    attention_kernel: Literal[3, 5, 7] = Field(7, description="side of the attention's spatial gate")
+    fusion_width: int = Field(64, ge=1, le=4096, description="number of channels in the multi-level fusion")
+    attention_ratio: int = Field(16, ge=1, description="r, reduction ratio of CBAM's channel attention")
+    attention_kernel: Literal[3, 5, 7] = Field(7, description="kernel size of CBAM's spatial attention")
     head_epochs: int = Field(1, ge=0, description="τ_h, epochs of the head phase")
 
 
@@ -95,7 +102,7 @@ class FedCPD(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndProtot
         """Body <- θ, head phase, body phase, class means; keep the body and L_fd's modules for the next time."""
         self.install(client, down)
         distillation = self._distillation(client)
-        kept = under(client.memory, "teacher")
+        kept = part_of(client.memory, "teacher")
         teacher = None
         if distillation is not None and kept:
             teacher = MapMemory(client.model.stages, kept, distillation.attention)
@@ -160,7 +167,7 @@ class FedCPD(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndProtot
             kernel=config.attention_kernel,
             seed=seeds.derive(client.seed, "fedcpd", client.key),
         )
-        if kept := under(client.memory, "distillation"):
+        if kept := part_of(client.memory, "distillation"):
             module.load_state_dict(kept)
         return module.to(client.device)
 
@@ -201,8 +208,8 @@ class FedCPD(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndProtot
             build_model(fresh(self.architecture), task, 0), task
         ):
             raise PbflError(
-                f"method 'fedcpd' distils feature maps, and model '{self.architecture}' has none; allowed are "
-                "convolutional models with stages, or fedcpd.distill-weight = 0"
+                f"method 'fedcpd' distils feature maps, which model '{self.architecture}' does not have; allowed "
+                "are convolutional models with stages, or fedcpd.distill-weight = 0"
             )
 
     def paper_scalars(

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from pbfl_flwr.config import Group, Settings, parse_section
 from pbfl_flwr.method import Client, Method, Round, Update
-from pbfl_flwr.payloads import Logits, RejectedPayload, joined, under
+from pbfl_flwr.payloads import Logits, RejectedPayload, joined, part_of
 from pbfl_flwr.prototypes import aggregation
 from pbfl_flwr.prototypes.statistics import ClassSums
 from pbfl_flwr.task import Task
@@ -42,7 +42,9 @@ class Config(Group):
 
     distillation_weight: float = Field(1.0, ge=0, description="γ, weight of the distillation term")
     loss: Literal["auto", "paper", "ce-soft", "mse"] = Field(
-        "auto", description="what is averaged and distilled; auto: paper under protocol clean, else ce-soft"
+        "auto",
+        description="which outputs are averaged and which loss distils them; auto: paper under protocol clean, "
+        "else ce-soft",
     )
 
 
@@ -70,9 +72,10 @@ class DistillState:
         """Rebuild the state of a checkpoint."""
         names = {key.partition(".")[0] for key in tensors if key.startswith("sent-")}
         sent = {
-            int(name.removeprefix("sent-")): Logits.from_tensors(under(tensors, name), task) for name in names
+            int(name.removeprefix("sent-")): Logits.from_tensors(part_of(tensors, name), task)
+            for name in names
         }
-        table = Logits.from_tensors(under(tensors, "table"), task)
+        table = Logits.from_tensors(part_of(tensors, "table"), task)
         return cls(table, tensors["holders"], dict(sorted(sent.items())))
 
     def scalars(self) -> int:
@@ -174,7 +177,7 @@ class FedDistill(Method[DistillState, Logits, Logits]):
     def validate(self, upload: Logits, state: DistillState, task: Task) -> None:
         """Check that there are no counts and, in the paper's form, that every row is a distribution."""
         if upload.counts is not None or upload.num_examples is not None:
-            raise RejectedPayload("counts are not part of FedDistill")
+            raise RejectedPayload("unexpected counts: FedDistill sends none")
         if self.form != "paper":
             return
         rows = upload.values[upload.present]
@@ -182,7 +185,7 @@ class FedDistill(Method[DistillState, Logits, Logits]):
         most = rows.amax(1)
         apart = (rows.sum(1) - 1).abs() > 0.05 + task.num_classes * most / 254
         if bool((rows < -0.01).any()) or bool((most > 1.01).any()) or bool(apart.any()):
-            raise RejectedPayload("a row is no probability distribution")
+            raise RejectedPayload("a row is not a probability distribution")
 
     def paper_scalars(
         self, task: Task, class_counts: Sequence[int], parameters: Sequence[tuple[int, int]]

@@ -42,12 +42,18 @@ ANCHORS = "anchors"  # name of A in the payload's weights
 class Config(Group):
     """Settings ``fedfa.*``."""
 
-    anchor_weight: float = Field(0.1, ge=0, description="λ, pull towards the anchors")
-    anchor_momentum: float = Field(0.5, ge=0, le=1, description="share of the old anchor after an epoch")
-    calibration_rate: float = Field(0.001, ge=0, description="Adam's, on the classifier; 0 is off")
+    anchor_weight: float = Field(
+        0.1, ge=0, description="λ, weight of the pull of features towards the anchors"
+    )
+    anchor_momentum: float = Field(
+        0.5, ge=0, le=1, description="share of the old anchor when it is updated after an epoch"
+    )
+    calibration_rate: float = Field(
+        0.001, ge=0, description="learning rate of Adam for the classifier calibration; 0 is off"
+    )
     anchor_mean: Literal["holding-batches", "all-batches"] = Field(
         "holding-batches",
-        description="a class's epoch mean: over batches that hold it, or over all (reference)",
+        description="mean feature of a class in an epoch: over the batches that contain it, or over all (reference)",
     )
 
 

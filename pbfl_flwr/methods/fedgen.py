@@ -43,7 +43,7 @@ from pbfl_flwr.generators import (
 from pbfl_flwr.method import Client, Method, Moment, Round, Update
 from pbfl_flwr.methods.sharing import answer, check_heads, initial, receive
 from pbfl_flwr.models import architectures
-from pbfl_flwr.payloads import Reveal, Weights, class_counts, joined, under
+from pbfl_flwr.payloads import Reveal, Weights, class_counts, joined, part_of
 from pbfl_flwr.task import Task
 from pbfl_flwr.training import complete_batches, fit, forward
 from pbfl_flwr.weights import Weighting, average, same_shapes, weighting_of
@@ -52,12 +52,12 @@ from pbfl_flwr.weights import Weighting, average, same_shapes, weighting_of
 class Config(Group):
     """Settings ``fedgen.*``."""
 
-    noise_dim: int = Field(32, ge=1, le=65_536, description="width of the noise ε")
-    hidden_dim: int = Field(512, ge=1, le=65_536, description="hidden width of the generator")
-    server_steps: int = Field(100, ge=1, le=1_000_000, description="S, steps of Adam a round")
-    server_learning_rate: float = Field(0.005, gt=0, description="of Adam")
+    noise_dim: int = Field(32, ge=1, le=65_536, description="dimension of the noise ε")
+    hidden_dim: int = Field(512, ge=1, le=65_536, description="width of the generator's hidden layer")
+    server_steps: int = Field(100, ge=1, le=1_000_000, description="S, Adam steps of the server per round")
+    server_learning_rate: float = Field(0.005, gt=0, description="learning rate of the server's Adam")
     persist: bool = Field(
-        True, description="keep what the generator learnt; false: clients see the initial one"
+        True, description="keep the trained generator; false: clients always get the initial one"
     )
 
 
@@ -72,7 +72,7 @@ class LabelledHead:
 
     reveals: ClassVar[tuple[Reveal, ...]] = (
         *Weights.reveals,
-        Reveal("samples of each class", "n_ij beside the head"),
+        Reveal("samples of each class", "n_ij, sent with the head"),
     )
 
     weights: Weights
@@ -86,7 +86,8 @@ class LabelledHead:
     def from_tensors(cls, tensors: Mapping[str, Tensor], task: Task) -> LabelledHead:
         """Rebuild the payload; see :class:`pbfl_flwr.payloads.Payload`."""
         return cls(
-            Weights.from_tensors(under(tensors, "weights"), task), class_counts(tensors, "label-counts", task)
+            Weights.from_tensors(part_of(tensors, "weights"), task),
+            class_counts(tensors, "label-counts", task),
         )
 
     def scalars(self) -> int:

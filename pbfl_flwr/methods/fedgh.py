@@ -39,10 +39,10 @@ from pbfl_flwr.task import Task
 class Config(Group):
     """Settings ``fedgh.*``."""
 
-    server_epochs: int = Field(1, ge=1, le=100_000, description="S, server epochs a round")
-    server_learning_rate: float = Field(0.01, gt=0, description="of the server's SGD")
+    server_epochs: int = Field(1, ge=1, le=100_000, description="S, server epochs per round")
+    server_learning_rate: float = Field(0.01, gt=0, description="learning rate of the server's SGD")
     server_batch_size: Annotated[int, Field(ge=1)] | Auto = Field(
-        "auto", description="prototypes a batch; auto: batch-size"
+        "auto", description="prototypes per batch on the server; auto: batch-size"
     )
 
 
@@ -103,7 +103,7 @@ class FedGH(Method[Weights, Weights, Prototypes]):
         if upload.values.shape[1] != task.feature_dim:
             raise RejectedPayload(f"rows are {upload.values.shape[1]} wide, expected {task.feature_dim}")
         if upload.counts is not None or upload.num_examples is not None:
-            raise RejectedPayload("counts are not part of FedGH")
+            raise RejectedPayload("unexpected counts: FedGH sends none")
 
     def reveals(self) -> tuple[Reveal, ...]:
         """What the privacy stages leave visible, except HOLDER: prototypes are not broadcast."""

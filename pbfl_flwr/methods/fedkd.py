@@ -45,7 +45,7 @@ from pbfl_flwr.methods.mutual import (
 )
 from pbfl_flwr.methods.sharing import initial
 from pbfl_flwr.models import build_model
-from pbfl_flwr.payloads import LowRank, RejectedPayload, Weights, joined, under
+from pbfl_flwr.payloads import LowRank, RejectedPayload, Weights, joined, part_of
 from pbfl_flwr.task import Task
 from pbfl_flwr.training import fit, forward, part
 from pbfl_flwr.weights import Weighting, average, parameters_of, weighting_of
@@ -57,19 +57,27 @@ SMALLEST_LOSS = 1e-6  # bound on D: a client with one class can reach a cross-en
 class Config(Group):
     """Settings ``fedkd.*``."""
 
-    auxiliary: str = Field("cnn4", description="architecture of the mentee, on all clients")
+    auxiliary: str = Field("cnn4", description="architecture of the mentee, the same on all clients")
     auxiliary_learning_rate: Annotated[float, Field(gt=0)] | Auto = Field(
-        "auto", description="of the mentee; auto: learning-rate"
+        "auto", description="learning rate of the mentee; auto: learning-rate"
     )
-    energy_start: float = Field(0.95, gt=0, le=1, description="T_start, share of Σσ² kept at first")
-    energy_end: float = Field(0.98, gt=0, le=1, description="T_end, share kept at last")
+    energy_start: float = Field(
+        0.95, gt=0, le=1, description="T_start, share of the energy Σσ² kept in the first round"
+    )
+    energy_end: float = Field(
+        0.98, gt=0, le=1, description="T_end, share of the energy Σσ² kept at the end of the schedule"
+    )
     schedule_rounds: Annotated[int, Field(ge=1)] | Auto = Field(
-        "auto", description="rounds from start to end; auto: num-server-rounds"
+        "auto", description="rounds in which the share goes from start to end; auto: num-server-rounds"
     )
     compression: Literal["auto", "safe", "as-coded"] = Field(
-        "auto", description="of updates, or of parameters as HtFLlib has it; auto: safe in clean and fedproto"
+        "auto",
+        description="safe: SVD of updates; as-coded: SVD of the parameters, as in HtFLlib; auto: safe under "
+        "protocol clean and fedproto",
     )
-    max_grad_norm: float = Field(CLIP, ge=0, description="clip the three gradients' norms; 0 is off")
+    max_grad_norm: float = Field(
+        CLIP, ge=0, description="bound on the norm of each of the three gradients; 0 is off"
+    )
 
 
 @dataclass(frozen=True)
@@ -117,9 +125,9 @@ class MenteeState:
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], task: Task) -> MenteeState:
         """Rebuild the state of a checkpoint."""
-        update = under(tensors, "update")
+        update = part_of(tensors, "update")
         return cls(
-            Weights.from_tensors(under(tensors, "weights"), task),
+            Weights.from_tensors(part_of(tensors, "weights"), task),
             LowRank.from_tensors(update, task) if update else None,
             int(tensors["at"]),
             tuple(tensors["holders"].tolist()),
@@ -217,7 +225,7 @@ class FedKD(Method[MenteeState, LowRank, LowRank]):
         change = expand(down, {name: p.shape for name, p in reference.named_parameters()})
         if down.base < 0:
             return change
-        held = under(client.memory, "held")
+        held = part_of(client.memory, "held")
         version = int(client.memory["held-version"]) if held else -1
         if version == down.version:
             return held  # received before; only the upload was lost
@@ -292,11 +300,12 @@ class FedKD(Method[MenteeState, LowRank, LowRank]):
         if state.update is None or not (lost := state.zeroed):
             return []
         return [
-            f"the mentee has lost {len(lost)} matrices, which as-coded factors make zero where they need their full "
-            f"rank ({', '.join(lost[:3])}{', ...' if len(lost) > 3 else ''}); fedkd.compression = 'safe' keeps them"
+            f"{len(lost)} matrices of the mentee became zero, since as-coded compression drops those that need "
+            f"their full rank ({', '.join(lost[:3])}{', ...' if len(lost) > 3 else ''}); fedkd.compression = 'safe' "
+            "keeps them"
         ]
 
-    def beside(self) -> tuple[str, ...]:
+    def auxiliary_architectures(self) -> tuple[str, ...]:
         """The auxiliary network."""
         return (self.auxiliary,)
 
@@ -307,7 +316,7 @@ class FedKD(Method[MenteeState, LowRank, LowRank]):
             for name, parameter in build_model(fresh(self.auxiliary), task, 0).named_parameters():
                 if parameter.dim() not in (1, 2, 4):
                     raise PbflError(
-                        f"fedkd.compression = 'as-coded' cannot factorise '{name}' of '{self.auxiliary}' with "
+                        f"fedkd.compression = 'as-coded' cannot factorise '{name}' of '{self.auxiliary}', which has "
                         f"{parameter.dim()} axes; allowed is 'safe'"
                     )
 
@@ -330,7 +339,8 @@ def build(settings: Settings) -> FedKD:
     if scheme == "safe" and settings.prototypes.wire_dtype != "float32":
         raise PbflError(
             f"wire-dtype = '{settings.prototypes.wire_dtype}': fedkd.compression = 'safe' sends updates, whose "
-            "rounding would add up from round to round; allowed is 'float32', or fedkd.compression 'as-coded'"
+            "rounding errors would accumulate over the rounds; allowed is 'float32', or fedkd.compression "
+            "'as-coded'"
         )
     rounds = settings.run.num_server_rounds if config.schedule_rounds == "auto" else config.schedule_rounds
     return FedKD(

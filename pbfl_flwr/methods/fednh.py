@@ -51,9 +51,11 @@ SCALE = ".scale"  # name of s in the payload's weights; a network's own names do
 class Config(Group):
     """Settings ``fednh.*``."""
 
-    smoothing: float = Field(0.9, ge=0, le=1, description="ρ, share of the old row")
+    smoothing: float = Field(
+        0.9, ge=0, le=1, description="ρ, share of the old classifier row in its moving average"
+    )
     scale: Annotated[float, Field(gt=0)] | Auto = Field(
-        "auto", description="s at the start; auto: 20 for resnet*, else 1"
+        "auto", description="s, initial scale of the cosine logits; auto: 20 for resnet*, else 1"
     )
 
 
@@ -174,7 +176,7 @@ class FedNH(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndPrototy
 
     def reveals(self) -> tuple[Reveal, ...]:
         """Weights, class vectors, and their counts."""
-        return (*self.up.reveals, Reveal("samples of each class", "n_ij beside the class vectors"))
+        return (*self.up.reveals, Reveal("samples of each class", "n_ij, sent with the class vectors"))
 
     def paper_scalars(
         self, task: Task, class_counts: Sequence[int], parameters: Sequence[tuple[int, int]]

@@ -58,16 +58,28 @@ from pbfl_flwr.weights import Weighting, average, weighting_of
 class Config(Group):
     """Settings ``fedpa.*``."""
 
-    noise_dim: int = Field(64, ge=1, le=65_536, description="width of the noise ε")
-    hidden_dim: int = Field(512, ge=1, le=65_536, description="hidden width of the generator")
-    generator_output: Literal["relu", "linear"] = Field("relu", description="how generated features end")
-    server_steps: int = Field(50, ge=1, le=1_000_000, description="steps of Adam a round")
-    server_learning_rate: float = Field(1e-4, gt=0, description="of Adam in the first round")
-    server_weight_decay: float = Field(0.01, ge=0, description="of Adam")
-    server_rate_decay: float = Field(0.98, gt=0, le=1, description="of Adam's rate, a round")
-    client_rate_decay: float = Field(0.99, gt=0, le=1, description="of learning-rate, a round")
-    local_steps: int = Field(0, ge=0, description="batches a round instead of local-epochs; 0 is off")
-    adversarial_weight: float = Field(0.15, ge=0, description="push of generated features off prototypes")
+    noise_dim: int = Field(64, ge=1, le=65_536, description="dimension of the noise ε")
+    hidden_dim: int = Field(512, ge=1, le=65_536, description="width of the generator's hidden layer")
+    generator_output: Literal["relu", "linear"] = Field(
+        "relu", description="activation of the generator's output layer"
+    )
+    server_steps: int = Field(50, ge=1, le=1_000_000, description="Adam steps of the server per round")
+    server_learning_rate: float = Field(
+        1e-4, gt=0, description="learning rate of the server's Adam in the first round"
+    )
+    server_weight_decay: float = Field(0.01, ge=0, description="weight decay of the server's Adam")
+    server_rate_decay: float = Field(
+        0.98, gt=0, le=1, description="factor on the server's learning rate per round"
+    )
+    client_rate_decay: float = Field(
+        0.99, gt=0, le=1, description="factor on the clients' learning-rate per round"
+    )
+    local_steps: int = Field(
+        0, ge=0, description="training batches per round, instead of local-epochs; 0 is off"
+    )
+    adversarial_weight: float = Field(
+        0.15, ge=0, description="weight of the term that pushes generated features away from the prototypes"
+    )
 
 
 def generation_weight(t: int) -> float:
@@ -219,7 +231,7 @@ class FedPA(Method[GenerativeState, Taught, WeightsAndPrototypes]):
 
     def reveals(self) -> tuple[Reveal, ...]:
         """Weights, class means, and their counts."""
-        return (*self.up.reveals, Reveal("samples of each class", "n_ij beside the class means"))
+        return (*self.up.reveals, Reveal("samples of each class", "n_ij, sent with the class means"))
 
     def check(self, task: Task, architectures: Sequence[str]) -> None:
         """Check that there is one architecture, with a linear head."""

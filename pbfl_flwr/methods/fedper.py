@@ -30,7 +30,8 @@ class Config(Group):
     """Settings ``fedper.*``."""
 
     shared: Shared = Field(
-        "auto", description="body, or stages: also a hidden layer private; auto: by protocol"
+        "auto",
+        description="body: average the whole body; stages: keep its last hidden layer private too; auto: by protocol",
     )
 
 

@@ -32,7 +32,7 @@ from pbfl_flwr.weights import weighting_of
 class Config(Group):
     """Settings ``fedprox.*``."""
 
-    mu: float = Field(0.001, ge=0, description="μ, stiffness of the spring to the received weights")
+    mu: float = Field(0.001, ge=0, description="μ, weight of the proximal term")
 
 
 @dataclass(frozen=True)

@@ -34,9 +34,12 @@ from pbfl_flwr.weights import Share, shared_parameters, weighting_of
 class Config(Group):
     """Settings ``fedrep.*``."""
 
-    head_epochs: int = Field(1, ge=0, description="τ_h, epochs on the head before those on the body")
+    head_epochs: int = Field(
+        1, ge=0, description="τ_h, epochs that train the head before those that train the body"
+    )
     shared: Shared = Field(
-        "auto", description="body, or stages: also a hidden layer private; auto: by protocol"
+        "auto",
+        description="body: average the whole body; stages: keep its last hidden layer private too; auto: by protocol",
     )
 
 

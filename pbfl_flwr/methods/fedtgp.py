@@ -33,18 +33,28 @@ from pbfl_flwr.prototypes.trainable import Margin, ServerTraining
 class Config(Group):
     """Settings ``fedtgp.*``, also used by TinyProto-FT."""
 
-    server_epochs: int = Field(100, ge=1, le=100_000, description="S, server epochs a round")
-    server_batch_size: Annotated[int, Field(ge=1)] | Auto = Field("auto", description="auto: batch-size")
-    server_learning_rate: Annotated[float, Field(gt=0)] | Auto = Field(
-        "auto", description="auto: learning-rate of sgd, else 0.01"
+    server_epochs: int = Field(100, ge=1, le=100_000, description="S, server epochs per round")
+    server_batch_size: Annotated[int, Field(ge=1)] | Auto = Field(
+        "auto", description="prototypes per batch on the server; auto: batch-size"
     )
-    server_momentum: float = Field(0.0, ge=0, lt=1, description="of the prototypes' SGD")
+    server_learning_rate: Annotated[float, Field(gt=0)] | Auto = Field(
+        "auto",
+        description="learning rate of the server's SGD; auto: learning-rate with optimizer sgd, else 0.01",
+    )
+    server_momentum: float = Field(
+        0.0, ge=0, lt=1, description="momentum of the server's SGD on the prototypes"
+    )
     margin_cap: float = Field(100.0, gt=0, description="τ, upper bound of the margin")
     margin: Margin = Field(
         "nearest",
-        description="largest distance of a class to its nearest neighbour (code), or farthest: of any two (paper)",
+        description="largest distance of a class to its nearest other class (nearest, code), or between any two "
+        "classes (farthest, paper)",
     )
-    absent: Literal["exclude", "keep"] = Field("exclude", description="classes that nobody ever sent")
+    absent: Literal["exclude", "keep"] = Field(
+        "exclude",
+        description="classes that no client has ever sent: keep their prototype, or exclude it from prediction "
+        "and pull",
+    )
 
 
 def server_training(config: Config, settings: Settings) -> ServerTraining:

@@ -31,7 +31,7 @@ from pbfl_flwr.method import Client, Method, Moment, Round, Update
 from pbfl_flwr.methods.sharing import answer, initial, plain, receive, shared_scalars
 from pbfl_flwr.models import architectures
 from pbfl_flwr.models.contract import HEAD_PREFIX
-from pbfl_flwr.payloads import RejectedPayload, Weights, joined, under
+from pbfl_flwr.payloads import RejectedPayload, Weights, joined, part_of
 from pbfl_flwr.task import Task
 from pbfl_flwr.weights import Weighting, average, same_shapes, weighting_of
 
@@ -43,7 +43,9 @@ class Config(Group):
     """Settings ``fesem.*``."""
 
     centres: int = Field(2, ge=1, le=1000, description="C, number of global models")
-    distance: Literal["all", "head"] = Field("all", description="parameters that count in the distance")
+    distance: Literal["all", "head"] = Field(
+        "all", description="which parameters the distance is computed over"
+    )
 
 
 @dataclass(frozen=True)
@@ -73,10 +75,10 @@ class Centres:
             RejectedPayload: if a client is assigned to a model that does not exist.
         """
         numbers = sorted({int(name.partition(".")[0]) for name in tensors if name != "assigned"})
-        centres = tuple(Weights.from_tensors(under(tensors, str(k)), task) for k in numbers)
+        centres = tuple(Weights.from_tensors(part_of(tensors, str(k)), task) for k in numbers)
         assigned = tensors["assigned"].to(torch.int64)
         if assigned.numel() and not NOBODY <= int(assigned.min()) <= int(assigned.max()) < len(centres):
-            raise RejectedPayload(f"a client follows a model outside 0..{len(centres) - 1}")
+            raise RejectedPayload(f"assigned model outside 0..{len(centres) - 1}")
         return cls(centres, assigned)
 
     def scalars(self) -> int:

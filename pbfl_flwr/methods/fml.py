@@ -44,10 +44,18 @@ from pbfl_flwr.weights import Weighting, parameters_of, weighting_of
 class Config(Group):
     """Settings ``fml.*``."""
 
-    alpha: float = Field(0.5, ge=0, le=1, description="α, share of cross-entropy for the client's network")
-    beta: float = Field(0.5, ge=0, le=1, description="β, share of cross-entropy for the auxiliary network")
-    auxiliary: str = Field("cnn4", description="architecture of the auxiliary network, on all clients")
-    max_grad_norm: float = Field(CLIP, ge=0, description="clip both gradients' norms; 0 is off")
+    alpha: float = Field(
+        0.5, ge=0, le=1, description="α, weight of the cross-entropy in the loss of the client's network"
+    )
+    beta: float = Field(
+        0.5, ge=0, le=1, description="β, weight of the cross-entropy in the loss of the auxiliary network"
+    )
+    auxiliary: str = Field(
+        "cnn4", description="architecture of the auxiliary network, the same on all clients"
+    )
+    max_grad_norm: float = Field(
+        CLIP, ge=0, description="bound on the norm of each of the two gradients; 0 is off"
+    )
 
 
 @dataclass(frozen=True)
@@ -86,7 +94,7 @@ class FML(AveragedWeights):
         upload = Weights(parameters_of(meme), len(client.data.train.labels))
         return Update(upload, {**buffers_of(meme), **report.optimizer}, report.metrics())
 
-    def beside(self) -> tuple[str, ...]:
+    def auxiliary_architectures(self) -> tuple[str, ...]:
         """The auxiliary network."""
         return (self.auxiliary,)
 

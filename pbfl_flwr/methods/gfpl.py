@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from pbfl_flwr.config import Group, Settings, parse_section
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client, Method, Predictor, Round, Update, head_scores
-from pbfl_flwr.payloads import Mixtures, RejectedPayload, under
+from pbfl_flwr.payloads import Mixtures, RejectedPayload, part_of
 from pbfl_flwr.prototypes.frame import dot_regression, equiangular_frame, frame_scores, projection_layer
 from pbfl_flwr.prototypes.mixture import Distance, MixtureState, Weight, fit_mixtures, fuse, sample
 from pbfl_flwr.task import Task
@@ -41,20 +41,35 @@ Dual = tuple[nn.Linear, Tensor]  # l(ω3) and Z
 class Config(Group):
     """Settings ``gfpl.*``; the defaults are the paper's."""
 
-    components: int = Field(4, ge=1, le=256, description="n, Gaussians of a class on a client")
-    samples: int = Field(16, ge=1, le=100_000, description="r, pseudo-features of a class")
-    start: int = Field(10, ge=1, description="t1, no exchange before this round")
-    interval: int = Field(10, ge=1, description="S_T, exchange in the rounds that it divides")
-    threshold: float = Field(1.0, ge=0, description="S_C, components nearer than this are fused; 0: none")
-    distance: Distance = Field("sum", description="compare D_B as printed (it grows with d), or D_B/d")
-    weight: Weight = Field("count", description="of a component: π·n_ij, or π alone (no count travels)")
-    dot_weight: float = Field(2.0, ge=0, description="λ, weight of the dot regression")
-    retrain: Literal["both", "projection"] = Field("both", description="projection and head, or projection")
-    retrain_epochs: int = Field(1, ge=1, description="passes over the pseudo-features")
+    components: int = Field(4, ge=1, le=256, description="n, mixture components per class and client")
+    samples: int = Field(16, ge=1, le=100_000, description="r, pseudo-features drawn per class")
+    start: int = Field(10, ge=1, description="t1, first round in which mixtures may be exchanged")
+    interval: int = Field(
+        10, ge=1, description="S_T, mixtures are exchanged in rounds that are multiples of it"
+    )
+    threshold: float = Field(1.0, ge=0, description="S_C, components closer than this are merged; 0: none")
+    distance: Distance = Field(
+        "sum", description="compare the distance D_B as printed (it grows with d), or D_B/d"
+    )
+    weight: Weight = Field(
+        "count", description="weight of a component: π·n_ij, or π alone (no counts are sent)"
+    )
+    dot_weight: float = Field(2.0, ge=0, description="λ, weight of the dot-regression loss")
+    retrain: Literal["both", "projection"] = Field(
+        "both",
+        description="what is retrained on pseudo-features: projection and head, or only the projection",
+    )
+    retrain_epochs: int = Field(1, ge=1, description="epochs over the pseudo-features")
     clamp: bool = Field(False, description="set negative entries of pseudo-features to 0, as after a ReLU")
-    dual_classifier: bool = Field(True, description="projection and frame (DCS); false: head and CE alone")
-    cross_entropy: bool = Field(True, description="false: dot regression alone (Figure 2)")
-    pseudo_features: bool = Field(True, description="exchange and retraining (PFG); false: nothing travels")
+    dual_classifier: bool = Field(
+        True, description="use a projection with a fixed frame (DCS); false: only the head with cross-entropy"
+    )
+    cross_entropy: bool = Field(
+        True, description="use the cross-entropy; false: only dot regression (Figure 2)"
+    )
+    pseudo_features: bool = Field(
+        True, description="exchange mixtures and retrain on pseudo-features (PFG); false: no communication"
+    )
 
 
 @dataclass(frozen=True)
@@ -85,7 +100,7 @@ class Gfpl(Method[MixtureState, Mixtures, Mixtures]):
         if self.exchanges(client.round):
             batches, random = each_feature(client, client.data.train), client.generator("mixtures")
             fitted = fit_mixtures(batches, d, config.components, random.initial_seed(), config.weight)
-            upload, metrics = fitted.mixtures, metrics | fitted.figures()
+            upload, metrics = fitted.mixtures, metrics | fitted.metrics()
         kept = dual[0].state_dict(prefix="projection.") if dual else {}
         return Update(upload, {**kept, **report.optimizer}, {**metrics, **report.metrics()})
 
@@ -121,12 +136,12 @@ class Gfpl(Method[MixtureState, Mixtures, Mixtures]):
     def _dual(self, client: Client) -> Dual:
         """Return the projection l(ω3) from the client's memory, or its initial state, and Z."""
         d = client.task.feature_dim
-        projection = projection_layer(d, client.seed, under(client.memory, "projection")).to(client.device)
+        projection = projection_layer(d, client.seed, part_of(client.memory, "projection")).to(client.device)
         return projection, equiangular_frame(client.task.num_classes, d, client.seed).to(client.device)
 
     def predictors(self, client: Client, down: Mixtures) -> dict[str, Predictor]:
         """The head; the fixed frame as well, once the client has a projection."""
-        if not under(client.memory, "projection"):
+        if not part_of(client.memory, "projection"):
             return {"head": head_scores}
         projection, Z = self._dual(client)
         return {"head": head_scores, "etf": lambda features, logits: frame_scores(projection(features), Z)}
@@ -159,8 +174,8 @@ class Gfpl(Method[MixtureState, Mixtures, Mixtures]):
     def report(self, state: MixtureState) -> dict[str, float]:
         """Components and classes that the server holds, and components in its next broadcast."""
         held, sent = state.held, state.broadcast.num_components
-        figures = {"components-held": held.num_components, "components-sent": sent}
-        return {**figures, "classes-held": len(held.labels.unique())}
+        metrics = {"components-held": held.num_components, "components-sent": sent}
+        return {**metrics, "classes-held": len(held.labels.unique())}
 
     def exchanges(self, number: int) -> bool:
         """Return whether mixtures are uploaded in a round: t >= t1 and t mod S_T = 0."""
@@ -175,13 +190,14 @@ class Gfpl(Method[MixtureState, Mixtures, Mixtures]):
             return []
         if num_rounds <= first:
             return [
-                f"num-server-rounds = {num_rounds}: the first exchange of mixtures is in round {first} and shows in "
-                "the next one, so clients only train on their own; gfpl.start and gfpl.interval say when"
+                f"num-server-rounds = {num_rounds}: the first exchange of mixtures is in round {first} and takes "
+                "effect in the next one, so clients never use each other's mixtures; gfpl.start and gfpl.interval "
+                "set the rounds of exchange"
             ]
         if self.new_clients and not self.exchanges(num_rounds):
             return [
-                f"num-server-rounds = {num_rounds}: new clients get no mixtures, which are broadcast after a round of "
-                f"exchange alone; allowed for that are multiples of gfpl.interval = {c.interval}"
+                f"num-server-rounds = {num_rounds}: new clients get no mixtures, which are broadcast only after a "
+                f"round of exchange; to send them some, use a multiple of gfpl.interval = {c.interval}"
             ]
         return []
 
@@ -206,10 +222,13 @@ def build(settings: Settings) -> Gfpl:
     """
     config = parse_section(Config, settings)
     if config.retrain == "projection" and not config.dual_classifier:
-        raise PbflError("gfpl.retrain = 'projection': gfpl.dual-classifier = false has none; use 'both'")
+        raise PbflError(
+            "gfpl.retrain = 'projection': there is no projection with gfpl.dual-classifier = false; use 'both'"
+        )
     if not config.cross_entropy and not (config.dual_classifier and config.dot_weight):
         raise PbflError(
-            "gfpl.cross-entropy = false: gfpl.dual-classifier = false or gfpl.dot-weight = 0 then leaves no loss"
+            "gfpl.cross-entropy = false: with gfpl.dual-classifier = false or gfpl.dot-weight = 0 no loss is "
+            "left"
         )
     headline = "head" if config.cross_entropy else "etf"
     predicts = ("head", "etf") if config.dual_classifier else ("head",)

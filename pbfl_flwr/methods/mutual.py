@@ -24,7 +24,7 @@ from pbfl_flwr.config import Settings
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client
 from pbfl_flwr.models import SplitModel, architectures, build_model, check_models, count_parameters
-from pbfl_flwr.payloads import under
+from pbfl_flwr.payloads import part_of
 from pbfl_flwr.task import Task
 from pbfl_flwr.weights import load_parameters
 
@@ -84,7 +84,7 @@ def auxiliary_network(architecture: str, client: Client, parameters: Mapping[str
     if expected != {name: tensor.shape for name, tensor in parameters.items()}:
         raise PbflError(f"the received weights are not those of the auxiliary network '{architecture}'")
     load_parameters(network, parameters)
-    kept = under(client.memory, AUXILIARY)
+    kept = part_of(client.memory, AUXILIARY)
     with torch.no_grad():
         for name, buffer in network.named_buffers():
             if name in kept:

@@ -91,12 +91,12 @@ def check_heads(method: str, task: Task, architectures: Sequence[str], *, linear
     for name, found in shapes.items():
         if linear and found != expected:
             raise PbflError(
-                f"method '{method}' exchanges classifiers and needs a linear one in every model "
+                f"method '{method}' exchanges classifiers and needs a linear classifier in every model "
                 f"({_tensors(expected)}), found {_said(name, found)}"
             )
         if found != shapes[first]:
             raise PbflError(
-                f"method '{method}' exchanges classifiers and needs the same one in every model, found "
+                f"method '{method}' exchanges classifiers and needs the same classifier in every model, found "
                 f"{_said(first, shapes[first])}, but {_said(name, found)}"
             )
 
@@ -151,7 +151,7 @@ def check_both(upload: WeightsAndPrototypes, weights: Weights, task: Task, *, co
     if (width := upload.prototypes.values.shape[1]) != task.feature_dim:
         raise RejectedPayload(f"prototypes are {width} wide, expected {task.feature_dim}")
     if counted and upload.prototypes.counts is None:
-        raise RejectedPayload("prototypes come without their counts")
+        raise RejectedPayload("prototypes lack their counts")
 
 
 def shared_scalars(architecture: str, task: Task, num_clients: int, share: Share) -> float:

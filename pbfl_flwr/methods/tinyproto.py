@@ -32,7 +32,9 @@ from pbfl_flwr.prototypes.stages import Stages
 class Config(fedtgp.Config):
     """Settings ``tinyproto.*``: the base, and FedTGP's settings for the base FedTGP."""
 
-    base: Literal["fedproto", "fedtgp"] = Field("fedproto", description="TinyProto-FP or TinyProto-FT")
+    base: Literal["fedproto", "fedtgp"] = Field(
+        "fedproto", description="base method: fedproto (TinyProto-FP) or fedtgp (TinyProto-FT)"
+    )
 
 
 def build(settings: Settings) -> Pipeline:

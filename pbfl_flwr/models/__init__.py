@@ -154,7 +154,7 @@ def build_model(name: str, task: Task, seed: int) -> SplitModel:
         if "you tried to allocate" not in str(error):  # torch's allocator has no exception class of its own
             raise
         raise PbflError(
-            f"model '{name}': the system has no memory for its weights; allowed is a smaller one"
+            f"model '{name}': not enough memory for its weights; allowed is a smaller model"
         ) from None
     begin_pretrained(model, name)
     return model

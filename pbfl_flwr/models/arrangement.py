@@ -38,8 +38,8 @@ def arrange(model: ModuleT, layout: str, precision: str = "float32") -> ModuleT:
     if precision == "bfloat16":
         if not isinstance(model, SplitModel):
             raise PbflError(
-                f"precision = 'bfloat16': {type(model).__name__} is no pbfl_flwr.models.SplitModel; allowed for it is "
-                "'float32'"
+                f"precision = 'bfloat16': {type(model).__name__} is not a pbfl_flwr.models.SplitModel; allowed for "
+                "it is 'float32'"
             )
         model.reduced = torch.bfloat16
     if layout == "contiguous":

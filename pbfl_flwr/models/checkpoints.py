@@ -59,13 +59,13 @@ def read_checkpoint(file: Path) -> dict[str, Tensor]:
     except Exception as error:  # torch raises any type of exception for damaged files
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise PbflError(
-            f"{file} holds no weights that can be read without running code ({said}); allowed are .safetensors, or "
-            "what torch.save(model.state_dict(), FILE) writes"
+            f"{file} holds no weights that can be loaded without executing code ({said}); allowed are .safetensors "
+            "files, and files written by torch.save(model.state_dict(), FILE)"
         ) from None
     if isinstance(found, Mapping) and isinstance(found.get("state_dict"), Mapping):
         found = found["state_dict"]
     if not isinstance(found, Mapping) or not found or not all(isinstance(t, Tensor) for t in found.values()):
-        raise PbflError(f"{file} holds no tensors by name; allowed is a model's state_dict()")
+        raise PbflError(f"{file} holds no named tensors; allowed is a model's state_dict()")
     names = [str(name) for name in found]
     common = "module." if all(name.startswith("module.") for name in names) else ""
     return {str(name).removeprefix(common): tensor.contiguous() for name, tensor in found.items()}
@@ -92,7 +92,7 @@ def body_of(architecture: str, tensors: Mapping[str, Tensor], where: str) -> dic
             f"pbfl-flwr's {architecture}"
             + f" or torchvision's {OF_TORCHVISION.get(architecture)}" * bool(theirs)
         )
-        first = f"it lacks '{lacks[0]}'" if lacks else f"it has '{min(found - set(ours))}', too"
+        first = f"it lacks '{lacks[0]}'" if lacks else f"it also has '{min(found - set(ours))}'"
         raise PbflError(f"{where}: allowed are weights of {kinds}; {first}")
     if strange := sorted(n for n in set(tensors) - set(theirs) if not n.startswith(BEHIND_THE_BODY)):
         raise PbflError(f"{where}: torchvision's {architecture} has no '{strange[0]}'")
@@ -101,7 +101,8 @@ def body_of(architecture: str, tensors: Mapping[str, Tensor], where: str) -> dic
         tensor = tensors.get(their_name, torch.tensor(0))
         if tensor.shape != shape and not their_name.endswith(POSITIONS):
             raise PbflError(
-                f"{where}: '{their_name}' is {tuple(tensor.shape)}, of torchvision's {architecture} {tuple(shape)}"
+                f"{where}: '{their_name}' has shape {tuple(tensor.shape)}, in torchvision's {architecture} "
+                f"{tuple(shape)}"
             )
         taken[our_name] = tensor
     return taken
@@ -119,9 +120,9 @@ def check_takeable(name: str) -> None:
         PbflError: if the name is unknown, or includes a label, a classifier or code.
     """
     if is_external(name):
-        raise PbflError(f"model '{name}': a function of your own reads its weights itself")
+        raise PbflError(f"model '{name}': a function of your own must load its weights itself")
     if (plain := body_and_classifier(fresh(name))[0]) != name:
-        raise PbflError(f"model '{name}': weights are a body's; allowed is '{plain}'")
+        raise PbflError(f"model '{name}': weights are stored for a body only; allowed is '{plain}'")
     base_and_sizes(name)
 
 

@@ -16,7 +16,7 @@ SMALLEST_BLOCK_INPUT = 6  # 5x5 convolution: 2x2, max-pooling: 1x1
 
 
 def cnn4(task: Task) -> SplitModel:
-    """4-layer CNN (FedAvgCNN): 5x5 convolutions to 32 and 64 channels, hidden layer d; from 16x16 pixels."""
+    """4-layer CNN (FedAvgCNN): 5x5 convolutions with 32 and 64 channels, hidden layer d; at least 16x16 pixels."""
     channels = image_shape("cnn4", task)[0]
     height, width = _map_after_two_blocks("cnn4", task)
     stages = [
@@ -29,7 +29,7 @@ def cnn4(task: Task) -> SplitModel:
 
 
 def cnn2(task: Task) -> SplitModel:
-    """CNN of FedProto and GFPL: 5x5 convolutions to 10 and 20 channels, hidden layer d; from 16x16 pixels.
+    """CNN of FedProto and GFPL: 5x5 convolutions with 10 and 20 channels, hidden layer d; at least 16x16 pixels.
 
     As in FedProto's code the features are taken before the last dropout, which is therefore part of the head.
     At d = 50 on 28x28 grey images it has 21,330 body parameters.
@@ -52,9 +52,9 @@ def _map_after_two_blocks(name: str, task: Task) -> tuple[int, int]:
     for block in range(2):
         if min(height, width) < SMALLEST_BLOCK_INPUT:
             raise PbflError(
-                f"model '{name}', layer stages.{block} (5x5 convolution, 2x2 max-pooling): expected a map of "
-                f"at least {SMALLEST_BLOCK_INPUT}x{SMALLEST_BLOCK_INPUT}, found {height}x{width} (input "
-                f"shape {task.input_shape}); {name} takes images from 16x16 pixels"
+                f"model '{name}', layer stages.{block} (5x5 convolution, 2x2 max-pooling): expected a map of at "
+                f"least {SMALLEST_BLOCK_INPUT}x{SMALLEST_BLOCK_INPUT}, found {height}x{width} (input shape "
+                f"{task.input_shape}); {name} needs images of at least 16x16 pixels"
             )
         height, width = (height - 4) // 2, (width - 4) // 2
     return height, width

@@ -30,8 +30,8 @@ def check_compiler(mode: Mode, device: torch.device) -> None:
     """
     if mode == "cuda-graph" and device.type != "cuda":
         raise PbflError(
-            f"compile = 'cuda-graph' records what a GPU does and this client has device '{device}'; "
-            "allowed here are 'off' and 'default'"
+            f"compile = 'cuda-graph' needs a GPU, and this client has device '{device}'; allowed here are 'off' and "
+            "'default'"
         )
     if mode in ("off", "cuda-graph"):
         return
@@ -44,7 +44,8 @@ def check_compiler(mode: Mode, device: torch.device) -> None:
         raise PbflError(f"compile = '{mode}': no C++ compiler '{compiler}' was found; install it or set CXX")
     if device.type == "cuda" and "CC" not in os.environ and not any(map(shutil.which, ("gcc", "clang"))):
         raise PbflError(
-            f"compile = '{mode}': no C compiler was found, with which Triton starts its kernels; install gcc or set CC"
+            f"compile = '{mode}': no C compiler was found, which Triton needs to launch its kernels; install "
+            "gcc or set CC"
         )
 
 

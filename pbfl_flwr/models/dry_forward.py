@@ -91,16 +91,16 @@ def _running_layers(model: nn.Module) -> Iterator[list[_Call]]:
 def _refusal(name: str, step: str, running: list[_Call], inputs: Tensor, error: Exception) -> str:
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     if not running:
-        return f"model '{name}', {step}: does not take input of shape {_shape(inputs)} ({reason})"
+        return f"model '{name}', {step}: does not accept input of shape {_shape(inputs)} ({reason})"
     call = running[-1]
     expected, found = _expected(call.layer), _shape(call.inputs)
     if expected and (kinds := _unlike(call)):
-        wish = "its weights are {}, its input is {}; allowed is one type for both, and inputs come as float32"
+        wish = "its weights are {}, its input is {}; allowed is one dtype for both, and inputs are float32"
         wish = wish.format(*kinds)
     elif expected:
         wish = f"expected {expected}, found {found}"
     else:
-        wish = f"does not take input of shape {found}"
+        wish = f"does not accept input of shape {found}"
     return f"model '{name}', layer {call.name} ({type(call.layer).__name__}): {wish} ({reason})"
 
 

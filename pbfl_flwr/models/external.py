@@ -29,10 +29,10 @@ def build_external(spec: str, task: Task) -> SplitModel:
             f"models = '{spec}': the function returned {type(model).__name__}, expected a torch.nn.Module"
         )
     if not callable(getattr(model, "features", None)):
-        raise PbflError(f"model '{spec}' has no method features(x) that answers (B, {task.feature_dim})")
+        raise PbflError(f"model '{spec}' has no method features(x) that returns (B, {task.feature_dim})")
     if not isinstance(getattr(model, "head", None), nn.Module):
         raise PbflError(
             f"model '{spec}' has no submodule head that maps (B, {task.feature_dim}) to (B, {task.num_classes}); a "
-            "method is none: the weights of the head are those whose names begin with 'head.'"
+            "method does not count: the head's weights are found by the name prefix 'head.'"
         )
     return cast(SplitModel, model)

@@ -11,7 +11,7 @@ SMALLEST_IMAGE = 15  # leaves a pixel after five halvings
 
 
 def googlenet(task: Task) -> SplitModel:
-    """GoogLeNet of torchvision, no auxiliary heads; from 15x15 pixels; last layer 1024, 5,599,904 body parameters.
+    """GoogLeNet of torchvision, no auxiliary heads; at least 15x15 pixels; last layer 1024, 5,599,904 body parameters.
 
     As in the references its Dropout(0.2) is part of the body, so features are noisy in training mode. Initial
     weights are truncated normal, as in torchvision.
@@ -24,8 +24,8 @@ def googlenet(task: Task) -> SplitModel:
     channels, height, width = image_shape("googlenet", task)
     if min(height, width) < SMALLEST_IMAGE:
         raise PbflError(
-            f"model 'googlenet', first layer: expected images from {SMALLEST_IMAGE}x{SMALLEST_IMAGE} pixels, found "
-            f"{height}x{width} (input shape {task.input_shape})"
+            f"model 'googlenet', first layer: expected images of at least {SMALLEST_IMAGE}x{SMALLEST_IMAGE} pixels, "
+            f"found {height}x{width} (input shape {task.input_shape})"
         )
     net = models.googlenet(weights=None, num_classes=task.num_classes, aux_logits=False, init_weights=True)
     if channels != net.conv1.conv.in_channels:

@@ -11,7 +11,7 @@ from pbfl_flwr.task import Task
 
 
 def mlp(task: Task, *widths: int) -> SplitModel:
-    """Perceptron for tables: hidden layers of the widths in its name (mlp-500-200), hidden layer d.
+    """MLP for tables: hidden layers of the widths in its name (mlp-500-200), then a hidden layer d.
 
     Every hidden layer, also that of width d, is followed by a ReLU: features are never negative. HtFLlib's AmazonMLP
     does the same; its last hidden layer has 100 units, averaged to d.
@@ -23,7 +23,7 @@ def mlp(task: Task, *widths: int) -> SplitModel:
 
 
 def mlp5(task: Task) -> SplitModel:
-    """5-layer perceptron: flattened input-16-8-4-d, classifier; d = 2 shows prototypes in the plane.
+    """5-layer MLP: flattened input, hidden layers 16-8-4-d, classifier; with d = 2 prototypes can be plotted.
 
     Its features have no activation and may be negative.
     """

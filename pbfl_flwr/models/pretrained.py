@@ -82,11 +82,11 @@ def begin_pretrained(model: SplitModel, name: str) -> None:
     except OSError as error:
         raise PbflError(_missing(name, file, error)) from None
     except SafetensorError as error:
-        raise PbflError(f"model '{name}': {file} is damaged ({error}); put the weights there again") from None
+        raise PbflError(f"model '{name}': {file} is damaged ({error}); store the weights again") from None
     body = {key: tensor for key, tensor in model.state_dict().items() if not key.startswith(HEAD_PREFIX)}
     if odd := sorted(set(body) ^ set(kept)):
-        side = "lacks" if odd[0] in body else "has, and the model has not,"
-        raise PbflError(f"model '{name}': {file} is of another network: it {side} '{odd[0]}'")
+        side = "lacks" if odd[0] in body else "also has"
+        raise PbflError(f"model '{name}': {file} belongs to another network: it {side} '{odd[0]}'")
     with torch.no_grad():
         for key, tensor in body.items():
             tensor.copy_(_fitting(name, key, kept, tensor.shape))
@@ -102,8 +102,8 @@ def _fitting(name: str, key: str, kept: Mapping[str, Tensor], shape: torch.Size)
         return _interpolated(tensor, shape[1])
     found, wanted = ("x".join(map(str, sides)) for sides in (tensor.shape, shape))
     raise PbflError(
-        f"model '{name}': the kept weights have {found} numbers in '{key}', this run needs {wanted}; they were trained "
-        "with another feature-dim or for other inputs"
+        f"model '{name}': the stored weights have shape {found} in '{key}', this run needs {wanted}; they were "
+        "trained with another feature-dim or for other inputs"
     )
 
 
@@ -121,8 +121,8 @@ def _missing(name: str, file: Path, error: OSError) -> str:
     if not isinstance(error, FileNotFoundError):
         return f"model '{name}': {file} cannot be read ({error.strerror})"
     there = sorted(other.parent.name for other in file.parent.parent.glob(f"*/{file.name}"))
-    labels = f"kept for it here: {', '.join(there)}" if there else "none are kept for it here"
+    labels = f"labels stored for it here: {', '.join(there)}" if there else "none are stored for it here"
     return (
-        f"model '{name}': there are no weights of {body} under the label '{label}' on this machine ({file}); {labels}; "
-        f"'pbfl weights {label} {body} FILE' keeps them"
+        f"model '{name}': there are no weights of {body} under the label '{label}' on this machine ({file}); "
+        f"{labels}; 'pbfl weights {label} {body} FILE' stores them"
     )

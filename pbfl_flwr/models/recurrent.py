@@ -42,7 +42,7 @@ def gru(task: Task) -> SplitModel:
 
 
 def bilstm(task: Task) -> SplitModel:
-    """BiLSTM for token ids: one layer of width d in each direction, hidden layer d over both last states."""
+    """BiLSTM for token ids: one layer of width d per direction, hidden layer d on the two final states."""
     d, embedding = task.feature_dim, _embedding("bilstm", task)
     readers = [nn.LSTM(d, d, batch_first=True) for _ in range(2)]
     neck = nn.Linear(2 * d, d)

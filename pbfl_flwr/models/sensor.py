@@ -76,7 +76,7 @@ def har_gru(task: Task) -> SplitModel:
 
 
 def harcnn(task: Task, blocks: int, stride: int) -> SplitModel:
-    """HtFLlib's HARCNN for sensor windows: blocks and stride in its name (harcnn-2-1), averaged to d.
+    """HtFLlib's HARCNN for sensor windows, harcnn-BLOCKS-STRIDE (harcnn-2-1); features average-pooled to d.
 
     Unpadded convolutions to 32, 64 and 128 channels, with kernel 9, or 5 with three blocks, each followed by
     max-pooling of 2. HtFLlib uses Conv2d over a height of 1, which is equivalent.

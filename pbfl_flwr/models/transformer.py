@@ -25,7 +25,7 @@ MOST_LAYERS = 64
 
 
 def transformer(task: Task, heads: int, layers: int) -> SplitModel:
-    """Transformer for token ids, transformer-HEADS-LAYERS: width d, perceptrons of 2048; the output at <cls>.
+    """Transformer for token ids, transformer-HEADS-LAYERS: width d, feed-forward width 2048; the output at <cls>.
 
     Raises:
         PbflError: if inputs are no token ids, the heads do not divide d, or there are too many layers.
@@ -34,7 +34,7 @@ def transformer(task: Task, heads: int, layers: int) -> SplitModel:
     check_tokens(name, task)
     if d % heads:
         raise PbflError(
-            f"model '{name}': its {heads} heads share feature-dim = {d} in equal parts; allowed are divisors of {d}"
+            f"model '{name}': its {heads} heads must divide feature-dim = {d}; allowed are divisors of {d}"
         )
     if layers > MOST_LAYERS:
         raise PbflError(f"model '{name}': found {layers:,} layers, allowed are at most {MOST_LAYERS}")

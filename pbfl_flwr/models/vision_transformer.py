@@ -39,7 +39,7 @@ def _of_torchvision(name: str, patch: int, task: Task) -> SplitModel:
     channels, height, width = image_shape(name, task)
     if height != width or height % patch:
         raise PbflError(
-            f"model '{name}', first layer: expected square images of whole {patch}x{patch} patches, e.g. "
+            f"model '{name}', first layer: expected square images divisible into {patch}x{patch} patches, e.g. "
             f"{2 * patch}x{2 * patch}, found {height}x{width} (input shape {task.input_shape})"
         )
     build = models.vit_b_16 if patch == 16 else models.vit_b_32

@@ -15,8 +15,8 @@ from pbfl_flwr.payloads.contract import (
     RejectedPayload,
     Upload,
     joined,
+    part_of,
     separate,
-    under,
 )
 from pbfl_flwr.payloads.mixtures import Mixtures
 from pbfl_flwr.payloads.networks import Factors, LowRank, Weights, WeightsAndPrototypes
@@ -39,6 +39,6 @@ __all__ = [
     "WeightsAndPrototypes",
     "class_counts",
     "joined",
+    "part_of",
     "separate",
-    "under",
 ]

@@ -148,9 +148,10 @@ class Logits(Prototypes):
     reveals: ClassVar[tuple[Reveal, ...]] = (
         *unprotected([PRESENCE]),
         Reveal(
-            "class means of outputs", "the rows: how sure the network is of each class, and what it confuses"
+            "class means of outputs",
+            "the rows: how confident the network is in each class, and which classes it confuses",
         ),
-        Reveal("outputs on single samples", "the mean of a class with one sample is that sample's output"),
+        Reveal("outputs for single samples", "the mean of a class with one sample is that sample's output"),
     )
 
     @classmethod

@@ -79,7 +79,7 @@ def joined(**parts: Payload) -> dict[str, Tensor]:
     }
 
 
-def under(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+def part_of(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
     """Return the tensors of one part of a joined payload, under their own names."""
     prefix = f"{name}."
     return {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}

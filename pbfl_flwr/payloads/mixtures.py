@@ -42,10 +42,13 @@ class Mixtures:
         *unprotected([PRESENCE]),
         Reveal(
             "distribution of features",
-            "means, deviations and shares of the components: the method itself draws features from them",
+            "means, standard deviations and weights of the components, from which anyone can draw features",
         ),
-        Reveal("features of single samples", "a component of one sample has its feature as mean"),
-        Reveal("samples of each class", "weights, where they are scaled by counts (gfpl.weight)"),
+        Reveal(
+            "features of single samples",
+            "the mean of a component fitted to one sample is that sample's feature",
+        ),
+        Reveal("samples of each class", "the components' weights, if scaled by counts (gfpl.weight)"),
     )
 
     @classmethod

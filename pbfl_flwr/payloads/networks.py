@@ -17,7 +17,7 @@ from pbfl_flwr.payloads.contract import (
     joined,
     no_others,
     num_examples_of,
-    under,
+    part_of,
     whole_numbers,
 )
 from pbfl_flwr.payloads.reveals import TOTAL, WEIGHTS, Reveal, unprotected
@@ -77,7 +77,7 @@ class WeightsAndPrototypes:
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], task: Task) -> Self:
         """Rebuild both; see :class:`Payload`."""
-        weights, prototypes = under(tensors, "weights"), under(tensors, "prototypes")
+        weights, prototypes = part_of(tensors, "weights"), part_of(tensors, "prototypes")
         if len(weights) + len(prototypes) != len(tensors):
             known = ("weights.", "prototypes.")
             raise RejectedPayload(
@@ -162,7 +162,7 @@ class LowRank:
             if key != "about":
                 names[kind].add(name)
         if broken := (names["u"] ^ names["s"]) | (names["u"] ^ names["v"]):
-            raise RejectedPayload(f"the factors of '{min(broken)}' are not complete")
+            raise RejectedPayload(f"the factors of '{min(broken)}' are incomplete")
         if twice := names["d"] & names["u"]:
             raise RejectedPayload(f"'{min(twice)}' is sent twice")
         dense = {name: floats(tensors, f"d.{name}", None, MAX_MAGNITUDE) for name in sorted(names["d"])}
@@ -186,5 +186,5 @@ def _factors(tensors: Mapping[str, Tensor], name: str) -> Factors:
     if bool((sigma < 0).any()):
         raise RejectedPayload(f"'{name}' has a negative singular value")
     if any(side.numel() and float(side.abs().max()) > 1.01 for side in (u, v)):
-        raise RejectedPayload(f"'{name}' has a singular vector that is longer than 1")
+        raise RejectedPayload(f"'{name}' has a singular vector of norm above 1")
     return Factors(u, sigma, v)

@@ -34,12 +34,12 @@ class Reveal:
 
 PRESENCE = Reveal(
     "which classes the client holds",
-    "the labels beside the rows",
+    "the labels sent with the rows",
     "dense-uploads with dp-noise, or secure-aggregation",
 )
 MEANS = Reveal(
     "class means of features",
-    "the rows: what a class looks like to the client's network; reconstruction attacks start here",
+    "the rows: the mean feature of each class; a starting point of reconstruction attacks",
     "dp-noise, or secure-aggregation",
 )
 SINGLE = Reveal(
@@ -47,17 +47,17 @@ SINGLE = Reveal(
     "the mean of a class with one sample is that sample's feature",
     "min-class-count",
 )
-COUNTS = Reveal("samples of each class", "n_ij beside the rows", "aggregation = 'mean', or count-bucket")
-TOTAL = Reveal("number of training samples", "n_i beside the payload")
+COUNTS = Reveal("samples of each class", "n_ij, sent with the rows", "aggregation = 'mean', or count-bucket")
+TOTAL = Reveal("number of training samples", "n_i, sent with the payload")
 WEIGHTS = Reveal(
     "weights of the network",
-    "all shared tensors; gradient inversion and membership inference start here, and changes of the classifier tell "
-    "which classes the client holds",
+    "all shared tensors: a starting point of gradient inversion and membership inference; changes of the "
+    "classifier reveal which classes the client holds",
 )
 HOLDER = Reveal(
-    "the prototype of a class with one holder, to all clients",
-    "what the server broadcasts of that class is this client's upload",
-    "secure-aggregation hides from the server who it is, nothing else",
+    "the prototype of a class that only one client has, to all clients",
+    "the broadcast prototype of that class is this client's upload",
+    "secure-aggregation hides only from the server which client it is",
     message="broadcast",
 )
 

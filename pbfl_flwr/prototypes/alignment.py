@@ -85,17 +85,17 @@ class AlignmentReport:
     before: Geometry
     after: Geometry
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return everything except the solver's name as flat numbers for the history."""
-        figures = {
+        metrics = {
             "alignment-iterations": float(self.iterations),
             "alignment-converged": float(self.converged),
             "alignment-replaced": float(self.replaced),
         }
         for moment, shape in (("before", self.before), ("after", self.after)):
             for name, value in asdict(shape).items():
-                figures[f"alignment-{name.replace('_', '-')}-{moment}"] = value
-        return figures
+                metrics[f"alignment-{name.replace('_', '-')}-{moment}"] = value
+        return metrics
 
 
 @dataclass(frozen=True)

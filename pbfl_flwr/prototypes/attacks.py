@@ -38,8 +38,8 @@ def malicious(settings: Settings) -> tuple[int, ...]:
     found = round(Attack.parse(run.attack).share * run.participants)
     if not 0 < found < run.participants:
         raise PbflError(
-            f"attack = '{run.attack}': that is {found} of {run.participants} clients; allowed is a share of "
-            "which at least one of them lies, and one does not"
+            f"attack = '{run.attack}': that is {found} of {run.participants} clients; allowed is a share with at "
+            "least one malicious and one honest client"
         )
     order = np.random.default_rng(seeds.derive(run.seed, "malicious")).permutation(run.participants)
     return tuple(sorted(order[:found].tolist()))
@@ -99,5 +99,5 @@ def check_attack(settings: Settings, sent: type[Payload]) -> None:
     if malicious(settings) and not issubclass(sent, Prototypes):
         raise PbflError(
             f"attack = '{settings.run.attack}': method '{settings.run.method}' sends {sent.__name__}; allowed is a "
-            "method whose uploads are rows of classes, e.g. 'fedproto'"
+            "method that uploads class prototypes, e.g. 'fedproto'"
         )

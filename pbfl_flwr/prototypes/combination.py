@@ -89,7 +89,9 @@ class Combination:
         if self.stages.aps_scale != "auto":
             return self.stages.aps_scale
         if not num_examples:
-            raise RejectedPayload("aps-scale = 'auto' needs n, the samples behind the sums, and none came")
+            raise RejectedPayload(
+                "aps-scale = 'auto' needs the number of examples n with the uploads, but none was sent"
+            )
         return scaling.default_aps_scale(task.num_classes, num_examples)
 
     def summed(self, total: sums.Total, num_clients: int) -> Prototypes:

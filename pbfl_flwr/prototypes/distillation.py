@@ -118,7 +118,7 @@ def contrast(
         PbflError: if τ is not positive.
     """
     if not temperature > 0:
-        raise PbflError(f"the temperature of the contrast is {temperature}; it must be positive")
+        raise PbflError(f"the temperature of the contrastive loss is {temperature}; it must be positive")
     present = present.to(features.device)
     known = prototypes.detach().to(features).masked_fill(~present.unsqueeze(1), 0.0)
     units = F.normalize(known, dim=1, eps=SMALLEST_NORM)

@@ -85,7 +85,7 @@ def allocate_masks(
         blocks = num_classes * size // feature_dim
         if blocks == 0:
             raise PbflError(
-                f"cps-dim is {size}, less than one of the {num_classes} blocks of cps-scheme block; allowed is "
+                f"cps-dim is {size}, smaller than one of the {num_classes} blocks of cps-scheme block; allowed is "
                 f"{-(-feature_dim // num_classes)}..{feature_dim}, or cps-scheme dimension"
             )
         masks = np.zeros((num_classes, feature_dim), np.uint8)

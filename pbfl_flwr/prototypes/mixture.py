@@ -23,7 +23,7 @@ from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from pbfl_flwr import seeds
-from pbfl_flwr.payloads import Mixtures, RejectedPayload, joined, under
+from pbfl_flwr.payloads import Mixtures, RejectedPayload, joined, part_of
 from pbfl_flwr.task import Task
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class MixtureFit:
     reduced: int
     not_converged: int
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return the statistics as metrics for the round's log."""
         return {
             "mixture-components": float(self.mixtures.num_components),
@@ -299,7 +299,7 @@ class MixtureState:
     def from_tensors(cls, tensors: Mapping[str, Tensor], task: Task) -> MixtureState:
         """Rebuild the state of a checkpoint."""
         broadcast, held = (
-            Mixtures.from_tensors(under(tensors, name), task) for name in ("broadcast", "held")
+            Mixtures.from_tensors(part_of(tensors, name), task) for name in ("broadcast", "held")
         )
         if len(owners := tensors["owners"]) != held.num_components:
             raise RejectedPayload(f"{len(owners)} owners for {held.num_components} components")

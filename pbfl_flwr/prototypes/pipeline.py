@@ -26,7 +26,7 @@ from pbfl_flwr.config import Settings
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client, Method, Moment, Nearest, Predictor, Round, Update, head_scores
 from pbfl_flwr.models import has_batch_norm
-from pbfl_flwr.payloads import Prototypes, RejectedPayload, Reveal, joined, under
+from pbfl_flwr.payloads import Prototypes, RejectedPayload, Reveal, joined, part_of
 from pbfl_flwr.prototypes import aggregation, distillation, scaling, sums
 from pbfl_flwr.prototypes.alignment import align
 from pbfl_flwr.prototypes.bounding import bounded
@@ -56,14 +56,14 @@ class PipelineState:
             that nobody sends in a round.
         ages: (K,) int64, rounds since a class was last uploaded.
         trained: FedTGP's generator, None without it.
-        figures: metrics of the last aggregation.
+        metrics: of the last aggregation.
     """
 
     broadcast: Prototypes
     combined: Prototypes
     ages: Tensor
     trained: TrainableState | None
-    figures: Mapping[str, float]
+    metrics: Mapping[str, float]
 
     def to_tensors(self) -> dict[str, Tensor]:
         """Return everything under prefixed names; see :class:`pbfl_flwr.payloads.Payload`."""
@@ -71,20 +71,20 @@ class PipelineState:
         if self.trained is not None:
             tensors |= {f"trained.{name}": tensor for name, tensor in self.trained.tensors.items()}
         tensors |= {
-            f"figure.{name}": torch.tensor(value, dtype=torch.float64) for name, value in self.figures.items()
+            f"figure.{name}": torch.tensor(value, dtype=torch.float64) for name, value in self.metrics.items()
         }
         return {**tensors, "ages": self.ages}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], task: Task) -> PipelineState:
         """Rebuild the state of a checkpoint."""
-        trained = under(tensors, "trained")
+        trained = part_of(tensors, "trained")
         return cls(
-            Prototypes.from_tensors(under(tensors, "broadcast"), task),
-            Prototypes.from_tensors(under(tensors, "combined"), task),
+            Prototypes.from_tensors(part_of(tensors, "broadcast"), task),
+            Prototypes.from_tensors(part_of(tensors, "combined"), task),
             tensors["ages"],
             TrainableState(trained) if trained else None,
-            {name: float(value) for name, value in under(tensors, "figure").items()},
+            {name: float(value) for name, value in part_of(tensors, "figure").items()},
         )
 
     def scalars(self) -> int:
@@ -220,24 +220,24 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         combined, ages = aggregation.keep_stale(before, fresh, state.ages, stages.stale)
         combined = replace(combined, num_examples=fresh.num_examples or before.num_examples)
         values = self.dense(combined, task).values
-        present, trained, figures = (
+        present, trained, metrics = (
             combined.present,
             state.trained,
             {"oldest-prototype": float(ages.max()), **cut},
         )
         if self.server_training is not None and trained is not None:
             trained, values, shown = self._train(trained, uploads or {0: nobody}, at)
-            figures |= shown
+            metrics |= shown
             if self.server_training.absent == "keep":
                 present = torch.ones_like(present)
         if stages.alignment != "off":
             aligned = align(values, present, stages.alignment, seed=seeds.derive(at.seed, "alignment"))
             values = aligned.values
-            figures |= aligned.report.figures()
+            metrics |= aligned.report.metrics()
         values = torch.where(present[:, None], values, torch.zeros_like(values))
         rows = self.sparsity.compress(values, task)
         down = Prototypes(rows.to(torch.float32), present, None, combined.num_examples)
-        return PipelineState(down, combined, ages, trained, figures)
+        return PipelineState(down, combined, ages, trained, metrics)
 
     def _train(
         self, trained: TrainableState, uploads: Mapping[int, Prototypes], at: Round
@@ -259,7 +259,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
             margin_of=settings.margin,
             generator=seeds.generator(at.seed, "fedtgp", at.number),
         )
-        return trained, values, report.figures()
+        return trained, values, report.metrics()
 
     @property
     def bound(self) -> float:
@@ -279,9 +279,9 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         """Check the rows' width, and that exactly the rows and counts that the rule needs were sent."""
         width, rule = self.sparsity.width(task), self.stages.aggregation
         if self.release.settings.dense_uploads and not bool(upload.present.all()):
-            raise RejectedPayload(f"{upload.num_present} rows, a dense upload has {task.num_classes}")
+            raise RejectedPayload(f"{upload.num_present} rows, expected {task.num_classes} in a dense upload")
         if upload.values.shape[1] != width:
-            raise RejectedPayload(f"rows are {upload.values.shape[1]} wide, this run sends {width}")
+            raise RejectedPayload(f"rows are {upload.values.shape[1]} wide, expected {width}")
         if (upload.counts is not None) != self.stages.sends_counts:
             raise RejectedPayload(
                 f"counts are {'missing' if upload.counts is None else 'not part'} of rule '{rule}'"
@@ -296,7 +296,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
 
     def report(self, state: PipelineState) -> dict[str, float]:
         """Metrics of the last aggregation: solver, margin, training, ages."""
-        return dict(state.figures)
+        return dict(state.metrics)
 
     def remedy(self, client: Client) -> str:
         """Suggest collecting during training: BatchNorm's running statistics are inaccurate in the first batches."""
@@ -311,20 +311,23 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
             return self.stages.idle()
         return [
             *self.stages.idle(),
-            f"upscale = {self.stages.upscale:g} multiplies prototypes that alignment = 'off' leaves at the features' "
-            "own length; ProtoNorm scales unit vectors (alignment = 'unit' where nothing is to be moved)",
+            f"upscale = {self.stages.upscale:g} multiplies prototypes that are not normalised, since alignment = "
+            "'off'; ProtoNorm scales unit vectors (alignment = 'unit' only normalises)",
         ]
 
     def notes(self, state: PipelineState) -> list[str]:
         """Warn if the server's training or the alignment's solver has not converged."""
         found = []
-        if state.figures.get("server-converged") == 0:
+        if state.metrics.get("server-converged") == 0:
             found.append(
-                "the server's prototypes are not trained to the end: their loss is not below 0.001 (server-loss); "
-                "more server-epochs or rounds may help"
+                "the training of the server's prototypes has not converged: their loss is not below 0.001 "
+                "(server-loss); more server-epochs or rounds may help"
             )
-        if state.figures.get("alignment-converged") == 0:
-            found.append("the alignment's solver stopped at its bound on steps (alignment-iterations)")
+        if state.metrics.get("alignment-converged") == 0:
+            found.append(
+                "the alignment solver has not converged: it stopped at its maximum number of iterations "
+                "(alignment-iterations)"
+            )
         return found
 
     # Both -------------------------------------------------------------------------------------------------
@@ -374,8 +377,8 @@ def pipeline(
     stages = resolved(settings, named)
     if server_training is not None and stages.aggregation not in TRAINED_RULES:
         raise PbflError(
-            f"aggregation = '{stages.aggregation}': {name} trains its prototypes on every upload instead of combining "
-            f"them; allowed are {', '.join(TRAINED_RULES)}, which differ in how uploads are scaled"
+            f"aggregation = '{stages.aggregation}': {name} trains its prototypes on every upload instead of "
+            f"combining them; allowed are {', '.join(TRAINED_RULES)}, which scale the uploads in different ways"
         )
     stage = release(
         settings.privacy,

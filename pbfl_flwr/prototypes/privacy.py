@@ -265,18 +265,22 @@ def release(settings: PrivacySettings, rule: str, *, trained: bool, sends_total:
         PbflError: if a setting cannot give its guarantee with this rule.
     """
     if settings.dense_uploads and (trained or rule not in SUMS):
-        why = "the server trains on every row it gets" if trained else f"rule '{rule}' divides by the holders"
+        why = (
+            "the server trains on every row"
+            if trained
+            else f"rule '{rule}' divides by the number of clients that sent a class"
+        )
         raise PbflError(
             f"dense-uploads = true: {why}, and a zero row would count as one; allowed are aggregation = "
             "'ppa' and 'aps-sum' without server training"
         )
     if settings.dp_clip and settings.dp_unit == "sample" and not once:
         raise PbflError(
-            "dp-unit = 'sample' needs every sample in the means once: collect = 'post', and drop-last other than "
-            "'always'"
+            "dp-unit = 'sample' needs every sample exactly once in the class means; allowed are collect = 'post', "
+            "and drop-last other than 'always'"
         )
     if settings.secure_aggregation and (trained or rule not in sums.RULES):
-        why = "the server trains on single rows" if trained else f"rule '{rule}' is no plain sum"
+        why = "the server trains on single rows" if trained else f"rule '{rule}' is not a sum of uploads"
         allowed = ", ".join(f"'{name}'" for name in sums.RULES)
         raise PbflError(
             f"secure-aggregation = true: {why}; allowed are aggregation = {allowed} without server training"
@@ -284,14 +288,20 @@ def release(settings: PrivacySettings, rule: str, *, trained: bool, sends_total:
     if not settings.dp_noise:
         return Release(settings, rule in SCALED_RULES)
     if not settings.dp_clip:
-        raise PbflError("dp-noise needs dp-clip, the norm that the noise is measured by: above 0")
+        raise PbflError(
+            "dp-noise needs a clipping norm, which bounds the sensitivity; allowed is dp-clip above 0"
+        )
     if rule in WEIGHTED_RULES:
-        raise PbflError(f"dp-noise: rule '{rule}' sends exact counts beside the rows; allowed are the others")
+        raise PbflError(
+            f"dp-noise: rule '{rule}' sends exact counts with the rows; allowed are the other rules"
+        )
     if sends_total:
         remedy = "ppa-total = 'known' with total-examples" if rule == "ppa" else "aps-scale to a number"
         raise PbflError(f"dp-noise: rule '{rule}' sends n_i exactly; set {remedy}")
     if settings.count_bucket != "off":
-        raise PbflError("dp-noise: a bucketed count jumps by more than one sample; set count-bucket = 'off'")
+        raise PbflError(
+            "dp-noise: one sample can change a rounded count by more than 1; set count-bucket = 'off'"
+        )
     return Release(settings, rule in SCALED_RULES)
 
 

@@ -8,7 +8,7 @@ from pbfl_flwr.config import PrivacySettings
 from pbfl_flwr.payloads.reveals import COUNTS, HOLDER, MEANS, PRESENCE, SINGLE, TOTAL, Reveal
 from pbfl_flwr.prototypes.stages import WEIGHTED_RULES
 
-MASKED = "under SecAgg+ masks (docs/privacy.md on their strength) the server learns only"
+MASKED = "masked by SecAgg+ (its strength: docs/privacy.md); the server learns only"
 
 
 def revealed(
@@ -35,7 +35,7 @@ def revealed(
         presence = presence.but("hidden", noisy)
     elif keys.dense_uploads:
         presence = presence.but(
-            "blurred", "a zero row is an absent class; only the message's size is the same"
+            "blurred", "a zero row still marks an absent class; only the message's size is hidden"
         )
     if noisy:
         rows, single = rows.but("blurred", noisy), single.but("blurred", noisy)
@@ -44,9 +44,7 @@ def revealed(
     if minimum > 1:
         single = single.but("hidden", f"classes of fewer than {minimum} samples are not sent")
     if scaled:
-        how = (
-            "hidden from a casual look only: the length of n_ij·c̄_ij gives most within 10 % (docs/privacy.md)"
-        )
+        how = "not sent, but the norm of n_ij·c̄_ij reveals most of them within 10 % (docs/privacy.md)"
         how = f"{how}; {noisy}" if noisy else how
         counts = replace(counts.but("blurred", how), hide="dp-noise, secure-aggregation, or count-bucket")
     elif rule not in WEIGHTED_RULES:

@@ -46,6 +46,7 @@ def default_aps_scale(num_classes: int, num_examples: int) -> float:
     """
     if num_examples < 1:
         raise PbflError(
-            f"aps-scale auto is 0.9·K/n, but the number of examples n is {num_examples}; allowed from 1"
+            f"aps-scale = 'auto' is 0.9·K/n, but the number of examples n is {num_examples}; allowed is 1 or "
+            "more"
         )
     return 0.9 * num_classes / num_examples

@@ -60,7 +60,7 @@ class Stages(Group):
         """Return a line for every setting that has no effect because of another one."""
         needs = {
             "trim_share": ("aggregation = 'trimmed-mean'", self.aggregation == "trimmed-mean"),
-            "aps_scale": ("an aggregation of APS", self.aggregation in APS_RULES),
+            "aps_scale": ("aggregation = 'aps-sum' or 'aps-mean'", self.aggregation in APS_RULES),
             "ppa_total": ("aggregation = 'ppa'", self.aggregation == "ppa"),
             "total_examples": (
                 "aggregation = 'ppa' with ppa-total = 'known'",
@@ -96,12 +96,14 @@ def resolved(settings: Settings, named: Stages) -> Stages:
         )
     if stages.norm_bound and stages.aggregation in SCALED_RULES:
         raise PbflError(
-            f"norm-bound = {stages.norm_bound}: rows of aggregation = '{stages.aggregation}' are n-scaled: their "
-            "length says how many samples a client holds; allowed are rules of means: 'mean', 'weighted', 'median', ..."
+            f"norm-bound = {stages.norm_bound}: with aggregation = '{stages.aggregation}' rows are scaled by sample "
+            "counts, so their norms differ between honest clients; allowed are rules for means: 'mean', "
+            "'weighted', 'median', ..."
         )
     if stages.norm_bound and settings.privacy.secure_aggregation:
         raise PbflError(
-            f"norm-bound = {stages.norm_bound}: under secure-aggregation the server sees no single row; allowed is 0"
+            f"norm-bound = {stages.norm_bound}: with secure-aggregation the server sees no single rows; allowed "
+            "is 0"
         )
     if stages.cps_dim > settings.models.feature_dim:
         raise PbflError(

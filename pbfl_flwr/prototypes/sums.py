@@ -85,11 +85,13 @@ def from_vector(total: Vector, num_classes: int, clients: int, bound: float) -> 
     K = num_classes
     width, rest = divmod(len(total) - K - 1, K)
     if rest or width < 1:
-        raise RejectedPayload(f"a sum of {len(total)} numbers is no table of {K} classes")
+        raise RejectedPayload(f"a sum of {len(total)} numbers is not a table of {K} classes")
     bits_sum = total[K * width : -1] / bound
     holders = np.rint(bits_sum)
     if np.abs(bits_sum - holders).max() > 0.01 or holders.min() < 0 or holders.max() > clients:
-        raise RejectedPayload("the sum's presence bits are no counts of clients: the masks did not cancel")
+        raise RejectedPayload(
+            "the sum's presence entries are not counts of clients: the masks did not cancel"
+        )
     rows = torch.from_numpy(total[: K * width].reshape(K, width).copy())
     n = round(float(total[-1]) / bound * MOST_SAMPLES)
     return Total(rows, torch.from_numpy(holders.astype(np.int64)), max(n, 0), clients)

@@ -93,7 +93,7 @@ class TrainingReport:
     converged: bool
     epochs: int
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return the report as flat numbers for the history."""
         return {
             "server-loss": self.loss,

@@ -48,7 +48,7 @@ def averaged(run: Path, like: Sequence[Path] = (), *, best: bool = False, allowe
             in inputs, normalisation or class names.
     """
     if not (run / "run.json").is_file():
-        raise PbflError(f"--global: {run} is no run directory, in which the server's weights lie")
+        raise PbflError(f"--global: {run} is not a run directory, which holds the server's weights")
     about = RunDirectory(run).read()
     method = _method(about["configuration"])
     members = {str(member["name"] or member["client"]): member for member in about["clients"]}
@@ -71,7 +71,8 @@ def _method(configuration: Mapping[str, Any]) -> Method[Any, Any, Any]:
     name = str(configuration["method"])
     if is_external(name):  # a run directory may be untrusted
         raise PbflError(
-            f"--global: '{name}' is code, which is not imported for this; --client takes a client's network"
+            f"--global: method '{name}' is code of your own, which is not imported here; export a client's "
+            "network with --client"
         )
     return build_method(parse(configuration, SECTIONS))
 
@@ -83,13 +84,13 @@ def _weights(file: Path, method: Method[Any, Any, Any], task: Task) -> tuple[Map
         number = int(metadata["round"])
         parameters = method.network(method.state.from_tensors(tensors, task))
     except FileNotFoundError:
-        raise PbflError(f"--global: {file} is not there; no round was finished or scored") from None
+        raise PbflError(f"--global: {file} does not exist; no round was finished or scored") from None
     except (RejectedPayload, KeyError, ValueError) as error:
-        raise PbflError(f"{file} holds no round's state of method '{method.name}': {error}") from None
+        raise PbflError(f"{file} does not hold a server state of method '{method.name}': {error}") from None
     if not parameters:
         raise PbflError(
-            f"--global: the server of '{method.name}' holds no whole network; --client takes a client's, and "
-            "prototypes.safetensors is what the server sent last"
+            f"--global: the server of '{method.name}' holds no complete network; export a client's with --client, "
+            "or use prototypes.safetensors, which the server sent last"
         )
     return parameters, number
 
@@ -99,8 +100,8 @@ def _clients(run: Path, like: Sequence[Path], networks: Mapping[str, str]) -> It
     files = list(like) or states_of(run)
     if not files:
         raise PbflError(
-            f"--global: {run} holds no client's state, which knows names of classes, normalisation and running "
-            "statistics; --like names a client's state or what pbfl export wrote of one"
+            f"--global: {run} holds no client state, which has class names, normalisation and running statistics; "
+            "set --like to a client's state or export"
         )
     first: Card | None = None
     seen: set[str] = set()
@@ -108,16 +109,18 @@ def _clients(run: Path, like: Sequence[Path], networks: Mapping[str, str]) -> It
         kept = read_exported(file) if (file / CARD).is_file() else read_state(state_file(file, ""))
         who, found = kept.card.client, kept.card.architecture
         if networks.get(who) != found:
-            there = f"; there it has {networks[who]}" if who in networks else ""
-            raise PbflError(f"--like {file}: client {who} with {found} is none of the run's clients{there}")
+            there = f"; in the run it has {networks[who]}" if who in networks else ""
+            raise PbflError(
+                f"--like {file}: client {who} with {found} is not one of the run's clients{there}"
+            )
         if who in seen:
-            raise PbflError(f"--like {file}: client {who} is named twice, and would count twice")
+            raise PbflError(f"--like {file}: client {who} is given twice; allowed is each client once")
         seen.add(who)
         first = first or kept.card
         if odd := [name for name in SAME if getattr(kept.card, name) != getattr(first, name)]:
             raise PbflError(
-                f"--global: clients {first.client} and {kept.card.client} differ in {odd[0]}; --like names the one "
-                "after which it is to be"
+                f"--global: clients {first.client} and {kept.card.client} differ in {odd[0]}; set --like to the one "
+                "whose to use"
             )
         yield kept
 
@@ -144,6 +147,6 @@ def _mean(clients: Iterable[Kept], names: Sequence[str], samples: Mapping[str, f
             sums[name].add_(kept.weights[name], alpha=weight)
     if sums and not total:
         raise PbflError(
-            "--global: none of the clients has training samples, so there are no statistics of them"
+            "--global: none of the clients has training samples, so their running statistics cannot be averaged"
         )
     return {name: summed / total for name, summed in sums.items()}

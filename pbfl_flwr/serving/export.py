@@ -35,7 +35,7 @@ from pbfl_flwr.flower.server.early_stopping import best_round_line
 from pbfl_flwr.flower.storage.atomic_files import NODE, write_atomically
 from pbfl_flwr.flower.storage.history import RunDirectory
 from pbfl_flwr.flower.storage.store import ClientStore, kept_best, load_tensors
-from pbfl_flwr.payloads import separate, under
+from pbfl_flwr.payloads import part_of, separate
 from pbfl_flwr.serving.network import Served, rebuild
 
 CARD, WEIGHTS, PROTOTYPES, PROGRAM, ONNX = (
@@ -82,7 +82,7 @@ def state_file(path: Path, client: str) -> Path:
         return files[0]
     files = _in(folder)
     if len(files) != 1:
-        raise PbflError(f"{folder} holds {_shown(files)}; --client says which")
+        raise PbflError(f"{folder} holds {_shown(files)}; select one with --client")
     return files[0]
 
 
@@ -117,10 +117,10 @@ def of_round(file: Path, number: int) -> Path:
     for until, other in kept.items():
         if read_state(other).card.round <= number <= until:
             return other
-    there = ", ".join(f"round {until}" for until in sorted(kept)) or "no other"
+    there = ", ".join(f"round {until}" for until in sorted(kept)) or "none"
     raise PbflError(
-        f"{file}: the client has trained in round {last}, after round {number}; of rounds before there is {there} "
-        "(keep-best = true keeps the best one)"
+        f"{file}: the client last trained in round {last}, after round {number}; of earlier rounds it has {there} "
+        "(with keep-best = true the best one is kept)"
     )
 
 
@@ -131,13 +131,16 @@ def best_of(run: Path) -> int:
         PbflError: if it is not a run directory, no round was scored, or clients were scored before training.
     """
     if not (run / "run.json").is_file():
-        raise PbflError(f"--best: {run} is no run directory, which knows the best round; --round N names it")
+        raise PbflError(
+            f"--best: {run} is not a run directory, which records the best round; select a round with "
+            "--round N"
+        )
     directory = RunDirectory(run)
     about = directory.read()
     if about["moment"] == "before":
         raise PbflError(
-            f"--best: clients of {run} were scored before their training, and keep what came of it; --global --best "
-            "takes what the server had sent them then, --round N names a round"
+            f"--best: clients of {run} were scored before local training, but keep the trained networks; use "
+            "--global --best for what the server had sent, or select a round with --round N"
         )
     if (found := best_round_line(directory.rounds(), str(about["headline"]))) is None:
         raise PbflError(f"--best: no round of {run} was scored")
@@ -152,19 +155,17 @@ def _experiment(path: Path) -> Path:
         return root / str(about["experiment"])
     if not path.is_dir():
         raise PbflError(
-            f"there is nothing at {path}; a run directory, a state directory or a state file is expected"
+            f"{path} does not exist; expected is a run directory, a state directory or a state file"
         )
     if any(path.glob("*.safetensors")):
         return path
     found = [folder for folder in path.iterdir() if any(folder.glob("*.safetensors"))]
     if not found:
-        raise PbflError(f"{path} holds no run and no clients' state")
+        raise PbflError(f"{path} holds neither a run nor client states")
     if len(found) > 1:
         newest = sorted(found, key=lambda folder: folder.stat().st_mtime, reverse=True)
         names = ", ".join(str(folder) for folder in newest)
-        raise PbflError(
-            f"{path} holds the state of several runs; give one of them, the newest first: {names}"
-        )
+        raise PbflError(f"{path} holds the states of several runs; choose one of them, newest first: {names}")
     return found[0]
 
 
@@ -185,20 +186,20 @@ def read_state(file: Path) -> Kept:
     tensors, metadata = load_tensors(file)
     if not metadata.get("card"):
         raise PbflError(
-            f"{file} does not say what its model takes: it is no client's state, of an older version, or of an app "
-            "whose data has no names of classes, no normalisation by channel, or what a card cannot hold"
+            f"{file} does not describe its model's inputs: it is no client state, is from an older version, or from "
+            "an app whose data lacks class names or normalisation by channel, or exceeds the limits of a card"
         )
     try:
         card = Card.model_validate_json(metadata["card"])
     except ValidationError as error:
         raise PbflError(f"{file}: its card is damaged ({error.errors()[0]['msg']})") from None
-    prototypes = under(tensors, "prototypes")
+    prototypes = part_of(tensors, "prototypes")
     for name in [key.removesuffix(".candidates") for key in prototypes if key.endswith(".candidates")]:
         if f"{name}.rows" not in prototypes:  # rows equal to the global ones are stored once
             if "global.rows" not in prototypes:
-                raise PbflError(f"{file}: its prototypes '{name}' are not there")
+                raise PbflError(f"{file}: its prototypes '{name}' are missing")
             prototypes[f"{name}.rows"] = prototypes["global.rows"]
-    return Kept(card, under(tensors, "model"), prototypes)
+    return Kept(card, part_of(tensors, "model"), prototypes)
 
 
 def export(kept: Kept, directory: Path, allowed_code: str = "") -> list[str]:
@@ -213,7 +214,7 @@ def export(kept: Kept, directory: Path, allowed_code: str = "") -> list[str]:
         PbflError: if the directory holds files, or the network cannot be rebuilt or exported.
     """
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise PbflError(f"--out {directory} holds files already; name a new directory")
+        raise PbflError(f"--out {directory} already holds files; allowed is a new directory")
     served = rebuild(kept.card, kept.weights, allowed_code, str(directory))
     directory.mkdir(parents=True, exist_ok=True)
     write_atomically(directory / WEIGHTS, save(separate(kept.weights)))
@@ -254,4 +255,6 @@ def _programs(served: Served, card: Card, directory: Path) -> None:
                 made.save(directory / ONNX)
         except RuntimeError as error:
             reason = " ".join(str(error).split())[:300]
-            raise PbflError(f"{card.architecture} cannot be written as a program: {reason}") from error
+            raise PbflError(
+                f"{card.architecture} cannot be exported as a torch.export program: {reason}"
+            ) from error

@@ -56,8 +56,8 @@ def rebuild(card: Card, weights: Mapping[str, Tensor], allowed_code: str, where:
     """
     if is_external(card.architecture) and card.architecture != allowed_code:
         raise PbflError(
-            f"{where}: its architecture is the code {card.architecture}, which runs with all your rights; "
-            f"--model {card.architecture} says that it may"
+            f"{where}: its architecture is the code {card.architecture}, which runs with all your permissions; "
+            f"allow it with --model {card.architecture}"
         )
     if not is_external(card.architecture):  # before allocating memory for the sizes that a card claims
         with torch.device("meta"):

@@ -35,7 +35,7 @@ from pbfl_flwr.data.table import features
 from pbfl_flwr.data.texts import LINES, texts_of
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Nearest
-from pbfl_flwr.payloads import under
+from pbfl_flwr.payloads import part_of
 from pbfl_flwr.serving.export import CARD, FORMAT, PROTOTYPES, WEIGHTS, Kept
 from pbfl_flwr.serving.network import Served, rebuild
 
@@ -110,7 +110,7 @@ def open_exported(directory: Path, allowed_code: str = "") -> Exported:
     tables = _tensors(directory / PROTOTYPES, hashes) if PROTOTYPES in hashes else {}
     prototypes = {}
     for name in sorted(key.removesuffix(".candidates") for key in tables if key.endswith(".candidates")):
-        part = under(tables, name)
+        part = part_of(tables, name)
         rows, candidates = part.get("rows"), part["candidates"]
         expected = (card.num_classes, card.feature_dim)
         fits = rows is not None and tuple(rows.shape) == expected and candidates.shape == expected[:1]
@@ -121,7 +121,7 @@ def open_exported(directory: Path, allowed_code: str = "") -> Exported:
             or not bool(torch.isfinite(rows).all())
         ):
             raise PbflError(
-                f"{directory / PROTOTYPES}: the prototypes '{name}' are not {expected} finite numbers"
+                f"{directory / PROTOTYPES}: the prototypes '{name}' are not finite numbers of shape {expected}"
             )
         prototypes[name] = rows, candidates
     return Exported(card, served, prototypes)
@@ -152,7 +152,7 @@ def _card(path: Path) -> tuple[Card, dict[str, str]]:
         card = Card.model_validate_json(json.dumps(content["card"]))
         return card, {str(name): str(value) for name, value in content["sha256"].items()}
     except FileNotFoundError:
-        raise PbflError(f"{path.parent} is no exported model: it has no {CARD}") from None
+        raise PbflError(f"{path.parent} is not an exported model: it has no {CARD}") from None
     except ValidationError as error:
         raise PbflError(f"{path}: {fault(error)}") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -187,7 +187,7 @@ def predict(
     card, labels = model.card, model.card.labels
     if text_column:
         if not card.vocabulary:
-            raise PbflError(f"text-column = '{text_column}': this model reads no text")
+            raise PbflError(f"text-column = '{text_column}': this model does not take texts")
         card = card.model_copy(update={"text_column": text_column})
     for file, first, inputs in _inputs(card, files):
         for row, found in enumerate(model.probabilities(inputs, by), start=first):
@@ -202,7 +202,7 @@ def _inputs(card: Card, files: Sequence[Path]) -> Iterator[tuple[str, int, NDArr
         if path.is_dir():
             images = sorted(p for p in files_under(path) if _is_image(p, path))
             if not images:
-                raise PbflError(f"{path} holds no image")
+                raise PbflError(f"{path} holds no images")
             yield from _inputs(card, images)
         elif not path.is_file():
             raise PbflError(f"there is no {path}")
@@ -255,7 +255,7 @@ def _texts(card: Card, path: Path) -> NDArray[Any]:
     """Return the token ids of a file's lines, or of a table's text column."""
     if not card.vocabulary or len(card.input_shape) != 1:
         raise PbflError(
-            f"{path} is text, but this model takes inputs of shape {card.input_shape} and no tokens"
+            f"{path} is text, but this model takes no texts; its inputs have shape {card.input_shape}"
         )
     texts = list(texts_of(path, card.text_column))
     ids = np.empty((len(texts), *card.input_shape), np.int32)
@@ -271,8 +271,8 @@ def _rows(card: Card, path: Path) -> NDArray[Any]:
     values = features(path, card.columns or None, without=(LABEL, CLIENT))
     if values.shape[1] != math.prod(card.input_shape):
         raise PbflError(
-            f"{path} has {values.shape[1]} columns, this model takes {math.prod(card.input_shape)} in the order of its "
-            "training"
+            f"{path} has {values.shape[1]} columns, this model takes {math.prod(card.input_shape)} in the order "
+            "used in training"
         )
     return values.reshape(-1, *card.input_shape)
 

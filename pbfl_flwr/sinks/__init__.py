@@ -17,13 +17,13 @@ from typing import Any, Protocol
 from pbfl_flwr.config.choices import words
 from pbfl_flwr.errors import PbflError
 
-Figures = dict[str, float]
+Metrics = dict[str, float]
 
 
 class Sink(Protocol):
     """Receives metrics. Its location depends on run_dir and about alone, so a resumed run continues in it."""
 
-    def log(self, step: int, figures: Figures) -> None:
+    def log(self, step: int, metrics: Metrics) -> None:
         """Log the metrics of a step; steps never decrease."""
 
     def close(self) -> None:
@@ -127,10 +127,10 @@ class Sinks:
         """Close all; returns warnings as :meth:`log` does."""
         return self._each(lambda sink: sink.close())
 
-    def _hand_on(self, entries: Sequence[tuple[int, Figures]]) -> list[str]:
+    def _hand_on(self, entries: Sequence[tuple[int, Metrics]]) -> list[str]:
         def hand_on(sink: Sink) -> None:
-            for step, figures in entries:
-                sink.log(step, figures)
+            for step, metrics in entries:
+                sink.log(step, metrics)
 
         return self._each(hand_on)
 
@@ -141,11 +141,11 @@ class Sinks:
                 do(sink)
             except Exception as error:  # a full disk or a lost server must not end the run
                 del self._open[name]
-                warnings.append(f"sink {name} failed and is left out from here on: {_said(error)}")
+                warnings.append(f"sink {name} failed and is not used any more: {_said(error)}")
         return warnings
 
 
-def steps(line: Mapping[str, Any]) -> list[tuple[int, Figures]]:
+def steps(line: Mapping[str, Any]) -> list[tuple[int, Metrics]]:
     """Return (step, metrics) of a round, steps ascending; a step is a number of finished rounds.
 
     If clients are scored before training, a line's accuracies and loss belong to the previous step, and the last line
@@ -154,7 +154,7 @@ def steps(line: Mapping[str, Any]) -> list[tuple[int, Figures]]:
     Args:
         line: an entry of rounds.jsonl.
     """
-    found: dict[int, Figures] = {}
+    found: dict[int, Metrics] = {}
     scored = int(line["accuracy_of_round"])
     for key in ("accuracy", "validation"):
         found.setdefault(scored, {}).update(_flat(key, line.get(key, {})))
@@ -176,10 +176,10 @@ def steps(line: Mapping[str, Any]) -> list[tuple[int, Figures]]:
     }
     for name, value in rest.items():
         found[line["round"]].update(_flat(name, value))
-    return sorted((step, figures) for step, figures in found.items() if figures)
+    return sorted((step, metrics) for step, metrics in found.items() if metrics)
 
 
-def newcomers_step(line: Mapping[str, Any]) -> tuple[int, Figures]:
+def newcomers_step(line: Mapping[str, Any]) -> tuple[int, Metrics]:
     """Return (step, metrics) of a round of the new clients.
 
     The step is that of the run's last round, since the run may be continued and steps must not decrease; the metrics'
@@ -189,10 +189,10 @@ def newcomers_step(line: Mapping[str, Any]) -> tuple[int, Figures]:
         line: an entry of newcomers.jsonl.
     """
     after = int(line["after"])
-    figures: Figures = {}
+    metrics: Metrics = {}
     for number, scored in ((line["accuracy_of_round"], line), (line["round"], line.get("final", {}))):
-        figures.update(_flat(f"new-clients/{int(number) - after}/accuracy", scored.get("accuracy", {})))
-    return after, figures
+        metrics.update(_flat(f"new-clients/{int(number) - after}/accuracy", scored.get("accuracy", {})))
+    return after, metrics
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, float]]:

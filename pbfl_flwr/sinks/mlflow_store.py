@@ -15,7 +15,7 @@ from typing import Any
 from mlflow.entities import Metric, Param
 from mlflow.tracking import MlflowClient
 
-from pbfl_flwr.sinks import Figures
+from pbfl_flwr.sinks import Metrics
 
 TAG = "pbfl.experiment"
 EXPERIMENT = "pbfl-flwr"
@@ -42,11 +42,11 @@ class Mlflow:
         settings = [Param(key, str(value)) for key, value in about["configuration"].items()]
         self._client.log_batch(self._run, params=settings)
 
-    def log(self, step: int, figures: Figures) -> None:
+    def log(self, step: int, metrics: Metrics) -> None:
         """Log a step."""
         now = int(1000 * time.time())
-        metrics = [Metric(name, value, now, step) for name, value in figures.items()]
-        self._client.log_batch(self._run, metrics=metrics)
+        entries = [Metric(name, value, now, step) for name, value in metrics.items()]
+        self._client.log_batch(self._run, metrics=entries)
 
     def close(self) -> None:
         """Mark the run as finished."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
-from pbfl_flwr.sinks import Figures
+from pbfl_flwr.sinks import Metrics
 
 FOLDER = "tensorboard"
 
@@ -23,9 +23,9 @@ class TensorBoard:
         if new:
             self._writer.add_text("configuration", f"```\n{json.dumps(dict(configuration), indent=1)}\n```")
 
-    def log(self, step: int, figures: Figures) -> None:
+    def log(self, step: int, metrics: Metrics) -> None:
         """Write and flush scalars, to show them at once."""
-        for name, value in figures.items():
+        for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 

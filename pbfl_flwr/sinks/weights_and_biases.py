@@ -13,7 +13,7 @@ from typing import Any
 
 import wandb
 
-from pbfl_flwr.sinks import Figures
+from pbfl_flwr.sinks import Metrics
 
 
 class WeightsAndBiases:
@@ -31,9 +31,9 @@ class WeightsAndBiases:
             settings=wandb.Settings(silent=True, console="off"),
         )
 
-    def log(self, step: int, figures: Figures) -> None:
+    def log(self, step: int, metrics: Metrics) -> None:
         """Log a step."""
-        self._run.log(figures, step=step)
+        self._run.log(metrics, step=step)
 
     def close(self) -> None:
         """Finish the run."""

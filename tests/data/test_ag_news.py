@@ -54,6 +54,12 @@ def test_ids_are_cut_and_filled() -> None:
     assert ids.tolist() == [[1, 4, 0, 0], [1, 5, 4, 2], [1, 0, 0, 0]]
 
 
+def test_special_tokens_that_a_text_spells_out_are_unknown_words() -> None:
+    ids = np.empty((1, 8), np.int32)
+    tokens.encode(["b <pad> <CLS> <unk> <eos> pad"], (*tokens.SPECIALS, "b", "pad"), ids)
+    assert ids.tolist() == [[1, 4, 2, 2, 2, 2, 5, 0]]
+
+
 @pytest.mark.parametrize("folder", ["", "ag_news_csv", "AG_NEWS"])
 @pytest.mark.parametrize("header", ["", "Class Index,Title,Description\n"])
 def test_both_files_make_one_pool(tmp_path: Path, folder: str, header: str) -> None:
@@ -135,7 +141,7 @@ def test_check_data_shows_it_and_tries_networks(tmp_path: Path) -> None:
     code, text = call("--model", "text-2")
     assert code == 0
     assert "4 samples of shape 200, int32" in text
-    assert "token ids of a vocabulary of 25" in text
+    assert "token ids in a vocabulary of 25" in text
     assert f"data-path='{tmp_path}' dataset='ag-news'" in text
     for model, said in (
         ("cnn4", "expected images (channels, height, width), found input shape (200,)"),
@@ -149,6 +155,6 @@ def test_check_data_shows_it_and_tries_networks(tmp_path: Path) -> None:
 
 def test_texts_are_not_written_as_a_pflib_folder(tmp_path: Path) -> None:
     keys = settings(write(tmp_path), partition="iid")
-    with pytest.raises(PbflError, match="a PFLlib folder of texts is not written"):
+    with pytest.raises(PbflError, match="PFLlib folders cannot be written for texts"):
         export_pfl_directory(check_data(keys, 2), load_pool(keys), tmp_path / "out")
     assert not (tmp_path / "out").exists()

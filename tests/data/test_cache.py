@@ -179,7 +179,7 @@ def test_a_home_that_cannot_be_written_is_named(source, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("not a folder")
     monkeypatch.setenv("PBFL_HOME", str(tmp_path / "file"))
     with pytest.raises(
-        PbflError, match=r"cannot write the cache of decoded data at .*PBFL_HOME names another place"
+        PbflError, match=r"cannot write the cache of decoded data at .*PBFL_HOME can set another directory"
     ):
         cache.cached("set", [source], Decoder())
 

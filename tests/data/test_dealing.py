@@ -212,7 +212,7 @@ def test_the_repair_takes_from_the_largest_clients_largest_class():
     mended = repair(deal, labels, 2)
     # client 0 has four of class 0: two of them, the last ones, are half of the class
     assert [rows.tolist() for rows in mended.rows] == [[0, 1, 4], [5, 6], [2, 3]]
-    assert mended.notes == ("client 2 was too small: 2 of class 0 moved from client 0",)
+    assert mended.notes == ("client 2 had too few samples: 2 of class 0 moved from client 0",)
 
 
 def test_the_repair_refuses_the_impossible():
@@ -242,7 +242,7 @@ def test_no_sample_is_dealt_twice_or_lost_and_everyone_has_enough(counts, client
         deal = iid_indices(len(labels), clients, rng)
     dealt = np.concatenate(deal.rows)
     assert len(np.unique(dealt)) == len(dealt)
-    if not any("go to nobody" in note for note in deal.notes):
+    if not any("go to no client" in note for note in deal.notes):
         assert len(dealt) == len(labels)
     if len(dealt) < least * clients:
         with pytest.raises(PbflError):

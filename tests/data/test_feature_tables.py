@@ -55,7 +55,7 @@ def test_a_named_label_column_and_a_shape(tmp_path: Path) -> None:
     path = write(tmp_path, "kind,a,b,c,d\nx,1,2,3,4\ny,5,6,7,8\n")
     pool = load_pool(settings(path, label_column="kind", input_shape="1,2,2"))
     assert pool.inputs.tolist() == [[[[1, 2], [3, 4]]], [[[5, 6], [7, 8]]]]
-    with pytest.raises(PbflError, match=r"input-shape = '3,2' takes 6 numbers, .* has 4 feature columns"):
+    with pytest.raises(PbflError, match=r"input-shape = '3,2' needs 6 numbers, .* has 4 feature columns"):
         load_pool(settings(path, label_column="kind", input_shape="3,2"))
 
 
@@ -64,7 +64,7 @@ def test_all_names_of_the_federation(tmp_path: Path) -> None:
     pool = load_pool(settings(path, labels="cat, dog,emu"))
     assert (pool.label_names, pool.labels.tolist()) == (("cat", "dog", "emu"), [1, 1])
     with pytest.raises(
-        PbflError, match=r"column 'label' has 1 classes; allowed are 2 to 10000; labels names all"
+        PbflError, match=r"column 'label' has 1 classes; allowed are 2 to 10000; set labels to all"
     ):
         load_pool(settings(path))
     with pytest.raises(PbflError, match="has the class 'dog'; labels allows cat, emu"):
@@ -89,25 +89,28 @@ def test_a_client_column_gives_natural_clients(tmp_path: Path) -> None:
         ("a,label\n", "has no rows"),
         ("a,label\n1,x\n,y\n", "row 2, column 'a': the cell is empty; allowed are numbers"),
         ("a,label\n1,x\nNaN,y\n", "row 2, column 'a': the cell is empty"),
-        ("a,label\n1,x\ninf,y\n", "row 2, column 'a': 'inf' is no finite number"),
-        ("a,label\n1,x\n1e39,y\n", "row 2, column 'a': '1e39' is no finite number"),  # beyond float32
-        ("a,b,label\n1,2,x\n3,four,y\n", "row 2, column 'b': 'four' is no finite number"),
-        ("a;b;label\n1,5;2;x\n", "row 1, column 'a': '1,5' is no finite number"),
+        ("a,label\n1,x\ninf,y\n", "row 2, column 'a': 'inf' is not a finite number"),
+        ("a,label\n1,x\n1e39,y\n", "row 2, column 'a': '1e39' is not a finite number"),  # beyond float32
+        ("a,b,label\n1,2,x\n3,four,y\n", "row 2, column 'b': 'four' is not a finite number"),
+        ("a;b;label\n1,5;2;x\n", "row 1, column 'a': '1,5' is not a finite number"),
         ("a,label\n1,x\n2,\n", "row 2, column 'label': the cell is empty; a class is expected"),
         ("a,label\n1,x\n2\n", "row 2: 1 cells, the first line names 2 columns"),
-        ("a,b\n1,0.5\n2,0.7\n", "column 'b' holds 0.5, which is no class; label-column names the right one"),
-        ("1.5,2,3\n1,2,3\n", "'1.5' is no name of a column"),
-        (",a,label\n0,1,x\n", "column 1 has no name; leave an index column out"),
+        (
+            "a,b\n1,0.5\n2,0.7\n",
+            "column 'b' holds 0.5, which is not a class; set label-column to the right one",
+        ),
+        ("1.5,2,3\n1,2,3\n", "'1.5' is not a column name"),
+        (",a,label\n0,1,x\n", "column 1 has no name; remove it if it is an index"),
         (
             "Unnamed: 0,a,label\n0,1,x\n1,1,y\n",
-            "or a column without a name, 'Unnamed: 0', and an index may tell",
+            "column 'Unnamed: 0' looks like a pandas index",
         ),
         (
             "a,__index_level_0__,label\n0,1,x\n1,1,y\n",
-            "calls an index, or a column without a name, '__index_level_0",
+            "column '__index_level_0__' looks like a pandas",
         ),
         ("a,a,label\n0,1,x\n", "has two columns 'a'"),
-        ("client,label\nz,x\n", "has no feature column beside 'label'"),
+        ("client,label\nz,x\n", "has no feature column besides 'label'"),
         ('a,label\n"1,x\n', "is not a readable table"),
     ],
 )
@@ -165,7 +168,7 @@ def test_parquet_is_the_same_table(tmp_path: Path) -> None:
     for number, (column, said) in enumerate(
         {
             "none": ([1, None, 2], "row 2, column 'x': the cell is empty"),
-            "text": (["a", "b", "c"], "row 1, column 'x': 'a' is no finite number"),
+            "text": (["a", "b", "c"], "row 1, column 'x': 'a' is not a finite number"),
             "date": (np.array(["2020-01-01"] * 3, "datetime64[D]"), "column 'x': '2020-01-01"),
             "list": ([[1], [2], [3]], "row 1, column 'x'"),
         }.values()
@@ -184,7 +187,7 @@ def test_a_long_text_among_numbers_takes_its_own_room_alone(tmp_path: Path) -> N
     (tmp_path / "a.csv").write_text("a,label\n" + "0.5,x\n" * 3000 + f"{'w' * 100_000},y\n", encoding="utf-8")
     tracemalloc.start()
     try:
-        with pytest.raises(PbflError, match=r"row 3001, column 'a': 'w+' is no finite number"):
+        with pytest.raises(PbflError, match=r"row 3001, column 'a': 'w+' is not a finite number"):
             load_pool(DataSettings(dataset="table", data_dir=str(tmp_path / "a.csv")))
         assert tracemalloc.get_traced_memory()[1] < 50e6  # as an array of strings 1.2 GB
     finally:

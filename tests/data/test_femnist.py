@@ -105,15 +105,15 @@ def test_nothing_there(tmp_path: Path) -> None:
         check_data(settings(tmp_path), 2)
     assert f"{tmp_path}/train/*.json" in str(caught.value)
     assert f"{tmp_path}/femnist/data/train/*.json" in str(caught.value)
-    assert "cannot be downloaded" in str(caught.value)
+    assert "no automatic download" in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
         ("not json", "Expecting value"),
-        ('{"users": ["ann"]}', "it has no 'user_data'"),
-        ('{"users": ["ann"], "user_data": {}}', "it has no 'ann'"),
+        ('{"users": ["ann"]}', "it lacks 'user_data'"),
+        ('{"users": ["ann"], "user_data": {}}', "it lacks 'ann'"),
         ('{"users": ["ann"], "user_data": {"ann": {"x": [[0.5]], "y": [1]}}}', r"x is \(1, 1\), y \(1,\)"),
         ('{"users": ["ann"], "user_data": {"ann": {"x": [["a"]], "y": [1]}}}', "could not convert"),
         ("[]", "list indices"),
@@ -125,13 +125,13 @@ def test_a_file_that_is_not_leafs_is_named(tmp_path: Path, content: str, reason:
     file.write_text(content)
     with pytest.raises(PbflError, match=reason) as caught:
         load_pool(settings(tmp_path))
-    assert str(caught.value).startswith(f"{file} is no file of LEAF's FEMNIST (")
+    assert str(caught.value).startswith(f"{file} is not a file of LEAF's FEMNIST (")
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("pixel", "label", "reason"),
-    [(255, 1, "x goes from 0 to 255"), (float("nan"), 1, "x goes"), (0.5, 62, "y goes from 62 to 62")],
+    [(255, 1, "x ranges from 0 to 255"), (float("nan"), 1, "x ranges"), (0.5, 62, "y ranges from 62 to 62")],
 )
 def test_values_that_are_not_leafs_are_named(tmp_path: Path, pixel: float, label: int, reason: str) -> None:
     write(tmp_path / "train/all_data_0.json", {"ann": {"x": [[0.0] * 783 + [pixel]], "y": [label]}})

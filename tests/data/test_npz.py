@@ -58,7 +58,7 @@ def test_bytes_are_images(save):
         ({"x": np.zeros((4, 2)), "y": np.array([-1, 0, 1, 1])}, "labels -1, 0, 1"),
         ({"x": np.zeros((4, 2)), "y": np.array([0.0, 1.0, 0.5, 1.0])}, "labels of type float64"),
         ({"x": np.zeros((4, 2)), "y": np.array(["a", "a", "a", "a"])}, "has 1 classes; allowed are 2"),
-        ({"x": np.zeros((4, 2)), "y": np.array(["a", " ", "a", "a"])}, "y holds an empty text"),
+        ({"x": np.zeros((4, 2)), "y": np.array(["a", " ", "a", "a"])}, "y holds an empty string"),
         ({"x": np.zeros((4, 2)), "y": np.zeros(4, dtype=int)}, "2 classes or more"),
         ({"x": np.zeros((3, 2)), "y": np.array([0, 1, 0, 1])}, "3 inputs and 4 labels"),
         (
@@ -74,9 +74,12 @@ def test_bytes_are_images(save):
         ({"x": np.array([["a"]] * 2), "y": np.array([0, 1])}, "allowed are numbers"),
         (
             {"x": np.zeros((4, 2, 2, 2, 2, 2)), "y": np.array([0, 1, 0, 1])},
-            r"inputs of shape \(2, 2, 2, 2, 2\); allowed are 1 to 4 axes, none empty",
+            r"inputs of shape \(2, 2, 2, 2, 2\); allowed are 1 to 4 axes, none of length 0",
         ),
-        ({"x": np.zeros((4, 2, 0)), "y": np.array([0, 1, 0, 1])}, "allowed are 1 to 4 axes, none empty"),
+        (
+            {"x": np.zeros((4, 2, 0)), "y": np.array([0, 1, 0, 1])},
+            "allowed are 1 to 4 axes, none of length 0",
+        ),
         ({"x": np.zeros((2, 8, 8, 3), dtype=np.uint8), "y": np.array([0, 1])}, "channels first"),
         (
             {"x": np.zeros((2, 1)), "y": np.array([0, 1]), "client": np.zeros(3)},

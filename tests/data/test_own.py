@@ -52,9 +52,11 @@ def test_kinds(tmp_path: Path) -> None:
     (tmp_path / "config.json").touch()
     (tmp_path / "train").mkdir()
     assert kind_of(tmp_path) == "pflib"
-    with pytest.raises(PbflError, match=r"config\.json is no data; allowed are \.npz, \.csv"):
+    with pytest.raises(
+        PbflError, match=r"config\.json is not a known kind of data; allowed are \.npz, \.csv"
+    ):
         kind_of(tmp_path / "config.json")
-    with pytest.raises(PbflError, match=r"^/dev/null is no data"):
+    with pytest.raises(PbflError, match=r"^/dev/null is not a known kind of data"):
         kind_of(Path("/dev/null"))
 
 
@@ -96,7 +98,7 @@ def test_arrays_with_names_and_with_gaps(tmp_path: Path) -> None:
     assert load_pool(found.model_copy(update={"labels": "emu,cow,cat"})).labels.tolist() == [0, 2, 0]
     np.savez(tmp_path / "b.npz", x=np.zeros((3, 2)), y=np.array([2, 0, 2]))
     gaps = DataSettings(dataset="npz", data_dir=str(tmp_path / "b.npz"))
-    with pytest.raises(PbflError, match=r"without gaps, .* labels names all classes"):
+    with pytest.raises(PbflError, match=r"without gaps, .* set labels to all classes"):
         load_pool(gaps)
     pool = load_pool(gaps.model_copy(update={"labels": "a,b,c,d"}))  # whole numbers are places in the list
     assert (pool.label_names, pool.labels.tolist()) == (("a", "b", "c", "d"), [2, 0, 2])
@@ -129,7 +131,7 @@ def test_a_file_of_names(tmp_path: Path) -> None:
     (tmp_path / "labels.txt").write_text("\ufeffDermatofibroma, benign\r\n\r\nNevus\r\n", encoding="utf-8")
     text = read_names(tmp_path / "labels.txt")
     assert DataSettings(labels=text).classes == ("Dermatofibroma, benign", "Nevus")
-    with pytest.raises(PbflError, match="no readable text file"):
+    with pytest.raises(PbflError, match="not a readable text file"):
         read_names(tmp_path / "nothing.txt")
 
 
@@ -146,12 +148,12 @@ def test_a_device_reads_its_own_files_of_a_pflib_folder(tmp_path: Path) -> None:
     assert np.array_equal(data.train.labels.numpy(), pool.labels[dealt.splits[1].train])
     assert np.array_equal(data.test.labels.numpy(), pool.labels[dealt.splits[1].test])
     assert len(own_pool(found).labels) == len(own_pool(found, 1).labels)  # the only ones there are
-    with pytest.raises(PbflError, match=r"there is no .*train/0\.npz; data-client"):
+    with pytest.raises(PbflError, match=r"there is no .*train/0\.npz; set data-client"):
         own_data(found, 0)
     with pytest.raises(PbflError, match=r"labels has 2 names, but .*config\.json says num_classes = 10"):
         own_data(found.model_copy(update={"labels": "a,b"}), 1)
     (tmp_path / "pfl/train/7.npz").touch()
-    with pytest.raises(PbflError, match="holds the files of 2 clients; data-client"):
+    with pytest.raises(PbflError, match="holds the files of 2 clients; set data-client"):
         own_data(found)
 
 
@@ -199,7 +201,7 @@ def test_what_is_said_of_a_table(tmp_path: Path) -> None:
     assert "  ill   30  " + "█" * 40 + " (" in text
     assert "  well  10  " + "█" * 13 + " (" in text  # 40·10/30
     assert "warning: classes with one sample: odd" in text
-    assert "warning: classes without a sample here: dead" in text
+    assert "warning: classes without samples here: dead" in text
     assert "column 'age' goes up to 900" in text
     assert "1 of 3 values of an input are the same in every sample" in text
 
@@ -260,8 +262,8 @@ def test_pictures_without_anything_to_see_are_warned_of(tmp_path: Path) -> None:
     np.savez(tmp_path / "half.npz", x=x, y=np.repeat(["ant", "bee"], 6))
     np.savez(tmp_path / "white.npz", x=np.full_like(x, 255), y=np.repeat(["ant", "bee"], 6))
     half, white = (inspect(settings_for(tmp_path / f"{name}.npz")).warnings for name in ("half", "white"))
-    assert half == ("classes whose pictures hold one value everywhere: bee",)
-    assert white == ("every value of every picture is 255: there is nothing to see in them",)
+    assert half == ("classes in whose images all values are equal: bee",)
+    assert white == ("every value of every image is 255: they carry no information",)
 
 
 def test_a_long_list_of_names_is_no_path(tmp_path: Path) -> None:
@@ -306,7 +308,7 @@ def test_the_command(tmp_path: Path, photos: Path) -> None:
     code, text = call(str(photos), "--json")
     found = json.loads(text)
     assert (code, found["refused"], found["counts"], found["input_shape"]) == (0, None, [4, 4], [3, 6, 10])
-    assert [note.rpartition(" ")[2] for note in found["notes"]] == ["1"]  # notes.txt
+    assert [note.partition(" files ignored")[0] for note in found["notes"]] == ["1"]  # notes.txt
     code, text = call(str(photos), "--labels", "cat,dog", "--json")
     assert (code, json.loads(text)["refused"]) == (2, f"{photos} has the class 'emu'; labels allows cat, dog")
     assert call(str(photos), "--model", "har-cnn")[0] == 2

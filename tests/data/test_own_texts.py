@@ -60,17 +60,17 @@ GOOD = "text,label\nrain,a\nsun,b\n"
     [
         (GOOD, None, {}, "dataset = 'text' needs vocabulary"),
         (GOOD, WORDS[1:], {}, "its first lines must be <pad>, <cls>, <unk>, <eos>"),
-        (GOOD, (*WORDS, "rain"), {}, "line 9 'rain' stands there twice"),
+        (GOOD, (*WORDS, "rain"), {}, "line 9 repeats 'rain'"),
         (GOOD, (*WORDS, "", "x"), {}, "line 9 is empty"),
         (GOOD, (*WORDS, "two words "), {}, "line 9 has spaces"),
-        (GOOD, WORDS, {"input_shape": "3,4"}, "of texts it is one number"),
+        (GOOD, WORDS, {"input_shape": "3,4"}, "allowed with texts is one number"),
         (
             GOOD,
             WORDS,
             {"text_column": "said"},
             "has no column 'said' with texts; it has text, label",
         ),
-        (GOOD, WORDS, {"label_column": "text"}, "column 'text' is text and class"),
+        (GOOD, WORDS, {"label_column": "text"}, "column 'text' is both text and class"),
         ("text,label\nrain,a\n ,b\n", WORDS, {}, "row 2, column 'text': the cell is empty"),
         ("text,label\nrain,\n", WORDS, {}, "row 1, column 'label': the cell is empty"),
         ("text,label\n", WORDS, {}, "has no rows"),
@@ -88,9 +88,9 @@ def test_what_is_wrong_is_said(
 
 def test_only_texts_take_a_vocabulary_and_it_must_be_there(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text(GOOD, encoding="utf-8")
-    with pytest.raises(PbflError, match="is no file"):
+    with pytest.raises(PbflError, match="is not a file"):
         load_pool(settings(tmp_path / "t.csv", tmp_path / "nowhere.txt"))
-    with pytest.raises(PbflError, match="dataset 'digits' reads none; allowed with 'text'"):
+    with pytest.raises(PbflError, match="dataset 'digits' does not use one; allowed with dataset = 'text'"):
         load_pool(DataSettings(vocabulary=str(vocabulary(tmp_path / "words.txt"))))
 
 
@@ -106,7 +106,7 @@ def test_the_command_makes_one_and_check_data_uses_it(tmp_path: Path) -> None:
     assert pbfl("vocabulary", tmp_path / "t.jpg", "--out", tmp_path / "no.txt").exit_code == 2
     checked = pbfl("check-data", tmp_path / "t.csv", "--vocabulary", out, "--model", "text-2")
     assert checked.exit_code == 0, checked.output
-    assert "token ids of a vocabulary of 6" in checked.output
+    assert "token ids in a vocabulary of 6" in checked.output
     assert f"vocabulary='{out}'" in checked.output.replace("\n", "")
 
 

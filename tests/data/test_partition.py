@@ -117,8 +117,8 @@ def test_way_shot_deals_small_classes_among_their_holders(pool_of):
         assert np.unique(pool.labels[split.train], return_counts=True)[1].tolist() == [10, 10]
         assert (split.train % 100 < 75).all()
         assert (split.test % 100 >= 75).all()
-    assert any("test samples a client instead of 15" in note for note in part.notes)
-    with pytest.raises(PbflError, match="has 75 training samples and its"):
+    assert any("test samples per client instead of 15" in note for note in part.notes)
+    with pytest.raises(PbflError, match="has 75 training samples, but its"):
         partition(pool, settings.model_copy(update={"shots": 60}), 6)
 
 
@@ -137,7 +137,7 @@ def test_way_shot_deals_small_classes_among_their_holders(pool_of):
         (
             {"min_samples": 100},
             20,
-            "needs 2000 samples; dataset 'digits' deals 1797, so 17 clients are allowed",
+            "needs 2000 samples; dataset 'digits' has 1797, so at most 17 clients are allowed",
         ),
         ({"dataset": "digit"}, 5, "unknown dataset 'digit'; did you mean 'digits'?"),
         ({"dataset": "xyzzy"}, 5, "unknown dataset 'xyzzy'; allowed are digits, spiral"),

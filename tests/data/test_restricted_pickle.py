@@ -173,18 +173,18 @@ for depth in range(60):
 ARRAYS = "only NumPy arrays are allowed"
 PLAIN = "only numbers and text are allowed"
 HOSTILE: dict[str, tuple[bytes, str]] = {
-    "an array over an address": (call(NDARRAY, row(), text("O"), ADDRESS), "lay an array over memory"),
+    "an array over an address": (call(NDARRAY, row(), text("O"), ADDRESS), "calls ndarray"),
     "objects that are not marked": (array(dtype("O8", *state_of("|")), ADDRESS), "changes the dtype object"),
-    "objects as bytes": (array(OBJECTS, ADDRESS), "where objects lie in memory"),
-    "an object from bytes": (call(named(MULTIARRAY, "scalar"), OBJECTS, ADDRESS), "where objects lie in memory"),
+    "objects as bytes": (array(OBJECTS, ADDRESS), "memory addresses of objects"),
+    "an object from bytes": (call(named(MULTIARRAY, "scalar"), OBJECTS, ADDRESS), "memory addresses of objects"),
     "objects from a buffer": (
         call(named("numpy._core.numeric", "_frombuffer"), ADDRESS, OBJECTS, row(number(1)), text("C")),
-        "where objects lie in memory",
+        "memory addresses of objects",
     ),
-    "fields": (dtype("V8"), f"wants the dtype 'V8', and {PLAIN}"),
-    "a list of fields": (dtype("O,f8"), f"wants the dtype 'O,f8', and {PLAIN}"),
+    "fields": (dtype("V8"), f"uses the dtype 'V8'; {PLAIN}"),
+    "a list of fields": (dtype("O,f8"), f"uses the dtype 'O,f8'; {PLAIN}"),
     "a dtype of a dtype": (
-        call(named("numpy", "dtype"), OBJECTS, NO, YES), f"wants the dtype a _Dtype, and {PLAIN}"
+        call(named("numpy", "dtype"), OBJECTS, NO, YES), f"uses the dtype a _Dtype; {PLAIN}"
     ),
     "fields later": (
         dtype("f8", *state_of(names=row(text("a")), fields=pickle.EMPTY_DICT)), "changes the dtype float64"
@@ -197,29 +197,29 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "numbers as a state": (array(FLOATS, NONE), "a bytes-like object is required"),
     "too few bytes": (array(FLOATS, ADDRESS, row(number(10**15))), "cannot reshape array of size 1"),
     "half a number": (array(FLOATS, raw(b"A" * 5)), "must be a multiple of element size"),
-    "fewer than none": (array(FLOATS, ADDRESS, row(number(-1))), "is not of whole numbers from 0"),
-    "no shape": (array(FLOATS, ADDRESS, NONE), "has no type or no shape"),
-    "no dtype": (array(NONE, ADDRESS), "has no type or no shape"),
+    "fewer than none": (array(FLOATS, ADDRESS, row(number(-1))), "does not consist of whole numbers from 0"),
+    "no shape": (array(FLOATS, ADDRESS, NONE), "has no dtype or no shape"),
+    "no dtype": (array(NONE, ADDRESS), "has no dtype or no shape"),
     "another class": (
         call(named(MULTIARRAY, "_reconstruct"), named("numpy", "dtype"), row(), raw(b"b")), "another class"
     ),
     "a short state": (
         call(named(MULTIARRAY, "_reconstruct"), NDARRAY, row(), raw(b"b")) + row(number(1)) + BUILD,
-        "none that NumPy writes",
+        "not in NumPy's format",
     ),
     "a function that is changed": (
-        named(MULTIARRAY, "_reconstruct") + row(NONE, pickle.EMPTY_DICT) + BUILD, "changes a function"
+        named(MULTIARRAY, "_reconstruct") + row(NONE, pickle.EMPTY_DICT) + BUILD, "sets the state of a function"
     ),
-    "a class that is changed": (named("numpy", "dtype") + pickle.EMPTY_DICT + BUILD, "changes a type"),
-    "a call of no function": (call(text("a")), f"wants to call a str, and {ARRAYS}"),
-    "a call with a string": (NDARRAY + text("abc") + pickle.REDUCE, f"wants to call a function, and {ARRAYS}"),
-    "a call without arguments": (call(named(MULTIARRAY, "scalar")), "otherwise than for an array"),
-    "bytes without end": (call(named("builtins", "bytes"), number(10**15)), "otherwise than for an array"),
-    "a list of a type": (call(named("builtins", "list"), text("a")), f"call builtins.list, and {ARRAYS}"),
-    "another codec": (call(named("_codecs", "encode"), text("a"), text("idna")), "wants an encoding"),
+    "a class that is changed": (named("numpy", "dtype") + pickle.EMPTY_DICT + BUILD, "sets the state of a type"),
+    "a call of no function": (call(text("a")), f"it calls a str; {ARRAYS}"),
+    "a call with a string": (NDARRAY + text("abc") + pickle.REDUCE, f"it calls a function; {ARRAYS}"),
+    "a call without arguments": (call(named(MULTIARRAY, "scalar")), "arguments that build no array"),
+    "bytes without end": (call(named("builtins", "bytes"), number(10**15)), "arguments that build no array"),
+    "a list of a type": (call(named("builtins", "list"), text("a")), f"calls builtins.list; {ARRAYS}"),
+    "another codec": (call(named("_codecs", "encode"), text("a"), text("idna")), "another encoding"),
     "an attribute of a function": (named(MULTIARRAY, "_reconstruct.__globals__"), ARRAYS),
-    "an object of its own": (NDARRAY + pickle.EMPTY_TUPLE + pickle.NEWOBJ, "has the instruction 129"),
-    "a set": (pickle.EMPTY_SET, "has the instruction 143"),
+    "an object of its own": (NDARRAY + pickle.EMPTY_TUPLE + pickle.NEWOBJ, "has the opcode 129"),
+    "a set": (pickle.EMPTY_SET, "has the opcode 143"),
     "a long memo": (NONE + pickle.LONG_BINPUT + struct.pack("<I", 2**32 - 2), "it holds no array"),
     "a deep key": (
         pickle.EMPTY_DICT + b")" + 10**6 * pickle.TUPLE1 + NONE + pickle.SETITEM, "a key of a dict is a tuple"
@@ -227,22 +227,22 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "a deep list": (
         wrapped(10**5 * pickle.EMPTY_LIST + (10**5 - 1) * pickle.APPEND), "maximum recursion depth"
     ),
-    "lists that double": (wrapped(DOUBLED + again(60)), "stands in too many places"),
+    "lists that double": (wrapped(DOUBLED + again(60)), "referenced too often"),
     "an array many times": (
         wrapped(
             pickle.EMPTY_LIST + array(FLOATS, raw(bytes(8000)), row(number(1000))) + kept(0) + pickle.APPEND
             + 1000 * (again(0) + pickle.APPEND)
         ),
-        "stands in too many places",
+        "referenced too often",
     ),
     "an array in itself": (
         call(named(MULTIARRAY, "_reconstruct"), NDARRAY, row(number(0)), raw(b"b")) + kept(0)
         + row(number(1), row(), OBJECTS, NO, pickle.EMPTY_LIST + again(0) + pickle.APPEND) + BUILD,
-        "stands in too many places",
+        "referenced too often",
     ),
-    "more bytes than there are": (pickle.BYTEARRAY8 + struct.pack("<Q", 2**35), "it ends before its time"),
+    "more bytes than there are": (pickle.BYTEARRAY8 + struct.pack("<Q", 2**35), "it is truncated"),
     "an end before its time": (pickle.BINBYTES + b"\x01", "unpack requires a buffer of 4 bytes"),
-    "nothing": (b"", "it ends before its time"),
+    "nothing": (b"", "it is truncated"),
     "no array": (text("a"), "it holds no array where one pickled object is expected"),
 }  # fmt: skip
 

@@ -126,7 +126,7 @@ def test_missing_data_says_where_it_was_looked_for_and_what_download_does(tmp_pa
         check_data(DataSettings(dataset=name, data_dir=str(tmp_path)), 5)
     message = str(caught.value)
     assert f"dataset '{name}' not found; looked for {tmp_path}" in message
-    assert f"download=true, which puts it at {tmp_path}" in message
+    assert f"download=true, which stores it at {tmp_path}" in message
     assert not list(tmp_path.glob("*/*"))  # nothing was fetched or made
 
 
@@ -303,7 +303,7 @@ def test_what_begins_with_a_dot_is_neither_class_nor_image(tmp_path, write_image
     (folder / "dog" / "._b.png").write_bytes(b"what macOS writes beside a picture")
     pool = load_pool(DataSettings(dataset="image-folder", data_dir=str(folder)))
     assert (pool.label_names, pool.labels.tolist()) == (("cat", "dog"), [0, 1])
-    assert [note.rpartition("begin with a dot: ")[2] for note in pool.notes] == ["2"]
+    assert [note.partition(" files ignored")[0] for note in pool.notes] == ["2"]
 
 
 def test_folders_with_the_name_of_a_class_in_another_form(tmp_path, write_image):
@@ -330,13 +330,13 @@ def test_parts_of_a_set_are_no_classes(tmp_path, write_image):
     for path in ("cased/Train/cat/a.png", "cased/Train/dog/a.png", "cased/Test/cat/a.png"):
         write_image(tmp_path / path, 3)
     with pytest.raises(
-        PbflError, match=r"holds Test, Train, which would be the classes; allowed are train/<class>"
+        PbflError, match=r"holds Test, Train, which would become the classes; allowed are train/<class>"
     ):
         load_pool(DataSettings(dataset="image-folder", data_dir=str(tmp_path / "cased")))
     for path in ("set/train/cat/a.png", "set/train/dog/a.png", "set/val/cat/a.png", "set/.git/a.png"):
         write_image(tmp_path / path, 3)
     pool = load_pool(DataSettings(dataset="image-folder", data_dir=str(tmp_path / "set")))
-    assert (len(pool.labels), pool.notes) == (2, ("folders left out beside train and test: val",))
+    assert (len(pool.labels), pool.notes) == (2, ("folders ignored next to train and test: val",))
 
 
 def test_images_behind_a_link_count_as_all_others(tmp_path, write_image):
@@ -346,14 +346,14 @@ def test_images_behind_a_link_count_as_all_others(tmp_path, write_image):
     (tmp_path / "set" / "cat" / "more").symlink_to(tmp_path / "scans")
     pool = load_pool(DataSettings(dataset="image-folder", data_dir=str(tmp_path / "set")))
     assert pool.labels.tolist() == [0, 0, 0, 1]
-    assert [note.rpartition("begin with a dot: ")[2] for note in pool.notes] == ["1"]
+    assert [note.partition(" files ignored")[0] for note in pool.notes] == ["1"]
 
 
 def test_an_image_folder_that_cannot_be_used_says_why(tmp_path, write_image):
     def load(path: Path) -> None:
         load_pool(DataSettings(dataset="image-folder", data_dir=str(path)))
 
-    with pytest.raises(PbflError, match="there is nothing at"):
+    with pytest.raises(PbflError, match="does not exist"):
         load(tmp_path / "nowhere")
     (tmp_path / "ok.npz").write_bytes(b"")
     with pytest.raises(PbflError, match=r"ok\.npz is a file; it should be a folder with train/<class>/"):
@@ -440,7 +440,7 @@ def test_pictures_of_no_known_range_are_refused(tmp_path, mode, dtype):
     for label in ("healthy", "ill"):
         (tmp_path / "scans" / label).mkdir(parents=True)
         Image.fromarray(np.full((2, 2), 1000, dtype)).save(tmp_path / "scans" / label / "0.tif")
-    with pytest.raises(PbflError, match=rf"0\.tif is a picture of mode {mode}, whose range is not known"):
+    with pytest.raises(PbflError, match=rf"0\.tif is an image of mode {mode}, whose value range is unknown"):
         load_pool(DataSettings(dataset="image-folder", data_dir=str(tmp_path / "scans")))
 
 

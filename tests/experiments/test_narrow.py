@@ -109,7 +109,8 @@ def test_who_is_piped_gets_whole_lines() -> None:
     keys = pbfl("list", "keys").stdout.splitlines()
     at = keys.index("  failure-policy = continue")
     assert keys[at + 1] == (
-        "      after a client failed: go on with the others, or end the run and name it [continue, stop]"
+        "      if a client fails: continue with the others, or stop the run with an error that names it "
+        "[continue, stop]"
     )
     told = pbfl("privacy").stdout.splitlines()
     assert (
@@ -157,7 +158,9 @@ def test_keys_by_word_by_group_and_by_method() -> None:
     by_what_is_said = pbfl("list", "keys", "Stop").stdout.splitlines()
     assert by_what_is_said[0] == "'Stop' in the descriptions of other keys:"
     assert "  failure-policy = continue" in by_what_is_said
-    assert pbfl("list", "keys", "early").exit_code == 2  # which is not in "nearly", nor in "linearly"
+    assert (
+        pbfl("list", "keys", "arly").exit_code == 2
+    )  # which no word begins with, though "early" ends with it
     method = pbfl("list", "keys", "fedprox").stdout
     assert method.splitlines()[1] == "  fedprox.mu = 0.001"
     assert len(method.splitlines()) == 3

@@ -407,10 +407,13 @@ def test_a_silent_node_holds_a_round_for_a_minute_at_most_and_ever_more_seldom()
     ("keys", "reason"),
     [
         ({"min-clients": 21}, "min-clients = 21: allowed is up to num-clients = 20"),
-        ({"min-clients": 2, "new-clients": 1}, "min-clients = 2: with new-clients = 1 all clients are there"),
+        (
+            {"min-clients": 2, "new-clients": 1},
+            "min-clients = 2: with new-clients = 1 all clients must have joined",
+        ),
         (
             {"min-clients": 2, "secure-aggregation": True},
-            "with secure-aggregation = true all clients are there",
+            "with secure-aggregation = true all clients must have joined",
         ),
         ({"min-clients": 2, "min-replies": 3}, r"min-replies = 3: allowed is up to 2, .* = 1 of 2\)"),
     ],

@@ -86,7 +86,10 @@ def test_accuracies_are_over_honest_clients(tmp_path: Path, caplog: pytest.LogCa
     liars = list(malicious(found.strategy.settings))
     assert about["malicious"] == liars
     who = ", ".join(map(str, liars))
-    announced = f"attack sign-flip=0.4: false class rows from client {who}; accuracies are over the others"
+    announced = (
+        f"attack sign-flip=0.4: clients {who} send falsified prototypes; accuracies are those of the other "
+        "clients"
+    )
     assert announced in caplog.text
     assert announced in tables.settings_line(about, 2)
     assert line["trained"] == list(range(NUM_CLIENTS)), "their uploads are aggregated all the same"

@@ -326,7 +326,7 @@ def test_it_needs_clients_that_say_how_they_score() -> None:
     with pytest.raises(PbflError) as error:
         parse({"per-class": True, "client-report": "none"}, SECTIONS)
     assert str(error.value) == (
-        "per-class = true: with client-report = 'none' nobody says how clients score; allowed is false"
+        "per-class = true: with client-report = 'none' clients report no scores; allowed is false"
     )
 
 

@@ -68,5 +68,5 @@ def test_what_changed_on_a_device_is_named_and_costs_its_own_round_alone(tmp_pat
     assert reasons[3].startswith("client-id = 'z' in --node-config: in this run the node is client d;")
     assert reasons[4].startswith("the columns or words of its data have other names, or another order")
     assert reasons[5].startswith("client-id = 0 in --node-config: in this run the node is client 5;")
-    assert reasons[6].startswith(f"dataset 'npz': there is nothing at {tmp_path / 'gone.npz'};")
+    assert reasons[6].startswith(f"dataset 'npz': {tmp_path / 'gone.npz'} does not exist;")
     assert reasons[7].startswith("dataset 'npz' holds NaN or infinity, first in row 0")

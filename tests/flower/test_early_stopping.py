@@ -187,9 +187,7 @@ def test_what_is_complete(tmp_path: Path) -> None:
 
 
 def test_patience_needs_scores() -> None:
-    with pytest.raises(
-        PbflError, match="patience = 3: with client-report = 'none' nobody says how clients score"
-    ):
+    with pytest.raises(PbflError, match="patience = 3: with client-report = 'none' clients report no scores"):
         parse({"patience": 3, "client-report": "none"})
 
 

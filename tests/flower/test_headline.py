@@ -10,8 +10,8 @@ from tests.flower.inprocess import federation
 
 def test_a_predictor_that_the_method_lacks_is_refused(tmp_path: Path) -> None:
     said = (
-        "predictor = 'etf': method 'fedproto' with these settings never predicts so; allowed are auto, head, global, "
-        "global-local, local"
+        "predictor = 'etf': method 'fedproto' has no such predictor with these settings; allowed are auto, head, "
+        "global, global-local, local"
     )
     with pytest.raises(PbflError, match=f"^{said}$"):
         federation(tmp_path, "fedproto", predictor="etf").run()

@@ -15,7 +15,7 @@ from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.server import strategy as strategies
 from pbfl_flwr.flower.storage.store import ClientStore, kept_best, load_tensors
 from pbfl_flwr.methods import SECTIONS, build_method
-from pbfl_flwr.payloads import under
+from pbfl_flwr.payloads import part_of
 from pbfl_flwr.serving.export import best_of, of_round, read_state, state_file
 from tests.flower.inprocess import Federation, federation
 from tests.runs import pbfl
@@ -45,7 +45,7 @@ def store(found: Federation, client: int) -> Path:
 
 
 def model(file: Path) -> dict[str, torch.Tensor]:
-    return under(load_tensors(file)[0], "model")
+    return part_of(load_tensors(file)[0], "model")
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -126,11 +126,11 @@ def test_an_export_of_the_best_round(tmp_path: Path) -> None:
     refused = pbfl("export", path, "--client", 1, "--round", 2, "--out", tmp_path / "two")
     assert refused.exit_code == 2
     said = " ".join(refused.stderr.split())
-    assert "has trained in round 3, after round 2; of rounds before there is round 1" in said
+    assert "last trained in round 3, after round 2; of earlier rounds it has round 1" in said
     both = pbfl("export", path, "--client", 1, "--round", 2, "--best", "--out", tmp_path / "two")
     assert "--best and --round: allowed is one of the two" in both.stderr
     device = pbfl("export", home(found), "--client", 1, "--best", "--out", tmp_path / "two")
-    assert "is no run directory" in " ".join(device.stderr.split())
+    assert "is not a run directory" in " ".join(device.stderr.split())
     at_home = pbfl("export", home(found), "--client", 1, "--round", 1, "--out", tmp_path / "three")
     assert at_home.exit_code == 0
     assert (tmp_path / "three" / "model.safetensors").read_bytes() == weights[0]
@@ -156,7 +156,7 @@ def test_clients_that_were_scored_before_their_training_keep_no_best(tmp_path: P
     found = run(tmp_path, 2, keep_best=False, evaluate_moment="before")
     refused = pbfl("export", found.directory.path, "--client", 1, "--best", "--out", tmp_path / "best")
     assert refused.exit_code == 2
-    assert "were scored before their training" in " ".join(refused.stderr.split())
+    assert "were scored before local training" in " ".join(refused.stderr.split())
 
 
 def test_names_of_which_one_begins_like_another_keep_apart(tmp_path: Path) -> None:
@@ -190,11 +190,13 @@ def test_where_it_cannot_be_known_in_time_or_at_all() -> None:
         PbflError, match="keep-best = true: with these settings method 'fedavg' scores clients before"
     ):
         made(method="fedavg")
-    with pytest.raises(PbflError, match="keep-best = true: with client-report = 'none' nobody says"):
+    with pytest.raises(
+        PbflError, match="keep-best = true: with client-report = 'none' clients report no scores"
+    ):
         made(**{"client-report": "none"})
 
 
 def test_a_state_that_was_never_kept_says_so(tmp_path: Path) -> None:
     found = run(tmp_path, 2, keep_best=False)
-    with pytest.raises(PbflError, match="of rounds before there is no other"):
+    with pytest.raises(PbflError, match="of earlier rounds it has none"):
         of_round(state_file(found.directory.path, "0"), 1)

@@ -82,7 +82,7 @@ def test_a_directory_that_another_run_has_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_clients_that_do_not_fit_are_said(tmp_path: Path) -> None:
-    with pytest.raises(PbflError, match="3 of 3 clients: compile = 'cuda-graph' records what a GPU does"):
+    with pytest.raises(PbflError, match="3 of 3 clients: compile = 'cuda-graph' needs a GPU"):
         federate(tmp_path, {**KEYS, "compile": "cuda-graph"}, 3, Resources(workers=1))
     assert "compile = 'cuda-graph'" in (tmp_path / "error.txt").read_text()
 

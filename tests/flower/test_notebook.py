@@ -108,7 +108,7 @@ def test_paths_may_be_text_and_relative(tmp_path: Path, monkeypatch: pytest.Monk
 def test_what_main_lacks_is_said_with_the_remedy(tmp_path: Path) -> None:
     """In a worker ``__main__`` is not the notebook's."""
     keys = {**KEYS, "models": "__main__:built_in_a_cell"}
-    with pytest.raises(PbflError, match="known to that process alone: take one worker, or put it"):
+    with pytest.raises(PbflError, match="exist only in that process: use one worker, or move the function"):
         federate(tmp_path / "run", keys, 3, Resources(workers=1))
 
 
@@ -157,19 +157,19 @@ def test_a_strategy_and_a_client_app_run_in_this_process(tmp_path: Path) -> None
         ({"labels": torch.tensor([[0], [1]])}, r"labels of train are torch.int64 of shape \(2, 1\)"),
         (
             {"labels": torch.tensor([0, 1, 1])},
-            r"allowed is torch.int64 of shape \(2,\), one for each of its inputs",
+            r"allowed is torch.int64 of shape \(2,\), one per input",
         ),
-        ({"labels": torch.tensor([1, 2])}, r"labels of train go from 1 to 2: allowed is 0 to 1"),
+        ({"labels": torch.tensor([1, 2])}, r"labels of train range from 1 to 2: allowed is 0 to 1"),
         ({"labels": [0, 1]}, "labels of train are of type list: allowed is a torch.Tensor"),
         ({"inputs": np.zeros((2, 3))}, "inputs of train are of type ndarray: allowed is a torch.Tensor"),
         (
             {"inputs": torch.tensor([[0.0] * 3, [float("nan")] * 3])},
             "inputs of train hold numbers that are not finite",
         ),
-        ({"inputs": torch.zeros(2, 4)}, r"inputs of test are of shape \(3,\), those of train of \(4,\)"),
+        ({"inputs": torch.zeros(2, 4)}, r"inputs of test have shape \(3,\), those of train \(4,\)"),
         (
             {"vocabulary": ("<pad>", "a"), "inputs": torch.tensor([[0, 1, 1], [1, 2, 0]])},
-            "token ids of train go from 0 to 2: allowed is 0 to 1, the places in vocabulary",
+            "token ids of train range from 0 to 2: allowed is 0 to 1, the indices of vocabulary",
         ),
         ({"vocabulary": ("<pad>", "a")}, "token ids of train are torch.float32: allowed are torch.int32 and"),
         ({"inputs": torch.tensor(1.0)}, "inputs of train are a single number"),

@@ -200,7 +200,7 @@ def shifted(record: ConfigRecord) -> None:
     [
         (without_a_key, "KeyError"),
         (another_length, "ValueError"),
-        (shifted, "the sum's presence bits"),
+        (shifted, "the sum's presence entries"),
     ],
 )
 def test_an_answer_that_breaks_the_protocol_ends_the_run_in_a_line(
@@ -262,8 +262,8 @@ def test_clipping_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"aggregation": "median"}, "rule 'median' is no plain sum"),
-        ({"aggregation": "weighted"}, "rule 'weighted' is no plain sum"),
+        ({"aggregation": "median"}, "rule 'median' is not a sum of uploads"),
+        ({"aggregation": "weighted"}, "rule 'weighted' is not a sum of uploads"),
         ({"method": "fedtgp"}, "the server trains on single rows"),
         ({"method": "fedgh"}, "the server trains on single rows"),
         ({"method": "fedavg"}, "secure-aggregation = True: method 'fedavg' sends Weights"),
@@ -297,7 +297,7 @@ def test_a_table_survives_its_vector() -> None:
 
 
 def test_a_sum_that_is_none_is_rejected() -> None:
-    with pytest.raises(RejectedPayload, match="no table of 3 classes"):
+    with pytest.raises(RejectedPayload, match="not a table of 3 classes"):
         sums.from_vector(np.zeros(9), 3, 2, 100.0)
     with pytest.raises(RejectedPayload, match="the masks did not cancel"):
         sums.from_vector(np.full(10, 37.0), 3, 2, 100.0)

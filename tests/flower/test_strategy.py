@@ -166,7 +166,7 @@ POISON: dict[str, tuple[str, dict[str, Tensor], str]] = {
         {"labels": LABELS, "rows": tampered(1e30)},
         "'rows' holds 1e+30, allowed is up to 1e+08",
     ),
-    "narrow": ("mean", {"labels": LABELS, "rows": ROWS[:, :5]}, "rows are 5 wide, this run sends 6"),
+    "narrow": ("mean", {"labels": LABELS, "rows": ROWS[:, :5]}, "rows are 5 wide, expected 6"),
     "wide": ("mean", {"labels": LABELS, "rows": torch.ones(2, 7)}, "rows are 7 wide, allowed is 1..6"),
     "flat": ("mean", {"labels": LABELS, "rows": ROWS.flatten()}, "'rows' has 1 dimensions, expected 2"),
     "class out of range": (
@@ -1119,7 +1119,9 @@ def test_a_client_that_diverges_says_what_helps(tmp_path: Path) -> None:
 
 def test_a_precision_that_a_network_cannot_have_is_refused_before_round_1(tmp_path: Path) -> None:
     run = federation(tmp_path, models="tests.methods.tiny_nets:Plain", precision="bfloat16", num_clients=2)
-    with pytest.raises(PbflError, match=r"2 of 2 clients: precision = 'bfloat16': Plain is no .*SplitModel"):
+    with pytest.raises(
+        PbflError, match=r"2 of 2 clients: precision = 'bfloat16': Plain is not a .*SplitModel"
+    ):
         run.run()
     assert run.strategy.history == []
     whole = federation(tmp_path / "float32", models="tests.methods.tiny_nets:Plain", num_clients=2).run()

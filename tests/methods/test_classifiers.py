@@ -80,15 +80,13 @@ def test_lg_fedavg_takes_the_same_deeper_classifier_of_different_networks(
     ],
 )  # fmt: skip
 def test_lg_fedavg_names_two_classifiers_that_differ(make_method, task, models, clients, message) -> None:
-    with pytest.raises(PbflError, match=re.escape(f"the same one in every model, found {message}")):
+    with pytest.raises(PbflError, match=re.escape(f"the same classifier in every model, found {message}")):
         make_method("lg-fedavg", models=models).check(task, clients)
 
 
 @pytest.mark.parametrize("method", sorted(LINEAR))
 def test_a_linear_classifier_is_said_to_be_needed(make_method, task, method: str) -> None:
-    said = (
-        r"a linear one in every model \(head\.weight \(4, 6\), .*\), found hidden layers of 5 in 'cnn4\+5'$"
-    )
+    said = r"a linear classifier in every model \(head\.weight \(4, 6\), .*\), found hidden layers of 5 in 'cnn4\+5'$"
     with pytest.raises(PbflError, match=rf"^method '{method}' exchanges classifiers and needs {said}"):
         make_method(method, models="cnn4+5").check(task, ["cnn4+5"])
 

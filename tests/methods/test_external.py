@@ -162,10 +162,10 @@ def test_no_metric_may_have_the_name_of_a_field_of_the_report():
         ({"method": "fedyn:build"}, "method = 'fedyn:build': cannot import 'fedyn' .*PYTHONPATH"),
         ({"method": "feddyn:bild"}, "'feddyn' has no function 'bild'"),
         ({"method": "no_page:number"}, "'no_page' has no function 'number'"),
-        ({"method": "no_page:nothing"}, "it built NoneType, expected a pbfl_flwr.method.Method"),
-        ({"method": "no_page:silent"}, "int does not say what it reveals"),
-        ({"method": "no_page:named"}, "'local': predicts has 'mine', .*; allowed are head, global, "),
-        ({"method": "no_page:headed"}, "headline = 'global': allowed is one that predicts names, head$"),
+        ({"method": "no_page:nothing"}, "the function returned NoneType, expected a pbfl_flwr.method.Method"),
+        ({"method": "no_page:silent"}, "int lacks the attribute reveals"),
+        ({"method": "no_page:named"}, "'local': predicts contains 'mine', .*; allowed are head, global, "),
+        ({"method": "no_page:headed"}, "headline = 'global': allowed is one listed in predicts: head$"),
         (
             {"method": "no_page:raises"},
             r"raises\(settings\) raised AttributeError: .*'colours' \(no_page.py:14\)$",
@@ -176,7 +176,7 @@ def test_no_metric_may_have_the_name_of_a_field_of_the_report():
         ({"method": "feddyn:build", "method-settings": "mu=1"}, "unknown key 'mu'; allowed are alpha"),
         ({"method": "feddyn:build", "method-settings": "alpha"}, "allowed is a comma list of name=value"),
         ({"method": "feddyn:build", "method-settings": "alpha=[1]"}, "allowed is a comma list of name=value"),
-        ({"method": "fedproto", "method-settings": "alpha=1"}, "they are for methods of your own"),
+        ({"method": "fedproto", "method-settings": "alpha=1"}, "allowed only with a method of your own"),
         ({"method": "feddyn:build", "aggregation": "ppa"}, "has no such stage"),
         ({"method": "feddyn:build", "dp-noise": 1.0}, "which these settings cannot protect"),
         (

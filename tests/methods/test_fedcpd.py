@@ -10,7 +10,7 @@ from pbfl_flwr.flower.storage.store import ClientState, ClientStore
 from pbfl_flwr.method import Round
 from pbfl_flwr.models import head_names
 from pbfl_flwr.models.attention import MapDistillation, MapMemory, convolutional
-from pbfl_flwr.payloads import Prototypes, RejectedPayload, Weights, WeightsAndPrototypes, under
+from pbfl_flwr.payloads import Prototypes, RejectedPayload, Weights, WeightsAndPrototypes, part_of
 from pbfl_flwr.prototypes.distillation import alignment_pull, contrast
 from pbfl_flwr.task import Task
 
@@ -89,8 +89,8 @@ def test_the_loss_is_the_papers(make_method, make_client, task):
         scores = [float(F.cosine_similarity(z[b], P[c], dim=0)) / 0.4 for c in (0, 1, 2)]  # 3: nobody has it
         pcl -= (scores[int(labels[b])] - float(torch.tensor(scores).logsumexp(0))) / 8
     distillation = MapDistillation([32, 64], width=4)
-    distillation.load_state_dict(under(memories[0], "distillation"))
-    teacher = MapMemory(received.model.stages, under(memories[0], "teacher"), distillation.attention)
+    distillation.load_state_dict(part_of(memories[0], "distillation"))
+    teacher = MapMemory(received.model.stages, part_of(memories[0], "teacher"), distillation.attention)
     with torch.no_grad():
         memory = float(distillation(convolutional(received.model.feature_maps(inputs)), *teacher(inputs)))
     metrics = method.local_update(client, state).metrics
@@ -144,7 +144,7 @@ def test_the_last_own_body_is_the_memory_and_survives_a_restart(make_method, mak
     straight = run(method, make_client, task, 3, "resnet4")
     restarted = run(method, make_client, task, 3, "resnet4", restart)
     for i in CLIENTS:
-        teacher = under(straight[2][i], "teacher")
+        teacher = part_of(straight[2][i], "teacher")
         trained = {name: t for name, t in straight[1][i].items() if name.startswith("stages.")}
         assert {f"stages.{name}" for name in teacher} == set(trained)
         for name, tensor in teacher.items():
@@ -208,11 +208,11 @@ def test_cost_is_bodies_and_prototypes(make_method):
 @pytest.mark.parametrize("model", ["mlp5", "vit-b-32"])
 def test_a_model_without_maps_is_refused_unless_memory_is_off(make_method, model):
     task = Task(4, 6, (1, 32, 32))
-    with pytest.raises(PbflError, match=rf"'{model}' has none.*distill-weight = 0"):
+    with pytest.raises(PbflError, match=rf"'{model}' does not have.*distill-weight = 0"):
         make_method("fedcpd", models=model).check(task, [model])
     make_method("fedcpd", models=model, own={"distill_weight": 0.0}).check(task, [model])
     windows = Task(4, 6, (3, 50))
-    with pytest.raises(PbflError, match="'har-gru' has none"):
+    with pytest.raises(PbflError, match="'har-gru' does not have"):
         make_method("fedcpd", models="har-gru").check(windows, ["har-gru"])
     make_method("fedcpd", models="har-resnet").check(windows, ["har-resnet"])
 

@@ -222,7 +222,7 @@ def test_matrices_that_as_coded_loses_are_said(make_method, make_client, task):
     assert method.report(after)["zeroed-tensors"] == len(matrices)
     assert method.notes(state) == []
     (note,) = method.notes(after)
-    assert f"has lost {len(matrices)} matrices" in note
+    assert f"{len(matrices)} matrices of the mentee became zero" in note
     assert matrices[0] in note
     assert method.notes(MenteeState.from_tensors(after.to_tensors(), task)) == [note]
 
@@ -298,7 +298,7 @@ def test_up_to_three_lost_matrices_are_named(make_method, task, lost):
     names = [name for name, tensor in tensors.items() if tensor.dim() > 1][:lost]
     tensors |= {name: torch.zeros_like(tensors[name]) for name in [*names, "head.bias"]}  # a bias may be zero
     (note,) = method.notes(MenteeState(Weights(tensors), LowRank(tensors), 1))
-    assert f"has lost {lost} matrices" in note
+    assert f"{lost} matrices of the mentee became zero" in note
     assert f"({', '.join(names[:3])}{', ...' if lost == 4 else ''});" in note
 
 

@@ -123,7 +123,7 @@ def test_class_vectors_without_counts_are_rejected(make_method, make_client, tas
     good = method.local_update(make_client(architecture="cnn4"), state).payload
     method.validate(good, state, task)
     bare = WeightsAndPrototypes(good.weights, Prototypes(good.prototypes.values, good.prototypes.present))
-    with pytest.raises(RejectedPayload, match="without their counts"):
+    with pytest.raises(RejectedPayload, match="lack their counts"):
         method.validate(bare, state, task)
 
 

@@ -260,7 +260,7 @@ def test_what_does_not_fit_is_refused(make_method, task):
     with pytest.raises(PbflError, match="'fedpa' averages weights and needs one architecture"):
         method.check(task, ["cnn4", "resnet4"])
     state = method.init(task, 0)
-    with pytest.raises(RejectedPayload, match="come without their counts"):
+    with pytest.raises(RejectedPayload, match="lack their counts"):
         method.validate(WeightsAndPrototypes(state.taught.weights, Prototypes.empty(4, 6)), state, task)
     sent = WeightsAndPrototypes(state.taught.weights, Prototypes.empty(4, 6)).to_tensors()
     assert WeightsAndPrototypes.from_tensors(sent, task).scalars() == state.taught.weights.scalars()

@@ -195,7 +195,7 @@ def test_without_cross_entropy_a_step_descends_the_dot_regression_alone(make_met
 
 @pytest.mark.parametrize("own", [{"dual_classifier": False}, {"dot_weight": 0.0}])
 def test_a_loss_without_terms_is_refused(make_method, own):
-    with pytest.raises(PbflError, match="leaves no loss"):
+    with pytest.raises(PbflError, match="no loss is left"):
         make_method("gfpl", own={"cross_entropy": False, **own})
 
 

@@ -22,7 +22,7 @@ from pbfl_flwr.flower.engines.placement import Resources
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method
 from pbfl_flwr.models import build_model
 from pbfl_flwr.models.contract import random_inputs
-from pbfl_flwr.recording import NotReplayable, StandIns
+from pbfl_flwr.recording import NotReplayable, StaticCopies
 from pbfl_flwr.task import Task
 from tests.flower.inprocess import federation
 from tests.pretend_card import CUDA, OnCard, Recording, card
@@ -170,8 +170,8 @@ def test_a_network_that_cannot_be_recorded_costs_no_other_client_its_work(tmp_pa
     failures = [line["failures"] for line in on_card.strategy.history]
     assert [[failure["client"] for failure in of_round] for of_round in failures] == [[0], [0]]
     for (failure,) in failures:
-        assert "aten._local_scalar_dense.default has the CPU wait for the GPU" in failure["reason"]
-        assert "allowed instead is 'off'" in failure["reason"]
+        assert "aten._local_scalar_dense.default makes the CPU wait for the GPU" in failure["reason"]
+        assert "allowed is 'off'" in failure["reason"]
     assert Recording.made - made == 2  # of the first round, and of the second with a pull
 
 
@@ -308,7 +308,7 @@ def test_recorded_steps_of_attention_and_embeddings_on_a_real_card(name: str, ta
 @needs_a_card
 def test_recordings_of_a_real_card_are_made_anew_while_a_tensor_of_the_last_ones_is_left() -> None:
     left, numbers = list[torch.Tensor](), torch.ones(4, device=GPU)
-    replay.aside(lambda: left.append(numbers + 1), GPU)
+    replay.on_recording_stream(lambda: left.append(numbers + 1), GPU)
     replay.record(lambda: left.append(numbers + 1), GPU)
     replay.forget_recordings()
     torch.cuda.empty_cache()
@@ -317,7 +317,7 @@ def test_recordings_of_a_real_card_are_made_anew_while_a_tensor_of_the_last_ones
     def add() -> None:
         total.add_(numbers)
 
-    replay.aside(add, GPU)
+    replay.on_recording_stream(add, GPU)
     again = replay.record(add, GPU)
     again()
     assert total.tolist() == [2.0] * 4
@@ -334,9 +334,9 @@ def test_a_recording_that_a_real_card_refuses_spoils_nothing_for_the_next() -> N
     def draws() -> None:
         total.copy_(torch.nn.functional.dropout(numbers, 0.5))
 
-    replay.aside(draws, GPU)
+    replay.on_recording_stream(draws, GPU)
     current = torch.cuda.current_stream(GPU)
-    with pytest.raises(NotReplayable, match="allowed instead is 'off'"):
+    with pytest.raises(NotReplayable, match="allowed is 'off'"):
         replay.record(waits, GPU)
     assert torch.cuda.current_stream(GPU) == current
     draws()
@@ -350,8 +350,8 @@ def test_a_recording_that_a_real_card_refuses_spoils_nothing_for_the_next() -> N
 def test_a_real_card_is_not_waited_for_unnoticed() -> None:
     numbers = torch.ones(4, device=GPU)
     with (
-        StandIns(numbers) as seen,
-        pytest.raises(NotReplayable, match=r"_local_scalar_dense.*has the CPU wait"),
+        StaticCopies(numbers) as seen,
+        pytest.raises(NotReplayable, match=r"_local_scalar_dense.*makes the CPU wait"),
         replay.without_waiting(seen),
     ):
         numbers.sum().item()

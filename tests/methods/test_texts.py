@@ -55,7 +55,7 @@ def test_two_rounds_on_texts(name: str, model: str, tmp_path: Path) -> None:
         "feature-dim": 8,
     }
     if name == "fedcpd" and model in WITHOUT_MAPS:
-        with pytest.raises(PbflError, match=f"distils feature maps, and model '{model}' has none"):
+        with pytest.raises(PbflError, match=f"distils feature maps, which model '{model}' does not have"):
             federation(tmp_path / "refused", name, data=texts, **keys).run()
         keys["fedcpd.distill-weight"] = 0.0
     run = federation(tmp_path, name, data=texts, **keys, **MORE.get(name, {})).run()

@@ -249,17 +249,17 @@ def test_too_small_images_are_one_clear_line(
 ) -> None:
     with pytest.raises(PbflError) as caught:
         build_model(name, Task(num_classes=10, feature_dim=50, input_shape=shape), seed=0)
-    for part in (f"'{name}'", layer, "at least 6x6", found, str(shape), "from 16x16"):
+    for part in (f"'{name}'", layer, "at least 6x6", found, str(shape), "at least 16x16"):
         assert part in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("name", "shape", "expected"),
     [
-        ("googlenet", (3, 14, 32), "images from 15x15 pixels, found 14x32"),
-        ("vit-b-16", (1, 28, 28), "square images of whole 16x16 patches, e.g. 32x32, found 28x28"),
-        ("vit-b-16", (3, 32, 64), "square images of whole 16x16 patches, e.g. 32x32, found 32x64"),
-        ("vit-b-32", (3, 48, 48), "square images of whole 32x32 patches, e.g. 64x64, found 48x48"),
+        ("googlenet", (3, 14, 32), "images of at least 15x15 pixels, found 14x32"),
+        ("vit-b-16", (1, 28, 28), "square images divisible into 16x16 patches, e.g. 32x32, found 28x28"),
+        ("vit-b-16", (3, 32, 64), "square images divisible into 16x16 patches, e.g. 32x32, found 32x64"),
+        ("vit-b-32", (3, 48, 48), "square images divisible into 32x32 patches, e.g. 64x64, found 48x48"),
     ],
 )
 def test_images_of_another_size_are_one_clear_line(name: str, shape: tuple[int, ...], expected: str) -> None:
@@ -274,7 +274,7 @@ def test_a_network_for_which_there_is_no_memory_is_one_clear_line(monkeypatch: p
     with pytest.raises(PbflError) as caught:
         build_model("mlp-9-9", task, seed=0)
     assert str(caught.value) == (
-        "model 'mlp-9-9': the system has no memory for its weights; allowed is a smaller one"
+        "model 'mlp-9-9': not enough memory for its weights; allowed is a smaller model"
     )
 
 

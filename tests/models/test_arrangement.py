@@ -207,7 +207,7 @@ def test_a_network_that_was_scored_first_can_be_trained() -> None:
 
 def test_reduced_precision_is_not_left_out_in_silence() -> None:
     with pytest.raises(
-        PbflError, match=r"precision = 'bfloat16': Linear is no .*SplitModel; allowed .* 'float32'"
+        PbflError, match=r"precision = 'bfloat16': Linear is not a .*SplitModel; allowed .* 'float32'"
     ):
         arrange(nn.Linear(2, 2), "contiguous", "bfloat16")
 

@@ -52,7 +52,7 @@ def test_names(name: str, base: str, sizes: tuple[int, ...], widths: tuple[int, 
         ("+32", "unknown model ''"),
         ("mlp-0+32", "model 'mlp-0': allowed after 'mlp'"),
         ("small-4+32", "'small-4' is a family; allowed is a comma list of models"),
-        ("nets.zoo:build+32", "a function of your own builds the classifier, too; allowed is 'nets.zoo:build'"),
+        ("nets.zoo:build+32", "a function of your own must build the classifier itself; allowed is 'nets.zoo:build'"),
     ],
 )  # fmt: skip
 def test_what_is_no_classifier_is_one_line(name: str, message: str) -> None:

@@ -165,7 +165,10 @@ def test_names() -> None:
         ("small-4@", "allowed after '@' is a label"),
         ("small-4@x+512", "'small-4' is a family"),
         ("cnn5@x", "unknown model 'cnn5'"),
-        ("my.nets:small@x", "a function of your own reads its weights, too; allowed is 'my.nets:small'"),
+        (
+            "my.nets:small@x",
+            "a function of your own must load its weights itself; allowed is 'my.nets:small'",
+        ),
         ("cnn4@x+0", "allowed after '\\+' are 1 to 8 whole numbers"),
     ],
 )
@@ -176,22 +179,22 @@ def test_a_name_that_is_none(spec: str, said: str) -> None:
 
 def test_weights_that_are_not_there_name_the_labels_that_are() -> None:
     with pytest.raises(
-        PbflError, match=r"no weights of cnn4 under the label 'x' .* none are kept for it here"
+        PbflError, match=r"no weights of cnn4 under the label 'x' .* none are stored for it here"
     ):
         build_model("cnn4@x", SMALL, 0)
     kept("cnn4", "y", build_model("cnn4", SMALL, 0))
     kept("resnet4", "z", build_model("resnet4", SMALL, 0))
-    with pytest.raises(PbflError, match="kept for it here: y; 'pbfl weights x cnn4 FILE' keeps them"):
+    with pytest.raises(PbflError, match="stored for it here: y; 'pbfl weights x cnn4 FILE' stores them"):
         digest("cnn4@x")
 
 
 def test_weights_that_do_not_fit_say_what_they_were_made_for() -> None:
     kept("cnn4", "x", build_model("cnn4", SMALL, 0))
-    with pytest.raises(PbflError, match=r"have 16x1600 numbers in 'neck.*weight', this run needs 24x1600"):
+    with pytest.raises(PbflError, match=r"have shape 16x1600 in 'neck.*weight', this run needs 24x1600"):
         build_model("cnn4@x", Task(3, 24, (3, 32, 32)), 0)
     kept("resnet4", "gray", build_model("resnet4", Task(3, 16, (1, 32, 32)), 0))
     with pytest.raises(
-        PbflError, match=r"have 64x1x7x7 numbers in 'stages.0.0.weight', this run needs 64x3x7x7"
+        PbflError, match=r"have shape 64x1x7x7 in 'stages.0.0.weight', this run needs 64x3x7x7"
     ):
         build_model("resnet4@gray", SMALL, 0)
 
@@ -200,10 +203,10 @@ def test_a_kept_file_that_is_damaged_or_of_another_network() -> None:
     file = kept("cnn4", "x", build_model("cnn4", SMALL, 0))
     whole = file.read_bytes()
     file.write_bytes(whole[:100])
-    with pytest.raises(PbflError, match=r"is damaged .*; put the weights there again"):
+    with pytest.raises(PbflError, match=r"is damaged .*; store the weights again"):
         build_model("cnn4@x", SMALL, 0)
     save_file(build_model("resnet4", SMALL, 0).state_dict(), file)
-    with pytest.raises(PbflError, match=r"is of another network: it (lacks|has)"):
+    with pytest.raises(PbflError, match=r"belongs to another network: it (lacks|also has)"):
         build_model("cnn4@x", SMALL, 0)
 
 
@@ -272,10 +275,10 @@ class Harmful:
             {"a": torch.zeros(2)},
             "allowed are weights of pbfl-flwr's resnet18 or torchvision's resnet18; it lacks",
         ),
-        ({"epoch": 3}, "holds no tensors by name"),
-        ([torch.zeros(2)], "holds no tensors by name"),
-        ({}, "holds no tensors by name"),
-        (Harmful(), "holds no weights that can be read without running code"),
+        ({"epoch": 3}, "holds no named tensors"),
+        ([torch.zeros(2)], "holds no named tensors"),
+        ({}, "holds no named tensors"),
+        (Harmful(), "holds no weights that can be loaded without executing code"),
     ],
 )
 def test_files_that_hold_something_else(
@@ -302,12 +305,12 @@ def test_checkpoints_of_another_network(tmp_path: Path) -> None:
         body_of("resnet18", {**theirs("resnet18").state_dict(), "layer1.0.bn3.bias": torch.zeros(3)}, "x")
     gray = {**theirs("resnet18").state_dict(), "conv1.weight": torch.zeros(64, 1, 7, 7)}
     with pytest.raises(
-        PbflError, match=re.escape("is (64, 1, 7, 7), of torchvision's resnet18 (64, 3, 7, 7)")
+        PbflError, match=re.escape("has shape (64, 1, 7, 7), in torchvision's resnet18 (64, 3, 7, 7)")
     ):
         body_of("resnet18", gray, "x")
     with pytest.raises(PbflError, match=r"cnn4; it lacks 'stages.0.0.weight'"):
         body_of("cnn4", theirs("resnet18").state_dict(), "x")
-    with pytest.raises(PbflError, match="pbfl-flwr's cnn4; it has 'more', too"):
+    with pytest.raises(PbflError, match="pbfl-flwr's cnn4; it also has 'more'"):
         body_of("cnn4", {**build_model("cnn4", SMALL, 0).state_dict(), "more": torch.zeros(1)}, "x")
 
 
@@ -317,9 +320,9 @@ def test_checkpoints_of_another_network(tmp_path: Path) -> None:
         (("a/b", "cnn4"), "label 'a/b': allowed are"),
         (("x", "cnn5"), "did you mean"),
         (("x", "small-4"), "unknown model 'small-4'"),
-        (("x", "cnn4+32"), "weights are a body's; allowed is 'cnn4'"),
-        (("x", "cnn4@y"), "weights are a body's; allowed is 'cnn4'"),
-        (("x", "my.nets:small"), "reads its weights itself"),
+        (("x", "cnn4+32"), "weights are stored for a body only; allowed is 'cnn4'"),
+        (("x", "cnn4@y"), "weights are stored for a body only; allowed is 'cnn4'"),
+        (("x", "my.nets:small"), "must load its weights itself"),
         (("x", "cnn4"), "nothing.pth cannot be read (No such file or directory)"),
     ],
 )
@@ -345,12 +348,12 @@ def test_a_damaged_file_is_a_line(damaged: bytes, tmp_path: Path) -> None:
     (tmp_path / "x.pth").write_bytes(damaged)
     refused = pbfl("weights", "x", "resnet18", tmp_path / "x.pth")
     assert refused.exit_code == 2
-    assert "holds no weights that can be read" in " ".join(refused.stderr.split())
+    assert "holds no weights that can be loaded" in " ".join(refused.stderr.split())
 
 
 def test_a_safetensors_file_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "x.safetensors").write_bytes(b"12345678 and more")
-    with pytest.raises(PbflError, match="holds no weights that can be read"):
+    with pytest.raises(PbflError, match="holds no weights that can be loaded"):
         read_checkpoint(tmp_path / "x.safetensors")
 
 

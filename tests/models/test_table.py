@@ -164,7 +164,7 @@ def test_dry_forward_names_a_model_that_cannot_take_the_input() -> None:
         ("stages.1.1", nn.BatchNorm2d(9), ["(BatchNorm2d)", "(B, 9, height, width)", "found (2, 64, 2, 2)"]),
         ("neck.1", nn.Linear(65, 24), ["(Linear)", "expected (B, 65)", "found (2, 64)"]),
         ("head", nn.Linear(25, 10), ["layer head (Linear)", "expected (B, 25)", "found (2, 24)"]),
-        ("stages.0.1", nn.MaxPool2d(99), ["(MaxPool2d)", "does not take input of shape (2, 32, 12, 12)"]),
+        ("stages.0.1", nn.MaxPool2d(99), ["(MaxPool2d)", "does not accept input of shape (2, 32, 12, 12)"]),
     ],
 )
 def test_dry_forward_names_layer_expected_and_found(
@@ -210,7 +210,7 @@ class _FailsBetweenLayers(SplitModel):
 
 def test_dry_forward_blames_no_layer_for_what_happens_between_layers() -> None:
     model = _FailsBetweenLayers(TASK, [_Recovers()], nn.Linear(256, 24), nn.Linear(24, 10))
-    message = r"model 'own', features: does not take input of shape \(2, 1, 16, 16\) \(no layer of mine\)"
+    message = r"model 'own', features: does not accept input of shape \(2, 1, 16, 16\) \(no layer of mine\)"
     with pytest.raises(PbflError, match=message):
         dry_forward("own", model, TASK)
 
@@ -365,9 +365,9 @@ def test_external_model_by_module_and_function(external: str) -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("{}:without_features", r"has no method features\(x\) that answers \(B, 24\)"),
+        ("{}:without_features", r"has no method features\(x\) that returns \(B, 24\)"),
         ("{}:without_head", r"has no submodule head that maps \(B, 24\) to \(B, 10\)"),
-        ("{}:head_is_a_method", r"no submodule head .* a method is none"),
+        ("{}:head_is_a_method", r"no submodule head .* a method does not count"),
         ("{}:nothing", "returned NoneType, expected a torch.nn.Module"),
         ("{}:raises", r": raises\(task\) raised ValueError: not enough .* \(somebodys_nets\.py:48\)$"),
         ("{}:raises_in_torch", r": raises_in_torch\(task\) raised TypeError: .* \(somebodys_nets\.py:52\)$"),

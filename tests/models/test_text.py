@@ -194,7 +194,7 @@ def test_bilstm_draws_what_one_bidirectional_lstm_draws() -> None:
 
 def test_a_transformer_says_which_numbers_it_takes() -> None:
     with pytest.raises(
-        PbflError, match=r"'transformer-4-1': its 4 heads .* feature-dim = 6 .* divisors of 6"
+        PbflError, match=r"'transformer-4-1': its 4 heads must divide feature-dim = 6; .* divisors of 6"
     ):
         check_models("transformer-4-1", TEXT)
     with pytest.raises(PbflError, match=r"'transformer-2-65': found 65 layers, allowed are at most 64"):
@@ -235,7 +235,7 @@ def test_text_models_refuse_numbers_and_images_refuse_text() -> None:
     for name in ("text-logistic", *STATES):
         with pytest.raises(PbflError, match=rf"'{name}', first layer: expected token ids .* found numbers"):
             check_models(name, Task(4, D, (L,)))
-    with pytest.raises(PbflError, match=r"'textcnn': expected 5 tokens or more, found 4"):
+    with pytest.raises(PbflError, match=r"'textcnn': expected at least 5 tokens, found 4"):
         check_models("textcnn", Task(4, D, (4,), V))
     with pytest.raises(
         PbflError, match=r"'resnet4', first layer: expected images .* found input shape \(9,\)"

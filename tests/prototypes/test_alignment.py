@@ -311,11 +311,11 @@ def test_a_single_prototype_has_no_geometry():
 def test_figures_are_flat_numbers():
     start = relu_like(4, 8)
     report = align(start, everybody(start)).report
-    figures = report.figures()
-    assert figures["alignment-energy-after"] == report.after.energy
-    assert figures["alignment-min-distance-before"] == report.before.min_distance
-    assert figures["alignment-iterations"] == report.iterations
-    assert all(isinstance(value, float) for value in figures.values())
+    metrics = report.metrics()
+    assert metrics["alignment-energy-after"] == report.after.energy
+    assert metrics["alignment-min-distance-before"] == report.before.min_distance
+    assert metrics["alignment-iterations"] == report.iterations
+    assert all(isinstance(value, float) for value in metrics.values())
 
 
 def test_the_input_is_left_alone_and_the_result_is_reproducible():

@@ -144,9 +144,9 @@ def test_late_uploads_count_for_less_of_what_is_left_of_them() -> None:
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"aggregation": "ppa"}, "rows of aggregation = 'ppa' are n-scaled"),
-        ({"method": "tinyproto"}, "rows of aggregation = 'aps-sum' are n-scaled"),
-        ({"secure-aggregation": True}, "under secure-aggregation the server sees no single row"),
+        ({"aggregation": "ppa"}, "with aggregation = 'ppa' rows are scaled by"),
+        ({"method": "tinyproto"}, "with aggregation = 'aps-sum' rows are scaled by"),
+        ({"secure-aggregation": True}, "with secure-aggregation the server sees no single row"),
         (
             {"method": "fedgh"},
             "norm-bound = 2.0: method 'fedgh' has no such stage; allowed is 0.0, the default",

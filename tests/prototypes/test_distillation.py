@@ -158,5 +158,5 @@ def test_alignment_pull_sums_over_dimensions():
 def test_user_errors_are_named():
     with pytest.raises(PbflError, match="pull-form is 'l1'"):
         pull(features(), LABELS, PROTOTYPES, PRESENT, form="l1")  # type: ignore[arg-type]
-    with pytest.raises(PbflError, match="temperature of the contrast is 0"):
+    with pytest.raises(PbflError, match="temperature of the contrastive loss is 0"):
         contrast(features(), LABELS, PROTOTYPES, PRESENT, 0)

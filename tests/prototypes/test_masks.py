@@ -166,7 +166,7 @@ def test_bad_sizes_are_named():
         allocate_masks(4, 8, 9, seed=0)
     with pytest.raises(PbflError, match="9 classes and feature-dim is 8"):
         allocate_masks(9, 8, 4, scheme="block", seed=0)
-    with pytest.raises(PbflError, match=r"cps-dim is 1, less than one of the 4 blocks .* 2\.\.8"):
+    with pytest.raises(PbflError, match=r"cps-dim is 1, smaller than one of the 4 blocks .* 2\.\.8"):
         allocate_masks(4, 8, 1, scheme="block", seed=0)
     assert int(allocate_masks(4, 8, 2, scheme="block", seed=0).sum()) == 4 * 2
 

@@ -344,9 +344,9 @@ def test_features_far_from_zero_keep_their_spread():
 def test_no_samples_no_components_and_a_slow_fit_is_reported(monkeypatch):
     empty = fit_mixtures([], 5, 4, seed=0)
     assert empty.mixtures.means.shape == (0, 5)
-    assert empty.figures()["mixture-components"] == 0
+    assert empty.metrics()["mixture-components"] == 0
     monkeypatch.setattr(mixture, "MAX_ITERATIONS", 1)
-    assert fit_mixtures([blobs(50)], 2, 4, seed=0).figures()["mixture-classes-not-converged"] == 1
+    assert fit_mixtures([blobs(50)], 2, 4, seed=0).metrics()["mixture-classes-not-converged"] == 1
 
 
 # Pseudo-features --------------------------------------------------------------------------------------------

@@ -354,7 +354,7 @@ def test_settings_that_others_keep_from_an_effect_are_said() -> None:
     said = method("fedproto", **idle, total_examples=60).forewarnings(5)
     assert [line.partition(" has no effect without ")[::2] for line in said] == [
         ("trim-share = 0.1", "aggregation = 'trimmed-mean'"),
-        ("aps-scale = 0.5", "an aggregation of APS"),
+        ("aps-scale = 0.5", "aggregation = 'aps-sum' or 'aps-mean'"),
         ("ppa-total = 'known'", "aggregation = 'ppa'"),
         ("total-examples = 60", "aggregation = 'ppa' with ppa-total = 'known'"),
         ("cps-scheme = 'block'", "cps-dim above 0"),
@@ -368,7 +368,7 @@ def test_a_multiple_of_raw_means_is_forewarned() -> None:
     for keys in ({}, {"alignment": "unit"}, {"alignment": "off", "upscale": 1}):
         assert method("protonorm", **keys).forewarnings(5) == []
     (said,) = method("protonorm", alignment="off").forewarnings(5)
-    assert said.startswith("upscale = 100 multiplies prototypes that alignment = 'off' leaves")
+    assert said.startswith("upscale = 100 multiplies prototypes that are not normalised, since alignment")
 
 
 def test_weighted_rules_send_counts_and_others_do_not() -> None:
@@ -478,7 +478,7 @@ def test_stages_that_do_not_fit_are_refused_when_built(keys: dict[str, Any], tex
 
 def test_uploads_are_checked_against_the_rule() -> None:
     sparse, weighted = method(cps_dim=2), method(aggregation="weighted")
-    with pytest.raises(RejectedPayload, match="rows are 8 wide, this run sends 2"):
+    with pytest.raises(RejectedPayload, match="rows are 8 wide, expected 2"):
         sparse.validate(uploads()[0], sparse.init(TASK, 0), TASK)
     with pytest.raises(RejectedPayload, match="counts are missing of rule 'weighted'"):
         weighted.validate(uploads()[0], weighted.init(TASK, 0), TASK)
@@ -545,15 +545,15 @@ def test_what_has_not_converged_is_said() -> None:
     plain = method()
     state = plain.init(TASK, 0)
     assert plain.notes(state) == []
-    assert plain.notes(replace(state, figures={"server-converged": 1.0, "alignment-converged": 1.0})) == []
-    (said,) = plain.notes(replace(state, figures={"server-converged": 0.0}))
+    assert plain.notes(replace(state, metrics={"server-converged": 1.0, "alignment-converged": 1.0})) == []
+    (said,) = plain.notes(replace(state, metrics={"server-converged": 0.0}))
     assert "their loss is not below 0.001" in said
-    (said,) = plain.notes(replace(state, figures={"alignment-converged": 0.0}))
-    assert "stopped at its bound" in said
+    (said,) = plain.notes(replace(state, metrics={"alignment-converged": 0.0}))
+    assert "stopped at its maximum number of iterations" in said
 
 
 def test_an_automatic_scale_is_never_guessed() -> None:
     summed = method(aggregation="aps-sum")
     assert summed.combination.mu(TASK, 90) == pytest.approx(0.9 * TASK.num_classes / 90)
-    with pytest.raises(RejectedPayload, match="needs n"):
+    with pytest.raises(RejectedPayload, match="needs the number of examples n"):
         summed.combination.mu(TASK, None)

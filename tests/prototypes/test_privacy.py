@@ -239,10 +239,10 @@ def test_the_client_counts_its_releases() -> None:
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"dense-uploads": True}, "rule 'mean' divides by the holders"),
+        ({"dense-uploads": True}, "rule 'mean' divides by the number of clients"),
         ({"dense-uploads": True, "method": "fedtgp", "aggregation": "ppa"}, "trains on every row"),
         ({"dense-uploads": True, "method": "fedgh"}, "trains on every row"),
-        ({"dp-noise": 1.0}, "dp-noise needs dp-clip"),
+        ({"dp-noise": 1.0}, "dp-noise needs a clipping norm"),
         ({"dp-noise": 1.0, "dp-clip": 1.0, "aggregation": "weighted"}, "sends exact counts"),
         ({"dp-noise": 1.0, "dp-clip": 1.0, "aggregation": "ppa"}, "sends n_i exactly; set ppa-total"),
         (
@@ -252,9 +252,9 @@ def test_the_client_counts_its_releases() -> None:
         ({"dp-noise": 1.0, "dp-clip": 1.0, "count-bucket": "powers"}, "set count-bucket = 'off'"),
         (
             {"dp-noise": 1.0, "dp-clip": 1.0, "dp-unit": "sample", "protocol": "htfl"},
-            "needs every sample in the means once",
+            "needs every sample exactly once",
         ),
-        ({"dp-clip": 1.0, "dp-unit": "sample", "protocol": "htfl"}, "needs every sample in the means once"),
+        ({"dp-clip": 1.0, "dp-unit": "sample", "protocol": "htfl"}, "needs every sample exactly once"),
         (
             {"dp-clip": 1.0, "dp-noise": 1.0, "method": "fedavg"},
             "dp-clip = 1.0, dp-noise = 1.0: method 'fedavg'",

@@ -148,7 +148,7 @@ def test_training_separates_the_classes_and_says_when_it_has_not_converged():
     assert long.loss < 1e-3
     assert long.margin == 5.0
     assert torch.equal(torch.cdist(vectors * 20, prototypes).argmin(1), labels)
-    assert long.figures() == {
+    assert long.metrics() == {
         "server-loss": long.loss,
         "server-margin": 5.0,
         "server-converged": 1.0,

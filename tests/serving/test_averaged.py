@@ -18,7 +18,7 @@ from pbfl_flwr.flower.storage.store import load_tensors, save_tensors
 from pbfl_flwr.method import Client
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method
 from pbfl_flwr.models import build_model
-from pbfl_flwr.payloads import under
+from pbfl_flwr.payloads import part_of
 from pbfl_flwr.serving.averaged import averaged
 from pbfl_flwr.serving.export import export, read_state, state_file, states_of
 from pbfl_flwr.serving.predict import open_exported
@@ -69,7 +69,7 @@ def test_running_statistics_are_the_clients_weighted_mean(tmp_path: Path) -> Non
     run = ran(tmp_path, models="resnet4").directory.path
     found = averaged(run).weights
     clients = json.loads((run / "run.json").read_text())["clients"]
-    kept = [under(load_tensors(file)[0], "model") for file in states_of(run)]
+    kept = [part_of(load_tensors(file)[0], "model") for file in states_of(run)]
     samples = torch.tensor([float(client["num_train"]) for client in clients])
     statistics = [name for name in found if name.endswith(("running_mean", "running_var"))]
     assert statistics
@@ -78,7 +78,7 @@ def test_running_statistics_are_the_clients_weighted_mean(tmp_path: Path) -> Non
         expected = torch.tensordot(samples / samples.sum(), stacked, dims=1)
         torch.testing.assert_close(found[name], expected)
         assert not torch.equal(stacked[0], stacked[2])
-    state = under(load_tensors(run / "checkpoint.safetensors")[0], "w")
+    state = part_of(load_tensors(run / "checkpoint.safetensors")[0], "w")
     assert "head.weight" in state
     assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
 
@@ -86,7 +86,7 @@ def test_running_statistics_are_the_clients_weighted_mean(tmp_path: Path) -> Non
 def test_a_classifier_with_hidden_layers_keeps_its_own_names(tmp_path: Path) -> None:
     """Where only the classifier travels its third layer is head.2, which here is the second one's own name."""
     run = ran(tmp_path, models="cnn4+64-10", num_server_rounds=1).directory.path
-    found, state = averaged(run).weights, under(load_tensors(run / "checkpoint.safetensors")[0], "w")
+    found, state = averaged(run).weights, part_of(load_tensors(run / "checkpoint.safetensors")[0], "w")
     assert [name for name in found if name.startswith("head.2")] == ["head.2.weight", "head.2.bias"]
     assert found.keys() == state.keys()
     assert all(torch.equal(found[name], state[name]) for name in found)
@@ -113,7 +113,7 @@ def test_a_client_without_training_samples_has_no_part_in_the_mean(tmp_path: Pat
         (run / "run.json").write_text(json.dumps({**about, "clients": clients}))
 
     name = next(name for name in averaged(run).weights if name.endswith("running_mean"))
-    kept = [under(load_tensors(file)[0], "model")[name] for file in files]
+    kept = [part_of(load_tensors(file)[0], "model")[name] for file in files]
     say([3, 1, 0, 0, 0])
     torch.testing.assert_close(averaged(run).weights[name], 0.75 * kept[0] + 0.25 * kept[1])
     with pytest.raises(PbflError, match=r"^--global: none of the clients has training samples, so"):
@@ -139,7 +139,7 @@ def test_best_weights_that_do_not_say_their_round_are_one_line(tmp_path: Path) -
     tensors, about = load_tensors(run / "best.safetensors")
     save_tensors(run / "best.safetensors", tensors, {"accuracy": about["accuracy"]})
     with pytest.raises(
-        PbflError, match=r"best.safetensors holds no round's state of method 'fedavg': 'round'$"
+        PbflError, match=r"best.safetensors does not hold a server state of method 'fedavg': 'round'$"
     ):
         averaged(run, best=True)
 
@@ -156,11 +156,11 @@ def test_the_command_and_clients_named_by_hand(tmp_path: Path) -> None:
         file.unlink()
     code, said = exported(run, tmp_path / "none")
     assert code == 2
-    assert "holds no client's state" in said
+    assert "holds no client state" in said
     assert exported(run, tmp_path / "three", "--like", str(moved))[0] == 0
     assert exported(run, tmp_path / "two", "--like", str(moved), "--like", str(tmp_path / "zero"))[0] == 0
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("three", "two"))
-    own = under(load_tensors(moved)[0], "model")
+    own = part_of(load_tensors(moved)[0], "model")
     names = [name for name in own if name.endswith("running_mean")]
     assert all(torch.equal(one[name], own[name]) for name in names)
     assert not any(torch.equal(one[name], two[name]) for name in names)
@@ -172,9 +172,9 @@ def test_the_command_and_clients_named_by_hand(tmp_path: Path) -> None:
         (
             "fedproto",
             [],
-            "--global: the server of 'fedproto' holds no whole network; --client takes a client's",
+            "--global: the server of 'fedproto' holds no complete network; export a client's with --client",
         ),
-        ("fedrep", [], "--global: the server of 'fedrep' holds no whole network"),
+        ("fedrep", [], "--global: the server of 'fedrep' holds no complete network"),
         ("fedavg", ["--client", "1"], "allowed with --global are"),
         ("fedavg", ["--round", "1"], "allowed with --global are"),
     ],
@@ -193,10 +193,10 @@ def test_a_client_of_another_run_is_refused(tmp_path: Path) -> None:
     run = ran(tmp_path / "one").directory.path
     other = ran(tmp_path / "other", models="resnet4", num_server_rounds=1).directory.path
     with pytest.raises(
-        PbflError, match=r"client 0 with resnet4 is none of the run's clients; there it has cnn4$"
+        PbflError, match=r"client 0 with resnet4 is not one of the run's clients; in the run it has cnn4$"
     ):
         averaged(run, states_of(other))
-    with pytest.raises(PbflError, match="is no run directory"):
+    with pytest.raises(PbflError, match="is not a run directory"):
         averaged(tmp_path)
 
 
@@ -215,10 +215,10 @@ def test_of_devices_that_ran_on_this_machine(tmp_path: Path) -> None:
         state_file(run, "7")
     device = run / "clients" / "node-2"
     assert averaged(run, [device]).card == averaged(run, [state_file(device, "")]).card
-    with pytest.raises(PbflError, match=r"client 2 is named twice, and would count twice$"):
+    with pytest.raises(PbflError, match=r"client 2 is given twice; allowed is each client once$"):
         averaged(run, [device, state_file(device, "")])
     with pytest.raises(
-        PbflError, match=r"^there is nothing at .*nowhere; a run directory, a state directory or"
+        PbflError, match=r"^.*nowhere does not exist; expected is a run directory, a state directory or"
     ):
         averaged(run, [tmp_path / "nowhere"])
 
@@ -229,6 +229,6 @@ def test_clients_that_see_their_inputs_differently_have_no_common_network(tmp_pa
     tensors, about = load_tensors(file)
     card = {**json.loads(about["card"]), "shift": [0.25]}
     save_tensors(file, tensors, {**about, "card": json.dumps(card)})
-    with pytest.raises(PbflError, match=r"^--global: clients 0 and 3 differ in shift; --like names the one"):
+    with pytest.raises(PbflError, match=r"^--global: clients 0 and 3 differ in shift; set --like to the one"):
         averaged(run)
     assert averaged(run, [file]).card.shift == (0.25,)

@@ -191,7 +191,7 @@ def test_texts_are_found_in_the_column_of_the_training(
     del content["card"]["text_column"]
     (out / "card.json").write_text(json.dumps(content))
     with pytest.raises(
-        PbflError, match="no column 'text' with texts; it has body, title, label; text-column"
+        PbflError, match="no column 'text' with texts; it has body, title, label; set text-column"
     ):
         list(predict(open_exported(out), [tmp_path / "t.csv"]))
     assert call("predict", out, tmp_path / "t.csv", "--format", "csv", "--text-column", "body") == (0, bodies)

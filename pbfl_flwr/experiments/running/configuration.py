@@ -133,7 +133,7 @@ def preflight(settings: Settings, resources: Resources) -> Partition:
     method.check(task, names)
     check_replayable(settings.training.compile, method.name, method.replayable)
     if settings.training.compile == "cuda-graph":
-        for name in dict.fromkeys([*names, *method.beside()]):
+        for name in dict.fromkeys([*names, *method.auxiliary_architectures()]):
             check_layers(name, build_model(fresh(name), task, 0))
     return partition
 

@@ -64,10 +64,10 @@ def _checked_reply(message: Message, context: Context, source: ClientSource) -> 
     check_compiler(settings.training.compile, device)
     method = build_method(settings)
     check_replayable(settings.training.compile, method.name, method.replayable)
-    for name in method.beside():
+    for name in method.auxiliary_architectures():
         digest_of_weights(name)  # raises if they are missing
     if settings.training.compile == "cuda-graph":
-        for name in (architecture, *method.beside()):
+        for name in (architecture, *method.auxiliary_architectures()):
             _check_layers(name, task)
     training = settings.training.of(architecture)
     body, head = _parameters(architecture, task, training.layout, training.precision)

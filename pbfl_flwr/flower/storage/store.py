@@ -28,7 +28,7 @@ from pbfl_flwr.flower.storage.atomic_files import (
     write_atomically,
 )
 from pbfl_flwr.locks import Lock, need_locks
-from pbfl_flwr.payloads import separate, under
+from pbfl_flwr.payloads import part_of, separate
 
 # Metadata key: tensors of the reply that equal one of the model's and are stored once, name -> name in the model.
 SAME = "reply-in-model"
@@ -241,7 +241,7 @@ class ClientStore:
         try:  # a valid checksum does not guarantee valid content
             number, participations = int(metadata["round"]), int(metadata["participations"])
             report = json.loads(metadata["report"])
-            model = under(tensors, "model")
+            model = part_of(tensors, "model")
             same = {name: model[of] for name, of in json.loads(metadata.get(SAME, "{}")).items()}
         except (KeyError, ValueError, AttributeError, TypeError) as error:
             raise DamagedState(
@@ -251,11 +251,11 @@ class ClientStore:
             number,
             participations,
             model,
-            under(tensors, "memory"),
-            under(tensors, "reply") | same,
+            part_of(tensors, "memory"),
+            part_of(tensors, "reply") | same,
             report,
             metadata.get("card", ""),
-            under(tensors, "prototypes"),
+            part_of(tensors, "prototypes"),
         )
 
     def save(self, state: ClientState) -> None:
