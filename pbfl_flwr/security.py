@@ -303,7 +303,7 @@ def _read(path: Path) -> bytes:
 
 
 def _refuse_existing(files: Iterable[Path], advice: str) -> None:
-    if there := [str(file) for file in files if file.exists()]:
+    if there := [str(file) for file in files if os.path.lexists(file)]:
         raise PbflError(f"{', '.join(there)}: already exists; {advice}")
 
 

@@ -258,3 +258,10 @@ def test_addresses() -> None:
     free.close()
     with pytest.raises(PbflError, match="cannot be reached"):
         security.shake_hands(f"127.0.0.1:{port}", None)
+
+
+def test_a_link_to_nowhere_is_not_replaced_without_force(tmp_path: Path) -> None:
+    (tmp_path / "ca.pem").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(PbflError, match=r"ca\.pem: already exists; --force replaces"):
+        security.make_certificates(tmp_path, ["localhost"], 30)
+    assert (tmp_path / "ca.pem").is_symlink()

@@ -246,7 +246,7 @@ def _without_effect(settings: Settings, method: Method[Any, Any, Any]) -> Iterat
 def privacy_notes(settings: Settings, method: Method[Any, Any, Any]) -> list[str]:
     """Return a warning if the default protection of the group ``privacy`` does not apply to a method's uploads."""
     least = settings.privacy.min_class_count
-    single = any("single samples" in reveal.what for reveal in method.reveals())
+    single = any(reveal.single_samples for reveal in method.reveals())
     if method.protects_uploads or least == 1 or not single:
         return []
     return [

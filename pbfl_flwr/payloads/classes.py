@@ -151,7 +151,11 @@ class Logits(Prototypes):
             "class means of outputs",
             "the rows: how confident the network is in each class, and which classes it confuses",
         ),
-        Reveal("outputs for single samples", "the mean of a class with one sample is that sample's output"),
+        Reveal(
+            "outputs for single samples",
+            "the mean of a class with one sample is that sample's output",
+            single_samples=True,
+        ),
     )
 
     @classmethod

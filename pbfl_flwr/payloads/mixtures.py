@@ -47,6 +47,7 @@ class Mixtures:
         Reveal(
             "features of single samples",
             "the mean of a component fitted to one sample is that sample's feature",
+            single_samples=True,
         ),
         Reveal("samples of each class", "the components' weights, if scaled by counts (gfpl.weight)"),
     )

@@ -19,6 +19,7 @@ class Reveal:
         hide: the settings that hide it; empty if none does.
         state: "in clear", "blurred" by an active setting, or "hidden" from the receiver.
         message: which message reveals it.
+        single_samples: whether it can be about one sample.
     """
 
     what: str
@@ -26,6 +27,7 @@ class Reveal:
     hide: str = ""
     state: State = "in clear"
     message: Literal["hello", "upload", "report", "broadcast"] = "upload"
+    single_samples: bool = False
 
     def but(self, state: State, how: str) -> Reveal:
         """Return a copy with the state and explanation under an active setting."""
@@ -46,6 +48,7 @@ SINGLE = Reveal(
     "features of single samples",
     "the mean of a class with one sample is that sample's feature",
     "min-class-count",
+    single_samples=True,
 )
 COUNTS = Reveal("samples of each class", "n_ij, sent with the rows", "aggregation = 'mean', or count-bucket")
 TOTAL = Reveal("number of training samples", "n_i, sent with the payload")
