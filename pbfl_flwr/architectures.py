@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from pbfl_flwr.config import TrainingSettings, choices
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.own_code import is_external
+from pbfl_flwr.user_code import is_external
 
 ARCHITECTURES: dict[str, str] = {
     "bilstm": "BiLSTM for token ids: one layer of width d per direction, hidden layer d on the two final states.",

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from pbfl_flwr import descent, seeds
+from pbfl_flwr import optimizers, seeds
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client
 from pbfl_flwr.payloads import Prototypes, Weights, class_counts, joined, part_of
@@ -168,8 +168,8 @@ def train_generator(
         for name, parameter in named.items()
         if (moments := part_of(state.moments, name))
     }
-    group = descent.Group(tuple(named.values()), adam.learning_rate)
-    steps = descent.Adam([group], adam.weight_decay, kept, fused=False)
+    group = optimizers.Group(tuple(named.values()), adam.learning_rate)
+    steps = optimizers.Adam([group], adam.weight_decay, kept, fused=False)
     network.train()
     total = 0.0
     for _ in range(adam.steps):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from pbfl_flwr.by_class import ByClass
+from pbfl_flwr.class_metrics import ByClass
 from pbfl_flwr.config import PREDICTORS
 from pbfl_flwr.data import Shard
 from pbfl_flwr.method import Client, Predictor

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from pbfl_flwr.augmentation import Augmentation
 from pbfl_flwr.config import TrainingSettings
 from pbfl_flwr.data import ClientData, Shard
-from pbfl_flwr.descent import SGD, Adam, Descent, Group, State
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client
 from pbfl_flwr.models import SplitModel, begin_batch, has_batch_norm, is_still
+from pbfl_flwr.optimizers import SGD, Adam, Descent, Group, State
 from pbfl_flwr.replay import Replayed
 
 Loss = Callable[..., Mapping[str, Tensor]]

@@ -16,11 +16,11 @@ ROOT = Path(__file__).resolve().parents[1]
 APPS = ("client_app", "server_app")
 # A module may import what stands before its own line, and its own line.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "seeds", "allocator", "by_class"),
-    ("task", "config", "payloads", "security", "card", "architectures", "own_code", "places", "locks"),
+    ("errors", "seeds", "allocator", "class_metrics"),
+    ("task", "config", "payloads", "security", "model_card", "architectures", "user_code", "paths", "locks"),
     ("sinks",),
     ("models", "data"),
-    ("method", "weights", "lowrank", "generators", "descent", "augmentation"),
+    ("method", "weights", "lowrank", "generators", "optimizers", "augmentation"),
     ("training", "replay", "recording", "scoring"),
     ("prototypes",),
     ("methods",),

@@ -11,7 +11,7 @@ from pbfl_flwr.architectures import LABEL
 from pbfl_flwr.cli.common import NON_EMPTY_PATH, error_exit
 from pbfl_flwr.errors import PbflError, expanded
 from pbfl_flwr.experiments.text.numbers import kilobytes, say, screen
-from pbfl_flwr.places import weights_file
+from pbfl_flwr.paths import weights_file
 
 
 def weights(

@@ -30,7 +30,7 @@ from pbfl_flwr.data.table import table
 from pbfl_flwr.data.texts import text
 from pbfl_flwr.data.tiny_imagenet import tiny_imagenet
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.places import home
+from pbfl_flwr.paths import home
 
 DATASETS: dict[str, Dataset] = {
     "digits": Dataset(

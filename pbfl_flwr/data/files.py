@@ -12,7 +12,7 @@ from pathlib import Path
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.errors import PbflError, expanded
 from pbfl_flwr.locks import Lock
-from pbfl_flwr.places import home
+from pbfl_flwr.paths import home
 
 # Raised by a compressed file that is damaged, encrypted, compressed by an unsupported method, or whose header claims
 # arrays larger than any memory.

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data.contract import Partition, Pool, Rows, Split
-from pbfl_flwr.data.dealing import (
+from pbfl_flwr.data.partitioners import (
     Deal,
     dirichlet_indices,
     iid_indices,
@@ -26,8 +26,8 @@ def partition(pool: Pool, settings: DataSettings, num_clients: int) -> Partition
     """Return the rows of every client; the same settings give the same rows on every machine.
 
     With ``max_samples`` only that many random samples are partitioned and counted. ``dirichlet``, ``pathological`` and
-    ``iid`` guarantee ``min_samples`` per client: :func:`~pbfl_flwr.data.dealing.repair` fills up clients with fewer.
-    ``natural`` takes the first M owners. Sources whose files fix clients and split are taken as they are.
+    ``iid`` guarantee ``min_samples`` per client: :func:`.repair` fills up clients with fewer. ``natural`` takes the
+    first M owners. Sources whose files fix clients and split are taken as they are.
 
     With ``test_split`` "client" each client's share is split at random, not stratified, ``floor(train_share · n)`` for
     training (scikit-learn's ``train_test_split`` on the same generator, as in the references); a client with one sample

@@ -21,7 +21,7 @@ from pbfl_flwr.experiments.running.configuration import presets
 from pbfl_flwr.experiments.text.numbers import print_hanging, say
 from pbfl_flwr.experiments.text.table_formats import Sheet
 from pbfl_flwr.methods import METHODS, SECTIONS
-from pbfl_flwr.places import home, kept_weights
+from pbfl_flwr.paths import home, kept_weights
 
 Rows = list[tuple[str, str]]
 TYPES = {int: "whole number", float: "number", str: "text", bool: "true or false"}

@@ -33,7 +33,7 @@ from pbfl_flwr.flower.storage.atomic_files import UnsavedState, write_atomically
 from pbfl_flwr.flower.storage.history import FILES, SERVER_LOCK, STATES_REMOVED, RunDirectory, last_round
 from pbfl_flwr.flower.storage.run_locks import RUN_LOCK
 from pbfl_flwr.locks import Lock
-from pbfl_flwr.places import home
+from pbfl_flwr.paths import home
 
 Kind = Literal["torn", "states", "unfinished", "cache"]
 KINDS: dict[Kind, str] = {

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pbfl_flwr.config import PREDICTORS, Group, Settings, parse
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.own_code import is_external
+from pbfl_flwr.user_code import is_external
 
 if TYPE_CHECKING:
     from pbfl_flwr.method import Method

@@ -25,7 +25,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pbfl_flwr import descent, seeds
+from pbfl_flwr import optimizers, seeds
 from pbfl_flwr.config import Group, Settings, parse_section
 from pbfl_flwr.method import Client, Update
 from pbfl_flwr.methods.sharing import SharedWeights, answer
@@ -140,8 +140,8 @@ class FedFA(SharedWeights):
         config, model = self.config, client.model
         anchors = down.tensors[ANCHORS].to(client.device)  # A, fixed in this round
         running = RunningAnchors(anchors, config.anchor_momentum, config.anchor_mean == "all-batches")
-        classifier = descent.Group(tuple(model.head.parameters()), config.calibration_rate)
-        adam = descent.Adam([classifier], fused=False)
+        classifier = optimizers.Group(tuple(model.head.parameters()), config.calibration_rate)
+        adam = optimizers.Adam([classifier], fused=False)
         every_class = torch.arange(len(anchors), device=client.device)
 
         def loss(inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:

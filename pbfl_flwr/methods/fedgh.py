@@ -24,7 +24,7 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from pbfl_flwr import descent, seeds
+from pbfl_flwr import optimizers, seeds
 from pbfl_flwr.config import Auto, Group, Settings, parse_section
 from pbfl_flwr.method import Client, Method, Moment, Round, Update
 from pbfl_flwr.methods.sharing import check_heads, initial, plain, receive
@@ -89,7 +89,7 @@ class FedGH(Method[Weights, Weights, Prototypes]):
         order = seeds.generator(at.seed, "fedgh", at.number)
         weight = nn.Parameter(state.tensors["head.weight"].clone())
         bias = nn.Parameter(state.tensors["head.bias"].clone())
-        sgd = descent.SGD([descent.Group((weight, bias), self.learning_rate)], fused=False)
+        sgd = optimizers.SGD([optimizers.Group((weight, bias), self.learning_rate)], fused=False)
         for _ in range(self.epochs):
             for batch in torch.randperm(len(labels), generator=order).split(self.batch_size):
                 logits = nn.functional.linear(vectors[batch], weight, bias)

@@ -30,7 +30,7 @@ from pbfl_flwr.config import Group, Settings, parse_section
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client, Method, Predictor, Round, Update, head_scores
 from pbfl_flwr.payloads import Mixtures, RejectedPayload, part_of
-from pbfl_flwr.prototypes.frame import dot_regression, equiangular_frame, frame_scores, projection_layer
+from pbfl_flwr.prototypes.etf import dot_regression, equiangular_frame, frame_scores, projection_layer
 from pbfl_flwr.prototypes.mixture import Distance, MixtureState, Weight, fit_mixtures, fuse, sample
 from pbfl_flwr.task import Task
 from pbfl_flwr.training import FitReport, each_feature, fit, forward, part

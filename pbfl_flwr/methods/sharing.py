@@ -24,10 +24,10 @@ from pbfl_flwr.architectures import body_and_classifier, fresh
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client, Method, Moment, Round, Update
 from pbfl_flwr.models import build_model
-from pbfl_flwr.own_code import is_external
 from pbfl_flwr.payloads import RejectedPayload, Weights, WeightsAndPrototypes
 from pbfl_flwr.task import Task
 from pbfl_flwr.training import FitReport, classification, fit
+from pbfl_flwr.user_code import is_external
 from pbfl_flwr.weights import (
     Share,
     Weighting,

@@ -58,8 +58,8 @@ from pbfl_flwr.models.shufflenet import shufflenet_v2
 from pbfl_flwr.models.text import fasttext, text_logistic, textcnn
 from pbfl_flwr.models.transformer import transformer
 from pbfl_flwr.models.vision_transformer import vit_b_16, vit_b_32
-from pbfl_flwr.own_code import is_external
 from pbfl_flwr.task import Task
+from pbfl_flwr.user_code import is_external
 
 Builder = Callable[..., SplitModel]
 

@@ -19,8 +19,8 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models import build_model
 from pbfl_flwr.models.contract import HEAD_PREFIX
 from pbfl_flwr.models.pretrained import POSITIONS
-from pbfl_flwr.own_code import is_external
 from pbfl_flwr.task import Task
+from pbfl_flwr.user_code import is_external
 
 OF_TORCHVISION = {
     "efficientnet-b0": "efficientnet_b0",

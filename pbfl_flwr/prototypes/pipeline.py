@@ -29,9 +29,9 @@ from pbfl_flwr.models import has_batch_norm
 from pbfl_flwr.payloads import Prototypes, RejectedPayload, Reveal, joined, part_of
 from pbfl_flwr.prototypes import aggregation, distillation, scaling, sums
 from pbfl_flwr.prototypes.alignment import align
-from pbfl_flwr.prototypes.bounding import bounded
 from pbfl_flwr.prototypes.collect import Collector, released_means
 from pbfl_flwr.prototypes.combination import Combination
+from pbfl_flwr.prototypes.norm_bound import bounded
 from pbfl_flwr.prototypes.privacy import Release, release
 from pbfl_flwr.prototypes.sparsity import Sparsity
 from pbfl_flwr.prototypes.stages import APS_RULES, ROBUST_RULES, TRAINED_RULES, Stages, resolved

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pbfl_flwr import seeds
-from pbfl_flwr.descent import SGD, Group
+from pbfl_flwr.optimizers import SGD, Group
 from pbfl_flwr.payloads import Prototypes
 
 Margin = Literal["nearest", "farthest"]

@@ -29,12 +29,12 @@ from pydantic import ValidationError
 from safetensors.torch import save
 from torch import Tensor
 
-from pbfl_flwr.card import Card
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.server.early_stopping import best_round_line
 from pbfl_flwr.flower.storage.atomic_files import NODE, write_atomically
 from pbfl_flwr.flower.storage.history import RunDirectory
 from pbfl_flwr.flower.storage.store import ClientStore, kept_best, load_tensors
+from pbfl_flwr.model_card import Card
 from pbfl_flwr.payloads import part_of, separate
 from pbfl_flwr.serving.network import Served, rebuild
 

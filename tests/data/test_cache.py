@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pbfl_flwr import places
+from pbfl_flwr import paths
 from pbfl_flwr.data import cache
 from pbfl_flwr.data.contract import Pool
 from pbfl_flwr.errors import PbflError
@@ -41,9 +41,9 @@ def source(tmp_path: Path) -> Path:
 
 def test_home_is_the_environment_variable_or_a_folder_of_the_user(monkeypatch):
     monkeypatch.setenv("PBFL_HOME", "/somewhere")
-    assert places.home() == Path("/somewhere")
+    assert paths.home() == Path("/somewhere")
     monkeypatch.delenv("PBFL_HOME")
-    assert places.home() == Path("~/.pbfl").expanduser()
+    assert paths.home() == Path("~/.pbfl").expanduser()
 
 
 def test_decoded_once_and_read_back_as_a_memory_map(source, home):

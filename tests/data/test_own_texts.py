@@ -102,7 +102,7 @@ def test_the_command_makes_one_and_check_data_uses_it(tmp_path: Path) -> None:
     assert made.exit_code == 0, made.output
     assert read_vocabulary(out) == ("<pad>", "<cls>", "<unk>", "<eos>", "sun", "rain")  # 11 times, 9 times
     again = pbfl("vocabulary", tmp_path / "t.csv", "--out", out)
-    assert (again.exit_code, "is there already" in again.output) == (2, True)
+    assert (again.exit_code, "already exists" in again.output) == (2, True)
     assert pbfl("vocabulary", tmp_path / "t.jpg", "--out", tmp_path / "no.txt").exit_code == 2
     checked = pbfl("check-data", tmp_path / "t.csv", "--vocabulary", out, "--model", "text-2")
     assert checked.exit_code == 0, checked.output

@@ -18,7 +18,7 @@ from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.models import build_model
 from pbfl_flwr.models.checkpoints import as_file, body_of
 from pbfl_flwr.models.contract import SplitModel
-from pbfl_flwr.places import weights_file
+from pbfl_flwr.paths import weights_file
 from pbfl_flwr.task import Task
 from tests.flower.inprocess import federation
 

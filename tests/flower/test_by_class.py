@@ -15,7 +15,7 @@ from flwr.app import MetricRecord, RecordDict
 from sklearn.metrics import balanced_accuracy_score, f1_score
 from torch import Tensor
 
-from pbfl_flwr.by_class import ByClass, balanced_accuracy, macro_f1, recalls, statistics
+from pbfl_flwr.class_metrics import ByClass, balanced_accuracy, macro_f1, recalls, statistics
 from pbfl_flwr.config import PREDICTORS, EvaluationSettings, parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.messages import wire

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from pbfl_flwr.by_class import ByClass
+from pbfl_flwr.class_metrics import ByClass
 from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.running.configuration import RequestedKeys, check

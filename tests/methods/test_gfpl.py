@@ -9,7 +9,7 @@ from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.method import Round
 from pbfl_flwr.models import body_names
 from pbfl_flwr.payloads import Mixtures, RejectedPayload
-from pbfl_flwr.prototypes.frame import equiangular_frame, projection_layer
+from pbfl_flwr.prototypes.etf import equiangular_frame, projection_layer
 from pbfl_flwr.scoring import evaluate
 from pbfl_flwr.task import Task
 

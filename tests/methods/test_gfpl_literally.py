@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from pbfl_flwr import seeds
 from pbfl_flwr.method import Round
 from pbfl_flwr.payloads import Mixtures
-from pbfl_flwr.prototypes.frame import projection_layer
+from pbfl_flwr.prototypes.etf import projection_layer
 from pbfl_flwr.prototypes.mixture import sample
 
 K, D, RATE, MOMENTUM, SAMPLES, ROUNDS = 4, 6, 0.05, 0.5, 7, 5

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pbfl_flwr.descent import SGD, Group
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models import arrange, arrangement, build_model
 from pbfl_flwr.models.arrangement import FEW_PIXELS, DepthwiseConv2d, FewPixelsConv2d, PointwiseConv2d
+from pbfl_flwr.optimizers import SGD, Group
 from pbfl_flwr.task import Task
 from tests.models.kinds import EXAMPLES, LONGER, TABLES, is_one_of, takes_images
 

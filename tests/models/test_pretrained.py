@@ -18,7 +18,7 @@ from pbfl_flwr.models import build_model, random_inputs
 from pbfl_flwr.models.checkpoints import COUNTER, OF_TORCHVISION, as_file, body_of, read_checkpoint
 from pbfl_flwr.models.contract import HEAD_PREFIX, SplitModel
 from pbfl_flwr.models.pretrained import digest
-from pbfl_flwr.places import weights_file
+from pbfl_flwr.paths import weights_file
 from pbfl_flwr.task import Task
 from tests.runs import pbfl
 

@@ -18,13 +18,13 @@ from pbfl_flwr.flower.storage.store import ClientState, ClientStore, load_tensor
 from pbfl_flwr.method import Method
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.models import SplitModel, build_model
-from pbfl_flwr.own_code import is_external
 from pbfl_flwr.payloads import Logits, Payload, Prototypes, RejectedPayload, WeightsAndPrototypes
 from pbfl_flwr.prototypes.alignment import align
 from pbfl_flwr.prototypes.pipeline import Pipeline, PipelineState
 from pbfl_flwr.prototypes.sphere import Geometry, geometry
 from pbfl_flwr.seeds import derive
 from pbfl_flwr.task import Task
+from pbfl_flwr.user_code import is_external
 
 
 class NotAvailable(PbflError):

@@ -22,8 +22,8 @@ from pbfl_flwr.experiments.running.runner import resume_command, simulated
 from pbfl_flwr.flower.engines.placement import Machine, Resources, places
 from pbfl_flwr.flower.storage.history import ENDED, RunDirectory
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method, privacy_notes
-from pbfl_flwr.own_code import is_external
 from pbfl_flwr.sinks import check as check_sinks
+from pbfl_flwr.user_code import is_external
 
 PATHS = ("run-dir", "state-dir", "data-dir")
 PRESETS = "experiments/presets"

@@ -28,8 +28,8 @@ from pbfl_flwr.data import kind_of, read_names
 from pbfl_flwr.errors import PbflError, expanded
 from pbfl_flwr.flower.messages.client_ids import ALLOWED_ID, NAME, is_number
 from pbfl_flwr.methods import SECTIONS
-from pbfl_flwr.own_code import is_external
-from pbfl_flwr.places import home, run_directory
+from pbfl_flwr.paths import home, run_directory
+from pbfl_flwr.user_code import is_external
 
 # Keys allowed in --node-config -> the run-config key that each overrides on this device ("" for none).
 NODE_KEYS = {

@@ -10,11 +10,11 @@ from flwr.common import log
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from pbfl_flwr.card import Card, fault
 from pbfl_flwr.flower.client.session import ClientSession
 from pbfl_flwr.flower.messages.report import Report, plain
 from pbfl_flwr.flower.storage.store import ClientState
 from pbfl_flwr.method import Nearest, Predictor, Update
+from pbfl_flwr.model_card import Card, fault
 from pbfl_flwr.payloads import Payload
 
 

@@ -24,7 +24,7 @@ from pbfl_flwr.flower.client.device import share_of_cores
 from pbfl_flwr.flower.diagnostics.connection import check_connection
 from pbfl_flwr.flower.diagnostics.findings import CheckTargets, Finding, Status
 from pbfl_flwr.flower.memory import available_memory
-from pbfl_flwr.places import home
+from pbfl_flwr.paths import home
 
 DEVICES: tuple[str, ...] = get_args(
     TrainingSettings.model_fields["device"].annotation

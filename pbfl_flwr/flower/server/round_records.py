@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pbfl_flwr import by_class
+from pbfl_flwr import class_metrics
 from pbfl_flwr.config import PREDICTORS
 from pbfl_flwr.flower.messages.report import SPENT, Report
 from pbfl_flwr.flower.messages.traffic import Traffic
@@ -26,7 +26,7 @@ def summarise_accuracy(reports: Mapping[int, Report]) -> dict[str, dict[str, Any
     ``weighted`` is correct samples over all samples (as in most published tables), ``mean`` the mean over clients,
     ``std`` their population standard deviation, ``worst`` the mean of the worst decile (at least one client) and
     ``clients`` the number of clients scored with this predictor. Clients without test samples are left out. If all
-    clients count by class, the statistics of :func:`pbfl_flwr.by_class.statistics` are added.
+    clients count by class, the statistics of :func:`pbfl_flwr.class_metrics.statistics` are added.
     """
     found: dict[str, dict[str, Any]] = {}
     scored = {i: report for i, report in reports.items() if report.num_test}
@@ -47,7 +47,7 @@ def summarise_accuracy(reports: Mapping[int, Report]) -> dict[str, dict[str, Any
         }
         counted = [report.by_class for report in with_name if report.by_class is not None]
         if len(counted) == len(with_name):
-            found[name] |= by_class.statistics(counted, name)
+            found[name] |= class_metrics.statistics(counted, name)
     return found
 
 
@@ -168,7 +168,7 @@ def client_columns(server_round: int, phase: Phase, outcome: Outcome) -> dict[st
     }
 
 
-def _counts(column: str, counts: Sequence[by_class.ByClass | None]) -> dict[str, list[dict[str, Any]]]:
+def _counts(column: str, counts: Sequence[class_metrics.ByClass | None]) -> dict[str, list[dict[str, Any]]]:
     """Return the column of counts by class, an entry for each client; no column if no client has counts."""
     if not any(counts):
         return {}
