@@ -237,9 +237,8 @@ def _check_finite(losses: Mapping[str, float], parameters: Sequence[nn.Parameter
     sums = [parameter.detach().sum() for parameter in parameters]  # much faster than checking every element
     if not sums or bool(torch.stack(sums).isfinite().all()):  # synchronises with a GPU only once
         return
-    if not all(
-        bool(parameter.isfinite().all()) for parameter in parameters
-    ):  # the sum of finite numbers may overflow
+    # The sum of finite numbers may overflow.
+    if not all(bool(parameter.isfinite().all()) for parameter in parameters):
         raise Diverged(f"a weight is not finite after {steps} steps; {REMEDY}")
 
 

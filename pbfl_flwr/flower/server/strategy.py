@@ -233,9 +233,7 @@ class MethodStrategy(Strategy):
                 arrays, metrics = self.aggregate_train(server_round, replies)
             except stop_conditions.NodesUnreachable as error:
                 repeats += 1
-                if (
-                    repeats > MAX_REPEATS or self._secure is not None
-                ):  # SecAgg+ masks are valid for one sum only
+                if repeats > MAX_REPEATS or self._secure is not None:  # a SecAgg+ mask is valid for one sum
                     raise
                 run = self.settings.run
                 log(WARNING, "%s. Waiting up to %.0f s for nodes", error, run.join_timeout)
