@@ -44,9 +44,8 @@ def _load(settings: DataSettings, dataset: Any) -> Pool:
             train, test = dataset(root, train=True), dataset(root, train=False)
         except RuntimeError as error:
             raise damaged(settings, folder, error) from error
-        inputs = np.concatenate([train.data, test.data]).transpose(
-            0, 3, 1, 2
-        )  # torchvision has channels last
+        # torchvision has channels last.
+        inputs = np.concatenate([train.data, test.data]).transpose(0, 3, 1, 2)
         labels = np.array([*train.targets, *test.targets], dtype=np.int64)
         return Pool(np.ascontiguousarray(inputs), labels, tuple(train.classes), num_train=len(train.targets))
 

@@ -132,9 +132,8 @@ def _natural(pool: Pool, total: int, settings: DataSettings, num_clients: int) -
 
 
 def _official_tests(pool: Pool, train: tuple[Rows, ...], rng: RandomState) -> tuple[Split, ...]:
-    counts = np.stack(
-        [np.bincount(pool.labels[rows], minlength=pool.num_classes) for rows in train]
-    )  # (M, K)
+    # counts is (M, K).
+    counts = np.stack([np.bincount(pool.labels[rows], minlength=pool.num_classes) for rows in train])
     test_labels = pool.labels[pool.num_train :]
     hands: list[list[Rows]] = [[np.empty(0, dtype=np.int64)] for _ in train]
     for k in np.flatnonzero(counts.sum(axis=0)):

@@ -67,9 +67,8 @@ def initial_anchors(num_classes: int, feature_dim: int, seed: int) -> Tensor:
 
 def anchor_pull(features: Tensor, labels: Tensor, anchors: Tensor) -> Tensor:
     """Return (1/K)·Σ_b ‖z_b - A_{y_b}‖²/n_{y_b}, n_j the samples of class j in the batch."""
-    counts = labels.new_zeros(len(anchors)).index_add_(
-        0, labels, torch.ones_like(labels)
-    )  # bincount would wait for a GPU
+    # torch.bincount would wait for a GPU.
+    counts = labels.new_zeros(len(anchors)).index_add_(0, labels, torch.ones_like(labels))
     return ((features - anchors[labels]).square().sum(dim=1) / counts[labels]).sum() / len(anchors)
 
 

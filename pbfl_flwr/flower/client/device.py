@@ -216,9 +216,8 @@ def choose_device(name: str) -> torch.device:
     Raises:
         PbflError: if the configured device is not available; there is no fallback.
     """
-    hidden = (
-        os.environ.get("CUDA_VISIBLE_DEVICES") == ""
-    )  # torch may have read an earlier value, and caches it
+    # Torch may have read an earlier value of this variable, and caches it.
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
     cuda, mps = not hidden and torch.cuda.is_available(), torch.backends.mps.is_available()
     if name == "cuda" and not cuda:
         raise PbflError(

@@ -242,9 +242,8 @@ def run_here(run_dir: Path, config: Mapping[str, Scalar], num_clients: int, reso
             grid = LocalGrid(in_this_process(), run_immediately, keys, num_clients)
         else:
             threads = stack.enter_context(ThreadPoolExecutor(len(specs)))
-            pool = stack.enter_context(
-                WorkerPool(specs)
-            )  # closed first, so that no thread waits for a worker
+            # Closed first, so that no thread waits for a worker.
+            pool = stack.enter_context(WorkerPool(specs))
             stack.callback(threads.shutdown, wait=False, cancel_futures=True)
             grid = LocalGrid(pool.handle, threads.submit, keys, num_clients, pool.give_up)
         serve(grid, keys, RUN_ID)

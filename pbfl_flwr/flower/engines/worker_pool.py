@@ -144,9 +144,8 @@ class _Worker:
 
     def exit_reason(self) -> str:
         self._process.join(EXIT_SECONDS)
-        return (
-            FAILED if self._process.exitcode == 1 else DIED
-        )  # 1 after an exception; negative after a signal
+        # 1 after an exception; negative after a signal.
+        return FAILED if self._process.exitcode == 1 else DIED
 
     def kill(self) -> None:
         self._process.kill()  # safe, since clients write their files atomically

@@ -83,9 +83,8 @@ def _hello_to_all(
         if not new:
             return members, failed
         new_members, new_failed = send_hello(grid, new, experiment, timeout)
-        members = [
-            member for member in members if member.node in nodes
-        ]  # others may have reconnected elsewhere
+        # Others may have reconnected elsewhere.
+        members = [member for member in members if member.node in nodes]
         members, failed = members + new_members, failed | new_failed
         if set(labels) <= {member.label for member in members}:
             return members, failed

@@ -443,9 +443,8 @@ class MethodStrategy(Strategy):
         self._handle_failures(self._phase, outcome)
         line = self.history[-1]
         final = line["final"] = final_scores(self._phase, outcome)
-        found = (
-            self._availability.notes() if self._availability else []
-        )  # on clients that connected since training
+        # On clients that connected since training.
+        found = self._availability.notes() if self._availability else []
         if found:
             line["notes"] += found
             run_log.log_notes(line["round"], found)

@@ -160,9 +160,8 @@ class PollingGrid(Grid):
 
     def _push(self, messages: list[Message]) -> Iterator[str]:
         """Push messages, in batches if it is a simulation and phases last long enough, and yield their ids."""
-        size = max(
-            joblib.cpu_count(), math.ceil(len(messages) / MAX_BATCHES)
-        )  # the first batch occupies all workers
+        # The first batch occupies all workers.
+        size = max(joblib.cpu_count(), math.ceil(len(messages) / MAX_BATCHES))
         pauses = math.ceil(len(messages) / size) - 1
         if self._interval is None or self._last_duration < MIN_PHASE_PER_PAUSE * BATCH_PAUSE * pauses:
             size, pauses = len(messages), 0
@@ -233,9 +232,8 @@ class ConcurrentPulls:
         Raises:
             Exception: whatever Flower's grid raised.
         """
-        pull = threading.Thread(
-            target=self._pull, args=(message_ids,), daemon=True
-        )  # does not delay the exit
+        # A daemon, so that a blocked pull does not delay the exit.
+        pull = threading.Thread(target=self._pull, args=(message_ids,), daemon=True)
         self._pulls.append((pull, message_ids))
         pull.start()
         pull.join(PARTIAL_WAIT)
