@@ -9,17 +9,14 @@ resolved before round 1 and the resolved value is written into the result.
 from pbfl_flwr.config.attack import ATTACKS, Attack, announced
 from pbfl_flwr.config.choices import choices
 from pbfl_flwr.config.faults import FAULTS, FaultRates
+from pbfl_flwr.config.group import Group
 from pbfl_flwr.config.keys import (
     GROUPS,
-    MAX_CLASSES,
-    PREDICTORS,
     USUAL_RATE,
-    AbsolutePath,
     Auto,
     ConventionSettings,
     DataSettings,
     EvaluationSettings,
-    Group,
     ModelSettings,
     PrivacySettings,
     PrototypeSettings,
@@ -28,6 +25,7 @@ from pbfl_flwr.config.keys import (
 )
 from pbfl_flwr.config.resolve import CHANGEABLE, PROTOCOLS, Settings, parse, parse_section
 from pbfl_flwr.config.texts import Scalar, class_name, class_names
+from pbfl_flwr.config.values import MAX_CLASSES, PREDICTORS, AbsolutePath
 
 __all__ = [
     "ATTACKS",

@@ -2,105 +2,26 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, Field
 
-from pbfl_flwr.config.attack import Attack
 from pbfl_flwr.config.choices import choice, one_or_each, words
-from pbfl_flwr.config.faults import FaultRates
-from pbfl_flwr.config.texts import class_names, named_values
-from pbfl_flwr.task import MAX_AXES
+from pbfl_flwr.config.group import Group
+from pbfl_flwr.config.texts import class_names
+from pbfl_flwr.config.values import (
+    LAYOUTS,
+    PRECISIONS,
+    AbsolutePath,
+    check_attack,
+    check_augmentation,
+    check_faults,
+    check_labels,
+    check_named_values,
+    check_shape,
+)
 
 Auto = Literal["auto"]
-
-
-class Group(BaseModel):
-    """Keys that belong together; subclasses are immutable and refuse unknown keys."""
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        alias_generator=lambda name: name.replace("_", "-"),
-        validate_by_name=True,
-        validate_by_alias=True,
-        allow_inf_nan=False,
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _text(cls, given: Any) -> Any:
-        """Convert numbers given for text keys: ``--set data-dir=2024`` is parsed as a number."""
-        texts = {name for name, field in cls.model_fields.items() if field.annotation is str}
-        texts |= {str(cls.model_fields[name].alias) for name in texts}
-        return {
-            key: str(value)
-            if key in texts and isinstance(value, int | float) and not isinstance(value, bool)
-            else value
-            for key, value in dict(given).items()
-        }
-
-    @classmethod
-    def key_names(cls) -> list[str]:
-        """Return the kebab-case keys of this group."""
-        return [name.replace("_", "-") for name in cls.model_fields]
-
-
-def _absolute(path: str) -> str:
-    if path and not Path(path).is_absolute():
-        raise ValueError("an absolute path (workers run in other directories) or nothing")
-    return path
-
-
-AbsolutePath = Annotated[str, AfterValidator(_absolute)]
-
-LAYOUTS = ("channels-last", "contiguous")
-PRECISIONS = ("float32", "bfloat16")
-PREDICTORS = ("head", "global", "global-local", "local", "etf")
-AUGMENTATIONS = ("crop", "flip")
-
-
-def _faults(text: str) -> str:
-    FaultRates.parse(text)
-    return text
-
-
-def _attack(text: str) -> str:
-    if text:
-        Attack.parse(text)
-    return text
-
-
-def _augmentation(text: str) -> str:
-    kinds = words(text)
-    if len(set(kinds)) < len(kinds) or not set(kinds) <= set(AUGMENTATIONS):
-        raise ValueError(f"nothing, or a comma list of {', '.join(AUGMENTATIONS)}, each once")
-    return text
-
-
-MAX_CLASSES = 10_000
-
-
-def _named_values(text: str) -> str:
-    named_values(text)
-    return text
-
-
-def _labels(text: str) -> str:
-    names = class_names(text)
-    if text and not (2 <= len(names) <= MAX_CLASSES and all(names) and len(set(names)) == len(names)):
-        raise ValueError(f"nothing, or 2 to {MAX_CLASSES} different names, separated by commas")
-    return text
-
-
-def _shape(text: str) -> str:
-    sides = text.split(",") if text else []
-    if len(sides) > MAX_AXES or not all(re.fullmatch(r"[1-9]\d{0,5}", side) for side in sides):
-        raise ValueError(f"nothing, or 1 to {MAX_AXES} whole numbers from 1, e.g. '3,64,64'")
-    return text
 
 
 class RunSettings(Group):
@@ -110,7 +31,7 @@ class RunSettings(Group):
         "fedproto",
         description="a name from `pbfl list methods`, or a method of your own: my_package.page:build",
     )
-    method_settings: Annotated[str, AfterValidator(_named_values)] = Field(
+    method_settings: Annotated[str, AfterValidator(check_named_values)] = Field(
         "", description="settings of a method of your own, e.g. mu=0.1,warm=true"
     )
     num_clients: int = Field(20, ge=1, le=100_000, description="M, number of clients in the federation")
@@ -157,10 +78,10 @@ class RunSettings(Group):
         le=1,
         description="w, an upload that arrives a rounds late is weighted by w^a; 0: late uploads are ignored",
     )
-    faults: Annotated[str, AfterValidator(_faults)] = Field(
+    faults: Annotated[str, AfterValidator(check_faults)] = Field(
         "", description="faults to inject, e.g. drop=0.2,delay=5s@0.3,crash=0.05,corrupt=0.01,stale=0.1"
     )
-    attack: Annotated[str, AfterValidator(_attack)] = Field(
+    attack: Annotated[str, AfterValidator(check_attack)] = Field(
         "",
         description="kind of attack and share of malicious clients, which send falsified prototypes (simulations "
         "only): sign-flip=0.2, scale=10@0.2, noise=0.2, permute=0.2",
@@ -252,14 +173,14 @@ class DataSettings(Group):
         lt=1,
         description="share of a client's training data held out as validation data, for choosing a round",
     )
-    labels: Annotated[str, AfterValidator(_labels)] = Field(
+    labels: Annotated[str, AfterValidator(check_labels)] = Field(
         "",
         description="all class names in the order of their ids, e.g. 'cat,dog'; empty: those found in the data",
     )
     label_column: str = Field(
         "", description="column of a table with the class; empty: 'label', else the last column"
     )
-    input_shape: Annotated[str, AfterValidator(_shape)] = Field(
+    input_shape: Annotated[str, AfterValidator(check_shape)] = Field(
         "",
         description="shape of an input, e.g. '3,64,64': images of a folder are resized to it, rows of a table reshaped",
     )
@@ -338,7 +259,7 @@ class TrainingSettings(Group):
     batch_order: Literal["auto", "shuffled", "fixed"] = Field(
         "auto", description="order of the training samples in each epoch"
     )
-    augmentation: Annotated[str, AfterValidator(_augmentation)] = Field(
+    augmentation: Annotated[str, AfterValidator(check_augmentation)] = Field(
         "", description="random augmentation of training images: crop, flip or 'crop,flip'; empty: none"
     )
     drop_last: Literal["auto", "small", "always", "never"] = Field(

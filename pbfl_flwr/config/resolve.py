@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pbfl_flwr.config.choices import completed
+from pbfl_flwr.config.group import Group
 from pbfl_flwr.config.keys import (
     GROUPS,
     ConventionSettings,
     DataSettings,
     EvaluationSettings,
-    Group,
     ModelSettings,
     PrivacySettings,
     PrototypeSettings,
