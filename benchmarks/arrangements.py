@@ -28,7 +28,7 @@ import torch  # isort: skip
 from machine import introduce, write
 
 from pbfl_flwr.config.values import LAYOUTS, PRECISIONS
-from pbfl_flwr.models import architectures
+from pbfl_flwr.models.build import architectures
 
 Candidate = tuple[str, str]
 """(layout, precision); the first candidate is the default."""
@@ -46,8 +46,7 @@ def measured(
     """Return samples per second of all workers, each training one client."""
     begin = time.perf_counter()
     jobs = [
-        pool.submit(our_round, architecture, shape, batch, client, "cpu", "off", *how)
-        for client in range(workers)
+        pool.submit(our_round, architecture, shape, batch, client, "cpu", *how) for client in range(workers)
     ]
     for job in jobs:
         job.result()

@@ -20,8 +20,9 @@ import torch
 from machine import introduce, write
 from torch import Tensor, nn
 
-from pbfl_flwr.allocator import keep_freed_memory
-from pbfl_flwr.models import arrange, arrangement
+from pbfl_flwr.models import cpu_convolutions as arrangement
+from pbfl_flwr.models.build import arrange
+from pbfl_flwr.training.allocator import keep_freed_memory
 
 DEPTHWISE = (  # channels, side, kernel, stride
     (1152, 1, 5, 1),

@@ -1,15 +1,14 @@
 """A client's local training: this project's workers against a plain loop, on the same data and architectures.
 
     python benchmarks/local_training.py [--workers 2] [--rounds 3] [--only cnn4] [--out local_training.json]
-    python benchmarks/local_training.py --device cuda [--workers 4] [--compile cuda-graph]
+    python benchmarks/local_training.py --device cuda [--workers 4]
 
 Both sides do a round of FedProto for every client: one epoch of SGD on cross-entropy plus the pull towards global
 prototypes, then a pass that collects the client's prototypes. The plain loop follows typical research code: one process
 with torch's default threads and memory layout, a DataLoader over (image, label) pairs, a fresh model for every
 client, prototypes handled sample by sample. Ours is the method's own ``local_update`` in worker processes of one
 thread each. The two sides alternate, so that other load affects both. Images are random: only time is measured.
-With ``--device cuda`` both sides train on the GPU, which our workers share; without a GPU nothing is measured. With
-``--compile`` each worker compiles every architecture once, at its first use: increase the number of rounds.
+With ``--device cuda`` both sides train on the GPU, which our workers share; without a GPU nothing is measured.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
-from typing import Any, get_args
+from typing import Any
 
 # Spinning threads slow a busy machine down, to the disadvantage of the plain loop.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -33,15 +32,14 @@ from machine import NO_CARD, introduce, write
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from pbfl_flwr.allocator import keep_freed_memory
 from pbfl_flwr.config import TrainingSettings, parse
 from pbfl_flwr.data import ClientData, Shard
 from pbfl_flwr.method import Client
 from pbfl_flwr.methods import SECTIONS, build_method
-from pbfl_flwr.models import FAMILIES, SplitModel, arrange, build_model, compile_body
-from pbfl_flwr.models.compilation import Mode
+from pbfl_flwr.models.build import FAMILIES, SplitModel, arrange, build_model
 from pbfl_flwr.payloads import Prototypes
 from pbfl_flwr.task import Task
+from pbfl_flwr.training.allocator import keep_freed_memory
 
 CASES: dict[str, tuple[tuple[str, ...], tuple[int, int, int], int]] = {
     "heterogeneous-4": (FAMILIES["heterogeneous-4"], (3, 32, 32), 32),
@@ -122,7 +120,6 @@ def our_round(
     batch_size: int,
     client: int,
     device: str,
-    mode: Mode,
     layout: str = "channels-last",
     precision: str = "float32",
 ) -> float:
@@ -130,7 +127,6 @@ def our_round(
     key = (architecture, shape, layout, precision)
     if key not in NETWORKS:
         network = arrange(build_model(architecture, task, 0), layout, precision).to(device)
-        compile_body(network, mode)
         NETWORKS[key] = network
     images, labels = samples(shape, client)
     data = ClientData(
@@ -141,7 +137,7 @@ def our_round(
         torch.full((shape[0], 1, 1), 1 / 127.5),
         torch.full((shape[0], 1, 1), -1.0),
     )
-    training = TrainingSettings(batch_size=batch_size, layout=layout, compile=mode)
+    training = TrainingSettings(batch_size=batch_size, layout=layout)
     method = build_method(parse({"method": "fedproto"}, SECTIONS))
     down = Prototypes(targets(), torch.ones(K, dtype=torch.bool), None, None)
     data = data.on(torch.device(device))
@@ -149,13 +145,11 @@ def our_round(
     return time.process_time()
 
 
-def ours(case: str, clients: int, pool: ProcessPoolExecutor, device: str, mode: Mode) -> float:
+def ours(case: str, clients: int, pool: ProcessPoolExecutor, device: str) -> float:
     architectures, shape, batch_size = CASES[case]
     begin = time.perf_counter()
     jobs = [
-        pool.submit(
-            our_round, architectures[client % len(architectures)], shape, batch_size, client, device, mode
-        )
+        pool.submit(our_round, architectures[client % len(architectures)], shape, batch_size, client, device)
         for client in range(clients)
     ]
     for job in jobs:
@@ -164,12 +158,12 @@ def ours(case: str, clients: int, pool: ProcessPoolExecutor, device: str, mode: 
 
 
 def measure(
-    case: str, clients: int, rounds: int, pool: ProcessPoolExecutor, device: str, mode: Mode
+    case: str, clients: int, rounds: int, pool: ProcessPoolExecutor, device: str
 ) -> dict[str, float | int | str]:
     """Return samples per second of both sides, medians over the rounds after a warm-up."""
-    ours(case, clients, pool, device, mode)
+    ours(case, clients, pool, device)
     plain(case, clients, device)
-    pairs = [(plain(case, clients, device), ours(case, clients, pool, device, mode)) for _ in range(rounds)]
+    pairs = [(plain(case, clients, device), ours(case, clients, pool, device)) for _ in range(rounds)]
     total = clients * SAMPLES
     return {
         "case": case,
@@ -190,7 +184,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--only", choices=sorted(CASES))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--compile", choices=get_args(Mode), default="off")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     chosen = parser.parse_args(arguments)
     if chosen.device == "cuda" and not torch.cuda.is_available():
@@ -198,15 +191,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     threads = f"{torch.get_num_threads()} against {chosen.workers} processes of 1"
     introduce(threads)
-    print(f"both sides on {chosen.device}, ours with compile = {chosen.compile}")
+    print(f"both sides on {chosen.device}")
     print(f"{'case':<18}{'plain, samples/s':>18}{'ours, samples/s':>18}{'ratio':>8}")
     found = []
     with ProcessPoolExecutor(chosen.workers, get_context("spawn"), start_worker) as pool:
         for case in [chosen.only] if chosen.only else CASES:
-            found.append(measure(case, chosen.clients, chosen.rounds, pool, chosen.device, chosen.compile))
+            found.append(measure(case, chosen.clients, chosen.rounds, pool, chosen.device))
             row = found[-1]
             print(f"{case:<18}{row['plain']:>18.0f}{row['ours']:>18.0f}{row['ratio']:>8.2f}", flush=True)
-    write(chosen.out, threads, device=chosen.device, compile=chosen.compile, cases=found)
+    write(chosen.out, threads, device=chosen.device, cases=found)
     return 0
 
 

@@ -25,7 +25,7 @@ from pbfl_flwr import seeds
 from pbfl_flwr.config import EvaluationSettings, TrainingSettings
 from pbfl_flwr.data import ClientData
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.models import SplitModel
+from pbfl_flwr.models.build import SplitModel
 from pbfl_flwr.payloads import Payload, Reveal, Upload
 from pbfl_flwr.task import Task
 
@@ -143,9 +143,6 @@ class Method(ABC, Generic[StateT, DownT, UpT]):
         same_architecture: whether all clients need the same network.
         unit_features: whether the head expects features of unit length.
         protects_uploads: whether the settings of the group ``privacy`` apply to its uploads.
-        replayable: whether one recording can serve all steps of its :func:`pbfl_flwr.training.fit`, i.e. every step is
-            the same operations on the same tensors whatever the batch holds: no random numbers or counters in Python,
-            no data-dependent branches or shapes, and persistent tensors are written in place.
     """
 
     name: str
@@ -158,7 +155,6 @@ class Method(ABC, Generic[StateT, DownT, UpT]):
     same_architecture: bool = False
     unit_features: bool = False
     protects_uploads: bool = False
-    replayable: bool = False
 
     @abstractmethod
     def init(self, task: Task, seed: int) -> StateT:

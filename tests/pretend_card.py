@@ -13,20 +13,17 @@ autocast.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
-from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
-from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
-from torch.utils._pytree import tree_leaves, tree_map
-
-from pbfl_flwr.recording import each_tensor
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_map_only
 
 CUDA = torch.device("cuda", 0)
 aten = torch.ops.aten
@@ -81,16 +78,10 @@ class OnCard(Tensor):
         together = (args[0], args[2:]) if func in INDEXING else (args, kwargs)
         if func is not aten.copy_.default:
             _all_on_card(func, together)
-        found = func(*each_tensor(_held, args), **each_tensor(_held, kwargs))
-        if (
-            func is aten.copy_.default
-            and Recording.going_on
-            and not all(isinstance(t, OnCard) for t in args[:2])
-        ):
-            raise RuntimeError("a copy between CPU and card cannot be recorded")
+        found = func(*tree_map_only(Tensor, _held, args), **tree_map_only(Tensor, _held, kwargs))
         if func is aten.copy_.default and not isinstance(args[0], OnCard):
             return args[0]  # from the card to the CPU
-        return return_and_correct_aliasing(func, args, kwargs, each_tensor(_carded, found))
+        return return_and_correct_aliasing(func, args, kwargs, tree_map_only(Tensor, _carded, found))
 
 
 def _all_on_card(func: Any, item: Any) -> None:
@@ -124,20 +115,11 @@ def _carded(item: Any) -> Any:
     return OnCard(item) if isinstance(item, Tensor) and not isinstance(item, OnCard) else item
 
 
-LIBRARY = torch.library.Library("pretended", "DEF")
-LIBRARY.define(
-    "made(Tensor held) -> Tensor"
-)  # an operation, so that whoever listens hears that a tensor was made
-LIBRARY.impl("made", lambda held: OnCard(held), "CompositeExplicitAutograd")
-
-
 class _Move(torch.autograd.Function):
     """To the card or from it, with gradients going the other way."""
 
     @staticmethod
     def forward(context: Any, moved: Tensor, there: bool) -> Tensor:
-        if Recording.going_on:
-            raise RuntimeError("a copy between CPU and card cannot be recorded")
         if OnCard.may_not_wait:
             raise RuntimeError("called a synchronizing CUDA operation")
         context.there = there
@@ -164,88 +146,6 @@ def waits(func: Any, args: Any) -> bool:
     if func in INDEXING:  # elsewhere an index says how much there is
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
     return bool(WAIT & set(func.tags))
-
-
-class Recording(TorchDispatchMode):
-    """Keeps the operations on the card, below autograd; leaves everything as it was when it began."""
-
-    going_on = False
-    made = replayed = 0  # since the process began
-
-    def __init__(self) -> None:
-        super().__init__()
-        Recording.made += 1
-        self.steps: list[tuple[Any, Any, Any, Any]] = []
-        self._before: list[tuple[Tensor, Tensor]] = []
-        self._made: set[int] = set()  # tensors of this recording that are not wrapped yet
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        given = [item for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor)]
-        if any(isinstance(item, OnCard) for item in given) and waits(func, args):
-            raise RuntimeError(f"{func} cannot be recorded")
-        for tensor in given:
-            if not isinstance(tensor, OnCard) and tensor.dim() and id(tensor) not in self._made:
-                raise RuntimeError(f"{func}: what the CPU does is not in a recording")
-        named = zip((argument.name for argument in func._schema.arguments), args, strict=False)
-        by_name = {**dict(named), **kwargs}
-        for argument in func._schema.arguments:
-            unsaid = func is aten.native_batch_norm.default and argument.name.startswith("running")
-            if unsaid or (argument.alias_info is not None and argument.alias_info.is_write):
-                written = tree_leaves(by_name.get(argument.name))
-                self._before += [(tensor, tensor.clone()) for tensor in written if isinstance(tensor, Tensor)]
-        given_args, given_kwargs = tree_map(self._kept, (args, kwargs))
-        found = func(*args, **kwargs)
-        self._made.update(id(item) for item in tree_leaves(found) if isinstance(item, Tensor))
-        self.steps.append((func, given_args, given_kwargs, found))
-        return found
-
-    def _kept(self, item: Any) -> Any:
-        """Return what a recording keeps of an argument: of a tensor from before it, only where that lies."""
-        return ref(item) if isinstance(item, OnCard) and id(item) not in self._made else item
-
-    def undo(self) -> None:
-        """Put back what the recorded operations have written: on a card they are not computed yet."""
-        for tensor, before in reversed(self._before):
-            tensor.copy_(before)
-        self._before.clear()
-
-    @torch.no_grad()
-    def replay(self) -> None:
-        """Compute it all again, into the same tensors."""
-        Recording.replayed += 1
-        for func, given_args, given_kwargs, kept in self.steps:
-            args, kwargs = tree_map(_there, (given_args, given_kwargs))
-            found = func(*args, **kwargs)
-            returns = [returned.alias_info for returned in func._schema.returns]
-            for alias, old, new in zip(
-                returns, *((x if isinstance(x, (tuple, list)) else [x]) for x in (kept, found)), strict=False
-            ):
-                if alias is None and isinstance(old, Tensor):
-                    old.copy_(new)
-
-
-def _there(item: Any) -> Any:
-    if not isinstance(item, ref):
-        return item
-    if (tensor := item()) is None:
-        raise RuntimeError("a recorded step uses memory that has been freed since")
-    return tensor
-
-
-def record(run: Callable[[], object], device: torch.device) -> Callable[[], None]:
-    """Stand in for :func:`pbfl_flwr.replay.record`."""
-    recording, state = Recording(), torch.get_rng_state()
-    Recording.going_on = True
-    try:
-        with recording:
-            run()
-    finally:
-        Recording.going_on = False
-    with torch.no_grad():
-        recording.undo()
-    torch.set_rng_state(state)
-    return recording.replay
 
 
 def _is_cuda(device: Any) -> bool:
@@ -276,10 +176,10 @@ class _Machine(TorchFunctionMode):
             if kwargs.get("generator") is not None:
                 raise RuntimeError(f"{func}: a generator on the CPU for a tensor on the card")
             kwargs["device"] = "cpu"
-            found = func(*each_tensor(_held, args), **each_tensor(_held, kwargs))
+            found = func(*tree_map_only(Tensor, _held, args), **tree_map_only(Tensor, _held, kwargs))
             if func in (torch.tensor, torch.as_tensor):  # numbers of Python's, which are copied
                 return _move(found, True)
-            return each_tensor(torch.ops.pretended.made.default, found)
+            return tree_map_only(Tensor, OnCard, found)
         return func(*args, **kwargs)
 
     def _to(self, tensor: Tensor, rest: list[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -328,8 +228,6 @@ def card() -> Iterator[None]:
             patch("torch.cuda.set_sync_debug_mode", _set_waiting),
             patch("torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype", _grouped),
             patch("torch.optim.optimizer._group_tensors_by_device_and_dtype", _grouped),
-            patch("pbfl_flwr.replay.on_recording_stream", lambda run, device: run()),
-            patch("pbfl_flwr.replay.record", record),
             _Machine(),
         ):
             yield

@@ -9,7 +9,7 @@ import pytest
 FAULTS = """
 import resource, sys
 import numpy as np
-from pbfl_flwr.allocator import keep_freed_memory
+from pbfl_flwr.training.allocator import keep_freed_memory
 print(keep_freed_memory() if sys.argv[1] == "kept" else None)
 np.ones(2**21)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -35,7 +35,7 @@ def test_freed_blocks_are_used_again_without_new_pages() -> None:
 
 
 def test_elsewhere_nothing_is_changed_and_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pbfl_flwr.allocator import keep_freed_memory
+    from pbfl_flwr.training.allocator import keep_freed_memory
 
     monkeypatch.setattr(platform, "system", lambda: "Darwin")
     assert keep_freed_memory.__wrapped__() is False

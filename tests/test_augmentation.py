@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from torchvision.transforms.v2 import functional as vision
 
-from pbfl_flwr.augmentation import Augmentation, check_augmentation
 from pbfl_flwr.config import EvaluationSettings, TrainingSettings, parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client
-from pbfl_flwr.models import build_model
+from pbfl_flwr.models.build import build_model
 from pbfl_flwr.prototypes.collect import class_sums_of
 from pbfl_flwr.task import Task
-from pbfl_flwr.training import classification, fit, fixed_features, forward
+from pbfl_flwr.training.augmentation import Augmentation, check_augmentation
+from pbfl_flwr.training.loop import classification, fit, fixed_features, forward
 from tests.flower.inprocess import federation, tiny_client
 from tests.methods.test_windows import windows as windows_of
 

@@ -13,11 +13,11 @@ from filelock import FileLock
 
 from pbfl_flwr.data import Pool, cache
 from pbfl_flwr.experiments import cleanup
-from pbfl_flwr.flower.engines.local import federate
+from pbfl_flwr.flower.engines.grid import federate
 from pbfl_flwr.flower.engines.placement import Resources
-from pbfl_flwr.flower.storage.history import STATES_REMOVED, RunDirectory
-from pbfl_flwr.flower.storage.run_locks import lock_of
-from pbfl_flwr.flower.storage.store import ClientState, ClientStore
+from pbfl_flwr.runs.client_store import ClientState, ClientStore
+from pbfl_flwr.runs.directory import STATES_REMOVED, RunDirectory
+from pbfl_flwr.runs.locks import lock_of
 from tests.flower.test_local import KEYS
 from tests.runs import pbfl
 

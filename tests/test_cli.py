@@ -27,11 +27,11 @@ from pbfl_flwr.experiments.running.live_log import round_line
 from pbfl_flwr.experiments.running.runner import resume_command
 from pbfl_flwr.experiments.text import tables
 from pbfl_flwr.experiments.text.numbers import clock, kilobytes
-from pbfl_flwr.flower.engines.flwr_engine import toml
+from pbfl_flwr.flower.deploy.superlink import toml
 from pbfl_flwr.flower.engines.placement import Resources
-from pbfl_flwr.flower.storage.history import RunDirectory
 from pbfl_flwr.methods import METHODS, SECTIONS
-from pbfl_flwr.models import FAMILIES, MODELS
+from pbfl_flwr.models.build import FAMILIES, MODELS
+from pbfl_flwr.runs.directory import RunDirectory
 from tests.runs import entry, over, pbfl, unread, without_room, write_run
 
 

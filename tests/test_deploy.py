@@ -13,19 +13,19 @@ import numpy as np
 import pytest
 import torch
 
-from pbfl_flwr import security
 from pbfl_flwr.config import DataSettings, Scalar, parse
 from pbfl_flwr.data import load_pool
 from pbfl_flwr.flower.client.app import make_client_app
-from pbfl_flwr.flower.diagnostics import connection
-from pbfl_flwr.flower.diagnostics.findings import CheckTargets, Status
-from pbfl_flwr.flower.engines.deployment import Deployment, complete, why_ended
-from pbfl_flwr.flower.engines.flwr_engine import ENDED
+from pbfl_flwr.flower.deploy import certificates as security
+from pbfl_flwr.flower.deploy import connection
+from pbfl_flwr.flower.deploy.findings import CheckTargets, Status
+from pbfl_flwr.flower.deploy.local_federation import Deployment, complete, why_ended
+from pbfl_flwr.flower.deploy.superlink import ENDED
 from pbfl_flwr.flower.server.strategy import MethodStrategy
-from pbfl_flwr.flower.storage.history import RunDirectory
-from pbfl_flwr.flower.storage.store import load_tensors
 from pbfl_flwr.methods import SECTIONS
-from pbfl_flwr.prototypes import sums
+from pbfl_flwr.prototypes import secure_sums as sums
+from pbfl_flwr.runs.client_store import load_tensors
+from pbfl_flwr.runs.directory import RunDirectory
 from tests.flower.inprocess import InProcessGrid
 from tests.test_engine import MARK, left_behind
 

@@ -17,7 +17,7 @@ from pbfl_flwr.experiments import catalogue
 from pbfl_flwr.experiments.comparing import compare, reproduce, sweep
 from pbfl_flwr.experiments.running import configuration
 from pbfl_flwr.flower.client.app import make_client_app
-from pbfl_flwr.flower.engines.deployment import node_config
+from pbfl_flwr.flower.deploy.local_federation import node_config
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method
 from pbfl_flwr.strategies import TinyProto
 from tests.flower.inprocess import InProcessGrid

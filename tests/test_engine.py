@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower.engines.flwr_engine import Engine
+from pbfl_flwr.flower.deploy.superlink import Engine
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.generators import (
+from pbfl_flwr.methods.generative.generators import (
     Adam,
     GenerativeState,
     GeneratorState,

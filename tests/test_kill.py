@@ -14,10 +14,10 @@ import pytest
 
 from pbfl_flwr.config import Scalar, parse
 from pbfl_flwr.flower.client.app import make_client_app
-from pbfl_flwr.flower.engines.deployment import Deployment, complete
+from pbfl_flwr.flower.deploy.local_federation import Deployment, complete
 from pbfl_flwr.flower.server.strategy import MethodStrategy
-from pbfl_flwr.flower.storage.store import load_tensors
 from pbfl_flwr.methods import SECTIONS
+from pbfl_flwr.runs.client_store import load_tensors
 from tests.flower.inprocess import Fault, InProcessGrid, lost, same_tensors, silent
 from tests.test_deploy import ROOT, devices, finish
 from tests.test_engine import MARK, left_behind

@@ -9,10 +9,10 @@ import pytest
 from filelock import Timeout
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower.storage.atomic_files import UnsavedState
-from pbfl_flwr.flower.storage.run_locks import claim, lock_of
-from pbfl_flwr.flower.storage.store import ClientStore
-from pbfl_flwr.locks import Lock
+from pbfl_flwr.runs.client_store import ClientStore
+from pbfl_flwr.runs.locks import claim, lock_of
+from pbfl_flwr.util.atomic_files import UnsavedState
+from pbfl_flwr.util.locks import Lock
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from pbfl_flwr.lowrank import check_shapes, compress, expand, truncated
-from pbfl_flwr.models import build_model
+from pbfl_flwr.methods.averaging import parameters_of
+from pbfl_flwr.methods.fedkd.lowrank import check_shapes, compress, expand, truncated
+from pbfl_flwr.models.build import build_model
 from pbfl_flwr.payloads import LowRank, RejectedPayload
 from pbfl_flwr.task import Task
-from pbfl_flwr.weights import parameters_of
 
 TASK = Task(4, 6, (1, 16, 16))
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from pbfl_flwr.optimizers import SGD, Adam, Group
+from pbfl_flwr.training.optimizers import SGD, Adam, Group
 
 
 def network() -> nn.Sequential:

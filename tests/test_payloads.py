@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from pbfl_flwr.methods.gfpl.payload import Mixtures
 from pbfl_flwr.payloads import (
     MAX_COUNT,
     LowRank,
-    Mixtures,
     Nothing,
     Payload,
     Prototypes,

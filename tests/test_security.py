@@ -16,8 +16,8 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 
-from pbfl_flwr import security
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower.deploy import certificates as security
 
 
 @contextmanager

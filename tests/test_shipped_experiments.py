@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from pbfl_flwr.config import DataSettings, Settings, parse
-from pbfl_flwr.data import ClientData, Pool, Shard, partition
+from pbfl_flwr.data import ClientData, Pool, Shard
+from pbfl_flwr.data.partition.assign import make_partition
 from pbfl_flwr.experiments.comparing import compare, reproduce
 from pbfl_flwr.experiments.running import configuration
 from pbfl_flwr.methods import SECTIONS, build_method
-from pbfl_flwr.models import FAMILIES, architectures, check_models
+from pbfl_flwr.models.build import FAMILIES, architectures, check_models
 from pbfl_flwr.task import Task
 from tests.flower.inprocess import SHORT, federation
 
@@ -125,7 +126,7 @@ def test_every_key_of_every_run_is_allowed() -> None:
 def test_every_partition_can_be_dealt() -> None:
     settings = {(parse(keys, SECTIONS).data, int(keys["num-clients"])) for _, keys in RUNS}
     for data, num_clients in settings:
-        counts = partition(stand_in(data.dataset), data, num_clients).counts
+        counts = make_partition(stand_in(data.dataset), data, num_clients).counts
         assert (counts.sum(axis=1) >= data.min_samples).all()
 
 

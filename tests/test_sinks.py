@@ -11,7 +11,7 @@ import pytest
 
 from pbfl_flwr import sinks
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower.storage.history import RunDirectory
+from pbfl_flwr.runs.directory import RunDirectory
 from tests.flower.inprocess import federation
 from tests.runs import entry
 

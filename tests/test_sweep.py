@@ -18,7 +18,7 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.comparing import compare, comparison_table, sweep
 from pbfl_flwr.experiments.running import parallel_runs
 from pbfl_flwr.flower.engines.placement import Machine, Resources, Slot
-from pbfl_flwr.flower.memory import available_memory
+from pbfl_flwr.util.memory import available_memory
 from tests.runs import entry, pbfl, write_run
 from tests.test_engine import MARK, nothing_is_left
 

@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pbfl_flwr import scoring, training
 from pbfl_flwr.config import EvaluationSettings, TrainingSettings, parse
 from pbfl_flwr.data import ClientData, Shard
 from pbfl_flwr.method import EXCLUDED, Client, Nearest, head_scores
 from pbfl_flwr.methods import SECTIONS, build_method
-from pbfl_flwr.models import build_model, dry_forward
+from pbfl_flwr.models.build import build_model, dry_forward
 from pbfl_flwr.payloads import Prototypes
-from pbfl_flwr.scoring import evaluate
 from pbfl_flwr.task import Task
-from pbfl_flwr.training import (
+from pbfl_flwr.training import loop as training
+from pbfl_flwr.training.evaluation import evaluate
+from pbfl_flwr.training.loop import (
     Diverged,
     FitReport,
     Part,
@@ -238,8 +238,7 @@ def test_batches_are_normalised_and_laid_out(layout: str, monkeypatch: pytest.Mo
         torch.ones(3, 1, 1),
     )
     held = ClientData(shard, shard, 3, ("a", "b", "c"), two, one)
-    begun, met = list[str](), list[Tensor]()
-    monkeypatch.setattr(training, "begin_batch", lambda mode, device: begun.append(mode))
+    met = list[Tensor]()
     who = replace(client(batch_order="fixed", layout=layout), data=held)
 
     def loss(inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
@@ -254,7 +253,6 @@ def test_batches_are_normalised_and_laid_out(layout: str, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(who.model, "features", features)
     list(each_feature(who, held.train))
-    assert begun == ["off"] * 2
     for inputs in met:
         assert torch.equal(inputs, 2 * images + 1)
         memory = torch.channels_last if layout == "channels-last" else torch.contiguous_format
@@ -644,20 +642,6 @@ def test_features_come_in_order_and_in_evaluation_mode() -> None:
     assert torch.equal(torch.cat([labels for _, labels in parts]), data(9).train.labels)
     assert not changed(before, who.model)
     assert not any(features.requires_grad for features, _ in parts)
-
-
-def test_features_outlive_the_next_batch_of_a_recorded_body(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A recording writes every batch's features to the same place, once it has heard that a batch begins."""
-    model, place, begun = Net(), torch.empty(2, TASK.feature_dim), list[str]()
-    for module in (training, scoring):
-        monkeypatch.setattr(module, "begin_batch", lambda mode, device: begun.append(mode))
-    monkeypatch.setattr(model, "features", lambda inputs: place.fill_(len(begun)))
-    who = replace(
-        client(model, n=6, compile="reduce-overhead"), evaluation=EvaluationSettings(eval_batch_size=2)
-    )
-    assert [float(features.mean()) for features, _ in list(each_feature(who, who.data.train))] == [1, 2, 3]
-    evaluate(who, {})
-    assert begun == ["reduce-overhead"] * (3 + 3)
 
 
 def test_nearest_prefers_the_nearest_candidate() -> None:

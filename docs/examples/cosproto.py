@@ -24,7 +24,7 @@ from pbfl_flwr.payloads import Prototypes, RejectedPayload
 from pbfl_flwr.prototypes.aggregation import keep_stale, mean
 from pbfl_flwr.prototypes.collect import class_sums_of
 from pbfl_flwr.task import Task
-from pbfl_flwr.training import fit, forward
+from pbfl_flwr.training.loop import fit, forward
 
 
 class Config(Group):
@@ -45,7 +45,6 @@ class CosProto(Method[Prototypes, Prototypes, Prototypes]):
     up = Prototypes
     headline = "global"
     predicts = ("head", "global")
-    replayable = True
 
     def init(self, task: Task, seed: int) -> Prototypes:
         """No class has a prototype yet."""

@@ -21,14 +21,14 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from pbfl_flwr.architectures import architectures
 from pbfl_flwr.config import Group, Settings, parse_section
 from pbfl_flwr.method import Client, Method, Moment, Round, Update
+from pbfl_flwr.methods.averaging import same_shapes
 from pbfl_flwr.methods.sharing import answer, initial, receive, shared_scalars
+from pbfl_flwr.models.registry import architectures
 from pbfl_flwr.payloads import Weights, joined, part_of
 from pbfl_flwr.task import Task
-from pbfl_flwr.training import classification, fit
-from pbfl_flwr.weights import same_shapes
+from pbfl_flwr.training.loop import classification, fit
 
 
 class Config(Group):

@@ -16,7 +16,7 @@ from rich.console import Console
 import pbfl_flwr
 from pbfl_flwr.errors import PbflError, expanded
 from pbfl_flwr.experiments.text.numbers import say, screen
-from pbfl_flwr.flower.engines.bundle import top_level
+from pbfl_flwr.flower.deploy.bundle import top_level
 from pbfl_flwr.flower.flower_version import refuse_older
 
 if TYPE_CHECKING:

@@ -56,7 +56,7 @@ def certs(
     force: Annotated[bool, typer.Option("--force", help="Replace everything in DIR.")] = False,
 ) -> None:
     """Create a certificate authority and a server certificate for TLS."""
-    from pbfl_flwr import security
+    from pbfl_flwr.flower.deploy import certificates as security
 
     console = screen()
     try:
@@ -94,7 +94,7 @@ def keys(
     names: Annotated[list[str], typer.Argument(metavar="NAME...", help="A name for each device.")],
 ) -> None:
     """Create a key pair for each device, for Flower's SuperNode authentication."""
-    from pbfl_flwr import security
+    from pbfl_flwr.flower.deploy import certificates as security
 
     console = screen()
     try:
@@ -141,8 +141,8 @@ def doctor(
     import json
     from dataclasses import asdict
 
-    from pbfl_flwr.flower.diagnostics.doctor import examine
-    from pbfl_flwr.flower.diagnostics.findings import CheckTargets, Status
+    from pbfl_flwr.flower.deploy.doctor import examine
+    from pbfl_flwr.flower.deploy.findings import CheckTargets, Status
 
     try:
         found = examine(CheckTargets(superlink, ca, key, control, state_dir, device, insecure))
@@ -166,7 +166,7 @@ def app(
     app_dir: AppDirectory = None,
 ) -> None:
     """Write a Flower app of a few kB for slow links, with which devices run their installed pbfl-flwr."""
-    from pbfl_flwr.flower.engines.bundle import slim
+    from pbfl_flwr.flower.deploy.bundle import slim
 
     try:
         source = checkout(app_dir)

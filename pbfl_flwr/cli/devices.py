@@ -62,8 +62,8 @@ def check_data(
 ) -> None:
     """Check a device's data: sizes, classes, split, and errors that would refuse it (exit code 2)."""
     from pbfl_flwr.data import names_file
-    from pbfl_flwr.data.inspection import inspect, settings_for
-    from pbfl_flwr.models import check_models
+    from pbfl_flwr.data.own.inspection import inspect, settings_for
+    from pbfl_flwr.models.build import check_models
     from pbfl_flwr.task import Task
 
     more = {
@@ -132,9 +132,9 @@ def vocabulary(
     """Write the vocabulary that devices with texts share: the most frequent tokens of public texts."""
     from itertools import chain
 
-    from pbfl_flwr.data import tokens
-    from pbfl_flwr.data.texts import texts_of
-    from pbfl_flwr.flower.storage.atomic_files import write_atomically
+    from pbfl_flwr.data.own import tokens
+    from pbfl_flwr.data.own.texts import texts_of
+    from pbfl_flwr.util.atomic_files import write_atomically
 
     try:
         if out.exists():

@@ -83,7 +83,7 @@ def run(
     from pbfl_flwr.experiments.running.runner import simulate
     from pbfl_flwr.experiments.text import tables
     from pbfl_flwr.flower.engines.placement import Resources, idle_cards
-    from pbfl_flwr.flower.storage.history import ENDED, RunDirectory
+    from pbfl_flwr.runs.directory import ENDED, RunDirectory
 
     console = screen()
     resources = Resources(cpus_per_client, gpus_per_client, workers, engine is EngineName.processes)

@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from pbfl_flwr.architectures import LABEL
 from pbfl_flwr.cli.common import NON_EMPTY_PATH, error_exit
 from pbfl_flwr.errors import PbflError, expanded
 from pbfl_flwr.experiments.text.numbers import kilobytes, say, screen
-from pbfl_flwr.paths import weights_file
+from pbfl_flwr.models.registry import LABEL
+from pbfl_flwr.util.paths import weights_file
 
 
 def weights(
@@ -31,8 +31,8 @@ def weights(
     ] = False,
 ) -> None:
     """Store pretrained weights on this machine, from which the bodies of models=MODEL@LABEL start."""
-    from pbfl_flwr.flower.storage.atomic_files import write_atomically
     from pbfl_flwr.models.checkpoints import as_file, body_of, check_takeable, read_checkpoint
+    from pbfl_flwr.util.atomic_files import write_atomically
 
     try:
         if not LABEL.fullmatch(label):

@@ -279,12 +279,6 @@ class TrainingSettings(Group):
         description="precision of matrix products in a network's body, float32 or bfloat16 (weights, features and head "
         "stay float32); one for all, or by architecture: 'float32, resnet8=bfloat16'",
     )
-    compile: Literal["off", "default", "reduce-overhead", "cuda-graph"] = Field(
-        "off",
-        description="default: torch.compile of a network's body; reduce-overhead: also replays it as CUDA graphs "
-        "on a GPU; cuda-graph: records the whole training step as one CUDA graph, without a compiler "
-        "(GPU only)",
-    )
     threads: Auto | Annotated[int, Field(ge=1, le=1024)] = Field(
         "auto",
         description="torch threads of a client; auto: the worker's share of the cores, on a device all cores",

@@ -11,26 +11,26 @@ from functools import lru_cache
 
 from pbfl_flwr import seeds
 from pbfl_flwr.config import DataSettings
-from pbfl_flwr.data.ag_news import ag_news
-from pbfl_flwr.data.cifar import cifar10, cifar100
 from pbfl_flwr.data.clients import materialise
 from pbfl_flwr.data.contract import ClientData, Dataset, Partition, Pool, Shard, Split
-from pbfl_flwr.data.digits import digits
-from pbfl_flwr.data.femnist import femnist
-from pbfl_flwr.data.idx_files import emnist, fashion_mnist, mnist
-from pbfl_flwr.data.image_folder import image_folder
 from pbfl_flwr.data.labels import names_file, read_names, renumbered
-from pbfl_flwr.data.npz import har, npz
-from pbfl_flwr.data.own import kind_of
-from pbfl_flwr.data.partition import partition
-from pbfl_flwr.data.pflib import export_pfl_directory, pflib, pflib_client
-from pbfl_flwr.data.photos import flowers102, gtsrb
-from pbfl_flwr.data.spiral import spiral
-from pbfl_flwr.data.table import table
-from pbfl_flwr.data.texts import text
-from pbfl_flwr.data.tiny_imagenet import tiny_imagenet
+from pbfl_flwr.data.own.image_folder import image_folder
+from pbfl_flwr.data.own.kinds import kind_of
+from pbfl_flwr.data.own.npz import har, npz
+from pbfl_flwr.data.own.pflib import export_pfl_directory, pflib, pflib_client
+from pbfl_flwr.data.own.table import table
+from pbfl_flwr.data.own.texts import text
+from pbfl_flwr.data.partition.assign import make_partition
+from pbfl_flwr.data.sources.ag_news import ag_news
+from pbfl_flwr.data.sources.cifar import cifar10, cifar100
+from pbfl_flwr.data.sources.digits import digits
+from pbfl_flwr.data.sources.femnist import femnist
+from pbfl_flwr.data.sources.idx_files import emnist, fashion_mnist, mnist
+from pbfl_flwr.data.sources.photos import flowers102, gtsrb
+from pbfl_flwr.data.sources.spiral import spiral
+from pbfl_flwr.data.sources.tiny_imagenet import tiny_imagenet
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.paths import home
+from pbfl_flwr.util.paths import home
 
 DATASETS: dict[str, Dataset] = {
     "digits": Dataset(
@@ -178,7 +178,7 @@ def _fitting(pool: Pool, settings: DataSettings) -> Pool:
 def _own_data(settings: DataSettings, files: int | None, home_path: str) -> ClientData:
     pool = own_pool(settings, files)
     seed = seeds.derive(settings.partition_seed, "validation", 0)  # as client 0 of 1
-    return materialise(pool, partition(pool, settings, 1).splits[0], settings.validation_share, seed)
+    return materialise(pool, make_partition(pool, settings, 1).splits[0], settings.validation_share, seed)
 
 
 def forget_data() -> None:
@@ -189,7 +189,7 @@ def forget_data() -> None:
 
 @lru_cache(maxsize=2)
 def _partition(settings: DataSettings, num_clients: int, home_path: str) -> Partition:
-    return partition(load_pool(settings), settings, num_clients)
+    return make_partition(load_pool(settings), settings, num_clients)
 
 
 @lru_cache(maxsize=64)
@@ -213,9 +213,9 @@ __all__ = [
     "forget_data",
     "kind_of",
     "load_pool",
+    "make_partition",
     "names_file",
     "own_data",
     "own_pool",
-    "partition",
     "read_names",
 ]

@@ -24,8 +24,8 @@ from numpy.typing import DTypeLike, NDArray
 from pbfl_flwr.data.contract import Pool
 from pbfl_flwr.data.validation import validate
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.locks import Lock
-from pbfl_flwr.paths import home
+from pbfl_flwr.util.locks import Lock
+from pbfl_flwr.util.paths import home
 
 FORMAT = 6
 """Incremented when the stored content changes, so that older entries are not read."""

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 from rich.console import Console
 
-from pbfl_flwr.architectures import ARCHITECTURES, CLASSIFIER, FAMILIES
 from pbfl_flwr.config import GROUPS, Group
 from pbfl_flwr.data import DATASETS
 from pbfl_flwr.errors import PbflError
@@ -21,7 +20,8 @@ from pbfl_flwr.experiments.running.configuration import presets
 from pbfl_flwr.experiments.text.numbers import print_hanging, say
 from pbfl_flwr.experiments.text.table_formats import Sheet
 from pbfl_flwr.methods import METHODS, SECTIONS
-from pbfl_flwr.paths import home, kept_weights
+from pbfl_flwr.models.registry import ARCHITECTURES, CLASSIFIER, FAMILIES
+from pbfl_flwr.util.paths import home, kept_weights
 
 Rows = list[tuple[str, str]]
 TYPES = {int: "whole number", float: "number", str: "text", bool: "true or false"}

@@ -28,12 +28,12 @@ from pbfl_flwr.data import cache
 from pbfl_flwr.errors import PbflError, some
 from pbfl_flwr.experiments.running.runner import NODES
 from pbfl_flwr.experiments.text.numbers import kilobytes
-from pbfl_flwr.flower.engines.flwr_engine import LOG
-from pbfl_flwr.flower.storage.atomic_files import UnsavedState, write_atomically
-from pbfl_flwr.flower.storage.history import FILES, SERVER_LOCK, STATES_REMOVED, RunDirectory, last_round
-from pbfl_flwr.flower.storage.run_locks import RUN_LOCK
-from pbfl_flwr.locks import Lock
-from pbfl_flwr.paths import home
+from pbfl_flwr.flower.deploy.superlink import LOG
+from pbfl_flwr.runs.directory import FILES, SERVER_LOCK, STATES_REMOVED, RunDirectory, last_round
+from pbfl_flwr.runs.locks import RUN_LOCK
+from pbfl_flwr.util.atomic_files import UnsavedState, write_atomically
+from pbfl_flwr.util.locks import Lock
+from pbfl_flwr.util.paths import home
 
 Kind = Literal["torn", "states", "unfinished", "cache"]
 KINDS: dict[Kind, str] = {
@@ -308,7 +308,7 @@ def _scan_run(path: Path) -> Iterator[Removable | Retained]:
 def _state_folders(path: Path, experiment: str) -> tuple[Path, ...]:
     """Return a run's directories of clients' states: in ``clients/``, or in a directory per SuperNode below it.
 
-    New clients after the last round have their own ones there, see :mod:`pbfl_flwr.flower.server.newcomers`.
+    New clients after the last round have their own ones there, see :mod:`pbfl_flwr.flower.server.new_clients`.
     """
     roots = [folder for folder in _folders(path) if folder.name == "clients"]
     roots += [folder for root in roots for folder in _folders(root)]

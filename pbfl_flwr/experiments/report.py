@@ -38,8 +38,8 @@ from pbfl_flwr.experiments.text.tables import (
     settings_line,
     unknown_lines,
 )
-from pbfl_flwr.flower.storage.atomic_files import write_atomically
-from pbfl_flwr.flower.storage.history import ERROR, last_round
+from pbfl_flwr.runs.directory import ERROR, last_round
+from pbfl_flwr.util.atomic_files import write_atomically
 
 TEMPLATES = "experiments/templates"
 NUMBER = re.compile(r"[<+−-]?\s*\d")

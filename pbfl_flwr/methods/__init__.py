@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pbfl_flwr.config import PREDICTORS, Group, Settings, parse
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.user_code import is_external
+from pbfl_flwr.util.user_code import is_external
 
 if TYPE_CHECKING:
     from pbfl_flwr.method import Method
@@ -73,10 +73,14 @@ METHODS: dict[str, Entry] = {
     ),
     "lg-fedavg": Entry("averages the classifier; each client keeps its own body", "lg_fedavg"),
     "fedgen": Entry(
-        "averages the classifier; a server-trained generator regularises the clients", "fedgen", own_keys=True
+        "averages the classifier; a server-trained generator regularises the clients",
+        "generative.fedgen",
+        own_keys=True,
     ),
     "fedpa": Entry(
-        "averages weights and prototypes; adversarially trained feature generator", "fedpa", own_keys=True
+        "averages weights and prototypes; adversarially trained feature generator",
+        "generative.fedpa",
+        own_keys=True,
     ),
     "fedgh": Entry(
         "the server trains the global classifier on the clients' prototypes", "fedgh", own_keys=True
@@ -87,7 +91,7 @@ METHODS: dict[str, Entry] = {
     ),
     "fedkd": Entry(
         "mutual distillation of a private mentor and a shared mentee sent SVD-compressed",
-        "fedkd",
+        "fedkd.method",
         own_keys=True,
     ),
     "fedproto": Entry("averages class means (prototypes); features are pulled towards them", "fedproto"),
@@ -100,11 +104,13 @@ METHODS: dict[str, Entry] = {
     "protonorm": Entry("spreads prototypes on the unit sphere; clients scale them up", "protonorm"),
     "fedcpd": Entry(
         "FedRep with prototype losses and distillation from the previous feature maps",
-        "fedcpd",
+        "fedcpd.method",
         own_keys=True,
     ),
     "gfpl": Entry(
-        "exchanges Gaussian mixtures of features; retrains heads on samples from them", "gfpl", own_keys=True
+        "exchanges Gaussian mixtures of features; retrains heads on samples from them",
+        "gfpl.method",
+        own_keys=True,
     ),
 }
 
@@ -204,7 +210,7 @@ def _check(settings: Settings, method: Method[Any, Any, Any]) -> None:
     """
     from pbfl_flwr.prototypes.attacks import check_attack
     from pbfl_flwr.prototypes.privacy import unprotected
-    from pbfl_flwr.prototypes.sums import MOST_CLIENTS
+    from pbfl_flwr.prototypes.secure_sums import MOST_CLIENTS
 
     if idle := list(_without_effect(settings, method)):
         raise PbflError("\n".join(idle))

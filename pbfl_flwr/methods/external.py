@@ -8,7 +8,7 @@ from typing import Any
 from pbfl_flwr.config import Group, Settings, parse_section
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Method
-from pbfl_flwr.user_code import function_of, made
+from pbfl_flwr.util.user_code import function_of, made
 
 
 def build_external(settings: Settings) -> Method[Any, Any, Any]:

@@ -30,11 +30,11 @@ from torch import Tensor
 from pbfl_flwr import seeds
 from pbfl_flwr.config import Group, Settings, parse_section
 from pbfl_flwr.method import Client, Update
+from pbfl_flwr.methods.averaging import copies, load_parameters, weighting_of
 from pbfl_flwr.methods.sharing import SharedWeights, answer, plain
-from pbfl_flwr.models import architectures, body_names, has_batch_norm, head_names
+from pbfl_flwr.models.build import architectures, body_names, has_batch_norm, head_names
 from pbfl_flwr.payloads import Weights, part_of
-from pbfl_flwr.training import classification, take
-from pbfl_flwr.weights import copies, load_parameters, weighting_of
+from pbfl_flwr.training.loop import classification, take
 
 
 class Config(Group):

@@ -13,9 +13,9 @@ average the BatchNorm buffers too. ``weighting="uniform"`` is the latter's unwei
 from __future__ import annotations
 
 from pbfl_flwr.config import Settings
+from pbfl_flwr.methods.averaging import weighting_of
 from pbfl_flwr.methods.sharing import SharedWeights
-from pbfl_flwr.models import architectures
-from pbfl_flwr.weights import weighting_of
+from pbfl_flwr.models.build import architectures
 
 
 def build(settings: Settings) -> SharedWeights:

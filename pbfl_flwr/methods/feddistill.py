@@ -30,9 +30,9 @@ from pbfl_flwr.config import Group, Settings, parse_section
 from pbfl_flwr.method import Client, Method, Round, Update
 from pbfl_flwr.payloads import Logits, RejectedPayload, joined, part_of
 from pbfl_flwr.prototypes import aggregation
-from pbfl_flwr.prototypes.statistics import ClassSums
+from pbfl_flwr.prototypes.class_means import ClassSums
 from pbfl_flwr.task import Task
-from pbfl_flwr.training import fit, forward
+from pbfl_flwr.training.loop import fit, forward
 
 Form = Literal["paper", "ce-soft", "mse"]
 
@@ -115,7 +115,6 @@ class FedDistill(Method[DistillState, Logits, Logits]):
     state = DistillState
     down = Logits
     up = Logits
-    replayable = True
 
     def init(self, task: Task, seed: int) -> DistillState:
         """No class has a row yet."""

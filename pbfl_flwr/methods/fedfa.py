@@ -25,16 +25,17 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pbfl_flwr import optimizers, seeds
+from pbfl_flwr import seeds
 from pbfl_flwr.config import Group, Settings, parse_section
 from pbfl_flwr.method import Client, Update
+from pbfl_flwr.methods.averaging import load_parameters, weighting_of
 from pbfl_flwr.methods.sharing import SharedWeights, answer
-from pbfl_flwr.models import architectures
+from pbfl_flwr.models.build import architectures
 from pbfl_flwr.payloads import Reveal, Weights
-from pbfl_flwr.prototypes.statistics import class_means, class_sums
+from pbfl_flwr.prototypes.class_means import class_means, class_sums
 from pbfl_flwr.task import Task
-from pbfl_flwr.training import fit, forward
-from pbfl_flwr.weights import load_parameters, weighting_of
+from pbfl_flwr.training import optimizers
+from pbfl_flwr.training.loop import fit, forward
 
 ANCHORS = "anchors"  # name of A in the payload's weights
 
@@ -112,7 +113,6 @@ class FedFA(SharedWeights):
     """See the module."""
 
     config: Config = field(default_factory=Config)
-    replayable: bool = False  # RunningAnchors counts batches in Python
 
     def init(self, task: Task, seed: int) -> Weights:
         """A newly initialised network and anchors."""

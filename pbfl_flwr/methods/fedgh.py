@@ -24,16 +24,17 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from pbfl_flwr import optimizers, seeds
+from pbfl_flwr import seeds
 from pbfl_flwr.config import Auto, Group, Settings, parse_section
 from pbfl_flwr.method import Client, Method, Moment, Round, Update
 from pbfl_flwr.methods.sharing import check_heads, initial, plain, receive
-from pbfl_flwr.models import architectures
+from pbfl_flwr.models.build import architectures
 from pbfl_flwr.payloads import Prototypes, RejectedPayload, Reveal, Weights
 from pbfl_flwr.prototypes.collect import class_sums_of, released_means
 from pbfl_flwr.prototypes.privacy import Release, release
 from pbfl_flwr.prototypes.trainable import stack_uploads
 from pbfl_flwr.task import Task
+from pbfl_flwr.training import optimizers
 
 
 class Config(Group):
@@ -62,7 +63,6 @@ class FedGH(Method[Weights, Weights, Prototypes]):
     state = Weights
     down = Weights
     up = Prototypes
-    replayable = True
 
     def init(self, task: Task, seed: int) -> Weights:
         """Return the head of a newly initialised network."""

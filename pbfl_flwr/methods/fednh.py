@@ -29,21 +29,14 @@ from torch.nn import functional as F
 from pbfl_flwr import seeds
 from pbfl_flwr.config import Auto, Group, Settings, parse_section
 from pbfl_flwr.method import Client, Method, Moment, Predictor, Round, Update
+from pbfl_flwr.methods.averaging import Weighting, average, copies, copy_into, shared_parameters, weighting_of
 from pbfl_flwr.methods.sharing import check_both, check_heads, initial, shared_scalars
-from pbfl_flwr.models import architectures
+from pbfl_flwr.models.build import architectures
 from pbfl_flwr.payloads import Prototypes, Reveal, Weights, WeightsAndPrototypes
 from pbfl_flwr.prototypes.aggregation import weighted
 from pbfl_flwr.prototypes.collect import class_sums_of
 from pbfl_flwr.task import Task
-from pbfl_flwr.training import Part, fit
-from pbfl_flwr.weights import (
-    Weighting,
-    average,
-    copies,
-    copy_into,
-    shared_parameters,
-    weighting_of,
-)
+from pbfl_flwr.training.loop import Part, fit
 
 SCALE = ".scale"  # name of s in the payload's weights; a network's own names do not begin with a dot
 
@@ -96,7 +89,6 @@ class FedNH(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndPrototy
     state = WeightsAndPrototypes
     down = WeightsAndPrototypes
     up = WeightsAndPrototypes
-    replayable = True
     same_architecture = True
     unit_features = True
 

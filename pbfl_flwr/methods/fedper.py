@@ -19,9 +19,9 @@ from typing import Literal
 from pydantic import Field
 
 from pbfl_flwr.config import Group, Settings, parse_section
+from pbfl_flwr.methods.averaging import Share, weighting_of
 from pbfl_flwr.methods.sharing import SharedWeights
-from pbfl_flwr.models import architectures
-from pbfl_flwr.weights import Share, weighting_of
+from pbfl_flwr.models.build import architectures
 
 Shared = Literal["auto", "body", "stages"]
 

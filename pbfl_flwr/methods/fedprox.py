@@ -22,11 +22,11 @@ from torch import Tensor
 
 from pbfl_flwr.config import Group, Settings, parse_section
 from pbfl_flwr.method import Client
+from pbfl_flwr.methods.averaging import weighting_of
 from pbfl_flwr.methods.sharing import SharedWeights
-from pbfl_flwr.models import architectures
+from pbfl_flwr.models.build import architectures
 from pbfl_flwr.payloads import Weights
-from pbfl_flwr.training import FitReport, classification, fit
-from pbfl_flwr.weights import weighting_of
+from pbfl_flwr.training.loop import FitReport, classification, fit
 
 
 class Config(Group):

@@ -23,12 +23,12 @@ from torch import Tensor, nn
 
 from pbfl_flwr.config import Group, Settings, parse_section
 from pbfl_flwr.method import Client
+from pbfl_flwr.methods.averaging import Share, shared_parameters, weighting_of
 from pbfl_flwr.methods.fedper import Shared, shared_part
 from pbfl_flwr.methods.sharing import SharedWeights
-from pbfl_flwr.models import architectures
+from pbfl_flwr.models.build import architectures
 from pbfl_flwr.payloads import Weights
-from pbfl_flwr.training import FitReport, Loss, Part, classification, fit, fixed_features, part
-from pbfl_flwr.weights import Share, shared_parameters, weighting_of
+from pbfl_flwr.training.loop import FitReport, Loss, Part, classification, fit, fixed_features, part
 
 
 class Config(Group):

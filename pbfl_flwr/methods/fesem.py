@@ -28,12 +28,12 @@ from torch import Tensor
 from pbfl_flwr import seeds
 from pbfl_flwr.config import Group, Settings, parse_section
 from pbfl_flwr.method import Client, Method, Moment, Round, Update
+from pbfl_flwr.methods.averaging import Weighting, average, same_shapes, weighting_of
 from pbfl_flwr.methods.sharing import answer, initial, plain, receive, shared_scalars
-from pbfl_flwr.models import architectures
+from pbfl_flwr.models.build import architectures
 from pbfl_flwr.models.contract import HEAD_PREFIX
 from pbfl_flwr.payloads import RejectedPayload, Weights, joined, part_of
 from pbfl_flwr.task import Task
-from pbfl_flwr.weights import Weighting, average, same_shapes, weighting_of
 
 NOBODY = -1  # in Centres.assigned: a client that never answered
 SAME = 1e-12  # squared distance of equal updates through rounding, relative to their squared lengths
@@ -109,7 +109,6 @@ class FeSEM(Method[Centres, Weights, Weights]):
     state = Centres
     down = Weights
     up = Weights
-    replayable = True
     same_architecture = True
 
     def init(self, task: Task, seed: int) -> Centres:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from pbfl_flwr.config import Group, Settings, parse_section
 from pbfl_flwr.method import Client, Update
+from pbfl_flwr.methods.averaging import Weighting, parameters_of, weighting_of
 from pbfl_flwr.methods.mutual import (
     CLIP,
     Conventions,
@@ -37,8 +38,7 @@ from pbfl_flwr.methods.mutual import (
 from pbfl_flwr.methods.sharing import AveragedWeights, initial
 from pbfl_flwr.payloads import Weights
 from pbfl_flwr.task import Task
-from pbfl_flwr.training import fit, forward, part
-from pbfl_flwr.weights import Weighting, parameters_of, weighting_of
+from pbfl_flwr.training.loop import fit, forward, part
 
 
 class Config(Group):
@@ -67,8 +67,6 @@ class FML(AveragedWeights):
     conventions: Conventions
     weighting: Weighting = "uniform"
     name: str = "fml"
-
-    replayable = True
 
     def init(self, task: Task, seed: int) -> Weights:
         """Return a newly initialised auxiliary network."""

@@ -18,12 +18,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pbfl_flwr.architectures import fresh
 from pbfl_flwr.config import Settings
+from pbfl_flwr.methods.averaging import shared_parameters, weighting_of
 from pbfl_flwr.methods.sharing import SharedWeights, check_heads
-from pbfl_flwr.models import architectures, build_model
+from pbfl_flwr.models.build import architectures, build_model
+from pbfl_flwr.models.registry import fresh
 from pbfl_flwr.task import Task
-from pbfl_flwr.weights import shared_parameters, weighting_of
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from pbfl_flwr.config import Settings
 from pbfl_flwr.method import Client, Method, Round, Update
 from pbfl_flwr.payloads import Nothing
 from pbfl_flwr.task import Task
-from pbfl_flwr.training import classification, fit
+from pbfl_flwr.training.loop import classification, fit
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,6 @@ class Local(Method[Nothing, Nothing, Nothing]):
     state = Nothing
     down = Nothing
     up = Nothing
-    replayable = True
 
     def init(self, task: Task, seed: int) -> Nothing:
         """Return nothing."""

@@ -19,14 +19,14 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from pbfl_flwr.architectures import fresh
 from pbfl_flwr.config import Settings
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client
-from pbfl_flwr.models import SplitModel, architectures, build_model, check_models, count_parameters
+from pbfl_flwr.methods.averaging import load_parameters
+from pbfl_flwr.models.build import SplitModel, architectures, build_model, check_models, count_parameters
+from pbfl_flwr.models.registry import fresh
 from pbfl_flwr.payloads import part_of
 from pbfl_flwr.task import Task
-from pbfl_flwr.weights import load_parameters
 
 AUXILIARY = "aux"
 CLIP = 10.0  # norm of both gradients, "prevents divergence on specific tasks" in HtFLlib and PFLlib

@@ -20,15 +20,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pbfl_flwr.architectures import body_and_classifier, fresh
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client, Method, Moment, Round, Update
-from pbfl_flwr.models import build_model
-from pbfl_flwr.payloads import RejectedPayload, Weights, WeightsAndPrototypes
-from pbfl_flwr.task import Task
-from pbfl_flwr.training import FitReport, classification, fit
-from pbfl_flwr.user_code import is_external
-from pbfl_flwr.weights import (
+from pbfl_flwr.methods.averaging import (
     Share,
     Weighting,
     average,
@@ -37,6 +31,12 @@ from pbfl_flwr.weights import (
     same_shapes,
     shared_parameters,
 )
+from pbfl_flwr.models.build import build_model
+from pbfl_flwr.models.registry import body_and_classifier, fresh
+from pbfl_flwr.payloads import RejectedPayload, Weights, WeightsAndPrototypes
+from pbfl_flwr.task import Task
+from pbfl_flwr.training.loop import FitReport, classification, fit
+from pbfl_flwr.util.user_code import is_external
 
 Train = Callable[[Client, Weights], FitReport]
 """(client whose network already holds the broadcast weights, the broadcast) -> report of the training."""
@@ -205,7 +205,6 @@ class SharedWeights(AveragedWeights):
         weighting: how the average is weighted.
         moment: when the reference scores a client; "before" is with the weights just broadcast.
         same_architecture: False only if the shared part is the same in different networks.
-        replayable: whether one recording can serve all steps of ``train``; see :class:`pbfl_flwr.method.Method`.
     """
 
     name: str
@@ -215,7 +214,6 @@ class SharedWeights(AveragedWeights):
     weighting: Weighting = "samples"
     moment: Moment = "before"
     same_architecture: bool = True
-    replayable: bool = True
 
     def init(self, task: Task, seed: int) -> Weights:
         """Return the shared part of a newly initialised network."""

@@ -1,7 +1,7 @@
 """Import a checkpoint's body under the tensor names of this project's model, for :mod:`.pretrained`.
 
 Two kinds are supported: the state of a model of this project (``model.safetensors`` of ``pbfl export``, or
-``state_dict()`` of a model from :func:`pbfl_flwr.models.build_model`), and that of a torchvision model, e.g. as
+``state_dict()`` of a model from :func:`pbfl_flwr.models.build.build_model`), and that of a torchvision model, e.g. as
 downloaded by torchvision. The latter's layers have the same order as ours; a test compares the features of each model.
 """
 
@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from pbfl_flwr.architectures import base_and_sizes, body_and_classifier, fresh
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.models import build_model
+from pbfl_flwr.models.build import build_model
 from pbfl_flwr.models.contract import HEAD_PREFIX
 from pbfl_flwr.models.pretrained import POSITIONS
+from pbfl_flwr.models.registry import base_and_sizes, body_and_classifier, fresh
 from pbfl_flwr.task import Task
-from pbfl_flwr.user_code import is_external
+from pbfl_flwr.util.user_code import is_external
 
 OF_TORCHVISION = {
     "efficientnet-b0": "efficientnet_b0",

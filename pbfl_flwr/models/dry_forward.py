@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models.contract import SplitModel, random_inputs
 from pbfl_flwr.task import Task
-from pbfl_flwr.user_code import raised
+from pbfl_flwr.util.user_code import raised
 
 BATCH = 2
 # Raised by torch for inputs that a layer does not accept.

@@ -7,7 +7,7 @@ from torch import nn
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models.contract import SplitModel
 from pbfl_flwr.task import Task
-from pbfl_flwr.user_code import made
+from pbfl_flwr.util.user_code import made
 
 
 def build_external(spec: str, task: Task) -> SplitModel:

@@ -21,10 +21,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from pbfl_flwr.architectures import body_and_classifier, fresh_and_label
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models.contract import HEAD_PREFIX, SplitModel
-from pbfl_flwr.paths import weights_file
+from pbfl_flwr.models.registry import body_and_classifier, fresh_and_label
+from pbfl_flwr.util.paths import weights_file
 
 POSITIONS = "pos_embedding"  # of a vision transformer: one row for the class token and one per patch
 

@@ -18,7 +18,6 @@ from pbfl_flwr.payloads.contract import (
     part_of,
     separate,
 )
-from pbfl_flwr.payloads.mixtures import Mixtures
 from pbfl_flwr.payloads.networks import Factors, LowRank, Weights, WeightsAndPrototypes
 from pbfl_flwr.payloads.reveals import Reveal
 
@@ -28,7 +27,6 @@ __all__ = [
     "Factors",
     "Logits",
     "LowRank",
-    "Mixtures",
     "Nothing",
     "Payload",
     "Prototypes",

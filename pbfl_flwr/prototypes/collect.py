@@ -7,10 +7,10 @@ from collections.abc import Callable
 from torch import Tensor
 
 from pbfl_flwr.method import Client
+from pbfl_flwr.prototypes.class_means import ClassSums
 from pbfl_flwr.prototypes.privacy import Release
 from pbfl_flwr.prototypes.stages import Collect
-from pbfl_flwr.prototypes.statistics import ClassSums
-from pbfl_flwr.training import complete_batches, each_feature
+from pbfl_flwr.training.loop import complete_batches, each_feature
 
 
 def class_sums_of(client: Client, transform: Callable[[Tensor], Tensor] | None = None) -> ClassSums:

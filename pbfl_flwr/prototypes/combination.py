@@ -15,7 +15,8 @@ from torch import Tensor
 
 from pbfl_flwr.method import Round
 from pbfl_flwr.payloads import Prototypes, RejectedPayload
-from pbfl_flwr.prototypes import aggregation, scaling, sums
+from pbfl_flwr.prototypes import aggregation, scaling
+from pbfl_flwr.prototypes import secure_sums as sums
 from pbfl_flwr.prototypes.stages import APS_RULES, Stages
 from pbfl_flwr.task import Task
 

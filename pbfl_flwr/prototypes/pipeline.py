@@ -25,9 +25,11 @@ from pbfl_flwr import seeds
 from pbfl_flwr.config import Settings
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client, Method, Moment, Nearest, Predictor, Round, Update, head_scores
-from pbfl_flwr.models import has_batch_norm
+from pbfl_flwr.models.build import has_batch_norm
 from pbfl_flwr.payloads import Prototypes, RejectedPayload, Reveal, joined, part_of
-from pbfl_flwr.prototypes import aggregation, distillation, scaling, sums
+from pbfl_flwr.prototypes import aggregation, scaling
+from pbfl_flwr.prototypes import regularizer as distillation
+from pbfl_flwr.prototypes import secure_sums as sums
 from pbfl_flwr.prototypes.alignment import align
 from pbfl_flwr.prototypes.collect import Collector, released_means
 from pbfl_flwr.prototypes.combination import Combination
@@ -43,7 +45,7 @@ from pbfl_flwr.prototypes.trainable import (
     train_prototypes,
 )
 from pbfl_flwr.task import Task
-from pbfl_flwr.training import fit, forward
+from pbfl_flwr.training.loop import fit, forward
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,6 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
     release: Release = field(default_factory=Release)
     predicts = ("head", "global", "global-local", "local")
     protects_uploads = True
-    replayable = True
 
     state = PipelineState
     down = Prototypes

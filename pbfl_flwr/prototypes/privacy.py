@@ -43,7 +43,7 @@ from pbfl_flwr.config import PROTOCOLS, PrivacySettings
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client
 from pbfl_flwr.payloads import Reveal
-from pbfl_flwr.prototypes import sums
+from pbfl_flwr.prototypes import secure_sums as sums
 from pbfl_flwr.prototypes.revealed import revealed
 from pbfl_flwr.prototypes.scaling import scale_by_counts
 from pbfl_flwr.prototypes.stages import SCALED_RULES, WEIGHTED_RULES

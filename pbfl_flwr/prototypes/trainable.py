@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pbfl_flwr import seeds
-from pbfl_flwr.optimizers import SGD, Group
 from pbfl_flwr.payloads import Prototypes
+from pbfl_flwr.training.optimizers import SGD, Group
 
 Margin = Literal["nearest", "farthest"]
 CONVERGED_LOSS = 1e-3  # FedTGP's README: the final server loss should be below this

@@ -16,18 +16,18 @@ from torch import Tensor
 
 from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower.storage.history import BEST, CHECKPOINT, RunDirectory
-from pbfl_flwr.flower.storage.store import load_tensors
 from pbfl_flwr.method import Method
 from pbfl_flwr.methods import SECTIONS, build_method
-from pbfl_flwr.model_card import Card
+from pbfl_flwr.methods.averaging import copies, copy_into, shared_parameters
 from pbfl_flwr.payloads import RejectedPayload
+from pbfl_flwr.runs.client_store import load_tensors
+from pbfl_flwr.runs.directory import BEST, CHECKPOINT, RunDirectory
+from pbfl_flwr.runs.saved_model import Card
 from pbfl_flwr.serving.export import CARD, Kept, read_state, state_file, states_of
 from pbfl_flwr.serving.network import rebuild
 from pbfl_flwr.serving.predict import read_exported
 from pbfl_flwr.task import Task
-from pbfl_flwr.user_code import is_external
-from pbfl_flwr.weights import copies, copy_into, shared_parameters
+from pbfl_flwr.util.user_code import is_external
 
 SAME = ("labels", "columns", "vocabulary", "input_shape", "images", "scale", "shift")
 

@@ -31,12 +31,12 @@ from torch import Tensor
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.server.early_stopping import best_round_line
-from pbfl_flwr.flower.storage.atomic_files import NODE, write_atomically
-from pbfl_flwr.flower.storage.history import RunDirectory
-from pbfl_flwr.flower.storage.store import ClientStore, kept_best, load_tensors
-from pbfl_flwr.model_card import Card
 from pbfl_flwr.payloads import part_of, separate
+from pbfl_flwr.runs.client_store import ClientStore, kept_best, load_tensors
+from pbfl_flwr.runs.directory import RunDirectory
+from pbfl_flwr.runs.saved_model import Card
 from pbfl_flwr.serving.network import Served, rebuild
+from pbfl_flwr.util.atomic_files import NODE, write_atomically
 
 CARD, WEIGHTS, PROTOTYPES, PROGRAM, ONNX = (
     "card.json",

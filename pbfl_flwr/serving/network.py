@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pbfl_flwr.architectures import fresh
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.model_card import Card
-from pbfl_flwr.models import SplitModel, build_model
-from pbfl_flwr.user_code import is_external
+from pbfl_flwr.models.build import SplitModel, build_model
+from pbfl_flwr.models.registry import fresh
+from pbfl_flwr.runs.saved_model import Card
+from pbfl_flwr.util.user_code import is_external
 
 
 class Served(nn.Module):

@@ -25,17 +25,17 @@ from safetensors.torch import load
 from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from pbfl_flwr.data import tokens
-from pbfl_flwr.data.columns import CLIENT, LABEL, SUFFIXES
-from pbfl_flwr.data.files import files_under
-from pbfl_flwr.data.image_folder import one_image
-from pbfl_flwr.data.npz import read_arrays
-from pbfl_flwr.data.table import features
-from pbfl_flwr.data.texts import LINES, texts_of
+from pbfl_flwr.data.own import tokens
+from pbfl_flwr.data.own.columns import CLIENT, LABEL, SUFFIXES
+from pbfl_flwr.data.own.image_folder import one_image
+from pbfl_flwr.data.own.npz import read_arrays
+from pbfl_flwr.data.own.table import features
+from pbfl_flwr.data.own.texts import LINES, texts_of
+from pbfl_flwr.data.sources.files import files_under
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Nearest
-from pbfl_flwr.model_card import Card, fault
 from pbfl_flwr.payloads import part_of
+from pbfl_flwr.runs.saved_model import Card, fault
 from pbfl_flwr.serving.export import CARD, FORMAT, PROTOTYPES, WEIGHTS, Kept
 from pbfl_flwr.serving.network import Served, rebuild
 

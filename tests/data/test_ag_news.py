@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from pbfl_flwr.cli import app
 from pbfl_flwr.config import DataSettings
-from pbfl_flwr.data import check_data, client_data, export_pfl_directory, load_pool, tokens
+from pbfl_flwr.data import check_data, client_data, export_pfl_directory, load_pool
+from pbfl_flwr.data.own import tokens
 from pbfl_flwr.data.validation import validate
 from pbfl_flwr.errors import PbflError
 
@@ -77,7 +78,7 @@ def test_both_files_make_one_pool(tmp_path: Path, folder: str, header: str) -> N
 
 
 def test_the_vocabulary_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["pbfl_flwr.data.ag_news"], "MAX_TOKENS", 6)
+    monkeypatch.setattr(sys.modules["pbfl_flwr.data.sources.ag_news"], "MAX_TOKENS", 6)
     pool = load_pool(settings(write(tmp_path)))
     assert pool.vocabulary == (*tokens.SPECIALS, "a", "bears")
     assert pool.inputs[2, :4].tolist() == [1, 5, 2, 0]  # "Bears seeing"

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pbfl_flwr import paths
 from pbfl_flwr.data import cache
 from pbfl_flwr.data.contract import Pool
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.util import paths
 
 
 class Decoder:

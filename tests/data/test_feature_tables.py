@@ -9,8 +9,8 @@ import pytest
 
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data import check_data, load_pool
-from pbfl_flwr.data.table import features
-from pbfl_flwr.data.texts import texts_of
+from pbfl_flwr.data.own.table import features
+from pbfl_flwr.data.own.texts import texts_of
 from pbfl_flwr.errors import PbflError
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data import Pool, check_data, client_data, load_pool
-from pbfl_flwr.data.npz import read_arrays
+from pbfl_flwr.data.own.npz import read_arrays
 from pbfl_flwr.errors import PbflError
 
 

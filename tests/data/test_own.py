@@ -23,13 +23,13 @@ from pbfl_flwr.data import (
     names_file,
     own_data,
     own_pool,
-    partition,
     read_names,
 )
-from pbfl_flwr.data.files import check_memory
-from pbfl_flwr.data.inspection import inspect, settings_for
+from pbfl_flwr.data.own.inspection import inspect, settings_for
+from pbfl_flwr.data.partition.assign import make_partition
+from pbfl_flwr.data.sources.files import check_memory
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower.engines.deployment import complete, node_config
+from pbfl_flwr.flower.deploy.local_federation import complete, node_config
 
 
 @pytest.fixture
@@ -138,7 +138,7 @@ def test_a_file_of_names(tmp_path: Path) -> None:
 def test_a_device_reads_its_own_files_of_a_pflib_folder(tmp_path: Path) -> None:
     source = DataSettings(dataset="digits", partition="iid")
     pool = load_pool(source)
-    dealt = partition(pool, source, 3)
+    dealt = make_partition(pool, source, 3)
     export_pfl_directory(dealt, pool, tmp_path / "pfl")
     for other in (0, 2):
         for part in ("train", "test"):
@@ -160,7 +160,7 @@ def test_a_device_reads_its_own_files_of_a_pflib_folder(tmp_path: Path) -> None:
 def test_the_numbers_of_a_pflib_folder_are_places_in_the_names_for_everybody(tmp_path: Path) -> None:
     source = DataSettings(dataset="digits", partition="iid")
     pool = load_pool(source)
-    dealt = partition(pool, source, 2)
+    dealt = make_partition(pool, source, 2)
     export_pfl_directory(dealt, pool, tmp_path / "pfl")
     names = "9,8,7,6,5,4,3,2,1,nought"
     found = DataSettings(dataset="pflib", data_dir=str(tmp_path / "pfl"), partition="iid", labels=names)

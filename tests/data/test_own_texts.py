@@ -9,7 +9,7 @@ import pytest
 
 from pbfl_flwr.config import DataSettings, Scalar, parse
 from pbfl_flwr.data import load_pool
-from pbfl_flwr.data.texts import read_vocabulary
+from pbfl_flwr.data.own.texts import read_vocabulary
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.client.app import make_client_app
 from pbfl_flwr.flower.server.stop_conditions import RunEnded

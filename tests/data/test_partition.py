@@ -6,7 +6,7 @@ import pytest
 
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data import check_data, client_data, load_pool
-from pbfl_flwr.data.partition import partition
+from pbfl_flwr.data.partition.assign import make_partition
 from pbfl_flwr.errors import PbflError
 
 
@@ -18,7 +18,7 @@ def everything(part):
 def test_the_same_seed_gives_the_same_rows_and_another_one_others(way):
     pool = load_pool(DataSettings())
     first, again, other = (
-        partition(pool, DataSettings(partition=way, partition_seed=seed), 20) for seed in (1, 1, 2)
+        make_partition(pool, DataSettings(partition=way, partition_seed=seed), 20) for seed in (1, 1, 2)
     )
     for a, b in zip(first.splits, again.splits, strict=True):
         assert np.array_equal(a.train, b.train)
@@ -35,14 +35,14 @@ def test_a_share_is_split_three_to_one_rounded_down():
 
 
 def test_a_client_with_one_sample_trains_on_it(pool_of):
-    part = partition(pool_of([2, 1]), DataSettings(partition="iid"), 3)
+    part = make_partition(pool_of([2, 1]), DataSettings(partition="iid"), 3)
     assert [(len(split.train), len(split.test)) for split in part.splits] == [(1, 0)] * 3
 
 
 def test_the_official_test_part_follows_the_training_counts(pool_of):
     pool = pool_of([40, 20], test_counts=[20, 10])
     settings = DataSettings(partition="pathological", classes_per_client=1, test_split="official")
-    part = partition(pool, settings, 4)  # 2 clients a class
+    part = make_partition(pool, settings, 4)  # 2 clients a class
     rows = everything(part)
     assert len(np.unique(rows)) == len(rows) == 90
     for split in part.splits:
@@ -61,24 +61,24 @@ def test_the_official_test_part_must_exist(way):
 
 def test_natural_clients_are_the_owners_in_order(pool_of):
     pool = pool_of([4, 4], owner=np.array([2, 0, 2, 0, 1, 1, 2, 1]))
-    part = partition(pool, DataSettings(partition="natural"), 3)
+    part = make_partition(pool, DataSettings(partition="natural"), 3)
     held = [sorted([*split.train, *split.test]) for split in part.splits]
     assert held == [[1, 3], [4, 5, 7], [0, 2, 6]]
     assert part.notes == ()
-    fewer = partition(pool, DataSettings(partition="natural"), 2)
+    fewer = make_partition(pool, DataSettings(partition="natural"), 2)
     assert fewer.notes == ("the first 2 of 3 natural clients",)
     with pytest.raises(PbflError, match="num-clients = 4: the dataset has 3 natural clients"):
-        partition(pool, DataSettings(partition="natural"), 4)
+        make_partition(pool, DataSettings(partition="natural"), 4)
     with pytest.raises(PbflError, match="client 0 has 2 samples, min-samples is 3"):
-        partition(pool, DataSettings(partition="natural", min_samples=3), 2)
+        make_partition(pool, DataSettings(partition="natural", min_samples=3), 2)
     with pytest.raises(PbflError, match="no client column"):
-        partition(pool_of([4, 4]), DataSettings(partition="natural"), 2)
+        make_partition(pool_of([4, 4]), DataSettings(partition="natural"), 2)
 
 
 def test_way_shot_blocks_are_disjoint_and_sized(pool_of):
     pool = pool_of([600] * 6, test_counts=[80] * 6)
     settings = DataSettings(partition="way-shot", ways=3, ways_deviation=1, shots=20, shots_deviation=2)
-    part = partition(pool, settings, 5)  # 5 · 110 <= 600: blocks at i·110
+    part = make_partition(pool, settings, 5)  # 5 · 110 <= 600: blocks at i·110
     rows = everything(part)
     assert len(np.unique(rows)) == len(rows)
     for client, split in enumerate(part.splits):
@@ -99,7 +99,7 @@ def test_way_shot_draws_are_those_of_the_reference(pool_of):
     classes = [sorted(random.sample(range(10), n)) for n in ways]
     pool = pool_of([2200] * 10, test_counts=[300] * 10)
     settings = DataSettings(partition="way-shot", ways=3, shots=100, shots_deviation=2, partition_seed=1234)
-    part = partition(pool, settings, 20)
+    part = make_partition(pool, settings, 20)
     for split, held, size in zip(part.splits, classes, shots, strict=True):
         found, counts = np.unique(pool.labels[split.train], return_counts=True)
         assert found.tolist() == held
@@ -110,7 +110,7 @@ def test_way_shot_draws_are_those_of_the_reference(pool_of):
 def test_way_shot_deals_small_classes_among_their_holders(pool_of):
     pool = pool_of([100] * 4)  # no official test part: 75 of a class are for training, 25 for testing
     settings = DataSettings(partition="way-shot", ways=2, ways_deviation=0, shots=10, shots_deviation=0)
-    part = partition(pool, settings, 6)
+    part = make_partition(pool, settings, 6)
     rows = everything(part)
     assert len(np.unique(rows)) == len(rows)
     for split in part.splits:
@@ -119,7 +119,7 @@ def test_way_shot_deals_small_classes_among_their_holders(pool_of):
         assert (split.test % 100 >= 75).all()
     assert any("test samples per client instead of 15" in note for note in part.notes)
     with pytest.raises(PbflError, match="has 75 training samples, but its"):
-        partition(pool, settings.model_copy(update={"shots": 60}), 6)
+        make_partition(pool, settings.model_copy(update={"shots": 60}), 6)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_client_data_is_what_the_partition_says():
 
 def test_max_samples_deals_that_many_of_the_pools_own_rows(pool_of):
     pool = pool_of([40, 20], test_counts=[20, 10])
-    part = partition(pool, DataSettings(partition="iid", max_samples=45), 3)
+    part = make_partition(pool, DataSettings(partition="iid", max_samples=45), 3)
     rows = everything(part)
     assert len(np.unique(rows)) == len(rows) == part.counts.sum() == 45
     assert rows.max() < 90
@@ -182,10 +182,10 @@ def test_max_samples_deals_that_many_of_the_pools_own_rows(pool_of):
         ).tolist()
     )
     assert part.notes == ("45 of 90 samples are used",)
-    official = partition(pool, DataSettings(partition="iid", max_samples=45, test_split="official"), 3)
+    official = make_partition(pool, DataSettings(partition="iid", max_samples=45, test_split="official"), 3)
     for split in official.splits:
         assert split.train.max() < 60 <= split.test.min()
-    everyone = partition(pool, DataSettings(partition="iid", max_samples=90), 3)
+    everyone = make_partition(pool, DataSettings(partition="iid", max_samples=90), 3)
     assert everyone.notes == ()
     assert everyone.counts.sum() == 90
 
@@ -193,9 +193,9 @@ def test_max_samples_deals_that_many_of_the_pools_own_rows(pool_of):
 def test_max_samples_keeps_the_natural_owners_and_refuses_fixed_splits(pool_of):
     owner = np.repeat(np.arange(3), 20)
     pool = pool_of([30, 30], owner=owner)
-    part = partition(pool, DataSettings(partition="natural", max_samples=30), 3)
+    part = make_partition(pool, DataSettings(partition="natural", max_samples=30), 3)
     for client, split in enumerate(part.splits):
         assert set(owner[np.concatenate([split.train, split.test])]) == {client}
     fixed = replace(pool, in_train=np.ones(60, dtype=bool))
     with pytest.raises(PbflError, match="max-samples = 30"):
-        partition(fixed, DataSettings(max_samples=30), 3)
+        make_partition(fixed, DataSettings(max_samples=30), 3)

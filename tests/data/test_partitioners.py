@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from numpy.random import RandomState
 from sklearn.model_selection import train_test_split
 
-from pbfl_flwr.data.partitioners import (
+from pbfl_flwr.data.partition.procedures import (
     Deal,
     dirichlet_indices,
     iid_indices,

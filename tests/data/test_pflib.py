@@ -8,7 +8,7 @@ import torch
 
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data import check_data, client_data, export_pfl_directory, load_pool
-from pbfl_flwr.data.restricted_pickle import load_object_array
+from pbfl_flwr.data.own.restricted_pickle import load_object_array
 from pbfl_flwr.errors import PbflError
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pbfl_flwr.data.restricted_pickle import load_object_array
+from pbfl_flwr.data.own.restricted_pickle import load_object_array
 from pbfl_flwr.errors import PbflError
 
 HEADER = np.lib.format.magic(1, 0) + (118).to_bytes(2, "little")
@@ -249,7 +249,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
 ASK = """
 import json, sys
 from pathlib import Path
-from pbfl_flwr.data.restricted_pickle import load_object_array
+from pbfl_flwr.data.own.restricted_pickle import load_object_array
 from pbfl_flwr.errors import PbflError
 
 for name in sorted(Path(sys.argv[1]).iterdir()):

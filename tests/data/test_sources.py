@@ -12,8 +12,9 @@ from scipy.io import savemat
 from torchvision import datasets
 
 from pbfl_flwr.config import DataSettings
-from pbfl_flwr.data import DATASETS, check_data, client_data, idx_files, load_pool
-from pbfl_flwr.data.image_folder import one_image
+from pbfl_flwr.data import DATASETS, check_data, client_data, load_pool
+from pbfl_flwr.data.own.image_folder import one_image
+from pbfl_flwr.data.sources import idx_files
 from pbfl_flwr.errors import PbflError
 
 

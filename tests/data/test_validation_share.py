@@ -13,7 +13,7 @@ from pbfl_flwr.data.clients import hold_out
 from pbfl_flwr.flower.messages.report import Report
 from pbfl_flwr.flower.server.round_records import on_validation, summarise_accuracy
 from pbfl_flwr.payloads import RejectedPayload
-from pbfl_flwr.scoring import evaluate
+from pbfl_flwr.training.evaluation import evaluate
 from tests.test_training import client, data
 
 

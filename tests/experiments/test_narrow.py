@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from pbfl_flwr.architectures import ARCHITECTURES
 from pbfl_flwr.config import GROUPS, parse
 from pbfl_flwr.experiments import catalogue, disclosure
 from pbfl_flwr.experiments.text import narrow, numbers, tables
 from pbfl_flwr.methods import SECTIONS
+from pbfl_flwr.models.registry import ARCHITECTURES
 from tests.runs import entry, pbfl, write_run
 
 MARKDOWN = """**Two runs**

@@ -20,8 +20,8 @@ from pbfl_flwr.experiments.pictures import alignment, personalisation, progress,
 from pbfl_flwr.experiments.results import artefacts, records
 from pbfl_flwr.experiments.results.artefacts import NotAvailable
 from pbfl_flwr.experiments.results.records import Group
-from pbfl_flwr.flower.storage.store import ClientState
 from pbfl_flwr.prototypes.sphere import geometry
+from pbfl_flwr.runs.client_store import ClientState
 from tests.flower.inprocess import federation
 from tests.runs import entry, pbfl, write_run
 
@@ -289,7 +289,7 @@ def test_code_that_a_run_names_is_imported_only_for_who_asks(
     (tmp_path / "strange_page.py").write_text(
         f"open({str(tmp_path / 'ran')!r}, 'w').close()\n"
         "from pbfl_flwr.methods.local import build\n"
-        "from pbfl_flwr.models import build_model\n"
+        "from pbfl_flwr.models.build import build_model\n"
         "net = lambda task: build_model('mlp5', task, 0)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)

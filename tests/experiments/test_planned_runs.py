@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from pbfl_flwr.experiments.comparing import compare, planned_runs
-from pbfl_flwr.flower.storage.history import RunDirectory
+from pbfl_flwr.runs.directory import RunDirectory
 from tests.runs import entry, pbfl, write_run
 
 FILE = """

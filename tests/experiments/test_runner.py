@@ -15,9 +15,9 @@ from pbfl_flwr.config import Scalar
 from pbfl_flwr.experiments.running import runner
 from pbfl_flwr.experiments.running.live_log import Follower, Tail
 from pbfl_flwr.experiments.running.runner import interruptible
+from pbfl_flwr.flower.deploy.processes import signals_ignored
 from pbfl_flwr.flower.engines.placement import Resources
-from pbfl_flwr.flower.engines.processes import signals_ignored
-from pbfl_flwr.flower.storage.history import RunDirectory
+from pbfl_flwr.runs.directory import RunDirectory
 from tests.runs import entry, write_run
 
 

@@ -11,7 +11,7 @@ from pbfl_flwr.experiments.report import client_sheet
 from pbfl_flwr.experiments.results import records
 from pbfl_flwr.experiments.results.accuracies import majority_lines, scores
 from pbfl_flwr.experiments.results.summaries import paired_sheet, probability, summary_sheet
-from pbfl_flwr.flower.storage.history import RunDirectory
+from pbfl_flwr.runs.directory import RunDirectory
 from tests.runs import entry, over, write_run
 
 ROUNDS = {"num-server-rounds": 2}

@@ -13,9 +13,9 @@ from filelock import FileLock
 from rich.console import Console
 
 from pbfl_flwr.experiments.running import watch
-from pbfl_flwr.flower.storage import run_locks as holders
-from pbfl_flwr.flower.storage.history import ERROR, SERVER_LOCK, WAITING, RunDirectory
-from pbfl_flwr.flower.storage.run_locks import RUN_LOCK, claim, lock_of
+from pbfl_flwr.runs import locks as holders
+from pbfl_flwr.runs.directory import ERROR, SERVER_LOCK, WAITING, RunDirectory
+from pbfl_flwr.runs.locks import RUN_LOCK, claim, lock_of
 from tests.runs import entry, over, pbfl, write_run
 
 

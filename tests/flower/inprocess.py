@@ -33,9 +33,9 @@ from pbfl_flwr.flower.client.session import DataSource
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import Report
 from pbfl_flwr.flower.server.strategy import MethodStrategy
-from pbfl_flwr.flower.storage.history import RunDirectory
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.payloads import Payload
+from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.task import Task
 
 TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1

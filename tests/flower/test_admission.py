@@ -18,15 +18,15 @@ from pbfl_flwr.experiments import report
 from pbfl_flwr.experiments.results import records
 from pbfl_flwr.experiments.results.run_export import as_csv
 from pbfl_flwr.experiments.text.tables import show
-from pbfl_flwr.flower.client import hello as client_hello
-from pbfl_flwr.flower.legacy import LegacyMethodStrategy
+from pbfl_flwr.flower.client import handshake as client_hello
+from pbfl_flwr.flower.secagg.legacy import LegacyMethodStrategy
 from pbfl_flwr.flower.server.admission import Admission
 from pbfl_flwr.flower.server.availability import Availability
 from pbfl_flwr.flower.server.roster import Member, Roster
-from pbfl_flwr.flower.storage.history import RunDirectory
 from pbfl_flwr.method import Round
 from pbfl_flwr.methods import METHODS, SECTIONS
 from pbfl_flwr.prototypes.pipeline import Pipeline
+from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.task import Task
 from tests.flower.inprocess import SHORT, Answer, Federation, LocalGrid, federation, hello, silent
 from tests.flower.sites import run, sites

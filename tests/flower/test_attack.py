@@ -14,7 +14,7 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.results.records import Record
 from pbfl_flwr.experiments.text import tables
 from pbfl_flwr.flower.client.device import own_settings
-from pbfl_flwr.flower.legacy import LegacyMethodStrategy
+from pbfl_flwr.flower.secagg.legacy import LegacyMethodStrategy
 from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.payloads import Payload, Prototypes

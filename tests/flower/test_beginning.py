@@ -11,15 +11,15 @@ from torch import Tensor
 from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.client import app as client
-from pbfl_flwr.flower.client import hello as client_hello
+from pbfl_flwr.flower.client import handshake as client_hello
 from pbfl_flwr.flower.client import session
-from pbfl_flwr.flower.storage.history import RunRefused
 from pbfl_flwr.methods import SECTIONS, build_method
-from pbfl_flwr.models import build_model
+from pbfl_flwr.models.build import build_model
 from pbfl_flwr.models.checkpoints import as_file, body_of
 from pbfl_flwr.models.contract import SplitModel
-from pbfl_flwr.paths import weights_file
+from pbfl_flwr.runs.directory import RunRefused
 from pbfl_flwr.task import Task
+from pbfl_flwr.util.paths import weights_file
 from tests.flower.inprocess import federation
 
 TASK = Task(10, 64, (1, 8, 8))

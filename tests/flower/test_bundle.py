@@ -15,7 +15,7 @@ from flwr.cli.build import build_fab_from_disk
 
 import pbfl_flwr
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower.engines.bundle import PACKED, copy_included, slim
+from pbfl_flwr.flower.deploy.bundle import PACKED, copy_included, slim
 from tests.runs import pbfl
 
 PROJECT = """

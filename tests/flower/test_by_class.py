@@ -15,7 +15,6 @@ from flwr.app import MetricRecord, RecordDict
 from sklearn.metrics import balanced_accuracy_score, f1_score
 from torch import Tensor
 
-from pbfl_flwr.class_metrics import ByClass, balanced_accuracy, macro_f1, recalls, statistics
 from pbfl_flwr.config import PREDICTORS, EvaluationSettings, parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.messages import wire
@@ -25,8 +24,9 @@ from pbfl_flwr.flower.server.replies import Outcome, Phase
 from pbfl_flwr.flower.server.round_records import client_columns, on_validation, summarise_accuracy
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.payloads import RejectedPayload
-from pbfl_flwr.scoring import evaluate
 from pbfl_flwr.sinks import newcomers_step, steps
+from pbfl_flwr.training.class_metrics import ByClass, balanced_accuracy, macro_f1, recalls, statistics
+from pbfl_flwr.training.evaluation import evaluate
 from tests.flower.inprocess import SPLITS, Federation, altered, federation, numbers, raises, same_tensors
 from tests.test_training import client, data
 

@@ -14,8 +14,8 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.client import device
 from pbfl_flwr.flower.client.device import choose_device, identify, in_worker, own_settings, peak_gpu_memory
 from pbfl_flwr.flower.messages.report import Report
-from pbfl_flwr.flower.storage.store import ClientStore
 from pbfl_flwr.methods import SECTIONS
+from pbfl_flwr.runs.client_store import ClientStore
 from pbfl_flwr.sinks import steps
 from tests.flower.inprocess import federation
 
@@ -90,14 +90,13 @@ def test_a_device_brings_its_own(tmp_path: Path) -> None:
         "threads": 3,
         "layout": "contiguous",
         "precision": "bfloat16",
-        "compile": "default",
         "state-dir": "/var/lib/pbfl",
     }
     own = own_settings(RUN, node)
     assert (own.data.dataset, own.data.data_dir) == ("npz", str(tmp_path / "mine.npz"))
     how = own.training
     assert (own.models.models, how.batch_size, how.threads) == ("resnet8", 4, 3)
-    assert (how.layout, how.precision, how.compile) == ("contiguous", "bfloat16", "default")
+    assert (how.layout, how.precision) == ("contiguous", "bfloat16")
     identity = identify(context(node), own, "e")
     assert identity.own_data
     assert identity.state_dir == Path("/var/lib/pbfl/e")

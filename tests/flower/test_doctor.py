@@ -24,10 +24,10 @@ from flwr.superlink.cli.flower_superlink import _run_fleet_api_grpc_rere
 from flwr.superlink.federation import NoOpFederationManager
 from typer.testing import CliRunner
 
-from pbfl_flwr import security
 from pbfl_flwr.cli import app
-from pbfl_flwr.flower.diagnostics import connection, doctor, fleet
-from pbfl_flwr.flower.diagnostics.findings import CheckTargets, Finding, Status
+from pbfl_flwr.flower.deploy import certificates as security
+from pbfl_flwr.flower.deploy import connection, doctor, fleet
+from pbfl_flwr.flower.deploy.findings import CheckTargets, Finding, Status
 
 
 @pytest.fixture(scope="module")

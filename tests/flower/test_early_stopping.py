@@ -10,15 +10,15 @@ from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.results.accuracies import scores
 from pbfl_flwr.experiments.running import configuration, watch
-from pbfl_flwr.flower.legacy import LegacyMethodStrategy
+from pbfl_flwr.flower.secagg.legacy import LegacyMethodStrategy
 from pbfl_flwr.flower.server.early_stopping import (
     best_round_line,
     early_stop_note,
     patience_exhausted,
     score_of,
 )
-from pbfl_flwr.flower.storage.history import ENDED, RunDirectory, last_round
 from pbfl_flwr.methods import SECTIONS
+from pbfl_flwr.runs.directory import ENDED, RunDirectory, last_round
 from pbfl_flwr.task import Task
 from tests.flower.inprocess import Federation, federation
 from tests.runs import pbfl

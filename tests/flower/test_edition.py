@@ -9,8 +9,8 @@ import pytest
 
 import pbfl_flwr
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower.client import hello as client_hello
-from pbfl_flwr.flower.edition import NOT_SENT, edition
+from pbfl_flwr.flower.client import handshake as client_hello
+from pbfl_flwr.flower.code_version import NOT_SENT, edition
 from tests.flower.inprocess import federation
 from tests.flower.sites import run, sites
 

@@ -23,20 +23,22 @@ from pbfl_flwr.flower.client import fault_injection as faults
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import Report
 from pbfl_flwr.flower.server import rejoining as returning
-from pbfl_flwr.flower.server.hello import checked_roster
+from pbfl_flwr.flower.server.handshake import checked_roster
 from pbfl_flwr.flower.server.late_replies import MAX_OVERDUE_ROUNDS, OverdueReplies, OverdueReply
 from pbfl_flwr.flower.server.rejoining import hello_to_new_nodes
 from pbfl_flwr.flower.server.roster import Member
 from pbfl_flwr.flower.server.round_records import updated_ages
 from pbfl_flwr.flower.server.stop_conditions import RunEnded
 from pbfl_flwr.flower.server.strategy import MethodStrategy
-from pbfl_flwr.flower.storage import checkpoint, history, store
-from pbfl_flwr.flower.storage.atomic_files import write_atomically
-from pbfl_flwr.flower.storage.store import load_tensors
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.payloads import Prototypes
 from pbfl_flwr.prototypes.pipeline import Pipeline
+from pbfl_flwr.runs import checkpoint
+from pbfl_flwr.runs import client_store as store
+from pbfl_flwr.runs import directory as history
+from pbfl_flwr.runs.client_store import load_tensors
 from pbfl_flwr.task import Task
+from pbfl_flwr.util.atomic_files import write_atomically
 from tests.flower.inprocess import (
     NUM_CLIENTS,
     Federation,

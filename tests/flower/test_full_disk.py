@@ -14,7 +14,7 @@ import pytest
 from pbfl_flwr.config import Scalar
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.server.strategy import MethodStrategy
-from pbfl_flwr.flower.storage.store import load_tensors
+from pbfl_flwr.runs.client_store import load_tensors
 from tests.flower.inprocess import NUM_CLIENTS, Federation, federation, same_tensors, silent
 
 

@@ -18,14 +18,15 @@ from torch import Tensor
 
 from pbfl_flwr.config import Scalar, parse
 from pbfl_flwr.errors import LONGEST
-from pbfl_flwr.flower.memory import peak_memory
 from pbfl_flwr.flower.messages import safetensors_codec as headers
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import Report
 from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.methods import SECTIONS
-from pbfl_flwr.payloads import Mixtures, Payload, Prototypes, Weights
+from pbfl_flwr.methods.gfpl.payload import Mixtures
+from pbfl_flwr.payloads import Payload, Prototypes, Weights
 from pbfl_flwr.task import Task
+from pbfl_flwr.util.memory import peak_memory
 from tests.flower.inprocess import ScriptedGrid, reply_of, same_tensors
 
 TASK = Task(num_classes=6, feature_dim=8, input_shape=(1, 16, 16))

@@ -13,9 +13,9 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import cleanup
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.server import strategy as strategies
-from pbfl_flwr.flower.storage.store import ClientStore, kept_best, load_tensors
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.payloads import part_of
+from pbfl_flwr.runs.client_store import ClientStore, kept_best, load_tensors
 from pbfl_flwr.serving.export import best_of, of_round, read_state, state_file
 from tests.flower.inprocess import Federation, federation
 from tests.runs import pbfl

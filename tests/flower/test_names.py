@@ -16,10 +16,10 @@ from rich.console import Console
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.text.tables import failure_lines, show
 from pbfl_flwr.flower.messages import wire
-from pbfl_flwr.flower.server.hello import with_numbers
+from pbfl_flwr.flower.server.handshake import with_numbers
 from pbfl_flwr.flower.server.roster import Member
-from pbfl_flwr.flower.storage.store import load_tensors
 from pbfl_flwr.method import Client
+from pbfl_flwr.runs.client_store import load_tensors
 from pbfl_flwr.task import Task
 from tests.flower.inprocess import FIRST_NODE, federation, flower_error, hello, tiny_data
 from tests.flower.sites import run, sites, write_site

@@ -21,11 +21,11 @@ from pbfl_flwr.experiments.results.summaries import summary_sheet
 from pbfl_flwr.experiments.running import watch
 from pbfl_flwr.experiments.running.configuration import RequestedKeys
 from pbfl_flwr.experiments.text import tables
-from pbfl_flwr.flower.legacy import LegacyMethodStrategy
+from pbfl_flwr.flower.secagg.legacy import LegacyMethodStrategy
 from pbfl_flwr.flower.server.stop_conditions import RunEnded
-from pbfl_flwr.flower.storage.history import RunDirectory
 from pbfl_flwr.methods import METHODS, SECTIONS
 from pbfl_flwr.prototypes.privacy import epsilon_of
+from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.serving.export import state_file
 from pbfl_flwr.task import Task
 from tests.flower.inprocess import Answer, Federation, federation, raises, same_tensors

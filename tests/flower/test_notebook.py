@@ -17,12 +17,12 @@ from pbfl_flwr.config import Scalar, Settings
 from pbfl_flwr.data import ClientData, Shard
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.client.app import make_client_app
-from pbfl_flwr.flower.engines import worker_pool
-from pbfl_flwr.flower.engines.flwr_engine import Engine
-from pbfl_flwr.flower.engines.local import federate, federate_app
+from pbfl_flwr.flower.deploy.superlink import Engine
+from pbfl_flwr.flower.engines import executors as worker_pool
+from pbfl_flwr.flower.engines.grid import federate, federate_app
 from pbfl_flwr.flower.engines.placement import Resources
-from pbfl_flwr.flower.storage.history import RunDirectory
-from pbfl_flwr.models import SplitModel
+from pbfl_flwr.models.build import SplitModel
+from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.strategies import FedProto
 from pbfl_flwr.task import Task
 from tests.flower.inprocess import SPLITS, tiny_data
@@ -118,7 +118,7 @@ def test_a_worker_that_fails_of_itself_is_not_said_to_lack_memory(
     """A script without ``if __name__ == "__main__":`` is run by every worker that imports it."""
     script = tmp_path / "script.py"
     script.write_text(
-        "from pbfl_flwr.flower.engines.local import federate\n"
+        "from pbfl_flwr.flower.engines.grid import federate\n"
         "from pbfl_flwr.flower.engines.placement import Resources\n"
         f"federate({str(tmp_path / 'run')!r}, {KEYS!r}, 3, Resources(workers=2))\n"
     )

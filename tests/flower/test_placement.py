@@ -9,7 +9,7 @@ import torch
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.running import configuration
-from pbfl_flwr.flower.engines.flwr_engine import Engine
+from pbfl_flwr.flower.deploy.superlink import Engine
 from pbfl_flwr.flower.engines.placement import Machine, Resources, Slot, idle_cards, places, slots
 from tests.runs import pbfl
 

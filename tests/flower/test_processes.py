@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from pbfl_flwr.flower.engines import reaper
-from pbfl_flwr.flower.engines.processes import Processes
+from pbfl_flwr.flower.deploy import watchdog as reaper
+from pbfl_flwr.flower.deploy.processes import Processes
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="has no process groups")
 LEAVES_A_CHILD = (

@@ -8,9 +8,9 @@ import pytest
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.results.run_export import as_csv
-from pbfl_flwr.flower.storage.atomic_files import DamagedState
-from pbfl_flwr.flower.storage.history import RunDirectory
-from pbfl_flwr.flower.storage.result_hash import result_hash
+from pbfl_flwr.runs.directory import RunDirectory
+from pbfl_flwr.runs.result_hash import result_hash
+from pbfl_flwr.util.atomic_files import DamagedState
 from tests.flower.inprocess import federation
 from tests.runs import pbfl
 

@@ -18,13 +18,13 @@ from flwr.server.workflow import DefaultWorkflow
 
 from pbfl_flwr.config import Scalar, parse
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower.legacy import REPORT, LegacyMethodStrategy, fit_result, parameters_of
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import Report
+from pbfl_flwr.flower.secagg.legacy import REPORT, LegacyMethodStrategy, fit_result, parameters_of
 from pbfl_flwr.flower.server.stop_conditions import RunEnded
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.payloads import Prototypes, RejectedPayload
-from pbfl_flwr.prototypes import sums
+from pbfl_flwr.prototypes import secure_sums as sums
 from pbfl_flwr.prototypes.pipeline import Pipeline
 from pbfl_flwr.task import Task
 from tests.flower.inprocess import NUM_CLIENTS, Answer, Fault, Federation, federation, lost, raises

@@ -15,10 +15,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from pbfl_flwr.flower.server import recorder
-from pbfl_flwr.flower.storage import atomic_files as files
-from pbfl_flwr.flower.storage import checkpoint, store
-from pbfl_flwr.flower.storage.atomic_files import DamagedState, UnsavedState, write_atomically
-from pbfl_flwr.flower.storage.store import ClientState, ClientStore, load_tensors, save_tensors
+from pbfl_flwr.runs import checkpoint
+from pbfl_flwr.runs import client_store as store
+from pbfl_flwr.runs.client_store import ClientState, ClientStore, load_tensors, save_tensors
+from pbfl_flwr.util import atomic_files as files
+from pbfl_flwr.util.atomic_files import DamagedState, UnsavedState, write_atomically
 from tests.flower.inprocess import federation
 
 STATE = ClientState(

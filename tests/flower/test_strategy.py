@@ -24,18 +24,18 @@ from pbfl_flwr.errors import LONGEST, PbflError
 from pbfl_flwr.flower.client.app import make_client_app
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import Report
-from pbfl_flwr.flower.server.hello import checked_roster
+from pbfl_flwr.flower.server.handshake import checked_roster
 from pbfl_flwr.flower.server.roster import Member, Roster
 from pbfl_flwr.flower.server.stop_conditions import RunEnded
 from pbfl_flwr.flower.server.strategy import MethodStrategy
-from pbfl_flwr.flower.storage import history
-from pbfl_flwr.flower.storage.atomic_files import DamagedState
-from pbfl_flwr.flower.storage.history import ERROR, RunDirectory, RunRefused
 from pbfl_flwr.method import Method, Round, Update
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.payloads import Prototypes, Weights
 from pbfl_flwr.prototypes.pipeline import Pipeline
+from pbfl_flwr.runs import directory as history
+from pbfl_flwr.runs.directory import ERROR, RunDirectory, RunRefused
 from pbfl_flwr.task import Task
+from pbfl_flwr.util.atomic_files import DamagedState
 from server_app import app as server_app
 from tests.flower.inprocess import (
     NUM_CLIENTS,

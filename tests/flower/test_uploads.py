@@ -12,12 +12,12 @@ import torch
 from flwr.app import Message
 
 from pbfl_flwr.experiments.text.tables import privacy_line
-from pbfl_flwr.flower.storage.store import load_tensors
 from pbfl_flwr.method import Client, Update
 from pbfl_flwr.methods import PROTECTED
 from pbfl_flwr.payloads import Prototypes
 from pbfl_flwr.prototypes.pipeline import Pipeline
 from pbfl_flwr.prototypes.privacy import epsilon_of
+from pbfl_flwr.runs.client_store import load_tensors
 from tests.flower.inprocess import NUM_CLIENTS, federation, through_flower
 
 NOISE: dict[str, Any] = {"dp_clip": 5.0, "dp_noise": 2.0}

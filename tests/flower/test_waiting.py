@@ -16,7 +16,7 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import Report
 from pbfl_flwr.flower.server import waiting
-from pbfl_flwr.flower.server.hello import wait_for_nodes
+from pbfl_flwr.flower.server.handshake import wait_for_nodes
 from pbfl_flwr.flower.server.roster import Roster
 from pbfl_flwr.flower.server.waiting import PollingGrid, poll, polling
 from tests.flower.inprocess import LocalGrid

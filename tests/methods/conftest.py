@@ -7,7 +7,7 @@ from pbfl_flwr.config import parse
 from pbfl_flwr.data import ClientData, Shard
 from pbfl_flwr.method import Client
 from pbfl_flwr.methods import SECTIONS, build_method
-from pbfl_flwr.models import build_model
+from pbfl_flwr.models.build import build_model
 from pbfl_flwr.task import Task
 
 TASK = Task(num_classes=4, feature_dim=6, input_shape=(1, 16, 16))

@@ -12,7 +12,7 @@ import torch
 
 from pbfl_flwr.method import Round
 from pbfl_flwr.methods import build_method
-from pbfl_flwr.scoring import evaluate
+from pbfl_flwr.training.evaluation import evaluate
 from tests.methods.conftest import TASK, settings_of
 
 LABELS = {

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from pbfl_flwr.class_metrics import ByClass
 from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.running.configuration import RequestedKeys, check
@@ -17,7 +16,8 @@ from pbfl_flwr.flower.messages.report import OWN, Report
 from pbfl_flwr.method import Round, head_scores
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.payloads import Prototypes, Weights
-from pbfl_flwr.scoring import evaluate
+from pbfl_flwr.training.class_metrics import ByClass
+from pbfl_flwr.training.evaluation import evaluate
 from tests.flower.inprocess import federation
 from tests.methods.conftest import TASK, settings_of
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pbfl_flwr.methods.averaging import copies
 from pbfl_flwr.methods.fedala import mix
 from pbfl_flwr.payloads import Weights
-from pbfl_flwr.weights import copies
 
 UPPER = ("head.weight", "head.bias")
 

@@ -6,12 +6,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower.storage.store import ClientState, ClientStore
 from pbfl_flwr.method import Round
-from pbfl_flwr.models import head_names
-from pbfl_flwr.models.attention import MapDistillation, MapMemory, convolutional
+from pbfl_flwr.methods.fedcpd.attention import MapDistillation, MapMemory, convolutional
+from pbfl_flwr.models.build import head_names
 from pbfl_flwr.payloads import Prototypes, RejectedPayload, Weights, WeightsAndPrototypes, part_of
-from pbfl_flwr.prototypes.distillation import alignment_pull, contrast
+from pbfl_flwr.prototypes.regularizer import alignment_pull, contrast
+from pbfl_flwr.runs.client_store import ClientState, ClientStore
 from pbfl_flwr.task import Task
 
 OFF = {"align_weight": 0.0, "contrast_weight": 0.0, "distill_weight": 0.0}

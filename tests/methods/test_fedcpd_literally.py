@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from pbfl_flwr import seeds
 from pbfl_flwr.method import Round
-from pbfl_flwr.models import body_names
-from pbfl_flwr.models.attention import MapDistillation
+from pbfl_flwr.methods.fedcpd.attention import MapDistillation
+from pbfl_flwr.models.build import body_names
 
 RATE, ROUNDS, WIDTH = 0.02, 3, 5
 LABELS = {0: (0, 0, 1, 1, 2), 1: (1, 1, 1), 2: (2, 0, 1, 2, 2, 2, 1)}  # nobody holds class 3

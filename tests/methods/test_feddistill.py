@@ -9,7 +9,7 @@ from pbfl_flwr.method import Round
 from pbfl_flwr.methods.feddistill import DistillState, distillation
 from pbfl_flwr.payloads import Logits, RejectedPayload
 from pbfl_flwr.task import Task
-from pbfl_flwr.training import batches, take
+from pbfl_flwr.training.loop import batches, take
 
 
 def rows(**given):

@@ -3,12 +3,12 @@ import torch
 from torch.nn import functional as F
 
 from pbfl_flwr.method import Round
+from pbfl_flwr.methods.averaging import load_parameters
 from pbfl_flwr.methods.fedfa import RunningAnchors, anchor_pull, initial_anchors
 from pbfl_flwr.payloads import RejectedPayload, Weights
 from pbfl_flwr.task import Task
-from pbfl_flwr.training import batches, take
-from pbfl_flwr.weights import load_parameters
-from tests.pretend_card import CUDA, card, record
+from pbfl_flwr.training.loop import batches, take
+from tests.pretend_card import CUDA, card
 
 
 def test_anchors_at_the_start():
@@ -29,7 +29,11 @@ def test_pull_by_hand():
 def test_no_gpu_is_waited_for_in_a_pull():
     with card():
         features, labels = torch.ones(3, 2).to(CUDA), torch.tensor([0, 0, 2]).to(CUDA)
-        record(lambda: anchor_pull(features, labels, features), CUDA)  # refuses what waits
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            anchor_pull(features, labels, features)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize(("biased", "expected"), [(False, 2.5), (True, 1.5)])

@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 from pbfl_flwr.method import Round
-from pbfl_flwr.methods.fedgen import LabelledHead
+from pbfl_flwr.methods.generative.fedgen import LabelledHead
 from pbfl_flwr.payloads import RejectedPayload, Weights
 from pbfl_flwr.task import Task
-from pbfl_flwr.training import batches, take
+from pbfl_flwr.training.loop import batches, take
 
 SMALL = {"noise_dim": 3, "hidden_dim": 8, "server_steps": 60, "server_learning_rate": 0.05}
 

@@ -9,7 +9,7 @@ from pbfl_flwr.method import Round
 from pbfl_flwr.payloads import Prototypes, RejectedPayload, Weights
 from pbfl_flwr.prototypes.privacy import epsilon_of
 from pbfl_flwr.task import Task
-from pbfl_flwr.training import take
+from pbfl_flwr.training.loop import take
 
 
 def zero_head():

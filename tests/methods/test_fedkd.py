@@ -8,14 +8,14 @@ from torch.nn import functional as F
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.messages import wire
-from pbfl_flwr.lowrank import compress, expand
 from pbfl_flwr.method import Round
-from pbfl_flwr.methods.fedkd import MenteeState
-from pbfl_flwr.models import build_model
+from pbfl_flwr.methods.averaging import load_parameters
+from pbfl_flwr.methods.fedkd.lowrank import compress, expand
+from pbfl_flwr.methods.fedkd.method import MenteeState
+from pbfl_flwr.models.build import build_model
 from pbfl_flwr.payloads import LowRank, RejectedPayload, Weights
 from pbfl_flwr.task import Task
-from pbfl_flwr.training import batches, take
-from pbfl_flwr.weights import load_parameters
+from pbfl_flwr.training.loop import batches, take
 
 WHOLE = {"energy_start": 1.0, "energy_end": 1.0}
 

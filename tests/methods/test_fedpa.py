@@ -7,9 +7,9 @@ import torch
 from torch.nn import functional as F
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.generators import sampler, tensors_of
 from pbfl_flwr.method import Round
-from pbfl_flwr.methods.fedpa import (
+from pbfl_flwr.methods.averaging import load_parameters, parameters_of
+from pbfl_flwr.methods.generative.fedpa import (
     FedPA,
     GeneratorLoss,
     diversity,
@@ -18,11 +18,11 @@ from pbfl_flwr.methods.fedpa import (
     prototype_weight,
     teaching_weights,
 )
-from pbfl_flwr.models import build_model
+from pbfl_flwr.methods.generative.generators import sampler, tensors_of
+from pbfl_flwr.models.build import build_model
 from pbfl_flwr.payloads import Prototypes, RejectedPayload, Weights, WeightsAndPrototypes
 from pbfl_flwr.task import Task
-from pbfl_flwr.training import batches, take
-from pbfl_flwr.weights import load_parameters, parameters_of
+from pbfl_flwr.training.loop import batches, take
 
 SMALL = {"noise_dim": 3, "hidden_dim": 8, "server_steps": 5}
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from pbfl_flwr.method import Round
-from pbfl_flwr.models import body_names, head_names
+from pbfl_flwr.models.build import body_names, head_names
 from pbfl_flwr.task import Task
 
 

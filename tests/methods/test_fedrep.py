@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from pbfl_flwr.methods import fedrep
-from pbfl_flwr.models import body_names, head_names
-from pbfl_flwr.training import batches, classification, fixed_features, take
+from pbfl_flwr.models.build import body_names, head_names
+from pbfl_flwr.training.loop import batches, classification, fixed_features, take
 
 
 def snapshot(model):

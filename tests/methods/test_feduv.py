@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pbfl_flwr.methods.feduv import uniformity, variance
-from pbfl_flwr.training import batches, take
+from pbfl_flwr.training.loop import batches, take
 
 
 def test_variance_of_one_hot_outputs_is_zero_and_of_equal_ones_gamma():

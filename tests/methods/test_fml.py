@@ -7,12 +7,12 @@ from torch.nn import functional as F
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Round
+from pbfl_flwr.methods.averaging import load_parameters
 from pbfl_flwr.methods.mutual import Conventions
-from pbfl_flwr.models import build_model
+from pbfl_flwr.models.build import build_model
 from pbfl_flwr.payloads import RejectedPayload, Weights
 from pbfl_flwr.task import Task
-from pbfl_flwr.training import batches, take
-from pbfl_flwr.weights import load_parameters
+from pbfl_flwr.training.loop import batches, take
 
 
 def test_published_costs_to_the_printed_digit(make_method):

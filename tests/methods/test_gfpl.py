@@ -7,11 +7,12 @@ import torch
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.method import Round
-from pbfl_flwr.models import body_names
-from pbfl_flwr.payloads import Mixtures, RejectedPayload
-from pbfl_flwr.prototypes.etf import equiangular_frame, projection_layer
-from pbfl_flwr.scoring import evaluate
+from pbfl_flwr.methods.gfpl.etf import equiangular_frame, projection_layer
+from pbfl_flwr.methods.gfpl.payload import Mixtures
+from pbfl_flwr.models.build import body_names
+from pbfl_flwr.payloads import RejectedPayload
 from pbfl_flwr.task import Task
+from pbfl_flwr.training.evaluation import evaluate
 
 OFF = {"dual_classifier": False, "pseudo_features": False}
 SOON = {"start": 1, "interval": 1}

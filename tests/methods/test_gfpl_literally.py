@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 from pbfl_flwr import seeds
 from pbfl_flwr.method import Round
-from pbfl_flwr.payloads import Mixtures
-from pbfl_flwr.prototypes.etf import projection_layer
-from pbfl_flwr.prototypes.mixture import sample
+from pbfl_flwr.methods.gfpl.etf import projection_layer
+from pbfl_flwr.methods.gfpl.mixture import sample
+from pbfl_flwr.methods.gfpl.payload import Mixtures
 
 K, D, RATE, MOMENTUM, SAMPLES, ROUNDS = 4, 6, 0.05, 0.5, 7, 5
 LABELS = {0: (0, 0, 0, 1, 1, 2), 1: (1, 2, 2, 2, 2, 2, 0), 2: (2, 2, 2, 2)}

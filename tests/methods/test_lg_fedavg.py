@@ -6,10 +6,10 @@ from torch import nn
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Round
-from pbfl_flwr.models import build_model
+from pbfl_flwr.methods.averaging import copies, shared_parameters
+from pbfl_flwr.models.build import build_model
 from pbfl_flwr.payloads import RejectedPayload, Weights
 from pbfl_flwr.task import Task
-from pbfl_flwr.weights import copies, shared_parameters
 
 
 def head_of(model):

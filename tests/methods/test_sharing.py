@@ -6,10 +6,10 @@ import torch
 from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method
-from pbfl_flwr.models import build_model
+from pbfl_flwr.methods.averaging import average, shared_parameters
+from pbfl_flwr.models.build import build_model
 from pbfl_flwr.payloads import RejectedPayload, Weights
 from pbfl_flwr.task import Task
-from pbfl_flwr.weights import average, shared_parameters
 
 
 def test_average_weighs_by_samples_or_not():

@@ -1,6 +1,6 @@
 """A name for every architecture, and the inputs that it takes."""
 
-from pbfl_flwr.architectures import base_and_sizes, examples
+from pbfl_flwr.models.registry import base_and_sizes, examples
 from pbfl_flwr.task import Task
 
 EXAMPLES = examples()

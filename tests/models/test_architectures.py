@@ -9,7 +9,7 @@ from torchvision import models
 
 from pbfl_flwr import seeds
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.models import MODELS, build_model, count_parameters
+from pbfl_flwr.models.build import MODELS, build_model, count_parameters
 from pbfl_flwr.models.layers import impose_width
 from pbfl_flwr.task import Task
 

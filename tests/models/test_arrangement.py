@@ -7,10 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.models import arrange, arrangement, build_model
-from pbfl_flwr.models.arrangement import FEW_PIXELS, DepthwiseConv2d, FewPixelsConv2d, PointwiseConv2d
-from pbfl_flwr.optimizers import SGD, Group
+from pbfl_flwr.models import cpu_convolutions as arrangement
+from pbfl_flwr.models.build import arrange, build_model
+from pbfl_flwr.models.cpu_convolutions import FEW_PIXELS, DepthwiseConv2d, FewPixelsConv2d, PointwiseConv2d
 from pbfl_flwr.task import Task
+from pbfl_flwr.training.optimizers import SGD, Group
 from tests.models.kinds import EXAMPLES, LONGER, TABLES, is_one_of, takes_images
 
 TASK = Task(5, 24, (3, 32, 32))

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from pbfl_flwr.models import build_model, random_inputs
-from pbfl_flwr.models.attention import (
+from pbfl_flwr.methods.fedcpd.attention import (
     CBAM,
     CrossLayerFusion,
     MapDistillation,
@@ -14,6 +13,7 @@ from pbfl_flwr.models.attention import (
     convolutional,
     map_channels,
 )
+from pbfl_flwr.models.build import build_model, random_inputs
 from pbfl_flwr.task import Task
 from tests.models.kinds import (
     EXAMPLES,

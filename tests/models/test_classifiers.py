@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from pbfl_flwr.architectures import architectures, base_and_sizes, body_and_classifier
 from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.server.roster import ARCHITECTURE
 from pbfl_flwr.methods import SECTIONS
-from pbfl_flwr.models import (
+from pbfl_flwr.methods.averaging import shared_parameters
+from pbfl_flwr.models.build import (
     build_model,
     check_models,
     check_named,
@@ -18,8 +18,8 @@ from pbfl_flwr.models import (
     is_still,
     random_inputs,
 )
+from pbfl_flwr.models.registry import architectures, base_and_sizes, body_and_classifier
 from pbfl_flwr.task import Task
-from pbfl_flwr.weights import shared_parameters
 from tests.models.kinds import EXAMPLES, shapes, task_of, width
 
 K, D = 7, 20

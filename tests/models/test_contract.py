@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from pbfl_flwr.architectures import ARCHITECTURES
-from pbfl_flwr.models import (
+from pbfl_flwr.models.build import (
     MODELS,
     SplitModel,
     body_names,
@@ -17,6 +16,7 @@ from pbfl_flwr.models import (
     head_names,
     random_inputs,
 )
+from pbfl_flwr.models.registry import ARCHITECTURES
 from tests.models.kinds import (
     EXAMPLES,
     TEXTS,

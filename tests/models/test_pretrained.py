@@ -12,14 +12,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torchvision.models.vision_transformer import interpolate_embeddings
 
-from pbfl_flwr.architectures import architecture_of, architectures
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.models import build_model, random_inputs
+from pbfl_flwr.models.build import build_model, random_inputs
 from pbfl_flwr.models.checkpoints import COUNTER, OF_TORCHVISION, as_file, body_of, read_checkpoint
 from pbfl_flwr.models.contract import HEAD_PREFIX, SplitModel
 from pbfl_flwr.models.pretrained import digest
-from pbfl_flwr.paths import weights_file
+from pbfl_flwr.models.registry import architecture_of, architectures
 from pbfl_flwr.task import Task
+from pbfl_flwr.util.paths import weights_file
 from tests.runs import pbfl
 
 SMALL = Task(3, 16, (3, 32, 32))

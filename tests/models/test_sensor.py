@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pbfl_flwr.architectures import FAMILIES
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.models import arrange, build_model, check_models, is_still, random_inputs
+from pbfl_flwr.models.build import arrange, build_model, check_models, is_still, random_inputs
+from pbfl_flwr.models.registry import FAMILIES
 from pbfl_flwr.task import Task
 
 HAR = Task(num_classes=6, feature_dim=16, input_shape=(9, 128))

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pbfl_flwr.architectures import ARCHITECTURES, base_and_sizes
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.models import (
+from pbfl_flwr.models.build import (
     FAMILIES,
     MODELS,
     SplitModel,
@@ -24,6 +23,7 @@ from pbfl_flwr.models import (
     dry_forward,
     head_names,
 )
+from pbfl_flwr.models.registry import ARCHITECTURES, base_and_sizes
 from pbfl_flwr.task import Task
 
 TASK = Task(num_classes=10, feature_dim=24, input_shape=(1, 16, 16))

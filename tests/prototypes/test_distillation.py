@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.prototypes.distillation import alignment_pull, contrast, proportional_weights, pull
+from pbfl_flwr.prototypes.regularizer import alignment_pull, contrast, proportional_weights, pull
 
 PROTOTYPES = torch.tensor([[1.0, 0.0], [0.0, 2.0], [9.0, 9.0]])
 PRESENT = torch.tensor([True, True, False])  # the row of class 2 is no prototype

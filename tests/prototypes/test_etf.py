@@ -3,7 +3,7 @@ import torch
 
 from pbfl_flwr import seeds
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.prototypes.etf import dot_regression, equiangular_frame, frame_scores, projection_layer
+from pbfl_flwr.methods.gfpl.etf import dot_regression, equiangular_frame, frame_scores, projection_layer
 
 
 @pytest.mark.parametrize(("K", "d"), [(2, 2), (2, 7), (10, 10), (10, 50), (62, 80)])

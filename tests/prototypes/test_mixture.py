@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.mixture import GaussianMixture
 
-from pbfl_flwr.payloads import Mixtures, RejectedPayload
-from pbfl_flwr.prototypes import mixture
-from pbfl_flwr.prototypes.mixture import (
+from pbfl_flwr.methods.gfpl import mixture
+from pbfl_flwr.methods.gfpl.mixture import (
     STD_FLOOR,
     MixtureState,
     bhattacharyya,
@@ -20,6 +19,8 @@ from pbfl_flwr.prototypes.mixture import (
     fuse,
     sample,
 )
+from pbfl_flwr.methods.gfpl.payload import Mixtures
+from pbfl_flwr.payloads import RejectedPayload
 from pbfl_flwr.task import Task
 
 TASK = Task(num_classes=4, feature_dim=2, input_shape=(1,))

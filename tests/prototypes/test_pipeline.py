@@ -17,10 +17,11 @@ from pbfl_flwr.data import ClientData, Shard
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client, Round
 from pbfl_flwr.methods import SECTIONS, build_method
-from pbfl_flwr.models import build_model
+from pbfl_flwr.models.build import build_model
 from pbfl_flwr.models.contract import SplitModel
 from pbfl_flwr.payloads import Prototypes, RejectedPayload
-from pbfl_flwr.prototypes import masks, sums
+from pbfl_flwr.prototypes import masks
+from pbfl_flwr.prototypes import secure_sums as sums
 from pbfl_flwr.prototypes.pipeline import Pipeline
 from pbfl_flwr.prototypes.stages import Stages
 from pbfl_flwr.prototypes.trainable import train_prototypes

@@ -15,7 +15,8 @@ from pbfl_flwr.data import ClientData, Shard
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client
 from pbfl_flwr.methods import PROTECTED, SECTIONS, build_method
-from pbfl_flwr.models import SplitModel
+from pbfl_flwr.models.build import SplitModel
+from pbfl_flwr.prototypes.class_means import class_means, class_sums
 from pbfl_flwr.prototypes.privacy import (
     Release,
     bucketed,
@@ -25,7 +26,6 @@ from pbfl_flwr.prototypes.privacy import (
     gaussian,
     sensitivity,
 )
-from pbfl_flwr.prototypes.statistics import class_means, class_sums
 from pbfl_flwr.task import Task
 
 C = 1.5

@@ -8,10 +8,10 @@ import torch
 from pbfl_flwr.config import parse
 from pbfl_flwr.method import Round
 from pbfl_flwr.methods import SECTIONS, build_method
+from pbfl_flwr.methods.averaging import average
 from pbfl_flwr.payloads import Prototypes, Weights
 from pbfl_flwr.prototypes import aggregation
 from pbfl_flwr.task import Task
-from pbfl_flwr.weights import average
 
 TASK = Task(num_classes=3, feature_dim=2, input_shape=(2,))
 

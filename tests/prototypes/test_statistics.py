@@ -2,7 +2,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pbfl_flwr.prototypes.statistics import ClassSums, class_means, class_sums
+from pbfl_flwr.prototypes.class_means import ClassSums, class_means, class_sums
 from tests.pretend_card import CUDA, OnCard, card
 
 CPU = torch.device("cpu")

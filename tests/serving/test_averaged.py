@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 from pbfl_flwr.cli import app
 from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower.storage.store import load_tensors, save_tensors
 from pbfl_flwr.method import Client
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method
-from pbfl_flwr.models import build_model
+from pbfl_flwr.models.build import build_model
 from pbfl_flwr.payloads import part_of
+from pbfl_flwr.runs.client_store import load_tensors, save_tensors
 from pbfl_flwr.serving.averaged import averaged
 from pbfl_flwr.serving.export import export, read_state, state_file, states_of
 from pbfl_flwr.serving.predict import open_exported

@@ -18,12 +18,12 @@ from typer.testing import CliRunner
 from pbfl_flwr.cli import app
 from pbfl_flwr.config import Settings, parse
 from pbfl_flwr.data import ClientData, Shard, own_data
-from pbfl_flwr.data.inspection import settings_for
+from pbfl_flwr.data.own.inspection import settings_for
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower.storage.store import load_tensors, save_tensors
 from pbfl_flwr.methods import build_method
-from pbfl_flwr.model_card import Card
-from pbfl_flwr.models import build_model
+from pbfl_flwr.models.build import build_model
+from pbfl_flwr.runs.client_store import load_tensors, save_tensors
+from pbfl_flwr.runs.saved_model import Card
 from pbfl_flwr.serving.export import Kept, export, has_onnx, read_state, state_file
 from pbfl_flwr.serving.network import Served, rebuild
 from pbfl_flwr.serving.predict import BATCH, Exported, Prediction, open_exported, predict, written

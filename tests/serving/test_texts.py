@@ -12,10 +12,11 @@ import torch
 from typer.testing import CliRunner
 
 from pbfl_flwr.cli import app
-from pbfl_flwr.data import own_data, tokens
-from pbfl_flwr.data.inspection import settings_for
+from pbfl_flwr.data import own_data
+from pbfl_flwr.data.own import tokens
+from pbfl_flwr.data.own.inspection import settings_for
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.models import build_model, random_inputs
+from pbfl_flwr.models.build import build_model, random_inputs
 from pbfl_flwr.serving.export import Kept, export, has_onnx, read_state, state_file
 from pbfl_flwr.serving.predict import open_exported, predict
 from tests.flower.inprocess import federation

@@ -34,7 +34,7 @@ from pbfl_flwr.experiments.running import configuration
 from pbfl_flwr.experiments.running.runner import simulate
 from pbfl_flwr.experiments.text.numbers import say
 from pbfl_flwr.flower.engines.placement import Resources
-from pbfl_flwr.flower.storage.history import ENDED, RunDirectory
+from pbfl_flwr.runs.directory import ENDED, RunDirectory
 
 FOLDER = "experiments/comparisons"
 INTERRUPTED = 130

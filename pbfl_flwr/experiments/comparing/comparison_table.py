@@ -26,8 +26,8 @@ from pbfl_flwr.experiments.results.summaries import MOMENT_NOTE, NEW_NOTE, OTHER
 from pbfl_flwr.experiments.text.numbers import kilobytes
 from pbfl_flwr.experiments.text.table_formats import Sheet, csv_mean_sd, mean_cell
 from pbfl_flwr.experiments.text.tables import paper_scalars, unknown_lines
-from pbfl_flwr.flower.storage.atomic_files import write_atomically
-from pbfl_flwr.flower.storage.history import RunDirectory
+from pbfl_flwr.runs.directory import RunDirectory
+from pbfl_flwr.util.atomic_files import write_atomically
 
 BALANCED = ("balanced accuracy", "macro-F1")
 BALANCE_NOTE = (

@@ -11,7 +11,7 @@ from pbfl_flwr.experiments.comparing.compare import Planned, pending_keys
 from pbfl_flwr.experiments.running import configuration
 from pbfl_flwr.experiments.text.narrow import print_blocks
 from pbfl_flwr.experiments.text.numbers import say
-from pbfl_flwr.flower.storage.history import RunDirectory
+from pbfl_flwr.runs.directory import RunDirectory
 
 COLUMNS = ("run", "method", "state", "seed", "rounds", "directory")
 

@@ -24,8 +24,8 @@ from pbfl_flwr.experiments.results.accuracies import (
 from pbfl_flwr.experiments.results.records import Record, changed_files, changed_lines
 from pbfl_flwr.experiments.results.summaries import MOMENT_NOTE
 from pbfl_flwr.experiments.text.table_formats import Sheet, csv_mean_sd, mean_cell
-from pbfl_flwr.flower.storage.atomic_files import write_atomically
-from pbfl_flwr.flower.storage.history import RunDirectory
+from pbfl_flwr.runs.directory import RunDirectory
+from pbfl_flwr.util.atomic_files import write_atomically
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from pbfl_flwr.experiments.results.accuracies import titled
 from pbfl_flwr.experiments.running import configuration
 from pbfl_flwr.experiments.text.numbers import kilobytes
 from pbfl_flwr.experiments.text.table_formats import Sheet, mean_cell
-from pbfl_flwr.flower.storage.atomic_files import write_atomically
+from pbfl_flwr.util.atomic_files import write_atomically
 
 Values = dict[str, list[Scalar]]
 

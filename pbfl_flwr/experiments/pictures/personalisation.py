@@ -15,7 +15,7 @@ from pbfl_flwr.experiments.pictures.style import GRID, Picture, canvas, heatmap,
 from pbfl_flwr.experiments.results.artefacts import NotAvailable, client_states
 from pbfl_flwr.experiments.results.records import Group, Record
 from pbfl_flwr.models.contract import HEAD_PREFIX
-from pbfl_flwr.user_code import is_external
+from pbfl_flwr.util.user_code import is_external
 
 
 def normalised_columns(values: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -9,22 +9,22 @@ from typing import Any
 
 from torch import Tensor
 
-from pbfl_flwr.architectures import fresh
 from pbfl_flwr.config import Settings, parse
 from pbfl_flwr.data import ClientData, client_data
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.results.records import Record
-from pbfl_flwr.flower.storage.store import ClientState, ClientStore, load_tensors
 from pbfl_flwr.method import Method
 from pbfl_flwr.methods import SECTIONS, build_method
-from pbfl_flwr.models import SplitModel, build_model
+from pbfl_flwr.models.build import SplitModel, build_model
+from pbfl_flwr.models.registry import fresh
 from pbfl_flwr.payloads import Logits, Payload, Prototypes, RejectedPayload, WeightsAndPrototypes
 from pbfl_flwr.prototypes.alignment import align
 from pbfl_flwr.prototypes.pipeline import Pipeline, PipelineState
 from pbfl_flwr.prototypes.sphere import Geometry, geometry
+from pbfl_flwr.runs.client_store import ClientState, ClientStore, load_tensors
 from pbfl_flwr.seeds import derive
 from pbfl_flwr.task import Task
-from pbfl_flwr.user_code import is_external
+from pbfl_flwr.util.user_code import is_external
 
 
 class NotAvailable(PbflError):

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.errors import PbflError, expanded
 from pbfl_flwr.experiments.results.accuracies import client_series, honest, label_names, series
-from pbfl_flwr.flower.storage.history import RunDirectory
+from pbfl_flwr.runs.directory import RunDirectory
 
 NEUTRAL = frozenset(
     {

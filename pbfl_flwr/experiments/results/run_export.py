@@ -12,7 +12,7 @@ from pbfl_flwr.config import PREDICTORS
 from pbfl_flwr.experiments.results.accuracies import client_series, participants, scores, series
 from pbfl_flwr.experiments.text.table_formats import Sheet
 from pbfl_flwr.experiments.text.tables import rounds_of_newcomers
-from pbfl_flwr.flower.storage.history import ERROR, RunDirectory, last_round
+from pbfl_flwr.runs.directory import ERROR, RunDirectory, last_round
 
 CLIENTS = (
     "round",

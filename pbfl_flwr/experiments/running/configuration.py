@@ -13,17 +13,17 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from pbfl_flwr.architectures import architecture_of, architectures, check_named, fresh
 from pbfl_flwr.config import CHANGEABLE, DataSettings, Scalar, Settings, parse
 from pbfl_flwr.data import DATASETS, Partition, check_data, load_pool
-from pbfl_flwr.data.windows import mixed_up
+from pbfl_flwr.data.own.windows import mixed_up
 from pbfl_flwr.errors import PbflError, expanded, in_utf8, writing
 from pbfl_flwr.experiments.running.runner import resume_command, simulated
 from pbfl_flwr.flower.engines.placement import Machine, Resources, places
-from pbfl_flwr.flower.storage.history import ENDED, RunDirectory
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method, privacy_notes
+from pbfl_flwr.models.registry import architecture_of, architectures, check_named
+from pbfl_flwr.runs.directory import ENDED, RunDirectory
 from pbfl_flwr.sinks import check as check_sinks
-from pbfl_flwr.user_code import is_external
+from pbfl_flwr.util.user_code import is_external
 
 PATHS = ("run-dir", "state-dir", "data-dir")
 PRESETS = "experiments/presets"
@@ -116,9 +116,8 @@ def preflight(settings: Settings, resources: Resources) -> Partition:
     Raises:
         PbflError: one line on what does not fit.
     """
-    from pbfl_flwr.augmentation import check_augmentation
-    from pbfl_flwr.models import build_model, check_models
-    from pbfl_flwr.replay import check_layers, check_replayable
+    from pbfl_flwr.models.build import check_models
+    from pbfl_flwr.training.augmentation import check_augmentation
 
     clients = settings.run.num_clients
     _check_resources(settings, resources)
@@ -131,10 +130,6 @@ def preflight(settings: Settings, resources: Resources) -> Partition:
     names = [architecture_of(settings.models.models, client) for client in range(clients)]
     method = build_method(settings)
     method.check(task, names)
-    check_replayable(settings.training.compile, method.name, method.replayable)
-    if settings.training.compile == "cuda-graph":
-        for name in dict.fromkeys([*names, *method.auxiliary_architectures()]):
-            check_layers(name, build_model(fresh(name), task, 0))
     return partition
 
 
@@ -289,12 +284,8 @@ def flatten(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _check_resources(settings: Settings, resources: Resources) -> None:
     """Refuse resources for which Flower would start no worker."""
-    for key, value, needs in (
-        ("device", settings.training.device, "cuda"),
-        ("compile", settings.training.compile, "cuda-graph"),
-    ):
-        if value == needs and not resources.gpus_per_client:
-            raise PbflError(f"{key} = '{value}': clients see no GPU; add --gpus-per-client, e.g. 0.25")
+    if settings.training.device == "cuda" and not resources.gpus_per_client:
+        raise PbflError("device = 'cuda': clients see no GPU; add --gpus-per-client, e.g. 0.25")
     if settings.training.device == "mps":
         from pbfl_flwr.flower.client.device import choose_device
 

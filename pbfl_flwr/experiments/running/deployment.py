@@ -17,11 +17,11 @@ from pbfl_flwr.experiments.running import configuration
 from pbfl_flwr.experiments.running.runner import NODES, follow_run
 from pbfl_flwr.experiments.text.numbers import say
 from pbfl_flwr.flower.client.device import share_of_cores
-from pbfl_flwr.flower.engines.deployment import Deployment, check, complete, node_config
+from pbfl_flwr.flower.deploy.local_federation import Deployment, check, complete, node_config
 from pbfl_flwr.flower.engines.placement import Resources
-from pbfl_flwr.flower.storage.atomic_files import DamagedState, write_atomically
-from pbfl_flwr.flower.storage.history import read_object
-from pbfl_flwr.models import check_models
+from pbfl_flwr.models.build import check_models
+from pbfl_flwr.runs.directory import read_object
+from pbfl_flwr.util.atomic_files import DamagedState, write_atomically
 
 DEFAULT_COUNT = 3
 

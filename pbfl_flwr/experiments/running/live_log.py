@@ -14,7 +14,7 @@ from rich.console import Console
 from pbfl_flwr.config import announced
 from pbfl_flwr.experiments.results.accuracies import honest
 from pbfl_flwr.experiments.text.numbers import clients_named, clock, kilobytes, percent, say
-from pbfl_flwr.flower.storage.history import NEWCOMERS, RunDirectory
+from pbfl_flwr.runs.directory import NEWCOMERS, RunDirectory
 
 
 class Follower:

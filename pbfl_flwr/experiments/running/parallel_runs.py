@@ -22,9 +22,9 @@ from pbfl_flwr.experiments.running import configuration
 from pbfl_flwr.experiments.running.live_log import Follower
 from pbfl_flwr.experiments.running.runner import interruptible
 from pbfl_flwr.experiments.text.numbers import say
+from pbfl_flwr.flower.deploy.processes import Processes, signals_ignored
 from pbfl_flwr.flower.engines.placement import Machine, Resources, Slot, slots
-from pbfl_flwr.flower.engines.processes import Processes, signals_ignored
-from pbfl_flwr.flower.memory import available_memory
+from pbfl_flwr.util.memory import available_memory
 
 ENGINE_MB = 900  # SuperLink, SuperExec, simulation and Ray; docs/experiments.md has the measurement
 WORKER_MB = 350

@@ -18,10 +18,10 @@ from pbfl_flwr.config import Scalar
 from pbfl_flwr.errors import PbflError, writing
 from pbfl_flwr.experiments.running.live_log import Follower
 from pbfl_flwr.experiments.text.numbers import say
-from pbfl_flwr.flower.engines.flwr_engine import ENDED, Engine, Link
+from pbfl_flwr.flower.deploy.processes import HANGUPS, forget_lost_terminal
+from pbfl_flwr.flower.deploy.superlink import ENDED, Engine, Link
 from pbfl_flwr.flower.engines.placement import Resources
-from pbfl_flwr.flower.engines.processes import HANGUPS, forget_lost_terminal
-from pbfl_flwr.flower.storage.history import ERROR, RunDirectory, RunRefused, last_round
+from pbfl_flwr.runs.directory import ERROR, RunDirectory, RunRefused, last_round
 
 COMPLETED, FAILED, INTERRUPTED = 0, 1, 130
 NODES = "nodes.json"  # the SuperNodes' configuration in the run directory, from pbfl deploy local
@@ -59,7 +59,7 @@ def simulate(
     keys = {**config, **threads, "run-dir": str(run_dir)}
     resume_with = f"pbfl run --resume {quote(str(run_dir))}"
     if resources.processes:
-        from pbfl_flwr.flower.engines.local import run_here
+        from pbfl_flwr.flower.engines.grid import run_here
 
         resume_with += " --engine processes"
         return run_in_this_thread(

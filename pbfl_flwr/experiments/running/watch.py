@@ -23,8 +23,8 @@ from pbfl_flwr.experiments.results.accuracies import Scores, coverage_lines, par
 from pbfl_flwr.experiments.running.runner import resume_command
 from pbfl_flwr.experiments.text.numbers import clock, kilobytes
 from pbfl_flwr.experiments.text.tables import failure_lines, rounds_of_newcomers, settings_line
-from pbfl_flwr.flower.storage.history import ERROR, NEWCOMERS, WAITING, RunDirectory, last_round
-from pbfl_flwr.flower.storage.run_locks import abandoned
+from pbfl_flwr.runs.directory import ERROR, NEWCOMERS, WAITING, RunDirectory, last_round
+from pbfl_flwr.runs.locks import abandoned
 
 QUIET_SECONDS = 120.0  # a run is "silent" only after this many seconds without output
 QUIET_ROUNDS = 5  # and after this many rounds' time

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pbfl_flwr.experiments.results.statistics import spread
-from pbfl_flwr.flower.storage.atomic_files import write_atomically
+from pbfl_flwr.util.atomic_files import write_atomically
 
 _LATEX = {
     "\\": r"\textbackslash{}",

@@ -27,7 +27,7 @@ from pbfl_flwr.experiments.results.accuracies import (
 from pbfl_flwr.experiments.running.runner import resume_command
 from pbfl_flwr.experiments.text.narrow import print_blocks, print_whole
 from pbfl_flwr.experiments.text.numbers import clients_named, kilobytes, say
-from pbfl_flwr.flower.storage.history import ERROR, RunDirectory, last_round
+from pbfl_flwr.runs.directory import ERROR, RunDirectory, last_round
 
 STATISTICS = ("weighted", "mean", "std", "worst")
 UNKNOWN = "unknown"

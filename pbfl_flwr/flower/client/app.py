@@ -29,7 +29,7 @@ from pbfl_flwr.data import forget_data
 from pbfl_flwr.errors import PbflError, of_full_card, pointed
 from pbfl_flwr.flower.client import fault_injection
 from pbfl_flwr.flower.client.device import identify, peak_gpu_memory, release_gpu_memory
-from pbfl_flwr.flower.client.hello import answer_hello, clear_checks
+from pbfl_flwr.flower.client.handshake import answer_hello, clear_checks
 from pbfl_flwr.flower.client.saving import state_after_round
 from pbfl_flwr.flower.client.session import (
     ClientSession,
@@ -40,17 +40,17 @@ from pbfl_flwr.flower.client.session import (
     open_client,
     store_of,
 )
-from pbfl_flwr.flower.legacy import CONFIG, FITINS, fit_result, parameters_of, payload_of, to_be_masked
-from pbfl_flwr.flower.memory import peak_memory
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import Report
-from pbfl_flwr.flower.storage.store import ClientState
+from pbfl_flwr.flower.secagg.legacy import CONFIG, FITINS, fit_result, parameters_of, payload_of, to_be_masked
 from pbfl_flwr.method import Client, Method, Moment, resolved_moment
 from pbfl_flwr.methods import build_method
 from pbfl_flwr.payloads import Payload, RejectedPayload
 from pbfl_flwr.prototypes.attacks import attacked
-from pbfl_flwr.scoring import Scores, evaluate
-from pbfl_flwr.training import REMEDY, Diverged
+from pbfl_flwr.runs.client_store import ClientState
+from pbfl_flwr.training.evaluation import Scores, evaluate
+from pbfl_flwr.training.loop import REMEDY, Diverged
+from pbfl_flwr.util.memory import peak_memory
 
 CLIENT_FAULT = 2  # Flower's code for "the ClientApp raised an exception"
 

@@ -22,14 +22,14 @@ import joblib
 import torch
 from flwr.app import Context
 
-from pbfl_flwr.architectures import architectures
 from pbfl_flwr.config import Scalar, Settings, parse
 from pbfl_flwr.data import kind_of, read_names
 from pbfl_flwr.errors import PbflError, expanded
 from pbfl_flwr.flower.messages.client_ids import ALLOWED_ID, NAME, is_number
 from pbfl_flwr.methods import SECTIONS
-from pbfl_flwr.paths import home, run_directory
-from pbfl_flwr.user_code import is_external
+from pbfl_flwr.models.registry import architectures
+from pbfl_flwr.util.paths import home, run_directory
+from pbfl_flwr.util.user_code import is_external
 
 # Keys allowed in --node-config -> the run-config key that each overrides on this device ("" for none).
 NODE_KEYS = {
@@ -50,7 +50,6 @@ NODE_KEYS = {
     "threads": "threads",
     "layout": "layout",
     "precision": "precision",
-    "compile": "compile",
 }
 
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from pbfl_flwr.flower.client.session import ClientSession
 from pbfl_flwr.flower.messages.report import Report, plain
-from pbfl_flwr.flower.storage.store import ClientState
 from pbfl_flwr.method import Nearest, Predictor, Update
-from pbfl_flwr.model_card import Card, fault
 from pbfl_flwr.payloads import Payload
+from pbfl_flwr.runs.client_store import ClientState
+from pbfl_flwr.runs.saved_model import Card, fault
 
 
 def state_after_round(

@@ -16,19 +16,18 @@ from flwr.app import ConfigRecord, Context, Message
 from torch import Tensor
 
 from pbfl_flwr import seeds
-from pbfl_flwr.allocator import keep_freed_memory
 from pbfl_flwr.config import Scalar, Settings, TrainingSettings, parse
 from pbfl_flwr.data import ClientData, client_data, own_data
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.client.device import Identity, choose_device, identify, own_settings, share_of_cores
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.declaration import check_declaration
-from pbfl_flwr.flower.storage.store import ClientState, ClientStore
 from pbfl_flwr.method import Client, Method
 from pbfl_flwr.methods import SECTIONS, build_method
-from pbfl_flwr.models import SplitModel, architecture_of, arrange, build_model, compile_body
-from pbfl_flwr.replay import forget_recordings
+from pbfl_flwr.models.build import SplitModel, architecture_of, arrange, build_model
+from pbfl_flwr.runs.client_store import ClientState, ClientStore
 from pbfl_flwr.task import Task
+from pbfl_flwr.training.allocator import keep_freed_memory
 
 DataSource = Callable[[Settings, int], ClientData]
 """(settings, client id) -> the client's data; pass a function of your own to use other data."""
@@ -173,9 +172,8 @@ def _own_settings(settings: str, node: tuple[tuple[str, Scalar], ...]) -> Settin
 
 
 def clear_networks() -> None:
-    """Drop the cached networks and recordings of this process, e.g. after a GPU ran out of memory."""
+    """Drop the cached networks of this process, e.g. after a GPU ran out of memory."""
     _network.cache_clear()
-    forget_recordings()
 
 
 @lru_cache(maxsize=16)
@@ -184,5 +182,4 @@ def _network(
 ) -> tuple[SplitModel, dict[str, Tensor]]:
     """Return the process's network of an architecture and its initial weights."""
     model = arrange(build_model(architecture, task, seed), training.layout, training.precision).to(device)
-    compile_body(model, training.compile)
     return model, {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -25,7 +25,7 @@ class Resources:
         cpus_per_client: whole CPUs per client.
         gpus_per_client: share of a GPU, or whole GPUs; 0 hides GPUs from the clients.
         workers: number of worker processes; None makes one for every ``cpus_per_client`` CPUs.
-        processes: whether to use :mod:`pbfl_flwr.flower.engines.local` instead of Flower's simulation engine.
+        processes: whether to use :mod:`pbfl_flwr.flower.engines.grid` instead of Flower's simulation engine.
     """
 
     cpus_per_client: int = 1

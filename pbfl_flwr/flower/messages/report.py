@@ -10,11 +10,11 @@ import numpy as np
 from flwr.app import MetricRecord
 from numpy.typing import NDArray
 
-from pbfl_flwr.class_metrics import ByClass
 from pbfl_flwr.config import PREDICTORS, EvaluationSettings
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.payloads import MAX_COUNT, RejectedPayload, Reveal
 from pbfl_flwr.task import Task
+from pbfl_flwr.training.class_metrics import ByClass
 
 SPENT = (
     "data",

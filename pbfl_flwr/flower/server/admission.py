@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower.server.hello import checked_roster
+from pbfl_flwr.flower.server.handshake import checked_roster
 from pbfl_flwr.flower.server.roster import Member, Roster
 
 RosterCheck = Callable[[Roster], None]

@@ -10,9 +10,9 @@ from flwr.serverapp import Grid
 from pbfl_flwr.config import Scalar, parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.server.strategy import MethodStrategy
-from pbfl_flwr.flower.storage.history import RunDirectory
 from pbfl_flwr.methods import SECTIONS
-from pbfl_flwr.paths import run_directory
+from pbfl_flwr.runs.directory import RunDirectory
+from pbfl_flwr.util.paths import run_directory
 
 
 def serve(grid: Grid, run_config: Mapping[str, Scalar], run_id: int) -> None:

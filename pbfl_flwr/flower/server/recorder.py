@@ -15,15 +15,15 @@ from pbfl_flwr.data import check_data, load_pool
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.server.early_stopping import Score, score_of
 from pbfl_flwr.flower.server.roster import Member
-from pbfl_flwr.flower.storage import checkpoint
-from pbfl_flwr.flower.storage.atomic_files import UnsavedState, flush_directory
-from pbfl_flwr.flower.storage.history import OTHER_CONFIGURATION, PartitionFacts, RunDirectory, RunRefused
-from pbfl_flwr.flower.storage.result_hash import result_hash
 from pbfl_flwr.methods import build_method
 from pbfl_flwr.payloads import Payload
 from pbfl_flwr.prototypes.attacks import malicious
+from pbfl_flwr.runs import checkpoint
+from pbfl_flwr.runs.directory import OTHER_CONFIGURATION, PartitionFacts, RunDirectory, RunRefused
+from pbfl_flwr.runs.result_hash import result_hash
 from pbfl_flwr.sinks import Sinks
 from pbfl_flwr.task import Task
+from pbfl_flwr.util.atomic_files import UnsavedState, flush_directory
 
 
 class Recorder:

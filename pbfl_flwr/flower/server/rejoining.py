@@ -12,10 +12,10 @@ from flwr.serverapp import Grid
 
 from pbfl_flwr.errors import LONGEST, PbflError
 from pbfl_flwr.flower.server.admission import Admission
-from pbfl_flwr.flower.server.hello import checked_roster, refusals, send_hello, wait_for_nodes
+from pbfl_flwr.flower.server.handshake import checked_roster, refusals, send_hello, wait_for_nodes
 from pbfl_flwr.flower.server.roster import Member, Roster
 from pbfl_flwr.flower.server.waiting import OnWait, ignore
-from pbfl_flwr.flower.storage.history import RunRefused
+from pbfl_flwr.runs.directory import RunRefused
 
 UNCHANGED = ("task", "labels", "columns", "architecture", "weights", "parameters")  # when a client reconnects
 UNCHANGED_ON_RESUME = ("simulated", "name", "configured_data", *UNCHANGED)

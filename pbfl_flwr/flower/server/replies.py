@@ -15,7 +15,8 @@ from pbfl_flwr.flower.messages.report import Report
 from pbfl_flwr.flower.messages.traffic import Traffic, weigh
 from pbfl_flwr.flower.server.late_replies import OverdueReply
 from pbfl_flwr.method import Method
-from pbfl_flwr.payloads import Mixtures, Payload, Prototypes, RejectedPayload, WeightsAndPrototypes
+from pbfl_flwr.methods.gfpl.payload import Mixtures
+from pbfl_flwr.payloads import Payload, Prototypes, RejectedPayload, WeightsAndPrototypes
 from pbfl_flwr.task import Task
 
 

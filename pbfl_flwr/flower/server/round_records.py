@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from pbfl_flwr import class_metrics
 from pbfl_flwr.config import PREDICTORS
 from pbfl_flwr.flower.messages.report import SPENT, Report
 from pbfl_flwr.flower.messages.traffic import Traffic
 from pbfl_flwr.flower.server import notes
 from pbfl_flwr.flower.server.replies import Outcome, Phase
-from pbfl_flwr.flower.storage.history import finite
 from pbfl_flwr.method import Method, Moment
 from pbfl_flwr.payloads import Payload
+from pbfl_flwr.runs.directory import finite
+from pbfl_flwr.training import class_metrics
 
 
 def summarise_accuracy(reports: Mapping[int, Report]) -> dict[str, dict[str, Any]]:
@@ -26,7 +26,7 @@ def summarise_accuracy(reports: Mapping[int, Report]) -> dict[str, dict[str, Any
     ``weighted`` is correct samples over all samples (as in most published tables), ``mean`` the mean over clients,
     ``std`` their population standard deviation, ``worst`` the mean of the worst decile (at least one client) and
     ``clients`` the number of clients scored with this predictor. Clients without test samples are left out. If all
-    clients count by class, the statistics of :func:`pbfl_flwr.class_metrics.statistics` are added.
+    clients count by class, the statistics of :func:`pbfl_flwr.training.class_metrics.statistics` are added.
     """
     found: dict[str, dict[str, Any]] = {}
     scored = {i: report for i, report in reports.items() if report.num_test}

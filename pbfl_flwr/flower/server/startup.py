@@ -8,10 +8,10 @@ from typing import Any
 from flwr.serverapp import Grid
 
 from pbfl_flwr.config import RunSettings
-from pbfl_flwr.flower.edition import other_editions
+from pbfl_flwr.flower.code_version import other_editions
 from pbfl_flwr.flower.server.admission import Admission, RosterCheck
 from pbfl_flwr.flower.server.availability import Availability
-from pbfl_flwr.flower.server.hello import hello_round
+from pbfl_flwr.flower.server.handshake import hello_round
 from pbfl_flwr.flower.server.rejoining import resume_hello
 from pbfl_flwr.flower.server.roster import other_weights
 from pbfl_flwr.flower.server.waiting import OnWait

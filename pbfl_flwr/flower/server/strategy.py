@@ -28,23 +28,23 @@ from pbfl_flwr.config import Settings
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import classes_counted
+from pbfl_flwr.flower.secagg.server import SecureRounds
 from pbfl_flwr.flower.server import notes, run_log, stop_conditions
 from pbfl_flwr.flower.server.availability import Availability
 from pbfl_flwr.flower.server.early_stopping import best_round_line, early_stop_note, patience_exhausted
 from pbfl_flwr.flower.server.instructions import Instructions
-from pbfl_flwr.flower.server.newcomers import Newcomers, new_clients
+from pbfl_flwr.flower.server.new_clients import Newcomers, new_clients
 from pbfl_flwr.flower.server.recorder import Recorder
 from pbfl_flwr.flower.server.replies import Outcome, Phase, read
 from pbfl_flwr.flower.server.roster import Roster
 from pbfl_flwr.flower.server.round_records import client_columns, final_scores, round_line, updated_ages
-from pbfl_flwr.flower.server.secure_aggregation import SecureRounds
 from pbfl_flwr.flower.server.startup import collect_clients
 from pbfl_flwr.flower.server.waiting import polling
-from pbfl_flwr.flower.storage.history import RunDirectory
 from pbfl_flwr.method import Method, Moment, Round, resolved_moment
 from pbfl_flwr.methods import build_method, check_asked
 from pbfl_flwr.payloads import Payload
 from pbfl_flwr.prototypes.attacks import malicious
+from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.sinks import check
 from pbfl_flwr.task import Task
 

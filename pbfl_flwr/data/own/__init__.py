@@ -1,0 +1,1 @@
+"""A device's own data: image folders, archives, tables, texts, HtFLlib directories."""

@@ -1,0 +1,156 @@
+"""Images in one folder per class.
+
+data-dir holds ``train/<class>/*`` and optionally ``test/<class>/*``, or just ``<class>/*``. Classes are
+numbered in the order of their names, files are read in the order of theirs (as torchvision's ``ImageFolder``).
+All images become RGB of the size of the first one; others are resized (bilinear, aspect ratio not kept) and a note
+gives their number; the EXIF orientation is applied. ``labels`` lists all classes, including those without a folder
+here; ``input-shape`` sets the size, and 1 channel for grey. Names that begin with a dot (``.git``, ``._a.png``) are
+ignored.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pbfl_flwr.config import DataSettings, class_name
+from pbfl_flwr.data.cache import Allocate, cached
+from pbfl_flwr.data.contract import Pool
+from pbfl_flwr.data.labels import known_classes
+from pbfl_flwr.data.own.images import ImageFiles, decode_images
+from pbfl_flwr.data.sources.files import files_under, given_path
+from pbfl_flwr.errors import PbflError, some
+
+_PARTS = {"train", "training", "test", "testing", "val", "valid", "validation"}
+_WHAT = "a folder with train/<class>/* and optionally test/<class>/*, or <class>/*"
+
+
+def image_folder(settings: DataSettings) -> Pool:
+    """Return the images of data-dir as 3xHxW; ``test/`` is the official test part.
+
+    Raises:
+        PbflError: if data-dir is a file, there is no class folder, a class has no image, ``test/`` has a class that
+            ``train/`` lacks, a class is not among ``labels``, or an image cannot be read.
+    """
+    root = given_path(settings, _WHAT)
+    if not root.is_dir():
+        raise PbflError(f"dataset '{settings.dataset}': {root} is a file; it should be {_WHAT}")
+    train_dir = root / "train" if (root / "train").is_dir() else root
+    wanted = list(settings.classes) or None
+    train, held = labelled_files(train_dir, settings.dataset, wanted)
+    if wanted:
+        known_classes(list(held), settings.classes, str(train_dir))
+    elif {name.casefold() for name in held} <= _PARTS:
+        raise PbflError(
+            f"dataset '{settings.dataset}': {train_dir} holds {', '.join(held)}, which would become the classes; "
+            "allowed are train/<class>/* and test/<class>/*, in lower case"
+        )
+    classes = wanted or list(held)
+    test: list[tuple[Path, int]] = []
+    tested: dict[str, Path] = {}
+    if train_dir != root and (root / "test").is_dir():
+        test, tested = labelled_files(root / "test", settings.dataset, classes)
+        if unknown := sorted(set(tested) - set(classes)):
+            raise PbflError(
+                f"dataset '{settings.dataset}': {root / 'test'} has classes that train/ lacks: {unknown[:5]}"
+            )
+    channels, side = _size(settings)
+
+    def decode(allocate: Allocate) -> Pool:
+        parts = [ImageFiles(train), ImageFiles(test)]
+        inputs, labels, notes = decode_images(parts, allocate, side, root, channels)
+        folders = [*held.values(), *tested.values()]
+        from torchvision.datasets.folder import IMG_EXTENSIONS
+
+        if ignored := sum(len(files_under(folder)) for folder in folders) - len(train) - len(test):
+            kinds = ", ".join(IMG_EXTENSIONS)
+            notes = (
+                *notes,
+                f"{ignored} files ignored that are not images ({kinds}) or whose names begin with a dot",
+            )
+        other = sorted(path.name for path in _folders(root) if path.name not in ("train", "test"))
+        if other and train_dir != root:
+            notes = (*notes, f"folders ignored next to train and test: {some(other)}")
+        return Pool(inputs, labels, tuple(classes), num_train=len(train), notes=notes)
+
+    sources = (path for path, _ in [*train, *test])
+    return cached(settings.dataset, sources, decode, (*classes, "", settings.input_shape))
+
+
+def _folders(place: Path) -> list[Path]:
+    return [Path(entry) for entry in os.scandir(place) if entry.is_dir() and entry.name[0] != "."]
+
+
+def _size(settings: DataSettings) -> tuple[int, tuple[int, int] | None]:
+    """Return the target (channels, (width, height)) of images; None: the size of the first one."""
+    if not settings.shape:
+        return 3, None
+    if len(settings.shape) != 3 or settings.shape[0] not in (1, 3):
+        raise PbflError(
+            f"input-shape = '{settings.input_shape}': images are channels,height,width with 1 or 3 channels"
+        )
+    channels, height, width = settings.shape
+    return channels, (width, height)
+
+
+def one_image(path: Path, channels: int, side: tuple[int, int]) -> NDArray[Any]:
+    """Return an image decoded as in an image folder, (channels, height, width) uint8.
+
+    Args:
+        path: the file.
+        channels: 3 is RGB, 1 is grey.
+        side: (width, height) to resize to.
+
+    Raises:
+        PbflError: if it cannot be read.
+    """
+    inputs, _, _ = decode_images([ImageFiles([(path, 0)])], np.empty, side, path, channels)
+    image: NDArray[Any] = inputs[0]
+    return image
+
+
+def labelled_files(
+    folder: Path, dataset: str, classes: list[str] | None = None
+) -> tuple[list[tuple[Path, int]], dict[str, Path]]:
+    """Return (path, label) of every image below ``folder/<class>``, and the folder of every class by its name.
+
+    Args:
+        folder: parent of the class folders.
+        dataset: named in errors.
+        classes: all class names in label order, some of which may be absent or empty; None: those found, sorted.
+
+    Raises:
+        PbflError: if there is no class folder, a class has two folders or, without ``classes``, no image.
+    """
+    from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
+
+    def taken(path: str) -> bool:
+        below = path[len(str(folder)) :]
+        return path.lower().endswith(IMG_EXTENSIONS) and f"{os.sep}." not in below
+
+    try:
+        held = sorted((class_name(path.name), path) for path in _folders(folder))
+        if not held:
+            raise FileNotFoundError("it has no class folder")
+        found = dict(held)
+        if twice := [name for name, path in held if found[name] != path]:
+            raise PbflError(
+                f"dataset '{dataset}': {folder} has two folders of the class '{twice[0]}', whose names differ only "
+                "in spaces or Unicode form; allowed is one"
+            )
+        empty = classes is not None
+        wanted = enumerate(found if classes is None else classes)
+        numbers = {found[name].name: number for number, name in wanted if name in found}
+        samples = (
+            make_dataset(str(folder), numbers, is_valid_file=taken, allow_empty=empty) if numbers else []
+        )
+    except OSError as error:
+        raise PbflError(
+            f"dataset '{dataset}': {error}; {folder} should hold <class>/* with images "
+            f"({', '.join(IMG_EXTENSIONS)})"
+        ) from error
+    return [(Path(path), label) for path, label in samples], found

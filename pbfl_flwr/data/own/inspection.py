@@ -1,0 +1,196 @@
+"""Inspect a device's data before it takes part: sizes, values, classes, and warnings."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pbfl_flwr.config import DataSettings, parse
+from pbfl_flwr.data import DATASETS, kind_of, names_file, own_pool, read_names
+from pbfl_flwr.data.contract import Pool
+from pbfl_flwr.data.own.windows import mixed_up
+from pbfl_flwr.data.partition.assign import make_partition
+from pbfl_flwr.errors import expanded
+
+LARGE = 100.0  # absolute feature value to warn about; networks need inputs around 1
+BAR = 40
+_ROWS_AT_A_TIME = 4096
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """Result of an inspection.
+
+    Attributes:
+        path, dataset: location of the data, and the dataset that reads it.
+        samples, input_shape, dtype: of all inputs.
+        minimum, maximum: of all stored values.
+        columns: feature names, for tables.
+        vocabulary_size: V for text, else 0.
+        labels: class names.
+        train, test: samples of each class in a device's train/test split.
+        notes: messages of the loader.
+        warnings: allowed but suspicious properties.
+    """
+
+    path: str
+    dataset: str
+    samples: int
+    input_shape: tuple[int, ...]
+    dtype: str
+    minimum: float
+    maximum: float
+    columns: tuple[str, ...]
+    vocabulary_size: int
+    labels: tuple[str, ...]
+    train: tuple[int, ...]
+    test: tuple[int, ...]
+    notes: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Samples of each class."""
+        return tuple(a + b for a, b in zip(self.train, self.test, strict=True))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all fields and ``counts``, for JSON."""
+        return {**asdict(self), "counts": self.counts}
+
+    def lines(self) -> list[str]:
+        """Return a readable report, with the classes as a bar chart."""
+        shape = "x".join(map(str, self.input_shape))
+        found = [
+            f"{self.path}: {self.dataset}, {DATASETS[self.dataset].description.partition(';')[0]}",
+            f"{self.samples} samples of shape {shape}, {self.dtype}, values {self.minimum:g} to {self.maximum:g}",
+            f"split on a device: {sum(self.train)} for training, {sum(self.test)} for testing",
+        ]
+        if self.columns:
+            found.append(f"{len(self.columns)} feature columns: {_shown(self.columns)}")
+        if self.vocabulary_size:
+            found.append(f"the values are token ids in a vocabulary of {self.vocabulary_size}")
+        counts, width = self.counts, max(len(name) for name in self.labels)
+        digits, most = len(str(max(counts))), max(counts)
+        found.append(f"{len(self.labels)} classes, samples of each (training + testing):")
+        for name, train, test in zip(self.labels, self.train, self.test, strict=True):
+            bar = "█" * round(BAR * (train + test) / most) or ("▏" if train + test else "")
+            found.append(f"  {name:<{width}}  {train + test:>{digits}}  {bar} ({train} + {test})")
+        return [*found, *(f"note: {note}" for note in self.notes), *(f"warning: {w}" for w in self.warnings)]
+
+
+def settings_for(path: Path, **keys: str | float) -> DataSettings:
+    """Return the settings with which a device reads its own path.
+
+    Args:
+        path: data-path of the device.
+        keys: ``dataset``, ``labels`` (names, or a file with one name per line), ``label_column``, ``input_shape``,
+            ``text_column``, ``vocabulary``, ``train_share``; empty ones are ignored.
+
+    Raises:
+        PbflError: if a value is not allowed, or the path is a file of an unsupported kind.
+    """
+    given = {key.replace("_", "-"): value for key, value in keys.items() if value}
+    if (file := names_file(str(given.get("labels", "")))) is not None:
+        given["labels"] = read_names(file)
+    place = expanded(path).absolute()
+    if vocabulary := given.get("vocabulary"):
+        given["vocabulary"] = str(expanded(str(vocabulary)).absolute())
+    given.setdefault("dataset", kind_of(place, texts=bool(vocabulary)))
+    return parse({**given, "data-dir": str(place), "partition": "iid"}).data
+
+
+def inspect(settings: DataSettings, files: int | None = None) -> Inspection:
+    """Read a device's data as the device itself would.
+
+    Args:
+        settings: see :func:`settings_for`.
+        files: for a PFLlib folder, the client whose files are read.
+
+    Raises:
+        PbflError: for whatever a device would refuse, with the same message.
+    """
+    pool = own_pool(settings, files)
+    split = make_partition(pool, settings, 1).splits[0]
+    K = pool.num_classes
+    train, test = (np.bincount(pool.labels[rows], minlength=K) for rows in (split.train, split.test))
+    low, high = _ranges(pool.inputs)
+    return Inspection(
+        settings.data_dir,
+        settings.dataset,
+        len(pool.labels),
+        pool.input_shape,
+        str(pool.inputs.dtype),
+        float(low.min()),
+        float(high.max()),
+        pool.columns,
+        len(pool.vocabulary),
+        pool.label_names,
+        tuple(train.tolist()),
+        tuple(test.tolist()),
+        pool.notes,
+        tuple(_warnings(pool, train, test, low, high)),
+    )
+
+
+def _ranges(inputs: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return the minimum and the maximum at every position of an input, read block by block."""
+    blocks = [inputs[start : start + _ROWS_AT_A_TIME] for start in range(0, len(inputs), _ROWS_AT_A_TIME)]
+    return np.min([b.min(axis=0) for b in blocks], axis=0), np.max([b.max(axis=0) for b in blocks], axis=0)
+
+
+def _flat(pool: Pool) -> NDArray[np.bool_]:
+    """Return for every class whether all values of its inputs are equal, (K,)."""
+    low, high = np.full(pool.num_classes, np.inf), np.full(pool.num_classes, -np.inf)
+    for start in range(0, len(pool.labels), _ROWS_AT_A_TIME):
+        labels = pool.labels[start : start + _ROWS_AT_A_TIME]
+        block = pool.inputs[start : start + _ROWS_AT_A_TIME].reshape(len(labels), -1)
+        np.minimum.at(low, labels, block.min(axis=1))
+        np.maximum.at(high, labels, block.max(axis=1))
+    flat: NDArray[np.bool_] = low == high
+    return flat
+
+
+def _warnings(
+    pool: Pool, train: NDArray[Any], test: NDArray[Any], low: NDArray[Any], high: NDArray[Any]
+) -> list[str]:
+    def named(which: NDArray[np.bool_]) -> str:
+        return _shown([pool.label_names[j] for j in np.flatnonzero(which)])
+
+    counts, found = train + test, []
+    if (single := counts == 1).any():
+        found.append(
+            f"classes with one sample: {named(single)}; their prototype is the feature vector of that sample"
+        )
+    if (absent := counts == 0).any():
+        found.append(f"classes without samples here: {named(absent)}")
+    if (untrained := (train == 0) & (test > 0)).any():
+        found.append(f"classes with test but no training samples: {named(untrained)}")
+    if not test.sum():
+        found.append("no samples are left for testing; this device will not be scored")
+    if pool.inputs.dtype == np.uint8:
+        if float(low.min()) == float(high.max()):
+            found.append(f"every value of every image is {low.min()}: they carry no information")
+        elif (flat := _flat(pool)).any():
+            found.append(f"classes in whose images all values are equal: {named(flat)}")
+    if pool.inputs.dtype == np.float32:
+        largest = np.maximum(np.abs(low), np.abs(high))
+        if float(largest.max()) > LARGE:
+            place = int(largest.argmax())
+            which = f"column '{pool.columns[place]}'" if pool.columns else f"value {place} of an input"
+            found.append(
+                f"features are not normalised, and {which} goes up to {float(largest.max()):g}; scale them in the "
+                "same way on all devices"
+            )
+        if constant := int((low == high).sum()):
+            found.append(f"{constant} of {low.size} values of an input are the same in every sample")
+    if mixed := mixed_up(pool):
+        found.append(mixed)
+    return found
+
+
+def _shown(names: tuple[str, ...] | list[str], most: int = 20) -> str:
+    return ", ".join(names[:most]) + (f", ... ({len(names)} in all)" if len(names) > most else "")

@@ -1,0 +1,206 @@
+"""Read and write dataset directories of PFLlib and HtFLlib, to run both tools on the identical partition.
+
+``config.json`` has ``num_clients`` and ``num_classes``; ``train/<i>.npz`` and ``test/<i>.npz`` hold one
+pickled dict ``data`` with ``x`` (n, C, H, W) float32, already normalised, and ``y`` (n,). Client i is file i,
+and the files fix its split: partition settings do not apply.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pbfl_flwr.config import MAX_CLASSES, DataSettings
+from pbfl_flwr.data.cache import Allocate, cached
+from pbfl_flwr.data.clients import materialise
+from pbfl_flwr.data.contract import Partition, Pool, Rows
+from pbfl_flwr.data.own.restricted_pickle import load_object_array
+from pbfl_flwr.data.sources.files import given_path
+from pbfl_flwr.errors import PbflError
+
+PARTS = ("train", "test")
+MAX_CLIENTS = 100_000  # as num-clients
+
+
+def pflib(settings: DataSettings) -> Pool:
+    """Return all clients' samples, client 0's training part first, then its test part, then client 1, ...
+
+    Raises:
+        PbflError: if a file is missing, is refused by the restricted unpickler, or has another shape than the
+            rest, or ``labels`` has more or fewer names than there are classes.
+    """
+    root = given_path(
+        settings, "a PFLlib/HtFLlib dataset folder with config.json, train/<i>.npz and test/<i>.npz"
+    )
+    num_clients, num_classes = _read_config(root / "config.json")
+    names = _names(settings, num_classes, root)
+    files = [root / part / f"{client}.npz" for client in range(num_clients) for part in PARTS]
+    for path in files:
+        if not path.is_file():
+            raise PbflError(
+                f"there is no {path}, though {root / 'config.json'} says num_clients = {num_clients}"
+            )
+
+    def decode(allocate: Allocate) -> Pool:
+        labels: list[Rows] = []
+        shape: tuple[int, ...] | None = None
+        for path in files:  # reads the files twice, to hold only one in memory
+            x, y = _read_part(path)
+            shape = shape or (x.shape[1:] if len(y) else None)
+            if len(y) and x.shape[1:] != shape:
+                raise PbflError(f"{path} has inputs of shape {x.shape[1:]}; the previous files have {shape}")
+            labels.append(y)
+        if shape is None:
+            raise PbflError(f"no file of {root} holds a sample")
+        sizes = [len(y) for y in labels]
+        inputs = allocate((sum(sizes), *shape), np.float32)
+        start = 0
+        for path, size in zip(files, sizes, strict=True):
+            if size:
+                inputs[start : start + size] = _read_part(path)[0]
+            start += size
+        return Pool(
+            inputs,
+            np.concatenate(labels),
+            names,
+            num_train=sum(sizes),
+            owner=np.repeat(np.arange(len(files)) // 2, sizes),
+            in_train=np.repeat(np.arange(len(files)) % 2 == 0, sizes),
+        )
+
+    return cached(settings.dataset, [root / "config.json", *files], decode, names)
+
+
+def pflib_client(settings: DataSettings, client: int | None) -> Pool:
+    """Return the samples of one client of such a folder, as its only client; other clients' files may be missing.
+
+    Args:
+        settings: data-dir is the folder.
+        client: number of its files; None: the only client in the folder.
+
+    Raises:
+        PbflError: as :func:`pflib`, and if ``client`` is None and the folder holds several clients, or none.
+    """
+    root = given_path(settings, "a PFLlib/HtFLlib dataset folder with config.json and train/<i>.npz")
+    num_classes = _read_config(root / "config.json")[1]
+    if client is None:
+        there = sorted(path.stem for path in (root / "train").glob("*.npz"))
+        if len(there) != 1 or not there[0].isdecimal():
+            raise PbflError(
+                f"{root / 'train'} holds the files of {len(there)} clients; set data-client (a whole number) to "
+                "one of them"
+            )
+        client = int(there[0])
+    files = [root / part / f"{client}.npz" for part in PARTS]
+    for path in files:
+        if not path.is_file():
+            raise PbflError(
+                f"there is no {path}; set data-client (a whole number) to another client of the folder"
+            )
+    names = _names(settings, num_classes, root)
+
+    def decode(allocate: Allocate) -> Pool:
+        (x, y), (x_test, y_test) = (_read_part(path) for path in files)
+        if len(y_test) and x_test.shape[1:] != x.shape[1:]:
+            raise PbflError(f"{files[1]} has inputs of shape {x_test.shape[1:]}, {files[0]} {x.shape[1:]}")
+        inputs = np.concatenate([x, x_test]) if len(y_test) else x
+        labels = np.concatenate([y, y_test])
+        return Pool(
+            np.ascontiguousarray(inputs, dtype=np.float32),
+            labels,
+            names,
+            num_train=len(labels),
+            owner=np.zeros(len(labels), dtype=np.int64),
+            in_train=np.arange(len(labels)) < len(y),
+        )
+
+    return cached(settings.dataset, [root / "config.json", *files], decode, ("client", *names))
+
+
+def export_pfl_directory(partition: Partition, pool: Pool, path: Path) -> None:
+    """Write a partition as a dataset directory that PFLlib and HtFLlib read.
+
+    Inputs are written as model input: float32, normalised.
+
+    Args:
+        partition: of ``pool``.
+        pool: the samples.
+        path: a folder without a dataset; created if missing.
+
+    Raises:
+        PbflError: if the folder holds a dataset already, or inputs are text, which those tools store differently.
+    """
+    if pool.vocabulary:
+        raise PbflError(
+            "PFLlib folders cannot be written for texts; allowed are datasets of numbers and images"
+        )
+    if any((path / name).exists() for name in ("config.json", *PARTS)):
+        raise PbflError(f"{path} already holds a dataset; export-path must be a new folder")
+    for part in PARTS:
+        (path / part).mkdir(parents=True)
+    for client, split in enumerate(partition.splits):
+        data = materialise(pool, split)
+        for part, shard in zip(PARTS, (data.train, data.test), strict=True):
+            content = {"x": data.prepare(shard.inputs).numpy(), "y": shard.labels.numpy()}
+            np.savez_compressed(path / part / f"{client}.npz", data=np.array(content, dtype=object))
+    table = [[[int(k), int(row[k])] for k in np.flatnonzero(row)] for row in partition.counts]
+    config = {
+        "num_clients": len(partition.splits),
+        "num_classes": pool.num_classes,
+        "Size of samples for labels in clients": table,
+    }
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def _read_config(path: Path) -> tuple[int, int]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        num_clients, num_classes = int(config["num_clients"]), int(config["num_classes"])
+    except FileNotFoundError as error:
+        raise PbflError(f"there is no {path}, which every PFLlib/HtFLlib dataset folder has") from error
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        raise PbflError(f"{path} must be JSON with num_clients and num_classes ({error!r})") from error
+    if not (1 <= num_clients <= MAX_CLIENTS and 2 <= num_classes <= MAX_CLASSES):
+        raise PbflError(
+            f"{path}: num_clients = {num_clients}, num_classes = {num_classes}; allowed are 1 to {MAX_CLIENTS} and "
+            f"2 to {MAX_CLASSES}"
+        )
+    return num_clients, num_classes
+
+
+def _names(settings: DataSettings, num_classes: int, root: Path) -> tuple[str, ...]:
+    """Return the names of the classes, which the files only number."""
+    names = settings.classes or tuple(str(k) for k in range(num_classes))
+    if len(names) != num_classes:
+        raise PbflError(
+            f"labels has {len(names)} names, but {root / 'config.json'} says num_classes = {num_classes}"
+        )
+    return names
+
+
+def _read_part(path: Path) -> tuple[NDArray[Any], Rows]:
+    content = load_object_array(path, "data")
+    if not isinstance(content, dict) or not {"x", "y"} <= content.keys():
+        raise PbflError(f"{path} must hold a dict with x and y")
+    try:
+        x, y = (_array(content[name]) for name in ("x", "y"))
+    except (ValueError, TypeError, OverflowError) as error:  # ragged or non-numeric lists
+        raise PbflError(f"{path}: x and y are not arrays ({error})") from error
+    numbers = all(np.issubdtype(part.dtype, np.number) for part in (x, y))
+    if not numbers or x.ndim < 1 or y.shape != (len(x),):
+        raise PbflError(
+            f"{path}: x is {x.dtype} {x.shape}, y {y.dtype} {y.shape}; allowed are numbers (n, ...) and (n,), no text"
+        )
+    whole = y.astype(np.int64)
+    if not np.array_equal(whole, y):
+        raise PbflError(f"{path}: y does not consist of whole numbers")
+    return x, whole
+
+
+def _array(values: object) -> NDArray[Any]:
+    # Lists are converted to numbers: in an array of strings every entry takes the size of the longest.
+    return values if isinstance(values, np.ndarray) else np.asarray(values, dtype=np.float64)

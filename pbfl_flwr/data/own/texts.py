@@ -1,0 +1,148 @@
+"""Texts in a CSV or Parquet file, as token ids of a vocabulary that all clients share.
+
+A row is a text and its class; the text is in ``text-column``, by default ``text``. The vocabulary is a file with one
+token per line, in the order of the ids: ``<pad>``, ``<cls>``, ``<unk>``, ``<eos>`` first. ``pbfl vocabulary`` makes one
+from texts that may be public; every device needs a copy of the same file, since a network only knows ids and devices
+with different vocabularies are incompatible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from pbfl_flwr.config import DataSettings
+from pbfl_flwr.data.cache import Allocate, cached
+from pbfl_flwr.data.contract import Pool
+from pbfl_flwr.data.own import tokens
+from pbfl_flwr.data.own.columns import SUFFIXES, Members, opened, shown
+from pbfl_flwr.data.sources.files import given_path
+from pbfl_flwr.errors import PbflError
+
+TEXT, LINES = "text", ".txt"
+LENGTH = 200  # tokens of an input, unless input-shape is set
+MAX_WORDS = 1_000_000
+
+
+def text(settings: DataSettings) -> Pool:
+    """Return the texts of the CSV or Parquet file data-dir as (length,) token ids.
+
+    Raises:
+        PbflError: if the vocabulary is not set or invalid, the file cannot be read, a column is missing, or a cell is
+            empty; with file, row (from 1, below the header) and column.
+    """
+    path = given_path(settings, f"a file that ends in {', '.join(SUFFIXES)}")
+    if not path.is_file() or path.suffix.lower() not in SUFFIXES:
+        raise PbflError(
+            f"{path} is not a table of texts; allowed is a file that ends in {', '.join(SUFFIXES)}"
+        )
+    if not settings.vocabulary:
+        raise PbflError(
+            "dataset = 'text' needs vocabulary: a file with one token per line, the same for all clients; pbfl "
+            "vocabulary makes one"
+        )
+    if len(settings.shape) > 1:
+        raise PbflError(
+            f"input-shape = '{settings.input_shape}': allowed with texts is one number, the tokens per input"
+        )
+    known = Path(settings.vocabulary)
+    if not known.is_file():
+        raise PbflError(f"vocabulary = '{known}' is not a file")
+    length = settings.shape[0] if settings.shape else LENGTH
+
+    def decode(allocate: Allocate) -> Pool:
+        words = read_vocabulary(known)
+        found: list[str] = []
+        with opened(path) as (names, blocks):
+            members = Members(path, names, settings)
+            place = _text_place(path, names, settings.text_column)
+            if place == members.label:
+                raise PbflError(
+                    f"{path}: column '{names[place]}' is both text and class; set label-column to the class "
+                    "column"
+                )
+            for first, block in blocks:
+                found.extend(_cells(block[place], names[place], first, path))
+                members.add(first, block)
+        classes, numbers, who = members.found()
+        inputs = allocate((len(found), length), np.int32)
+        tokens.encode(found, words, inputs)
+        unknown = float((inputs == tokens.UNK).sum()) / max(1, int((inputs > tokens.CLS).sum()))
+        notes = (f"{unknown:.1%} of the tokens are not in the vocabulary",)
+        return Pool(inputs, numbers, classes, len(numbers), who, notes=notes, vocabulary=words)
+
+    options = (settings.label_column, settings.text_column, settings.input_shape, *settings.classes)
+    return cached(settings.dataset, [path, known], decode, options)
+
+
+def read_vocabulary(path: Path) -> tuple[str, ...]:
+    """Return the tokens of a vocabulary file.
+
+    Raises:
+        PbflError: if it cannot be read, is too long, does not begin with the special tokens, or has a line that is
+            empty, repeated or with surrounding spaces.
+    """
+    try:
+        words = tuple(path.read_text(encoding="utf-8").split("\n"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise PbflError(f"vocabulary {path} is not readable text in UTF-8: {error}") from error
+    words = words[:-1] if words[-1] == "" else words
+    specials = tokens.SPECIALS
+    if words[: len(specials)] != specials:
+        raise PbflError(
+            f"vocabulary {path}: its first lines must be {', '.join(specials)}; pbfl vocabulary makes such a file"
+        )
+    if len(words) > MAX_WORDS:
+        raise PbflError(f"vocabulary {path} has {len(words)} lines; allowed are {MAX_WORDS}")
+    seen: set[str] = set()
+    for line, word in enumerate(words, start=1):
+        if not word or word != word.strip() or word in seen:
+            said = (
+                "is empty" if not word.strip() else f"repeats '{word[:40]}'" if word in seen else "has spaces"
+            )
+            raise PbflError(
+                f"vocabulary {path}, line {line} {said}; allowed is one token per line, each once"
+            )
+        seen.add(word)
+    return words
+
+
+def texts_of(path: Path, text_column: str = "") -> Iterator[str]:
+    """Yield the texts of a file: the column of a table, or the lines of a .txt file.
+
+    Raises:
+        PbflError: if it is neither or cannot be read.
+    """
+    if path.suffix.lower() in SUFFIXES:
+        with opened(path) as (names, blocks):
+            place = _text_place(path, names, text_column)
+            for first, block in blocks:
+                yield from _cells(block[place], names[place], first, path)
+    elif path.suffix.lower() == LINES:
+        try:
+            with path.open(encoding="utf-8-sig") as file:
+                yield from file
+        except (OSError, UnicodeDecodeError) as error:
+            raise PbflError(f"{path} is not readable text in UTF-8: {error}") from error
+    else:
+        raise PbflError(f"{path}: allowed are {', '.join((*SUFFIXES, LINES))}")
+
+
+def _text_place(path: Path, names: tuple[str, ...], wanted: str) -> int:
+    name = wanted or TEXT
+    if name not in names:
+        raise PbflError(
+            f"{path} has no column '{name}' with texts; it has {shown(names)}; set text-column to one of them"
+        )
+    return names.index(name)
+
+
+def _cells(column: Iterable[object], name: str, first: int, path: Path) -> Iterator[str]:
+    for row, cell in enumerate(column):
+        if not isinstance(cell, str) or not cell.strip():
+            raise PbflError(
+                f"{path}, row {first + row}, column '{name}': the cell is empty; a text is expected"
+            )
+        yield cell

@@ -1,0 +1,1 @@
+"""How samples are assigned to simulated clients."""

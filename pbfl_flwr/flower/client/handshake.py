@@ -1,0 +1,118 @@
+"""A client's reply in the hello round: its properties, after checking that its network accepts its data."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from flwr.app import ConfigRecord, Context, Message
+
+from pbfl_flwr.data import ClientData
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower.client.device import choose_device, identify
+from pbfl_flwr.flower.client.session import ClientSource, architecture_for, configured_data
+from pbfl_flwr.flower.code_version import edition
+from pbfl_flwr.flower.messages import wire
+from pbfl_flwr.flower.messages.declaration import digest
+from pbfl_flwr.methods import build_method
+from pbfl_flwr.models.build import (
+    arrange,
+    build_model,
+    check_models,
+    check_named,
+    count_parameters,
+)
+from pbfl_flwr.models.pretrained import digest as digest_of_weights
+from pbfl_flwr.models.registry import fresh
+from pbfl_flwr.task import Task
+from pbfl_flwr.training.augmentation import check_augmentation
+
+
+def answer_hello(message: Message, context: Context, source: ClientSource) -> Message:
+    """Return the reply to a hello, after a dry run of the client's network on inputs of its data's shape.
+
+    Raises:
+        PbflError: if a check fails; on a device it contains the client-id, which the server does not know yet.
+    """
+    try:
+        return _checked_reply(message, context, source)
+    except PbflError as error:
+        client_id, reason = context.node_config.get("client-id"), str(error)
+        if client_id is not None and f"client-id = {client_id!r}" not in reason:
+            reason = f"client-id = {client_id!r}: {reason}"
+        server_edition = str(message.content.config_records[wire.CONFIG].get("edition", edition()))
+        if server_edition != edition():  # a possible cause
+            reason += (
+                f"; this device runs pbfl-flwr {edition()}, the server {server_edition}: install the same one"
+            )
+        raise PbflError(reason) from None
+
+
+def _checked_reply(message: Message, context: Context, source: ClientSource) -> Message:
+    settings = source.settings_of(context)
+    identity = identify(context, settings, str(message.content.config_records[wire.CONFIG]["experiment"]))
+    data = source.data_of(settings, identity)
+    if source.data is not configured_data:
+        _check(data)
+    task = data.task(settings.models.feature_dim)
+    architecture = architecture_for(settings, identity)
+    check_augmentation(settings.training.augmentation, task)
+    _dry_forward(architecture, task)
+    device = choose_device(settings.training.device)
+    check_named(settings.training)
+    method = build_method(settings)
+    for name in method.auxiliary_architectures():
+        digest_of_weights(name)  # raises if they are missing
+    training = settings.training.of(architecture)
+    body, head = _parameters(architecture, task, training.layout, training.precision)
+    full = settings.privacy.client_report == "full"
+    properties = ConfigRecord(
+        {
+            "client": identity.client,
+            "simulated": identity.simulated,
+            "configured-data": source.data is configured_data and not identity.own_data,
+            "num-classes": task.num_classes,
+            "feature-dim": task.feature_dim,
+            "input-shape": list(task.input_shape),
+            "vocabulary-size": task.vocabulary_size,
+            "labels": list(data.label_names),
+            "columns": digest(data.columns or data.vocabulary),
+            "edition": edition(),
+            "architecture": architecture,
+            "weights": digest_of_weights(architecture),
+            "parameters": [body, head],
+            "device": str(device),
+            "num-train": len(data.train.labels) if full else 0,
+            "num-test": len(data.test.labels) if full else 0,
+        }
+    )
+    return Message(wire.content(config=properties), reply_to=message)
+
+
+def _check(data: object) -> None:
+    """Check the data returned by an app's own data function.
+
+    Raises:
+        PbflError: giving their type or the invalid part, and what is allowed.
+    """
+    if not isinstance(data, ClientData):
+        raise PbflError(f"the app's data function returned a {type(data).__name__}: allowed is a ClientData")
+    try:
+        data.check()
+    except PbflError as error:
+        raise PbflError(f"the data from the app's data function: {error}") from None
+
+
+def clear_checks() -> None:
+    """Clear the cached results of network checks."""
+    _dry_forward.cache_clear()
+    _parameters.cache_clear()
+
+
+@lru_cache(maxsize=64)
+def _dry_forward(architecture: str, task: Task) -> None:
+    check_models(architecture, task)
+
+
+@lru_cache(maxsize=64)
+def _parameters(architecture: str, task: Task, layout: str, precision: str) -> tuple[int, int]:
+    return count_parameters(arrange(build_model(fresh(architecture), task, 0), layout, precision))

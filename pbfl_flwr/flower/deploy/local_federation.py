@@ -1,0 +1,326 @@
+"""A secured federation on this machine: SuperLink and SuperNodes as processes connected over the loopback interface.
+
+It runs the same commands as real devices (docs/deploy.md), with temporary certificates and keys.
+:func:`superlink_options` and :func:`supernode_options` give their options; :func:`why_ended` explains in one line why a
+SuperNode was refused.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from pbfl_flwr.config import Scalar, Settings
+from pbfl_flwr.data import names_file
+from pbfl_flwr.errors import PbflError, expanded, in_utf8
+from pbfl_flwr.flower.client.device import client_id_of, own_settings
+from pbfl_flwr.flower.deploy import certificates as security
+from pbfl_flwr.flower.deploy.processes import free_port
+from pbfl_flwr.flower.deploy.superlink import Link, toml
+from pbfl_flwr.flower.flower_version import has_one_port
+from pbfl_flwr.util.atomic_files import NODE
+
+KEY_VALUE = re.compile(r"""\s*([^\s=]+)=('[^']*'|"[^"]*"|\S+)(?=\s|$)""")
+PATHS = ("data-path", "state-dir", "vocabulary", "labels")  # labels: names themselves, or a file of them
+
+# Pattern in a SuperNode's output -> why it was refused; the first match counts. With a wrong host name, or a server
+# without TLS, a SuperNode does not end but retries silently forever; `pbfl doctor` finds these causes.
+REASONS = (
+    (
+        r"\[code: 2004\]",
+        "the SuperLink does not know its key: register it with `flwr supernode register KEY.pub`; a SuperNode with a "
+        "registered key that was killed can join again after about a minute",
+    ),
+    (
+        r"\[code: 2001\]",
+        "the SuperLink requires authenticated SuperNodes and it has no key: --auth-supernode-private-key",
+    ),
+    (
+        r"CERTIFICATE_VERIFY_FAILED(\] certificate verify failed)?: (self.signed|unable to get local issuer)",
+        "a foreign CA: the SuperLink's certificate was not signed by the CA in --root-certificates",
+    ),
+    (r"CERTIFICATE_VERIFY_FAILED.*: certificate has expired", "the SuperLink's certificate has expired"),
+    (r"\[code: 1001\]", "its Flower and the SuperLink's are of different versions"),
+    (r"Unable to parse the private key file", "its key file is not a private key that Flower accepts"),
+)
+
+
+@dataclass(frozen=True)
+class Files:
+    """The certificates of a secured SuperLink.
+
+    Attributes:
+        directory: written by :func:`pbfl_flwr.flower.deploy.certificates.make_certificates`.
+    """
+
+    directory: Path
+
+    @property
+    def ca(self) -> Path:
+        """The authority's certificate, which devices also need."""
+        return self.directory / security.CA_CERTIFICATE
+
+    def options(self) -> list[str]:
+        """Return the options of flower-superlink for TLS on all ports and authentication of SuperNodes by key."""
+        return [
+            "--ssl-ca-certfile",
+            str(self.ca),
+            "--ssl-certfile",
+            str(self.directory / security.SERVER_CERTIFICATE),
+            "--ssl-keyfile",
+            str(self.directory / security.SERVER_KEY),
+            "--enable-supernode-auth",
+        ]
+
+
+def superlink_options(fleet_address: str, files: Files | None) -> list[str]:
+    """Return flower-superlink's options except those of its Control API (--host, --port).
+
+    Args:
+        fleet_address: HOST:PORT where SuperNodes connect; not used by Flower versions with a single port.
+        files: certificates; None starts it insecure.
+    """
+    own_port = [] if has_one_port() else ["--fleet-api-address", fleet_address]
+    return [*(files.options() if files else ["--insecure"]), *own_port]
+
+
+def supernode_options(
+    superlink: str, port: int, node_config: Path, ca: Path | None, key: Path | None
+) -> list[str]:
+    """Return flower-supernode's options.
+
+    Args:
+        superlink: HOST:PORT of the Fleet API.
+        port: its own, on the loopback interface; must differ between SuperNodes of a machine.
+        node_config: a TOML file.
+        ca: certificate of the authority that signed the SuperLink's certificate; None connects without TLS.
+        key: the SuperNode's private key; None if the SuperLink does not require one.
+    """
+    trust = ["--root-certificates", str(ca)] if ca else ["--insecure"]
+    authentication = ["--auth-supernode-private-key", str(key)] if key else []
+    return [
+        *trust,
+        *authentication,
+        "--superlink",
+        superlink,
+        "--port",
+        str(port),
+        "--node-config",
+        str(node_config),
+    ]
+
+
+def node_config(text: str) -> dict[str, Scalar]:
+    """Parse ``key=value key='text'`` like ``flower-supernode --node-config``, but refuse what Flower would ignore.
+
+    Raises:
+        PbflError: naming the invalid part.
+    """
+    found: dict[str, Scalar] = {}
+    place = 0
+    while rest := text[place:].strip():
+        matched = KEY_VALUE.match(text, place)
+        if matched is None:
+            raise PbflError(
+                f"node configuration at '{rest}': allowed is key=value, without spaces around the ="
+            )
+        key, value = matched.groups()
+        try:
+            parsed: Any = tomllib.loads(f"value = {value}")["value"]
+        except tomllib.TOMLDecodeError:
+            raise PbflError(
+                f"node configuration {key}={value}: allowed is a number, true, false or text in quotes, {key}='{value}'"
+            ) from None
+        if not isinstance(parsed, bool | int | float | str):
+            raise PbflError(f"node configuration {key}={value}: allowed is one number, true, false or text")
+        if key in found:
+            raise PbflError(f"node configuration {key}={value}: {key} is given twice; allowed is once")
+        found[key] = parsed
+        place = matched.end()
+    return found
+
+
+def complete(nodes: Sequence[Mapping[str, Scalar]], count: int, directory: Path) -> list[dict[str, Scalar]]:
+    """Return the complete configuration of every SuperNode: with client id, state directory and absolute paths.
+
+    Args:
+        nodes: configurations given for the first SuperNodes; the others get the defaults.
+        count: total number of SuperNodes.
+        directory: parent of the default state directories.
+
+    Raises:
+        PbflError: if more configurations were given than there are SuperNodes.
+    """
+    if len(nodes) > count:
+        raise PbflError(
+            f"--node was given {len(nodes)} times: allowed is up to {count}, the number of SuperNodes"
+        )
+    found = []
+    for index in range(count):
+        node: dict[str, Scalar] = {"client-id": index, "state-dir": str(directory / f"{NODE}{index}")}
+        if index < len(nodes):
+            node |= nodes[index]
+        for key in PATHS:
+            if key in node and (key != "labels" or names_file(str(node[key])) is not None):
+                node[key] = str(expanded(str(node[key])).absolute())
+        found.append(node)
+    return found
+
+
+def check(settings: Settings, nodes: Sequence[Mapping[str, Scalar]]) -> list[Settings]:
+    """Return every SuperNode's own settings.
+
+    Raises:
+        PbflError: naming a node whose configuration is not allowed, or two with the same client id.
+    """
+    found = []
+    owners: dict[Scalar, int] = {}
+    for index, node in enumerate(nodes):
+        other = owners.setdefault(node["client-id"], index)
+        if other != index:
+            raise PbflError(f"--node {other} and --node {index}: both are client-id {node['client-id']}")
+        try:
+            client_id_of(node)
+            for key, value in node.items():
+                in_utf8(key, str(value))
+            found.append(own_settings(settings, node))
+        except PbflError as error:
+            raise PbflError(f"--node {index}: {error}") from None
+    return found
+
+
+def why_ended(output: str) -> str | None:
+    """Return in one line why a SuperNode was refused, from its output; None if the output has no known reason."""
+    for pattern, reason in REASONS:
+        if re.search(pattern, output):
+            return reason
+    return None
+
+
+class Deployment(Link):
+    """SuperLink and SuperNodes on this machine, as a context manager.
+
+    Args:
+        run_dir: absolute; Flower's logs are written there (flower.log, supernode-0.log, ...).
+        nodes: each SuperNode's configuration, see :func:`complete`.
+        secure: use TLS on all ports, and admit only SuperNodes with registered keys.
+        tell: called with a line when a SuperNode ends by itself.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        nodes: Sequence[Mapping[str, Scalar]],
+        *,
+        secure: bool = True,
+        tell: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        super().__init__(run_dir)
+        self.fleet_address = ""
+        self._nodes = nodes
+        self._secure = secure
+        self._tell = tell
+        self._supernodes: dict[int, subprocess.Popen[bytes]] = {}
+
+    @property
+    def files(self) -> Files | None:
+        """The certificates; None without TLS."""
+        return Files(self._scratch / "security") if self._secure else None
+
+    def submit(self, app: Path, config: Mapping[str, Scalar]) -> str:
+        """Submit the app and return Flower's run id.
+
+        Args:
+            app: directory of the Flower app.
+            config: keys of the run configuration that differ from the app's defaults.
+
+        Raises:
+            PbflError: if Flower refuses the run.
+        """
+        return self._run(app, config)
+
+    def ended(self) -> bool:
+        """Whether the run seems to have ended, or a SuperNode has; :meth:`outcome` gives the status."""
+        return super().ended() or any(process.poll() is not None for process in self._supernodes.values())
+
+    def outcome(self, run_id: str) -> tuple[str, str]:
+        """Return Flower's (status, details) of the run; calls ``tell`` for SuperNodes that have ended.
+
+        Raises:
+            PbflError: if a SuperNode ended before the run began, or if all SuperNodes or the SuperLink have ended.
+        """
+        status = super().outcome(run_id)
+        for index, process in list(self._supernodes.items()):
+            if process.poll() is not None:
+                del self._supernodes[index]
+                output = self.log_of(index).read_text(encoding="utf-8", errors="replace")
+                reason = why_ended(output) or f"exit code {process.returncode}, see {self.log_of(index)}"
+                line = f"SuperNode {index} ended: {reason}"
+                if not (self.run_dir / "run.json").exists() or not self._supernodes:
+                    raise PbflError(line)
+                self._tell(line)
+        return status
+
+    def log_of(self, index: int) -> Path:
+        """Return the file with a SuperNode's output."""
+        return self.run_dir / f"supernode-{index}.log"
+
+    def register(self, public_key: Path) -> None:
+        """Register the public key of a SuperNode.
+
+        Raises:
+            PbflError: if Flower refuses the key.
+        """
+        self._flwr("supernode", "register", str(public_key), "--format", "json")
+
+    def start_node(
+        self, index: int, node: Mapping[str, Scalar], key: Path | None, ca: Path | None
+    ) -> subprocess.Popen[bytes]:
+        """Start one SuperNode.
+
+        Args:
+            index: its number, used in the names of its log and FLWR_HOME.
+            node: its configuration.
+            key: see :func:`supernode_options`.
+            ca: likewise.
+        """
+        home = self._scratch / f"node-{index}"
+        home.mkdir(exist_ok=True)
+        file = home / "node.toml"
+        file.write_text(toml(node), encoding="utf-8")
+        options = supernode_options(self.fleet_address, free_port(), file, ca, key)
+        return self._spawn("flower-supernode", *options, log=self.log_of(index), home=home.name)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self._supernodes.values():  # in parallel, since each takes seconds to disconnect
+            process.terminate()
+        super().__exit__(kind, error, trace)
+
+    @property
+    def _ca(self) -> Path | None:
+        return self.files.ca if self.files else None
+
+    def _prepare(self) -> None:
+        if self.files:
+            security.make_certificates(self.files.directory, ["127.0.0.1", "localhost"], days=30)
+            security.make_keys(self.files.directory, [f"node-{i}" for i in range(len(self._nodes))])
+
+    def _options(self, address: str) -> list[str]:
+        self.fleet_address = address if has_one_port() else f"127.0.0.1:{free_port()}"
+        return superlink_options(self.fleet_address, self.files)
+
+    def _complete(self) -> None:
+        for index, node in enumerate(self._nodes):
+            key = self.files.directory / f"node-{index}" if self.files else None
+            if key is not None:
+                self.register(key.with_name(f"{key.name}.pub"))
+            self.log_of(index).unlink(missing_ok=True)
+            self._supernodes[index] = self.start_node(index, node, key, self._ca)

@@ -1,0 +1,172 @@
+"""Child processes that lead process groups and are ended together with all their descendants."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import shutil
+import signal
+import socket
+import ssl
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower.deploy import watchdog as reaper
+
+HANGUPS: tuple[signal.Signals, ...] = () if sys.platform == "win32" else (signal.SIGHUP,)
+"""Signals sent when the terminal closes; none on Windows."""
+
+
+class Processes:
+    """Child processes that are ended together, even if this process is killed.
+
+    Args:
+        scratch: directories that are removed afterwards.
+    """
+
+    def __init__(self, *scratch: Path) -> None:
+        self._scratch = scratch
+        self._started: list[subprocess.Popen[bytes]] = []
+        self._reaper: subprocess.Popen[bytes] | None = None
+        if os.name == "posix":
+            self._reaper = subprocess.Popen(
+                [sys.executable, "-I", reaper.__file__, *map(str, scratch)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+
+    def start(
+        self, command: Sequence[str], directory: Path, environment: Mapping[str, str], output: BinaryIO
+    ) -> subprocess.Popen[bytes]:
+        """Start a process as the leader of its own group, so that it does not receive Ctrl-C.
+
+        Args:
+            command: the program and its arguments.
+            directory: its working directory.
+            environment: its complete environment.
+            output: file for its standard output and error.
+        """
+        process = subprocess.Popen(
+            command,
+            cwd=directory,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._started.append(process)
+        self._tell(str(process.pid))
+        return process
+
+    def sweep(self) -> None:
+        """End the groups of processes that have exited, immediately, since the system may reuse their ids."""
+        for process in [process for process in self._started if process.poll() is not None]:
+            self._end(process)
+
+    def end(self) -> None:
+        """End all processes with their groups, the last one first."""
+        for process in reversed(self._started[:]):
+            self._end(process)
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        if os.name == "posix":
+            reaper.end_group(process.pid, process.poll)
+        else:
+            process.kill()
+            process.wait()
+        self._started.remove(process)
+        self._tell(f"-{process.pid}")
+
+    def close(self) -> None:
+        """End all processes and remove the scratch directories."""
+        self.end()
+        for directory in self._scratch:
+            shutil.rmtree(directory, ignore_errors=True)
+        if self._reaper is not None and self._reaper.stdin is not None:
+            self._tell("done")
+            with contextlib.suppress(BrokenPipeError):  # closing flushes again what could not be written
+                self._reaper.stdin.close()
+            self._reaper.wait()
+
+    def _tell(self, line: str) -> None:
+        if self._reaper is not None and self._reaper.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._reaper.stdin.write(f"{line}\n".encode())
+                self._reaper.stdin.flush()
+
+
+@contextlib.contextmanager
+def signals_ignored() -> Iterator[None]:
+    """Ignore signals during cleanup; a second Ctrl-C would leave processes behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    ignored = (signal.SIGINT, signal.SIGTERM, *HANGUPS)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def forget_lost_terminal() -> None:
+    """Redirect standard streams of a closed terminal to the null device; otherwise every further write would fail."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for file in (0, 1, 2):
+        with contextlib.suppress(OSError):
+            about = os.fstat(file)
+            if (
+                stat.S_ISCHR(about.st_mode)
+                and about.st_rdev != os.fstat(null).st_rdev
+                and not os.isatty(file)
+            ):
+                os.dup2(null, file)
+    os.close(null)
+
+
+def executable(name: str) -> str:
+    """Return the path of one of Flower's commands in the current Python environment.
+
+    Raises:
+        PbflError: if it is missing.
+    """
+    path = Path(sys.executable).parent / name
+    if not path.exists():
+        raise PbflError(f"'{path}' is missing: install Flower with its simulation engine, flwr[simulation]")
+    return str(path)
+
+
+def free_port() -> int:
+    """Return a port of the loopback interface that is currently free."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def healthy(port: int, ca: Path | None = None) -> bool:
+    """Whether Flower's health endpoint responds on this port of the loopback interface; with TLS if a CA is given."""
+    connection = (
+        http.client.HTTPSConnection(
+            "127.0.0.1", port, timeout=1, context=ssl.create_default_context(cafile=ca)
+        )
+        if ca
+        else http.client.HTTPConnection("127.0.0.1", port, timeout=1)
+    )
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()

@@ -1,0 +1,287 @@
+"""One run on a private SuperLink: ``flwr run``, its outcome, and complete cleanup.
+
+By itself, ``flwr run`` starts a detached SuperLink that never ends and keeps the environment and working directory of
+its first user, and it exits with 0 even if the run fails. So SuperLink and SuperExec are started here, with their own
+FLWR_HOME, port, empty working directory (Ray puts it first on the workers' import path) and Ray directory. Each leads a
+process group; the SuperExec's contains the ServerApp, or the simulation and all of Ray. Both are ended when the
+:class:`Link` is closed. :class:`Engine` is the simulation engine; SuperNodes are in
+:mod:`pbfl_flwr.flower.deploy.local_federation`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from pbfl_flwr.config import Scalar
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower.deploy.bundle import copy_included
+from pbfl_flwr.flower.deploy.processes import Processes, executable, free_port, healthy, signals_ignored
+from pbfl_flwr.flower.engines.placement import Machine, Resources, places
+from pbfl_flwr.runs.locks import claim, lock_of
+
+LOG = "flower.log"
+ENDED = ("finished:completed", "finished:failed", "finished:stopped")
+START_SECONDS = 60.0
+CLI_SECONDS = 120.0
+CONNECTION = "own"  # the SuperLink's name in config.toml
+ATTEMPTS = 3  # another process may take the free port before the SuperLink does
+
+
+def toml(config: Mapping[str, Scalar]) -> str:
+    """Return flat keys as TOML; JSON's strings, numbers and booleans are valid TOML, except for the character 0x7F."""
+    lines = (f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in config.items())
+    return "".join(lines).replace("\x7f", "\\u007f")
+
+
+def connection(name: str, address: str, ca: Path | None) -> str:
+    """Return the config.toml that tells ``flwr`` a SuperLink's Control API; ``ca`` None means without TLS."""
+    trust = f"root-certificates = {json.dumps(str(ca))}" if ca else "insecure = true"
+    return f'[superlink]\ndefault = "{name}"\n\n[superlink.{name}]\naddress = "{address}"\n{trust}\n'
+
+
+class Link(ABC):
+    """A private SuperLink with its SuperExec, as a context manager.
+
+    Args:
+        run_dir: absolute; Flower's log is written there, other files to a temporary directory.
+
+    Raises:
+        PbflError: on entering, if Flower is not installed or its SuperLink does not start.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.log = run_dir / LOG
+        self._lock = lock_of(run_dir)
+        self._scratch = Path()
+        self._processes: Processes | None = None
+        self._superlink: subprocess.Popen[bytes] | None = None
+        self._superexec: subprocess.Popen[bytes] | None = None
+        self._follower: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        claim(self._lock, self.run_dir)
+        # Not in the run directory: it contains Ray's sockets, whose paths are limited to about 100 characters.
+        self._scratch = Path(tempfile.mkdtemp(prefix="pbfl-", dir="/tmp" if os.name == "posix" else None))
+        self._processes = Processes(self._scratch)
+        with contextlib.ExitStack() as undo:
+            undo.push(self)
+            for name in ("home", "empty", "ray"):
+                (self._scratch / name).mkdir()
+            self._prepare()
+            if not any(self._start() for _ in range(ATTEMPTS)):
+                raise PbflError(
+                    f"Flower's SuperLink did not start; the last lines of {self.log}:\n{self.tail()}"
+                )
+            self._complete()
+            undo.pop_all()  # from now on __exit__ is called by the caller's with statement
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with signals_ignored():
+            if self._processes is not None:
+                self._processes.close()
+            self._lock.release()
+
+    def ended(self) -> bool:
+        """Whether the run seems to have ended; :meth:`outcome` gives its status."""
+        if self._processes is not None:
+            self._processes.sweep()
+        watched = (self._follower, self._superexec, self._superlink)
+        return any(process is None or process.poll() is not None for process in watched)
+
+    def outcome(self, run_id: str) -> tuple[str, str]:
+        """Return Flower's (status, details) of the run; if it has not ended, continue to follow its log.
+
+        Raises:
+            PbflError: if SuperLink or SuperExec have ended.
+        """
+        for name, process in (("SuperLink", self._superlink), ("SuperExec", self._superexec)):
+            if process is None or process.poll() is not None:
+                raise PbflError(
+                    f"Flower's {name} ended during the run; the last lines of {self.log}:\n{self.tail()}"
+                )
+        found = self._flwr("list", "--run-id", run_id, "--format", "json")["runs"][0]
+        status = str(found["status"])
+        if status not in ENDED and (self._follower is None or self._follower.poll() is not None):
+            self._follow(run_id)
+        return status, str(found.get("status-details") or "")
+
+    def stop(self, run_id: str) -> None:
+        """Ask Flower to stop the run; no error if the run or the SuperLink has already ended."""
+        with contextlib.suppress(PbflError):
+            self._flwr("stop", run_id, "--format", "json")
+
+    def tail(self, lines: int = 15) -> str:
+        """Return the last lines of Flower's log."""
+        text = self.log.read_text(encoding="utf-8", errors="replace") if self.log.exists() else ""
+        return "\n".join([line for line in text.splitlines() if line.strip()][-lines:])
+
+    # Processes ----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _prepare(self) -> None:
+        """Make files that the SuperLink needs before it starts."""
+
+    @abstractmethod
+    def _complete(self) -> None:
+        """Start further processes once the SuperLink is ready."""
+
+    @abstractmethod
+    def _options(self, address: str) -> list[str]:
+        """Return the SuperLink options of this kind of link; ``address`` is that of its Control API."""
+
+    @property
+    def _ca(self) -> Path | None:
+        """Certificate of the authority that signed the SuperLink's certificate; None without TLS."""
+        return None
+
+    def _start(self) -> bool:
+        """Start the SuperLink and wait until it is healthy; False if it ended or was not ready in time."""
+        port = free_port()
+        address = f"127.0.0.1:{port}"
+        (self._scratch / "home" / "config.toml").write_text(
+            connection(CONNECTION, address, self._ca), encoding="utf-8"
+        )
+        options = [
+            *self._options(address),
+            "--isolation",
+            "process",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+        ]
+        self._superlink = self._spawn("flower-superlink", *options)
+        end = time.monotonic() + START_SECONDS
+        while time.monotonic() < end and self._superlink.poll() is None:
+            if healthy(port, self._ca):
+                trust = ["--root-certificates", str(self._ca)] if self._ca else ["--insecure"]
+                self._superexec = self._spawn("flower-superexec", *trust, "--runtime-api-address", address)
+                return True
+            time.sleep(0.1)
+        if self._processes is not None:
+            self._processes.end()
+        return False
+
+    def _run(self, app: Path, config: Mapping[str, Scalar], *more: str) -> str:
+        """Submit the app, follow the run's log and return Flower's run id.
+
+        Raises:
+            PbflError: if Flower refuses the run.
+        """
+        file = self._scratch / "home" / "run-config.toml"
+        file.write_text(toml(config), encoding="utf-8")
+        directory = copy_included(app, self._scratch / f"app-{time.monotonic_ns()}")
+        result = self._flwr("run", str(directory), "--run-config", str(file), *more, "--format", "json")
+        run_id = str(result["run-id"])
+        self._follow(run_id)
+        return run_id
+
+    def _spawn(
+        self, name: str, *arguments: str, log: Path | None = None, home: str = "home"
+    ) -> subprocess.Popen[bytes]:
+        assert self._processes is not None, "the link has not been entered"
+        environment = {**self._environment(), "FLWR_HOME": str(self._scratch / home)}
+        with (log or self.log).open("ab") as output:
+            command = [executable(name), *arguments]
+            return self._processes.start(command, self._scratch / "empty", environment, output)
+
+    def _follow(self, run_id: str) -> None:
+        """Start `flwr log --stream`, which ends with the run; cheaper than polling every second."""
+        self._follower = self._spawn("flwr", "log", run_id, "--stream")
+
+    def _flwr(self, *arguments: str) -> dict[str, Any]:
+        try:
+            done = subprocess.run(
+                [executable("flwr"), *arguments],
+                cwd=self._scratch / "empty",
+                env=self._environment(),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=CLI_SECONDS,
+                start_new_session=True,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise PbflError(f"flwr {arguments[0]} did not answer within {CLI_SECONDS:.0f} s") from None
+        try:
+            result: dict[str, Any] = json.loads(done.stdout)
+        except json.JSONDecodeError:
+            result = {}
+        if done.returncode or not result.get("success", bool(result)):
+            reason = (
+                result.get("error-message")
+                or (done.stdout + done.stderr).strip()
+                or f"exit code {done.returncode}"
+            )
+            raise PbflError(f"flwr {arguments[0]}: {reason}")
+        return result
+
+    def _environment(self) -> dict[str, str]:
+        loopback = ",".join(filter(None, [os.environ.get("NO_PROXY"), "127.0.0.1,localhost"]))
+        kept = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+        if path := kept.get("PYTHONPATH"):  # child processes have another working directory
+            kept["PYTHONPATH"] = os.pathsep.join(
+                str(Path(part).absolute()) for part in path.split(os.pathsep)
+            )
+        return {
+            **kept,
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
+            "FLWR_HOME": str(self._scratch / "home"),
+            "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+            "FLWR_DISABLE_UPDATE_CHECK": "1",
+            "FLWR_TELEMETRY_ENABLED": "0",
+            "NO_PROXY": loopback,
+            "no_proxy": loopback,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+            "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",
+            "RAY_TMPDIR": str(self._scratch / "ray"),
+            "RAY_USAGE_STATS_ENABLED": "0",
+        }
+
+
+class Engine(Link):
+    """The simulation engine."""
+
+    def submit(self, app: Path, config: Mapping[str, Scalar], num_clients: int, resources: Resources) -> str:
+        """Submit the app and return Flower's run id.
+
+        Args:
+            app: directory of the Flower app.
+            config: keys of the run configuration that differ from the app's defaults.
+            num_clients: M, number of virtual nodes.
+            resources: of the workers.
+
+        Raises:
+            PbflError: if Flower refuses the run, or the machine has too few resources for a worker.
+        """
+        # Flower sums over all GPUs: for two GPUs it makes 3 workers with 0.6 each, but Ray could never place the third.
+        workers = len(places(Machine.here(resources), resources))
+        federation = replace(resources, workers=workers).federation(num_clients)
+        return self._run(app, config, "--federation-config", federation)
+
+    def _options(self, address: str) -> list[str]:
+        return ["--insecure", "--simulation"]
+
+    def _prepare(self) -> None:
+        """Nothing to do, since there are no TLS and no keys."""
+
+    def _complete(self) -> None:
+        """Nothing to do, since the simulation engine makes its own nodes."""

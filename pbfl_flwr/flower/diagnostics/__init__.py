@@ -1,1 +1,0 @@
-"""Checks before a run: this machine and its connection to the SuperLink."""

@@ -1,0 +1,206 @@
+"""A pool of local worker processes that run clients; each handles one message at a time and is restarted if it dies."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import queue
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import current_process, get_context, resource_tracker
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from flwr.app import Context, Error, Message
+from threadpoolctl import threadpool_limits
+
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower.client.app import CLIENT_FAULT, make_client_app
+from pbfl_flwr.flower.client.device import as_worker, release_gpu_memory
+from pbfl_flwr.flower.deploy.processes import HANGUPS
+
+DIED = "the worker process that ran it died; was there too little memory?"
+FAILED = (
+    "the worker process that ran it failed, see the error in flower.log or above; a script that uses several workers "
+    "must start the run under if __name__ == '__main__':"
+)
+EXIT_SECONDS = 5.0  # to wait until a process whose pipe is closed has ended
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """The resources of a worker process.
+
+    Attributes:
+        cores: number of CPU cores.
+        gpus: value of CUDA_VISIBLE_DEVICES; empty hides all GPUs.
+        log: the file to which its output is appended.
+    """
+
+    cores: int
+    gpus: str
+    log: Path
+
+
+class WorkerPool:
+    """Worker processes, started on entering and ended on leaving the context.
+
+    Args:
+        specs: one for each process.
+    """
+
+    def __init__(self, specs: Sequence[WorkerSpec]) -> None:
+        self._specs = specs
+        self._workers: list[_Worker] = []
+        self._free: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        self._ending = False
+        self._busy: dict[int, _Worker] = {}  # by node
+        self._lock = threading.Lock()  # guards _busy, _ending, and starting and ending workers
+
+    def __enter__(self) -> WorkerPool:
+        try:
+            for spec in self._specs:
+                self._workers.append(_Worker(spec))
+        except BaseException:
+            self.__exit__()
+            raise
+        for worker in self._workers:
+            self._free.put(worker)
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        with self._lock:
+            self._ending = True
+            for worker in self._workers:
+                worker.end()
+
+    def handle(self, message: Message, context: Context) -> Message:
+        """Run a client on a free worker, return its reply and copy its Flower state into ``context``.
+
+        Thread-safe. If the worker dies, only this call returns an error reply.
+        """
+        worker, node = self._free.get(), message.metadata.dst_node_id
+        with self._lock:
+            self._busy[node] = worker
+        died = False
+        try:
+            return worker.handle(message, context)
+        except (EOFError, OSError):
+            died = True
+            return Message(Error(code=CLIENT_FAULT, reason=worker.exit_reason()), reply_to=message)
+        finally:
+            with self._lock:
+                if self._busy.get(node) is worker:
+                    del self._busy[node]
+                if (died or worker.spent or not worker.alive) and not self._ending:
+                    worker.end()
+                    worker.start()
+            self._free.put(worker)
+
+    def give_up(self, node: int) -> None:
+        """Kill the worker that is processing a node's message, if there is one; it is restarted."""
+        with self._lock:
+            if (worker := self._busy.pop(node, None)) is not None:
+                worker.kill()
+
+
+class _Worker:
+    """A worker process and the parent's end of the pipe to it.
+
+    Attributes:
+        spent: whether it can no longer use its GPU.
+    """
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self._spec = spec
+        self.start()
+
+    def start(self) -> None:
+        self.spent = False
+        context = get_context("spawn")  # torch's threads do not survive a fork
+        self._pipe, child_end = context.Pipe()
+        self._process = context.Process(target=_work, args=(child_end, self._spec), daemon=True)
+        try:
+            with _signals_blocked():
+                self._process.start()
+        except BaseException:  # a Ctrl-C that was blocked during the start
+            if self._process.pid is not None:
+                self.kill()
+            raise
+        child_end.close()  # so that reading fails when the process dies
+
+    def handle(self, message: Message, context: Context) -> Message:
+        self._pipe.send_bytes(pickle.dumps((message, context)))
+        reply: Message
+        reply, context.state, self.spent = pickle.loads(self._pipe.recv_bytes())
+        return reply
+
+    @property
+    def alive(self) -> bool:
+        return self._process.is_alive()
+
+    def exit_reason(self) -> str:
+        self._process.join(EXIT_SECONDS)
+        # 1 after an exception; negative after a signal.
+        return FAILED if self._process.exitcode == 1 else DIED
+
+    def kill(self) -> None:
+        self._process.kill()  # safe, since clients write their files atomically
+        self._process.join()
+
+    def end(self) -> None:
+        self.kill()
+        self._pipe.close()
+
+
+def check_not_importing() -> None:
+    """Check that this is not a worker process importing the script that started it.
+
+    Raises:
+        PbflError: saying how to change the script.
+    """
+    if getattr(current_process(), "_inheriting", False):  # multiprocessing makes the same check
+        raise PbflError(
+            "a worker imports the script that starts it, and would start the run again: put the call under "
+            "if __name__ == '__main__': or take one worker"
+        )
+
+
+@contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """Block SIGINT, SIGTERM and SIGHUP in processes started meanwhile; only the parent handles these signals."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    resource_tracker.ensure_running()  # starting it together with the first process would unblock the signals
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, *HANGUPS})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _work(connection: Connection, spec: WorkerSpec) -> None:
+    """Handle messages until the pipe is closed, which also happens when the parent ends."""
+    for number in (signal.SIGINT, signal.SIGTERM, *HANGUPS):  # clusters signal every process of a job
+        signal.signal(number, signal.SIG_IGN)
+    os.environ["CUDA_VISIBLE_DEVICES"] = spec.gpus
+    with spec.log.open("ab") as log:
+        for output in (1, 2):  # descriptors, since sys.stdout may be None
+            os.dup2(log.fileno(), output)
+    with as_worker(spec.cores), threadpool_limits(spec.cores):
+        _handle_all(connection, make_client_app())
+
+
+def _handle_all(connection: Connection, app: Callable[[Message, Context], Message]) -> None:
+    while True:
+        try:
+            message, context = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        reply = app(message, context)
+        spent = reply.has_error() and not release_gpu_memory()
+        connection.send_bytes(pickle.dumps((reply, context.state, spent)))

@@ -1,0 +1,329 @@
+"""Simulation without Flower's engine: same server, clients, messages and results, but no SuperLink and no Ray.
+
+It starts in the seconds that importing torch takes. With one worker everything runs in this process, so a debugger can
+stop in a client. Other machines and ``flwr`` commands are not supported.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from uuid import UUID
+
+import torch
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.common.constant import ErrorCode
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result
+from flwr.supercore.run import Run
+from flwr.supercore.task_identity import TaskIdentity
+from threadpoolctl import threadpool_limits
+from torch.random import fork_rng
+
+from pbfl_flwr.config import Scalar
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower.client.app import forget, make_client_app
+from pbfl_flwr.flower.client.device import as_worker
+from pbfl_flwr.flower.deploy.superlink import LOG
+from pbfl_flwr.flower.engines.executors import WorkerPool, WorkerSpec, check_not_importing
+from pbfl_flwr.flower.engines.placement import Machine, Resources, places
+from pbfl_flwr.flower.server.app import serve
+from pbfl_flwr.flower.server.scheduling import LongestFirst
+from pbfl_flwr.flower.server.strategy import MethodStrategy
+from pbfl_flwr.flower.server.waiting import MAX_INTERVAL, NodeLabel, OnWait, ignore, poll, waiting_line
+from pbfl_flwr.runs.locks import claim, lock_of
+
+RUN_ID = FIRST_NODE = 2**62  # as large as Flower's own, so that messages have the same size
+
+Handler = Callable[[Message, Context], Message]
+Job = Callable[[], Message]
+Submit = Callable[[Job], "Future[Message]"]
+GiveUp = Callable[[int], object]
+"""Called with the id of a node whose current message is no longer waited for."""
+
+
+class LocalGrid(Grid):
+    """A Flower grid whose nodes are the clients of a local simulation.
+
+    Args:
+        handle: runs a client on a message.
+        submit: schedules a job.
+        config: the run configuration that every client gets.
+        num_clients: M.
+        give_up: ends the processing of a node's current message.
+    """
+
+    def __init__(
+        self,
+        handle: Handler,
+        submit: Submit,
+        config: Mapping[str, Scalar],
+        num_clients: int,
+        give_up: GiveUp = lambda node: None,
+    ) -> None:
+        self._handle, self._submit, self._give_up = handle, submit, give_up
+        self._config, self._num_clients = dict(config), num_clients
+        self._states = [RecordDict() for _ in range(num_clients)]
+        self._replies: dict[str, Future[Message]] = {}  # by message id
+        self._last: dict[int, Future[Message]] = {}  # latest reply by node
+        self._num_messages = 0
+        self._order = LongestFirst()
+        self._label: NodeLabel = str
+        self._on_wait: OnWait = ignore
+
+    def report_waiting(self, label: NodeLabel, on_wait: OnWait) -> None:
+        """Set how clients are labelled, and what is called with each line on the clients waited for."""
+        self._label, self._on_wait = label, on_wait
+
+    @property
+    def run(self) -> Run:
+        """An empty run."""
+        return Run.create_empty(RUN_ID)
+
+    def set_run(self, run: Run) -> None:
+        """Do nothing, since there is only one run."""
+
+    def create_message(
+        self,
+        content: RecordDict,
+        message_type: str,
+        dst_node_id: int,
+        group_id: str,
+        ttl: float | None = None,
+    ) -> Message:
+        """Return a message."""
+        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
+
+    def get_node_ids(self) -> Iterable[int]:
+        """Return the node of every client."""
+        return [FIRST_NODE + client for client in range(self._num_clients)]
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        """Submit messages to the clients, which run in parallel on the workers.
+
+        If a node is still processing an earlier message, that one is given up; the new one would wait for its lock.
+        """
+        return self._push(messages, float("inf"))
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        """Return the replies that have arrived, each once."""
+        done = [i for i in message_ids if i in self._replies and self._replies[i].done()]
+        replies = [self._replies.pop(message_id).result() for message_id in done]
+        for reply in replies:
+            self._set_id(reply)
+        return replies
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+        """Return the replies that arrive in time; messages whose processing has not begun by then are dropped."""
+        sent, seconds = list(messages), float("inf") if timeout is None else timeout
+        ids = self._push(sent, time.monotonic() + seconds)
+        replies = [self._replies[message_id] for message_id in ids]
+
+        def status() -> str:
+            awaited = (message for message, reply in zip(sent, replies, strict=True) if not reply.done())
+            return waiting_line(sent, awaited, self._label)
+
+        for _ in poll(seconds, status, self._on_wait, MAX_INTERVAL, lambda longest: wait(replies, longest)):
+            if all(reply.done() for reply in replies):
+                break
+        return self.pull_messages(ids)
+
+    def _push(self, messages: Iterable[Message], deadline: float) -> list[str]:
+        sent = list(messages)
+        ids = [self._set_id(message) for message in sent]
+        for message in self._order.ordered(sent):
+            node = message.metadata.dst_node_id
+            if node in self._last and not self._last[node].done():
+                self._give_up(node)
+            self._last[node] = self._submit(partial(self._process, message, deadline))
+            self._replies[message.metadata.message_id] = self._last[node]
+        return ids
+
+    def _set_id(self, message: Message) -> str:
+        """Give a message its id, as Flower's grids do."""
+        self._num_messages += 1
+        message_id = str(UUID(int=self._num_messages))
+        message.metadata.__dict__["_message_id"] = message_id
+        return message_id
+
+    def _process(self, message: Message, deadline: float) -> Message:
+        begin = time.monotonic()
+        if begin >= deadline:
+            return Message(
+                Error(code=ErrorCode.UNKNOWN, reason="not started before the deadline"), reply_to=message
+            )
+        client = message.metadata.dst_node_id - FIRST_NODE
+        node_config: dict[str, bool | float | int | str] = {
+            "partition-id": client,
+            "num-partitions": self._num_clients,
+        }
+        context = Context(
+            RUN_ID, message.metadata.dst_node_id, node_config, self._states[client], dict(self._config)
+        )
+        reply = self._handle(message, context)
+        self._states[client] = context.state
+        self._order.record_duration(message, time.monotonic() - begin)
+        return reply
+
+
+def in_this_process(app: ClientApp | None = None) -> Handler:
+    """Return a handler that runs clients in this process on copies of messages, so that no objects are shared."""
+    clients = app or make_client_app()
+    return lambda message, context: deepcopy(clients(deepcopy(message), context))
+
+
+def run_immediately(job: Job) -> Future[Message]:
+    """Run a job in the calling thread."""
+    future: Future[Message] = Future()
+    future.set_result(job())
+    return future
+
+
+def federate(
+    run_dir: Path | str, config: Mapping[str, Scalar], num_clients: int, resources: Resources
+) -> None:
+    """Run a federation to its end, with the server in this thread.
+
+    Args:
+        run_dir: used by this run only; Flower's log is written to its flower.log.
+        config: keys that differ from the defaults; with ``resume`` the existing run is continued.
+        num_clients: M; ``num-clients`` need not be among the keys.
+        resources: of the workers; with one worker, clients run in this process.
+
+    Raises:
+        RunRefused: if another run uses the directory.
+        PbflError: as :func:`pbfl_flwr.flower.server.app.serve`.
+    """
+    with _isolated():
+        run_here(Path(run_dir).absolute(), config, num_clients, resources)
+
+
+def run_here(run_dir: Path, config: Mapping[str, Scalar], num_clients: int, resources: Resources) -> None:
+    """Do the same as :func:`federate` in a dedicated process, and keep its caches for further runs.
+
+    Args:
+        run_dir: absolute, used by this run only.
+        config: keys that differ from the defaults.
+        num_clients: M.
+        resources: of the workers.
+
+    Raises:
+        RunRefused: if another run uses the directory.
+        PbflError: as :func:`pbfl_flwr.flower.server.app.serve`.
+    """
+    if (configured := config.get("num-clients", num_clients)) != num_clients:
+        raise PbflError(
+            f"num-clients = {configured}, but the federation has {num_clients} clients: allowed is the same number"
+        )
+    specs = worker_specs(resources, num_clients, run_dir / LOG)
+    if len(specs) > 1:
+        check_not_importing()
+    lock = lock_of(run_dir)
+    claim(lock, run_dir)
+    keys = {**config, "num-clients": num_clients, "run-dir": str(run_dir)}
+    with ExitStack() as stack:
+        stack.callback(lock.release)
+        stack.enter_context(_logged_to(run_dir / LOG))
+        stack.enter_context(_environment(specs[0]))
+        TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = (
+            RUN_ID  # read by Flower's messages
+        )
+        if len(specs) == 1:
+            stack.enter_context(as_worker(specs[0].cores))
+            stack.enter_context(threadpool_limits(specs[0].cores))
+            grid = LocalGrid(in_this_process(), run_immediately, keys, num_clients)
+        else:
+            threads = stack.enter_context(ThreadPoolExecutor(len(specs)))
+            # Closed first, so that no thread waits for a worker.
+            pool = stack.enter_context(WorkerPool(specs))
+            stack.callback(threads.shutdown, wait=False, cancel_futures=True)
+            grid = LocalGrid(pool.handle, threads.submit, keys, num_clients, pool.give_up)
+        serve(grid, keys, RUN_ID)
+
+
+def federate_app(strategy: MethodStrategy, app: ClientApp) -> Result:
+    """Run a strategy with any ClientApp in this process, one client after the other, without engine or workers.
+
+    Args:
+        strategy: its ``num_clients`` is the number of clients. It can run only once; make a new one to run again.
+        app: run for every client; ``context.node_config["partition-id"]`` is the client's number.
+
+    Raises:
+        PbflError: as :meth:`pbfl_flwr.flower.server.strategy.MethodStrategy.start`.
+    """
+    settings = strategy.settings
+    with _isolated(), as_worker(1), threadpool_limits(1):
+        TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = RUN_ID
+        torch.set_num_threads(1 if settings.training.threads == "auto" else settings.training.threads)
+        return strategy.start(LocalGrid(in_this_process(app), run_immediately, {}, settings.run.num_clients))
+
+
+@contextmanager
+def _isolated() -> Iterator[None]:
+    """Leave no side effects in a user's process, such as a notebook.
+
+    Caches are cleared before and after, since code and files may change between runs; torch's random state and number
+    of threads are restored.
+    """
+    threads = torch.get_num_threads()
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    forget()
+    try:
+        with fork_rng(gpus):
+            yield
+    finally:
+        torch.set_num_threads(threads)
+        forget()
+
+
+def worker_specs(resources: Resources, num_clients: int, log: Path) -> list[WorkerSpec]:
+    """Return a spec for each worker: as many as configured, or as CPUs and GPUs allow, and at most one per client.
+
+    Args:
+        resources: of the workers.
+        num_clients: M.
+        log: the run's log file.
+
+    Raises:
+        PbflError: as :func:`pbfl_flwr.flower.engines.placement.places`.
+    """
+    found = places(Machine.here(resources), resources)
+    return [WorkerSpec(resources.cpus_per_client, gpus, log) for gpus in found[:num_clients]]
+
+
+@contextmanager
+def _logged_to(file: Path) -> Iterator[None]:
+    """Write Flower's log to a file instead of the terminal."""
+    logger = logging.getLogger("flwr")
+    before, handler = logger.handlers[:], logging.FileHandler(file, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    logger.handlers[:] = [handler]
+    try:
+        yield
+    finally:
+        logger.handlers[:] = before
+        handler.close()
+
+
+@contextmanager
+def _environment(spec: WorkerSpec) -> Iterator[None]:
+    """Set environment variables that libraries read at their first use, here or in child processes."""
+    variables = {"OMP_NUM_THREADS": str(spec.cores), "CUDA_VISIBLE_DEVICES": spec.gpus}
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,1 @@
+"""Secure aggregation: Flower's SecAgg+ around a round."""

@@ -1,0 +1,227 @@
+"""A round under secure aggregation: Flower's SecAgg+ between our own messages.
+
+::
+
+    server   SecAggPlusWorkflow                        client   secaggplus_mod around the train handler
+             setup        --- parameters of the sum -->         makes key pairs
+             share keys   --- public keys ----------->          Shamir shares, encrypted for each neighbour
+             collect      --- broadcast, shares ----->          trains, evaluates, sends its masked table
+             unmask       --- who replied ----------->          shares that remove the masks from the sum
+    Σ_i of the tables -> one upload for the sum -> Method.aggregate
+
+The server receives keys, encrypted shares, a masked vector and the report from a client, never its table. The workflow
+needs a strategy of Flower's older interface: :class:`_WorkflowStrategy` passes this round's messages to it and keeps
+the results.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, cast
+
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.common import (
+    FitIns,
+    FitRes,
+    NDArray,
+    Parameters,
+    Scalar,
+    parameters_to_ndarrays,
+)
+from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key
+from flwr.server import LegacyContext, ServerConfig, SimpleClientManager
+from flwr.server.client_manager import ClientManager
+from flwr.server.client_proxy import ClientProxy
+from flwr.server.compat.grid_client_proxy import GridClientProxy
+from flwr.server.workflow.constant import MAIN_CONFIGS_RECORD, MAIN_PARAMS_RECORD
+from flwr.server.workflow.constant import Key as WorkflowKey
+from flwr.serverapp import Grid
+
+from pbfl_flwr.config import Settings
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.flower.messages import wire
+from pbfl_flwr.flower.messages.report import Report, classes_counted
+from pbfl_flwr.flower.messages.traffic import Traffic, weigh
+from pbfl_flwr.flower.secagg.legacy import (
+    TrainingOnly,
+    parameters_of,
+    report_of,
+    summed,
+    summing,
+    workflow_of,
+)
+from pbfl_flwr.flower.server.replies import Outcome, Phase, error_reason, read, rejection_reason
+from pbfl_flwr.method import Method
+from pbfl_flwr.payloads import Payload
+from pbfl_flwr.task import Task
+
+
+class SecureRounds:
+    """The training messages of every round under secure aggregation.
+
+    Args:
+        settings: the run configuration.
+        method: whose uploads are summed.
+
+    Raises:
+        PbflError: if they cannot be summed.
+    """
+
+    def __init__(self, settings: Settings, method: Method[Any, Any, Any]) -> None:
+        self.settings, self.method = settings, method
+        self.bound = summing(method).bound
+        self._grid: _MeteredGrid | None = None
+        self._strategy: _WorkflowStrategy | None = None
+
+    def exchange(self, grid: Grid, phase: Phase, timeout: float) -> list[Message]:
+        """Run the protocol for the training messages of a phase, and return the replies to its other messages.
+
+        Raises:
+            PbflError: if Flower's workflow fails, which one client's malformed reply can cause.
+        """
+        training = [message for message, client in phase.messages if client in phase.training]
+        others = [message for message, client in phase.messages if client not in phase.training]
+        self._strategy = None
+        if training:
+            number = int(str(training[0].content.config_records[wire.CONFIG]["round"]))
+            self._grid, self._strategy = _MeteredGrid(grid), _WorkflowStrategy(training, grid)
+            workflow = workflow_of(self.settings.privacy, self.bound, len(training), timeout)
+            empty = Context(0, 0, {}, RecordDict(), {})
+            context = LegacyContext(empty, ServerConfig(1), self._strategy, SimpleClientManager())
+            context.state.config_records[MAIN_CONFIGS_RECORD] = ConfigRecord(
+                {WorkflowKey.CURRENT_ROUND: number}
+            )
+            context.state.array_records[MAIN_PARAMS_RECORD] = ArrayRecord()
+            with _errors_as_one_line(number):
+                workflow(cast(Grid, self._grid), context)  # uses only send_and_receive
+        return list(grid.send_and_receive(others, timeout=timeout)) if others else []
+
+    def as_sum(self, uploads: Mapping[int, Payload]) -> dict[int, Payload]:
+        """Return the upload that represents the sum, under the lowest client number."""
+        return {min(uploads): uploads[min(uploads)]} if uploads else {}
+
+    def read(
+        self, replies: list[Message], phase: Phase, state: Payload, task: Task, max_bytes: int
+    ) -> Outcome:
+        """Return the result of a phase; the arguments are those of :func:`~pbfl_flwr.flower.server.replies.read`.
+
+        Each client whose upload is in the sum has the same upload, which represents the sum.
+
+        Raises:
+            PbflError: if the sum is invalid.
+        """
+        rest = replace(phase, messages=[pair for pair in phase.messages if pair[1] not in phase.training])
+        counted = classes_counted(self.settings.evaluation, task)
+        outcome = read(replies, rest, self.method, state, task, max_bytes, classes=counted)
+        if not phase.training or self._strategy is None or self._grid is None:
+            return outcome  # the final scoring is not encrypted
+        clients = {message.metadata.dst_node_id: c for message, c in phase.messages if c in phase.training}
+        waited = time.perf_counter() - phase.started
+        found: dict[int, Report] = {}
+        results, mean = self._strategy.results, self._strategy.mean
+        for node, result in results.items():
+            try:
+                found[clients[node]] = report_of(result.metrics, counted)
+            except Exception as error:  # trust boundary, as in replies.read
+                outcome.failures[clients[node]] = f"its report cannot be read: {rejection_reason(error)}"
+        for node, client in clients.items():
+            if node not in results:
+                no_answer = f"no answer within {waited:.0f} s, or the protocol was halted"
+                outcome.failures[client] = self._grid.errors.get(node) or no_answer
+        if mean is not None:
+            # The sum includes every client that sent a masked vector, even if its report is invalid.
+            M = self.settings.run.num_clients
+            with _errors_as_one_line(phase.number):
+                total = summed(self.method, mean, len(results), task, M)
+            outcome.uploads = dict.fromkeys(sorted(found), total)
+            outcome.scalars_up += len(results) * total.values.numel()
+        outcome.reports = dict(sorted({**outcome.reports, **found}.items()))
+        outcome.failures = dict(sorted(outcome.failures.items()))
+        for node, client in clients.items():
+            phase.down[client] = self._grid.down.get(node, Traffic())
+            outcome.up[client] = self._grid.up.get(node, Traffic())
+        return outcome
+
+
+@contextmanager
+def _errors_as_one_line(number: int) -> Iterator[None]:
+    """Turn any exception of the protocol into a one-line PbflError; because of the masks, the client is unknown."""
+    try:
+        yield
+    except Exception as error:
+        raise PbflError(
+            f"round {number}: secure aggregation failed: {rejection_reason(error)}; one client's malformed reply can "
+            f"cause this. Rounds up to {number - 1} are kept and can be resumed"
+        ) from error
+
+
+class _WorkflowStrategy(TrainingOnly):
+    """Passes this round's training messages to the workflow, and keeps its results."""
+
+    def __init__(self, messages: Iterable[Message], grid: Grid) -> None:
+        self._messages, self._grid = list(messages), grid
+        self.results: dict[int, FitRes] = {}
+        self.mean: NDArray | None = None
+
+    def initialize_parameters(self, client_manager: ClientManager) -> Parameters | None:
+        return None
+
+    def configure_fit(
+        self, server_round: int, parameters: Parameters, client_manager: ClientManager
+    ) -> list[tuple[ClientProxy, FitIns]]:
+        found: list[tuple[ClientProxy, FitIns]] = []
+        for message in self._messages:
+            config = cast(dict[str, Scalar], {**message.content.config_records[wire.CONFIG]})
+            payload = parameters_of(message.content.array_records[wire.PAYLOAD])
+            proxy = GridClientProxy(message.metadata.dst_node_id, self._grid, 0)
+            found.append((proxy, FitIns(payload, config)))
+        return found
+
+    def aggregate_fit(
+        self,
+        server_round: int,
+        results: list[tuple[ClientProxy, FitRes]],
+        failures: list[tuple[ClientProxy, FitRes] | BaseException],
+    ) -> tuple[Parameters | None, dict[str, Scalar]]:
+        self.results = {proxy.node_id: result for proxy, result in results}
+        if results:
+            self.mean = parameters_to_ndarrays(results[0][1].parameters)[0]
+        return None, {}
+
+
+class _MeteredGrid:
+    """Wraps the grid; counts bytes and records errors, by node."""
+
+    def __init__(self, grid: Grid) -> None:
+        self._grid = grid
+        self.up: dict[int, Traffic] = {}
+        self.down: dict[int, Traffic] = {}
+        self.errors: dict[int, str] = {}
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+        sent = list(messages)
+        replies = list(self._grid.send_and_receive(sent, timeout=timeout))
+        nodes = {message.metadata.message_id: message.metadata.dst_node_id for message in sent}
+        for message in sent:
+            node = message.metadata.dst_node_id
+            self.down[node] = self.down.get(node, Traffic()) + _weigh(message)
+        for reply in replies:
+            node = nodes[reply.metadata.reply_to_message_id]
+            self.up[node] = self.up.get(node, Traffic()) + _weigh(reply)
+            if reply.has_error():
+                self.errors.setdefault(node, error_reason(reply))
+        return replies
+
+
+def _weigh(message: Message) -> Traffic:
+    """Return the size of a message; a masked vector, which is sent in a ConfigRecord, counts as payload."""
+    size = weigh(message)
+    if not message.has_content():
+        return size
+    protocol = message.content.config_records.get(RECORD_KEY_CONFIGS, ConfigRecord())
+    masked = protocol.get(Key.MASKED_PARAMETERS, [])
+    parts = [part for part in masked if isinstance(part, bytes)] if isinstance(masked, list) else []
+    return replace(size, payload=size.payload + sum(map(len, parts)))

@@ -1,1 +1,0 @@
-"""Files: run directories and their histories, client states, checkpoints, atomic writing."""

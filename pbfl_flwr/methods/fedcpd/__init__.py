@@ -1,0 +1,1 @@
+"""FedCPD with its attention module."""

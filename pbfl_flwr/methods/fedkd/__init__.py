@@ -1,0 +1,1 @@
+"""FedKD with its low-rank compression."""

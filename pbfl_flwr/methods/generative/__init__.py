@@ -1,0 +1,1 @@
+"""FedGen and FedPA, and the generators that both train."""

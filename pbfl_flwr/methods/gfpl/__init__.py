@@ -1,0 +1,1 @@
+"""GFPL with its mixtures, classifier frame and payload."""

@@ -1,0 +1,235 @@
+"""GFPL: prototypes are Gaussian mixtures, and clients retrain their heads on features drawn from them.
+
+Lu et al., "GFPL: Generative Federated Prototype Learning for Resource-Constrained and Data-Imbalanced Vision Task".
+
+Round: each client minimises CE + λ·½(hᵀz_y - 1)², h the normalised projection of f(x), Z a fixed equiangular tight
+frame. In rounds t >= t1 with t mod S_T = 0 it also sends n diagonal Gaussians a class; the server fuses those
+closer than S_C in Bhattacharyya distance. The next round begins with the same loss on r pseudo-features a class,
+drawn from the fused mixtures, for projection and head only.
+Travels: Σ_j n·(2d+1) numbers a client in such a round, the fused mixtures down in the next, otherwise nothing.
+Predicts: the logits; "etf" is argmax_j hᵀz_j.
+Differs from the paper: there, retraining follows the download at the end of round t; with one message a round it is
+at the start of round t+1, the same order of steps, but scores include the epochs that follow. Algorithm 2 nests both in
+the loop over batches. It retrains only the projection, Section 4.2 projection and head (gfpl.retrain). Components are
+weighted by π_c·n_ij, not only π_c, which would count 3 samples like 300 (gfpl.weight). d = K is allowed. For what it
+leaves open (EM's start, single samples, cluster seeds) see prototypes/mixture.py. No authors' code is known.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from pbfl_flwr.config import Group, Settings, parse_section
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.method import Client, Method, Predictor, Round, Update, head_scores
+from pbfl_flwr.methods.gfpl.etf import dot_regression, equiangular_frame, frame_scores, projection_layer
+from pbfl_flwr.methods.gfpl.mixture import Distance, MixtureState, Weight, fit_mixtures, fuse, sample
+from pbfl_flwr.methods.gfpl.payload import Mixtures
+from pbfl_flwr.payloads import RejectedPayload, part_of
+from pbfl_flwr.task import Task
+from pbfl_flwr.training.loop import FitReport, each_feature, fit, forward, part
+
+Dual = tuple[nn.Linear, Tensor]  # l(ω3) and Z
+
+
+class Config(Group):
+    """Settings ``gfpl.*``; the defaults are the paper's."""
+
+    components: int = Field(4, ge=1, le=256, description="n, mixture components per class and client")
+    samples: int = Field(16, ge=1, le=100_000, description="r, pseudo-features drawn per class")
+    start: int = Field(10, ge=1, description="t1, first round in which mixtures may be exchanged")
+    interval: int = Field(
+        10, ge=1, description="S_T, mixtures are exchanged in rounds that are multiples of it"
+    )
+    threshold: float = Field(1.0, ge=0, description="S_C, components closer than this are merged; 0: none")
+    distance: Distance = Field(
+        "sum", description="compare the distance D_B as printed (it grows with d), or D_B/d"
+    )
+    weight: Weight = Field(
+        "count", description="weight of a component: π·n_ij, or π alone (no counts are sent)"
+    )
+    dot_weight: float = Field(2.0, ge=0, description="λ, weight of the dot-regression loss")
+    retrain: Literal["both", "projection"] = Field(
+        "both",
+        description="what is retrained on pseudo-features: projection and head, or only the projection",
+    )
+    retrain_epochs: int = Field(1, ge=1, description="epochs over the pseudo-features")
+    clamp: bool = Field(False, description="set negative entries of pseudo-features to 0, as after a ReLU")
+    dual_classifier: bool = Field(
+        True, description="use a projection with a fixed frame (DCS); false: only the head with cross-entropy"
+    )
+    cross_entropy: bool = Field(
+        True, description="use the cross-entropy; false: only dot regression (Figure 2)"
+    )
+    pseudo_features: bool = Field(
+        True, description="exchange mixtures and retrain on pseudo-features (PFG); false: no communication"
+    )
+
+
+@dataclass(frozen=True)
+class Gfpl(Method[MixtureState, Mixtures, Mixtures]):
+    """See the module."""
+
+    config: Config = field(default_factory=Config)
+    stale: Literal["keep", "drop"] = "keep"
+    headline: str = "head"
+    predicts: tuple[str, ...] = ("head", "etf")
+    new_clients: int = 0
+    name: str = "gfpl"
+
+    state = MixtureState
+    down = Mixtures
+    up = Mixtures
+
+    def local_update(self, client: Client, down: Mixtures) -> Update[Mixtures]:
+        """Retrain on received mixtures, train E epochs, and send mixtures in rounds of exchange."""
+        d, config = client.task.feature_dim, self.config
+        dual = self._dual(client) if config.dual_classifier else None
+        metrics: dict[str, float] = {}
+        if down.num_components:
+            metrics = {f"retrain-{k}": v for k, v in self._train(client, dual, down).metrics().items()}
+        report = self._train(client, dual)
+        upload = Mixtures.empty(d)
+        if self.exchanges(client.round):
+            batches, random = each_feature(client, client.data.train), client.generator("mixtures")
+            fitted = fit_mixtures(batches, d, config.components, random.initial_seed(), config.weight)
+            upload, metrics = fitted.mixtures, metrics | fitted.metrics()
+        kept = dual[0].state_dict(prefix="projection.") if dual else {}
+        return Update(upload, {**kept, **report.optimizer}, {**metrics, **report.metrics()})
+
+    def _train(self, client: Client, dual: Dual | None, down: Mixtures | None = None) -> FitReport:
+        """Minimise L_train on the data (Eq. 13), or L_retrain on pseudo-features (Eq. 14), which bypass the body."""
+        config, model = self.config, client.model
+
+        def loss(inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            features, logits = forward(model, inputs) if down is None else (inputs, model.head(inputs))
+            terms = {"ce": nn.functional.cross_entropy(logits, labels)} if config.cross_entropy else {}
+            if dual:
+                terms["dot"] = config.dot_weight * dot_regression(dual[0](features), labels, dual[1])
+            return terms
+
+        companions = dual[:1] if dual else ()
+        parts = [part(network) for network in (model, *companions)]
+        if down is None:
+            return fit(client, loss, parts=parts, companions=companions)
+        features, labels = sample(down, config.samples, client.generator("pseudo-features"))
+        z = features.clamp_min(0) if config.clamp else features
+        every = client.training.model_copy(update={"drop_last": "never"})  # all r·K' of them, Eq. 14
+        afresh = replace(client, training=every, memory={})  # without the optimiser state of the local epochs
+        return fit(
+            afresh,
+            loss,
+            parts=parts if config.retrain == "both" else parts[1:],
+            companions=companions,
+            source=(z.to(client.device), labels.to(client.device)),
+            epochs=config.retrain_epochs,
+            phase="retrain",
+        )
+
+    def _dual(self, client: Client) -> Dual:
+        """Return the projection l(ω3) from the client's memory, or its initial state, and Z."""
+        d = client.task.feature_dim
+        projection = projection_layer(d, client.seed, part_of(client.memory, "projection")).to(client.device)
+        return projection, equiangular_frame(client.task.num_classes, d, client.seed).to(client.device)
+
+    def predictors(self, client: Client, down: Mixtures) -> dict[str, Predictor]:
+        """The head; the fixed frame as well, once the client has a projection."""
+        if not part_of(client.memory, "projection"):
+            return {"head": head_scores}
+        projection, Z = self._dual(client)
+        return {"head": head_scores, "etf": lambda features, logits: frame_scores(projection(features), Z)}
+
+    def init(self, task: Task, seed: int) -> MixtureState:
+        """Return no mixtures."""
+        return MixtureState.empty(task.feature_dim)
+
+    def broadcast(self, state: MixtureState, client: int) -> Mixtures:
+        """Return the fused mixtures in the round after an exchange, else nothing."""
+        return state.broadcast
+
+    def aggregate(self, state: MixtureState, uploads: Mapping[int, Mixtures], at: Round) -> MixtureState:
+        """Fuse the last upload of every client (Algorithm 1) in rounds of exchange."""
+        if not self.exchanges(at.number):
+            return state.silent()
+        state, config = state.received(uploads, self.stale), self.config
+        fused = fuse([state.held], at.task.feature_dim, threshold=config.threshold, distance=config.distance)
+        return replace(state, broadcast=fused)
+
+    def validate(self, upload: Mixtures, state: MixtureState, task: Task) -> None:
+        """Check that a class has at most n components and, if no counts travel, weights with sum 1."""
+        most = int(torch.bincount(upload.labels, minlength=1).max())
+        if most > self.config.components:
+            raise RejectedPayload(f"{most} components of a class, allowed are {self.config.components}")
+        totals = torch.zeros(task.num_classes).index_add_(0, upload.labels, upload.weights)[upload.labels]
+        if self.config.weight == "pi" and bool(((totals - 1).abs() > 0.02).any()):
+            raise RejectedPayload("the weights of a class do not add up to 1")
+
+    def report(self, state: MixtureState) -> dict[str, float]:
+        """Components and classes that the server holds, and components in its next broadcast."""
+        held, sent = state.held, state.broadcast.num_components
+        metrics = {"components-held": held.num_components, "components-sent": sent}
+        return {**metrics, "classes-held": len(held.labels.unique())}
+
+    def exchanges(self, number: int) -> bool:
+        """Return whether mixtures are uploaded in a round: t >= t1 and t mod S_T = 0."""
+        c = self.config
+        return c.pseudo_features and number >= c.start and number % c.interval == 0
+
+    def forewarnings(self, num_rounds: int) -> list[str]:
+        """Warn if the run ends before clients retrain on pseudo-features, or new clients would get no mixtures."""
+        c = self.config
+        first = math.ceil(c.start / c.interval) * c.interval
+        if not c.pseudo_features:
+            return []
+        if num_rounds <= first:
+            return [
+                f"num-server-rounds = {num_rounds}: the first exchange of mixtures is in round {first} and takes "
+                "effect in the next one, so clients never use each other's mixtures; gfpl.start and gfpl.interval "
+                "set the rounds of exchange"
+            ]
+        if self.new_clients and not self.exchanges(num_rounds):
+            return [
+                f"num-server-rounds = {num_rounds}: new clients get no mixtures, which are broadcast only after a "
+                f"round of exchange; to send them some, use a multiple of gfpl.interval = {c.interval}"
+            ]
+        return []
+
+    def check(self, task: Task, architectures: Sequence[str]) -> None:
+        """Check that the frame exists for this K and d."""
+        if self.config.dual_classifier:
+            equiangular_frame(task.num_classes, task.feature_dim, 0)
+
+    def paper_scalars(
+        self, task: Task, class_counts: Sequence[int], parameters: Sequence[tuple[int, int]]
+    ) -> float:
+        """Σ_i K_i·n·(2d+1)/S_T: uploads only, as in the paper's table; downloads depend on the fusion."""
+        numbers = sum(class_counts) * self.config.components * (2 * task.feature_dim + 1)
+        return numbers / self.config.interval if self.config.pseudo_features else 0.0
+
+
+def build(settings: Settings) -> Gfpl:
+    """Return the method.
+
+    Raises:
+        PbflError: if its settings leave nothing to train or retrain.
+    """
+    config = parse_section(Config, settings)
+    if config.retrain == "projection" and not config.dual_classifier:
+        raise PbflError(
+            "gfpl.retrain = 'projection': there is no projection with gfpl.dual-classifier = false; use 'both'"
+        )
+    if not config.cross_entropy and not (config.dual_classifier and config.dot_weight):
+        raise PbflError(
+            "gfpl.cross-entropy = false: with gfpl.dual-classifier = false or gfpl.dot-weight = 0 no loss is "
+            "left"
+        )
+    headline = "head" if config.cross_entropy else "etf"
+    predicts = ("head", "etf") if config.dual_classifier else ("head",)
+    return Gfpl(config, settings.prototypes.stale, headline, predicts, settings.run.new_clients)

@@ -1,0 +1,271 @@
+"""Names of architectures: allowed values of the key ``models``, and which client has which. Does not import torch.
+
+:mod:`pbfl_flwr.models` builds them; a test compares the tables.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+
+from pbfl_flwr.config import TrainingSettings, choices
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.util.user_code import is_external
+
+ARCHITECTURES: dict[str, str] = {
+    "bilstm": "BiLSTM for token ids: one layer of width d per direction, hidden layer d on the two final states.",
+    "cnn2": "CNN of FedProto and GFPL: 5x5 convolutions with 10 and 20 channels, hidden layer d; at "
+    "least 16x16 pixels.",
+    "cnn4": "4-layer CNN (FedAvgCNN): 5x5 convolutions with 32 and 64 channels, hidden layer d; at "
+    "least 16x16 pixels.",
+    "efficientnet-b0": "EfficientNet-B0 of torchvision, no pretrained weights; last layer 1280, "
+    "4,007,548 body parameters.",
+    "fasttext": "FastText for token ids: mean embedding over all positions, padding included, hidden layer d.",
+    "googlenet": "GoogLeNet of torchvision, no auxiliary heads; at least 15x15 pixels; last layer 1024, 5,599,904 body "
+    "parameters.",
+    "gru": "GRU for token ids: two layers of width d, dropout 0.2; the state after the last token.",
+    "har-cnn": "1-D CNN for sensor windows (channels, length): 32, 64 and 128 channels, hidden layer d.",
+    "har-gru": "GRU for sensor windows: 64 units over pairs of readings, mean over time, LayerNorm, hidden layer d.",
+    "har-resnet": "1-D residual network for sensor windows: blocks of 32, 64 and 128 channels; last layer 128.",
+    "harcnn": "HtFLlib's HARCNN for sensor windows, harcnn-BLOCKS-STRIDE (harcnn-2-1); features average-pooled to d.",
+    "lstm": "LSTM for token ids: two layers of width d, dropout 0.2; the ReLU of the state after the last token.",
+    "mlp": "MLP for tables: hidden layers of the widths in its name (mlp-500-200), then a hidden layer d.",
+    "mlp5": "5-layer MLP: flattened input, hidden layers 16-8-4-d, classifier; with d = 2 prototypes can be plotted.",
+    "mobilenet-v2": "MobileNetV2 of torchvision, no pretrained weights; last layer 1280, 2,223,872 body parameters.",
+    "resnet4": "ResNet-4: stem and one residual block of width 64; last layer 64.",
+    "resnet6": "ResNet-6: stem and residual blocks of width 64 and 128; last layer 128.",
+    "resnet8": "ResNet-8: stem and residual blocks of width 64, 128 and 256; last layer 256, "
+    "1,232,704 body parameters.",
+    "resnet10": "ResNet-10: stem and residual blocks of width 64, 128, 256 and 512; last layer 512, "
+    "4,905,792 body parameters.",
+    "resnet18": "ResNet-18 of torchvision, no pretrained weights; last layer 512, 11,176,512 body parameters.",
+    "resnet34": "ResNet-34 of torchvision, no pretrained weights; last layer 512, 21,284,672 body parameters.",
+    "resnet50": "ResNet-50 of torchvision, no pretrained weights; last layer 2048, 23,508,032 body parameters.",
+    "resnet101": "ResNet-101 of torchvision, no pretrained weights; last layer 2048, 42,500,160 body parameters.",
+    "resnet152": "ResNet-152 of torchvision, no pretrained weights; last layer 2048, 58,143,808 body parameters.",
+    "shufflenet-v2": "ShuffleNetV2 x1.0 of torchvision, no pretrained weights; last layer 1024, "
+    "1,253,604 body parameters.",
+    "text-logistic": "Logistic regression for token ids: mean embedding over all positions, padding included, "
+    "no hidden layer.",
+    "textcnn": "TextCNN for token ids: convolutions of width 3, 4 and 5, 100 channels each, hidden layer d; "
+    "at least 5 tokens.",
+    "transformer": "Transformer for token ids, transformer-HEADS-LAYERS: width d, feed-forward width 2048; "
+    "the output at <cls>.",
+    "vit-b-16": "ViT-B/16 of torchvision: square images of 16x16 patches; last layer 768, "
+    "85,651,200 body parameters at 32x32.",
+    "vit-b-32": "ViT-B/32 of torchvision: square images of 32x32 patches; last layer 768, "
+    "87,418,368 body parameters at 32x32.",
+}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Positive integers that follow an architecture's name, each after a hyphen: ``mlp-500-200``.
+
+    Attributes:
+        meaning: what the integers mean, in their order.
+        least, most: how many there may be.
+        example: a complete name.
+    """
+
+    meaning: str
+    least: int
+    most: int
+    example: str
+
+
+SIZED: dict[str, Sizes] = {
+    "harcnn": Sizes("blocks, at most 3, and the stride", 2, 2, "harcnn-2-1"),
+    "mlp": Sizes("widths of hidden layers", 0, 8, "mlp-500-200"),
+    "transformer": Sizes("heads, layers", 2, 2, "transformer-8-2"),
+}
+LARGEST = 65_536  # bound on an integer in a name
+CLASSIFIER = Sizes("widths of the classifier's hidden layers", 1, 8, "resnet8+512-256")
+"""Format of the part after "+", for every architecture."""
+LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+"""Format of the part after "@": the label of the stored weights with which the body is initialised."""
+_SIZED_NAME = re.compile(r"(\D[\w-]*?)((?:-\d+)*)")
+
+_RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
+
+# In the order of client ids, modulo the length. Those with htfe, htm or htc in their names are HtFLlib's, in its order.
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "heterogeneous-4": ("resnet8", "mobilenet-v2", "shufflenet-v2", "efficientnet-b0"),  # Ht0 of HtFLlib
+    "htfe-img-2": ("cnn4", "resnet18"),
+    "htfe-img-3": ("resnet10", "resnet18", "resnet34"),
+    "htfe-img-4": ("cnn4", "googlenet", "mobilenet-v2", "resnet18"),
+    "htfe-img-5": ("googlenet", "mobilenet-v2", "resnet18", "resnet34", "resnet50"),
+    "htfe-img-8": ("cnn4", "googlenet", "mobilenet-v2", *_RESNETS),
+    "htfe-img-8-htc-img-4": (  # client i has body i mod 8 and classifier i mod 4
+        *("cnn4", "googlenet+512", "mobilenet-v2+256", "resnet18+128"),
+        *("resnet34", "resnet50+512", "resnet101+256", "resnet152+128"),
+    ),
+    "htfe-img-9": ("resnet4", "resnet6", "resnet8", "resnet10", *_RESNETS),
+    "htm-img-10": ("cnn4", "googlenet", "mobilenet-v2", *_RESNETS, "vit-b-16", "vit-b-32"),
+    "res34-htc-img-4": ("resnet34", "resnet34+512", "resnet34+256", "resnet34+128"),
+    "htfe-sen-2": ("harcnn-2-1", "harcnn-2-2"),
+    "htfe-sen-3": ("harcnn-2-1", "harcnn-2-2", "harcnn-2-3"),
+    "htfe-sen-5": ("harcnn-2-1", "harcnn-2-2", "harcnn-2-3", "harcnn-1-1", "harcnn-3-1"),
+    "htfe-sen-8": (
+        *("harcnn-2-1", "harcnn-2-2", "harcnn-2-3"),
+        *("harcnn-1-1", "harcnn-1-2", "harcnn-1-3", "harcnn-3-1", "harcnn-3-2"),
+    ),
+    "htfe-txt-2": ("fasttext", "text-logistic"),
+    "htfe-txt-4": ("fasttext", "text-logistic", "lstm", "bilstm"),
+    "htfe-txt-5-1": tuple(f"transformer-8-{layers}" for layers in (1, 2, 4, 8, 16)),
+    "htfe-txt-5-2": tuple(f"transformer-{heads}-4" for heads in (1, 2, 4, 8, 16)),
+    "htfe-txt-5-3": tuple(f"transformer-{both}-{both}" for both in (1, 2, 4, 8, 16)),
+    "htfe-txt-6": ("fasttext", "lstm", "bilstm", "transformer-8-2", "text-logistic", "gru"),
+    "sensor-4": ("har-cnn", "har-resnet", "har-gru", "harcnn-2-1"),
+    "small-4": ("cnn4", "resnet4", "resnet6", "resnet8"),
+    "table-4": ("mlp", "mlp-500", "mlp-1000-500", "mlp-1000-500-200"),  # widths of HtFLlib's MLPs
+    "text-2": ("fasttext", "textcnn"),
+}
+
+
+def fresh_and_label(name: str) -> tuple[str, str]:
+    """Split a name into the name without "@label" and the label of the body's initial weights ("" if random).
+
+    Raises:
+        PbflError: if the part after "@" is no valid label, or the model is user code (``my_package.module:function``).
+    """
+    front, plus, widths = name.partition("+")
+    body, at, label = front.partition("@")
+    if not at:
+        return name, ""
+    if is_external(body):
+        raise PbflError(
+            f"model '{name}': a function of your own must load its weights itself; allowed is '{body}'"
+        )
+    if not LABEL.fullmatch(label):
+        raise PbflError(
+            f"model '{name}': allowed after '@' is a label of 1 to 64 letters, digits, '.', '_', '-'; 'pbfl list "
+            "weights' shows those stored on this machine"
+        )
+    return body + plus + widths, label
+
+
+def fresh(name: str) -> str:
+    """Return the name without its label: the same network with random initial weights."""
+    return fresh_and_label(name)[0]
+
+
+def labelled(name: str, label: str) -> str:
+    """Return the name of the same network whose body is initialised with the weights stored under a label."""
+    body, plus, widths = name.partition("+")
+    return f"{body}@{label}{plus}{widths}"
+
+
+def body_and_classifier(name: str) -> tuple[str, tuple[int, ...]]:
+    """Return a name without its "+" part, and the widths of the classifier's hidden layers (empty if linear).
+
+    Raises:
+        PbflError: if the part after "+" is no list of widths, or the model is user code or a family.
+    """
+    body, plus, widths = name.partition("+")
+    if not plus:
+        return name, ()
+    if is_external(body):
+        raise PbflError(
+            f"model '{name}': a function of your own must build the classifier itself; allowed is '{body}'"
+        )
+    if body.partition("@")[0] in FAMILIES:
+        raise PbflError(
+            f"model '{name}': '{body}' is a family; allowed is a comma list of models, each with its own classifier"
+        )
+    return body, _whole_numbers(name, "+", widths, CLASSIFIER)
+
+
+def base_and_sizes(name: str) -> tuple[str, tuple[int, ...]]:
+    """Return the key in ARCHITECTURES that a name refers to, and the integers in the body's name.
+
+    Raises:
+        PbflError: if there is no such key, or the number or range of the integers is wrong.
+    """
+    body, _ = body_and_classifier(fresh(name))
+    if body in ARCHITECTURES and body not in SIZED:
+        return body, ()
+    match = _SIZED_NAME.fullmatch(body)
+    if match is None or match[1] not in SIZED:
+        raise PbflError(unknown(body))
+    return match[1], _whole_numbers(body, match[1], match[2].removeprefix("-"), SIZED[match[1]])
+
+
+def _whole_numbers(name: str, before: str, text: str, takes: Sizes) -> tuple[int, ...]:
+    found = text.split("-") if text else []
+    fits = all(re.fullmatch("[1-9][0-9]{0,4}", number) and int(number) <= LARGEST for number in found)
+    if not fits or not takes.least <= len(found) <= takes.most:
+        count = str(takes.least) if takes.least == takes.most else f"{takes.least} to {takes.most}"
+        raise PbflError(
+            f"model '{name}': allowed after '{before}' are {count} whole numbers from 1 to {LARGEST:,} "
+            f"({takes.meaning}), e.g. {takes.example}"
+        )
+    return tuple(map(int, found))
+
+
+def examples() -> list[str]:
+    """Return one valid name for every entry of ARCHITECTURES."""
+    return [SIZED[name].example if name in SIZED else name for name in ARCHITECTURES]
+
+
+def architectures(spec: str) -> tuple[str, ...]:
+    """Return the architectures of a federation, in the order of client ids (modulo).
+
+    Args:
+        spec: a family, a model, ``my_package.module:function``, or a comma list of these. A label after a family
+            applies to all its models. Nothing is imported.
+
+    Raises:
+        PbflError: if a name is unknown; the message suggests the closest one.
+    """
+    names: list[str] = []
+    for item in (part.strip() for part in spec.split(",")):
+        family, at, label = item.partition("@")
+        members = () if "+" in label else FAMILIES.get(family, ())
+        found = [labelled(name, label) if at else name for name in members] or [item]
+        _check_name("models", spec, found[0])
+        names.extend(found)
+    return tuple(names)
+
+
+def architecture_of(spec: str, client: int) -> str:
+    """Return the architecture of one client: number ``client`` modulo the length of the list.
+
+    Args:
+        spec: see :func:`architectures`.
+        client: client id, from 0.
+    """
+    names = architectures(spec)
+    return names[client % len(names)]
+
+
+def check_named(training: TrainingSettings) -> None:
+    """Check that the architectures named in ``layout`` and ``precision`` exist.
+
+    Raises:
+        PbflError: for the first unknown name.
+    """
+    for key, text in (("layout", training.layout), ("precision", training.precision)):
+        for name in choices(text):
+            if name:
+                _check_name(key, text, name)
+
+
+def _check_name(key: str, text: str, name: str) -> None:
+    if is_external(name):
+        return
+    try:
+        base_and_sizes(name)
+    except PbflError as error:
+        raise PbflError(f"{key} = '{text}': {error}") from None
+
+
+def unknown(item: str) -> str:
+    """Return the error message for an unknown name: the closest known one, and what is allowed."""
+    close = difflib.get_close_matches(item.lower(), [*FAMILIES, *ARCHITECTURES], n=1)
+    hint = f"; did you mean '{close[0]}'?" if close else ";"
+    return (
+        f"unknown model '{item}'{hint} allowed are the families and models that 'pbfl list models' "
+        "lists, my_package.module:function, or a comma list"
+    )

@@ -1,0 +1,87 @@
+"""The server's checkpoints: the state after the last round, and the state with the best accuracy so far."""
+
+from __future__ import annotations
+
+from pbfl_flwr.payloads import Payload, RejectedPayload
+from pbfl_flwr.runs.client_store import load_tensors, save_tensors
+from pbfl_flwr.runs.directory import (
+    BEST,
+    BROADCAST,
+    CHECKPOINT,
+    OTHER_CONFIGURATION,
+    RunDirectory,
+    RunRefused,
+)
+from pbfl_flwr.task import Task
+from pbfl_flwr.util.atomic_files import DamagedState
+
+
+def save(run: RunDirectory, state: Payload, broadcast: Payload, server_round: int, fingerprint: str) -> None:
+    """Write the server's state after a round, and the next broadcast for other programs to read.
+
+    Args:
+        run: its directory.
+        state: of the server.
+        broadcast: the next broadcast.
+        server_round: from 1.
+        fingerprint: of the configuration; a resumed run must have the same.
+
+    Raises:
+        UnsavedState: if writing fails.
+    """
+    number = {"round": str(server_round)}
+    save_tensors(run.path / BROADCAST, broadcast.to_tensors(), number)
+    save_tensors(run.path / CHECKPOINT, state.to_tensors(), {**number, "fingerprint": fingerprint})
+
+
+def save_best(run: RunDirectory, state: Payload, after: int, accuracy: float, predictor: str) -> None:
+    """Write the best state: the one that had been broadcast when clients were scored.
+
+    Args:
+        run: its directory.
+        state: of the server.
+        after: number of the round that produced it; 0 for the initial state.
+        accuracy: weighted by samples, in 0..1.
+        predictor: name of the predictor with this accuracy.
+
+    Raises:
+        UnsavedState: if writing fails.
+    """
+    about = {"round": str(after), "accuracy": f"{accuracy:.6f}", "predictor": predictor}
+    save_tensors(run.path / BEST, state.to_tensors(), about)
+
+
+def resume(
+    run: RunDirectory, kind: type[Payload], task: Task, fingerprint: str
+) -> tuple[Payload, int] | None:
+    """Return (state, finished rounds) of the checkpoint, None if no round was finished.
+
+    Rounds in the histories after the checkpoint are removed.
+
+    Args:
+        run: its directory.
+        kind: type of the method's state.
+        task: what all clients agree on.
+        fingerprint: of the configuration.
+
+    Raises:
+        RunRefused: if the checkpoint was made with a configuration that gives other results.
+        DamagedState: if it is damaged, or missing although the history has several rounds.
+    """
+    file = run.path / CHECKPOINT
+    try:
+        tensors, metadata = load_tensors(file)
+    except FileNotFoundError:
+        if (finished := len(run.rounds())) > 1:  # a round's line is written before its checkpoint
+            raise DamagedState(f"{file} is missing, but the history holds {finished} rounds") from None
+        run.truncate(0)
+        return None
+    if metadata.get("fingerprint") != fingerprint:
+        raise RunRefused(OTHER_CONFIGURATION.format(run.path))
+    done = int(metadata["round"])
+    try:
+        resumed = kind.from_tensors(tensors, task)
+    except (RejectedPayload, KeyError) as error:
+        raise DamagedState(f"{file} does not hold a state of this method: {error}") from None
+    run.truncate(done)
+    return resumed, done

@@ -1,0 +1,283 @@
+"""State files: reading and writing of tensors with checksum and schema version, and each client's state.
+
+They are safetensors files, so other tools can read them and loading executes no code. A damaged file, or one of another
+run, client or architecture, is an error that names it; it is never overwritten.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from pbfl_flwr.payloads import part_of, separate
+from pbfl_flwr.util.atomic_files import (
+    SCHEMA,
+    DamagedState,
+    UnsavedState,
+    flush_directory,
+    make_directory,
+    write_atomically,
+)
+from pbfl_flwr.util.locks import Lock, need_locks
+
+# Metadata key: tensors of the reply that equal one of the model's and are stored once, name -> name in the model.
+SAME = "reply-in-model"
+BEST = ".best"  # suffix of a client's state of the best round, after that round's number
+SIZE_BYTES = 8  # of the header size at the start of a safetensors file
+
+
+def save_tensors(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str],
+    *,
+    private: bool = False,
+    flushed: bool = True,
+) -> None:
+    """Write tensors and metadata with schema version and checksum; no other process may write the file meanwhile.
+
+    Args:
+        path: the file.
+        tensors: by name.
+        metadata: of the file.
+        private: only the file's owner may read it.
+        flushed: see :func:`pbfl_flwr.util.atomic_files.write_atomically`.
+    """
+    contiguous = separate(tensors)
+    full = {**metadata, "schema": SCHEMA}
+    full["checksum"] = _checksum(contiguous, full)
+    data = _with_sorted_metadata(save(contiguous, full))
+    write_atomically(path, data, locked=True, private=private, flushed=flushed)
+
+
+def _with_sorted_metadata(file: bytes) -> tuple[bytes, bytes, memoryview]:
+    """Return the pieces of a safetensors file with sorted metadata, so that equal content gives equal bytes."""
+    size = int.from_bytes(file[:SIZE_BYTES], "little")
+    header = json.loads(file[SIZE_BYTES : SIZE_BYTES + size])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % SIZE_BYTES)  # keeps the tensors aligned
+    return len(text).to_bytes(SIZE_BYTES, "little"), text, memoryview(file)[SIZE_BYTES + size :]
+
+
+def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Read a file written by :func:`save_tensors`.
+
+    Raises:
+        FileNotFoundError: if there is none.
+        DamagedState: if it is not such a file, of another schema, or its checksum is wrong.
+    """
+    if not path.exists():
+        raise FileNotFoundError(path)
+    advice = "move it away to start afresh"
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = dict(file.metadata() or {})
+            tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
+    except (SafetensorError, OSError, ValueError) as error:
+        raise DamagedState(f"state file {path} cannot be read ({error}); {advice}") from None
+    if metadata.get("schema") != SCHEMA:
+        raise DamagedState(
+            f"state file {path} has schema {metadata.get('schema')!r}, expected {SCHEMA!r}; {advice}"
+        )
+    checksum = metadata.pop("checksum", "")
+    if checksum != _checksum(tensors, metadata):
+        raise DamagedState(f"state file {path} is damaged: its checksum does not match; {advice}")
+    return tensors, metadata
+
+
+def _checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    found = zlib.crc32(json.dumps(dict(metadata), sort_keys=True).encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        found = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), found)
+        found = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data, found)
+    return f"{found:08x}"
+
+
+def _shared_tensors(model: Mapping[str, Tensor], reply: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the tensors of a reply that are bit-identical to one of the model's: name -> name in the model."""
+    found = {}
+    for name, tensor in reply.items():
+        parts = name.split(".")
+        for start in range(len(parts)):
+            model_name = ".".join(parts[start:])
+            if model_name in model and _bits_are_equal(model[model_name], tensor):
+                found[name] = model_name
+                break
+    return found
+
+
+def _bits_are_equal(one: Tensor, other: Tensor) -> bool:
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)))
+
+
+def kept_best(path: Path) -> dict[int, Path]:
+    """Return the files written by :meth:`ClientStore.keep_best` for a client: best round -> state after it.
+
+    Args:
+        path: the client's file.
+    """
+    name = re.compile(rf"{re.escape(path.stem)}\.(\d+){re.escape(BEST)}")
+    found = {file: name.fullmatch(file.name) for file in path.parent.iterdir()}
+    return {int(match[1]): file for file, match in found.items() if match}
+
+
+@dataclass(frozen=True)
+class ClientState:
+    """The state that a client keeps between rounds.
+
+    Attributes:
+        round: the server round after which this was saved.
+        participations: number of rounds the client has trained in.
+        model: the network's state, including buffers.
+        memory: tensors that the method keeps.
+        reply: the payload of that round, to reply again if the same message is repeated.
+        report: the metrics of that round, likewise.
+        card: description of the model for use elsewhere, as JSON.
+        prototypes: the tables of its nearest-prototype predictors, likewise for use elsewhere.
+    """
+
+    round: int
+    participations: int
+    model: Mapping[str, Tensor]
+    memory: Mapping[str, Tensor] = field(default_factory=dict)
+    reply: Mapping[str, Tensor] = field(default_factory=dict)
+    report: Mapping[str, float | list[float]] = field(default_factory=dict)
+    card: str = ""
+    prototypes: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ClientStore:
+    """A client's state file, identified by experiment and client id.
+
+    Attributes:
+        directory: the client's own directory on its own disk.
+        experiment: id of the run; a file of another run is refused.
+        client: its number or its name.
+        architecture: the network's name; a file with another one is refused.
+        flushed: whether saving flushes the directory. In a simulation the server does it once per round for all
+            clients, before the round counts as finished; until then a power failure may leave the previous state.
+    """
+
+    directory: Path
+    experiment: str
+    client: int | str
+    architecture: str
+    flushed: bool = True
+
+    @property
+    def path(self) -> Path:
+        """Path of the file."""
+        stem = f"named-{self.client}" if isinstance(self.client, str) else f"client-{self.client:05d}"
+        return self.directory / f"{stem}.safetensors"
+
+    def keep_best(self, number: int) -> None:
+        """Keep the current state file as that of the best round; a hard link where the file system supports it.
+
+        The caller must hold the lock, and the client must not have trained since that round.
+
+        Raises:
+            UnsavedState: if writing fails.
+        """
+        file = self.path.with_name(f"{self.path.stem}.{number}{BEST}")
+        if file.exists():
+            return
+        try:
+            file.hardlink_to(self.path)
+            flush_directory(self.directory)
+        except OSError:
+            write_atomically(file, self.path.read_bytes(), locked=True, private=True)
+        for other, older in kept_best(self.path).items():
+            if other != number:
+                with suppress(OSError):
+                    older.unlink()
+
+    def locked(self) -> Lock:
+        """Return a lock on this client's state; other processes that train for the same client wait for it.
+
+        Raises:
+            UnsavedState: if the directory cannot be made or written, or the file system does not support locks.
+        """
+        lock = self.path.with_name(f".{self.path.stem}.lock")
+        try:
+            make_directory(self.directory, private=True)
+            lock.touch()  # its time tells pbfl clean when the state was last used
+            need_locks(lock)
+        except OSError as error:
+            raise UnsavedState(f"state-dir {self.directory} cannot be written ({error.strerror})") from None
+        return Lock(lock)
+
+    def load(self) -> ClientState | None:
+        """Return the client's state, None if it has never trained.
+
+        Raises:
+            DamagedState: if the file is damaged, or of another experiment, client or architecture.
+        """
+        try:
+            tensors, metadata = load_tensors(self.path)
+        except FileNotFoundError:
+            return None
+        for key, expected in self._identity().items():
+            if metadata.get(key) != expected:
+                raise DamagedState(
+                    f"state file {self.path} is of {key} {metadata.get(key)!r}, expected {expected!r}; "
+                    "choose another state-dir or move the file away"
+                )
+
+        try:  # a valid checksum does not guarantee valid content
+            number, participations = int(metadata["round"]), int(metadata["participations"])
+            report = json.loads(metadata["report"])
+            model = part_of(tensors, "model")
+            same = {name: model[of] for name, of in json.loads(metadata.get(SAME, "{}")).items()}
+        except (KeyError, ValueError, AttributeError, TypeError) as error:
+            raise DamagedState(
+                f"state file {self.path} lacks parts of a client's state ({error!r})"
+            ) from None
+        return ClientState(
+            number,
+            participations,
+            model,
+            part_of(tensors, "memory"),
+            part_of(tensors, "reply") | same,
+            report,
+            metadata.get("card", ""),
+            part_of(tensors, "prototypes"),
+        )
+
+    def save(self, state: ClientState) -> None:
+        """Write the client's state atomically, so that model, memory and reply are always of the same round.
+
+        Only the file's owner may read it, since it holds class means and counts. The caller must hold the lock, unless
+        no other process uses the file.
+        """
+        tensors = {f"model.{name}": tensor for name, tensor in state.model.items()}
+        tensors |= {f"memory.{name}": tensor for name, tensor in state.memory.items()}
+        same = _shared_tensors(state.model, state.reply)
+        tensors |= {f"reply.{name}": tensor for name, tensor in state.reply.items() if name not in same}
+        tensors |= {f"prototypes.{name}": tensor for name, tensor in state.prototypes.items()}
+        metadata = {
+            **self._identity(),
+            "card": state.card,
+            "round": str(state.round),
+            "participations": str(state.participations),
+            "report": json.dumps(dict(state.report)),
+            **({SAME: json.dumps(same)} if same else {}),
+        }
+        save_tensors(self.path, tensors, metadata, private=True, flushed=self.flushed)
+
+    def _identity(self) -> dict[str, str]:
+        return {"experiment": self.experiment, "client": str(self.client), "architecture": self.architecture}

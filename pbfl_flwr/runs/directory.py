@@ -1,0 +1,415 @@
+"""The files of a run directory, readable by other programs.
+
+::
+
+    <run-dir>/run.json                resolved configuration, versions, seeds, clients
+              error.txt               the error that ended the run, if one did
+              waiting.txt             what the server waits for, after a minute of waiting; removed afterwards
+              rounds.jsonl            a line per round: accuracies, loss, bytes, seconds, failures, server metrics
+              clients.jsonl           a line per round: every client's counters; "final" in the last: the final scoring
+              newcomers.jsonl         a line per round of the new clients after the last round (new-clients)
+              result.txt              hash of the results, once the run is finished
+              partition.json          samples of each class on each client, before the train/test split (simulation)
+              prototypes.safetensors  the server's broadcast after the last round
+              checkpoint.safetensors  the server's full state after the last round
+              best.safetensors        the server's state with the best accuracy so far
+              clients/<experiment>/   the clients' own models (simulation); .best in the name: of the best round
+              clients-removed.txt     in place of these, after pbfl clean removed them
+
+The files with tensors are written and read in :mod:`~pbfl_flwr.runs.checkpoint`. This module does not import
+torch, so that commands that only read a run start fast.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import os
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from filelock import Timeout
+
+from pbfl_flwr.errors import PbflError, pointed, printable
+from pbfl_flwr.util.atomic_files import (
+    DamagedState,
+    UnsavedState,
+    flush_directory,
+    make_directory,
+    remove_temporary,
+    write_atomically,
+)
+from pbfl_flwr.util.locks import Lock
+
+ERROR, NEWCOMERS, WAITING, RESULT = "error.txt", "newcomers.jsonl", "waiting.txt", "result.txt"
+BROADCAST, CHECKPOINT, BEST = "prototypes.safetensors", "checkpoint.safetensors", "best.safetensors"
+ENDED = "ended-after"  # key of run.json after early stopping
+SERVER_LOCK, STATES_REMOVED = ".server.lock", "clients-removed.txt"
+FILES = (
+    "run.json",
+    ERROR,
+    WAITING,
+    "rounds.jsonl",
+    "clients.jsonl",
+    NEWCOMERS,
+    RESULT,
+    "partition.json",
+    BROADCAST,
+    CHECKPOINT,
+    BEST,
+    SERVER_LOCK,
+    STATES_REMOVED,
+)  # files of a run directory that the server writes, or pbfl clean
+OTHER_CONFIGURATION = (
+    "run-dir = '{}' was made with another configuration (see its run.json); only num-server-rounds, patience, "
+    "keep-best and the timeouts may differ when a run is resumed"
+)
+HANDOVER_SECONDS = 30.0  # to wait until a stopped ServerApp has ended
+PACKAGES = ("pbfl-flwr", "flwr", "ray", "torch", "torchvision", "numpy", "scipy")
+
+
+class RunRefused(PbflError):
+    """The run conflicts with the one already in its directory, which is left unchanged and not marked as failed."""
+
+
+@dataclass(frozen=True)
+class PartitionFacts:
+    """The content of partition.json: the samples of each class on each client, and values that follow from them.
+
+    Attributes:
+        counts: (M, K).
+        notes: on the partition.
+        majority: accuracy of always predicting a client's most frequent training class.
+        newcomer_majority: the same for the new clients.
+        paper_scalars: scalars sent per round according to the paper's formula, None if there is none.
+        data: hash of the dataset's samples.
+    """
+
+    counts: list[list[int]] | None
+    notes: list[str] | None
+    majority: float | None
+    newcomer_majority: float | None
+    paper_scalars: float | None
+    data: str | None
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """The files of one run."""
+
+    path: Path
+
+    def __init__(self, path: Path | str) -> None:
+        object.__setattr__(self, "path", Path(path))
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the lock against other servers; if the run fails, write the error to error.txt.
+
+        Ctrl-C on ``flwr run`` only ends its log stream, so a user may resume a run that is still active.
+
+        Raises:
+            RunRefused: if another server still holds the lock after HANDOVER_SECONDS.
+            UnsavedState: if the directory cannot be made or written.
+        """
+        lock = Lock(self.path / SERVER_LOCK)
+        try:
+            make_directory(self.path)
+            lock.acquire(timeout=HANDOVER_SECONDS)
+        except Timeout:
+            raise RunRefused(
+                f"run-dir = '{self.path}' is being written by another run; flwr list shows it, flwr stop RUN-ID ends it"
+            ) from None
+        except OSError as error:
+            raise UnsavedState(f"run-dir = '{self.path}' cannot be written ({error.strerror})") from None
+        try:
+            remove_temporary(self.path)
+            yield
+        except RunRefused:
+            raise
+        except Exception as error:
+            reason = error if isinstance(error, PbflError) else pointed(error)
+            with suppress(UnsavedState):  # a full disk may be the original error
+                write_atomically(self.path / ERROR, f"{reason}\n".encode())
+            raise
+        finally:
+            lock.release()
+
+    @property
+    def taken(self) -> bool:
+        """Whether the directory holds a run."""
+        return (self.path / "run.json").exists()
+
+    def check_new(self) -> None:
+        """Check that the directory holds no run yet.
+
+        Raises:
+            RunRefused: if it does.
+        """
+        if self.taken:
+            raise RunRefused(f"run-dir = '{self.path}' already holds a run; choose another one, or resume it")
+
+    def clear_error(self) -> None:
+        """Remove the error of an earlier attempt; the caller holds the lock and may write this run."""
+        (self.path / ERROR).unlink(missing_ok=True)
+
+    def write_result(self, result: str) -> None:
+        """Write the hash of the results.
+
+        Raises:
+            UnsavedState: if writing fails.
+        """
+        write_atomically(self.path / RESULT, f"{result}\n".encode())
+
+    def remove_result(self) -> None:
+        """Remove the hash of the results, since the run continues."""
+        (self.path / RESULT).unlink(missing_ok=True)
+
+    def result(self) -> str:
+        """Return the hash of the results, "" while the run is not finished."""
+        with suppress(OSError):
+            return printable((self.path / RESULT).read_text(encoding="utf-8", errors="replace").strip())
+        return ""
+
+    def set_waiting(self, line: str) -> None:
+        """Write what the server waits for, or remove the file if the line is empty; errors are ignored."""
+        with suppress(UnsavedState, OSError):
+            if line:
+                write_atomically(self.path / WAITING, f"{line}\n".encode())
+            else:
+                (self.path / WAITING).unlink(missing_ok=True)
+
+    def waiting(self) -> str:
+        """Return what the server waits for, "" if nothing."""
+        with suppress(OSError):
+            return printable((self.path / WAITING).read_text(encoding="utf-8", errors="replace").strip())
+        return ""
+
+    def start(self, configuration: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+        """Write run.json.
+
+        Raises:
+            RunRefused: if the directory already holds a run.
+        """
+        self.check_new()
+        versions = {name: _version(name) for name in PACKAGES}
+        about = {"python": platform.python_version(), "machine": platform.platform(), **versions}
+        self._write("run.json", {"configuration": dict(configuration), "versions": about, **facts})
+
+    def resume(self, configuration: Mapping[str, Any]) -> None:
+        """Write the configuration of a resumed run; its number of rounds may have changed."""
+        about = {key: value for key, value in self.read().items() if key != ENDED}
+        self._write("run.json", {**about, "configuration": dict(configuration)})
+
+    def mark_early_stop(self, after: int) -> None:
+        """Record that the run ended after this round, before num-server-rounds.
+
+        Raises:
+            UnsavedState: if writing fails.
+        """
+        self._write("run.json", {**self.read(), ENDED: after})
+
+    def update_clients(self, clients: Sequence[Mapping[str, Any]], joined: Sequence[str]) -> None:
+        """Write the list of clients after some have joined.
+
+        Args:
+            clients: all clients.
+            joined: labels of those that joined; also kept here because the line of an unfinished round is not written.
+
+        Raises:
+            UnsavedState: if writing fails.
+        """
+        about = self.read()
+        self._write(
+            "run.json", {**about, "clients": list(clients), "joined": [*about.get("joined", []), *joined]}
+        )
+
+    def read(self) -> dict[str, Any]:
+        """Return run.json.
+
+        Raises:
+            PbflError: if the directory holds no run.
+        """
+        file = self.path / "run.json"
+        if not file.exists():
+            error = self.path / ERROR
+            reason = error.read_text(encoding="utf-8").strip() if error.exists() else ""
+            why = f"; a run that was started there failed: {reason}" if reason else ""
+            raise PbflError(f"'{self.path}' is not a run directory: it has no run.json{why}")
+        found = read_object(file)
+        if not isinstance(found.get("configuration"), dict) or not isinstance(found.get("experiment"), str):
+            raise DamagedState(f"{file} is damaged: it lacks 'configuration' or 'experiment'")
+        return found
+
+    def check_states(self) -> None:
+        """Check that the clients' states were not removed; without them all clients would start from scratch.
+
+        Raises:
+            RunRefused: if they were removed.
+        """
+        if (self.path / STATES_REMOVED).exists():
+            raise RunRefused(
+                f"'{self.path}': its clients' states were removed by pbfl clean; it can be shown, compared and "
+                "reported, but not resumed or exported"
+            )
+
+    def rounds(self) -> list[dict[str, Any]]:
+        """Return the lines of rounds.jsonl."""
+        return _lines(self.path / "rounds.jsonl")
+
+    def client_rounds(self) -> list[dict[str, Any]]:
+        """Return the lines of clients.jsonl."""
+        return _lines(self.path / "clients.jsonl")
+
+    def add_round(self, line: Mapping[str, Any], clients: Mapping[str, Any]) -> None:
+        """Append a round to both histories; it is on disk when this returns.
+
+        Raises:
+            UnsavedState: if writing fails; an incomplete line is removed when the run is resumed.
+        """
+        for name, entry in (("clients.jsonl", clients), ("rounds.jsonl", line)):
+            self._append(name, entry)
+
+    def newcomers(self, after: int) -> list[dict[str, Any]]:
+        """Return the rounds of the new clients that trained after round ``after`` of the run.
+
+        Raises:
+            DamagedState: if newcomers.jsonl is damaged.
+        """
+        return [line for line in _lines(self.path / NEWCOMERS) if line.get("after") == after]
+
+    def add_newcomers(self, line: Mapping[str, Any]) -> None:
+        """Append a round of the new clients; it is on disk when this returns.
+
+        Raises:
+            UnsavedState: if writing fails.
+        """
+        self._append(NEWCOMERS, line)
+
+    def _append(self, name: str, entry: Mapping[str, Any]) -> None:
+        try:
+            created = not (self.path / name).exists()
+            with (self.path / name).open("a") as file:
+                file.write(json.dumps(entry) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            if created:
+                flush_directory(self.path)
+        except OSError as error:
+            raise UnsavedState(f"{self.path / name} cannot be written ({error.strerror})") from None
+
+    def write_partition(self, partition: PartitionFacts) -> None:
+        """Write partition.json."""
+        self._write("partition.json", asdict(partition))
+
+    def partition_counts(self) -> list[list[int]] | None:
+        """Return the samples of each class on each client, None if unknown.
+
+        Raises:
+            DamagedState: if partition.json is damaged.
+        """
+        return self._partition().counts
+
+    def majority(self) -> float | None:
+        """Return the accuracy of always predicting a client's most frequent training class, None if unknown."""
+        return self._partition().majority
+
+    def newcomer_majority(self) -> float | None:
+        """Return the same for the new clients, None if there are none."""
+        return self._partition().newcomer_majority
+
+    def paper_scalars(self) -> float | None:
+        """Return the scalars sent per round by all clients according to the paper's formula, None if unknown."""
+        return self._partition().paper_scalars
+
+    def data(self) -> str | None:
+        """Return the hash of the dataset's samples, None if unknown."""
+        return self._partition().data
+
+    def _partition(self) -> PartitionFacts:
+        file = self.path / "partition.json"
+        found = read_object(file) if file.exists() else {}
+        partition = PartitionFacts(**{field.name: found.get(field.name) for field in fields(PartitionFacts)})
+        counts = partition.counts
+        valid_counts = counts is None or (
+            isinstance(counts, list)
+            and all(isinstance(row, list) and all(isinstance(n, int) for n in row) for row in counts)
+        )
+        numbers = (partition.majority, partition.newcomer_majority, partition.paper_scalars)
+        if not valid_counts or not all(isinstance(number, int | float | None) for number in numbers):
+            raise DamagedState(f"{file} is damaged: its counts or other values are not numbers")
+        return partition
+
+    def truncate(self, done: int) -> None:
+        """Remove rounds after ``done`` from the histories; no checkpoint was written for them."""
+        for name in ("rounds.jsonl", "clients.jsonl", NEWCOMERS):
+            lines = _lines(self.path / name)
+            kept = [entry for entry in lines if entry.get("after", entry["round"]) <= done]
+            if (self.path / name).exists():
+                write_atomically(
+                    self.path / name, "".join(json.dumps(entry) + "\n" for entry in kept).encode()
+                )
+
+    def _write(self, name: str, content: Mapping[str, Any]) -> None:
+        write_atomically(self.path / name, (json.dumps(content, indent=1) + "\n").encode())
+
+
+def last_round(about: Mapping[str, Any]) -> int:
+    """Return the number of a run's last round: num-server-rounds, or the round of early stopping.
+
+    Args:
+        about: content of run.json.
+    """
+    return int(about.get(ENDED, about["configuration"]["num-server-rounds"]))
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """Return the JSON object in a file.
+
+    Raises:
+        DamagedState: if the file does not hold one.
+    """
+    try:
+        found = json.loads(file.read_bytes().decode())
+    except (ValueError, RecursionError) as error:
+        raise DamagedState(f"{file} is damaged ({error})") from None
+    if not isinstance(found, dict):
+        raise DamagedState(f"{file} is damaged: it does not hold a JSON object")
+    return found
+
+
+def finite(numbers: Mapping[str, float]) -> dict[str, float | None]:
+    """Return the numbers with None in place of NaN and infinity, which JSON does not support."""
+    return {name: float(value) if math.isfinite(value) else None for name, value in numbers.items()}
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    """Return the complete lines of a JSONL file; an incomplete last line belongs to an unfinished round.
+
+    Raises:
+        DamagedState: if a complete line is not JSON, or not of a round.
+    """
+    if not file.exists():
+        return []
+    found = []
+    for number, line in enumerate(file.read_bytes().split(b"\n")[:-1], start=1):
+        try:
+            entry = json.loads(line.decode())
+        except (ValueError, RecursionError) as error:
+            raise DamagedState(f"{file}, line {number} is damaged ({error})") from None
+        if not isinstance(entry, dict) or not isinstance(entry.get("round"), int):
+            raise DamagedState(f"{file}, line {number} is damaged: it is not a round")
+        found.append(entry)
+    return found
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,61 @@
+"""A short hash of a run's results; runs with equal hashes have the same results.
+
+Does not import torch: the bytes of a state are read from the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, deserialize
+
+from pbfl_flwr.runs.directory import RunDirectory
+from pbfl_flwr.util.atomic_files import DamagedState
+
+DIGITS = 12  # among a million different runs, two have the same hash with probability 1/560
+
+
+def result_hash(run: RunDirectory, rounds: int) -> str:
+    """Return a hash of the server's state and of every client's number of correct predictions in every round.
+
+    Times, bytes, names and nodes are excluded, since they can differ between runs with the same results.
+
+    Args:
+        run: a finished run.
+        rounds: its number of rounds; rounds of new clients after them are included as well.
+
+    Raises:
+        DamagedState: if one of its files is damaged.
+    """
+    digest = hashlib.sha256()
+    for columns in run.client_rounds():
+        last = columns["round"] == rounds  # an extended run may also have a final scoring of an earlier round
+        _add(digest.update, columns, last)
+    for line in run.newcomers(rounds):
+        _add(digest.update, line["columns"], True)
+    for part in _state(run.path / "checkpoint.safetensors"):
+        digest.update(part)
+    return digest.hexdigest()[:DIGITS]
+
+
+def _add(update: Any, columns: Mapping[str, Any], last: bool) -> None:
+    """Add the correct predictions of a round's clients and, if it is the last, of the final scoring."""
+    scored = sorted(zip(columns["client"], columns["correct"], strict=True), key=lambda pair: int(pair[0]))
+    update(json.dumps([columns["round"], scored], sort_keys=True).encode())
+    if last and "final" in columns:
+        _add(update, columns["final"], False)
+
+
+def _state(file: Path) -> Iterable[bytes]:
+    """Yield names, dtypes with shapes, and bytes of the tensors of a file."""
+    try:
+        found = sorted(deserialize(file.read_bytes()))
+    except (SafetensorError, OSError) as error:
+        raise DamagedState(f"{file} cannot be read ({error})") from None
+    for name, tensor in found:
+        yield f"{name} {tensor['dtype']} {tensor['shape']}".encode()
+        yield tensor["data"]

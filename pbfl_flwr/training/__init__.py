@@ -1,0 +1,1 @@
+"""Local training: loop, evaluation, optimisers, augmentation."""

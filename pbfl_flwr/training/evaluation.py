@@ -1,0 +1,98 @@
+"""Evaluation: all predictors of a client in one pass over its test samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from pbfl_flwr.config import PREDICTORS
+from pbfl_flwr.data import Shard
+from pbfl_flwr.method import Client, Predictor
+from pbfl_flwr.training.class_metrics import ByClass
+from pbfl_flwr.training.loop import REMEDY, Diverged, forward, take
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores of one pass over a client's test samples, and over its validation samples if it has any.
+
+    Attributes:
+        num_samples: test samples.
+        correct: predictor -> number of correctly predicted samples.
+        loss: mean cross-entropy of the predictor ``head``, or of the logits without it; 0 without samples.
+        validation: scores on the validation samples; None without any.
+        by_class: counts per class; None unless ``per-class`` is set.
+    """
+
+    num_samples: int
+    correct: dict[str, int]
+    loss: float
+    validation: Scores | None = None
+    by_class: ByClass | None = None
+
+
+@torch.no_grad()  # not inference_mode: tensors cached by a network here must be usable in training
+def evaluate(client: Client, predictors: Mapping[str, Predictor]) -> Scores:
+    """Score all predictors in one pass over the client's test shard, then the validation shard.
+
+    Raises:
+        ValueError: if a predictor returns another shape than (B, K), or its name is not in PREDICTORS.
+        Diverged: if a predictor returns scores that are not finite.
+    """
+    if odd := [name for name in predictors if name not in PREDICTORS]:
+        raise ValueError(f"predictor '{odd[0]}': allowed are {', '.join(PREDICTORS)}")
+    client.model.eval()
+    scores = _scores(client, client.data.test, predictors, client.evaluation.per_class)
+    if client.data.validation is None:
+        return scores
+    return replace(scores, validation=_scores(client, client.data.validation, predictors))
+
+
+def _scores(
+    client: Client, shard: Shard, predictors: Mapping[str, Predictor], per_class: bool = False
+) -> Scores:
+    size = client.evaluation.eval_batch_size
+    correct = dict.fromkeys(predictors, 0)
+    answers: dict[str, list[Tensor]] = {name: [] for name in predictors}
+    loss = 0.0
+    for start in range(0, len(shard.labels), size):
+        batch = slice(start, start + size)
+        inputs, labels = take(client.data, shard, batch, client.device, client.training.layout)
+        features, logits = forward(client.model, inputs)
+        answered = logits
+        for name, predictor in predictors.items():
+            scores = predictor(features, logits)
+            if scores.shape != (len(labels), client.task.num_classes):
+                raise ValueError(
+                    f"predictor '{name}' returns scores of shape {tuple(scores.shape)}, expected (B, K)"
+                )
+            if not bool(torch.isfinite(scores).all()):
+                raise Diverged(f"predictor '{name}' gives scores that are not finite; {REMEDY}")
+            answer = scores.argmax(dim=1)
+            correct[name] += int((answer == labels).sum())
+            if per_class:
+                answers[name].append(answer)
+            if name == "head":
+                answered = scores
+        loss += float(nn.functional.cross_entropy(answered, labels, reduction="sum"))
+    n = len(shard.labels)
+    counted = _by_class(shard.labels, answers, client.task.num_classes) if per_class else None
+    return Scores(n, correct, loss / n if n else 0.0, by_class=counted)
+
+
+def _by_class(labels: Tensor, answers: Mapping[str, Sequence[Tensor]], num_classes: int) -> ByClass:
+    """Return the counts of a whole pass. Done after it, so that the GPU is waited for once per predictor, not batch."""
+    known = labels.cpu()
+
+    def count(found: Tensor) -> list[int]:
+        each: list[int] = torch.bincount(found, minlength=num_classes).tolist()
+        return each
+
+    right, answered = {}, {}
+    for name, parts in answers.items():
+        answer = torch.cat(list(parts)).cpu() if parts else known[:0]
+        right[name], answered[name] = count(known[answer == known]), count(answer)
+    return ByClass(count(known), right, answered)

@@ -1,0 +1,368 @@
+"""The training loop and the pass over features that all methods use.
+
+A client's shard is a contiguous tensor; batches are taken by index and normalised on the device, and nothing here
+handles a single sample in Python.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from pbfl_flwr.config import TrainingSettings
+from pbfl_flwr.data import ClientData, Shard
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.method import Client
+from pbfl_flwr.models.build import SplitModel, has_batch_norm, is_still
+from pbfl_flwr.training.augmentation import Augmentation
+from pbfl_flwr.training.optimizers import SGD, Adam, Descent, Group, State
+
+Loss = Callable[..., Mapping[str, Tensor]]
+"""(inputs (B, ...), labels (B,), tensors from ``draw``) -> named loss terms; their sum is minimised."""
+
+
+REMEDY = "lower learning-rate, or set max-grad-norm"
+
+
+class Diverged(PbflError):
+    """A loss or a weight is not finite: the client's update is useless and must not be stored."""
+
+
+@dataclass(frozen=True)
+class FitReport:
+    """Result of :func:`fit`.
+
+    Attributes:
+        steps: number of optimiser steps.
+        samples: samples seen, summed over all epochs.
+        losses: mean of every loss term over the steps.
+        optimizer: the optimiser's state if the settings keep it, by parameter name; parameters outside the client's
+            network are named by their position.
+    """
+
+    steps: int
+    samples: int
+    losses: dict[str, float]
+    optimizer: dict[str, Tensor]
+
+    def metrics(self) -> dict[str, float]:
+        """Return the losses under their names in the log; also ``idle`` = 1 if there was no step."""
+        found = {f"loss.{name}": value for name, value in self.losses.items()}
+        return found if self.steps else {**found, "idle": 1.0}
+
+    def then(self, later: FitReport) -> FitReport:
+        """Return the combined report of two passes; where both have an entry, the later one is used."""
+        return FitReport(
+            self.steps + later.steps,
+            self.samples + later.samples,
+            {**self.losses, **later.losses},
+            {**self.optimizer, **later.optimizer},
+        )
+
+
+def forward(model: SplitModel, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (features (B, d), logits (B, K)) of a network that follows the model contract."""
+    features: Tensor = model.features(inputs)
+    logits: Tensor = model.head(features)
+    return features, logits
+
+
+def classification(model: SplitModel) -> Loss:
+    """Return the plain loss: cross-entropy of the logits, averaged over the batch."""
+
+    def loss(inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"ce": nn.functional.cross_entropy(forward(model, inputs)[1], labels)}
+
+    return loss
+
+
+@dataclass(frozen=True)
+class Part:
+    """Parameters that are updated together.
+
+    Attributes:
+        parameters: of the client's network or of a companion.
+        learning_rate: None means the setting ``learning-rate``.
+        max_grad_norm: gradient clipping norm; None means the setting ``max-grad-norm``, 0 is off.
+    """
+
+    parameters: tuple[nn.Parameter, ...]
+    learning_rate: float | None = None
+    max_grad_norm: float | None = None
+
+
+def part(module: nn.Module, learning_rate: float | None = None, max_grad_norm: float | None = None) -> Part:
+    """Return all parameters of a module as one part."""
+    return Part(tuple(module.parameters()), learning_rate, max_grad_norm)
+
+
+def fit(
+    client: Client,
+    loss: Loss,
+    *,
+    parts: Sequence[Part] | None = None,
+    companions: Sequence[nn.Module] = (),
+    source: tuple[Tensor, Tensor] | None = None,
+    draw: Callable[[], tuple[Tensor, ...]] | None = None,
+    epochs: int | None = None,
+    max_steps: int | None = None,
+    phase: str = "fit",
+    after_step: Callable[[], None] | None = None,
+    after_epoch: Callable[[], None] | None = None,
+) -> FitReport:
+    """Train on the client's data, augmented if the settings say so, with the configured optimiser.
+
+    If a network has BatchNorm, batches of one sample are skipped.
+
+    Args:
+        client: its network is changed in place.
+        loss: computes the named loss terms of one batch.
+        parts: parameters to update; by default the client's whole network. The others get no gradient, but
+            BatchNorm statistics are updated in the whole network, as in the references.
+        companions: other networks that take part; put into training mode as well.
+        source: (features (n, d), labels) on the client's device to train the head on, instead of the client's data.
+        draw: called before every step; its tensors are passed to the loss after the batch. Their shapes must not vary.
+        epochs: passes over the data; by default ``local-epochs``.
+        max_steps: upper bound on the number of steps; None is no bound.
+        phase: name of this pass, so that two passes in a round draw different batches.
+        after_step: called after every optimiser step.
+        after_epoch: called after every pass over the data.
+
+    Raises:
+        Diverged: if a mean loss term or a final weight is not finite.
+    """
+    settings, data, model = client.training, client.data, client.model
+    chosen = list(parts) if parts is not None else [part(model)]
+    share = rate_share(settings, client.round)
+    groups = [_group(p, settings, share) for p in chosen if p.parameters]
+    if not groups:
+        return FitReport(0, 0, {}, {})
+    names = _names(model, groups)
+    descent = _descent(settings, groups)
+    if settings.optimizer_state == "kept":
+        descent.state = _remembered(descent.keeps, names, client.memory)
+    order, changes = client.generator(phase), client.generator(f"{phase} augmentation")
+    for network in (model, *companions):
+        network.train()
+    passed = model if source is None else model.head  # the part of the network that batches go through
+    smallest = 2 if any(has_batch_norm(network) for network in (passed, *companions)) else 1
+    trained_on = data.train.labels if source is None else source[1]
+    totals: dict[str, Tensor] = {}
+
+    def learn(*batch: Tensor) -> None:
+        terms = loss(*batch)
+        descent.clear()
+        torch.stack(list(terms.values())).sum().backward()
+        descent.step()
+        for name, value in terms.items():
+            _add(totals, name, value.detach())
+
+    steps = samples = 0
+    with _gradients_of(descent, model):
+        for _ in range(settings.local_epochs if epochs is None else epochs):
+            if steps == max_steps:
+                break
+            augmented = None
+            if settings.augmentation and source is None:
+                augmented = Augmentation(settings, data.train.inputs, changes)
+            for index in batches(len(trained_on), settings, order, trained_on.device):
+                if len(index) < smallest:
+                    continue  # BatchNorm has no variance over one sample
+                if steps == max_steps:
+                    break
+                if source is None:
+                    batch = take(data, data.train, index, client.device, settings.layout, augmented)
+                else:
+                    batch = source[0][index], source[1][index]
+                learn(*batch, *(draw() if draw is not None else ()))
+                if after_step is not None:
+                    after_step()
+                steps, samples = steps + 1, samples + len(index)
+            if after_epoch is not None:
+                after_epoch()
+    losses = {name: float(total) / steps for name, total in totals.items()}
+    _check_finite(losses, descent.parameters, steps)
+    kept = _to_remember(descent.state, names) if settings.optimizer_state == "kept" else {}
+    return FitReport(steps, samples, losses, kept)
+
+
+def _names(model: SplitModel, groups: Sequence[Group]) -> dict[str, nn.Parameter]:
+    """Return trained parameters by name: the network's under their own, others as ``beside.<position among them>``."""
+    trained = [parameter for group in groups for parameter in group.parameters]
+    known = {id(parameter) for parameter in trained}
+    names = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in known}
+    own = {id(parameter) for parameter in names.values()}
+    others = (parameter for parameter in trained if id(parameter) not in own)
+    return names | {f"beside.{place}": parameter for place, parameter in enumerate(others)}
+
+
+@contextmanager
+def _gradients_of(descent: Descent, model: SplitModel) -> Iterator[None]:
+    """Within the context only trained parameters of the network get gradients; afterwards all gradients are cleared."""
+    trained = {id(parameter) for parameter in descent.parameters}
+    frozen = [p for p in model.parameters() if p.requires_grad and id(p) not in trained]
+    try:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        descent.clear()
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+
+
+def _check_finite(losses: Mapping[str, float], parameters: Sequence[nn.Parameter], steps: int) -> None:
+    """Check the result of a number of steps.
+
+    Raises:
+        Diverged: if a loss term or a weight is not finite.
+    """
+    if bad := [name for name, value in losses.items() if not math.isfinite(value)]:
+        raise Diverged(
+            f"loss term '{bad[0]}' is not finite after {steps} steps; {REMEDY}, or lower its weight"
+        )
+    sums = [parameter.detach().sum() for parameter in parameters]  # much faster than checking every element
+    if not sums or bool(torch.stack(sums).isfinite().all()):  # synchronises with a GPU only once
+        return
+    # The sum of finite numbers may overflow.
+    if not all(bool(parameter.isfinite().all()) for parameter in parameters):
+        raise Diverged(f"a weight is not finite after {steps} steps; {REMEDY}")
+
+
+def rate_share(settings: TrainingSettings, number: int) -> float:
+    """Return the factor on learning rates in round t: decay^(t-1) · ½·(1 + cos(π·(t-1)/R)).
+
+    The cosine is that of ``torch.optim.lr_scheduler.CosineAnnealingLR``, stepped after every round; after round R it
+    keeps its value of round R.
+    """
+    decayed = settings.learning_rate_decay ** (number - 1)
+    if not (rounds := settings.learning_rate_cosine):
+        return decayed
+    return decayed * (1 + math.cos(math.pi * (min(number, rounds) - 1) / rounds)) / 2
+
+
+def _group(part: Part, settings: TrainingSettings, share: float) -> Group:
+    """Fill in a part's settings and multiply its rate by ``share``."""
+    rate = (settings.learning_rate if part.learning_rate is None else part.learning_rate) * share
+    bound = settings.max_grad_norm if part.max_grad_norm is None else part.max_grad_norm
+    return Group(tuple(part.parameters), rate, bound)
+
+
+def batches(
+    num_samples: int, settings: TrainingSettings, order: torch.Generator, device: torch.device | str = "cpu"
+) -> Iterator[Tensor]:
+    """Yield the index tensors of one epoch; the order is drawn on the CPU and moved to the samples' device once.
+
+    ``batch-order`` "fixed" keeps the stored order. ``drop-last`` "small" drops an incomplete last batch unless the
+    client has less than one batch; "always" drops it (a small client then makes no step); "never" keeps it.
+
+    Args:
+        num_samples: n; indices are 0..n-1.
+        settings: with ``batch-size``, ``batch-order`` and ``drop-last``.
+        order: CPU generator for the order of the samples.
+        device: of the samples.
+    """
+    fixed = settings.batch_order == "fixed"
+    index = torch.arange(num_samples) if fixed else torch.randperm(num_samples, generator=order)
+    complete = num_samples - num_samples % settings.batch_size
+    drop = settings.drop_last == "always" or (settings.drop_last != "never" and complete > 0)
+    kept = index[:complete] if drop else index
+    if len(kept):
+        yield from kept.to(device).split(settings.batch_size)
+
+
+def complete_batches(client: Client) -> Shard:
+    """Return the training samples; under ``drop-last`` "always" without the last n_i mod B in stored order."""
+    shard, settings = client.data.train, client.training
+    if settings.drop_last != "always":
+        return shard
+    complete = len(shard) - len(shard) % settings.batch_size
+    return Shard(shard.inputs[:complete], shard.labels[:complete])
+
+
+def take(
+    data: ClientData,
+    shard: Shard,
+    index: Tensor | slice,
+    device: torch.device,
+    layout: str = "contiguous",
+    changed: Callable[[Tensor, Tensor | slice], Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return (normalised float inputs (B, ...), labels (B,)) of the selected samples on the device.
+
+    Args:
+        data: defines how inputs are normalised.
+        shard: samples of it.
+        index: of the selected samples.
+        device: for the results.
+        layout: memory layout of images: "contiguous" or "channels-last".
+        changed: (stored samples, index) -> samples to use instead, i.e. the augmentation.
+    """
+    inputs = shard.inputs[index]
+    inputs = data.prepare((inputs if changed is None else changed(inputs, index)).to(device))
+    if inputs.dim() == 4 and layout == "channels-last":
+        inputs = inputs.contiguous(memory_format=torch.channels_last)
+    return inputs, shard.labels[index].to(device)
+
+
+@torch.no_grad()
+def each_feature(client: Client, shard: Shard) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield (features (B, d), labels (B,)) over a shard in evaluation mode, in large batches."""
+    client.model.eval()
+    size = client.evaluation.eval_batch_size
+    for start in range(0, len(shard.labels), size):
+        batch = slice(start, start + size)
+        inputs, labels = take(client.data, shard, batch, client.device, client.training.layout)
+        yield client.model.features(inputs), labels
+
+
+def fixed_features(client: Client) -> tuple[Tensor, Tensor] | None:
+    """Return (features (n, d), labels (n,)) of the training data, for training a head on a frozen body.
+
+    None if the frozen body's features may vary between passes, if samples are augmented, or if there are none.
+    """
+    if not is_still(client.model) or client.training.augmentation or not len(client.data.train.labels):
+        return None
+    features, labels = zip(*each_feature(client, client.data.train), strict=True)
+    return torch.cat(features), torch.cat(labels)
+
+
+def _add(totals: dict[str, Tensor], name: str, value: Tensor) -> None:
+    """Add to a running sum in place; reduced precision is summed in float32."""
+    if name not in totals:
+        wide = torch.promote_types(value.dtype, torch.float32)
+        totals[name] = torch.zeros((), dtype=wide, device=value.device)
+    totals[name].add_(value)
+
+
+def _descent(settings: TrainingSettings, groups: Sequence[Group]) -> Descent:
+    if settings.optimizer == "sgd":
+        return SGD(groups, settings.momentum, settings.weight_decay)
+    return Adam(groups, settings.weight_decay, decoupled=settings.optimizer == "adamw")
+
+
+def _to_remember(state: State, names: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    return {f"{kind}.{name}": t for name, p in names.items() if p in state for kind, t in state[p].items()}
+
+
+def _remembered(
+    kinds: Sequence[str], names: Mapping[str, nn.Parameter], memory: Mapping[str, Tensor]
+) -> dict[nn.Parameter, dict[str, Tensor]]:
+    """Return copies of the optimiser state from ``memory``; moments get the memory layout of their parameter."""
+    kept = {
+        p: {kind: memory[f"{kind}.{name}"] for kind in kinds}
+        for name, p in names.items()
+        if all(f"{kind}.{name}" in memory for kind in kinds)
+    }
+    return {p: {kind: _laid_out(p, tensor) for kind, tensor in state.items()} for p, state in kept.items()}
+
+
+def _laid_out(parameter: nn.Parameter, kept: Tensor) -> Tensor:
+    if kept.shape != parameter.shape:  # Adam's step counter
+        return kept.to(parameter.device, copy=True)
+    return torch.zeros_like(parameter).copy_(kept)
