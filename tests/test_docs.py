@@ -92,8 +92,8 @@ def test_documented_sweeps_have_values_that_are_allowed(page: str, line: str, tm
     assert len(sweep.plans(sweep.read(preset, assignments(line)), tmp_path)) > 1
 
 
-def test_the_readmes_flwr_run_has_keys_that_are_allowed() -> None:
-    text = (ROOT / "README.md").read_text()
+def test_the_quick_starts_flwr_run_has_keys_that_are_allowed() -> None:
+    text = (ROOT / "docs" / "quick-start.md").read_text()
     found = re.findall(r'--run-config "([^"]*)"', text)
     assert len(found) == 2
     for config in found:
