@@ -20,13 +20,13 @@ from pbfl_flwr.cli.common import INTERRUPTED, INTERRUPTED_NOTE, By, running
 from pbfl_flwr.config import PREDICTORS, Scalar, Settings, parse
 from pbfl_flwr.data import DATASETS
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments import show
 from pbfl_flwr.experiments.comparing import compare, reproduce
-from pbfl_flwr.experiments.results.accuracies import scores
+from pbfl_flwr.experiments.console import clock, kilobytes
+from pbfl_flwr.experiments.results import scores
 from pbfl_flwr.experiments.running import configuration
 from pbfl_flwr.experiments.running.live_log import round_line
 from pbfl_flwr.experiments.running.runner import resume_command
-from pbfl_flwr.experiments.text import tables
-from pbfl_flwr.experiments.text.numbers import clock, kilobytes
 from pbfl_flwr.flower.deploy.superlink import toml
 from pbfl_flwr.flower.engines.placement import Resources
 from pbfl_flwr.methods import METHODS, SECTIONS
@@ -359,10 +359,10 @@ def test_the_noise_is_told_of_the_client_for_whom_it_is_worth_least() -> None:
         {"client": [0, 1], "metrics": [{"epsilon": 4.0}, {}]},
     ]
     config = {"dp-clip": 1.0, "dp-noise": 2.0, "dp-unit": "sample", "dp-delta": 1e-5}
-    said = tables.privacy_line(config, answers)
+    said = show.privacy_line(config, answers)
     assert said is not None
     assert said.endswith("at δ = 1e-05 ε = 4 for client 0, 3 on average")
-    assert tables.privacy_line(config, [{"client": [0], "metrics": [{}]}]) is None
+    assert show.privacy_line(config, [{"client": [0], "metrics": [{}]}]) is None
 
 
 def test_costs_are_means_over_the_rounds(tmp_path: Path) -> None:
@@ -420,18 +420,18 @@ def test_the_title_says_what_devices_brought() -> None:
         "moment": "after",
         "clients": [device, {**device, "architecture": "mlp5"}],
     }
-    assert "fedproto on the clients' own data, 2 clients, models cnn2, mlp5, d = 64" in tables.settings_line(
+    assert "fedproto on the clients' own data, 2 clients, models cnn2, mlp5, d = 64" in show.settings_line(
         about, 3
     )
     virtual = {"configured_data": True, "simulated": True, "architecture": "cnn4"}
-    simulated = tables.settings_line({**about, "clients": [virtual]}, 3)
+    simulated = show.settings_line({**about, "clients": [virtual]}, 3)
     assert "fedproto on digits, dirichlet(0.1), 2 clients, models small-4, d = 64" in simulated
 
 
 def test_a_count_that_is_not_known_is_a_word_and_a_reason_below() -> None:
-    assert [tables.paper_scalars(count) for count in (None, 34304.0)] == ["unknown", "34,304"]
-    assert tables.unknown_lines([34304.0]) == []
-    assert len(tables.unknown_lines([34304.0, None])) == 1
+    assert [show.paper_scalars(count) for count in (None, 34304.0)] == ["unknown", "34,304"]
+    assert show.unknown_lines([34304.0]) == []
+    assert len(show.unknown_lines([34304.0, None])) == 1
 
 
 def test_show_says_how_an_unfinished_run_ended(tmp_path: Path) -> None:
@@ -713,19 +713,19 @@ def test_many_clients_that_fail_alike_are_one_line() -> None:
         return [{"client": client, "reason": "gone"} for client in clients]
 
     few = [entry(1, 0.5, 0.5, failures=failures(0, 1)), entry(2, 0.5, 0.5, failures=failures(1))]
-    assert list(tables.failure_lines(few)) == [
+    assert list(show.failure_lines(few)) == [
         "client 0 failed in round 1: gone",
         "client 1 failed in 2 rounds, first 1: gone",
     ]
     mixed = [entry(3, 0.5, 0.5, after=2, failures=failures(0)), entry(1, 0.5, 0.5, failures=failures(9, 2))]
-    assert list(tables.failure_lines(mixed)) == [
+    assert list(show.failure_lines(mixed)) == [
         "client 2 failed in round 1: gone",
         "client 9 failed in round 1: gone",
         "new client 0 failed in round 1 of its own: gone",
     ]
     odd = {"client": 1, "reason": "boom"}
     many = [entry(1, 0.5, 0.5, failures=[*failures(*range(7)), odd])]
-    assert list(tables.failure_lines(many)) == [
+    assert list(show.failure_lines(many)) == [
         "7 clients (0, 1, 2, 3, 4 and 2 more) failed in round 1: gone",
         "client 1 failed in round 1: boom",
     ]

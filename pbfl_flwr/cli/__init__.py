@@ -18,7 +18,7 @@ import typer
 from pbfl_flwr.cli import cleaning, deployment, devices, experiments, reports, reproductions, sweeps, watching
 from pbfl_flwr.cli.privacy import privacy
 from pbfl_flwr.cli.weights import weights
-from pbfl_flwr.experiments.text.numbers import discard_output, document
+from pbfl_flwr.experiments.console import discard_output, document
 
 app = typer.Typer(
     help="Prototype-based federated learning on Flower.",

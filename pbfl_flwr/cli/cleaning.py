@@ -10,7 +10,7 @@ import typer
 
 from pbfl_flwr.cli.common import NON_EMPTY_PATH, error_exit
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments.text.numbers import kilobytes, print_hanging, say, screen
+from pbfl_flwr.experiments.console import kilobytes, print_hanging, say, screen
 
 
 def clean(

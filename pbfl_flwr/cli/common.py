@@ -15,7 +15,7 @@ from rich.console import Console
 
 import pbfl_flwr
 from pbfl_flwr.errors import PbflError, expanded
-from pbfl_flwr.experiments.text.numbers import say, screen
+from pbfl_flwr.experiments.console import say, screen
 from pbfl_flwr.flower.deploy.bundle import top_level
 from pbfl_flwr.flower.flower_version import refuse_older
 
@@ -156,10 +156,10 @@ def summary_exit(
         failed: messages on the failed runs.
         unwritten: why these files were not written; empty if they were.
     """
-    from pbfl_flwr.experiments.text import narrow
+    from pbfl_flwr.experiments.console import show_markdown
 
     if table:
-        narrow.show(table, console)
+        show_markdown(table, console)
     if unwritten:
         say(console, f"not written, because {unwritten}; existing files are unchanged: {written}", "yellow")
     else:

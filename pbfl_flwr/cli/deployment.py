@@ -21,7 +21,7 @@ from pbfl_flwr.cli.common import (
     running,
 )
 from pbfl_flwr.errors import PbflError, writing
-from pbfl_flwr.experiments.text.numbers import print_hanging, say, screen
+from pbfl_flwr.experiments.console import print_hanging, say, screen
 
 deploy = typer.Typer(help="Federations of SuperLink and SuperNodes.", no_args_is_help=True)
 
@@ -207,7 +207,7 @@ def local(
 ) -> None:
     """Run a secured federation on this machine, with SuperLink and SuperNodes as separate processes."""
     from pbfl_flwr.experiments.running import deployment
-    from pbfl_flwr.experiments.text import tables
+    from pbfl_flwr.experiments.show import show_run
 
     console = screen()
     try:
@@ -228,5 +228,5 @@ def local(
     with running():
         code = deployment.start(source, plan, console)
     if code == COMPLETED:
-        tables.show(plan.run_dir, console)
+        show_run(plan.run_dir, console)
     raise typer.Exit(code)

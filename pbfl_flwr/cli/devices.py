@@ -14,7 +14,7 @@ import typer
 
 from pbfl_flwr.cli.common import NON_EMPTY_PATH, REFUSED, error_exit
 from pbfl_flwr.errors import PbflError, expanded, writing
-from pbfl_flwr.experiments.text.numbers import document, say, screen
+from pbfl_flwr.experiments.console import document, say, screen
 
 SHELLS_OWN = '"$`\\!'  # special to a shell in double quotes
 UNWRITABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")  # invalid in TOML, garbled by a terminal

@@ -33,7 +33,7 @@ from pbfl_flwr.cli.common import (
     summary_exit,
 )
 from pbfl_flwr.errors import PbflError, expanded, reading
-from pbfl_flwr.experiments.text.numbers import document, say, screen
+from pbfl_flwr.experiments.console import document, say, screen
 
 
 class Topic(StrEnum):
@@ -81,7 +81,7 @@ def run(
     """Run a simulated federation on this machine."""
     from pbfl_flwr.experiments.running import configuration
     from pbfl_flwr.experiments.running.runner import simulate
-    from pbfl_flwr.experiments.text import tables
+    from pbfl_flwr.experiments.show import show_run
     from pbfl_flwr.flower.engines.placement import Resources, idle_cards
     from pbfl_flwr.runs.directory import ENDED, RunDirectory
 
@@ -105,7 +105,7 @@ def run(
                     else "num-server-rounds=<more>"
                 )
                 say(console, f"all rounds are finished; to run more: --set {more}")
-                tables.show(directory, console)
+                show_run(directory, console)
                 return
         else:
             raise PbflError(
@@ -129,7 +129,7 @@ def run(
     with running():
         code = simulate(source, directory, requested.values, num_clients, num_rounds, resources, console)
     if code == COMPLETED:
-        tables.show(directory, console)
+        show_run(directory, console)
     raise typer.Exit(code)
 
 
@@ -149,15 +149,15 @@ def show(
     ] = Form.text,
 ) -> None:
     """Print the results of a run; for a directory of runs, one line per run."""
-    from pbfl_flwr.experiments.results import run_export, run_listing
-    from pbfl_flwr.experiments.text import tables
+    from pbfl_flwr.experiments import run_export, run_listing
+    from pbfl_flwr.experiments.show import show_run
 
     try:
         with reading(str(run)):
             if not run_listing.is_run(run) and run_listing.runs_in(run, run_listing.DEPTH):
                 _list_runs(run, form)
             elif form is Form.text:
-                tables.show(run, screen())
+                show_run(run, screen())
             else:
                 written = run_export.as_json if form is Form.json else run_export.as_csv
                 document(written(run))
@@ -166,7 +166,7 @@ def show(
 
 
 def _list_runs(directory: Path, form: Form = Form.text) -> None:
-    from pbfl_flwr.experiments.results import run_listing
+    from pbfl_flwr.experiments import run_listing
 
     found = run_listing.below(directory)
     if form is Form.text:

@@ -9,7 +9,7 @@ import typer
 
 from pbfl_flwr.cli.common import NON_EMPTY_PATH, REFUSED, By, error_exit, predictor
 from pbfl_flwr.errors import PbflError, expanded, reading
-from pbfl_flwr.experiments.text.numbers import kilobytes, say, screen
+from pbfl_flwr.experiments.console import kilobytes, say, screen
 
 
 def report(
@@ -36,12 +36,12 @@ def report(
 ) -> None:
     """Write a self-contained HTML report of one or several runs: tables, statistics, pictures."""
     from pbfl_flwr.experiments import report as reporting
-    from pbfl_flwr.experiments.results import records, run_listing
+    from pbfl_flwr.experiments import results, run_listing
 
     try:
         with reading(", ".join(map(str, runs))):
             found, left_out = run_listing.for_a_report(runs)
-            groups = records.load(found, allowed or (), predictor(by))
+            groups = results.load(found, allowed or (), predictor(by))
             written = reporting.write(groups, expanded(out).absolute(), png=png, svg=svg)
     except PbflError as error:
         raise error_exit(error, REFUSED) from None

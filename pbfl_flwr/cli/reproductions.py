@@ -29,7 +29,7 @@ from pbfl_flwr.cli.common import (
     summary_exit,
 )
 from pbfl_flwr.errors import PbflError, expanded
-from pbfl_flwr.experiments.text.numbers import say, screen
+from pbfl_flwr.experiments.console import say, screen
 
 
 class Scale(StrEnum):

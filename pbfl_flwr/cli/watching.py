@@ -9,7 +9,7 @@ import typer
 
 from pbfl_flwr.cli.common import COMPLETED, FAILED, INTERRUPTED, RunDir, error_exit
 from pbfl_flwr.errors import PbflError, expanded, reading
-from pbfl_flwr.experiments.text.numbers import screen
+from pbfl_flwr.experiments.console import screen
 
 
 def watch(

@@ -9,7 +9,7 @@ import typer
 
 from pbfl_flwr.cli.common import NON_EMPTY_PATH, error_exit
 from pbfl_flwr.errors import PbflError, expanded
-from pbfl_flwr.experiments.text.numbers import kilobytes, say, screen
+from pbfl_flwr.experiments.console import kilobytes, say, screen
 from pbfl_flwr.models.registry import LABEL
 from pbfl_flwr.util.paths import weights_file
 

@@ -16,9 +16,9 @@ from pbfl_flwr.data import DATASETS
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.comparing import reproduce
 from pbfl_flwr.experiments.comparing.compare import comparisons, read
+from pbfl_flwr.experiments.console import print_hanging, say
 from pbfl_flwr.experiments.running.configuration import presets
-from pbfl_flwr.experiments.text.numbers import print_hanging, say
-from pbfl_flwr.experiments.text.table_formats import Sheet
+from pbfl_flwr.experiments.tables import Sheet
 from pbfl_flwr.methods import METHODS, SECTIONS
 from pbfl_flwr.models.registry import ARCHITECTURES, CLASSIFIER, FAMILIES
 from pbfl_flwr.util.paths import home, kept_weights

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from pbfl_flwr.config import Settings
-from pbfl_flwr.experiments.text.numbers import print_hanging, say
+from pbfl_flwr.experiments.console import print_hanging, say
 from pbfl_flwr.flower.messages import report, traffic
 from pbfl_flwr.flower.server import handshake as hello
 from pbfl_flwr.methods import build_method, privacy_notes

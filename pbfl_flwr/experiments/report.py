@@ -17,8 +17,12 @@ from statistics import fmean
 from typing import Any
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments.results import per_class
-from pbfl_flwr.experiments.results.accuracies import (
+from pbfl_flwr.experiments import per_class
+from pbfl_flwr.experiments.console import kilobytes
+from pbfl_flwr.experiments.results import (
+    NEUTRAL,
+    Group,
+    Record,
     accuracy_name,
     coverage_lines,
     partial_coverage,
@@ -26,11 +30,7 @@ from pbfl_flwr.experiments.results.accuracies import (
     scores,
     titled,
 )
-from pbfl_flwr.experiments.results.records import NEUTRAL, Group, Record
-from pbfl_flwr.experiments.results.summaries import OTHER_NOTE, paired_sheet, summary_sheet
-from pbfl_flwr.experiments.text.numbers import kilobytes
-from pbfl_flwr.experiments.text.table_formats import Sheet
-from pbfl_flwr.experiments.text.tables import (
+from pbfl_flwr.experiments.show import (
     UNKNOWN,
     failure_lines,
     joined_lines,
@@ -38,6 +38,8 @@ from pbfl_flwr.experiments.text.tables import (
     settings_line,
     unknown_lines,
 )
+from pbfl_flwr.experiments.summaries import OTHER_NOTE, paired_sheet, summary_sheet
+from pbfl_flwr.experiments.tables import Sheet
 from pbfl_flwr.runs.directory import ERROR, last_round
 from pbfl_flwr.util.atomic_files import write_atomically
 
@@ -67,7 +69,7 @@ def write(groups: Sequence[Group], out: Path, *, png: bool = False, svg: bool = 
     """Write the page, and optionally each picture as a file.
 
     Args:
-        groups: the runs, see :func:`pbfl_flwr.experiments.results.records.load`.
+        groups: the runs, see :func:`pbfl_flwr.experiments.results.load`.
         out: the page; pictures are written to ``<stem>-pictures`` in the same directory.
         png: write every picture as PNG.
         svg: write every picture as SVG.

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from pbfl_flwr.config import Scalar
-from pbfl_flwr.experiments.results import records
-from pbfl_flwr.experiments.results.records import Group
+from pbfl_flwr.experiments import results
+from pbfl_flwr.experiments.results import Group
 from tests.flower.inprocess import federation
 
 KEYS: dict[str, Any] = {
@@ -42,7 +42,7 @@ def three_runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="session")
 def groups(three_runs: list[Path]) -> list[Group]:
-    return records.load(three_runs)
+    return results.load(three_runs)
 
 
 @pytest.fixture(scope="session")

@@ -13,8 +13,7 @@ pytest.importorskip("selenium", reason="selenium is not installed (the extra 'te
 
 from selenium import webdriver
 
-from pbfl_flwr.experiments import report
-from pbfl_flwr.experiments.results import records
+from pbfl_flwr.experiments import report, results
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 DRIVER = shutil.which("chromedriver")
@@ -82,7 +81,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def page(three_runs: list[Path], plane_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("page") / "report.html"
-    report.write(records.load([*three_runs, plane_run]), out)
+    report.write(results.load([*three_runs, plane_run]), out)
     return out
 
 
@@ -148,7 +147,7 @@ def test_tables_sort_by_click_and_by_key(browser: Any, page: Path) -> None:
 
 def test_what_clients_say_is_not_run(browser: Any, hostile_run: Path, tmp_path: Path) -> None:
     out = tmp_path / "page.html"
-    report.write(records.load([hostile_run]), out)
+    report.write(results.load([hostile_run]), out)
     look(browser, out)
     assert browser.execute_script("return window.hurt === undefined")
     assert browser.get_log("browser") == []

@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 from pbfl_flwr.config import GROUPS, parse
-from pbfl_flwr.experiments import catalogue, disclosure
-from pbfl_flwr.experiments.text import narrow, numbers, tables
+from pbfl_flwr.experiments import catalogue, disclosure, show
+from pbfl_flwr.experiments import console as output
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.models.registry import ARCHITECTURES
 from tests.runs import entry, pbfl, write_run
@@ -42,17 +42,17 @@ def printed(console: Console) -> list[str]:
 
 def test_as_many_columns_as_fit_beside_the_labels() -> None:
     # 30 - (8 + 2) leaves 20: 5 + 2 + 6 + 2 + 4 = 19 fit, 5 more do not.
-    assert list(narrow.blocks([8, 5, 6, 4, 5, 40, 3], 1, 30)) == [
+    assert list(output.blocks([8, 5, 6, 4, 5, 40, 3], 1, 30)) == [
         range(1, 4), range(4, 5), range(5, 6), range(6, 7)
     ]  # fmt: skip
-    assert list(narrow.blocks([8, 5, 6], 1, 80)) == [range(1, 3)]
-    assert list(narrow.blocks([8, 40, 3], 1, 30)) == [range(1, 2), range(2, 3)]  # at least one
+    assert list(output.blocks([8, 5, 6], 1, 80)) == [range(1, 3)]
+    assert list(output.blocks([8, 40, 3], 1, 30)) == [range(1, 2), range(2, 3)]  # at least one
 
 
 def test_words_stand_to_the_left_and_numbers_to_the_right() -> None:
     console = terminal(30)
     rows = [["a", "1.5", "a remark of many words"], ["b", "12.5", "none"]]
-    narrow.print_blocks(console, ["run", "last", "remark"], rows, words=1)
+    output.print_blocks(console, ["run", "last", "remark"], rows, words=1)
     lines = [line for line in printed(console) if line.strip("─ ")]
     assert lines == [
         "run  last", "a     1.5", "b    12.5",
@@ -62,7 +62,7 @@ def test_words_stand_to_the_left_and_numbers_to_the_right() -> None:
 
 def test_a_wide_table_becomes_blocks_in_a_terminal_and_stays_markdown_in_a_pipe() -> None:
     console = terminal(40)
-    narrow.show(MARKDOWN, console)
+    output.show_markdown(MARKDOWN, console)
     lines = printed(console)
     assert max(map(len, lines)) <= 40
     assert [line.split() for line in lines if line.startswith(("FedProto", "a|b", "run"))] == [
@@ -74,13 +74,13 @@ def test_a_wide_table_becomes_blocks_in_a_terminal_and_stays_markdown_in_a_pipe(
         ["a|b", "local", "52.63", "±", "7.44"],
     ]
     wide = terminal(80)
-    narrow.show(MARKDOWN, wide)
+    output.show_markdown(MARKDOWN, wide)
     assert printed(wide) == MARKDOWN.splitlines()
     full = terminal(max(map(len, MARKDOWN.splitlines())))  # a table that just fits is whole
-    narrow.show(MARKDOWN, full)
+    output.show_markdown(MARKDOWN, full)
     assert printed(full) == MARKDOWN.splitlines()
     piped = Console(file=io.StringIO(), width=40)
-    narrow.show(MARKDOWN, piped)
+    output.show_markdown(MARKDOWN, piped)
     assert printed(piped)[: len(MARKDOWN.splitlines())] == MARKDOWN.splitlines()
 
 
@@ -96,8 +96,8 @@ def test_every_command_fits_into_80_columns(tmp_path: Path, monkeypatch: pytest.
     for topic in catalogue.ROWS:
         catalogue.show_rows(topic, "", console)
     disclosure.show(disclosure.about(parse({})), console)
-    head, rows = tables.client_rows(about, [])
-    narrow.print_blocks(console, head, rows, words=2)
+    head, rows = show.client_rows(about, [])
+    output.print_blocks(console, head, rows, words=2)
     lines = printed(console)
     assert [line for line in lines if len(line) > 80] == []
     assert not any("…" in line for line in lines)
@@ -120,9 +120,9 @@ def test_who_is_piped_gets_whole_lines() -> None:
 
 
 def test_a_terminal_keeps_its_width(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert numbers.screen().width == numbers.UNLIMITED
+    assert output.screen().width == output.UNLIMITED
     monkeypatch.setenv("COLUMNS", "60")
-    assert numbers.screen().width == 60
+    assert output.screen().width == 60
 
 
 @pytest.mark.parametrize("width", [50, 60])

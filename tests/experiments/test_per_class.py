@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from pbfl_flwr.experiments.results import per_class, records
-from pbfl_flwr.experiments.results.per_class import Scored
-from pbfl_flwr.experiments.text import tables
+from pbfl_flwr.experiments import per_class, results, show
+from pbfl_flwr.experiments.per_class import Scored
 from tests.runs import entry, write_run
 
 # Class b has no test samples. Of the others 3 of 4 and 0 of 1 are right.
@@ -55,7 +54,7 @@ def run(place: Path, *lines: dict[str, Any], **keys: Any) -> Path:
 
 def shown(path: Path, width: int = 120) -> list[str]:
     console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
-    tables.show(path, console)
+    show.show_run(path, console)
     assert isinstance(console.file, io.StringIO)
     return [text.rstrip() for text in console.file.getvalue().splitlines()]
 
@@ -137,7 +136,7 @@ def test_the_page_has_tables_and_pictures(tmp_path: Path) -> None:
 
     with_it = run(tmp_path / "with", line())
     without = write_run(tmp_path / "without", [entry(1, 0.5, 0.6)], method="local")
-    groups = records.load([with_it, without])
+    groups = results.load([with_it, without])
     sections = pictures.draw(groups)
     classes = next(section for section in sections if section.title == "Classes")
     assert [picture.name for picture in classes.pictures] == ["accuracy-by-class-0", "clients-by-class-0"]
@@ -170,7 +169,7 @@ def test_by_a_predictor_the_page_shows_its_counts(tmp_path: Path) -> None:
     found = json.loads((path / "rounds.jsonl").read_text())
     found["accuracy"]["head"] |= {"by_class": [None, 0.5, 0.5], "tested": [0, 2, 3]}
     (path / "rounds.jsonl").write_text(json.dumps(found) + "\n")
-    groups = records.load([path], by="head")
+    groups = results.load([path], by="head")
     sections = pictures.draw(groups)
     classes = next(section for section in sections if section.title == "Classes")
     (picture,) = classes.pictures  # the clients counted by the headline alone
@@ -192,6 +191,6 @@ def test_liars_are_not_in_the_picture(tmp_path: Path) -> None:
     path = run(tmp_path / "run", line())
     about = json.loads((path / "run.json").read_text())
     (path / "run.json").write_text(json.dumps(about | {"malicious": [0]}))
-    (picture,) = by_class.clients_by_class(records.load([path]))
+    (picture,) = by_class.clients_by_class(results.load([path]))
     assert isinstance(picture, Picture)
     assert picture.alt.startswith("Heatmap of 3 classes by 1 clients; 2 cells")

@@ -15,11 +15,10 @@ import torch
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed (the extra 'report')")
 
-from pbfl_flwr.experiments import pictures
+from pbfl_flwr.experiments import artefacts, pictures, results
+from pbfl_flwr.experiments.artefacts import NotAvailable
 from pbfl_flwr.experiments.pictures import alignment, personalisation, progress, similarity, style
-from pbfl_flwr.experiments.results import artefacts, records
-from pbfl_flwr.experiments.results.artefacts import NotAvailable
-from pbfl_flwr.experiments.results.records import Group
+from pbfl_flwr.experiments.results import Group
 from pbfl_flwr.prototypes.sphere import geometry
 from pbfl_flwr.runs.client_store import ClientState
 from tests.flower.inprocess import federation
@@ -68,7 +67,7 @@ def test_three_runs_show_every_picture_of_the_papers(drawn: list[pictures.Sectio
 
 
 def test_the_plane(plane_run: Path) -> None:
-    sections = pictures.draw(records.load([plane_run]))
+    sections = pictures.draw(results.load([plane_run]))
     found = kinds(sections)
     assert set(found) == EVERYWHERE | IN_THE_PLANE
     assert found["features"] == 2
@@ -120,7 +119,7 @@ def test_png_is_one(drawn: list[pictures.Section]) -> None:
 
 
 def test_names_are_words_whatever_they_hold(hostile_run: Path) -> None:
-    (section, *_) = pictures.draw(records.load([hostile_run]))
+    (section, *_) = pictures.draw(results.load([hostile_run]))
     root = ET.fromstring(style.inline_svg(section.pictures[0]))
     assert any("$\\frac{<img" in (element.text or "") for element in root.iter())
 
@@ -130,13 +129,13 @@ def test_without_the_clients_state_the_rest_is_drawn(three_runs: list[Path], tmp
     shutil.copytree(three_runs[0], path)
     shutil.rmtree(path / "clients")
     (path / "partition.json").unlink()
-    sections = pictures.draw(records.load([path]))
+    sections = pictures.draw(results.load([path]))
     assert {"accuracy-over-rounds", "global-prototypes", "similarity-per-class"} <= set(kinds(sections))
     reasons = [line for section in sections for line in section.left_out]
     assert "fedproto: the clients' own state is not on this machine (devices keep theirs)" in reasons
     assert "fedproto: clients bring their own data, whose labels are not counted" in reasons
     (path / "prototypes.safetensors").write_bytes(b"nonsense")
-    reasons = [line for section in pictures.draw(records.load([path])) for line in section.left_out]
+    reasons = [line for section in pictures.draw(results.load([path])) for line in section.left_out]
     assert any("prototypes.safetensors cannot be read" in line for line in reasons)
 
 
@@ -211,11 +210,11 @@ def test_curves_over_seeds_of_unequal_length(tmp_path: Path) -> None:
     write_run(tmp_path / "b", lines, seed=1, patience=1)
     local = write_run(tmp_path / "local", lines, method="local", patience=1)
     said = "drawn for the rounds that all seeds have"
-    (picture,) = progress.accuracy_over_rounds(records.load([tmp_path / "a", tmp_path / "b", local]))
+    (picture,) = progress.accuracy_over_rounds(results.load([tmp_path / "a", tmp_path / "b", local]))
     assert isinstance(picture, style.Picture)
     assert picture.caption.endswith(f"{said}: fedproto.")
     assert "fedproto ends at 50.0 % in round 2; local ends at 100.0 % in round 3" in picture.alt
-    (picture,) = progress.accuracy_over_rounds(records.load([tmp_path / "b", local]))
+    (picture,) = progress.accuracy_over_rounds(results.load([tmp_path / "b", local]))
     assert isinstance(picture, style.Picture)
     assert said not in picture.caption
 
@@ -234,7 +233,7 @@ def test_a_line_a_client(tmp_path: Path) -> None:
         for number in (1, 2)
     ]
     (path / "clients.jsonl").write_text("".join(json.dumps(line) + "\n" for line in columns))
-    groups = records.load([path])
+    groups = results.load([path])
     curves = groups[0].first.client_curves()
     assert sorted(curves) == [client for client in range(1, 120) if client != 7]
     assert curves[90] == [(1, 0.45), (2, 0.9)]
@@ -259,7 +258,7 @@ def test_rows_of_a_deeper_classifier_are_those_of_its_last_layer(tmp_path: Path)
     federation(
         tmp_path, "local", on_disk=True, num_server_rounds=1, models="cnn4,cnn4+12,cnn4+10-10-10-10-10-10"
     ).run()
-    record = records.Record.load(tmp_path / "run")
+    record = results.Record.load(tmp_path / "run")
     norms, clients = personalisation._head_rows(record)
     last = ["head.weight", "head.2.weight", "head.12.weight", "head.weight", "head.2.weight"]
     assert clients == [0, 1, 2, 3, 4]
@@ -298,7 +297,7 @@ def test_code_that_a_run_names_is_imported_only_for_who_asks(
     about["configuration"]["method"] = "strange_page:build"
     about["clients"][0]["architecture"] = "strange_page:net"
     (path / "run.json").write_text(json.dumps(about))
-    record = records.Record.load(path)
+    record = results.Record.load(path)
     with pytest.raises(
         NotAvailable, match="'strange_page:build' is code to be allowed: pbfl report --import"
     ):
@@ -308,7 +307,7 @@ def test_code_that_a_run_names_is_imported_only_for_who_asks(
     pbfl("report", path, "--out", tmp_path / "page.html")
     assert (tmp_path / "page.html").exists()
     assert not (tmp_path / "ran").exists()
-    assert artefacts.method_of(records.Record.load(path, ["strange_page:build"])).name == "local"
+    assert artefacts.method_of(results.Record.load(path, ["strange_page:build"])).name == "local"
     assert (tmp_path / "ran").exists()
 
 
@@ -319,4 +318,4 @@ def test_nothing_is_downloaded_for_a_picture(plane_run: Path, tmp_path: Path) ->
     about = about.replace('"data-dir": ""', f'"data-dir": "{tmp_path}"')
     (tmp_path / "run" / "run.json").write_text(about)
     with pytest.raises(artefacts.NotAvailable, match=r"not found.*set data-dir"):
-        artefacts.data_of(records.Record.load(tmp_path / "run"), 0)
+        artefacts.data_of(results.Record.load(tmp_path / "run"), 0)

@@ -10,11 +10,10 @@ import pytest
 pytest.importorskip("matplotlib", reason="matplotlib is not installed (the extra 'report')")
 pytest.importorskip("jinja2", reason="jinja2 is not installed (the extra 'report')")
 
-from pbfl_flwr.experiments import report
-from pbfl_flwr.experiments.results import records
-from pbfl_flwr.experiments.results.records import Group
-from pbfl_flwr.experiments.text.table_formats import Sheet
-from pbfl_flwr.experiments.text.tables import paper_scalars
+from pbfl_flwr.experiments import report, results
+from pbfl_flwr.experiments.results import Group
+from pbfl_flwr.experiments.show import paper_scalars
+from pbfl_flwr.experiments.tables import Sheet
 from tests.runs import entry, pbfl, write_run
 
 
@@ -77,7 +76,7 @@ def test_one_run_works_too(three_runs: list[Path], tmp_path: Path) -> None:
 
 def test_what_clients_say_stays_text(hostile_run: Path, tmp_path: Path) -> None:
     out = tmp_path / "page.html"
-    report.write(records.load([hostile_run]), out)
+    report.write(results.load([hostile_run]), out)
     read = Reader(out.read_text(encoding="utf-8"))
     tags = [tag for tag, _ in read.elements]
     assert tags.count("script") == 1
@@ -108,7 +107,7 @@ def test_the_sheets_of_the_page(groups: list[Group]) -> None:
 
 
 def test_the_page_by_one_predictor(three_runs: list[Path], tmp_path: Path) -> None:
-    groups = records.load(three_runs, by="local")
+    groups = results.load(three_runs, by="local")
     name = {group.label: group.first.accuracies("local") for group in groups}
     assert [row[-3] for row in report.client_sheet(groups).rows] == [
         f"{100 * name['fedproto'][client]:.2f}" for client in range(4)
@@ -129,7 +128,7 @@ def test_the_page_by_one_predictor(three_runs: list[Path], tmp_path: Path) -> No
 
 
 def test_warnings_are_on_top(hostile_run: Path) -> None:
-    (run,) = report.overviews(records.load([hostile_run]))
+    (run,) = report.overviews(results.load([hostile_run]))
     assert any(line.startswith("client 1 failed in 3 rounds, first 1:") for line in run.warnings)
 
 

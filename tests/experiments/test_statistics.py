@@ -8,8 +8,8 @@ import pytest
 from numpy.typing import NDArray
 from scipy.stats import rankdata, wilcoxon
 
-from pbfl_flwr.experiments.results import statistics
-from pbfl_flwr.experiments.results.statistics import EXACT_PAIRS, fairness, holm, paired, signed_rank, spread
+from pbfl_flwr.experiments import statistics
+from pbfl_flwr.experiments.statistics import EXACT_PAIRS, fairness, holm, paired, signed_rank, spread
 
 
 def test_spread_over_seeds() -> None:

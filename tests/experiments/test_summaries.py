@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments import results
 from pbfl_flwr.experiments.report import client_sheet
-from pbfl_flwr.experiments.results import records
-from pbfl_flwr.experiments.results.accuracies import majority_lines, scores
-from pbfl_flwr.experiments.results.summaries import paired_sheet, probability, summary_sheet
+from pbfl_flwr.experiments.results import majority_lines, scores
+from pbfl_flwr.experiments.summaries import paired_sheet, probability, summary_sheet
 from pbfl_flwr.runs.directory import RunDirectory
 from tests.runs import entry, over, write_run
 
@@ -39,7 +39,7 @@ def test_runs_that_differ_in_the_seed_are_one_row(tmp_path: Path) -> None:
         run(tmp_path / "a1", 0.75, [2, 4], seed=1),
         run(tmp_path / "b0", 0.25, [0, 2], method="tinyproto"),
     ]
-    groups = records.load(places)
+    groups = results.load(places)
     assert [(group.label, len(group.records)) for group in groups] == [("fedproto", 2), ("tinyproto", 1)]
     sheet = summary_sheet(groups)
     found = dict(zip(sheet.columns, sheet.rows[0], strict=True))
@@ -61,7 +61,7 @@ def test_every_figure_of_a_row_stands_below_its_head(tmp_path: Path) -> None:
     (path / "clients.jsonl").write_text(json.dumps(twenty) + "\n")
     later = [entry(number, 0.25, weighted, after=4) for number, weighted in ((5, 0.125), (6, 0.875))]
     (path / "newcomers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in later))
-    sheet = summary_sheet(records.load([path]))
+    sheet = summary_sheet(results.load([path]))
     expected = {"last": "62.50", "best (on test data)": "75.00", "validation-chosen": "68.75"}
     expected |= {"mean of clients": "52.50", "std over clients": "28.83"}  # 5·√((20² - 1)/12)
     expected |= {"worst decile": "7.50", "best decile": "97.50", "lowest client": "5.00"}
@@ -79,7 +79,7 @@ def test_majorities_of_several_partitions_are_told_once_each_in_ascending_order(
 
 
 def test_pairs_on_the_same_clients(tmp_path: Path) -> None:
-    groups = records.load(
+    groups = results.load(
         [
             run(tmp_path / "a", 0.5, [1, 3, 4]),
             run(tmp_path / "b", 0.25, [0, 3, 2], method="tinyproto"),
@@ -111,7 +111,7 @@ def test_p_values_are_adjusted_for_the_rows_of_their_kind(tmp_path: Path) -> Non
         file.write_text(
             file.read_text().replace("4, 4, 4, 4, 4, 4, 4, 4]", "10, 10, 10, 10, 10, 10, 10, 10]")
         )
-    sheet = paired_sheet(records.load(runs))
+    sheet = paired_sheet(results.load(runs))
     rows = [dict(zip(sheet.columns, row, strict=True)) for row in sheet.rows]
     # All eight differ and agree, 2/2⁸; the last two methods differ on two clients, one for each; two seeds, 2/2².
     assert [(row["over"], row["p"], row["p (Holm)"]) for row in rows] == [
@@ -130,11 +130,11 @@ def test_the_same_keys_are_not_the_same_data_where_the_files_changed(tmp_path: P
     ):  # the third is of a time without hashes
         file = place / "partition.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), "data": data}))
-    first, changed, unknown = (group.first for group in records.load(places))
-    assert records.same_data(first, first)
-    assert not records.same_data(first, changed)
-    assert records.same_data(first, unknown)
-    sheet = paired_sheet(records.load(places[:2]))
+    first, changed, unknown = (group.first for group in results.load(places))
+    assert results.same_data(first, first)
+    assert not results.same_data(first, changed)
+    assert results.same_data(first, unknown)
+    sheet = paired_sheet(results.load(places[:2]))
     assert sheet.rows == ()
     assert "Different data on the clients, so not compared: fedproto − tinyproto." in sheet.notes
 
@@ -161,13 +161,13 @@ def test_a_later_seed_on_other_samples_is_not_compared(tmp_path: Path) -> None:
             ("tinyproto", 1, "23"),
         )
     ]
-    sheet = paired_sheet(records.load(seeds))
+    sheet = paired_sheet(results.load(seeds))
     assert sheet.rows == ()
     assert "Different data on the clients, so not compared: fedproto − tinyproto." in sheet.notes
     said = "Runs of one row that differ in more than the seed: tinyproto (data)."
-    assert said in summary_sheet(records.load(seeds)).notes
-    assert not any("more than the seed" in note for note in summary_sheet(records.load(seeds[:3])).notes)
-    assert len(paired_sheet(records.load(seeds[:3])).rows) == 1
+    assert said in summary_sheet(results.load(seeds)).notes
+    assert not any("more than the seed" in note for note in summary_sheet(results.load(seeds[:3])).notes)
+    assert len(paired_sheet(results.load(seeds[:3])).rows) == 1
 
 
 def test_who_holds_what_is_read_once_a_run_however_many_pairs_there_are(
@@ -176,7 +176,7 @@ def test_who_holds_what_is_read_once_a_run_however_many_pairs_there_are(
     """The file of a run of 1,000 clients takes some 10 ms."""
     methods = [(name, seed) for name in ("fedproto", "tinyproto", "gfpl", "fedavg") for seed in (0, 1)]
     places = [run(tmp_path / f"{name}{seed}", 0.5, [1, 3], method=name, seed=seed) for name, seed in methods]
-    groups, asked = records.load(places), list[Path]()
+    groups, asked = results.load(places), list[Path]()
     read = RunDirectory.data
 
     def counted(directory: RunDirectory) -> str | None:
@@ -194,13 +194,13 @@ def test_runs_that_began_with_other_weights_are_named(tmp_path: Path) -> None:
         changed(run(tmp_path / f"{name}{seed}", 0.5, [1, 3], method=name, seed=seed), "01", weights)
         for name, seed, weights in runs
     ]
-    groups = records.load(places)
+    groups = results.load(places)
     said = "Runs of one row that differ in more than the seed: fedproto (weights of cnn4@mine)."
     assert said in summary_sheet(groups).notes
     remarks = {row[0]: row[-1] for row in paired_sheet(groups).rows}
     assert set(remarks.values()) == {"no pair differs"}  # over the common seed 0
     changed(places[2], "01", "ef")
-    remarks = {row[0]: row[-1] for row in paired_sheet(records.load(places)).rows}
+    remarks = {row[0]: row[-1] for row in paired_sheet(results.load(places)).rows}
     assert remarks["fedproto − tinyproto"] == "different weights of cnn4@mine; no pair differs"
     assert remarks["fedproto − local"] == "no pair differs"
 
@@ -212,7 +212,7 @@ def test_rows_name_unlike_predictors_and_notes_stay_short(tmp_path: Path) -> Non
     for name in ("run.json", "rounds.jsonl", "clients.jsonl"):
         file = places[2] / name
         file.write_text(file.read_text().replace('"global"', '"head"'))
-    sheet = paired_sheet(records.load(places))
+    sheet = paired_sheet(results.load(places))
     remarks = {row[0]: row[-1] for row in sheet.rows}
     assert remarks["fedproto − tinyproto"] == "no pair differs"
     assert remarks["fedproto − protonorm"].startswith("global vs. head")
@@ -227,7 +227,7 @@ def test_pairs_at_other_moments_and_of_other_lengths_are_remarked(tmp_path: Path
     about.write_text(about.read_text().replace('"moment": "after"', '"moment": "before"'))
     lines = [entry(number, 0.25, 0.5) for number in (1, 2)]
     (places[2] / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    groups = records.load(places)
+    groups = results.load(places)
     remarks = {row[0]: row[-1] for row in paired_sheet(groups).rows}
     moments, lengths = "scored after vs. before local training", "1 vs. 2 rounds"
     assert remarks["fedproto − tinyproto"] == f"{moments}; no pair differs"
@@ -245,13 +245,13 @@ def test_a_row_of_runs_of_different_lengths_is_remarked(tmp_path: Path) -> None:
     places += [run(tmp_path / "b", 0.5, [1, 3], method="tinyproto", **ROUNDS)]
     with (places[1] / "rounds.jsonl").open("a") as file:
         file.write(json.dumps(entry(2, 0.25, 0.5)) + "\n")
-    sheet = summary_sheet(records.load(places))
+    sheet = summary_sheet(results.load(places))
     assert [row[3] for row in sheet.rows] == ["1–2", "1"]
     assert "Runs with different numbers of rounds in one row: fedproto." in sheet.notes
 
 
 def test_clients_are_averaged_over_the_common_seeds(tmp_path: Path) -> None:
-    groups = records.load(
+    groups = results.load(
         [
             run(tmp_path / "a0", 0.5, [1, 3]),
             run(tmp_path / "a1", 0.75, [3, 3], seed=1),
@@ -267,14 +267,14 @@ def test_clients_are_averaged_over_the_common_seeds(tmp_path: Path) -> None:
 
 def test_pairs_without_a_common_seed_are_named(tmp_path: Path) -> None:
     places = [run(tmp_path / "a", 0.5, [1, 3]), run(tmp_path / "b", 0.5, [1, 3], method="tinyproto", seed=1)]
-    sheet = paired_sheet(records.load(places))
+    sheet = paired_sheet(results.load(places))
     assert (sheet.rows, sheet.notes[-1]) == ((), "No common seed, so not compared: fedproto − tinyproto.")
 
 
 def test_seeds_are_compared_over_the_same_clients_only(tmp_path: Path) -> None:
     pairs = [run(tmp_path / f"a{seed}", 0.5, [1, 3], seed=seed) for seed in (0, 1)]
     pairs += [run(tmp_path / f"b{seed}", 0.25, [0], seed=seed, **{"new-clients": 1}) for seed in (0, 1)]
-    sheet = paired_sheet(records.load(pairs))
+    sheet = paired_sheet(results.load(pairs))
     assert [row[1:3] for row in sheet.rows] == [("clients", "1")]
     assert sheet.notes[-1].startswith(
         "Accuracies cover different clients (new-clients, attack, fraction-train, fraction-evaluate, failures), so"
@@ -288,7 +288,7 @@ def test_seeds_are_not_compared_where_other_clients_were_scored(tmp_path: Path) 
             runs.append(run(place / f"b{seed}", 0.25, correct, seed=seed, method="tinyproto"))
             line = {**client_line(1, correct), "client": clients}
             (runs[-1] / "clients.jsonl").write_text(json.dumps(line) + "\n")
-        return [row[1:3] for row in paired_sheet(records.load(runs)).rows]
+        return [row[1:3] for row in paired_sheet(results.load(runs)).rows]
 
     assert pairs(tmp_path / "all", [0, 2], [0, 1]) == [("clients", "2"), ("seeds", "2")]
     assert pairs(tmp_path / "one", [0], [1]) == [("clients", "1")]
@@ -300,7 +300,7 @@ def test_pairs_without_a_client_in_every_seed_are_named(tmp_path: Path) -> None:
     for seed in (0, 1):
         line = {**client_line(1, [2]), "client": [seed]}  # the other one failed
         (places[seed] / "clients.jsonl").write_text(json.dumps(line) + "\n")
-    sheet = paired_sheet(records.load(places))
+    sheet = paired_sheet(results.load(places))
     assert sheet.rows == ()
     said = "No client scored by both in every common seed, so not compared over clients"
     assert f"{said}: fedproto − local." in sheet.notes
@@ -322,9 +322,9 @@ def test_devices_with_names_are_paired_by_name(tmp_path: Path) -> None:
         named("b0", "yx", [3, 1], method="tinyproto"),
         named("b1", "xy", [0, 3], seed=1, method="tinyproto"),
     ]
-    groups = records.load(runs)
+    groups = results.load(runs)
     # of 4 test samples each: x 1 and 0, y 3 and 3
-    assert [records.mean_over_seeds(group, [0, 1]) for group in groups] == [
+    assert [results.mean_over_seeds(group, [0, 1]) for group in groups] == [
         {"x": 0.125, "y": 0.75},
         {"y": 0.75, "x": 0.125},
     ]
@@ -347,18 +347,18 @@ def test_a_last_accuracy_is_over_the_clients_of_its_round(tmp_path: Path) -> Non
     unheard = {"round": 2, "client": [], "num_test": [], "correct": []}
     with (path / "clients.jsonl").open("a") as file:
         file.write(json.dumps(unheard) + "\n")
-    assert records.Record.load(path).scored == {0, 1}
-    assert records.Record.load(path).accuracies() == {}
+    assert results.Record.load(path).scored == {0, 1}
+    assert results.Record.load(path).accuracies() == {}
     line = {**unheard, "final": {**client_line(2, [3]), "client": [1]}}
     (path / "clients.jsonl").write_text(json.dumps(client_line(1, [1, 3])) + "\n" + json.dumps(line) + "\n")
-    assert records.Record.load(path).scored == {1}
+    assert results.Record.load(path).scored == {1}
 
 
 def test_clients_of_a_round_that_is_not_there_yet_do_not_count(tmp_path: Path) -> None:
     path = run(tmp_path / "a", 0.5, [1, 3])
     with (path / "clients.jsonl").open("a") as file:  # written first: killed, or still running
         file.write(json.dumps(client_line(2, [4, 4])) + "\n")
-    record = records.Record.load(path)
+    record = results.Record.load(path)
     assert record.accuracies() == {0: 0.25, 1: 0.75}
     assert [line["round"] for line in record.clients] == [1]
 
@@ -367,25 +367,25 @@ def test_who_lies_and_who_has_no_test_samples_is_in_no_accuracy(tmp_path: Path) 
     path = run(tmp_path / "a", 0.5, [1, 3])
     line = {**client_line(1, [1, 3, 0]), "num_test": [4, 4, 0]}
     (path / "clients.jsonl").write_text(json.dumps(line) + "\n")
-    assert records.Record.load(path).accuracies() == {0: 0.25, 1: 0.75}
+    assert results.Record.load(path).accuracies() == {0: 0.25, 1: 0.75}
     about = json.loads((path / "run.json").read_text())
     (path / "run.json").write_text(json.dumps({**about, "malicious": [1]}))
-    record = records.Record.load(path)
+    record = results.Record.load(path)
     assert (record.accuracies(), record.client_curves()) == ({0: 0.25}, {0: [(1, 0.25)]})
     assert record.scored == {0}
 
 
 def test_a_summary_says_over_how_many_clients_it_is(tmp_path: Path) -> None:
     places = [run(tmp_path / name, 0.5, [1, 3], method=name) for name in ("fedproto", "tinyproto")]
-    assert not any("not cover all" in note for note in summary_sheet(records.load(places)).notes)
+    assert not any("not cover all" in note for note in summary_sheet(results.load(places)).notes)
     write_run(tmp_path / "few", [over(1, entry(1, 0.25, 0.5))], method="tinyproto", seed=1)
-    sheet = summary_sheet(records.load([*places, tmp_path / "few"]))
+    sheet = summary_sheet(results.load([*places, tmp_path / "few"]))
     said = "Accuracies that do not cover all participating clients: tinyproto: global over 1–2 of 2."
     assert said in sheet.notes
 
 
 def test_labels_say_what_differs(tmp_path: Path) -> None:
-    groups = records.load(
+    groups = results.load(
         [
             run(tmp_path / "a", 0.5, [1]),
             run(tmp_path / "b", 0.5, [1], **{"cps-dim": 2}),
@@ -394,7 +394,7 @@ def test_labels_say_what_differs(tmp_path: Path) -> None:
     )
     # The third is the first again, the same seed: names of directories are all that tells them apart.
     assert [group.label for group in groups] == ["a", "b", "c"]
-    assert [group.label for group in records.load([tmp_path / "a", tmp_path / "b"])] == [
+    assert [group.label for group in results.load([tmp_path / "a", tmp_path / "b"])] == [
         "fedproto (cps-dim=auto)",
         "fedproto (cps-dim=2)",
     ]
@@ -403,13 +403,13 @@ def test_labels_say_what_differs(tmp_path: Path) -> None:
 def test_a_label_of_several_seeds_names_none_of_them(tmp_path: Path) -> None:
     made = [run(tmp_path / "mine" / f"FP-seed{seed}", 0.5, [1], seed=seed) for seed in (0, 1)]
     beside = run(tmp_path / "own", 0.5, [1])
-    assert [group.label for group in records.load([*made, beside])] == ["FP", "own"]
+    assert [group.label for group in results.load([*made, beside])] == ["FP", "own"]
     other = [
         run(tmp_path / "other" / f"FP-seed{seed}", 0.5, [1], seed=seed, **{"local-epochs": 2})
         for seed in (0, 1)
     ]
     again = run(tmp_path / "again" / "FP-seed0", 0.5, [1])
-    assert [group.label for group in records.load([*made, *other, again])] == [
+    assert [group.label for group in results.load([*made, *other, again])] == [
         "mine/FP",
         "other/FP",
         "again/FP",
@@ -422,7 +422,7 @@ def test_seeds_of_one_label_that_were_made_with_other_keys_are_told_apart(tmp_pa
         run(tmp_path / "mine" / "FP-seed0", 0.5, [1]),
         run(tmp_path / "mine" / "FP-seed1", 0.5, [1], **other),
     ]
-    assert [group.label for group in records.load(places)] == ["mine/FP-seed0", "mine/FP-seed1"]
+    assert [group.label for group in results.load(places)] == ["mine/FP-seed0", "mine/FP-seed1"]
 
 
 def test_runs_are_repetitions_only_where_their_results_may_differ_by_the_seed_alone(tmp_path: Path) -> None:
@@ -431,16 +431,16 @@ def test_runs_are_repetitions_only_where_their_results_may_differ_by_the_seed_al
         run(tmp_path / "b", 0.5, [1, 3], seed=1, threads=2, **{"keep-best": True}),  # which change no result
         run(tmp_path / "c", 0.5, [1, 3], seed=2, **{"cps-dim": 2}),
     ]
-    found = [(group.label, [*group.by_seed()]) for group in records.load(places)]
+    found = [(group.label, [*group.by_seed()]) for group in results.load(places)]
     assert found == [("fedproto (cps-dim=auto)", [0, 1]), ("fedproto (cps-dim=2)", [2])]
 
 
 def test_what_cannot_be_reported_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(PbflError, match="is given twice"):
-        records.load([run(tmp_path / "a", 0.5, [1]), Path("a")])
+        results.load([run(tmp_path / "a", 0.5, [1]), Path("a")])
     with pytest.raises(PbflError, match="no finished round"):
-        records.load([write_run(tmp_path / "empty", [], **{"num-server-rounds": 1})])
+        results.load([write_run(tmp_path / "empty", [], **{"num-server-rounds": 1})])
 
 
 def test_the_validation_chosen_round() -> None:
@@ -499,7 +499,7 @@ def test_a_predictor_that_one_seed_lacks_is_not_said_to_be_unscored(tmp_path: Pa
     del without["accuracy"]["global"]
     runs = [write_run(tmp_path / f"a{seed}", [line], seed=seed) for seed, line in enumerate((full, without))]
     runs += [write_run(tmp_path / f"b{seed}", [full], seed=seed, method="local") for seed in (0, 1)]
-    groups = records.load(runs, by="global")
+    groups = results.load(runs, by="global")
     sheet = summary_sheet(groups)
     notes, seeds = sheet.notes, sheet.columns.index("seeds")
     assert [row[seeds] for row in sheet.rows] == ["1", "2"]
@@ -508,6 +508,6 @@ def test_a_predictor_that_one_seed_lacks_is_not_said_to_be_unscored(tmp_path: Pa
     notes = paired_sheet(groups).notes
     assert "Not scored for every seed, so not compared over seeds: fedproto − local." in notes
     never = [write_run(tmp_path / f"c{seed}", [without], seed=seed, method="fedavg") for seed in (0, 1)]
-    notes = summary_sheet(records.load([*runs, *never], by="global")).notes
+    notes = summary_sheet(results.load([*runs, *never], by="global")).notes
     assert "Never scored by global: fedavg." in notes
     assert "Not scored for every seed, so not shown: fedproto." in notes

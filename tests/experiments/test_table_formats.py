@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pbfl_flwr.experiments.text.table_formats import Sheet, csv_mean_sd, mean_cell, tex
+from pbfl_flwr.experiments.tables import Sheet, csv_mean_sd, mean_cell, tex
 
 SHEET = Sheet("A & B", ("run", "last, %"), (("my_run|1", "50.0 ± 1.0"), ("b\nc", "-")), ("± over 2 seeds",))
 

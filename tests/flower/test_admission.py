@@ -14,10 +14,9 @@ from rich.console import Console
 
 from pbfl_flwr.config import Scalar, parse
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments import report
-from pbfl_flwr.experiments.results import records
-from pbfl_flwr.experiments.results.run_export import as_csv
-from pbfl_flwr.experiments.text.tables import show
+from pbfl_flwr.experiments import report, results
+from pbfl_flwr.experiments.run_export import as_csv
+from pbfl_flwr.experiments.show import show_run
 from pbfl_flwr.flower.client import handshake as client_hello
 from pbfl_flwr.flower.secagg.legacy import LegacyMethodStrategy
 from pbfl_flwr.flower.server.admission import Admission
@@ -78,13 +77,13 @@ def test_a_run_begins_with_some_and_others_join_in_any_round(tmp_path: Path) -> 
     assert [line["name"] for line in columns] == [["m", "z"], ["m", "z", "a"], ["m", "z", "a", "b"]]
     assert (tmp_path / "run/result.txt").exists()
     text = StringIO()
-    show(tmp_path / "run", Console(width=200, file=text))
+    show_run(tmp_path / "run", Console(width=200, file=text))
     assert "client b has joined the run" in text.getvalue()
     late = "joined during the run: client a in round 2, client b in round 3; accuracies of earlier rounds exclude them"
     assert late in text.getvalue().splitlines()
     assert {row.split(",")[2] for row in as_csv(tmp_path / "run").splitlines()[1:]} == set("mbza")
-    report.write(records.load([tmp_path / "run"]), tmp_path / "report.html")
-    assert late in report.overviews(records.load([tmp_path / "run"]))[0].warnings
+    report.write(results.load([tmp_path / "run"]), tmp_path / "report.html")
+    assert late in report.overviews(results.load([tmp_path / "run"]))[0].warnings
 
 
 def test_who_joins_with_other_pretrained_weights_is_noted(tmp_path: Path) -> None:
@@ -120,7 +119,7 @@ def test_a_device_with_a_number_keeps_it(tmp_path: Path) -> None:
     assert [line["trained"] for line in found.strategy.history] == [[0, 3], [0, 1, 2, 3], [0, 1, 2, 3]]
     assert len(found.strategy.state.assigned) == 4
     text = StringIO()
-    show(tmp_path / "run", Console(width=200, file=text))
+    show_run(tmp_path / "run", Console(width=200, file=text))
     assert "over 2 of 4" not in text.getvalue()
 
 
@@ -129,9 +128,9 @@ def test_numbers_that_nobody_has_are_missed_by_nobody(tmp_path: Path, method: st
     found = begun(tmp_path, sites(tmp_path, 1, 4, "x"), {1: [0, 1]}, method=method, num_clients=6)
     assert [line["trained"] for line in found.strategy.history] == [[1, 4]] * 3
     text = StringIO()
-    show(tmp_path / "run", Console(width=200, file=text))
+    show_run(tmp_path / "run", Console(width=200, file=text))
     assert "not cover all participating clients" not in text.getvalue()
-    report.write(records.load([tmp_path / "run"]), tmp_path / "report.html")
+    report.write(results.load([tmp_path / "run"]), tmp_path / "report.html")
     begun(
         tmp_path,
         sites(tmp_path, 4, 1),

@@ -8,7 +8,7 @@ import pytest
 
 from pbfl_flwr.config import parse
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments.results.accuracies import scores
+from pbfl_flwr.experiments.results import scores
 from pbfl_flwr.experiments.running import configuration, watch
 from pbfl_flwr.flower.secagg.legacy import LegacyMethodStrategy
 from pbfl_flwr.flower.server.early_stopping import (

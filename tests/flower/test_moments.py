@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from pbfl_flwr.experiments import show
 from pbfl_flwr.experiments.report import accuracy_sheet
-from pbfl_flwr.experiments.results.accuracies import scores
-from pbfl_flwr.experiments.results.records import load
-from pbfl_flwr.experiments.text import tables
+from pbfl_flwr.experiments.results import load, scores
 from pbfl_flwr.flower.messages.report import Report
 from pbfl_flwr.methods import METHODS
 from pbfl_flwr.payloads import RejectedPayload
@@ -55,7 +54,7 @@ def test_tables_name_the_moment_and_its_round(tmp_path: Path) -> None:
     for run, said, at in ((after, "before training", 1), (before, "after training", 2)):
         history = run.strategy.history
         console = Console(width=120, record=True)
-        tables.show(run.directory.path, console)
+        show.show_run(run.directory.path, console)
         last = history[-1]["other"]["head"]
         figures = [f"{100 * last[name]:.2f}" for name in ("weighted", "mean", "std", "worst")]
         rows = [line.replace("│", " ").split() for line in console.export_text().splitlines()]

@@ -14,7 +14,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message
 from rich.console import Console
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments.text.tables import failure_lines, show
+from pbfl_flwr.experiments.show import failure_lines, show_run
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.server.handshake import with_numbers
 from pbfl_flwr.flower.server.roster import Member
@@ -96,7 +96,7 @@ def test_names_are_in_the_books(tmp_path: Path) -> None:
     assert lines[1]["failures"] == [{"client": 2, "name": "zoe", "reason": "x"}]
     assert list(failure_lines(lines)) == ["client zoe failed in round 2: x"]
     text = StringIO()
-    show(tmp_path / "run", Console(width=200, file=text))
+    show_run(tmp_path / "run", Console(width=200, file=text))
     shown = text.getvalue()
     rows = [line.split() for line in shown.splitlines() if line.split()[1:2] == ["cnn4"]]
     assert [(row[0], row[2], row[4]) for row in rows] == [

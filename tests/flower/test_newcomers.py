@@ -13,14 +13,13 @@ from rich.console import Console
 from pbfl_flwr.config import Scalar, parse
 from pbfl_flwr.data import check_data, load_pool
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments import show
 from pbfl_flwr.experiments.comparing.compare import Planned, check_finished
 from pbfl_flwr.experiments.comparing.comparison_table import rows, table
-from pbfl_flwr.experiments.results.accuracies import series
-from pbfl_flwr.experiments.results.records import Record, load
-from pbfl_flwr.experiments.results.summaries import summary_sheet
+from pbfl_flwr.experiments.results import Record, load, series
 from pbfl_flwr.experiments.running import watch
 from pbfl_flwr.experiments.running.configuration import RequestedKeys
-from pbfl_flwr.experiments.text import tables
+from pbfl_flwr.experiments.summaries import summary_sheet
 from pbfl_flwr.flower.secagg.legacy import LegacyMethodStrategy
 from pbfl_flwr.flower.server.stop_conditions import RunEnded
 from pbfl_flwr.methods import METHODS, SECTIONS
@@ -135,7 +134,7 @@ def test_a_torn_line_of_theirs_is_made_again(tmp_path: Path) -> None:
     with pytest.raises(Stopped):
         stopped.run()
     console = Console(record=True, width=200)
-    tables.show(stopped.directory.path, console)
+    show.show_run(stopped.directory.path, console)
     assert "1 of 3 rounds of the new clients; resume with: pbfl run --resume" in console.export_text()
     with (stopped.directory.path / "newcomers.jsonl").open("a") as file:
         file.write('{"round": 4, "aft')
@@ -157,7 +156,7 @@ def test_a_round_of_theirs_that_ended_the_run_is_made_again(tmp_path: Path) -> N
 def test_one_that_fails_is_named_and_costs_nobody_else_anything(tmp_path: Path) -> None:
     found = federation(tmp_path, faults={(3, 3): raises}, **NEW).run()
     (failure,) = found.strategy.newcomers[0]["failures"]
-    (line,) = tables.failure_lines([*found.strategy.history, *found.strategy.newcomers])
+    (line,) = show.failure_lines([*found.strategy.history, *found.strategy.newcomers])
     assert line.startswith("new client 3 failed in round 1 of its own: ")
     assert failure["client"] == 3
     assert "boom" in failure["reason"]
@@ -221,7 +220,7 @@ def test_tables_and_summaries_show_them(tmp_path: Path) -> None:
     found = federation(tmp_path, on_disk=True, data=None, num_clients=4, max_samples=200, **NEW).run()
     path = found.directory.path
     console = Console(width=120, record=True)
-    tables.show(path, console)
+    show.show_run(path, console)
     said = console.export_text()
     assert "4 clients (2 of them new after the last round)" in said
     assert "2 new clients after round 2: sample-weighted accuracy, %" in said
@@ -262,7 +261,7 @@ def test_a_comparison_waits_for_them_and_has_a_column(tmp_path: Path) -> None:
 def test_what_their_noise_is_worth_is_shown(tmp_path: Path) -> None:
     found = federation(tmp_path, on_disk=True, dp_clip=1.0, dp_noise=1.0, **NEW).run()
     console = Console(width=200, record=True)
-    tables.show(found.directory.path, console)
+    show.show_run(found.directory.path, console)
     # Three releases of a new client against two of the others.
     assert f"ε = {epsilon_of(1.0, 3, 1e-5):.3g} for client 3" in console.export_text()
 

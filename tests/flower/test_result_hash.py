@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments.results.run_export import as_csv
+from pbfl_flwr.experiments.run_export import as_csv
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.runs.result_hash import result_hash
 from pbfl_flwr.util.atomic_files import DamagedState

@@ -11,7 +11,7 @@ import pytest
 import torch
 from flwr.app import Message
 
-from pbfl_flwr.experiments.text.tables import privacy_line
+from pbfl_flwr.experiments.show import privacy_line
 from pbfl_flwr.method import Client, Update
 from pbfl_flwr.methods import PROTECTED
 from pbfl_flwr.payloads import Prototypes

@@ -30,9 +30,9 @@ from rich.console import Console
 
 from pbfl_flwr.config import Scalar
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments.console import say
 from pbfl_flwr.experiments.running import configuration
 from pbfl_flwr.experiments.running.runner import simulate
-from pbfl_flwr.experiments.text.numbers import say
 from pbfl_flwr.flower.engines.placement import Resources
 from pbfl_flwr.runs.directory import ENDED, RunDirectory
 

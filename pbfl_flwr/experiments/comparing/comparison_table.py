@@ -10,7 +10,12 @@ from typing import Any
 
 from pbfl_flwr.config import PREDICTORS
 from pbfl_flwr.experiments.comparing.compare import Planned, finished
-from pbfl_flwr.experiments.results.accuracies import (
+from pbfl_flwr.experiments.console import kilobytes
+from pbfl_flwr.experiments.results import (
+    Group,
+    Record,
+    changed_files,
+    changed_lines,
     coverage_lines,
     honest,
     majority_lines,
@@ -21,11 +26,9 @@ from pbfl_flwr.experiments.results.accuracies import (
     titled,
     unscored_lines,
 )
-from pbfl_flwr.experiments.results.records import Group, Record, changed_files, changed_lines
-from pbfl_flwr.experiments.results.summaries import MOMENT_NOTE, NEW_NOTE, OTHER_NOTE, paired_sheet
-from pbfl_flwr.experiments.text.numbers import kilobytes
-from pbfl_flwr.experiments.text.table_formats import Sheet, csv_mean_sd, mean_cell
-from pbfl_flwr.experiments.text.tables import paper_scalars, unknown_lines
+from pbfl_flwr.experiments.show import paper_scalars, unknown_lines
+from pbfl_flwr.experiments.summaries import MOMENT_NOTE, NEW_NOTE, OTHER_NOTE, paired_sheet
+from pbfl_flwr.experiments.tables import Sheet, csv_mean_sd, mean_cell
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.util.atomic_files import write_atomically
 

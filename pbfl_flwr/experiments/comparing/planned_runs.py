@@ -8,9 +8,8 @@ from rich.console import Console
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.comparing.compare import Planned, pending_keys
+from pbfl_flwr.experiments.console import print_blocks, say
 from pbfl_flwr.experiments.running import configuration
-from pbfl_flwr.experiments.text.narrow import print_blocks
-from pbfl_flwr.experiments.text.numbers import say
 from pbfl_flwr.runs.directory import RunDirectory
 
 COLUMNS = ("run", "method", "state", "seed", "rounds", "directory")

@@ -11,8 +11,11 @@ from typing import Literal
 from pbfl_flwr.config import PREDICTORS
 from pbfl_flwr.experiments.comparing.compare import Planned, finished
 from pbfl_flwr.experiments.comparing.reproduce import Reproduction, Scale, changes
-from pbfl_flwr.experiments.results.accuracies import (
+from pbfl_flwr.experiments.results import (
+    Record,
     Scores,
+    changed_files,
+    changed_lines,
     coverage_lines,
     honest,
     partial_coverage,
@@ -21,9 +24,8 @@ from pbfl_flwr.experiments.results.accuracies import (
     titled,
     unscored_lines,
 )
-from pbfl_flwr.experiments.results.records import Record, changed_files, changed_lines
-from pbfl_flwr.experiments.results.summaries import MOMENT_NOTE
-from pbfl_flwr.experiments.text.table_formats import Sheet, csv_mean_sd, mean_cell
+from pbfl_flwr.experiments.summaries import MOMENT_NOTE
+from pbfl_flwr.experiments.tables import Sheet, csv_mean_sd, mean_cell
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.util.atomic_files import write_atomically
 

@@ -18,10 +18,10 @@ from pbfl_flwr.config import CHANGEABLE, PREDICTORS, Scalar
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.comparing.compare import Planned, duplicates, finished, plan
 from pbfl_flwr.experiments.comparing.comparison_table import BALANCED, FURTHER, PLAIN, Row, differing, remarks
-from pbfl_flwr.experiments.results.accuracies import titled
+from pbfl_flwr.experiments.console import kilobytes
+from pbfl_flwr.experiments.results import titled
 from pbfl_flwr.experiments.running import configuration
-from pbfl_flwr.experiments.text.numbers import kilobytes
-from pbfl_flwr.experiments.text.table_formats import Sheet, mean_cell
+from pbfl_flwr.experiments.tables import Sheet, mean_cell
 from pbfl_flwr.util.atomic_files import write_atomically
 
 Values = dict[str, list[Scalar]]

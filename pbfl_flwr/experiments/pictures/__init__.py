@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from matplotlib import rc_context
 
+from pbfl_flwr.experiments.artefacts import NotAvailable
 from pbfl_flwr.experiments.pictures import (
     alignment,
     by_class,
@@ -21,8 +22,7 @@ from pbfl_flwr.experiments.pictures import (
     similarity,
 )
 from pbfl_flwr.experiments.pictures.style import RC, Picture
-from pbfl_flwr.experiments.results.artefacts import NotAvailable
-from pbfl_flwr.experiments.results.records import Group
+from pbfl_flwr.experiments.results import Group
 
 Kind = Callable[[Sequence[Group]], Iterator[Picture | NotAvailable]]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from pbfl_flwr.experiments.artefacts import NotAvailable, Trajectory, alignment_trajectory, task_of
 from pbfl_flwr.experiments.pictures.style import (
     GRID,
     Picture,
@@ -16,8 +17,7 @@ from pbfl_flwr.experiments.pictures.style import (
     marker_interval,
     titled_picture,
 )
-from pbfl_flwr.experiments.results.artefacts import NotAvailable, Trajectory, alignment_trajectory, task_of
-from pbfl_flwr.experiments.results.records import Group
+from pbfl_flwr.experiments.results import Group
 
 ITERATIONS = "alignment-iterations"
 SMALLEST_GAP = 1e-9  # an energy closer than this to the optimum is equal to it up to rounding

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pbfl_flwr.experiments.artefacts import NotAvailable
+from pbfl_flwr.experiments.per_class import Scored
 from pbfl_flwr.experiments.pictures.style import (
     COLOURS,
     Picture,
@@ -19,9 +21,7 @@ from pbfl_flwr.experiments.pictures.style import (
     legend_below,
     titled_picture,
 )
-from pbfl_flwr.experiments.results.artefacts import NotAvailable
-from pbfl_flwr.experiments.results.per_class import Scored
-from pbfl_flwr.experiments.results.records import Group, Record
+from pbfl_flwr.experiments.results import Group, Record
 
 
 def accuracy_by_class(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from pbfl_flwr.experiments.artefacts import NotAvailable
 from pbfl_flwr.experiments.pictures.style import Picture, canvas, heatmap, titled_picture
-from pbfl_flwr.experiments.results.artefacts import NotAvailable
-from pbfl_flwr.experiments.results.records import Group
+from pbfl_flwr.experiments.results import Group
 
 TITLE = "Label distribution over clients"
 

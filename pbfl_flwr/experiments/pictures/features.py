@@ -11,6 +11,16 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pbfl_flwr.experiments.artefacts import (
+    NotAvailable,
+    client_states,
+    data_of,
+    global_prototypes,
+    network,
+    saved_class_means,
+    target_scale,
+    task_of,
+)
 from pbfl_flwr.experiments.pictures.style import (
     COLOURS,
     MARKERS,
@@ -21,17 +31,7 @@ from pbfl_flwr.experiments.pictures.style import (
     shortened,
     titled_picture,
 )
-from pbfl_flwr.experiments.results.artefacts import (
-    NotAvailable,
-    client_states,
-    data_of,
-    global_prototypes,
-    network,
-    saved_class_means,
-    target_scale,
-    task_of,
-)
-from pbfl_flwr.experiments.results.records import Group, Record, same_data
+from pbfl_flwr.experiments.results import Group, Record, same_data
 
 MOST_POINTS = 500  # per picture
 SHOWN_CLIENTS = 2

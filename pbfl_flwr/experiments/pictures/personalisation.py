@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pbfl_flwr.experiments.artefacts import NotAvailable, client_states
 from pbfl_flwr.experiments.pictures.style import GRID, Picture, canvas, heatmap, titled_picture
-from pbfl_flwr.experiments.results.artefacts import NotAvailable, client_states
-from pbfl_flwr.experiments.results.records import Group, Record
+from pbfl_flwr.experiments.results import Group, Record
 from pbfl_flwr.models.contract import HEAD_PREFIX
 from pbfl_flwr.util.user_code import is_external
 

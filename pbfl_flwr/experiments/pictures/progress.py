@@ -9,6 +9,8 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from pbfl_flwr.config import PREDICTORS
+from pbfl_flwr.experiments.artefacts import NotAvailable
+from pbfl_flwr.experiments.console import kilobytes
 from pbfl_flwr.experiments.pictures.style import (
     COLOURS,
     Picture,
@@ -20,10 +22,7 @@ from pbfl_flwr.experiments.pictures.style import (
     marker_interval,
     titled_picture,
 )
-from pbfl_flwr.experiments.results.accuracies import accuracy_name
-from pbfl_flwr.experiments.results.artefacts import NotAvailable
-from pbfl_flwr.experiments.results.records import Group, Record
-from pbfl_flwr.experiments.text.numbers import kilobytes
+from pbfl_flwr.experiments.results import Group, Record, accuracy_name
 
 MOST_LINES = 50  # clients in one picture
 Curve = Sequence[tuple[int, float]]

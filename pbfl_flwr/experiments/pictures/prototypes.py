@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from pbfl_flwr.experiments.artefacts import NotAvailable, global_prototypes, local_prototypes
 from pbfl_flwr.experiments.pictures.style import Picture, canvas, heatmap, titled_picture
-from pbfl_flwr.experiments.results.artefacts import NotAvailable, global_prototypes, local_prototypes
-from pbfl_flwr.experiments.results.records import Group
+from pbfl_flwr.experiments.results import Group
 
 HOW = "Magnitude of each dimension, relative to the largest in its row; blank: zero."
 

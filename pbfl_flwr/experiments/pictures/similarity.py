@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.metrics.pairwise import cosine_similarity, euclidean_distances
 
+from pbfl_flwr.experiments.artefacts import NotAvailable, global_prototypes
 from pbfl_flwr.experiments.pictures.style import (
     DIVERGING,
     Picture,
@@ -19,8 +20,7 @@ from pbfl_flwr.experiments.pictures.style import (
     legend_below,
     titled_picture,
 )
-from pbfl_flwr.experiments.results.artefacts import NotAvailable, global_prototypes
-from pbfl_flwr.experiments.results.records import Group
+from pbfl_flwr.experiments.results import Group
 
 
 def similarities(values: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -12,8 +12,8 @@ from typing import Any
 from rich.console import Console
 
 from pbfl_flwr.config import announced
-from pbfl_flwr.experiments.results.accuracies import honest
-from pbfl_flwr.experiments.text.numbers import clients_named, clock, kilobytes, percent, say
+from pbfl_flwr.experiments.console import clients_named, clock, kilobytes, percent, say
+from pbfl_flwr.experiments.results import honest
 from pbfl_flwr.runs.directory import NEWCOMERS, RunDirectory
 
 

@@ -18,10 +18,10 @@ from rich.console import Console
 from pbfl_flwr.errors import PbflError, writing
 from pbfl_flwr.experiments.comparing import compare
 from pbfl_flwr.experiments.comparing.compare import INTERRUPTED, Planned, pending_keys, refusal
+from pbfl_flwr.experiments.console import say
 from pbfl_flwr.experiments.running import configuration
 from pbfl_flwr.experiments.running.live_log import Follower
 from pbfl_flwr.experiments.running.runner import interruptible
-from pbfl_flwr.experiments.text.numbers import say
 from pbfl_flwr.flower.deploy.processes import Processes, signals_ignored
 from pbfl_flwr.flower.engines.placement import Machine, Resources, Slot, slots
 from pbfl_flwr.util.memory import available_memory

@@ -16,8 +16,8 @@ from rich.console import Console
 
 from pbfl_flwr.config import Scalar
 from pbfl_flwr.errors import PbflError, writing
+from pbfl_flwr.experiments.console import say
 from pbfl_flwr.experiments.running.live_log import Follower
-from pbfl_flwr.experiments.text.numbers import say
 from pbfl_flwr.flower.deploy.processes import HANGUPS, forget_lost_terminal
 from pbfl_flwr.flower.deploy.superlink import ENDED, Engine, Link
 from pbfl_flwr.flower.engines.placement import Resources

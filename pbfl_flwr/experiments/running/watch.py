@@ -19,10 +19,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from pbfl_flwr.experiments.results.accuracies import Scores, coverage_lines, partial_coverage, scores
+from pbfl_flwr.experiments.console import clock, kilobytes
+from pbfl_flwr.experiments.results import Scores, coverage_lines, partial_coverage, scores
 from pbfl_flwr.experiments.running.runner import resume_command
-from pbfl_flwr.experiments.text.numbers import clock, kilobytes
-from pbfl_flwr.experiments.text.tables import failure_lines, rounds_of_newcomers, settings_line
+from pbfl_flwr.experiments.show import failure_lines, rounds_of_newcomers, settings_line
 from pbfl_flwr.runs.directory import ERROR, NEWCOMERS, WAITING, RunDirectory, last_round
 from pbfl_flwr.runs.locks import abandoned
 

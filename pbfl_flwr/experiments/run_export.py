@@ -9,9 +9,9 @@ from statistics import fmean
 from typing import Any
 
 from pbfl_flwr.config import PREDICTORS
-from pbfl_flwr.experiments.results.accuracies import client_series, participants, scores, series
-from pbfl_flwr.experiments.text.table_formats import Sheet
-from pbfl_flwr.experiments.text.tables import rounds_of_newcomers
+from pbfl_flwr.experiments.results import client_series, participants, scores, series
+from pbfl_flwr.experiments.show import rounds_of_newcomers
+from pbfl_flwr.experiments.tables import Sheet
 from pbfl_flwr.runs.directory import ERROR, RunDirectory, last_round
 
 CLIENTS = (

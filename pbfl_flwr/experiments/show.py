@@ -12,8 +12,9 @@ from rich.table import Table
 
 from pbfl_flwr.config import PREDICTORS, announced
 from pbfl_flwr.errors import FEW
-from pbfl_flwr.experiments.results import per_class
-from pbfl_flwr.experiments.results.accuracies import (
+from pbfl_flwr.experiments import per_class
+from pbfl_flwr.experiments.console import clients_named, kilobytes, print_blocks, print_whole, say
+from pbfl_flwr.experiments.results import (
     Scores,
     client_series,
     coverage_lines,
@@ -25,15 +26,13 @@ from pbfl_flwr.experiments.results.accuracies import (
     series,
 )
 from pbfl_flwr.experiments.running.runner import resume_command
-from pbfl_flwr.experiments.text.narrow import print_blocks, print_whole
-from pbfl_flwr.experiments.text.numbers import clients_named, kilobytes, say
 from pbfl_flwr.runs.directory import ERROR, RunDirectory, last_round
 
 STATISTICS = ("weighted", "mean", "std", "worst")
 UNKNOWN = "unknown"
 
 
-def show(run_dir: Path, console: Console) -> None:
+def show_run(run_dir: Path, console: Console) -> None:
     """Print a run's settings, accuracies, costs and failures.
 
     Args:

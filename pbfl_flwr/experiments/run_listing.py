@@ -13,10 +13,10 @@ from pathlib import Path
 from rich.console import Console
 
 from pbfl_flwr.errors import PbflError, Unreadable, reading
-from pbfl_flwr.experiments.results.accuracies import scores
+from pbfl_flwr.experiments.console import print_blocks
+from pbfl_flwr.experiments.results import scores
 from pbfl_flwr.experiments.running import watch
-from pbfl_flwr.experiments.text.narrow import print_blocks
-from pbfl_flwr.experiments.text.table_formats import Sheet
+from pbfl_flwr.experiments.tables import Sheet
 
 DEPTH = 3  # runs/<reproduction>/<block>/<run>
 COLUMNS = ("run", "method", "dataset", "seed", "rounds", "headline", "last", "state")

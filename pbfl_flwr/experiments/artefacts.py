@@ -12,7 +12,7 @@ from torch import Tensor
 from pbfl_flwr.config import Settings, parse
 from pbfl_flwr.data import ClientData, client_data
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.experiments.results.records import Record
+from pbfl_flwr.experiments.results import Record
 from pbfl_flwr.method import Method
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.models.build import SplitModel, build_model

@@ -11,10 +11,9 @@ from rich.console import Console
 
 from pbfl_flwr.config import PREDICTORS
 from pbfl_flwr.errors import some
-from pbfl_flwr.experiments.results.accuracies import label_names, other_moment, scores
-from pbfl_flwr.experiments.text.narrow import print_blocks
-from pbfl_flwr.experiments.text.numbers import say
-from pbfl_flwr.experiments.text.table_formats import Sheet
+from pbfl_flwr.experiments.console import print_blocks, say
+from pbfl_flwr.experiments.results import label_names, other_moment, scores
+from pbfl_flwr.experiments.tables import Sheet
 
 MOST = 20  # classes shown in a terminal
 BALANCE = ("weighted", "balanced", "macro_f1", "balanced_mean", "macro_f1_mean")

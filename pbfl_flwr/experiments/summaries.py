@@ -5,27 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import combinations
 
-from pbfl_flwr.experiments.results.accuracies import (
+from pbfl_flwr.experiments.results import (
+    Group,
+    Record,
     Scores,
     accuracy_name,
+    changed_files,
+    changed_lines,
+    changed_weights,
     coverage_lines,
     majority_lines,
+    mean_over_seeds,
     partial_coverage,
+    same_data,
     scores,
     span,
     unscored_lines,
 )
-from pbfl_flwr.experiments.results.records import (
-    Group,
-    Record,
-    changed_files,
-    changed_lines,
-    changed_weights,
-    mean_over_seeds,
-    same_data,
-)
-from pbfl_flwr.experiments.results.statistics import CONFIDENCE, Paired, fairness, holm, paired
-from pbfl_flwr.experiments.text.table_formats import Sheet, mean_cell
+from pbfl_flwr.experiments.statistics import CONFIDENCE, Paired, fairness, holm, paired
+from pbfl_flwr.experiments.tables import Sheet, mean_cell
 
 SUMMARY_NOTES = (
     "{accuracy} in %; last, best and validation-chosen are sample-weighted. "

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pbfl_flwr.experiments.results.statistics import spread
+from pbfl_flwr.experiments.statistics import spread
 from pbfl_flwr.util.atomic_files import write_atomically
 
 _LATEX = {

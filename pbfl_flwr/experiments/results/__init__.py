@@ -1,1 +1,0 @@
-"""Finished runs read back: accuracies, statistics, exports."""

@@ -1,1 +1,0 @@
-"""Numbers and tables as text: for the terminal, Markdown, CSV and LaTeX."""
