@@ -21,7 +21,7 @@ from machine import introduce, write
 from torch import Tensor, nn
 
 from pbfl_flwr.models import cpu_convolutions as arrangement
-from pbfl_flwr.models.build import arrange
+from pbfl_flwr.models.build import optimize_layout
 from pbfl_flwr.training.allocator import keep_freed_memory
 
 DEPTHWISE = (  # channels, side, kernel, stride
@@ -76,7 +76,7 @@ def compare(conv: nn.Conv2d, side: int, batch: int) -> tuple[float, float]:
     inputs.requires_grad_()
     plain = milliseconds(conv.to(memory_format=torch.channels_last), inputs)
     with patch.object(arrangement, "FEW_PIXELS", side * side):  # every map is below the threshold
-        return plain, milliseconds(arrange(nn.Sequential(conv), "channels-last"), inputs)
+        return plain, milliseconds(optimize_layout(nn.Sequential(conv), "channels-last"), inputs)
 
 
 def main() -> int:

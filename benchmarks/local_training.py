@@ -36,7 +36,7 @@ from pbfl_flwr.config import TrainingSettings, parse
 from pbfl_flwr.data import ClientData, Shard
 from pbfl_flwr.method import Client
 from pbfl_flwr.methods import SECTIONS, build_method
-from pbfl_flwr.models.build import FAMILIES, SplitModel, arrange, build_model
+from pbfl_flwr.models.build import FAMILIES, SplitModel, build_model, optimize_layout
 from pbfl_flwr.payloads import Prototypes
 from pbfl_flwr.task import Task
 from pbfl_flwr.training.allocator import keep_freed_memory
@@ -126,7 +126,7 @@ def our_round(
     task = Task(K, D, shape)
     key = (architecture, shape, layout, precision)
     if key not in NETWORKS:
-        network = arrange(build_model(architecture, task, 0), layout, precision).to(device)
+        network = optimize_layout(build_model(architecture, task, 0), layout, precision).to(device)
         NETWORKS[key] = network
     images, labels = samples(shape, client)
     data = ClientData(

@@ -45,21 +45,21 @@ def in_utf8(what: str, text: str) -> str:
     return text
 
 
-def pointed(error: Exception) -> str:
+def format_exception(error: Exception) -> str:
     """Return an unexpected error in one line, with the file and line that raised it."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     said = f"{type(error).__name__}: {' '.join(printable(str(error)).split())}"
-    advice = f"; {TOO_FULL}" if of_full_card(error) else ""
+    advice = f"; {TOO_FULL}" if is_out_of_memory(error) else ""
     return f"{said[:LONGEST]} ({Path(frame.filename).name}:{frame.lineno}){advice}"
 
 
-def of_full_card(error: Exception) -> bool:
+def is_out_of_memory(error: Exception) -> bool:
     """Whether an error means that a GPU ran out of memory: torch's own error, or that of a CUDA library."""
     said = ("CUDA error: out of memory", "_STATUS_ALLOC_FAILED", "_DEVICE_ALLOCATION_FAILED")
     return type(error).__name__ == "OutOfMemoryError" or any(words in str(error) for words in said)
 
 
-def some(names: Sequence[str], most: int = FEW) -> str:
+def abbreviate(names: Sequence[str], most: int = FEW) -> str:
     """Return the first names of a list, and how many more there are, in one line."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return f"{', '.join(names[:most])}{more}"
@@ -101,7 +101,9 @@ def reading(what: str) -> Iterator[None]:
     except OSError as error:
         raise Unreadable(f"{error.filename or what} cannot be read ({error.strerror or error})") from error
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise PbflError(f"{what} is damaged, or was written by another version: {pointed(error)}") from error
+        raise PbflError(
+            f"{what} is damaged, or was written by another version: {format_exception(error)}"
+        ) from error
 
 
 @contextmanager

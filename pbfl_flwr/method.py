@@ -137,7 +137,7 @@ class Method(ABC, Generic[StateT, DownT, UpT]):
     Attributes:
         name: its name in METHODS.
         state, down, up: payload types of the server's state, the broadcast and the upload.
-        headline: the predictor the paper reports.
+        primary_predictor: the predictor the paper reports.
         predicts: all names that :meth:`predictors` may return.
         moment: when the paper scores a client, relative to its local training.
         same_architecture: whether all clients need the same network.
@@ -149,7 +149,7 @@ class Method(ABC, Generic[StateT, DownT, UpT]):
     state: type[StateT]
     down: type[DownT]
     up: type[UpT]
-    headline: str = "head"
+    primary_predictor: str = "head"
     predicts: tuple[str, ...] = ("head",)
     moment: Moment = "after"
     same_architecture: bool = False
@@ -239,15 +239,15 @@ class Method(ABC, Generic[StateT, DownT, UpT]):
         """Return the server's metrics for the round's log."""
         return {}
 
-    def remedy(self, client: Client) -> str:
+    def divergence_hint(self, client: Client) -> str:
         """Return extra advice for a client whose upload is not finite; empty if there is none."""
         return ""
 
-    def forewarnings(self, num_rounds: int) -> list[str]:
+    def config_warnings(self, num_rounds: int) -> list[str]:
         """Return warnings to show before a run of ``num_rounds`` rounds begins; empty if there are none."""
         return []
 
-    def notes(self, state: StateT) -> list[str]:
+    def round_warnings(self, state: StateT) -> list[str]:
         """Return warnings about the server's half of a round; empty if there are none."""
         return []
 

@@ -67,7 +67,7 @@ class FedProto(MethodStrategy):
     Args:
         num_clients: M.
         directory: where the run is written; None keeps everything in memory.
-        pull_weight: λ.
+        regularizer_weight: λ.
         aggregation: how the server combines prototypes.
         cps_dim: s, number of dimensions of a prototype that are sent; 0 sends all.
         cpkd: class-proportional knowledge distillation.
@@ -79,14 +79,14 @@ class FedProto(MethodStrategy):
         *,
         num_clients: int,
         directory: Path | None = None,
-        pull_weight: float | Literal["auto"] = "auto",
+        regularizer_weight: float | Literal["auto"] = "auto",
         aggregation: Aggregation = "auto",
         cps_dim: int | Literal["auto"] = "auto",
         cpkd: Cpkd = "auto",
         **keys: Scalar,
     ) -> None:
         stages: dict[str, Scalar] = {
-            "pull_weight": pull_weight,
+            "regularizer_weight": regularizer_weight,
             "aggregation": aggregation,
             "cps_dim": cps_dim,
             "cpkd": cpkd,
@@ -102,7 +102,7 @@ class FedTGP(MethodStrategy):
         directory: where the run is written; None keeps everything in memory.
         server_epochs: S.
         margin_cap: τ.
-        pull_weight, aggregation, cps_dim, cpkd: see :class:`FedProto`.
+        regularizer_weight, aggregation, cps_dim, cpkd: see :class:`FedProto`.
         keys: any other run-config key, with underscores.
     """
 
@@ -113,7 +113,7 @@ class FedTGP(MethodStrategy):
         directory: Path | None = None,
         server_epochs: int = 100,
         margin_cap: float = 100.0,
-        pull_weight: float | Literal["auto"] = "auto",
+        regularizer_weight: float | Literal["auto"] = "auto",
         aggregation: Aggregation = "auto",
         cps_dim: int | Literal["auto"] = "auto",
         cpkd: Cpkd = "auto",
@@ -121,7 +121,7 @@ class FedTGP(MethodStrategy):
     ) -> None:
         own: dict[str, Scalar] = {"server-epochs": server_epochs, "margin-cap": margin_cap}
         stages: dict[str, Scalar] = {
-            "pull_weight": pull_weight,
+            "regularizer_weight": regularizer_weight,
             "aggregation": aggregation,
             "cps_dim": cps_dim,
             "cpkd": cpkd,
@@ -138,7 +138,7 @@ class TinyProto(MethodStrategy):
         directory: where the run is written; None keeps everything in memory.
         cps_dim: s.
         aps_scale: μ; "auto" is 0.9·K/n.
-        pull_weight: λ.
+        regularizer_weight: λ.
         keys: any other run-config key, with underscores.
     """
 
@@ -150,10 +150,14 @@ class TinyProto(MethodStrategy):
         directory: Path | None = None,
         cps_dim: int | Literal["auto"] = "auto",
         aps_scale: float | Literal["auto"] = "auto",
-        pull_weight: float | Literal["auto"] = "auto",
+        regularizer_weight: float | Literal["auto"] = "auto",
         **keys: Scalar,
     ) -> None:
-        stages: dict[str, Scalar] = {"cps_dim": cps_dim, "aps_scale": aps_scale, "pull_weight": pull_weight}
+        stages: dict[str, Scalar] = {
+            "cps_dim": cps_dim,
+            "aps_scale": aps_scale,
+            "regularizer_weight": regularizer_weight,
+        }
         super().__init__(
             configure("tinyproto", {"num_clients": num_clients, **stages, **keys}, {"base": base}), directory
         )
@@ -167,7 +171,7 @@ class ProtoNorm(MethodStrategy):
         directory: where the run is written; None keeps everything in memory.
         upscale: γ.
         alignment: the solver.
-        pull_weight: λ.
+        regularizer_weight: λ.
         keys: any other run-config key, with underscores.
     """
 
@@ -178,10 +182,14 @@ class ProtoNorm(MethodStrategy):
         directory: Path | None = None,
         upscale: float | Literal["auto"] = "auto",
         alignment: Alignment = "auto",
-        pull_weight: float | Literal["auto"] = "auto",
+        regularizer_weight: float | Literal["auto"] = "auto",
         **keys: Scalar,
     ) -> None:
-        stages: dict[str, Scalar] = {"upscale": upscale, "alignment": alignment, "pull_weight": pull_weight}
+        stages: dict[str, Scalar] = {
+            "upscale": upscale,
+            "alignment": alignment,
+            "regularizer_weight": regularizer_weight,
+        }
         super().__init__(configure("protonorm", {"num_clients": num_clients, **stages, **keys}), directory)
 
 

@@ -95,7 +95,7 @@ def write_run(path: Path, rounds: list[dict[str, Any]], **changes: Any) -> Path:
         "configuration": config,
         "versions": {},
         "experiment": "x",
-        "headline": "global",
+        "primary_predictor": "global",
         "moment": "after",
         "clients": [{"client": 0, **member}, {"client": 1, **member}],
     }

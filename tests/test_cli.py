@@ -186,7 +186,7 @@ def test_a_dry_run_prints_a_preset_and_starts_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "there").exists()
     lines = result.stdout.splitlines()
     assert "# tinyproto.base: without effect, the method is 'fedtgp'" in lines
-    assert "# the headline is predictor 'global', before local training" in lines
+    assert "# the primary predictor is predictor 'global', before local training" in lines
     asked, by_protocol = (
         lines.index('method = "fedtgp"'),
         lines.index("# keys that are auto, as resolved by protocol = 'htfl'"),
@@ -315,7 +315,7 @@ def test_show(tmp_path: Path) -> None:
     ]
     assert heads == [["predictor", "round", "weighted", "mean", "std", "worst 10%"], ["up", "down", "both"]]
     assert ["head", "3", "50.00", "50.00", "12.50", "37.50"] in rows
-    assert ["global (headline)", "3", "62.50", "62.50", "12.50", "50.00"] in rows
+    assert ["global (primary)", "3", "62.50", "62.50", "12.50", "50.00"] in rows
     assert ["best (chosen on test data)", "2", "87.50", "87.50", "12.50", "75.00"] in rows
     assert ["bytes, mean over all clients: payload", "100 B", "300 B", "400 B"] in rows
     assert ["including Flower's objects", "200 B", "400 B", "600 B"] in rows
@@ -340,12 +340,12 @@ def test_show_says_what_else_is_to_be_known_of_a_run(tmp_path: Path) -> None:
     assert "last round: held back" in lines
     assert "The paper's scalars are unknown: " in "\n".join(lines)
     assert f"0 of 1 rounds of the new clients; resume with: pbfl run --resume {run}" in lines
-    (run / "newcomers.jsonl").write_text(json.dumps(entry(3, 0.25, 0.75, after=2)) + "\n")
+    (run / "new-clients.jsonl").write_text(json.dumps(entry(3, 0.25, 0.75, after=2)) + "\n")
     text = pbfl("show", run).stdout
     assert "1 new client after round 2: sample-weighted accuracy, %" in " ".join(text.split())
     rows = [line.strip("│┃ ").replace("┃", "│").split("│") for line in text.splitlines()]
     words = [[cell.strip() for cell in row] for row in rows]
-    assert ["own rounds", "head", "global (headline)"] in words
+    assert ["own rounds", "head", "global (primary)"] in words
     assert ["1", "25.00", "75.00"] in words
     unscored = write_run(tmp_path / "unscored", [entry(1, 0.5, None, accuracy={})])
     text = pbfl("show", unscored).stdout
@@ -527,7 +527,7 @@ def test_show_for_other_programs(tmp_path: Path) -> None:
     (run / "clients.jsonl").write_text("".join(json.dumps(each) + "\n" for each in columns))
     found = json.loads(pbfl("show", run, "--format", "json").stdout)
     assert found["settings"]["configuration"] == about["configuration"]
-    assert (found["settings"]["headline"], found["settings"]["moment"]) == ("global", "before")
+    assert (found["settings"]["primary_predictor"], found["settings"]["moment"]) == ("global", "before")
     assert found["rounds"] == {"done": 2, "wanted": 2}
     scored = found["accuracies"]["head"]
     assert (scored["last"]["round"], scored["last"]["weighted"]) == (2, 0.625)
@@ -559,7 +559,7 @@ def test_new_clients_for_other_programs(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [entry(1, 0.5, 0.75)], **keys)
     columns = {"round": 2, "client": [1], "num_train": [6], "num_test": [4], "correct": [{"head": 3}]}
     line = entry(2, 0.75, None, after=1, columns=columns)
-    (run / "newcomers.jsonl").write_text(json.dumps(line) + "\n")
+    (run / "new-clients.jsonl").write_text(json.dumps(line) + "\n")
     found = json.loads(pbfl("show", run, "--format", "json").stdout)["new-clients"]
     assert found["rounds"] == {"done": 1, "wanted": 1}
     assert [(each["round"], each["weighted"]) for each in found["accuracies"]["head"]] == [(1, 0.75)]
@@ -582,7 +582,7 @@ def test_many_runs_are_a_list(tmp_path: Path) -> None:
     result = pbfl("list", "runs")
     assert result.exit_code == 0
     found = [line.split() for line in result.stdout.splitlines()]
-    assert found[0] == ["run", "method", "dataset", "seed", "rounds", "headline", "last", "state"]
+    assert found[0] == ["run", "method", "dataset", "seed", "rounds", "primary_predictor", "last", "state"]
     assert found[2:] == [
         ["runs/b", "local", "digits", "0", "1/4", "global", "25.00", "unfinished"],
         ["runs/c", "fedproto", "digits", "0", "0/4", "global", "-", "failed"],
@@ -937,7 +937,7 @@ def test_show_of_a_damaged_run_is_one_line(tmp_path: Path, name: str, content: b
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        ("run.json", {"headline": None}),
+        ("run.json", {"primary_predictor": None}),
         ("run.json", {"clients": None}),
         ("run.json", {"configuration": {"method": "fedproto"}}),
         ("rounds.jsonl", {"accuracy_of_round": None}),

@@ -341,7 +341,7 @@ def test_every_figure_of_a_row_stands_below_its_head(file: Path, tmp_path: Path)
     lines[1]["accuracy"]["global"] |= {"balanced": 0.3125, "macro_f1": 0.1875}
     write_run(first.directory, [lines[0], {**lines[1], "other": entry(1, 0.5, 0.125)["accuracy"]}],
               **first.requested.values)  # fmt: skip
-    (first.directory / "newcomers.jsonl").write_text(json.dumps(entry(3, 0.5, 0.875, after=2)) + "\n")
+    (first.directory / "new-clients.jsonl").write_text(json.dumps(entry(3, 0.5, 0.875, after=2)) + "\n")
     write_run(second.directory, [entry(n, 0.5, 0.5) for n in (1, 2)], **second.requested.values)
     found = comparison_table.rows([first, second])
     sheet = comparison_table.table("", found)
@@ -383,7 +383,7 @@ def test_the_table_says_over_how_many_clients_it_is(file: Path, tmp_path: Path) 
     found = comparison_table.rows(planned)
     said = "Accuracies that do not cover all participating clients: A: global over 1–2 of 2; B: head over 1–2 of 2."
     assert said in comparison_table.table("", found).notes
-    assert [row.csv_cells()[2] for row in found] == ["1–2 of 2", "2"]  # B's headline is global
+    assert [row.csv_cells()[2] for row in found] == ["1–2 of 2", "2"]  # B's primary_predictor is global
 
 
 def test_the_table_says_when_rows_were_scored_and_after_how_many_rounds(file: Path, tmp_path: Path) -> None:
@@ -393,10 +393,10 @@ def test_the_table_says_when_rows_were_scored_and_after_how_many_rounds(file: Pa
     write_run(second.directory, [entry(1, 0.5, 0.5)], **second.requested.values)
     about = second.directory / "run.json"
     sheet = comparison_table.table("", comparison_table.rows([first, second]))
-    assert sheet.columns[1:4] == ("headline", "rounds", "last")
+    assert sheet.columns[1:4] == ("primary_predictor", "rounds", "last")
     about.write_text(about.read_text().replace('"moment": "after"', '"moment": "before"'))
     sheet = comparison_table.table("", comparison_table.rows([first, second]))
-    assert sheet.columns[1:5] == ("headline", "scored", "rounds", "last")
+    assert sheet.columns[1:5] == ("primary_predictor", "scored", "rounds", "last")
     assert [row[2:4] for row in sheet.rows] == [("after", "2"), ("before", "1")]
     assert {len(row) for row in sheet.rows} == {len(sheet.columns)}
     assert any(note.startswith("Scored: before or after") for note in sheet.notes)
@@ -404,7 +404,7 @@ def test_the_table_says_when_rows_were_scored_and_after_how_many_rounds(file: Pa
 
 def test_a_run_that_was_never_scored_has_a_row_without_scores(file: Path, tmp_path: Path) -> None:
     planned = compare.plan(compare.read(str(file))[1], [], [0], [], tmp_path)
-    write_run(planned[0].directory, [entry(1, 0.5, None), entry(2, 0.5, None)])  # headline: global
+    write_run(planned[0].directory, [entry(1, 0.5, None), entry(2, 0.5, None)])  # primary_predictor: global
     unscored = [entry(n, 0, None, accuracy={}, test_loss=None) for n in (1, 2)]
     write_run(planned[1].directory, unscored, **planned[1].requested.values)
     found = comparison_table.rows(planned)
@@ -468,7 +468,9 @@ def test_all_rows_and_pairs_by_one_predictor(file: Path, tmp_path: Path) -> None
         (run.directory / "clients.jsonl").write_text(json.dumps(line) + "\n")
         if run.label != "A":
             about = run.directory / "run.json"
-            about.write_text(about.read_text().replace('"headline": "global"', '"headline": "head"'))
+            about.write_text(
+                about.read_text().replace('"primary_predictor": "global"', '"primary_predictor": "head"')
+            )
     words = ["compare", file, "--out", out, "--engine", "processes", "--workers", 1]
     assert pbfl(*words).exit_code == 0
     assert "| A − B | clients | 2 | +50.00 |" in (out / "paired.md").read_text()

@@ -102,8 +102,8 @@ def test_types_are_strict(key: str, value: Scalar) -> None:
         ("batch-size", 0),
         ("learning-rate", float("nan")),
         ("learning-rate", float("inf")),
-        ("pull-weight", -1.0),
-        ("pull-weight", float("nan")),
+        ("regularizer-weight", -1.0),
+        ("regularizer-weight", float("nan")),
         ("upscale", -0.5),
         ("aps-scale", -1.0),
         ("aps-scale", 0.0),
@@ -128,9 +128,9 @@ def test_momentum_is_of_sgd() -> None:
 
 def test_a_rate_that_is_high_for_adam_is_remarked() -> None:
     said = ["learning-rate = 0.01: 0.001 or less is usual for adam"]
-    assert parse({"optimizer": "adam"}).training.forewarnings() == said
-    assert parse({"optimizer": "adam", "learning-rate": 0.003}).training.forewarnings() == []
-    assert parse({"learning-rate": 0.1}).training.forewarnings() == []
+    assert parse({"optimizer": "adam"}).training.config_warnings() == said
+    assert parse({"optimizer": "adam", "learning-rate": 0.003}).training.config_warnings() == []
+    assert parse({"learning-rate": 0.1}).training.config_warnings() == []
 
 
 def test_the_servers_prototypes_have_a_rate_of_sgd() -> None:
@@ -146,7 +146,7 @@ def test_the_servers_prototypes_have_a_rate_of_sgd() -> None:
 
 
 def test_a_whole_number_is_a_number() -> None:
-    assert parse({"learning-rate": 1, "pull-weight": 2}).training.learning_rate == 1
+    assert parse({"learning-rate": 1, "regularizer-weight": 2}).training.learning_rate == 1
 
 
 @pytest.mark.parametrize("key", ["num_clients", "fedtgp.batch_size"])

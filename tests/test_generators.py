@@ -8,9 +8,9 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.methods.generative.generators import (
     Adam,
     GenerativeState,
+    GeneratorBroadcast,
     GeneratorState,
     Shape,
-    Taught,
     draw_labels,
     initial_state,
     tensors_of,
@@ -90,14 +90,14 @@ def test_payloads_and_states_survive_the_wire():
     assert again.clients[2].tolist() == [0, 1, 2, 3]
     assert again.to_tensors().keys() == state.to_tensors().keys()
     assert state.scalars() == 4 + sum(t.numel() for t in state.generator.tensors.values())
-    assert Taught.from_tensors(state.taught.to_tensors(), TASK).prototypes is not None
+    assert GeneratorBroadcast.from_tensors(state.taught.to_tensors(), TASK).prototypes is not None
     unused = initial_state(weights, SHAPE, TASK, 3, used=False).taught
-    assert Taught.from_tensors(unused.to_tensors(), TASK).prototypes is None
+    assert GeneratorBroadcast.from_tensors(unused.to_tensors(), TASK).prototypes is None
     assert unused.scalars() == 4
     tensors = unused.to_tensors()
     for bad in (torch.tensor([1, 2, 3]), torch.tensor([1, -1, 0, 0]), torch.ones(4)):
         with pytest.raises(RejectedPayload, match="label-counts"):
-            Taught.from_tensors({**tensors, "label-counts": bad}, TASK)
+            GeneratorBroadcast.from_tensors({**tensors, "label-counts": bad}, TASK)
     with pytest.raises(PbflError, match="does not have the configured shape"):
         Shape(3, 9).load(TASK, state.generator.tensors)
     assert isinstance(SHAPE.load(TASK, state.generator.tensors), nn.Module)

@@ -60,16 +60,16 @@ def test_new_clients_stand_at_the_last_round_under_the_number_of_their_own() -> 
         "accuracy": {"head": {"weighted": 0.5, "clients": 2}},
     }
     figures = {"new-clients/2/accuracy/head/weighted": 0.5, "new-clients/2/accuracy/head/clients": 2.0}
-    assert sinks.newcomers_step(after) == (5, figures)
+    assert sinks.new_client_lines_step(after) == (5, figures)
     before = {**after, "accuracy_of_round": 6, "final": {"accuracy": {"head": {"weighted": 0.75}}}}
-    step, figures = sinks.newcomers_step(before)
+    step, figures = sinks.new_client_lines_step(before)
     assert step == 5
     assert figures["new-clients/1/accuracy/head/weighted"] == 0.5
     assert figures["new-clients/2/accuracy/head/weighted"] == 0.75
 
 
 def test_a_run_hands_on_what_its_new_clients_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Kept:
+    class SavedModel:
         def __init__(self) -> None:
             self.steps: list[tuple[int, Mapping[str, float]]] = []
 
@@ -79,7 +79,7 @@ def test_a_run_hands_on_what_its_new_clients_did(tmp_path: Path, monkeypatch: py
         def close(self) -> None:
             self.steps.append((-1, {}))
 
-    kept = Kept()
+    kept = SavedModel()
     module = type(sys)("kept_sink")
     module.__dict__["open_sink"] = lambda run_dir, about: kept
     monkeypatch.setitem(sys.modules, "kept_sink", module)
@@ -87,7 +87,7 @@ def test_a_run_hands_on_what_its_new_clients_did(tmp_path: Path, monkeypatch: py
     keys: dict[str, Any] = {"num-clients": 3, "num-server-rounds": 2, "models": "cnn4", "sinks": "kept"}
     federation(tmp_path, on_disk=True, **keys, new_clients=1, new_client_rounds=2).run()
     assert [step for step, _ in kept.steps] == [1, 2, 2, 2, -1]
-    lines = RunDirectory(tmp_path / "run").newcomers(2)
+    lines = RunDirectory(tmp_path / "run").new_client_lines(2)
     for number, (line, (_, figures)) in enumerate(zip(lines, kept.steps[2:4], strict=True), start=1):
         assert figures[f"new-clients/{number}/accuracy/head/weighted"] == line["accuracy"]["head"]["weighted"]
 

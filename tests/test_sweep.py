@@ -313,7 +313,7 @@ def test_the_table(tmp_path: Path) -> None:
     assert "1 of 4 runs are not finished." in text
     sweep.write(tmp_path, found, rows, sheet)
     lines = (tmp_path / "table.csv").read_text().splitlines()
-    assert lines[0].startswith("cps-dim,headline,scored,clients,seeds,rounds,last,")
+    assert lines[0].startswith("cps-dim,primary_predictor,scored,clients,seeds,rounds,last,")
     assert lines[1].startswith("1,global,after,2,2,2,50.0000,75.0000,")
 
 
@@ -345,7 +345,7 @@ def test_the_table_says_when_rows_were_scored(tmp_path: Path) -> None:
     about = runs[1].directory / "run.json"
     about.write_text(about.read_text().replace('"moment": "after"', '"moment": "before"'))
     sheet = sweep.table(found, comparison_table.rows(runs), runs, "")
-    assert sheet.columns[:4] == ("cps-dim", "headline", "scored", "last")
+    assert sheet.columns[:4] == ("cps-dim", "primary_predictor", "scored", "last")
     assert [row[2] for row in sheet.rows] == ["after", "before"]
     assert {len(row) for row in sheet.rows} == {len(sheet.columns)}
 
@@ -386,7 +386,7 @@ def test_the_table_has_new_clients_and_the_other_moment(tmp_path: Path) -> None:
             run.directory, [entry(1, 0.5, 0.75, other=other)], **{**run.requested.values, "feature-dim": 512}
         )
     line = json.dumps(entry(2, 0.5, 0.625, after=1))
-    (runs[1].directory / "newcomers.jsonl").write_text(line + "\n")
+    (runs[1].directory / "new-clients.jsonl").write_text(line + "\n")
     sheet = sweep.table(found, comparison_table.rows(runs), runs, "A sweep")
     columns = [dict(zip(sheet.columns, row, strict=True)) for row in sheet.rows]
     assert [row["new clients"] for row in columns] == ["-", "62.50"]

@@ -150,7 +150,7 @@ def test_networks_that_were_scored_train_in_training_mode() -> None:
         both = [nn.functional.cross_entropy(forward(one, inputs)[1], labels) for one in networks]
         return {"ce": torch.stack(both).sum()}
 
-    fit(who, loss, companions=[companion], epochs=1)
+    fit(who, loss, extra_modules=[companion], epochs=1)
     for one in (net(who), companion):
         assert isinstance(one.body[1], nn.BatchNorm1d)
         torch.testing.assert_close(one.body[1].running_mean, moved)
@@ -167,7 +167,7 @@ def test_batchnorm_never_meets_a_single_sample() -> None:
     assert fit(alone, classification(alone.model)) == FitReport(0, 0, {}, {})
     # A companion with BatchNorm counts as well.
     plain = client(n=1)
-    assert fit(plain, classification(plain.model), companions=[Net(True)]).steps == 0
+    assert fit(plain, classification(plain.model), extra_modules=[Net(True)]).steps == 0
 
 
 def test_epochs_steps_and_another_source() -> None:
@@ -564,7 +564,7 @@ def pulled(down: Prototypes, weight: float) -> tuple[dict[str, float], dict[str,
     held = ClientData(shard, shard, 3, ("a", "b", "c"), torch.ones(1, 1, 1), torch.zeros(1, 1, 1))
     model = build_model("cnn2", task, seed=1)
     settings = parse(
-        {"method": "fedproto", "pull-weight": weight, "feature-dim": 8, "batch-size": 4}, SECTIONS
+        {"method": "fedproto", "regularizer-weight": weight, "feature-dim": 8, "batch-size": 4}, SECTIONS
     )
     who = Client(0, 2, task, model, held, settings.training, settings.evaluation, seed=0)
     torch.manual_seed(0)  # dropout
@@ -579,9 +579,11 @@ def test_the_pull_moves_the_extractor_from_the_first_broadcast_on() -> None:
     first, _ = pulled(nobody, 10.0)
     assert {name for name in first if name.startswith("loss.")} == {"loss.ce"}
     found = {weight: pulled(everybody, weight) for weight in (0.0, 1.0, 10.0)}
-    assert found[0.0][0]["loss.pull"] == 0
-    assert found[1.0][0]["loss.pull"] > 0
-    assert found[10.0][0]["loss.pull"] == pytest.approx(10 * found[1.0][0]["loss.pull"], rel=1e-5)
+    assert found[0.0][0]["loss.regularizer"] == 0
+    assert found[1.0][0]["loss.regularizer"] > 0
+    assert found[10.0][0]["loss.regularizer"] == pytest.approx(
+        10 * found[1.0][0]["loss.regularizer"], rel=1e-5
+    )
     for name, start in found[0.0][1].items():
         one, ten = found[1.0][1][name] - start, found[10.0][1][name] - start
         if name.startswith("head."):

@@ -43,7 +43,7 @@ class CosProto(Method[Prototypes, Prototypes, Prototypes]):
     state = Prototypes
     down = Prototypes
     up = Prototypes
-    headline = "global"
+    primary_predictor = "global"
     predicts = ("head", "global")
 
     def init(self, task: Task, seed: int) -> Prototypes:

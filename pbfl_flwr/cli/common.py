@@ -107,7 +107,7 @@ By = Annotated[
     typer.Option(
         "--by",
         metavar="PREDICTOR",
-        help="Predictor for all rows: head, global, global-local, local, etf; default: each run's headline.",
+        help="Predictor for all rows: head, global, global-local, local, etf; default: each run's primary_predictor.",
     ),
 ]
 DryRun = Annotated[

@@ -112,7 +112,7 @@ def run(
                 "--resume and --run-dir: a resumed run stays in its directory; allowed is one of the two"
             )
         partition = configuration.preflight(settings, resources)
-        notes = configuration.forewarnings(settings, requested, partition)
+        notes = configuration.config_warnings(settings, requested, partition)
         if dry_run:
             from pbfl_flwr.experiments.running.dry_run import page
 

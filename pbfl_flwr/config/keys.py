@@ -45,12 +45,12 @@ class RunSettings(Group):
     patience: int = Field(
         0,
         ge=0,
-        description="early stopping: the run ends after this many rounds without a better headline score (on "
-        "validation data if there is any, else test data); 0: off",
+        description="early stopping: the run ends after this many rounds without a better score of the primary "
+        "predictor (on validation data if there is any, else test data); 0: off",
     )
     keep_best: bool = Field(
         False,
-        description="clients keep their state of the round with the best headline score in addition to their last one",
+        description="clients keep their state of the best round, by the primary predictor, in addition to the last one",
     )
     fraction_train: float = Field(1.0, gt=0, le=1, description="share of the clients that train in a round")
     fraction_evaluate: float = Field(
@@ -289,7 +289,7 @@ class TrainingSettings(Group):
         """The entries of ``augmentation``."""
         return words(self.augmentation)
 
-    def forewarnings(self) -> list[str]:
+    def config_warnings(self) -> list[str]:
         """Return warnings about these settings, for display before a run starts."""
         if self.optimizer == "sgd" or self.learning_rate < USUAL_RATE:
             return []
@@ -323,7 +323,7 @@ class ConventionSettings(Group):
 
 
 class EvaluationSettings(Group):
-    """Which model is scored when, and which number is the headline."""
+    """Which model is scored when, and which number is the primary predictor."""
 
     evaluate_moment: Literal["auto", "after", "before"] = Field(
         "auto",
@@ -332,7 +332,7 @@ class EvaluationSettings(Group):
     )
     both_moments: bool = Field(
         False,
-        description="score training clients both before and after training; the headline is that of evaluate-moment",
+        description="score training clients both before and after training; evaluate-moment says which is reported",
     )
     per_class: bool = Field(
         False,
@@ -341,7 +341,7 @@ class EvaluationSettings(Group):
     )
     predictor: Literal["auto", "head", "global", "global-local", "local", "etf"] = Field(
         "auto",
-        description="which prediction is the headline: logits (head), nearest global prototype (global; "
+        description="which prediction is the primary predictor: logits (head), nearest global prototype (global; "
         "global-local: of the client's own classes), nearest local prototype (local), or GFPL's "
         "fixed frame (etf)",
     )
@@ -351,10 +351,10 @@ class EvaluationSettings(Group):
 class PrototypeSettings(Group):
     """The stages of the prototype pipeline; ``auto`` is what the method's name stands for."""
 
-    pull_weight: Annotated[float, Field(ge=0)] | Auto = Field(
+    regularizer_weight: Annotated[float, Field(ge=0)] | Auto = Field(
         "auto", description="λ, weight of the pull towards global prototypes"
     )
-    pull_form: Literal["auto", "mse", "l2"] = Field(
+    regularizer_form: Literal["auto", "mse", "l2"] = Field(
         "auto", description="form of the pull: mean of squares over B·d (mse), or L2 norm (l2)"
     )
     collect: Literal["auto", "post", "trajectory", "last-epoch", "before"] = Field(
@@ -380,7 +380,7 @@ class PrototypeSettings(Group):
         "dimension",
         description="how masks are assigned: dimension by dimension, or in blocks of d/K dimensions",
     )
-    cps_pull: Literal["full", "masked"] = Field(
+    cps_regularizer: Literal["full", "masked"] = Field(
         "full", description="dimensions of the pull: all d, or only those inside the mask"
     )
     cpkd: Literal["auto", "off", "sample", "class"] = Field(

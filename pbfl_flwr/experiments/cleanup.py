@@ -25,7 +25,7 @@ from typing import Any, Literal
 from safetensors import SafetensorError, safe_open
 
 from pbfl_flwr.data import cache
-from pbfl_flwr.errors import PbflError, some
+from pbfl_flwr.errors import PbflError, abbreviate
 from pbfl_flwr.experiments.console import kilobytes
 from pbfl_flwr.experiments.running.runner import NODES
 from pbfl_flwr.flower.deploy.superlink import LOG
@@ -210,7 +210,7 @@ def reason_lines(left: Iterable[Retained]) -> list[str]:
     lines = []
     for why, ones in by_reason.items():
         size = f"{kilobytes(sum(one.size for one in ones))}, " if any(one.size for one in ones) else ""
-        lines.append(f"{size}{why}: {some([str(one.path) for one in ones], NAMED)}")
+        lines.append(f"{size}{why}: {abbreviate([str(one.path) for one in ones], NAMED)}")
     return lines
 
 
@@ -321,7 +321,9 @@ def _is_complete(run: RunDirectory, about: Mapping[str, Any]) -> bool:
     last, configuration = last_round(about), about["configuration"]
     if len(run.rounds()) < last or not configuration.get("new-clients"):
         return len(run.rounds()) >= last
-    return any(line["round"] >= last + configuration["new-client-rounds"] for line in run.newcomers(last))
+    return any(
+        line["round"] >= last + configuration["new-client-rounds"] for line in run.new_client_lines(last)
+    )
 
 
 def _device_states(state_folders: Sequence[Path]) -> Iterator[Removable | Retained]:

@@ -18,7 +18,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from pbfl_flwr.errors import printable, some
+from pbfl_flwr.errors import abbreviate, printable
 
 GAP = 2  # characters between two columns
 UNLIMITED = 10_000  # line width in characters when output is not a terminal
@@ -88,7 +88,7 @@ def clients_named(names: Sequence[str], kind: str = "client") -> str:
     """Return "client 3" for one client, or the number of clients and the first few names."""
     if len(names) == 1:
         return f"{kind} {names[0]}"
-    return f"{len(names)} {kind}s ({some(names)})"
+    return f"{len(names)} {kind}s ({abbreviate(names)})"
 
 
 def percent(share: float) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from pbfl_flwr.config import PREDICTORS
-from pbfl_flwr.errors import some
+from pbfl_flwr.errors import abbreviate
 from pbfl_flwr.experiments.console import print_blocks, say
 from pbfl_flwr.experiments.results import label_names, other_moment, scores
 from pbfl_flwr.experiments.tables import Sheet
@@ -27,7 +27,7 @@ class Scored:
         label: its row label among other runs; empty for a single run.
         about: content of run.json.
         rounds: entries of rounds.jsonl.
-        by: the requested predictor; empty means the headline.
+        by: the requested predictor; empty means the primary predictor.
     """
 
     label: str
@@ -43,14 +43,14 @@ class Scored:
 
     @cached_property
     def other(self) -> dict[str, tuple[int, Mapping[str, Any]]]:
-        """The same as :attr:`last` at the moment at which the headline is not scored."""
+        """The same as :attr:`last` at the moment at which the primary predictor is not scored."""
         points = {name: score.other for name, score in scores(self.rounds).items()}
         return {name: point for name, point in points.items() if point is not None and "by_class" in point[1]}
 
     @cached_property
     def predictor(self) -> str:
-        """The requested predictor or the headline; the first predictor counted by class if that one is not."""
-        named = self.by or str(self.about["headline"])
+        """The requested predictor or the primary predictor; the first predictor counted by class if that one is not."""
+        named = self.by or str(self.about["primary_predictor"])
         return named if named in self.last else next(iter(self.last))
 
 
@@ -62,7 +62,11 @@ def balance_sheet(runs: Sequence[Scored]) -> Sheet | None:
         told = f", {other_moment(run.about)}"
         moments += [(name, point, told) for name, point in run.other.items()]
         for name, (number, found), moment in moments:
-            label = f"{name} (headline)" if name == run.about["headline"] and not moment else name + moment
+            label = (
+                f"{name} (primary)"
+                if name == run.about["primary_predictor"] and not moment
+                else name + moment
+            )
             cells = (f"{100 * found[key]:.2f}" for key in BALANCE)
             rows.append((run.label, label, str(number), *cells))
     if not rows:
@@ -105,10 +109,10 @@ def class_sheet(runs: Sequence[Scored]) -> Sheet | None:
         return None
     notes = [
         "Last round, %, over the pooled test samples of all clients; the numbers of test samples are those of "
-        f"{by or 'the headline'}.{_first_seed(counted)}"
+        f"{by or 'the primary predictor'}.{_first_seed(counted)}"
     ]
     if untested:
-        notes.append(f"Without test samples: {some(untested, MOST)}.")
+        notes.append(f"Without test samples: {abbreviate(untested, MOST)}.")
     columns = ("run", "class", "test samples", *asked)
     return Sheet("Accuracy by class", columns, tuple(rows), tuple(notes), text_columns=2)
 

@@ -162,7 +162,7 @@ def overviews(groups: Sequence[Group]) -> list[Overview]:
                 warnings.append(f"ended with: {error.read_text(encoding='utf-8', errors='replace').strip()}")
             warnings += [f"last round: {note}" for note in record.rounds[-1].get("notes", [])]
             warnings += joined_lines(record.rounds)
-            warnings += failure_lines([*record.rounds, *record.newcomers])
+            warnings += failure_lines([*record.rounds, *record.new_client_lines])
             line = settings_line(record.about, done)
             found.append(Overview(group.label, str(record.path), line, tuple(warnings)))
     return found
@@ -179,7 +179,7 @@ def accuracy_sheet(groups: Sequence[Group]) -> Sheet:
             for point in (score.last, score.best, score.chosen, *([score.other] if twice else [])):
                 cells += ["-", "-"] if point is None else [f"{100 * point[1]['weighted']:.2f}", str(point[0])]
             even = (f"{100 * score.last[1][key]:.2f}" for key in ("mean", "std", "worst"))
-            predictor = f"{name} (headline)" if name == record.headline else name
+            predictor = f"{name} (primary)" if name == record.primary_predictor else name
             rows.append((group.label, predictor, *cells, *even))
     columns = (
         "run",

@@ -136,9 +136,9 @@ def accuracy_name(by: str) -> str:
     """Return the name of the accuracies in a table.
 
     Args:
-        by: the requested predictor; empty means each run's headline.
+        by: the requested predictor; empty means each run's primary_predictor.
     """
-    return f"accuracy by {by}" if by else "headline accuracy"
+    return f"accuracy by {by}" if by else "primary predictor's accuracy"
 
 
 def titled(title: str, by: str) -> str:
@@ -160,7 +160,7 @@ def unscored_lines(rows: Iterable[tuple[str, str]], consequence: str = "") -> li
 
 
 def other_moment(about: Mapping[str, Any]) -> str:
-    """Return the moment at which a run's headline accuracy is not scored, from its run.json."""
+    """Return the moment at which a run's primary predictor's accuracy is not scored, from its run.json."""
     return "after training" if about["moment"] == "before" else "before training"
 
 
@@ -232,9 +232,9 @@ class Record:
         rounds: entries of rounds.jsonl.
         clients: entries of clients.jsonl up to the last round in ``rounds``.
         counts: samples of each class on each client (M, K); None if clients bring their own data.
-        newcomers: entries of newcomers.jsonl for the clients that came after the last of these rounds.
+        new_client_lines: entries of new-clients.jsonl for the clients that came after the last of these rounds.
         allowed: code named by the run that may be imported, as my_package.module:function.
-        by: the requested predictor; empty means the headline.
+        by: the requested predictor; empty means the primary predictor.
     """
 
     directory: RunDirectory
@@ -242,7 +242,7 @@ class Record:
     rounds: Sequence[Mapping[str, Any]]
     clients: Sequence[Mapping[str, Any]]
     counts: NDArray[np.int64] | None
-    newcomers: Sequence[Mapping[str, Any]] = ()
+    new_client_lines: Sequence[Mapping[str, Any]] = ()
     allowed: frozenset[str] = frozenset()
     by: str = ""
 
@@ -259,10 +259,10 @@ class Record:
             raise PbflError(f"'{path}' has no finished round yet; there is nothing to report")
         counts = directory.partition_counts()
         table = None if counts is None else np.array(counts, dtype=np.int64)
-        newcomers = directory.newcomers(len(rounds))
+        new_client_lines = directory.new_client_lines(len(rounds))
         # clients.jsonl is written before rounds.jsonl, so it may have one round more.
         clients = [line for line in directory.client_rounds() if line["round"] <= rounds[-1]["round"]]
-        return cls(directory, about, rounds, clients, table, newcomers, frozenset(allowed), by)
+        return cls(directory, about, rounds, clients, table, new_client_lines, frozenset(allowed), by)
 
     @property
     def path(self) -> Path:
@@ -276,14 +276,14 @@ class Record:
         return found
 
     @property
-    def headline(self) -> str:
+    def primary_predictor(self) -> str:
         """The predictor that the method reports."""
-        return str(self.about["headline"])
+        return str(self.about["primary_predictor"])
 
     @property
     def predictor(self) -> str:
-        """The predictor whose accuracies are shown: the requested one, or the headline."""
-        return self.by or self.headline
+        """The predictor whose accuracies are shown: the requested one, or the primary predictor."""
+        return self.by or self.primary_predictor
 
     @property
     def moment(self) -> str:
@@ -352,7 +352,7 @@ class Record:
 
     def newcomer_accuracy(self) -> float | None:
         """Return the new clients' sample-weighted accuracy after all their own rounds; None if there is none."""
-        scored = series(self.newcomers)[-1][1] if self.newcomers else {}
+        scored = series(self.new_client_lines)[-1][1] if self.new_client_lines else {}
         return float(scored[self.predictor]["weighted"]) if self.predictor in scored else None
 
     @property
@@ -380,7 +380,7 @@ class Group:
 
     @property
     def by(self) -> str:
-        """The requested predictor; empty means each run's headline."""
+        """The requested predictor; empty means each run's primary_predictor."""
         return self.first.by
 
     @property

@@ -10,7 +10,7 @@ from typing import Any
 
 from pbfl_flwr.config import PREDICTORS
 from pbfl_flwr.experiments.results import client_series, participants, scores, series
-from pbfl_flwr.experiments.show import rounds_of_newcomers
+from pbfl_flwr.experiments.show import rounds_of_new_client_lines
 from pbfl_flwr.experiments.tables import Sheet
 from pbfl_flwr.runs.directory import ERROR, RunDirectory, last_round
 
@@ -36,21 +36,23 @@ def as_json(run_dir: Path) -> str:
     """
     run = RunDirectory(run_dir)
     about, rounds = run.read(), run.rounds()
-    newcomers = run.newcomers(len(rounds))
+    new_client_lines = run.new_client_lines(len(rounds))
     error = run_dir / ERROR
     said = error.read_text(encoding="utf-8", errors="replace").strip() if error.exists() else None
     document = {
         "run": str(run_dir),
         "result-hash": run.result() or None,
-        "settings": {key: about.get(key) for key in ("configuration", "headline", "moment", "versions")},
+        "settings": {
+            key: about.get(key) for key in ("configuration", "primary_predictor", "moment", "versions")
+        },
         "rounds": {"done": len(rounds), "wanted": last_round(about)},
         "ended-with": said,
         "accuracies": _accuracies(rounds),
-        "new-clients": _of_newcomers(about, newcomers),
-        "majority": {"clients": run.majority(), "new-clients": run.newcomer_majority()},
+        "new-clients": _of_new_clients(about, new_client_lines),
+        "majority": {"clients": run.majority(), "new-clients": run.new_client_majority()},
         "costs": _costs(about, rounds, run.paper_scalars()) if rounds else None,
         "notes": rounds[-1].get("notes", []) if rounds else [],
-        "failures": [*_failures(rounds), *_failures(newcomers)],
+        "failures": [*_failures(rounds), *_failures(new_client_lines)],
     }
     return json.dumps(document, indent=1) + "\n"
 
@@ -66,9 +68,9 @@ def as_csv(run_dir: Path) -> str:
     """
     run = RunDirectory(run_dir)
     about, rounds = run.read(), run.rounds()
-    newcomers = run.newcomers(len(rounds))
+    new_client_lines = run.new_client_lines(len(rounds))
     found = client_series(rounds, run.client_rounds())
-    found += client_series(newcomers, [line["columns"] for line in newcomers])
+    found += client_series(new_client_lines, [line["columns"] for line in new_client_lines])
     rows = tuple(row for number, line in found for row in _client_rows(about, number, line))
     return Sheet("", CLIENTS, rows).csv()
 
@@ -84,16 +86,18 @@ def _point(point: tuple[int, Mapping[str, float]] | None) -> dict[str, Any] | No
     return None if point is None else {"round": point[0], **point[1]}
 
 
-def _of_newcomers(about: Mapping[str, Any], newcomers: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+def _of_new_clients(
+    about: Mapping[str, Any], new_client_lines: Sequence[Mapping[str, Any]]
+) -> dict[str, Any] | None:
     """Return the new clients' rounds, and their accuracies by their own round number; None without new clients."""
-    if not (wanted := rounds_of_newcomers(about)):
+    if not (wanted := rounds_of_new_client_lines(about)):
         return None
-    after = newcomers[0]["after"] if newcomers else 0
+    after = new_client_lines[0]["after"] if new_client_lines else 0
     found: dict[str, list[dict[str, Any]]] = {}
-    for number, accuracy in series(newcomers):
+    for number, accuracy in series(new_client_lines):
         for name, statistics in accuracy.items():
             found.setdefault(name, []).append({"round": number - after, **statistics})
-    return {"rounds": {"done": len(newcomers), "wanted": wanted}, "accuracies": found}
+    return {"rounds": {"done": len(new_client_lines), "wanted": wanted}, "accuracies": found}
 
 
 def _costs(

@@ -19,7 +19,7 @@ from pbfl_flwr.experiments.running import watch
 from pbfl_flwr.experiments.tables import Sheet
 
 DEPTH = 3  # runs/<reproduction>/<block>/<run>
-COLUMNS = ("run", "method", "dataset", "seed", "rounds", "headline", "last", "state")
+COLUMNS = ("run", "method", "dataset", "seed", "rounds", "primary_predictor", "last", "state")
 STATES = {
     "silent": "unfinished",
     "waiting": "unfinished",
@@ -35,8 +35,8 @@ class Listed:
         method, dataset: from its configuration; the dataset is "own" if clients bring their own data.
         seed: of the run; None if the run is damaged.
         done, wanted: number of finished and of configured rounds.
-        headline: the predictor that the method reports.
-        last: last sample-weighted headline accuracy, 0 to 1; None if it was not scored.
+        primary_predictor: the predictor that the method reports.
+        last: last sample-weighted primary predictor's accuracy, 0 to 1; None if it was not scored.
         state: running, unfinished, stopped, finished, failed, damaged or unreadable.
     """
 
@@ -46,7 +46,7 @@ class Listed:
     seed: int | None = None
     done: int = 0
     wanted: int = 0
-    headline: str = ""
+    primary_predictor: str = ""
     last: float | None = None
     state: str = "damaged"
 
@@ -55,7 +55,16 @@ class Listed:
         seed = "-" if self.seed is None else str(self.seed)
         last = "-" if self.last is None else f"{100 * self.last:.2f}"
         rounds = f"{self.done}/{self.wanted}"
-        cells = (str(self.path), self.method, self.dataset, seed, rounds, self.headline, last, self.state)
+        cells = (
+            str(self.path),
+            self.method,
+            self.dataset,
+            seed,
+            rounds,
+            self.primary_predictor,
+            last,
+            self.state,
+        )
         return tuple(cell or "-" for cell in cells)
 
     def plain(self) -> dict[str, object]:
@@ -181,9 +190,9 @@ def for_a_report(paths: Iterable[Path]) -> tuple[list[Path], list[str]]:
 def _listed(view: watch.View) -> Listed:
     if view.about is None:
         return Listed(view.path)
-    config, headline = view.about["configuration"], str(view.about["headline"])
+    config, primary_predictor = view.about["configuration"], str(view.about["primary_predictor"])
     own = not any(member["configured_data"] for member in view.about["clients"])
-    score = scores(view.rounds).get(headline)
+    score = scores(view.rounds).get(primary_predictor)
     return Listed(
         view.path,
         str(config["method"]),
@@ -191,7 +200,7 @@ def _listed(view: watch.View) -> Listed:
         int(config["seed"]),
         len(view.rounds),
         view.wanted,
-        headline,
+        primary_predictor,
         None if score is None else float(score.last[1]["weighted"]),
         STATES.get(view.state, view.state),
     )

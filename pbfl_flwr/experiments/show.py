@@ -44,12 +44,12 @@ def show_run(run_dir: Path, console: Console) -> None:
     """
     run = RunDirectory(run_dir)
     about, rounds = run.read(), run.rounds()
-    newcomers = run.newcomers(len(rounds))
+    new_client_lines = run.new_client_lines(len(rounds))
     say(console, str(run_dir), "bold")
     say(console, settings_line(about, len(rounds)))
     if rounds:
         if found := scores(rounds):
-            print_whole(console, accuracy_table(found, about["headline"], other_moment(about)))
+            print_whole(console, accuracy_table(found, about["primary_predictor"], other_moment(about)))
             for sentence in coverage_lines([("", partial_coverage([(about, found)]))]):
                 say(console, sentence)
         else:
@@ -57,9 +57,9 @@ def show_run(run_dir: Path, console: Console) -> None:
         for sentence in majority_lines([run.majority()]):
             say(console, sentence)
         per_class.show(about, rounds, console)
-        if newcomers:
-            print_whole(console, newcomer_table(about, newcomers))
-            for sentence in majority_lines([run.newcomer_majority()], "a new client"):
+        if new_client_lines:
+            print_whole(console, new_client_table(about, new_client_lines))
+            for sentence in majority_lines([run.new_client_majority()], "a new client"):
                 say(console, sentence)
         if any(member.get("name") for member in about["clients"]):
             say(console, "clients, accuracy on their own test data, %")
@@ -69,18 +69,18 @@ def show_run(run_dir: Path, console: Console) -> None:
         console.print(cost_table(about, rounds, paper))
         for sentence in unknown_lines([paper]):
             say(console, sentence)
-        answers = [*run.client_rounds(), *(line["columns"] for line in newcomers)]
+        answers = [*run.client_rounds(), *(line["columns"] for line in new_client_lines)]
         if line := privacy_line(about["configuration"], answers):
             say(console, line)
         for note in rounds[-1].get("notes", []):
             say(console, f"last round: {note}", "yellow")
-        for line in [*joined_lines(rounds), *failure_lines([*rounds, *newcomers])]:
+        for line in [*joined_lines(rounds), *failure_lines([*rounds, *new_client_lines])]:
             say(console, line, "yellow")
-    wanted, wanted_of_newcomers = last_round(about), rounds_of_newcomers(about)
+    wanted, wanted_new_client_rounds = last_round(about), rounds_of_new_client_lines(about)
     if len(rounds) < wanted:
         say(console, f"{len(rounds)} of {wanted} rounds; resume with: {resume_command(run_dir, about)}")
-    elif len(newcomers) < wanted_of_newcomers:
-        done = f"{len(newcomers)} of {wanted_of_newcomers} rounds of the new clients"
+    elif len(new_client_lines) < wanted_new_client_rounds:
+        done = f"{len(new_client_lines)} of {wanted_new_client_rounds} rounds of the new clients"
         say(console, f"{done}; resume with: {resume_command(run_dir, about)}")
     if result := run.result():
         say(console, f"result hash {result}")
@@ -121,21 +121,21 @@ def settings_line(about: Mapping[str, Any], num_rounds: int) -> str:
     )
 
 
-def accuracy_table(found: Mapping[str, Scores], headline: str, other: str) -> Table:
+def accuracy_table(found: Mapping[str, Scores], primary_predictor: str, other: str) -> Table:
     """Return the table of accuracies: last, best, validation-chosen and other-moment round of every predictor.
 
     Args:
         found: predictor -> scores.
-        headline: the predictor that the method reports.
-        other: name of the moment at which the headline is not scored.
+        primary_predictor: the predictor that the method reports.
+        other: name of the moment at which the primary predictor is not scored.
     """
     table = Table(title="accuracy on the clients' test data, %", title_justify="left")
     table.add_column("predictor", no_wrap=True)
     for name in ("round", "weighted", "mean", "std", "worst 10%"):
         table.add_column(name, justify="right")
     for name, score in found.items():
-        style = "bold" if name == headline else ""
-        label = f"{name} (headline)" if name == headline else name
+        style = "bold" if name == primary_predictor else ""
+        label = f"{name} (primary)" if name == primary_predictor else name
         number, last = score.last
         table.add_row(label, str(number), *(f"{100 * last[key]:.2f}" for key in STATISTICS), style=style)
         for title, point in (
@@ -150,20 +150,20 @@ def accuracy_table(found: Mapping[str, Scores], headline: str, other: str) -> Ta
     return table
 
 
-def rounds_of_newcomers(about: Mapping[str, Any]) -> int:
+def rounds_of_new_client_lines(about: Mapping[str, Any]) -> int:
     """Return the number of rounds that new clients train after the run's last round; 0 without new clients."""
     config = about["configuration"]
     return int(config["new-client-rounds"]) if config.get("new-clients") else 0
 
 
-def newcomer_table(about: Mapping[str, Any], newcomers: Sequence[Mapping[str, Any]]) -> Table:
+def new_client_table(about: Mapping[str, Any], new_client_lines: Sequence[Mapping[str, Any]]) -> Table:
     """Return the table of the new clients' accuracies after each of their own rounds.
 
     Args:
         about: content of run.json.
-        newcomers: entries of newcomers.jsonl with the same ``after``, at least one.
+        new_client_lines: entries of new-clients.jsonl with the same ``after``, at least one.
     """
-    found, after = series(newcomers), newcomers[0]["after"]
+    found, after = series(new_client_lines), new_client_lines[0]["after"]
     asked = [name for name in PREDICTORS if any(name in accuracy for _, accuracy in found)]
     clients = about["configuration"]["new-clients"]
     who = f"{clients} new client{'' if clients == 1 else 's'} after round {after}"
@@ -171,7 +171,7 @@ def newcomer_table(about: Mapping[str, Any], newcomers: Sequence[Mapping[str, An
     table = Table(title=title, title_justify="left")
     table.add_column("own rounds", justify="right")
     for name in asked:
-        label = f"{name} (headline)" if name == about["headline"] else name
+        label = f"{name} (primary)" if name == about["primary_predictor"] else name
         table.add_column(label, justify="right")
     for number, accuracy in found:
         cells = (f"{100 * accuracy[name]['weighted']:.2f}" if name in accuracy else "-" for name in asked)
@@ -295,7 +295,7 @@ def failure_lines(rounds: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield a line per client and failure reason; new clients last, with their own round numbers.
 
     Args:
-        rounds: entries of rounds.jsonl, optionally followed by those of newcomers.jsonl.
+        rounds: entries of rounds.jsonl, optionally followed by those of new-clients.jsonl.
     """
     found: dict[tuple[bool, int, str, str], list[int]] = {}
     for entry in rounds:

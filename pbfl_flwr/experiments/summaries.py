@@ -61,7 +61,7 @@ def summary_sheet(groups: Sequence[Group], title: str = "Accuracy and fairness")
     rows = []
     moments = len({group.first.moment for group in groups}) > 1
     mixed = [group.label for group in groups if len({len(record.rounds) for record in group.records}) > 1]
-    new = any(record.newcomers for group in groups for record in group.records)
+    new = any(record.new_client_lines for group in groups for record in group.records)
     for group in groups:
         found = [scores(record.rounds)[record.predictor] for record in group.records if _scored(group)]
         even = [
@@ -88,7 +88,7 @@ def summary_sheet(groups: Sequence[Group], title: str = "Accuracy and fairness")
         rows.append((group.label, group.first.predictor, *scored, seeds, rounds, *cells))
     columns = (
         "run",
-        "by" if groups[0].by else "headline",
+        "by" if groups[0].by else "primary_predictor",
         *(["scored"] if moments else []),
         "seeds",
         "rounds",
@@ -122,7 +122,7 @@ def summary_sheet(groups: Sequence[Group], title: str = "Accuracy and fairness")
         *coverage_lines(few),
         *([NEW_NOTE] if new else []),
         *majority_lines(run.majority() for run in runs),
-        *majority_lines((run.newcomer_majority() for run in runs), "a new client"),
+        *majority_lines((run.new_client_majority() for run in runs), "a new client"),
     )
     return Sheet(title, columns, tuple(rows), notes, text_columns=3 if moments else 2)
 

@@ -1,4 +1,4 @@
-"""The edition of pbfl-flwr that a process runs: that in the app sent by the server, or the installed one."""
+"""The version of pbfl-flwr's code that a process runs: that in the app sent by the server, or the installed one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NOT_SENT = ("flower/api.py", "cli", "experiments", "serving", "flower/engines", 
 
 
 @lru_cache(maxsize=1)
-def edition() -> str:
+def code_version() -> str:
     """Return the version and a hash of the code that clients and servers run."""
     root = Path(pbfl_flwr.__file__).parent
     excluded = {root / part for part in NOT_SENT}
@@ -27,14 +27,14 @@ def edition() -> str:
     return f"{pbfl_flwr.__version__}-{digest.hexdigest()[:8]}"
 
 
-def other_editions(members: Iterable[Member]) -> list[str]:
-    """Return a line for every edition that differs from the server's, with the clients that run it."""
+def differing_code_versions(members: Iterable[Member]) -> list[str]:
+    """Return a line for every code version that differs from the server's, with the clients that run it."""
     labels: dict[str, list[str]] = {}
     for member in members:
-        if member.edition and member.edition != edition():
-            labels.setdefault(member.edition, []).append(member.label)
+        if member.code_version and member.code_version != code_version():
+            labels.setdefault(member.code_version, []).append(member.label)
     return [
-        f"pbfl-flwr {other} on client {', '.join(clients)}, {edition()} on the server: install the same one, or start "
-        "the run with the app that brings its own code"
+        f"pbfl-flwr {other} on client {', '.join(clients)}, {code_version()} on the server: install the same one, or "
+        "start the run with the app that brings its own code"
         for other, clients in labels.items()
     ]

@@ -159,7 +159,7 @@ def build_method(settings: Settings) -> Method[Any, Any, Any]:
 
 
 def check_asked(settings: Settings, method: Method[Any, Any, Any]) -> None:
-    """Check ``predicts`` and ``headline`` of the method, and the settings that not every method supports.
+    """Check ``predicts`` and ``primary_predictor`` of the method, and the settings that not every method supports.
 
     Raises:
         PbflError: naming the key or attribute and what is allowed.
@@ -169,10 +169,10 @@ def check_asked(settings: Settings, method: Method[Any, Any, Any]) -> None:
             f"method '{method.name}': predicts contains '{odd[0]}', which is no known predictor; allowed are "
             f"{', '.join(PREDICTORS)}"
         )
-    if method.headline not in method.predicts:
+    if method.primary_predictor not in method.predicts:
         raise PbflError(
-            f"method '{method.name}': headline = '{method.headline}': allowed is one listed in predicts: "
-            f"{', '.join(method.predicts)}"
+            f"method '{method.name}': primary_predictor = '{method.primary_predictor}': must be one listed in "
+            f"predicts: {', '.join(method.predicts)}"
         )
     wanted, run = settings.evaluation.predictor, settings.run
     if wanted not in ("auto", *method.predicts):

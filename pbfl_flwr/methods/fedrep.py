@@ -81,12 +81,12 @@ class HeadThenBody:
         self,
         client: Client,
         loss: Loss,
-        companions: Sequence[nn.Module] = (),
+        extra_modules: Sequence[nn.Module] = (),
     ) -> FitReport:
         """Train the shared part and companion networks with the private part frozen."""
         shared = Part(tuple(shared_parameters(client.model, self.share).values()))
-        parts = [shared, *(part(module) for module in companions)]
-        return fit(client, loss, parts=parts, companions=companions, phase="body")
+        parts = [shared, *(part(module) for module in extra_modules)]
+        return fit(client, loss, parts=parts, extra_modules=extra_modules, phase="body")
 
 
 def build(settings: Settings) -> SharedWeights:

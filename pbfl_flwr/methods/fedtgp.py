@@ -10,7 +10,7 @@ Travels: up K_i·d, down K·d numbers a client.
 Predicts: the class of the nearest trained prototype.
 Differs from the paper: its printed margin (equation 9) is the largest distance of any two Q (fedtgp.margin =
 "farthest"), the released code's the largest nearest-neighbour gap. The printed pull is a norm between class means with
-λ = 0.1 (pull-form="l2"), the code's the mean square over the batch with λ = 10, as in FedProto.
+λ = 0.1 (regularizer-form="l2"), the code's the mean square over the batch with λ = 10, as in FedProto.
 Differs from the reference: classes that nobody ever sent are excluded from prediction and pull
 (fedtgp.absent="keep" is the reference); the square root of a distance is clamped, where the reference can give NaN.
 HtFLlib collects prototypes with the network as stored before the round's training: collect="before", which

@@ -88,7 +88,7 @@ class FML(AveragedWeights):
 
         clip = self.config.max_grad_norm
         parts = [part(own, max_grad_norm=clip), part(meme, max_grad_norm=clip)]
-        report = fit(client, loss, parts=parts, companions=[meme])
+        report = fit(client, loss, parts=parts, extra_modules=[meme])
         upload = Weights(parameters_of(meme), len(client.data.train.labels))
         return Update(upload, {**buffers_of(meme), **report.optimizer}, report.metrics())
 

@@ -42,4 +42,4 @@ def build(settings: Settings) -> Pipeline:
     config = parse_section(Config, settings)
     training = fedtgp.server_training(config, settings) if config.base == "fedtgp" else None
     named = Stages(aggregation="aps-sum", cps_dim=50)
-    return pipeline(settings, "tinyproto", named, headline="local", server_training=training)
+    return pipeline(settings, "tinyproto", named, primary_predictor="local", server_training=training)

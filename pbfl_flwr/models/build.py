@@ -20,10 +20,10 @@ from pbfl_flwr.models.contract import (
     count_parameters,
     has_batch_norm,
     head_names,
-    is_still,
+    is_deterministic,
     random_inputs,
 )
-from pbfl_flwr.models.cpu_convolutions import arrange
+from pbfl_flwr.models.cpu_convolutions import optimize_layout
 from pbfl_flwr.models.dry_forward import dry_forward
 from pbfl_flwr.models.efficientnet import efficientnet_b0
 from pbfl_flwr.models.external import build_external
@@ -31,7 +31,7 @@ from pbfl_flwr.models.googlenet import googlenet
 from pbfl_flwr.models.layers import deeper_head
 from pbfl_flwr.models.mlp import mlp, mlp5
 from pbfl_flwr.models.mobilenet import mobilenet_v2
-from pbfl_flwr.models.pretrained import begin_pretrained
+from pbfl_flwr.models.pretrained import load_pretrained
 from pbfl_flwr.models.recurrent import bilstm, gru, lstm
 from pbfl_flwr.models.registry import (
     FAMILIES,
@@ -102,7 +102,6 @@ __all__ = [
     "SplitModel",
     "architecture_of",
     "architectures",
-    "arrange",
     "body_names",
     "build_model",
     "check_models",
@@ -111,7 +110,8 @@ __all__ = [
     "dry_forward",
     "has_batch_norm",
     "head_names",
-    "is_still",
+    "is_deterministic",
+    "optimize_layout",
     "random_inputs",
 ]
 
@@ -152,7 +152,7 @@ def build_model(name: str, task: Task, seed: int) -> SplitModel:
         raise PbflError(
             f"model '{name}': not enough memory for its weights; allowed is a smaller model"
         ) from None
-    begin_pretrained(model, name)
+    load_pretrained(model, name)
     return model
 
 

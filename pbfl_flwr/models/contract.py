@@ -123,15 +123,17 @@ _POOLING = (
     nn.AdaptiveAvgPool1d,
     nn.AdaptiveAvgPool2d,
 )
-STILL = frozenset({*_CONTAINERS, *_LAYERS, *_POOLING})
+DETERMINISTIC = frozenset({*_CONTAINERS, *_LAYERS, *_POOLING})
 """Layers whose output for a sample is the same in training and evaluation, whatever the batch."""
 
 
-def is_still(model: nn.Module) -> bool:
+def is_deterministic(model: nn.Module) -> bool:
     """Return whether a frozen body is deterministic and stateless: equal features for a sample at every pass.
 
     False for layers of other types and for external models, where this is unknown.
     """
     if type(model) is not SplitModel:
         return False
-    return all(type(module) in STILL for part in (model.stages, model.neck) for module in part.modules())
+    return all(
+        type(module) in DETERMINISTIC for part in (model.stages, model.neck) for module in part.modules()
+    )

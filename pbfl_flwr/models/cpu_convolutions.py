@@ -21,7 +21,7 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 FEW_PIXELS = 4  # pixels of a map up to which the replacements are faster
 
 
-def arrange(model: ModuleT, layout: str, precision: str = "float32") -> ModuleT:
+def optimize_layout(model: ModuleT, layout: str, precision: str = "float32") -> ModuleT:
     """Arrange a network in place and return it.
 
     Args:

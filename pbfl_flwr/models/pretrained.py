@@ -61,7 +61,7 @@ def _hashed(file: Path, written: int, size: int) -> str:
         return hashlib.file_digest(content, "sha256").hexdigest()[:16]
 
 
-def begin_pretrained(model: SplitModel, name: str) -> None:
+def load_pretrained(model: SplitModel, name: str) -> None:
     """Copy the weights that the model's name refers to into its body; without a label do nothing.
 
     A first convolution over one channel gets the sum over the file's three channels: its response to a grey image

@@ -27,8 +27,7 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client, Method, Moment, Nearest, Predictor, Round, Update, head_scores
 from pbfl_flwr.models.build import has_batch_norm
 from pbfl_flwr.payloads import Prototypes, RejectedPayload, Reveal, joined, part_of
-from pbfl_flwr.prototypes import aggregation, scaling
-from pbfl_flwr.prototypes import regularizer as distillation
+from pbfl_flwr.prototypes import aggregation, regularizer, scaling
 from pbfl_flwr.prototypes import secure_sums as sums
 from pbfl_flwr.prototypes.alignment import align
 from pbfl_flwr.prototypes.collect import Collector, released_means
@@ -109,7 +108,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
     stages: Stages
     server_training: ServerTraining | None = None
     mask_seed: int = 0
-    headline: str = "global"
+    primary_predictor: str = "global"
     moment: Moment = "after"
     release: Release = field(default_factory=Release)
     predicts = ("head", "global", "global-local", "local")
@@ -136,11 +135,11 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         stages = self.stages
         targets = self._targets(client, down)  # (K, d)
         known, present = down.num_present > 0, down.present.to(client.device)
-        beta = distillation.proportional_weights(client.data.counts).to(client.device)  # β_i of CPKD
-        table = self.sparsity.masks(client.task) if stages.cps_pull == "masked" else None
+        beta = regularizer.proportional_weights(client.data.counts).to(client.device)  # β_i of CPKD
+        table = self.sparsity.masks(client.task) if stages.cps_regularizer == "masked" else None
         inside = None if table is None else table.to(client.device)
         # The papers' norm is taken between class means; CPKD's sample form between samples.
-        per_class = stages.cpkd == "class" or (stages.pull_form == "l2" and stages.cpkd == "off")
+        per_class = stages.cpkd == "class" or (stages.regularizer_form == "l2" and stages.cpkd == "off")
         collector = Collector(client, stages.collect)
 
         def loss(inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
@@ -148,12 +147,12 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
             collector.add(features, labels)
             terms = {"ce": nn.functional.cross_entropy(logits, labels)}
             if known:
-                terms["pull"] = stages.pull_weight * distillation.pull(
+                terms["regularizer"] = stages.regularizer_weight * regularizer.prototype_regularizer(
                     features,
                     labels,
                     targets,
                     present,
-                    form=stages.pull_form,
+                    form=stages.regularizer_form,
                     class_weights=None if stages.cpkd == "off" else beta,
                     per_class=per_class,
                     masks=inside,
@@ -299,14 +298,14 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         """Metrics of the last aggregation: solver, margin, training, ages."""
         return dict(state.metrics)
 
-    def remedy(self, client: Client) -> str:
+    def divergence_hint(self, client: Client) -> str:
         """Suggest collecting during training: BatchNorm's running statistics are inaccurate in the first batches."""
         in_evaluation = self.stages.collect in ("post", "before")
         return (
             "collect = 'trajectory' with BatchNorm" if in_evaluation and has_batch_norm(client.model) else ""
         )
 
-    def forewarnings(self, num_rounds: int) -> list[str]:
+    def config_warnings(self, num_rounds: int) -> list[str]:
         """Warn about settings without effect, and about upscaled prototypes that do not have unit length."""
         if self.stages.alignment != "off" or self.stages.upscale == 1:
             return self.stages.idle()
@@ -316,7 +315,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
             "'off'; ProtoNorm scales unit vectors (alignment = 'unit' only normalises)",
         ]
 
-    def notes(self, state: PipelineState) -> list[str]:
+    def round_warnings(self, state: PipelineState) -> list[str]:
         """Warn if the server's training or the alignment's solver has not converged."""
         found = []
         if state.metrics.get("server-converged") == 0:
@@ -360,7 +359,7 @@ def pipeline(
     name: str,
     named: Stages,
     *,
-    headline: str = "global",
+    primary_predictor: str = "global",
     server_training: ServerTraining | None = None,
 ) -> Pipeline:
     """Return the method.
@@ -369,7 +368,7 @@ def pipeline(
         settings: of the run.
         name: of the method.
         named: the stages of the named method, used where the configuration says "auto".
-        headline: the predictor that is reported first.
+        primary_predictor: the predictor that is reported first.
         server_training: FedTGP's settings, or None.
 
     Raises:
@@ -389,4 +388,4 @@ def pipeline(
         once=stages.collect == "post" and settings.training.drop_last != "always",
     )
     masks_from = seeds.derive(settings.run.seed, "masks") % 2**32
-    return Pipeline(name, stages, server_training, masks_from, headline, release=stage)
+    return Pipeline(name, stages, server_training, masks_from, primary_predictor, release=stage)

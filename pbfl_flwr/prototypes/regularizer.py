@@ -17,7 +17,7 @@ SMALLEST_NORM = 1e-8
 ABSENT = -100  # label that torch's cross-entropy ignores
 
 
-def pull(
+def prototype_regularizer(
     features: Tensor,
     labels: Tensor,
     prototypes: Tensor,
@@ -65,7 +65,7 @@ def pull(
         PbflError: if the form is unknown.
     """
     if form not in ("mse", "l2"):
-        raise PbflError(f"pull-form is '{form}'; allowed is 'mse' or 'l2'")
+        raise PbflError(f"regularizer-form is '{form}'; allowed is 'mse' or 'l2'")
     prototypes = prototypes.detach().to(features)
     present = present.to(features.device)
     targets = torch.where(present[labels].unsqueeze(1), prototypes[labels], features.detach())
@@ -131,7 +131,7 @@ def contrast(
 def alignment_pull(features: Tensor, labels: Tensor, prototypes: Tensor, present: Tensor) -> Tensor:
     """Return FedCPD's L_align = mean_b ‖z_b - P_{y_b}‖₂², summed over dimensions.
 
-    A class without a prototype has no pull; see :func:`pull`.
+    A class without a prototype has no pull; see :func:`prototype_regularizer`.
 
     Args:
         features: (B, d) z, attached to the graph.
@@ -139,4 +139,4 @@ def alignment_pull(features: Tensor, labels: Tensor, prototypes: Tensor, present
         prototypes: (K, d) P.
         present: (K,) bool.
     """
-    return pull(features, labels, prototypes, present) * features.shape[1]
+    return prototype_regularizer(features, labels, prototypes, present) * features.shape[1]

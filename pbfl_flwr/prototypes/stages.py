@@ -22,11 +22,11 @@ class Stages(Group):
     """The settings of the slots, as :class:`~pbfl_flwr.config.PrototypeSettings` explains them; by default FedProto's.
 
     The default λ = 10 belongs to the form that is a mean over B·d elements, which every released code base uses;
-    the λ = 1 or 0.1 of the papers' texts belongs to a norm (``pull-form="l2"``).
+    the λ = 1 or 0.1 of the papers' texts belongs to a norm (``regularizer-form="l2"``).
     """
 
-    pull_weight: float = Field(10.0, ge=0)  # λ
-    pull_form: Literal["mse", "l2"] = "mse"
+    regularizer_weight: float = Field(10.0, ge=0)  # λ
+    regularizer_form: Literal["mse", "l2"] = "mse"
     collect: Collect = "post"
     aggregation: Literal[
         "mean", "weighted", "weighted-shrunk", "ppa", "aps-sum", "aps-mean", "median", "trimmed-mean"
@@ -35,7 +35,7 @@ class Stages(Group):
     norm_bound: float = Field(0.0, ge=0)  # c; 0 is off
     cps_dim: int = Field(0, ge=0)  # s; 0 is off
     cps_scheme: Literal["dimension", "block"] = "dimension"
-    cps_pull: Literal["full", "masked"] = "full"
+    cps_regularizer: Literal["full", "masked"] = "full"
     cpkd: Literal["off", "sample", "class"] = "off"
     aps_scale: Annotated[float, Field(gt=0)] | Auto = "auto"  # μ; auto: from the reported n
     ppa_total: Literal["reported", "known"] = "reported"
@@ -67,7 +67,7 @@ class Stages(Group):
                 (self.aggregation, self.ppa_total) == ("ppa", "known"),
             ),
             "cps_scheme": ("cps-dim above 0", self.cps_dim > 0),
-            "cps_pull": ("cps-dim above 0", self.cps_dim > 0),
+            "cps_regularizer": ("cps-dim above 0", self.cps_dim > 0),
         }
         plain = Stages()
         return [

@@ -7,7 +7,7 @@
               waiting.txt             what the server waits for, after a minute of waiting; removed afterwards
               rounds.jsonl            a line per round: accuracies, loss, bytes, seconds, failures, server metrics
               clients.jsonl           a line per round: every client's counters; "final" in the last: the final scoring
-              newcomers.jsonl         a line per round of the new clients after the last round (new-clients)
+              new-clients.jsonl         a line per round of the new clients after the last round (new-clients)
               result.txt              hash of the results, once the run is finished
               partition.json          samples of each class on each client, before the train/test split (simulation)
               prototypes.safetensors  the server's broadcast after the last round
@@ -35,7 +35,7 @@ from typing import Any
 
 from filelock import Timeout
 
-from pbfl_flwr.errors import PbflError, pointed, printable
+from pbfl_flwr.errors import PbflError, format_exception, printable
 from pbfl_flwr.util.atomic_files import (
     DamagedState,
     UnsavedState,
@@ -46,7 +46,7 @@ from pbfl_flwr.util.atomic_files import (
 )
 from pbfl_flwr.util.locks import Lock
 
-ERROR, NEWCOMERS, WAITING, RESULT = "error.txt", "newcomers.jsonl", "waiting.txt", "result.txt"
+ERROR, NEW_CLIENTS, WAITING, RESULT = "error.txt", "new-clients.jsonl", "waiting.txt", "result.txt"
 BROADCAST, CHECKPOINT, BEST = "prototypes.safetensors", "checkpoint.safetensors", "best.safetensors"
 ENDED = "ended-after"  # key of run.json after early stopping
 SERVER_LOCK, STATES_REMOVED = ".server.lock", "clients-removed.txt"
@@ -56,7 +56,7 @@ FILES = (
     WAITING,
     "rounds.jsonl",
     "clients.jsonl",
-    NEWCOMERS,
+    NEW_CLIENTS,
     RESULT,
     "partition.json",
     BROADCAST,
@@ -85,7 +85,7 @@ class PartitionFacts:
         counts: (M, K).
         notes: on the partition.
         majority: accuracy of always predicting a client's most frequent training class.
-        newcomer_majority: the same for the new clients.
+        new_client_majority: the same for the new clients.
         paper_scalars: scalars sent per round according to the paper's formula, None if there is none.
         data: hash of the dataset's samples.
     """
@@ -93,7 +93,7 @@ class PartitionFacts:
     counts: list[list[int]] | None
     notes: list[str] | None
     majority: float | None
-    newcomer_majority: float | None
+    new_client_majority: float | None
     paper_scalars: float | None
     data: str | None
 
@@ -133,7 +133,7 @@ class RunDirectory:
         except RunRefused:
             raise
         except Exception as error:
-            reason = error if isinstance(error, PbflError) else pointed(error)
+            reason = error if isinstance(error, PbflError) else format_exception(error)
             with suppress(UnsavedState):  # a full disk may be the original error
                 write_atomically(self.path / ERROR, f"{reason}\n".encode())
             raise
@@ -275,21 +275,21 @@ class RunDirectory:
         for name, entry in (("clients.jsonl", clients), ("rounds.jsonl", line)):
             self._append(name, entry)
 
-    def newcomers(self, after: int) -> list[dict[str, Any]]:
+    def new_client_lines(self, after: int) -> list[dict[str, Any]]:
         """Return the rounds of the new clients that trained after round ``after`` of the run.
 
         Raises:
-            DamagedState: if newcomers.jsonl is damaged.
+            DamagedState: if new-clients.jsonl is damaged.
         """
-        return [line for line in _lines(self.path / NEWCOMERS) if line.get("after") == after]
+        return [line for line in _lines(self.path / NEW_CLIENTS) if line.get("after") == after]
 
-    def add_newcomers(self, line: Mapping[str, Any]) -> None:
+    def add_new_client_round(self, line: Mapping[str, Any]) -> None:
         """Append a round of the new clients; it is on disk when this returns.
 
         Raises:
             UnsavedState: if writing fails.
         """
-        self._append(NEWCOMERS, line)
+        self._append(NEW_CLIENTS, line)
 
     def _append(self, name: str, entry: Mapping[str, Any]) -> None:
         try:
@@ -319,9 +319,9 @@ class RunDirectory:
         """Return the accuracy of always predicting a client's most frequent training class, None if unknown."""
         return self._partition().majority
 
-    def newcomer_majority(self) -> float | None:
+    def new_client_majority(self) -> float | None:
         """Return the same for the new clients, None if there are none."""
-        return self._partition().newcomer_majority
+        return self._partition().new_client_majority
 
     def paper_scalars(self) -> float | None:
         """Return the scalars sent per round by all clients according to the paper's formula, None if unknown."""
@@ -340,14 +340,14 @@ class RunDirectory:
             isinstance(counts, list)
             and all(isinstance(row, list) and all(isinstance(n, int) for n in row) for row in counts)
         )
-        numbers = (partition.majority, partition.newcomer_majority, partition.paper_scalars)
+        numbers = (partition.majority, partition.new_client_majority, partition.paper_scalars)
         if not valid_counts or not all(isinstance(number, int | float | None) for number in numbers):
             raise DamagedState(f"{file} is damaged: its counts or other values are not numbers")
         return partition
 
     def truncate(self, done: int) -> None:
         """Remove rounds after ``done`` from the histories; no checkpoint was written for them."""
-        for name in ("rounds.jsonl", "clients.jsonl", NEWCOMERS):
+        for name in ("rounds.jsonl", "clients.jsonl", NEW_CLIENTS):
             lines = _lines(self.path / name)
             kept = [entry for entry in lines if entry.get("after", entry["round"]) <= done]
             if (self.path / name).exists():

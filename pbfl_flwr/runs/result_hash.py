@@ -35,7 +35,7 @@ def result_hash(run: RunDirectory, rounds: int) -> str:
     for columns in run.client_rounds():
         last = columns["round"] == rounds  # an extended run may also have a final scoring of an earlier round
         _add(digest.update, columns, last)
-    for line in run.newcomers(rounds):
+    for line in run.new_client_lines(rounds):
         _add(digest.update, line["columns"], True)
     for part in _state(run.path / "checkpoint.safetensors"):
         digest.update(part)

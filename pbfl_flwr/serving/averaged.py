@@ -23,7 +23,7 @@ from pbfl_flwr.payloads import RejectedPayload
 from pbfl_flwr.runs.client_store import load_tensors
 from pbfl_flwr.runs.directory import BEST, CHECKPOINT, RunDirectory
 from pbfl_flwr.runs.saved_model import Card
-from pbfl_flwr.serving.export import CARD, Kept, read_state, state_file, states_of
+from pbfl_flwr.serving.export import CARD, SavedModel, read_state, state_file, states_of
 from pbfl_flwr.serving.network import rebuild
 from pbfl_flwr.serving.predict import read_exported
 from pbfl_flwr.task import Task
@@ -32,7 +32,9 @@ from pbfl_flwr.util.user_code import is_external
 SAME = ("labels", "columns", "vocabulary", "input_shape", "images", "scale", "shift")
 
 
-def averaged(run: Path, like: Sequence[Path] = (), *, best: bool = False, allowed_code: str = "") -> Kept:
+def averaged(
+    run: Path, like: Sequence[Path] = (), *, best: bool = False, allowed_code: str = ""
+) -> SavedModel:
     """Return the network of a run's server: its weights after the last round, or those of the best round.
 
     Running statistics are the mean over clients, weighted by their training samples where the run knows them.
@@ -64,7 +66,7 @@ def averaged(run: Path, like: Sequence[Path] = (), *, best: bool = False, allowe
     places = {**shared_parameters(model, "head"), **shared_parameters(model, "all")}  # own names come first
     copy_into(places, parameters)
     card = first.card.model_copy(update={"client": "", "round": number, "participations": 0})
-    return Kept(card, copies(model.state_dict()), {})
+    return SavedModel(card, copies(model.state_dict()), {})
 
 
 def _method(configuration: Mapping[str, Any]) -> Method[Any, Any, Any]:
@@ -95,7 +97,7 @@ def _weights(file: Path, method: Method[Any, Any, Any], task: Task) -> tuple[Map
     return parameters, number
 
 
-def _clients(run: Path, like: Sequence[Path], networks: Mapping[str, str]) -> Iterator[Kept]:
+def _clients(run: Path, like: Sequence[Path], networks: Mapping[str, str]) -> Iterator[SavedModel]:
     """Yield the kept models of the run's clients, at least one; all must agree in ``SAME``."""
     files = list(like) or states_of(run)
     if not files:
@@ -131,7 +133,9 @@ def _samples(members: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     return found if any(found.values()) else dict.fromkeys(found, 1.0)
 
 
-def _mean(clients: Iterable[Kept], names: Sequence[str], samples: Mapping[str, float]) -> dict[str, Tensor]:
+def _mean(
+    clients: Iterable[SavedModel], names: Sequence[str], samples: Mapping[str, float]
+) -> dict[str, Tensor]:
     """Return the weighted mean of the floating-point buffers (no counters).
 
     Raises:

@@ -49,7 +49,7 @@ FORMAT = 1
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedModel:
     """A client's stored model: the card, the network's state, and the prototypes by predictor's name."""
 
     card: Card
@@ -125,7 +125,7 @@ def of_round(file: Path, number: int) -> Path:
 
 
 def best_of(run: Path) -> int:
-    """Return the best round of a run by the headline score, on validation data if there is some.
+    """Return the best round of a run by the primary predictor's score, on validation data if there is some.
 
     Raises:
         PbflError: if it is not a run directory, no round was scored, or clients were scored before training.
@@ -142,7 +142,7 @@ def best_of(run: Path) -> int:
             f"--best: clients of {run} were scored before local training, but keep the trained networks; use "
             "--global --best for what the server had sent, or select a round with --round N"
         )
-    if (found := best_round_line(directory.rounds(), str(about["headline"]))) is None:
+    if (found := best_round_line(directory.rounds(), str(about["primary_predictor"]))) is None:
         raise PbflError(f"--best: no round of {run} was scored")
     return int(found["round"])
 
@@ -177,7 +177,7 @@ def _shown(files: Sequence[Path]) -> str:
     return f"the clients {', '.join(names)}" if names else "no client"
 
 
-def read_state(file: Path) -> Kept:
+def read_state(file: Path) -> SavedModel:
     """Read a client's state file.
 
     Raises:
@@ -199,10 +199,10 @@ def read_state(file: Path) -> Kept:
             if "global.rows" not in prototypes:
                 raise PbflError(f"{file}: its prototypes '{name}' are missing")
             prototypes[f"{name}.rows"] = prototypes["global.rows"]
-    return Kept(card, part_of(tensors, "model"), prototypes)
+    return SavedModel(card, part_of(tensors, "model"), prototypes)
 
 
-def export(kept: Kept, directory: Path, allowed_code: str = "") -> list[str]:
+def export(kept: SavedModel, directory: Path, allowed_code: str = "") -> list[str]:
     """Write the files and return their names.
 
     Args:

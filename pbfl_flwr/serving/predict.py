@@ -36,7 +36,7 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Nearest
 from pbfl_flwr.payloads import part_of
 from pbfl_flwr.runs.saved_model import Card, fault
-from pbfl_flwr.serving.export import CARD, FORMAT, PROTOTYPES, WEIGHTS, Kept
+from pbfl_flwr.serving.export import CARD, FORMAT, PROTOTYPES, WEIGHTS, SavedModel
 from pbfl_flwr.serving.network import Served, rebuild
 
 HEAD = "head"
@@ -127,14 +127,14 @@ def open_exported(directory: Path, allowed_code: str = "") -> Exported:
     return Exported(card, served, prototypes)
 
 
-def read_exported(directory: Path) -> Kept:
+def read_exported(directory: Path) -> SavedModel:
     """Return card and weights of an exported model, without its prototypes.
 
     Raises:
         PbflError: if something is missing or damaged.
     """
     card, weights, _ = _read(directory)
-    return Kept(card, weights, {})
+    return SavedModel(card, weights, {})
 
 
 def _read(directory: Path) -> tuple[Card, dict[str, Tensor], dict[str, str]]:

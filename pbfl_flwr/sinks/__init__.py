@@ -119,9 +119,9 @@ class Sinks:
         """
         return self._hand_on(steps(line))
 
-    def log_newcomers(self, line: Mapping[str, Any]) -> list[str]:
-        """Log a round of the new clients, an entry of newcomers.jsonl; returns warnings as :meth:`log` does."""
-        return self._hand_on([newcomers_step(line)])
+    def log_new_client_round(self, line: Mapping[str, Any]) -> list[str]:
+        """Log a round of the new clients, an entry of new-clients.jsonl; returns warnings as :meth:`log` does."""
+        return self._hand_on([new_client_lines_step(line)])
 
     def close(self) -> list[str]:
         """Close all; returns warnings as :meth:`log` does."""
@@ -160,7 +160,7 @@ def steps(line: Mapping[str, Any]) -> list[tuple[int, Metrics]]:
         found.setdefault(scored, {}).update(_flat(key, line.get(key, {})))
         found.setdefault(line["round"], {}).update(_flat(key, line.get("final", {}).get(key, {})))
     found[scored].update(_flat("test-loss", line["test_loss"]))
-    other = 2 * int(line["round"]) - 1 - scored  # the moment that is not the headline's
+    other = 2 * int(line["round"]) - 1 - scored  # the moment that is not the primary predictor's
     found.setdefault(other, {}).update(_flat("other-moment", line.get("other", {})))
     rest = {
         "clients": line["clients"],
@@ -179,14 +179,14 @@ def steps(line: Mapping[str, Any]) -> list[tuple[int, Metrics]]:
     return sorted((step, metrics) for step, metrics in found.items() if metrics)
 
 
-def newcomers_step(line: Mapping[str, Any]) -> tuple[int, Metrics]:
+def new_client_lines_step(line: Mapping[str, Any]) -> tuple[int, Metrics]:
     """Return (step, metrics) of a round of the new clients.
 
     The step is that of the run's last round, since the run may be continued and steps must not decrease; the metrics'
     names contain the number of rounds that the new clients have trained.
 
     Args:
-        line: an entry of newcomers.jsonl.
+        line: an entry of new-clients.jsonl.
     """
     after = int(line["after"])
     metrics: Metrics = {}

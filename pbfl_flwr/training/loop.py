@@ -18,9 +18,9 @@ from pbfl_flwr.config import TrainingSettings
 from pbfl_flwr.data import ClientData, Shard
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client
-from pbfl_flwr.models.build import SplitModel, has_batch_norm, is_still
+from pbfl_flwr.models.build import SplitModel, has_batch_norm, is_deterministic
 from pbfl_flwr.training.augmentation import Augmentation
-from pbfl_flwr.training.optimizers import SGD, Adam, Descent, Group, State
+from pbfl_flwr.training.optimizers import SGD, Adam, Group, Optimizer, State
 
 Loss = Callable[..., Mapping[str, Tensor]]
 """(inputs (B, ...), labels (B,), tensors from ``draw``) -> named loss terms; their sum is minimised."""
@@ -106,7 +106,7 @@ def fit(
     loss: Loss,
     *,
     parts: Sequence[Part] | None = None,
-    companions: Sequence[nn.Module] = (),
+    extra_modules: Sequence[nn.Module] = (),
     source: tuple[Tensor, Tensor] | None = None,
     draw: Callable[[], tuple[Tensor, ...]] | None = None,
     epochs: int | None = None,
@@ -124,7 +124,7 @@ def fit(
         loss: computes the named loss terms of one batch.
         parts: parameters to update; by default the client's whole network. The others get no gradient, but
             BatchNorm statistics are updated in the whole network, as in the references.
-        companions: other networks that take part; put into training mode as well.
+        extra_modules: other networks that take part; put into training mode as well.
         source: (features (n, d), labels) on the client's device to train the head on, instead of the client's data.
         draw: called before every step; its tensors are passed to the loss after the batch. Their shapes must not vary.
         epochs: passes over the data; by default ``local-epochs``.
@@ -147,10 +147,10 @@ def fit(
     if settings.optimizer_state == "kept":
         descent.state = _remembered(descent.keeps, names, client.memory)
     order, changes = client.generator(phase), client.generator(f"{phase} augmentation")
-    for network in (model, *companions):
+    for network in (model, *extra_modules):
         network.train()
     passed = model if source is None else model.head  # the part of the network that batches go through
-    smallest = 2 if any(has_batch_norm(network) for network in (passed, *companions)) else 1
+    smallest = 2 if any(has_batch_norm(network) for network in (passed, *extra_modules)) else 1
     trained_on = data.train.labels if source is None else source[1]
     totals: dict[str, Tensor] = {}
 
@@ -202,7 +202,7 @@ def _names(model: SplitModel, groups: Sequence[Group]) -> dict[str, nn.Parameter
 
 
 @contextmanager
-def _gradients_of(descent: Descent, model: SplitModel) -> Iterator[None]:
+def _gradients_of(descent: Optimizer, model: SplitModel) -> Iterator[None]:
     """Within the context only trained parameters of the network get gradients; afterwards all gradients are cleared."""
     trained = {id(parameter) for parameter in descent.parameters}
     frozen = [p for p in model.parameters() if p.requires_grad and id(p) not in trained]
@@ -326,7 +326,11 @@ def fixed_features(client: Client) -> tuple[Tensor, Tensor] | None:
 
     None if the frozen body's features may vary between passes, if samples are augmented, or if there are none.
     """
-    if not is_still(client.model) or client.training.augmentation or not len(client.data.train.labels):
+    if (
+        not is_deterministic(client.model)
+        or client.training.augmentation
+        or not len(client.data.train.labels)
+    ):
         return None
     features, labels = zip(*each_feature(client, client.data.train), strict=True)
     return torch.cat(features), torch.cat(labels)
@@ -340,7 +344,7 @@ def _add(totals: dict[str, Tensor], name: str, value: Tensor) -> None:
     totals[name].add_(value)
 
 
-def _descent(settings: TrainingSettings, groups: Sequence[Group]) -> Descent:
+def _descent(settings: TrainingSettings, groups: Sequence[Group]) -> Optimizer:
     if settings.optimizer == "sgd":
         return SGD(groups, settings.momentum, settings.weight_decay)
     return Adam(groups, settings.weight_decay, decoupled=settings.optimizer == "adamw")

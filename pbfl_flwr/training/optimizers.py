@@ -36,7 +36,7 @@ class Group:
     max_grad_norm: float = 0.0
 
 
-class Descent(ABC):
+class Optimizer(ABC):
     """An optimiser; parameters without a gradient are not updated.
 
     Args:
@@ -86,7 +86,7 @@ class Descent(ABC):
         """Update the given parameters of a group (at least one)."""
 
 
-class SGD(Descent):
+class SGD(Optimizer):
     """θ <- θ - η·b with b <- momentum·b + g + weight_decay·θ.
 
     Args:
@@ -94,7 +94,7 @@ class SGD(Descent):
         momentum: 0 is plain SGD, without state.
         weight_decay: of all groups.
         state: b under the name ``momentum``, changed in place.
-        fused: see :class:`Descent`.
+        fused: see :class:`Optimizer`.
     """
 
     keeps = ("momentum",)
@@ -131,7 +131,7 @@ class SGD(Descent):
         )
 
 
-class Adam(Descent):
+class Adam(Optimizer):
     """Adam with the usual β₁ = 0.9, β₂ = 0.999, ε = 1e-8.
 
     Args:
@@ -139,7 +139,7 @@ class Adam(Descent):
         weight_decay: weight_decay·θ is added to the gradient; if decoupled, η·weight_decay·θ is subtracted from θ.
         state: ``step`` (a scalar), ``exp_avg`` and ``exp_avg_sq``, changed in place.
         decoupled: use AdamW.
-        fused: see :class:`Descent`.
+        fused: see :class:`Optimizer`.
     """
 
     keeps = ("step", "exp_avg", "exp_avg_sq")
@@ -159,7 +159,7 @@ class Adam(Descent):
     def _move(
         self, moved: list[nn.Parameter], gradients: list[Tensor], learning_rate: float | Tensor, fused: bool
     ) -> None:
-        self.state.update({p: _at_rest(p, fused) for p in moved if p not in self.state})
+        self.state.update({p: _init_state(p, fused) for p in moved if p not in self.state})
         kept = [self.state[parameter] for parameter in moved]
         (adamw if self.decoupled else adam)(
             list[Tensor](moved),
@@ -180,7 +180,7 @@ class Adam(Descent):
         )
 
 
-def _at_rest(parameter: Tensor, fused: bool) -> dict[str, Tensor]:
+def _init_state(parameter: Tensor, fused: bool) -> dict[str, Tensor]:
     """Return the initial state. The fused kernel on a GPU needs ``step`` on the GPU."""
     moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
     return {"step": torch.zeros((), device=parameter.device if fused else "cpu"), **moments}

@@ -10,7 +10,7 @@ from numpy.random import RandomState
 from sklearn.model_selection import train_test_split
 
 from pbfl_flwr.data.partition.procedures import (
-    Deal,
+    Assignment,
     dirichlet_indices,
     iid_indices,
     pathological_indices,
@@ -208,7 +208,7 @@ def test_a_tiny_alpha_ends_and_the_repair_says_what_it_moved():
 
 def test_the_repair_takes_from_the_largest_clients_largest_class():
     labels = np.array([0, 0, 0, 0, 1, 1, 2])
-    deal = Deal((np.array([0, 1, 2, 3, 4]), np.array([5, 6]), np.array([], dtype=np.int64)))
+    deal = Assignment((np.array([0, 1, 2, 3, 4]), np.array([5, 6]), np.array([], dtype=np.int64)))
     mended = repair(deal, labels, 2)
     # client 0 has four of class 0: two of them, the last ones, are half of the class
     assert [rows.tolist() for rows in mended.rows] == [[0, 1, 4], [5, 6], [2, 3]]
@@ -217,7 +217,7 @@ def test_the_repair_takes_from_the_largest_clients_largest_class():
 
 def test_the_repair_refuses_the_impossible():
     with pytest.raises(PbflError, match="need 9 samples; there are 7"):
-        repair(Deal((np.arange(7), *[np.arange(0)] * 2)), np.zeros(7, dtype=int), 3)
+        repair(Assignment((np.arange(7), *[np.arange(0)] * 2)), np.zeros(7, dtype=int), 3)
 
 
 @settings(max_examples=60, deadline=None)

@@ -47,7 +47,7 @@ for (const svg of document.querySelectorAll("figure svg")) {
 const figures = Array.from(document.querySelectorAll("figure"), (figure) => figure.getBoundingClientRect());
 figures.forEach((box, at) => {
   if (box.right > innerWidth + 1) found.push(`figure ${at} leaves the page`);
-  if (figures.slice(at + 1).some((other) => overlap(box, other))) found.push(`figure ${at} is covered`);
+  if (figures.slice(at + 1).abbreviate((other) => overlap(box, other))) found.push(`figure ${at} is covered`);
 });
 return found;
 """

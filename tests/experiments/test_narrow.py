@@ -16,7 +16,7 @@ from tests.runs import entry, pbfl, write_run
 
 MARKDOWN = """**Two runs**
 
-| run | headline | last | best |
+| run | primary_predictor | last | best |
 |---|---|---:|---:|
 | FedProto | global | 35.53 ± 1.86 | 36.10 ± 1.20 |
 | a\\|b | local | 51.32 ± 7.44 | 52.63 ± 7.44 |
@@ -66,10 +66,10 @@ def test_a_wide_table_becomes_blocks_in_a_terminal_and_stays_markdown_in_a_pipe(
     lines = printed(console)
     assert max(map(len, lines)) <= 40
     assert [line.split() for line in lines if line.startswith(("FedProto", "a|b", "run"))] == [
-        ["run", "headline", "last"],
+        ["run", "primary_predictor", "last"],
         ["FedProto", "global", "35.53", "±", "1.86"],
         ["a|b", "local", "51.32", "±", "7.44"],
-        ["run", "headline", "best"],
+        ["run", "primary_predictor", "best"],
         ["FedProto", "global", "36.10", "±", "1.20"],
         ["a|b", "local", "52.63", "±", "7.44"],
     ]
@@ -147,7 +147,7 @@ def test_keys_by_word_by_group_and_by_method() -> None:
         "prototypes: The stages of the prototype pipeline; auto is what the method's name stands for.",
         "  cps-dim = auto",
         "  cps-scheme = dimension",
-        "  cps-pull = full",
+        "  cps-regularizer = full",
     ]
     group = pbfl("list", "keys", "models").stdout
     assert [line.split()[0] for line in group.splitlines() if line[:3].strip() and line[0] == " "] == [

@@ -62,7 +62,7 @@ def shown(path: Path, width: int = 120) -> list[str]:
 def test_show_prints_both_tables(tmp_path: Path) -> None:
     told = shown(run(tmp_path / "run", line(balanced=0.5, by_class=[1.0, None, 0.25])))
     words = [text.split() for text in told]
-    assert ["global", "(headline)", "1", "60.00", "50.00", "25.00", "50.00", "12.50"] in words
+    assert ["global", "(primary)", "1", "60.00", "50.00", "25.00", "50.00", "12.50"] in words
     assert ["head", "1", "60.00", "37.50", "25.00", "50.00", "12.50"] in words
     assert ["class", "test", "samples", "head", "global"] in words
     assert ["a", "4", "75.00", "100.00"] in words
@@ -87,7 +87,7 @@ def test_the_last_scoring_and_the_other_moment(tmp_path: Path) -> None:
     sheet = per_class.balance_sheet([Scored("one", about, [early])])
     assert sheet is not None
     rows = {row[1]: row for row in sheet.rows}
-    assert rows["global (headline)"][2:5] == ("1", "60.00", "100.00")
+    assert rows["global (primary)"][2:5] == ("1", "60.00", "100.00")
     assert rows["global, after training"][2:5] == ("1", "60.00", "75.00")
 
 
@@ -172,7 +172,7 @@ def test_by_a_predictor_the_page_shows_its_counts(tmp_path: Path) -> None:
     groups = results.load([path], by="head")
     sections = pictures.draw(groups)
     classes = next(section for section in sections if section.title == "Classes")
-    (picture,) = classes.pictures  # the clients counted by the headline alone
+    (picture,) = classes.pictures  # the clients counted by the primary predictor alone
     assert "Predictor 'head': accuracy 60.0 %" in picture.caption
     assert heights(picture.figure.axes[1]) == [0, 2, 3]
     assert classes.left_out == ("fedproto: no client was scored by head",)

@@ -122,7 +122,7 @@ def test_what_a_run_says_of_its_rounds(tmp_path: Path) -> None:
     assert found.count("a:   note: late") == 1
     later = entry(14, 0.25, 0.5, after=12, accuracy_of_round=13)
     later |= {"final": {"accuracy": entry(14, 0.25, 0.75)["accuracy"], "failures": []}}
-    assert told("newcomers.jsonl", later) == [
+    assert told("new-clients.jsonl", later) == [
         "a: new clients, own round 2  accuracy 50.0 % (global, weighted) before training  2.0 s  final 75.0 %"
     ]
 

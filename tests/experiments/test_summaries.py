@@ -60,7 +60,7 @@ def test_every_figure_of_a_row_stands_below_its_head(tmp_path: Path) -> None:
     twenty = client_line(4, [*range(20, 0, -1)], tests=20)  # 5 %, 10 %, .. 100 %
     (path / "clients.jsonl").write_text(json.dumps(twenty) + "\n")
     later = [entry(number, 0.25, weighted, after=4) for number, weighted in ((5, 0.125), (6, 0.875))]
-    (path / "newcomers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in later))
+    (path / "new-clients.jsonl").write_text("".join(json.dumps(line) + "\n" for line in later))
     sheet = summary_sheet(results.load([path]))
     expected = {"last": "62.50", "best (on test data)": "75.00", "validation-chosen": "68.75"}
     expected |= {"mean of clients": "52.50", "std over clients": "28.83"}  # 5·√((20² - 1)/12)

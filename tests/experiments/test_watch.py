@@ -43,7 +43,7 @@ def test_a_run_in_the_middle(tmp_path: Path) -> None:
     assert view.state == "running"
     text = shown(view)
     assert "2 of 5 rounds, 0:02 per round, 0:06 left" in text  # two seconds a round, three to go
-    assert "global (headline)" in text
+    assert "global (primary)" in text
     assert "75.00" in text
     assert (
         "bytes of all clients: up 400 B in the last round, 800 B so far, down 800 B in the last round, 1.6 kB so far"
@@ -73,7 +73,7 @@ def test_new_clients_are_shown_as_far_as_they_have_come(tmp_path: Path) -> None:
     keys = {"new-clients": 1, "new-client-rounds": 2}
     run = write_run(tmp_path / "run", [entry(1, 0.5, 0.5)], **keys)
     failure = {"client": 1, "reason": "boom"}
-    (run / "newcomers.jsonl").write_text(json.dumps(entry(2, 0.5, 0.5, after=1, failures=[failure])) + "\n")
+    (run / "new-clients.jsonl").write_text(json.dumps(entry(2, 0.5, 0.5, after=1, failures=[failure])) + "\n")
     view = watch.snapshot(run, time.time())
     assert view.state == "running"
     text = shown(view)

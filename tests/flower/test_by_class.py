@@ -24,7 +24,7 @@ from pbfl_flwr.flower.server.replies import Outcome, Phase
 from pbfl_flwr.flower.server.round_records import client_columns, on_validation, summarise_accuracy
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.payloads import RejectedPayload
-from pbfl_flwr.sinks import newcomers_step, steps
+from pbfl_flwr.sinks import new_client_lines_step, steps
 from pbfl_flwr.training.class_metrics import ByClass, balanced_accuracy, macro_f1, recalls, statistics
 from pbfl_flwr.training.evaluation import evaluate
 from tests.flower.inprocess import SPLITS, Federation, altered, federation, numbers, raises, same_tensors
@@ -233,7 +233,7 @@ def test_a_run_has_them_wherever_it_has_accuracies(tmp_path: Path, method: str) 
     off = federation(tmp_path / "off", method, on_disk=True, **keys).run()
     assert plain(run.strategy.history) == plain(off.strategy.history), "training must not notice"
     assert same_tensors(*(of.strategy.state.to_tensors() for of in (run, off)))
-    last, (new,) = run.strategy.history[-1], run.strategy.newcomers
+    last, (new,) = run.strategy.history[-1], run.strategy.new_client_lines
     places = [last["accuracy"], last["other"], new["accuracy"], new["other"]]
     if run.strategy.moment == "before":
         places += [last["final"]["accuracy"], new["final"]["accuracy"]]
@@ -254,7 +254,7 @@ def test_a_run_has_them_wherever_it_has_accuracies(tmp_path: Path, method: str) 
             (last.get("final", last))["accuracy"][name]["macro_f1"]
         )
         assert not any("by_class" in known or "tested" in known for known in figures)
-    assert any(known.endswith("head/balanced_mean") for known in newcomers_step(new)[1])
+    assert any(known.endswith("head/balanced_mean") for known in new_client_lines_step(new)[1])
     columns = run.directory.client_rounds()[-1]
     pooled = [0] * 10
     for counts, n in zip(columns["by_class"], columns["num_test"], strict=True):

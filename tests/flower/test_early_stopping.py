@@ -23,7 +23,7 @@ from pbfl_flwr.task import Task
 from tests.flower.inprocess import Federation, federation
 from tests.runs import pbfl
 
-STILL: dict[str, Any] = {
+DETERMINISTIC: dict[str, Any] = {
     "learning_rate": 1e-30,
     "models": "cnn4",
     "predictor": "head",
@@ -81,7 +81,7 @@ def test_a_round_without_validation_data_is_no_better_than_one_with_them() -> No
 
 def ended(tmp_path: Path, rounds: int = 9, **keys: Any) -> Federation:
     return federation(
-        tmp_path, num_server_rounds=rounds, on_disk=True, **{**STILL, "patience": 2, **keys}
+        tmp_path, num_server_rounds=rounds, on_disk=True, **{**DETERMINISTIC, "patience": 2, **keys}
     ).run()
 
 
@@ -115,7 +115,7 @@ def test_the_last_round_has_its_last_scoring(tmp_path: Path) -> None:
 
 
 def test_fewer_rounds_that_a_caller_asks_for_are_no_end_by_patience(tmp_path: Path) -> None:
-    run = federation(tmp_path, num_server_rounds=4, on_disk=True, **STILL)
+    run = federation(tmp_path, num_server_rounds=4, on_disk=True, **DETERMINISTIC)
     run.strategy.start(run.grid, num_rounds=2)
     assert ENDED not in run.directory.read()
     assert last_round(run.directory.read()) == 4
@@ -125,7 +125,7 @@ def test_fewer_rounds_that_a_caller_asks_for_are_no_end_by_patience(tmp_path: Pa
 def test_new_clients_come_after_it(tmp_path: Path) -> None:
     run = ended(tmp_path, new_clients=1, new_client_rounds=2)
     assert len(run.strategy.history) == 3
-    assert [entry["after"] for entry in run.strategy.newcomers] == [3, 3]
+    assert [entry["after"] for entry in run.strategy.new_client_lines] == [3, 3]
     assert run.directory.result()
     assert watch.snapshot(run.directory.path, 0.0).state == "finished"
 

@@ -1,4 +1,4 @@
-"""What is said of a headline predictor that a method does not have, or that nobody could be asked for."""
+"""What is said of a primary predictor that a method does not have, or that nobody could be asked for."""
 
 from pathlib import Path
 

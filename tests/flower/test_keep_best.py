@@ -28,7 +28,7 @@ def run(tmp_path: Path, rounds: int, best: int = 0, **keys: Any) -> Federation:
     keys = {"models": "cnn4", "keep_best": True, **keys}
     found = federation(tmp_path, num_server_rounds=rounds, on_disk=True, **keys)
 
-    def so_far(history: list[dict[str, Any]], headline: str) -> dict[str, Any] | None:
+    def so_far(history: list[dict[str, Any]], primary_predictor: str) -> dict[str, Any] | None:
         return history[min(best, len(history)) - 1] if history and best else None
 
     with patch.object(strategies, "best_round_line", so_far):
@@ -117,7 +117,7 @@ def test_an_export_of_the_best_round(tmp_path: Path) -> None:
     done = pbfl("export", path, "--client", 1, "--round", 1, "--out", tmp_path / "one")
     assert done.exit_code == 0, done.stderr
     assert "after round 1:" in done.stdout
-    with patch("pbfl_flwr.serving.export.best_round_line", lambda history, headline: history[0]):
+    with patch("pbfl_flwr.serving.export.best_round_line", lambda history, primary_predictor: history[0]):
         done = pbfl("export", path, "--client", 1, "--best", "--out", tmp_path / "best")
     assert "after round 1:" in done.stdout
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "best")]
@@ -140,9 +140,9 @@ def test_which_round_is_the_best(tmp_path: Path) -> None:
     found = run(tmp_path, 2, best=1)
     path = found.directory.path
     lines = [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]
-    headline = found.directory.read()["headline"]
+    primary_predictor = found.directory.read()["primary_predictor"]
     for line, score in zip(lines, (0.9, 0.2), strict=True):
-        line["accuracy"][headline] = {"weighted": score}
+        line["accuracy"][primary_predictor] = {"weighted": score}
     (path / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert best_of(path) == 1
     for line in lines:

@@ -237,7 +237,7 @@ def test_a_new_client_that_is_missing_from_a_resumed_run_is_not_asked(tmp_path: 
     run(tmp_path, nodes, num_server_rounds=1, **keys).run()
     fed = run(tmp_path, nodes[:2], num_server_rounds=3, num_clients=3, resume=True, **keys).run()
     assert [line["failures"] for line in fed.strategy.history[1:]] == [[], []]
-    (line,) = fed.strategy.newcomers
+    (line,) = fed.strategy.new_client_lines
     assert line["failures"] == [{"client": 2, "name": "d", "reason": "its node is not connected"}]
 
 

@@ -58,7 +58,7 @@ def test_the_rounds_are_those_of_a_federation_without_them(tmp_path: Path, metho
     found = federation(tmp_path, method, **rounds).run()
     assert found.fingerprint == small.fingerprint
     assert asked(found, "train") == {1: {0, 1}, 2: {0, 1}, 3: {2}, 4: {2}}
-    lines = found.strategy.newcomers
+    lines = found.strategy.new_client_lines
     assert [line["round"] for line in lines] == [3, 4]
     assert {line["after"] for line in lines} == {2}
     for line in lines:
@@ -78,8 +78,8 @@ def test_they_get_what_the_rounds_came_to_and_their_uploads_are_not_used(tmp_pat
     found.grid.watchers.append(watching)
     found.run()
     assert all(state is states[-1] for state in states[3:]), "hello and two rounds come before"
-    saved = found.directory.newcomers(2)
-    assert saved == json.loads(json.dumps(found.strategy.newcomers))
+    saved = found.directory.new_client_lines(2)
+    assert saved == json.loads(json.dumps(found.strategy.new_client_lines))
     correct = [sum(each["head"] for each in line["columns"]["correct"]) for line in saved]
     assert [line["accuracy"]["head"]["weighted"] for line in saved] == [hits / 10 for hits in correct]
 
@@ -88,7 +88,7 @@ def test_scored_before_training_they_begin_with_the_broadcast_and_end_with_a_las
     tmp_path: Path,
 ) -> None:
     found = federation(tmp_path, "fedavg", evaluate_moment="before", **NEW).run()
-    lines = found.strategy.newcomers
+    lines = found.strategy.new_client_lines
     assert [line["accuracy_of_round"] for line in lines] == [2, 3, 4]
     assert ["final" in line for line in lines] == [False, False, True]
     assert lines[-1]["final"]["accuracy"]["head"]["clients"] == 2
@@ -100,11 +100,11 @@ def test_whoever_goes_on_meets_them_as_new_again(tmp_path: Path) -> None:
     federation(tmp_path, on_disk=True, **NEW).run()
     longer = again(tmp_path, num_server_rounds=3).run()
     straight = federation(tmp_path / "straight", num_server_rounds=3, **NEW).run()
-    assert longer.strategy.newcomers[0]["columns"]["participations"] == [1, 1]
-    assert [line["accuracy"] for line in longer.strategy.newcomers] == [
-        line["accuracy"] for line in straight.strategy.newcomers
+    assert longer.strategy.new_client_lines[0]["columns"]["participations"] == [1, 1]
+    assert [line["accuracy"] for line in longer.strategy.new_client_lines] == [
+        line["accuracy"] for line in straight.strategy.new_client_lines
     ]
-    assert [len(longer.directory.newcomers(after)) for after in (1, 2, 3)] == [0, 3, 3]
+    assert [len(longer.directory.new_client_lines(after)) for after in (1, 2, 3)] == [0, 3, 3]
 
 
 def test_stopped_among_their_rounds_the_run_goes_on_there(tmp_path: Path) -> None:
@@ -115,13 +115,13 @@ def test_stopped_among_their_rounds_the_run_goes_on_there(tmp_path: Path) -> Non
     stopped = federation(tmp_path, on_disk=True, faults={(4, 4): pull}, **NEW)
     with pytest.raises(Stopped):
         stopped.run()
-    assert len(stopped.directory.newcomers(2)) == 1
+    assert len(stopped.directory.new_client_lines(2)) == 1
     assert watch.snapshot(stopped.directory.path, 0.0).state != "finished"
     found = again(tmp_path).run()
     assert asked(found, "train") == {4: {3, 4}, 5: {3, 4}}
     straight = federation(tmp_path / "straight", **NEW).run()
-    accuracies = [line["accuracy"] for line in straight.strategy.newcomers]
-    assert [line["accuracy"] for line in found.strategy.newcomers] == accuracies
+    accuracies = [line["accuracy"] for line in straight.strategy.new_client_lines]
+    assert [line["accuracy"] for line in found.strategy.new_client_lines] == accuracies
     assert watch.snapshot(found.directory.path, 0.0).state == "finished"
     assert asked(again(tmp_path).run(), "train") == {}, "all is done"
 
@@ -136,10 +136,10 @@ def test_a_torn_line_of_theirs_is_made_again(tmp_path: Path) -> None:
     console = Console(record=True, width=200)
     show.show_run(stopped.directory.path, console)
     assert "1 of 3 rounds of the new clients; resume with: pbfl run --resume" in console.export_text()
-    with (stopped.directory.path / "newcomers.jsonl").open("a") as file:
+    with (stopped.directory.path / "new-clients.jsonl").open("a") as file:
         file.write('{"round": 4, "aft')
     again(tmp_path).run()
-    assert [line["round"] for line in stopped.directory.newcomers(2)] == [3, 4, 5]
+    assert [line["round"] for line in stopped.directory.new_client_lines(2)] == [3, 4, 5]
 
 
 def test_a_round_of_theirs_that_ended_the_run_is_made_again(tmp_path: Path) -> None:
@@ -147,20 +147,20 @@ def test_a_round_of_theirs_that_ended_the_run_is_made_again(tmp_path: Path) -> N
     ended = federation(tmp_path, faults={(3, 5): raises}, **keys)
     with pytest.raises(PbflError, match="new client 3 failed"):
         ended.run()
-    assert [line["round"] for line in ended.directory.newcomers(2)] == [3, 4]
+    assert [line["round"] for line in ended.directory.new_client_lines(2)] == [3, 4]
     found = again(tmp_path, failure_policy="stop").run()
     assert asked(found, "train") == {5: {3, 4}}
-    assert found.strategy.newcomers[-1]["columns"]["client"] == [3, 4]
+    assert found.strategy.new_client_lines[-1]["columns"]["client"] == [3, 4]
 
 
 def test_one_that_fails_is_named_and_costs_nobody_else_anything(tmp_path: Path) -> None:
     found = federation(tmp_path, faults={(3, 3): raises}, **NEW).run()
-    (failure,) = found.strategy.newcomers[0]["failures"]
-    (line,) = show.failure_lines([*found.strategy.history, *found.strategy.newcomers])
+    (failure,) = found.strategy.new_client_lines[0]["failures"]
+    (line,) = show.failure_lines([*found.strategy.history, *found.strategy.new_client_lines])
     assert line.startswith("new client 3 failed in round 1 of its own: ")
     assert failure["client"] == 3
     assert "boom" in failure["reason"]
-    assert [line["columns"]["client"] for line in found.strategy.newcomers] == [[4], [3, 4], [3, 4]]
+    assert [line["columns"]["client"] for line in found.strategy.new_client_lines] == [[4], [3, 4], [3, 4]]
     with pytest.raises(
         PbflError, match=r"new client 3 failed: .*boom.*failure-policy is 'stop'\. All rounds"
     ):
@@ -177,8 +177,8 @@ def test_one_that_runs_on_another_node_by_then_is_found(tmp_path: Path) -> None:
 
     found.grid.watchers.append(restarted)
     found.run()
-    assert [line["failures"] for line in found.strategy.history + found.strategy.newcomers] == [[]] * 5
-    assert {len(line["columns"]["client"]) for line in found.strategy.newcomers} == {2}
+    assert [line["failures"] for line in found.strategy.history + found.strategy.new_client_lines] == [[]] * 5
+    assert {len(line["columns"]["client"]) for line in found.strategy.new_client_lines} == {2}
 
 
 def test_a_round_without_enough_of_the_others_ends_the_run(tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_tables_and_summaries_show_them(tmp_path: Path) -> None:
     theirs = replace(partition, splits=partition.splits[2:])
     skew = 100 * (theirs.majority(load_pool(found.strategy.settings.data).labels) or 0.0)
     assert f"Always predicting a new client's most frequent training class: {skew:.2f} %" in said
-    last = found.strategy.newcomers[-1]["accuracy"]["global"]["weighted"]
+    last = found.strategy.new_client_lines[-1]["accuracy"]["global"]["weighted"]
     assert Record.load(path).newcomer_accuracy() == last
     sheet = summary_sheet(load([path]))
     assert sheet.columns[-1] == "new clients"
@@ -247,9 +247,9 @@ def test_a_comparison_waits_for_them_and_has_a_column(tmp_path: Path) -> None:
     planned = Planned("FedProto", 0, requested, path)
     lines = [entry(2, 0.5, 0.5, after=1), entry(3, 0.5, 0.625, after=1), entry(4, 0.5, 1.0, after=2)]
     for number in (0, 1):
-        (path / "newcomers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:number]))
+        (path / "new-clients.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:number]))
         assert not check_finished(planned)
-    (path / "newcomers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (path / "new-clients.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert check_finished(planned)
     (row,) = rows([planned])
     assert row.new == [62.5]
@@ -295,6 +295,6 @@ def test_the_state_of_a_new_device_on_this_machine_is_found(tmp_path: Path) -> N
 def test_the_same_bits_in_any_order(tmp_path: Path) -> None:
     one, other = (federation(tmp_path / str(order), order=order, **NEW).run() for order in (1, 2))
     assert same_tensors(one.strategy.state.to_tensors(), other.strategy.state.to_tensors())
-    columns = [[line["columns"]["correct"] for line in run.strategy.newcomers] for run in (one, other)]
+    columns = [[line["columns"]["correct"] for line in run.strategy.new_client_lines] for run in (one, other)]
     assert columns[0] == columns[1]
-    assert torch.isfinite(torch.tensor([line["test_loss"] for line in one.strategy.newcomers])).all()
+    assert torch.isfinite(torch.tensor([line["test_loss"] for line in one.strategy.new_client_lines])).all()

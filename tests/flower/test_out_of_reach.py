@@ -159,7 +159,7 @@ def test_a_round_that_is_asked_again_is_not_the_best_yet(tmp_path: Path) -> None
     faults: dict[tuple[int, int], Fault] = {(client, 2): while_it_lasts(1) for client in (0, 1)}
     found = federation(tmp_path, on_disk=True, faults=faults, min_replies=4, models="cnn4", keep_best=True)
     with patch.object(
-        strategies, "best_round_line", lambda history, headline: history[-1] if history else None
+        strategies, "best_round_line", lambda history, primary_predictor: history[-1] if history else None
     ):
         found.run()
     questions = [

@@ -316,7 +316,9 @@ def test_what_we_add_is_under_three_percent_of_the_rows(record_property: Any) ->
     # What TinyProto sends up: n_i beside the rows; every predictor scored, two loss terms reported.
     up = Prototypes(torch.randn(K, s), present, None, 12_345)
     correct = dict.fromkeys(PREDICTORS, 1_000)
-    report = Report(12_345, 4_115, 999, correct, 1.234, SECONDS, 987.6, {"loss.ce": 1.2, "loss.pull": 3.4})
+    report = Report(
+        12_345, 4_115, 999, correct, 1.234, SECONDS, 987.6, {"loss.ce": 1.2, "loss.regularizer": 3.4}
+    )
     config = ConfigRecord({"round": 999, "experiment": strategy.experiment})
     contents = {
         "up": wire.content(encode(up), report.to_record()),

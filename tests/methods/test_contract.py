@@ -127,9 +127,9 @@ def test_scores_are_finite_and_of_shape_b_by_k(played: Played) -> None:
         assert name in played.federation.strategy.method.predicts
         assert scores.shape == (len(tiny_client(client).test), 10)
         assert torch.isfinite(scores).all(), (client, name)
-    headline = played.federation.strategy.headline
-    assert headline in played.federation.strategy.method.predicts
-    assert headline in played.federation.strategy.history[-1]["accuracy"]
+    primary_predictor = played.federation.strategy.primary_predictor
+    assert primary_predictor in played.federation.strategy.method.predicts
+    assert primary_predictor in played.federation.strategy.history[-1]["accuracy"]
 
 
 def test_everything_that_stays_and_travels_is_finite(played: Played) -> None:
@@ -297,15 +297,15 @@ def test_one_architecture_is_asked_for_before_round_1(name: str, tmp_path: Path)
 
 
 STAGES: dict[str, Scalar] = {
-    "pull-weight": 3.0,
-    "pull-form": "mse",
+    "regularizer-weight": 3.0,
+    "regularizer-form": "mse",
     "collect": "trajectory",
     "aggregation": "median",
     "trim-share": 0.3,
     "norm-bound": 2.0,
     "cps-dim": 8,
     "cps-scheme": "block",
-    "cps-pull": "masked",
+    "cps-regularizer": "masked",
     "cpkd": "sample",
     "aps-scale": 2.0,
     "ppa-total": "known",

@@ -44,7 +44,7 @@ def page(tmp_path, monkeypatch):
         "    predicts = ('head', 'mine')\n"
         "def named(settings): return Named()\n"
         "class Headed(Local):\n"
-        "    headline = 'global'\n"
+        "    primary_predictor = 'global'\n"
         "def headed(settings): return Headed()\n"
         "def raises(settings): return settings.run.colours\n"
         "def takes_two(settings, more): return None\n"
@@ -112,8 +112,8 @@ def test_a_run_of_cosproto(tmp_path):
     keys: dict[str, Any] = {"method_settings": "weight=2.0", "num_server_rounds": 2}
     history = federation(tmp_path, "cosproto:build", **keys).run().strategy.history
     assert [line["failures"] for line in history] == [[], []]
-    assert history[0]["clients"]["loss.pull"] == 0
-    assert 0 < history[1]["clients"]["loss.pull"] < 4
+    assert history[0]["clients"]["loss.regularizer"] == 0
+    assert 0 < history[1]["clients"]["loss.regularizer"] < 4
     assert "global" in history[1]["accuracy"]
 
 
@@ -165,7 +165,10 @@ def test_no_metric_may_have_the_name_of_a_field_of_the_report():
         ({"method": "no_page:nothing"}, "the function returned NoneType, expected a pbfl_flwr.method.Method"),
         ({"method": "no_page:silent"}, "int lacks the attribute reveals"),
         ({"method": "no_page:named"}, "'local': predicts contains 'mine', .*; allowed are head, global, "),
-        ({"method": "no_page:headed"}, "headline = 'global': allowed is one listed in predicts: head$"),
+        (
+            {"method": "no_page:headed"},
+            "primary_predictor = 'global': allowed is one listed in predicts: head$",
+        ),
         (
             {"method": "no_page:raises"},
             r"raises\(settings\) raised AttributeError: .*'colours' \(no_page.py:14\)$",

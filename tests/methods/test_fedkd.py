@@ -207,7 +207,7 @@ def test_as_coded_sends_parameters_and_stands_for_itself(make_method, make_clien
     assert method.broadcast(states[1], 7) is states[1].update  # everybody can read it
     share = states[1].update.scalars() / states[1].weights.scalars()
     assert method.report(states[1]) == {"sent-share": share, "zeroed-tensors": 0.0}
-    assert method.notes(states[1]) == []
+    assert method.round_warnings(states[1]) == []
 
 
 def test_matrices_that_as_coded_loses_are_said(make_method, make_client, task):
@@ -220,7 +220,7 @@ def test_matrices_that_as_coded_loses_are_said(make_method, make_client, task):
     after = method.aggregate(state, {0: update.payload}, Round(1, task, 1))
     assert (after.zeroed, after.update.factors) == (matrices, {})
     assert method.report(after)["zeroed-tensors"] == len(matrices)
-    assert method.notes(state) == []
+    assert method.round_warnings(state) == []
     (note,) = method.notes(after)
     assert f"{len(matrices)} matrices of the mentee became zero" in note
     assert matrices[0] in note

@@ -161,12 +161,12 @@ def test_first_round_is_cross_entropy_then_generator_and_pull_join(make_method, 
         0,
     ]  # clients ask for no class it was not trained on
     second = method.local_update(make_client(round=2, **architecture), method.broadcast(state, 0))
-    assert set(second.metrics) == {"loss.ce", "loss.generated", "loss.pull"}
+    assert set(second.metrics) == {"loss.ce", "loss.generated", "loss.regularizer"}
 
 
 def test_a_single_prototype_pulls(make_method, make_client, task):
     method = replace(make_method("fedpa", own=SMALL), architecture="cnn4")
-    for held, terms in (([0, 0, 0, 0], {"loss.ce"}), ([0, 1, 0, 0], {"loss.ce", "loss.pull"})):
+    for held, terms in (([0, 0, 0, 0], {"loss.ce"}), ([0, 1, 0, 0], {"loss.ce", "loss.regularizer"})):
         table = Prototypes(torch.ones(4, 6) * torch.tensor(held)[:, None], torch.tensor(held).bool())
         down = replace(method.init(task, 0).taught, prototypes=table)
         assert set(method.local_update(make_client(architecture="cnn4", round=2), down).metrics) == terms

@@ -81,22 +81,22 @@ def test_rounds_of_exchange(make_method, own, expected):
 )
 def test_a_run_that_ends_before_an_exchange_shows_is_forewarned(make_method, own, shows):
     method = make_method("gfpl", own=own)
-    assert method.forewarnings(shows) == []
+    assert method.config_warnings(shows) == []
     if shows:
-        (said,) = method.forewarnings(shows - 1)
+        (said,) = method.config_warnings(shows - 1)
         assert said.startswith(
             f"num-server-rounds = {shows - 1}: the first exchange of mixtures is in round {shows - 1}"
         )
     else:
-        assert method.forewarnings(1) == []
+        assert method.config_warnings(1) == []
 
 
 def test_a_run_whose_new_clients_get_no_mixtures_is_forewarned(make_method):
     method = make_method("gfpl", new_clients=2, num_clients=6)
-    (said,) = method.forewarnings(12)
+    (said,) = method.config_warnings(12)
     assert said.startswith("num-server-rounds = 12: new clients get no mixtures")
-    assert method.forewarnings(20) == make_method("gfpl").forewarnings(12) == []
-    assert make_method("gfpl", new_clients=2, num_clients=6, own=OFF).forewarnings(12) == []
+    assert method.config_warnings(20) == make_method("gfpl").config_warnings(12) == []
+    assert make_method("gfpl", new_clients=2, num_clients=6, own=OFF).config_warnings(12) == []
 
 
 @pytest.mark.parametrize("architecture", ["mlp5", "resnet4"])
@@ -189,7 +189,7 @@ def test_without_cross_entropy_a_step_descends_the_dot_regression_alone(make_met
     assert all(torch.allclose(a, b, atol=1e-7) for a, b in zip(found, expected, strict=True))
     assert torch.equal(client.model.head.weight, alone.model.head.weight)
     assert set(update.metrics) == {"loss.dot"}
-    assert method.headline == "etf"
+    assert method.primary_predictor == "etf"
     retrained = method.local_update(make_client(), mixtures(0, 3)).metrics
     assert {"retrain-loss.dot", "loss.dot"} == {name for name in retrained if "loss" in name}
 

@@ -180,7 +180,7 @@ def same(found, networks):
             assert torch.allclose(found[i][name], tensor, rtol=1e-4, atol=1e-5), (i, name)
 
 
-L2 = {"pull_form": "l2", "pull_weight": 0.5}
+L2 = {"regularizer_form": "l2", "regularizer_weight": 0.5}
 APS = {"cps_dim": 2, "aps_scale": 0.05}
 
 
@@ -197,7 +197,7 @@ APS = {"cps_dim": 2, "aps_scale": 0.05}
         ("fedproto", {"cpkd": "class", "cps_dim": 3}, {"weighing": "class", "s": 3}),
         (
             "fedproto",
-            {"cps_dim": 2, "cps_pull": "masked", "aggregation": "ppa", "cpkd": "class", **L2},
+            {"cps_dim": 2, "cps_regularizer": "masked", "aggregation": "ppa", "cpkd": "class", **L2},
             {"s": 2, "inside": True, "rule": "ppa", "weighing": "class", "form": "l2", "lam": 0.5},
         ),
         (
@@ -208,7 +208,11 @@ APS = {"cps_dim": 2, "aps_scale": 0.05}
         ("tinyproto", APS, {"s": 2, "rule": "aps-sum", "mu": 0.05}),
         ("tinyproto", {**APS, "aggregation": "aps-mean"}, {"s": 2, "rule": "aps-mean", "mu": 0.05}),
         ("tinyproto", {"cps_dim": 2}, {"s": 2, "rule": "aps-sum", "mu": 0.9 * K / N}),
-        ("protonorm", {"upscale": 3.0, "pull_weight": 1.0}, {"gamma": 3.0, "lam": 1.0, "server": aligned}),
+        (
+            "protonorm",
+            {"upscale": 3.0, "regularizer_weight": 1.0},
+            {"gamma": 3.0, "lam": 1.0, "server": aligned},
+        ),
     ],
 )
 def test_rounds_are_those_of_the_equations(make_method, make_client, task, name, keys, terms):

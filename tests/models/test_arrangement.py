@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models import cpu_convolutions as arrangement
-from pbfl_flwr.models.build import arrange, build_model
+from pbfl_flwr.models.build import build_model, optimize_layout
 from pbfl_flwr.models.cpu_convolutions import FEW_PIXELS, DepthwiseConv2d, FewPixelsConv2d, PointwiseConv2d
 from pbfl_flwr.task import Task
 from pbfl_flwr.training.optimizers import SGD, Group
@@ -40,7 +40,7 @@ def test_a_depthwise_convolution_keeps_its_values_and_gradients(
     model = nn.Sequential(conv)
     inputs = torch.randn(3, 6, side, side, dtype=torch.float64)
     expected = gradients(conv, inputs)
-    arrange(model, "channels-last")
+    optimize_layout(model, "channels-last")
     assert isinstance(model[0], DepthwiseConv2d)
     for found, wanted in zip(gradients(model[0], inputs), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
@@ -60,7 +60,7 @@ def test_a_dense_convolution_keeps_its_values_and_gradients(
     model = nn.Sequential(conv)
     inputs = torch.randn(5, 3, *sides, dtype=torch.float64)
     expected = gradients(conv, inputs)
-    arrange(model, "channels-last")
+    optimize_layout(model, "channels-last")
     assert isinstance(model[0], FewPixelsConv2d)
     for found, wanted in zip(gradients(model[0], inputs), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
@@ -72,7 +72,7 @@ def test_a_dense_convolution_over_one_pixel_by_hand() -> None:
     with torch.no_grad():
         conv.weight.copy_(torch.arange(18.0).view(2, 1, 3, 3))
         conv.bias.copy_(torch.tensor([0.5, -1.0]))
-    model = arrange(nn.Sequential(conv), "channels-last")
+    model = optimize_layout(nn.Sequential(conv), "channels-last")
     assert model(torch.tensor([[[[2.0]]]])).flatten().tolist() == [8.5, 25.0]
 
 
@@ -85,7 +85,7 @@ def test_a_dense_convolution_over_one_pixel_by_hand() -> None:
     ],
 )
 def test_a_single_map_and_no_map_at_all_are_the_librarys(conv: nn.Conv2d) -> None:
-    model = arrange(nn.Sequential(conv), "channels-last")
+    model = optimize_layout(nn.Sequential(conv), "channels-last")
     assert replaced(model)
     maps = torch.randn(2, 4, 2, 2)
     torch.testing.assert_close(model(maps[0]), conv(maps)[0])
@@ -96,7 +96,7 @@ def test_a_kernel_that_meets_no_pixel_gives_the_bias() -> None:
     conv = nn.Conv2d(2, 1, 2, stride=9, padding=4)
     inputs = torch.ones(2, 2, 1, 1)
     expected = gradients(conv, inputs)
-    model = arrange(nn.Sequential(conv), "channels-last")
+    model = optimize_layout(nn.Sequential(conv), "channels-last")
     for found, wanted in zip(gradients(model[0], inputs), expected, strict=True):
         torch.testing.assert_close(found, wanted)
 
@@ -105,7 +105,7 @@ def test_a_depthwise_convolution_over_one_pixel_by_hand() -> None:
     conv = nn.Conv2d(2, 2, 3, padding=1, groups=2, bias=False)
     with torch.no_grad():
         conv.weight.copy_(torch.arange(18.0).view(2, 1, 3, 3))
-    model = arrange(nn.Sequential(conv), "channels-last")
+    model = optimize_layout(nn.Sequential(conv), "channels-last")
     # Only the middle of the kernel meets the pixel: 4 for the first channel, 13 for the second.
     assert model(torch.tensor([[[[2.0]], [[3.0]]]])).flatten().tolist() == [8.0, 39.0]
 
@@ -117,7 +117,7 @@ def test_a_pointwise_convolution_keeps_its_values_and_gradients(bias: bool) -> N
     model = nn.Sequential(conv)
     inputs = torch.randn(3, 6, 5, 4, dtype=torch.float64)
     expected = gradients(conv, inputs)
-    arrange(model, "channels-last")
+    optimize_layout(model, "channels-last")
     assert isinstance(model[0], PointwiseConv2d)
     for found, wanted in zip(gradients(model[0], inputs), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
@@ -140,7 +140,7 @@ def test_a_pointwise_convolution_keeps_its_values_and_gradients(bias: bool) -> N
 )
 def test_other_convolutions_stay_the_librarys(conv: nn.Conv2d) -> None:
     model = nn.Sequential(conv)
-    arrange(model, "channels-last")
+    optimize_layout(model, "channels-last")
     assert model[0] is conv
 
 
@@ -150,7 +150,7 @@ def test_other_convolutions_stay_the_librarys(conv: nn.Conv2d) -> None:
 )
 def test_every_architecture_stays_the_same_function(name: str) -> None:
     plain = build_model(name, TASK, 0)
-    arranged = arrange(copy.deepcopy(plain), "channels-last")
+    arranged = optimize_layout(copy.deepcopy(plain), "channels-last")
     assert list(plain.state_dict()) == list(arranged.state_dict())
     for ours, theirs in zip(arranged.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours, theirs)
@@ -161,7 +161,7 @@ def test_every_architecture_stays_the_same_function(name: str) -> None:
 
 
 def test_the_last_stage_of_a_resnet_is_small() -> None:
-    model = arrange(build_model("resnet8", TASK, 0), "channels-last").eval()
+    model = optimize_layout(build_model("resnet8", TASK, 0), "channels-last").eval()
     sizes: list[int] = []
     for module in model.modules():
         if isinstance(module, FewPixelsConv2d):
@@ -172,7 +172,7 @@ def test_the_last_stage_of_a_resnet_is_small() -> None:
 
 @pytest.mark.parametrize("name", ["mobilenet-v2", "efficientnet-b0"])
 def test_deep_networks_meet_small_maps(name: str) -> None:
-    model = arrange(build_model(name, TASK, 0), "channels-last").eval()
+    model = optimize_layout(build_model(name, TASK, 0), "channels-last").eval()
     sizes: list[int] = []
     for module in model.modules():
         if isinstance(module, DepthwiseConv2d):
@@ -184,7 +184,7 @@ def test_deep_networks_meet_small_maps(name: str) -> None:
 @pytest.mark.parametrize("name", ["cnn4", "resnet18", "mobilenet-v2"])
 def test_a_step_goes_along_the_gradient_whatever_the_layout(name: str) -> None:
     """torch's fused SGD pairs the wrong numbers where a parameter is channels-last and its gradient is not."""
-    model = arrange(build_model(name, TASK, 0), "channels-last").train()
+    model = optimize_layout(build_model(name, TASK, 0), "channels-last").train()
     inputs = torch.randn(4, *TASK.input_shape, generator=torch.Generator().manual_seed(1))
     parameters = tuple(model.parameters())
     descent = SGD([Group(parameters, 0.1)])
@@ -199,7 +199,7 @@ def test_a_step_goes_along_the_gradient_whatever_the_layout(name: str) -> None:
 
 def test_a_network_that_was_scored_first_can_be_trained() -> None:
     arrangement._taps.cache_clear()  # a process that has only scored so far
-    model = arrange(build_model("mobilenet-v2", TASK, 0), "channels-last").eval()
+    model = optimize_layout(build_model("mobilenet-v2", TASK, 0), "channels-last").eval()
     with torch.inference_mode():
         model.features(torch.zeros(2, *TASK.input_shape))
     model.features(torch.zeros(2, *TASK.input_shape)).sum().backward()
@@ -210,11 +210,11 @@ def test_reduced_precision_is_not_left_out_in_silence() -> None:
     with pytest.raises(
         PbflError, match=r"precision = 'bfloat16': Linear is not a .*SplitModel; allowed .* 'float32'"
     ):
-        arrange(nn.Linear(2, 2), "contiguous", "bfloat16")
+        optimize_layout(nn.Linear(2, 2), "contiguous", "bfloat16")
 
 
 def test_contiguous_leaves_a_network_as_it_was_built() -> None:
-    model = arrange(build_model("mobilenet-v2", TASK, 0), "contiguous")
+    model = optimize_layout(build_model("mobilenet-v2", TASK, 0), "contiguous")
     assert not replaced(model)
     assert next(model.parameters()).is_contiguous()
 
@@ -223,7 +223,7 @@ def test_contiguous_leaves_a_network_as_it_was_built() -> None:
 def test_reduced_precision_stays_close_and_hands_on_float32(name: str) -> None:
     task = Task(5, 24, (64,)) if name == "mlp5" else TASK
     plain = build_model(name, task, 0).eval()
-    reduced = arrange(build_model(name, task, 0), "channels-last", "bfloat16").eval()
+    reduced = optimize_layout(build_model(name, task, 0), "channels-last", "bfloat16").eval()
     inputs = torch.randn(16, *task.input_shape, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         wanted, found = plain.features(inputs), reduced.features(inputs)

@@ -15,7 +15,7 @@ from pbfl_flwr.models.build import (
     check_named,
     count_parameters,
     head_names,
-    is_still,
+    is_deterministic,
     random_inputs,
 )
 from pbfl_flwr.models.registry import architectures, base_and_sizes, body_and_classifier
@@ -95,7 +95,7 @@ def test_features_then_a_deeper_head(name: str) -> None:
         hidden = layers[1](layers[0](features).relu()).relu()
         assert torch.equal(logits, layers[2](hidden))
     assert float(logits.min()) < 0 < float(logits.max()), "logits end in no ReLU"
-    assert is_still(model) == is_still(linear)
+    assert is_deterministic(model) == is_deterministic(linear)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

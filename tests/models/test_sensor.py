@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.models.build import arrange, build_model, check_models, is_still, random_inputs
+from pbfl_flwr.models.build import build_model, check_models, is_deterministic, optimize_layout, random_inputs
 from pbfl_flwr.models.registry import FAMILIES
 from pbfl_flwr.task import Task
 
@@ -139,13 +139,15 @@ def test_har_gru_by_the_loop_of_its_equations() -> None:
 def test_a_sample_is_answered_alike_whatever_is_in_its_batch(name: str) -> None:
     model, x = build_model(name, HAR, seed=0).train(), random_inputs(HAR, 4)
     torch.testing.assert_close(model.features(x)[:1], model.features(x[:1]))
-    assert is_still(model) == (name not in {"har-gru", "har-resnet"})  # layers of their own are not known
+    assert is_deterministic(model) == (
+        name not in {"har-gru", "har-resnet"}
+    )  # layers of their own are not known
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_reduced_precision_hands_on_float32(name: str) -> None:
     plain, reduced = (build_model(name, HAR, seed=0).eval() for _ in range(2))
-    arrange(reduced, "channels-last", "bfloat16")
+    optimize_layout(reduced, "channels-last", "bfloat16")
     x = random_inputs(HAR, 4)
     with torch.no_grad():
         found = reduced.features(x)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.models.build import arrange, build_model, check_models, count_parameters, random_inputs
+from pbfl_flwr.models.build import build_model, check_models, count_parameters, optimize_layout, random_inputs
 from pbfl_flwr.seeds import seeded
 from pbfl_flwr.task import Task
 
@@ -219,7 +219,7 @@ def test_the_embedding_of_padding_stays_zero(name: str) -> None:
 @pytest.mark.parametrize("name", ["fasttext", "textcnn", "text-logistic", *STATES])
 def test_reduced_precision_hands_on_float32(name: str) -> None:
     plain, reduced = (build_model(name, TEXT, 0).eval() for _ in range(2))
-    arrange(reduced, "channels-last", "bfloat16")
+    optimize_layout(reduced, "channels-last", "bfloat16")
     ids = random_inputs(TEXT, 4)
     with torch.no_grad():
         found = reduced.features(ids)

@@ -7,7 +7,12 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.prototypes.regularizer import alignment_pull, contrast, proportional_weights, pull
+from pbfl_flwr.prototypes.regularizer import (
+    alignment_pull,
+    contrast,
+    proportional_weights,
+    prototype_regularizer,
+)
 
 PROTOTYPES = torch.tensor([[1.0, 0.0], [0.0, 2.0], [9.0, 9.0]])
 PRESENT = torch.tensor([True, True, False])  # the row of class 2 is no prototype
@@ -35,7 +40,9 @@ def features():
 )
 def test_pull_by_hand(form, per_class, weights, expected):
     z = features()
-    value = pull(z, LABELS, PROTOTYPES, PRESENT, form=form, per_class=per_class, class_weights=weights)
+    value = prototype_regularizer(
+        z, LABELS, PROTOTYPES, PRESENT, form=form, per_class=per_class, class_weights=weights
+    )
     assert float(value.detach()) == pytest.approx(expected, rel=1e-6)
     (gradient,) = torch.autograd.grad(value, z)
     assert torch.isfinite(gradient).all()
@@ -49,18 +56,18 @@ def test_mse_is_the_reference_loop():
     for b, label in enumerate(LABELS.tolist()):
         if PRESENT[label]:
             target[b] = PROTOTYPES[label]
-    torch.testing.assert_close(pull(z, LABELS, PROTOTYPES, PRESENT), F.mse_loss(target, z))
+    torch.testing.assert_close(prototype_regularizer(z, LABELS, PROTOTYPES, PRESENT), F.mse_loss(target, z))
 
 
 def test_masks_choose_the_domain():
     masks = torch.tensor([[True, False], [False, True], [True, True]])
     z = features()
-    inside = pull(z, LABELS, PROTOTYPES, PRESENT, masks=masks)
+    inside = prototype_regularizer(z, LABELS, PROTOTYPES, PRESENT, masks=masks)
     assert float(inside.detach()) == pytest.approx((9 + 1 + 4) / (4 * 2))
     (gradient,) = torch.autograd.grad(inside, z)
     assert gradient[0, 1] == 0  # outside the mask nothing pulls
     expanded = PROTOTYPES * masks
-    everywhere = pull(z, LABELS, expanded, PRESENT)
+    everywhere = prototype_regularizer(z, LABELS, expanded, PRESENT)
     assert float(everywhere.detach()) == pytest.approx((9 + 16 + 1 + 0 + 0 + 4) / (4 * 2))
 
 
@@ -68,7 +75,7 @@ def test_prototypes_get_no_gradient():
     prototypes = PROTOTYPES.clone().requires_grad_()
     z = features()
     torch.autograd.backward(
-        pull(z, LABELS, prototypes, PRESENT) + contrast(z, LABELS, prototypes, PRESENT, 0.5)
+        prototype_regularizer(z, LABELS, prototypes, PRESENT) + contrast(z, LABELS, prototypes, PRESENT, 0.5)
     )
     assert prototypes.grad is None
 
@@ -87,7 +94,7 @@ def test_no_nan_whatever_is_absent(seed, form, per_class, on_the_prototype):
     z.requires_grad_()
     counts = torch.randint(0, 9, (4,), generator=random)
     for value in (
-        pull(
+        prototype_regularizer(
             z,
             labels,
             prototypes,
@@ -108,8 +115,8 @@ def test_no_nan_whatever_is_absent(seed, form, per_class, on_the_prototype):
 def test_no_prototype_at_all_is_a_zero_with_a_graph():
     nobody = torch.zeros(3, dtype=torch.bool)
     for loss in (
-        lambda z: pull(z, LABELS, PROTOTYPES, nobody),
-        lambda z: pull(z, LABELS, PROTOTYPES, nobody, form="l2", per_class=True),
+        lambda z: prototype_regularizer(z, LABELS, PROTOTYPES, nobody),
+        lambda z: prototype_regularizer(z, LABELS, PROTOTYPES, nobody, form="l2", per_class=True),
         lambda z: contrast(z, LABELS, PROTOTYPES, nobody, 0.5),
         lambda z: alignment_pull(z, LABELS, PROTOTYPES, nobody),
     ):
@@ -156,7 +163,7 @@ def test_alignment_pull_sums_over_dimensions():
 
 
 def test_user_errors_are_named():
-    with pytest.raises(PbflError, match="pull-form is 'l1'"):
-        pull(features(), LABELS, PROTOTYPES, PRESENT, form="l1")  # type: ignore[arg-type]
+    with pytest.raises(PbflError, match="regularizer-form is 'l1'"):
+        prototype_regularizer(features(), LABELS, PROTOTYPES, PRESENT, form="l1")  # type: ignore[arg-type]
     with pytest.raises(PbflError, match="temperature of the contrastive loss is 0"):
         contrast(features(), LABELS, PROTOTYPES, PRESENT, 0)

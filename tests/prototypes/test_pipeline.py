@@ -79,9 +79,12 @@ def client(counts: list[int] = [3, 2, 0, 0]) -> Client:  # noqa: B006
 def test_what_else_helps_against_boundless_prototypes_is_named_where_it_does() -> None:
     plain = client()  # of cnn2
     normed = replace(plain, model=build_model("resnet4", TASK, 0))
-    named = {collect: method(collect=collect).remedy(normed) for collect in ("post", "before", "trajectory")}
+    named = {
+        collect: method(collect=collect).divergence_hint(normed)
+        for collect in ("post", "before", "trajectory")
+    }
     assert named["post"] == named["before"] == "collect = 'trajectory' with BatchNorm"
-    assert named["trajectory"] == method(collect="post").remedy(plain) == ""
+    assert named["trajectory"] == method(collect="post").divergence_hint(plain) == ""
 
 
 # All combinations -------------------------------------------------------------------------------------------
@@ -101,8 +104,8 @@ def test_every_combination_runs(tmp_path: Path, base: str, cps: bool, ppa: bool,
     found = federation(tmp_path, base, num_clients=3, **keys).run()
     history, state = found.strategy.history, found.strategy.state
     assert [line["failures"] for line in history] == [[], []]
-    assert history[1]["clients"]["loss.pull"] > 0
-    assert "loss.pull" not in history[0]["clients"]
+    assert history[1]["clients"]["loss.regularizer"] > 0
+    assert "loss.regularizer" not in history[0]["clients"]
     width = 16 if cps else 64
     held = [3, 1, 4]  # classes 0, 1, 2; 0; 1, 3, 4, 5
     assert state.broadcast.values.shape == (10, width)
@@ -117,7 +120,7 @@ def test_tinyproto_on_both_bases(tmp_path: Path, base: str) -> None:
     keys: dict[str, Any] = {"tinyproto.base": base, "tinyproto.server-epochs": 3, "cps_dim": 16}
     found = federation(tmp_path, "tinyproto", num_clients=3, **keys).run()
     assert [line["failures"] for line in found.strategy.history] == [[], []]
-    assert found.strategy.headline == "local"
+    assert found.strategy.primary_predictor == "local"
     assert (found.strategy.state.trained is not None) == (base == "fedtgp")
 
 
@@ -128,7 +131,12 @@ def test_settings_change_what_they_name(tmp_path: Path) -> None:
         return values
 
     base = state("base")
-    for key, value in (("cpkd", "sample"), ("cpkd", "class"), ("pull_form", "l2"), ("collect", "trajectory")):
+    for key, value in (
+        ("cpkd", "sample"),
+        ("cpkd", "class"),
+        ("regularizer_form", "l2"),
+        ("collect", "trajectory"),
+    ):
         assert not torch.equal(base, state(f"{key}-{value}", **{key: value})), (key, value)
 
 
@@ -275,7 +283,7 @@ def one(label: int, n: int, total: int | None, mean: float = 1.0) -> Prototypes:
 
 def test_a_single_prototype_pulls_and_none_does_not() -> None:
     for down, pulls in ((Prototypes.empty(4, 8), False), (one(1, 1, None), True)):
-        assert ("loss.pull" in method().local_update(client(), down).metrics) == pulls
+        assert ("loss.regularizer" in method().local_update(client(), down).metrics) == pulls
 
 
 @pytest.mark.parametrize("form", ["aps-sum", "aps-mean"])
@@ -352,7 +360,7 @@ def test_settings_that_others_keep_from_an_effect_are_said() -> None:
         "cps_scheme": "block",
         "ppa_total": "known",
     }
-    said = method("fedproto", **idle, total_examples=60).forewarnings(5)
+    said = method("fedproto", **idle, total_examples=60).config_warnings(5)
     assert [line.partition(" has no effect without ")[::2] for line in said] == [
         ("trim-share = 0.1", "aggregation = 'trimmed-mean'"),
         ("aps-scale = 0.5", "aggregation = 'aps-sum' or 'aps-mean'"),
@@ -360,15 +368,15 @@ def test_settings_that_others_keep_from_an_effect_are_said() -> None:
         ("total-examples = 60", "aggregation = 'ppa' with ppa-total = 'known'"),
         ("cps-scheme = 'block'", "cps-dim above 0"),
     ]
-    assert method("fedproto", aggregation="trimmed-mean", trim_share=0.1).forewarnings(5) == []
-    assert method("tinyproto", aps_scale=0.5, cps_scheme="block", cps_dim=2).forewarnings(5) == []
-    assert method("fedtgp").forewarnings(5) == method("protonorm").forewarnings(5) == []
+    assert method("fedproto", aggregation="trimmed-mean", trim_share=0.1).config_warnings(5) == []
+    assert method("tinyproto", aps_scale=0.5, cps_scheme="block", cps_dim=2).config_warnings(5) == []
+    assert method("fedtgp").config_warnings(5) == method("protonorm").config_warnings(5) == []
 
 
 def test_a_multiple_of_raw_means_is_forewarned() -> None:
     for keys in ({}, {"alignment": "unit"}, {"alignment": "off", "upscale": 1}):
-        assert method("protonorm", **keys).forewarnings(5) == []
-    (said,) = method("protonorm", alignment="off").forewarnings(5)
+        assert method("protonorm", **keys).config_warnings(5) == []
+    (said,) = method("protonorm", alignment="off").config_warnings(5)
     assert said.startswith("upscale = 100 multiplies prototypes that are not normalised, since alignment")
 
 
@@ -545,11 +553,14 @@ def test_costs_that_are_printed_with_three_decimals() -> None:
 def test_what_has_not_converged_is_said() -> None:
     plain = method()
     state = plain.init(TASK, 0)
-    assert plain.notes(state) == []
-    assert plain.notes(replace(state, metrics={"server-converged": 1.0, "alignment-converged": 1.0})) == []
-    (said,) = plain.notes(replace(state, metrics={"server-converged": 0.0}))
+    assert plain.round_warnings(state) == []
+    assert (
+        plain.round_warnings(replace(state, metrics={"server-converged": 1.0, "alignment-converged": 1.0}))
+        == []
+    )
+    (said,) = plain.round_warnings(replace(state, metrics={"server-converged": 0.0}))
     assert "their loss is not below 0.001" in said
-    (said,) = plain.notes(replace(state, metrics={"alignment-converged": 0.0}))
+    (said,) = plain.round_warnings(replace(state, metrics={"alignment-converged": 0.0}))
     assert "stopped at its maximum number of iterations" in said
 
 

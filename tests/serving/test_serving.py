@@ -24,7 +24,7 @@ from pbfl_flwr.methods import build_method
 from pbfl_flwr.models.build import build_model
 from pbfl_flwr.runs.client_store import load_tensors, save_tensors
 from pbfl_flwr.runs.saved_model import Card
-from pbfl_flwr.serving.export import Kept, export, has_onnx, read_state, state_file
+from pbfl_flwr.serving.export import SavedModel, export, has_onnx, read_state, state_file
 from pbfl_flwr.serving.network import Served, rebuild
 from pbfl_flwr.serving.predict import BATCH, Exported, Prediction, open_exported, predict, written
 from tests.flower.inprocess import federation
@@ -59,7 +59,7 @@ class Ran:
         found: dict[str, int] = self.line["correct"][self.line["name"].index(name)]
         return found
 
-    def kept(self, name: str) -> Kept:
+    def kept(self, name: str) -> SavedModel:
         return read_state(state_file(self.place / "state", name))
 
 
@@ -456,7 +456,7 @@ def test_somebodys_own_network_needs_a_word(tmp_path: Path, monkeypatch: pytest.
         shift=(0.0, 1.0),
     )  # fmt: skip
     weights = build_model("garden_nets:build", card.task, 1).state_dict()
-    kept = Kept(card, dict(weights), {})
+    kept = SavedModel(card, dict(weights), {})
     with pytest.raises(PbflError, match="allow it with --model garden_nets:build"):
         export(kept, tmp_path / "out")
     assert "card.json" in export(kept, tmp_path / "out", "garden_nets:build")

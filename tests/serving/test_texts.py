@@ -17,7 +17,7 @@ from pbfl_flwr.data.own import tokens
 from pbfl_flwr.data.own.inspection import settings_for
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models.build import build_model, random_inputs
-from pbfl_flwr.serving.export import Kept, export, has_onnx, read_state, state_file
+from pbfl_flwr.serving.export import SavedModel, export, has_onnx, read_state, state_file
 from pbfl_flwr.serving.predict import open_exported, predict
 from tests.flower.inprocess import federation
 
@@ -106,7 +106,7 @@ def test_every_network_for_texts_becomes_a_program(place: Path, name: str, tmp_p
     shape = {"input_shape": (12,), "scale": known.scale[:12], "shift": known.shift[:12]}
     card = known.model_copy(update={"architecture": name, **shape})
     model = build_model(name, card.task, 5).eval()
-    names = export(Kept(card, model.state_dict(), {}), tmp_path / "out")
+    names = export(SavedModel(card, model.state_dict(), {}), tmp_path / "out")
     ids = random_inputs(card.task, 3)
     ids[:, 0], ids[1, 5:], ids[2] = 1, 0, 0
     with torch.inference_mode():

@@ -50,7 +50,7 @@ class _Names:
         self.codes.extend(self.numbers.setdefault(text, len(self.numbers)) for text in texts)
 
 
-class Members:
+class LabelColumns:
     """Class and client of every row, collected block by block.
 
     Args:

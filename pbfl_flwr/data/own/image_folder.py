@@ -23,7 +23,7 @@ from pbfl_flwr.data.contract import Pool
 from pbfl_flwr.data.labels import known_classes
 from pbfl_flwr.data.own.images import ImageFiles, decode_images
 from pbfl_flwr.data.sources.files import files_under, given_path
-from pbfl_flwr.errors import PbflError, some
+from pbfl_flwr.errors import PbflError, abbreviate
 
 _PARTS = {"train", "training", "test", "testing", "val", "valid", "validation"}
 _WHAT = "a folder with train/<class>/* and optionally test/<class>/*, or <class>/*"
@@ -74,7 +74,7 @@ def image_folder(settings: DataSettings) -> Pool:
             )
         other = sorted(path.name for path in _folders(root) if path.name not in ("train", "test"))
         if other and train_dir != root:
-            notes = (*notes, f"folders ignored next to train and test: {some(other)}")
+            notes = (*notes, f"folders ignored next to train and test: {abbreviate(other)}")
         return Pool(inputs, labels, tuple(classes), num_train=len(train), notes=notes)
 
     sources = (path for path, _ in [*train, *test])

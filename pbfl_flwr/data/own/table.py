@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data.cache import Allocate, cached
 from pbfl_flwr.data.contract import Pool
-from pbfl_flwr.data.own.columns import SUFFIXES, Block, Members, opened, shown
+from pbfl_flwr.data.own.columns import SUFFIXES, Block, LabelColumns, opened, shown
 from pbfl_flwr.data.sources.files import given_path
 from pbfl_flwr.errors import PbflError
 
@@ -68,7 +68,7 @@ def features(path: Path, wanted: Sequence[str] | None, without: Sequence[str] = 
 def _decode(path: Path, settings: DataSettings) -> Pool:
     parts = []
     with opened(path) as (names, blocks):
-        members = Members(path, names, settings)
+        members = LabelColumns(path, names, settings)
         if not (places := members.rest):
             raise PbflError(f"{path} has no feature column besides '{names[members.label]}'")
         if index := next((names[place] for place in places if _INDEX.fullmatch(names[place])), None):

@@ -17,7 +17,7 @@ from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data.cache import Allocate, cached
 from pbfl_flwr.data.contract import Pool
 from pbfl_flwr.data.own import tokens
-from pbfl_flwr.data.own.columns import SUFFIXES, Members, opened, shown
+from pbfl_flwr.data.own.columns import SUFFIXES, LabelColumns, opened, shown
 from pbfl_flwr.data.sources.files import given_path
 from pbfl_flwr.errors import PbflError
 
@@ -56,7 +56,7 @@ def text(settings: DataSettings) -> Pool:
         words = read_vocabulary(known)
         found: list[str] = []
         with opened(path) as (names, blocks):
-            members = Members(path, names, settings)
+            members = LabelColumns(path, names, settings)
             place = _text_place(path, names, settings.text_column)
             if place == members.label:
                 raise PbflError(

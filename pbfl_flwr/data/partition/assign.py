@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data.contract import Partition, Pool, Rows, Split
 from pbfl_flwr.data.partition.procedures import (
-    Deal,
+    Assignment,
     dirichlet_indices,
     iid_indices,
     pathological_indices,
@@ -91,7 +91,7 @@ def _of_all(rows: Rows, thin: Partition, total: int) -> Partition:
     return Partition(splits, thin.counts, (*thin.notes, f"{len(rows):,} of {total:,} samples are used"))
 
 
-def _deal(pool: Pool, labels: Rows, settings: DataSettings, num_clients: int, rng: RandomState) -> Deal:
+def _deal(pool: Pool, labels: Rows, settings: DataSettings, num_clients: int, rng: RandomState) -> Assignment:
     least = settings.min_samples
     if len(labels) < num_clients * least:
         raise PbflError(
@@ -116,7 +116,7 @@ def _deal(pool: Pool, labels: Rows, settings: DataSettings, num_clients: int, rn
     return repair(deal, labels, least)
 
 
-def _natural(pool: Pool, total: int, settings: DataSettings, num_clients: int) -> Deal:
+def _natural(pool: Pool, total: int, settings: DataSettings, num_clients: int) -> Assignment:
     if pool.owner is None:
         raise PbflError(f"partition = natural: dataset '{settings.dataset}' has no client column")
     owner = pool.owner[:total]
@@ -128,7 +128,7 @@ def _natural(pool: Pool, total: int, settings: DataSettings, num_clients: int) -
     notes = (
         (f"the first {num_clients} of {len(owners)} natural clients",) if num_clients < len(owners) else ()
     )
-    return Deal(tuple(np.flatnonzero(owner == who) for who in owners[:num_clients]), notes)
+    return Assignment(tuple(np.flatnonzero(owner == who) for who in owners[:num_clients]), notes)
 
 
 def _official_tests(pool: Pool, train: tuple[Rows, ...], rng: RandomState) -> tuple[Split, ...]:

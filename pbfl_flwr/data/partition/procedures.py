@@ -24,7 +24,7 @@ MAX_TRIES = 100
 
 
 @dataclass(frozen=True, eq=False)
-class Deal:
+class Assignment:
     """Row indices of every client, in the procedure's order, and notes on irregularities."""
 
     rows: tuple[Rows, ...]
@@ -38,7 +38,7 @@ def dirichlet_indices(
     min_samples: int,
     rng: RandomState,
     num_classes: int | None = None,
-) -> Deal:
+) -> Assignment:
     """Distribute every class by its own Dirichlet(alpha) draw, excluding clients that hold N/M samples or more.
 
     Everything is redrawn, without reseeding, while the smallest client has fewer than ``min_samples``
@@ -69,7 +69,7 @@ def dirichlet_indices(
                 sizes[client] += len(piece)
         if sizes.min() >= min_samples:
             break
-    return Deal(tuple(np.concatenate(hand) for hand in hands), tuple(notes))
+    return Assignment(tuple(np.concatenate(hand) for hand in hands), tuple(notes))
 
 
 def pathological_indices(
@@ -79,7 +79,7 @@ def pathological_indices(
     min_samples: int,
     rng: RandomState,
     num_classes: int | None = None,
-) -> Deal:
+) -> Assignment:
     """Give every client ``classes_per_client`` classes C, as consecutive slices of each class's unshuffled rows.
 
     For each class, the first ceil(M/K·C) clients that still need a class get a random number of samples between
@@ -112,15 +112,15 @@ def pathological_indices(
         notes = (
             f"classes {left_out} go to no client: every client already has its {classes_per_client} classes",
         )
-    return Deal(tuple(np.concatenate(hand) for hand in hands), notes)
+    return Assignment(tuple(np.concatenate(hand) for hand in hands), notes)
 
 
-def iid_indices(total: int, num_clients: int, rng: RandomState) -> Deal:
+def iid_indices(total: int, num_clients: int, rng: RandomState) -> Assignment:
     """Distribute shuffled rows in equal parts; sizes differ by at most one, classes are balanced by chance."""
-    return Deal(tuple(np.array_split(rng.permutation(total).astype(np.int64), num_clients)))
+    return Assignment(tuple(np.array_split(rng.permutation(total).astype(np.int64), num_clients)))
 
 
-def repair(deal: Deal, labels: NDArray[Any], min_samples: int) -> Deal:
+def repair(deal: Assignment, labels: NDArray[Any], min_samples: int) -> Assignment:
     """Move samples from the largest clients to those with fewer than ``min_samples``, and note each move.
 
     A donor gives samples of its most frequent class, at most half of that class at a time, so that it keeps all
@@ -153,7 +153,7 @@ def repair(deal: Deal, labels: NDArray[Any], min_samples: int) -> Deal:
                 f"client {client} had too few samples: {moved} of class {classes[most]} moved from client "
                 f"{donor}"
             )
-    return Deal(tuple(hands), tuple(notes))
+    return Assignment(tuple(hands), tuple(notes))
 
 
 def _num_classes(labels: NDArray[Any], num_classes: int | None) -> int:

@@ -298,8 +298,8 @@ def check_finished(run: Planned) -> bool:
             f"{run.directory} was run with num-server-rounds = {until}, not {rounds}; allowed are at least as many "
             "rounds, or another --out"
         )
-    newcomers = wanted.run.new_client_rounds if wanted.run.new_clients else 0
-    return len(there.rounds()) >= rounds and len(there.newcomers(rounds)) >= newcomers
+    new_client_lines = wanted.run.new_client_rounds if wanted.run.new_clients else 0
+    return len(there.rounds()) >= rounds and len(there.new_client_lines(rounds)) >= new_client_lines
 
 
 def pending_keys(run: Planned) -> configuration.RequestedKeys | None:

@@ -38,7 +38,7 @@ BALANCE_NOTE = (
     "predictor of the row, over the pooled test samples of all clients."
 )
 PLAIN = (
-    "headline",
+    "primary_predictor",
     "scored",
     "clients",
     "seeds",
@@ -76,10 +76,10 @@ class Row:
 
     Attributes:
         label: of the runs.
-        headline: the predictor of the row: the requested one, or the runs' headline.
+        primary_predictor: the predictor of the row: the requested one, or the runs' primary_predictor.
         runs: number of finished runs, one per seed.
         rounds: their number of rounds; a range such as "18–37" if they differ.
-        last, best: headline accuracies (sample-weighted, %), one per seed in which it was scored.
+        last, best: primary_predictor accuracies (sample-weighted, %), one per seed in which it was scored.
         chosen: the same at the validation-chosen round; empty without validation data.
         others: predictor -> last accuracies.
         spread: standard deviation over clients, last round.
@@ -88,10 +88,10 @@ class Row:
         total: bytes per round, all clients and both directions, including Flower's objects.
         paper: scalars by the paper's formula; None if unknown.
         seconds: per round.
-        other: headline accuracies at the other moment; empty if clients are scored at one moment only.
-        new: headline accuracies of the new clients after their own rounds; empty without new clients.
+        other: primary_predictor accuracies at the other moment; empty if clients are scored at one moment only.
+        new: primary_predictor accuracies of the new clients after their own rounds; empty without new clients.
         majority: accuracy of always predicting a client's majority class, one per seed; None if unknown.
-        newcomer_majority: the same for the new clients.
+        new_client_majority: the same for the new clients.
         coverage: predictor -> number of clients that its accuracies cover, see :func:`.partial_coverage`.
         moment: when clients were scored, before or after their training.
         clients: number of participating clients that are not malicious.
@@ -100,7 +100,7 @@ class Row:
     """
 
     label: str
-    headline: str
+    primary_predictor: str
     runs: int
     rounds: str
     last: list[float]
@@ -117,7 +117,7 @@ class Row:
     other: list[float] = field(default_factory=list)
     new: list[float] = field(default_factory=list)
     majority: list[float | None] = field(default_factory=list)
-    newcomer_majority: list[float | None] = field(default_factory=list)
+    new_client_majority: list[float | None] = field(default_factory=list)
     coverage: Mapping[str, str] = field(default_factory=dict)
     moment: str = ""
     clients: int = 0
@@ -141,9 +141,9 @@ class Row:
             f"{fmean(of):.4f}" if of else "" for of in (self.last, self.best, self.spread, self.worst)
         ]
         bytes_ = [f"{number:.4f}" for number in (self.up, self.down, self.total)]
-        clients = self.coverage.get(self.headline, str(self.clients) if self.last else "")
+        clients = self.coverage.get(self.primary_predictor, str(self.clients) if self.last else "")
         return [
-            self.headline,
+            self.primary_predictor,
             self.moment,
             clients,
             str(self.seeds),
@@ -155,7 +155,7 @@ class Row:
     def further(self) -> list[str]:
         """Return the CSV cells of :data:`FURTHER`: deviations over seeds and other accuracies, in %."""
         accuracies = [*(self.others.get(name, []) for name in PREDICTORS), self.chosen, self.other, self.new]
-        majorities = (self.majority, self.newcomer_majority)
+        majorities = (self.majority, self.new_client_majority)
         shares = ([100 * share for share in of if share is not None] for of in majorities)
         return [
             csv_mean_sd(self.last)[1],
@@ -172,7 +172,7 @@ def rows(planned: Sequence[Planned], by: str = "") -> list[Row]:
 
     Args:
         planned: the runs.
-        by: the predictor of all rows; empty means each run's headline.
+        by: the predictor of all rows; empty means each run's primary_predictor.
     """
     found = []
     for label in dict.fromkeys(run.label for run in planned):
@@ -184,10 +184,10 @@ def rows(planned: Sequence[Planned], by: str = "") -> list[Row]:
 
 def _row(label: str, runs: Sequence[RunDirectory], by: str) -> Row:
     abouts, histories = [run.read() for run in runs], [run.rounds() for run in runs]
-    headline = by or str(abouts[0]["headline"])
+    primary_predictor = by or str(abouts[0]["primary_predictor"])
     all_scores = [scores(history) for history in histories]
     # Missing if clients report nothing, have no test samples, or there were no prototypes yet at the last scoring.
-    scored = [found[headline] for found in all_scores if headline in found]
+    scored = [found[primary_predictor] for found in all_scores if primary_predictor in found]
     balanced, macro_f1 = (
         [100 * found.last[1][key] for found in scored if key in found.last[1]]
         for key in ("balanced", "macro_f1")
@@ -196,7 +196,7 @@ def _row(label: str, runs: Sequence[RunDirectory], by: str) -> Row:
     clients, records = participants(abouts[0]), [Record.load(run.path, by=by) for run in runs]
     return Row(
         label,
-        headline,
+        primary_predictor,
         len(runs),
         span(map(len, histories)),
         [100 * found.last[1]["weighted"] for found in scored],
@@ -217,7 +217,7 @@ def _row(label: str, runs: Sequence[RunDirectory], by: str) -> Row:
         [100 * at[1]["weighted"] for found in scored if (at := found.other) is not None],
         [100 * a for record in records if (a := record.newcomer_accuracy()) is not None],
         [run.majority() for run in runs],
-        [run.newcomer_majority() for run in runs],
+        [run.new_client_majority() for run in runs],
         partial_coverage(zip(abouts, all_scores, strict=True)),
         str(abouts[0]["moment"]),
         len(honest(abouts[0])),
@@ -241,7 +241,7 @@ def table(title: str, found: Sequence[Row], by: str = "") -> Sheet:
     moments, lengths = differing(found)
     head = [
         "run",
-        "by" if by else "headline",
+        "by" if by else "primary_predictor",
         *(["scored"] if moments else []),
         *(["rounds"] if lengths else []),
     ]
@@ -252,7 +252,7 @@ def table(title: str, found: Sequence[Row], by: str = "") -> Sheet:
     head += ["payload up", "payload down", "all bytes per round", "paper's scalars", "s per round"]
     lines = []
     for row in found:
-        cells = [row.label, row.headline, *([row.moment] if moments else [])]
+        cells = [row.label, row.primary_predictor, *([row.moment] if moments else [])]
         cells += [row.rounds] if lengths else []
         cells += [mean_cell(row.last), mean_cell(row.best)]
         cells += [mean_cell(row.chosen)] if chosen else []
@@ -293,14 +293,14 @@ def remarks(found: Sequence[Row]) -> list[str]:
     return [
         *([MOMENT_NOTE] if differing(found)[0] else []),
         *changed_lines((row.label, row.mixed) for row in found),
-        *unscored_lines((row.label, row.headline) for row in found if not row.last),
+        *unscored_lines((row.label, row.primary_predictor) for row in found if not row.last),
         *([f"Not scored for every seed: {'; '.join(half)}."] if (half := _half_scored(found)) else []),
         *coverage_lines([(row.label, row.coverage) for row in found]),
         *([BALANCE_NOTE] if any(row.balanced for row in found) else []),
         *([OTHER_NOTE] if any(row.other for row in found) else []),
         *([NEW_NOTE] if any(row.new for row in found) else []),
         *majority_lines(share for row in found for share in row.majority),
-        *majority_lines((share for row in found for share in row.newcomer_majority), "a new client"),
+        *majority_lines((share for row in found for share in row.new_client_majority), "a new client"),
     ]
 
 
@@ -312,7 +312,7 @@ def write(out: Path, title: str, found: Sequence[Row], groups: Sequence[Group], 
         title: of the comparison.
         found: the rows.
         groups: their runs.
-        by: the predictor of all rows; empty means each run's headline.
+        by: the predictor of all rows; empty means each run's primary_predictor.
     """
     sheet = table(title, found, by)
     write_atomically(out / "table.md", sheet.markdown().encode())

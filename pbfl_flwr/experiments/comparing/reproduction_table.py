@@ -81,7 +81,7 @@ def rows(paper: Reproduction, planned: Mapping[str, Sequence[Planned]], by: str 
     Args:
         paper: the published table.
         planned: the runs of each block.
-        by: the predictor of all rows; empty means each run's headline.
+        by: the predictor of all rows; empty means each run's primary_predictor.
     """
     found = []
     for name, runs in planned.items():
@@ -95,7 +95,7 @@ def rows(paper: Reproduction, planned: Mapping[str, Sequence[Planned]], by: str 
 def _row(paper: Reproduction, block: str, label: str, runs: Sequence[RunDirectory], by: str) -> Row:
     histories = [run.rounds() for run in runs]
     found: list[dict[str, Scores]] = [scores(history, by=paper.accuracy) for history in histories]
-    rule = by or str(runs[0].read()["headline"])
+    rule = by or str(runs[0].read()["primary_predictor"])
 
     def column(which: Literal["best", "last"], statistic: str, name: str = rule) -> list[float]:
         return [100 * getattr(score[name], which)[1][statistic] for score in found if name in score]

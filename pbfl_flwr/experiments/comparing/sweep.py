@@ -145,7 +145,7 @@ def table(sweep: Sweep, found: Sequence[Row], planned: Sequence[Planned], title:
         found: the rows.
         planned: all runs, including those not finished.
         title: of the table.
-        by: the predictor of all rows; empty means each run's headline.
+        by: the predictor of all rows; empty means each run's primary_predictor.
     """
     names = [name for name in PREDICTORS if any(name in row.others for row in found)]
     chosen, twice = any(row.chosen for row in found), any(row.other for row in found)
@@ -153,7 +153,7 @@ def table(sweep: Sweep, found: Sequence[Row], planned: Sequence[Planned], title:
     moments, _ = differing(found)
     head = [
         *sweep.swept,
-        "by" if by else "headline",
+        "by" if by else "primary_predictor",
         *(["scored"] if moments else []),
         "last",
         "best (on test data)",
@@ -164,7 +164,7 @@ def table(sweep: Sweep, found: Sequence[Row], planned: Sequence[Planned], title:
     head += ["payload up", "payload down", "all bytes per round", "rounds", "seeds", "s per round"]
     lines = []
     for row in found:
-        cells = [*(_text(value) for value in sweep.values[row.label]), row.headline]
+        cells = [*(_text(value) for value in sweep.values[row.label]), row.primary_predictor]
         cells += [row.moment] if moments else []
         cells += [mean_cell(row.last), mean_cell(row.best), *([mean_cell(row.chosen)] if chosen else [])]
         cells += [mean_cell(row.other)] if twice else []

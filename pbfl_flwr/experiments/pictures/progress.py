@@ -53,7 +53,7 @@ def accuracy_over_rounds(groups: Sequence[Group]) -> Iterator[Picture | NotAvail
             said.append(f"{label} ends at {100 * each[:, -1].mean():.1f} % in round {rounds[-1]}")
     curve_axes(axes, "round", "accuracy (%)", whole=True)
     legend_below(figure, axes)
-    reported = groups[0].by or "the headline predictor of each run"
+    reported = groups[0].by or "the primary predictor of each run"
     what = "all predictors" if len(groups) == 1 else reported
     yield titled_picture(
         "accuracy-over-rounds",

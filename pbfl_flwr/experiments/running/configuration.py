@@ -139,7 +139,7 @@ def data_warnings(settings: Settings) -> list[str]:
     return [f"data: {mixed}"] if mixed else []
 
 
-def forewarnings(settings: Settings, requested: RequestedKeys, partition: Partition) -> list[str]:
+def config_warnings(settings: Settings, requested: RequestedKeys, partition: Partition) -> list[str]:
     """Return the warnings before a run: on data, keys without effect, privacy, training and method."""
     method = build_method(settings)
     name = settings.run.method
@@ -156,11 +156,11 @@ def forewarnings(settings: Settings, requested: RequestedKeys, partition: Partit
 def training_warnings(settings: Settings) -> list[str]:
     """Return the warnings on training and method before a run."""
     method, run = build_method(settings), settings.run
-    in_all = method.forewarnings(run.num_server_rounds)
-    in_few = method.forewarnings(min(1 + run.patience, run.num_server_rounds)) if run.patience else []
+    in_all = method.config_warnings(run.num_server_rounds)
+    in_few = method.config_warnings(min(1 + run.patience, run.num_server_rounds)) if run.patience else []
     early = f"patience = {run.patience}: the run may end as early as one with"
     return [
-        *settings.training.forewarnings(),
+        *settings.training.config_warnings(),
         *(f"{method.name}: {note}" for note in in_all),
         *(f"{method.name}: {early} {note}" for note in in_few if not in_all),
     ]

@@ -22,7 +22,7 @@ def page(settings: Settings, requested: Mapping[str, Scalar], notes: Iterable[st
     """
     method = build_method(settings)
     predictor = settings.evaluation.predictor
-    scored = method.headline if predictor == "auto" else predictor
+    scored = method.primary_predictor if predictor == "auto" else predictor
     moment = resolved_moment(settings.evaluation, method)
     values = {key: value for key, value in settings.as_dict().items() if key not in PLACES}
     usual = parse({"method": settings.run.method}, SECTIONS).as_dict()
@@ -30,7 +30,7 @@ def page(settings: Settings, requested: Mapping[str, Scalar], notes: Iterable[st
     by_protocol = [key for key in different if requested.get(key, "auto") == "auto" and key != "method"]
     lines = [
         *(f"# {line}" for note in notes for line in note.splitlines()),
-        f"# the headline is predictor '{scored}', {moment} local training",
+        f"# the primary predictor is predictor '{scored}', {moment} local training",
         "",
         "# the method, and keys that differ from their defaults",
         *(toml({key: values[key]}).rstrip() for key in different if key not in by_protocol),

@@ -14,7 +14,7 @@ from rich.console import Console
 from pbfl_flwr.config import announced
 from pbfl_flwr.experiments.console import clients_named, clock, kilobytes, percent, say
 from pbfl_flwr.experiments.results import honest
-from pbfl_flwr.runs.directory import NEWCOMERS, RunDirectory
+from pbfl_flwr.runs.directory import NEW_CLIENTS, RunDirectory
 
 
 class Follower:
@@ -33,8 +33,8 @@ class Follower:
         self._console = console
         self._begin = f"{name}: " if name else ""
         self._tail = Tail(run_dir / "rounds.jsonl")
-        self._newcomers = Tail(run_dir / NEWCOMERS)
-        self._newcomers.read()  # skip those of before the run was resumed
+        self._new_client_lines = Tail(run_dir / NEW_CLIENTS)
+        self._new_client_lines.read()  # skip those of before the run was resumed
         # By content: a resumed run first removes rounds after its checkpoint, then writes them again.
         self._seen = set(self._tail.read())
         self._headline, self._num_honest = "", 0
@@ -46,7 +46,7 @@ class Follower:
         """Print the rounds written since the last call."""
         if not self._headline and (self._run.path / "run.json").exists():
             about = self._run.read()
-            self._headline, self._num_honest = about["headline"], len(honest(about))
+            self._headline, self._num_honest = about["primary_predictor"], len(honest(about))
             self._say(introduction(about))
             if malicious := about.get("malicious"):
                 self._say(announced(about["configuration"]["attack"], malicious), "yellow")
@@ -54,7 +54,7 @@ class Follower:
             if line not in self._seen:
                 self._seen.add(line)
                 self._round(json.loads(line))
-        for line in self._newcomers.read():
+        for line in self._new_client_lines.read():
             self._newcomer(json.loads(line))
         if (waiting := self._run.waiting()) != self._waiting:
             self._waiting = waiting
@@ -138,35 +138,36 @@ def introduction(about: Mapping[str, Any]) -> str:
     )
 
 
-def round_line(line: Mapping[str, Any], num_rounds: int, headline: str, num_honest: int = 0) -> str:
+def round_line(line: Mapping[str, Any], num_rounds: int, primary_predictor: str, num_honest: int = 0) -> str:
     """Return a round's log line: accuracy, loss, bytes of all messages up and down, seconds.
 
     Args:
         line: an entry of rounds.jsonl.
         num_rounds: T.
-        headline: the predictor that the method reports; if it was not scored, e.g. before there are prototypes, another
-            one is shown.
+        primary_predictor: the one that is reported; if it was not scored, e.g. before there are prototypes,
+            another one is shown.
         num_honest: number of participating clients that are not malicious; an accuracy over fewer says so.
     """
     loss = "-" if line["test_loss"] is None else f"{line['test_loss']:.3f}"
     width = len(str(num_rounds))
+    accuracy = accuracy_part(line, primary_predictor, num_honest)
     text = (
-        f"round {line['round']:>{width}}/{num_rounds}  {accuracy_part(line, headline, num_honest)}  loss {loss}  "
+        f"round {line['round']:>{width}}/{num_rounds}  {accuracy}  loss {loss}  "
         f"up {kilobytes(line['bytes_up']['total'])}  down {kilobytes(line['bytes_down']['total'])}  "
         f"{line['seconds']['total']:.1f} s"
     )
-    return f"{text}{final_part(line, headline)}"
+    return f"{text}{final_part(line, primary_predictor)}"
 
 
-def final_part(line: Mapping[str, Any], headline: str) -> str:
+def final_part(line: Mapping[str, Any], primary_predictor: str) -> str:
     """Return the accuracy of the scoring after the last round, appended to its line; empty for other rounds."""
-    final = line.get("final", {}).get("accuracy", {}).get(_scored_by(line, headline))
+    final = line.get("final", {}).get("accuracy", {}).get(_scored_by(line, primary_predictor))
     return "" if final is None else f"  final {percent(final['weighted'])}"
 
 
-def accuracy_part(line: Mapping[str, Any], headline: str, num_honest: int = 0) -> str:
-    """Return the accuracy part of a round's line, by the headline predictor or, if not scored, another one."""
-    predictor = _scored_by(line, headline)
+def accuracy_part(line: Mapping[str, Any], primary_predictor: str, num_honest: int = 0) -> str:
+    """Return the accuracy part of a round's line, by the primary predictor or, if not scored, another one."""
+    predictor = _scored_by(line, primary_predictor)
     if predictor is None:
         return "accuracy not scored"
     found = line["accuracy"][predictor]
@@ -177,6 +178,6 @@ def accuracy_part(line: Mapping[str, Any], headline: str, num_honest: int = 0) -
     return said if line["accuracy_of_round"] == line["round"] else f"{said} before training"
 
 
-def _scored_by(line: Mapping[str, Any], headline: str) -> str | None:
+def _scored_by(line: Mapping[str, Any], primary_predictor: str) -> str | None:
     accuracy: Mapping[str, Any] = line["accuracy"]
-    return headline if headline in accuracy else next(iter(accuracy), None)
+    return primary_predictor if primary_predictor in accuracy else next(iter(accuracy), None)

@@ -19,7 +19,7 @@ from pbfl_flwr.errors import PbflError, writing
 from pbfl_flwr.experiments.console import say
 from pbfl_flwr.experiments.running.live_log import Follower
 from pbfl_flwr.flower.deploy.processes import HANGUPS, forget_lost_terminal
-from pbfl_flwr.flower.deploy.superlink import ENDED, Engine, Link
+from pbfl_flwr.flower.deploy.superlink import ENDED, Engine, ManagedSuperLink
 from pbfl_flwr.flower.engines.placement import Resources
 from pbfl_flwr.runs.directory import ERROR, RunDirectory, RunRefused, last_round
 
@@ -159,7 +159,7 @@ def resume_command(run_dir: Path, about: Mapping[str, Any]) -> str:
 
 
 def follow_run(
-    link: Link, submit: Callable[[], str], num_rounds: int, console: Console, resume_with: str
+    link: ManagedSuperLink, submit: Callable[[], str], num_rounds: int, console: Console, resume_with: str
 ) -> int:
     """Start a link to Flower, follow its run to the end and print how it ended.
 
@@ -202,7 +202,7 @@ def follow_run(
     return _failed(run_dir, reason, console, resume_with)
 
 
-def _wait(link: Link, run_id: str, follower: Follower) -> tuple[str, str]:
+def _wait(link: ManagedSuperLink, run_id: str, follower: Follower) -> tuple[str, str]:
     while True:
         while not link.ended():
             follower.update()
@@ -217,7 +217,7 @@ def _written(file: Path) -> int | None:
     return file.stat().st_mtime_ns if file.exists() else None
 
 
-def _reason(run_dir: Path, before: int | None, link: Link, status: str, details: str) -> str:
+def _reason(run_dir: Path, before: int | None, link: ManagedSuperLink, status: str, details: str) -> str:
     said = run_dir / ERROR
     if _written(said) not in (None, before):
         return said.read_text(encoding="utf-8").strip()

@@ -22,13 +22,13 @@ from rich.text import Text
 from pbfl_flwr.experiments.console import clock, kilobytes
 from pbfl_flwr.experiments.results import Scores, coverage_lines, partial_coverage, scores
 from pbfl_flwr.experiments.running.runner import resume_command
-from pbfl_flwr.experiments.show import failure_lines, rounds_of_newcomers, settings_line
-from pbfl_flwr.runs.directory import ERROR, NEWCOMERS, WAITING, RunDirectory, last_round
+from pbfl_flwr.experiments.show import failure_lines, rounds_of_new_client_lines, settings_line
+from pbfl_flwr.runs.directory import ERROR, NEW_CLIENTS, WAITING, RunDirectory, last_round
 from pbfl_flwr.runs.locks import abandoned
 
 QUIET_SECONDS = 120.0  # a run is "silent" only after this many seconds without output
 QUIET_ROUNDS = 5  # and after this many rounds' time
-WRITTEN = ("run.json", "rounds.jsonl", NEWCOMERS, WAITING)
+WRITTEN = ("run.json", "rounds.jsonl", NEW_CLIENTS, WAITING)
 LAST = 5  # number of latest failures and notes shown
 STOPPED_SECONDS = 60.0  # how long a stopped run may take to be resumed before watching ends
 State = Literal["waiting", "running", "silent", "stopped", "finished", "failed"]
@@ -44,7 +44,7 @@ class View:
         rounds: entries of rounds.jsonl.
         error: why the run ended early; empty if it did not.
         quiet: seconds since the last write.
-        newcomers: entries of newcomers.jsonl for the clients that come after the last of these rounds.
+        new_client_lines: entries of new-clients.jsonl for the clients that come after the last of these rounds.
         waiting: text on the clients that the server has been waiting for; it appears after a minute.
         abandoned: whether it is certain that no process works on the run any more.
     """
@@ -54,7 +54,7 @@ class View:
     rounds: Sequence[Mapping[str, Any]]
     error: str
     quiet: float
-    newcomers: Sequence[Mapping[str, Any]] = ()
+    new_client_lines: Sequence[Mapping[str, Any]] = ()
     waiting: str = ""
     abandoned: bool = False
 
@@ -64,9 +64,9 @@ class View:
         return last_round(self.about) if self.about else 0
 
     @property
-    def wanted_of_newcomers(self) -> int:
+    def wanted_new_client_rounds(self) -> int:
         """Number of rounds that the new clients train after the last one; 0 without new clients."""
-        return rounds_of_newcomers(self.about) if self.about else 0
+        return rounds_of_new_client_lines(self.about) if self.about else 0
 
     @property
     def pace(self) -> float | None:
@@ -79,7 +79,7 @@ class View:
 
         "silent" if that is not certain, but nothing was written for ``QUIET_SECONDS`` and ``QUIET_ROUNDS`` rounds.
         """
-        done = len(self.rounds) >= self.wanted and len(self.newcomers) >= self.wanted_of_newcomers
+        done = len(self.rounds) >= self.wanted and len(self.new_client_lines) >= self.wanted_new_client_rounds
         if self.about is not None and done:
             return "finished"
         if self.error:
@@ -116,7 +116,7 @@ def _read(path: Path, now: float) -> View:
     written = max((file.stat().st_mtime for file in files), default=now)
     rounds = run.rounds()
     quiet = max(0.0, now - written)
-    return View(path, about, rounds, error, quiet, run.newcomers(len(rounds)), run.waiting())
+    return View(path, about, rounds, error, quiet, run.new_client_lines(len(rounds)), run.waiting())
 
 
 def frame(view: View) -> RenderableType:
@@ -139,18 +139,20 @@ def frame(view: View) -> RenderableType:
         Text(settings_line(view.about, done)),
         _progress(view, done),
     ]
-    if view.wanted_of_newcomers:
-        parts.append(Text(f"new clients: {len(view.newcomers)} of {view.wanted_of_newcomers} own rounds"))
+    if view.wanted_new_client_rounds:
+        parts.append(
+            Text(f"new clients: {len(view.new_client_lines)} of {view.wanted_new_client_rounds} own rounds")
+        )
     if view.rounds:
         found = scores(view.rounds)
-        parts.append(_accuracies(found, str(view.about["headline"])))
+        parts.append(_accuracies(found, str(view.about["primary_predictor"])))
         parts += [Text(line) for line in coverage_lines([("", partial_coverage([(view.about, found)]))])]
         parts.append(Text(_traffic(view.rounds)))
         notes = dict.fromkeys(note for entry in view.rounds for note in entry.get("notes", []))
         parts += [Text(f"note: {note}", style="yellow") for note in list(notes)[-LAST:]]
         parts += [
             Text(line, style="yellow")
-            for line in list(failure_lines([*view.rounds, *view.newcomers]))[-LAST:]
+            for line in list(failure_lines([*view.rounds, *view.new_client_lines]))[-LAST:]
         ]
     if view.waiting and view.state in ("running", "silent"):
         parts.append(Text(view.waiting))
@@ -218,7 +220,7 @@ def _progress(view: View, done: int) -> RenderableType:
     return row
 
 
-def _accuracies(found: Mapping[str, Scores], headline: str) -> Table:
+def _accuracies(found: Mapping[str, Scores], primary_predictor: str) -> Table:
     table = Table(
         title="sample-weighted accuracy, %",
         title_justify="left",
@@ -232,14 +234,14 @@ def _accuracies(found: Mapping[str, Scores], headline: str) -> Table:
     for name, score in found.items():
         (number, last), (at, best) = score.last, score.best
         cells = [f"{100 * last[key]:.2f}" for key in ("weighted", "std", "worst")]
-        label = f"{name} (headline)" if name == headline else name
+        label = f"{name} (primary)" if name == primary_predictor else name
         table.add_row(
             label,
             str(number),
             *cells,
             f"{100 * best['weighted']:.2f}",
             str(at),
-            style="bold" if name == headline else "",
+            style="bold" if name == primary_predictor else "",
         )
     return table
 

@@ -26,7 +26,7 @@ from torch.random import fork_rng
 from pbfl_flwr import seeds
 from pbfl_flwr.config import Settings
 from pbfl_flwr.data import forget_data
-from pbfl_flwr.errors import PbflError, of_full_card, pointed
+from pbfl_flwr.errors import PbflError, format_exception, is_out_of_memory
 from pbfl_flwr.flower.client import fault_injection
 from pbfl_flwr.flower.client.device import identify, peak_gpu_memory, release_gpu_memory
 from pbfl_flwr.flower.client.handshake import answer_hello, clear_checks
@@ -105,9 +105,9 @@ def _guarded(
             "1) clients run in your terminal"
         )
     except Exception as error:  # an exception here must not affect other clients
-        reason = pointed(error)
+        reason = format_exception(error)
         traceback.print_exc(file=sys.stderr)
-        if of_full_card(error):
+        if is_out_of_memory(error):
             clear_networks()
     release_gpu_memory()  # only now: the exception, which referenced tensors, has been released
     return Message(Error(code=CLIENT_FAULT, reason=reason), reply_to=message)
@@ -223,7 +223,7 @@ def _check_usable(upload: Payload, method: Method[Any, Any, Any], client: Client
     try:
         method.up.from_tensors(upload.to_tensors(), client.task)
     except RejectedPayload as error:
-        remedies = ", or ".join(filter(None, (REMEDY, method.remedy(client))))
+        remedies = ", or ".join(filter(None, (REMEDY, method.divergence_hint(client))))
         raise Diverged(f"its upload would be rejected: {error}; {remedies}") from None
 
 

@@ -10,16 +10,16 @@ from pbfl_flwr.data import ClientData
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.client.device import choose_device, identify
 from pbfl_flwr.flower.client.session import ClientSource, architecture_for, configured_data
-from pbfl_flwr.flower.code_version import edition
+from pbfl_flwr.flower.code_version import code_version
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.declaration import digest
 from pbfl_flwr.methods import build_method
 from pbfl_flwr.models.build import (
-    arrange,
     build_model,
     check_models,
     check_named,
     count_parameters,
+    optimize_layout,
 )
 from pbfl_flwr.models.pretrained import digest as digest_of_weights
 from pbfl_flwr.models.registry import fresh
@@ -39,10 +39,13 @@ def answer_hello(message: Message, context: Context, source: ClientSource) -> Me
         client_id, reason = context.node_config.get("client-id"), str(error)
         if client_id is not None and f"client-id = {client_id!r}" not in reason:
             reason = f"client-id = {client_id!r}: {reason}"
-        server_edition = str(message.content.config_records[wire.CONFIG].get("edition", edition()))
-        if server_edition != edition():  # a possible cause
+        server_code_version = str(
+            message.content.config_records[wire.CONFIG].get("code-version", code_version())
+        )
+        if server_code_version != code_version():  # a possible cause
             reason += (
-                f"; this device runs pbfl-flwr {edition()}, the server {server_edition}: install the same one"
+                f"; this device runs pbfl-flwr {code_version()}, the server {server_code_version}: install the "
+                "same one"
             )
         raise PbflError(reason) from None
 
@@ -76,7 +79,7 @@ def _checked_reply(message: Message, context: Context, source: ClientSource) -> 
             "vocabulary-size": task.vocabulary_size,
             "labels": list(data.label_names),
             "columns": digest(data.columns or data.vocabulary),
-            "edition": edition(),
+            "code-version": code_version(),
             "architecture": architecture,
             "weights": digest_of_weights(architecture),
             "parameters": [body, head],
@@ -115,4 +118,4 @@ def _dry_forward(architecture: str, task: Task) -> None:
 
 @lru_cache(maxsize=64)
 def _parameters(architecture: str, task: Task, layout: str, precision: str) -> tuple[int, int]:
-    return count_parameters(arrange(build_model(fresh(architecture), task, 0), layout, precision))
+    return count_parameters(optimize_layout(build_model(fresh(architecture), task, 0), layout, precision))

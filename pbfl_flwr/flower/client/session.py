@@ -24,7 +24,7 @@ from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.declaration import check_declaration
 from pbfl_flwr.method import Client, Method
 from pbfl_flwr.methods import SECTIONS, build_method
-from pbfl_flwr.models.build import SplitModel, architecture_of, arrange, build_model
+from pbfl_flwr.models.build import SplitModel, architecture_of, build_model, optimize_layout
 from pbfl_flwr.runs.client_store import ClientState, ClientStore
 from pbfl_flwr.task import Task
 from pbfl_flwr.training.allocator import keep_freed_memory
@@ -181,5 +181,7 @@ def _network(
     architecture: str, task: Task, seed: int, device: str, training: TrainingSettings
 ) -> tuple[SplitModel, dict[str, Tensor]]:
     """Return the process's network of an architecture and its initial weights."""
-    model = arrange(build_model(architecture, task, seed), training.layout, training.precision).to(device)
+    model = optimize_layout(build_model(architecture, task, seed), training.layout, training.precision).to(
+        device
+    )
     return model, {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -19,7 +19,7 @@ import torch
 from packaging.requirements import Requirement
 
 from pbfl_flwr.config import TrainingSettings
-from pbfl_flwr.errors import PbflError, expanded, pointed, printable
+from pbfl_flwr.errors import PbflError, expanded, format_exception, printable
 from pbfl_flwr.flower.client.device import share_of_cores
 from pbfl_flwr.flower.deploy.connection import check_connection
 from pbfl_flwr.flower.deploy.findings import CheckTargets, Finding, Status
@@ -174,7 +174,9 @@ def check_gpu(device: str) -> Finding:
             name = torch.cuda.get_device_name()
             computed = float(torch.ones(2, device="cuda").sum())  # fails if torch has no kernels for this GPU
         except RuntimeError as error:
-            return Finding(what, Status.FAILED, f"torch cannot compute on it: {pointed(error)}", NO_KERNELS)
+            return Finding(
+                what, Status.FAILED, f"torch cannot compute on it: {format_exception(error)}", NO_KERNELS
+            )
         status = Status.OK if computed == 2 else Status.FAILED
         return Finding(what, status, f"{name}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free")
     if count := torch.cuda.device_count():  # according to the driver

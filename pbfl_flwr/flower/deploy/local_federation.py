@@ -22,7 +22,7 @@ from pbfl_flwr.errors import PbflError, expanded, in_utf8
 from pbfl_flwr.flower.client.device import client_id_of, own_settings
 from pbfl_flwr.flower.deploy import certificates as security
 from pbfl_flwr.flower.deploy.processes import free_port
-from pbfl_flwr.flower.deploy.superlink import Link, toml
+from pbfl_flwr.flower.deploy.superlink import ManagedSuperLink, toml
 from pbfl_flwr.flower.flower_version import has_one_port
 from pbfl_flwr.util.atomic_files import NODE
 
@@ -203,7 +203,7 @@ def why_ended(output: str) -> str | None:
     return None
 
 
-class Deployment(Link):
+class Deployment(ManagedSuperLink):
     """SuperLink and SuperNodes on this machine, as a context manager.
 
     Args:

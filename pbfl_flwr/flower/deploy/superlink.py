@@ -4,7 +4,7 @@ By itself, ``flwr run`` starts a detached SuperLink that never ends and keeps th
 its first user, and it exits with 0 even if the run fails. So SuperLink and SuperExec are started here, with their own
 FLWR_HOME, port, empty working directory (Ray puts it first on the workers' import path) and Ray directory. Each leads a
 process group; the SuperExec's contains the ServerApp, or the simulation and all of Ray. Both are ended when the
-:class:`Link` is closed. :class:`Engine` is the simulation engine; SuperNodes are in
+:class:`ManagedSuperLink` is closed. :class:`Engine` is the simulation engine; SuperNodes are in
 :mod:`pbfl_flwr.flower.deploy.local_federation`.
 """
 
@@ -51,7 +51,7 @@ def connection(name: str, address: str, ca: Path | None) -> str:
     return f'[superlink]\ndefault = "{name}"\n\n[superlink.{name}]\naddress = "{address}"\n{trust}\n'
 
 
-class Link(ABC):
+class ManagedSuperLink(ABC):
     """A private SuperLink with its SuperExec, as a context manager.
 
     Args:
@@ -257,7 +257,7 @@ class Link(ABC):
         }
 
 
-class Engine(Link):
+class Engine(ManagedSuperLink):
     """The simulation engine."""
 
     def submit(self, app: Path, config: Mapping[str, Scalar], num_clients: int, resources: Resources) -> str:

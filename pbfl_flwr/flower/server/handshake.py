@@ -9,7 +9,7 @@ from flwr.app import ConfigRecord, Message
 from flwr.serverapp import Grid
 
 from pbfl_flwr.errors import LONGEST, PbflError, printable
-from pbfl_flwr.flower.code_version import edition
+from pbfl_flwr.flower.code_version import code_version
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.server.replies import error_reason
 from pbfl_flwr.flower.server.roster import Member, Roster
@@ -143,7 +143,7 @@ def send_hello(
     """
     messages = [
         Message(
-            wire.content(config=ConfigRecord({"experiment": experiment, "edition": edition()})),
+            wire.content(config=ConfigRecord({"experiment": experiment, "code-version": code_version()})),
             dst_node_id=node,
             message_type="query",
             group_id="hello",

@@ -36,7 +36,7 @@ def new_clients(settings: Settings) -> frozenset[int]:
 
 
 @dataclass(frozen=True)
-class Newcomers:
+class NewClientRounds:
     """Trains and evaluates the new clients of a run whose regular rounds are finished.
 
     Attributes:
@@ -45,7 +45,7 @@ class Newcomers:
         availability: knows the nodes of all clients.
         task: what all clients agree on.
         moment: when clients are scored.
-        headline: the predictor that is reported.
+        primary_predictor: the predictor that is reported.
         after: number of the run's last round.
     """
 
@@ -54,7 +54,7 @@ class Newcomers:
     availability: Availability
     task: Task
     moment: Moment
-    headline: str
+    primary_predictor: str
     after: int
 
     def rounds(self, grid: Grid, state: Payload, done: int, timeout: float) -> Iterator[dict[str, Any]]:
@@ -94,8 +94,8 @@ class Newcomers:
             "new clients, round %s/%s: accuracy %s (%s)",
             line["round"] - self.after,
             run.new_client_rounds,
-            accuracy(line, self.headline),
-            self.headline,
+            accuracy(line, self.primary_predictor),
+            self.primary_predictor,
         )
         for failure in [*line["failures"], *line.get("final", {}).get("failures", [])]:
             text = f"new client {failure.get('name', failure['client'])} failed: {failure['reason']}"

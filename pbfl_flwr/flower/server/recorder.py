@@ -32,11 +32,11 @@ class Recorder:
     Args:
         run: its directory.
         settings: the run configuration.
-        headline: the predictor by whose accuracy one state is better than another.
+        primary_predictor: the predictor by whose accuracy one state is better than another.
     """
 
-    def __init__(self, run: RunDirectory, settings: Settings, headline: str) -> None:
-        self.run, self._settings, self._headline = run, settings, headline
+    def __init__(self, run: RunDirectory, settings: Settings, primary_predictor: str) -> None:
+        self.run, self._settings, self._headline = run, settings, primary_predictor
         self._fingerprint = settings.fingerprint()
         self._best: Score = (False, -1.0)
         self._last_round = settings.run.num_server_rounds
@@ -177,16 +177,16 @@ class Recorder:
         self._last_round = after
         self.run.mark_early_stop(after)
 
-    def add_newcomers(self, line: Mapping[str, Any]) -> None:
+    def add_new_client_round(self, line: Mapping[str, Any]) -> None:
         """Write a round of the new clients.
 
         Raises:
             UnsavedState: if writing fails.
         """
         self._flush_states()
-        self.run.add_newcomers(line)
+        self.run.add_new_client_round(line)
         if self._sinks is not None:
-            self._warn(self._sinks.log_newcomers(line))
+            self._warn(self._sinks.log_new_client_round(line))
 
     def _flush_states(self) -> None:
         """Flush the state files that simulated clients saved in this round; devices flush their own.
@@ -214,9 +214,12 @@ class Recorder:
 
     def _seal(self) -> None:
         run = self._settings.run
-        rounds, newcomers = self._last_round, run.new_client_rounds if run.new_clients else 0
+        rounds, new_client_lines = self._last_round, run.new_client_rounds if run.new_clients else 0
         try:
-            if len(self.run.rounds()) >= rounds and len(self.run.newcomers(rounds)) >= newcomers:
+            if (
+                len(self.run.rounds()) >= rounds
+                and len(self.run.new_client_lines(rounds)) >= new_client_lines
+            ):
                 self.run.write_result(found := result_hash(self.run, rounds))
                 log(INFO, "result hash %s", found)
         except PbflError as error:  # the results are complete nevertheless
@@ -250,7 +253,7 @@ def _partition_facts(settings: Settings, members: Sequence[Member]) -> Partition
         for client, split in enumerate(partition.splits[:participants])
         if client not in malicious_clients
     ]
-    majority, newcomer_majority = (
+    majority, new_client_majority = (
         replace(partition, splits=tuple(splits)).majority(pool.labels)
         for splits in (honest, partition.splits[participants:])
     )
@@ -260,7 +263,7 @@ def _partition_facts(settings: Settings, members: Sequence[Member]) -> Partition
         counts=partition.counts.tolist(),
         notes=list(partition.notes),
         majority=majority,
-        newcomer_majority=newcomer_majority,
+        new_client_majority=new_client_majority,
         paper_scalars=build_method(settings).paper_scalars(members[0].task, class_counts, parameters),
         data=pool.fingerprint(),
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 from flwr.app import ArrayRecord, Message, MetricRecord
 
-from pbfl_flwr.errors import LONGEST, pointed, printable
+from pbfl_flwr.errors import LONGEST, format_exception, printable
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import Report
 from pbfl_flwr.flower.messages.traffic import Traffic, weigh
@@ -252,7 +252,7 @@ def rejection_reason(error: Exception) -> str:
     """Return in one line why a reply is rejected; for unexpected exceptions also where they were raised."""
     if isinstance(error, RejectedPayload):
         return printable(str(error)[:LONGEST])
-    return pointed(error)
+    return format_exception(error)
 
 
 def read(

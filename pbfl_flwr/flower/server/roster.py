@@ -11,7 +11,7 @@ import numpy as np
 from flwr.app import ConfigRecord
 
 from pbfl_flwr import seeds
-from pbfl_flwr.errors import PbflError, printable, some
+from pbfl_flwr.errors import PbflError, abbreviate, printable
 from pbfl_flwr.flower.messages.client_ids import NAME, is_number
 from pbfl_flwr.flower.messages.declaration import declaration
 from pbfl_flwr.payloads import RejectedPayload
@@ -52,7 +52,7 @@ class Member:
     num_train: int
     num_test: int
     columns: str = ""
-    edition: str = ""
+    code_version: str = ""
     weights: str = ""
 
     @classmethod
@@ -89,7 +89,7 @@ class Member:
                 num_train=int(str(record["num-train"])),
                 num_test=int(str(record["num-test"])),
                 columns=str(record.get("columns", ""))[:64],
-                edition=printable(str(record.get("edition", ""))[:64]),
+                code_version=printable(str(record.get("code-version", ""))[:64]),
                 weights=printable(str(record.get("weights", ""))[:64]),
             )
         except KeyError as error:
@@ -194,7 +194,7 @@ def other_weights(members: Iterable[Member]) -> list[str]:
             labels.setdefault(member.architecture, {}).setdefault(member.weights, []).append(member.label)
     return [
         f"'{name}' does not begin with the same weights everywhere: "
-        + "; ".join(f"{weights} on client {some(clients)}" for weights, clients in found.items())
+        + "; ".join(f"{weights} on client {abbreviate(clients)}" for weights, clients in found.items())
         for name, found in labels.items()
         if len(found) > 1
     ]

@@ -132,7 +132,7 @@ def round_line(
         "trained": outcome.trained,
         **({"late": late} if late else {}),
         **({"ages": ages} if ages is not None else {}),
-        "notes": [*method.notes(state), *notes.upload_notes(outcome)],
+        "notes": [*method.round_warnings(state), *notes.upload_notes(outcome)],
         "failures": named(outcome.failures, phase.names),
         "bytes_up": _traffic(outcome.up),
         "bytes_down": _traffic(phase.down),

@@ -27,9 +27,9 @@ def log_start(settings: Settings, method: Method[Any, Any, Any], num_rounds: int
         models.feature_dim,
     )
     warnings = [
-        *settings.training.forewarnings(),
+        *settings.training.config_warnings(),
         *privacy_notes(settings, method),
-        *method.forewarnings(num_rounds),
+        *method.config_warnings(num_rounds),
     ]
     for warning in warnings:
         log(WARNING, "%s", warning)
@@ -73,12 +73,12 @@ def log_notes(server_round: int, notes: Iterable[str]) -> None:
         log(WARNING, "round %s: %s", server_round, note)
 
 
-def log_scores(line: Mapping[str, Any], headline: str, num_rounds: int) -> None:
+def log_scores(line: Mapping[str, Any], primary_predictor: str, num_rounds: int) -> None:
     """Log the accuracy of a finished round.
 
     Args:
         line: of rounds.jsonl.
-        headline: the predictor that is reported.
+        primary_predictor: the predictor that is reported.
         num_rounds: of the run.
     """
     log(
@@ -86,14 +86,14 @@ def log_scores(line: Mapping[str, Any], headline: str, num_rounds: int) -> None:
         "round %s/%s: accuracy %s (%s), %s clients trained, %.1f s",
         line["round"],
         num_rounds,
-        accuracy(line, headline),
-        headline,
+        accuracy(line, primary_predictor),
+        primary_predictor,
         len(line["trained"]),
         line["seconds"]["total"],
     )
 
 
-def accuracy(line: Mapping[str, Any], headline: str) -> str:
+def accuracy(line: Mapping[str, Any], primary_predictor: str) -> str:
     """Return a round's weighted accuracy as text, after the final scoring if there was one."""
-    scored = line.get("final", line)["accuracy"].get(headline)
+    scored = line.get("final", line)["accuracy"].get(primary_predictor)
     return f"{100 * scored['weighted']:.1f} %" if scored else "not scored yet"

@@ -8,7 +8,7 @@ from typing import Any
 from flwr.serverapp import Grid
 
 from pbfl_flwr.config import RunSettings
-from pbfl_flwr.flower.code_version import other_editions
+from pbfl_flwr.flower.code_version import differing_code_versions
 from pbfl_flwr.flower.server.admission import Admission, RosterCheck
 from pbfl_flwr.flower.server.availability import Availability
 from pbfl_flwr.flower.server.handshake import hello_round
@@ -52,6 +52,6 @@ def collect_clients(
             refused = []  # they may join in the next round
     availability = Availability(roster, experiment, timeout, admission)
     availability.note_refused(refused)
-    for line in (*other_editions(roster.members.values()), *other_weights(roster.members.values())):
+    for line in (*differing_code_versions(roster.members.values()), *other_weights(roster.members.values())):
         availability.note(line)
     return availability

@@ -33,7 +33,7 @@ from pbfl_flwr.flower.server import notes, run_log, stop_conditions
 from pbfl_flwr.flower.server.availability import Availability
 from pbfl_flwr.flower.server.early_stopping import best_round_line, early_stop_note, patience_exhausted
 from pbfl_flwr.flower.server.instructions import Instructions
-from pbfl_flwr.flower.server.new_clients import Newcomers, new_clients
+from pbfl_flwr.flower.server.new_clients import NewClientRounds, new_clients
 from pbfl_flwr.flower.server.recorder import Recorder
 from pbfl_flwr.flower.server.replies import Outcome, Phase, read
 from pbfl_flwr.flower.server.roster import Roster
@@ -62,7 +62,7 @@ class MethodStrategy(Strategy):
     Attributes:
         state: the method's state after the last finished round.
         history: the lines of rounds.jsonl, one dictionary per round.
-        newcomers: the lines of newcomers.jsonl, for new clients after the last round.
+        new_client_lines: the lines of new-clients.jsonl, for new clients after the last round.
     """
 
     def __init__(
@@ -74,15 +74,15 @@ class MethodStrategy(Strategy):
         self.run = RunDirectory(directory) if directory else None
         self.state: Any = None
         self.history: list[dict[str, Any]] = []
-        self.newcomers: list[dict[str, Any]] = []
+        self.new_client_lines: list[dict[str, Any]] = []
         self.done = 0
         self.experiment = f"{settings.fingerprint()}-{uuid.uuid4().hex[:8]}"
         self.moment: Moment = resolved_moment(settings.evaluation, self.method)
         predictor = settings.evaluation.predictor
-        self.headline = self.method.headline if predictor == "auto" else predictor
+        self.primary_predictor = self.method.primary_predictor if predictor == "auto" else predictor
         self.task: Task | None = None
         self._secure = SecureRounds(settings, self.method) if settings.privacy.secure_aggregation else None
-        self._recorder = Recorder(self.run, settings, self.headline) if self.run else None
+        self._recorder = Recorder(self.run, settings, self.primary_predictor) if self.run else None
         self._availability: Availability | None = None
         self._phase: Phase | None = None
         self._scored_state: Any = None  # the state that clients evaluated in this round
@@ -106,7 +106,7 @@ class MethodStrategy(Strategy):
     def _instructions(self) -> Instructions:
         malicious_clients = frozenset(malicious(self.settings))
         finished = self.history[: self.done]  # a repeated round already has a line, too
-        best = best_round_line(finished, self.headline) if self.settings.run.keep_best else None
+        best = best_round_line(finished, self.primary_predictor) if self.settings.run.keep_best else None
         number = 0 if best is None else int(best["round"])
         dtype = self.settings.prototypes.wire_dtype
         return Instructions(self.method, self.experiment, dtype, malicious_clients, number)
@@ -142,7 +142,11 @@ class MethodStrategy(Strategy):
         if self._recorder is None:
             return
         if previous is None:
-            facts = {"experiment": self.experiment, "headline": self.headline, "moment": self.moment}
+            facts = {
+                "experiment": self.experiment,
+                "primary_predictor": self.primary_predictor,
+                "moment": self.moment,
+            }
             self._recorder.begin(facts, roster.members.values())
         elif resumed := self._recorder.resume(self.method.state, roster.task, self._num_rounds):
             state, self.done, self.history = resumed
@@ -261,7 +265,7 @@ class MethodStrategy(Strategy):
                 result.evaluate_metrics_serverapp[server_round] = found
         run = self.settings.run
         early = self.done < run.num_server_rounds and patience_exhausted(
-            self.history, self.headline, run.patience
+            self.history, self.primary_predictor, run.patience
         )
         if self._recorder is not None and early:  # not if the caller requested fewer rounds
             self._recorder.mark_early_stop(self.done)
@@ -270,7 +274,7 @@ class MethodStrategy(Strategy):
 
     def _end_early(self) -> None:
         """End the run after the last round of the history if patience is exhausted."""
-        if patience_exhausted(self.history, self.headline, self.settings.run.patience) is not None:
+        if patience_exhausted(self.history, self.primary_predictor, self.settings.run.patience) is not None:
             self._num_rounds = self.history[-1]["round"]
 
     def _train_new_clients(self, grid: Grid, timeout: float) -> None:
@@ -280,21 +284,21 @@ class MethodStrategy(Strategy):
         assert self._availability is not None
         assert self.task is not None
         after = self._num_rounds
-        self.newcomers = self.run.newcomers(after) if self.run else []
-        newcomers = Newcomers(
+        self.new_client_lines = self.run.new_client_lines(after) if self.run else []
+        new_client_lines = NewClientRounds(
             self.settings,
             self._instructions,
             self._availability,
             self.task,
             self.moment,
-            self.headline,
+            self.primary_predictor,
             after,
         )
-        for line in newcomers.rounds(grid, self.state, len(self.newcomers), timeout):
-            newcomers.log_and_check(line)
-            self.newcomers.append(line)
+        for line in new_client_lines.rounds(grid, self.state, len(self.new_client_lines), timeout):
+            new_client_lines.log_and_check(line)
+            self.new_client_lines.append(line)
             if self._recorder is not None:
-                self._recorder.add_newcomers(line)
+                self._recorder.add_new_client_round(line)
                 for warning in self._recorder.warnings():
                     log(WARNING, "%s", warning)
 
@@ -406,9 +410,9 @@ class MethodStrategy(Strategy):
         labels = next(iter(self.roster.members.values())).labels
         found += notes.missing_classes(labels, line.get("ages"))
         if self._num_rounds == line["round"] > 1 and self.settings.evaluation.predictor != "auto":
-            found += notes.not_scored(self.headline, self.method.name, line["accuracy"])
+            found += notes.not_scored(self.primary_predictor, self.method.name, line["accuracy"])
         patience = self.settings.run.patience
-        if (best := patience_exhausted([*self.history, line], self.headline, patience)) is not None:
+        if (best := patience_exhausted([*self.history, line], self.primary_predictor, patience)) is not None:
             found.append(early_stop_note(best, patience))
         return found + (self._recorder.warnings() if self._recorder else [])
 
@@ -481,7 +485,7 @@ class MethodStrategy(Strategy):
         self.done = server_round
         self._record_participations(self._client_columns)
         line = self.history[-1]
-        run_log.log_scores(line, self.headline, self._num_rounds)
+        run_log.log_scores(line, self.primary_predictor, self._num_rounds)
         if self._recorder is not None:
             broadcast = self.method.broadcast(self.state, min(self.roster.members) if self.roster else 0)
             self._recorder.add(line, self._client_columns, self.state, self._scored_state, broadcast)

@@ -17,7 +17,7 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 
-from pbfl_flwr.errors import some
+from pbfl_flwr.errors import abbreviate
 from pbfl_flwr.flower.messages.report import seconds_in
 from pbfl_flwr.flower.messages.wire import METRICS
 from pbfl_flwr.flower.server.scheduling import LongestFirst
@@ -85,7 +85,7 @@ def waiting_line(messages: Sequence[Message], awaited: Iterable[Message], label:
     phase = f"round {group}" if group.isdigit() else group
     labels = [label(message.metadata.dst_node_id) for message in awaited]
     answered = len(messages) - len(labels)
-    return f"{phase}: {answered} of {len(messages)} have answered; waiting for {some(labels)}"
+    return f"{phase}: {answered} of {len(messages)} have answered; waiting for {abbreviate(labels)}"
 
 
 @runtime_checkable

@@ -106,14 +106,14 @@ class FedCPD(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndProtot
         if distillation is not None and kept:
             teacher = MapMemory(client.model.stages, kept, distillation.attention)
         loss = self._loss(client, down.prototypes, distillation, teacher)
-        companions = [distillation] if teacher and distillation else []
+        extra_modules = [distillation] if teacher and distillation else []
         if self.config.base == "fedrep":
             phases = HeadThenBody(self.config.head_epochs)
             head = phases.head_phase(client)
-            report = head.then(phases.body_phase(client, loss, companions))
+            report = head.then(phases.body_phase(client, loss, extra_modules))
         else:
-            parts = [part(network) for network in (client.model, *companions)]
-            report = fit(client, loss, parts=parts, companions=companions)
+            parts = [part(network) for network in (client.model, *extra_modules)]
+            report = fit(client, loss, parts=parts, extra_modules=extra_modules)
         memory = dict(report.optimizer)
         if distillation is not None:
             stages = client.model.stages

@@ -202,7 +202,7 @@ class FedKD(Method[MenteeState, LowRank, LowRank]):
             part(mentee, None if rate == "auto" else rate, clip),
             part(projection, max_grad_norm=clip),
         ]
-        report = fit(client, loss, parts=parts, companions=[mentee])
+        report = fit(client, loss, parts=parts, extra_modules=[mentee])
         upload = self._upload(client, parameters_of(mentee), received, down.version)
         memory = {
             **buffers_of(mentee),
@@ -294,7 +294,7 @@ class FedKD(Method[MenteeState, LowRank, LowRank]):
         share, lost = state.update.scalars() / state.weights.scalars(), len(state.zeroed)
         return {"sent-share": share, "zeroed-tensors": float(lost)}
 
-    def notes(self, state: MenteeState) -> list[str]:
+    def round_warnings(self, state: MenteeState) -> list[str]:
         """Warn if matrices of the mentee have become zero."""
         if state.update is None or not (lost := state.zeroed):
             return []

@@ -35,8 +35,8 @@ from pbfl_flwr.methods.generative.generators import (
     Adam,
     FeatureGenerator,
     GenerativeState,
+    GeneratorBroadcast,
     Shape,
-    Taught,
     draw_labels,
     initial_state,
     sampler,
@@ -96,7 +96,7 @@ class LabelledHead:
 
 
 @dataclass(frozen=True)
-class FedGen(Method[GenerativeState, Taught, LabelledHead]):
+class FedGen(Method[GenerativeState, GeneratorBroadcast, LabelledHead]):
     """See the module."""
 
     architecture: str
@@ -109,7 +109,7 @@ class FedGen(Method[GenerativeState, Taught, LabelledHead]):
     moment: Moment = "before"
 
     state = GenerativeState
-    down = Taught
+    down = GeneratorBroadcast
     up = LabelledHead
 
     def init(self, task: Task, seed: int) -> GenerativeState:
@@ -117,15 +117,15 @@ class FedGen(Method[GenerativeState, Taught, LabelledHead]):
         head = initial(self.architecture, task, seed, "head")
         return initial_state(head, self.shape, task, seeds.derive(seed, "generator"), used=not self.persist)
 
-    def broadcast(self, state: GenerativeState, client: int) -> Taught:
+    def broadcast(self, state: GenerativeState, client: int) -> GeneratorBroadcast:
         """Head, generator, label counts."""
         return state.taught
 
-    def install(self, client: Client, down: Taught) -> None:
+    def install(self, client: Client, down: GeneratorBroadcast) -> None:
         """Head <- φ."""
         receive(client, down.weights, "head")
 
-    def local_update(self, client: Client, down: Taught) -> Update[LabelledHead]:
+    def local_update(self, client: Client, down: GeneratorBroadcast) -> Update[LabelledHead]:
         """Train on cross-entropy over the client's samples and over generated features."""
         self.install(client, down)
         draw = sampler(self.shape, client, down, client.training.batch_size)

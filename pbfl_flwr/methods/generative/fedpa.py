@@ -34,8 +34,8 @@ from pbfl_flwr.methods.generative.generators import (
     Adam,
     FeatureGenerator,
     GenerativeState,
+    GeneratorBroadcast,
     Shape,
-    Taught,
     draw_labels,
     initial_state,
     sampler,
@@ -49,8 +49,7 @@ from pbfl_flwr.payloads import (
     Weights,
     WeightsAndPrototypes,
 )
-from pbfl_flwr.prototypes import aggregation
-from pbfl_flwr.prototypes import regularizer as distillation
+from pbfl_flwr.prototypes import aggregation, regularizer
 from pbfl_flwr.prototypes.class_means import ClassSums
 from pbfl_flwr.task import Task
 from pbfl_flwr.training.loop import fit, forward, part
@@ -117,7 +116,7 @@ def linear_head_of(weights: Weights) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class FedPA(Method[GenerativeState, Taught, WeightsAndPrototypes]):
+class FedPA(Method[GenerativeState, GeneratorBroadcast, WeightsAndPrototypes]):
     """See the module."""
 
     config: Config
@@ -130,7 +129,7 @@ class FedPA(Method[GenerativeState, Taught, WeightsAndPrototypes]):
     same_architecture: bool = True
 
     state = GenerativeState
-    down = Taught
+    down = GeneratorBroadcast
     up = WeightsAndPrototypes
 
     def init(self, task: Task, seed: int) -> GenerativeState:
@@ -140,11 +139,11 @@ class FedPA(Method[GenerativeState, Taught, WeightsAndPrototypes]):
         seed = seeds.derive(seed, "generator")
         return initial_state(weights, self.shape, task, seed, used=False, prototypes=nobody)
 
-    def broadcast(self, state: GenerativeState, client: int) -> Taught:
+    def broadcast(self, state: GenerativeState, client: int) -> GeneratorBroadcast:
         """Return weights, generator, the classes it was trained on, and prototypes."""
         return state.taught
 
-    def install(self, client: Client, down: Taught) -> None:
+    def install(self, client: Client, down: GeneratorBroadcast) -> None:
         """w_i <- w."""
         receive(client, down.weights, "all")
 
@@ -152,7 +151,7 @@ class FedPA(Method[GenerativeState, Taught, WeightsAndPrototypes]):
         """Return w."""
         return state.taught.weights.tensors
 
-    def local_update(self, client: Client, down: Taught) -> Update[WeightsAndPrototypes]:
+    def local_update(self, client: Client, down: GeneratorBroadcast) -> Update[WeightsAndPrototypes]:
         """Train on cross-entropy over samples and generated features, and the pull towards the prototypes."""
         self.install(client, down)
         K, d, t = client.task.num_classes, client.task.feature_dim, client.round - 1
@@ -175,7 +174,9 @@ class FedPA(Method[GenerativeState, Taught, WeightsAndPrototypes]):
                 scores: Tensor = client.model.head(features)
                 terms["generated"] = a * nn.functional.cross_entropy(scores, drawn)
             if known:
-                terms["pull"] = b * distillation.pull(z, labels, values, present, form="mse")
+                terms["regularizer"] = b * regularizer.prototype_regularizer(
+                    z, labels, values, present, form="mse"
+                )
             return terms
 
         steps = self.config.local_steps or None
@@ -201,7 +202,7 @@ class FedPA(Method[GenerativeState, Taught, WeightsAndPrototypes]):
         adam = Adam(self.config.server_steps, rate, self.config.server_weight_decay)
         generator, mean_loss = train_generator(state.generator, network, adam, loss)
         generated = torch.maximum(old.label_counts, fresh.present.long())
-        taught = Taught(weights, Weights(generator.tensors), generated, table)
+        taught = GeneratorBroadcast(weights, Weights(generator.tensors), generated, table)
         return replace(state, taught=taught, generator=generator, loss=mean_loss)
 
     def _generator_loss(

@@ -190,7 +190,7 @@ def train_generator(
 
 
 @dataclass(frozen=True)
-class Taught:
+class GeneratorBroadcast:
     """What a client receives: weights, and a generator with the distribution of labels to draw.
 
     Attributes:
@@ -212,7 +212,7 @@ class Taught:
         return {**sent, **table, "label-counts": self.label_counts}
 
     @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor], task: Task) -> Taught:
+    def from_tensors(cls, tensors: Mapping[str, Tensor], task: Task) -> GeneratorBroadcast:
         """Rebuild the payload; see :class:`pbfl_flwr.payloads.Payload`."""
         table = part_of(tensors, "prototypes")
         return cls(
@@ -239,7 +239,7 @@ class GenerativeState:
         loss: mean loss of the last training.
     """
 
-    taught: Taught
+    taught: GeneratorBroadcast
     generator: GeneratorState
     clients: Mapping[int, Tensor] = field(default_factory=dict)
     loss: float = 0.0
@@ -255,7 +255,7 @@ class GenerativeState:
         """Rebuild the state of a checkpoint."""
         clients = {int(client): counts for client, counts in part_of(tensors, "client").items()}
         return cls(
-            Taught.from_tensors(part_of(tensors, "taught"), task),
+            GeneratorBroadcast.from_tensors(part_of(tensors, "taught"), task),
             GeneratorState.from_tensors(part_of(tensors, "generator"), task),
             dict(sorted(clients.items())),
             float(tensors["loss"]),
@@ -286,7 +286,8 @@ def initial_state(
     tensors = tensors_of(shape.build(task, seed))
     nothing = torch.zeros(task.num_classes, dtype=torch.int64)
     return GenerativeState(
-        Taught(weights, Weights(tensors if used else {}), nothing, prototypes), GeneratorState(tensors)
+        GeneratorBroadcast(weights, Weights(tensors if used else {}), nothing, prototypes),
+        GeneratorState(tensors),
     )
 
 
@@ -299,7 +300,7 @@ Sampler = Callable[[], tuple[Tensor, Tensor]]
 
 
 def sampler(
-    shape: Shape, client: Client, taught: Taught, size: int, *, by_batch: bool = True
+    shape: Shape, client: Client, taught: GeneratorBroadcast, size: int, *, by_batch: bool = True
 ) -> Sampler | None:
     """Return a function that draws ``size`` features (size, d), detached, and labels on the client's device.
 

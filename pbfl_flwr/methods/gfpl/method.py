@@ -79,7 +79,7 @@ class Gfpl(Method[MixtureState, Mixtures, Mixtures]):
 
     config: Config = field(default_factory=Config)
     stale: Literal["keep", "drop"] = "keep"
-    headline: str = "head"
+    primary_predictor: str = "head"
     predicts: tuple[str, ...] = ("head", "etf")
     new_clients: int = 0
     name: str = "gfpl"
@@ -115,10 +115,10 @@ class Gfpl(Method[MixtureState, Mixtures, Mixtures]):
                 terms["dot"] = config.dot_weight * dot_regression(dual[0](features), labels, dual[1])
             return terms
 
-        companions = dual[:1] if dual else ()
-        parts = [part(network) for network in (model, *companions)]
+        extra_modules = dual[:1] if dual else ()
+        parts = [part(network) for network in (model, *extra_modules)]
         if down is None:
-            return fit(client, loss, parts=parts, companions=companions)
+            return fit(client, loss, parts=parts, extra_modules=extra_modules)
         features, labels = sample(down, config.samples, client.generator("pseudo-features"))
         z = features.clamp_min(0) if config.clamp else features
         every = client.training.model_copy(update={"drop_last": "never"})  # all r·K' of them, Eq. 14
@@ -127,7 +127,7 @@ class Gfpl(Method[MixtureState, Mixtures, Mixtures]):
             afresh,
             loss,
             parts=parts if config.retrain == "both" else parts[1:],
-            companions=companions,
+            extra_modules=extra_modules,
             source=(z.to(client.device), labels.to(client.device)),
             epochs=config.retrain_epochs,
             phase="retrain",
@@ -182,7 +182,7 @@ class Gfpl(Method[MixtureState, Mixtures, Mixtures]):
         c = self.config
         return c.pseudo_features and number >= c.start and number % c.interval == 0
 
-    def forewarnings(self, num_rounds: int) -> list[str]:
+    def config_warnings(self, num_rounds: int) -> list[str]:
         """Warn if the run ends before clients retrain on pseudo-features, or new clients would get no mixtures."""
         c = self.config
         first = math.ceil(c.start / c.interval) * c.interval
@@ -230,6 +230,6 @@ def build(settings: Settings) -> Gfpl:
             "gfpl.cross-entropy = false: with gfpl.dual-classifier = false or gfpl.dot-weight = 0 no loss is "
             "left"
         )
-    headline = "head" if config.cross_entropy else "etf"
+    primary_predictor = "head" if config.cross_entropy else "etf"
     predicts = ("head", "etf") if config.dual_classifier else ("head",)
-    return Gfpl(config, settings.prototypes.stale, headline, predicts, settings.run.new_clients)
+    return Gfpl(config, settings.prototypes.stale, primary_predictor, predicts, settings.run.new_clients)

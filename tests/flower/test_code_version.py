@@ -10,63 +10,66 @@ import pytest
 import pbfl_flwr
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.client import handshake as client_hello
-from pbfl_flwr.flower.code_version import NOT_SENT, edition
+from pbfl_flwr.flower.code_version import NOT_SENT, code_version
 from tests.flower.inprocess import federation
 from tests.flower.sites import run, sites
 
 PACKAGE = Path(pbfl_flwr.__file__).parent
 
 
-def edition_of(package: Path) -> str:
+def code_version_of(package: Path) -> str:
     with patch.object(pbfl_flwr, "__file__", str(package / "__init__.py")):
-        return edition.__wrapped__()
+        return code_version.__wrapped__()
 
 
-def test_of_what_is_not_sent_the_edition_takes_no_notice() -> None:
+def test_of_what_is_not_sent_the_code_version_takes_no_notice() -> None:
     project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())
     assert project["tool"]["flwr"]["app"]["fab-exclude"] == [
         f"pbfl_flwr/{name}" if name.endswith(".py") else f"pbfl_flwr/{name}/**" for name in NOT_SENT
     ]
 
 
-def test_what_devices_are_sent_and_what_is_installed_is_the_same_edition(tmp_path: Path) -> None:
+def test_what_devices_are_sent_and_what_is_installed_is_the_same_code_version(tmp_path: Path) -> None:
     sent = tmp_path / "pbfl_flwr"
     shutil.copytree(
         PACKAGE,
         sent,
         ignore=shutil.ignore_patterns("__pycache__", "*.toml", *(part.split("/")[-1] for part in NOT_SENT)),
     )
-    assert edition_of(sent) == edition() == edition_of(PACKAGE)
-    assert edition().startswith(f"{pbfl_flwr.__version__}-")
+    assert code_version_of(sent) == code_version() == code_version_of(PACKAGE)
+    assert code_version().startswith(f"{pbfl_flwr.__version__}-")
     (sent / "seeds.py").write_text((sent / "seeds.py").read_text() + "\n")
-    assert edition_of(sent) != edition()
+    assert code_version_of(sent) != code_version()
 
 
 @pytest.mark.parametrize("said", ["0.0.9-0badc0de", "", None])
-def test_a_federation_of_two_editions_says_so_once(said: str | None, tmp_path: Path) -> None:
-    with patch.object(client_hello, "edition", edition if said is None else lambda: said):
+def test_a_federation_of_two_code_versions_says_so_once(said: str | None, tmp_path: Path) -> None:
+    with patch.object(client_hello, "code_version", code_version if said is None else lambda: said):
         found = federation(tmp_path, on_disk=True).run()
     expected = (
-        f"pbfl-flwr 0.0.9-0badc0de on client 0, 1, 2, 3, 4, {edition()} on the server: install the same one, or "
+        f"pbfl-flwr 0.0.9-0badc0de on client 0, 1, 2, 3, 4, {code_version()} on the server: install the same one, or "
         "start the run with the app that brings its own code"
     )
     times = [line["notes"].count(expected) for line in found.strategy.history]
     assert times == ([1, 0] if said else [0, 0])
     assert all(
-        client["edition"] == (edition() if said is None else said)
+        client["code-version"] == (code_version() if said is None else said)
         for client in found.directory.read()["clients"]
     )
 
 
-def test_a_device_that_refuses_says_so_if_it_runs_another_edition(tmp_path: Path) -> None:
+def test_a_device_that_refuses_says_so_if_it_runs_another_code_version(tmp_path: Path) -> None:
     a, b = sites(tmp_path, "a", "b")
     nodes = [a, {**b, "model": "resnet9000"}]
     refused = "1 of 2 clients: client-id = 'b': models = 'resnet9000': unknown model 'resnet9000'; "
-    with patch.object(client_hello, "edition", lambda: "0.0.9-0badc0de"), pytest.raises(PbflError) as error:
+    with (
+        patch.object(client_hello, "code-version", lambda: "0.0.9-0badc0de"),
+        pytest.raises(PbflError) as error,
+    ):
         run(tmp_path, nodes).run()
     assert str(error.value).startswith(refused)
     assert str(error.value).endswith(
-        f"; this device runs pbfl-flwr 0.0.9-0badc0de, the server {edition()}: install the same one"
+        f"; this device runs pbfl-flwr 0.0.9-0badc0de, the server {code_version()}: install the same one"
     )
     with pytest.raises(PbflError) as error:
         run(tmp_path, nodes, "again").run()
