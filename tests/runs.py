@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from pbfl_flwr.cli import app
 from pbfl_flwr.config import parse
 from pbfl_flwr.methods import SECTIONS
+from pbfl_flwr.runs.records import VERSION
 
 
 def pbfl(*arguments: object) -> Result:
@@ -54,6 +55,7 @@ def entry(number: int, heads: float, globals_: float | None, **more: Any) -> dic
         "clients": {},
         "server": {},
         "trained": [0, 1],
+        "notes": [],
         "failures": [],
         "bytes_up": {"payload": 200, "ours": 220, "total": 400},
         "bytes_down": {"payload": 600, "ours": 620, "total": 800},
@@ -92,6 +94,7 @@ def write_run(path: Path, rounds: list[dict[str, Any]], **changes: Any) -> Path:
         "num_test": 2,
     }
     about = {
+        "version": VERSION,
         "configuration": config,
         "versions": {},
         "experiment": "x",

@@ -31,11 +31,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from filelock import Timeout
 
 from pbfl_flwr.errors import PbflError, format_exception, printable
+from pbfl_flwr.runs.records import (
+    VERSION,
+    ClientsRecord,
+    NewClientsRecord,
+    PartitionRecord,
+    Record,
+    RoundRecord,
+    RunRecord,
+    numbered_lines,
+)
 from pbfl_flwr.util.atomic_files import (
     DamagedState,
     UnsavedState,
@@ -70,6 +80,7 @@ OTHER_CONFIGURATION = (
     "keep-best and the timeouts may differ when a run is resumed"
 )
 HANDOVER_SECONDS = 30.0  # to wait until a stopped ServerApp has ended
+RecordT = TypeVar("RecordT", bound=Record)
 PACKAGES = ("pbfl-flwr", "flwr", "ray", "torch", "torchvision", "numpy", "scipy")
 
 
@@ -199,7 +210,9 @@ class RunDirectory:
         self.check_new()
         versions = {name: _version(name) for name in PACKAGES}
         about = {"python": platform.python_version(), "machine": platform.platform(), **versions}
-        self._write("run.json", {"configuration": dict(configuration), "versions": about, **facts})
+        self._write(
+            "run.json", {"version": VERSION, "configuration": dict(configuration), "versions": about, **facts}
+        )
 
     def resume(self, configuration: Mapping[str, Any]) -> None:
         """Write the configuration of a resumed run; its number of rounds may have changed."""
@@ -245,6 +258,48 @@ class RunDirectory:
         if not isinstance(found.get("configuration"), dict) or not isinstance(found.get("experiment"), str):
             raise DamagedState(f"{file} is damaged: it lacks 'configuration' or 'experiment'")
         return found
+
+    def record(self) -> RunRecord:
+        """Return run.json.
+
+        Raises:
+            PbflError: if the directory holds no run.
+            DamagedState: if the file is damaged or of another version.
+        """
+        return RunRecord.from_json(self.read(), self.path / "run.json")
+
+    def round_records(self) -> list[RoundRecord]:
+        """Return the lines of rounds.jsonl.
+
+        Raises:
+            DamagedState: if a complete line is damaged or of another version.
+        """
+        return _records(self.path / "rounds.jsonl", RoundRecord)
+
+    def client_records(self) -> list[ClientsRecord]:
+        """Return the lines of clients.jsonl.
+
+        Raises:
+            DamagedState: if a complete line is damaged or of another version.
+        """
+        return _records(self.path / "clients.jsonl", ClientsRecord)
+
+    def new_client_records(self, after: int) -> list[NewClientsRecord]:
+        """Return the rounds of the new clients that trained after round ``after`` of the run.
+
+        Raises:
+            DamagedState: if a complete line is damaged or of another version.
+        """
+        return [line for line in _records(self.path / NEW_CLIENTS, NewClientsRecord) if line.after == after]
+
+    def partition(self) -> PartitionRecord:
+        """Return partition.json; without the file a record without facts.
+
+        Raises:
+            DamagedState: if the file is damaged or of another version.
+        """
+        file = self.path / "partition.json"
+        return PartitionRecord.from_json(read_object(file) if file.exists() else {}, file)
 
     def check_states(self) -> None:
         """Check that the clients' states were not removed; without them all clients would start from scratch.
@@ -406,6 +461,15 @@ def _lines(file: Path) -> list[dict[str, Any]]:
             raise DamagedState(f"{file}, line {number} is damaged: it is not a round")
         found.append(entry)
     return found
+
+
+def _records(file: Path, kind: type[RecordT]) -> list[RecordT]:
+    """Return the complete lines of a JSONL file; an incomplete last line belongs to an unfinished round."""
+    if not file.exists():
+        return []
+    return [
+        kind.from_json(line, f"{file}, line {number}") for number, line in numbered_lines(file.read_bytes())
+    ]
 
 
 def _version(package: str) -> str:

@@ -1,0 +1,340 @@
+"""What run.json and a line of rounds.jsonl, clients.jsonl and new-clients.jsonl hold.
+
+Every program that writes or reads them uses these classes. ``VERSION`` stands in run.json and grows when a field changes its
+name or meaning. The module imports neither torch nor Flower, so that commands that only read a run start fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serializer
+
+from pbfl_flwr.task import Task
+from pbfl_flwr.util.atomic_files import DamagedState
+
+VERSION = 1
+
+
+class Record(BaseModel):
+    """Base of all records: immutable, read from and written to JSON by field name."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_by_name=True, ser_json_inf_nan="null")
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any] | bytes, source: object) -> Self:
+        """Return the record that a JSON object holds.
+
+        Args:
+            content: the object, parsed or as bytes.
+            source: file, and line, for the error.
+
+        Raises:
+            DamagedState: if it is not such a record; names the first field that is wrong.
+        """
+        try:
+            if isinstance(content, bytes):
+                return cls.model_validate_json(content)
+            return cls.model_validate(content)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise DamagedState(
+                f"{source} is damaged, or of another version{f': {where}' if where else ''}: {first['msg']}"
+            ) from None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON object, without optional fields that hold their default."""
+        return self.model_dump(mode="json", exclude_defaults=True, by_alias=True)
+
+
+class Accuracy(Record):
+    """Accuracy of one predictor over clients with test samples.
+
+    Attributes:
+        weighted: correct samples over all samples, as in most published tables.
+        mean, std: over clients; population standard deviation.
+        worst: mean of the worst decile of the clients, at least one.
+        clients: number of clients scored.
+        balanced, macro_f1: over all test samples; None unless all clients counted by class (``per-class``).
+        balanced_mean, macro_f1_mean: unweighted means over clients, likewise.
+        by_class, tested: accuracy over all test samples and number of samples of each class (K entries), likewise; an
+            accuracy is None for a class without test samples.
+    """
+
+    weighted: float
+    mean: float
+    std: float
+    worst: float
+    clients: int
+    balanced: float | None = None
+    balanced_mean: float | None = None
+    macro_f1: float | None = None
+    macro_f1_mean: float | None = None
+    by_class: list[float | None] | None = None
+    tested: list[int] | None = None
+
+
+class Failure(Record):
+    """A client that failed in a round: its number, its name if it has one, and the reason."""
+
+    client: int
+    name: str = ""
+    reason: str
+
+
+class LateUpload(Record):
+    """An upload of an earlier round: client, that round, its weight, and the reason if the weight is 0."""
+
+    client: int
+    round: int
+    weight: float
+    reason: str = ""
+
+
+class Bytes(Record):
+    """Bytes of messages.
+
+    Attributes:
+        payload: encoded payloads.
+        application: payloads, reports and configuration, as encoded.
+        total: all of Flower's objects, before transport headers and encryption.
+    """
+
+    payload: int
+    application: int = Field(alias="ours")
+    total: int
+
+
+class Scalars(Record):
+    """Numbers that carry information, sent by and to all clients of a round."""
+
+    up: int
+    down: int
+
+
+class Seconds(Record):
+    """Wall-clock time of a round: in total, on aggregation, and by step, summed over clients."""
+
+    total: float
+    aggregate: float
+    clients: dict[str, float]
+
+
+class Scores(Record):
+    """Accuracies by predictor, on test data and, with ``validation-share``, on validation data."""
+
+    accuracy: dict[str, Accuracy]
+    validation: dict[str, Accuracy] = {}
+
+
+class FinalScores(Scores):
+    """The scoring after the last training, if clients are scored before local training."""
+
+    failures: list[Failure]
+
+
+class RoundRecord(Scores):
+    """A line of rounds.jsonl.
+
+    Attributes:
+        round: from 1.
+        accuracy_of_round: number of the round whose broadcast or training was scored.
+        other_accuracy: at the other moment, with ``both-moments``.
+        test_loss: mean cross-entropy over test samples.
+        client_metrics: of the method, mean over the clients that trained, weighted by training samples.
+        server_metrics: of the method.
+        trained: clients whose uploads of this round were aggregated.
+        late: uploads of earlier rounds.
+        ages: rounds since each class was last uploaded (K entries), -1 if never; None if uploads are not by class.
+        warnings: for the user.
+        failures: the clients that did not complete their task.
+        bytes_up, bytes_down: summed over clients.
+        scalars: likewise.
+        seconds: see :class:`Seconds`.
+        peak_mb: largest resident memory of a client process.
+        gpu_mb: largest GPU memory reserved by a client process.
+        joined: labels of clients that joined the run since the round before.
+        final: the final scoring.
+    """
+
+    round: int
+    accuracy_of_round: int
+    other_accuracy: dict[str, Accuracy] = Field({}, alias="other")
+    test_loss: float | None
+    client_metrics: dict[str, float | None] = Field(alias="clients")
+    server_metrics: dict[str, float | None] = Field(alias="server")
+    trained: list[int]
+    late: list[LateUpload] = []
+    ages: list[int] | None = None
+    warnings: list[str] = Field(alias="notes")
+    failures: list[Failure]
+    bytes_up: Bytes
+    bytes_down: Bytes
+    scalars: Scalars
+    seconds: Seconds
+    peak_mb: float
+    gpu_mb: float = 0.0
+    joined: list[str] = []
+    final: FinalScores | None = None
+
+    @property
+    def latest(self) -> Scores:
+        """The final scoring if there was one, else this round's."""
+        return self.final or self
+
+
+class ClientsRecord(Record):
+    """A line of clients.jsonl: a column for each counter, an entry for each client that completed its task.
+
+    Attributes:
+        round: from 1.
+        client: their numbers.
+        name: their names; empty if no client has one.
+        num_train, num_test, num_validation: numbers of samples.
+        participations: rounds trained in, including this one.
+        correct: predictor -> number of correct test samples.
+        correct_validation: the same of validation samples.
+        correct_other: the same of test samples at the other moment, with ``both-moments``.
+        by_class, other_by_class: see :meth:`pbfl_flwr.training.class_metrics.ByClass.brief`, with ``per-class``.
+        test_loss: mean cross-entropy on the test samples.
+        metrics: of the method.
+        seconds: by step, in the order of :data:`pbfl_flwr.flower.messages.report.SPENT`.
+        bytes_up, bytes_down: of the client's messages.
+        final: of the final scoring.
+    """
+
+    round: int
+    client: list[int]
+    name: list[str] = []
+    num_train: list[int]
+    num_test: list[int]
+    participations: list[int]
+    correct: list[dict[str, int]]
+    num_validation: list[int]
+    correct_validation: list[dict[str, int]] = Field(alias="validated")
+    correct_other: list[dict[str, int]] = Field([], alias="other")
+    by_class: list[dict[str, Any]] = []
+    other_by_class: list[dict[str, Any]] = []
+    test_loss: list[float]
+    metrics: list[dict[str, float]]
+    seconds: list[list[float]]
+    bytes_up: list[Bytes]
+    bytes_down: list[Bytes]
+    final: ClientsRecord | None = None
+
+
+class NewClientsRecord(RoundRecord):
+    """A line of new-clients.jsonl: a round of the clients that come after the run's last round.
+
+    Attributes:
+        after: the run's last round, with whose state they train.
+        columns: the clients' counters.
+    """
+
+    after: int
+    columns: ClientsRecord
+
+
+class ClientRecord(Record):
+    """A client's properties, from its reply in the handshake.
+
+    Attributes:
+        client, node: its number 0..M-1, and the id of the node that it runs on (a string in JSON, for its size).
+        name: of a device that has one; the server then assigns the number, which is -1 until it has.
+        simulated: whether it is one of the simulation's virtual nodes.
+        configured_data: whether it uses the configured dataset and partition, not its own data or an app's.
+        task, labels: K, d, input shape and the class names.
+        columns: hash of the feature names or, for text, of the vocabulary; empty if there are no names.
+        architecture, parameters: its network, and the number of (body, head) parameters.
+        device: on which it trains.
+        num_train, num_test: numbers of samples.
+        code_version: version of pbfl-flwr that it runs; empty if an older one did not send it.
+        weights: hash of its body's pretrained initial weights; empty if there are none.
+    """
+
+    client: int
+    name: str = ""
+    node: int
+    simulated: bool
+    configured_data: bool
+    task: Task
+    labels: tuple[str, ...]
+    architecture: str
+    parameters: tuple[int, int]
+    device: str
+    num_train: int
+    num_test: int
+    columns: str = ""
+    code_version: str = ""
+    weights: str = ""
+
+    @field_serializer("node", when_used="json")
+    def _node_as_text(self, node: int) -> str:
+        return str(node)
+
+    @property
+    def label(self) -> str:
+        """Readable name of this client: its name, or its number if it has none."""
+        return self.name or str(self.client)
+
+
+class RunRecord(Record):
+    """The content of run.json.
+
+    Attributes:
+        version: of these records.
+        configuration: kebab-case keys, all of them.
+        versions: of packages, Python and the operating system.
+        experiment: the name under which clients keep their state.
+        primary_predictor: by which the run is reported.
+        moment: when clients are scored, "before" or "after" local training.
+        clients: in ascending client order.
+        malicious: clients that send falsified uploads.
+        joined: labels of the clients that joined after round 1.
+        ended_after: the last round if early stopping ended the run; None if not.
+    """
+
+    version: int
+    configuration: dict[str, bool | int | float | str]
+    versions: dict[str, str]
+    experiment: str
+    primary_predictor: str
+    moment: str
+    clients: list[ClientRecord]
+    malicious: list[int] = []
+    joined: list[str] = []
+    ended_after: int | None = Field(None, alias="ended-after")
+
+    @property
+    def last_round(self) -> int:
+        """Number of the run's last round: num-server-rounds, or the round of early stopping."""
+        if self.ended_after is not None:
+            return self.ended_after
+        return int(self.configuration["num-server-rounds"])
+
+
+class PartitionRecord(Record):
+    """The content of partition.json: the samples of each class on each client, and values that follow from them.
+
+    Attributes:
+        counts: (M, K).
+        warnings: on the partition.
+        majority: accuracy of always predicting a client's most frequent training class.
+        new_client_majority: the same for the new clients; None without any.
+        paper_scalars: scalars sent per round according to the paper's formula; None if there is none.
+        data: hash of the dataset's samples.
+    """
+
+    counts: list[list[int]] | None = None
+    warnings: list[str] = Field([], alias="notes")
+    majority: float | None = None
+    new_client_majority: float | None = None
+    paper_scalars: float | None = None
+    data: str | None = None
+
+
+def numbered_lines(content: bytes) -> list[tuple[int, bytes]]:
+    """Return the complete lines of a JSONL file with their numbers; an incomplete last one was being written."""
+    return list(enumerate(content.split(b"\n")[:-1], start=1))
