@@ -27,7 +27,7 @@ from local_training import SAMPLES, our_round, start_worker  # first: it sets OM
 import torch  # isort: skip
 from machine import introduce, write
 
-from pbfl_flwr.config.values import LAYOUTS, PRECISIONS
+from pbfl_flwr.config.keys import LAYOUTS, PRECISIONS
 from pbfl_flwr.models.build import architectures
 
 Candidate = tuple[str, str]

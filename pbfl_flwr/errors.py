@@ -41,7 +41,7 @@ def in_utf8(what: str, text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise PbflError(f"{what} = {text!r}: allowed is a name in UTF-8; rename it") from None
+        raise PbflError(f"{what} = {text!r}: must be a name in UTF-8; rename it") from None
     return text
 
 
@@ -77,7 +77,7 @@ def expanded(path: Path | str) -> Path:
         user = Path(path).parts[0].removeprefix("~")
     if user:
         raise PbflError(
-            f"'{path}': there is no user '{user}'; allowed is a path that does not start with '~{user}'"
+            f"'{path}': there is no user '{user}'; must be a path that does not start with '~{user}'"
         )
     raise PbflError(
         f"'{path}': this user has no home directory, neither in HOME nor in /etc/passwd; set the environment "

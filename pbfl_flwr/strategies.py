@@ -14,11 +14,10 @@ Server and clients use the same settings. Any other key of the run configuration
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from pbfl_flwr.config import Scalar, Settings, parse
+from pbfl_flwr.config import Aggregation, Alignment, Auto, Cpkd, Scalar, Settings, parse
 from pbfl_flwr.flower.client.app import make_client_app
 from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.methods import SECTIONS
@@ -36,29 +35,23 @@ __all__ = [
     "strategy_of",
 ]
 
-Aggregation = Literal[
-    "auto", "mean", "weighted", "weighted-shrunk", "ppa", "aps-sum", "aps-mean", "median", "trimmed-mean"
-]
-Alignment = Literal["auto", "off", "unit", "thomson", "simplex", "lbfgs"]
-Cpkd = Literal["auto", "off", "sample", "class"]
 
-
-def configure(
-    method: str, keys: Mapping[str, Scalar], section: Mapping[str, Scalar] | None = None
-) -> Settings:
+def configure(method: str, **keys: Scalar) -> Settings:
     """Return checked settings of a method.
 
     Args:
         method: its name in METHODS.
-        keys: run-config keys, with underscores.
-        section: the method's own settings, without the prefix.
+        keys: run-config keys, with underscores. The method's own need no prefix, except where there is a common key of
+            the same name: ``**{"fml.max-grad-norm": 5.0}``.
 
     Raises:
         PbflError: naming every key that is unknown or has an invalid value.
     """
-    flat = {key.replace("_", "-"): value for key, value in keys.items()}
-    own = {f"{method}.{key.replace('_', '-')}": value for key, value in (section or {}).items()}
-    return parse({"method": method, **flat, **own}, SECTIONS)
+    names = {key: key.replace("_", "-") for key in keys}
+    if method in SECTIONS:
+        own = set(SECTIONS[method].key_names()) - set(Settings().as_dict())
+        names = {key: f"{method}.{name}" if name in own else name for key, name in names.items()}
+    return parse({"method": method, **{name: keys[key] for key, name in names.items()}}, SECTIONS)
 
 
 class FedProto(MethodStrategy):
@@ -79,19 +72,22 @@ class FedProto(MethodStrategy):
         *,
         num_clients: int,
         directory: Path | None = None,
-        regularizer_weight: float | Literal["auto"] = "auto",
-        aggregation: Aggregation = "auto",
-        cps_dim: int | Literal["auto"] = "auto",
-        cpkd: Cpkd = "auto",
+        regularizer_weight: float | Auto = "auto",
+        aggregation: Aggregation | Auto = "auto",
+        cps_dim: int | Auto = "auto",
+        cpkd: Cpkd | Auto = "auto",
         **keys: Scalar,
     ) -> None:
-        stages: dict[str, Scalar] = {
-            "regularizer_weight": regularizer_weight,
-            "aggregation": aggregation,
-            "cps_dim": cps_dim,
-            "cpkd": cpkd,
-        }
-        super().__init__(configure("fedproto", {"num_clients": num_clients, **stages, **keys}), directory)
+        settings = configure(
+            "fedproto",
+            num_clients=num_clients,
+            regularizer_weight=regularizer_weight,
+            aggregation=aggregation,
+            cps_dim=cps_dim,
+            cpkd=cpkd,
+            **keys,
+        )
+        super().__init__(settings, directory)
 
 
 class FedTGP(MethodStrategy):
@@ -113,20 +109,24 @@ class FedTGP(MethodStrategy):
         directory: Path | None = None,
         server_epochs: int = 100,
         margin_cap: float = 100.0,
-        regularizer_weight: float | Literal["auto"] = "auto",
-        aggregation: Aggregation = "auto",
-        cps_dim: int | Literal["auto"] = "auto",
-        cpkd: Cpkd = "auto",
+        regularizer_weight: float | Auto = "auto",
+        aggregation: Aggregation | Auto = "auto",
+        cps_dim: int | Auto = "auto",
+        cpkd: Cpkd | Auto = "auto",
         **keys: Scalar,
     ) -> None:
-        own: dict[str, Scalar] = {"server-epochs": server_epochs, "margin-cap": margin_cap}
-        stages: dict[str, Scalar] = {
-            "regularizer_weight": regularizer_weight,
-            "aggregation": aggregation,
-            "cps_dim": cps_dim,
-            "cpkd": cpkd,
-        }
-        super().__init__(configure("fedtgp", {"num_clients": num_clients, **stages, **keys}, own), directory)
+        settings = configure(
+            "fedtgp",
+            num_clients=num_clients,
+            server_epochs=server_epochs,
+            margin_cap=margin_cap,
+            regularizer_weight=regularizer_weight,
+            aggregation=aggregation,
+            cps_dim=cps_dim,
+            cpkd=cpkd,
+            **keys,
+        )
+        super().__init__(settings, directory)
 
 
 class TinyProto(MethodStrategy):
@@ -148,19 +148,21 @@ class TinyProto(MethodStrategy):
         num_clients: int,
         base: Literal["fedproto", "fedtgp"] = "fedproto",
         directory: Path | None = None,
-        cps_dim: int | Literal["auto"] = "auto",
-        aps_scale: float | Literal["auto"] = "auto",
-        regularizer_weight: float | Literal["auto"] = "auto",
+        cps_dim: int | Auto = "auto",
+        aps_scale: float | Auto = "auto",
+        regularizer_weight: float | Auto = "auto",
         **keys: Scalar,
     ) -> None:
-        stages: dict[str, Scalar] = {
-            "cps_dim": cps_dim,
-            "aps_scale": aps_scale,
-            "regularizer_weight": regularizer_weight,
-        }
-        super().__init__(
-            configure("tinyproto", {"num_clients": num_clients, **stages, **keys}, {"base": base}), directory
+        settings = configure(
+            "tinyproto",
+            num_clients=num_clients,
+            base=base,
+            cps_dim=cps_dim,
+            aps_scale=aps_scale,
+            regularizer_weight=regularizer_weight,
+            **keys,
         )
+        super().__init__(settings, directory)
 
 
 class ProtoNorm(MethodStrategy):
@@ -180,17 +182,20 @@ class ProtoNorm(MethodStrategy):
         *,
         num_clients: int,
         directory: Path | None = None,
-        upscale: float | Literal["auto"] = "auto",
-        alignment: Alignment = "auto",
-        regularizer_weight: float | Literal["auto"] = "auto",
+        upscale: float | Auto = "auto",
+        alignment: Alignment | Auto = "auto",
+        regularizer_weight: float | Auto = "auto",
         **keys: Scalar,
     ) -> None:
-        stages: dict[str, Scalar] = {
-            "upscale": upscale,
-            "alignment": alignment,
-            "regularizer_weight": regularizer_weight,
-        }
-        super().__init__(configure("protonorm", {"num_clients": num_clients, **stages, **keys}), directory)
+        settings = configure(
+            "protonorm",
+            num_clients=num_clients,
+            upscale=upscale,
+            alignment=alignment,
+            regularizer_weight=regularizer_weight,
+            **keys,
+        )
+        super().__init__(settings, directory)
 
 
 class GFPL(MethodStrategy):
@@ -219,14 +224,17 @@ class GFPL(MethodStrategy):
         threshold: float = 1.0,
         **keys: Scalar,
     ) -> None:
-        own: dict[str, Scalar] = {
-            "components": components,
-            "samples": samples,
-            "start": start,
-            "interval": interval,
-            "threshold": threshold,
-        }
-        super().__init__(configure("gfpl", {"num_clients": num_clients, **keys}, own), directory)
+        settings = configure(
+            "gfpl",
+            num_clients=num_clients,
+            components=components,
+            samples=samples,
+            start=start,
+            interval=interval,
+            threshold=threshold,
+            **keys,
+        )
+        super().__init__(settings, directory)
 
 
 class FedCPD(MethodStrategy):
@@ -253,22 +261,20 @@ class FedCPD(MethodStrategy):
         base: Literal["fedrep", "fedavg"] = "fedrep",
         **keys: Scalar,
     ) -> None:
-        own: dict[str, Scalar] = {
-            "align-weight": align_weight,
-            "contrast-weight": contrast_weight,
-            "distill-weight": distill_weight,
-            "base": base,
-        }
-        super().__init__(configure("fedcpd", {"num_clients": num_clients, **keys}, own), directory)
+        settings = configure(
+            "fedcpd",
+            num_clients=num_clients,
+            align_weight=align_weight,
+            contrast_weight=contrast_weight,
+            distill_weight=distill_weight,
+            base=base,
+            **keys,
+        )
+        super().__init__(settings, directory)
 
 
 def strategy_of(
-    method: str,
-    *,
-    num_clients: int,
-    directory: Path | None = None,
-    section: Mapping[str, Scalar] | None = None,
-    **keys: Scalar,
+    method: str, *, num_clients: int, directory: Path | None = None, **keys: Scalar
 ) -> MethodStrategy:
     """Return the strategy of any method.
 
@@ -276,10 +282,9 @@ def strategy_of(
         method: its name in METHODS, as ``pbfl list methods`` prints it.
         num_clients: M.
         directory: where the run is written; None keeps everything in memory.
-        section: the method's own settings, without its prefix: ``{"server_epochs": 5}`` for ``fedgh.server-epochs``.
-        keys: any other run-config key, with underscores.
+        keys: any other run-config key, as in :func:`configure`.
 
     Raises:
         PbflError: naming every key that is unknown or has an invalid value.
     """
-    return MethodStrategy(configure(method, {"num_clients": num_clients, **keys}, section), directory)
+    return MethodStrategy(configure(method, num_clients=num_clients, **keys), directory)

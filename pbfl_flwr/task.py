@@ -32,13 +32,11 @@ class Task:
         if self.num_classes < 2:
             raise PbflError(f"num_classes is {self.num_classes}; a classification task needs at least 2")
         if self.feature_dim < 1:
-            raise PbflError(f"feature-dim is {self.feature_dim}; allowed are whole numbers from 1")
+            raise PbflError(f"feature-dim is {self.feature_dim}; must be a whole number from 1")
         if not self.input_shape or min(self.input_shape) < 1:
             raise PbflError(f"input shape {self.input_shape} has an axis of length 0")
         if self.vocabulary_size < 0:
-            raise PbflError(
-                f"a vocabulary of {self.vocabulary_size} tokens; allowed are whole numbers from 0"
-            )
+            raise PbflError(f"a vocabulary of {self.vocabulary_size} tokens; must be a whole number from 0")
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Self:

@@ -142,7 +142,7 @@ def test_what_is_no_image_is_refused(task: Task, named: str) -> None:
 @pytest.mark.parametrize("given", ["rotate", "crop,crop", "crop flip"])
 def test_an_unknown_change_is_refused(given: str) -> None:
     with pytest.raises(
-        PbflError, match=f"augmentation = '{given}': allowed is nothing, or a comma list of crop, flip"
+        PbflError, match=f"augmentation = '{given}': must be empty, or a comma list of crop, flip"
     ):
         parse({"augmentation": given})
 

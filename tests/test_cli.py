@@ -854,7 +854,7 @@ def test_what_is_to_be_typed_can_be_typed(tmp_path: Path) -> None:
         (["--node", "data-path='nowhere.npz'"], "--node 0: "),
         (["--node", "client-id=1", "--node", "client-id=1"], "--node 0 and --node 1: both are client-id 1"),
         (["--method", "fedprot"], "fedproto"),
-        (["--run-dir", "r\udcfc"], "allowed is a name in UTF-8; rename it"),
+        (["--run-dir", "r\udcfc"], "must be a name in UTF-8; rename it"),
         (["--resume", "nowhere"], "no run.json"),
         (["--resume", "nowhere", "-n", "2"], "--resume: "),
     ],

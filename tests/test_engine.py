@@ -179,13 +179,19 @@ def rounds_done(run_dir: Path) -> int:
 def test_a_run_that_is_stopped_and_killed_and_goes_on_has_the_bits_of_one_that_is_not(tmp_path: Path) -> None:
     """On Flower's engine with one worker and with two, beside a run without it; two of the four clients lie."""
     run_dir, other = tmp_path / "run", tmp_path / "other"
-    lies = ("attack=noise=0.5", "norm-bound=1.0", "aggregation=trimmed-mean", "min-class-count=1")
+    lies = (
+        "attack.kind=noise",
+        "attack.share=0.5",
+        "norm-bound=1.0",
+        "aggregation=trimmed-mean",
+        "min-class-count=1",
+    )
     process = start(run_dir, tmp_path / "home", *lies, "num-server-rounds=10000", workers="1")
     wait_for_rounds(run_dir, 1)
     process.send_signal(signal.SIGINT)
     said, _ = process.communicate(timeout=120)
     assert process.returncode == 130, said
-    assert "attack noise=0.5: clients" in said
+    assert "attack noise: clients" in said
     assert left_behind(run_dir) == []
     done = rounds_done(run_dir)
     process = pbfl(run_dir, tmp_path / "home", "--workers", "2", "--resume", str(run_dir))

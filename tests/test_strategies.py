@@ -1,25 +1,20 @@
 """The methods as strategies of somebody else's Flower app: own data, own run configuration, no key of ours in it."""
 
-from inspect import signature
+from inspect import Parameter, signature
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
-from pydantic import ValidationError
 
-from pbfl_flwr.config import PrototypeSettings
+from pbfl_flwr.config import GROUPS
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.client.app import make_client_app
 from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.payloads import Prototypes
-from pbfl_flwr.prototypes.stages import Stages
 from pbfl_flwr.strategies import (
     GFPL,
-    Aggregation,
-    Alignment,
-    Cpkd,
     FedCPD,
     FedProto,
     FedTGP,
@@ -43,9 +38,7 @@ def strategies(directory: Path) -> list[MethodStrategy]:
         ProtoNorm(num_clients=NUM_CLIENTS, upscale=10.0, alignment="simplex", state_dir=where, **common),
         GFPL(num_clients=NUM_CLIENTS, components=2, start=1, interval=1, state_dir=where, **common),
         FedCPD(num_clients=NUM_CLIENTS, align_weight=0.5, base="fedavg", state_dir=where, **common),
-        strategy_of(
-            "fedgh", num_clients=NUM_CLIENTS, section={"server_epochs": 2}, state_dir=where, **common
-        ),
+        strategy_of("fedgh", num_clients=NUM_CLIENTS, server_epochs=2, state_dir=where, **common),
     ]
 
 
@@ -74,21 +67,33 @@ def test_keywords_reach_the_method(tmp_path: Path) -> None:
     assert (other.name, made[-1].settings.as_dict()["fedgh.server-epochs"]) == ("fedgh", 2)
 
 
-def test_defaults_of_keywords_are_those_of_the_keys() -> None:
-    for page, strategy in (("gfpl", GFPL), ("fedcpd", FedCPD), ("fedtgp", FedTGP)):
-        given = {
-            f"{page}.{name.replace('_', '-')}": p.default
-            for name, p in signature(strategy).parameters.items()
-        }
-        known = SECTIONS[page]()
-        own = {
-            f"{page}.{key}": value
-            for key, value in zip(known.key_names(), known.model_dump().values(), strict=True)
-        }
-        assert {key: own[key] for key in own.keys() & given.keys()} == {
-            key: given[key] for key in own.keys() & given.keys()
-        }
-        assert len(own.keys() & given.keys()) >= 2
+def alternatives(annotation: Any) -> set[Any]:
+    """Return the types and literal values that an annotation allows, without ranges."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return alternatives(parts[0])
+    if origin is Literal:
+        return set(parts)
+    return set().union(*map(alternatives, parts)) if parts else {annotation}
+
+
+@pytest.mark.parametrize("strategy", [FedProto, FedTGP, TinyProto, ProtoNorm, GFPL, FedCPD])
+def test_keywords_have_types_and_defaults_of_their_keys(strategy: type[MethodStrategy]) -> None:
+    method = strategy.__name__.lower()
+    section = [SECTIONS[method]] if method in SECTIONS else []
+    fields = {
+        name: field for group in (*GROUPS.values(), *section) for name, field in group.model_fields.items()
+    }
+    types = get_type_hints(strategy.__init__, include_extras=True)
+    keywords = {
+        name: parameter
+        for name, parameter in signature(strategy).parameters.items()
+        if name not in ("directory", "keys")
+    }
+    assert len(keywords) >= 4
+    for name, parameter in keywords.items():
+        assert alternatives(types[name]) == alternatives(fields[name].annotation), name
+        assert parameter.default == (Parameter.empty if name == "num_clients" else fields[name].default), name
 
 
 def test_aggregate_fit_needs_no_grid() -> None:
@@ -103,20 +108,7 @@ def test_aggregate_fit_needs_no_grid() -> None:
 def test_wrong_keywords_are_named_at_once() -> None:
     with pytest.raises(PbflError) as caught:
         TinyProto(num_clients=0, cps_dim=-1, batchsize=3)
-    said = str(caught.value)
-    assert "num-clients = 0" in said
-    assert "cps-dim = -1" in said
-    assert "unknown key 'batchsize'; did you mean 'batch-size'?" in said
-
-
-@pytest.mark.parametrize(
-    ("stage", "said"),
-    [("aggregation", Aggregation), ("alignment", Alignment), ("cpkd", Cpkd)],
-)
-def test_what_a_stage_may_be_is_the_same_everywhere(stage: str, said: Any) -> None:
-    key = PrototypeSettings.model_fields[stage].annotation
-    assert get_args(said) == get_args(key)
-    for value in get_args(said)[1:]:  # all but "auto", which is resolved by then
-        assert getattr(Stages.model_validate({stage: value}), stage) == value
-    with pytest.raises(ValidationError):
-        Stages.model_validate({stage: "auto"})
+    message = str(caught.value)
+    assert "num-clients = 0" in message
+    assert "cps-dim = -1" in message
+    assert "unknown key 'batchsize'; did you mean 'batch-size'?" in message

@@ -198,7 +198,7 @@ def compare(
     dry_run: DryRun = False,
 ) -> None:
     """Run several configurations on the same data and print one table; run again to resume."""
-    from pbfl_flwr.config.choices import words
+    from pbfl_flwr.config import comma_list
     from pbfl_flwr.experiments.comparing import compare as comparison
     from pbfl_flwr.experiments.comparing import comparison_table
     from pbfl_flwr.experiments.running import parallel_runs
@@ -211,7 +211,7 @@ def compare(
         title, runs = comparison.read(name)
         directory = expanded(out or Path("runs") / Path(name).stem).absolute()
         chosen = comparison.parse_numbers("--seeds", seeds)
-        planned = comparison.plan(runs, assignments or [], chosen, words(only), directory)
+        planned = comparison.plan(runs, assignments or [], chosen, comma_list(only), directory)
         for note in comparison.preflight(planned, resources):
             say(console, note, "yellow")
         slots = parallel_runs.slots_here(parallel, resources, console)

@@ -76,7 +76,7 @@ def reproduce(
     dry_run: DryRun = False,
 ) -> None:
     """Reproduce a published table and print it next to the paper's values; run again to resume."""
-    from pbfl_flwr.config.choices import words
+    from pbfl_flwr.config import comma_list
     from pbfl_flwr.experiments.comparing import compare, reproduction_table
     from pbfl_flwr.experiments.comparing import reproduce as reproduction
     from pbfl_flwr.experiments.running import parallel_runs
@@ -88,10 +88,10 @@ def reproduce(
         directory = expanded(out or Path("runs") / f"{Path(name).stem}-{scale.value}").absolute()
         source, by = app_for(engine, app_dir), predictor(by)
         paper = reproduction.read(name)
-        blocks = reproduction.chosen(paper, dataset, words(block))
+        blocks = reproduction.chosen(paper, dataset, comma_list(block))
         numbers = compare.parse_numbers("--seeds", seeds)
         planned = reproduction.plans(
-            paper, blocks, scale.value, assignments or [], numbers, words(only), directory
+            paper, blocks, scale.value, assignments or [], numbers, comma_list(only), directory
         )
         missing = reproduction.absent(planned)
         for left_out, why in missing.items():

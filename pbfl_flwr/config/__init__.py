@@ -1,48 +1,59 @@
 """The run configuration: flat kebab-case keys in, frozen objects out.
 
-All keys, types and ranges are defined here (:mod:`~pbfl_flwr.config.keys`). Flower rejects unknown keys but not wrong
-types; here all invalid keys are reported at once, each with its value and what is allowed
+Every key is declared once, with type, range, default and meaning (:mod:`~pbfl_flwr.config.keys`). Flower rejects
+unknown keys but not wrong types; here all invalid keys are reported at once, each with its value and what it must be
 (:mod:`~pbfl_flwr.config.resolve`). The value ``"auto"`` stands for the choice of the method (or the protocol); it is
 resolved before round 1 and the resolved value is written into the result.
 """
 
-from pbfl_flwr.config.attack import ATTACKS, Attack, announced
-from pbfl_flwr.config.choices import choices
-from pbfl_flwr.config.faults import FAULTS, FaultRates
-from pbfl_flwr.config.group import Group
 from pbfl_flwr.config.keys import (
     GROUPS,
+    PREDICTORS,
     USUAL_RATE,
+    Aggregation,
+    Alignment,
+    AttackSettings,
     Auto,
     ConventionSettings,
+    Cpkd,
     DataSettings,
     EvaluationSettings,
+    FaultSettings,
     ModelSettings,
     PrivacySettings,
     PrototypeSettings,
     RunSettings,
     TrainingSettings,
 )
+from pbfl_flwr.config.parsing import (
+    MAX_CLASSES,
+    AbsolutePath,
+    Group,
+    Scalar,
+    by_architecture,
+    class_name,
+    class_names,
+    comma_list,
+)
 from pbfl_flwr.config.resolve import CHANGEABLE, PROTOCOLS, Settings, parse, parse_section
-from pbfl_flwr.config.texts import Scalar, class_name, class_names
-from pbfl_flwr.config.values import MAX_CLASSES, PREDICTORS, AbsolutePath
 
 __all__ = [
-    "ATTACKS",
     "CHANGEABLE",
-    "FAULTS",
     "GROUPS",
     "MAX_CLASSES",
     "PREDICTORS",
     "PROTOCOLS",
     "USUAL_RATE",
     "AbsolutePath",
-    "Attack",
+    "Aggregation",
+    "Alignment",
+    "AttackSettings",
     "Auto",
     "ConventionSettings",
+    "Cpkd",
     "DataSettings",
     "EvaluationSettings",
-    "FaultRates",
+    "FaultSettings",
     "Group",
     "ModelSettings",
     "PrivacySettings",
@@ -51,10 +62,10 @@ __all__ = [
     "Scalar",
     "Settings",
     "TrainingSettings",
-    "announced",
-    "choices",
+    "by_architecture",
     "class_name",
     "class_names",
+    "comma_list",
     "parse",
     "parse_section",
 ]

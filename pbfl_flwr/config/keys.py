@@ -1,27 +1,51 @@
-"""All keys of the run configuration, in groups: type, range, default and meaning."""
+"""All keys of the run configuration, in groups: type, range, default and meaning, each declared here alone.
+
+``pbfl list keys``, docs/keys.md and the block in pyproject.toml that tells Flower which keys there are follow from it.
+A method's own keys are declared likewise, as the class ``Config`` of its module.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Sequence
+from typing import Annotated, ClassVar, Literal, get_args
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
-from pbfl_flwr.config.choices import choice, one_or_each, words
-from pbfl_flwr.config.group import Group
-from pbfl_flwr.config.texts import class_names
-from pbfl_flwr.config.values import (
-    LAYOUTS,
-    PRECISIONS,
+from pbfl_flwr.config.parsing import (
     AbsolutePath,
-    check_attack,
-    check_augmentation,
-    check_faults,
-    check_labels,
-    check_named_values,
-    check_shape,
+    Augmentation,
+    Group,
+    Labels,
+    NamedValues,
+    Shape,
+    class_names,
+    comma_list,
+    one_or_each,
+    value_for,
 )
 
 Auto = Literal["auto"]
+NonNegative = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+
+Protocol = Literal["clean", "htfl", "pfl", "fedproto"]
+Predictor = Literal["head", "global", "global-local", "local", "etf"]
+Moment = Literal["after", "before"]
+AttackKind = Literal["sign-flip", "scale", "noise", "permute"]
+
+# Stages of the prototype pipeline; docs/methods explain them.
+RegularizerForm = Literal["mse", "l2"]
+Collect = Literal["post", "trajectory", "last-epoch", "before"]
+Aggregation = Literal[
+    "mean", "weighted", "weighted-shrunk", "ppa", "aps-sum", "aps-mean", "median", "trimmed-mean"
+]
+Cpkd = Literal["off", "sample", "class"]
+Solver = Literal["unit", "thomson", "simplex", "lbfgs"]
+Alignment = Literal["off", Solver]
+
+PREDICTORS: tuple[str, ...] = get_args(Predictor)
+LAYOUTS = ("channels-last", "contiguous")
+PRECISIONS = ("float32", "bfloat16")
 
 
 class RunSettings(Group):
@@ -31,7 +55,7 @@ class RunSettings(Group):
         "fedproto",
         description="a name from `pbfl list methods`, or a method of your own: my_package.page:build",
     )
-    method_settings: Annotated[str, AfterValidator(check_named_values)] = Field(
+    method_settings: NamedValues = Field(
         "", description="settings of a method of your own, e.g. mu=0.1,warm=true"
     )
     num_clients: int = Field(20, ge=1, le=100_000, description="M, number of clients in the federation")
@@ -78,14 +102,6 @@ class RunSettings(Group):
         le=1,
         description="w, an upload that arrives a rounds late is weighted by w^a; 0: late uploads are ignored",
     )
-    faults: Annotated[str, AfterValidator(check_faults)] = Field(
-        "", description="faults to inject, e.g. drop=0.2,delay=5s@0.3,crash=0.05,corrupt=0.01,stale=0.1"
-    )
-    attack: Annotated[str, AfterValidator(check_attack)] = Field(
-        "",
-        description="kind of attack and share of malicious clients, which send falsified prototypes (simulations "
-        "only): sign-flip=0.2, scale=10@0.2, noise=0.2, permute=0.2",
-    )
     max_upload_mb: int = Field(
         256,
         ge=1,
@@ -102,7 +118,7 @@ class RunSettings(Group):
         description="seconds the server waits for the clients to join, or for disconnected ones to return",
     )
     seed: int = Field(0, ge=0, lt=2**31, description="seed of weights, batches and sampling")
-    protocol: Literal["clean", "htfl", "pfl", "fedproto"] = Field(
+    protocol: Protocol = Field(
         "clean",
         description="code base whose conventions set the auto values of data loading, evaluation and averaging",
     )
@@ -173,14 +189,14 @@ class DataSettings(Group):
         lt=1,
         description="share of a client's training data held out as validation data, for choosing a round",
     )
-    labels: Annotated[str, AfterValidator(check_labels)] = Field(
+    labels: Labels = Field(
         "",
         description="all class names in the order of their ids, e.g. 'cat,dog'; empty: those found in the data",
     )
     label_column: str = Field(
         "", description="column of a table with the class; empty: 'label', else the last column"
     )
-    input_shape: Annotated[str, AfterValidator(check_shape)] = Field(
+    input_shape: Shape = Field(
         "",
         description="shape of an input, e.g. '3,64,64': images of a folder are resized to it, rows of a table reshaped",
     )
@@ -259,7 +275,7 @@ class TrainingSettings(Group):
     batch_order: Literal["auto", "shuffled", "fixed"] = Field(
         "auto", description="order of the training samples in each epoch"
     )
-    augmentation: Annotated[str, AfterValidator(check_augmentation)] = Field(
+    augmentation: Augmentation = Field(
         "", description="random augmentation of training images: crop, flip or 'crop,flip'; empty: none"
     )
     drop_last: Literal["auto", "small", "always", "never"] = Field(
@@ -269,12 +285,12 @@ class TrainingSettings(Group):
     device: Literal["auto", "cpu", "cuda", "mps"] = Field(
         "auto", description="device of the training; auto: the GPU that Flower assigns, else the CPU"
     )
-    layout: Annotated[str, AfterValidator(one_or_each("auto", *LAYOUTS))] = Field(
+    layout: Annotated[str, one_or_each("auto", *LAYOUTS)] = Field(
         "auto",
         description="memory layout of images: channels-last is faster, contiguous computes like the references; "
         "one for all, or by architecture: 'contiguous, cnn4=channels-last'",
     )
-    precision: Annotated[str, AfterValidator(one_or_each(*PRECISIONS))] = Field(
+    precision: Annotated[str, one_or_each(*PRECISIONS)] = Field(
         "float32",
         description="precision of matrix products in a network's body, float32 or bfloat16 (weights, features and head "
         "stay float32); one for all, or by architecture: 'float32, resnet8=bfloat16'",
@@ -287,7 +303,7 @@ class TrainingSettings(Group):
     @property
     def augmentations(self) -> list[str]:
         """The entries of ``augmentation``."""
-        return words(self.augmentation)
+        return comma_list(self.augmentation)
 
     def config_warnings(self) -> list[str]:
         """Return warnings about these settings, for display before a run starts."""
@@ -299,8 +315,8 @@ class TrainingSettings(Group):
         """Return the settings of a client with this architecture: one layout and one precision."""
         return self.model_copy(
             update={
-                "layout": choice(self.layout, architecture, "auto"),
-                "precision": choice(self.precision, architecture, "float32"),
+                "layout": value_for(self.layout, architecture, "auto"),
+                "precision": value_for(self.precision, architecture, "float32"),
             }
         )
 
@@ -325,7 +341,7 @@ class ConventionSettings(Group):
 class EvaluationSettings(Group):
     """Which model is scored when, and which number is the primary predictor."""
 
-    evaluate_moment: Literal["auto", "after", "before"] = Field(
+    evaluate_moment: Literal[Auto, Moment] = Field(
         "auto",
         description="when clients are scored: after local training, or before it with what was just broadcast "
         "(references)",
@@ -339,7 +355,7 @@ class EvaluationSettings(Group):
         description="also count results per class, for balanced accuracy and macro-F1; reveals test labels to "
         "the server",
     )
-    predictor: Literal["auto", "head", "global", "global-local", "local", "etf"] = Field(
+    predictor: Literal[Auto, Predictor] = Field(
         "auto",
         description="which prediction is the primary predictor: logits (head), nearest global prototype (global; "
         "global-local: of the client's own classes), nearest local prototype (local), or GFPL's "
@@ -351,20 +367,18 @@ class EvaluationSettings(Group):
 class PrototypeSettings(Group):
     """The stages of the prototype pipeline; ``auto`` is what the method's name stands for."""
 
-    regularizer_weight: Annotated[float, Field(ge=0)] | Auto = Field(
+    regularizer_weight: NonNegative | Auto = Field(
         "auto", description="λ, weight of the pull towards global prototypes"
     )
-    regularizer_form: Literal["auto", "mse", "l2"] = Field(
+    regularizer_form: Literal[Auto, RegularizerForm] = Field(
         "auto", description="form of the pull: mean of squares over B·d (mse), or L2 norm (l2)"
     )
-    collect: Literal["auto", "post", "trajectory", "last-epoch", "before"] = Field(
+    collect: Literal[Auto, Collect] = Field(
         "auto",
         description="when local prototypes are computed: after training (post), as an average over training or "
         "its last epoch, or before training",
     )
-    aggregation: Literal[
-        "auto", "mean", "weighted", "weighted-shrunk", "ppa", "aps-sum", "aps-mean", "median", "trimmed-mean"
-    ] = Field("auto", description="how the server combines prototypes")
+    aggregation: Literal[Auto, Aggregation] = Field("auto", description="how the server combines prototypes")
     trim_share: float = Field(
         0.2, ge=0, lt=0.5, description="trimmed-mean: share of values trimmed on each side"
     )
@@ -383,11 +397,11 @@ class PrototypeSettings(Group):
     cps_regularizer: Literal["full", "masked"] = Field(
         "full", description="dimensions of the pull: all d, or only those inside the mask"
     )
-    cpkd: Literal["auto", "off", "sample", "class"] = Field(
+    cpkd: Literal[Auto, Cpkd] = Field(
         "auto",
         description="class-proportional distillation: the pull is weighted by class size, per sample or per class",
     )
-    aps_scale: Annotated[float, Field(gt=0)] | Auto = Field(
+    aps_scale: Positive | Auto = Field(
         "auto", description="μ, factor of adaptive prototype scaling (APS); auto: 0.9·K/n"
     )
     ppa_total: Literal["reported", "known"] = Field(
@@ -397,12 +411,10 @@ class PrototypeSettings(Group):
     total_examples: int = Field(
         0, ge=0, description="training samples of all clients except new-clients, for ppa-total known"
     )
-    alignment: Literal["auto", "off", "unit", "thomson", "simplex", "lbfgs"] = Field(
+    alignment: Literal[Auto, Alignment] = Field(
         "auto", description="solver of prototype alignment (PA); unit: only normalise prototypes to length 1"
     )
-    upscale: Annotated[float, Field(ge=0)] | Auto = Field(
-        "auto", description="γ, factor of ProtoNorm's upscaling; 1 is off"
-    )
+    upscale: NonNegative | Auto = Field("auto", description="γ, factor of ProtoNorm's upscaling; 1 is off")
     stale: Literal["keep", "drop"] = Field(
         "keep", description="keep or drop the global prototype of a class that no client sent in a round"
     )
@@ -451,13 +463,59 @@ class PrivacySettings(Group):
     secure_aggregation: bool = Field(
         False, description="use SecAgg+: the server gets only the sum of all uploads, no single one"
     )
-    secure_range: Annotated[float, Field(gt=0)] | Auto = Field(
+    secure_range: Positive | Auto = Field(
         "auto",
         description="R, entries are clipped to ±R before masking; auto: 100, for sums of features 100000",
     )
     secure_threshold: float = Field(
         0.67, gt=0.5, le=1, description="share of the selected clients that must complete the protocol"
     )
+
+
+Rate = Annotated[float, Field(ge=0, le=1)]
+
+
+class FaultSettings(Group):
+    """Faults injected into the replies of clients, for tests; ``docs/faults.md``."""
+
+    prefix: ClassVar[str] = "faults."
+
+    drop: Rate = Field(0.0, description="share of training replies that are lost after the training")
+    crash: Rate = Field(0.0, description="share of training instructions on which the client raises an error")
+    corrupt: Rate = Field(0.0, description="share of uploads of which bytes change in transit")
+    stale: Rate = Field(
+        0.0,
+        description="share of training replies that are the client's last reply, sent again without training",
+    )
+    delay: Rate = Field(0.0, description="share of training replies that are late by delay-seconds")
+    delay_seconds: float = Field(1.0, ge=0, le=31_536_000, description="length of a delay")
+
+    def injected(self) -> dict[str, float]:
+        """Return the rates above 0 by kind."""
+        rates: dict[str, float] = self.model_dump(exclude={"delay_seconds"})
+        return {kind: rate for kind, rate in rates.items() if rate}
+
+
+class AttackSettings(Group):
+    """Malicious clients, which send falsified prototypes; simulations only, ``docs/faults.md``."""
+
+    prefix: ClassVar[str] = "attack."
+
+    kind: Literal["none", AttackKind] = Field(
+        "none",
+        description="what malicious clients send instead of their prototypes: none: there are no such clients",
+    )
+    share: float = Field(0.2, gt=0, lt=1, description="share of the clients that are malicious")
+    factor: float = Field(10.0, description="kind scale: factor by which prototypes are multiplied")
+
+    def notice(self, malicious: Sequence[int]) -> str:
+        """Return the message that names the attack and the malicious clients."""
+        factor = f" by {self.factor:g}" if self.kind == "scale" else ""
+        clients = ", ".join(map(str, malicious))
+        return (
+            f"attack {self.kind}{factor}: clients {clients} send falsified prototypes; accuracies are those of the "
+            "other clients"
+        )
 
 
 GROUPS: dict[str, type[Group]] = {
@@ -469,4 +527,6 @@ GROUPS: dict[str, type[Group]] = {
     "conventions": ConventionSettings,
     "prototypes": PrototypeSettings,
     "privacy": PrivacySettings,
+    "faults": FaultSettings,
+    "attack": AttackSettings,
 }

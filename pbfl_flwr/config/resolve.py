@@ -11,20 +11,20 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from pbfl_flwr.config.choices import completed
-from pbfl_flwr.config.group import Group
 from pbfl_flwr.config.keys import (
     GROUPS,
+    AttackSettings,
     ConventionSettings,
     DataSettings,
     EvaluationSettings,
+    FaultSettings,
     ModelSettings,
     PrivacySettings,
     PrototypeSettings,
     RunSettings,
     TrainingSettings,
 )
-from pbfl_flwr.config.texts import Scalar, named_values
+from pbfl_flwr.config.parsing import Group, Scalar, named_values, without_auto
 from pbfl_flwr.errors import PbflError
 
 G = TypeVar("G", bound=Group)
@@ -72,8 +72,8 @@ class Settings(BaseModel):
     """The whole run configuration.
 
     Attributes:
-        run, data, models, training, evaluation, conventions, prototypes, privacy: the groups of keys, with the
-            protocol applied.
+        run, data, models, training, evaluation, conventions, prototypes, privacy, faults, attack: the groups of
+            keys, with the protocol applied.
         method_section: the keys ``<method>.<key>`` of the chosen method, without the prefix.
     """
 
@@ -87,13 +87,16 @@ class Settings(BaseModel):
     conventions: ConventionSettings = ConventionSettings()
     prototypes: PrototypeSettings = PrototypeSettings()
     privacy: PrivacySettings = PrivacySettings()
+    faults: FaultSettings = FaultSettings()
+    attack: AttackSettings = AttackSettings()
     method_section: dict[str, Scalar] = {}
 
     def as_dict(self) -> dict[str, Scalar]:
         """Return the configuration as flat run-config keys."""
         flat: dict[str, Scalar] = {}
-        for name in GROUPS:
-            flat.update(getattr(self, name).model_dump(by_alias=True))
+        for name, group in GROUPS.items():
+            values = getattr(self, name).model_dump(by_alias=True)
+            flat.update({group.prefix + key: value for key, value in values.items()})
         flat.update({f"{self.run.method}.{key}": value for key, value in self.method_section.items()})
         return flat
 
@@ -102,8 +105,8 @@ class Settings(BaseModel):
 
         data-dir is included: for arrays, tables and folders nothing else identifies the data before it is read.
         """
-        own = {"run-dir", "state-dir", "resume", *CHANGEABLE}
-        return {key: value for key, value in self.as_dict().items() if key not in own}
+        without = {"run-dir", "state-dir", "resume", *CHANGEABLE}
+        return {key: value for key, value in self.as_dict().items() if key not in without}
 
     def fingerprint(self) -> str:
         """Return a hash of all keys that affect results."""
@@ -119,104 +122,88 @@ def parse(run_config: Mapping[str, Scalar], sections: Mapping[str, type[Group]] 
             are checked as well, to find typos.
 
     Raises:
-        PbflError: with one line for every invalid key: the key, its value and what is allowed.
+        PbflError: with one line for every invalid key: the key, its value and what it must be.
     """
     sections = sections or {}
-    run_config = {key: int(value) if _whole(value) else value for key, value in run_config.items()}
-    top = {key: value for key, value in run_config.items() if "." not in key}
-    known = {key: name for name, group in GROUPS.items() for key in group.key_names()}
-    problems = [_unknown(key, [*known, *sections]) for key in top if key not in known]
+    prefixed = {name: group for name, group in GROUPS.items() if group.prefix}
+    tables = [*prefixed, *sections]
+    by_prefix: dict[str, dict[str, Scalar]] = {"": {}}
+    for name, value in run_config.items():
+        prefix, _, key = name.partition(".") if "." in name else ("", "", name)
+        by_prefix.setdefault(prefix, {})[key] = int(value) if _is_whole(value) else value
+    common = {key: name for name, group in GROUPS.items() if not group.prefix for key in group.key_names()}
+    full_names = [group.prefix + key for group in GROUPS.values() for key in group.key_names()]
+    top = by_prefix.pop("")
+    problems = [_unknown(key, [*full_names, *tables]) for key in top if key not in common]
     groups: dict[str, Any] = {}
     for name, group in GROUPS.items():
-        mine = {key: value for key, value in top.items() if known.get(key) == name}
-        if (parsed := _parse_group(group, mine, "", problems)) is not None:
-            groups[name] = parsed
-    chosen = str(top.get("method", RunSettings().method))
-    section_values: dict[str, Scalar] = {}
-    by_section: dict[str, dict[str, Scalar]] = {}
-    for key, value in run_config.items():
-        if "." in key:
-            prefix, _, rest = key.partition(".")
-            by_section.setdefault(prefix, {})[rest] = value
-    for prefix, values in by_section.items():
-        own = sections[prefix].key_names() if prefix in sections else []
-        misplaced = [key for key in values if key in known and key not in own]
+        if not group.prefix:
+            values = {key: value for key, value in top.items() if common.get(key) == name}
+            groups[name] = _parse_group(group, values, "", problems)
+    method = str(top.get("method", RunSettings().method))
+    section: dict[str, Scalar] = {}
+    for prefix, values in by_prefix.items():
+        table = prefixed.get(prefix) or sections.get(prefix)
+        keys = table.key_names() if table else []
+        misplaced = [key for key in values if key in common and key not in keys]
         problems += [_misplaced(key, prefix) for key in misplaced]
         values = {key: value for key, value in values.items() if key not in misplaced}
-        if prefix not in sections:
+        if table is None:
             if values:
-                problems.append(f"unknown section '{prefix}.'; sections are {_listed(sections)}")
+                problems.append(f"unknown section '{prefix}.'; sections are {_listed(tables)}")
             continue
-        parsed_section = _parse_group(sections[prefix], values, f"{prefix}.", problems)
-        if prefix == chosen and parsed_section is not None:
-            section_values = parsed_section.model_dump(by_alias=True)
-    if chosen in sections and not section_values:
-        section_values = sections[chosen]().model_dump(by_alias=True)
-    if problems or (
-        problems := _disagreements(settings := Settings(**groups, method_section=section_values))
-    ):
+        parsed = _parse_group(table, values, f"{prefix}.", problems)
+        if prefix in GROUPS:
+            groups[prefix] = parsed
+        elif prefix == method and parsed is not None:
+            section = parsed.model_dump(by_alias=True)
+    if method in sections and not section:
+        section = sections[method]().model_dump(by_alias=True)
+    if problems or (problems := _conflicts(settings := Settings(**groups, method_section=section))):
         raise PbflError("\n".join(problems))
     return _apply_protocol(settings)
 
 
-def _whole(value: object) -> bool:
+def _is_whole(value: object) -> bool:
     """Whether this is an integer of any type, NumPy's included, but not a bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def _disagreements(settings: Settings) -> list[str]:
+def _conflicts(settings: Settings) -> list[str]:
     """Return a line for every key whose value conflicts with another key."""
-    run, found = settings.run, []
-    if run.method_settings and ":" not in run.method:
-        found.append(
-            f"method-settings = {run.method_settings!r}: allowed only with a method of your own "
-            f"(my_package.page:build); `pbfl list keys {run.method}.` shows the settings of '{run.method}'"
-        )
-    if settings.training.momentum and settings.training.optimizer != "sgd":
-        found.append(
-            f"momentum = {settings.training.momentum:g}: optimizer = '{settings.training.optimizer}' has no such "
-            "setting; allowed is 0, or optimizer = 'sgd'"
-        )
-    if run.min_clients > run.num_clients:
-        found.append(f"min-clients = {run.min_clients}: allowed is up to num-clients = {run.num_clients}")
-    if run.min_clients and run.new_clients:
-        found.append(
-            f"min-clients = {run.min_clients}: with new-clients = {run.new_clients} all clients must have joined "
-            "when the run starts; allowed is 0"
-        )
-    if run.min_clients and settings.privacy.secure_aggregation:
-        found.append(
-            f"min-clients = {run.min_clients}: with secure-aggregation = true all clients must have joined when the "
-            "run starts; allowed is 0"
-        )
-    if run.new_clients >= run.num_clients:
-        found.append(
-            f"new-clients = {run.new_clients}: allowed is up to {run.num_clients - 1}, since at least one of "
-            f"num-clients = {run.num_clients} must take part in the rounds"
-        )
-    elif run.min_replies > run.trained:
-        found.append(
-            f"min-replies = {run.min_replies}: allowed is up to {run.trained}, the clients that train in a round "
-            f"(fraction-train = {run.fraction_train:g} of {run.min_clients or run.participants})"
-        )
-    if run.new_clients and settings.privacy.secure_aggregation:
-        found.append(
-            f"new-clients = {run.new_clients}: with secure-aggregation = true no client may train alone; "
-            "allowed is 0"
-        )
-    if settings.privacy.client_report == "none":
-        silent = "with client-report = 'none' clients report no scores"
-        if run.new_clients:
-            found.append(f"new-clients = {run.new_clients}: {silent}; allowed is 0")
-        if run.patience:
-            found.append(f"patience = {run.patience}: {silent}; allowed is 0")
-        if run.keep_best:
-            found.append(f"keep-best = true: {silent}; allowed is false")
-        if settings.evaluation.both_moments:
-            found.append(f"both-moments = true: {silent}; allowed is false")
-        if settings.evaluation.per_class:
-            found.append(f"per-class = true: {silent}; allowed is false")
-    return found
+    run, training = settings.run, settings.training
+    min_clients, new_clients = f"min-clients = {run.min_clients}", f"new-clients = {run.new_clients}"
+    secure = "with secure-aggregation = true"
+    secret = settings.privacy.secure_aggregation
+    silent = settings.privacy.client_report == "none"
+    no_scores = "with client-report = 'none' clients report no scores"
+    lines = {
+        f"method-settings = {run.method_settings!r}: needs a method of your own (my_package.page:build); `pbfl list "
+        f"keys {run.method}.` shows the settings of '{run.method}'": run.method_settings
+        and ":" not in run.method,
+        f"momentum = {training.momentum:g}: optimizer = '{training.optimizer}' has no such setting; must be 0, or "
+        "optimizer = 'sgd'": training.momentum and training.optimizer != "sgd",
+        f"{min_clients}: must be at most num-clients = {run.num_clients}": run.min_clients > run.num_clients,
+        f"{min_clients}: with {new_clients} all clients must have joined when the run starts; must be 0": (
+            run.min_clients and run.new_clients
+        ),
+        f"{min_clients}: {secure} all clients must have joined when the run starts; must be 0": (
+            run.min_clients and secret
+        ),
+        f"{new_clients}: must be at most {run.num_clients - 1}, since at least one of num-clients = "
+        f"{run.num_clients} must take part in the rounds": run.new_clients >= run.num_clients,
+        f"min-replies = {run.min_replies}: must be at most {run.trained}, the clients that train in a round "
+        f"(fraction-train = {run.fraction_train:g} of {run.min_clients or run.participants})": (
+            run.new_clients < run.num_clients and run.min_replies > run.trained
+        ),
+        f"{new_clients}: {secure} no client may train alone; must be 0": run.new_clients and secret,
+        f"{new_clients}: {no_scores}; must be 0": silent and run.new_clients,
+        f"patience = {run.patience}: {no_scores}; must be 0": silent and run.patience,
+        f"keep-best = true: {no_scores}; must be false": silent and run.keep_best,
+        f"both-moments = true: {no_scores}; must be false": silent and settings.evaluation.both_moments,
+        f"per-class = true: {no_scores}; must be false": silent and settings.evaluation.per_class,
+    }
+    return [line for line, conflicting in lines.items() if conflicting]
 
 
 def parse_section(group: type[G], settings: Settings) -> G:
@@ -228,36 +215,32 @@ def parse_section(group: type[G], settings: Settings) -> G:
     if settings.method_section:
         return group.model_validate(settings.method_section)
     values = named_values(settings.run.method_settings)
-    allowed = ", ".join(group.key_names())
+    names = ", ".join(group.key_names())
     unknown = [key for key in values if key not in group.key_names()]
-    problems = [f"method-settings: unknown key '{key}'; allowed are {allowed}" for key in unknown]
+    problems = [f"method-settings: unknown key '{key}'; must be one of {names}" for key in unknown]
     known = {key: value for key, value in values.items() if key not in unknown}
-    found = _parse_group(group, known, "method-settings: ", problems)
-    if found is None or problems:
+    parsed = _parse_group(group, known, "method-settings: ", problems)
+    if parsed is None or problems:
         raise PbflError("\n".join(problems))
-    return found
+    return parsed
 
 
 def _apply_protocol(settings: Settings) -> Settings:
-    changes: dict[str, dict[str, str | int]] = {
-        "models": {},
-        "training": {},
-        "prototypes": {},
-        "evaluation": {},
-        "conventions": {},
-        "privacy": {},
-    }
-    for key, usual in PROTOCOLS.items():
-        row = PROTOCOLS.get(f"{settings.run.method}.{key}", usual)
-        field = key.replace("-", "_")
-        for name, changed in changes.items():
-            group = getattr(settings, name)
-            value = getattr(group, field, None)
-            if value == "auto":
-                changed[field] = row[settings.run.protocol]
-            elif field == "layout" and isinstance(value, str):
-                changed[field] = completed(value, str(row[settings.run.protocol]))
-    resolved = {name: getattr(settings, name).model_copy(update=changed) for name, changed in changes.items()}
+    """Return the settings with "auto" replaced wherever the protocol has a value."""
+    resolved: dict[str, Group] = {}
+    for name in GROUPS:
+        group: Group = getattr(settings, name)
+        changes: dict[str, Scalar] = {}
+        for field in type(group).model_fields:
+            key, value = field.replace("_", "-"), getattr(group, field)
+            row = PROTOCOLS.get(f"{settings.run.method}.{key}", PROTOCOLS.get(key))
+            if group.prefix or row is None:
+                continue
+            if key == "layout":
+                changes[field] = without_auto(value, str(row[settings.run.protocol]))
+            elif value == "auto":
+                changes[field] = row[settings.run.protocol]
+        resolved[name] = group.model_copy(update=changes)
     return settings.model_copy(update=resolved)
 
 
@@ -270,22 +253,23 @@ PLAIN = {
 
 
 def _parse_group(group: type[G], values: Mapping[str, Scalar], prefix: str, problems: list[str]) -> G | None:
+    """Return a group of these values, or None after appending a line for every invalid key."""
     names = group.key_names()
     unknown = [key for key in values if key not in names]  # Python's field names are not keys
     problems += [_unknown(prefix + key, [prefix + name for name in names]) for key in unknown]
     try:
-        found = group.model_validate({key: value for key, value in values.items() if key in names})
+        parsed = group.model_validate({key: value for key, value in values.items() if key in names})
     except ValidationError as error:
         by_key: dict[str, list[str]] = {}
         for problem in error.errors():
             message = problem["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
             by_key.setdefault(str(problem["loc"][0]), []).append(PLAIN.get(message, message))
         for key, messages in by_key.items():
-            allowed = " or ".join(dict.fromkeys(messages))
-            given = f"{values[key]!r}: allowed is {allowed}" if key in values else "?: it has no default"
-            problems.append(f"{prefix}{key} = {given}")
+            form = " or ".join(dict.fromkeys(messages))
+            value = f"{values[key]!r}: must be {form}" if key in values else "?: it has no default"
+            problems.append(f"{prefix}{key} = {value}")
         return None
-    return None if unknown else found
+    return None if unknown else parsed
 
 
 def _unknown(key: str, known: Iterable[str]) -> str:

@@ -210,7 +210,7 @@ def allowed(field: FieldInfo) -> str:
 def _group(name: str) -> Keys:
     if name in GROUPS:
         title = (GROUPS[name].__doc__ or "").strip().partition("\n")[0].replace("``", "")
-        return Keys(name, title, tuple(_keys(GROUPS[name], "")))
+        return Keys(name, title, tuple(_keys(GROUPS[name], GROUPS[name].prefix)))
     return Keys(name, METHODS[name].summary, tuple(_keys(SECTIONS[name], f"{name}.")))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from pbfl_flwr.config import PREDICTORS, announced
+from pbfl_flwr.config import PREDICTORS, AttackSettings
 from pbfl_flwr.errors import FEW
 from pbfl_flwr.experiments import per_class
 from pbfl_flwr.experiments.console import clients_named, kilobytes, print_blocks, print_whole, say
@@ -109,7 +109,7 @@ def settings_line(about: Mapping[str, Any], num_rounds: int) -> str:
     if not all(member["simulated"] for member in members):  # a device may use another one
         models = ", ".join(dict.fromkeys(member["architecture"] for member in members))
     malicious = about.get("malicious", [])
-    attack = f"; {announced(config['attack'], malicious)}" if malicious else ""
+    attack = f"; {AttackSettings.from_flat(config).notice(malicious)}" if malicious else ""
     clients = f"{config['num-clients']} clients"
     if new := config.get("new-clients", 0):
         clients += f" ({new} of them new after the last round)"

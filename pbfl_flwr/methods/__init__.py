@@ -150,7 +150,7 @@ def build_method(settings: Settings) -> Method[Any, Any, Any]:
         close = difflib.get_close_matches(name, METHODS, n=1)
         hint = f" (did you mean '{close[0]}'?)" if close else ""
         raise PbflError(
-            f"method = '{name}': allowed is one of {', '.join(METHODS)}, or my_package.page:build{hint}"
+            f"method = '{name}': must be one of {', '.join(METHODS)}, or my_package.page:build{hint}"
         )
     method = _built(settings)
     check_asked(settings, method)
@@ -166,7 +166,7 @@ def check_asked(settings: Settings, method: Method[Any, Any, Any]) -> None:
     """
     if odd := [name for name in method.predicts if name not in PREDICTORS]:
         raise PbflError(
-            f"method '{method.name}': predicts contains '{odd[0]}', which is no known predictor; allowed are "
+            f"method '{method.name}': predicts contains '{odd[0]}', which is no known predictor; must be of "
             f"{', '.join(PREDICTORS)}"
         )
     if method.primary_predictor not in method.predicts:
@@ -177,20 +177,20 @@ def check_asked(settings: Settings, method: Method[Any, Any, Any]) -> None:
     wanted, run = settings.evaluation.predictor, settings.run
     if wanted not in ("auto", *method.predicts):
         raise PbflError(
-            f"predictor = '{wanted}': method '{method.name}' has no such predictor with these settings; allowed are "
+            f"predictor = '{wanted}': method '{method.name}' has no such predictor with these settings; must be one of "
             f"auto, {', '.join(method.predicts)}"
         )
     moment = settings.evaluation.evaluate_moment
     if run.keep_best and (method.moment if moment == "auto" else moment) == "before":
         raise PbflError(
             f"keep-best = true: with these settings method '{method.name}' scores clients before local training, so "
-            "clients learn too late which round was the best; allowed is false (the server still keeps its state "
+            "clients learn too late which round was the best; must be false (the server still keeps its state "
             "of the best round), or evaluate-moment = 'after'"
         )
     if run.stale_weight > 0 and (settings.privacy.secure_aggregation or not method.streams()):
         raise PbflError(
             f"stale-weight = {run.stale_weight}: with these settings method '{method.name}' does not aggregate by a "
-            "weighted sum, so late uploads cannot be weighted; allowed is 0 (off)"
+            "weighted sum, so late uploads cannot be weighted; must be 0 (off)"
         )
 
 
@@ -246,7 +246,7 @@ def _without_effect(settings: Settings, method: Method[Any, Any, Any]) -> Iterat
         without = settings.model_copy(update={"prototypes": given.model_copy(update={field: plain})})
         if _built(without) == method:
             key = field.replace("_", "-")
-            yield f"{key} = {value!r}: method '{run.method}' has no such stage; allowed is {plain!r}, the default"
+            yield f"{key} = {value!r}: method '{run.method}' has no such stage; must be {plain!r}, the default"
 
 
 def privacy_notes(settings: Settings, method: Method[Any, Any, Any]) -> list[str]:

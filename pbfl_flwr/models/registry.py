@@ -9,7 +9,7 @@ import difflib
 import re
 from dataclasses import dataclass
 
-from pbfl_flwr.config import TrainingSettings, choices
+from pbfl_flwr.config import TrainingSettings, by_architecture
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.util.user_code import is_external
 
@@ -136,11 +136,11 @@ def fresh_and_label(name: str) -> tuple[str, str]:
         return name, ""
     if is_external(body):
         raise PbflError(
-            f"model '{name}': a function of your own must load its weights itself; allowed is '{body}'"
+            f"model '{name}': a function of your own must load its weights itself; must be '{body}'"
         )
     if not LABEL.fullmatch(label):
         raise PbflError(
-            f"model '{name}': allowed after '@' is a label of 1 to 64 letters, digits, '.', '_', '-'; 'pbfl list "
+            f"model '{name}': after '@' must follow a label of 1 to 64 letters, digits, '.', '_', '-'; 'pbfl list "
             "weights' shows those stored on this machine"
         )
     return body + plus + widths, label
@@ -168,11 +168,11 @@ def body_and_classifier(name: str) -> tuple[str, tuple[int, ...]]:
         return name, ()
     if is_external(body):
         raise PbflError(
-            f"model '{name}': a function of your own must build the classifier itself; allowed is '{body}'"
+            f"model '{name}': a function of your own must build the classifier itself; must be '{body}'"
         )
     if body.partition("@")[0] in FAMILIES:
         raise PbflError(
-            f"model '{name}': '{body}' is a family; allowed is a comma list of models, each with its own classifier"
+            f"model '{name}': '{body}' is a family; must be a comma list of models, each with its own classifier"
         )
     return body, _whole_numbers(name, "+", widths, CLASSIFIER)
 
@@ -198,7 +198,7 @@ def _whole_numbers(name: str, before: str, text: str, takes: Sizes) -> tuple[int
     if not fits or not takes.least <= len(found) <= takes.most:
         count = str(takes.least) if takes.least == takes.most else f"{takes.least} to {takes.most}"
         raise PbflError(
-            f"model '{name}': allowed after '{before}' are {count} whole numbers from 1 to {LARGEST:,} "
+            f"model '{name}': after '{before}' must follow {count} whole numbers from 1 to {LARGEST:,} "
             f"({takes.meaning}), e.g. {takes.example}"
         )
     return tuple(map(int, found))
@@ -247,7 +247,7 @@ def check_named(training: TrainingSettings) -> None:
         PbflError: for the first unknown name.
     """
     for key, text in (("layout", training.layout), ("precision", training.precision)):
-        for name in choices(text):
+        for name in by_architecture(text):
             if name:
                 _check_name(key, text, name)
 
@@ -266,6 +266,6 @@ def unknown(item: str) -> str:
     close = difflib.get_close_matches(item.lower(), [*FAMILIES, *ARCHITECTURES], n=1)
     hint = f"; did you mean '{close[0]}'?" if close else ";"
     return (
-        f"unknown model '{item}'{hint} allowed are the families and models that 'pbfl list models' "
+        f"unknown model '{item}'{hint} must be one of the families and models that 'pbfl list models' "
         "lists, my_package.module:function, or a comma list"
     )

@@ -17,17 +17,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pbfl_flwr.config.keys import Solver
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.prototypes.sphere import Geometry, forces, geometry, normalised, squared_distances
-
-Solver = Literal["unit", "thomson", "simplex", "lbfgs"]
 
 COINCIDENT = 1e-7  # rows closer than this are treated as identical and get a perturbation of length JITTER
 JITTER = 1e-6

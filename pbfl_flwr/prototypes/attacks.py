@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from pbfl_flwr import seeds
-from pbfl_flwr.config import Attack, Settings
+from pbfl_flwr.config import AttackSettings, Settings
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client, Update
 from pbfl_flwr.payloads import Payload, Prototypes
@@ -32,20 +32,20 @@ def malicious(settings: Settings) -> tuple[int, ...]:
     Raises:
         PbflError: if this would be no client, or all.
     """
-    run = settings.run
-    if not run.attack:
+    run, attack = settings.run, settings.attack
+    if attack.kind == "none":
         return ()
-    found = round(Attack.parse(run.attack).share * run.participants)
-    if not 0 < found < run.participants:
+    number = round(attack.share * run.participants)
+    if not 0 < number < run.participants:
         raise PbflError(
-            f"attack = '{run.attack}': that is {found} of {run.participants} clients; allowed is a share with at "
-            "least one malicious and one honest client"
+            f"attack.share = {attack.share:g}: that is {number} of {run.participants} clients; must leave at least "
+            "one malicious and one honest client"
         )
     order = np.random.default_rng(seeds.derive(run.seed, "malicious")).permutation(run.participants)
-    return tuple(sorted(order[:found].tolist()))
+    return tuple(sorted(order[:number].tolist()))
 
 
-def falsified(upload: Prototypes, attack: Attack, generator: torch.Generator) -> Prototypes:
+def falsified(upload: Prototypes, attack: AttackSettings, generator: torch.Generator) -> Prototypes:
     """Return what a malicious client sends for c̄_ij; which classes it sends, and n_i, are not changed.
 
     ``sign-flip``: -c̄_ij. ``scale``: factor·c̄_ij. ``noise``: a random Gaussian direction of length ‖c̄_ij‖, drawn for
@@ -82,8 +82,7 @@ def attacked(settings: Settings, client: Client, update: Update[Payload]) -> Upd
     """Return the update that a client sends under the run's settings: falsified if it is malicious, else unchanged."""
     if client.id not in malicious(settings) or not isinstance(update.payload, Prototypes):
         return update
-    attack = Attack.parse(settings.run.attack)
-    return replace(update, payload=falsified(update.payload, attack, client.generator("attack")))
+    return replace(update, payload=falsified(update.payload, settings.attack, client.generator("attack")))
 
 
 def check_attack(settings: Settings, sent: type[Payload]) -> None:
@@ -98,6 +97,6 @@ def check_attack(settings: Settings, sent: type[Payload]) -> None:
     """
     if malicious(settings) and not issubclass(sent, Prototypes):
         raise PbflError(
-            f"attack = '{settings.run.attack}': method '{settings.run.method}' sends {sent.__name__}; allowed is a "
+            f"attack.kind = '{settings.attack.kind}': method '{settings.run.method}' sends {sent.__name__}; needs a "
             "method that uploads class prototypes, e.g. 'fedproto'"
         )

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from pbfl_flwr.config.keys import Collect
 from pbfl_flwr.method import Client
 from pbfl_flwr.prototypes.class_means import ClassSums
 from pbfl_flwr.prototypes.privacy import Release
-from pbfl_flwr.prototypes.stages import Collect
 from pbfl_flwr.training.loop import complete_batches, each_feature
 
 

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 
-from pbfl_flwr.config import Auto, Group, Settings
+from pbfl_flwr.config import Settings
+from pbfl_flwr.config.keys import (
+    Aggregation,
+    Alignment,
+    Auto,
+    Collect,
+    Cpkd,
+    NonNegative,
+    Positive,
+    PrototypeSettings,
+    RegularizerForm,
+)
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.prototypes.alignment import Solver
 
-Collect = Literal["post", "trajectory", "last-epoch", "before"]
 APS_RULES = ("aps-sum", "aps-mean")
 SCALED_RULES = ("ppa", *APS_RULES)
 WEIGHTED_RULES = ("weighted", "weighted-shrunk")
@@ -18,31 +27,22 @@ TRAINED_RULES = ("mean", "ppa", "aps-sum")  # rules that make a difference to Fe
 ROBUST_RULES = ("median", "trimmed-mean")
 
 
-class Stages(Group):
-    """The settings of the slots, as :class:`~pbfl_flwr.config.PrototypeSettings` explains them; by default FedProto's.
+class Stages(PrototypeSettings):
+    """The settings of the slots without "auto", by default FedProto's.
 
     The default λ = 10 belongs to the form that is a mean over B·d elements, which every released code base uses;
     the λ = 1 or 0.1 of the papers' texts belongs to a norm (``regularizer-form="l2"``).
     """
 
-    regularizer_weight: float = Field(10.0, ge=0)  # λ
-    regularizer_form: Literal["mse", "l2"] = "mse"
+    regularizer_weight: NonNegative = 10.0
+    regularizer_form: RegularizerForm = "mse"
     collect: Collect = "post"
-    aggregation: Literal[
-        "mean", "weighted", "weighted-shrunk", "ppa", "aps-sum", "aps-mean", "median", "trimmed-mean"
-    ] = "mean"
-    trim_share: float = Field(0.2, ge=0, lt=0.5)
-    norm_bound: float = Field(0.0, ge=0)  # c; 0 is off
-    cps_dim: int = Field(0, ge=0)  # s; 0 is off
-    cps_scheme: Literal["dimension", "block"] = "dimension"
-    cps_regularizer: Literal["full", "masked"] = "full"
-    cpkd: Literal["off", "sample", "class"] = "off"
-    aps_scale: Annotated[float, Field(gt=0)] | Auto = "auto"  # μ; auto: from the reported n
-    ppa_total: Literal["reported", "known"] = "reported"
-    total_examples: int = Field(0, ge=0)
-    alignment: Literal["off"] | Solver = "off"
-    upscale: float = Field(1.0, ge=0)  # γ
-    stale: Literal["keep", "drop"] = "keep"
+    aggregation: Aggregation = "mean"
+    cps_dim: Annotated[int, Field(ge=0)] = 0
+    cpkd: Cpkd = "off"
+    aps_scale: Positive | Auto = "auto"  # auto: from the reported n
+    alignment: Alignment = "off"
+    upscale: NonNegative = 1.0
 
     @property
     def sends_counts(self) -> bool:
@@ -87,9 +87,8 @@ def resolved(settings: Settings, named: Stages) -> Stages:
     Raises:
         PbflError: if two stages do not fit together.
     """
-    given = settings.prototypes.model_dump(include=set(Stages.model_fields))
-    said = {name: value for name, value in given.items() if value != "auto"}
-    stages = Stages.model_validate({**named.model_dump(), **said})
+    chosen = {name: value for name, value in settings.prototypes if value != "auto"}
+    stages = Stages.model_validate({**named.model_dump(), **chosen})
     if stages.aggregation == "ppa" and stages.ppa_total == "known" and stages.total_examples < 1:
         raise PbflError(
             "ppa-total = 'known' needs total-examples, the training samples of all clients together, >= 1"
@@ -107,6 +106,6 @@ def resolved(settings: Settings, named: Stages) -> Stages:
         )
     if stages.cps_dim > settings.models.feature_dim:
         raise PbflError(
-            f"cps-dim = {stages.cps_dim}: allowed is up to feature-dim = {settings.models.feature_dim}"
+            f"cps-dim = {stages.cps_dim}: must be at most feature-dim = {settings.models.feature_dim}"
         )
     return stages

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from pbfl_flwr.config.choices import words
+from pbfl_flwr.config import comma_list
 from pbfl_flwr.errors import PbflError
 
 Metrics = dict[str, float]
@@ -62,7 +62,7 @@ SINKS: dict[str, Entry] = {
 
 def names(sinks: str) -> list[str]:
     """Return the entries of the run-config key ``sinks``, each once."""
-    return list(dict.fromkeys(words(sinks)))
+    return list(dict.fromkeys(comma_list(sinks)))
 
 
 def check(sinks: str) -> None:

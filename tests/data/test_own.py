@@ -117,13 +117,13 @@ def test_any_dataset_can_be_renumbered_but_not_reshaped() -> None:
 
 @pytest.mark.parametrize("labels", ["a", "a,,b", "a,b,a", "x\n"])
 def test_lists_of_names_that_are_none(labels: str) -> None:
-    with pytest.raises(PbflError, match=r"labels = .*: allowed is nothing, or 2 to 10000 different names"):
+    with pytest.raises(PbflError, match=r"labels = .*: must be empty, or 2 to 10000 different names"):
         parse({"labels": labels})
 
 
 @pytest.mark.parametrize("shape", ["0,2", "a", "1,2,3,4,5", "1, 2", "-1"])
 def test_shapes_that_are_none(shape: str) -> None:
-    with pytest.raises(PbflError, match=r"input-shape = .*: allowed is nothing, or 1 to 4 whole numbers"):
+    with pytest.raises(PbflError, match=r"input-shape = .*: must be empty, or 1 to 4 whole numbers"):
         parse({"input-shape": shape})
 
 

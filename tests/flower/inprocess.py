@@ -432,11 +432,10 @@ def federation(
     partitions: Sequence[int] | None = None,
     nodes: Sequence[int] | None = None,
     node_configs: Sequence[Mapping[str, Scalar]] | None = None,
-    injected: str = "",
     **keys: Scalar,
 ) -> Federation:
-    """Return a federation that has not run yet; ``injected`` is the run-config key ``faults``."""
-    config = {**configuration(directory, method, **keys), "faults": injected}
+    """Return a federation that has not run yet."""
+    config = configuration(directory, method, **keys)
     num_clients = int(config["num-clients"])
     grid = InProcessGrid(
         make_client_app(data),

@@ -405,7 +405,7 @@ def test_a_silent_node_holds_a_round_for_a_minute_at_most_and_ever_more_seldom()
 @pytest.mark.parametrize(
     ("keys", "reason"),
     [
-        ({"min-clients": 21}, "min-clients = 21: allowed is up to num-clients = 20"),
+        ({"min-clients": 21}, "min-clients = 21: must be at most num-clients = 20"),
         (
             {"min-clients": 2, "new-clients": 1},
             "min-clients = 2: with new-clients = 1 all clients must have joined",
@@ -414,7 +414,7 @@ def test_a_silent_node_holds_a_round_for_a_minute_at_most_and_ever_more_seldom()
             {"min-clients": 2, "secure-aggregation": True},
             "with secure-aggregation = true all clients must have joined",
         ),
-        ({"min-clients": 2, "min-replies": 3}, r"min-replies = 3: allowed is up to 2, .* = 1 of 2\)"),
+        ({"min-clients": 2, "min-replies": 3}, r"min-replies = 3: must be at most 2, .* = 1 of 2\)"),
     ],
 )
 def test_what_does_not_go_together(keys: dict[str, Scalar], reason: str) -> None:

@@ -22,7 +22,7 @@ from pbfl_flwr.prototypes.attacks import malicious
 from pbfl_flwr.task import Task
 from tests.flower.inprocess import NUM_CLIENTS, federation, same_tensors, silent
 
-ATTACK: dict[str, Any] = {"attack": "sign-flip=0.4"}
+ATTACK: dict[str, Any] = {"attack.kind": "sign-flip", "attack.share": 0.4}
 
 
 class Recorder(MethodStrategy):
@@ -53,13 +53,13 @@ def test_only_malicious_clients_lie_and_they_train_honestly(tmp_path: Path, meth
 
 
 def test_liars_are_the_same_in_every_order_and_after_a_resume(tmp_path: Path) -> None:
-    keys: dict[str, Any] = {"attack": "noise=0.4", "num_server_rounds": 4, "norm_bound": 1.0}
+    keys: dict[str, Any] = {**ATTACK, "attack.kind": "noise", "num_server_rounds": 4, "norm_bound": 1.0}
     one = federation(tmp_path / "a", **keys).run()
     other = federation(tmp_path / "b", order=5, **keys).run()
     federation(tmp_path / "c", on_disk=True, **{**keys, "num_server_rounds": 2}).run()
     resumed = federation(tmp_path / "c", on_disk=True, resume=True, **keys).run()
     assert one.fingerprint == other.fingerprint == resumed.fingerprint
-    honest = federation(tmp_path / "d", **{**keys, "attack": ""}).run()
+    honest = federation(tmp_path / "d", **{**keys, "attack.kind": "none"}).run()
     assert not same_tensors(one.strategy.state.to_tensors(), honest.strategy.state.to_tensors())
 
 
@@ -87,7 +87,7 @@ def test_accuracies_are_over_honest_clients(tmp_path: Path, caplog: pytest.LogCa
     assert about["malicious"] == liars
     who = ", ".join(map(str, liars))
     announced = (
-        f"attack sign-flip=0.4: clients {who} send falsified prototypes; accuracies are those of the other "
+        f"attack sign-flip: clients {who} send falsified prototypes; accuracies are those of the other "
         "clients"
     )
     assert announced in caplog.text
@@ -138,7 +138,7 @@ def test_a_round_that_only_liars_answer_has_no_accuracy(tmp_path: Path) -> None:
 
 
 def test_no_server_makes_a_device_lie(tmp_path: Path) -> None:
-    said = "attack = 'sign-flip=0.4': attacks are allowed in simulations only; a device never falsifies its uploads"
+    said = "attack.kind = 'sign-flip': attacks are possible in simulations only; a device never falsifies its uploads"
     settings = parse({"num-clients": NUM_CLIENTS, **ATTACK}, SECTIONS)
     for node in ({"client-id": 0}, {"partition-id": 0, "num-partitions": 5}):
         with pytest.raises(PbflError, match=said):
@@ -161,6 +161,6 @@ def test_under_masks_a_lie_goes_into_the_sum(tmp_path: Path) -> None:
 
 
 def test_the_older_interface_refuses(tmp_path: Path) -> None:
-    settings = parse({"num-clients": 4, "attack": "noise=0.5"}, SECTIONS)
+    settings = parse({"num-clients": 4, "attack.kind": "noise"}, SECTIONS)
     with pytest.raises(PbflError, match="the older interface cannot identify malicious clients"):
         LegacyMethodStrategy(settings, Task(4, 512, (1, 16, 16)))

@@ -266,7 +266,8 @@ def test_a_run_has_them_wherever_it_has_accuracies(tmp_path: Path, method: str) 
 
 
 def test_liars_count_for_nothing(tmp_path: Path) -> None:
-    run = federation(tmp_path, per_class=True, attack="sign-flip=0.2", on_disk=True).run()
+    attack: dict[str, Any] = {"attack.kind": "sign-flip"}
+    run = federation(tmp_path, per_class=True, on_disk=True, **attack).run()
     (liar,) = run.directory.read()["malicious"]
     tested = [
         sum(split[1].get(label, 0) for n, split in enumerate(SPLITS) if n != liar) for label in range(10)
@@ -326,7 +327,7 @@ def test_it_needs_clients_that_say_how_they_score() -> None:
     with pytest.raises(PbflError) as error:
         parse({"per-class": True, "client-report": "none"}, SECTIONS)
     assert str(error.value) == (
-        "per-class = true: with client-report = 'none' clients report no scores; allowed is false"
+        "per-class = true: with client-report = 'none' clients report no scores; must be false"
     )
 
 

@@ -99,7 +99,7 @@ def test_nodes_that_would_be_refused_are_refused_before_they_start(tmp_path: Pat
         ({"client-id": 1.5}, "client-id = 1.5 in --node-config: allowed is a whole number"),
         ({"client-id": "a b"}, "client-id = 'a b' in --node-config: allowed is a whole number"),
         ({"data-client": "x"}, "data-client = 'x' in --node-config: allowed is a whole number"),
-        ({"state-dir": "/s\udcfc"}, "state-dir = '/s\\udcfc': allowed is a name in UTF-8"),
+        ({"state-dir": "/s\udcfc"}, "state-dir = '/s\\udcfc': must be a name in UTF-8"),
     ):
         with pytest.raises(PbflError, match=re.escape(f"--node 0: {said}")):
             deployment.check(settings, deployment.complete([refused], 2, tmp_path))

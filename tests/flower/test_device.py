@@ -118,8 +118,8 @@ def test_all_of_its_data_is_a_devices_own(tmp_path: Path) -> None:
     ("node", "said"),
     [
         ({"client-id": 0, "modle": "resnet8"}, "unknown key 'modle'; allowed are client-id"),
-        ({"client-id": 0, "batch-size": 0}, "batch-size = 0: allowed is"),
-        ({"client-id": 0, "threads": 0}, "threads = 0: allowed is"),
+        ({"client-id": 0, "batch-size": 0}, "batch-size = 0: must be"),
+        ({"client-id": 0, "threads": 0}, "threads = 0: must be"),
         (
             {"client-id": 0, "data-path": "relative"},
             "data-path = 'relative' in --node-config: allowed is an absolute path",

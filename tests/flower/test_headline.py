@@ -10,7 +10,7 @@ from tests.flower.inprocess import federation
 
 def test_a_predictor_that_the_method_lacks_is_refused(tmp_path: Path) -> None:
     said = (
-        "predictor = 'etf': method 'fedproto' has no such predictor with these settings; allowed are auto, head, "
+        "predictor = 'etf': method 'fedproto' has no such predictor with these settings; must be one of auto, head, "
         "global, global-local, local"
     )
     with pytest.raises(PbflError, match=f"^{said}$"):

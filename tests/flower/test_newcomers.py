@@ -192,15 +192,15 @@ def test_a_round_without_enough_of_the_others_ends_the_run(tmp_path: Path) -> No
     [
         (
             {"new-clients": 4},
-            "new-clients = 4: allowed is up to 3, since at least one of num-clients = 4 must",
+            "new-clients = 4: must be at most 3, since at least one of num-clients = 4 must",
         ),
-        ({"new-clients": 2, "min-replies": 3}, "min-replies = 3: allowed is up to 2, the clients that train"),
-        ({"new-clients": 1, "secure-aggregation": True}, "no client may train alone; allowed is 0"),
+        ({"new-clients": 2, "min-replies": 3}, "min-replies = 3: must be at most 2, the clients that train"),
+        ({"new-clients": 1, "secure-aggregation": True}, "no client may train alone; must be 0"),
         (
             {"new-clients": 1, "client-report": "none"},
             "new-clients = 1: with client-report = 'none' clients report no scores",
         ),
-        ({"both-moments": True, "client-report": "none"}, "both-moments = true: .*; allowed is false"),
+        ({"both-moments": True, "client-report": "none"}, "both-moments = true: .*; must be false"),
     ],
 )
 def test_what_cannot_be_is_said_beforehand(keys: dict[str, Scalar], said: str) -> None:

@@ -222,8 +222,9 @@ def test_too_few_end_the_run_and_nothing_is_revealed(tmp_path: Path) -> None:
 
 
 def test_an_injected_fault_is_named_as_without_the_protocol(tmp_path: Path) -> None:
+    dropping: dict[str, Any] = {"faults.drop": 1.0}
     with pytest.raises(RunEnded, match="client 4: injected fault: its reply was dropped"):
-        federation(tmp_path, secure_aggregation=True, injected="drop=1").run()
+        federation(tmp_path, secure_aggregation=True, **dropping).run()
 
 
 def test_an_earlier_upload_is_not_summed_again(tmp_path: Path) -> None:

@@ -466,9 +466,9 @@ def test_too_few_replies_end_the_run_with_the_reasons(tmp_path: Path) -> None:
 
 
 def test_more_replies_than_clients_cannot_be_asked_for(tmp_path: Path) -> None:
-    with pytest.raises(PbflError, match="min-replies = 6: allowed is up to 5, the clients that train"):
+    with pytest.raises(PbflError, match="min-replies = 6: must be at most 5, the clients that train"):
         federation(tmp_path, min_replies=6).run()
-    with pytest.raises(PbflError, match=r"allowed is up to 2, .* \(fraction-train = 0.5 of 5\)"):
+    with pytest.raises(PbflError, match=r"must be at most 2, .* \(fraction-train = 0.5 of 5\)"):
         federation(tmp_path, min_replies=3, fraction_train=0.5).run()
 
 
@@ -1101,13 +1101,13 @@ def test_a_configuration_that_is_refused_is_written_down_where_the_run_was_to_be
     monkeypatch.chdir(tmp_path)
     run = tmp_path / "run"
     for place, refused in (
-        (str(run), "aggregation = 'average': allowed is "),
-        ("run-2", "run-dir = 'run-2': allowed is an absolute path"),
+        (str(run), "aggregation = 'average': must be "),
+        ("run-2", "run-dir = 'run-2': must be an absolute path"),
     ):
         keys: dict[str, Scalar] = {"aggregation": "average", "run-dir": place}
         with pytest.raises(PbflError, match=refused):
             server_app.main(InProcessGrid(make_client_app(), keys), Context(1, 1, {}, RecordDict(), {**keys}))
-    assert (run / ERROR).read_text().startswith("aggregation = 'average': allowed is 'auto', ")
+    assert (run / ERROR).read_text().startswith("aggregation = 'average': must be 'auto', ")
     assert not (tmp_path / "run-2").exists()
 
 

@@ -332,5 +332,5 @@ def test_a_stage_that_a_method_does_not_have_is_refused(key: str) -> None:
             said = str(error)
         else:
             said = ""
-        refused = f"{key} = {value!r}: method '{method}' has no such stage; allowed is " in said
+        refused = f"{key} = {value!r}: method '{method}' has no such stage; must be " in said
         assert refused is not used, (method, said)

@@ -164,10 +164,10 @@ def test_no_metric_may_have_the_name_of_a_field_of_the_report():
         ({"method": "no_page:number"}, "'no_page' has no function 'number'"),
         ({"method": "no_page:nothing"}, "the function returned NoneType, expected a pbfl_flwr.method.Method"),
         ({"method": "no_page:silent"}, "int lacks the attribute reveals"),
-        ({"method": "no_page:named"}, "'local': predicts contains 'mine', .*; allowed are head, global, "),
+        ({"method": "no_page:named"}, "'local': predicts contains 'mine', .*; must be of head, global, "),
         (
             {"method": "no_page:headed"},
-            "primary_predictor = 'global': allowed is one listed in predicts: head$",
+            "primary_predictor = 'global': must be one listed in predicts: head$",
         ),
         (
             {"method": "no_page:raises"},
@@ -175,10 +175,10 @@ def test_no_metric_may_have_the_name_of_a_field_of_the_report():
         ),
         ({"method": "no_page:takes_two"}, r"missing 1 required .*'more' \(no_page.py:15\)$"),
         ({"method": "no_page:build", "method-settings": "a=1"}, "its module has no class Config"),
-        ({"method": "feddyn:build", "method-settings": "alpha=0"}, "alpha = 0: allowed is greater than 0"),
-        ({"method": "feddyn:build", "method-settings": "mu=1"}, "unknown key 'mu'; allowed are alpha"),
-        ({"method": "feddyn:build", "method-settings": "alpha"}, "allowed is a comma list of name=value"),
-        ({"method": "feddyn:build", "method-settings": "alpha=[1]"}, "allowed is a comma list of name=value"),
+        ({"method": "feddyn:build", "method-settings": "alpha=0"}, "alpha = 0: must be greater than 0"),
+        ({"method": "feddyn:build", "method-settings": "mu=1"}, "unknown key 'mu'; must be one of alpha"),
+        ({"method": "feddyn:build", "method-settings": "alpha"}, "must be a comma list of name=value"),
+        ({"method": "feddyn:build", "method-settings": "alpha=[1]"}, "must be a comma list of name=value"),
         ({"method": "fedproto", "method-settings": "alpha=1"}, "allowed only with a method of your own"),
         ({"method": "feddyn:build", "aggregation": "ppa"}, "has no such stage"),
         ({"method": "feddyn:build", "dp-noise": 1.0}, "which these settings cannot protect"),
@@ -186,7 +186,7 @@ def test_no_metric_may_have_the_name_of_a_field_of_the_report():
             {"method": "feddyn:build", "min-class-count": 5},
             "min-class-count = 5: .*which these settings cannot protect",
         ),
-        ({"method": "feddyn:"}, "allowed is one of local, .*, or my_package.page:build"),
+        ({"method": "feddyn:"}, "must be one of local, .*, or my_package.page:build"),
     ],
 )
 def test_what_does_not_fit_is_one_line(page, keys, says):

@@ -47,12 +47,12 @@ def test_names(name: str, base: str, sizes: tuple[int, ...], widths: tuple[int, 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        *((f"cnn4+{wrong}", "allowed after '+' are 1 to 8 whole numbers from 1 to 65,536") for wrong in WRONG),
+        *((f"cnn4+{wrong}", "after '+' must follow 1 to 8 whole numbers from 1 to 65,536") for wrong in WRONG),
         ("cnn5+32", "unknown model 'cnn5'; did you mean 'cnn4'?"),
         ("+32", "unknown model ''"),
-        ("mlp-0+32", "model 'mlp-0': allowed after 'mlp'"),
-        ("small-4+32", "'small-4' is a family; allowed is a comma list of models"),
-        ("nets.zoo:build+32", "a function of your own must build the classifier itself; allowed is 'nets.zoo:build'"),
+        ("mlp-0+32", "model 'mlp-0': after 'mlp'"),
+        ("small-4+32", "'small-4' is a family; must be a comma list of models"),
+        ("nets.zoo:build+32", "a function of your own must build the classifier itself; must be 'nets.zoo:build'"),
     ],
 )  # fmt: skip
 def test_what_is_no_classifier_is_one_line(name: str, message: str) -> None:
@@ -67,7 +67,7 @@ def test_layout_and_precision_of_a_model_with_its_classifier() -> None:
     training = parse(keys, SECTIONS).training
     check_named(training)
     assert [training.of(name).layout for name in ("cnn4+32", "cnn4")] == ["channels-last", "contiguous"]
-    with pytest.raises(PbflError, match=r"precision = '.*model 'cnn4\+': allowed after '\+'"):
+    with pytest.raises(PbflError, match=r"precision = '.*model 'cnn4\+': after '\+'"):
         check_named(parse({"precision": "float32, cnn4+=bfloat16"}, SECTIONS).training)
 
 

@@ -159,17 +159,17 @@ def test_names() -> None:
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ("cnn4@", "allowed after '@' is a label of 1 to 64 letters"),
-        ("cnn4@../../etc", "allowed after '@' is a label"),
-        ("cnn4@a@b", "allowed after '@' is a label"),
-        ("small-4@", "allowed after '@' is a label"),
+        ("cnn4@", "after '@' must follow a label of 1 to 64 letters"),
+        ("cnn4@../../etc", "after '@' must follow a label"),
+        ("cnn4@a@b", "after '@' must follow a label"),
+        ("small-4@", "after '@' must follow a label"),
         ("small-4@x+512", "'small-4' is a family"),
         ("cnn5@x", "unknown model 'cnn5'"),
         (
             "my.nets:small@x",
-            "a function of your own must load its weights itself; allowed is 'my.nets:small'",
+            "a function of your own must load its weights itself; must be 'my.nets:small'",
         ),
-        ("cnn4@x+0", "allowed after '\\+' are 1 to 8 whole numbers"),
+        ("cnn4@x+0", "after '\\+' must follow 1 to 8 whole numbers"),
     ],
 )
 def test_a_name_that_is_none(spec: str, said: str) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pbfl_flwr.config import Attack, Scalar, parse
+from pbfl_flwr.config import AttackSettings, Scalar, parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.server.replies import Uploads
@@ -149,7 +149,7 @@ def test_late_uploads_count_for_less_of_what_is_left_of_them() -> None:
         ({"secure-aggregation": True}, "with secure-aggregation the server sees no single row"),
         (
             {"method": "fedgh"},
-            "norm-bound = 2.0: method 'fedgh' has no such stage; allowed is 0.0, the default",
+            "norm-bound = 2.0: method 'fedgh' has no such stage; must be 0.0, the default",
         ),
         ({"method": "fedavg", "models": "cnn4"}, "method 'fedavg' has no such stage"),
     ],
@@ -168,7 +168,7 @@ def test_defences_turn_a_lie_that_the_mean_follows() -> None:
     """Five clients around (1, 0) and (-1, 0); one sends -10 times its rows."""
     shifts = (-0.2, -0.1, 0.0, 0.1, 0.2)
     honest = {client: upload({0: [1.0, shift], 1: [-1.0, shift]}) for client, shift in enumerate(shifts)}
-    sent = {**honest, 2: falsified(honest[2], Attack.parse("scale=-10@0.2"), generator(0))}
+    sent = {**honest, 2: falsified(honest[2], AttackSettings(kind="scale", factor=-10), generator(0))}
 
     def predicts(values: Tensor) -> list[int]:
         candidates = torch.tensor([True, True, False, False])

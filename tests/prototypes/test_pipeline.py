@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -63,10 +63,13 @@ def run(found: Pipeline, sent: dict[int, Prototypes]) -> Prototypes:
     return found.broadcast(state, 0)
 
 
-def test_every_key_of_the_slots_reaches_its_slot() -> None:
-    """A new key that no slot takes would be accepted and do nothing; the wire's format is the wire's."""
-    assert set(PrototypeSettings.model_fields) - set(Stages.model_fields) == {"wire_dtype"}
-    assert set(Stages.model_fields) <= set(PrototypeSettings.model_fields)
+def test_stages_are_keys_with_auto_resolved() -> None:
+    assert list(Stages.model_fields) == list(PrototypeSettings.model_fields)
+    assert [name for name, value in Stages() if value == "auto"] == ["aps_scale"]
+    for name, field in PrototypeSettings.model_fields.items():
+        for choice in get_args(field.annotation):
+            if isinstance(choice, str) and choice != "auto":
+                assert getattr(Stages.model_validate({name: choice}), name) == choice
 
 
 def client(counts: list[int] = [3, 2, 0, 0]) -> Client:  # noqa: B006
@@ -470,7 +473,7 @@ def test_local_predictions_are_of_own_classes_only() -> None:
     ("keys", "text"),
     [
         ({"aggregation": "ppa", "ppa_total": "known"}, "ppa-total = 'known' needs total-examples"),
-        ({"cps_dim": 9}, "cps-dim = 9: allowed is up to feature-dim = 8"),
+        ({"cps_dim": 9}, "cps-dim = 9: must be at most feature-dim = 8"),
         (
             {"name": "fedtgp", "aggregation": "median"},
             "'median': fedtgp trains its prototypes on every upload",

@@ -260,7 +260,7 @@ def test_the_client_counts_its_releases() -> None:
             "dp-clip = 1.0, dp-noise = 1.0: method 'fedavg'",
         ),
         ({"count-bucket": 5, "method": "gfpl"}, "count-bucket = 5: method 'gfpl' sends Mixtures"),
-        ({"count-bucket": 1}, "count-bucket = 1: allowed is greater than or equal to 2 or 'off' or 'powers'"),
+        ({"count-bucket": 1}, "count-bucket = 1: must be greater than or equal to 2 or 'off' or 'powers'"),
     ],
 )
 def test_what_cannot_be_kept_is_refused(keys: dict[str, Scalar], said: str) -> None:

@@ -143,7 +143,9 @@ def config_warnings(settings: Settings, requested: RequestedKeys, partition: Par
     """Return the warnings before a run: on data, keys without effect, privacy, training and method."""
     method = build_method(settings)
     name = settings.run.method
-    others = [key for key in requested.values if "." in key and not key.startswith(f"{name}.")]
+    others = [
+        key for key in requested.values if key.partition(".")[0] in METHODS and not key.startswith(f"{name}.")
+    ]
     return [
         *(f"data: {note}" for note in partition.notes),
         *data_warnings(settings),

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from pbfl_flwr.config import announced
+from pbfl_flwr.config import AttackSettings
 from pbfl_flwr.experiments.console import clients_named, clock, kilobytes, percent, say
 from pbfl_flwr.experiments.results import honest
 from pbfl_flwr.runs.directory import NEW_CLIENTS, RunDirectory
@@ -49,7 +49,8 @@ class Follower:
             self._headline, self._num_honest = about["primary_predictor"], len(honest(about))
             self._say(introduction(about))
             if malicious := about.get("malicious"):
-                self._say(announced(about["configuration"]["attack"], malicious), "yellow")
+                attack = AttackSettings.from_flat(about["configuration"])
+                self._say(attack.notice(malicious), "yellow")
         for line in self._tail.read():
             if line not in self._seen:
                 self._seen.add(line)

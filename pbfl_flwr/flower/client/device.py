@@ -161,10 +161,10 @@ def own_settings(settings: Settings, node: Mapping[str, Any]) -> Settings:
         return settings
     if unknown := sorted(set(node) - set(NODE_KEYS) - {"partition-id", "num-partitions"}):
         raise PbflError(f"--node-config: unknown key '{unknown[0]}'; allowed are {', '.join(NODE_KEYS)}")
-    if settings.run.attack:
+    if settings.attack.kind != "none":
         raise PbflError(
-            f"attack = '{settings.run.attack}': attacks are allowed in simulations only; a device never falsifies "
-            "its uploads"
+            f"attack.kind = '{settings.attack.kind}': attacks are possible in simulations only; a device never "
+            "falsifies its uploads"
         )
     if "model" not in node and any(is_external(name) for name in architectures(settings.models.models)):
         raise PbflError(

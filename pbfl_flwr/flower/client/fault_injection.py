@@ -1,7 +1,7 @@
 """Injected faults in a client's replies, drawn from the run's seed, the client and the round.
 
 The same (seed, client, round) gives the same faults with any number of workers and after a resume, and adding a kind of
-fault to the configuration does not change when the others occur. Off by default; see the key ``faults``.
+fault to the configuration does not change when the others occur. Off by default; see the keys ``faults.``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, Error, Message
 
 from pbfl_flwr import seeds
-from pbfl_flwr.config import FaultRates, Settings
+from pbfl_flwr.config import Settings
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.messages import wire
 
@@ -27,7 +27,7 @@ class Fault:
     """The faults of one reply.
 
     Attributes:
-        drop, crash, corrupt, stale: see :class:`pbfl_flwr.config.FaultRates`.
+        drop, crash, corrupt, stale: see :class:`pbfl_flwr.config.FaultSettings`.
         seconds: delay of the reply.
         places: (FLIPPED,) in 0..1, relative positions of the changed bytes.
     """
@@ -48,7 +48,7 @@ def draw(settings: Settings, client: int | str, server_round: int) -> Fault:
         client: its number or its name.
         server_round: from 1.
     """
-    rates = FaultRates.parse(settings.run.faults)
+    rates = settings.faults
     rng = np.random.default_rng(seeds.derive(settings.run.seed, "faults", client, server_round))
     drop, crash, corrupt, stale, delay, *places = rng.random(5 + FLIPPED).tolist()
     return Fault(
@@ -56,7 +56,7 @@ def draw(settings: Settings, client: int | str, server_round: int) -> Fault:
         crash < rates.crash,
         corrupt < rates.corrupt,
         stale < rates.stale,
-        rates.seconds if delay < rates.delay else 0.0,
+        rates.delay_seconds if delay < rates.delay else 0.0,
         tuple(places),
     )
 

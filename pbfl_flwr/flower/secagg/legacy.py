@@ -154,9 +154,9 @@ class LegacyMethodStrategy(TrainingOnly):
             raise PbflError(
                 f"method = '{self.method.name}': the older interface is for methods whose uploads are prototypes"
             )
-        if settings.run.attack:  # clients have no number before they reply
+        if settings.attack.kind != "none":  # clients have no number before they reply
             raise PbflError(
-                f"attack = '{settings.run.attack}': the older interface cannot identify malicious clients"
+                f"attack.kind = '{settings.attack.kind}': the older interface cannot identify malicious clients"
             )
         for key in ("new-clients", "min-clients", "patience"):
             if number := settings.as_dict()[key]:

@@ -77,7 +77,8 @@ class Recorder:
             PbflError: if the directory already holds a run, or a sink cannot be opened.
         """
         clients = list(members)
-        attack = {"malicious": list(malicious(self._settings))} if self._settings.run.attack else {}
+        malicious_clients = malicious(self._settings)
+        attack = {"malicious": list(malicious_clients)} if malicious_clients else {}
         self.run.check_new()
         if all(member.simulated and member.configured_data for member in clients):
             self.run.write_partition(_partition_facts(self._settings, clients))

@@ -8,7 +8,7 @@ from typing import Any
 
 from flwr.common import log
 
-from pbfl_flwr.config import Settings, announced
+from pbfl_flwr.config import Settings
 from pbfl_flwr.flower.server.replies import Outcome, Phase
 from pbfl_flwr.method import Method
 from pbfl_flwr.methods import privacy_notes
@@ -37,10 +37,12 @@ def log_start(settings: Settings, method: Method[Any, Any, Any], num_rounds: int
 
 def log_experimental(settings: Settings) -> None:
     """Warn about injected faults and malicious clients."""
-    if settings.run.faults:
-        log(WARNING, "faults are injected: %s", settings.run.faults)
-    if settings.run.attack:
-        log(WARNING, "%s", announced(settings.run.attack, malicious(settings)))
+    if faults := settings.faults.injected():
+        log(
+            WARNING, "faults are injected: %s", ", ".join(f"{kind} {rate:g}" for kind, rate in faults.items())
+        )
+    if malicious_clients := malicious(settings):
+        log(WARNING, "%s", settings.attack.notice(malicious_clients))
 
 
 def log_round(line: Mapping[str, Any], phase: Phase, outcome: Outcome) -> None:

@@ -1,0 +1,203 @@
+"""Groups of settings, and text values that hold more than one thing: lists, shapes, paths, values by architecture.
+
+Flower's run configuration has only scalars, so lists travel as text. Validators return the text or raise ValueError,
+whose message says what the value must be.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+import unicodedata
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
+
+from pbfl_flwr.task import MAX_AXES
+
+Scalar = bool | int | float | str
+"""A value of the run configuration, as in Flower."""
+
+MAX_CLASSES = 10_000
+AUGMENTATIONS = ("crop", "flip")
+
+
+class Group(BaseModel):
+    """Keys that belong together; subclasses are immutable and refuse unknown keys.
+
+    Attributes:
+        prefix: of the keys' full names, e.g. ``faults.``; empty for keys without one, and for sections of methods,
+            whose prefix is the method's name.
+    """
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        alias_generator=lambda name: name.replace("_", "-"),
+        validate_by_name=True,
+        validate_by_alias=True,
+        allow_inf_nan=False,
+    )
+    prefix: ClassVar[str] = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _numbers_as_text(cls, values: Any) -> Any:
+        """Convert numbers that are values of text keys: ``--set data-dir=2024`` is parsed as a number."""
+        texts = {name for name, field in cls.model_fields.items() if field.annotation is str}
+        texts |= {str(cls.model_fields[name].alias) for name in texts}
+        return {
+            key: str(value)
+            if key in texts and isinstance(value, int | float) and not isinstance(value, bool)
+            else value
+            for key, value in dict(values).items()
+        }
+
+    @classmethod
+    def key_names(cls) -> list[str]:
+        """Return the kebab-case keys of this group, without its prefix."""
+        return [name.replace("_", "-") for name in cls.model_fields]
+
+    @classmethod
+    def from_flat(cls, flat: Mapping[str, Scalar]) -> Self:
+        """Return the group from a flat configuration, with defaults for keys that it lacks.
+
+        Raises:
+            ValidationError: if a value is invalid.
+        """
+        return cls.model_validate(
+            {key: flat[cls.prefix + key] for key in cls.key_names() if cls.prefix + key in flat}
+        )
+
+
+# Lists ------------------------------------------------------------------------------------------------------
+
+
+def comma_list(text: str) -> list[str]:
+    """Return the entries of a comma list."""
+    return [entry.strip() for entry in text.split(",") if entry.strip()]
+
+
+def class_name(text: str) -> str:
+    """Return a class name in canonical form: stripped, and in Unicode's composed form (NFC).
+
+    Unicode has 'ä' as one character or as two (folder names from a Mac), which look the same.
+    """
+    return unicodedata.normalize("NFC", text.strip())
+
+
+def class_names(text: str) -> tuple[str, ...]:
+    """Return the names in ``labels``: one per line, or, on a single line, separated by commas."""
+    return tuple(map(class_name, text.strip().split("\n" if "\n" in text else ","))) if text.strip() else ()
+
+
+def named_values(text: str) -> dict[str, Scalar]:
+    """Read ``mu=0.1,base='fedtgp',warm=true``: the content of a TOML inline table of scalars.
+
+    Raises:
+        ValueError: saying what the text must be.
+    """
+    form = "a comma list of name=value, texts in quotes, e.g. mu=0.1,base='fedtgp',warm=true"
+    try:
+        document = tomllib.loads(f"values = {{{text}}}")
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{form} ({error})") from None
+    values: dict[str, Scalar] = document["values"]
+    if len(document) > 1 or not all(isinstance(value, bool | int | float | str) for value in values.values()):
+        raise ValueError(form)
+    return values
+
+
+# Values by architecture: one for all, or "contiguous, cnn4=channels-last" ------------------------------------
+
+
+def by_architecture(text: str) -> dict[str, str]:
+    """Return architecture -> value; the key "" holds the value for the rest."""
+    parts = (entry.rpartition("=") for entry in text.split(","))
+    return {architecture.strip(): value.strip() for architecture, _, value in parts}
+
+
+def value_for(text: str, architecture: str, default: str) -> str:
+    """Return the value of one architecture, else the one for the rest, else ``default``."""
+    values = by_architecture(text)
+    return values.get(architecture, values.get("", default))
+
+
+def without_auto(text: str, default: str) -> str:
+    """Return the text with ``default`` for "auto" and for a missing value for the rest."""
+    values = by_architecture(text)
+    rest = values.pop("", "auto")
+    named = {name: default if value == "auto" else value for name, value in values.items()}
+    return ", ".join(
+        [default if rest == "auto" else rest, *(f"{name}={value}" for name, value in named.items())]
+    )
+
+
+# Validators -------------------------------------------------------------------------------------------------
+
+
+def one_or_each(*choices: str) -> AfterValidator:
+    """Accept one value, or a comma list of ``architecture=value`` and at most one value for the rest."""
+
+    def check(text: str) -> str:
+        names: set[str] = set()
+        for entry in text.split(","):
+            architecture, _, value = entry.strip().rpartition("=")
+            if value.strip() not in choices or architecture.strip() in names:
+                raise ValueError(
+                    f"{', '.join(choices)}, or a comma list: <value for the rest>, <architecture>=<value>, each once"
+                )
+            names.add(architecture.strip())
+        return text
+
+    return AfterValidator(check)
+
+
+def _text(check: Callable[[str], bool], form: str) -> AfterValidator:
+    """Accept the empty text, and texts for which the check holds."""
+
+    def validate(text: str) -> str:
+        if text and not check(text):
+            raise ValueError(form)
+        return text
+
+    return AfterValidator(validate)
+
+
+def _is_augmentation(text: str) -> bool:
+    kinds = comma_list(text)
+    return len(set(kinds)) == len(kinds) and set(kinds) <= set(AUGMENTATIONS)
+
+
+def _is_labels(text: str) -> bool:
+    names = class_names(text)
+    return 2 <= len(names) <= MAX_CLASSES and all(names) and len(set(names)) == len(names)
+
+
+def _is_shape(text: str) -> bool:
+    sides = text.split(",")
+    return len(sides) <= MAX_AXES and all(re.fullmatch(r"[1-9]\d{0,5}", side) for side in sides)
+
+
+def _is_named_values(text: str) -> bool:
+    named_values(text)
+    return True
+
+
+AbsolutePath = Annotated[
+    str,
+    _text(
+        lambda text: Path(text).is_absolute(), "an absolute path (workers run in other directories) or empty"
+    ),
+]
+Augmentation = Annotated[
+    str, _text(_is_augmentation, f"empty, or a comma list of {', '.join(AUGMENTATIONS)}, each once")
+]
+Labels = Annotated[
+    str, _text(_is_labels, f"empty, or 2 to {MAX_CLASSES} different names, separated by commas")
+]
+NamedValues = Annotated[str, _text(_is_named_values, "")]
+Shape = Annotated[str, _text(_is_shape, f"empty, or 1 to {MAX_AXES} whole numbers from 1, e.g. '3,64,64'")]

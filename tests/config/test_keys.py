@@ -1,0 +1,59 @@
+"""Every key is declared once; what else lists keys agrees with the declaration."""
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pbfl_flwr.config import GROUPS, Group, parse
+from pbfl_flwr.errors import PbflError
+from pbfl_flwr.experiments.running.configuration import flatten
+from pbfl_flwr.methods import METHODS, SECTIONS, build_method
+
+PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
+TABLES: list[tuple[str, type[Group]]] = [
+    *((group.prefix, group) for group in GROUPS.values()),
+    *((f"{method}.", group) for method, group in SECTIONS.items()),
+]
+FIELDS = {
+    prefix + name.replace("_", "-"): field
+    for prefix, group in TABLES
+    for name, field in group.model_fields.items()
+}
+
+
+def config_block() -> dict[str, Any]:
+    """Return the keys and defaults that pyproject.toml tells Flower."""
+    return flatten(tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["tool"]["flwr"]["app"]["config"])
+
+
+def test_a_key_is_in_one_group() -> None:
+    assert len(FIELDS) == sum(len(group.model_fields) for _, group in TABLES)
+
+
+def test_pyproject_tells_flower_every_key_and_default_in_order() -> None:
+    declared = config_block()
+    assert list(declared) == list(FIELDS)
+    for key, field in FIELDS.items():
+        assert (type(declared[key]), declared[key]) == (type(field.default), field.default), key
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_can_be_built_from_the_defaults(method: str) -> None:
+    one_network = {"models": "cnn4"} if method == "fedavg" else {}
+    assert build_method(parse({**config_block(), "method": method, **one_network}, SECTIONS)).name == method
+
+
+def test_values_beyond_the_bounds_of_a_key_are_rejected() -> None:
+    tried = 0
+    for key, field in FIELDS.items():
+        for constraint in field.metadata:
+            for bound, beyond in (("ge", -1), ("gt", 0), ("le", 1), ("lt", 0)):
+                if (limit := getattr(constraint, bound, None)) is not None:
+                    value = type(field.default)(limit + beyond)
+                    with pytest.raises(PbflError, match=rf"{key} = .*: must be (greater|less) than") as error:
+                        parse({key: value}, SECTIONS)
+                    assert "\n" not in str(error.value)
+                    tried += 1
+    assert tried > 150
