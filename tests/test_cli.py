@@ -30,7 +30,7 @@ from pbfl_flwr.experiments.running.runner import resume_command
 from pbfl_flwr.flower.deploy.superlink import toml
 from pbfl_flwr.flower.engines.placement import Resources
 from pbfl_flwr.methods import METHODS, SECTIONS
-from pbfl_flwr.models.build import FAMILIES, MODELS
+from pbfl_flwr.models.registry import ARCHITECTURES, FAMILIES
 from pbfl_flwr.runs.directory import RunDirectory
 from tests.runs import entry, over, pbfl, unread, without_room, write_run
 
@@ -285,7 +285,7 @@ def test_federation_config() -> None:
     ("topic", "names"),
     [
         ("methods", list(METHODS)),
-        ("models", [*MODELS, *FAMILIES]),
+        ("models", [*ARCHITECTURES, *FAMILIES]),
         ("datasets", list(DATASETS)),
         ("presets", configuration.presets()),
         ("keys", [*parse({}).as_dict(), *(f"{section}." for section in SECTIONS)]),

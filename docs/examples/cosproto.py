@@ -55,7 +55,7 @@ class CosProto(Method[Prototypes, Prototypes, Prototypes]):
         return state
 
     def local_update(self, client: Client, down: Prototypes) -> Update[Prototypes]:
-        """Fit with the pull, then answer the directions of the class means."""
+        """Fit with the prototype regularisation, then upload the directions of the class means."""
         prototypes, present = down.values.to(client.device), down.present.to(client.device)
 
         def loss(inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
@@ -65,7 +65,7 @@ class CosProto(Method[Prototypes, Prototypes, Prototypes]):
             )  # (B,), 1 where there is no prototype
             return {
                 "ce": F.cross_entropy(logits, labels),
-                "pull": self.weight * (away * present[labels]).mean(),
+                "regularizer": self.weight * (away * present[labels]).mean(),
             }
 
         report = fit(client, loss)

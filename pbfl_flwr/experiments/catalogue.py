@@ -40,7 +40,7 @@ def models() -> Rows:
         CLASSIFIER.example,
         "example of a classifier with hidden layers; their widths can be appended to any model.",
     )
-    return [*families, *ARCHITECTURES.items(), deeper]
+    return [*families, *((name, entry.summary) for name, entry in ARCHITECTURES.items()), deeper]
 
 
 def weights() -> Rows:

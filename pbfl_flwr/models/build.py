@@ -1,19 +1,18 @@
-"""Models: one module per family, one contract (:class:`SplitModel`), one table of builders.
+"""Models: one module per family, one contract (:class:`SplitModel`), one table (:mod:`pbfl_flwr.models.registry`).
 
 Every model has ``features(x) -> (B, d)`` and ``head(features) -> (B, K)``. A new one is a function
-``build(task) -> SplitModel`` whose docstring starts with a one-line description, an entry in ``MODELS``, and that line
-in :mod:`pbfl_flwr.models.registry`; the contract tests then cover it. Models with sizes in their names, such as
-``mlp-500-200``, are built by ``build(task, *sizes)`` and also need an entry in ``SIZED`` there. Builders give a linear
-head; a "+" in a name (``resnet8+512-256``) replaces it by a deeper one, an "@" (``resnet18@imagenet``) initialises the
-body with weights stored on this machine (:mod:`pbfl_flwr.models.pretrained`). Builders import torchvision only when
-called: the import takes seconds, and on a device every message starts a new process.
+``build(task) -> SplitModel`` whose docstring starts with a one-line description, and an entry in ``ARCHITECTURES``;
+the contract tests then cover it. Models with sizes in their names, such as ``mlp-500-200``, are built by
+``build(task, *sizes)``. Builders give a linear head; a "+" in a name (``resnet8+512-256``) replaces it by a deeper
+one, an "@" (``resnet18@imagenet``) initialises the body with weights stored on this machine
+(:mod:`pbfl_flwr.models.pretrained`). Modules are imported when one of their models is built, torchvision only by
+builders: the import takes seconds, and on a device every message starts a new process.
 """
 
-from collections.abc import Callable
+from importlib import import_module
 
 from pbfl_flwr import seeds
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.models.cnn import cnn2, cnn4
 from pbfl_flwr.models.contract import (
     SplitModel,
     body_names,
@@ -25,15 +24,11 @@ from pbfl_flwr.models.contract import (
 )
 from pbfl_flwr.models.cpu_convolutions import optimize_layout
 from pbfl_flwr.models.dry_forward import dry_forward
-from pbfl_flwr.models.efficientnet import efficientnet_b0
 from pbfl_flwr.models.external import build_external
-from pbfl_flwr.models.googlenet import googlenet
 from pbfl_flwr.models.layers import deeper_head
-from pbfl_flwr.models.mlp import mlp, mlp5
-from pbfl_flwr.models.mobilenet import mobilenet_v2
 from pbfl_flwr.models.pretrained import load_pretrained
-from pbfl_flwr.models.recurrent import bilstm, gru, lstm
 from pbfl_flwr.models.registry import (
+    ARCHITECTURES,
     FAMILIES,
     architecture_of,
     architectures,
@@ -41,64 +36,11 @@ from pbfl_flwr.models.registry import (
     body_and_classifier,
     check_named,
 )
-from pbfl_flwr.models.resnet import (
-    resnet4,
-    resnet6,
-    resnet8,
-    resnet10,
-    resnet18,
-    resnet34,
-    resnet50,
-    resnet101,
-    resnet152,
-)
-from pbfl_flwr.models.sensor import har_cnn, har_gru, har_resnet, harcnn
-from pbfl_flwr.models.shufflenet import shufflenet_v2
-from pbfl_flwr.models.text import fasttext, text_logistic, textcnn
-from pbfl_flwr.models.transformer import transformer
-from pbfl_flwr.models.vision_transformer import vit_b_16, vit_b_32
 from pbfl_flwr.task import Task
 from pbfl_flwr.util.user_code import is_external
 
-Builder = Callable[..., SplitModel]
-
-MODELS: dict[str, Builder] = {
-    "bilstm": bilstm,
-    "cnn2": cnn2,
-    "cnn4": cnn4,
-    "efficientnet-b0": efficientnet_b0,
-    "fasttext": fasttext,
-    "googlenet": googlenet,
-    "gru": gru,
-    "har-cnn": har_cnn,
-    "har-gru": har_gru,
-    "har-resnet": har_resnet,
-    "harcnn": harcnn,
-    "lstm": lstm,
-    "mlp": mlp,
-    "mlp5": mlp5,
-    "mobilenet-v2": mobilenet_v2,
-    "resnet4": resnet4,
-    "resnet6": resnet6,
-    "resnet8": resnet8,
-    "resnet10": resnet10,
-    "resnet18": resnet18,
-    "resnet34": resnet34,
-    "resnet50": resnet50,
-    "resnet101": resnet101,
-    "resnet152": resnet152,
-    "shufflenet-v2": shufflenet_v2,
-    "text-logistic": text_logistic,
-    "textcnn": textcnn,
-    "transformer": transformer,
-    "vit-b-16": vit_b_16,
-    "vit-b-32": vit_b_32,
-}
-
 __all__ = [
     "FAMILIES",
-    "MODELS",
-    "Builder",
     "SplitModel",
     "architecture_of",
     "architectures",
@@ -124,9 +66,9 @@ def build_model(name: str, task: Task, seed: int) -> SplitModel:
     generator.
 
     Args:
-        name: one of ``MODELS``, with its sizes if it takes some, optionally followed by "@" and the label of pretrained
-            weights, and by "+" and the classifier's hidden widths (which leave the body's weights unchanged); or
-            ``my_package.module:function``.
+        name: one of ``ARCHITECTURES``, with its sizes if it takes some, optionally followed by "@" and the label of
+            pretrained weights, and by "+" and the classifier's hidden widths (which leave the body's weights
+            unchanged); or ``my_package.module:function``.
         task: K, d and the shape of inputs.
         seed: of the initial weights.
 
@@ -143,15 +85,14 @@ def build_model(name: str, task: Task, seed: int) -> SplitModel:
         raise PbflError(f"models = '{name}': {error}") from None
     try:
         with seeds.seeded(seed):
-            model = MODELS[base](task, *sizes)
+            module = import_module(f"pbfl_flwr.models.{ARCHITECTURES[base].module}")
+            model: SplitModel = getattr(module, base.replace("-", "_"))(task, *sizes)
             if widths:
                 model.head = deeper_head(model.head, widths, task)
     except RuntimeError as error:
         if "you tried to allocate" not in str(error):  # torch's allocator has no exception class of its own
             raise
-        raise PbflError(
-            f"model '{name}': not enough memory for its weights; allowed is a smaller model"
-        ) from None
+        raise PbflError(f"model '{name}': not enough memory for its weights; use a smaller model") from None
     load_pretrained(model, name)
     return model
 

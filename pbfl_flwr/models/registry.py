@@ -1,6 +1,6 @@
-"""Names of architectures: allowed values of the key ``models``, and which client has which. Does not import torch.
+"""The architectures: values of the key ``models``, their builders by name, and which client has which.
 
-:mod:`pbfl_flwr.models` builds them; a test compares the tables.
+Does not import torch, so that commands that only list or check names start fast.
 """
 
 from __future__ import annotations
@@ -12,51 +12,6 @@ from dataclasses import dataclass
 from pbfl_flwr.config import TrainingSettings, by_architecture
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.util.user_code import is_external
-
-ARCHITECTURES: dict[str, str] = {
-    "bilstm": "BiLSTM for token ids: one layer of width d per direction, hidden layer d on the two final states.",
-    "cnn2": "CNN of FedProto and GFPL: 5x5 convolutions with 10 and 20 channels, hidden layer d; at "
-    "least 16x16 pixels.",
-    "cnn4": "4-layer CNN (FedAvgCNN): 5x5 convolutions with 32 and 64 channels, hidden layer d; at "
-    "least 16x16 pixels.",
-    "efficientnet-b0": "EfficientNet-B0 of torchvision, no pretrained weights; last layer 1280, "
-    "4,007,548 body parameters.",
-    "fasttext": "FastText for token ids: mean embedding over all positions, padding included, hidden layer d.",
-    "googlenet": "GoogLeNet of torchvision, no auxiliary heads; at least 15x15 pixels; last layer 1024, 5,599,904 body "
-    "parameters.",
-    "gru": "GRU for token ids: two layers of width d, dropout 0.2; the state after the last token.",
-    "har-cnn": "1-D CNN for sensor windows (channels, length): 32, 64 and 128 channels, hidden layer d.",
-    "har-gru": "GRU for sensor windows: 64 units over pairs of readings, mean over time, LayerNorm, hidden layer d.",
-    "har-resnet": "1-D residual network for sensor windows: blocks of 32, 64 and 128 channels; last layer 128.",
-    "harcnn": "HtFLlib's HARCNN for sensor windows, harcnn-BLOCKS-STRIDE (harcnn-2-1); features average-pooled to d.",
-    "lstm": "LSTM for token ids: two layers of width d, dropout 0.2; the ReLU of the state after the last token.",
-    "mlp": "MLP for tables: hidden layers of the widths in its name (mlp-500-200), then a hidden layer d.",
-    "mlp5": "5-layer MLP: flattened input, hidden layers 16-8-4-d, classifier; with d = 2 prototypes can be plotted.",
-    "mobilenet-v2": "MobileNetV2 of torchvision, no pretrained weights; last layer 1280, 2,223,872 body parameters.",
-    "resnet4": "ResNet-4: stem and one residual block of width 64; last layer 64.",
-    "resnet6": "ResNet-6: stem and residual blocks of width 64 and 128; last layer 128.",
-    "resnet8": "ResNet-8: stem and residual blocks of width 64, 128 and 256; last layer 256, "
-    "1,232,704 body parameters.",
-    "resnet10": "ResNet-10: stem and residual blocks of width 64, 128, 256 and 512; last layer 512, "
-    "4,905,792 body parameters.",
-    "resnet18": "ResNet-18 of torchvision, no pretrained weights; last layer 512, 11,176,512 body parameters.",
-    "resnet34": "ResNet-34 of torchvision, no pretrained weights; last layer 512, 21,284,672 body parameters.",
-    "resnet50": "ResNet-50 of torchvision, no pretrained weights; last layer 2048, 23,508,032 body parameters.",
-    "resnet101": "ResNet-101 of torchvision, no pretrained weights; last layer 2048, 42,500,160 body parameters.",
-    "resnet152": "ResNet-152 of torchvision, no pretrained weights; last layer 2048, 58,143,808 body parameters.",
-    "shufflenet-v2": "ShuffleNetV2 x1.0 of torchvision, no pretrained weights; last layer 1024, "
-    "1,253,604 body parameters.",
-    "text-logistic": "Logistic regression for token ids: mean embedding over all positions, padding included, "
-    "no hidden layer.",
-    "textcnn": "TextCNN for token ids: convolutions of width 3, 4 and 5, 100 channels each, hidden layer d; "
-    "at least 5 tokens.",
-    "transformer": "Transformer for token ids, transformer-HEADS-LAYERS: width d, feed-forward width 2048; "
-    "the output at <cls>.",
-    "vit-b-16": "ViT-B/16 of torchvision: square images of 16x16 patches; last layer 768, "
-    "85,651,200 body parameters at 32x32.",
-    "vit-b-32": "ViT-B/32 of torchvision: square images of 32x32 patches; last layer 768, "
-    "87,418,368 body parameters at 32x32.",
-}
 
 
 @dataclass(frozen=True)
@@ -75,10 +30,158 @@ class Sizes:
     example: str
 
 
-SIZED: dict[str, Sizes] = {
-    "harcnn": Sizes("blocks, at most 3, and the stride", 2, 2, "harcnn-2-1"),
-    "mlp": Sizes("widths of hidden layers", 0, 8, "mlp-500-200"),
-    "transformer": Sizes("heads, layers", 2, 2, "transformer-8-2"),
+@dataclass(frozen=True)
+class Architecture:
+    """One architecture.
+
+    Attributes:
+        module: module of this package with its builder, a function of the architecture's name (with underscores).
+        summary: one line for ``pbfl list models``, the first of the builder's docstring.
+        sizes: the integers in its name, if it takes some.
+    """
+
+    module: str
+    summary: str
+    sizes: Sizes | None = None
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "bilstm": Architecture(
+        "recurrent",
+        "BiLSTM for token ids: one layer of width d per direction, hidden layer d on the two final states.",
+    ),
+    "cnn2": Architecture(
+        "cnn",
+        "CNN of FedProto and GFPL: 5x5 convolutions with 10 and 20 channels, hidden layer d; at least"
+        " 16x16 pixels.",
+    ),
+    "cnn4": Architecture(
+        "cnn",
+        "4-layer CNN (FedAvgCNN): 5x5 convolutions with 32 and 64 channels, hidden layer d; at least "
+        "16x16 pixels.",
+    ),
+    "efficientnet-b0": Architecture(
+        "efficientnet",
+        "EfficientNet-B0 of torchvision, no pretrained weights; last layer 1280, 4,007,548 body parameters.",
+    ),
+    "fasttext": Architecture(
+        "text",
+        "FastText for token ids: mean embedding over all positions, padding included, hidden layer d.",
+    ),
+    "googlenet": Architecture(
+        "googlenet",
+        "GoogLeNet of torchvision, no auxiliary heads; at least 15x15 pixels; last layer 1024, "
+        "5,599,904 body parameters.",
+    ),
+    "gru": Architecture(
+        "recurrent",
+        "GRU for token ids: two layers of width d, dropout 0.2; the state after the last token.",
+    ),
+    "har-cnn": Architecture(
+        "sensor",
+        "1-D CNN for sensor windows (channels, length): 32, 64 and 128 channels, hidden layer d.",
+    ),
+    "har-gru": Architecture(
+        "sensor",
+        "GRU for sensor windows: 64 units over pairs of readings, mean over time, LayerNorm, hidden layer d.",
+    ),
+    "har-resnet": Architecture(
+        "sensor",
+        "1-D residual network for sensor windows: blocks of 32, 64 and 128 channels; last layer 128.",
+    ),
+    "harcnn": Architecture(
+        "sensor",
+        "HtFLlib's HARCNN for sensor windows, harcnn-BLOCKS-STRIDE (harcnn-2-1); features average-"
+        "pooled to d.",
+        Sizes("blocks, at most 3, and the stride", 2, 2, "harcnn-2-1"),
+    ),
+    "lstm": Architecture(
+        "recurrent",
+        "LSTM for token ids: two layers of width d, dropout 0.2; the ReLU of the state after the last token.",
+    ),
+    "mlp": Architecture(
+        "mlp",
+        "MLP for tables: hidden layers of the widths in its name (mlp-500-200), then a hidden layer d.",
+        Sizes("widths of hidden layers", 0, 8, "mlp-500-200"),
+    ),
+    "mlp5": Architecture(
+        "mlp",
+        "5-layer MLP: flattened input, hidden layers 16-8-4-d, classifier; with d = 2 prototypes can "
+        "be plotted.",
+    ),
+    "mobilenet-v2": Architecture(
+        "mobilenet",
+        "MobileNetV2 of torchvision, no pretrained weights; last layer 1280, 2,223,872 body parameters.",
+    ),
+    "resnet4": Architecture(
+        "resnet",
+        "ResNet-4: stem and one residual block of width 64; last layer 64.",
+    ),
+    "resnet6": Architecture(
+        "resnet",
+        "ResNet-6: stem and residual blocks of width 64 and 128; last layer 128.",
+    ),
+    "resnet8": Architecture(
+        "resnet",
+        "ResNet-8: stem and residual blocks of width 64, 128 and 256; last layer 256, 1,232,704 body "
+        "parameters.",
+    ),
+    "resnet10": Architecture(
+        "resnet",
+        "ResNet-10: stem and residual blocks of width 64, 128, 256 and 512; last layer 512, 4,905,792"
+        " body parameters.",
+    ),
+    "resnet18": Architecture(
+        "resnet",
+        "ResNet-18 of torchvision, no pretrained weights; last layer 512, 11,176,512 body parameters.",
+    ),
+    "resnet34": Architecture(
+        "resnet",
+        "ResNet-34 of torchvision, no pretrained weights; last layer 512, 21,284,672 body parameters.",
+    ),
+    "resnet50": Architecture(
+        "resnet",
+        "ResNet-50 of torchvision, no pretrained weights; last layer 2048, 23,508,032 body parameters.",
+    ),
+    "resnet101": Architecture(
+        "resnet",
+        "ResNet-101 of torchvision, no pretrained weights; last layer 2048, 42,500,160 body parameters.",
+    ),
+    "resnet152": Architecture(
+        "resnet",
+        "ResNet-152 of torchvision, no pretrained weights; last layer 2048, 58,143,808 body parameters.",
+    ),
+    "shufflenet-v2": Architecture(
+        "shufflenet",
+        "ShuffleNetV2 x1.0 of torchvision, no pretrained weights; last layer 1024, 1,253,604 body "
+        "parameters.",
+    ),
+    "text-logistic": Architecture(
+        "text",
+        "Logistic regression for token ids: mean embedding over all positions, padding included, no "
+        "hidden layer.",
+    ),
+    "textcnn": Architecture(
+        "text",
+        "TextCNN for token ids: convolutions of width 3, 4 and 5, 100 channels each, hidden layer d; "
+        "at least 5 tokens.",
+    ),
+    "transformer": Architecture(
+        "transformer",
+        "Transformer for token ids, transformer-HEADS-LAYERS: width d, feed-forward width 2048; the "
+        "output at <cls>.",
+        Sizes("heads, layers", 2, 2, "transformer-8-2"),
+    ),
+    "vit-b-16": Architecture(
+        "vision_transformer",
+        "ViT-B/16 of torchvision: square images of 16x16 patches; last layer 768, 85,651,200 body "
+        "parameters at 32x32.",
+    ),
+    "vit-b-32": Architecture(
+        "vision_transformer",
+        "ViT-B/32 of torchvision: square images of 32x32 patches; last layer 768, 87,418,368 body "
+        "parameters at 32x32.",
+    ),
 }
 LARGEST = 65_536  # bound on an integer in a name
 CLASSIFIER = Sizes("widths of the classifier's hidden layers", 1, 8, "resnet8+512-256")
@@ -184,29 +287,30 @@ def base_and_sizes(name: str) -> tuple[str, tuple[int, ...]]:
         PbflError: if there is no such key, or the number or range of the integers is wrong.
     """
     body, _ = body_and_classifier(fresh(name))
-    if body in ARCHITECTURES and body not in SIZED:
+    if body in ARCHITECTURES and ARCHITECTURES[body].sizes is None:
         return body, ()
     match = _SIZED_NAME.fullmatch(body)
-    if match is None or match[1] not in SIZED:
+    architecture = ARCHITECTURES.get(match[1]) if match else None
+    if match is None or architecture is None or architecture.sizes is None:
         raise PbflError(unknown(body))
-    return match[1], _whole_numbers(body, match[1], match[2].removeprefix("-"), SIZED[match[1]])
+    return match[1], _whole_numbers(body, match[1], match[2].removeprefix("-"), architecture.sizes)
 
 
 def _whole_numbers(name: str, before: str, text: str, takes: Sizes) -> tuple[int, ...]:
-    found = text.split("-") if text else []
-    fits = all(re.fullmatch("[1-9][0-9]{0,4}", number) and int(number) <= LARGEST for number in found)
-    if not fits or not takes.least <= len(found) <= takes.most:
+    numbers = text.split("-") if text else []
+    fits = all(re.fullmatch("[1-9][0-9]{0,4}", number) and int(number) <= LARGEST for number in numbers)
+    if not fits or not takes.least <= len(numbers) <= takes.most:
         count = str(takes.least) if takes.least == takes.most else f"{takes.least} to {takes.most}"
         raise PbflError(
             f"model '{name}': after '{before}' must follow {count} whole numbers from 1 to {LARGEST:,} "
             f"({takes.meaning}), e.g. {takes.example}"
         )
-    return tuple(map(int, found))
+    return tuple(map(int, numbers))
 
 
 def examples() -> list[str]:
     """Return one valid name for every entry of ARCHITECTURES."""
-    return [SIZED[name].example if name in SIZED else name for name in ARCHITECTURES]
+    return [entry.sizes.example if entry.sizes else name for name, entry in ARCHITECTURES.items()]
 
 
 def architectures(spec: str) -> tuple[str, ...]:
@@ -223,9 +327,9 @@ def architectures(spec: str) -> tuple[str, ...]:
     for item in (part.strip() for part in spec.split(",")):
         family, at, label = item.partition("@")
         members = () if "+" in label else FAMILIES.get(family, ())
-        found = [labelled(name, label) if at else name for name in members] or [item]
-        _check_name("models", spec, found[0])
-        names.extend(found)
+        models = [labelled(name, label) if at else name for name in members] or [item]
+        _check_name("models", spec, models[0])
+        names.extend(models)
     return tuple(names)
 
 

@@ -1,7 +1,8 @@
 """What run.json and a line of rounds.jsonl, clients.jsonl and new-clients.jsonl hold.
 
-Every program that writes or reads them uses these classes. ``VERSION`` stands in run.json and grows when a field changes its
-name or meaning. The module imports neither torch nor Flower, so that commands that only read a run start fast.
+Every program that writes or reads them uses these classes. ``VERSION`` stands in run.json and grows when a field
+changes its name or meaning. The module imports neither torch nor Flower, so that commands that only read a run start
+fast.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ from pbfl_flwr.config import Scalar, parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import Report
-from pbfl_flwr.flower.secagg.legacy import REPORT, LegacyMethodStrategy, fit_result, parameters_of
+from pbfl_flwr.flower.secagg.legacy import LegacyMethodStrategy
+from pbfl_flwr.flower.secagg.messages import REPORT, fit_result, parameters_of
 from pbfl_flwr.flower.server.stop_conditions import RunEnded
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.payloads import Prototypes, RejectedPayload

@@ -9,7 +9,7 @@ from torchvision import models
 
 from pbfl_flwr import seeds
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.models.build import MODELS, build_model, count_parameters
+from pbfl_flwr.models.build import build_model, count_parameters
 from pbfl_flwr.models.layers import impose_width
 from pbfl_flwr.task import Task
 
@@ -270,12 +270,12 @@ def test_images_of_another_size_are_one_clear_line(name: str, shape: tuple[int, 
 
 def test_a_network_for_which_there_is_no_memory_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
     task = Task(num_classes=10, feature_dim=50, input_shape=GREY)
-    monkeypatch.setitem(MODELS, "mlp", lambda *_: torch.empty(2**60))  # torch itself refuses 4 EiB
+    monkeypatch.setattr(
+        "pbfl_flwr.models.mlp.mlp", lambda *_: torch.empty(2**60)
+    )  # torch itself refuses 4 EiB
     with pytest.raises(PbflError) as caught:
         build_model("mlp-9-9", task, seed=0)
-    assert str(caught.value) == (
-        "model 'mlp-9-9': not enough memory for its weights; allowed is a smaller model"
-    )
+    assert str(caught.value) == ("model 'mlp-9-9': not enough memory for its weights; use a smaller model")
 
 
 @pytest.mark.parametrize(

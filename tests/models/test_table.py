@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models.build import (
     FAMILIES,
-    MODELS,
     SplitModel,
     architecture_of,
     architectures,
@@ -42,8 +41,8 @@ def test_families_are_made_of_models_and_no_name_means_two_things() -> None:
         2: [(1, 4), (2, 4), (4, 4), (8, 4), (16, 4)],
         3: [(1, 1), (2, 2), (4, 4), (8, 8), (16, 16)],
     }
-    assert {base_and_sizes(name)[0] for family in FAMILIES.values() for name in family} <= set(MODELS)
-    assert not set(FAMILIES) & set(MODELS)
+    assert {base_and_sizes(name)[0] for family in FAMILIES.values() for name in family} <= set(ARCHITECTURES)
+    assert not set(FAMILIES) & set(ARCHITECTURES)
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,14 @@ from pbfl_flwr.flower.client.session import (
 )
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import Report
-from pbfl_flwr.flower.secagg.legacy import CONFIG, FITINS, fit_result, parameters_of, payload_of, to_be_masked
+from pbfl_flwr.flower.secagg.messages import (
+    CONFIG,
+    FITINS,
+    fit_result,
+    parameters_of,
+    payload_of,
+    to_be_masked,
+)
 from pbfl_flwr.method import Client, Method, Moment, resolved_moment
 from pbfl_flwr.methods import build_method
 from pbfl_flwr.payloads import Payload, RejectedPayload

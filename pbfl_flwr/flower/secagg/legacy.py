@@ -15,14 +15,11 @@ round, so the task must be given, and no evaluation round, since clients are sco
 
 from __future__ import annotations
 
-import json
 import uuid
-from collections.abc import Mapping
 from logging import WARNING
 from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord, MetricRecord
 from flwr.common import (
     EvaluateIns,
     EvaluateRes,
@@ -31,11 +28,9 @@ from flwr.common import (
     NDArray,
     Parameters,
     Scalar,
-    ndarrays_to_parameters,
     parameters_to_ndarrays,
 )
 from flwr.common.logger import log
-from flwr.common.typing import Code, Status
 from flwr.compat.common import recorddict_compat as compat
 from flwr.server.client_manager import ClientManager
 from flwr.server.client_proxy import ClientProxy
@@ -45,46 +40,15 @@ from flwr.server.workflow import SecAggPlusWorkflow
 from pbfl_flwr.config import PrivacySettings, Settings
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.messages import wire
-from pbfl_flwr.flower.messages.report import Report, classes_counted, plain
+from pbfl_flwr.flower.messages.report import Report, classes_counted
+from pbfl_flwr.flower.secagg.messages import parameters_of, payload_of, report_of, summing
 from pbfl_flwr.flower.server.replies import rejection_reason
 from pbfl_flwr.flower.server.round_records import summarise_accuracy
 from pbfl_flwr.method import Method, Round
 from pbfl_flwr.methods import build_method
 from pbfl_flwr.payloads import Payload, Prototypes
 from pbfl_flwr.prototypes import secure_sums as sums
-from pbfl_flwr.prototypes.pipeline import Pipeline
 from pbfl_flwr.task import Task
-
-FITINS, CONFIG = "fitins.parameters", "fitins.config"  # records of a training message
-REPORT = "report"
-
-
-def parameters_of(record: ArrayRecord) -> Parameters:
-    """Return an encoded payload as legacy parameters, with the checksum in ``tensor_type``."""
-    return compat.arrayrecord_to_parameters(record, keep_input=True)
-
-
-def payload_of(record: ArrayRecord) -> ArrayRecord:
-    """Return the encoded payload in a record of legacy parameters, without the empty array that stands for none."""
-    return ArrayRecord({key: array for key, array in record.items() if key != compat.EMPTY_TENSOR_KEY})
-
-
-def report_of(metrics: Mapping[str, Scalar], classes: int = 0) -> Report:
-    """Return the report in the metrics of a client's FitRes.
-
-    Args:
-        metrics: as received.
-        classes: K if it must have counts by class, else 0.
-
-    Raises:
-        RejectedPayload: if it is invalid.
-    """
-    return Report.from_record(MetricRecord(json.loads(str(metrics[REPORT]))), classes)
-
-
-def fit_result(parameters: Parameters, report: MetricRecord) -> FitRes:
-    """Return a client's FitRes; num_examples is 1, since sums are unweighted and methods send n_i in their payload."""
-    return FitRes(Status(Code.OK, ""), parameters, 1, {REPORT: json.dumps(plain(report))})
 
 
 def workflow_of(keys: PrivacySettings, bound: float, num_clients: int, timeout: float) -> SecAggPlusWorkflow:
@@ -242,17 +206,6 @@ class LegacyMethodStrategy(TrainingOnly):
         return parameters_of(wire.encode(payload, self.settings.prototypes.wire_dtype))
 
 
-def summing(method: Method[Any, Any, Any]) -> Pipeline:
-    """Return the method as a pipeline, the only kind whose uploads can be summed.
-
-    Raises:
-        PbflError: if it is of another kind.
-    """
-    if not isinstance(method, Pipeline):
-        raise PbflError(f"secure-aggregation = true: method '{method.name}' does not aggregate by a sum")
-    return method
-
-
 def summed(
     method: Method[Any, Any, Any], mean: NDArray, clients: int, task: Task, num_clients: int
 ) -> Prototypes:
@@ -271,10 +224,3 @@ def summed(
     total = np.asarray(mean, dtype=np.float64) * clients
     found = summing(method)
     return found.summed(sums.from_vector(total, task.num_classes, clients, found.bound), num_clients)
-
-
-def to_be_masked(upload: Payload, method: Method[Any, Any, Any]) -> tuple[Parameters, int]:
-    """Return an upload as the vector that a client masks, and the number of clipped entries."""
-    assert isinstance(upload, Prototypes), "only methods whose uploads are prototypes can be summed"
-    vector, clipped = sums.to_vector(upload, summing(method).bound)
-    return ndarrays_to_parameters([vector]), clipped

@@ -45,14 +45,8 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import Report, classes_counted
 from pbfl_flwr.flower.messages.traffic import Traffic, weigh
-from pbfl_flwr.flower.secagg.legacy import (
-    TrainingOnly,
-    parameters_of,
-    report_of,
-    summed,
-    summing,
-    workflow_of,
-)
+from pbfl_flwr.flower.secagg.legacy import TrainingOnly, summed, workflow_of
+from pbfl_flwr.flower.secagg.messages import parameters_of, report_of, summing
 from pbfl_flwr.flower.server.replies import Outcome, Phase, error_reason, read, rejection_reason
 from pbfl_flwr.method import Method
 from pbfl_flwr.payloads import Payload
