@@ -63,7 +63,6 @@ def test_settings_hide_what_they_say() -> None:
     assert states(aggregation="ppa")["upload", "number of training samples"] == "in clear"
     dense: dict[str, Scalar] = {
         "aggregation": "ppa",
-        "ppa_total": "known",
         "total_examples": 9,
         "dense_uploads": True,
     }

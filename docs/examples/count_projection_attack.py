@@ -73,7 +73,7 @@ def play(**keys: Scalar) -> tuple[np.ndarray, dict[int, Prototypes]]:
 def main() -> None:
     """Print a row a setting: correlation of guess and truth, and how many n_ij >= 2 are guessed within 10 %."""
     torch.set_num_threads(1)
-    noise: dict[str, Scalar] = {"ppa-total": "known", "total-examples": 1338, "min-class-count": 1}
+    noise: dict[str, Scalar] = {"total-examples": 1338, "min-class-count": 1}
     noise |= {"dense-uploads": True, "dp-clip": 10.0, "dp-unit": "sample"}
     settings: dict[str, dict[str, Scalar]] = {
         "PPA": {},

@@ -404,12 +404,11 @@ class PrototypeSettings(Group):
     aps_scale: Positive | Auto = Field(
         "auto", description="μ, factor of adaptive prototype scaling (APS); auto: 0.9·K/n"
     )
-    ppa_total: Literal["reported", "known"] = Field(
-        "reported",
-        description="n in PPA: the sum of reported n_i, or total-examples times the share of clients that answered",
-    )
     total_examples: int = Field(
-        0, ge=0, description="training samples of all clients except new-clients, for ppa-total known"
+        0,
+        ge=0,
+        description="n in PPA: training samples of all clients except new-clients, scaled by the share that answered; "
+        "0: the sum of the n_i that clients report",
     )
     alignment: Literal[Auto, Alignment] = Field(
         "auto", description="solver of prototype alignment (PA); unit: only normalise prototypes to length 1"

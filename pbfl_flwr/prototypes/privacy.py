@@ -296,7 +296,7 @@ def release(settings: PrivacySettings, rule: str, *, trained: bool, sends_total:
             f"dp-noise: rule '{rule}' sends exact counts with the rows; allowed are the other rules"
         )
     if sends_total:
-        remedy = "ppa-total = 'known' with total-examples" if rule == "ppa" else "aps-scale to a number"
+        remedy = "total-examples" if rule == "ppa" else "aps-scale to a number"
         raise PbflError(f"dp-noise: rule '{rule}' sends n_i exactly; set {remedy}")
     if settings.count_bucket != "off":
         raise PbflError(

@@ -53,7 +53,7 @@ class Stages(PrototypeSettings):
     def sends_total(self) -> bool:
         """Whether uploads have n_i."""
         if self.aggregation == "ppa":
-            return self.ppa_total == "reported"
+            return self.total_examples == 0
         return self.aggregation in APS_RULES and self.aps_scale == "auto"
 
     def idle(self) -> list[str]:
@@ -61,11 +61,7 @@ class Stages(PrototypeSettings):
         needs = {
             "trim_share": ("aggregation = 'trimmed-mean'", self.aggregation == "trimmed-mean"),
             "aps_scale": ("aggregation = 'aps-sum' or 'aps-mean'", self.aggregation in APS_RULES),
-            "ppa_total": ("aggregation = 'ppa'", self.aggregation == "ppa"),
-            "total_examples": (
-                "aggregation = 'ppa' with ppa-total = 'known'",
-                (self.aggregation, self.ppa_total) == ("ppa", "known"),
-            ),
+            "total_examples": ("aggregation = 'ppa'", self.aggregation == "ppa"),
             "cps_scheme": ("cps-dim above 0", self.cps_dim > 0),
             "cps_regularizer": ("cps-dim above 0", self.cps_dim > 0),
         }
@@ -89,10 +85,6 @@ def resolved(settings: Settings, named: Stages) -> Stages:
     """
     chosen = {name: value for name, value in settings.prototypes if value != "auto"}
     stages = Stages.model_validate({**named.model_dump(), **chosen})
-    if stages.aggregation == "ppa" and stages.ppa_total == "known" and stages.total_examples < 1:
-        raise PbflError(
-            "ppa-total = 'known' needs total-examples, the training samples of all clients together, >= 1"
-        )
     if stages.norm_bound and stages.aggregation in SCALED_RULES:
         raise PbflError(
             f"norm-bound = {stages.norm_bound}: with aggregation = '{stages.aggregation}' rows are scaled by sample "

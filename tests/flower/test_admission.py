@@ -299,7 +299,7 @@ def test_m_is_who_has_joined_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     "keys",
     [
-        {"method": "fedproto", "aggregation": "ppa", "ppa_total": "known", "total_examples": 80},
+        {"method": "fedproto", "aggregation": "ppa", "total_examples": 80},
         {"method": "tinyproto", "aps_scale": 3 / 80, "cps_dim": 0},
     ],
     ids=["ppa", "aps"],

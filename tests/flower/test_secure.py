@@ -36,7 +36,7 @@ SETTINGS: dict[str, dict[str, Scalar]] = {
     "mean": {"aggregation": "mean"},
     "mean, aligned": {"method": "protonorm"},
     "ppa": {"aggregation": "ppa"},
-    "ppa, known": {"aggregation": "ppa", "ppa_total": "known", "total_examples": 90},
+    "ppa, known": {"aggregation": "ppa", "total_examples": 90},
     "aps-sum, sparse": {"method": "tinyproto", "cps_dim": 16},
     "aps-mean": {"aggregation": "aps-mean"},
     "aps-sum, known": {"aggregation": "aps-sum", "aps_scale": 0.02},

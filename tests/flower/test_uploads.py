@@ -21,7 +21,7 @@ from pbfl_flwr.runs.client_store import load_tensors
 from tests.flower.inprocess import NUM_CLIENTS, federation, through_flower
 
 NOISE: dict[str, Any] = {"dp_clip": 5.0, "dp_noise": 2.0}
-SUMS: dict[str, Any] = {"aggregation": "ppa", "ppa_total": "known", "total_examples": 100}
+SUMS: dict[str, Any] = {"aggregation": "ppa", "total_examples": 100}
 
 
 @pytest.mark.parametrize("method", PROTECTED)

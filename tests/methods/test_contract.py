@@ -308,7 +308,6 @@ STAGES: dict[str, Scalar] = {
     "cps-regularizer": "masked",
     "cpkd": "sample",
     "aps-scale": 2.0,
-    "ppa-total": "known",
     "total-examples": 100,
     "alignment": "thomson",
     "upscale": 50.0,

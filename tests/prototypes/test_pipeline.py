@@ -216,7 +216,7 @@ def test_ppa_is_k_over_n_times_the_sum() -> None:
 
 def test_ppa_with_a_known_total_takes_the_share_that_answered() -> None:
     sent = uploads(scaled=True)
-    known = method(aggregation="ppa", ppa_total="known", total_examples=60)
+    known = method(aggregation="ppa", total_examples=60)
     np.testing.assert_allclose(run(known, sent).values, 4 / 60 * summed(sent), atol=1e-6)
     del sent[2]  # two of three clients: n is 60·2/3 = 40
     np.testing.assert_allclose(run(known, sent).values, 4 / 40 * summed(sent), atol=1e-6)
@@ -248,7 +248,7 @@ def test_aps_sums_or_averages_and_the_client_scales(form: str, divisor: list[int
         ({"aggregation": "aps-mean"}, None),
         ({"aggregation": "ppa"}, lambda sent: 4 / sum(N[i] for i in sent)),
         (
-            {"aggregation": "ppa", "ppa_total": "known", "total_examples": 60},
+            {"aggregation": "ppa", "total_examples": 60},
             lambda sent: 4 / (20 * len(sent)),
         ),
         ({"aggregation": "aps-sum"}, lambda sent: 1.0),
@@ -361,14 +361,13 @@ def test_settings_that_others_keep_from_an_effect_are_said() -> None:
         "trim_share": 0.1,
         "aps_scale": 0.5,
         "cps_scheme": "block",
-        "ppa_total": "known",
+        "total_examples": 60,
     }
-    said = method("fedproto", **idle, total_examples=60).config_warnings(5)
+    said = method("fedproto", **idle).config_warnings(5)
     assert [line.partition(" has no effect without ")[::2] for line in said] == [
         ("trim-share = 0.1", "aggregation = 'trimmed-mean'"),
         ("aps-scale = 0.5", "aggregation = 'aps-sum' or 'aps-mean'"),
-        ("ppa-total = 'known'", "aggregation = 'ppa'"),
-        ("total-examples = 60", "aggregation = 'ppa' with ppa-total = 'known'"),
+        ("total-examples = 60", "aggregation = 'ppa'"),
         ("cps-scheme = 'block'", "cps-dim above 0"),
     ]
     assert method("fedproto", aggregation="trimmed-mean", trim_share=0.1).config_warnings(5) == []
@@ -472,7 +471,6 @@ def test_local_predictions_are_of_own_classes_only() -> None:
 @pytest.mark.parametrize(
     ("keys", "text"),
     [
-        ({"aggregation": "ppa", "ppa_total": "known"}, "ppa-total = 'known' needs total-examples"),
         ({"cps_dim": 9}, "cps-dim = 9: must be at most feature-dim = 8"),
         (
             {"name": "fedtgp", "aggregation": "median"},

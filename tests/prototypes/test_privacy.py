@@ -244,7 +244,7 @@ def test_the_client_counts_its_releases() -> None:
         ({"dense-uploads": True, "method": "fedgh"}, "trains on every row"),
         ({"dp-noise": 1.0}, "dp-noise needs a clipping norm"),
         ({"dp-noise": 1.0, "dp-clip": 1.0, "aggregation": "weighted"}, "sends exact counts"),
-        ({"dp-noise": 1.0, "dp-clip": 1.0, "aggregation": "ppa"}, "sends n_i exactly; set ppa-total"),
+        ({"dp-noise": 1.0, "dp-clip": 1.0, "aggregation": "ppa"}, "sends n_i exactly; set total-examples"),
         (
             {"dp-noise": 1.0, "dp-clip": 1.0, "method": "tinyproto"},
             "sends n_i exactly; set aps-scale to a number",

@@ -86,7 +86,7 @@ class ReadOnce(Mapping[int, Prototypes]):
         {"aggregation": "weighted"},
         {"aggregation": "weighted-shrunk"},
         {"aggregation": "ppa"},
-        {"aggregation": "ppa", "ppa-total": "known", "total-examples": 26},
+        {"aggregation": "ppa", "total-examples": 26},
         {"aggregation": "aps-sum"},
         {"aggregation": "aps-mean", "aps-scale": 0.5},
         {"aggregation": "median"},
