@@ -1,20 +1,18 @@
-"""Imports point down, Flower lives in one folder: read from the source, so that nothing has to be loaded."""
+"""Imports point down, also through other modules: read from the source, so that nothing has to be loaded."""
 
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
-
-import pytest
 
 from pbfl_flwr.methods import METHODS, SECTIONS
 from tests.runs import entry, write_run
 
 ROOT = Path(__file__).resolve().parents[1]
 APPS = ("client_app", "server_app")
-# A module may import what stands before its own line, and its own line.
+# A package or module may import what stands before its own line, and its own line.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "seeds", "util"),
     ("task", "config", "payloads"),
@@ -30,95 +28,123 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli",),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-FILES = sorted(file for top in ("pbfl_flwr", *APPS) for file in (ROOT / top).rglob("*.py"))
+# Below flower/: what clients and server share is in messages/ and secagg/, and devices get no engines.
+APART = {
+    "messages": {"client", "server", "engines", "deploy"},
+    "client": {"server", "engines", "deploy"},
+    "server": {"client", "engines", "deploy"},
+}
+
+Graph = Mapping[str, set[str]]
 
 
-def imported(file: Path) -> Iterator[str]:
-    """Yield the full names of what a file imports, also within functions."""
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{file}: relative imports hide where they point"
-            assert node.module is not None
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
-def layer(name: str) -> str | None:
-    """Return the layer of a module of pbfl_flwr, None for the package itself and for strangers."""
-    parts = name.split(".")
-    return parts[1] if parts[0] == "pbfl_flwr" and len(parts) > 1 and parts[1] != "__version__" else None
-
-
-def home(file: Path) -> str | None:
-    parts = file.relative_to(ROOT).with_suffix("").parts
-    return None if parts[-1] == "__init__" and len(parts) == 2 else layer(".".join(parts))
-
-
-def test_there_is_something_to_read() -> None:
-    assert len(FILES) > 40
-    assert {home(file) for file in FILES} >= {
-        "errors",
-        "training",
-        "method",
-        "prototypes",
-        "methods",
-        "flower",
+def import_graph(root: Path, packages: Iterable[str]) -> dict[str, set[str]]:
+    """Return module -> the names that it imports, also within functions: modules of the packages, else as written."""
+    files = {
+        ".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): file
+        for package in packages
+        for file in (root / package).rglob("*.py")
     }
+
+    def module_of(name: str) -> str:
+        parts = name.split(".")
+        prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+        return next((prefix for prefix in prefixes if prefix in files), name)
+
+    graph: dict[str, set[str]] = {}
+    for module, file in files.items():
+        names: list[str] = []
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{file}: a relative import"
+                names += [f"{node.module}.{alias.name}" for alias in node.names]
+        graph[module] = {module_of(name) for name in names} - {module}
+    return graph
+
+
+def chains(graph: Graph, start: str) -> dict[str, str]:
+    """Return every module that importing ``start`` loads -> the chain of imports that leads to it."""
+    found = {start: start}
+    waiting = [start]
+    while waiting:
+        module = waiting.pop()
+        for target in sorted(graph[module]):
+            if target in graph and target not in found:
+                found[target] = f"{found[module]} -> {target}"
+                waiting.append(target)
+    return found
+
+
+GRAPH = import_graph(ROOT, ("pbfl_flwr", *APPS))
+EDGES = [(module, target) for module, targets in GRAPH.items() for target in sorted(targets)]
+
+
+def part(module: str, depth: int = 1) -> str:
+    """Return the package or module below pbfl_flwr that a module belongs to; "" for pbfl_flwr itself and others."""
+    parts = module.split(".")
+    return parts[depth] if parts[0] == "pbfl_flwr" and len(parts) > depth else ""
 
 
 def test_every_module_has_a_layer() -> None:
-    assert {found for file in FILES if (found := home(file))} <= set(RANK)
+    assert {part(module) for module in GRAPH} - {""} == set(RANK)
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
-def test_imports_point_down(file: Path) -> None:
-    top = file.relative_to(ROOT).parts[0]
-    own = home(file)
-    for name in imported(file):
-        first = name.split(".")[0]
-        target = layer(name)
-        if first in APPS:
-            assert top == first, f"{file.name} imports {name}; apps are imported by nobody"
-        if first == "flwr":
-            assert own == "flower" or top in APPS, (
-                f"{file.name} imports {name}; only flower/ and the apps may"
-            )
-        if target is None:
-            continue
-        if top in APPS:
-            assert target not in ("experiments", "cli"), f"{file.name} imports {name}"
-        elif own is None:
-            raise AssertionError(f"the package itself imports {name}")
-        else:
-            assert RANK[target] <= RANK[own], f"{own} imports {name}, which lies above it"
-        if target == "experiments":
-            assert own in ("experiments", "cli"), f"{file.name} imports {name}; only the command line may"
+def test_imports_point_down() -> None:
+    wrong = [
+        f"{module} imports {target}"
+        for module, target in EDGES
+        if part(module) and part(target) and RANK[part(target)] > RANK[part(module)]
+    ]
+    assert wrong == []
+    assert [target for target in GRAPH["pbfl_flwr"] if target.startswith("pbfl_flwr")] == []
 
 
-@pytest.mark.parametrize(
-    "file", sorted((ROOT / "pbfl_flwr/flower").rglob("*.py")), ids=lambda file: file.stem
-)
-def test_clients_and_server_do_not_import_each_other_nor_what_starts_runs(file: Path) -> None:
-    """What both sides use is in ``messages``, ``runs`` or beside them; the bundle for devices lacks the engines."""
-    forbidden = {
-        "client": {"server", "engines", "deploy"},
-        "server": {"client", "engines", "deploy"},
-        "messages": {"client", "server", "engines", "deploy"},
-    }
-    for name in imported(file):
-        if name.startswith("pbfl_flwr.flower."):
-            assert name.split(".")[2] not in forbidden.get(file.parent.name, set()), f"{file} imports {name}"
+def test_only_flower_and_the_apps_import_flwr() -> None:
+    importers = {module for module, target in EDGES if target.split(".")[0] == "flwr"}
+    assert {m for m in importers if part(m) != "flower" and m.split(".")[0] not in APPS} == set()
+    assert importers
 
 
-def test_an_upward_import_would_be_found(tmp_path: Path) -> None:
-    file = tmp_path / "x.py"
-    file.write_text("def f():\n    from pbfl_flwr.methods import METHODS\nimport flwr.app\n")
-    assert set(imported(file)) == {"pbfl_flwr.methods.METHODS", "flwr.app"}
-    assert RANK["methods"] > RANK["training"]
+def test_nobody_imports_the_apps_and_they_import_no_commands() -> None:
+    tops = [(module, target) for module, target in EDGES if target.split(".")[0] in APPS]
+    assert [edge for edge in tops if edge[0].split(".")[0] != edge[1].split(".")[0]] == []
+    loaded = {part(name) for app in APPS for name in chains(GRAPH, f"{app}.app")}
+    assert loaded & {"experiments", "cli", "serving"} == set()
 
 
-def test_a_client_process_starts_without_what_it_may_not_need() -> None:
+def test_clients_and_server_do_not_reach_each_other_nor_what_starts_runs() -> None:
+    wrong = [
+        chain
+        for module in GRAPH
+        if part(module) == "flower"
+        for target, chain in chains(GRAPH, module).items()
+        if part(target) == "flower" and part(target, 2) in APART.get(part(module, 2), set())
+    ]
+    assert wrong == []
+
+
+def test_an_import_through_another_module_is_seen(tmp_path: Path) -> None:
+    for name, text in {
+        "p/__init__.py": "",
+        "p/a.py": "def f():\n    from p.b import g\nimport flwr.app",
+        "p/b.py": "from p import c",
+        "p/c.py": "g = 1",
+    }.items():
+        file = tmp_path / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+    graph = import_graph(tmp_path, ["p"])
+    assert graph["p.a"] == {"p.b", "flwr.app"}
+    assert chains(graph, "p.a")["p.c"] == "p.a -> p.b -> p.c"
+
+
+def test_the_package_has_at_most_8_modules_at_its_root() -> None:
+    assert len(list((ROOT / "pbfl_flwr").glob("*.py"))) <= 8
+
+
+def test_a_client_process_does_not_load_slow_libraries() -> None:
     """On a device every message has a new process, and these take it from seconds to tens of seconds."""
     heavy = ("matplotlib", "ray", "scipy", "sklearn", "torchvision")
     asked = f"import sys, client_app.app; print([name for name in {heavy} if name in sys.modules])"
@@ -128,7 +154,7 @@ def test_a_client_process_starts_without_what_it_may_not_need() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_commands_that_only_read_and_list_answer_without_what_takes_seconds(tmp_path: Path) -> None:
+def test_commands_that_only_read_do_not_load_slow_libraries(tmp_path: Path) -> None:
     heavy = ("torch", "flwr", "ray", "scipy", "matplotlib", "sklearn", "torchvision")
     run = write_run(tmp_path / "run", [entry(1, 0.5, 0.5)])
     commands = [
@@ -162,8 +188,8 @@ for command in {commands}:
     assert done.stdout.splitlines() == expected
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_the_table_of_methods_says_which_pages_have_keys_of_their_own(name: str) -> None:
-    page = import_module(METHODS[name].build.__module__)
-    assert METHODS[name].section is getattr(page, "Config", None)
-    assert (name in SECTIONS) == hasattr(page, "Config")
+def test_methods_with_keys_of_their_own_are_marked_in_the_table() -> None:
+    for name, method in METHODS.items():
+        module = import_module(method.build.__module__)
+        assert method.section is getattr(module, "Config", None)
+        assert (name in SECTIONS) == hasattr(module, "Config")
