@@ -10,7 +10,9 @@ from pathlib import Path
 
 LONGEST = 500  # characters of foreign text (e.g. another library's message) in one of our lines
 FEW = 5  # names listed in a message before "and N more"
-TOO_FULL = "lower batch-size or eval-batch-size, or have fewer clients share a GPU (--gpus-per-client)"
+OUT_OF_MEMORY_HINT = (
+    "lower batch-size or eval-batch-size, or have fewer clients share a GPU (--gpus-per-client)"
+)
 CONTROL = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
 )  # ANSI escape sequences and control characters
@@ -48,15 +50,15 @@ def in_utf8(what: str, text: str) -> str:
 def format_exception(error: Exception) -> str:
     """Return an unexpected error in one line, with the file and line that raised it."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    said = f"{type(error).__name__}: {' '.join(printable(str(error)).split())}"
-    advice = f"; {TOO_FULL}" if is_out_of_memory(error) else ""
-    return f"{said[:LONGEST]} ({Path(frame.filename).name}:{frame.lineno}){advice}"
+    message = f"{type(error).__name__}: {' '.join(printable(str(error)).split())}"
+    advice = f"; {OUT_OF_MEMORY_HINT}" if is_out_of_memory(error) else ""
+    return f"{message[:LONGEST]} ({Path(frame.filename).name}:{frame.lineno}){advice}"
 
 
 def is_out_of_memory(error: Exception) -> bool:
     """Whether an error means that a GPU ran out of memory: torch's own error, or that of a CUDA library."""
-    said = ("CUDA error: out of memory", "_STATUS_ALLOC_FAILED", "_DEVICE_ALLOCATION_FAILED")
-    return type(error).__name__ == "OutOfMemoryError" or any(words in str(error) for words in said)
+    messages = ("CUDA error: out of memory", "_STATUS_ALLOC_FAILED", "_DEVICE_ALLOCATION_FAILED")
+    return type(error).__name__ == "OutOfMemoryError" or any(message in str(error) for message in messages)
 
 
 def abbreviate(names: Sequence[str], most: int = FEW) -> str:

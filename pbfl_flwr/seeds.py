@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 def derive(*parts: int | str) -> int:
     """Return a 63-bit seed derived from a description of its use, e.g. ``derive(seed, "batches", client, round)``."""
-    # NumPy integers become plain ones, which have another repr; a float is refused.
-    plain = tuple(part if isinstance(part, str) else operator.index(part) for part in parts)
-    digest = hashlib.blake2b(repr(plain).encode(), digest_size=8).digest()
+    # NumPy integers become Python's, which have another repr; a float is rejected.
+    values = tuple(part if isinstance(part, str) else operator.index(part) for part in parts)
+    digest = hashlib.blake2b(repr(values).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 

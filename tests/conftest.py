@@ -12,7 +12,7 @@ torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--method my_package.page:build`` tries the contract of methods on that one alone; may be repeated."""
+    """``--method my_package.module:build`` tries the contract of methods on that one alone; may be repeated."""
     parser.addoption("--method", action="append", default=[], help="instead of METHODS, for tests/methods")
 
 

@@ -53,7 +53,7 @@ class RunSettings(Group):
 
     method: str = Field(
         "fedproto",
-        description="a name from `pbfl list methods`, or a method of your own: my_package.page:build",
+        description="a name from `pbfl list methods`, or a method of your own: my_package.module:build",
     )
     method_settings: NamedValues = Field(
         "", description="settings of a method of your own, e.g. mu=0.1,warm=true"

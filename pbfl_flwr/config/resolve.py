@@ -178,7 +178,7 @@ def _conflicts(settings: Settings) -> list[str]:
     silent = settings.privacy.client_report == "none"
     no_scores = "with client-report = 'none' clients report no scores"
     lines = {
-        f"method-settings = {run.method_settings!r}: needs a method of your own (my_package.page:build); `pbfl list "
+        f"method-settings = {run.method_settings!r}: needs a method of your own (my_package.module:build); `pbfl list "
         f"keys {run.method}.` shows the settings of '{run.method}'": run.method_settings
         and ":" not in run.method,
         f"momentum = {training.momentum:g}: optimizer = '{training.optimizer}' has no such setting; must be 0, or "

@@ -16,7 +16,7 @@ from pbfl_flwr.experiments.results import Record
 from pbfl_flwr.method import Method
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.models.build import SplitModel, build_model
-from pbfl_flwr.models.registry import fresh
+from pbfl_flwr.models.registry import without_weights
 from pbfl_flwr.payloads import Logits, Payload, Prototypes, RejectedPayload, WeightsAndPrototypes
 from pbfl_flwr.prototypes.alignment import align
 from pbfl_flwr.prototypes.pipeline import Pipeline, PipelineState
@@ -142,7 +142,7 @@ def network(record: Record, client: int, state: ClientState) -> SplitModel:
     )
     _check_allowed(record, architecture)
     try:
-        model = build_model(fresh(architecture), task_of(record), record.seed)
+        model = build_model(without_weights(architecture), task_of(record), record.seed)
     except PbflError as error:
         raise NotAvailable(f"the network of client {client} cannot be built ({error})") from None
     model.load_state_dict(dict(state.model))

@@ -21,7 +21,7 @@ from pbfl_flwr.experiments.running.configuration import presets
 from pbfl_flwr.experiments.tables import Sheet
 from pbfl_flwr.methods import METHODS, SECTIONS
 from pbfl_flwr.models.registry import ARCHITECTURES, CLASSIFIER, FAMILIES
-from pbfl_flwr.util.paths import home, kept_weights
+from pbfl_flwr.util.paths import home, stored_weights
 
 Rows = list[tuple[str, str]]
 TYPES = {int: "whole number", float: "number", str: "text", bool: "true or false"}
@@ -45,7 +45,7 @@ def models() -> Rows:
 
 def weights() -> Rows:
     """Return (model with its label, file) of the pretrained weights stored on this machine."""
-    return [(name, str(file)) for name, file in kept_weights().items()]
+    return [(name, str(file)) for name, file in stored_weights().items()]
 
 
 def datasets() -> Rows:

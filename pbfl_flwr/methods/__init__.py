@@ -1,4 +1,4 @@
-"""METHODS, the table of all methods, one module ("page") each; builds and checks the configured method."""
+"""METHODS, the table of all methods, one module each; builds and checks the configured method."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ class Entry:
 
     Attributes:
         summary: one line for ``pbfl list methods``.
-        page: the module of this package with ``build`` and, if the method has settings of its own, ``Config``.
+        module: of this package, with ``build`` and, if the method has settings of its own, ``Config``.
         own_keys: whether it has settings of its own, ``<method>.<key>``.
     """
 
     summary: str
-    page: str
+    module: str
     own_keys: bool = False
 
     @property
     def build(self) -> Callable[[Settings], Method[Any, Any, Any]]:
         """The module's ``build`` function."""
-        found: Callable[[Settings], Method[Any, Any, Any]] = self._page().build
-        return found
+        build: Callable[[Settings], Method[Any, Any, Any]] = self._module().build
+        return build
 
     @property
     def section(self) -> type[Group] | None:
         """The class of the method's own settings; None if it has none."""
-        found: type[Group] | None = self._page().Config if self.own_keys else None
-        return found
+        config: type[Group] | None = self._module().Config if self.own_keys else None
+        return config
 
-    def _page(self) -> Any:
-        return import_module(f"{__name__}.{self.page}")
+    def _module(self) -> Any:
+        return import_module(f"{__name__}.{self.module}")
 
 
 METHODS: dict[str, Entry] = {
@@ -122,9 +122,9 @@ class _Sections(Mapping[str, type[Group]]):
     """Method name -> class of its own settings; a module is imported when its settings are looked up."""
 
     def __getitem__(self, name: str) -> type[Group]:
-        if name not in self or (found := METHODS[name].section) is None:
+        if name not in self or (section := METHODS[name].section) is None:
             raise KeyError(name)
-        return found
+        return section
 
     def __contains__(self, name: object) -> bool:
         return name in METHODS and METHODS[str(name)].own_keys
@@ -140,7 +140,7 @@ SECTIONS: Mapping[str, type[Group]] = _Sections()
 
 
 def build_method(settings: Settings) -> Method[Any, Any, Any]:
-    """Return the configured method: one of METHODS, or ``my_package.page:build``.
+    """Return the configured method: one of METHODS, or ``my_package.module:build``.
 
     Raises:
         PbflError: if there is no such method, or if its settings contradict each other.
@@ -150,23 +150,23 @@ def build_method(settings: Settings) -> Method[Any, Any, Any]:
         close = difflib.get_close_matches(name, METHODS, n=1)
         hint = f" (did you mean '{close[0]}'?)" if close else ""
         raise PbflError(
-            f"method = '{name}': must be one of {', '.join(METHODS)}, or my_package.page:build{hint}"
+            f"method = '{name}': must be one of {', '.join(METHODS)}, or my_package.module:build{hint}"
         )
     method = _built(settings)
-    check_asked(settings, method)
+    check_method(settings, method)
     _check(settings, method)
     return method
 
 
-def check_asked(settings: Settings, method: Method[Any, Any, Any]) -> None:
+def check_method(settings: Settings, method: Method[Any, Any, Any]) -> None:
     """Check ``predicts`` and ``primary_predictor`` of the method, and the settings that not every method supports.
 
     Raises:
         PbflError: naming the key or attribute and what is allowed.
     """
-    if odd := [name for name in method.predicts if name not in PREDICTORS]:
+    if unknown := [name for name in method.predicts if name not in PREDICTORS]:
         raise PbflError(
-            f"method '{method.name}': predicts contains '{odd[0]}', which is no known predictor; must be of "
+            f"method '{method.name}': predicts contains '{unknown[0]}', which is no known predictor; must be of "
             f"{', '.join(PREDICTORS)}"
         )
     if method.primary_predictor not in method.predicts:
@@ -174,11 +174,11 @@ def check_asked(settings: Settings, method: Method[Any, Any, Any]) -> None:
             f"method '{method.name}': primary_predictor = '{method.primary_predictor}': must be one listed in "
             f"predicts: {', '.join(method.predicts)}"
         )
-    wanted, run = settings.evaluation.predictor, settings.run
-    if wanted not in ("auto", *method.predicts):
+    predictor, run = settings.evaluation.predictor, settings.run
+    if predictor not in ("auto", *method.predicts):
         raise PbflError(
-            f"predictor = '{wanted}': method '{method.name}' has no such predictor with these settings; must be one of "
-            f"auto, {', '.join(method.predicts)}"
+            f"predictor = '{predictor}': method '{method.name}' has no such predictor with these settings; must be "
+            f"one of auto, {', '.join(method.predicts)}"
         )
     moment = settings.evaluation.evaluate_moment
     if run.keep_best and (method.moment if moment == "auto" else moment) == "before":
@@ -214,9 +214,9 @@ def _check(settings: Settings, method: Method[Any, Any, Any]) -> None:
 
     if idle := list(_without_effect(settings, method)):
         raise PbflError("\n".join(idle))
-    if not method.protects_uploads and (asked := unprotected(settings.privacy)):
+    if not method.protects_uploads and (keys := unprotected(settings.privacy)):
         raise PbflError(
-            f"{', '.join(asked)}: method '{settings.run.method}' sends {method.up.__name__}, which these settings "
+            f"{', '.join(keys)}: method '{settings.run.method}' sends {method.up.__name__}, which these settings "
             f"cannot protect; they apply to {', '.join(PROTECTED)}"
         )
     check_attack(settings, method.up)
@@ -237,16 +237,16 @@ def _without_effect(settings: Settings, method: Method[Any, Any, Any]) -> Iterat
 
     if isinstance(method, Pipeline):
         return
-    run, given = settings.run, settings.prototypes
-    usual = parse({"method": run.method, "protocol": run.protocol}).prototypes
-    for field in type(given).model_fields:
-        value, plain = getattr(given, field), getattr(usual, field)
-        if value == plain or field == "wire_dtype":  # wire_dtype applies to every payload
+    run, stages = settings.run, settings.prototypes
+    defaults = parse({"method": run.method, "protocol": run.protocol}).prototypes
+    for field in type(stages).model_fields:
+        value, default = getattr(stages, field), getattr(defaults, field)
+        if value == default or field == "wire_dtype":  # wire_dtype applies to every payload
             continue
-        without = settings.model_copy(update={"prototypes": given.model_copy(update={field: plain})})
+        without = settings.model_copy(update={"prototypes": stages.model_copy(update={field: default})})
         if _built(without) == method:
             key = field.replace("_", "-")
-            yield f"{key} = {value!r}: method '{run.method}' has no such stage; must be {plain!r}, the default"
+            yield f"{key} = {value!r}: method '{run.method}' has no such stage; must be {default!r}, the default"
 
 
 def privacy_notes(settings: Settings, method: Method[Any, Any, Any]) -> list[str]:

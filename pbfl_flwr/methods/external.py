@@ -1,4 +1,4 @@
-"""User-defined methods, named in the configuration as ``my_package.page:build``."""
+"""User-defined methods, named in the configuration as ``my_package.module:build``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from pbfl_flwr.config import Group, Settings, parse_section
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Method
-from pbfl_flwr.util.user_code import function_of, made
+from pbfl_flwr.util.user_code import call_user_function, import_function
 
 
 def build_external(settings: Settings) -> Method[Any, Any, Any]:
@@ -19,7 +19,7 @@ def build_external(settings: Settings) -> Method[Any, Any, Any]:
             complete :class:`Method`.
     """
     spec = settings.run.method
-    function_of("method", spec)  # imports the module, in which Config is looked up
+    import_function("method", spec)  # imports the module, in which Config is looked up
     if settings.run.method_settings:
         config = getattr(sys.modules[spec.partition(":")[0]], "Config", None)
         if not (isinstance(config, type) and issubclass(config, Group)):
@@ -28,7 +28,7 @@ def build_external(settings: Settings) -> Method[Any, Any, Any]:
                 "has no class Config(Group)"
             )
         parse_section(config, settings)
-    method = made("method", spec, "settings", settings)
+    method = call_user_function("method", spec, "settings", settings)
     if not isinstance(method, Method):
         raise PbflError(
             f"method = '{spec}': the function returned {type(method).__name__}, expected a "

@@ -22,7 +22,7 @@ from pbfl_flwr.config import Settings
 from pbfl_flwr.methods.averaging import shared_parameters, weighting_of
 from pbfl_flwr.methods.sharing import SharedWeights, check_heads
 from pbfl_flwr.models.build import architectures, build_model
-from pbfl_flwr.models.registry import fresh
+from pbfl_flwr.models.registry import without_weights
 from pbfl_flwr.task import Task
 
 
@@ -38,7 +38,7 @@ class LGFedAvg(SharedWeights):
         self, task: Task, class_counts: Sequence[int], parameters: Sequence[tuple[int, int]]
     ) -> float:
         """2·M·d·K, with hidden layers 2·M·Σ (width·next width); the papers do not count biases."""
-        head = shared_parameters(build_model(fresh(self.architecture), task, 0), "head").values()
+        head = shared_parameters(build_model(without_weights(self.architecture), task, 0), "head").values()
         return float(2 * len(parameters) * sum(tensor.numel() for tensor in head if tensor.dim() > 1))
 
 

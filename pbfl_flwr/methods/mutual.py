@@ -24,7 +24,7 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client
 from pbfl_flwr.methods.averaging import load_parameters
 from pbfl_flwr.models.build import SplitModel, architectures, build_model, check_models, count_parameters
-from pbfl_flwr.models.registry import fresh
+from pbfl_flwr.models.registry import without_weights
 from pbfl_flwr.payloads import part_of
 from pbfl_flwr.task import Task
 
@@ -111,4 +111,4 @@ def check_auxiliary(key: str, architecture: str, task: Task) -> None:
 
 def auxiliary_scalars(architecture: str, task: Task) -> int:
     """Return |θ_a| + |φ_a|, the number of parameters of the auxiliary network."""
-    return sum(count_parameters(build_model(fresh(architecture), task, 0)))
+    return sum(count_parameters(build_model(without_weights(architecture), task, 0)))

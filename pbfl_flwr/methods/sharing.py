@@ -32,7 +32,7 @@ from pbfl_flwr.methods.averaging import (
     shared_parameters,
 )
 from pbfl_flwr.models.build import build_model
-from pbfl_flwr.models.registry import body_and_classifier, fresh
+from pbfl_flwr.models.registry import body_and_classifier, without_weights
 from pbfl_flwr.payloads import RejectedPayload, Weights, WeightsAndPrototypes
 from pbfl_flwr.task import Task
 from pbfl_flwr.training.loop import FitReport, classification, fit
@@ -66,7 +66,7 @@ def initial(architecture: str, task: Task, seed: int, share: Share) -> Weights:
         seed: of the run.
         share: the part.
     """
-    name = fresh(architecture) if share == "head" else architecture  # only bodies can be pretrained
+    name = without_weights(architecture) if share == "head" else architecture  # only bodies can be pretrained
     return Weights(copies(shared_parameters(build_model(name, task, seed), share)))
 
 
@@ -104,7 +104,7 @@ def check_heads(method: str, task: Task, architectures: Sequence[str], *, linear
 def _head_shapes(name: str, task: Task) -> dict[str, tuple[int, ...]]:
     # On "meta", without memory: a client may name layers of any width.
     with nullcontext() if is_external(name) else torch.device("meta"):
-        head = shared_parameters(build_model(fresh(name), task, 0), "head")
+        head = shared_parameters(build_model(without_weights(name), task, 0), "head")
     return {key: tuple(tensor.shape) for key, tensor in head.items()}
 
 
@@ -163,7 +163,7 @@ def shared_scalars(architecture: str, task: Task, num_clients: int, share: Share
         num_clients: M.
         share: the part.
     """
-    shared = shared_parameters(build_model(fresh(architecture), task, 0), share)
+    shared = shared_parameters(build_model(without_weights(architecture), task, 0), share)
     return float(2 * num_clients * sum(parameter.numel() for parameter in shared.values()))
 
 

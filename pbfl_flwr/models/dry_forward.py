@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models.contract import SplitModel, random_inputs
 from pbfl_flwr.task import Task
-from pbfl_flwr.util.user_code import raised
+from pbfl_flwr.util.user_code import describe_user_error
 
 BATCH = 2
 # Raised by torch for inputs that a layer does not accept.
@@ -50,7 +50,9 @@ def dry_forward(name: str, model: SplitModel, task: Task) -> None:
             except PbflError:
                 raise
             except Exception as error:  # external code may raise anything
-                raise PbflError(f"model '{name}', {step}: raised {raised(error, name)}") from error
+                raise PbflError(
+                    f"model '{name}', {step}: raised {describe_user_error(error, name)}"
+                ) from error
             if not isinstance(outputs, Tensor) or outputs.shape != (BATCH, expected):
                 raise PbflError(
                     f"model '{name}', {step}: expected output {(BATCH, expected)}, found {_shape(outputs)}"

@@ -7,7 +7,7 @@ from torch import nn
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models.contract import SplitModel
 from pbfl_flwr.task import Task
-from pbfl_flwr.util.user_code import made
+from pbfl_flwr.util.user_code import call_user_function
 
 
 def build_external(spec: str, task: Task) -> SplitModel:
@@ -23,7 +23,7 @@ def build_external(spec: str, task: Task) -> SplitModel:
     Raises:
         PbflError: if module or function are missing or raise, or the model has no ``features`` or ``head``.
     """
-    model = made("models", spec, "task", task)
+    model = call_user_function("models", spec, "task", task)
     if not isinstance(model, nn.Module):
         raise PbflError(
             f"models = '{spec}': the function returned {type(model).__name__}, expected a torch.nn.Module"

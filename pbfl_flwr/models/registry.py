@@ -227,7 +227,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 }
 
 
-def fresh_and_label(name: str) -> tuple[str, str]:
+def split_label(name: str) -> tuple[str, str]:
     """Split a name into the name without "@label" and the label of the body's initial weights ("" if random).
 
     Raises:
@@ -249,9 +249,9 @@ def fresh_and_label(name: str) -> tuple[str, str]:
     return body + plus + widths, label
 
 
-def fresh(name: str) -> str:
+def without_weights(name: str) -> str:
     """Return the name without its label: the same network with random initial weights."""
-    return fresh_and_label(name)[0]
+    return split_label(name)[0]
 
 
 def labelled(name: str, label: str) -> str:
@@ -286,7 +286,7 @@ def base_and_sizes(name: str) -> tuple[str, tuple[int, ...]]:
     Raises:
         PbflError: if there is no such key, or the number or range of the integers is wrong.
     """
-    body, _ = body_and_classifier(fresh(name))
+    body, _ = body_and_classifier(without_weights(name))
     if body in ARCHITECTURES and ARCHITECTURES[body].sizes is None:
         return body, ()
     match = _SIZED_NAME.fullmatch(body)

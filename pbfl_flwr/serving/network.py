@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models.build import SplitModel, build_model
-from pbfl_flwr.models.registry import fresh
+from pbfl_flwr.models.registry import without_weights
 from pbfl_flwr.runs.saved_model import Card
 from pbfl_flwr.util.user_code import is_external
 
@@ -61,12 +61,12 @@ def rebuild(card: Card, weights: Mapping[str, Tensor], allowed_code: str, where:
         )
     if not is_external(card.architecture):  # before allocating memory for the sizes that a card claims
         with torch.device("meta"):
-            outline = build_model(fresh(card.architecture), card.task, seed=0).state_dict()
+            outline = build_model(without_weights(card.architecture), card.task, seed=0).state_dict()
         expected, found = ({name: tuple(t.shape) for name, t in part.items()} for part in (outline, weights))
         if odd := sorted(n for n in {*expected, *found} if expected.get(n) != found.get(n)):
             said = f"{odd[0]} is {found.get(odd[0], 'missing')}, expected {expected.get(odd[0], 'none')}"
             raise PbflError(f"{where}: the weights are not those of {card.architecture} ({said})")
-    model = build_model(fresh(card.architecture), card.task, seed=0)
+    model = build_model(without_weights(card.architecture), card.task, seed=0)
     try:
         model.load_state_dict(dict(weights))
     except RuntimeError as error:

@@ -25,7 +25,7 @@ def weights_file(architecture: str, label: str) -> Path:
     return home() / "weights" / label / f"{architecture}.safetensors"
 
 
-def kept_weights() -> dict[str, Path]:
+def stored_weights() -> dict[str, Path]:
     """Return the pretrained weights on this machine: model@label -> file."""
     files = sorted((home() / "weights").glob("*/*.safetensors"))
     return {f"{file.stem}@{file.parent.name}": file for file in files}

@@ -20,7 +20,7 @@ def is_external(name: str) -> bool:
     return SPEC.fullmatch(name) is not None
 
 
-def function_of(key: str, spec: str) -> Callable[..., object]:
+def import_function(key: str, spec: str) -> Callable[..., object]:
     """Import the module and return the function.
 
     Args:
@@ -40,7 +40,7 @@ def function_of(key: str, spec: str) -> Callable[..., object]:
         ) from error
     except Exception as error:  # user code may raise anything
         raise PbflError(
-            f"{key} = '{spec}': importing '{module_name}' raised {raised(error, spec)}"
+            f"{key} = '{spec}': importing '{module_name}' raised {describe_user_error(error, spec)}"
         ) from error
     function = getattr(module, function_name, None)
     if not callable(function) and module_name == "__main__":
@@ -51,11 +51,11 @@ def function_of(key: str, spec: str) -> Callable[..., object]:
         )
     if not callable(function):
         raise PbflError(f"{key} = '{spec}': '{module_name}' has no function '{function_name}'")
-    found: Callable[..., object] = function
-    return found
+    user_function: Callable[..., object] = function
+    return user_function
 
 
-def made(key: str, spec: str, what: str, argument: object) -> object:
+def call_user_function(key: str, spec: str, what: str, argument: object) -> object:
     """Import the module, call the function and return its result.
 
     Args:
@@ -65,9 +65,9 @@ def made(key: str, spec: str, what: str, argument: object) -> object:
         argument: the function's only argument.
 
     Raises:
-        PbflError: as :func:`function_of`, or if the function raises; a PbflError of its own is passed on unchanged.
+        PbflError: as :func:`import_function`, or if the function raises; a PbflError of its own is passed on unchanged.
     """
-    function = function_of(key, spec)
+    function = import_function(key, spec)
     try:
         return function(argument)
     except PbflError:
@@ -75,10 +75,12 @@ def made(key: str, spec: str, what: str, argument: object) -> object:
     except Exception as error:  # user code may raise anything
         name, code = spec.partition(":")[2], getattr(function, "__code__", None)
         begins = f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if code else ""
-        raise PbflError(f"{key} = '{spec}': {name}({what}) raised {raised(error, spec, begins)}") from error
+        raise PbflError(
+            f"{key} = '{spec}': {name}({what}) raised {describe_user_error(error, spec, begins)}"
+        ) from error
 
 
-def raised(error: Exception, spec: str, otherwise: str = "") -> str:
+def describe_user_error(error: Exception, spec: str, otherwise: str = "") -> str:
     """Return an exception of user code in one line, with the last line of that code in the traceback.
 
     Args:
@@ -91,5 +93,5 @@ def raised(error: Exception, spec: str, otherwise: str = "") -> str:
     for frame, line in traceback.walk_tb(error.__traceback__):
         if str(frame.f_globals.get("__name__")).partition(".")[0] == package:
             where = f" ({Path(frame.f_code.co_filename).name}:{line})"
-    said = f"{type(error).__name__}: {' '.join(printable(str(error)).split())}"
-    return said[:LONGEST].removesuffix(": ") + where
+    message = f"{type(error).__name__}: {' '.join(printable(str(error)).split())}"
+    return message[:LONGEST].removesuffix(": ") + where

@@ -1,6 +1,6 @@
 """What every method of METHODS must do; a new one is found by its entry and needs no edit here.
 
-One that is not in the package: ``pytest tests/methods -k "contract or awkward" --method my_package.page:build``.
+One that is not in the package: ``pytest tests/methods -k "contract or awkward" --method my_package.module:build``.
 
 Two rounds are run in one process with five clients of two architectures (of one, where the method needs that): one
 client has a single class, one a single training sample, a class is tested that nobody holds.

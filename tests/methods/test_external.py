@@ -1,4 +1,4 @@
-"""Methods outside of the package, ``method=my_package.page:build``; docs/examples has feddyn.py and cosproto.py."""
+"""Methods outside of the package, ``method=my_package.module:build``; docs/examples has feddyn.py and cosproto.py."""
 
 import sys
 from bdb import BdbQuit
@@ -186,7 +186,7 @@ def test_no_metric_may_have_the_name_of_a_field_of_the_report():
             {"method": "feddyn:build", "min-class-count": 5},
             "min-class-count = 5: .*which these settings cannot protect",
         ),
-        ({"method": "feddyn:"}, "must be one of local, .*, or my_package.page:build"),
+        ({"method": "feddyn:"}, "must be one of local, .*, or my_package.module:build"),
     ],
 )
 def test_what_does_not_fit_is_one_line(page, keys, says):

@@ -22,7 +22,7 @@ from pbfl_flwr.models.build import (
     optimize_layout,
 )
 from pbfl_flwr.models.pretrained import digest as digest_of_weights
-from pbfl_flwr.models.registry import fresh
+from pbfl_flwr.models.registry import without_weights
 from pbfl_flwr.task import Task
 from pbfl_flwr.training.augmentation import check_augmentation
 
@@ -118,4 +118,6 @@ def _dry_forward(architecture: str, task: Task) -> None:
 
 @lru_cache(maxsize=64)
 def _parameters(architecture: str, task: Task, layout: str, precision: str) -> tuple[int, int]:
-    return count_parameters(optimize_layout(build_model(fresh(architecture), task, 0), layout, precision))
+    return count_parameters(
+        optimize_layout(build_model(without_weights(architecture), task, 0), layout, precision)
+    )

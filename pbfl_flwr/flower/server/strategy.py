@@ -41,7 +41,7 @@ from pbfl_flwr.flower.server.round_records import client_columns, final_scores, 
 from pbfl_flwr.flower.server.startup import collect_clients
 from pbfl_flwr.flower.server.waiting import polling
 from pbfl_flwr.method import Method, Moment, Round, resolved_moment
-from pbfl_flwr.methods import build_method, check_asked
+from pbfl_flwr.methods import build_method, check_method
 from pbfl_flwr.payloads import Payload
 from pbfl_flwr.prototypes.attacks import malicious
 from pbfl_flwr.runs.directory import RunDirectory
@@ -70,7 +70,7 @@ class MethodStrategy(Strategy):
     ) -> None:
         self.settings = settings
         self.method = method or build_method(settings)
-        check_asked(settings, self.method)
+        check_method(settings, self.method)
         self.run = RunDirectory(directory) if directory else None
         self.state: Any = None
         self.history: list[dict[str, Any]] = []

@@ -35,7 +35,7 @@ from pbfl_flwr.methods.fedcpd.attention import MapDistillation, MapMemory, convo
 from pbfl_flwr.methods.fedrep import HeadThenBody
 from pbfl_flwr.methods.sharing import answer, check_both, initial, receive, shared_scalars, to_be_equal
 from pbfl_flwr.models.build import architectures, build_model
-from pbfl_flwr.models.registry import fresh
+from pbfl_flwr.models.registry import without_weights
 from pbfl_flwr.payloads import Prototypes, WeightsAndPrototypes, part_of
 from pbfl_flwr.prototypes.aggregation import keep_stale, mean
 from pbfl_flwr.prototypes.collect import class_sums_of
@@ -204,7 +204,7 @@ class FedCPD(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndProtot
         """Check that there is one architecture (any classifier on FedRep), with feature maps if γ > 0."""
         super().check(task, to_be_equal([self.architecture, *architectures], self.share))
         if self.config.distill_weight and not map_channels(
-            build_model(fresh(self.architecture), task, 0), task
+            build_model(without_weights(self.architecture), task, 0), task
         ):
             raise PbflError(
                 f"method 'fedcpd' distils feature maps, which model '{self.architecture}' does not have; allowed "

@@ -45,7 +45,7 @@ from pbfl_flwr.methods.mutual import (
 )
 from pbfl_flwr.methods.sharing import initial
 from pbfl_flwr.models.build import build_model
-from pbfl_flwr.models.registry import fresh
+from pbfl_flwr.models.registry import without_weights
 from pbfl_flwr.payloads import LowRank, RejectedPayload, Weights, joined, part_of
 from pbfl_flwr.task import Task
 from pbfl_flwr.training.loop import fit, forward, part
@@ -220,7 +220,7 @@ class FedKD(Method[MenteeState, LowRank, LowRank]):
 
     def _received(self, client: Client, down: LowRank) -> dict[str, Tensor]:
         """Return the mentee's parameters: those in the message, or those in memory plus the update in the message."""
-        reference = build_model(fresh(self.auxiliary), client.task, 0)
+        reference = build_model(without_weights(self.auxiliary), client.task, 0)
         change = expand(down, {name: p.shape for name, p in reference.named_parameters()})
         if down.base < 0:
             return change
@@ -312,7 +312,7 @@ class FedKD(Method[MenteeState, LowRank, LowRank]):
         """Check that the mentee accepts the task's inputs and, as coded, has only 1-, 2- and 4-d parameters."""
         check_auxiliary("fedkd.auxiliary", self.auxiliary, task)
         if self.scheme == "as-coded":
-            for name, parameter in build_model(fresh(self.auxiliary), task, 0).named_parameters():
+            for name, parameter in build_model(without_weights(self.auxiliary), task, 0).named_parameters():
                 if parameter.dim() not in (1, 2, 4):
                     raise PbflError(
                         f"fedkd.compression = 'as-coded' cannot factorise '{name}' of '{self.auxiliary}', which has "
