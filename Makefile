@@ -1,6 +1,7 @@
 # make run   the main job: FedProto, 20 clients, four architectures, handwritten digits, 20 rounds
 # make test  format, lint, types and tests
 # make test-long  more tests of killed processes, some of which wait minutes for Flower
+# make keys  docs/keys.md and the keys in pyproject.toml, from their declarations
 # make docs  the documentation as a site in docs/_build/html; fails on a link that leads nowhere
 # Needs Python 3.11 or newer and make; everything else goes into .venv.
 
@@ -9,7 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install run test test-long lint format docs clean
+.PHONY: install run test test-long lint format keys docs clean
 
 install: $(STAMP)
 
@@ -36,6 +37,9 @@ lint: install
 format: install
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+keys: install
+	$(BIN)/python docs/keys.py
 
 docs: install
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet -e '.[docs]'

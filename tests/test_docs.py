@@ -127,9 +127,7 @@ def test_the_readme_lists_every_method() -> None:
 
 
 def test_the_page_of_keys_is_what_the_command_prints() -> None:
-    assert (ROOT / "docs" / "keys.md").read_text() == catalogue.keys_page(), (
-        "pbfl list keys --markdown > docs/keys.md"
-    )
+    assert (ROOT / "docs" / "keys.md").read_text() == catalogue.keys_page(), "make keys"
 
 
 def test_every_key_says_what_it_is() -> None:

@@ -1,4 +1,4 @@
-"""Seeds depend on what they are for, and on nothing else."""
+"""Seeds are functions of their parts and leave global random states alone."""
 
 from typing import Any
 from unittest.mock import patch
@@ -10,7 +10,7 @@ import torch
 from pbfl_flwr.seeds import derive, generator, seed_layers, seeded
 
 
-def test_a_seed_is_a_function_of_its_parts() -> None:
+def test_seed_is_a_function_of_its_parts() -> None:
     assert derive(0, "batches", 3, 1) == derive(0, "batches", 3, 1)
     parts = [
         (0, "a", 1, 11),
@@ -24,7 +24,7 @@ def test_a_seed_is_a_function_of_its_parts() -> None:
     assert 0 <= derive(2**62, "x") < 2**63
 
 
-def test_numbers_of_numpy_are_numbers() -> None:
+def test_accepts_integers_of_numpy_and_rejects_floats() -> None:
     three: Any = np.array(3)[()]
     half: Any = np.array(0.5)[()]
     assert derive(three, "x") == derive(3, "x")
@@ -32,7 +32,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
         derive(half, "x")
 
 
-def test_generators_are_their_own() -> None:
+def test_generators_leave_the_global_state_alone() -> None:
     torch.manual_seed(0)
     before = torch.get_rng_state()
     first = torch.rand(3, generator=generator(1, "x"))
@@ -40,19 +40,19 @@ def test_generators_are_their_own() -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_layers_are_drawn_from_a_seed_and_nothing_else_is() -> None:
+def test_seeded_restores_the_global_state_and_leaves_cards_alone() -> None:
     before = torch.get_rng_state()
-    with patch("torch.cuda.manual_seed_all") as of_all_cards:
+    with patch("torch.cuda.manual_seed_all") as seed_cards:
         with seeded(5):
             first = torch.rand(3)
         with pytest.raises(ValueError, match="built wrongly"), seeded(6):
             raise ValueError("built wrongly")
-    of_all_cards.assert_not_called()
+    seed_cards.assert_not_called()
     assert torch.equal(first, torch.rand(3, generator=torch.Generator().manual_seed(5)))
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_layers_draw_what_torch_would() -> None:
+def test_seed_layers_is_torch_manual_seed() -> None:
     torch.manual_seed(derive(1, "layers", 4))
     expected = torch.rand(5)
     seed_layers(torch.device("cpu"), 1, "layers", 4)

@@ -1,4 +1,4 @@
-"""The methods as strategies of somebody else's Flower app: own data, own run configuration, no key of ours in it."""
+"""The methods as strategies of another Flower app, with its own data and run configuration."""
 
 from inspect import Parameter, signature
 from pathlib import Path
@@ -43,7 +43,7 @@ def strategies(directory: Path) -> list[MethodStrategy]:
 
 
 @pytest.mark.parametrize("number", range(7))
-def test_in_another_app(number: int, tmp_path: Path) -> None:
+def test_strategies_run_in_another_app(number: int, tmp_path: Path) -> None:
     strategy = strategies(tmp_path)[number]
     app = make_client_app(tiny_data, strategy.settings)
     result = strategy.start(InProcessGrid(app, {"their-own-key": 1}, NUM_CLIENTS))
@@ -105,7 +105,7 @@ def test_aggregate_fit_needs_no_grid() -> None:
     assert state.broadcast.values.tolist() == [[2.0, 4.0], [7.0, 7.0]]  # (1+3)/2, (3+5)/2; one holder
 
 
-def test_wrong_keywords_are_named_at_once() -> None:
+def test_all_invalid_keywords_are_reported_at_once() -> None:
     with pytest.raises(PbflError) as caught:
         TinyProto(num_clients=0, cps_dim=-1, batchsize=3)
     message = str(caught.value)

@@ -23,14 +23,14 @@ class Own(Group):
     kind: Literal["a", "b"] = "a"
 
 
-def refused(config: dict[str, Any]) -> list[str]:
+def error_lines(config: dict[str, Any]) -> list[str]:
     with pytest.raises(PbflError) as error:
         parse(config, {"fedtgp": Own})
     return str(error.value).splitlines()
 
 
 def test_all_invalid_keys_are_reported_at_once() -> None:
-    lines = refused(
+    lines = error_lines(
         {
             "num-clients": 0,
             "learning-rate": "fast",
@@ -55,7 +55,7 @@ def test_all_invalid_keys_are_reported_at_once() -> None:
 
 def test_a_common_key_in_a_table_is_told_where_it_belongs() -> None:
     preset = tomllib.loads("[fedtgp]\nlocal-epochs = 2\nbatch-size = 4\n[training]\nmomentum = 0.5\nfoo = 1")
-    lines = refused(flatten(preset))
+    lines = error_lines(flatten(preset))
     assert lines[0] == (
         "unknown key 'fedtgp.local-epochs'; 'local-epochs' is a common key: in a file move it above the first "
         "[table], with --set omit 'fedtgp.'"
@@ -119,7 +119,7 @@ def test_numbers_are_accepted_as_text_but_text_not_as_numbers() -> None:
     ],
 )
 def test_invalid_values_are_rejected_with_what_they_must_be(key: str, value: Scalar, form: str) -> None:
-    assert refused({key: value}) == [f"{key} = {value!r}: must be {form}"]
+    assert error_lines({key: value}) == [f"{key} = {value!r}: must be {form}"]
 
 
 SCALARS = st.one_of(
@@ -176,14 +176,16 @@ def test_the_server_uses_the_learning_rate_of_sgd_only() -> None:
 
 @pytest.mark.parametrize("key", ["num_clients", "fedtgp.batch_size"])
 def test_keys_are_kebab_case_only(key: str) -> None:
-    (line,) = refused({key: 5})
+    (line,) = error_lines({key: 5})
     assert line.startswith(f"unknown key '{key}'; did you mean '{key.replace('_', '-')}'?")
 
 
 def test_sections_of_other_methods_are_checked_but_dropped() -> None:
     settings = parse({"method": "local", "fedtgp.rate": 0.25}, {"fedtgp": Own})
     assert settings.method_section == {}
-    assert refused({"method": "local", "fedtgp.rate": 0.0}) == ["fedtgp.rate = 0.0: must be greater than 0"]
+    assert error_lines({"method": "local", "fedtgp.rate": 0.0}) == [
+        "fedtgp.rate = 0.0: must be greater than 0"
+    ]
     chosen = parse({"method": "fedtgp", "fedtgp.rate": 0.25}, {"fedtgp": Own})
     assert chosen.method_section == {"batch-size": "auto", "rate": 0.25, "kind": "a"}
     assert parse({"method": "fedtgp"}, {"fedtgp": Own}).method_section["rate"] == 0.5

@@ -1,4 +1,4 @@
-"""File systems that have no locks: a line, not a wait without an end."""
+"""File systems without locks are rejected at once."""
 
 import errno
 import fcntl
@@ -26,19 +26,19 @@ def without_locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.usefixtures("without_locks")
-def test_a_run_directory_without_locks_is_refused(tmp_path: Path) -> None:
+def test_rejects_a_run_directory_without_locks(tmp_path: Path) -> None:
     with pytest.raises(PbflError, match=r"run cannot be written.*its file system has no file locks"):
         claim(lock_of(tmp_path / "run"), tmp_path / "run")
 
 
 @pytest.mark.usefixtures("without_locks")
-def test_a_client_whose_state_cannot_be_locked_says_so(tmp_path: Path) -> None:
+def test_rejects_client_state_that_cannot_be_locked(tmp_path: Path) -> None:
     store = ClientStore(tmp_path / "clients", "e1", 3, "cnn2")
     with pytest.raises(UnsavedState, match="has no file locks"), store.locked():
         pass
 
 
-def test_asking_for_locks_takes_nothing_from_their_holder(tmp_path: Path) -> None:
+def test_probing_for_locks_does_not_release_a_held_one(tmp_path: Path) -> None:
     with Lock(tmp_path / "lock"), pytest.raises(Timeout):
         Lock(tmp_path / "lock").acquire(timeout=0.1)
     with Lock(tmp_path / "lock").acquire(timeout=0.1):

@@ -1,0 +1,35 @@
+"""Writes what follows from the declarations of keys: docs/keys.md, and the block in pyproject.toml (``make keys``)."""
+
+import json
+from pathlib import Path
+
+from pbfl_flwr.config import GROUPS, Group
+from pbfl_flwr.experiments.catalogue import keys_page
+from pbfl_flwr.methods import SECTIONS
+
+ROOT = Path(__file__).resolve().parents[1]
+TABLE = "[tool.flwr.app.config"
+
+
+def lines(group: type[Group]) -> list[str]:
+    """Return ``key = default`` for every key of a group, in TOML."""
+    return [f"{key} = {json.dumps(value)}" for key, value in group().model_dump(by_alias=True).items()]
+
+
+def config_block() -> str:
+    """Return the keys as Flower reads them: those without a prefix first, then one table for each prefix."""
+    blocks = [f"{TABLE}]"]
+    for name, group in GROUPS.items():
+        if not group.prefix:
+            blocks += [f"# {name}", *lines(group)]
+    prefixed = {name: group for name, group in GROUPS.items() if group.prefix}
+    for name in [*prefixed, *SECTIONS]:
+        blocks += ["", f"{TABLE}.{name}]", *lines(prefixed.get(name) or SECTIONS[name])]
+    return "\n".join(blocks) + "\n"
+
+
+if __name__ == "__main__":
+    (ROOT / "docs" / "keys.md").write_text(keys_page(), encoding="utf-8")
+    project = ROOT / "pyproject.toml"
+    rest = project.read_text(encoding="utf-8").partition(f"{TABLE}]")[0]  # the block is the file's last part
+    project.write_text(rest + config_block(), encoding="utf-8")
