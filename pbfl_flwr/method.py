@@ -16,13 +16,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from pbfl_flwr import seeds
 from pbfl_flwr.config import EvaluationSettings, TrainingSettings
+from pbfl_flwr.config.keys import Moment as Moment
 from pbfl_flwr.data import ClientData
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.models.build import SplitModel
@@ -34,7 +35,6 @@ DownT = TypeVar("DownT", bound=Payload)
 UpT = TypeVar("UpT", bound=Upload)
 UpT_co = TypeVar("UpT_co", bound=Payload, covariant=True)
 
-Moment = Literal["after", "before"]
 Predictor = Callable[[Tensor, Tensor], Tensor]
 """(features (B, d), logits (B, K)) -> finite scores (B, K); the class with the highest score is predicted."""
 

@@ -31,6 +31,10 @@ Positive = Annotated[float, Field(gt=0)]
 Protocol = Literal["clean", "htfl", "pfl", "fedproto"]
 Predictor = Literal["head", "global", "global-local", "local", "etf"]
 Moment = Literal["after", "before"]
+WireDtype = Literal["float32", "float16", "bfloat16", "int8"]
+Weighting = Literal["samples", "uniform"]
+KlReduction = Literal["batchmean", "mean"]
+DpUnit = Literal["client", "sample"]
 AttackKind = Literal["sign-flip", "scale", "noise", "permute"]
 
 # Stages of the prototype pipeline; docs/methods explain them.
@@ -39,9 +43,11 @@ Collect = Literal["post", "trajectory", "last-epoch", "before"]
 Aggregation = Literal[
     "mean", "weighted", "weighted-shrunk", "ppa", "aps-sum", "aps-mean", "median", "trimmed-mean"
 ]
+CpsScheme = Literal["dimension", "block"]
 Cpkd = Literal["off", "sample", "class"]
 Solver = Literal["unit", "thomson", "simplex", "lbfgs"]
 Alignment = Literal["off", Solver]
+Stale = Literal["keep", "drop"]
 
 PREDICTORS: tuple[str, ...] = get_args(Predictor)
 LAYOUTS = ("channels-last", "contiguous")
@@ -324,11 +330,11 @@ class TrainingSettings(Group):
 class ConventionSettings(Group):
     """Where papers and code bases disagree and a result must say which it followed."""
 
-    weighting: Literal["auto", "samples", "uniform"] = Field(
+    weighting: Literal[Auto, Weighting] = Field(
         "auto",
         description="how clients are weighted when weights are averaged: by n_i (samples), or equally (uniform)",
     )
-    kl_reduction: Literal["auto", "batchmean", "mean"] = Field(
+    kl_reduction: Literal[Auto, KlReduction] = Field(
         "auto",
         description="reduction of the distillation loss: mean over B (batchmean), or over B·K as torch's default "
         "(mean)",
@@ -368,10 +374,11 @@ class PrototypeSettings(Group):
     """The stages of the prototype pipeline; ``auto`` is what the method's name stands for."""
 
     regularizer_weight: NonNegative | Auto = Field(
-        "auto", description="λ, weight of the pull towards global prototypes"
+        "auto", description="λ, weight of the prototype regularisation"
     )
     regularizer_form: Literal[Auto, RegularizerForm] = Field(
-        "auto", description="form of the pull: mean of squares over B·d (mse), or L2 norm (l2)"
+        "auto",
+        description="form of the prototype regularisation: mean of squares over B·d (mse), or L2 norm (l2)",
     )
     collect: Literal[Auto, Collect] = Field(
         "auto",
@@ -390,16 +397,17 @@ class PrototypeSettings(Group):
     cps_dim: Annotated[int, Field(ge=0)] | Auto = Field(
         "auto", description="s, number of dimensions per class that are sent; 0: all (CPS off)"
     )
-    cps_scheme: Literal["dimension", "block"] = Field(
+    cps_scheme: CpsScheme = Field(
         "dimension",
         description="how masks are assigned: dimension by dimension, or in blocks of d/K dimensions",
     )
     cps_regularizer: Literal["full", "masked"] = Field(
-        "full", description="dimensions of the pull: all d, or only those inside the mask"
+        "full", description="dimensions of the prototype regularisation: all d, or only those inside the mask"
     )
     cpkd: Literal[Auto, Cpkd] = Field(
         "auto",
-        description="class-proportional distillation: the pull is weighted by class size, per sample or per class",
+        description="class-proportional distillation: the prototype regularisation is weighted by class size, per "
+        "sample or per class",
     )
     aps_scale: Positive | Auto = Field(
         "auto", description="μ, factor of adaptive prototype scaling (APS); auto: 0.9·K/n"
@@ -414,12 +422,10 @@ class PrototypeSettings(Group):
         "auto", description="solver of prototype alignment (PA); unit: only normalise prototypes to length 1"
     )
     upscale: NonNegative | Auto = Field("auto", description="γ, factor of ProtoNorm's upscaling; 1 is off")
-    stale: Literal["keep", "drop"] = Field(
+    stale: Stale = Field(
         "keep", description="keep or drop the global prototype of a class that no client sent in a round"
     )
-    wire_dtype: Literal["float32", "float16", "bfloat16", "int8"] = Field(
-        "float32", description="number format in which prototypes are sent"
-    )
+    wire_dtype: WireDtype = Field("float32", description="number format in which prototypes are sent")
 
 
 class PrivacySettings(Group):
@@ -449,7 +455,7 @@ class PrivacySettings(Group):
         "is off",
     )
     dp_delta: float = Field(1e-5, gt=0, lt=1, description="δ for which ε is reported")
-    dp_unit: Literal["client", "sample"] = Field(
+    dp_unit: DpUnit = Field(
         "client", description="unit of protection: all data of a client, or one sample for a given network"
     )
     dp_randomness: Literal["system", "seed"] = Field(

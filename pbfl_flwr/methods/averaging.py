@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from pbfl_flwr.config import Settings
+from pbfl_flwr.config.keys import Weighting as Weighting
 from pbfl_flwr.models.build import body_names, head_names
 from pbfl_flwr.payloads import RejectedPayload, Weights
 
-Weighting = Literal["samples", "uniform"]
 Share = Literal["all", "body", "stages", "head"]
 """A part of the network; ``stages`` is the body without its neck, i.e. without a hidden layer before the head."""
 

@@ -26,7 +26,8 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from pbfl_flwr.config import Group, Settings, parse_section
+from pbfl_flwr.config import Auto, Group, Settings, parse_section
+from pbfl_flwr.config.keys import Stale
 from pbfl_flwr.method import Client, Method, Round, Update
 from pbfl_flwr.payloads import Logits, RejectedPayload, joined, part_of
 from pbfl_flwr.prototypes import aggregation
@@ -41,7 +42,7 @@ class Config(Group):
     """Settings ``feddistill.*``."""
 
     distillation_weight: float = Field(1.0, ge=0, description="γ, weight of the distillation term")
-    loss: Literal["auto", "paper", "ce-soft", "mse"] = Field(
+    loss: Literal[Auto, Form] = Field(
         "auto",
         description="which outputs are averaged and which loss distils them; auto: paper under protocol clean, "
         "else ce-soft",
@@ -109,7 +110,7 @@ class FedDistill(Method[DistillState, Logits, Logits]):
 
     weight: float = 1.0
     form: Form = "paper"
-    stale: Literal["keep", "drop"] = "keep"
+    stale: Stale = "keep"
     name: str = "feddistill"
 
     state = DistillState

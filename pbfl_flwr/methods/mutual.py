@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from pbfl_flwr.config import Settings
+from pbfl_flwr.config.keys import KlReduction
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client
 from pbfl_flwr.methods.averaging import load_parameters
@@ -41,7 +41,7 @@ class Conventions:
         detach: whether gradients stop at the teacher's output.
     """
 
-    reduction: Literal["batchmean", "mean"] = "batchmean"
+    reduction: KlReduction = "batchmean"
     detach: bool = True
 
     def teacher(self, output: Tensor) -> Tensor:

@@ -52,8 +52,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "cnn2": Architecture(
         "cnn",
-        "CNN of FedProto and GFPL: 5x5 convolutions with 10 and 20 channels, hidden layer d; at least"
-        " 16x16 pixels.",
+        "CNN of FedProto and GFPL: 5x5 convolutions with 10 and 20 channels, hidden layer d; at least "
+        "16x16 pixels.",
     ),
     "cnn4": Architecture(
         "cnn",
@@ -65,8 +65,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "EfficientNet-B0 of torchvision, no pretrained weights; last layer 1280, 4,007,548 body parameters.",
     ),
     "fasttext": Architecture(
-        "text",
-        "FastText for token ids: mean embedding over all positions, padding included, hidden layer d.",
+        "text", "FastText for token ids: mean embedding over all positions, padding included, hidden layer d."
     ),
     "googlenet": Architecture(
         "googlenet",
@@ -74,12 +73,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         "5,599,904 body parameters.",
     ),
     "gru": Architecture(
-        "recurrent",
-        "GRU for token ids: two layers of width d, dropout 0.2; the state after the last token.",
+        "recurrent", "GRU for token ids: two layers of width d, dropout 0.2; the state after the last token."
     ),
     "har-cnn": Architecture(
-        "sensor",
-        "1-D CNN for sensor windows (channels, length): 32, 64 and 128 channels, hidden layer d.",
+        "sensor", "1-D CNN for sensor windows (channels, length): 32, 64 and 128 channels, hidden layer d."
     ),
     "har-gru": Architecture(
         "sensor",
@@ -106,20 +103,16 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "mlp5": Architecture(
         "mlp",
-        "5-layer MLP: flattened input, hidden layers 16-8-4-d, classifier; with d = 2 prototypes can "
-        "be plotted.",
+        "5-layer MLP: flattened input, hidden layers 16-8-4-d, classifier; with d = 2 prototypes can be"
+        " plotted.",
     ),
     "mobilenet-v2": Architecture(
         "mobilenet",
         "MobileNetV2 of torchvision, no pretrained weights; last layer 1280, 2,223,872 body parameters.",
     ),
-    "resnet4": Architecture(
-        "resnet",
-        "ResNet-4: stem and one residual block of width 64; last layer 64.",
-    ),
+    "resnet4": Architecture("resnet", "ResNet-4: stem and one residual block of width 64; last layer 64."),
     "resnet6": Architecture(
-        "resnet",
-        "ResNet-6: stem and residual blocks of width 64 and 128; last layer 128.",
+        "resnet", "ResNet-6: stem and residual blocks of width 64 and 128; last layer 128."
     ),
     "resnet8": Architecture(
         "resnet",
@@ -128,8 +121,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "resnet10": Architecture(
         "resnet",
-        "ResNet-10: stem and residual blocks of width 64, 128, 256 and 512; last layer 512, 4,905,792"
-        " body parameters.",
+        "ResNet-10: stem and residual blocks of width 64, 128, 256 and 512; last layer 512, 4,905,792 "
+        "body parameters.",
     ),
     "resnet18": Architecture(
         "resnet",
@@ -163,8 +156,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "textcnn": Architecture(
         "text",
-        "TextCNN for token ids: convolutions of width 3, 4 and 5, 100 channels each, hidden layer d; "
-        "at least 5 tokens.",
+        "TextCNN for token ids: convolutions of width 3, 4 and 5, 100 channels each, hidden layer d; at"
+        " least 5 tokens.",
     ),
     "transformer": Architecture(
         "transformer",

@@ -18,6 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from pbfl_flwr.config.keys import Stale
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.payloads import Prototypes
 
@@ -169,7 +170,7 @@ def keep_stale(
     previous: Prototypes | None,
     fresh: Prototypes,
     ages: Tensor | None = None,
-    mode: Literal["keep", "drop"] = "keep",
+    mode: Stale = "keep",
 ) -> tuple[Prototypes, Tensor]:
     """Merge this round's prototypes into the server's table.
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from itertools import combinations
-from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pbfl_flwr.config.keys import CpsScheme
 from pbfl_flwr.errors import PbflError
 
 Masks = NDArray[np.uint8]
@@ -27,7 +27,7 @@ def allocate_masks(
     feature_dim: int,
     size: int,
     *,
-    scheme: Literal["dimension", "block"] = "dimension",
+    scheme: CpsScheme = "dimension",
     seed: int,
     swaps: int = 1000,
 ) -> Tensor:

@@ -40,6 +40,7 @@ import torch
 from torch import Tensor
 
 from pbfl_flwr.config import PROTOCOLS, PrivacySettings
+from pbfl_flwr.config.keys import DpUnit
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client
 from pbfl_flwr.payloads import Reveal
@@ -74,7 +75,7 @@ def clip_norms(rows: Tensor, bound: float) -> Tensor:
 
 def sensitivity(
     clip: float,
-    unit: Literal["client", "sample"],
+    unit: DpUnit,
     *,
     scaled: bool,
     dense: bool,

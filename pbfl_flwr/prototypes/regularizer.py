@@ -5,12 +5,11 @@ Gradients flow only into the features. A class without a prototype has no pull a
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from pbfl_flwr.config.keys import RegularizerForm
 from pbfl_flwr.errors import PbflError
 
 SMALLEST_NORM = 1e-8
@@ -23,7 +22,7 @@ def prototype_regularizer(
     prototypes: Tensor,
     present: Tensor,
     *,
-    form: Literal["mse", "l2"] = "mse",
+    form: RegularizerForm = "mse",
     class_weights: Tensor | None = None,
     per_class: bool = False,
     masks: Tensor | None = None,

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
 
 from torch import Tensor
 
+from pbfl_flwr.config.keys import CpsScheme
 from pbfl_flwr.prototypes import masks
 from pbfl_flwr.task import Task
 
@@ -26,7 +26,7 @@ class Sparsity:
     """
 
     size: int
-    scheme: Literal["dimension", "block"]
+    scheme: CpsScheme
     seed: int
 
     def masks(self, task: Task) -> Tensor | None:

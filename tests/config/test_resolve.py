@@ -227,12 +227,6 @@ def test_explicit_values_override_the_protocol() -> None:
     assert settings.prototypes.collect == "trajectory"
 
 
-def test_loader_settings_are_always_resolved() -> None:
-    for protocol in ("clean", "htfl", "pfl", "fedproto"):
-        settings = parse({"protocol": protocol})
-        assert "auto" not in (settings.training.batch_order, settings.training.drop_last)
-
-
 # Fingerprint ------------------------------------------------------------------------------------------------
 
 

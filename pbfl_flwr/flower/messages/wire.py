@@ -16,13 +16,13 @@ from safetensors import SafetensorError
 from safetensors.torch import save
 from torch import Tensor
 
+from pbfl_flwr.config.keys import WireDtype as WireDtype
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.messages.safetensors_codec import load
 from pbfl_flwr.payloads import Payload, Prototypes, RejectedPayload, separate
 from pbfl_flwr.task import Task
 
 P = TypeVar("P", bound=Payload)
-WireDtype = Literal["float32", "float16", "bfloat16", "int8"]
 
 PAYLOAD, METRICS, CONFIG = "p", "m", "c"  # record names; short, because every message contains them
 KEEP_BEST = "best"  # in CONFIG: the best round so far, whose client states are kept

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from pbfl_flwr import seeds
 from pbfl_flwr.config import Group, Settings, parse_section
+from pbfl_flwr.config.keys import Stale
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client, Method, Moment, Round, Update
 from pbfl_flwr.methods.averaging import Share, Weighting, average, copies, weighting_of
@@ -77,7 +78,7 @@ class FedCPD(Method[WeightsAndPrototypes, WeightsAndPrototypes, WeightsAndProtot
     architecture: str
     config: Config = field(default_factory=Config)
     weighting: Weighting = "samples"
-    stale: Literal["keep", "drop"] = "keep"
+    stale: Stale = "keep"
     name: str = "fedcpd"
     moment: Moment = "before"
 

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from pbfl_flwr import seeds
 from pbfl_flwr.config import Group, Settings, parse_section
+from pbfl_flwr.config.keys import Stale
 from pbfl_flwr.method import Client, Method, Round, Update
 from pbfl_flwr.methods.averaging import Weighting, average, weighting_of
 from pbfl_flwr.methods.generative.generators import (
@@ -124,7 +125,7 @@ class FedPA(Method[GenerativeState, GeneratorBroadcast, WeightsAndPrototypes]):
     shape: Shape
     batch_size: int
     weighting: Weighting = "samples"
-    stale: Literal["keep", "drop"] = "keep"
+    stale: Stale = "keep"
     name: str = "fedpa"
     same_architecture: bool = True
 

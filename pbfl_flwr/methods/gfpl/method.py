@@ -27,6 +27,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from pbfl_flwr.config import Group, Settings, parse_section
+from pbfl_flwr.config.keys import Stale
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client, Method, Predictor, Round, Update, head_scores
 from pbfl_flwr.methods.gfpl.etf import dot_regression, equiangular_frame, frame_scores, projection_layer
@@ -78,7 +79,7 @@ class Gfpl(Method[MixtureState, Mixtures, Mixtures]):
     """See the module."""
 
     config: Config = field(default_factory=Config)
-    stale: Literal["keep", "drop"] = "keep"
+    stale: Stale = "keep"
     primary_predictor: str = "head"
     predicts: tuple[str, ...] = ("head", "etf")
     new_clients: int = 0

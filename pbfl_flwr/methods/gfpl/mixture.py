@@ -23,6 +23,7 @@ from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from pbfl_flwr import seeds
+from pbfl_flwr.config.keys import Stale
 from pbfl_flwr.methods.gfpl.payload import Mixtures
 from pbfl_flwr.payloads import RejectedPayload, joined, part_of
 from pbfl_flwr.task import Task
@@ -277,7 +278,7 @@ class MixtureState:
         """Return the state with an empty broadcast."""
         return replace(self, broadcast=Mixtures.empty(self.held.means.shape[1]))
 
-    def received(self, uploads: Mapping[int, Mixtures], stale: Literal["keep", "drop"]) -> MixtureState:
+    def received(self, uploads: Mapping[int, Mixtures], stale: Stale) -> MixtureState:
         """Return the state in which these uploads replace their clients' previous ones.
 
         Args:
