@@ -28,12 +28,12 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 def commands(name: str) -> list[tuple[str, str]]:
     """(page, command line) of every line that calls ``pbfl <name>``, continued lines joined."""
-    found: list[tuple[str, str]] = []
+    calls: list[tuple[str, str]] = []
     for page in PAGES:
         text = page.read_text().replace("\\\n", " ")
         lines = re.findall(rf"^\s*(pbfl {name} [^\n]*)", text, re.MULTILINE)
-        found.extend((str(page.relative_to(ROOT)), line.split("   #")[0].strip()) for line in lines)
-    return found
+        calls.extend((str(page.relative_to(ROOT)), line.split("   #")[0].strip()) for line in lines)
+    return calls
 
 
 def assignments(line: str) -> list[str]:
@@ -42,23 +42,23 @@ def assignments(line: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("page", "line"), commands("run"))
-def test_documented_runs_have_keys_that_are_allowed(page: str, line: str) -> None:
+def test_documented_runs_have_valid_keys(page: str, line: str) -> None:
     first = line.split()[2]
     preset = first if first in configuration.presets() else None
     configuration.check(configuration.gather(preset, assignments(line)))
 
 
 @pytest.mark.parametrize(("page", "line"), commands("compare"))
-def test_documented_comparisons_are_there(page: str, line: str, tmp_path: Path) -> None:
+def test_documented_comparisons_exist(page: str, line: str, tmp_path: Path) -> None:
     _, runs = compare.read(line.split()[2])
     assert compare.plan(runs, assignments(line), [], [], tmp_path)
 
 
 @pytest.mark.parametrize(
     ("page", "line"),
-    [found for name in ("certs", "keys", "doctor", "deploy", "check-data") for found in commands(name)],
+    [call for name in ("certs", "keys", "doctor", "deploy", "check-data") for call in commands(name)],
 )
-def test_documented_commands_have_arguments_that_are_allowed(page: str, line: str) -> None:
+def test_documented_commands_have_valid_arguments(page: str, line: str) -> None:
     command: Any = get_command(app)
     words, context = shlex.split(line)[1:], None
     while hasattr(command, "resolve_command"):
@@ -73,7 +73,7 @@ def test_documented_commands_have_arguments_that_are_allowed(page: str, line: st
 
 
 @pytest.mark.parametrize(("page", "line"), commands("reproduce"))
-def test_documented_reproductions_are_there(page: str, line: str, tmp_path: Path) -> None:
+def test_documented_reproductions_exist(page: str, line: str, tmp_path: Path) -> None:
     words = shlex.split(line)
     options = dict(zip(words[3::2], words[4::2], strict=True))
     paper = reproduce.read(words[2])
@@ -86,22 +86,22 @@ def test_documented_reproductions_are_there(page: str, line: str, tmp_path: Path
 
 
 @pytest.mark.parametrize(("page", "line"), commands("sweep"))
-def test_documented_sweeps_have_values_that_are_allowed(page: str, line: str, tmp_path: Path) -> None:
+def test_documented_sweeps_have_valid_values(page: str, line: str, tmp_path: Path) -> None:
     first = line.split()[2]
     preset = first if first in configuration.presets() else None
     assert len(sweep.plans(sweep.read(preset, assignments(line)), tmp_path)) > 1
 
 
-def test_the_quick_starts_flwr_run_has_keys_that_are_allowed() -> None:
+def test_the_quick_starts_flwr_run_has_valid_keys() -> None:
     text = (ROOT / "docs" / "quick-start.md").read_text()
-    found = re.findall(r'--run-config "([^"]*)"', text)
-    assert len(found) == 2
-    for config in found:
+    configs = re.findall(r'--run-config "([^"]*)"', text)
+    assert len(configs) == 2
+    for config in configs:
         build_method(parse(configuration.gather(None, shlex.split(config)).values, SECTIONS))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_exist(page: Path) -> None:
     targets = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
     assert [target for target in targets if not (page.parent / target).exists()] == []
 
@@ -117,8 +117,8 @@ def test_every_method_has_its_page_and_says_how_it_differs(name: str) -> None:
         "it has no command"
     )
     section = METHODS[name].section
-    own = [] if section is None else section.key_names()
-    assert [key for key in own if key not in page] == []
+    keys = [] if section is None else section.key_names()
+    assert [key for key in keys if key not in page] == []
 
 
 def test_the_readme_lists_every_method() -> None:
@@ -130,10 +130,10 @@ def test_the_page_of_keys_is_what_the_command_prints() -> None:
     assert (ROOT / "docs" / "keys.md").read_text() == catalogue.keys_page(), "make keys"
 
 
-def test_every_key_says_what_it_is() -> None:
-    said = [line for line in catalogue.keys_page().splitlines() if line.startswith("| `")]
-    assert len(said) > 150
-    assert [line for line in said if re.search(r"\| (\[[^|]*\] )?\|$", line)] == []  # its kind alone
+def test_every_key_has_a_description() -> None:
+    rows = [line for line in catalogue.keys_page().splitlines() if line.startswith("| `")]
+    assert len(rows) > 150
+    assert [line for line in rows if re.search(r"\| (\[[^|]*\] )?\|$", line)] == []  # its kind alone
 
 
 def test_the_library_page_is_a_script_that_runs(
@@ -151,7 +151,7 @@ def test_the_library_page_is_a_script_that_runs(
     assert len([*tmp_path.glob("runs/*/run.json")]) == 3
     assert len([*tmp_path.glob("runs/*-compared/*/run.json")]) == 9
     assert [group.label for group in names["groups"]] == ["fedproto", "local", "tinyproto"]
-    assert names["found"].n == 4
+    assert names["comparison"].n == 4
     assert names["points"].shape == (sum(len(labels) for labels in names["digits"]) + 10, 64)
     assert names["by_hand_strategy"].history[-1]["failures"] == []
     assert set(names["by_hand_strategy"].history[-1]["accuracy"]) == {"head", "global"}
