@@ -134,7 +134,9 @@ def parse(run_config: Mapping[str, Scalar], sections: Mapping[str, type[Group]] 
     common = {key: name for name, group in GROUPS.items() if not group.prefix for key in group.key_names()}
     full_names = [group.prefix + key for group in GROUPS.values() for key in group.key_names()]
     top = by_prefix.pop("")
-    problems = [_unknown(key, [*full_names, *tables]) for key in top if key not in common]
+    problems = [
+        _unknown(key, [*full_names, *(f"{name}." for name in sections)]) for key in top if key not in common
+    ]
     groups: dict[str, Any] = {}
     for name, group in GROUPS.items():
         if not group.prefix:

@@ -35,6 +35,7 @@ def test_all_invalid_keys_are_reported_at_once() -> None:
             "num-clients": 0,
             "learning-rate": "fast",
             "batchsize": 8,
+            "attack": "noise",
             "partition": "random",
             "fedtgp.rate": -1.0,
             "fedtgp.knd": "a",
@@ -44,6 +45,7 @@ def test_all_invalid_keys_are_reported_at_once() -> None:
     )
     assert lines == [
         "unknown key 'batchsize'; did you mean 'batch-size'?",
+        "unknown key 'attack'; did you mean 'attack.kind'?",
         "num-clients = 0: must be greater than or equal to 1",
         "partition = 'random': must be 'dirichlet', 'pathological', 'way-shot', 'natural' or 'iid'",
         "learning-rate = 'fast': must be a number",
