@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from pbfl_flwr.cli import app
 from pbfl_flwr.config import parse
 from pbfl_flwr.methods import SECTIONS
-from pbfl_flwr.runs.records import VERSION
+from pbfl_flwr.runs.records import VERSION, Bytes, ClientsRecord, RoundRecord
 
 
 def pbfl(*arguments: object) -> Result:
@@ -68,6 +68,19 @@ def entry(number: int, heads: float, globals_: float | None, **more: Any) -> dic
         "peak_mb": 512.0,
         **more,
     }
+
+
+def records(number: int) -> tuple[RoundRecord, ClientsRecord]:
+    """The records of a round of two clients."""
+    columns: dict[str, Any] = {
+        **{name: [4, 4] for name in ("num_train", "num_test", "participations", "num_validation")},
+        **{name: [{}, {}] for name in ("correct", "correct_validation", "metrics")},
+        **{name: [Bytes(payload=1, application=2, total=3)] * 2 for name in ("bytes_up", "bytes_down")},
+    }
+    clients = ClientsRecord(
+        round=number, client=[0, 1], test_loss=[0.5, 0.5], seconds=[[0.0] * 5] * 2, **columns
+    )
+    return RoundRecord.from_json(entry(number, 0.5, 0.5), "a line"), clients
 
 
 def over(clients: int, line: dict[str, Any], predictor: str = "global") -> dict[str, Any]:

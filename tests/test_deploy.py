@@ -141,14 +141,16 @@ def test_three_devices_give_what_one_process_gives_and_strangers_stay_out(
     assert [line["trained"] for line in rounds] == [[0, 1, 2]] * 2
     # Ten float32 rows of d = 32 each.
     assert all(line["bytes_up"]["payload"] > 3 * 4 * 10 * 32 for line in rounds)
-    assert results(rounds) == results(in_process(tmp_path / "again", brought).history)
+    assert results(rounds) == results(
+        [record.to_json() for record in in_process(tmp_path / "again", brought).history]
+    )
     same_sum(masked, in_process(tmp_path / "in-clear", brought, one_round))
 
 
 def same_sum(run_dir: Path, plain: MethodStrategy) -> None:
     """Whether a round under masks comes to what the same round in clear comes to, but for the sum's steps."""
     found, _ = load_tensors(run_dir / "checkpoint.safetensors")
-    (line,) = RunDirectory(run_dir).rounds()
+    (line,) = RunDirectory(run_dir).round_records()
     expected = plain.state.to_tensors()
     assert set(found) == set(expected)
     step = sums.step(sums.RANGES["mean"], 3)
@@ -159,12 +161,15 @@ def same_sum(run_dir: Path, plain: MethodStrategy) -> None:
             assert float(tensor.abs().max()) > 0.1
         else:
             assert torch.equal(found[name], tensor)
-    assert line["failures"] == []
-    assert line["trained"] == [0, 1, 2]
-    assert (line["accuracy"], line["clients"]) == (plain.history[0]["accuracy"], plain.history[0]["clients"])
+    assert line.failures == []
+    assert line.trained == [0, 1, 2]
+    assert (line.accuracy, line.client_metrics) == (
+        plain.history[0].accuracy,
+        plain.history[0].client_metrics,
+    )
     # Every client sent one masked vector: 8 bytes for each of K rows of d, K presences and one count.
     vectors = 3 * 8 * (10 * 32 + 10 + 1)
-    assert vectors <= line["bytes_up"]["payload"] < 1.2 * vectors
+    assert vectors <= line.bytes_up.payload < 1.2 * vectors
 
 
 def start(run_dir: Path, home: Path, *arguments: str) -> subprocess.Popen[str]:

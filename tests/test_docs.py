@@ -163,4 +163,4 @@ def test_the_library_page_is_a_script_that_runs(
     assert names["baseline"].method.name == "fedgh"
     strategy = TinyProto(base="fedtgp", cps_dim=8, state_dir=str(tmp_path / "state"), **names["common"])
     strategy.start(InProcessGrid(make_client_app(names["my_data"], strategy.settings), {}, 3))
-    assert strategy.history[-1]["trained"] == [0, 1, 2]
+    assert strategy.history[-1].trained == [0, 1, 2]

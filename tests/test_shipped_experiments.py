@@ -147,8 +147,8 @@ def test_every_network_takes_its_data() -> None:
 def test_a_round_of_every_run(where: str, keys: Keys, tmp_path: Path) -> None:
     run = federation(tmp_path, data=noise, **keys).run()
     (line,) = run.strategy.history
-    assert line["failures"] == []
-    assert line["trained"] == [0, 1]
-    accuracy = line.get("final", line)["accuracy"]
+    assert line.failures == []
+    assert line.trained == [0, 1]
+    accuracy = line.latest.accuracy
     assert accuracy
-    assert {found["clients"] for found in accuracy.values()} == {2}
+    assert {scored.clients for scored in accuracy.values()} == {2}

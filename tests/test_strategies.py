@@ -48,7 +48,7 @@ def test_strategies_run_in_another_app(number: int, tmp_path: Path) -> None:
     app = make_client_app(tiny_data, strategy.settings)
     result = strategy.start(InProcessGrid(app, {"their-own-key": 1}, NUM_CLIENTS))
     assert strategy.done == 2
-    assert not strategy.history[-1]["failures"]
+    assert not strategy.history[-1].failures
     assert sorted(result.train_metrics_clientapp) == [1, 2]
     assert result.arrays  # the global prototypes, encoded
     assert not (tmp_path / "run.json").exists()

@@ -6,9 +6,9 @@ import hashlib
 from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
-from typing import Protocol
 
 import pbfl_flwr
+from pbfl_flwr.runs.records import ClientRecord
 
 # Parts of the package that are not sent to devices; same as fab-exclude in pyproject.toml.
 NOT_SENT = ("flower/api.py", "cli", "experiments", "serving", "flower/engines", "flower/deploy")
@@ -27,19 +27,7 @@ def code_version() -> str:
     return f"{pbfl_flwr.__version__}-{digest.hexdigest()[:8]}"
 
 
-class Versioned(Protocol):
-    """A client as the server knows it."""
-
-    @property
-    def label(self) -> str:
-        """Its name or number in messages."""
-
-    @property
-    def code_version(self) -> str:
-        """The code version that it reported; empty if it did not."""
-
-
-def differing_code_versions(members: Iterable[Versioned]) -> list[str]:
+def differing_code_versions(members: Iterable[ClientRecord]) -> list[str]:
     """Return a line for every code version that differs from the server's, with the clients that run it."""
     labels: dict[str, list[str]] = {}
     for member in members:

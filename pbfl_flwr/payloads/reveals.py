@@ -26,7 +26,7 @@ class Reveal:
     how: str
     hide: str = ""
     state: State = "in clear"
-    message: Literal["hello", "upload", "report", "broadcast"] = "upload"
+    message: Literal["handshake", "upload", "report", "broadcast"] = "upload"
     single_samples: bool = False
 
     def but(self, state: State, how: str) -> Reveal:

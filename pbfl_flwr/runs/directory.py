@@ -29,7 +29,7 @@ import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,6 +38,7 @@ from filelock import Timeout
 from pbfl_flwr.errors import PbflError, format_exception, printable
 from pbfl_flwr.runs.records import (
     VERSION,
+    ClientRecord,
     ClientsRecord,
     NewClientsRecord,
     PartitionRecord,
@@ -86,27 +87,6 @@ PACKAGES = ("pbfl-flwr", "flwr", "ray", "torch", "torchvision", "numpy", "scipy"
 
 class RunRefused(PbflError):
     """The run conflicts with the one already in its directory, which is left unchanged and not marked as failed."""
-
-
-@dataclass(frozen=True)
-class PartitionFacts:
-    """The content of partition.json: the samples of each class on each client, and values that follow from them.
-
-    Attributes:
-        counts: (M, K).
-        notes: on the partition.
-        majority: accuracy of always predicting a client's most frequent training class.
-        new_client_majority: the same for the new clients.
-        paper_scalars: scalars sent per round according to the paper's formula, None if there is none.
-        data: hash of the dataset's samples.
-    """
-
-    counts: list[list[int]] | None
-    notes: list[str] | None
-    majority: float | None
-    new_client_majority: float | None
-    paper_scalars: float | None
-    data: str | None
 
 
 @dataclass(frozen=True)
@@ -201,23 +181,20 @@ class RunDirectory:
             return printable((self.path / WAITING).read_text(encoding="utf-8", errors="replace").strip())
         return ""
 
-    def start(self, configuration: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-        """Write run.json.
+    def start(self, **fields: Any) -> None:
+        """Write run.json: the versions of these records and of packages, and the other fields of a RunRecord.
 
         Raises:
             RunRefused: if the directory already holds a run.
         """
         self.check_new()
-        versions = {name: _version(name) for name in PACKAGES}
-        about = {"python": platform.python_version(), "machine": platform.platform(), **versions}
-        self._write(
-            "run.json", {"version": VERSION, "configuration": dict(configuration), "versions": about, **facts}
-        )
+        versions = {"python": platform.python_version(), "machine": platform.platform()}
+        versions |= {name: _version(name) for name in PACKAGES}
+        self._write("run.json", RunRecord(version=VERSION, versions=versions, **fields))
 
     def resume(self, configuration: Mapping[str, Any]) -> None:
         """Write the configuration of a resumed run; its number of rounds may have changed."""
-        about = {key: value for key, value in self.read().items() if key != ENDED}
-        self._write("run.json", {**about, "configuration": dict(configuration)})
+        self._update({"configuration": dict(configuration), "ended_after": None})
 
     def mark_early_stop(self, after: int) -> None:
         """Record that the run ended after this round, before num-server-rounds.
@@ -225,9 +202,9 @@ class RunDirectory:
         Raises:
             UnsavedState: if writing fails.
         """
-        self._write("run.json", {**self.read(), ENDED: after})
+        self._update({"ended_after": after})
 
-    def update_clients(self, clients: Sequence[Mapping[str, Any]], joined: Sequence[str]) -> None:
+    def update_clients(self, clients: Sequence[ClientRecord], joined: Sequence[str]) -> None:
         """Write the list of clients after some have joined.
 
         Args:
@@ -237,10 +214,10 @@ class RunDirectory:
         Raises:
             UnsavedState: if writing fails.
         """
-        about = self.read()
-        self._write(
-            "run.json", {**about, "clients": list(clients), "joined": [*about.get("joined", []), *joined]}
-        )
+        self._update({"clients": list(clients), "joined": [*self.record().joined, *joined]})
+
+    def _update(self, changes: Mapping[str, Any]) -> None:
+        self._write("run.json", self.record().model_copy(update=changes))
 
     def read(self) -> dict[str, Any]:
         """Return run.json.
@@ -321,14 +298,14 @@ class RunDirectory:
         """Return the lines of clients.jsonl."""
         return _lines(self.path / "clients.jsonl")
 
-    def add_round(self, line: Mapping[str, Any], clients: Mapping[str, Any]) -> None:
+    def add_round(self, record: RoundRecord, clients: ClientsRecord) -> None:
         """Append a round to both histories; it is on disk when this returns.
 
         Raises:
             UnsavedState: if writing fails; an incomplete line is removed when the run is resumed.
         """
-        for name, entry in (("clients.jsonl", clients), ("rounds.jsonl", line)):
-            self._append(name, entry)
+        self._append("clients.jsonl", clients)
+        self._append("rounds.jsonl", record)
 
     def new_client_lines(self, after: int) -> list[dict[str, Any]]:
         """Return the rounds of the new clients that trained after round ``after`` of the run.
@@ -338,19 +315,19 @@ class RunDirectory:
         """
         return [line for line in _lines(self.path / NEW_CLIENTS) if line.get("after") == after]
 
-    def add_new_client_round(self, line: Mapping[str, Any]) -> None:
+    def add_new_clients(self, record: NewClientsRecord) -> None:
         """Append a round of the new clients; it is on disk when this returns.
 
         Raises:
             UnsavedState: if writing fails.
         """
-        self._append(NEW_CLIENTS, line)
+        self._append(NEW_CLIENTS, record)
 
-    def _append(self, name: str, entry: Mapping[str, Any]) -> None:
+    def _append(self, name: str, record: Record) -> None:
         try:
             created = not (self.path / name).exists()
             with (self.path / name).open("a") as file:
-                file.write(json.dumps(entry) + "\n")
+                file.write(json.dumps(record.to_json()) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
             if created:
@@ -358,47 +335,29 @@ class RunDirectory:
         except OSError as error:
             raise UnsavedState(f"{self.path / name} cannot be written ({error.strerror})") from None
 
-    def write_partition(self, partition: PartitionFacts) -> None:
+    def write_partition(self, partition: PartitionRecord) -> None:
         """Write partition.json."""
-        self._write("partition.json", asdict(partition))
+        self._write("partition.json", partition)
 
     def partition_counts(self) -> list[list[int]] | None:
-        """Return the samples of each class on each client, None if unknown.
-
-        Raises:
-            DamagedState: if partition.json is damaged.
-        """
-        return self._partition().counts
+        """Return the samples of each class on each client, None if unknown."""
+        return self.partition().counts
 
     def majority(self) -> float | None:
         """Return the accuracy of always predicting a client's most frequent training class, None if unknown."""
-        return self._partition().majority
+        return self.partition().majority
 
     def new_client_majority(self) -> float | None:
         """Return the same for the new clients, None if there are none."""
-        return self._partition().new_client_majority
+        return self.partition().new_client_majority
 
     def paper_scalars(self) -> float | None:
         """Return the scalars sent per round by all clients according to the paper's formula, None if unknown."""
-        return self._partition().paper_scalars
+        return self.partition().paper_scalars
 
     def data(self) -> str | None:
         """Return the hash of the dataset's samples, None if unknown."""
-        return self._partition().data
-
-    def _partition(self) -> PartitionFacts:
-        file = self.path / "partition.json"
-        found = read_object(file) if file.exists() else {}
-        partition = PartitionFacts(**{field.name: found.get(field.name) for field in fields(PartitionFacts)})
-        counts = partition.counts
-        valid_counts = counts is None or (
-            isinstance(counts, list)
-            and all(isinstance(row, list) and all(isinstance(n, int) for n in row) for row in counts)
-        )
-        numbers = (partition.majority, partition.new_client_majority, partition.paper_scalars)
-        if not valid_counts or not all(isinstance(number, int | float | None) for number in numbers):
-            raise DamagedState(f"{file} is damaged: its counts or other values are not numbers")
-        return partition
+        return self.partition().data
 
     def truncate(self, done: int) -> None:
         """Remove rounds after ``done`` from the histories; no checkpoint was written for them."""
@@ -410,8 +369,8 @@ class RunDirectory:
                     self.path / name, "".join(json.dumps(entry) + "\n" for entry in kept).encode()
                 )
 
-    def _write(self, name: str, content: Mapping[str, Any]) -> None:
-        write_atomically(self.path / name, (json.dumps(content, indent=1) + "\n").encode())
+    def _write(self, name: str, record: Record) -> None:
+        write_atomically(self.path / name, (json.dumps(record.to_json(), indent=1) + "\n").encode())
 
 
 def last_round(about: Mapping[str, Any]) -> int:

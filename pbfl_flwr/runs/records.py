@@ -91,7 +91,7 @@ class LateUpload(Record):
     client: int
     round: int
     weight: float
-    reason: str = ""
+    reason: str
 
 
 class Bytes(Record):
@@ -279,6 +279,14 @@ class ClientRecord(Record):
     def label(self) -> str:
         """Readable name of this client: its name, or its number if it has none."""
         return self.name or str(self.client)
+
+    def numbered(self, number: int) -> ClientRecord:
+        """Return this client with another number."""
+        return self.model_copy(update={"client": number})
+
+    def on_node(self, node: int) -> ClientRecord:
+        """Return this client on another node."""
+        return self.model_copy(update={"node": node})
 
 
 class RunRecord(Record):

@@ -30,10 +30,10 @@ from safetensors.torch import save
 from torch import Tensor
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower.server.early_stopping import best_round_line
 from pbfl_flwr.payloads import part_of, separate
 from pbfl_flwr.runs.client_store import ClientStore, kept_best, load_tensors
 from pbfl_flwr.runs.directory import RunDirectory
+from pbfl_flwr.runs.early_stopping import best_round, scores_by_round
 from pbfl_flwr.runs.saved_model import Card
 from pbfl_flwr.serving.network import Served, rebuild
 from pbfl_flwr.util.atomic_files import NODE, write_atomically
@@ -136,15 +136,16 @@ def best_of(run: Path) -> int:
             "--round N"
         )
     directory = RunDirectory(run)
-    about = directory.read()
-    if about["moment"] == "before":
+    record = directory.record()
+    if record.moment == "before":
         raise PbflError(
             f"--best: clients of {run} were scored before local training, but keep the trained networks; use "
             "--global --best for what the server had sent, or select a round with --round N"
         )
-    if (found := best_round_line(directory.rounds(), str(about["primary_predictor"]))) is None:
+    best = best_round(scores_by_round(directory.round_records(), record.primary_predictor))
+    if best is None:
         raise PbflError(f"--best: no round of {run} was scored")
-    return int(found["round"])
+    return best
 
 
 def _experiment(path: Path) -> Path:

@@ -12,7 +12,7 @@ from pbfl_flwr.data import load_pool
 from pbfl_flwr.data.own.texts import read_vocabulary
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.client.app import make_client_app
-from pbfl_flwr.flower.server.stop_conditions import RunEnded
+from pbfl_flwr.flower.server.stopping import RunEnded
 from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.methods import SECTIONS
 from tests.flower.inprocess import InProcessGrid
@@ -157,8 +157,8 @@ CONFIG: dict[str, Scalar] = {
 def test_devices_with_texts_of_their_own_learn_together(tmp_path: Path) -> None:
     strategy = MethodStrategy(parse(CONFIG, SECTIONS))
     strategy.start(InProcessGrid(make_client_app(), CONFIG, 3, node_configs=devices(tmp_path)))
-    assert strategy.history[-1]["trained"] == [0, 1, 2]
-    assert strategy.history[-1]["accuracy"]["head"]["weighted"] > 0.8
+    assert strategy.history[-1].trained == [0, 1, 2]
+    assert strategy.history[-1].accuracy["head"].weighted > 0.8
 
 
 def test_another_vocabulary_does_not_fit(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pbfl_flwr.config import DataSettings
 from pbfl_flwr.data import client_data
 from pbfl_flwr.data.clients import hold_out
 from pbfl_flwr.flower.messages.report import Report
-from pbfl_flwr.flower.server.round_records import on_validation, summarise_accuracy
+from pbfl_flwr.flower.server.rounds import on_validation, summarise_accuracy
 from pbfl_flwr.payloads import RejectedPayload
 from pbfl_flwr.training.evaluation import evaluate
 from tests.test_training import client, data
@@ -54,7 +54,7 @@ def test_both_shards_are_scored_and_travel() -> None:
     report = Report(9, found.num_samples, 1, found.correct, num_validation=8, validation={"head": 2})
     back = Report.from_record(report.to_record())
     assert (back.num_validation, back.validation) == (8, {"head": 2})
-    assert summarise_accuracy(on_validation({0: back, 1: Report(9, 4)}))["head"]["weighted"] == 0.25
+    assert summarise_accuracy(on_validation({0: back, 1: Report(9, 4)}))["head"].weighted == 0.25
     forged = report.to_record()
     forged["v"] = [8, 9, *[-1] * 4]
     with pytest.raises(RejectedPayload, match="contradict"):

@@ -16,7 +16,7 @@ from pbfl_flwr.experiments.running import watch
 from pbfl_flwr.runs import locks as holders
 from pbfl_flwr.runs.directory import ERROR, SERVER_LOCK, WAITING, RunDirectory
 from pbfl_flwr.runs.locks import RUN_LOCK, claim, lock_of
-from tests.runs import entry, over, pbfl, write_run
+from tests.runs import entry, over, pbfl, records, write_run
 
 
 def shown(view: watch.View) -> str:
@@ -197,7 +197,7 @@ def test_a_stopped_run_has_a_minute_to_be_gone_on_with(tmp_path: Path) -> None:
         time.sleep(0.2)
         with lock_of(run):
             time.sleep(0.2)
-            RunDirectory(run).add_round(entry(2, 0.5, 0.5), {"round": 2})
+            RunDirectory(run).add_round(*records(2))
 
     other = threading.Thread(target=somebody_else)
     other.start()
@@ -228,7 +228,7 @@ def test_it_follows_until_the_run_ends(tmp_path: Path) -> None:
         made = write_run(tmp_path / "made", [entry(1, 0.5, 0.5)], **{"num-server-rounds": 2})
         run = RunDirectory(made.rename(tmp_path / "run"))  # a real run's files are there whole or not at all
         time.sleep(0.2)
-        run.add_round(entry(2, 0.5, 0.5), {"round": 2})
+        run.add_round(*records(2))
 
     other = threading.Thread(target=somebody_else)
     other.start()

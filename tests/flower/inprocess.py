@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, is_dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -32,10 +33,12 @@ from pbfl_flwr.flower.client.app import make_client_app
 from pbfl_flwr.flower.client.session import DataSource
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import Report
+from pbfl_flwr.flower.server.rounds import FinishedRound
 from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.payloads import Payload
 from pbfl_flwr.runs.directory import RunDirectory
+from pbfl_flwr.runs.records import Record, RoundRecord
 from pbfl_flwr.task import Task
 
 TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
@@ -414,9 +417,7 @@ class Federation:
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             digest.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
         for line in self.strategy.history:
-            digest.update(
-                repr((line["accuracy"], line["test_loss"], line["clients"], line["scalars"])).encode()
-            )
+            digest.update(repr((line.accuracy, line.test_loss, line.client_metrics, line.scalars)).encode())
         return digest.hexdigest()
 
 
@@ -449,6 +450,24 @@ def federation(
     )
     place = Path(str(config["run-dir"])) if on_disk else None
     return Federation(strategy(parse(config, SECTIONS), place), grid, config)
+
+
+def plain(records: Record | Sequence[Record]) -> Any:
+    """Return a record, or each of several, as JSON has it."""
+    return records.to_json() if isinstance(records, Record) else [record.to_json() for record in records]
+
+
+def after_round(number: int, happens: Callable[[], object]) -> AbstractContextManager[object]:
+    """Let something happen when a round is committed; round 0: when any is."""
+    commit = MethodStrategy._commit
+
+    def committed(self: MethodStrategy, finished: FinishedRound) -> RoundRecord:
+        record = commit(self, finished)
+        if number in (0, record.round):
+            happens()
+        return record
+
+    return patch.object(MethodStrategy, "_commit", committed)
 
 
 def tensors_in(thing: Any, name: str = "") -> dict[str, Tensor]:

@@ -19,13 +19,13 @@ from pbfl_flwr.experiments.run_export import as_csv
 from pbfl_flwr.experiments.show import show_run
 from pbfl_flwr.flower.client import handshake as client_hello
 from pbfl_flwr.flower.secagg.legacy import LegacyMethodStrategy
-from pbfl_flwr.flower.server.admission import Admission
-from pbfl_flwr.flower.server.availability import Availability
-from pbfl_flwr.flower.server.roster import Member, Roster
+from pbfl_flwr.flower.server.membership import Admission, Membership
+from pbfl_flwr.flower.server.roster import Roster, client_from_reply
 from pbfl_flwr.method import Round
 from pbfl_flwr.methods import METHODS, SECTIONS
 from pbfl_flwr.prototypes.pipeline import Pipeline
 from pbfl_flwr.runs.directory import RunDirectory
+from pbfl_flwr.runs.records import ClientRecord
 from pbfl_flwr.task import Task
 from tests.flower.inprocess import SHORT, Answer, Federation, LocalGrid, federation, hello, silent
 from tests.flower.sites import run, sites
@@ -64,13 +64,13 @@ def test_a_run_begins_with_some_and_others_join_in_any_round(tmp_path: Path) -> 
     nodes = sites(tmp_path, "m", "b", "z", "a")
     found = begun(tmp_path, nodes, {1: [0, 2], 2: [3], 3: [1]})
     lines = found.strategy.history
-    assert [line["trained"] for line in lines] == [[0, 1], [0, 1, 2], [0, 1, 2, 3]]
-    assert [[n for n in line["notes"] if "joined" in n] for line in lines] == [
+    assert [line.trained for line in lines] == [[0, 1], [0, 1, 2], [0, 1, 2, 3]]
+    assert [[n for n in line.warnings if "joined" in n] for line in lines] == [
         [],
         ["client a has joined the run"],
         ["client b has joined the run"],
     ]
-    assert [line["failures"] for line in lines] == [[], [], []]
+    assert [line.failures for line in lines] == [[], [], []]
     about = json.loads((tmp_path / "run/run.json").read_text())
     assert {m["name"]: m["client"] for m in about["clients"]} == {"m": 0, "z": 1, "a": 2, "b": 3}
     columns = [json.loads(line) for line in (tmp_path / "run/clients.jsonl").read_text().splitlines()]
@@ -91,7 +91,7 @@ def test_who_joins_with_other_pretrained_weights_is_noted(tmp_path: Path) -> Non
     said = iter(["1", "1", "2", "1"])
     with patch.object(client_hello, "digest_of_weights", lambda name: next(said)):
         found = begun(tmp_path, nodes, {1: [0, 1], 2: [2], 3: [3]})
-    notes = [[n for n in line["notes"] if "same weights" in n] for line in found.strategy.history]
+    notes = [[n for n in line.warnings if "same weights" in n] for line in found.strategy.history]
     assert notes == [
         [],
         ["'cnn4' does not begin with the same weights everywhere: 1 on client a, b; 2 on client c"],
@@ -104,8 +104,8 @@ def test_somebody_joins_whatever_the_method(tmp_path: Path, method: str) -> None
     nodes = sites(tmp_path, "a", "b", "c")
     own = SHORT.get(method, {})
     found = begun(tmp_path, nodes, {1: [0, 1], 2: [2]}, method=method, num_server_rounds=2, **own)
-    assert [line["trained"] for line in found.strategy.history] == [[0, 1], [0, 1, 2]]
-    assert found.strategy.history[1]["failures"] == []
+    assert [line.trained for line in found.strategy.history] == [[0, 1], [0, 1, 2]]
+    assert found.strategy.history[1].failures == []
 
 
 def test_the_log_says_how_many_there_may_be(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -116,7 +116,7 @@ def test_the_log_says_how_many_there_may_be(tmp_path: Path, caplog: pytest.LogCa
 def test_a_device_with_a_number_keeps_it(tmp_path: Path) -> None:
     nodes = sites(tmp_path, 0, 3, "x", 2)
     found = begun(tmp_path, nodes, {1: [0, 1], 2: [2, 3]}, method="fesem")
-    assert [line["trained"] for line in found.strategy.history] == [[0, 3], [0, 1, 2, 3], [0, 1, 2, 3]]
+    assert [line.trained for line in found.strategy.history] == [[0, 3], [0, 1, 2, 3], [0, 1, 2, 3]]
     assert len(found.strategy.state.assigned) == 4
     text = StringIO()
     show_run(tmp_path / "run", Console(width=200, file=text))
@@ -126,7 +126,7 @@ def test_a_device_with_a_number_keeps_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", ["fedproto", "fesem", "gfpl"])
 def test_numbers_that_nobody_has_are_missed_by_nobody(tmp_path: Path, method: str) -> None:
     found = begun(tmp_path, sites(tmp_path, 1, 4, "x"), {1: [0, 1]}, method=method, num_clients=6)
-    assert [line["trained"] for line in found.strategy.history] == [[1, 4]] * 3
+    assert [line.trained for line in found.strategy.history] == [[1, 4]] * 3
     text = StringIO()
     show_run(tmp_path / "run", Console(width=200, file=text))
     assert "not cover all participating clients" not in text.getvalue()
@@ -150,27 +150,27 @@ def test_who_came_first_stays_and_so_does_who_joined_when_the_run_goes_on(tmp_pa
     assert alone.strategy.roster is not None
     assert alone.strategy.roster.names == {0: "b", 1: "m", 2: "z"}
     assert [line["trained"] for line in alone.directory.rounds()] == [[0, 1], [0, 1, 2], [2]]
-    assert [failure["name"] for failure in alone.strategy.history[2]["failures"]] == ["b", "m"]
+    assert [failure.name for failure in alone.strategy.history[2].failures] == ["b", "m"]
 
 
 def test_a_run_that_began_with_all_takes_nobody(tmp_path: Path) -> None:
     nodes = sites(tmp_path, "a", "b", "c")
     found = begun(tmp_path, nodes, {1: [0, 1], 2: [2]}, num_clients=2, num_server_rounds=2)
-    assert [line["trained"] for line in found.strategy.history] == [[0, 1], [0, 1]]
+    assert [line.trained for line in found.strategy.history] == [[0, 1], [0, 1]]
     closed = begun(
         tmp_path, nodes, {1: [0, 1, 2]}, num_clients=2, num_server_rounds=3, resume=True, min_clients=0
     )
     (line,) = closed.strategy.history[2:]
-    assert line["trained"] == [0, 1]
-    assert any(note.endswith("is not part of this run") for note in line["notes"])
+    assert line.trained == [0, 1]
+    assert any(note.endswith("is not part of this run") for note in line.warnings)
 
 
 def test_who_does_not_fit_is_named_once_and_nobody_elses_round_is_lost(tmp_path: Path) -> None:
     nodes = sites(tmp_path, "a", "b", "c")
     nodes[2]["model"] = "cnn2"
     found = begun(tmp_path, nodes, {1: [0, 1], 2: [2]}, method="fedavg")
-    assert [line["trained"] for line in found.strategy.history] == [[0, 1]] * 3
-    said = [note for line in found.strategy.history for note in line["notes"] if "not used" in note]
+    assert [line.trained for line in found.strategy.history] == [[0, 1]] * 3
+    said = [note for line in found.strategy.history for note in line.warnings if "not used" in note]
     (note,) = said
     assert "client-id c on node" in note
     assert "cannot join it: method 'fedavg'" in note
@@ -181,8 +181,8 @@ def test_a_device_without_its_data_keeps_nobody_from_beginning(tmp_path: Path) -
     Path(str(nodes[1]["data-path"])).unlink()
     found = begun(tmp_path, nodes, {1: [0, 1, 2]}, num_server_rounds=1)
     (line,) = found.strategy.history
-    assert line["trained"] == [0, 1]
-    assert any("client-id = 'b'" in note and "data.npz" in note for note in line["notes"])
+    assert line.trained == [0, 1]
+    assert any("client-id = 'b'" in note and "data.npz" in note for note in line.warnings)
     with pytest.raises(PbflError, match=r"^1 of 3 clients: client-id = 'b'"):
         begun(tmp_path, nodes, {1: [0, 1, 2]}, min_clients=3, run_dir=str(tmp_path / "other"))
 
@@ -194,7 +194,7 @@ def test_too_few_are_said_with_the_key(tmp_path: Path) -> None:
 
 def test_in_a_simulation_all_begin(tmp_path: Path) -> None:
     found = federation(tmp_path, min_clients=2, join_timeout=0.01)
-    with pytest.raises(PbflError, match=r"^min-clients = 2: only 0 is allowed in a simulation, .* 3 did$"):
+    with pytest.raises(PbflError, match=r"^min-clients = 2: must be 0 in a simulation, .* 3 did$"):
         coming(found, {1: [0, 1, 2]}).run()
     assert federation(tmp_path, min_clients=2).run().strategy.done == 2
 
@@ -208,14 +208,14 @@ def test_a_silent_node_is_greeted_ever_less_often(tmp_path: Path) -> None:
     done = found.strategy
 
     def look(asked: Sequence[Message], replies: Sequence[Message]) -> None:
-        if asked[0].metadata.group_id == "hello" and done.done + len(done.history):
+        if asked[0].metadata.group_id == "handshake" and done.done + len(done.history):
             greeted.append(done.done + 1)
 
     coming(found, {1: [0, 1], 2: [2]})
     counting.append(look)
     found.run()
     assert greeted == [2, 3, 5, 9]
-    assert [line["trained"] for line in found.strategy.history] == [[0, 1]] * 12
+    assert [line.trained for line in found.strategy.history] == [[0, 1]] * 12
 
 
 def test_a_node_that_comes_back_is_greeted_at_once_when_somebody_failed(tmp_path: Path) -> None:
@@ -228,9 +228,9 @@ def test_a_node_that_comes_back_is_greeted_at_once_when_somebody_failed(tmp_path
     )  # fmt: skip
     coming(found, {1: [0, 1], 2: [2]}).run()
     lines = found.strategy.history
-    assert [line["trained"] for line in lines] == [[0, 1], [0, 1], [0], [0, 1]]
+    assert [line.trained for line in lines] == [[0, 1], [0, 1], [0], [0, 1]]
     assert found.strategy.roster is not None
-    assert found.strategy.roster.members[1].node == found.grid.nodes[2]
+    assert found.strategy.roster.clients[1].node == found.grid.nodes[2]
 
 
 def test_who_joins_is_written_down_before_it_is_asked(tmp_path: Path) -> None:
@@ -274,7 +274,7 @@ def test_who_joins_together_is_numbered_whoever_answers_first(tmp_path: Path) ->
         begun(tmp_path, nodes, arrivals, place=f"run{order}", order=order, num_server_rounds=2)
         for order in range(4)
     ]
-    assert [one.strategy.history[1]["joined"] for one in found] == [["k", "3", "m", "z"]] * 4
+    assert [one.strategy.history[1].joined for one in found] == [["k", "3", "m", "z"]] * 4
     assert found[0].strategy.roster is not None
     assert found[0].strategy.roster.names == {0: "a", 1: "b", 2: "k", 4: "m", 5: "z"}
     assert len({one.fingerprint for one in found}) == 1
@@ -329,15 +329,16 @@ def test_who_joins_during_the_last_round_is_scored(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"num_server_rounds": 1, "evaluate_moment": "before"}
     found = begun(tmp_path, nodes, {1: [0, 1], 2: [2]}, **keys)
     (line,) = found.strategy.history
-    assert line["final"]["accuracy"]["head"]["clients"] == 3
-    assert "client c has joined the run" in line["notes"]
+    assert line.final is not None
+    assert line.final.accuracy["head"].clients == 3
+    assert "client c has joined the run" in line.warnings
     assert "client c has joined the run" in RunDirectory(tmp_path / "run").rounds()[0]["notes"]
     assert RunDirectory(tmp_path / "run").rounds()[0]["joined"] == ["c"]
     assert len(RunDirectory(tmp_path / "run").read()["clients"]) == 3
 
 
-def member(client: int | str, **said: Any) -> Member:
-    return Member.from_reply(
+def member(client: int | str, **said: Any) -> ClientRecord:
+    return client_from_reply(
         9, ConfigRecord({**hello(0, TASK), "simulated": False, **said, "client": client})
     )
 
@@ -351,7 +352,7 @@ def anything(roster: Roster) -> None:
     [
         ([0, 1, 2], "x", {}, "the run already has its num-clients = 3 clients"),
         ([0], 1, {"simulated": True}, "simulated clients cannot join a running federation"),
-        ([0], 3, {}, "allowed are client-ids 0 to 2, since num-clients = 3"),
+        ([0], 3, {}, "client-ids must be 0 to 2, since num-clients = 3"),
         (["a"], 0, {}, r"number 0 \(of client-ids a and 0\) is used by two nodes"),
         ([0], 1, {"feature-dim": 5}, "clients disagree on feature-dim d: client 0 has 4, 1 has 5"),
         ([0], 1, {"labels": ["x", "y", "z"]}, "clients disagree on label names"),
@@ -362,7 +363,7 @@ def test_who_cannot_join(
 ) -> None:
     members = [member(who) for who in taken]
     roster = Roster(
-        {n: m if not m.name else Member(**{**vars(m), "client": n}) for n, m in enumerate(members)}
+        {n: m if not m.name else ClientRecord(**{**vars(m), "client": n}) for n, m in enumerate(members)}
     )
     with pytest.raises(PbflError, match=reason):
         Admission(3, anything).admitted(roster, member(client, **said))
@@ -372,7 +373,7 @@ def test_names_take_the_lowest_free_number() -> None:
     joining, roster = Admission(3, anything), Roster({1: member(1)})
     roster = joining.admitted(roster, member("x"))
     roster = joining.admitted(roster, member("a"))
-    assert {client: m.label for client, m in roster.members.items()} == {0: "x", 1: "1", 2: "a"}
+    assert {client: m.label for client, m in roster.clients.items()} == {0: "x", 1: "1", 2: "a"}
     assert not joining.has_room(roster)
 
 
@@ -393,13 +394,13 @@ def test_a_silent_node_holds_a_round_for_a_minute_at_most_and_ever_more_seldom()
         def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
             raise AssertionError("nobody owes an answer")
 
-    availability = Availability(Roster({0: member(0)}), "e", 3600.0, Admission(2, anything))
+    membership = Membership(Roster({0: member(0)}), "e", 60.0, Admission(2, anything))
     for now in range(1, 103):
         online[1:] = [101] if now != 101 else []
-        assert availability.absent(Silent(), now) == {}
+        assert membership.absent(Silent(), now) == {}
     # The pause grows to 32 rounds; a node that was away is greeted as soon as it is back.
     assert greeted == [(number, 60.0) for number in (1, 2, 4, 8, 16, 32, 64, 96, 102)]
-    assert availability.notes() == ["a new node is not used: node 101: no answer within 60 s"]
+    assert membership.warnings == ["a new node is not used: node 101: no answer within 60 s"]
 
 
 @pytest.mark.parametrize(

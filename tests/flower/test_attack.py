@@ -132,9 +132,9 @@ def test_a_round_that_only_liars_answer_has_no_accuracy(tmp_path: Path) -> None:
     liars = malicious(parse({"num-clients": NUM_CLIENTS, **ATTACK}))
     quiet = {(client, 1): silent for client in range(NUM_CLIENTS) if client not in liars}
     found = federation(tmp_path, num_server_rounds=1, faults=quiet, **ATTACK).run()
-    assert found.strategy.history[0]["accuracy"] == {}
-    assert found.strategy.history[0]["trained"] == list(liars)
-    json.dumps(found.strategy.history, allow_nan=False)
+    assert found.strategy.history[0].accuracy == {}
+    assert found.strategy.history[0].trained == list(liars)
+    json.dumps([record.to_json() for record in found.strategy.history], allow_nan=False)
 
 
 def test_no_server_makes_a_device_lie(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_under_masks_a_lie_goes_into_the_sum(tmp_path: Path) -> None:
     torch.testing.assert_close(
         masked.state.combined.values, plain.state.combined.values, atol=2e-3, rtol=1e-3
     )
-    assert masked.history[0]["accuracy"] == plain.history[0]["accuracy"]
+    assert masked.history[0].accuracy == plain.history[0].accuracy
 
 
 def test_the_older_interface_refuses(tmp_path: Path) -> None:

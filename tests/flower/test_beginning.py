@@ -56,8 +56,8 @@ def test_every_client_begins_with_the_kept_body(
     monkeypatch.setattr(client, "open_client", opened)
     keys: dict[str, Any] = {"initial-weights": "own"} if own else {}
     run = federation(tmp_path, method, models="resnet4@mine", num_server_rounds=1, on_disk=True, **keys).run()
-    assert run.strategy.history[0]["failures"] == []
-    assert not any("same weights" in note for note in run.strategy.history[0]["notes"])
+    assert run.strategy.history[0].failures == []
+    assert not any("same weights" in note for note in run.strategy.history[0].warnings)
     assert len(begun) == 5
     for state in begun:
         for name, tensor in trained.state_dict().items():
@@ -97,7 +97,7 @@ def test_one_that_does_names_what_is_missing(tmp_path: Path, monkeypatch: pytest
 def test_an_auxiliary_network_may_be_pretrained(trained: SplitModel, tmp_path: Path) -> None:
     keys: dict[str, Any] = {"models": "cnn2", "fml.auxiliary": "resnet4@mine", "learning-rate": 1e-30}
     run = federation(tmp_path, "fml", num_server_rounds=1, **keys).run()
-    assert run.strategy.history[0]["failures"] == []
+    assert run.strategy.history[0].failures == []
     sent = run.strategy.state.tensors
     kept = dict(trained.named_parameters())
     assert all(torch.allclose(sent[name], kept[name]) for name in sent if not name.startswith("head."))
@@ -121,7 +121,7 @@ def test_clients_whose_kept_weights_differ_are_named_once(trained: SplitModel, t
     with patch.object(client_hello, "digest_of_weights", lambda name: next(said)):
         run = federation(tmp_path, models="resnet4@mine").run()
     line = "'resnet4@mine' does not begin with the same weights everywhere: aaaa on client 0, 2, 3; bbbb on client 1, 4"
-    assert [found["notes"].count(line) for found in run.strategy.history] == [1, 0]
+    assert [found.warnings.count(line) for found in run.strategy.history] == [1, 0]
 
 
 def test_a_run_that_goes_on_does_so_with_the_weights_that_it_began_with(

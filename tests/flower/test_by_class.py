@@ -1,6 +1,5 @@
 """per-class: what is counted by class, what follows from it, what the wire refuses, and where it is written."""
 
-import copy
 import json
 import warnings
 from collections.abc import Sequence
@@ -20,10 +19,11 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import Report
 from pbfl_flwr.flower.messages.traffic import Traffic
-from pbfl_flwr.flower.server.replies import Outcome, Phase
-from pbfl_flwr.flower.server.round_records import client_columns, on_validation, summarise_accuracy
+from pbfl_flwr.flower.server.exchange import Outcome, Phase
+from pbfl_flwr.flower.server.rounds import Exchange, clients_record, on_validation, summarise_accuracy
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.payloads import RejectedPayload
+from pbfl_flwr.runs.records import RoundRecord
 from pbfl_flwr.sinks import new_client_lines_step, steps
 from pbfl_flwr.training.class_metrics import ByClass, balanced_accuracy, macro_f1, recalls, statistics
 from pbfl_flwr.training.evaluation import evaluate
@@ -199,31 +199,27 @@ def test_the_books_keep_what_occurs() -> None:
     reports = {0: report(FIRST), 1: Report(9, 0)}
     down = {number: Traffic() for number in reports}
     outcome = Outcome(reports=reports, up=down)
-    columns = client_columns(1, Phase([], set(), down, 0, 0.0), outcome)
-    assert columns["by_class"] == [FIRST.brief(), {}]
-    assert "other_by_class" not in columns
+    phase = Phase([], set(), down, 0, 0.0, number=1)
+    columns = clients_record(Exchange(phase, [], [], outcome))
+    assert columns.by_class == [FIRST.brief(), {}]
+    assert columns.other_by_class == []
     outcome.reports = {1: Report(9, 0)}
-    assert "by_class" not in client_columns(1, Phase([], set(), down, 0, 0.0), outcome)
+    assert clients_record(Exchange(phase, [], [], outcome)).by_class == []
 
 
 def test_what_is_held_out_is_not_counted_by_class() -> None:
     held = report(FIRST, num_validation=2, validation={"head": 1})
-    assert set(summarise_accuracy({0: held})["head"]) >= SCORES
-    assert not SCORES & set(summarise_accuracy(on_validation({0: held}))["head"])
+    assert set(summarise_accuracy({0: held})["head"].to_json()) >= SCORES
+    assert not SCORES & set(summarise_accuracy(on_validation({0: held}))["head"].to_json())
 
 
-def plain(history: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def without_classes(history: Sequence[RoundRecord]) -> list[Any]:
     """The accuracies of a run without what is by class."""
-    found = []
-    for line in history:
-        scored = {key: copy.deepcopy(line.get(key, {})) for key in ("accuracy", "other")}
-        scored["final"] = copy.deepcopy(line.get("final", {}).get("accuracy", {}))
-        for accuracy in scored.values():
-            for score in accuracy.values():
-                for name in SCORES:
-                    score.pop(name, None)
-        found.append(scored)
-    return found
+    return [
+        {name: score.model_dump(exclude=SCORES) for name, score in scored.items()}
+        for record in history
+        for scored in (record.accuracy, record.other_accuracy, record.final.accuracy if record.final else {})
+    ]
 
 
 @pytest.mark.parametrize("method", ["fedproto", "fedavg"])
@@ -231,30 +227,33 @@ def test_a_run_has_them_wherever_it_has_accuracies(tmp_path: Path, method: str) 
     keys: dict[str, Any] = {"new_clients": 1, "new_client_rounds": 1, "both_moments": True}
     run = federation(tmp_path / "on", method, on_disk=True, per_class=True, **keys).run()
     off = federation(tmp_path / "off", method, on_disk=True, **keys).run()
-    assert plain(run.strategy.history) == plain(off.strategy.history), "training must not notice"
+    assert without_classes(run.strategy.history) == without_classes(off.strategy.history), (
+        "training must not notice"
+    )
     assert same_tensors(*(of.strategy.state.to_tensors() for of in (run, off)))
-    last, (new,) = run.strategy.history[-1], run.strategy.new_client_lines
-    places = [last["accuracy"], last["other"], new["accuracy"], new["other"]]
+    last, (new,) = run.strategy.history[-1], run.strategy.new_client_rounds
+    places = [last.accuracy, last.other_accuracy, new.accuracy, new.other_accuracy]
     if run.strategy.moment == "before":
-        places += [last["final"]["accuracy"], new["final"]["accuracy"]]
+        assert last.final is not None
+        assert new.final is not None
+        places += [last.final.accuracy, new.final.accuracy]
     for place in places:
-        assert all(set(score) >= SCORES for score in place.values())
-    assert not any(SCORES & set(score) for score in off.strategy.history[-1]["accuracy"].values())
+        assert all(set(score.to_json()) >= SCORES for score in place.values())
+    assert not any(SCORES & set(score.to_json()) for score in off.strategy.history[-1].accuracy.values())
     tested = [sum(test.get(label, 0) for _, test in SPLITS[:4]) for label in range(10)]
-    figures = {name: value for _, step in steps(last) for name, value in step.items()}
-    for name, score in last["accuracy"].items():
-        assert score["tested"] == tested
+    figures = {name: value for _, step in steps(last.to_json()) for name, value in step.items()}
+    for name, score in last.accuracy.items():
+        assert score.tested == tested
         each = [
-            None if value is None else value * n for value, n in zip(score["by_class"], tested, strict=True)
+            None if value is None else value * n
+            for value, n in zip(score.by_class or [], tested, strict=True)
         ]
         assert [value is None for value in each] == [n == 0 for n in tested]
         correct = sum(value for value in each if value is not None)
-        assert correct / sum(tested) == pytest.approx(score["weighted"])
-        assert figures[f"accuracy/{name}/macro_f1"] == pytest.approx(
-            (last.get("final", last))["accuracy"][name]["macro_f1"]
-        )
+        assert correct / sum(tested) == pytest.approx(score.weighted)
+        assert figures[f"accuracy/{name}/macro_f1"] == pytest.approx(last.latest.accuracy[name].macro_f1)
         assert not any("by_class" in known or "tested" in known for known in figures)
-    assert any(known.endswith("head/balanced_mean") for known in new_client_lines_step(new)[1])
+    assert any(known.endswith("head/balanced_mean") for known in new_client_lines_step(new.to_json())[1])
     columns = run.directory.client_rounds()[-1]
     pooled = [0] * 10
     for counts, n in zip(columns["by_class"], columns["num_test"], strict=True):
@@ -272,7 +271,7 @@ def test_liars_count_for_nothing(tmp_path: Path) -> None:
     tested = [
         sum(split[1].get(label, 0) for n, split in enumerate(SPLITS) if n != liar) for label in range(10)
     ]
-    assert run.strategy.history[-1]["accuracy"]["head"]["tested"] == tested
+    assert run.strategy.history[-1].accuracy["head"].tested == tested
     assert run.directory.client_rounds()[-1]["by_class"][liar]
 
 
@@ -286,12 +285,12 @@ def test_a_malformed_one_costs_its_client_alone(tmp_path: Path) -> None:
 
     faults = {(0, 1): altered(forge), (3, 1): altered(forget)}
     run = federation(tmp_path, per_class=True, faults=faults, num_server_rounds=1).run()
-    said = {failure["client"]: failure["reason"] for failure in run.strategy.history[0]["failures"]}
+    said = {failure.client: failure.reason for failure in run.strategy.history[0].failures}
     assert said[0] == "upload rejected: its counts by class contradict the others"
     assert said[3].startswith("upload rejected: its report lacks 'k' of length")
-    assert run.strategy.history[0]["accuracy"]["head"]["clients"] == 3
+    assert run.strategy.history[0].accuracy["head"].clients == 3
     tested = [sum(SPLITS[n][1].get(label, 0) for n in (1, 2, 4)) for label in range(10)]
-    assert run.strategy.history[0]["accuracy"]["head"]["tested"] == tested
+    assert run.strategy.history[0].accuracy["head"].tested == tested
 
 
 def test_a_resumed_run_goes_on_with_them(tmp_path: Path) -> None:
@@ -301,8 +300,8 @@ def test_a_resumed_run_goes_on_with_them(tmp_path: Path) -> None:
     whole = of(tmp_path / "whole", num_server_rounds=3)
     of(tmp_path / "parts", num_server_rounds=1)
     parts = of(tmp_path / "parts", num_server_rounds=3, resume=True)
-    assert [line["accuracy"] for line in parts.strategy.history] == [
-        line["accuracy"] for line in whole.strategy.history
+    assert [line.accuracy for line in parts.strategy.history] == [
+        line.accuracy for line in whole.strategy.history
     ]
     with pytest.raises(PbflError, match="another configuration"):
         federation(tmp_path / "parts", on_disk=True, num_server_rounds=4, resume=True).run()
@@ -319,8 +318,8 @@ def test_under_secure_aggregation_reports_are_as_in_clear(tmp_path: Path) -> Non
     keys: dict[str, Any] = {"aggregation": "ppa", "num_server_rounds": 1, "per_class": True}
     plain_run = federation(tmp_path / "plain", **keys).run()
     secure = federation(tmp_path / "secure", **keys, secure_aggregation=True).run()
-    assert secure.strategy.history[0]["accuracy"] == plain_run.strategy.history[0]["accuracy"]
-    assert set(secure.strategy.history[0]["accuracy"]["head"]) >= SCORES
+    assert secure.strategy.history[0].accuracy == plain_run.strategy.history[0].accuracy
+    assert set(secure.strategy.history[0].accuracy["head"].to_json()) >= SCORES
 
 
 def test_it_needs_clients_that_say_how_they_score() -> None:
@@ -334,5 +333,5 @@ def test_it_needs_clients_that_say_how_they_score() -> None:
 def test_the_lines_are_json(tmp_path: Path) -> None:
     run = federation(tmp_path, per_class=True, on_disk=True, num_server_rounds=1).run()
     (line,) = run.directory.rounds()
-    assert line == json.loads(json.dumps(run.strategy.history[0], allow_nan=False))
+    assert line == json.loads(json.dumps(run.strategy.history[0].to_json(), allow_nan=False))
     assert set(line["accuracy"]) <= set(PREDICTORS)

@@ -28,7 +28,7 @@ for method in METHODS:
     grid = InProcessGrid(app, config, 1, node_configs=[{"client-id": 0, "state-dir": place}])
     strategy = MethodStrategy(parse(config, SECTIONS), None)
     strategy.start(grid)
-    assert strategy.history[0]["trained"] == [0], strategy.history
+    assert strategy.history[0].trained == [0], strategy.history
     assert [path for path in Path(place).rglob("*") if strategy.experiment in str(path) and path.is_file()]
 unwanted = ("ray", "torch._dynamo")  # the compiler: three seconds of every message's process
 loaded = [name for name, module in sys.modules.items() if module and name.startswith(unwanted)]

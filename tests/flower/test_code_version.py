@@ -9,7 +9,7 @@ import pytest
 
 import pbfl_flwr
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower.client import handshake as client_hello
+from pbfl_flwr.flower.client import handshake as client_handshake
 from pbfl_flwr.flower.code_version import NOT_SENT, code_version
 from tests.flower.inprocess import federation
 from tests.flower.sites import run, sites
@@ -44,16 +44,16 @@ def test_what_devices_are_sent_and_what_is_installed_is_the_same_code_version(tm
 
 @pytest.mark.parametrize("said", ["0.0.9-0badc0de", "", None])
 def test_a_federation_of_two_code_versions_says_so_once(said: str | None, tmp_path: Path) -> None:
-    with patch.object(client_hello, "code_version", code_version if said is None else lambda: said):
+    with patch.object(client_handshake, "code_version", code_version if said is None else lambda: said):
         found = federation(tmp_path, on_disk=True).run()
     expected = (
         f"pbfl-flwr 0.0.9-0badc0de on client 0, 1, 2, 3, 4, {code_version()} on the server: install the same one, or "
         "start the run with the app that brings its own code"
     )
-    times = [line["notes"].count(expected) for line in found.strategy.history]
+    times = [line.warnings.count(expected) for line in found.strategy.history]
     assert times == ([1, 0] if said else [0, 0])
     assert all(
-        client["code-version"] == (code_version() if said is None else said)
+        client.get("code_version", "") == (code_version() if said is None else said)
         for client in found.directory.read()["clients"]
     )
 
@@ -63,7 +63,7 @@ def test_a_device_that_refuses_says_so_if_it_runs_another_code_version(tmp_path:
     nodes = [a, {**b, "model": "resnet9000"}]
     refused = "1 of 2 clients: client-id = 'b': models = 'resnet9000': unknown model 'resnet9000'; "
     with (
-        patch.object(client_hello, "code-version", lambda: "0.0.9-0badc0de"),
+        patch.object(client_handshake, "code_version", lambda: "0.0.9-0badc0de"),
         pytest.raises(PbflError) as error,
     ):
         run(tmp_path, nodes).run()

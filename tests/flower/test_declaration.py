@@ -58,9 +58,9 @@ def test_what_changed_on_a_device_is_named_and_costs_its_own_round_alone(tmp_pat
 
     found.grid.watchers.append(changed)
     first, second = found.run().strategy.history
-    assert (first["trained"], first["failures"]) == ([*range(8)], [])
-    assert second["trained"] == [0]
-    reasons = {failure["client"]: failure["reason"] for failure in second["failures"]}
+    assert (first.trained, first.failures) == ([*range(8)], [])
+    assert second.trained == [0]
+    reasons = {failure.client: failure.reason for failure in second.failures}
     assert reasons[1].startswith("the classes of its data are ant, bee, dog, but were others when it joined")
     assert reasons[2].startswith(
         "its data are 3 classes of inputs 1x17x17, but were 3 classes of inputs 1x16x16"

@@ -211,13 +211,13 @@ def test_a_device_that_is_not_there_is_an_error() -> None:
 def test_what_torch_held_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert peak_gpu_memory() == 0.0
     silent = federation(tmp_path / "cpu", num_server_rounds=1).run().strategy.history[0]
-    assert "gpu_mb" not in silent
+    assert silent.gpu_mb == 0
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 3 * 2**19)
     assert peak_gpu_memory() == 1.5
     line = federation(tmp_path / "gpu", num_server_rounds=1).run().strategy.history[0]
-    assert line["failures"] == []
-    assert line["gpu_mb"] == 1.5
+    assert line.failures == []
+    assert line.gpu_mb == 1.5
     reported = Report(4, 3, 1, {"head": 1}, metrics={}, gpu_mb=1.5)
     assert Report.from_record(reported.to_record()) == reported
-    assert steps(line)[-1][1]["gpu-mb"] == 1.5
+    assert steps(line.to_json())[-1][1]["gpu-mb"] == 1.5

@@ -11,17 +11,19 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.results import scores
 from pbfl_flwr.experiments.running import configuration, watch
 from pbfl_flwr.flower.secagg.legacy import LegacyMethodStrategy
-from pbfl_flwr.flower.server.early_stopping import (
-    best_round_line,
-    early_stop_note,
-    patience_exhausted,
-    score_of,
-)
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.runs.directory import ENDED, RunDirectory, last_round
+from pbfl_flwr.runs.early_stopping import (
+    best_round,
+    early_stop_warning,
+    patience_exhausted,
+    score_of,
+    scores_by_round,
+)
+from pbfl_flwr.runs.records import RoundRecord
 from pbfl_flwr.task import Task
-from tests.flower.inprocess import Federation, federation
-from tests.runs import pbfl
+from tests.flower.inprocess import Federation, federation, plain
+from tests.runs import entry, pbfl
 
 DETERMINISTIC: dict[str, Any] = {
     "learning_rate": 1e-30,
@@ -30,16 +32,17 @@ DETERMINISTIC: dict[str, Any] = {
 }  # nothing changes, so round 1 stays the best
 
 
-def line(number: int, test: float | None, validation: float | None = None) -> dict[str, Any]:
-    return {
-        "round": number,
-        "accuracy_of_round": number,
-        "accuracy": {} if test is None else {"global": {"weighted": test}, "head": {"weighted": 1 - test}},
-        **({} if validation is None else {"validation": {"global": {"weighted": validation}}}),
-    }
+def line(number: int, test: float | None, validation: float | None = None) -> RoundRecord:
+    made = RoundRecord.from_json(entry(number, 0.0 if test is None else 1 - test, test), "a line")
+    if test is None:
+        made = made.model_copy(update={"accuracy": {}})
+    if validation is None:
+        return made
+    on_validation = RoundRecord.from_json(entry(number, 0.0, validation), "a line").accuracy["global"]
+    return made.model_copy(update={"validation": {"global": on_validation}})
 
 
-def history(*scores: float | None) -> list[dict[str, Any]]:
+def history(*scores: float | None) -> list[RoundRecord]:
     return [line(number, score) for number, score in enumerate(scores, start=1)]
 
 
@@ -59,24 +62,25 @@ def history(*scores: float | None) -> list[dict[str, Any]]:
     ],
 )
 def test_when_patience_ends(scores: tuple[float | None, ...], patience: int, best: int | None) -> None:
-    found = patience_exhausted(history(*scores), "global", patience)
-    assert (found and found["round"]) == best
+    by_round = scores_by_round(history(*scores), "global")
+    ends = patience_exhausted(by_round, len(scores), patience)
+    assert (best_round(by_round) if ends else None) == best
 
 
 def test_validation_counts_where_there_is_some() -> None:
     lines = [line(1, 0.9, 0.1), line(2, 0.5, 0.2)]
     assert [score_of(entry, "global") for entry in lines] == [(True, 0.1), (True, 0.2)]
-    assert patience_exhausted(lines, "global", 1) is None
-    assert "on validation data" in early_stop_note(lines[0], 2)
-    assert patience_exhausted(history(0.9, 0.5), "head", 1) is None
-    assert patience_exhausted(history(0.9, 0.5), "global", 1) is not None
+    by_round = scores_by_round(lines, "global")
+    assert not patience_exhausted(by_round, 2, 1)
+    assert "on validation data" in early_stop_warning(by_round, "after", 2)
+    assert not patience_exhausted(scores_by_round(history(0.9, 0.5), "head"), 2, 1)
+    assert patience_exhausted(scores_by_round(history(0.9, 0.5), "global"), 2, 1)
 
 
 def test_a_round_without_validation_data_is_no_better_than_one_with_them() -> None:
     lines = [line(1, 0.8), line(2, 0.5, 0.2), line(3, 0.9), line(4, 0.5, 0.3), line(5, 0.95)]
-    assert best_round_line(lines[:1], "global") is lines[0]
-    assert best_round_line(lines[:3], "global") is lines[1]
-    assert best_round_line(lines, "global") is lines[3]
+    best = [best_round(scores_by_round(lines[:number], "global")) for number in (1, 3, 5)]
+    assert best == [1, 2, 4]
 
 
 def ended(tmp_path: Path, rounds: int = 9, **keys: Any) -> Federation:
@@ -87,10 +91,10 @@ def ended(tmp_path: Path, rounds: int = 9, **keys: Any) -> Federation:
 
 def test_a_run_ends_by_itself_and_is_finished(tmp_path: Path) -> None:
     run = ended(tmp_path)
-    assert [entry["round"] for entry in run.strategy.history] == [1, 2, 3]
-    said = [note for note in run.strategy.history[-1]["notes"] if "patience" in note]
+    assert [entry.round for entry in run.strategy.history] == [1, 2, 3]
+    said = [note for note in run.strategy.history[-1].warnings if "patience" in note]
     assert said == ["no better score on test data for 2 rounds, since round 1: the run ends early (patience)"]
-    assert not any("patience" in note for entry in run.strategy.history[:2] for note in entry["notes"])
+    assert not any("patience" in note for entry in run.strategy.history[:2] for note in entry.warnings)
     there = run.directory
     about = there.read()
     assert about[ENDED] == last_round(about) == 3
@@ -108,10 +112,10 @@ def test_a_run_ends_by_itself_and_is_finished(tmp_path: Path) -> None:
 
 def test_the_last_round_has_its_last_scoring(tmp_path: Path) -> None:
     run = ended(tmp_path, evaluate_moment="before")
-    assert ["final" in entry for entry in run.strategy.history] == [False, False, True]
-    (said,) = [note for note in run.strategy.history[-1]["notes"] if "patience" in note]
+    assert [entry.final is not None for entry in run.strategy.history] == [False, False, True]
+    (said,) = [note for note in run.strategy.history[-1].warnings if "patience" in note]
     assert "since round 0:" in said  # as the tables call it
-    assert scores(run.strategy.history)["head"].best[0] == 0
+    assert scores(plain(run.strategy.history))["head"].best[0] == 0
 
 
 def test_fewer_rounds_that_a_caller_asks_for_are_no_end_by_patience(tmp_path: Path) -> None:
@@ -125,7 +129,7 @@ def test_fewer_rounds_that_a_caller_asks_for_are_no_end_by_patience(tmp_path: Pa
 def test_new_clients_come_after_it(tmp_path: Path) -> None:
     run = ended(tmp_path, new_clients=1, new_client_rounds=2)
     assert len(run.strategy.history) == 3
-    assert [entry["after"] for entry in run.strategy.new_client_lines] == [3, 3]
+    assert [entry.after for entry in run.strategy.new_client_rounds] == [3, 3]
     assert run.directory.result()
     assert watch.snapshot(run.directory.path, 0.0).state == "finished"
 

@@ -1,10 +1,8 @@
 """Faults on purpose, stragglers, clients that come back, full disks, a server that is killed: in one process."""
 
-import json
 import os
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,13 +20,12 @@ from pbfl_flwr.flower.client import app as client_module
 from pbfl_flwr.flower.client import fault_injection as faults
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import Report
-from pbfl_flwr.flower.server import rejoining as returning
-from pbfl_flwr.flower.server.handshake import checked_roster
-from pbfl_flwr.flower.server.late_replies import MAX_OVERDUE_ROUNDS, OverdueReplies, OverdueReply
-from pbfl_flwr.flower.server.rejoining import hello_to_new_nodes
-from pbfl_flwr.flower.server.roster import Member
-from pbfl_flwr.flower.server.round_records import updated_ages
-from pbfl_flwr.flower.server.stop_conditions import RunEnded
+from pbfl_flwr.flower.server import membership as returning
+from pbfl_flwr.flower.server.exchange import MAX_OVERDUE_ROUNDS, Instructions, OverdueReplies, OverdueReply
+from pbfl_flwr.flower.server.membership import checked_roster, handshake_with_new_nodes
+from pbfl_flwr.flower.server.roster import client_from_reply
+from pbfl_flwr.flower.server.rounds import updated_ages
+from pbfl_flwr.flower.server.stopping import RunEnded
 from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.payloads import Prototypes
@@ -37,16 +34,19 @@ from pbfl_flwr.runs import checkpoint
 from pbfl_flwr.runs import client_store as store
 from pbfl_flwr.runs import directory as history
 from pbfl_flwr.runs.client_store import load_tensors
+from pbfl_flwr.runs.records import ClientRecord, Scores
 from pbfl_flwr.task import Task
 from pbfl_flwr.util.atomic_files import write_atomically
 from tests.flower.inprocess import (
     NUM_CLIENTS,
     Federation,
     ScriptedGrid,
+    after_round,
     federation,
     flower_error,
     hello,
     late,
+    plain,
     raises,
     reply_of,
     same_tensors,
@@ -116,9 +116,9 @@ def test_a_fault_costs_its_own_client_only(
     with only(word, {(2, 2)}):
         faulty = federation(tmp_path / "a").run()
     without = federation(tmp_path / "b", faults={(2, 2): silent}).run()
-    assert faulty.strategy.history[1]["failures"] == [{"client": 2, "reason": reason}]
-    assert faulty.strategy.history[1]["trained"] == [0, 1, 3, 4]
-    first, second = (line["bytes_up"]["payload"] for line in faulty.strategy.history)
+    assert plain(faulty.strategy.history[1].failures) == [{"client": 2, "reason": reason}]
+    assert faulty.strategy.history[1].trained == [0, 1, 3, 4]
+    first, second = (line.bytes_up.payload for line in faulty.strategy.history)
     assert (first == second) == (word in ("corrupt", "stale")), "what is rejected came all the same"
     assert same_tensors(faulty.strategy.state.to_tensors(), without.strategy.state.to_tensors())
     assert states(faulty) == {**dict.fromkeys(range(NUM_CLIENTS), (2, 2)), 2: kept}
@@ -129,7 +129,7 @@ def test_a_delay_is_slept(tmp_path: Path) -> None:
     with only("seconds", {(1, 2)}), patch.object(time, "sleep", slept.append):
         found = federation(tmp_path).run()
     assert [seconds for seconds in slept if seconds] == [1.5]
-    assert found.strategy.history[1]["failures"] == []
+    assert found.strategy.history[1].failures == []
 
 
 def test_injected_faults_are_the_same_in_any_order_and_after_a_resume(tmp_path: Path) -> None:
@@ -139,10 +139,10 @@ def test_injected_faults_are_the_same_in_any_order_and_after_a_resume(tmp_path: 
     other = federation(tmp_path / "b", order=5, **keys).run()
     federation(tmp_path / "c", on_disk=True, **{**keys, "num_server_rounds": 2}).run()
     resumed = federation(tmp_path / "c", on_disk=True, resume=True, **keys).run()
-    failures = [line["failures"] for line in one.strategy.history]
+    failures = [line.failures for line in one.strategy.history]
     assert sum(map(len, failures)) >= 4
-    assert failures == [line["failures"] for line in other.strategy.history]
-    assert failures == [line["failures"] for line in resumed.strategy.history]
+    assert failures == [line.failures for line in other.strategy.history]
+    assert failures == [line.failures for line in resumed.strategy.history]
     assert one.fingerprint == other.fingerprint == resumed.fingerprint
 
 
@@ -253,10 +253,10 @@ def test_a_late_answer_is_no_part_of_a_later_round(caplog: pytest.LogCaptureFixt
     strategy, grid = straggling({(2, 1): 1}, 2)  # there when round 2 begins
     assert grid.asked == [[0, 1, 2], [0, 1, 2]]
     first, second = strategy.history
-    assert first["trained"] == [0, 1]
-    assert first["failures"][0]["client"] == 2
-    assert second["late"] == [{"client": 2, "round": 1, "weight": 0.0, "reason": "a newer one arrived"}]
-    assert second["trained"] == [0, 1, 2]
+    assert first.trained == [0, 1]
+    assert first.failures[0].client == 2
+    assert plain(second.late) == [{"client": 2, "round": 1, "weight": 0.0, "reason": "a newer one arrived"}]
+    assert second.trained == [0, 1, 2]
     assert float(strategy.state.broadcast.values[0, 0]) == 20.0  # (10 + 20 + 30)/3
 
 
@@ -264,8 +264,8 @@ def test_a_client_that_owes_an_answer_is_not_asked_and_its_answer_left_out() -> 
     strategy, grid = straggling({(2, 1): 2}, 2)  # comes while round 2 is running
     assert grid.asked == [[0, 1, 2], [0, 1]]
     second = strategy.history[1]
-    assert second["failures"] == [{"client": 2, "reason": "still busy with round 1"}]
-    assert second["late"] == [{"client": 2, "round": 1, "weight": 0.0, "reason": "stale-weight is 0"}]
+    assert plain(second.failures) == [{"client": 2, "reason": "still busy with round 1"}]
+    assert plain(second.late) == [{"client": 2, "round": 1, "weight": 0.0, "reason": "stale-weight is 0"}]
     assert float(strategy.state.broadcast.values[0, 0]) == 15.0  # (10 + 20)/2
     assert strategy.state.broadcast.present.tolist() == [True, False, False, False]
 
@@ -274,14 +274,14 @@ def test_a_client_that_owes_an_answer_is_not_asked_and_its_answer_left_out() -> 
 def test_with_a_stale_weight_it_counts_for_less(rounds_late: int, weight: float) -> None:
     strategy, _ = straggling({(2, 1): 1 + rounds_late}, 1 + rounds_late, stale_weight=0.5)
     line = strategy.history[-1]
-    assert line["late"] == [{"client": 2, "round": 1, "weight": weight, "reason": ""}]
-    assert line["trained"] == [0, 1]
+    assert plain(line.late) == [{"client": 2, "round": 1, "weight": weight, "reason": ""}]
+    assert line.trained == [0, 1]
     a, b = 10.0**rounds_late, 2 * 10.0**rounds_late
     expected = (a + b + weight * 3) / (2 + weight)
     torch.testing.assert_close(strategy.state.broadcast.values[0], torch.full((6,), expected))
     assert float(strategy.state.broadcast.values[3, 0]) == 3.0  # the only one that holds the class
-    assert line["ages"] == [0, -1, -1, rounds_late]
-    assert line["accuracy"]["head"]["clients"] == 2  # its scores are of another round
+    assert line.ages == [0, -1, -1, rounds_late]
+    assert line.accuracy["head"].clients == 2  # its scores are of another round
 
 
 def test_a_late_answer_with_an_earlier_upload_is_as_old_as_that() -> None:
@@ -298,14 +298,14 @@ def test_a_late_answer_with_an_earlier_upload_is_as_old_as_that() -> None:
         config = {"num-clients": 3, "num-server-rounds": 3, "feature-dim": 6, "stale-weight": 0.5}
         strategy = MethodStrategy(parse(config, SECTIONS))
         strategy.start(LateGrid(answer, {(2, 2): 3}))
-        (item,) = strategy.history[2]["late"]
-        assert item == {"client": 2, "round": min(claimed, 2), "weight": weight, "reason": reason}
+        (item,) = strategy.history[2].late
+        assert plain(item) == {"client": 2, "round": min(claimed, 2), "weight": weight, "reason": reason}
 
 
 def test_who_never_answers_is_asked_again_after_some_rounds() -> None:
     strategy, grid = straggling({(2, 1): 99}, 2 + MAX_OVERDUE_ROUNDS)
     assert [2 in asked for asked in grid.asked] == [True] + [False] * (MAX_OVERDUE_ROUNDS - 1) + [True] * 2
-    assert strategy.history[-1]["trained"] == [0, 1, 2]
+    assert strategy.history[-1].trained == [0, 1, 2]
 
 
 def test_what_came_late_is_handed_over_newest_first_whenever_it_came() -> None:
@@ -321,8 +321,9 @@ def test_what_came_late_is_handed_over_newest_first_whenever_it_came() -> None:
     debts = OverdueReplies()
     debts.add(owed)
     debts.collect(grid)
-    assert [(overdue.round, overdue.client) for overdue, _ in debts.take()] == [(2, 1), (2, 2), (1, 0)]
-    assert debts.take() == []
+    assert [(overdue.round, overdue.client) for overdue, _ in debts.received] == [(2, 1), (2, 2), (1, 0)]
+    debts.recorded(debts.received)
+    assert debts.received == []
 
 
 def test_what_came_late_counts_in_the_round_that_is_asked_again() -> None:
@@ -349,8 +350,8 @@ def test_what_came_late_counts_in_the_round_that_is_asked_again() -> None:
     strategy.start(grid)
     assert grid.asked == [[0, 1, 2], [0, 1], [0, 1, 2]]
     line = strategy.history[1]
-    assert line["trained"] == [0, 1]
-    assert line["late"] == [{"client": 2, "round": 1, "weight": 0.5, "reason": ""}]
+    assert line.trained == [0, 1]
+    assert plain(line.late) == [{"client": 2, "round": 1, "weight": 0.5, "reason": ""}]
     assert float(strategy.state.broadcast.values[0, 0]) == pytest.approx((10 + 10 + 0.5) / 2.5)
 
 
@@ -364,18 +365,18 @@ def test_a_late_answer_that_is_malformed_is_said_and_left_out() -> None:
     config = {"num-clients": 3, "num-server-rounds": 2, "feature-dim": 6, "stale-weight": 1.0}
     strategy = MethodStrategy(parse(config, SECTIONS))
     strategy.start(LateGrid(answer, {(2, 1): 2}))
-    (item,) = strategy.history[1]["late"]
-    assert item["weight"] == 0
-    assert item["reason"].startswith("upload rejected: not a safetensors payload")
+    (item,) = strategy.history[1].late
+    assert item.weight == 0
+    assert item.reason.startswith("upload rejected: not a safetensors payload")
 
 
 def test_an_answer_with_an_earlier_upload_counts_with_a_stale_weight(tmp_path: Path) -> None:
     with only("stale", {(2, 2)}):
         found = federation(tmp_path, stale_weight=0.5).run()
     second = found.strategy.history[1]
-    assert second["late"] == [{"client": 2, "round": 1, "weight": 0.5, "reason": ""}]
-    assert second["failures"] == []
-    assert second["trained"] == [0, 1, 3, 4]
+    assert plain(second.late) == [{"client": 2, "round": 1, "weight": 0.5, "reason": ""}]
+    assert second.failures == []
+    assert second.trained == [0, 1, 3, 4]
 
 
 @pytest.mark.parametrize("method", ["fedtgp", "gfpl"])
@@ -398,8 +399,8 @@ def test_a_straggler_trains_on_and_comes_back_in_its_own_round(tmp_path: Path) -
     with patch.object(found.grid, "pull_messages", not_yet):
         found.run()
     one, two, three = found.strategy.history
-    assert (one["trained"], two["trained"], three["trained"]) == ([0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3, 4])
-    assert two["late"] == [{"client": 4, "round": 1, "weight": 0.5, "reason": ""}]
+    assert (one.trained, two.trained, three.trained) == ([0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3, 4])
+    assert plain(two.late) == [{"client": 4, "round": 1, "weight": 0.5, "reason": ""}]
     assert states(found)[4] == (3, 2)
 
 
@@ -408,44 +409,39 @@ def test_a_straggler_trains_on_and_comes_back_in_its_own_round(tmp_path: Path) -
 
 def test_a_client_that_comes_back_on_another_node_goes_on(tmp_path: Path) -> None:
     found = federation(tmp_path, num_server_rounds=3, faults={(1, 2): silent})
-    finish = MethodStrategy._finish_round
 
-    def finished(self: MethodStrategy, server_round: int) -> None:
-        finish(self, server_round)
-        if server_round == 2:  # its SuperNode was started again, without a key: Flower gives it another id
-            found.grid.nodes[1] = 99
+    def restarted() -> None:  # its SuperNode was started again, without a key: Flower gives it another id
+        found.grid.nodes[1] = 99
 
     with (
-        patch.object(MethodStrategy, "_finish_round", finished),
+        after_round(2, restarted),
         patch.object(
             found.grid, "pull_messages", lambda ids: []
         ),  # Flower does not say that the question died
     ):
         found.run()
-    assert found.strategy.history[2]["trained"] == [0, 1, 2, 3, 4]
+    assert found.strategy.history[2].trained == [0, 1, 2, 3, 4]
     assert found.strategy.roster is not None
-    assert found.strategy.roster.members[1].node == 99
+    assert found.strategy.roster.clients[1].node == 99
     assert states(found)[1] == (3, 2)  # its own state, two participations
 
 
 def test_a_node_that_is_gone_is_named_and_not_asked(tmp_path: Path) -> None:
     found = federation(tmp_path, num_server_rounds=3, faults={(1, 2): silent}, fraction_train=0.6)
     nodes = list(found.grid.nodes)
-    finish = MethodStrategy._finish_round
 
-    def finished(self: MethodStrategy, server_round: int) -> None:
-        finish(self, server_round)
-        found.grid.nodes[:] = nodes if server_round != 2 else [*nodes[:1], -1, *nodes[2:]]
+    def changed() -> None:
+        found.grid.nodes[:] = nodes if found.strategy.done != 2 else [*nodes[:1], -1, *nodes[2:]]
 
     found.grid.faults |= {(1, number): silent for number in (1, 2)}
     with (
-        patch.object(MethodStrategy, "_finish_round", finished),
+        after_round(0, changed),
         patch.object(found.grid, "get_node_ids", lambda: [node for node in found.grid.nodes if node > 0]),
     ):
         found.run()
     third = found.strategy.history[2]
-    assert third["failures"] == [{"client": 1, "reason": "its node is not connected"}]
-    assert len(third["trained"]) == 3  # 60 % of five, of those who are there
+    assert plain(third.failures) == [{"client": 1, "reason": "its node is not connected"}]
+    assert len(third.trained) == 3  # 60 % of five, of those who are there
     assert not any(client == 1 and number == 3 for client, number, _ in found.grid.asked)
 
 
@@ -453,19 +449,16 @@ def test_a_second_node_of_a_living_client_is_not_asked(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     found = federation(tmp_path, num_server_rounds=3, faults={(1, 1): raises})
-    finish = MethodStrategy._finish_round
 
-    def finished(self: MethodStrategy, server_round: int) -> None:
-        finish(self, server_round)
-        if server_round == 1:
-            found.grid.nodes.append(99)
-            found.grid.partitions.append(3)
+    def connected() -> None:
+        found.grid.nodes.append(99)
+        found.grid.partitions.append(3)
 
-    with patch.object(MethodStrategy, "_finish_round", finished):
+    with after_round(1, connected):
         found.run()
     first = found.grid.nodes[3]
     assert f"a new node is not used: client-id 3 is used by two nodes, {first} and 99" in caplog.text
-    assert found.strategy.history[2]["trained"] == [0, 1, 2, 3, 4]
+    assert found.strategy.history[2].trained == [0, 1, 2, 3, 4]
     assert states(found)[3] == (3, 3)
 
 
@@ -500,29 +493,30 @@ def test_a_class_that_nobody_sends_for_ten_rounds_is_said_once() -> None:
     config = {"num-clients": 1, "num-server-rounds": 13, "feature-dim": 6}
     strategy = MethodStrategy(parse(config, SECTIONS))
     strategy.start(ScriptedGrid(TASK, answer, 1))
-    said = [(line["round"], note) for line in strategy.history for note in line["notes"]]
+    said = [(line.round, note) for line in strategy.history for note in line.warnings]
     assert said == [(11, "no client sent these classes for 10 rounds or more: 2")]
-    assert strategy.history[-1]["ages"] == [0, -1, 12, -1]
+    assert strategy.history[-1].ages == [0, -1, 12, -1]
 
 
 @pytest.mark.parametrize("moment", ["after", "before"])
 def test_the_best_state_is_the_one_that_was_scored(tmp_path: Path, moment: str) -> None:
     found = federation(tmp_path, on_disk=True, num_server_rounds=5, learning_rate=0.3, evaluate_moment=moment)
     sent: dict[int, Any] = {}
-    ask = MethodStrategy._messages
+    build = Instructions.phase
 
-    def watching(self: MethodStrategy, kinds: Any, server_round: int, absent: Any) -> Any:
-        last = set(kinds.values()) == {"evaluate"}
-        sent[server_round + last] = self.state.to_tensors()
-        return ask(self, kinds, server_round, absent)
+    def watching(self: Instructions, state: Any, roster: Any, plan: Any) -> Any:
+        last = set(plan.kinds.values()) == {"evaluate"}
+        sent[plan.number + last] = state.to_tensors()
+        return build(self, state, roster, plan)
 
-    with patch.object(MethodStrategy, "_messages", watching):
+    with patch.object(Instructions, "phase", watching):
         found.run()
     figures = {}
     for line in found.strategy.history:
-        for entry, number in ((line, line["round"]), (line.get("final", {}), line["round"] + 1)):
-            if (scored := entry.get("accuracy", {}).get("global")) is not None:
-                figures[number] = scored["weighted"]
+        entries: list[tuple[Scores | None, int]] = [(line, line.round), (line.final, line.round + 1)]
+        for entry, number in entries:
+            if entry is not None and "global" in entry.accuracy:
+                figures[number] = entry.accuracy["global"].weighted
     best = max(figures, key=lambda number: (figures[number], -number))
     tensors, about = load_tensors(tmp_path / "run" / "best.safetensors")
     assert float(about["accuracy"]) == pytest.approx(figures[best], abs=1e-6)
@@ -537,12 +531,6 @@ def test_a_full_disk_is_one_clear_line_and_nothing_is_lost(tmp_path: Path) -> No
     """Client 2's disk is full in round 2: an error, the state of round 1; then it has room again and goes on."""
     found = federation(tmp_path / "a", num_server_rounds=3)
     during = {"round": 0}
-    finish = MethodStrategy._finish_round
-
-    def finished(self: MethodStrategy, server_round: int) -> None:
-        finish(self, server_round)
-        if server_round == 2:
-            after.append(states(found)[2])
 
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
@@ -558,15 +546,15 @@ def test_a_full_disk_is_one_clear_line_and_nothing_is_lost(tmp_path: Path) -> No
     after: list[Any] = []
     with (
         patch.object(store, "write_atomically", writing),
-        patch.object(MethodStrategy, "_finish_round", finished),
+        after_round(2, lambda: after.append(states(found)[2])),
     ):
         found.run()
-    (failure,) = found.strategy.history[1]["failures"]
-    assert failure["client"] == 2
-    assert failure["reason"].endswith(
+    (failure,) = found.strategy.history[1].failures
+    assert failure.client == 2
+    assert failure.reason.endswith(
         "client-00002.safetensors cannot be written (No space left on device); its previous content is kept"
     )
-    assert "\n" not in failure["reason"]
+    assert "\n" not in failure.reason
     assert after == [(1, 1)]
     # From then on all is as if it had not been reached in round 2.
     without = federation(tmp_path / "b", num_server_rounds=3, faults={(2, 2): silent}).run()
@@ -609,21 +597,17 @@ class Killed(BaseException):
 @pytest.mark.parametrize(
     ("owner", "name", "at"),
     [
-        (
-            MethodStrategy,
-            "aggregate_train",
-            2,
-        ),  # the clients have trained round 2, the server knows nothing of it
-        (MethodStrategy, "_finish_round", 2),
+        (MethodStrategy, "_read", 2),  # the clients have trained round 2, the server knows nothing of it
+        (MethodStrategy, "_commit", 2),
         (checkpoint, "save_best", 1),
         (checkpoint, "save", 2),  # the history is a round ahead of the checkpoint
-        (MethodStrategy, "configure_train", 3),
-        (MethodStrategy, "aggregate_evaluate", 1),
+        (MethodStrategy, "_plan", 3),
+        (MethodStrategy, "_final_scoring", 3),
     ],
 )
 def test_a_killed_server_goes_on_bit_for_bit(tmp_path: Path, owner: Any, name: str, at: int) -> None:
     keys: dict[str, Any] = {"num_server_rounds": 3, "momentum": 0.5, "optimizer_state": "kept"}
-    if name == "aggregate_evaluate":
+    if name == "_final_scoring":
         keys["evaluate_moment"] = "before"
     whole = federation(tmp_path / "a", on_disk=True, **keys).run()
     calls, trained = {"seen": 0}, []
@@ -663,19 +647,16 @@ def test_two_servers_do_not_write_one_run(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(history, "HANDOVER_SECONDS", 0.2)
     found = federation(tmp_path, on_disk=True)
     second = federation(tmp_path, on_disk=True, resume=True)
-    finish = MethodStrategy._finish_round
 
-    def finished(self: MethodStrategy, server_round: int) -> None:
-        finish(self, server_round)
-        if server_round == 1:
-            with pytest.raises(
-                PbflError, match=f"run-dir = '{tmp_path / 'run'}' is being written by another run"
-            ):
-                second.run()
+    def second_server() -> None:
+        with pytest.raises(
+            PbflError, match=f"run-dir = '{tmp_path / 'run'}' is being written by another run"
+        ):
+            second.run()
 
-    with patch.object(MethodStrategy, "_finish_round", finished):
+    with after_round(1, second_server):
         found.run()
-    assert [line["round"] for line in found.strategy.history] == [1, 2]
+    assert [line.round for line in found.strategy.history] == [1, 2]
     second.run()  # now it may
 
 
@@ -698,14 +679,14 @@ def test_two_processes_of_one_client_take_turns(tmp_path: Path) -> None:
 
 
 def test_a_client_that_comes_back_as_another_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    def member(client: int, node: int, **said: Any) -> Member:
-        return Member.from_reply(node, ConfigRecord({**hello(client, TASK), **said}))
+    def member(client: int, node: int, **said: Any) -> ClientRecord:
+        return client_from_reply(node, ConfigRecord({**hello(client, TASK), **said}))
 
     before = checked_roster([member(0, 11), member(1, 12)])
     came = [member(1, 22, architecture="resnet4"), member(5, 23)]
-    monkeypatch.setattr(returning, "send_hello", lambda *arguments: (came, {}))
+    monkeypatch.setattr(returning, "send_handshake", lambda *arguments: (came, {}))
     nobody: Any = None  # the greeting is replaced: no grid is asked
-    after, refused = hello_to_new_nodes(nobody, before, {11, 22, 23}, {1}, "e", 1.0)
+    after, refused = handshake_with_new_nodes(nobody, before, {11, 22, 23}, {1}, "e", 1.0)
     assert after == before
     assert refused == {
         22: "client 1 reconnected with another architecture: resnet4, it had cnn4",
@@ -714,30 +695,34 @@ def test_a_client_that_comes_back_as_another_is_not_asked(monkeypatch: pytest.Mo
 
 
 def test_of_two_new_nodes_of_a_client_that_failed_one_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    def member(node: int) -> Member:
-        return Member.from_reply(node, ConfigRecord(hello(1, TASK)))
+    def member(node: int) -> ClientRecord:
+        return client_from_reply(node, ConfigRecord(hello(1, TASK)))
 
-    monkeypatch.setattr(returning, "send_hello", lambda *arguments: ([member(23), member(22)], {}))
+    monkeypatch.setattr(returning, "send_handshake", lambda *arguments: ([member(23), member(22)], {}))
     nobody: Any = None  # the greeting is replaced: no grid is asked
-    after, refused = hello_to_new_nodes(nobody, checked_roster([member(12)]), {12, 22, 23}, {1}, "e", 1.0)
-    assert after.members[1].node == 22
+    after, refused = handshake_with_new_nodes(
+        nobody, checked_roster([member(12)]), {12, 22, 23}, {1}, "e", 1.0
+    )
+    assert after.clients[1].node == 22
     assert refused == {23: "client-id 1 is used by two nodes, 22 and 23"}
 
 
 def test_a_device_that_starts_again_while_a_resumed_run_waits_for_others_is_one_client(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def member(client: int, node: int) -> Member:
-        return Member.from_reply(node, ConfigRecord(hello(client, TASK)))
+    def member(client: int, node: int) -> ClientRecord:
+        return client_from_reply(node, ConfigRecord(hello(client, TASK)))
 
     runs_on = {11: 0, 21: 0, 22: 1}  # node -> client
     online = iter([[11], [21], [21, 22]])
     monkeypatch.setattr(
-        returning, "send_hello", lambda _, nodes, *__: ([member(runs_on[node], node) for node in nodes], {})
+        returning,
+        "send_handshake",
+        lambda _, nodes, *__: ([member(runs_on[node], node) for node in nodes], {}),
     )
     monkeypatch.setattr(returning, "wait_for_nodes", lambda *_, **__: next(online))
     nobody: Any = None  # greeting and waiting are replaced: no grid is asked
-    recorded = [asdict(member(client, 1)) for client in (0, 1)]
-    roster, strange = returning.resume_hello(nobody, json.loads(json.dumps(recorded)), "e", 1.0, 1.0, 2)
-    assert {client: at.node for client, at in roster.members.items()} == {0: 21, 1: 22}
+    recorded = [member(client, 1) for client in (0, 1)]
+    roster, strange = returning.resumed_handshake(nobody, recorded, "e", 1.0, 1.0, 2)
+    assert {client: at.node for client, at in roster.clients.items()} == {0: 21, 1: 22}
     assert strange == []

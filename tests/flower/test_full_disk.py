@@ -3,19 +3,25 @@
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 
 from pbfl_flwr.config import Scalar
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.runs.client_store import load_tensors
-from tests.flower.inprocess import NUM_CLIENTS, Federation, federation, same_tensors, silent
+from tests.flower.inprocess import (
+    NUM_CLIENTS,
+    Federation,
+    after_round,
+    federation,
+    plain,
+    same_tensors,
+    silent,
+)
 
 
 @pytest.fixture
@@ -44,18 +50,6 @@ def fill(disk: Path) -> Path:
     return ballast
 
 
-def after_round(number: int, happens: Callable[[], object]) -> AbstractContextManager[object]:
-    """Let something happen when a round is finished."""
-    finish = MethodStrategy._finish_round
-
-    def finished(self: MethodStrategy, server_round: int) -> None:
-        finish(self, server_round)
-        if server_round == number:
-            happens()
-
-    return patch.object(MethodStrategy, "_finish_round", finished)
-
-
 def rounds_kept(place: Path) -> dict[str, tuple[int, int]]:
     """Return (round, participations) by file name."""
     found = {}
@@ -80,13 +74,13 @@ def test_a_device_without_room_says_so_and_goes_on_when_there_is_some(tmp_path: 
         found.run()
     path = next(disk.rglob("client-00002.safetensors"))
     for line in found.strategy.history[1:3]:
-        assert line["failures"] == [
+        assert plain(line.failures) == [
             {
                 "client": 2,
                 "reason": f"{path} cannot be written (No space left on device); its previous content is kept",
             }
         ]
-    assert found.strategy.history[3]["failures"] == []
+    assert found.strategy.history[3].failures == []
     assert rounds_kept(disk) == {"client-00002.safetensors": (4, 2)}
     assert not list(disk.rglob("*.tmp"))
     # As if it had not been reached in the two rounds.

@@ -278,18 +278,18 @@ def test_malformed_uploads_change_nothing(name: str) -> None:
     good = [client for client in range(CLIENTS) if client not in BAD]
     accepted = []
     for line in poisoned.history:
-        assert line["trained"] == good, [
-            (made[len(BAD) * (line["round"] - 1) + BAD.index(c)], line["round"])
-            for c in set(line["trained"]) - set(good)
+        assert line.trained == good, [
+            (made[len(BAD) * (line.round - 1) + BAD.index(c)], line.round)
+            for c in set(line.trained) - set(good)
         ]
-        accepted += [c for c in line["trained"] if c in BAD]
-        for failure in line["failures"]:
-            assert failure["reason"].startswith("upload rejected: ")
-            assert "\n" not in failure["reason"]
-            assert len(failure["reason"]) < 2 * LONGEST
+        accepted += [c for c in line.trained if c in BAD]
+        for failure in line.failures:
+            assert failure.reason.startswith("upload rejected: ")
+            assert "\n" not in failure.reason
+            assert len(failure.reason) < 2 * LONGEST
     assert accepted == []
     assert same_tensors(poisoned.state.to_tensors(), clean.state.to_tensors())
-    json.dumps(poisoned.history, allow_nan=False)
+    json.dumps([record.to_json() for record in poisoned.history], allow_nan=False)
     assert grown < 200, f"{grown:.0f} MiB more than before"
 
 
@@ -315,7 +315,7 @@ def test_an_answer_above_the_limit_is_not_parsed(monkeypatch: pytest.MonkeyPatch
     settings = parse({**COMMON, "num-clients": 3, "num-server-rounds": 1, "max-upload-mb": 1}, SECTIONS)
     strategy = MethodStrategy(settings)
     strategy.start(ScriptedGrid(TASK, answer, 3))
-    assert strategy.history[0]["trained"] == [0]
-    for failure in strategy.history[0]["failures"]:
-        assert "bytes, allowed are 1048576 (max-upload-mb)" in failure["reason"]
+    assert strategy.history[0].trained == [0]
+    for failure in strategy.history[0].failures:
+        assert "bytes, allowed are 1048576 (max-upload-mb)" in failure.reason
     assert max(read) < 2**20

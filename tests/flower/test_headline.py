@@ -22,7 +22,7 @@ def test_a_predictor_that_nobody_could_be_asked_for_is_named(
     predictor: str, said: int, tmp_path: Path
 ) -> None:
     found = federation(tmp_path, "fedproto", predictor=predictor, min_class_count=1000).run()
-    notes = [note for line in found.strategy.history for note in line["notes"]]
+    notes = [note for line in found.strategy.history for note in line.warnings]
     told = [note for note in notes if note.startswith("predictor = ")]
     assert len(told) == said
     assert all(

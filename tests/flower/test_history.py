@@ -1,17 +1,23 @@
 """Accuracies over clients, and the line of a round."""
 
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Literal
 
 import pytest
 
-from pbfl_flwr.config import parse
 from pbfl_flwr.flower.messages.report import SPENT, Report
 from pbfl_flwr.flower.messages.traffic import Traffic
-from pbfl_flwr.flower.server.replies import Outcome, Phase
-from pbfl_flwr.flower.server.round_records import client_columns, final_scores, round_line, summarise_accuracy
-from pbfl_flwr.methods import SECTIONS, build_method
+from pbfl_flwr.flower.server.exchange import Outcome, Phase
+from pbfl_flwr.flower.server.rounds import (
+    Exchange,
+    RoundSummary,
+    clients_record,
+    round_record,
+    summarise_accuracy,
+)
 from pbfl_flwr.payloads import Prototypes
-from pbfl_flwr.task import Task
+from pbfl_flwr.runs.records import Accuracy, RoundRecord
+from tests.flower.inprocess import plain
 
 
 def report(num_test: int, correct: int, **others: int) -> Report:
@@ -20,22 +26,22 @@ def report(num_test: int, correct: int, **others: int) -> Report:
 
 def test_the_metric_of_the_references_weighs_clients_by_their_test_samples() -> None:
     found = summarise_accuracy({0: report(1, 1), 1: report(3, 0)})["head"]
-    assert found == {"weighted": 0.25, "mean": 0.5, "std": 0.5, "worst": 0.0, "clients": 2}  # 1/4, not 1/2
+    assert found == Accuracy(weighted=0.25, mean=0.5, std=0.5, worst=0.0, clients=2)  # 1/4, not 1/2
 
 
 def test_the_worst_tenth_is_a_mean_of_clients() -> None:
     twenty = {i: report(10, min(i, 10)) for i in range(20)}  # accuracies 0, 0.1, 0.2, ..., 1, 1, ...
-    assert summarise_accuracy(twenty)["head"]["worst"] == pytest.approx(0.05)  # the two worst, (0 + 0.1)/2
+    assert summarise_accuracy(twenty)["head"].worst == pytest.approx(0.05)  # the two worst, (0 + 0.1)/2
 
 
 def test_who_has_no_test_samples_or_cannot_be_asked_is_left_out() -> None:
     found = summarise_accuracy({0: report(4, 2), 1: report(0, 0), 2: report(4, 3, **{"global": 1})})
-    assert found["head"]["clients"] == 2
-    assert (found["global"]["weighted"], found["global"]["clients"]) == (0.25, 1)
+    assert found["head"].clients == 2
+    assert (found["global"].weighted, found["global"].clients) == (0.25, 1)
     assert summarise_accuracy({1: report(0, 0)}) == {}
 
 
-def a_round() -> tuple[Phase, Outcome]:
+def exchange() -> Exchange:
     """Clients 0, 1 and 3 train, of which 3 lies; client 2 is only scored."""
     seconds = (1.0, 2.0, 3.0, 4.0, 5.0)
     reports = {
@@ -49,51 +55,54 @@ def a_round() -> tuple[Phase, Outcome]:
         ),
     }
     down = {client: Traffic(1, 10, 100) for client in reports}
-    phase = Phase([], {0, 1, 3}, down, 12, 0.0, malicious=frozenset({3}))
+    phase = Phase([], {0, 1, 3}, down, 12, 0.0, number=5, malicious=frozenset({3}))
     uploads = dict.fromkeys((0, 1, 3), Prototypes.empty(2, 2))
     up = {0: Traffic(2, 20, 200), 1: Traffic(3, 30, 300), 3: Traffic(), 2: Traffic(0, 1, 1)}
-    return phase, Outcome(uploads, reports, {4: "gone"}, up=up, scalars_up=7)
+    return Exchange(phase, [], [], Outcome(uploads, reports, {4: "gone"}, up=up, scalars_up=7))
 
 
 @pytest.mark.parametrize(("moment", "scored"), [("after", 5), ("before", 4)])
-def test_the_line_of_a_round_by_hand(moment: Literal["before", "after"], scored: int) -> None:
-    method = build_method(parse({"method": "fedproto", "feature-dim": 2}, SECTIONS))
-    state = method.init(Task(2, 2, (1,)), 0)
-    line: dict[str, Any] = round_line(5, *a_round(), method, state, moment, 0.25)
-    assert (line["round"], line["accuracy_of_round"]) == (5, scored)
-    assert line["accuracy"]["head"]["weighted"] == 0.5  # (2 + 3 + 0)/(2 + 6 + 2), without the liar
-    assert line["accuracy"]["head"]["clients"] == 3
-    assert (line["validation"]["head"]["weighted"], line["validation"]["head"]["clients"]) == (0.25, 1)
-    assert (line["other"]["head"]["weighted"], line["other"]["head"]["clients"]) == (0.0, 1)
-    assert line["test_loss"] == 1.5  # (2·0.5 + 6·1.5 + 2·2.5)/10: by test samples
-    assert line["clients"] == {"held-back": 4.0, "loss.ce": 3.75}  # (1·1 + 3·3 + 4·5)/8: by training samples
-    assert line["trained"] == [0, 1, 3]
-    assert line["failures"] == [{"client": 4, "reason": "gone"}]
-    assert line["bytes_up"] == {"payload": 5, "ours": 51, "total": 501}
-    assert line["bytes_down"] == {"payload": 4, "ours": 40, "total": 400}
-    assert line["scalars"] == {"up": 7, "down": 12}
-    assert line["seconds"]["clients"] == dict(zip(SPENT, (4.0, 8.0, 12.0, 16.0, 20.0), strict=True))
-    assert (line["seconds"]["aggregate"], line["peak_mb"]) == (0.25, 90.0)
-    final = final_scores(*a_round())
-    assert final == {key: line[key] for key in ("accuracy", "validation", "failures")}
+def test_the_record_of_a_round_by_hand(moment: Literal["before", "after"], scored: int) -> None:
+    summary = RoundSummary(moment, {"loss": float("nan")}, ["a warning"], 0.25, 1.0, [0, 3])
+    record = round_record(exchange(), summary, exchange())
+    assert (record.round, record.accuracy_of_round) == (5, scored)
+    assert record.accuracy["head"].weighted == 0.5  # (2 + 3 + 0)/(2 + 6 + 2), without the malicious client
+    assert record.accuracy["head"].clients == 3
+    assert (record.validation["head"].weighted, record.validation["head"].clients) == (0.25, 1)
+    assert (record.other_accuracy["head"].weighted, record.other_accuracy["head"].clients) == (0.0, 1)
+    assert record.test_loss == 1.5  # (2·0.5 + 6·1.5 + 2·2.5)/10: by test samples
+    assert record.client_metrics == {
+        "held-back": 4.0,
+        "loss.ce": 3.75,
+    }  # (1·1 + 3·3 + 4·5)/8: by training samples
+    assert record.server_metrics == {"loss": None}
+    assert (record.warnings, record.ages) == (["a warning"], [0, 3])
+    assert record.trained == [0, 1, 3]
+    assert plain(record.failures) == [{"client": 4, "reason": "gone"}]
+    assert (record.bytes_up.payload, record.bytes_up.application, record.bytes_up.total) == (5, 51, 501)
+    assert (record.bytes_down.payload, record.bytes_down.application, record.bytes_down.total) == (4, 40, 400)
+    assert (record.scalars.up, record.scalars.down) == (7, 12)
+    assert record.seconds.clients == dict(zip(SPENT, (4.0, 8.0, 12.0, 16.0, 20.0), strict=True))
+    assert (record.seconds.aggregate, record.seconds.total, record.peak_mb) == (0.25, 1.0, 90.0)
+    assert record.final is not None
+    assert (record.final.accuracy, record.final.validation) == (record.accuracy, record.validation)
+    assert record.final.failures == record.failures
+    assert RoundRecord.from_json(record.to_json(), "a line") == record
 
 
-def test_the_columns_of_a_round_keep_every_client() -> None:
-    columns = client_columns(5, *a_round())
-    assert (columns["round"], columns["client"]) == (5, [0, 1, 2, 3])
-    assert columns["correct"] == [{"head": 2}, {"head": 3}, {"head": 0}, {"head": 8}]
-    assert columns["num_validation"] == [0, 4, 0, 5]
-    assert columns["validated"] == [{}, {"head": 1}, {}, {"head": 5}]
-    assert columns["other"] == [{"head": 0}, {}, {}, {"head": 8}]
-    assert [entry["ours"] for entry in columns["bytes_up"]] == [20, 30, 1, 0]
-    assert "name" not in columns
+def test_the_columns_of_a_round_hold_every_client() -> None:
+    columns = clients_record(exchange())
+    assert (columns.round, columns.client) == (5, [0, 1, 2, 3])
+    assert columns.correct == [{"head": 2}, {"head": 3}, {"head": 0}, {"head": 8}]
+    assert columns.num_validation == [0, 4, 0, 5]
+    assert columns.correct_validation == [{}, {"head": 1}, {}, {"head": 5}]
+    assert columns.correct_other == [{"head": 0}, {}, {}, {"head": 8}]
+    assert [size.application for size in columns.bytes_up] == [20, 30, 1, 0]
+    assert columns.name == []
 
 
 def test_what_nobody_reports_is_none() -> None:
-    phase, outcome = a_round()
-    method = build_method(parse({"method": "fedproto", "feature-dim": 2}, SECTIONS))
-    state = method.init(Task(2, 2, (1,)), 0)
-    outcome = Outcome({}, {2: Report(9, 0)}, up={2: Traffic()})
-    line = round_line(1, phase, outcome, method, state, "after", 0.0)
-    assert (line["test_loss"], line["clients"], line["accuracy"]) == (None, {}, {})
-    assert not {"validation", "other", "late", "ages"} & set(line)
+    done = replace(exchange(), outcome=Outcome({}, {2: Report(9, 0)}, up={2: Traffic()}))
+    record = round_record(done, RoundSummary("after", {}, [], 0.0, 1.0))
+    assert (record.test_loss, record.client_metrics, record.accuracy) == (None, {}, {})
+    assert not {"validation", "other", "late", "ages", "final"} & set(record.to_json())

@@ -1,6 +1,7 @@
 """Clients keep the state of the best round beside their last one, and an export finds it."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,6 +17,8 @@ from pbfl_flwr.flower.server import strategy as strategies
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.payloads import part_of
 from pbfl_flwr.runs.client_store import ClientStore, kept_best, load_tensors
+from pbfl_flwr.runs.early_stopping import Score
+from pbfl_flwr.runs.records import RoundRecord
 from pbfl_flwr.serving.export import best_of, of_round, read_state, state_file
 from tests.flower.inprocess import Federation, federation
 from tests.runs import pbfl
@@ -28,10 +31,14 @@ def run(tmp_path: Path, rounds: int, best: int = 0, **keys: Any) -> Federation:
     keys = {"models": "cnn4", "keep_best": True, **keys}
     found = federation(tmp_path, num_server_rounds=rounds, on_disk=True, **keys)
 
-    def so_far(history: list[dict[str, Any]], primary_predictor: str) -> dict[str, Any] | None:
-        return history[min(best, len(history)) - 1] if history and best else None
+    def better_until_best(history: Sequence[RoundRecord], predictor: str) -> dict[int, Score]:
+        return {
+            record.round: (False, float(record.round if record.round <= best else 0))
+            for record in history
+            if best
+        }
 
-    with patch.object(strategies, "best_round_line", so_far):
+    with patch.object(strategies, "scores_by_round", better_until_best):
         return found.run()
 
 
@@ -117,7 +124,7 @@ def test_an_export_of_the_best_round(tmp_path: Path) -> None:
     done = pbfl("export", path, "--client", 1, "--round", 1, "--out", tmp_path / "one")
     assert done.exit_code == 0, done.stderr
     assert "after round 1:" in done.stdout
-    with patch("pbfl_flwr.serving.export.best_round_line", lambda history, primary_predictor: history[0]):
+    with patch("pbfl_flwr.serving.export.best_round", lambda scores: 1):
         done = pbfl("export", path, "--client", 1, "--best", "--out", tmp_path / "best")
     assert "after round 1:" in done.stdout
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "best")]
@@ -142,7 +149,7 @@ def test_which_round_is_the_best(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]
     primary_predictor = found.directory.read()["primary_predictor"]
     for line, score in zip(lines, (0.9, 0.2), strict=True):
-        line["accuracy"][primary_predictor] = {"weighted": score}
+        line["accuracy"][primary_predictor] = {**line["accuracy"]["head"], "weighted": score}
     (path / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert best_of(path) == 1
     for line in lines:

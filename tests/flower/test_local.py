@@ -26,9 +26,9 @@ from pbfl_flwr.flower.engines.executors import DIED, WorkerPool, WorkerSpec
 from pbfl_flwr.flower.engines.grid import LocalGrid, federate, run_immediately, worker_specs
 from pbfl_flwr.flower.engines.placement import Resources
 from pbfl_flwr.flower.messages import wire
-from pbfl_flwr.flower.server import waiting
+from pbfl_flwr.flower.server import grid as waiting
+from pbfl_flwr.flower.server.grid import polling
 from pbfl_flwr.flower.server.strategy import MethodStrategy
-from pbfl_flwr.flower.server.waiting import polling
 from pbfl_flwr.methods import SECTIONS
 from pbfl_flwr.runs.client_store import load_tensors
 from pbfl_flwr.runs.directory import RunDirectory
@@ -70,9 +70,9 @@ def test_the_results_of_any_other_grid(tmp_path: Path) -> None:
     twin = MethodStrategy(parse(config, SECTIONS), None)
     twin.start(InProcessGrid(make_client_app(), config, 3))
     assert same_tensors(load_tensors(tmp_path / "run" / "checkpoint.safetensors")[0], twin.state.to_tensors())
-    lines = RunDirectory(tmp_path / "run").rounds()
-    assert [line["accuracy"] for line in lines] == [line["accuracy"] for line in twin.history]
-    assert [line["failures"] for line in lines] == [[], []]
+    lines = RunDirectory(tmp_path / "run").round_records()
+    assert [line.accuracy for line in lines] == [line.accuracy for line in twin.history]
+    assert [line.failures for line in lines] == [[], []]
     assert "round 2/2" in (tmp_path / "run" / "flower.log").read_text()
     assert not device.in_worker(), "it was one only for a while"
 

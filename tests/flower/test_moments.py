@@ -13,7 +13,7 @@ from pbfl_flwr.flower.messages.report import Report
 from pbfl_flwr.methods import METHODS
 from pbfl_flwr.payloads import RejectedPayload
 from pbfl_flwr.sinks import steps
-from tests.flower.inprocess import Federation, federation, same_tensors
+from tests.flower.inprocess import Federation, federation, plain, same_tensors
 
 
 @pytest.mark.parametrize(
@@ -34,18 +34,18 @@ def test_the_other_moment_is_what_a_run_that_reports_it_reports(
     )
     states = [run.strategy.state.to_tensors() for run in (twice, reported)]
     assert same_tensors(*states), "training must not notice"
-    found = [line["other"] for line in twice.strategy.history]
-    assert found == [line["accuracy"] for line in reported.strategy.history]
-    assert all("other" not in line for line in reported.strategy.history)
+    found = [line.other_accuracy for line in twice.strategy.history]
+    assert found == [line.accuracy for line in reported.strategy.history]
+    assert all(line.other_accuracy == {} for line in reported.strategy.history)
 
 
 def test_who_is_only_scored_is_scored_once(tmp_path: Path) -> None:
     found = federation(tmp_path, both_moments=True, fraction_train=0.4, on_disk=True).run()
     for line, columns in zip(found.strategy.history, found.directory.client_rounds(), strict=True):
-        assert line["accuracy"]["head"]["clients"] == 5
-        assert line["other"]["head"]["clients"] == 2
+        assert line.accuracy["head"].clients == 5
+        assert line.other_accuracy["head"].clients == 2
         scored = dict(zip(columns["client"], columns["other"], strict=True))
-        assert {client for client, correct in scored.items() if correct} == set(line["trained"])
+        assert {client for client, correct in scored.items() if correct} == set(line.trained)
 
 
 def test_tables_name_the_moment_and_its_round(tmp_path: Path) -> None:
@@ -55,17 +55,20 @@ def test_tables_name_the_moment_and_its_round(tmp_path: Path) -> None:
         history = run.strategy.history
         console = Console(width=120, record=True)
         show.show_run(run.directory.path, console)
-        last = history[-1]["other"]["head"]
-        figures = [f"{100 * last[name]:.2f}" for name in ("weighted", "mean", "std", "worst")]
+        last = history[-1].other_accuracy["head"]
+        figures = [f"{100 * getattr(last, name):.2f}" for name in ("weighted", "mean", "std", "worst")]
         rows = [line.replace("│", " ").split() for line in console.export_text().splitlines()]
         assert [*said.split(), str(at), *figures] in rows
-        assert (at, last) == scores(history)["head"].other
-        columns = dict(steps(history[-1]))
-        assert columns[at]["other-moment/head/weighted"] == last["weighted"]
+        assert (at, last.to_json()) == scores(plain(history))["head"].other
+        columns = dict(steps(history[-1].to_json()))
+        assert columns[at]["other-moment/head/weighted"] == last.weighted
     sheet = accuracy_sheet(load([after.directory.path]))
     at = sheet.columns.index("at the other moment")
     head = next(row for row in sheet.rows if row[1] == "head")
-    assert head[at : at + 2] == (f"{100 * after.strategy.history[-1]['other']['head']['weighted']:.2f}", "1")
+    assert head[at : at + 2] == (
+        f"{100 * after.strategy.history[-1].other_accuracy['head'].weighted:.2f}",
+        "1",
+    )
 
 
 def test_a_report_with_more_right_than_tested_is_rejected() -> None:

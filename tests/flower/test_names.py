@@ -16,12 +16,13 @@ from rich.console import Console
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments.show import failure_lines, show_run
 from pbfl_flwr.flower.messages import wire
-from pbfl_flwr.flower.server.handshake import with_numbers
-from pbfl_flwr.flower.server.roster import Member
+from pbfl_flwr.flower.server.membership import with_numbers
+from pbfl_flwr.flower.server.roster import client_from_reply
 from pbfl_flwr.method import Client
 from pbfl_flwr.runs.client_store import load_tensors
+from pbfl_flwr.runs.records import ClientRecord
 from pbfl_flwr.task import Task
-from tests.flower.inprocess import FIRST_NODE, federation, flower_error, hello, tiny_data
+from tests.flower.inprocess import FIRST_NODE, federation, flower_error, hello, plain, tiny_data
 from tests.flower.sites import run, sites, write_site
 
 
@@ -30,9 +31,9 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PBFL_HOME", str(tmp_path / "home"))
 
 
-def member(client: int | str, node: int = 1) -> Member:
+def member(client: int | str, node: int = 1) -> ClientRecord:
     task = Task(3, 4, (2,))
-    return Member.from_reply(node, ConfigRecord({**hello(0, task), "client": client}))
+    return client_from_reply(node, ConfigRecord({**hello(0, task), "client": client}))
 
 
 @pytest.mark.parametrize(
@@ -186,11 +187,11 @@ def test_a_resumed_run_goes_on_without_who_is_missing_and_asks_nobody_else(tmp_p
     fed = run(tmp_path, came, num_server_rounds=2, num_clients=3, resume=True, join_timeout=1.0)
     stranger = [*fed.grid.get_node_ids()][1]
     line = fed.run().strategy.history[1]
-    assert line["trained"] == [0, 2]
-    assert line["failures"] == [{"client": 1, "name": "c", "reason": "its node is not connected"}]
-    assert f"a new node is not used: client-id b on node {stranger} is not part of this run" in line["notes"]
+    assert line.trained == [0, 2]
+    assert plain(line.failures) == [{"client": 1, "name": "c", "reason": "its node is not connected"}]
+    assert f"a new node is not used: client-id b on node {stranger} is not part of this run" in line.warnings
     back = run(tmp_path, nodes, num_server_rounds=3, resume=True).run().strategy.history
-    assert back[2]["trained"] == [0, 1, 2]
+    assert back[2].trained == [0, 1, 2]
 
 
 def test_a_stranger_does_not_shorten_the_waiting_for_who_is_missing(
@@ -203,8 +204,8 @@ def test_a_stranger_does_not_shorten_the_waiting_for_who_is_missing(
     online, poll = [*fed.grid.get_node_ids()], count()
     monkeypatch.setattr(fed.grid, "get_node_ids", lambda: online if next(poll) > 1 else online[:3])
     line = fed.run().strategy.history[1]
-    assert (line["trained"], line["failures"]) == ([0, 1, 2], [])
-    assert f"a new node is not used: client-id b on node {online[1]} is not part of this run" in line["notes"]
+    assert (line.trained, line.failures) == ([0, 1, 2], [])
+    assert f"a new node is not used: client-id b on node {online[1]} is not part of this run" in line.warnings
 
 
 @pytest.mark.parametrize("keys", [{"min_replies": 3}, {"failure_policy": "stop"}])
@@ -236,9 +237,11 @@ def test_a_new_client_that_is_missing_from_a_resumed_run_is_not_asked(tmp_path: 
     keys: dict[str, Any] = {"new_clients": 1, "new_client_rounds": 1, "join_timeout": 0.01}
     run(tmp_path, nodes, num_server_rounds=1, **keys).run()
     fed = run(tmp_path, nodes[:2], num_server_rounds=3, num_clients=3, resume=True, **keys).run()
-    assert [line["failures"] for line in fed.strategy.history[1:]] == [[], []]
-    (line,) = fed.strategy.new_client_lines
-    assert line["failures"] == [{"client": 2, "name": "d", "reason": "its node is not connected"}]
+    assert [line.failures for line in fed.strategy.history[1:]] == [[], []]
+    (line,) = fed.strategy.new_client_rounds
+    (failure,) = line.failures
+    assert (failure.client, failure.name) == (2, "d")
+    assert failure.reason == "its node is not connected"
 
 
 def test_clients_of_another_version_are_one_line(tmp_path: Path) -> None:
@@ -247,7 +250,7 @@ def test_clients_of_another_version_are_one_line(tmp_path: Path) -> None:
     about = tmp_path / "run" / "run.json"
     about.write_text(about.read_text().replace('"num_test"', '"num_tests"'))
     with pytest.raises(
-        PbflError, match=r"^run\.json does not list the clients in the form of this version: [^\n]*num_test"
+        PbflError, match=r"run\.json is damaged, or of another version: clients\.0\.num_test: Field required$"
     ):
         run(tmp_path, nodes, num_server_rounds=2, resume=True).run()
 
@@ -281,8 +284,8 @@ def test_names_under_secure_aggregation(tmp_path: Path) -> None:
     plain = run(tmp_path, nodes, "plain", **keys).run().strategy
     secure = run(tmp_path, nodes, "secure", **keys, secure_aggregation=True).run().strategy
     (line,) = secure.history
-    assert (line["trained"], line["failures"]) == ([0, 1, 2], [])
-    assert line["accuracy"] == plain.history[0]["accuracy"]
+    assert (line.trained, line.failures) == ([0, 1, 2], [])
+    assert line.accuracy == plain.history[0].accuracy
     torch.testing.assert_close(
         secure.state.combined.values, plain.state.combined.values, atol=0.01, rtol=0.001
     )

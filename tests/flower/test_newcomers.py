@@ -21,13 +21,13 @@ from pbfl_flwr.experiments.running import watch
 from pbfl_flwr.experiments.running.configuration import RequestedKeys
 from pbfl_flwr.experiments.summaries import summary_sheet
 from pbfl_flwr.flower.secagg.legacy import LegacyMethodStrategy
-from pbfl_flwr.flower.server.stop_conditions import RunEnded
+from pbfl_flwr.flower.server.stopping import RunEnded
 from pbfl_flwr.methods import METHODS, SECTIONS
 from pbfl_flwr.prototypes.privacy import epsilon_of
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.serving.export import state_file
 from pbfl_flwr.task import Task
-from tests.flower.inprocess import Answer, Federation, federation, raises, same_tensors
+from tests.flower.inprocess import Answer, Federation, federation, plain, raises, same_tensors
 from tests.runs import entry, write_run
 
 NEW: dict[str, Any] = {"new_clients": 2, "new_client_rounds": 3}
@@ -58,14 +58,14 @@ def test_the_rounds_are_those_of_a_federation_without_them(tmp_path: Path, metho
     found = federation(tmp_path, method, **rounds).run()
     assert found.fingerprint == small.fingerprint
     assert asked(found, "train") == {1: {0, 1}, 2: {0, 1}, 3: {2}, 4: {2}}
-    lines = found.strategy.new_client_lines
-    assert [line["round"] for line in lines] == [3, 4]
-    assert {line["after"] for line in lines} == {2}
+    lines = found.strategy.new_client_rounds
+    assert [line.round for line in lines] == [3, 4]
+    assert {line.after for line in lines} == {2}
     for line in lines:
-        assert line["failures"] == []
-        assert line["accuracy"]["head"]["clients"] == 1
-        assert line["columns"]["client"] == [2]
-    assert [line["columns"]["participations"] for line in lines] == [[1], [2]]
+        assert line.failures == []
+        assert line.accuracy["head"].clients == 1
+        assert line.columns.client == [2]
+    assert [line.columns.participations for line in lines] == [[1], [2]]
 
 
 def test_they_get_what_the_rounds_came_to_and_their_uploads_are_not_used(tmp_path: Path) -> None:
@@ -78,21 +78,22 @@ def test_they_get_what_the_rounds_came_to_and_their_uploads_are_not_used(tmp_pat
     found.grid.watchers.append(watching)
     found.run()
     assert all(state is states[-1] for state in states[3:]), "hello and two rounds come before"
-    saved = found.directory.new_client_lines(2)
-    assert saved == json.loads(json.dumps(found.strategy.new_client_lines))
-    correct = [sum(each["head"] for each in line["columns"]["correct"]) for line in saved]
-    assert [line["accuracy"]["head"]["weighted"] for line in saved] == [hits / 10 for hits in correct]
+    saved = found.directory.new_client_records(2)
+    assert saved == found.strategy.new_client_rounds
+    correct = [sum(each["head"] for each in record.columns.correct) for record in saved]
+    assert [record.accuracy["head"].weighted for record in saved] == [hits / 10 for hits in correct]
 
 
 def test_scored_before_training_they_begin_with_the_broadcast_and_end_with_a_last_scoring(
     tmp_path: Path,
 ) -> None:
     found = federation(tmp_path, "fedavg", evaluate_moment="before", **NEW).run()
-    lines = found.strategy.new_client_lines
-    assert [line["accuracy_of_round"] for line in lines] == [2, 3, 4]
-    assert ["final" in line for line in lines] == [False, False, True]
-    assert lines[-1]["final"]["accuracy"]["head"]["clients"] == 2
-    assert [at for at, _ in series(lines)] == [2, 3, 4, 5]
+    lines = found.strategy.new_client_rounds
+    assert [line.accuracy_of_round for line in lines] == [2, 3, 4]
+    assert [line.final is not None for line in lines] == [False, False, True]
+    assert lines[-1].final is not None
+    assert lines[-1].final.accuracy["head"].clients == 2
+    assert [at for at, _ in series(plain(lines))] == [2, 3, 4, 5]
     assert asked(found, "evaluate") == {2: {0, 1, 2}, 5: {3, 4}}
 
 
@@ -100,11 +101,11 @@ def test_whoever_goes_on_meets_them_as_new_again(tmp_path: Path) -> None:
     federation(tmp_path, on_disk=True, **NEW).run()
     longer = again(tmp_path, num_server_rounds=3).run()
     straight = federation(tmp_path / "straight", num_server_rounds=3, **NEW).run()
-    assert longer.strategy.new_client_lines[0]["columns"]["participations"] == [1, 1]
-    assert [line["accuracy"] for line in longer.strategy.new_client_lines] == [
-        line["accuracy"] for line in straight.strategy.new_client_lines
+    assert longer.strategy.new_client_rounds[0].columns.participations == [1, 1]
+    assert [line.accuracy for line in longer.strategy.new_client_rounds] == [
+        line.accuracy for line in straight.strategy.new_client_rounds
     ]
-    assert [len(longer.directory.new_client_lines(after)) for after in (1, 2, 3)] == [0, 3, 3]
+    assert [len(longer.directory.new_client_records(after)) for after in (1, 2, 3)] == [0, 3, 3]
 
 
 def test_stopped_among_their_rounds_the_run_goes_on_there(tmp_path: Path) -> None:
@@ -120,8 +121,8 @@ def test_stopped_among_their_rounds_the_run_goes_on_there(tmp_path: Path) -> Non
     found = again(tmp_path).run()
     assert asked(found, "train") == {4: {3, 4}, 5: {3, 4}}
     straight = federation(tmp_path / "straight", **NEW).run()
-    accuracies = [line["accuracy"] for line in straight.strategy.new_client_lines]
-    assert [line["accuracy"] for line in found.strategy.new_client_lines] == accuracies
+    accuracies = [line.accuracy for line in straight.strategy.new_client_rounds]
+    assert [line.accuracy for line in found.strategy.new_client_rounds] == accuracies
     assert watch.snapshot(found.directory.path, 0.0).state == "finished"
     assert asked(again(tmp_path).run(), "train") == {}, "all is done"
 
@@ -147,20 +148,20 @@ def test_a_round_of_theirs_that_ended_the_run_is_made_again(tmp_path: Path) -> N
     ended = federation(tmp_path, faults={(3, 5): raises}, **keys)
     with pytest.raises(PbflError, match="new client 3 failed"):
         ended.run()
-    assert [line["round"] for line in ended.directory.new_client_lines(2)] == [3, 4]
+    assert [record.round for record in ended.directory.new_client_records(2)] == [3, 4]
     found = again(tmp_path, failure_policy="stop").run()
     assert asked(found, "train") == {5: {3, 4}}
-    assert found.strategy.new_client_lines[-1]["columns"]["client"] == [3, 4]
+    assert found.strategy.new_client_rounds[-1].columns.client == [3, 4]
 
 
 def test_one_that_fails_is_named_and_costs_nobody_else_anything(tmp_path: Path) -> None:
     found = federation(tmp_path, faults={(3, 3): raises}, **NEW).run()
-    (failure,) = found.strategy.new_client_lines[0]["failures"]
-    (line,) = show.failure_lines([*found.strategy.history, *found.strategy.new_client_lines])
+    (failure,) = found.strategy.new_client_rounds[0].failures
+    (line,) = show.failure_lines(plain([*found.strategy.history, *found.strategy.new_client_rounds]))
     assert line.startswith("new client 3 failed in round 1 of its own: ")
-    assert failure["client"] == 3
-    assert "boom" in failure["reason"]
-    assert [line["columns"]["client"] for line in found.strategy.new_client_lines] == [[4], [3, 4], [3, 4]]
+    assert failure.client == 3
+    assert "boom" in failure.reason
+    assert [line.columns.client for line in found.strategy.new_client_rounds] == [[4], [3, 4], [3, 4]]
     with pytest.raises(
         PbflError, match=r"new client 3 failed: .*boom.*failure-policy is 'stop'\. All rounds"
     ):
@@ -177,8 +178,8 @@ def test_one_that_runs_on_another_node_by_then_is_found(tmp_path: Path) -> None:
 
     found.grid.watchers.append(restarted)
     found.run()
-    assert [line["failures"] for line in found.strategy.history + found.strategy.new_client_lines] == [[]] * 5
-    assert {len(line["columns"]["client"]) for line in found.strategy.new_client_lines} == {2}
+    assert [line.failures for line in found.strategy.history + found.strategy.new_client_rounds] == [[]] * 5
+    assert {len(line.columns.client) for line in found.strategy.new_client_rounds} == {2}
 
 
 def test_a_round_without_enough_of_the_others_ends_the_run(tmp_path: Path) -> None:
@@ -228,7 +229,7 @@ def test_tables_and_summaries_show_them(tmp_path: Path) -> None:
     theirs = replace(partition, splits=partition.splits[2:])
     skew = 100 * (theirs.majority(load_pool(found.strategy.settings.data).labels) or 0.0)
     assert f"Always predicting a new client's most frequent training class: {skew:.2f} %" in said
-    last = found.strategy.new_client_lines[-1]["accuracy"]["global"]["weighted"]
+    last = found.strategy.new_client_rounds[-1].accuracy["global"].weighted
     assert Record.load(path).newcomer_accuracy() == last
     sheet = summary_sheet(load([path]))
     assert sheet.columns[-1] == "new clients"
@@ -236,7 +237,7 @@ def test_tables_and_summaries_show_them(tmp_path: Path) -> None:
     counts = RunDirectory(path).partition_counts()
     assert counts is not None
     assert len(counts) == 4
-    traffic = [line["bytes_up"]["payload"] for line in found.strategy.history]
+    traffic = [line.bytes_up.payload for line in found.strategy.history]
     assert f"{sum(traffic) / 2 / 2 / 1e3:.1f} kB" in said, "a mean over the two that take part in the rounds"
 
 
@@ -295,6 +296,6 @@ def test_the_state_of_a_new_device_on_this_machine_is_found(tmp_path: Path) -> N
 def test_the_same_bits_in_any_order(tmp_path: Path) -> None:
     one, other = (federation(tmp_path / str(order), order=order, **NEW).run() for order in (1, 2))
     assert same_tensors(one.strategy.state.to_tensors(), other.strategy.state.to_tensors())
-    columns = [[line["columns"]["correct"] for line in run.strategy.new_client_lines] for run in (one, other)]
+    columns = [[line.columns.correct for line in run.strategy.new_client_rounds] for run in (one, other)]
     assert columns[0] == columns[1]
-    assert torch.isfinite(torch.tensor([line["test_loss"] for line in one.strategy.new_client_lines])).all()
+    assert torch.isfinite(torch.tensor([line.test_loss for line in one.strategy.new_client_rounds])).all()

@@ -144,7 +144,7 @@ def test_a_strategy_and_a_client_app_run_in_this_process(tmp_path: Path) -> None
     result = federate_app(strategy, make_client_app(tiny_data, strategy.settings))
     assert sorted(result.train_metrics_clientapp) == [1, 2]
     assert [line["failures"] for line in RunDirectory(tmp_path).rounds()] == [[], []]
-    assert strategy.history[-1]["trained"] == [*range(len(SPLITS))]
+    assert strategy.history[-1].trained == [*range(len(SPLITS))]
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from flwr.common.constant import ErrorCode
 
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.server import strategy as strategies
-from pbfl_flwr.flower.server.availability import NOT_CONNECTED
-from pbfl_flwr.flower.server.stop_conditions import RunEnded
+from pbfl_flwr.flower.server.membership import NOT_CONNECTED
+from pbfl_flwr.flower.server.stopping import RunEnded
 from pbfl_flwr.flower.server.strategy import MAX_REPEATS
 from tests.flower.inprocess import NUM_CLIENTS, Answer, Fault, federation, flower_error, raises, silent
 
@@ -55,8 +55,8 @@ def test_a_round_in_which_all_nodes_were_lost_is_asked_again_and_trained_once(
     assert found.fingerprint == whole.fingerprint
     assert [line["round"] for line in found.directory.rounds()] == [1, 2]
     said = "round repeated because too many nodes were unreachable"
-    assert [line["notes"].count(said) for line in found.strategy.history] == [1, 1]
-    assert [line["failures"] for line in found.strategy.history] == [[], []]
+    assert [line.warnings.count(said) for line in found.strategy.history] == [1, 1]
+    assert [line.failures for line in found.strategy.history] == [[], []]
 
 
 def test_who_has_joined_in_a_round_that_is_asked_again_is_written_down(tmp_path: Path) -> None:
@@ -64,12 +64,12 @@ def test_who_has_joined_in_a_round_that_is_asked_again_is_written_down(tmp_path:
 
     def joins(asked: Sequence[Message], answers: Sequence[Message]) -> None:
         if len(found.grid.sent) == 3 * NUM_CLIENTS:  # the hello, round 1 and the first try of round 2
-            assert found.strategy._availability is not None
-            found.strategy._availability.note_joined(["kitchen"])
+            assert found.strategy.membership is not None
+            found.strategy.membership.add_joined(["kitchen"])
 
     found.grid.watchers.append(joins)
-    assert found.run().strategy.history[1]["joined"] == ["kitchen"]
-    assert "client kitchen has joined the run" in found.strategy.history[1]["notes"]
+    assert found.run().strategy.history[1].joined == ["kitchen"]
+    assert "client kitchen has joined the run" in found.strategy.history[1].warnings
 
 
 def test_nodes_that_are_lost_again_and_again_end_the_run(tmp_path: Path) -> None:
@@ -99,10 +99,10 @@ def test_the_run_ends_where_nodes_do_not_come_back_in_time(
 def test_too_few_is_waited_for_enough_is_not(tmp_path: Path) -> None:
     faults: dict[tuple[int, int], Fault] = {(0, 2): while_it_lasts(1), (1, 2): raises}
     found = federation(tmp_path / "enough", faults=dict(faults), min_replies=3).run()
-    assert [f["client"] for f in found.strategy.history[1]["failures"]] == [0, 1]
+    assert [f.client for f in found.strategy.history[1].failures] == [0, 1]
     faults = {(0, 2): while_it_lasts(1), (1, 2): raises}
     found = federation(tmp_path / "few", faults=faults, min_replies=4).run()
-    assert [f["client"] for f in found.strategy.history[1]["failures"]] == [1]
+    assert [f.client for f in found.strategy.history[1].failures] == [1]
     faults = {(0, 2): while_it_lasts(1), (1, 2): raises}
     with pytest.raises(RunEnded, match="round 2: 3 valid replies, min-replies is 5"):
         federation(tmp_path / "hopeless", faults=faults, min_replies=5).run()
@@ -111,14 +111,14 @@ def test_too_few_is_waited_for_enough_is_not(tmp_path: Path) -> None:
 def test_a_client_that_answers_again_has_not_lost_its_state(tmp_path: Path) -> None:
     faults: dict[tuple[int, int], Fault] = {(client, 2): while_it_lasts(1) for client in (0, 1)}
     found = federation(tmp_path, on_disk=True, faults=faults, min_replies=4).run()
-    assert found.strategy.history[1]["trained"] == [0, 1, 2, 3, 4]
+    assert found.strategy.history[1].trained == [0, 1, 2, 3, 4]
     assert "lost its state" not in str(found.strategy.history)
 
 
 def test_a_round_that_is_asked_again_makes_classes_a_round_older_only(tmp_path: Path) -> None:
     found = federation(tmp_path, faults={**outage(2), (3, 2): silent}, min_replies=2).run()
-    assert found.strategy.history[1]["trained"] == [0, 1, 2, 4]
-    assert [line["ages"][6] for line in found.strategy.history] == [0, 1]  # client 3 alone holds it
+    assert found.strategy.history[1].trained == [0, 1, 2, 4]
+    assert [(line.ages or [])[6] for line in found.strategy.history] == [0, 1]  # client 3 alone holds it
 
 
 def test_nodes_that_were_gone_before_they_were_asked_are_waited_for(
@@ -135,7 +135,7 @@ def test_nodes_that_were_gone_before_they_were_asked_are_waited_for(
 
     monkeypatch.setattr(grid, "get_node_ids", online)
     run = found.run()
-    assert [line["trained"] for line in run.strategy.history] == [
+    assert [line.trained for line in run.strategy.history] == [
         [0, 2, 3, 4],
         [0, 1, 2, 3, 4],
         [0, 1, 2, 3, 4],
@@ -146,7 +146,7 @@ def test_nodes_that_were_gone_before_they_were_asked_are_waited_for(
 def test_who_was_only_to_be_scored_is_not_waited_for(tmp_path: Path) -> None:
     """Who trains fails by itself: that the others' nodes are lost changes nothing."""
     first = federation(tmp_path / "first", fraction_train=0.4).run()
-    training = first.strategy.history[1]["trained"]
+    training = first.strategy.history[1].trained
     faults: dict[tuple[int, int], Fault] = {(client, 2): raises for client in training}
     faults |= {(client, -1): while_it_lasts(9) for client in range(NUM_CLIENTS)}  # whenever it is only scored
     found = federation(tmp_path / "lost", fraction_train=0.4, faults=faults)
@@ -159,7 +159,7 @@ def test_a_round_that_is_asked_again_is_not_the_best_yet(tmp_path: Path) -> None
     faults: dict[tuple[int, int], Fault] = {(client, 2): while_it_lasts(1) for client in (0, 1)}
     found = federation(tmp_path, on_disk=True, faults=faults, min_replies=4, models="cnn4", keep_best=True)
     with patch.object(
-        strategies, "best_round_line", lambda history, primary_predictor: history[-1] if history else None
+        strategies, "scores_by_round", lambda history, predictor: {r.round: (False, r.round) for r in history}
     ):
         found.run()
     questions = [

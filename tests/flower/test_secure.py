@@ -22,13 +22,13 @@ from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import Report
 from pbfl_flwr.flower.secagg.legacy import LegacyMethodStrategy
 from pbfl_flwr.flower.secagg.messages import REPORT, fit_result, parameters_of
-from pbfl_flwr.flower.server.stop_conditions import RunEnded
+from pbfl_flwr.flower.server.stopping import RunEnded
 from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.payloads import Prototypes, RejectedPayload
 from pbfl_flwr.prototypes import secure_sums as sums
 from pbfl_flwr.prototypes.pipeline import Pipeline
 from pbfl_flwr.task import Task
-from tests.flower.inprocess import NUM_CLIENTS, Answer, Fault, Federation, federation, lost, raises
+from tests.flower.inprocess import NUM_CLIENTS, Answer, Fault, Federation, federation, lost, plain, raises
 from tests.flower.test_faults import only
 
 TASK = Task(num_classes=10, feature_dim=64, input_shape=(1, 16, 16))
@@ -67,10 +67,10 @@ def test_the_sum_is_right_within_quantisation(tmp_path: Path, name: str) -> None
     assert error <= 5 * sums.step(bound, 5) * factor * 1.5 + 1e-5
     assert float(expected.values.abs().max()) > 0.01
     line, other = secure.strategy.history[0], plain.strategy.history[0]
-    assert line["failures"] == []
-    assert line["trained"] == list(range(NUM_CLIENTS))
-    assert line["accuracy"]["head"] == other["accuracy"]["head"]
-    assert line["clients"]["loss.ce"] == pytest.approx(other["clients"]["loss.ce"])
+    assert line.failures == []
+    assert line.trained == list(range(NUM_CLIENTS))
+    assert line.accuracy["head"] == other.accuracy["head"]
+    assert line.client_metrics["loss.ce"] == pytest.approx(other.client_metrics["loss.ce"])
 
 
 class Wire:
@@ -124,14 +124,14 @@ def test_reports_and_bytes_are_kept(tmp_path: Path) -> None:
         tmp_path, secure_aggregation=True, fraction_train=0.8, min_class_count=4, on_disk=True
     ).run()
     line = found.strategy.history[-1]
-    assert len(line["trained"]) == 4
-    assert line["accuracy"]["head"]["clients"] == NUM_CLIENTS  # one of them only scored
-    assert any("held back" in note for note in line["notes"])
-    columns = found.strategy._client_columns
-    up = [entry["payload"] for entry in columns["bytes_up"]]
+    assert len(line.trained) == 4
+    assert line.accuracy["head"].clients == NUM_CLIENTS  # one of them only scored
+    assert any("held back" in note for note in line.warnings)
+    columns = found.directory.client_records()[-1]
+    up = [size.payload for size in columns.bytes_up]
     assert sorted(up)[0] == 0
     assert sorted(up)[1] >= 8 * (10 * 64 + 10 + 1)
-    assert all(entry["total"] > entry["ours"] > entry["payload"] for entry in columns["bytes_up"])
+    assert all(size.total > size.application > size.payload for size in columns.bytes_up)
 
 
 def test_a_client_that_falls_out_costs_its_own_table_only(tmp_path: Path) -> None:
@@ -139,9 +139,9 @@ def test_a_client_that_falls_out_costs_its_own_table_only(tmp_path: Path) -> Non
     keys: dict[str, Any] = {"secure_aggregation": True, "aggregation": "ppa", "num_server_rounds": 1}
     found = federation(tmp_path / "a", **keys, faults={(2, 1): raises}).run()
     plain = federation(tmp_path / "b", aggregation="ppa", num_server_rounds=1, faults={(2, 1): raises}).run()
-    (failure,) = found.strategy.history[0]["failures"]
-    assert failure["client"] == 2
-    assert "boom" in failure["reason"]
+    (failure,) = found.strategy.history[0].failures
+    assert failure.client == 2
+    assert "boom" in failure.reason
     torch.testing.assert_close(
         found.strategy.state.combined.values, plain.strategy.state.combined.values, atol=2e-3, rtol=1e-3
     )
@@ -175,10 +175,10 @@ def test_a_report_that_is_none_costs_its_own_client(tmp_path: Path, report: str,
         tmp_path, secure_aggregation=True, num_server_rounds=1, faults={(2, 1): answering(change)}
     ).run()
     (line,) = found.strategy.history
-    assert line["trained"] == [0, 1, 3, 4]
-    (failure,) = line["failures"]
-    assert failure["client"] == 2
-    assert failure["reason"].startswith(f"its report cannot be read: {said}")
+    assert line.trained == [0, 1, 3, 4]
+    (failure,) = line.failures
+    assert failure.client == 2
+    assert failure.reason.startswith(f"its report cannot be read: {said}")
 
 
 def without_a_key(record: ConfigRecord) -> None:
@@ -232,9 +232,11 @@ def test_an_earlier_upload_is_not_summed_again(tmp_path: Path) -> None:
     with only("stale", {(2, 2)}):
         stale = federation(tmp_path / "a", secure_aggregation=True).run()
     second = stale.strategy.history[1]
-    assert second["trained"] == [0, 1, 3, 4]
-    assert second["failures"] == [{"client": 2, "reason": "sent its upload of round 1 instead of round 2"}]
-    assert not any("lost its state" in note for note in second["notes"])
+    assert second.trained == [0, 1, 3, 4]
+    assert plain(second.failures) == [
+        {"client": 2, "reason": "sent its upload of round 1 instead of round 2"}
+    ]
+    assert not any("lost its state" in note for note in second.warnings)
 
 
 def test_the_last_scoring_is_in_clear_and_outside_the_protocol(tmp_path: Path) -> None:
@@ -257,7 +259,7 @@ def test_a_client_refuses_to_answer_in_clear(tmp_path: Path) -> None:
 
 def test_clipping_is_said(tmp_path: Path) -> None:
     found = federation(tmp_path, secure_aggregation=True, secure_range=0.01, num_server_rounds=1).run()
-    assert any("entries of uploads were clipped" in note for note in found.strategy.history[0]["notes"])
+    assert any("entries of uploads were clipped" in note for note in found.strategy.history[0].warnings)
     assert float(found.strategy.state.combined.values.abs().max()) <= 0.0101
 
 

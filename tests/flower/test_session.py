@@ -25,7 +25,7 @@ def test_every_architecture_has_its_own_layout_and_precision(
     monkeypatch.setattr(session, "_network", network)
     keys: dict[str, Any] = {"layout": "resnet4=contiguous", "precision": "cnn4=bfloat16"}
     run = federation(tmp_path, num_server_rounds=1, **keys).run()
-    assert run.strategy.history[0]["failures"] == []
+    assert run.strategy.history[0].failures == []
     assert seen == {"cnn4": ("channels-last", "bfloat16"), "resnet4": ("contiguous", "float32")}
 
 
@@ -53,7 +53,7 @@ def test_clients_begin_alike_or_each_with_its_own_weights(
         run = federation(
             tmp_path / name, num_clients=3, models="cnn4", batch_size=1, num_server_rounds=1, **keys
         ).run()
-        assert run.strategy.history[0]["failures"] == []
+        assert run.strategy.history[0].failures == []
     assert torch.equal(begun["alike"][0], begun["alike"][2])
     own = begun["own"]
     assert not any(torch.equal(own[i], own[j]) for i, j in [(0, 1), (0, 2), (1, 2)])

@@ -24,9 +24,9 @@ from pbfl_flwr.errors import LONGEST, PbflError
 from pbfl_flwr.flower.client.app import make_client_app
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import Report
-from pbfl_flwr.flower.server.handshake import checked_roster
-from pbfl_flwr.flower.server.roster import Member, Roster
-from pbfl_flwr.flower.server.stop_conditions import RunEnded
+from pbfl_flwr.flower.server.membership import checked_roster
+from pbfl_flwr.flower.server.roster import Roster, client_from_reply
+from pbfl_flwr.flower.server.stopping import RunEnded
 from pbfl_flwr.flower.server.strategy import MethodStrategy
 from pbfl_flwr.method import Method, Round, Update
 from pbfl_flwr.methods import SECTIONS
@@ -50,6 +50,7 @@ from tests.flower.inprocess import (
     hello,
     lost,
     numbers,
+    plain,
     raises,
     reply_of,
     same_tensors,
@@ -99,7 +100,6 @@ def test_prototypes_are_averaged_as_numpy_does(rule: str) -> None:
         w = np.array([n[i][held[i].index(j)] if weighted else 1.0 for i in holders])
         expected = (w[:, None] * rows).sum(0) / w.sum()
         np.testing.assert_allclose(state.broadcast.values[j].numpy(), expected, atol=1e-6)
-    assert strategy.state is state
 
 
 def test_the_two_averages_differ() -> None:
@@ -242,13 +242,13 @@ def test_poison_is_rejected_and_named_and_the_aggregate_unharmed(name: str) -> N
 
     poisoned, without = scripted(rule, wire.content(record, report)), scripted(rule, None)
 
-    (failure,) = poisoned.history[0]["failures"]
-    assert failure["client"] == 2
-    assert failure["reason"].startswith("upload rejected: ")
-    assert reason in failure["reason"]
-    assert "\n" not in failure["reason"]
-    assert poisoned.history[0]["trained"] == [0, 1, 3]
-    assert poisoned.history[0]["accuracy"] == without.history[0]["accuracy"]
+    (failure,) = poisoned.history[0].failures
+    assert failure.client == 2
+    assert failure.reason.startswith("upload rejected: ")
+    assert reason in failure.reason
+    assert "\n" not in failure.reason
+    assert poisoned.history[0].trained == [0, 1, 3]
+    assert poisoned.history[0].accuracy == without.history[0].accuracy
     assert same_tensors(poisoned.state.to_tensors(), without.state.to_tensors())
 
 
@@ -277,10 +277,10 @@ def test_a_report_that_cannot_be_is_rejected(change: dict[str, Any], reason: str
     record = Report(10, 4, 1, {"head": 2}, 0.5, metrics={"loss.ce": 1.0}).to_record()
     forged = MetricRecord({**dict(record), **change})
     strategy = scripted("mean", wire.content(wire.encode(prototypes(2, [0])), forged))
-    (failure,) = strategy.history[0]["failures"]
-    assert failure["client"] == 2
-    assert reason in failure["reason"]
-    json.dumps(strategy.history, allow_nan=False)
+    (failure,) = strategy.history[0].failures
+    assert failure.client == 2
+    assert reason in failure.reason
+    json.dumps([record.to_json() for record in strategy.history], allow_nan=False)
 
 
 @pytest.mark.parametrize(
@@ -297,8 +297,8 @@ def test_a_report_that_cannot_be_is_rejected(change: dict[str, Any], reason: str
     ],
 )
 def test_a_reply_without_its_parts_is_rejected(content: RecordDict, reason: str) -> None:
-    (failure,) = scripted("mean", content).history[0]["failures"]
-    assert failure == {"client": 2, "reason": f"upload rejected: {reason}"}
+    (failure,) = scripted("mean", content).history[0].failures
+    assert plain(failure) == {"client": 2, "reason": f"upload rejected: {reason}"}
 
 
 def test_random_replies_never_crash_the_server() -> None:
@@ -312,17 +312,17 @@ def test_random_replies_never_crash_the_server() -> None:
     strategy = strategy_of(method="fedproto", num_server_rounds=300)
     strategy.start(ScriptedGrid(TASK, answer))
 
-    failures = [failure for line in strategy.history for failure in line["failures"]]
+    failures = [failure for line in strategy.history for failure in line.failures]
     assert len(strategy.history) == 300
     assert len(failures) > 200
     for line in strategy.history:
-        assert set(line["trained"]) | {failure["client"] for failure in line["failures"]} == {0, 1, 2, 3}
+        assert set(line.trained) | {failure.client for failure in line.failures} == {0, 1, 2, 3}
     for failure in failures:
-        assert failure["client"] == 2
-        assert "\n" not in failure["reason"]
-        assert len(failure["reason"]) < 2 * LONGEST
+        assert failure.client == 2
+        assert "\n" not in failure.reason
+        assert len(failure.reason) < 2 * LONGEST
     assert torch.isfinite(strategy.state.broadcast.values).all()
-    json.dumps(strategy.history, allow_nan=False)
+    json.dumps([record.to_json() for record in strategy.history], allow_nan=False)
     # What the others sent came through in every round.
     for client in (0, 1, 3):
         expected = prototypes(client, [client]).values[client]
@@ -379,21 +379,21 @@ def _mangled(good: RecordDict, rng: random.Random) -> RecordDict:
 
 def test_a_flood_of_words_is_cut() -> None:
     strategy = _named(flower_error("line one\n" + "x" * 100_000))
-    (failure,) = strategy.history[0]["failures"]
-    assert failure["reason"].startswith("line one; xxx")
-    assert len(failure["reason"]) == LONGEST
+    (failure,) = strategy.history[0].failures
+    assert failure.reason.startswith("line one; xxx")
+    assert len(failure.reason) == LONGEST
 
 
 @pytest.mark.parametrize("reason", ["", "  \n "])
 def test_an_error_without_words_is_named_by_its_code(reason: str) -> None:
-    assert _named(flower_error(reason, code=7)).history[0]["failures"] == [
+    assert plain(_named(flower_error(reason, code=7)).history[0].failures) == [
         {"client": 2, "reason": "error code 7"}
     ]
 
 
 def test_of_a_traceback_the_last_line_is_shown() -> None:
     text = 'Traceback (most recent call last):\n  File "x.py", line 1\nValueError: the reason\n'
-    assert _named(flower_error(text)).history[0]["failures"] == [
+    assert plain(_named(flower_error(text)).history[0].failures) == [
         {"client": 2, "reason": "ValueError: the reason"}
     ]
 
@@ -429,19 +429,19 @@ def test_failing_clients_are_named_and_the_others_unharmed(tmp_path: Path) -> No
     reference = federation(tmp_path / "b", faults=quiet, **rounds).run()
 
     second, third = faulty.strategy.history[1:]
-    reasons = {failure["client"]: failure["reason"] for failure in second["failures"]}
+    reasons = {failure.client: failure.reason for failure in second.failures}
     assert set(reasons) == {2, 3, 4}
     assert reasons[4].startswith("ZeroDivisionError: boom in the middle of the round (")
     assert "client-00002.safetensors cannot be read" in reasons[2]
     assert "move it away to start afresh" in reasons[2]
     assert reasons[3].startswith("no answer within ")
-    assert second["trained"] == [0, 1]
-    assert third["trained"] == [0, 1, 3, 4]
-    assert [failure["client"] for failure in third["failures"]] == [2]
+    assert second.trained == [0, 1]
+    assert third.trained == [0, 1, 3, 4]
+    assert [failure.client for failure in third.failures] == [2]
     assert same_tensors(faulty.strategy.state.to_tensors(), reference.strategy.state.to_tensors())
     for line, expected in zip(faulty.strategy.history, reference.strategy.history, strict=True):
-        assert line["accuracy"] == expected["accuracy"]
-        assert line["clients"] == expected["clients"]
+        assert line.accuracy == expected.accuracy
+        assert line.client_metrics == expected.client_metrics
     assert file.read_bytes() == half[0], "a damaged file is not overwritten"
 
 
@@ -449,8 +449,8 @@ def test_flowers_own_errors_come_from_another_node_and_are_still_ascribed(tmp_pa
     found = federation(
         tmp_path, faults={(4, 1): flower_error("no such node")}, num_server_rounds=1, order=1
     ).run()
-    assert found.strategy.history[0]["failures"] == [{"client": 4, "reason": "no such node"}]
-    assert found.strategy.history[0]["trained"] == [0, 1, 2, 3]
+    assert plain(found.strategy.history[0].failures) == [{"client": 4, "reason": "no such node"}]
+    assert found.strategy.history[0].trained == [0, 1, 2, 3]
 
 
 def test_too_few_replies_end_the_run_with_the_reasons(tmp_path: Path) -> None:
@@ -492,12 +492,12 @@ def test_a_device_that_says_its_worker_died_ends_nobodys_run(tmp_path: Path) -> 
     nodes = [{"client-id": client} for client in range(5)]
     found = federation(tmp_path, faults={(3, 1): died}, node_configs=nodes).run()
     assert found.strategy.done == 2
-    assert [failure["client"] for failure in found.strategy.history[0]["failures"]] == [3]
+    assert [failure.client for failure in found.strategy.history[0].failures] == [3]
 
 
 def test_what_a_device_says_steers_no_terminal() -> None:
     found = _named(flower_error("\x1b[2J\x1b]0;title\x07 gone\r\x9b1A", code=2))
-    assert found.history[0]["failures"][0]["reason"] == "]0;title gone; 1A"
+    assert found.history[0].failures[0].reason == "]0;title gone; 1A"
 
 
 # Before round 1 ---------------------------------------------------------------------------------------------
@@ -521,7 +521,7 @@ def test_two_nodes_with_one_client_id_are_named(tmp_path: Path) -> None:
 def test_a_disagreement_names_both_sides(change: dict[str, Any], text: str) -> None:
     said = [{**hello(client, TASK), **(change if client == 2 else {})} for client in range(3)]
     with pytest.raises(PbflError) as error:
-        checked_roster(Member.from_reply(node, ConfigRecord(record)) for node, record in enumerate(said))
+        checked_roster(client_from_reply(node, ConfigRecord(record)) for node, record in enumerate(said))
     assert f"clients disagree on {text}" in str(error.value)
 
 
@@ -553,10 +553,10 @@ def with_formula(content: RecordDict) -> None:
     ("fault", "text"),
     [
         (silent, "1 of 5 clients: no answer within 1 s (on node "),
-        (altered(emptied), "its hello reply is empty"),
+        (altered(emptied), "its handshake reply is empty"),
         (
             altered(lambda content: wire.content(config=ConfigRecord({"client": 1}))),
-            "its hello reply lacks 'input-shape'",
+            "its handshake reply lacks 'input-shape'",
         ),
         (altered(with_formula), "architecture '=HYPERLINK(1)' is not a network name"),
         (flower_error(""), "error code 8"),
@@ -620,8 +620,8 @@ def test_an_older_round_than_the_clients_own_is_refused(tmp_path: Path) -> None:
     found = federation(tmp_path, faults={(0, 2): backwards})
     grid = found.grid
     found.run()
-    (failure,) = found.strategy.history[1]["failures"]
-    assert failure == {"client": 0, "reason": "asked for round 1, but its state is already of round 2"}
+    (failure,) = found.strategy.history[1].failures
+    assert plain(failure) == {"client": 0, "reason": "asked for round 1, but its state is already of round 2"}
 
 
 # Resuming ---------------------------------------------------------------------------------------------------
@@ -629,8 +629,8 @@ def test_an_older_round_than_the_clients_own_is_refused(tmp_path: Path) -> None:
 
 def lines(run: Federation) -> list[dict[str, Any]]:
     """Return the history on disk without what a clock or the memory says."""
-    found = run.directory.rounds()
-    return [{k: v for k, v in line.items() if k not in ("seconds", "peak_mb")} for line in found]
+    records = run.directory.round_records()
+    return [record.model_dump(exclude={"seconds", "peak_mb"}) for record in records]
 
 
 @pytest.mark.parametrize("method", ["fedproto", "fedtgp"])
@@ -643,7 +643,7 @@ def test_resumed_is_uninterrupted(tmp_path: Path, method: str) -> None:
     second = federation(tmp_path / "b", method, on_disk=True, num_server_rounds=4, resume=True, **keys).run()
     assert same_tensors(second.strategy.state.to_tensors(), whole.strategy.state.to_tensors())
     assert lines(second) == lines(whole)
-    assert second.strategy.history == second.directory.rounds()
+    assert second.strategy.history == second.directory.round_records()
 
 
 @pytest.fixture
@@ -713,7 +713,7 @@ def test_a_client_that_lost_its_state_is_named_once(tmp_path: Path, report: str)
     (one,) = (tmp_path / "run" / "clients").glob("*/client-00001.safetensors")
     one.unlink()
     found = federation(tmp_path, on_disk=True, client_report=report, num_server_rounds=3, resume=True).run()
-    notes = [[note for note in line["notes"] if "lost" in note] for line in found.strategy.history]
+    notes = [[note for note in line.warnings if "lost" in note] for line in found.strategy.history]
     assert notes == [[], ["client 1 lost its state and starts from scratch"], []]
 
 
@@ -727,7 +727,7 @@ def test_fedkd_goes_on_where_every_client_lost_its_state(tmp_path: Path) -> None
     assert same_tensors(second.strategy.state.to_tensors(), whole.strategy.state.to_tensors())
     shutil.rmtree(tmp_path / "c" / "run" / "clients")
     third = federation(tmp_path / "c", "fedkd", on_disk=True, resume=True, **keys).run()
-    assert [line["failures"] for line in third.strategy.history] == [[]] * 4
+    assert [line.failures for line in third.strategy.history] == [[]] * 4
 
 
 def test_who_is_only_scored_is_found_to_have_lost_its_state_too(tmp_path: Path) -> None:
@@ -738,7 +738,7 @@ def test_who_is_only_scored_is_found_to_have_lost_its_state_too(tmp_path: Path) 
     roster = patch.object(Roster, "sample", lambda self, *_: [0, 1])
     with roster:
         found.run()
-    notes = [[note for note in line["notes"] if "lost" in note] for line in found.strategy.history]
+    notes = [[note for note in line.warnings if "lost" in note] for line in found.strategy.history]
     assert notes == [[], ["client 0, 1, 2, 3, 4 lost its state and starts from scratch"], []]
 
 
@@ -812,15 +812,15 @@ def test_a_fraction_trains_and_the_others_are_scored(tmp_path: Path) -> None:
     ).run()
     trained = []
     for line, twin in zip(one.strategy.history, other.strategy.history, strict=True):
-        asked = kinds(one, line["round"])
+        asked = kinds(one, line.round)
         assert sorted(asked.values()) == ["evaluate"] * 3 + ["train"] * 2
-        assert line["trained"] == sorted(c for c, kind in asked.items() if kind == "train") == twin["trained"]
-        assert line["accuracy"]["head"]["clients"] == NUM_CLIENTS
-        trained.append(tuple(line["trained"]))
+        assert line.trained == sorted(c for c, kind in asked.items() if kind == "train") == twin.trained
+        assert line.accuracy["head"].clients == NUM_CLIENTS
+        trained.append(tuple(line.trained))
     assert len(set(trained)) > 1
     assert one.fingerprint == other.fingerprint
     reseeded = federation(tmp_path / "c", "local", seed=1, **keys).run()
-    assert [tuple(line["trained"]) for line in reseeded.strategy.history] != trained
+    assert [tuple(line.trained) for line in reseeded.strategy.history] != trained
 
 
 def test_no_one_else_is_scored_when_the_fraction_is_zero(tmp_path: Path) -> None:
@@ -845,18 +845,19 @@ def test_scoring_before_training_ends_with_a_last_scoring(tmp_path: Path) -> Non
     found = federation(tmp_path, "fedproto", evaluate_moment="before", on_disk=True).run()
     after = federation(tmp_path / "after", "fedproto").run()
     history = found.strategy.history
-    assert [line["accuracy_of_round"] for line in history] == [0, 1]
-    assert "final" not in history[0]
-    final = history[1]["final"]
-    assert final["failures"] == []
-    assert final["accuracy"]["head"]["clients"] == NUM_CLIENTS
+    assert [line.accuracy_of_round for line in history] == [0, 1]
+    assert history[0].final is None
+    final = history[1].final
+    assert final is not None
+    assert final.failures == []
+    assert final.accuracy["head"].clients == NUM_CLIENTS
     # Before round 1 nobody has a prototype, so only the head can be asked.
-    assert set(history[0]["accuracy"]) == {"head"}
+    assert set(history[0].accuracy) == {"head"}
     # The head's scores before round 2 are those after round 1, as are those of the end.
-    head = [line["accuracy"]["head"] for line in after.strategy.history]
-    assert [history[1]["accuracy"]["head"], final["accuracy"]["head"]] == head
+    head = [line.accuracy["head"] for line in after.strategy.history]
+    assert [history[1].accuracy["head"], final.accuracy["head"]] == head
     assert [kind for _, number, kind in found.grid.asked if number == 2] == ["train"] * 5 + ["evaluate"] * 5
-    assert lines(found)[1]["final"] == final
+    assert lines(found)[1]["final"] == final.model_dump()
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -882,7 +883,7 @@ def test_whom_the_server_waits_for_stands_beside_the_run_only_meanwhile(tmp_path
         pytest.raises(RunEnded) if fails else nullcontext(),
     ):
         found.run()
-    assert before == {"hello": "", "1": "", "2": ""}
+    assert before == {"handshake": "", "1": "", "2": ""}
     assert found.directory.waiting() == ""
 
 
@@ -1030,8 +1031,9 @@ def test_it_is_a_flower_strategy_and_its_bytes_are_counted(tmp_path: Path) -> No
     found.run()
     line = found.strategy.history[0]
     for way in ("up", "down"):
-        assert line[f"bytes_{way}"]["payload"] == sum(size for name, size in seen if name == way)
-        assert line[f"bytes_{way}"]["payload"] < line[f"bytes_{way}"]["ours"] < line[f"bytes_{way}"]["total"]
+        size = getattr(line, f"bytes_{way}")
+        assert size.payload == sum(bytes_ for name, bytes_ in seen if name == way)
+        assert size.payload < size.application < size.total
     held = [
         3,
         0,
@@ -1039,21 +1041,21 @@ def test_it_is_a_flower_strategy_and_its_bytes_are_counted(tmp_path: Path) -> No
         1,
         4,
     ]  # classes of the five clients' training samples; client 1 has one sample, held back
-    assert line["scalars"] == {"up": sum(held) * 64, "down": 0}
+    assert plain(line.scalars) == {"up": sum(held) * 64, "down": 0}
 
 
 def test_lost_replies_do_not_lose_the_clients_work(tmp_path: Path) -> None:
     found = federation(tmp_path, faults={(0, 1): lost}).run()
-    assert found.strategy.history[0]["trained"] == [1, 2, 3, 4]
-    assert found.strategy.history[1]["trained"] == [0, 1, 2, 3, 4]
-    assert found.strategy._client_columns["participations"] == [2, 2, 2, 2, 2]
+    assert found.strategy.history[0].trained == [1, 2, 3, 4]
+    assert found.strategy.history[1].trained == [0, 1, 2, 3, 4]
+    assert found.strategy._participations == dict.fromkeys(range(5), 2)
 
 
 def test_an_upload_through_the_clientapp_is_replaced_and_rejected(tmp_path: Path) -> None:
     fault = upload({"labels": LABELS, "rows": torch.full((2, 64), float("nan"))})
     poisoned = federation(tmp_path / "a", faults={(4, 1): fault, (4, 2): silent}).run()
     without = federation(tmp_path / "b", faults={(4, 1): silent, (4, 2): silent}).run()
-    assert poisoned.strategy.history[0]["failures"] == [
+    assert plain(poisoned.strategy.history[0].failures) == [
         {"client": 4, "reason": "upload rejected: 'rows' holds NaN or infinity"}
     ]
     assert same_tensors(poisoned.strategy.state.to_tensors(), without.strategy.state.to_tensors())
@@ -1070,10 +1072,10 @@ def test_a_fault_of_the_methods_own_check_costs_one_upload_only() -> None:
 
     with patch.object(Pipeline, "validate", faulty):
         strategy = scripted("mean", reply_of(prototypes(2, [1])))
-    (failure,) = strategy.history[0]["failures"]
-    assert failure["client"] == 0
-    assert failure["reason"].startswith("upload rejected: KeyError: 'no such\\nthing' (test_strategy.py:")
-    assert strategy.history[0]["trained"] == [1, 2, 3]
+    (failure,) = strategy.history[0].failures
+    assert failure.client == 0
+    assert failure.reason.startswith("upload rejected: KeyError: 'no such\\nthing' (test_strategy.py:")
+    assert strategy.history[0].trained == [1, 2, 3]
 
 
 def test_a_strategy_that_cannot_be_made_says_why_in_an_empty_directory_alone(tmp_path: Path) -> None:
@@ -1113,7 +1115,7 @@ def test_a_configuration_that_is_refused_is_written_down_where_the_run_was_to_be
 
 def test_a_client_that_diverges_says_what_helps(tmp_path: Path) -> None:
     line = federation(tmp_path, learning_rate=1e30).run().strategy.history[0]
-    reason = {failure["client"]: failure["reason"] for failure in line["failures"]}[0]
+    reason = {failure.client: failure.reason for failure in line.failures}[0]
     assert re.fullmatch(r"loss term 'ce' is not finite after \d+ steps; lower learning-rate, .*", reason)
 
 
@@ -1125,7 +1127,7 @@ def test_a_precision_that_a_network_cannot_have_is_refused_before_round_1(tmp_pa
         run.run()
     assert run.strategy.history == []
     whole = federation(tmp_path / "float32", models="tests.methods.tiny_nets:Plain", num_clients=2).run()
-    assert [line["failures"] for line in whole.strategy.history] == [[], []]
+    assert [line.failures for line in whole.strategy.history] == [[], []]
 
 
 def test_a_strategy_that_has_made_its_rounds_says_so_and_makes_more_if_asked(
@@ -1134,6 +1136,20 @@ def test_a_strategy_that_has_made_its_rounds_says_so_and_makes_more_if_asked(
     run = federation(tmp_path, num_server_rounds=1).run()
     assert "nothing to do" not in caplog.text
     run.strategy.start(run.grid)
-    assert "nothing to do: 1 of 1 rounds are already finished" in caplog.text
+    assert "nothing to do: 1 of 1 rounds are finished" in caplog.text
     run.strategy.start(run.grid, num_rounds=2)
-    assert [line["round"] for line in run.strategy.history] == [1, 2]
+    assert [line.round for line in run.strategy.history] == [1, 2]
+
+
+def test_flowers_own_loop_over_the_hooks_gives_the_same_bits(tmp_path: Path) -> None:
+    ours = federation(tmp_path / "ours", on_disk=True).run()
+    hooks = federation(tmp_path / "hooks", on_disk=True)
+    Strategy.start(hooks.strategy, hooks.grid, ArrayRecord(), num_rounds=2)
+    assert hooks.fingerprint == ours.fingerprint
+    assert hooks.directory.round_records() == hooks.strategy.history
+
+
+def test_the_hooks_refuse_secure_aggregation(tmp_path: Path) -> None:
+    fed = federation(tmp_path, secure_aggregation=True)
+    with pytest.raises(PbflError, match=r"must be started by MethodStrategy\.start"):
+        fed.strategy.configure_train(1, ArrayRecord(), ConfigRecord(), fed.grid)

@@ -33,7 +33,7 @@ def test_noisy_uploads_of_every_method(tmp_path: Path, method: str, unit: str) -
     if method == "fedtgp":
         keys |= {"fedtgp.server-epochs": 2}
     found = federation(tmp_path, method, on_disk=True, **keys).run()
-    assert [line["failures"] for line in found.strategy.history] == [[], []]
+    assert [line.failures for line in found.strategy.history] == [[], []]
     lines = [json.loads(line) for line in (tmp_path / "run" / "clients.jsonl").read_text().splitlines()]
     for releases, line in enumerate(lines, start=1):
         assert [m["epsilon"] for m in line["metrics"]] == [epsilon_of(2.0, releases, 1e-5)] * NUM_CLIENTS
@@ -49,38 +49,38 @@ def test_dense_uploads_give_the_same_sum(tmp_path: Path, rule: str) -> None:
     dense = federation(tmp_path / "dense", **keys, dense_uploads=True).run().strategy
     assert torch.equal(dense.state.broadcast.values, sparse.state.broadcast.values)
     assert torch.equal(dense.state.broadcast.present, sparse.state.broadcast.present)
-    assert dense.history[0]["scalars"]["up"] == NUM_CLIENTS * 10 * 64
+    assert dense.history[0].scalars.up == NUM_CLIENTS * 10 * 64
 
 
 def test_dense_noise_covers_who_holds_what(tmp_path: Path) -> None:
     found = federation(tmp_path, **SUMS, **NOISE, dense_uploads=True).run().strategy
     assert bool(found.state.broadcast.present.all())
-    assert found.history[1]["failures"] == []
+    assert found.history[1].failures == []
 
 
 def test_small_classes_are_held_back_and_said(tmp_path: Path) -> None:
     found = federation(tmp_path, min_class_count=4).run().strategy
     # of SPLITS: client 1 has one class of 1, client 2 one of 3, client 4 one of 2
-    assert found.history[0]["notes"] == [
+    assert found.history[0].warnings == [
         "classes held back for having fewer samples than min-class-count: 3, on 3 of 5 clients",
         "made no training step, too few samples (batch-size, drop-last; BatchNorm needs two): client 1",
     ]
-    assert found.history[0]["scalars"]["up"] == (3 + 0 + 3 + 1 + 3) * 64
+    assert found.history[0].scalars.up == (3 + 0 + 3 + 1 + 3) * 64
     # Their owners still predict with them.
-    assert found.history[1]["accuracy"]["local"]["clients"] == NUM_CLIENTS
+    assert found.history[1].accuracy["local"].clients == NUM_CLIENTS
 
 
 def test_a_run_in_which_everything_is_held_back_goes_on(tmp_path: Path) -> None:
     for method in ("fedproto", "fedtgp", "protonorm", "fedgh"):
         found = federation(tmp_path / method, method, min_class_count=1000).run().strategy
-        assert [line["failures"] for line in found.history] == [[], []]
-        assert "global" not in found.history[1]["accuracy"]
+        assert [line.failures for line in found.history] == [[], []]
+        assert "global" not in found.history[1].accuracy
 
 
 def test_the_reference_protocols_send_everything(tmp_path: Path) -> None:
     found = federation(tmp_path, protocol="htfl").run().strategy
     # client 1 has one sample, which is no batch of the reference's loader
-    assert found.history[0]["notes"] == [
+    assert found.history[0].warnings == [
         "made no training step, too few samples (batch-size, drop-last; BatchNorm needs two): client 1"
     ]
 
@@ -120,7 +120,7 @@ def test_a_silent_client_says_nothing_of_its_samples(tmp_path: Path) -> None:
     found = (
         federation(tmp_path, client_report="none", fraction_train=0.6, on_disk=True, **NOISE).run().strategy
     )
-    assert [line["failures"] for line in found.history] == [[], []]
+    assert [line.failures for line in found.history] == [[], []]
     lines = [json.loads(line) for line in (tmp_path / "run" / "clients.jsonl").read_text().splitlines()]
     for line in lines:
         assert set(line["num_train"]) == set(line["num_test"]) == {0}
@@ -129,7 +129,7 @@ def test_a_silent_client_says_nothing_of_its_samples(tmp_path: Path) -> None:
         assert all(set(metrics) <= {"epsilon"} for metrics in line["metrics"])
         assert all(seconds == [0.0] * 5 for seconds in line["seconds"])
     assert found.roster is not None
-    assert {member.num_train for member in found.roster.members.values()} == {0}
+    assert {member.num_train for member in found.roster.clients.values()} == {0}
 
 
 @pytest.mark.parametrize("secure", [False, True])
@@ -147,10 +147,10 @@ def test_an_upload_without_bounds_is_refused_where_it_is_made(
 
     monkeypatch.setattr(Pipeline, "local_update", explodes)
     found = federation(tmp_path, on_disk=True, secure_aggregation=secure).run()
-    (failure,) = found.strategy.history[1]["failures"]
-    assert failure["client"] == 3
-    assert "its upload would be rejected: 'rows' holds" in failure["reason"]
-    assert failure["reason"].endswith(
+    (failure,) = found.strategy.history[1].failures
+    assert failure.client == 3
+    assert "its upload would be rejected: 'rows' holds" in failure.reason
+    assert failure.reason.endswith(
         "; lower learning-rate, or set max-grad-norm, or collect = 'trajectory' with BatchNorm"
     )
     (file,) = (tmp_path / "run").rglob("client-00003.safetensors")

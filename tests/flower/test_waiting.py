@@ -15,10 +15,10 @@ from flwr.superlink.grid.inmemory_grid import InMemoryGrid
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import Report
-from pbfl_flwr.flower.server import waiting
-from pbfl_flwr.flower.server.handshake import wait_for_nodes
+from pbfl_flwr.flower.server import grid as waiting
+from pbfl_flwr.flower.server.grid import PollingGrid, poll, polling
+from pbfl_flwr.flower.server.membership import wait_for_nodes
 from pbfl_flwr.flower.server.roster import Roster
-from pbfl_flwr.flower.server.waiting import PollingGrid, poll, polling
 from tests.flower.inprocess import LocalGrid
 
 

@@ -328,12 +328,12 @@ def test_what_we_add_is_under_three_percent_of_the_rows(record_property: Any) ->
         message = Message(content, dst_node_id=2**62, message_type="train", group_id="999")
         message.metadata.__dict__["_message_id"] = "0" * 64
         traffic = weigh(message)
-        beside = traffic.ours - rows
-        flowers = traffic.total - traffic.ours
+        beside = traffic.application - rows
+        flowers = traffic.total - traffic.application
         print(f"{way}: {beside} bytes of ours beside {rows} ({beside / rows:.2%}), {flowers} of Flower's")
         record_property(f"{way}-beside", beside)
         assert 0 < beside < 0.03 * rows
-        assert traffic.payload < traffic.ours < traffic.total
+        assert traffic.payload < traffic.application < traffic.total
         assert flowers < 2_500, "Flower's own objects are reported beside ours"
 
 
@@ -341,7 +341,7 @@ def test_bytes_add_up() -> None:
     assert Traffic(1, 2, 3) + Traffic(10, 20, 30) == Traffic(11, 22, 33)
     message = Message(wire.content(encode(table())), dst_node_id=1, message_type="train")
     found = weigh(message)
-    assert found.payload == found.ours == len(GOOD)
+    assert found.payload == found.application == len(GOOD)
     assert found == weigh(message)
 
 

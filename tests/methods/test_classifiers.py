@@ -1,6 +1,5 @@
 """Every method with classifiers of its clients' own depths: it runs, or says before round 1 why it does not."""
 
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -37,9 +36,9 @@ def test_every_method_runs_with_deeper_classifiers_or_refuses(
         return
     fed.run()
     for line in fed.strategy.history:
-        assert line["failures"] == []
-        assert all(math.isfinite(value) for value in line["clients"].values())
-        assert line["accuracy"]
+        assert line.failures == []
+        assert all(value is not None for value in line.client_metrics.values())
+        assert line.accuracy
 
 
 @pytest.mark.parametrize("method", ["fedper", "fedrep", "fedcpd"])

@@ -114,10 +114,10 @@ def played(any_method: str, tmp_path_factory: pytest.TempPathFactory) -> Played:
 
 def test_every_client_takes_part_in_every_round(played: Played) -> None:
     for line in played.federation.strategy.history:
-        assert line["failures"] == []
-        assert line["trained"] == list(range(NUM_CLIENTS))
-        assert all(math.isfinite(value) for value in line["clients"].values())
-        assert line["accuracy"], "no predictor was scored"
+        assert line.failures == []
+        assert line.trained == list(range(NUM_CLIENTS))
+        assert all(value is not None for value in line.client_metrics.values())
+        assert line.accuracy, "no predictor was scored"
 
 
 def test_scores_are_finite_and_of_shape_b_by_k(played: Played) -> None:
@@ -129,7 +129,7 @@ def test_scores_are_finite_and_of_shape_b_by_k(played: Played) -> None:
         assert torch.isfinite(scores).all(), (client, name)
     primary_predictor = played.federation.strategy.primary_predictor
     assert primary_predictor in played.federation.strategy.method.predicts
-    assert primary_predictor in played.federation.strategy.history[-1]["accuracy"]
+    assert primary_predictor in played.federation.strategy.history[-1].accuracy
 
 
 def test_everything_that_stays_and_travels_is_finite(played: Played) -> None:
@@ -207,7 +207,7 @@ def _through_a_file(state: Payload, directory: Path) -> dict[str, Tensor]:
 def test_the_papers_cost_is_a_number(played: Played) -> None:
     roster = played.federation.strategy.roster
     assert roster is not None
-    parameters = [member.parameters for member in roster.members.values()]
+    parameters = [member.parameters for member in roster.clients.values()]
     cost = played.method.paper_scalars(roster.task, [3, 1, 4, 1, 4], parameters)
     assert cost is not None
     assert math.isfinite(cost)
@@ -225,11 +225,11 @@ def test_a_client_that_fails_harms_nobody(played: Played, tmp_path: Path) -> Non
         tmp_path, played.name, strategy=Recorder, faults={(2, 1): raises}, num_server_rounds=1
     ).run()
     (line,) = faulty.strategy.history
-    assert line["trained"] == [0, 1, 3, 4]
-    (failure,) = line["failures"]
-    assert failure["client"] == 2
-    assert "boom" in failure["reason"]
-    assert "\n" not in failure["reason"]
+    assert line.trained == [0, 1, 3, 4]
+    (failure,) = line.failures
+    assert failure.client == 2
+    assert "boom" in failure.reason
+    assert "\n" not in failure.reason
     expected, found = played.aggregations[0].uploads, faulty.strategy.__dict__["aggregations"][0].uploads
     for client in (0, 1, 3, 4):
         assert same_tensors(found[client].to_tensors(), expected[client].to_tensors())

@@ -92,8 +92,8 @@ def test_feddyn_remembers_its_gradient(make_client):
 
 def test_a_run(tmp_path):
     history = federation(tmp_path, "feddyn:build", method_settings="alpha=0.2").run().strategy.history
-    assert [line["failures"] for line in history] == [[], []]
-    assert history[-1]["clients"]["loss.prox"] > 0
+    assert [line.failures for line in history] == [[], []]
+    assert (history[-1].client_metrics["loss.prox"] or 0) > 0
 
 
 def test_cosproto_by_hand():
@@ -111,10 +111,10 @@ def test_cosproto_by_hand():
 def test_a_run_of_cosproto(tmp_path):
     keys: dict[str, Any] = {"method_settings": "weight=2.0", "num_server_rounds": 2}
     history = federation(tmp_path, "cosproto:build", **keys).run().strategy.history
-    assert [line["failures"] for line in history] == [[], []]
-    assert history[0]["clients"]["loss.regularizer"] == 0
-    assert 0 < history[1]["clients"]["loss.regularizer"] < 4
-    assert "global" in history[1]["accuracy"]
+    assert [line.failures for line in history] == [[], []]
+    assert history[0].client_metrics["loss.regularizer"] == 0
+    assert 0 < (history[1].client_metrics["loss.regularizer"] or 0) < 4
+    assert "global" in history[1].accuracy
 
 
 def test_a_breakpoint_without_a_terminal_is_said(tmp_path, monkeypatch):

@@ -45,7 +45,7 @@ def alike(tmp_path: Path, method: str, keys: dict[str, Any], **how: Any) -> None
     before = OnCard.operations
     with card(), patch.object(session, "choose_device", lambda wanted: CUDA):
         on_card = federation(tmp_path / "card", method, num_clients=3, **how, **keys).run()
-    assert [line["failures"] for line in on_card.strategy.history] == [[], []]
+    assert [line.failures for line in on_card.strategy.history] == [[], []]
     assert on_card.fingerprint == on_cpu.fingerprint
     assert OnCard.operations > before + 100, "it was trained elsewhere"
 
@@ -68,10 +68,12 @@ def on_a_real_card(tmp_path: Path, name: str, **keys: Scalar) -> dict[str, float
         "device": "cuda",
     }
     run = federation(tmp_path, name, **config).run()
-    assert [line["failures"] for line in run.strategy.history] == [[], []]
-    assert run.strategy.history[-1]["accuracy"]["head"]["clients"] > 0
+    assert [line.failures for line in run.strategy.history] == [[], []]
+    assert run.strategy.history[-1].accuracy["head"].clients > 0
     return {
-        key: value for key, value in run.strategy.history[-1]["clients"].items() if key.startswith("loss.")
+        key: value
+        for key, value in run.strategy.history[-1].client_metrics.items()
+        if key.startswith("loss.") and value is not None
     }
 
 
@@ -106,7 +108,7 @@ def test_the_memory_of_a_real_card_does_not_grow_from_round_to_round(tmp_path: P
     keys: dict[str, Any] = {"batch-size": 3, "num-clients": 2, "num-server-rounds": 6, "models": "cnn2"}
     with patch.object(client, "state_after_round", kept):
         run = federation(tmp_path, "fedproto", **keys, device="cuda").run()
-    assert not any(line["failures"] for line in run.strategy.history)
+    assert not any(line.failures for line in run.strategy.history)
     assert held[6] == pytest.approx(held[3], rel=0.01, abs=2**16)
 
 

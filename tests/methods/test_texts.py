@@ -59,8 +59,8 @@ def test_two_rounds_on_texts(name: str, model: str, tmp_path: Path) -> None:
             federation(tmp_path / "refused", name, data=texts, **keys).run()
         keys["fedcpd.distill-weight"] = 0.0
     run = federation(tmp_path, name, data=texts, **keys, **MORE.get(name, {})).run()
-    assert [line["failures"] for line in run.strategy.history] == [[], []]
-    assert [line["trained"] for line in run.strategy.history] == [[0, 1], [0, 1]]
+    assert [line.failures for line in run.strategy.history] == [[], []]
+    assert [line.trained for line in run.strategy.history] == [[0, 1], [0, 1]]
 
 
 @pytest.mark.parametrize("model", ["text-logistic", *sorted(WITHOUT_MAPS)])

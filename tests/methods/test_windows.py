@@ -41,5 +41,5 @@ def test_two_rounds_on_windows(name: str, tmp_path: Path) -> None:
         "feature-dim": 8,
     }
     run = federation(tmp_path, name, data=windows, **{**keys, **MORE.get(name, {})}).run()
-    assert [line["failures"] for line in run.strategy.history] == [[], []]
-    assert [line["trained"] for line in run.strategy.history] == [[*range(keys["num-clients"])]] * 2
+    assert [line.failures for line in run.strategy.history] == [[], []]
+    assert [line.trained for line in run.strategy.history] == [[*range(keys["num-clients"])]] * 2

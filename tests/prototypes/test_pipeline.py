@@ -26,7 +26,7 @@ from pbfl_flwr.prototypes.pipeline import Pipeline
 from pbfl_flwr.prototypes.stages import Stages
 from pbfl_flwr.prototypes.trainable import train_prototypes
 from pbfl_flwr.task import Task
-from tests.flower.inprocess import federation
+from tests.flower.inprocess import federation, plain
 
 TASK = Task(num_classes=4, feature_dim=8, input_shape=(1, 16, 16))
 HELD = {0: [0, 1], 1: [1, 2], 2: [1, 3]}
@@ -106,23 +106,23 @@ def test_every_combination_runs(tmp_path: Path, base: str, cps: bool, ppa: bool,
         keys["fedtgp.server-epochs"] = 3
     found = federation(tmp_path, base, num_clients=3, **keys).run()
     history, state = found.strategy.history, found.strategy.state
-    assert [line["failures"] for line in history] == [[], []]
-    assert history[1]["clients"]["loss.regularizer"] > 0
-    assert "loss.regularizer" not in history[0]["clients"]
+    assert [line.failures for line in history] == [[], []]
+    assert (history[1].client_metrics["loss.regularizer"] or 0) > 0
+    assert "loss.regularizer" not in history[0].client_metrics
     width = 16 if cps else 64
     held = [3, 1, 4]  # classes 0, 1, 2; 0; 1, 3, 4, 5
     assert state.broadcast.values.shape == (10, width)
     assert state.broadcast.present.tolist() == [True] * 6 + [False] * 4
-    assert history[1]["scalars"] == {"up": sum(held) * width, "down": 3 * 6 * width}
+    assert plain(history[1].scalars) == {"up": sum(held) * width, "down": 3 * 6 * width}
     assert (state.broadcast.num_examples is None) or ppa
-    assert ("server-loss" in history[1]["server"]) == (base == "fedtgp")
+    assert ("server-loss" in history[1].server_metrics) == (base == "fedtgp")
 
 
 @pytest.mark.parametrize("base", ["fedproto", "fedtgp"])
 def test_tinyproto_on_both_bases(tmp_path: Path, base: str) -> None:
     keys: dict[str, Any] = {"tinyproto.base": base, "tinyproto.server-epochs": 3, "cps_dim": 16}
     found = federation(tmp_path, "tinyproto", num_clients=3, **keys).run()
-    assert [line["failures"] for line in found.strategy.history] == [[], []]
+    assert [line.failures for line in found.strategy.history] == [[], []]
     assert found.strategy.primary_predictor == "local"
     assert (found.strategy.state.trained is not None) == (base == "fedtgp")
 

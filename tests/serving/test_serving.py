@@ -409,7 +409,7 @@ def test_what_no_card_can_hold_costs_no_round(tmp_path: Path, caplog: pytest.Log
     fed = federation(
         tmp_path, data=five_axes, on_disk=True, num_clients=2, models="mlp5", feature_dim=8
     ).run()
-    assert [(line["trained"], line["failures"]) for line in fed.strategy.history] == [([0, 1], [])] * 2
+    assert [(line.trained, line.failures) for line in fed.strategy.history] == [([0, 1], [])] * 2
     said = [each for each in caplog.messages if "exported" in each]
     assert len(said) == 4
     assert "client 0: its model of this round cannot be exported (input_shape: Tuple should have" in said[0]

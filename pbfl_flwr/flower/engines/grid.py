@@ -36,9 +36,16 @@ from pbfl_flwr.flower.deploy.superlink import LOG
 from pbfl_flwr.flower.engines.executors import WorkerPool, WorkerSpec, check_not_importing
 from pbfl_flwr.flower.engines.placement import Machine, Resources, places
 from pbfl_flwr.flower.server.app import serve
-from pbfl_flwr.flower.server.scheduling import LongestFirst
+from pbfl_flwr.flower.server.grid import (
+    MAX_INTERVAL,
+    LongestFirst,
+    NodeLabel,
+    OnWait,
+    ignore,
+    poll,
+    waiting_line,
+)
 from pbfl_flwr.flower.server.strategy import MethodStrategy
-from pbfl_flwr.flower.server.waiting import MAX_INTERVAL, NodeLabel, OnWait, ignore, poll, waiting_line
 from pbfl_flwr.runs.locks import claim, lock_of
 
 RUN_ID = FIRST_NODE = 2**62  # as large as Flower's own, so that messages have the same size

@@ -29,16 +29,18 @@ class Traffic:
 
     Attributes:
         payload: the encoded payload.
-        ours: payload, report and configuration, as encoded.
+        application: payload, report and configuration, as encoded.
         total: all of Flower's objects for this message, before transport headers and encryption.
     """
 
     payload: int = 0
-    ours: int = 0
+    application: int = 0
     total: int = 0
 
     def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(self.payload + other.payload, self.ours + other.ours, self.total + other.total)
+        return Traffic(
+            self.payload + other.payload, self.application + other.application, self.total + other.total
+        )
 
 
 def weigh(message: Message) -> Traffic:

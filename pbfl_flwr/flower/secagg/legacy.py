@@ -42,8 +42,8 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import Report, classes_counted
 from pbfl_flwr.flower.secagg.messages import parameters_of, payload_of, report_of, summing
-from pbfl_flwr.flower.server.replies import rejection_reason
-from pbfl_flwr.flower.server.round_records import summarise_accuracy
+from pbfl_flwr.flower.server.exchange import rejection_reason
+from pbfl_flwr.flower.server.rounds import summarise_accuracy
 from pbfl_flwr.method import Method, Round
 from pbfl_flwr.methods import build_method
 from pbfl_flwr.payloads import Payload, Prototypes
@@ -192,7 +192,7 @@ class LegacyMethodStrategy(TrainingOnly):
         at = Round(server_round, self.task, self.settings.run.num_clients, self.settings.run.seed)
         self.state = self.method.aggregate(self.state, uploads, at)
         accuracy = summarise_accuracy(dict(enumerate(self.reports.values())))
-        metrics = {f"accuracy-{name}": found["weighted"] for name, found in accuracy.items()}
+        metrics = {f"accuracy-{name}": of.weighted for name, of in accuracy.items()}
         return self._broadcast(), {**metrics, **failed}
 
     def _upload_of(self, result: FitRes) -> Payload:

@@ -47,7 +47,7 @@ from pbfl_flwr.flower.messages.report import Report, classes_counted
 from pbfl_flwr.flower.messages.traffic import Traffic, weigh
 from pbfl_flwr.flower.secagg.legacy import TrainingOnly, summed, workflow_of
 from pbfl_flwr.flower.secagg.messages import parameters_of, report_of, summing
-from pbfl_flwr.flower.server.replies import Outcome, Phase, error_reason, read, rejection_reason
+from pbfl_flwr.flower.server.exchange import Outcome, Phase, error_reason, read, rejection_reason
 from pbfl_flwr.method import Method
 from pbfl_flwr.payloads import Payload
 from pbfl_flwr.task import Task
@@ -100,7 +100,7 @@ class SecureRounds:
     def read(
         self, replies: list[Message], phase: Phase, state: Payload, task: Task, max_bytes: int
     ) -> Outcome:
-        """Return the result of a phase; the arguments are those of :func:`~pbfl_flwr.flower.server.replies.read`.
+        """Return the result of a phase; the arguments are those of :func:`~pbfl_flwr.flower.server.exchange.read`.
 
         Each client whose upload is in the sum has the same upload, which represents the sum.
 

@@ -1,9 +1,9 @@
-"""Writes a run's configuration, rounds, checkpoints and best state to its directory and to the sinks."""
+"""Writes a run's configuration, rounds, checkpoints and best state to its directory, to the sinks and to the log."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
@@ -13,17 +13,21 @@ from flwr.common import log
 from pbfl_flwr.config import Settings
 from pbfl_flwr.data import check_data, load_pool
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower.server.early_stopping import Score, score_of
-from pbfl_flwr.flower.server.roster import Member
-from pbfl_flwr.methods import build_method
+from pbfl_flwr.flower.server.rounds import Exchange, FinishedRound
+from pbfl_flwr.method import Method
+from pbfl_flwr.methods import build_method, privacy_notes
 from pbfl_flwr.payloads import Payload
 from pbfl_flwr.prototypes.attacks import malicious
 from pbfl_flwr.runs import checkpoint
-from pbfl_flwr.runs.directory import OTHER_CONFIGURATION, PartitionFacts, RunDirectory, RunRefused
+from pbfl_flwr.runs.directory import OTHER_CONFIGURATION, RunDirectory, RunRefused
+from pbfl_flwr.runs.early_stopping import Score, score_of
+from pbfl_flwr.runs.records import ClientRecord, NewClientsRecord, PartitionRecord, RoundRecord, RunRecord
 from pbfl_flwr.runs.result_hash import result_hash
 from pbfl_flwr.sinks import Sinks
 from pbfl_flwr.task import Task
 from pbfl_flwr.util.atomic_files import UnsavedState, flush_directory
+
+# Files ------------------------------------------------------------------------------------------------------
 
 
 class Recorder:
@@ -36,7 +40,7 @@ class Recorder:
     """
 
     def __init__(self, run: RunDirectory, settings: Settings, primary_predictor: str) -> None:
-        self.run, self._settings, self._headline = run, settings, primary_predictor
+        self.run, self._settings, self._primary_predictor = run, settings, primary_predictor
         self._fingerprint = settings.fingerprint()
         self._best: Score = (False, -1.0)
         self._last_round = settings.run.num_server_rounds
@@ -44,7 +48,7 @@ class Recorder:
         self._sinks: Sinks | None = None
         self._warnings: list[str] = []
 
-    def previous(self) -> dict[str, Any] | None:
+    def previous(self) -> RunRecord | None:
         """Return run.json of the run to resume, None for a new run; the directory then belongs to this run.
 
         Raises:
@@ -55,52 +59,62 @@ class Recorder:
             self.run.check_new()
             self.run.clear_error()
             return None
-        about = self.run.read()
-        self._experiment = str(about["experiment"])
+        previous = self.run.record()
+        self._experiment = previous.experiment
         self.run.check_states()
         # The checkpoint is checked as well, but clients may have trained before the first one was written.
-        if not str(about["experiment"]).startswith(f"{self._fingerprint}-"):
+        if not previous.experiment.startswith(f"{self._fingerprint}-"):
             raise RunRefused(OTHER_CONFIGURATION.format(self.run.path))
-        state_dir, previous = self._settings.run.state_dir, about["configuration"].get("state-dir", "")
-        if state_dir != previous:  # not part of the fingerprint, but clients would not find their state
+        state_dir, previous_dir = self._settings.run.state_dir, previous.configuration.get("state-dir", "")
+        if state_dir != previous_dir:  # not part of the fingerprint, but clients would not find their state
             raise RunRefused(
-                f"state-dir = '{state_dir}': run-dir = '{self.run.path}' was made with '{previous}', which holds its "
-                "clients' state"
+                f"state-dir = '{state_dir}': run-dir = '{self.run.path}' was made with '{previous_dir}', which holds "
+                "its clients' state"
             )
         self.run.clear_error()
-        return about
+        return previous
 
-    def begin(self, facts: Mapping[str, Any], members: Iterable[Member]) -> None:
+    def begin(self, experiment: str, moment: str, clients: Iterable[ClientRecord]) -> None:
         """Write a new run's files before its first round, run.json last; in a simulation also the partition.
+
+        Args:
+            experiment: the name under which clients keep their state.
+            moment: when clients are scored.
+            clients: all clients.
 
         Raises:
             PbflError: if the directory already holds a run, or a sink cannot be opened.
         """
-        clients = list(members)
-        malicious_clients = malicious(self._settings)
-        attack = {"malicious": list(malicious_clients)} if malicious_clients else {}
+        members = list(clients)
         self.run.check_new()
-        if all(member.simulated and member.configured_data for member in clients):
-            self.run.write_partition(_partition_facts(self._settings, clients))
-        self._experiment = str(facts["experiment"])
-        self.run.start(self._settings.as_dict(), {**facts, **attack, "clients": _entries(clients)})
+        if all(client.simulated and client.configured_data for client in members):
+            self.run.write_partition(_partition_record(self._settings, members))
+        self._experiment = experiment
+        self.run.start(
+            configuration=self._settings.as_dict(),
+            experiment=experiment,
+            primary_predictor=self._primary_predictor,
+            moment=moment,
+            clients=members,
+            malicious=list(malicious(self._settings)),
+        )
         self._open_sinks()
 
-    def joined(self, members: Iterable[Member], labels: Sequence[str]) -> None:
+    def joined(self, clients: Iterable[ClientRecord], labels: Sequence[str]) -> None:
         """Write the new list of clients, before the joined clients get a message.
 
         Args:
-            members: all clients.
+            clients: all clients.
             labels: of the clients that have just joined.
 
         Raises:
             UnsavedState: if writing fails.
         """
-        self.run.update_clients(_entries(members), labels)
+        self.run.update_clients(list(clients), labels)
 
     def resume(
         self, kind: type[Payload], task: Task, num_rounds: int
-    ) -> tuple[Payload, int, list[dict[str, Any]]] | None:
+    ) -> tuple[Payload, int, list[RoundRecord]] | None:
         """Return (state, finished rounds, history) of the run to resume, None if no round was finished.
 
         Args:
@@ -113,7 +127,7 @@ class Recorder:
                 dataset has changed.
             PbflError: if the checkpoint is damaged.
         """
-        data, fingerprint = self._settings.data, self.run.data()
+        data, fingerprint = self._settings.data, self.run.partition().data
         if fingerprint is not None and fingerprint != load_pool(data).fingerprint():
             raise RunRefused(
                 f"data-dir = '{data.data_dir}': the samples of dataset = '{data.dataset}' are not those with which "
@@ -123,51 +137,41 @@ class Recorder:
         done = resumed[1] if resumed else 0
         if done > num_rounds:
             raise RunRefused(
-                f"num-server-rounds = {num_rounds}: the run has {done} rounds already; allowed is {done} or more"
+                f"num-server-rounds = {num_rounds}: the run has {done} rounds already; must be {done} or more"
             )
         self.run.remove_result()
         self.run.resume(self._settings.as_dict())
         self._open_sinks()
         if resumed is None:
             return None
-        history = self.run.rounds()
+        history = self.run.round_records()
         self._best = max(
-            (score for line in history for score, _ in self._scores(line)), default=(False, -1.0)
+            (score for record in history for score, _ in self._scores(record)), default=(False, -1.0)
         )
         log(INFO, "resumed after round %s", done)
         return *resumed, history
 
-    def add(
-        self,
-        line: Mapping[str, Any],
-        clients: Mapping[str, Any],
-        state: Payload,
-        scored: Payload,
-        broadcast: Payload,
-    ) -> None:
+    def add(self, finished: FinishedRound, broadcast: Payload) -> None:
         """Write a finished round; it is on disk when this returns.
 
         Args:
-            line: of rounds.jsonl.
-            clients: line of clients.jsonl.
-            state: after the round.
-            scored: the state that clients evaluated in the round.
+            finished: the round.
             broadcast: the next broadcast, for other programs to read.
 
         Raises:
             UnsavedState: if writing fails.
         """
-        number = int(line["round"])
+        record, number = finished.record, finished.record.round
         self._flush_states()
-        self.run.add_round(line, clients)
-        for score, final in self._scores(line):
+        self.run.add_round(record, finished.clients)
+        for score, final in self._scores(record):
             if score > self._best:
                 self._best = score
-                best, after = (state, number) if final else (scored, number - 1)
-                checkpoint.save_best(self.run, best, after, score[1], self._headline)
-        checkpoint.save(self.run, state, broadcast, number, self._fingerprint)
+                state, after = (finished.state, number) if final else (finished.scored_state, number - 1)
+                checkpoint.save_best(self.run, state, after, score[1], self._primary_predictor)
+        checkpoint.save(self.run, finished.state, broadcast, number, self._fingerprint)
         if self._sinks is not None:
-            self._warn(self._sinks.log(line))
+            self._warn(self._sinks.log(record.to_json()))
 
     def mark_early_stop(self, after: int) -> None:
         """Record that early stopping ends the run after this round.
@@ -178,16 +182,16 @@ class Recorder:
         self._last_round = after
         self.run.mark_early_stop(after)
 
-    def add_new_client_round(self, line: Mapping[str, Any]) -> None:
+    def add_new_clients(self, record: NewClientsRecord) -> None:
         """Write a round of the new clients.
 
         Raises:
             UnsavedState: if writing fails.
         """
         self._flush_states()
-        self.run.add_new_client_round(line)
+        self.run.add_new_clients(record)
         if self._sinks is not None:
-            self._warn(self._sinks.log_new_client_round(line))
+            self._warn(self._sinks.log_new_client_round(record.to_json()))
 
     def _flush_states(self) -> None:
         """Flush the state files that simulated clients saved in this round; devices flush their own.
@@ -204,27 +208,23 @@ class Recorder:
 
     def warnings(self) -> list[str]:
         """Return the warnings of sinks since the last call."""
-        found, self._warnings = self._warnings, []
-        return found
+        warnings, self._warnings = self._warnings, []
+        return warnings
 
     def close(self) -> None:
         """Write the result hash if the run is finished, and close the sinks."""
-        self._seal()
-        if self._sinks is not None:
-            self._warn(self._sinks.close())
-
-    def _seal(self) -> None:
         run = self._settings.run
-        rounds, new_client_lines = self._last_round, run.new_client_rounds if run.new_clients else 0
+        rounds, new_client_rounds = self._last_round, run.new_client_rounds if run.new_clients else 0
         try:
-            if (
-                len(self.run.rounds()) >= rounds
-                and len(self.run.new_client_lines(rounds)) >= new_client_lines
-            ):
-                self.run.write_result(found := result_hash(self.run, rounds))
-                log(INFO, "result hash %s", found)
+            finished = len(self.run.round_records()) >= rounds
+            if finished and len(self.run.new_client_records(rounds)) >= new_client_rounds:
+                result = result_hash(self.run, rounds)
+                self.run.write_result(result)
+                log(INFO, "result hash %s", result)
         except PbflError as error:  # the results are complete nevertheless
             log(WARNING, "no result hash: %s", error)
+        if self._sinks is not None:
+            self._warn(self._sinks.close())
 
     def _open_sinks(self) -> None:
         self._sinks = Sinks(self._settings.run.sinks, self.run.path, self.run.read())
@@ -234,18 +234,14 @@ class Recorder:
             log(WARNING, "%s", warning)
         self._warnings += warnings
 
-    def _scores(self, line: Mapping[str, Any]) -> list[tuple[Score, bool]]:
+    def _scores(self, record: RoundRecord) -> list[tuple[Score, bool]]:
         """Return the scores of a round, each with whether it is from the final scoring."""
-        entries = ((line, False), (line.get("final", {}), True))
-        scores = [(score_of(entry, self._headline), final) for entry, final in entries]
+        entries = [(record, False), *([(record.final, True)] if record.final else [])]
+        scores = [(score_of(entry, self._primary_predictor), final) for entry, final in entries]
         return [(score, final) for score, final in scores if score is not None]
 
 
-def _entries(members: Iterable[Member]) -> list[dict[str, Any]]:
-    return [{**asdict(member), "node": str(member.node)} for member in members]
-
-
-def _partition_facts(settings: Settings, members: Sequence[Member]) -> PartitionFacts:
+def _partition_record(settings: Settings, clients: Sequence[ClientRecord]) -> PartitionRecord:
     """Return the facts that depend only on a simulation's partition; scores leave out malicious clients."""
     partition, pool = check_data(settings.data, settings.run.num_clients), load_pool(settings.data)
     participants, malicious_clients = settings.run.participants, malicious(settings)
@@ -259,12 +255,79 @@ def _partition_facts(settings: Settings, members: Sequence[Member]) -> Partition
         for splits in (honest, partition.splits[participants:])
     )
     class_counts = (partition.counts[:participants] > 0).sum(axis=1).tolist()
-    parameters = [member.parameters for member in members[:participants]]
-    return PartitionFacts(
+    parameters = [client.parameters for client in clients[:participants]]
+    return PartitionRecord(
         counts=partition.counts.tolist(),
-        notes=list(partition.notes),
+        warnings=list(partition.notes),
         majority=majority,
         new_client_majority=new_client_majority,
-        paper_scalars=build_method(settings).paper_scalars(members[0].task, class_counts, parameters),
+        paper_scalars=build_method(settings).paper_scalars(clients[0].task, class_counts, parameters),
         data=pool.fingerprint(),
     )
+
+
+# Log --------------------------------------------------------------------------------------------------------
+
+
+def log_start(settings: Settings, method: Method[Any, Any, Any], num_rounds: int) -> None:
+    """Log the configuration in one line, and warnings about it."""
+    run, models = settings.run, settings.models
+    clients = f"{run.min_clients} to {run.num_clients}" if run.min_clients else run.num_clients
+    log(INFO, "%s: %s clients, %s, d=%s", method.name, clients, models.models, models.feature_dim)
+    warnings = [
+        *settings.training.config_warnings(),
+        *privacy_notes(settings, method),
+        *method.config_warnings(num_rounds),
+    ]
+    for warning in warnings:
+        log(WARNING, "%s", warning)
+
+
+def log_experimental(settings: Settings) -> None:
+    """Warn about injected faults and malicious clients."""
+    if faults := settings.faults.injected():
+        rates = ", ".join(f"{kind} {rate:g}" for kind, rate in faults.items())
+        log(WARNING, "faults are injected: %s", rates)
+    if malicious_clients := malicious(settings):
+        log(WARNING, "%s", settings.attack.notice(malicious_clients))
+
+
+def log_exchange(exchange: Exchange) -> None:
+    """Log the late uploads and the failures of an exchange."""
+    phase, outcome = exchange.phase, exchange.outcome
+    for client, late in outcome.late.items():
+        result = late.reason or f"counts {late.weight:.3g}"
+        label = phase.client_label(client)
+        log(INFO, "round %s: client %s, upload of round %s: %s", phase.number, label, late.round, result)
+    for client, reason in outcome.failures.items():
+        log(WARNING, "round %s: client %s failed: %s", phase.number, phase.client_label(client), reason)
+
+
+def log_record(record: RoundRecord, primary_predictor: str, num_rounds: int, after: int = 0) -> None:
+    """Log the warnings and the accuracy of a finished round.
+
+    Args:
+        record: of the round.
+        primary_predictor: the predictor that is reported.
+        num_rounds: of the run, or of its new clients.
+        after: the run's last round, if the record is of its new clients.
+    """
+    for warning in record.warnings:
+        log(WARNING, "round %s: %s", record.round, warning)
+    log(
+        INFO,
+        "%sround %s/%s: accuracy %s (%s), %s clients trained, %.1f s",
+        "new clients, " if after else "",
+        record.round - after,
+        num_rounds,
+        accuracy_text(record.latest.accuracy, primary_predictor),
+        primary_predictor,
+        len(record.trained),
+        record.seconds.total,
+    )
+
+
+def accuracy_text(accuracies: Mapping[str, Any], primary_predictor: str) -> str:
+    """Return a weighted accuracy as text."""
+    accuracy = accuracies.get(primary_predictor)
+    return f"{100 * accuracy.weighted:.1f} %" if accuracy else "not scored yet"

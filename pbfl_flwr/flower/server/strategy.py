@@ -1,9 +1,14 @@
-"""Every method as a Flower strategy: sample, broadcast, decode, aggregate, and report failures.
+"""Every method as a Flower strategy: a round is planned, exchanged, read, checked, aggregated and recorded.
 
 ::
 
-    start -> hello round (collect the clients, check that they are compatible) -> for every round:
-             configure_train -> grid -> aggregate_train -> aggregate_fit(server_round, uploads)
+    start -> handshake -> for every round:
+             plan       who trains, who is only scored, who is absent
+             exchange   messages -> grid -> replies, late replies
+             read       decode and validate; a bad reply costs its own client only
+             check      too few replies, a lost worker: ends the run, or the round is repeated; nothing has changed yet
+             aggregate  aggregate_fit(server_round, uploads)
+             record     one line per file -> commit: disk, then memory
 
 One message makes a client train and evaluate; clients that do not train in a round are evaluated in the same phase.
 ``aggregate_fit`` needs neither grid nor nodes, so a unit test can call it.
@@ -13,8 +18,9 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
@@ -29,26 +35,32 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.flower.messages import wire
 from pbfl_flwr.flower.messages.report import classes_counted
 from pbfl_flwr.flower.secagg.server import SecureRounds
-from pbfl_flwr.flower.server import notes, run_log, stop_conditions
-from pbfl_flwr.flower.server.availability import Availability
-from pbfl_flwr.flower.server.early_stopping import best_round_line, early_stop_note, patience_exhausted
-from pbfl_flwr.flower.server.instructions import Instructions
-from pbfl_flwr.flower.server.new_clients import NewClientRounds, new_clients
+from pbfl_flwr.flower.server import recorder, rounds, stopping
+from pbfl_flwr.flower.server.exchange import Instructions, Kind, Phase, RoundPlan, read
+from pbfl_flwr.flower.server.grid import polling
+from pbfl_flwr.flower.server.membership import Membership
 from pbfl_flwr.flower.server.recorder import Recorder
-from pbfl_flwr.flower.server.replies import Outcome, Phase, read
 from pbfl_flwr.flower.server.roster import Roster
-from pbfl_flwr.flower.server.round_records import client_columns, final_scores, round_line, updated_ages
-from pbfl_flwr.flower.server.startup import collect_clients
-from pbfl_flwr.flower.server.waiting import polling
+from pbfl_flwr.flower.server.rounds import Exchange, FinishedRound, RoundSummary
 from pbfl_flwr.method import Method, Moment, Round, resolved_moment
 from pbfl_flwr.methods import build_method, check_method
 from pbfl_flwr.payloads import Payload
 from pbfl_flwr.prototypes.attacks import malicious
 from pbfl_flwr.runs.directory import RunDirectory
+from pbfl_flwr.runs.early_stopping import (
+    Score,
+    best_round,
+    early_stop_warning,
+    patience_exhausted,
+    score_of,
+    scores_by_round,
+)
+from pbfl_flwr.runs.records import ClientsRecord, NewClientsRecord, RoundRecord, Scores
 from pbfl_flwr.sinks import check
 from pbfl_flwr.task import Task
 
 MAX_REPEATS = 3  # of one round, because nodes became unreachable during it
+REPEATED = "round repeated because too many nodes were unreachable"
 
 
 class MethodStrategy(Strategy):
@@ -61,8 +73,11 @@ class MethodStrategy(Strategy):
 
     Attributes:
         state: the method's state after the last finished round.
-        history: the lines of rounds.jsonl, one dictionary per round.
-        new_client_lines: the lines of new-clients.jsonl, for new clients after the last round.
+        history: a record per finished round, as in rounds.jsonl.
+        new_client_rounds: likewise, of the new clients after the last round.
+        done: number of finished rounds.
+        task: what all clients agree on; None before the handshake.
+        membership: the clients and their nodes; None before the handshake.
     """
 
     def __init__(
@@ -73,52 +88,55 @@ class MethodStrategy(Strategy):
         check_method(settings, self.method)
         self.run = RunDirectory(directory) if directory else None
         self.state: Any = None
-        self.history: list[dict[str, Any]] = []
-        self.new_client_lines: list[dict[str, Any]] = []
+        self.history: list[RoundRecord] = []
+        self.new_client_rounds: list[NewClientsRecord] = []
         self.done = 0
         self.experiment = f"{settings.fingerprint()}-{uuid.uuid4().hex[:8]}"
         self.moment: Moment = resolved_moment(settings.evaluation, self.method)
         predictor = settings.evaluation.predictor
         self.primary_predictor = self.method.primary_predictor if predictor == "auto" else predictor
         self.task: Task | None = None
+        self.membership: Membership | None = None
         self._secure = SecureRounds(settings, self.method) if settings.privacy.secure_aggregation else None
         self._recorder = Recorder(self.run, settings, self.primary_predictor) if self.run else None
-        self._availability: Availability | None = None
-        self._phase: Phase | None = None
-        self._scored_state: Any = None  # the state that clients evaluated in this round
-        self._client_columns: dict[str, Any] = {}  # this round's line of clients.jsonl
         self._participations: dict[int, int] = {}  # client -> rounds trained in, as last reported
-        self._round_started = 0.0
         self._num_rounds = settings.run.num_server_rounds
+        self._phase: Phase | None = None  # of configure_train, for aggregate_train
 
     @property
     def roster(self) -> Roster | None:
-        """All clients and their nodes; None before the hello round."""
-        return self._availability.roster if self._availability else None
+        """All clients and their nodes; None before the handshake."""
+        return self.membership.roster if self.membership else None
 
     @property
     def participants(self) -> Roster:
         """The clients of the regular rounds: all but the new clients, which train afterwards."""
-        assert self.roster is not None, "prepare comes first"
-        return self.roster.without(new_clients(self.settings))
+        return self._clients.roster.without(self._new_clients)
 
     @property
-    def _instructions(self) -> Instructions:
-        malicious_clients = frozenset(malicious(self.settings))
-        finished = self.history[: self.done]  # a repeated round already has a line, too
-        best = best_round_line(finished, self.primary_predictor) if self.settings.run.keep_best else None
-        number = 0 if best is None else int(best["round"])
-        dtype = self.settings.prototypes.wire_dtype
-        return Instructions(self.method, self.experiment, dtype, malicious_clients, number)
+    def _clients(self) -> Membership:
+        if self.membership is None:
+            raise RuntimeError("prepare(grid) comes first")
+        return self.membership
+
+    @property
+    def _new_clients(self) -> frozenset[int]:
+        """The clients that train only after the last round: those with the highest numbers."""
+        run = self.settings.run
+        return frozenset(range(run.participants, run.num_clients))
+
+    @property
+    def _scores(self) -> dict[int, Score]:
+        return scores_by_round(self.history, self.primary_predictor)
 
     # Before the first round ---------------------------------------------------------------------------------
 
     def summary(self) -> None:
         """Log the configuration in one line, and warnings about it."""
-        run_log.log_start(self.settings, self.method, self._num_rounds)
+        recorder.log_start(self.settings, self.method, self._num_rounds)
 
     def prepare(self, grid: Grid) -> None:
-        """Run the hello round, check compatibility, start or resume the run directory.
+        """Run the handshake, check compatibility, start or resume the run directory.
 
         Raises:
             PbflError: before any training, naming everything that is incompatible.
@@ -129,34 +147,32 @@ class MethodStrategy(Strategy):
         if run.sinks and self.run is None:
             raise PbflError(f"sinks = '{run.sinks}': they need a run directory, this strategy has none")
         if previous is not None:
-            self.experiment = str(previous["experiment"])
-        recorded = None if previous is None else previous["clients"]
-        self._availability = collect_clients(
-            grid, run, self.experiment, self._check_roster, recorded, self._set_waiting
+            self.experiment = previous.experiment
+        self.membership = Membership.collect(
+            grid,
+            run,
+            self.experiment,
+            self._check_roster,
+            None if previous is None else previous.clients,
+            self._set_waiting,
         )
         self._set_waiting("")
-        roster = self._availability.roster
+        roster = self.membership.roster
         self._check_roster(roster)
-        run_log.log_experimental(self.settings)
+        recorder.log_experimental(self.settings)
         self.begin(roster.task)
         if self._recorder is None:
             return
         if previous is None:
-            facts = {
-                "experiment": self.experiment,
-                "primary_predictor": self.primary_predictor,
-                "moment": self.moment,
-            }
-            self._recorder.begin(facts, roster.members.values())
-        elif resumed := self._recorder.resume(self.method.state, roster.task, self._num_rounds):
+            self._recorder.begin(self.experiment, self.moment, roster.clients.values())
+            return
+        if resumed := self._recorder.resume(self.method.state, roster.task, self._num_rounds):
             state, self.done, self.history = resumed
             self.state = self.method.resumed(state)
-            for columns in self._recorder.run.client_rounds():
-                self._record_participations(columns)
-        if previous is not None:
-            noted = {label for line in self.history for label in line.get("joined", [])}
-            joined = previous.get("joined", [])
-            self._availability.note_joined([label for label in joined if label not in noted])
+            for clients in self._recorder.run.client_records():
+                self._count_participations(clients)
+        recorded = {label for record in self.history for label in record.joined}
+        self.membership.add_joined([label for label in previous.joined if label not in recorded])
 
     def _check_roster(self, roster: Roster) -> None:
         self.method.check(roster.task, roster.architectures)
@@ -191,235 +207,189 @@ class MethodStrategy(Strategy):
             PbflError: before round 1, if configuration and clients are incompatible.
             RunEnded: if fewer than min-replies clients answered a round, or a simulation worker died.
         """
-        self._num_rounds = num_rounds or self.settings.run.num_server_rounds
+        run = self.settings.run
+        self._num_rounds = num_rounds or run.num_server_rounds
         self.summary()
-        timeout = timeout or self.settings.run.round_timeout
+        timeout, result = timeout or run.round_timeout, Result()
         grid = polling(grid, lambda node: (self.roster or Roster({})).node_label(node), self._set_waiting)
         with nullcontext() if self.run is None else self.run.locked():
             self._set_waiting("")  # a killed server may have left a line
-            if self._availability is None:
+            if self.membership is None:
                 self.prepare(grid)
             try:
-                return self._rounds(grid, timeout, evaluate_fn)
-            except PbflError:
-                if self.history and self.history[-1]["round"] > self.done:
-                    self.state = self._scored_state  # the round will be repeated: undo its aggregation
-                raise
+                if patience_exhausted(self._scores, self.done, run.patience):
+                    self._num_rounds = self.done  # of a resumed run
+                if self.done >= self._num_rounds:
+                    log(INFO, "nothing to do: %s of %s rounds are finished", self.done, self._num_rounds)
+                while self.done < self._num_rounds:
+                    record = self._commit(self._round(grid, self.done + 1, timeout))
+                    self._add_to(result, record)
+                    scores = evaluate_fn(self.done, result.arrays) if evaluate_fn else None
+                    if scores is not None:
+                        result.evaluate_metrics_serverapp[self.done] = scores
+                early = patience_exhausted(self._scores, self.done, run.patience)
+                if self._recorder is not None and early and self.done < run.num_server_rounds:
+                    self._recorder.mark_early_stop(self.done)
+                if run.new_clients:
+                    self._train_new_clients(grid, timeout)
             finally:
                 self._set_waiting("")
                 if self._recorder is not None:
                     self._recorder.close()
+        return result
 
     def _set_waiting(self, line: str) -> None:
         """Publish in the run directory what the server waits for; an empty line means nothing."""
         if self.run is not None:
             self.run.set_waiting(line)
 
-    def _rounds(
-        self,
-        grid: Grid,
-        timeout: float,
-        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None,
-    ) -> Result:
-        assert self._availability is not None, "prepare comes first"
-        availability, result = self._availability, Result()
-        nothing, unused = ArrayRecord(), ConfigRecord()
-        repeats = 0  # of the current round
-        self._end_early()  # a resumed run may already have exhausted its patience
-        if self.done >= self._num_rounds:
-            log(INFO, "nothing to do: %s of %s rounds are already finished", self.done, self._num_rounds)
-        while self.done < self._num_rounds:
-            server_round = self.done + 1
-            messages = list(self.configure_train(server_round, nothing, unused, grid))
-            replies = list(self._exchange(grid, messages, timeout))
-            availability.collect(grid)
-            try:
-                arrays, metrics = self.aggregate_train(server_round, replies)
-            except stop_conditions.NodesUnreachable as error:
-                repeats += 1
-                if repeats > MAX_REPEATS or self._secure is not None:  # a SecAgg+ mask is valid for one sum
-                    raise
-                run = self.settings.run
-                log(WARNING, "%s. Waiting up to %.0f s for nodes", error, run.join_timeout)
-                if not availability.wait_for_nodes(
-                    grid, len(messages), run.min_replies, run.join_timeout, self._set_waiting
-                ):
-                    raise
-                availability.undo_round(self.history[-1].get("joined", []))
-                continue
-            if arrays is not None:
-                result.arrays = arrays
-            if metrics is not None:
-                result.train_metrics_clientapp[server_round] = metrics
-            self._end_early()
-            messages = list(self.configure_evaluate(server_round, nothing, unused, grid))
-            if messages:
-                scores = self.aggregate_evaluate(
-                    server_round, grid.send_and_receive(messages, timeout=timeout)
-                )
-                if scores is not None:
-                    result.evaluate_metrics_clientapp[server_round] = scores
-            self._finish_round(server_round)
-            repeats = 0
-            if evaluate_fn and (found := evaluate_fn(server_round, result.arrays)) is not None:
-                result.evaluate_metrics_serverapp[server_round] = found
-        run = self.settings.run
-        early = self.done < run.num_server_rounds and patience_exhausted(
-            self.history, self.primary_predictor, run.patience
-        )
-        if self._recorder is not None and early:  # not if the caller requested fewer rounds
-            self._recorder.mark_early_stop(self.done)
-        self._train_new_clients(grid, timeout)
-        return result
-
-    def _end_early(self) -> None:
-        """End the run after the last round of the history if patience is exhausted."""
-        if patience_exhausted(self.history, self.primary_predictor, self.settings.run.patience) is not None:
-            self._num_rounds = self.history[-1]["round"]
-
-    def _train_new_clients(self, grid: Grid, timeout: float) -> None:
-        """Let the new clients train with the final state; rounds of theirs that are already recorded are kept."""
-        if not self.settings.run.new_clients:
-            return
-        assert self._availability is not None
-        assert self.task is not None
-        after = self._num_rounds
-        self.new_client_lines = self.run.new_client_lines(after) if self.run else []
-        new_client_lines = NewClientRounds(
-            self.settings,
-            self._instructions,
-            self._availability,
-            self.task,
-            self.moment,
-            self.primary_predictor,
-            after,
-        )
-        for line in new_client_lines.rounds(grid, self.state, len(self.new_client_lines), timeout):
-            new_client_lines.log_and_check(line)
-            self.new_client_lines.append(line)
-            if self._recorder is not None:
-                self._recorder.add_new_client_round(line)
-                for warning in self._recorder.warnings():
-                    log(WARNING, "%s", warning)
+    def _add_to(self, result: Result, record: RoundRecord) -> None:
+        result.arrays = wire.encode(self._broadcast())
+        result.train_metrics_clientapp[record.round] = _train_metrics(record)
+        if record.final is not None:
+            result.evaluate_metrics_clientapp[record.round] = _accuracy_metrics(record.final)
 
     # A round ------------------------------------------------------------------------------------------------
 
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """Return training messages for the sampled clients and evaluation messages for (some of) the others."""
-        if self._availability is None:
-            self.prepare(grid)
-        assert self._availability is not None
-        self._round_started = time.perf_counter()
-        run = self.settings.run
-        self._scored_state = self.state
-        absent = self._absent(grid, server_round)
-        roster = self.participants
-        training = set(roster.sample(run.fraction_train, run.seed, server_round, absent))
-        evaluating = set(roster.scored(run.fraction_evaluate, run.seed, server_round, training)) - set(absent)
-        kinds = {**dict.fromkeys(training, "train"), **dict.fromkeys(evaluating, "evaluate")}
-        return self._messages(kinds, server_round, absent)
+    def _round(self, grid: Grid, number: int, timeout: float) -> FinishedRound:
+        """Return a round that is exchanged, checked and aggregated, but not yet committed.
 
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """Return evaluation messages for all clients after the last round if scoring is before training, else none."""
-        if self.moment != "before" or server_round != self._num_rounds or self._availability is None:
-            return []
-        absent = self._absent(grid, server_round)
-        kinds = {client: "evaluate" for client in self.participants.members if client not in absent}
-        return self._messages(kinds, server_round, absent)
-
-    def _absent(self, grid: Grid, server_round: int) -> dict[int, str]:
-        """Return participant -> why it cannot get a message now; records clients that have just joined."""
-        assert self._availability is not None
-        before = self._availability.roster.members
-        absent = self._availability.absent(grid, server_round)
-        members = self._availability.roster.members
-        if self._recorder is not None and len(members) > len(before):
-            labels = [member.label for client, member in members.items() if client not in before]
-            self._recorder.joined(members.values(), labels)
-        return {client: why for client, why in absent.items() if client in self.participants.members}
-
-    def _messages(
-        self, kinds: Mapping[int, str], server_round: int, absent: Mapping[int, str]
-    ) -> list[Message]:
-        roster = self.roster
-        assert roster is not None
-        self._phase = self._instructions.phase(self.state, roster, kinds, server_round, absent)
-        return [message for message, _ in self._phase.messages]
-
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Drop and log invalid replies, aggregate the rest, and update the history.
+        If too many nodes become unreachable during it, it is repeated once they are back; clients that have trained
+        answer again without training again.
 
         Raises:
-            RunEnded: see :meth:`start`.
+            RunEnded: see :meth:`start`; the strategy's state is then that of the round before.
         """
-        received = list(replies)
-        assert self._phase is not None, "configure_train comes first"
-        assert self.task is not None
-        phase, outcome = self._phase, self._read(received)
+        run, repeats = self.settings.run, 0
+        while True:
+            started = time.perf_counter()
+            exchange = self._exchange(grid, self._plan(grid, number), timeout)
+            try:
+                self._check(exchange)
+                break
+            except stopping.NodesUnreachable as error:
+                repeats += 1
+                if repeats > MAX_REPEATS or self._secure is not None:  # a SecAgg+ mask is valid for one sum
+                    raise
+                log(WARNING, "%s. Waiting up to %.0f s for nodes", error, run.join_timeout)
+                sent = len(exchange.phase.messages)
+                if not self._clients.wait_for_nodes(
+                    grid, sent, run.min_replies, run.join_timeout, self._set_waiting
+                ):
+                    raise
+                if REPEATED not in self._clients.warnings:
+                    self._clients.warnings.append(REPEATED)
+        state, aggregated = self._aggregate(exchange)
+        final = self._final_scoring(grid, exchange, state, timeout)
+        return self._finished(exchange, state, aggregated, started, final)
+
+    def _plan(self, grid: Grid, number: int) -> RoundPlan:
+        """Sample the clients that train, and those of the others that are only scored."""
+        run, absent = self.settings.run, self._absent(grid, number)
+        roster = self.participants
+        training = roster.sample(run.fraction_train, run.seed, number, absent)
+        scored = roster.scored(run.fraction_evaluate, run.seed, number, training)
+        kinds: dict[int, Kind] = dict.fromkeys(training, "train")
+        for client in scored:
+            if client not in absent:
+                kinds[client] = "evaluate"
+        return RoundPlan(number, kinds, absent)
+
+    def _absent(self, grid: Grid, number: int) -> dict[int, str]:
+        """Return participant -> why it cannot get a message now; records clients that have just joined."""
+        before = self._clients.roster.clients
+        absent = self._clients.absent(grid, number)
+        clients = self._clients.roster.clients
+        if self._recorder is not None and len(clients) > len(before):
+            labels = [client.label for key, client in clients.items() if key not in before]
+            self._recorder.joined(clients.values(), labels)
+        participants = self.participants.clients
+        return {client: why for client, why in absent.items() if client in participants}
+
+    def _exchange(
+        self,
+        grid: Grid,
+        plan: RoundPlan,
+        timeout: float,
+        state: Payload | None = None,
+        instructions: Instructions | None = None,
+    ) -> Exchange:
+        """Send the messages of a plan and read the replies.
+
+        Args:
+            grid: Flower's.
+            plan: who does what.
+            timeout: seconds to wait for the replies.
+            state: that is broadcast; by default that of the last finished round.
+            instructions: by default those of the regular rounds.
+        """
+        state = self.state if state is None else state
+        phase = (instructions or self._instructions()).phase(state, self._clients.roster, plan)
+        if self._secure is not None and instructions is None:
+            replies = self._secure.exchange(grid, phase, timeout)
+        else:
+            replies = list(grid.send_and_receive([message for message, _ in phase.messages], timeout=timeout))
+        self._clients.overdue.collect(grid)
+        return self._read(phase, replies, state, regular=instructions is None)
+
+    def _instructions(self) -> Instructions:
+        settings = self.settings
+        best = best_round(self._scores) if settings.run.keep_best else None
+        dtype = settings.prototypes.wire_dtype
+        return Instructions(
+            self.method, self.experiment, dtype, frozenset(malicious(settings)), 0 if best is None else best
+        )
+
+    def _read(self, phase: Phase, replies: list[Message], state: Payload, regular: bool = True) -> Exchange:
+        """Decode and validate replies, and remember which clients failed or are late."""
+        run, task = self.settings.run, self._task
+        max_bytes = run.max_upload_mb * 2**20
+        clients = self._clients
+        if self._secure is not None and regular:  # SecAgg+ has no late replies
+            late, outcome = [], self._secure.read(replies, phase, state, task, max_bytes)
+        else:
+            late = clients.overdue.received if phase.training else []
+            clients.overdue.add(phase.unanswered(replies))
+            counted = classes_counted(self.settings.evaluation, task)
+            used, weight = (late, run.stale_weight) if regular else ([], 0.0)
+            outcome = read(replies, phase, self.method, state, task, max_bytes, used, weight, counted)
+        clients.failed = frozenset(outcome.failures)
+        exchange = Exchange(phase, replies, late, outcome)
+        recorder.log_exchange(exchange)
+        return exchange
+
+    @property
+    def _task(self) -> Task:
+        if self.task is None:
+            raise RuntimeError("begin(task) or prepare(grid) comes first")
+        return self.task
+
+    def _check(self, exchange: Exchange) -> None:
+        """Check that the round counts.
+
+        Raises:
+            RunEnded: if not.
+        """
+        run, phase, outcome = self.settings.run, exchange.phase, exchange.outcome
+        if run.failure_policy == "stop":
+            stopping.need_success(phase, outcome)
+        stopping.need_workers(self.participants, phase, outcome, exchange.replies)
+        stopping.need_replies(run.min_replies, phase, outcome, exchange.replies)
+
+    def _aggregate(self, exchange: Exchange) -> tuple[Payload, float]:
+        """Return the next state and the seconds that it took."""
         started = time.perf_counter()
-        if len(outcome.trained) >= self.settings.run.min_replies:
-            uploads = outcome.uploads if self._secure is None else self._secure.as_sum(outcome.uploads)
-            # A subclass may override aggregate_fit without the parameter for late uploads.
-            self.aggregate_fit(server_round, uploads, *((outcome.shares,) if outcome.shares else ()))
-        aggregated = time.perf_counter() - started
-        # The line of a repeated round is replaced.
-        self.history = [entry for entry in self.history if entry["round"] < server_round]
-        before = self.history[-1].get("ages") if self.history else None
-        ages = updated_ages(before, outcome.classes, self.task.num_classes)
-        line = round_line(
-            server_round, phase, outcome, self.method, self.state, self.moment, aggregated, ages
-        )
-        line["notes"] += self._notes(line, phase, outcome)
-        self._write_joined(line)
-        run_log.log_round(line, phase, outcome)
-        self.history.append(line)
-        self._client_columns = client_columns(server_round, phase, outcome)
-        self._handle_failures(phase, outcome)
-        stop_conditions.need_workers(self.participants, phase, outcome, received)
-        stop_conditions.need_replies(self.settings.run.min_replies, phase, outcome, received)
-        broadcast = self.method.broadcast(self.state, min(phase.training))
-        metrics = MetricRecord(
-            {"bytes-up": line["bytes_up"]["total"], "bytes-down": line["bytes_down"]["total"]}
-        )
-        for name, found in line["accuracy"].items():
-            metrics[f"accuracy-{name}"] = found["weighted"]
-        return wire.encode(broadcast), metrics
-
-    def _write_joined(self, line: dict[str, Any]) -> None:
-        if self._availability is not None and (joined := self._availability.joined()):
-            line["joined"] = [*line.get("joined", []), *joined]
-
-    def _handle_failures(self, phase: Phase, outcome: Outcome) -> None:
-        """Remember the clients that failed, and end the run if failure-policy is "stop"."""
-        assert self._availability is not None
-        self._availability.set_failed(outcome.failures)
-        if self.settings.run.failure_policy == "stop":
-            stop_conditions.need_success(phase, outcome)
-
-    def _notes(self, line: Mapping[str, Any], phase: Phase, outcome: Outcome) -> list[str]:
-        """Return the notes on this round that need information from earlier ones."""
-        found = self._availability.notes() if self._availability else []
-        found += notes.lost_state(phase, outcome, self._participations)
-        assert self.roster is not None
-        labels = next(iter(self.roster.members.values())).labels
-        found += notes.missing_classes(labels, line.get("ages"))
-        if self._num_rounds == line["round"] > 1 and self.settings.evaluation.predictor != "auto":
-            found += notes.not_scored(self.primary_predictor, self.method.name, line["accuracy"])
-        patience = self.settings.run.patience
-        if (best := patience_exhausted([*self.history, line], self.primary_predictor, patience)) is not None:
-            found.append(early_stop_note(best, patience))
-        return found + (self._recorder.warnings() if self._recorder else [])
+        outcome = exchange.outcome
+        uploads = outcome.uploads if self._secure is None else self._secure.as_sum(outcome.uploads)
+        # A subclass may override aggregate_fit without the parameter for late uploads.
+        shares = (outcome.shares,) if outcome.shares else ()
+        state = self.aggregate_fit(exchange.phase.number, uploads, *shares)
+        return state, time.perf_counter() - started
 
     def aggregate_fit(
         self, server_round: int, uploads: Mapping[int, Payload], shares: Mapping[int, float] | None = None
     ) -> Any:
-        """Run the method's server half on typed uploads and return the new state.
+        """Run the method's server half on typed uploads and return the new state; the strategy's is unchanged.
 
         Args:
             server_round: from 1.
@@ -427,65 +397,215 @@ class MethodStrategy(Strategy):
             shares: client id -> weight of a late upload; 1 for all others.
 
         Raises:
-            RunEnded: if the aggregate is not finite; the state is then unchanged.
+            RunEnded: if the aggregate is not finite.
         """
-        assert self.task is not None, "begin(task) or prepare(grid) comes first"
         run = self.settings.run
-        M = len(self.participants.members) if self.roster else run.participants
-        at = Round(server_round, self.task, M, run.seed, dict(shares or {}), run.participants)
+        M = len(self.participants.clients) if self.membership else run.participants
+        at = Round(server_round, self._task, M, run.seed, dict(shares or {}), run.participants)
         if list(uploads) != sorted(uploads):
             uploads = dict(sorted(uploads.items()))
         state = self.method.aggregate(self.state, uploads, at)
-        stop_conditions.need_finite(self.method.broadcast(state, min(uploads, default=0)), server_round)
-        self.state = state
-        return self.state
+        stopping.need_finite(self.method.broadcast(state, min(uploads, default=0)), server_round)
+        return state
+
+    def _final_scoring(
+        self, grid: Grid, exchange: Exchange, state: Payload, timeout: float
+    ) -> Exchange | None:
+        """Score all clients with the final state, if this is the last round and clients are scored before training.
+
+        Raises:
+            RunEnded: if a client fails and failure-policy is "stop".
+        """
+        number = exchange.phase.number
+        if self.moment != "before" or not (number == self._num_rounds or self._ends_early(exchange)):
+            return None
+        absent = self._absent(grid, number)
+        kinds: dict[int, Kind] = {c: "evaluate" for c in self.participants.clients if c not in absent}
+        final = self._exchange(grid, RoundPlan(number, kinds, absent), timeout, state)
+        if self.settings.run.failure_policy == "stop":
+            stopping.need_success(final.phase, final.outcome)
+        return final
+
+    def _ends_early(self, exchange: Exchange) -> bool:
+        number = exchange.phase.number
+        return patience_exhausted(self._scores_with(exchange), number, self.settings.run.patience)
+
+    def _scores_with(self, exchange: Exchange) -> dict[int, Score]:
+        score = score_of(rounds.scores(exchange), self.primary_predictor)
+        return self._scores if score is None else {**self._scores, exchange.phase.number: score}
+
+    def _finished(
+        self, exchange: Exchange, state: Payload, aggregated: float, started: float, final: Exchange | None
+    ) -> FinishedRound:
+        ages = rounds.updated_ages(
+            self.history[-1].ages if self.history else None, exchange.outcome.classes, self._task.num_classes
+        )
+        clients = self._clients
+        summary = RoundSummary(
+            self.moment,
+            self.method.report(state),
+            [*self._warnings(exchange, state, ages), *clients.warnings, *self._sink_warnings()],
+            aggregated,
+            time.perf_counter() - started,
+            ages,
+            clients.joined,
+        )
+        record = rounds.round_record(exchange, summary, final)
+        counters = rounds.clients_record(exchange, final)
+        return FinishedRound(record, counters, state, self.state, exchange.late)
+
+    def _warnings(self, exchange: Exchange, state: Payload, ages: Sequence[int] | None) -> list[str]:
+        """Return the warnings on a round: of the method, on its uploads, and on what it means for the run."""
+        number, evaluation, patience = (
+            exchange.phase.number,
+            self.settings.evaluation,
+            self.settings.run.patience,
+        )
+        labels = next(iter(self._clients.roster.clients.values())).labels
+        warnings = [
+            *self.method.round_warnings(state),
+            *rounds.upload_warnings(exchange.outcome),
+            *rounds.lost_states(exchange, self._participations),
+            *rounds.missing_classes(labels, ages),
+        ]
+        if self._num_rounds == number > 1 and evaluation.predictor != "auto":
+            accuracy = rounds.scores(exchange).accuracy
+            warnings += rounds.not_scored(self.primary_predictor, self.method.name, accuracy)
+        if self._ends_early(exchange):
+            warnings.append(early_stop_warning(self._scores_with(exchange), self.moment, patience))
+        return warnings
+
+    def _sink_warnings(self) -> list[str]:
+        return self._recorder.warnings() if self._recorder else []
+
+    def _commit(self, finished: FinishedRound) -> RoundRecord:
+        """Make a finished round count: on disk first, then in memory.
+
+        Raises:
+            UnsavedState: if it cannot be written.
+        """
+        record = finished.record
+        self._set_waiting("")
+        if self._recorder is not None:
+            first = min(self._clients.roster.clients)
+            self._recorder.add(finished, self.method.broadcast(finished.state, first))
+        self.state, self.done = finished.state, record.round
+        self.history.append(record)
+        self._count_participations(finished.clients)
+        if self.membership is not None:
+            self.membership.recorded()
+            self.membership.overdue.recorded(finished.late)
+        if patience_exhausted(self._scores, self.done, self.settings.run.patience):
+            self._num_rounds = self.done
+        recorder.log_record(record, self.primary_predictor, self._num_rounds)
+        return record
+
+    def _count_participations(self, clients: ClientsRecord) -> None:
+        """Remember in how many rounds the clients of a finished round have trained."""
+        self._participations |= zip(clients.client, clients.participations, strict=True)
+
+    def _broadcast(self) -> Payload:
+        broadcast: Payload = self.method.broadcast(self.state, min(self.participants.clients))
+        return broadcast
+
+    # New clients after the last round -----------------------------------------------------------------------
+
+    def _train_new_clients(self, grid: Grid, timeout: float) -> None:
+        """Measure what the federation gives to clients that did not take part; recorded rounds of theirs are kept.
+
+        Each new client trains for some rounds with the server's final broadcast and is scored; its uploads are not
+        used, so the server's state does not change. Its own state is stored under another experiment name than that
+        of the run, so it is new again if the run is continued for more rounds.
+        """
+        run, after = self.settings.run, self._num_rounds
+        self.new_client_rounds = self.run.new_client_records(after) if self.run else []
+        first = after + len(self.new_client_rounds) + 1
+        for number in range(first, after + run.new_client_rounds + 1):
+            record = self._new_client_round(grid, number, after, timeout)
+            recorder.log_record(record, self.primary_predictor, run.new_client_rounds, after)
+            failed = [*record.failures, *(record.final.failures if record.final else [])]
+            if failed and run.failure_policy == "stop":
+                raise stopping.RunEnded(
+                    f"new client {failed[0].name or failed[0].client} failed: {failed[0].reason}; failure-policy is "
+                    "'stop'. All rounds are kept and can be resumed"
+                )
+            self.new_client_rounds.append(record)
+            if self._recorder is not None:
+                self._recorder.add_new_clients(record)
+                for warning in self._recorder.warnings():
+                    log(WARNING, "%s", warning)
+
+    def _new_client_round(self, grid: Grid, number: int, after: int, timeout: float) -> NewClientsRecord:
+        started, run = time.perf_counter(), self.settings.run
+        experiment = f"{self.experiment}-new-{after}"
+        instructions = replace(self._instructions(), experiment=experiment)
+
+        def exchange(kind: Kind) -> Exchange:
+            absent = self._clients.absent(grid, number, check=number == after + 1)
+            absent = {client: why for client, why in absent.items() if client in self._new_clients}
+            kinds: dict[int, Kind] = dict.fromkeys(sorted(self._new_clients - set(absent)), kind)
+            return self._exchange(grid, RoundPlan(number, kinds, absent), timeout, self.state, instructions)
+
+        trained = exchange("train")
+        self._clients.overdue.recorded(trained.late)  # late uploads of the run's last round are discarded
+        last = self.moment == "before" and number == after + run.new_client_rounds
+        final = exchange("evaluate") if last else None
+        warnings = [*self.method.round_warnings(self.state), *rounds.upload_warnings(trained.outcome)]
+        total = time.perf_counter() - started
+        summary = RoundSummary(self.moment, self.method.report(self.state), warnings, 0.0, total)
+        return rounds.new_clients_record(trained, summary, after, final)
+
+    # Flower's hooks, for a loop other than start: a thin face over the functions above -----------------------
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Return training messages for the sampled clients and evaluation messages for (some of) the others.
+
+        Raises:
+            PbflError: with secure aggregation, whose protocol needs :meth:`start`.
+        """
+        if self._secure is not None:
+            raise PbflError("secure-aggregation = true: the run must be started by MethodStrategy.start")
+        if self.membership is None:
+            self.prepare(grid)
+        self._clients.overdue.collect(grid)
+        plan = self._plan(grid, server_round)
+        self._phase = self._instructions().phase(self.state, self._clients.roster, plan)
+        return [message for message, _ in self._phase.messages]
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Drop and log invalid replies, aggregate the rest, and commit the round.
+
+        Raises:
+            RunEnded: see :meth:`start`; nothing has changed then.
+        """
+        if self._phase is None:
+            raise RuntimeError("configure_train comes first")
+        exchange = self._read(self._phase, list(replies), self.state)
+        self._check(exchange)
+        state, aggregated = self._aggregate(exchange)
+        finished = self._finished(exchange, state, aggregated, self._phase.started, None)
+        metrics = _train_metrics(self._commit(finished))
+        return wire.encode(self._broadcast()), metrics
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Return no messages: clients are scored in the training phase."""
+        return []
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Add the scores of the final evaluation to the last round."""
-        assert self._phase is not None
-        outcome = self._read(list(replies))
-        self._handle_failures(self._phase, outcome)
-        line = self.history[-1]
-        final = line["final"] = final_scores(self._phase, outcome)
-        # On clients that connected since training.
-        found = self._availability.notes() if self._availability else []
-        if found:
-            line["notes"] += found
-            run_log.log_notes(line["round"], found)
-        self._write_joined(line)
-        self._client_columns["final"] = client_columns(server_round, self._phase, outcome)
-        return MetricRecord({f"accuracy-{name}": of["weighted"] for name, of in final["accuracy"].items()})
+        """Return None, since nobody is asked."""
+        return None
 
-    def _exchange(self, grid: Grid, messages: list[Message], timeout: float) -> Iterable[Message]:
-        if self._secure is None:
-            return grid.send_and_receive(messages, timeout=timeout)
-        assert self._phase is not None
-        return self._secure.exchange(grid, self._phase, timeout)
 
-    def _read(self, replies: list[Message]) -> Outcome:
-        assert self._phase is not None
-        assert self.task is not None
-        run, phase, max_bytes = self.settings.run, self._phase, self.settings.run.max_upload_mb * 2**20
-        if self._secure is not None:  # SecAgg+ has no late replies
-            return self._secure.read(replies, phase, self.state, self.task, max_bytes)
-        assert self._availability is not None
-        late = self._availability.settle(phase, replies)
-        counted = classes_counted(self.settings.evaluation, self.task)
-        return read(
-            replies, phase, self.method, self.state, self.task, max_bytes, late, run.stale_weight, counted
-        )
+def _train_metrics(record: RoundRecord) -> MetricRecord:
+    sizes = {"bytes-up": record.bytes_up.total, "bytes-down": record.bytes_down.total}
+    return MetricRecord({**sizes, **_accuracy_metrics(record)})
 
-    def _record_participations(self, columns: Mapping[str, Any]) -> None:
-        """Remember in how many rounds the clients of a finished round have trained."""
-        self._participations |= zip(columns["client"], columns["participations"], strict=True)
 
-    def _finish_round(self, server_round: int) -> None:
-        self._set_waiting("")
-        self.history[-1]["seconds"]["total"] = time.perf_counter() - self._round_started
-        self.done = server_round
-        self._record_participations(self._client_columns)
-        line = self.history[-1]
-        run_log.log_scores(line, self.primary_predictor, self._num_rounds)
-        if self._recorder is not None:
-            broadcast = self.method.broadcast(self.state, min(self.roster.members) if self.roster else 0)
-            self._recorder.add(line, self._client_columns, self.state, self._scored_state, broadcast)
+def _accuracy_metrics(scores: Scores) -> MetricRecord:
+    return MetricRecord({f"accuracy-{name}": of.weighted for name, of in scores.accuracy.items()})

@@ -1,23 +1,58 @@
-"""The replies of a phase: decoding and validation, by client, with the reasons of failures."""
+"""One exchange with clients: the messages of a phase, and their replies, decoded and validated.
+
+::
+
+    plan (client -> "train" or "evaluate") -> Phase (messages) -> grid -> replies, late replies -> read -> Outcome
+
+An invalid reply only affects its own client. A client handles one message at a time: one with an overdue reply gets no
+new message until it has replied or MAX_OVERDUE_ROUNDS rounds have passed. Flower stores late replies until they are
+fetched.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from flwr.app import ArrayRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
 
 from pbfl_flwr.errors import LONGEST, format_exception, printable
 from pbfl_flwr.flower.messages import wire
+from pbfl_flwr.flower.messages.declaration import DECLARATION, declaration
 from pbfl_flwr.flower.messages.report import Report
 from pbfl_flwr.flower.messages.traffic import Traffic, weigh
-from pbfl_flwr.flower.server.late_replies import OverdueReply
+from pbfl_flwr.flower.server.roster import Roster
 from pbfl_flwr.method import Method
 from pbfl_flwr.methods.gfpl.payload import Mixtures
 from pbfl_flwr.payloads import Payload, Prototypes, RejectedPayload, WeightsAndPrototypes
+from pbfl_flwr.runs.records import LateUpload
 from pbfl_flwr.task import Task
+
+MAX_OVERDUE_ROUNDS = 3
+
+Kind = Literal["train", "evaluate"]
+"""What a message asks of a client; with "train" it is scored, too."""
+
+
+# Messages to clients ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RoundPlan:
+    """Who does what in a phase of a round.
+
+    Attributes:
+        number: of the round, from 1.
+        kinds: client -> what it is asked to do.
+        absent: client -> why it gets no message.
+    """
+
+    number: int
+    kinds: Mapping[int, Kind]
+    absent: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -25,17 +60,28 @@ class Phase:
     """The messages of a phase, and what is needed to evaluate their replies.
 
     Flower sets message ids on these same objects when it sends them, so ids are read only once replies arrive.
+
+    Attributes:
+        messages: each with its client.
+        training: the clients that train.
+        down: client -> bytes of its message.
+        scalars_down: numbers that carry information.
+        started: :func:`time.perf_counter` when the messages were ready.
+        names: of clients that have one.
+        number: of the round.
+        absent: client -> why it got no message.
+        malicious: clients that send falsified uploads.
     """
 
-    messages: list[tuple[Message, int]]  # each with its client
+    messages: list[tuple[Message, int]]
     training: set[int]
     down: dict[int, Traffic]
     scalars_down: int
     started: float
-    names: dict[int, str] = field(default_factory=dict)  # of clients that have one
-    number: int = 0  # of the round
-    absent: dict[int, str] = field(default_factory=dict)  # client -> why it got no message
-    malicious: frozenset[int] = frozenset()  # clients that send falsified uploads
+    names: dict[int, str] = field(default_factory=dict)
+    number: int = 0
+    absent: dict[int, str] = field(default_factory=dict)
+    malicious: frozenset[int] = frozenset()
 
     def client_label(self, client: int) -> str:
         """Return a client's name, or its number if it has none."""
@@ -55,6 +101,124 @@ class Phase:
         }
 
 
+@dataclass(frozen=True)
+class Instructions:
+    """Builds the messages of a phase.
+
+    Attributes:
+        method: provides the broadcast for each client.
+        experiment: the name under which clients keep their state.
+        dtype: of payloads on the wire.
+        malicious: clients that send falsified uploads.
+        best: the best round so far, whose client states are kept; 0 if none are.
+    """
+
+    method: Method[Any, Any, Any]
+    experiment: str
+    dtype: wire.WireDtype
+    malicious: frozenset[int] = frozenset()
+    best: int = 0
+
+    def phase(self, state: Payload, roster: Roster, plan: RoundPlan) -> Phase:
+        """Return the phase with its messages, which are still to be sent.
+
+        Args:
+            state: of the server.
+            roster: contains all clients of the plan.
+            plan: who does what.
+        """
+        messages, down, scalars, names = [], {}, 0, roster.names
+        # A broadcast that is the same object for several clients is encoded once. The payload is kept with its
+        # encoding, since the id of a deleted object may be reused.
+        encoded: dict[int, tuple[Payload, ArrayRecord]] = {}
+        for number in sorted(plan.kinds):
+            payload = self.method.broadcast(state, number)
+            if id(payload) not in encoded:
+                encoded[id(payload)] = payload, wire.encode(payload, self.dtype)
+            config = ConfigRecord({"round": plan.number, "experiment": self.experiment})
+            if number in names:
+                config["client"] = number  # clients without a name know their number
+            if self.best:
+                config[wire.KEEP_BEST] = self.best
+            if not (client := roster.clients[number]).simulated:
+                config[DECLARATION] = declaration(client.label, client.task, client.labels, client.columns)
+            message = Message(
+                wire.content(encoded[id(payload)][1], config=config),
+                dst_node_id=client.node,
+                message_type=plan.kinds[number],
+                group_id=str(plan.number),
+            )
+            down[number] = weigh(message)
+            scalars += payload.scalars()
+            messages.append((message, number))
+        training = {client for client, kind in plan.kinds.items() if kind == "train"}
+        started = time.perf_counter()
+        return Phase(
+            messages, training, down, scalars, started, names, plan.number, dict(plan.absent), self.malicious
+        )
+
+
+# Replies ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OverdueReply:
+    """A reply that missed its deadline: its client and round, and whether the message was for training."""
+
+    client: int
+    round: int
+    training: bool
+
+
+LateReply = tuple[OverdueReply, Message]
+
+
+class OverdueReplies:
+    """Overdue replies: those still outstanding, and those received late and not yet part of a recorded round."""
+
+    def __init__(self) -> None:
+        self._awaited: dict[str, OverdueReply] = {}  # by the id of the message they answer
+        self._received: list[LateReply] = []
+
+    def add(self, unanswered: Mapping[str, OverdueReply]) -> None:
+        """Add the messages, by id, that had no reply at the deadline."""
+        self._awaited |= unanswered
+
+    def collect(self, grid: Grid) -> None:
+        """Fetch the replies that have arrived."""
+        if not self._awaited:
+            return
+        for reply in grid.pull_messages(list(self._awaited)):
+            overdue = self._awaited.pop(reply.metadata.reply_to_message_id, None)
+            if overdue is not None:
+                self._received.append((overdue, reply))
+
+    def outstanding(self, server_round: int) -> dict[int, int]:
+        """Return client -> round of its outstanding reply; drops replies overdue for MAX_OVERDUE_ROUNDS or more."""
+        self._awaited = {
+            message_id: overdue
+            for message_id, overdue in self._awaited.items()
+            if server_round - overdue.round < MAX_OVERDUE_ROUNDS
+        }
+        return {overdue.client: overdue.round for overdue in self._awaited.values()}
+
+    def forget(self, client: int) -> None:
+        """Drop a client's outstanding replies, since it now runs on another node."""
+        self._awaited = {
+            message_id: overdue for message_id, overdue in self._awaited.items() if overdue.client != client
+        }
+
+    @property
+    def received(self) -> list[LateReply]:
+        """The replies received late, newest round first."""
+        return sorted(self._received, key=lambda late: (-late[0].round, late[0].client))
+
+    def recorded(self, late: Collection[LateReply]) -> None:
+        """Drop late replies that are now part of a round's record."""
+        identities = {id(reply) for _, reply in late}
+        self._received = [item for item in self._received if id(item[1]) not in identities]
+
+
 class Uploads(Mapping[int, Payload]):
     """Valid uploads in ascending client order, decoded at each access.
 
@@ -72,15 +236,6 @@ class Uploads(Mapping[int, Payload]):
 
     def __len__(self) -> int:
         return len(self._records)
-
-
-@dataclass(frozen=True)
-class LateUpload:
-    """An upload of an earlier round: that round, its weight, and the reason if the weight is 0."""
-
-    round: int
-    weight: float
-    reason: str = ""
 
 
 @dataclass
@@ -180,34 +335,36 @@ class _Intake:
     outcome: Outcome = field(default_factory=Outcome)
     _uploads: dict[int, Payload] = field(default_factory=dict)
     _records: dict[int, ArrayRecord] = field(default_factory=dict)
-    _fresh: set[int] = field(default_factory=set)  # classes with an upload of this round
+    _current: set[int] = field(default_factory=set)  # classes with an upload of this round
 
-    def add(self, client: int, reply: Message, found: _ValidReply | _RejectedReply) -> None:
+    def add(self, client: int, reply: Message, content: _ValidReply | _RejectedReply) -> None:
         """Add a reply that arrived in time; it may hold the client's upload of an earlier round."""
         outcome, number = self.outcome, self.phase.number
-        self._count(client, found.traffic)
-        if isinstance(found, _RejectedReply):
-            outcome.failures[client] = found.reason
+        self._count(client, content.traffic)
+        if isinstance(content, _RejectedReply):
+            outcome.failures[client] = content.reason
             return
-        uploaded = found.report.round or number
-        if found.upload is None or uploaded == number:
-            outcome.reports[client] = found.report
-            if found.upload is not None:
-                self._keep(client, reply, found.upload, 0)
+        uploaded = content.report.round or number
+        if content.upload is None or uploaded == number:
+            outcome.reports[client] = content.report
+            if content.upload is not None:
+                self._accept(client, reply, content.upload, 0)
         elif self.stale_weight == 0 or uploaded > number:
             outcome.failures[client] = f"sent its upload of round {uploaded} instead of round {number}"
         else:
-            self._keep_late(client, reply, found, uploaded)
+            self._accept_late(client, reply, content, uploaded)
 
-    def add_late(self, overdue: OverdueReply, reply: Message, found: _ValidReply | _RejectedReply) -> None:
+    def add_late(self, overdue: OverdueReply, reply: Message, content: _ValidReply | _RejectedReply) -> None:
         """Add a reply that arrived after the deadline of its round."""
-        self._count(overdue.client, found.traffic)
-        uploaded = overdue.round if isinstance(found, _RejectedReply) else found.report.round or overdue.round
+        self._count(overdue.client, content.traffic)
+        uploaded = (
+            overdue.round if isinstance(content, _RejectedReply) else content.report.round or overdue.round
+        )
         if uploaded > overdue.round:
-            found = _RejectedReply(
-                f"sent its upload of round {uploaded} instead of round {overdue.round}", found.traffic
+            content = _RejectedReply(
+                f"sent its upload of round {uploaded} instead of round {overdue.round}", content.traffic
             )
-        self._keep_late(overdue.client, reply, found, min(uploaded, overdue.round))
+        self._accept_late(overdue.client, reply, content, min(uploaded, overdue.round))
 
     def close(self, kind: type[Payload]) -> None:
         """Set the outcome's uploads, of type ``kind``, in ascending client order."""
@@ -219,33 +376,34 @@ class _Intake:
     def _count(self, client: int, traffic: Traffic) -> None:
         self.outcome.up[client] = self.outcome.up.get(client, Traffic()) + traffic
 
-    def _keep(self, client: int, reply: Message, upload: Payload, age: int) -> None:
-        outcome, fresh = self.outcome, self._fresh
+    def _accept(self, client: int, reply: Message, upload: Payload, age: int) -> None:
+        outcome, current = self.outcome, self._current
         outcome.scalars_up += upload.scalars()
-        if len(fresh) < self.task.num_classes and (present := _classes(upload, self.task)) is not None:
+        if len(current) < self.task.num_classes and (present := _classes(upload, self.task)) is not None:
             ages = outcome.classes = outcome.classes or {}
             ages.update({label: age for label in present if ages.get(label, age + 1) > age})
-            fresh.update(present if age == 0 else ())
+            current.update(present if age == 0 else ())
         if self.streams:
             self._records[client] = wire.payload_in(reply.content)
         else:
             self._uploads[client] = upload
 
-    def _keep_late(
-        self, client: int, reply: Message, found: _ValidReply | _RejectedReply, server_round: int
+    def _accept_late(
+        self, client: int, reply: Message, content: _ValidReply | _RejectedReply, server_round: int
     ) -> None:
         outcome, weight, age = self.outcome, 0.0, self.phase.number - server_round
-        if isinstance(found, _RejectedReply):
-            reason = found.reason
+        if isinstance(content, _RejectedReply):
+            reason = content.reason
         elif client in outcome.reports or client in outcome.late:
             reason = "a newer one arrived"
         elif self.stale_weight == 0:
             reason = "stale-weight is 0"
         else:
             weight, reason = self.stale_weight**age, ""
-            if found.upload is not None:
-                self._keep(client, reply, found.upload, age)
-        outcome.late.setdefault(client, LateUpload(server_round, weight, reason))
+            if content.upload is not None:
+                self._accept(client, reply, content.upload, age)
+        late = LateUpload(client=client, round=server_round, weight=weight, reason=reason)
+        outcome.late.setdefault(client, late)
 
 
 def rejection_reason(error: Exception) -> str:
@@ -262,7 +420,7 @@ def read(
     state: Payload,
     task: Task,
     max_bytes: int = wire.MAX_BYTES,
-    late: Sequence[tuple[OverdueReply, Message]] = (),
+    late: Sequence[LateReply] = (),
     stale_weight: float = 0.0,
     classes: int = 0,
 ) -> Outcome:
@@ -308,12 +466,12 @@ def _classes(upload: Payload, task: Task) -> list[int] | None:
     """Return the classes present in an upload, None if it is not organised by class."""
     table = upload.prototypes if isinstance(upload, WeightsAndPrototypes) else upload
     if isinstance(table, Prototypes):  # dense uploads have zero rows for absent classes
-        found = table.present & (table.values != 0).any(dim=1)
+        present = table.present & (table.values != 0).any(dim=1)
     elif isinstance(table, Mixtures):
-        found = table.present(task.num_classes)
+        present = table.present(task.num_classes)
     else:
         return None
-    labels: list[int] = found.nonzero().flatten().tolist()
+    labels: list[int] = present.nonzero().flatten().tolist()
     return labels
 
 

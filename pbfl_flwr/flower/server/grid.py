@@ -1,4 +1,4 @@
-"""Waiting for clients: how often to poll for replies, and logging which ones are missing."""
+"""Sending messages and waiting for replies: in which order, how often to poll, and logging which ones are missing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from flwr.supercore.run import Run
 from pbfl_flwr.errors import abbreviate
 from pbfl_flwr.flower.messages.report import seconds_in
 from pbfl_flwr.flower.messages.wire import METRICS
-from pbfl_flwr.flower.server.scheduling import LongestFirst
 
 FIRST_LOG = 60.0  # seconds until the first log line; the interval then doubles
 MIN_INTERVAL, MAX_INTERVAL = 0.5, 3.0  # seconds between two polls; a SuperLink logs each
@@ -206,6 +205,25 @@ class PollingGrid(Grid):
         if self._interval is not None:
             return self._grid.pull_messages(message_ids)
         return self._pulls.pull(list(message_ids))
+
+
+class LongestFirst:
+    """Orders messages by the time they took last, longest first, so no long training starts when others are done."""
+
+    def __init__(self) -> None:
+        self._durations: dict[tuple[int, str], float] = {}  # seconds, by node and kind of message
+
+    def ordered(self, messages: Iterable[Message]) -> list[Message]:
+        """Return the messages, longest first; those without a recorded duration last, in their given order."""
+        return sorted(messages, key=lambda message: self._durations.get(_job(message), 0.0), reverse=True)
+
+    def record_duration(self, message: Message, seconds: float) -> None:
+        """Record how long a message took to be answered."""
+        self._durations[_job(message)] = seconds
+
+
+def _job(message: Message) -> tuple[int, str]:
+    return message.metadata.dst_node_id, message.metadata.message_type
 
 
 class ConcurrentPulls:

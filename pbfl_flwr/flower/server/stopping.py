@@ -9,8 +9,8 @@ from flwr.app import Message
 from flwr.common.constant import ErrorCode
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.flower.server.availability import NOT_CONNECTED
-from pbfl_flwr.flower.server.replies import Outcome, Phase, worker_died
+from pbfl_flwr.flower.server.exchange import Outcome, Phase, worker_died
+from pbfl_flwr.flower.server.membership import NOT_CONNECTED
 from pbfl_flwr.flower.server.roster import Roster
 from pbfl_flwr.payloads import Payload
 
@@ -53,7 +53,7 @@ def need_workers(roster: Roster, phase: Phase, outcome: Outcome, replies: Iterab
         RunEnded: if one died.
     """
     # A device could send such an error itself, and must not be able to end the run.
-    simulation = all(member.simulated for member in roster.members.values())
+    simulation = all(client.simulated for client in roster.clients.values())
     if simulation and any(worker_died(reply) for reply in replies if reply.has_error()):
         raise RunEnded(
             f"round {phase.number}: a simulation worker died (client "

@@ -1,0 +1,364 @@
+"""What a round leaves behind: its records, made once from the plan, the replies and the aggregated state.
+
+:class:`Exchange` holds what was sent and what came back, :class:`FinishedRound` what is committed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from flwr.app import Message
+
+from pbfl_flwr.config import PREDICTORS
+from pbfl_flwr.flower.messages.report import SPENT, Report
+from pbfl_flwr.flower.messages.traffic import Traffic
+from pbfl_flwr.flower.server.exchange import LateReply, Outcome, Phase
+from pbfl_flwr.payloads import Payload
+from pbfl_flwr.runs.directory import finite
+from pbfl_flwr.runs.records import (
+    Accuracy,
+    Bytes,
+    ClientsRecord,
+    Failure,
+    FinalScores,
+    NewClientsRecord,
+    RoundRecord,
+    Scalars,
+    Scores,
+    Seconds,
+)
+from pbfl_flwr.training import class_metrics
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A phase that is over.
+
+    Attributes:
+        phase: the messages sent.
+        replies: as received, in any order.
+        late: replies to earlier phases that were read with them.
+        outcome: the replies, decoded and validated.
+    """
+
+    phase: Phase
+    replies: Sequence[Message]
+    late: Sequence[LateReply]
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
+class FinishedRound:
+    """A checked round, before it is committed.
+
+    Attributes:
+        record: its line of rounds.jsonl.
+        clients: its line of clients.jsonl.
+        state: of the server after aggregation.
+        scored_state: the state that clients were sent, and scored.
+        late: late replies that are part of it.
+    """
+
+    record: RoundRecord
+    clients: ClientsRecord
+    state: Payload
+    scored_state: Payload
+    late: Sequence[LateReply] = ()
+
+
+@dataclass(frozen=True)
+class RoundSummary:
+    """What a round's record holds besides the figures of its clients.
+
+    Attributes:
+        moment: when clients were scored, "before" or "after" training.
+        server_metrics: of the method, on the state after aggregation.
+        warnings: for the user.
+        aggregated: seconds spent on aggregation.
+        total: seconds of the whole round.
+        ages: rounds since each class was last uploaded; see :func:`updated_ages`.
+        joined: labels of the clients that joined.
+    """
+
+    moment: str
+    server_metrics: Mapping[str, float]
+    warnings: Sequence[str]
+    aggregated: float
+    total: float
+    ages: Sequence[int] | None = None
+    joined: Sequence[str] = field(default_factory=list)
+
+
+# Scores over clients ----------------------------------------------------------------------------------------
+
+
+def summarise_accuracy(reports: Mapping[int, Report]) -> dict[str, Accuracy]:
+    """Return predictor -> accuracy over clients.
+
+    Clients without test samples are left out. If all clients count by class, the statistics of
+    :func:`pbfl_flwr.training.class_metrics.statistics` are added.
+    """
+    accuracies: dict[str, Accuracy] = {}
+    scored = [report for report in reports.values() if report.num_test]
+    for name in PREDICTORS:
+        with_name = [report for report in scored if report.correct and name in report.correct]
+        if not with_name:
+            continue
+        correct = np.array([(report.correct or {})[name] for report in with_name], dtype=float)
+        samples = np.array([report.num_test for report in with_name], dtype=float)
+        each = np.sort(correct / samples)
+        counted = [report.by_class for report in with_name if report.by_class is not None]
+        by_class = class_metrics.statistics(counted, name) if len(counted) == len(with_name) else {}
+        accuracies[name] = Accuracy(
+            weighted=float(correct.sum() / samples.sum()),
+            mean=float(each.mean()),
+            std=float(each.std()),
+            worst=float(each[: max(1, len(each) // 10)].mean()),
+            clients=len(with_name),
+            **by_class,
+        )
+    return accuracies
+
+
+def on_validation(reports: Mapping[int, Report]) -> dict[int, Report]:
+    """Return the reports that have validation samples, with their validation scores in place of test scores."""
+    return {
+        client: replace(report, num_test=report.num_validation, correct=report.validation, by_class=None)
+        for client, report in reports.items()
+        if report.num_validation
+    }
+
+
+def at_other_moment(reports: Mapping[int, Report]) -> dict[int, Report]:
+    """Return the reports of clients scored twice, with the scores at the other moment in place of the run's."""
+    return {
+        client: replace(report, correct=report.other, by_class=report.other_by_class)
+        for client, report in reports.items()
+        if report.other is not None
+    }
+
+
+def scores(exchange: Exchange) -> Scores:
+    """Return the accuracies of an exchange over its honest clients."""
+    honest = exchange.phase.honest(exchange.outcome.reports)
+    return Scores(accuracy=summarise_accuracy(honest), validation=summarise_accuracy(on_validation(honest)))
+
+
+def updated_ages(
+    ages: Sequence[int] | None, classes: Mapping[int, int] | None, num_classes: int
+) -> list[int] | None:
+    """Return the rounds since each class was last uploaded, -1 if it never was.
+
+    Args:
+        ages: after the previous round; None in the first.
+        classes: see :class:`~pbfl_flwr.flower.server.exchange.Outcome`.
+        num_classes: K.
+    """
+    if classes is None and ages is None:
+        return None
+    uploaded = classes or {}
+    return [
+        uploaded.get(label, age + 1 if age >= 0 else -1)
+        for label, age in enumerate(ages or [-1] * num_classes)
+    ]
+
+
+# Records ----------------------------------------------------------------------------------------------------
+
+
+def round_record(exchange: Exchange, summary: RoundSummary, final: Exchange | None = None) -> RoundRecord:
+    """Return a round's line of rounds.jsonl.
+
+    Args:
+        exchange: of training and evaluation.
+        summary: the rest of the record.
+        final: the scoring after the last training, if there was one.
+    """
+    return RoundRecord(**_round_fields(exchange, summary, final))
+
+
+def new_clients_record(
+    exchange: Exchange, summary: RoundSummary, after: int, final: Exchange | None = None
+) -> NewClientsRecord:
+    """Return the line of new-clients.jsonl of a round of the new clients.
+
+    Args:
+        exchange: of training and evaluation.
+        summary: the rest of the record.
+        after: the run's last round.
+        final: the scoring after the last training, if there was one.
+    """
+    columns = clients_record(exchange, final)
+    return NewClientsRecord(**_round_fields(exchange, summary, final), after=after, columns=columns)
+
+
+def _round_fields(exchange: Exchange, summary: RoundSummary, final: Exchange | None) -> dict[str, Any]:
+    phase, outcome = exchange.phase, exchange.outcome
+    trained = [outcome.reports[client] for client in outcome.trained]
+    samples = [report.num_train for report in trained]
+    names = sorted({name for report in trained for name in report.metrics or {}})
+    reports, honest = list(outcome.reports.values()), phase.honest(outcome.reports)
+    tested = list(honest.values())
+    return {
+        "round": phase.number,
+        **dict(scores(exchange)),
+        "accuracy_of_round": phase.number - 1 if summary.moment == "before" else phase.number,
+        "other_accuracy": summarise_accuracy(at_other_moment(honest)),
+        "test_loss": _mean([report.test_loss for report in tested], [report.num_test for report in tested]),
+        "client_metrics": {
+            name: _mean([(report.metrics or {}).get(name) for report in trained], samples) for name in names
+        },
+        "server_metrics": finite(summary.server_metrics),
+        "trained": outcome.trained,
+        "late": [outcome.late[client] for client in sorted(outcome.late)],
+        "ages": None if summary.ages is None else list(summary.ages),
+        "warnings": list(summary.warnings),
+        "failures": failures(exchange),
+        "bytes_up": _bytes(sum(outcome.up.values(), Traffic())),
+        "bytes_down": _bytes(sum(phase.down.values(), Traffic())),
+        "scalars": Scalars(up=outcome.scalars_up, down=phase.scalars_down),
+        "seconds": Seconds(
+            total=summary.total,
+            aggregate=summary.aggregated,
+            clients={name: sum(report.seconds[i] for report in reports) for i, name in enumerate(SPENT)},
+        ),
+        "peak_mb": max((report.peak_mb for report in reports), default=0.0),
+        "gpu_mb": max((report.gpu_mb for report in reports), default=0.0),
+        "joined": list(summary.joined),
+        "final": final and FinalScores(**dict(scores(final)), failures=failures(final)),
+    }
+
+
+def failures(exchange: Exchange) -> list[Failure]:
+    """Return the clients that did not complete their task, with the reasons."""
+    names = exchange.phase.names
+    return [
+        Failure(client=client, name=names.get(client, ""), reason=reason)
+        for client, reason in exchange.outcome.failures.items()
+    ]
+
+
+def clients_record(exchange: Exchange, final: Exchange | None = None) -> ClientsRecord:
+    """Return a round's line of clients.jsonl: a column for each counter, an entry for each client.
+
+    Args:
+        exchange: of training and evaluation.
+        final: the scoring after the last training, if there was one.
+    """
+    phase, outcome = exchange.phase, exchange.outcome
+    reports = outcome.reports
+
+    def column(value: Callable[[Report], Any]) -> list[Any]:
+        return [value(report) for report in reports.values()]
+
+    def optional(value: Callable[[Report], Any]) -> list[Any]:
+        """Return no column if no client has the value."""
+        return column(lambda report: value(report) or {}) if any(map(value, reports.values())) else []
+
+    return ClientsRecord(
+        round=phase.number,
+        client=list(reports),
+        name=[phase.names.get(client, "") for client in reports] if phase.names else [],
+        num_train=column(lambda report: report.num_train),
+        num_test=column(lambda report: report.num_test),
+        participations=column(lambda report: report.participations),
+        correct=column(lambda report: dict(report.correct or {})),
+        num_validation=column(lambda report: report.num_validation),
+        correct_validation=column(lambda report: dict(report.validation or {})),
+        correct_other=(column(lambda report: dict(report.other or {})) if at_other_moment(reports) else []),
+        by_class=optional(lambda report: report.by_class and report.by_class.brief()),
+        other_by_class=optional(lambda report: report.other_by_class and report.other_by_class.brief()),
+        test_loss=column(lambda report: report.test_loss),
+        metrics=column(lambda report: dict(report.metrics or {})),
+        seconds=column(lambda report: list(report.seconds)),
+        bytes_up=[_bytes(outcome.up[client]) for client in reports],
+        bytes_down=[_bytes(phase.down[client]) for client in reports],
+        final=final and clients_record(final),
+    )
+
+
+def _bytes(traffic: Traffic) -> Bytes:
+    return Bytes(**asdict(traffic))
+
+
+def _mean(values: list[float | None], weights: list[int]) -> float | None:
+    """Return the weighted mean of the values that are not None; None if there are none or it is not finite (JSON)."""
+    pairs = [(value, weight) for value, weight in zip(values, weights, strict=True) if value is not None]
+    total = sum(weight for _, weight in pairs)
+    if not total:
+        return None
+    mean = math.fsum(value * weight for value, weight in pairs) / total
+    return mean if math.isfinite(mean) else None
+
+
+# Warnings ---------------------------------------------------------------------------------------------------
+
+
+def upload_warnings(outcome: Outcome) -> list[str]:
+    """Return warnings about the clients that trained: classes held back, no training steps, clipped entries."""
+    metrics = {client: outcome.reports[client].metrics or {} for client in outcome.trained}
+    withheld = [reported.get("held-back", 0) for reported in metrics.values()]
+    idle = [client for client, reported in metrics.items() if reported.get("idle")]
+    clipped = sum(reported.get("secure-clipped", 0) for reported in metrics.values())
+    warnings = []
+    if any(withheld):
+        warnings.append(
+            f"classes held back for having fewer samples than min-class-count: {sum(withheld):.0f}, on "
+            f"{sum(classes > 0 for classes in withheld)} of {len(withheld)} clients"
+        )
+    if idle:
+        warnings.append(
+            f"made no training step, too few samples (batch-size, drop-last; BatchNorm needs two): client "
+            f"{', '.join(map(str, idle))}"
+        )
+    if clipped:
+        warnings.append(f"{clipped:.0f} entries of uploads were clipped to ±secure-range")
+    return warnings
+
+
+def lost_states(exchange: Exchange, participations: Mapping[int, int]) -> list[str]:
+    """Return a warning about clients that report fewer trained rounds than the server counted: their state is lost.
+
+    Args:
+        exchange: of the round.
+        participations: client -> rounds trained in, as last reported.
+    """
+    phase = exchange.phase
+    lost = [
+        phase.client_label(client)
+        for client, report in exchange.outcome.reports.items()
+        if client in participations
+        and report.participations < participations[client] + (client in phase.training)
+    ]
+    return [f"client {', '.join(lost)} lost its state and starts from scratch"] if lost else []
+
+
+def missing_classes(labels: Sequence[str], ages: Sequence[int] | None) -> list[str]:
+    """Return a warning about classes that no client has uploaded for exactly 10, 100 or 1,000 rounds.
+
+    Args:
+        labels: names of the classes.
+        ages: see :func:`updated_ages`.
+    """
+    missing = [label for label, age in zip(labels, ages or [], strict=False) if age in (10, 100, 1000)]
+    return [f"no client sent these classes for 10 rounds or more: {', '.join(missing)}"] if missing else []
+
+
+def not_scored(predictor: str, method: str, accuracy: Mapping[str, Accuracy]) -> list[str]:
+    """Return a warning if clients were scored, but not with the configured predictor.
+
+    Args:
+        predictor: as configured.
+        method: the method's name.
+        accuracy: by predictor.
+    """
+    if not accuracy or predictor in accuracy:
+        return []
+    return [
+        f"predictor = '{predictor}': method '{method}' has no scores of it, so there is no best round; there are "
+        f"scores of {', '.join(accuracy)}"
+    ]
