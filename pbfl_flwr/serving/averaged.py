@@ -22,6 +22,7 @@ from pbfl_flwr.methods.averaging import copies, copy_into, shared_parameters
 from pbfl_flwr.payloads import RejectedPayload
 from pbfl_flwr.runs.client_store import load_tensors
 from pbfl_flwr.runs.directory import BEST, CHECKPOINT, RunDirectory
+from pbfl_flwr.runs.records import ClientRecord
 from pbfl_flwr.runs.saved_model import Card
 from pbfl_flwr.serving.export import CARD, SavedModel, read_state, state_file, states_of
 from pbfl_flwr.serving.network import rebuild
@@ -51,17 +52,17 @@ def averaged(
     """
     if not (run / "run.json").is_file():
         raise PbflError(f"--global: {run} is not a run directory, which holds the server's weights")
-    about = RunDirectory(run).read()
-    method = _method(about["configuration"])
-    members = {str(member["name"] or member["client"]): member for member in about["clients"]}
-    kept = _clients(run, like, {who: str(member["architecture"]) for who, member in members.items()})
-    first = next(kept)
+    record = RunDirectory(run).record()
+    method = _method(record.configuration)
+    clients = {client.label: client for client in record.clients}
+    states = _clients(run, like, {label: client.architecture for label, client in clients.items()})
+    first = next(states)
     parameters, number = _weights(run / (BEST if best else CHECKPOINT), method, first.card.task)
     served = rebuild(first.card, first.weights, allowed_code, str(run))
     model = served.model
     parts = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     buffers = [name for name in first.weights if name not in parts]  # persistent ones, under all their names
-    means = _mean(chain([first], kept), buffers, _samples(members))
+    means = _mean(chain([first], states), buffers, _samples(clients))
     model.load_state_dict({**first.weights, **means})
     places = {**shared_parameters(model, "head"), **shared_parameters(model, "all")}  # own names come first
     copy_into(places, parameters)
@@ -127,10 +128,10 @@ def _clients(run: Path, like: Sequence[Path], networks: Mapping[str, str]) -> It
         yield kept
 
 
-def _samples(members: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+def _samples(clients: Mapping[str, ClientRecord]) -> dict[str, float]:
     """Return client -> training samples, 1 each in runs whose clients do not report them."""
-    found = {who: float(member["num_train"]) for who, member in members.items()}
-    return found if any(found.values()) else dict.fromkeys(found, 1.0)
+    samples = {label: float(client.num_train) for label, client in clients.items()}
+    return samples if any(samples.values()) else dict.fromkeys(samples, 1.0)
 
 
 def _mean(

@@ -150,10 +150,10 @@ def best_of(run: Path) -> int:
 
 def _experiment(path: Path) -> Path:
     if (path / "run.json").is_file():
-        about = RunDirectory(path).read()
+        record = RunDirectory(path).record()
         RunDirectory(path).check_states()
-        root = Path(about["configuration"].get("state-dir") or path / "clients")
-        return root / str(about["experiment"])
+        root = Path(str(record.configuration.get("state-dir") or path / "clients"))
+        return root / record.experiment
     if not path.is_dir():
         raise PbflError(
             f"{path} does not exist; expected is a run directory, a state directory or a state file"
