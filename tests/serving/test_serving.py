@@ -23,6 +23,7 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.methods import build_method
 from pbfl_flwr.models.build import build_model
 from pbfl_flwr.runs.client_store import load_tensors, save_tensors
+from pbfl_flwr.runs.records import VERSION, RunRecord
 from pbfl_flwr.runs.saved_model import Card
 from pbfl_flwr.serving.export import SavedModel, export, has_onnx, read_state, state_file
 from pbfl_flwr.serving.network import Served, rebuild
@@ -385,7 +386,16 @@ def test_where_a_state_is_looked_for(sites: Ran, tmp_path: Path) -> None:
         state_file(tmp_path / "several", "")
     run = tmp_path / "run"
     (run / "clients/e").mkdir(parents=True)
-    (run / "run.json").write_text(json.dumps({"configuration": {"state-dir": ""}, "experiment": "e"}))
+    about = RunRecord(
+        version=VERSION,
+        configuration={"state-dir": ""},
+        versions={},
+        experiment="e",
+        primary_predictor="head",
+        moment="after",
+        clients=[],
+    )
+    (run / "run.json").write_text(json.dumps(about.to_json()))
     (run / "clients/e/client-00012.safetensors").touch()
     assert state_file(run, "12") == state_file(run, "") == run / "clients/e/client-00012.safetensors"
     with pytest.raises(PbflError, match="already holds files"):
