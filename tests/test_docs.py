@@ -154,7 +154,7 @@ def test_the_library_page_is_a_script_that_runs(
     assert names["comparison"].n == 4
     assert names["points"].shape == (sum(len(labels) for labels in names["digits"]) + 10, 64)
     assert names["by_hand_strategy"].history[-1].failures == []
-    assert set(names["by_hand_strategy"].history[-1]["accuracy"]) == {"head", "global"}
+    assert set(names["by_hand_strategy"].history[-1].accuracy) == {"head", "global"}
     assert torch.allclose(names["combined"].values, names["means"])
     assert names["drawn"].shape == (5 * 16, 16)
     assert "did you mean 'batch-size'?" in capsys.readouterr().out
