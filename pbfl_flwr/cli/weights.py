@@ -36,12 +36,12 @@ def weights(
 
     try:
         if not LABEL.fullmatch(label):
-            raise PbflError(f"label '{label}': allowed are 1 to 64 letters, digits, '.', '_', '-'")
+            raise PbflError(f"label '{label}': must be 1 to 64 letters, digits, '.', '_', '-'")
         check_takeable(model)
         kept = weights_file(model, label)
         if kept.exists() and not replace:
             raise PbflError(
-                f"{model} already has weights with the label '{label}' ({kept}); allowed is another label, or --replace"
+                f"{model} already has weights with the label '{label}' ({kept}); choose another label, or --replace"
             )
         source = expanded(file)
         source = source / "model.safetensors" if source.is_dir() else source

@@ -196,7 +196,9 @@ def show_rows(topic: str, word: str, console: Console) -> None:
         return
     found = [(name, said) for name, said in every if word in name]
     if not found:
-        raise PbflError(f"'{word}': not found in {topic}; allowed are {', '.join(name for name, _ in every)}")
+        raise PbflError(
+            f"'{word}': not found in {topic}; must be one of {', '.join(name for name, _ in every)}"
+        )
     indent = max(len(name) for name, _ in found) + 2
     for name, said in found:
         print_hanging(console, name, said, indent)

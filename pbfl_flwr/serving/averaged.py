@@ -117,7 +117,7 @@ def _clients(run: Path, like: Sequence[Path], networks: Mapping[str, str]) -> It
                 f"--like {file}: client {who} with {found} is not one of the run's clients{there}"
             )
         if who in seen:
-            raise PbflError(f"--like {file}: client {who} is given twice; allowed is each client once")
+            raise PbflError(f"--like {file}: client {who} is given twice; each client must be given once")
         seen.add(who)
         first = first or kept.card
         if odd := [name for name in SAME if getattr(kept.card, name) != getattr(first, name)]:

@@ -215,7 +215,7 @@ def export(kept: SavedModel, directory: Path, allowed_code: str = "") -> list[st
         PbflError: if the directory holds files, or the network cannot be rebuilt or exported.
     """
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise PbflError(f"--out {directory} already holds files; allowed is a new directory")
+        raise PbflError(f"--out {directory} already holds files; must be a new directory")
     served = rebuild(kept.card, kept.weights, allowed_code, str(directory))
     directory.mkdir(parents=True, exist_ok=True)
     write_atomically(directory / WEIGHTS, save(separate(kept.weights)))

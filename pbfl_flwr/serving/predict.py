@@ -215,8 +215,8 @@ def _inputs(card: Card, files: Sequence[Path]) -> Iterator[tuple[str, int, NDArr
         elif suffix == LINES:
             yield str(path), 1, _texts(card, path)
         else:
-            allowed = f"images, .npz, {', '.join(SUFFIXES)}, {LINES}, and folders of images"
-            raise PbflError(f"{path}: allowed are {allowed}")
+            formats = f"images, .npz, {', '.join(SUFFIXES)}, {LINES}, and folders of images"
+            raise PbflError(f"{path}: must be one of {formats}")
 
 
 def _is_image(path: Path, folder: Path) -> bool:
@@ -243,11 +243,9 @@ def _arrays(card: Card, path: Path) -> NDArray[Any]:
             f"{path}: x is {x.dtype} {x.shape}, this model takes {wanted} {('N', *card.input_shape)}"
         )
     if not np.isfinite(x).all():
-        raise PbflError(f"{path}: x holds NaN or infinity; allowed are finite numbers")
+        raise PbflError(f"{path}: x holds NaN or infinity; must be finite numbers")
     if card.vocabulary and len(x) and not (x.min() >= 0 and x.max() < len(card.vocabulary)):
-        raise PbflError(
-            f"{path}: x holds {x.min()} to {x.max()}; allowed are ids 0..{len(card.vocabulary) - 1}"
-        )
+        raise PbflError(f"{path}: x holds {x.min()} to {x.max()}; must be ids 0..{len(card.vocabulary) - 1}")
     return x
 
 

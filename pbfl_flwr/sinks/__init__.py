@@ -77,7 +77,7 @@ def check(sinks: str) -> None:
     problems = []
     for name in names(sinks):
         if name not in SINKS:
-            problems.append(f"sinks = '{sinks}': unknown sink '{name}'; allowed are {', '.join(SINKS)}")
+            problems.append(f"sinks = '{sinks}': unknown sink '{name}'; must be one of {', '.join(SINKS)}")
         elif find_spec(SINKS[name].library) is None:
             problems.append(
                 f"sinks = '{sinks}': {SINKS[name].library} is not installed on the server; "

@@ -171,7 +171,7 @@ def test_keys_by_word_by_group_and_by_method() -> None:
     ("topic", "word", "said"),
     [
         ("keys", "learning-rat3", "did you mean 'learning-rate'? The groups are run, data, models"),
-        ("methods", "foo", "'foo': not found in methods; allowed are local, fedavg"),
+        ("methods", "foo", "'foo': not found in methods; must be one of local, fedavg"),
     ],
 )
 def test_a_word_that_nothing_contains_is_one_line(topic: str, word: str, said: str) -> None:

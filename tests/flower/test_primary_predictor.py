@@ -1,4 +1,4 @@
-"""What is said of a primary predictor that a method does not have, or that nobody could be asked for."""
+"""Errors and warnings about a primary predictor that a method lacks or that no client could score."""
 
 from pathlib import Path
 
@@ -8,24 +8,24 @@ from pbfl_flwr.errors import PbflError
 from tests.flower.inprocess import federation
 
 
-def test_a_predictor_that_the_method_lacks_is_refused(tmp_path: Path) -> None:
-    said = (
+def test_rejects_predictor_that_the_method_lacks(tmp_path: Path) -> None:
+    message = (
         "predictor = 'etf': method 'fedproto' has no such predictor with these settings; must be one of auto, head, "
         "global, global-local, local"
     )
-    with pytest.raises(PbflError, match=f"^{said}$"):
+    with pytest.raises(PbflError, match=f"^{message}$"):
         federation(tmp_path, "fedproto", predictor="etf").run()
 
 
-@pytest.mark.parametrize(("predictor", "said"), [("global", 1), ("head", 0), ("auto", 0)])
-def test_a_predictor_that_nobody_could_be_asked_for_is_named(
-    predictor: str, said: int, tmp_path: Path
+@pytest.mark.parametrize(("predictor", "num_warnings"), [("global", 1), ("head", 0), ("auto", 0)])
+def test_warns_of_predictor_that_no_client_could_score(
+    predictor: str, num_warnings: int, tmp_path: Path
 ) -> None:
-    found = federation(tmp_path, "fedproto", predictor=predictor, min_class_count=1000).run()
-    notes = [note for line in found.strategy.history for note in line.warnings]
-    told = [note for note in notes if note.startswith("predictor = ")]
-    assert len(told) == said
+    result = federation(tmp_path, "fedproto", predictor=predictor, min_class_count=1000).run()
+    warnings = [warning for record in result.strategy.history for warning in record.warnings]
+    about_predictor = [warning for warning in warnings if warning.startswith("predictor = ")]
+    assert len(about_predictor) == num_warnings
     assert all(
-        "method 'fedproto' has no scores of it" in note and "there are scores of head" in note
-        for note in told
+        "method 'fedproto' has no scores of it" in warning and "there are scores of head" in warning
+        for warning in about_predictor
     )

@@ -215,7 +215,7 @@ def test_of_devices_that_ran_on_this_machine(tmp_path: Path) -> None:
         state_file(run, "7")
     device = run / "clients" / "node-2"
     assert averaged(run, [device]).card == averaged(run, [state_file(device, "")]).card
-    with pytest.raises(PbflError, match=r"client 2 is given twice; allowed is each client once$"):
+    with pytest.raises(PbflError, match=r"client 2 is given twice; each client must be given once$"):
         averaged(run, [device, state_file(device, "")])
     with pytest.raises(
         PbflError, match=r"^.*nowhere does not exist; expected is a run directory, a state directory or"

@@ -311,7 +311,7 @@ def test_what_does_not_fit_is_one_line(
         (garden, tmp_path / "few.csv", "has no column 'sepal width'"),
         (clinic, tmp_path / "empty", "holds no image"),
         (clinic, tmp_path / "nothing.png", "there is no"),
-        (clinic, exported["clinic"] / "card.json", "allowed are images"),
+        (clinic, exported["clinic"] / "card.json", "must be one of images"),
     ]
     for model, file, said in cases:
         with pytest.raises(PbflError, match=said):

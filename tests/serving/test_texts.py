@@ -146,7 +146,7 @@ def test_other_files_are_refused_in_a_line(exported: tuple[str, Path], tmp_path:
     np.savez(tmp_path / "numbers.npz", x=np.zeros((2, 200)))
     (tmp_path / "t.csv").write_text("a,b\n1,2\n")
     for file, said in (
-        ("beyond.npz", f"x holds {beyond} to {beyond}; allowed are ids 0..{beyond - 1}"),
+        ("beyond.npz", f"x holds {beyond} to {beyond}; must be ids 0..{beyond - 1}"),
         ("numbers.npz", "this model takes token ids"),
         ("t.csv", "has no column 'text' with texts; it has a, b"),
     ):

@@ -101,7 +101,7 @@ def test_unknown_sinks_and_missing_libraries_are_named_before_anything_starts(
         sinks.check("tensorboard, paper,wandb")
     lines = str(caught.value).splitlines()
     assert "tensorboard is not installed on the server; pip install 'pbfl-flwr[tensorboard]'" in lines[0]
-    assert "unknown sink 'paper'; allowed are tensorboard, wandb, mlflow" in lines[1]
+    assert "unknown sink 'paper'; must be one of tensorboard, wandb, mlflow" in lines[1]
     assert "pbfl-flwr[wandb]" in lines[2]
     with pytest.raises(PbflError, match="mlflow is not installed"):
         run(tmp_path, "mlflow")
