@@ -83,6 +83,6 @@ def lines(answer: Mapping[str, Any]) -> list[str]:
     if "epsilon" in answer:
         cost = answer["epsilon"]
         spent = ", ".join(f"ε = {cost[name]:.3g} after {name}" for name in cost if "release" in name)
-        covered = f"covers {cost['covers']}, not hello and report"
+        covered = f"covers {cost['covers']}, not handshake and report"
         found.append(f"noise: {spent} at δ = {cost['delta']:g}, unit {cost['unit']}; {covered}")
     return found

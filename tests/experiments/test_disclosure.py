@@ -73,7 +73,7 @@ def test_settings_hide_what_they_say() -> None:
     assert noisy["upload", "sums of features of each class"] == "blurred"
     silent = states(client_report="none")
     assert {state for (message, _), state in silent.items() if message == "report"} == {"hidden"}
-    assert silent["hello", "number of training and test samples"] == "hidden"
+    assert silent["handshake", "number of training and test samples"] == "hidden"
     assert states()["report", "test samples of each class"] == "hidden"
     counted = states(per_class=True, **dense, dp_clip=1.0, dp_noise=1.0)
     assert counted["report", "test samples of each class"] == "in clear"
