@@ -26,8 +26,7 @@ import torch
 from machine import introduce, write
 from torch import Tensor
 
-from pbfl_flwr.prototypes.alignment import AlignmentReport, align
-from pbfl_flwr.prototypes.sphere import geometry
+from pbfl_flwr.prototypes.alignment import AlignmentReport, align, geometry
 
 T = TypeVar("T")
 DIRECTION_TOLERANCE, ENERGY_TOLERANCE = 1e-3, 1e-4

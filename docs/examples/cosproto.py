@@ -22,7 +22,7 @@ from pbfl_flwr.config import Group, Settings, parse_section
 from pbfl_flwr.method import Client, Method, Predictor, Round, Update, head_scores
 from pbfl_flwr.payloads import Prototypes, RejectedPayload
 from pbfl_flwr.prototypes.aggregation import keep_stale, mean
-from pbfl_flwr.prototypes.collect import class_sums_of
+from pbfl_flwr.prototypes.class_means import class_sums_of
 from pbfl_flwr.task import Task
 from pbfl_flwr.training.loop import fit, forward
 

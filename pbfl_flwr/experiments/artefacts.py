@@ -18,9 +18,8 @@ from pbfl_flwr.methods import SECTIONS, build_method
 from pbfl_flwr.models.build import SplitModel, build_model
 from pbfl_flwr.models.registry import without_weights
 from pbfl_flwr.payloads import Logits, Payload, Prototypes, RejectedPayload, WeightsAndPrototypes
-from pbfl_flwr.prototypes.alignment import align
+from pbfl_flwr.prototypes.alignment import Geometry, align, geometry
 from pbfl_flwr.prototypes.pipeline import Pipeline, PipelineState
-from pbfl_flwr.prototypes.sphere import Geometry, geometry
 from pbfl_flwr.runs.client_store import ClientState, ClientStore, load_tensors
 from pbfl_flwr.seeds import derive
 from pbfl_flwr.task import Task

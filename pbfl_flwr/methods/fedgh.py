@@ -30,7 +30,7 @@ from pbfl_flwr.method import Client, Method, Moment, Round, Update
 from pbfl_flwr.methods.sharing import check_heads, initial, plain, receive
 from pbfl_flwr.models.build import architectures
 from pbfl_flwr.payloads import Prototypes, RejectedPayload, Reveal, Weights
-from pbfl_flwr.prototypes.collect import class_sums_of, released_means
+from pbfl_flwr.prototypes.class_means import class_sums_of, released_means
 from pbfl_flwr.prototypes.privacy import Release, release
 from pbfl_flwr.prototypes.trainable import stack_uploads
 from pbfl_flwr.task import Task

@@ -34,7 +34,7 @@ from pbfl_flwr.methods.sharing import check_both, check_heads, initial, shared_s
 from pbfl_flwr.models.build import architectures
 from pbfl_flwr.payloads import Prototypes, Reveal, Weights, WeightsAndPrototypes
 from pbfl_flwr.prototypes.aggregation import weighted
-from pbfl_flwr.prototypes.collect import class_sums_of
+from pbfl_flwr.prototypes.class_means import class_sums_of
 from pbfl_flwr.task import Task
 from pbfl_flwr.training.loop import Part, fit
 

@@ -8,6 +8,8 @@ matrix.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import combinations
 
 import numpy as np
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from pbfl_flwr.config.keys import CpsScheme
 from pbfl_flwr.errors import PbflError
+from pbfl_flwr.task import Task
 
 Masks = NDArray[np.uint8]
 Random = np.random.RandomState  # its streams are the same in all versions of NumPy, and so on all clients
@@ -131,6 +134,54 @@ def smallest_hamming(masks: Tensor) -> int:
     distances = loads.unsqueeze(1) + loads - 2 * ones @ ones.T
     distances.fill_diagonal_(math.inf)
     return int(distances.min()) if len(masks) > 1 else 0
+
+
+@dataclass(frozen=True)
+class Sparsity:
+    """The dimensions that travel in a run; server and clients derive the same masks.
+
+    Attributes:
+        size: s; 0 and d mean all dimensions.
+        scheme: how the masks are allocated.
+        seed: of the masks, the only thing about them that clients must agree on.
+    """
+
+    size: int
+    scheme: CpsScheme
+    seed: int
+
+    def masks(self, task: Task) -> Tensor | None:
+        """Return the masks (K, d) bool, None if all dimensions travel.
+
+        Raises:
+            PbflError: if there are no masks of this size.
+        """
+        if self.size in (0, task.feature_dim):
+            return None
+        return _allocated(self, task.num_classes, task.feature_dim)[0]
+
+    def width(self, task: Task) -> int:
+        """Return the length of a sent row; under scheme "block" it can be below s."""
+        if self.size in (0, task.feature_dim):
+            return task.feature_dim
+        return _allocated(self, task.num_classes, task.feature_dim)[1]
+
+    def compress(self, rows: Tensor, task: Task) -> Tensor:
+        """Return the entries of rows that travel: (K, d) -> (K, width)."""
+        table = self.masks(task)
+        return rows if table is None else compress(rows, table)
+
+    def expand(self, sent: Tensor, task: Task) -> Tensor:
+        """Return sent rows with zeros outside the masks: (K, width) -> (K, d)."""
+        table = self.masks(task)
+        return sent if table is None else expand(sent, table)
+
+
+@lru_cache(maxsize=8)
+def _allocated(wanted: Sparsity, num_classes: int, feature_dim: int) -> tuple[Tensor, int]:
+    """Return the masks and the number of ones in each; cached, since it takes seconds for many classes."""
+    table = allocate_masks(num_classes, feature_dim, wanted.size, scheme=wanted.scheme, seed=wanted.seed)
+    return table, int(table[0].sum())
 
 
 def _allocate(rows: int, columns: int, ones: int, random: Random, swaps: int) -> Masks:

@@ -27,15 +27,14 @@ from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client, Method, Moment, Nearest, Predictor, Round, Update, head_scores
 from pbfl_flwr.models.build import has_batch_norm
 from pbfl_flwr.payloads import Prototypes, RejectedPayload, Reveal, joined, part_of
-from pbfl_flwr.prototypes import aggregation, regularizer, scaling
+from pbfl_flwr.prototypes import aggregation, regularizer
 from pbfl_flwr.prototypes import secure_sums as sums
+from pbfl_flwr.prototypes.aggregation import Combination, bounded
 from pbfl_flwr.prototypes.alignment import align
-from pbfl_flwr.prototypes.collect import Collector, released_means
-from pbfl_flwr.prototypes.combination import Combination
-from pbfl_flwr.prototypes.norm_bound import bounded
+from pbfl_flwr.prototypes.class_means import Collector, released_means
+from pbfl_flwr.prototypes.masks import Sparsity
 from pbfl_flwr.prototypes.privacy import Release, release
-from pbfl_flwr.prototypes.sparsity import Sparsity
-from pbfl_flwr.prototypes.stages import APS_RULES, ROBUST_RULES, TRAINED_RULES, Stages, resolved
+from pbfl_flwr.prototypes.stages import APS_RULES, ROBUST_RULES, TRAINED_RULES, Stages, resolved, upscale
 from pbfl_flwr.prototypes.trainable import (
     ServerTraining,
     TrainableState,
@@ -194,7 +193,7 @@ class Pipeline(Method[PipelineState, Prototypes, Prototypes]):
         summed = self.stages.aggregation in APS_RULES and self.server_training is None
         if summed and self.stages.alignment == "off" and down.num_present:
             factor *= self.combination.mu(client.task, down.num_examples)
-        return scaling.upscale(values, factor).to(client.device)
+        return upscale(values, factor).to(client.device)
 
     # Server -----------------------------------------------------------------------------------------------
 

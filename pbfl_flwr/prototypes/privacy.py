@@ -32,7 +32,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -43,13 +43,12 @@ from pbfl_flwr.config import PROTOCOLS, PrivacySettings
 from pbfl_flwr.config.keys import DpUnit
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client
-from pbfl_flwr.payloads import Reveal
+from pbfl_flwr.payloads.reveals import COUNTS, HOLDER, MEANS, PRESENCE, SINGLE, TOTAL, Reveal
 from pbfl_flwr.prototypes import secure_sums as sums
-from pbfl_flwr.prototypes.revealed import revealed
-from pbfl_flwr.prototypes.scaling import scale_by_counts
-from pbfl_flwr.prototypes.stages import SCALED_RULES, WEIGHTED_RULES
+from pbfl_flwr.prototypes.stages import SCALED_RULES, WEIGHTED_RULES, scale_by_counts
 
 SUMS = ("ppa", "aps-sum")  # rules in which a zero row adds nothing
+MASKED = "masked by SecAgg+ (its strength: docs/privacy.md); the server learns only"
 RELEASES = "releases"  # name in the client's memory of its number of noisy releases
 
 
@@ -247,7 +246,7 @@ class Release:
             rule: the server's aggregation rule.
             sends_total: whether uploads have n_i.
         """
-        return revealed(
+        return _revealed(
             self.settings, rule, minimum=self.minimum, scaled=self.scaled, sends_total=sends_total
         )
 
@@ -314,3 +313,63 @@ def unprotected(settings: PrivacySettings) -> list[str]:
     if settings.min_class_count not in ("auto", *PROTOCOLS["min-class-count"].values()):
         more.append("min_class_count")
     return [f"{key.replace('_', '-')} = {getattr(settings, key)!r}" for key in more]
+
+
+def _revealed(
+    keys: PrivacySettings, rule: str, *, minimum: int, scaled: bool, sends_total: bool
+) -> tuple[Reveal, ...]:
+    """Return presence, rows, single samples, counts, n_i and the single holder's row, with the effect of the settings.
+
+    Args:
+        keys: the privacy settings.
+        rule: the server's aggregation rule.
+        minimum: m, number of samples below which a class is held back.
+        scaled: whether rows are n_ij·c̄_ij, not means.
+        sends_total: whether uploads have n_i.
+    """
+    noisy = f"noise of {keys.dp_noise:g} times the sensitivity, unit {keys.dp_unit}" if keys.dp_noise else ""
+    presence, rows, single, counts = PRESENCE, MEANS, SINGLE, COUNTS
+    if scaled:
+        rows = replace(
+            rows,
+            what="sums of features of each class",
+            how="the rows n_ij·c̄_ij; divided by n_ij, class means",
+        )
+    if keys.dense_uploads and noisy:
+        presence = presence.but("hidden", noisy)
+    elif keys.dense_uploads:
+        presence = presence.but(
+            "blurred", "a zero row still marks an absent class; only the message's size is hidden"
+        )
+    if noisy:
+        rows, single = rows.but("blurred", noisy), single.but("blurred", noisy)
+    elif keys.dp_clip:
+        rows = replace(rows, how=f"{rows.how}; norms are clipped to {keys.dp_clip:g}")
+    if minimum > 1:
+        single = single.but("hidden", f"classes of fewer than {minimum} samples are not sent")
+    if scaled:
+        how = "not sent, but the norm of n_ij·c̄_ij reveals most of them within 10 % (docs/privacy.md)"
+        how = f"{how}; {noisy}" if noisy else how
+        counts = replace(counts.but("blurred", how), hide="dp-noise, secure-aggregation, or count-bucket")
+    elif rule not in WEIGHTED_RULES:
+        counts = counts.but("hidden", f"rule '{rule}' sends none")
+    total = TOTAL if sends_total else TOTAL.but("hidden", "not part of the upload")
+    if keys.count_bucket != "off":
+        rounding = f"rounded to {'powers of two' if keys.count_bucket == 'powers' else keys.count_bucket}"
+        counts, total = (
+            one if one.state == "hidden" else one.but("blurred", f"{one.how}; {rounding}")
+            for one in (counts, total)
+        )
+    if keys.secure_aggregation:
+        holders, added, samples = "how many clients hold a class", "the sum of all rows", "Σ n_i"
+        presence, rows, single, counts, total = (
+            one if one.state == "hidden" else one.but("hidden", f"{MASKED} {learnt}")
+            for one, learnt in (
+                (presence, holders),
+                (rows, added),
+                (single, added),
+                (counts, samples),
+                (total, samples),
+            )
+        )
+    return presence, rows, single, counts, total, HOLDER

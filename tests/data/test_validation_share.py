@@ -14,7 +14,7 @@ from pbfl_flwr.flower.messages.report import Report
 from pbfl_flwr.flower.server.rounds import on_validation, summarise_accuracy
 from pbfl_flwr.payloads import RejectedPayload
 from pbfl_flwr.training.evaluation import evaluate
-from tests.test_training import client, data
+from tests.training.test_loop import client, data
 
 
 def test_held_out_rows_come_from_training_alone() -> None:

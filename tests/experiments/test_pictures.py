@@ -19,7 +19,7 @@ from pbfl_flwr.experiments import artefacts, pictures, results
 from pbfl_flwr.experiments.artefacts import NotAvailable
 from pbfl_flwr.experiments.pictures import alignment, personalisation, progress, similarity, style
 from pbfl_flwr.experiments.results import Group
-from pbfl_flwr.prototypes.sphere import geometry
+from pbfl_flwr.prototypes.alignment import geometry
 from pbfl_flwr.runs.client_store import ClientState
 from tests.flower.inprocess import federation
 from tests.runs import entry, pbfl, write_run

@@ -28,7 +28,7 @@ from pbfl_flwr.sinks import new_client_lines_step, steps
 from pbfl_flwr.training.class_metrics import ByClass, balanced_accuracy, macro_f1, recalls, statistics
 from pbfl_flwr.training.evaluation import evaluate
 from tests.flower.inprocess import SPLITS, Federation, altered, federation, numbers, raises, same_tensors
-from tests.test_training import client, data
+from tests.training.test_loop import client, data
 
 SCORES = {"balanced", "balanced_mean", "macro_f1", "macro_f1_mean", "by_class", "tested"}
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.payloads import Prototypes
 from pbfl_flwr.prototypes import aggregation
-from pbfl_flwr.prototypes.scaling import scale_by_counts
+from pbfl_flwr.prototypes.stages import scale_by_counts
 
 
 def upload(rows, counts=None):

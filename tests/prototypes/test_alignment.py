@@ -6,9 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.prototypes import sphere
-from pbfl_flwr.prototypes.alignment import AlignmentSettings, align
-from pbfl_flwr.prototypes.sphere import Geometry, forces, geometry, squared_distances
+from pbfl_flwr.prototypes import alignment
+from pbfl_flwr.prototypes.alignment import (
+    AlignmentSettings,
+    Geometry,
+    align,
+    forces,
+    geometry,
+    squared_distances,
+)
 
 
 def relu_like(num_classes, dim, seed=0):
@@ -140,7 +146,7 @@ def test_forces_of_a_table_that_is_one_cluster_are_exact():
 
 @pytest.mark.parametrize("at_once", [1, 4, 5, 4096])
 def test_close_pairs_are_mended_on_both_sides_however_many_at_a_time(at_once, monkeypatch):
-    monkeypatch.setattr(sphere, "PAIRS_AT_ONCE", at_once)
+    monkeypatch.setattr(alignment, "PAIRS_AT_ONCE", at_once)
     units = relu_like(8, 64).double()
     units[1:4] = units[0] + 1e-6 * gaussian(3, 64).double()  # 6 close pairs and, with rows 6 and 7, a seventh
     units[6] = units[7] + 1e-6

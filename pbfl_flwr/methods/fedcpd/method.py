@@ -39,7 +39,7 @@ from pbfl_flwr.models.build import architectures, build_model
 from pbfl_flwr.models.registry import without_weights
 from pbfl_flwr.payloads import Prototypes, WeightsAndPrototypes, part_of
 from pbfl_flwr.prototypes.aggregation import keep_stale, mean
-from pbfl_flwr.prototypes.collect import class_sums_of
+from pbfl_flwr.prototypes.class_means import class_sums_of
 from pbfl_flwr.prototypes.regularizer import alignment_pull, contrast
 from pbfl_flwr.task import Task
 from pbfl_flwr.training.loop import Loss, fit, forward, part

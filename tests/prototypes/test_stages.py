@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from pbfl_flwr.errors import PbflError
-from pbfl_flwr.prototypes.scaling import default_aps_scale, scale_by_counts, upscale
+from pbfl_flwr.prototypes.stages import default_aps_scale, scale_by_counts, upscale
 
 
 def test_scale_by_counts_by_hand():

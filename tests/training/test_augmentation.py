@@ -12,7 +12,7 @@ from pbfl_flwr.config import EvaluationSettings, TrainingSettings, parse
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.method import Client
 from pbfl_flwr.models.build import build_model
-from pbfl_flwr.prototypes.collect import class_sums_of
+from pbfl_flwr.prototypes.class_means import class_sums_of
 from pbfl_flwr.task import Task
 from pbfl_flwr.training.augmentation import Augmentation, check_augmentation
 from pbfl_flwr.training.loop import classification, fit, fixed_features, forward
