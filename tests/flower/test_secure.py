@@ -29,7 +29,7 @@ from pbfl_flwr.prototypes import secure_sums as sums
 from pbfl_flwr.prototypes.pipeline import Pipeline
 from pbfl_flwr.task import Task
 from tests.flower.inprocess import NUM_CLIENTS, Answer, Fault, Federation, federation, lost, plain, raises
-from tests.flower.test_faults import only
+from tests.flower.server.test_faults import only
 
 TASK = Task(num_classes=10, feature_dim=64, input_shape=(1, 16, 16))
 SETTINGS: dict[str, dict[str, Scalar]] = {
