@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from pbfl_flwr.cli import app
 from pbfl_flwr.config import parse
 from pbfl_flwr.methods import SECTIONS
-from pbfl_flwr.runs.records import VERSION, Bytes, ClientsRecord, RoundRecord
+from pbfl_flwr.runs.records import VERSION, ClientsRecord, NewClientsRecord, RoundRecord
 
 
 def pbfl(*arguments: object) -> Result:
@@ -41,13 +41,17 @@ def _printing_to(output: int, *arguments: object) -> tuple[int, str]:
 
 
 def entry(number: int, heads: float, globals_: float | None, **more: Any) -> dict[str, Any]:
-    """One line of rounds.jsonl: two clients, 100 bytes up and 300 down each."""
+    """One line of rounds.jsonl: two clients, 100 bytes up and 300 down each; of new-clients.jsonl with ``after``.
 
-    def statistics(weighted: float) -> dict[str, float]:
-        return {"weighted": weighted, "mean": weighted, "std": 0.125, "worst": weighted - 0.125, "clients": 2}
-
-    accuracy = {"head": statistics(heads)} | ({} if globals_ is None else {"global": statistics(globals_)})
-    return {
+    Args:
+        number: of the round.
+        heads, globals_: weighted accuracies of head and global.
+        more: other fields; what they lack (statistics of an accuracy, seconds, the clients' columns) is filled in.
+    """
+    accuracy = {"head": {"weighted": heads}} | (
+        {} if globals_ is None else {"global": {"weighted": globals_}}
+    )
+    line = {
         "round": number,
         "accuracy": accuracy,
         "accuracy_of_round": number,
@@ -60,26 +64,66 @@ def entry(number: int, heads: float, globals_: float | None, **more: Any) -> dic
         "bytes_up": {"payload": 200, "ours": 220, "total": 400},
         "bytes_down": {"payload": 600, "ours": 620, "total": 800},
         "scalars": {"up": 12, "down": 20},
-        "seconds": {
-            "total": 2.0,
-            "aggregate": 0.1,
-            "clients": {"open": 0.1, "fit": 1.0, "evaluate": 0.2, "save": 0.1},
-        },
         "peak_mb": 512.0,
+        **more,
+    }
+    seconds = {"open": 0.1, "fit": 1.0, "evaluate": 0.2, "save": 0.1}
+    line["seconds"] = {"total": 2.0, "aggregate": 0.1, "clients": seconds, **more.get("seconds", {})}
+    for name in {"accuracy", "validation", "other"} & set(line):
+        line[name] = _with_statistics(line[name])
+    if final := more.get("final"):
+        scores = {name: _with_statistics(final[name]) for name in ("accuracy", "validation") if name in final}
+        line["final"] = {"failures": [], **final, **scores}
+    if "after" in more:
+        line.setdefault("columns", columns(number, [{}, {}]))
+    return line
+
+
+def _with_statistics(accuracy: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Fill in the statistics of each predictor's accuracy."""
+    return {
+        name: {
+            "mean": share["weighted"],
+            "std": 0.125,
+            "worst": share["weighted"] - 0.125,
+            "clients": 2,
+            **share,
+        }
+        for name, share in accuracy.items()
+    }
+
+
+def columns(number: int, correct: list[dict[str, int]], tests: int = 4, **more: Any) -> dict[str, Any]:
+    """One line of clients.jsonl: a client for each entry of correct, with so many test samples each."""
+    many = len(correct)
+    sizes = [{"payload": 100, "ours": 110, "total": 200}] * many
+    return {
+        "round": number,
+        "client": list(range(many)),
+        "num_train": [6] * many,
+        "num_test": [tests] * many,
+        "participations": [number] * many,
+        "correct": correct,
+        "num_validation": [0] * many,
+        "validated": [{}] * many,
+        "test_loss": [0.25] * many,
+        "metrics": [{}] * many,
+        "seconds": [[0.0] * 5] * many,
+        "bytes_up": sizes,
+        "bytes_down": sizes,
         **more,
     }
 
 
+def rounds_of(*lines: dict[str, Any]) -> list[RoundRecord]:
+    """The records of lines of rounds.jsonl or, with ``after``, of new-clients.jsonl."""
+    kinds = (NewClientsRecord if "after" in line else RoundRecord for line in lines)
+    return [kind.from_json(line, "a line") for kind, line in zip(kinds, lines, strict=True)]
+
+
 def records(number: int) -> tuple[RoundRecord, ClientsRecord]:
     """The records of a round of two clients."""
-    columns: dict[str, Any] = {
-        **{name: [4, 4] for name in ("num_train", "num_test", "participations", "num_validation")},
-        **{name: [{}, {}] for name in ("correct", "correct_validation", "metrics")},
-        **{name: [Bytes(payload=1, application=2, total=3)] * 2 for name in ("bytes_up", "bytes_down")},
-    }
-    clients = ClientsRecord(
-        round=number, client=[0, 1], test_loss=[0.5, 0.5], seconds=[[0.0] * 5] * 2, **columns
-    )
+    clients = ClientsRecord.from_json(columns(number, [{}, {}]), "a line")
     return RoundRecord.from_json(entry(number, 0.5, 0.5), "a line"), clients
 
 

@@ -19,7 +19,7 @@ from pbfl_flwr.runs.client_store import ClientState, ClientStore
 from pbfl_flwr.runs.directory import STATES_REMOVED, RunDirectory
 from pbfl_flwr.runs.locks import lock_of
 from tests.flower.test_local import KEYS
-from tests.runs import pbfl
+from tests.runs import entry, pbfl
 
 NOW = ("--older-than", "0d")
 DAY = 86_400
@@ -212,9 +212,10 @@ def test_a_run_without_a_round_goes_whole_and_one_that_can_go_on_stays(runs: Pat
 def test_clients_that_come_after_the_last_round_belong_to_the_run(runs: Path) -> None:
     change(runs / "a", new_clients=1, new_client_rounds=2)
     asked = ("clean", "--states", *NOW)
-    (runs / "a" / "new-clients.jsonl").write_text('{"round": 3, "after": 2}\n')
+    lines = [json.dumps(entry(number, 0.5, 0.5, after=2)) + "\n" for number in (3, 4)]
+    (runs / "a" / "new-clients.jsonl").write_text(lines[0])
     assert "runs that can be resumed: runs/a" in pbfl(*asked).stdout
-    (runs / "a" / "new-clients.jsonl").write_text('{"round": 3, "after": 2}\n{"round": 4, "after": 2}\n')
+    (runs / "a" / "new-clients.jsonl").write_text("".join(lines))
     experiment = json.loads((runs / "a" / "run.json").read_text())["experiment"]
     save(runs / "a" / "clients", f"{experiment}-new-2", 2, days=2)
     assert "runs/a: clients' states" in pbfl(*asked).stdout

@@ -17,7 +17,7 @@ import typer
 
 from pbfl_flwr.cli import app
 from pbfl_flwr.cli.common import INTERRUPTED, INTERRUPTED_NOTE, By, running
-from pbfl_flwr.config import PREDICTORS, Scalar, Settings, parse
+from pbfl_flwr.config import PREDICTORS, Scalar, parse
 from pbfl_flwr.data import DATASETS
 from pbfl_flwr.errors import PbflError
 from pbfl_flwr.experiments import show
@@ -32,7 +32,8 @@ from pbfl_flwr.flower.engines.placement import Resources
 from pbfl_flwr.methods import METHODS, SECTIONS
 from pbfl_flwr.models.registry import ARCHITECTURES, FAMILIES
 from pbfl_flwr.runs.directory import RunDirectory
-from tests.runs import entry, over, pbfl, unread, without_room, write_run
+from pbfl_flwr.runs.records import ClientsRecord
+from tests.runs import columns, entry, over, pbfl, rounds_of, unread, without_room, write_run
 
 
 @pytest.fixture(autouse=True)
@@ -354,15 +355,16 @@ def test_show_says_what_else_is_to_be_known_of_a_run(tmp_path: Path) -> None:
 
 
 def test_the_noise_is_told_of_the_client_for_whom_it_is_worth_least() -> None:
-    answers: list[dict[str, Any]] = [
-        {"client": [0, 1, 2], "metrics": [{"epsilon": 1.0}, {"epsilon": 2.0}, {}]},
-        {"client": [0, 1], "metrics": [{"epsilon": 4.0}, {}]},
+    lines = [
+        columns(1, [{}] * 3, metrics=[{"epsilon": 1.0}, {"epsilon": 2.0}, {}]),
+        columns(2, [{}] * 2, metrics=[{"epsilon": 4.0}, {}]),
     ]
-    config = {"dp-clip": 1.0, "dp-noise": 2.0, "dp-unit": "sample", "dp-delta": 1e-5}
+    answers = [ClientsRecord.from_json(line, "a line") for line in lines]
+    config: dict[str, Scalar] = {"dp-clip": 1.0, "dp-noise": 2.0, "dp-unit": "sample", "dp-delta": 1e-5}
     said = show.privacy_line(config, answers)
     assert said is not None
     assert said.endswith("at δ = 1e-05 ε = 4 for client 0, 3 on average")
-    assert show.privacy_line(config, [{"client": [0], "metrics": [{}]}]) is None
+    assert show.privacy_line(config, [ClientsRecord.from_json(columns(1, [{}]), "a line")]) is None
 
 
 def test_costs_are_means_over_the_rounds(tmp_path: Path) -> None:
@@ -396,7 +398,7 @@ def test_costs_are_means_over_the_rounds(tmp_path: Path) -> None:
 
 def test_show_where_clients_are_scored_before_training() -> None:
     # An entry's accuracy is the round's before it; the last one also holds its own.
-    rounds = [
+    rounds = rounds_of(
         entry(1, 0.125, None, accuracy_of_round=0),
         entry(2, 0.5, None, accuracy_of_round=1),
         entry(
@@ -406,25 +408,22 @@ def test_show_where_clients_are_scored_before_training() -> None:
             accuracy_of_round=2,
             final={"accuracy": {"head": {"weighted": 0.375}}, "failures": []},
         ),
-    ]
-    head = scores(rounds)["head"]
-    assert (head.last[0], head.last[1]["weighted"]) == (3, 0.375)
-    assert (head.best[0], head.best[1]["weighted"]) == (1, 0.5)
-
-
-def test_the_title_says_what_devices_brought() -> None:
-    config = Settings().as_dict() | {"num-clients": 2, "feature-dim": 64}
-    device = {"configured_data": False, "simulated": False, "architecture": "cnn2"}
-    about = {
-        "configuration": config,
-        "moment": "after",
-        "clients": [device, {**device, "architecture": "mlp5"}],
-    }
-    assert "fedproto on the clients' own data, 2 clients, models cnn2, mlp5, d = 64" in show.settings_line(
-        about, 3
     )
-    virtual = {"configured_data": True, "simulated": True, "architecture": "cnn4"}
-    simulated = show.settings_line({**about, "clients": [virtual]}, 3)
+    head = scores(rounds)["head"]
+    assert (head.last[0], head.last[1].weighted) == (3, 0.375)
+    assert (head.best[0], head.best[1].weighted) == (1, 0.5)
+
+
+def test_the_title_says_what_devices_brought(tmp_path: Path) -> None:
+    keys = {"num-server-rounds": 3, "feature-dim": 64}
+    about = RunDirectory(write_run(tmp_path / "run", [], **keys)).record()
+    devices = [
+        client.model_copy(update={"configured_data": False, "simulated": False, "architecture": architecture})
+        for client, architecture in zip(about.clients, ("cnn2", "mlp5"), strict=True)
+    ]
+    line = show.settings_line(about.model_copy(update={"clients": devices}), 3)
+    assert "fedproto on the clients' own data, 2 clients, models cnn2, mlp5, d = 64" in line
+    simulated = show.settings_line(about, 3)
     assert "fedproto on digits, dirichlet(0.1), 2 clients, models small-4, d = 64" in simulated
 
 
@@ -511,20 +510,14 @@ def test_show_for_other_programs(tmp_path: Path) -> None:
     (run / "run.json").write_text(json.dumps({**about, "moment": "before"}))
 
     def line(number: int, *correct: dict[str, int]) -> dict[str, Any]:
-        return {
-            "round": number,
-            "client": [0, 1],
-            "num_train": [6, 5],
-            "num_test": [2, 4],
-            "correct": correct,
-        }
+        return columns(number, list(correct), num_train=[6, 5], num_test=[2, 4])
 
-    columns = [
+    clients = [
         line(1, {"head": 1}, {"head": 0}),
         {**line(2, {"head": 1, "global": 2}, {}), "final": line(2, {"head": 2}, {"head": 3})},
         line(3, {"head": 0}, {"head": 0}),  # torn off before its line of rounds.jsonl
     ]
-    (run / "clients.jsonl").write_text("".join(json.dumps(each) + "\n" for each in columns))
+    (run / "clients.jsonl").write_text("".join(json.dumps(each) + "\n" for each in clients))
     found = json.loads(pbfl("show", run, "--format", "json").stdout)
     assert found["settings"]["configuration"] == about["configuration"]
     assert (found["settings"]["primary_predictor"], found["settings"]["moment"]) == ("global", "before")
@@ -557,8 +550,7 @@ def test_show_for_other_programs(tmp_path: Path) -> None:
 def test_new_clients_for_other_programs(tmp_path: Path) -> None:
     keys = {"new-clients": 1, "new-client-rounds": 1, "num-clients": 3}
     run = write_run(tmp_path / "run", [entry(1, 0.5, 0.75)], **keys)
-    columns = {"round": 2, "client": [1], "num_train": [6], "num_test": [4], "correct": [{"head": 3}]}
-    line = entry(2, 0.75, None, after=1, columns=columns)
+    line = entry(2, 0.75, None, after=1, columns=columns(2, [{"head": 3}], client=[1]))
     (run / "new-clients.jsonl").write_text(json.dumps(line) + "\n")
     found = json.loads(pbfl("show", run, "--format", "json").stdout)["new-clients"]
     assert found["rounds"] == {"done": 1, "wanted": 1}
@@ -582,7 +574,7 @@ def test_many_runs_are_a_list(tmp_path: Path) -> None:
     result = pbfl("list", "runs")
     assert result.exit_code == 0
     found = [line.split() for line in result.stdout.splitlines()]
-    assert found[0] == ["run", "method", "dataset", "seed", "rounds", "primary_predictor", "last", "state"]
+    assert found[0] == ["run", "method", "dataset", "seed", "rounds", "primary", "predictor", "last", "state"]
     assert found[2:] == [
         ["runs/b", "local", "digits", "0", "1/4", "global", "25.00", "unfinished"],
         ["runs/c", "fedproto", "digits", "0", "0/4", "global", "-", "failed"],
@@ -602,7 +594,7 @@ def test_many_runs_are_a_list(tmp_path: Path) -> None:
 
 def test_a_list_of_no_runs_is_one_line(tmp_path: Path) -> None:
     for words, said in (
-        (["list", "runs"], "error: 'runs' is not a directory; allowed is one that holds runs"),
+        (["list", "runs"], "error: 'runs' is not a directory that holds runs"),
         (["list", "runs", "."], "error: '.' holds no run: no run.json in it or up to 3 levels below it"),
         (["show", "."], "error: '.' is not a run directory: it has no run.json"),
     ):
@@ -696,16 +688,15 @@ def test_show_of_something_else(tmp_path: Path) -> None:
 
 
 def test_round_line() -> None:
-    assert round_line(entry(7, 0.25, 0.8125), 20, "global") == (
+    def line_of(entry: dict[str, Any], num_rounds: int, num_honest: int = 0) -> str:
+        return round_line(rounds_of(entry)[0], num_rounds, "global", num_honest)
+
+    assert line_of(entry(7, 0.25, 0.8125), 20) == (
         "round  7/20  accuracy 81.2 % (global, weighted)  loss 0.250  up 400 B  down 800 B  2.0 s"
     )
-    assert "25.0 % (head, weighted) before training" in round_line(
-        entry(1, 0.25, None, accuracy_of_round=0), 9, "global"
-    )
-    assert "75.0 % (global, weighted, over 1 of 2)" in round_line(
-        over(1, entry(1, 0.5, 0.75)), 9, "global", 2
-    )
-    assert "75.0 % (global, weighted)" in round_line(entry(1, 0.5, 0.75), 9, "global", 2)
+    assert "25.0 % (head, weighted) before training" in line_of(entry(1, 0.25, None, accuracy_of_round=0), 9)
+    assert "75.0 % (global, weighted, over 1 of 2)" in line_of(over(1, entry(1, 0.5, 0.75)), 9, 2)
+    assert "75.0 % (global, weighted)" in line_of(entry(1, 0.5, 0.75), 9, 2)
 
 
 def test_many_clients_that_fail_alike_are_one_line() -> None:
@@ -713,19 +704,19 @@ def test_many_clients_that_fail_alike_are_one_line() -> None:
         return [{"client": client, "reason": "gone"} for client in clients]
 
     few = [entry(1, 0.5, 0.5, failures=failures(0, 1)), entry(2, 0.5, 0.5, failures=failures(1))]
-    assert list(show.failure_lines(few)) == [
+    assert list(show.failure_lines(rounds_of(*few))) == [
         "client 0 failed in round 1: gone",
         "client 1 failed in 2 rounds, first 1: gone",
     ]
     mixed = [entry(3, 0.5, 0.5, after=2, failures=failures(0)), entry(1, 0.5, 0.5, failures=failures(9, 2))]
-    assert list(show.failure_lines(mixed)) == [
+    assert list(show.failure_lines(rounds_of(*mixed))) == [
         "client 2 failed in round 1: gone",
         "client 9 failed in round 1: gone",
         "new client 0 failed in round 1 of its own: gone",
     ]
     odd = {"client": 1, "reason": "boom"}
     many = [entry(1, 0.5, 0.5, failures=[*failures(*range(7)), odd])]
-    assert list(show.failure_lines(many)) == [
+    assert list(show.failure_lines(rounds_of(*many))) == [
         "7 clients (0, 1, 2, 3, 4 and 2 more) failed in round 1: gone",
         "client 1 failed in round 1: boom",
     ]
@@ -841,7 +832,7 @@ def test_runs_that_begin_in_the_same_second_have_directories_of_their_own(
 def test_what_is_to_be_typed_can_be_typed(tmp_path: Path) -> None:
     run = write_run(tmp_path / "an odd 'name", [entry(1, 0.25, 0.5)])
     assert f"--resume {quote(str(run))}" in pbfl("run", "--run-dir", run).stderr
-    assert resume_command(run, RunDirectory(run).read()) == f"pbfl run --resume {quote(str(run))}"
+    assert resume_command(run, RunDirectory(run).record()) == f"pbfl run --resume {quote(str(run))}"
 
 
 @pytest.mark.parametrize(
@@ -915,20 +906,20 @@ def test_who_cannot_be_exported_is_one_line(tmp_path: Path) -> None:
     [
         ("partition.json", b"{", "is damaged (Expecting"),
         ("partition.json", b"[]", "is damaged: it does not hold a JSON object"),
-        (
-            "partition.json",
-            b'{"counts": 5}',
-            "is damaged, or of another version: counts: Input should be a valid list",
-        ),
+        ("partition.json", b'{"counts": 5}', "is damaged, or was written by another version: counts: "),
         (
             "partition.json",
             b'{"majority": "most"}',
-            "is damaged, or of another version: majority: Input should be a valid number",
+            "is damaged, or was written by another version: majority: ",
         ),
         ("run.json", b"\xff", "is damaged ('utf-8' codec"),
-        ("rounds.jsonl", b"\xff\n", "line 1 is damaged ('utf-8' codec"),
-        ("rounds.jsonl", b"null\n", "line 1 is damaged: it is not a round"),
-        ("run.json", b'{"configuration": 5, "experiment": "x"}', "is damaged: it lacks 'configuration'"),
+        ("rounds.jsonl", b"\xff\n", ", line 1 is damaged, or was written by another version: content: "),
+        ("rounds.jsonl", b"null\n", ", line 1 is damaged, or was written by another version: content: "),
+        (
+            "run.json",
+            b'{"configuration": 5, "experiment": "x"}',
+            "is damaged: it lacks 'configuration'",
+        ),
     ],
 )
 def test_show_of_a_damaged_run_is_one_line(tmp_path: Path, name: str, content: bytes, said: str) -> None:

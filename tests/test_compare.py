@@ -27,7 +27,7 @@ from pbfl_flwr.models.build import architecture_of
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.task import Task
 from tests.flower.inprocess import InProcessGrid
-from tests.runs import entry, over, pbfl, write_run
+from tests.runs import columns, entry, over, pbfl, write_run
 from tests.test_engine import MARK, hear, nothing_is_left, wait_for_rounds
 
 FILE = """
@@ -393,10 +393,10 @@ def test_the_table_says_when_rows_were_scored_and_after_how_many_rounds(file: Pa
     write_run(second.directory, [entry(1, 0.5, 0.5)], **second.requested.values)
     about = second.directory / "run.json"
     sheet = comparison_table.table("", comparison_table.rows([first, second]))
-    assert sheet.columns[1:4] == ("primary_predictor", "rounds", "last")
+    assert sheet.columns[1:4] == ("primary predictor", "rounds", "last")
     about.write_text(about.read_text().replace('"moment": "after"', '"moment": "before"'))
     sheet = comparison_table.table("", comparison_table.rows([first, second]))
-    assert sheet.columns[1:5] == ("primary_predictor", "scored", "rounds", "last")
+    assert sheet.columns[1:5] == ("primary predictor", "scored", "rounds", "last")
     assert [row[2:4] for row in sheet.rows] == [("after", "2"), ("before", "1")]
     assert {len(row) for row in sheet.rows} == {len(sheet.columns)}
     assert any(note.startswith("Scored: before or after") for note in sheet.notes)
@@ -464,7 +464,7 @@ def test_all_rows_and_pairs_by_one_predictor(file: Path, tmp_path: Path) -> None
         globals_ = None if run.label == "C" else scores[1]
         write_run(run.directory, [entry(n, scores[0], globals_) for n in (1, 2)], **run.requested.values)
         predictors = {"head": 1} if run.label == "C" else {"head": 1, "global": round(4 * scores[1])}
-        line = {"round": 2, "client": [0, 1], "num_test": [4, 4], "correct": [predictors] * 2}
+        line = columns(2, [predictors] * 2)
         (run.directory / "clients.jsonl").write_text(json.dumps(line) + "\n")
         if run.label != "A":
             about = run.directory / "run.json"

@@ -345,7 +345,7 @@ def test_the_table_says_when_rows_were_scored(tmp_path: Path) -> None:
     about = runs[1].directory / "run.json"
     about.write_text(about.read_text().replace('"moment": "after"', '"moment": "before"'))
     sheet = sweep.table(found, comparison_table.rows(runs), runs, "")
-    assert sheet.columns[:4] == ("cps-dim", "primary_predictor", "scored", "last")
+    assert sheet.columns[:4] == ("cps-dim", "primary predictor", "scored", "last")
     assert [row[2] for row in sheet.rows] == ["after", "before"]
     assert {len(row) for row in sheet.rows} == {len(sheet.columns)}
 

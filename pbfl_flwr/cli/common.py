@@ -107,7 +107,7 @@ By = Annotated[
     typer.Option(
         "--by",
         metavar="PREDICTOR",
-        help="Predictor for all rows: head, global, global-local, local, etf; default: each run's primary_predictor.",
+        help="Predictor for all rows: head, global, global-local, local, etf; default: each run's primary predictor.",
     ),
 ]
 DryRun = Annotated[

@@ -83,7 +83,7 @@ def run(
     from pbfl_flwr.experiments.running.runner import simulate
     from pbfl_flwr.experiments.show import show_run
     from pbfl_flwr.flower.engines.placement import Resources, idle_cards
-    from pbfl_flwr.runs.directory import ENDED, RunDirectory
+    from pbfl_flwr.runs.directory import RunDirectory
 
     console = screen()
     resources = Resources(cpus_per_client, gpus_per_client, workers, engine is EngineName.processes)
@@ -101,7 +101,7 @@ def run(
             if not dry_run and configuration.is_complete(directory, settings):
                 more = (
                     "patience=<more>"
-                    if ENDED in RunDirectory(directory).read()
+                    if RunDirectory(directory).record().ended_after is not None
                     else "num-server-rounds=<more>"
                 )
                 say(console, f"all rounds are finished; to run more: --set {more}")

@@ -67,7 +67,7 @@ def _check_allowed(record: Record, name: str) -> None:
 
 def task_of(record: Record) -> Task:
     """Return the run's task, on which its clients agreed."""
-    return Task.from_record(record.about["clients"][0]["task"])
+    return record.about.clients[0].task
 
 
 def global_prototypes(record: Record) -> Prototypes:
@@ -92,14 +92,14 @@ def local_prototypes(record: Record) -> dict[int, Prototypes]:
         NotAvailable: if the clients' state is not on this machine, or the method uploads no prototypes.
     """
     method, task = method_of(record), task_of(record)
-    found = {}
+    uploads = {}
     for client, state in client_states(record):
         try:
             sent = method.up.from_tensors(state.reply, task)
         except (RejectedPayload, KeyError) as error:
             raise NotAvailable(f"client {client}'s last upload does not fit this method ({error})") from None
-        found[client] = _dense(method, _prototypes(sent, "uploads"), task)
-    return found
+        uploads[client] = _dense(method, _prototypes(sent, "uploads"), task)
+    return uploads
 
 
 def client_states(record: Record) -> Iterator[tuple[int, ClientState]]:
@@ -108,15 +108,13 @@ def client_states(record: Record) -> Iterator[tuple[int, ClientState]]:
     Raises:
         NotAvailable: if no client's state is on this machine, or a file is damaged or cannot be read.
     """
-    given = str(record.config["state-dir"])
-    directory = (Path(given) if given else record.path / "clients") / str(record.about["experiment"])
+    experiment = record.about.experiment
+    directory = Path(str(record.config["state-dir"]) or record.path / "clients") / experiment
     none_found = True
-    for member in record.about["clients"]:
-        if not member["simulated"]:
+    for client in record.about.clients:
+        if not client.simulated:
             continue
-        store = ClientStore(
-            directory, str(record.about["experiment"]), member["client"], member["architecture"]
-        )
+        store = ClientStore(directory, experiment, client.client, client.architecture)
         try:
             state = store.load()
         except PbflError as error:
@@ -125,7 +123,7 @@ def client_states(record: Record) -> Iterator[tuple[int, ClientState]]:
             raise _unreadable("the clients' own state", directory, error) from None
         if state is not None:
             none_found = False
-            yield member["client"], state
+            yield client.client, state
     if none_found:
         raise NotAvailable("the clients' own state is not on this machine (devices keep theirs)")
 
@@ -136,9 +134,7 @@ def network(record: Record, client: int, state: ClientState) -> SplitModel:
     Raises:
         NotAvailable: if its architecture cannot be built here, or is code that was not allowed.
     """
-    architecture = next(
-        member["architecture"] for member in record.about["clients"] if member["client"] == client
-    )
+    architecture = next(known.architecture for known in record.about.clients if known.client == client)
     _check_allowed(record, architecture)
     try:
         model = build_model(without_weights(architecture), task_of(record), record.seed)
@@ -245,13 +241,13 @@ def _unreadable(what: str, place: Path, error: OSError) -> NotAvailable:
 
 
 def _prototypes(sent: Payload, verb: str) -> Prototypes:
-    found = sent.prototypes if isinstance(sent, WeightsAndPrototypes) else sent
-    if not isinstance(found, Prototypes) or isinstance(found, Logits):
+    prototypes = sent.prototypes if isinstance(sent, WeightsAndPrototypes) else sent
+    if not isinstance(prototypes, Prototypes) or isinstance(prototypes, Logits):
         raise NotAvailable(f"the method {verb} no prototypes")
-    if not found.num_present:
+    if not prototypes.num_present:
         raise NotAvailable("no class has a prototype yet")
-    return found
+    return prototypes
 
 
-def _dense(method: object, found: Prototypes, task: Task) -> Prototypes:
-    return method.dense(found, task) if isinstance(method, Pipeline) else found
+def _dense(method: object, prototypes: Prototypes, task: Task) -> Prototypes:
+    return method.dense(prototypes, task) if isinstance(method, Pipeline) else prototypes

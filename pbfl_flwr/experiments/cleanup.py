@@ -16,21 +16,23 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from safetensors import SafetensorError, safe_open
 
 from pbfl_flwr.data import cache
 from pbfl_flwr.errors import PbflError, abbreviate
 from pbfl_flwr.experiments.console import kilobytes
+from pbfl_flwr.experiments.results import new_client_rounds
 from pbfl_flwr.experiments.running.runner import NODES
 from pbfl_flwr.flower.deploy.superlink import LOG
-from pbfl_flwr.runs.directory import FILES, SERVER_LOCK, STATES_REMOVED, RunDirectory, last_round
+from pbfl_flwr.runs.directory import FILES, SERVER_LOCK, STATES_REMOVED, RunDirectory
 from pbfl_flwr.runs.locks import RUN_LOCK
+from pbfl_flwr.runs.records import RunRecord
 from pbfl_flwr.util.atomic_files import UnsavedState, write_atomically
 from pbfl_flwr.util.locks import Lock
 from pbfl_flwr.util.paths import home
@@ -273,15 +275,15 @@ def _scan(directory: Path, depth: int) -> Iterator[Removable | Retained]:
 def _scan_run(path: Path) -> Iterator[Removable | Retained]:
     run = RunDirectory(path)
     try:
-        about = run.read() if run.taken else None
-        if about and not {"method", "num-server-rounds"} <= set(about["configuration"]):
+        about = run.record() if run.taken else None
+        if about and not {"method", "num-server-rounds"} <= set(about.configuration):
             raise PbflError(f"{path / 'run.json'} is not this project's")
-        started, complete = bool(run.rounds()), about is not None and _is_complete(run, about)
+        started, complete = bool(run.round_records()), about is not None and _is_complete(run, about)
     except PbflError as error:
         yield Retained(path, str(error))
         return
     locks = tuple(lock for lock in (path / RUN_LOCK, path / SERVER_LOCK) if lock.is_file())
-    state_folders = _state_folders(path, str(about["experiment"])) if about else ()
+    state_folders = _state_folders(path, about.experiment) if about else ()
     states = tuple(file for folder in state_folders for file in _states(folder, folder.name))
     lock_files = tuple(file for folder in state_folders for file in _lock_files(folder))
     parents = (
@@ -316,14 +318,10 @@ def _state_folders(path: Path, experiment: str) -> tuple[Path, ...]:
     return tuple(folder for root in roots for folder in _folders(root) if pattern.fullmatch(folder.name))
 
 
-def _is_complete(run: RunDirectory, about: Mapping[str, Any]) -> bool:
+def _is_complete(run: RunDirectory, about: RunRecord) -> bool:
     """Whether a run is complete, including the new clients' rounds after the last one."""
-    last, configuration = last_round(about), about["configuration"]
-    if len(run.rounds()) < last or not configuration.get("new-clients"):
-        return len(run.rounds()) >= last
-    return any(
-        line["round"] >= last + configuration["new-client-rounds"] for line in run.new_client_lines(last)
-    )
+    new_clients = run.new_client_records(about.last_round)
+    return len(run.round_records()) >= about.last_round and len(new_clients) >= new_client_rounds(about)
 
 
 def _device_states(state_folders: Sequence[Path]) -> Iterator[Removable | Retained]:

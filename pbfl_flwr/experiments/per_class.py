@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from rich.console import Console
 
@@ -14,6 +13,7 @@ from pbfl_flwr.errors import abbreviate
 from pbfl_flwr.experiments.console import print_blocks, say
 from pbfl_flwr.experiments.results import label_names, other_moment, scores
 from pbfl_flwr.experiments.tables import Sheet
+from pbfl_flwr.runs.records import Accuracy, RoundRecord, RunRecord
 
 MOST = 20  # classes shown in a terminal
 BALANCE = ("weighted", "balanced", "macro_f1", "balanced_mean", "macro_f1_mean")
@@ -26,31 +26,35 @@ class Scored:
     Attributes:
         label: its row label among other runs; empty for a single run.
         about: content of run.json.
-        rounds: entries of rounds.jsonl.
+        rounds: of the run.
         by: the requested predictor; empty means the primary predictor.
     """
 
     label: str
-    about: Mapping[str, Any]
-    rounds: Sequence[Mapping[str, Any]]
+    about: RunRecord
+    rounds: Sequence[RoundRecord]
     by: str = ""
 
     @cached_property
-    def last(self) -> dict[str, tuple[int, Mapping[str, Any]]]:
-        """Predictor -> (round, statistics) of its last evaluation, for predictors counted by class."""
-        found = scores(self.rounds)
-        return {name: score.last for name, score in found.items() if "by_class" in score.last[1]}
+    def last(self) -> dict[str, tuple[int, Accuracy]]:
+        """Predictor -> (round, accuracy) of its last evaluation, for predictors counted by class."""
+        scored = scores(self.rounds)
+        return {name: score.last for name, score in scored.items() if score.last[1].by_class is not None}
 
     @cached_property
-    def other(self) -> dict[str, tuple[int, Mapping[str, Any]]]:
+    def other(self) -> dict[str, tuple[int, Accuracy]]:
         """The same as :attr:`last` at the moment at which the primary predictor is not scored."""
         points = {name: score.other for name, score in scores(self.rounds).items()}
-        return {name: point for name, point in points.items() if point is not None and "by_class" in point[1]}
+        return {
+            name: point
+            for name, point in points.items()
+            if point is not None and point[1].by_class is not None
+        }
 
     @cached_property
     def predictor(self) -> str:
         """The requested predictor or the primary predictor; the first predictor counted by class if that one is not."""
-        named = self.by or str(self.about["primary_predictor"])
+        named = self.by or self.about.primary_predictor
         return named if named in self.last else next(iter(self.last))
 
 
@@ -59,15 +63,12 @@ def balance_sheet(runs: Sequence[Scored]) -> Sheet | None:
     rows = []
     for run in runs:
         moments = [(name, point, "") for name, point in run.last.items()]
-        told = f", {other_moment(run.about)}"
-        moments += [(name, point, told) for name, point in run.other.items()]
-        for name, (number, found), moment in moments:
-            label = (
-                f"{name} (primary)"
-                if name == run.about["primary_predictor"] and not moment
-                else name + moment
-            )
-            cells = (f"{100 * found[key]:.2f}" for key in BALANCE)
+        elsewhen = f", {other_moment(run.about)}"
+        moments += [(name, point, elsewhen) for name, point in run.other.items()]
+        for name, (number, accuracy), moment in moments:
+            primary = name == run.about.primary_predictor and not moment
+            label = f"{name} (primary)" if primary else name + moment
+            cells = (f"{100 * getattr(accuracy, key):.2f}" for key in BALANCE)
             rows.append((run.label, label, str(number), *cells))
     if not rows:
         return None
@@ -93,16 +94,16 @@ def balance_sheet(runs: Sequence[Scored]) -> Sheet | None:
 def class_sheet(runs: Sequence[Scored]) -> Sheet | None:
     """Return the table of class accuracies in the last round, a row per class; None if no run has them."""
     counted = [run for run in runs if run.last]
-    asked = [name for name in PREDICTORS if any(name in run.last for run in counted)]
+    predictors = [name for name in PREDICTORS if any(name in run.last for run in counted)]
     by = counted[0].by if counted else ""
     rows, untested = [], []
     for run in counted:
-        last, tested = run.last, run.last[run.predictor][1]["tested"]
+        last, tested = run.last, run.last[run.predictor][1].tested or []
         for label, name in enumerate(label_names(run.about)):
-            if not any(found["tested"][label] for _, found in last.values()):
+            if not any((accuracy.tested or [])[label] for _, accuracy in last.values()):
                 untested.append(f"{run.label}: {name}" if run.label else name)
                 continue
-            each = (last[one][1]["by_class"][label] if one in last else None for one in asked)
+            each = ((last[one][1].by_class or [])[label] if one in last else None for one in predictors)
             cells = ("-" if value is None else f"{100 * value:.2f}" for value in each)
             rows.append((run.label, name, str(tested[label]), *cells))
     if not rows:
@@ -113,7 +114,7 @@ def class_sheet(runs: Sequence[Scored]) -> Sheet | None:
     ]
     if untested:
         notes.append(f"Without test samples: {abbreviate(untested, MOST)}.")
-    columns = ("run", "class", "test samples", *asked)
+    columns = ("run", "class", "test samples", *predictors)
     return Sheet("Accuracy by class", columns, tuple(rows), tuple(notes), text_columns=2)
 
 
@@ -127,12 +128,12 @@ def sheets(runs: Sequence[Scored]) -> list[Sheet]:
     return [sheet for sheet in (balance_sheet(runs), class_sheet(runs)) if sheet is not None]
 
 
-def show(about: Mapping[str, Any], rounds: Sequence[Mapping[str, Any]], console: Console) -> None:
+def show(about: RunRecord, rounds: Sequence[RoundRecord], console: Console) -> None:
     """Print both tables of a run; nothing without ``per-class``.
 
     Args:
         about: content of run.json.
-        rounds: entries of rounds.jsonl.
+        rounds: of the run.
         console: to print to.
     """
     run = Scored("", about, rounds)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -40,7 +40,8 @@ from pbfl_flwr.experiments.show import (
 )
 from pbfl_flwr.experiments.summaries import OTHER_NOTE, paired_sheet, summary_sheet
 from pbfl_flwr.experiments.tables import Sheet
-from pbfl_flwr.runs.directory import ERROR, last_round
+from pbfl_flwr.runs.directory import ERROR
+from pbfl_flwr.runs.records import ClientRecord
 from pbfl_flwr.util.atomic_files import write_atomically
 
 TEMPLATES = "experiments/templates"
@@ -56,7 +57,7 @@ class Overview:
         label: of its group.
         path: its directory.
         line: the run's settings.
-        warnings: missing rounds, error, notes of the last round, devices that joined, failures.
+        warnings: missing rounds, error, warnings of the last round, devices that joined, failures.
     """
 
     label: str
@@ -151,34 +152,34 @@ def page(groups: Sequence[Group], sections: Sequence[Any]) -> str:
 
 def overviews(groups: Sequence[Group]) -> list[Overview]:
     """Return settings and warnings of every run."""
-    found = []
+    runs = []
     for group in groups:
         for record in group.records:
             warnings = []
-            wanted, done = last_round(record.about), len(record.rounds)
+            wanted, done = record.about.last_round, len(record.rounds)
             if done < wanted:
                 warnings.append(f"{done} of {wanted} rounds are finished")
             if (error := record.path / ERROR).exists():
                 warnings.append(f"ended with: {error.read_text(encoding='utf-8', errors='replace').strip()}")
-            warnings += [f"last round: {note}" for note in record.rounds[-1].get("notes", [])]
+            warnings += [f"last round: {warning}" for warning in record.rounds[-1].warnings]
             warnings += joined_lines(record.rounds)
-            warnings += failure_lines([*record.rounds, *record.new_client_lines])
+            warnings += failure_lines([*record.rounds, *record.new_clients])
             line = settings_line(record.about, done)
-            found.append(Overview(group.label, str(record.path), line, tuple(warnings)))
-    return found
+            runs.append(Overview(group.label, str(record.path), line, tuple(warnings)))
+    return runs
 
 
 def accuracy_sheet(groups: Sequence[Group]) -> Sheet:
     """Return the table of every predictor's accuracies in the last, best and validation-chosen round, first seed."""
     rows = []
-    twice = any("other" in entry for group in groups for entry in group.first.rounds)
+    twice = any(entry.other_accuracy for group in groups for entry in group.first.rounds)
     for group in groups:
         record = group.first
         for name, score in scores(record.rounds).items():
             cells: list[str] = []
             for point in (score.last, score.best, score.chosen, *([score.other] if twice else [])):
-                cells += ["-", "-"] if point is None else [f"{100 * point[1]['weighted']:.2f}", str(point[0])]
-            even = (f"{100 * score.last[1][key]:.2f}" for key in ("mean", "std", "worst"))
+                cells += ["-", "-"] if point is None else [f"{100 * point[1].weighted:.2f}", str(point[0])]
+            even = (f"{100 * getattr(score.last[1], key):.2f}" for key in ("mean", "std", "worst"))
             predictor = f"{name} (primary)" if name == record.primary_predictor else name
             rows.append((group.label, predictor, *cells, *even))
     columns = (
@@ -211,23 +212,18 @@ def cost_sheet(groups: Sequence[Group]) -> Sheet:
     """Return the table of costs per round, mean over the rounds of the first seed."""
     rows = []
     for group in groups:
-        record = group.first
-        clients = participants(record.about)
-
-        def mean(way: str, key: str, rounds: Sequence[Mapping[str, Any]] = record.rounds) -> float:
-            return fmean(entry[way][key] for entry in rounds)
-
-        both = mean("bytes_up", "total") + mean("bytes_down", "total")
+        rounds, paper = group.first.rounds, group.first.partition.paper_scalars
+        clients = participants(group.first.about)
         # 0 if clients do not report it: client-report=none.
-        peak = max(entry["peak_mb"] for entry in record.rounds)
+        peak = max(record.peak_mb for record in rounds)
         rows.append(
             (
                 group.label,
-                kilobytes(mean("bytes_up", "payload") / clients),
-                kilobytes(mean("bytes_down", "payload") / clients),
-                kilobytes(both),
-                paper_scalars(record.directory.paper_scalars()),
-                f"{fmean(entry['seconds']['total'] for entry in record.rounds):.2f}",
+                kilobytes(fmean(record.bytes_up.payload for record in rounds) / clients),
+                kilobytes(fmean(record.bytes_down.payload for record in rounds) / clients),
+                kilobytes(fmean(record.bytes_up.total + record.bytes_down.total for record in rounds)),
+                paper_scalars(paper),
+                f"{fmean(record.seconds.total for record in rounds):.2f}",
                 f"{peak:.0f}" if peak else "-",
             )
         )
@@ -242,7 +238,7 @@ def cost_sheet(groups: Sequence[Group]) -> Sheet:
     )
     notes = (
         "Mean over rounds, first seed.",
-        *unknown_lines(g.first.directory.paper_scalars() for g in groups),
+        *unknown_lines(g.first.partition.paper_scalars for g in groups),
     )
     return Sheet("Cost per round", columns, tuple(rows), notes)
 
@@ -250,22 +246,21 @@ def cost_sheet(groups: Sequence[Group]) -> Sheet:
 def client_sheet(groups: Sequence[Group]) -> Sheet:
     """Return the table of clients: id, name, architecture, device, sample counts, and last accuracy in every run."""
     accuracies: list[dict[str, float]] = []
-    members: dict[str, Mapping[str, Any]] = {}
+    clients: dict[str, ClientRecord] = {}
     for record in (group.first for group in groups):
         accuracies.append(
             {record.client_name(client): share for client, share in record.accuracies().items()}
         )
-        for member in record.about["clients"]:
-            members.setdefault(record.client_name(member["client"]), member)
+        for client in record.about.clients:
+            clients.setdefault(client.label, client)
     rows = []
-    for called, member in sorted(members.items(), key=lambda item: int(item[1]["client"])):
-        last = (f"{100 * found[called]:.2f}" if called in found else "-" for found in accuracies)
-        who = (str(member["client"]), str(member.get("name") or ""))
-        what = (str(member["architecture"]), str(member["device"]))
-        rows.append((*who, *what, str(member["num_train"]), str(member["num_test"]), *last))
+    for label, client in sorted(clients.items(), key=lambda item: item[1].client):
+        last = (f"{100 * shares[label]:.2f}" if label in shares else "-" for shares in accuracies)
+        what = (client.name, client.architecture, client.device)
+        rows.append((str(client.client), *what, str(client.num_train), str(client.num_test), *last))
     if not any(row[1] for row in rows):
         rows = [(row[0], *row[2:]) for row in rows]
-    named = ("name",) if any(member.get("name") for member in members.values()) else ()
+    named = ("name",) if any(client.name for client in clients.values()) else ()
     columns = (
         "client",
         *named,
@@ -302,9 +297,9 @@ def configuration_sheet(groups: Sequence[Group]) -> Sheet:
 
 def version_sheet(groups: Sequence[Group]) -> Sheet:
     """Return the table of software versions of the runs."""
-    versions = [group.first.about.get("versions", {}) for group in groups]
-    names = dict.fromkeys(name for found in versions for name in found)
-    rows = tuple((str(name), *(str(found.get(name, "-")) for found in versions)) for name in names)
+    versions = [group.first.about.versions for group in groups]
+    names = dict.fromkeys(name for installed in versions for name in installed)
+    rows = tuple((name, *(installed.get(name, "-") for installed in versions)) for name in names)
     return Sheet("Versions", ("", *(group.label for group in groups)), rows, (), 1 + len(groups))
 
 

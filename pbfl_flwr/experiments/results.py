@@ -7,14 +7,22 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pbfl_flwr.config import PREDICTORS, DataSettings
+from pbfl_flwr.config import PREDICTORS, DataSettings, Scalar
 from pbfl_flwr.errors import PbflError, expanded
 from pbfl_flwr.runs.directory import RunDirectory
+from pbfl_flwr.runs.records import (
+    Accuracy,
+    ClientsRecord,
+    NewClientsRecord,
+    PartitionRecord,
+    RoundRecord,
+    RunRecord,
+)
 
 NEUTRAL = frozenset(
     {
@@ -37,86 +45,92 @@ class Scores:
     """A predictor's accuracies over a run.
 
     Attributes:
-        last: (round, statistics) of the last round.
-        best: (round, statistics) of the round with the highest test accuracy, sample-weighted by default.
-        chosen: (round, statistics) on the test data in the round with the highest sample-weighted accuracy on the
+        last: (round, accuracy) of the last round.
+        best: (round, accuracy) of the round with the highest test accuracy, sample-weighted by default.
+        chosen: (round, accuracy) on the test data in the round with the highest sample-weighted accuracy on the
             clients' validation samples; None without validation samples.
-        other: (round, statistics) of the last evaluation at the other moment (both-moments), over the clients that
+        other: (round, accuracy) of the last evaluation at the other moment (both-moments), over the clients that
             trained; None if there was none.
     """
 
-    last: tuple[int, Mapping[str, float]]
-    best: tuple[int, Mapping[str, float]]
-    chosen: tuple[int, Mapping[str, float]] | None = None
-    other: tuple[int, Mapping[str, float]] | None = None
+    last: tuple[int, Accuracy]
+    best: tuple[int, Accuracy]
+    chosen: tuple[int, Accuracy] | None = None
+    other: tuple[int, Accuracy] | None = None
 
 
-def series(rounds: Sequence[Mapping[str, Any]], on: str = "accuracy") -> list[tuple[int, Mapping[str, Any]]]:
-    """Return (round, predictor -> statistics) in round order.
+def series(
+    rounds: Sequence[RoundRecord], on: Literal["accuracy", "validation"] = "accuracy"
+) -> list[tuple[int, Mapping[str, Accuracy]]]:
+    """Return (round, predictor -> accuracy) in round order.
 
     Args:
-        rounds: entries of rounds.jsonl. If clients are scored before their training, an entry has the accuracy of the
-            previous round (round 0: the initial models), and the last entry has that of the last round as "final".
-        on: "accuracy" (on test data) or "validation".
+        rounds: of a run. If clients are scored before their training, a record has the accuracy of the previous round
+            (round 0: the initial models), and the last record has that of the last round as ``final``.
+        on: test data or validation data.
     """
-    found = [(entry["accuracy_of_round"], entry.get(on, {})) for entry in rounds]
-    if rounds and "final" in rounds[-1]:
-        found.append((rounds[-1]["round"], rounds[-1]["final"].get(on, {})))
-    return found
+    points: list[tuple[int, Mapping[str, Accuracy]]]
+    points = [(record.accuracy_of_round, getattr(record, on)) for record in rounds]
+    if rounds and (final := rounds[-1].final):
+        points.append((rounds[-1].round, getattr(final, on)))
+    return points
 
 
 def client_series(
-    rounds: Sequence[Mapping[str, Any]], clients: Sequence[Mapping[str, Any]]
-) -> list[tuple[int, Mapping[str, Any]]]:
+    rounds: Sequence[RoundRecord], clients: Sequence[ClientsRecord]
+) -> list[tuple[int, ClientsRecord]]:
     """Return (round of the accuracies, every client's counters) in round order.
 
     Args:
-        rounds: entries of rounds.jsonl; entries of clients.jsonl for other rounds are ignored.
-        clients: entries of clients.jsonl. As in :func:`series`, "final" is used only in the last entry: an extended
-            run may have an earlier one, and the entry after it has the same round's accuracies.
+        rounds: of a run; the clients' records of other rounds are ignored.
+        clients: of the run. As in :func:`series`, ``final`` is used only in the last record: an extended run may have
+            an earlier one, and the record after it has the same round's accuracies.
     """
-    numbers = {entry["round"]: entry["accuracy_of_round"] for entry in rounds}
-    lines = [line for line in clients if line["round"] in numbers]
-    found: list[tuple[int, Mapping[str, Any]]] = [(numbers[line["round"]], line) for line in lines]
-    if lines and "final" in lines[-1]:
-        found.append((lines[-1]["round"], lines[-1]["final"]))
-    return found
+    numbers = {record.round: record.accuracy_of_round for record in rounds}
+    records = [record for record in clients if record.round in numbers]
+    points = [(numbers[record.round], record) for record in records]
+    if records and (final := records[-1].final):
+        points.append((records[-1].round, final))
+    return points
 
 
-def scores(rounds: Sequence[Mapping[str, Any]], by: str = "weighted") -> dict[str, Scores]:
+def scores(rounds: Sequence[RoundRecord], by: Literal["weighted", "mean"] = "weighted") -> dict[str, Scores]:
     """Return predictor -> scores.
 
     Args:
-        rounds: entries of rounds.jsonl.
+        rounds: of a run.
         by: the statistic that selects the best round.
     """
-    found = {}
+    by_predictor = {}
     validated = dict(series(rounds, "validation"))
     for name in PREDICTORS:
         points = [(number, accuracy[name]) for number, accuracy in series(rounds) if name in accuracy]
-        held_out = {at: validated[at][name]["weighted"] for at, _ in points if name in validated.get(at, {})}
-        chosen = max(held_out, key=lambda at: held_out[at], default=None)
+        on_validation = {
+            number: validated[number][name].weighted
+            for number, _ in points
+            if name in validated.get(number, {})
+        }
+        chosen = max(on_validation, key=lambda number: on_validation[number], default=None)
         if points:
-            best = max(points, key=lambda point: point[1][by])
-            found[name] = Scores(
+            by_predictor[name] = Scores(
                 points[-1],
-                best,
+                max(points, key=lambda point: float(getattr(point[1], by))),
                 None if chosen is None else (chosen, dict(points)[chosen]),
-                next((point for point in reversed(_other(rounds, name))), None),
+                next(reversed(_at_other_moment(rounds, name)), None),
             )
-    return found
+    return by_predictor
 
 
-def _other(rounds: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int, Mapping[str, float]]]:
-    """Return [(round, statistics)] of a predictor at the other moment.
+def _at_other_moment(rounds: Sequence[RoundRecord], name: str) -> list[tuple[int, Accuracy]]:
+    """Return [(round, accuracy)] of a predictor at the other moment.
 
     If clients are scored after training, this is the broadcast before it, whose round is the previous one; else the
-    model after training, whose round is the entry's.
+    model after training, whose round is the record's.
     """
     return [
-        (2 * entry["round"] - 1 - entry["accuracy_of_round"], entry["other"][name])
-        for entry in rounds
-        if name in entry.get("other", {})
+        (2 * record.round - 1 - record.accuracy_of_round, record.other_accuracy[name])
+        for record in rounds
+        if name in record.other_accuracy
     ]
 
 
@@ -124,19 +138,21 @@ def majority_lines(shares: Iterable[float | None], who: str = "a client") -> lis
     """Return a sentence on the accuracy of always predicting a client's majority class; empty if unknown.
 
     Args:
-        shares: result of :meth:`RunDirectory.majority` for every run; different values are listed together.
+        shares: the accuracy in every run; different values are listed together.
         who: the kind of client, for the sentence.
     """
     known = dict.fromkeys(f"{100 * share:.2f}" for share in sorted(s for s in shares if s is not None))
-    said = f"Always predicting {who}'s most frequent training class: {', '.join(known)} %, sample-weighted."
-    return [said] if known else []
+    sentence = (
+        f"Always predicting {who}'s most frequent training class: {', '.join(known)} %, sample-weighted."
+    )
+    return [sentence] if known else []
 
 
 def accuracy_name(by: str) -> str:
     """Return the name of the accuracies in a table.
 
     Args:
-        by: the requested predictor; empty means each run's primary_predictor.
+        by: the requested predictor; empty means each run's primary predictor.
     """
     return f"accuracy by {by}" if by else "primary predictor's accuracy"
 
@@ -153,49 +169,57 @@ def unscored_lines(rows: Iterable[tuple[str, str]], consequence: str = "") -> li
         rows: (label, predictor) of the rows without accuracy.
         consequence: text after the predictor's name.
     """
-    found: dict[str, list[str]] = {}
+    by_predictor: dict[str, list[str]] = {}
     for label, predictor in rows:
-        found.setdefault(predictor, []).append(label)
-    return [f"Never scored by {name}{consequence}: {', '.join(labels)}." for name, labels in found.items()]
+        by_predictor.setdefault(predictor, []).append(label)
+    return [
+        f"Never scored by {name}{consequence}: {', '.join(labels)}." for name, labels in by_predictor.items()
+    ]
 
 
-def other_moment(about: Mapping[str, Any]) -> str:
-    """Return the moment at which a run's primary predictor's accuracy is not scored, from its run.json."""
-    return "after training" if about["moment"] == "before" else "before training"
+def other_moment(about: RunRecord) -> str:
+    """Return the moment at which a run's primary predictor's accuracy is not scored."""
+    return "after training" if about.moment == "before" else "before training"
 
 
-def label_names(about: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the K class names from a run's run.json; class numbers if clients gave no names."""
-    member = about["clients"][0]
-    names = member.get("labels") or range(member["task"]["num_classes"])
+def label_names(about: RunRecord) -> tuple[str, ...]:
+    """Return the K class names of a run; class numbers if clients gave no names."""
+    first = about.clients[0]
+    names = first.labels or range(first.task.num_classes)
     return tuple(" ".join(str(name).split()) for name in names)
 
 
-def participants(about: Mapping[str, Any]) -> int:
-    """Return the number of clients in a run's rounds, without new clients, from its run.json."""
-    return len(about["clients"]) - int(about["configuration"].get("new-clients", 0))
+def participants(about: RunRecord) -> int:
+    """Return the number of clients in a run's rounds, without new clients."""
+    return len(about.clients) - int(about.configuration.get("new-clients", 0))
 
 
-def honest(about: Mapping[str, Any]) -> frozenset[int]:
+def new_client_rounds(about: RunRecord) -> int:
+    """Return the number of rounds that new clients train after the run's last round; 0 without new clients."""
+    config = about.configuration
+    return int(config["new-client-rounds"]) if config.get("new-clients") else 0
+
+
+def honest(about: RunRecord) -> frozenset[int]:
     """Return the ids of the clients that a run's accuracies can cover: participants that are not malicious."""
-    numbers = sorted(int(member["client"]) for member in about["clients"])
-    return frozenset(numbers[: participants(about)]) - frozenset(about.get("malicious", []))
+    numbers = sorted(client.client for client in about.clients)
+    return frozenset(numbers[: participants(about)]) - frozenset(about.malicious)
 
 
-def partial_coverage(runs: Iterable[tuple[Mapping[str, Any], Mapping[str, Scores]]]) -> dict[str, str]:
+def partial_coverage(runs: Iterable[tuple[RunRecord, Mapping[str, Scores]]]) -> dict[str, str]:
     """Return predictor -> "n of M clients" for predictors whose accuracies do not cover all honest clients.
 
     Args:
         runs: (run.json, predictor -> scores) of each run of a row.
     """
-    found: dict[str, set[int]] = {}
+    covered: dict[str, set[int]] = {}
     total = 0
     for about, scored in runs:
         total = max(total, len(honest(about)))
         for name, score in scored.items():
             points = [point[1] for point in (score.last, score.best, score.chosen) if point is not None]
-            found.setdefault(name, set()).update(int(at["clients"]) for at in points)
-    return {name: f"{span(numbers)} of {total}" for name, numbers in found.items() if min(numbers) < total}
+            covered.setdefault(name, set()).update(accuracy.clients for accuracy in points)
+    return {name: f"{span(numbers)} of {total}" for name, numbers in covered.items() if min(numbers) < total}
 
 
 def coverage_lines(rows: Sequence[tuple[str, Mapping[str, str]]]) -> list[str]:
@@ -204,22 +228,22 @@ def coverage_lines(rows: Sequence[tuple[str, Mapping[str, str]]]) -> list[str]:
     Args:
         rows: label and result of :func:`partial_coverage`; the sentence names labels only if rows differ.
     """
-    told: dict[str, list[str]] = {}
+    by_text: dict[str, list[str]] = {}
     for label, few in rows:
-        said = ", ".join(f"{name} over {numbers}" for name, numbers in few.items())
-        told.setdefault(said, []).append(label)
+        text = ", ".join(f"{name} over {numbers}" for name, numbers in few.items())
+        by_text.setdefault(text, []).append(label)
     parts = [
-        said if len(labels) == len(rows) else f"{', '.join(labels)}: {said}"
-        for said, labels in told.items()
-        if said
+        text if len(labels) == len(rows) else f"{', '.join(labels)}: {text}"
+        for text, labels in by_text.items()
+        if text
     ]
     return [f"Accuracies that do not cover all participating clients: {'; '.join(parts)}."] if parts else []
 
 
 def span(numbers: Iterable[int]) -> str:
     """Return "n", or "lowest–highest" of several different numbers."""
-    found = sorted(set(numbers))
-    return str(found[0]) if len(found) == 1 else f"{found[0]}–{found[-1]}"
+    different = sorted(set(numbers))
+    return str(different[0]) if len(different) == 1 else f"{different[0]}–{different[-1]}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -229,20 +253,20 @@ class Record:
     Attributes:
         directory: the run directory.
         about: content of run.json.
-        rounds: entries of rounds.jsonl.
-        clients: entries of clients.jsonl up to the last round in ``rounds``.
-        counts: samples of each class on each client (M, K); None if clients bring their own data.
-        new_client_lines: entries of new-clients.jsonl for the clients that came after the last of these rounds.
+        rounds: finished rounds.
+        clients: the clients' counters up to the last of these rounds.
+        partition: content of partition.json.
+        new_clients: rounds of the new clients, which came after the last of these rounds.
         allowed: code named by the run that may be imported, as my_package.module:function.
         by: the requested predictor; empty means the primary predictor.
     """
 
     directory: RunDirectory
-    about: Mapping[str, Any]
-    rounds: Sequence[Mapping[str, Any]]
-    clients: Sequence[Mapping[str, Any]]
-    counts: NDArray[np.int64] | None
-    new_client_lines: Sequence[Mapping[str, Any]] = ()
+    about: RunRecord
+    rounds: Sequence[RoundRecord]
+    clients: Sequence[ClientsRecord]
+    partition: PartitionRecord
+    new_clients: Sequence[NewClientsRecord] = ()
     allowed: frozenset[str] = frozenset()
     by: str = ""
 
@@ -254,15 +278,14 @@ class Record:
             PbflError: if there is no run, it is damaged, or no round is finished.
         """
         directory = RunDirectory(path)
-        about, rounds = directory.read(), directory.rounds()
+        about, rounds = directory.record(), directory.round_records()
         if not rounds:
             raise PbflError(f"'{path}' has no finished round yet; there is nothing to report")
-        counts = directory.partition_counts()
-        table = None if counts is None else np.array(counts, dtype=np.int64)
-        new_client_lines = directory.new_client_lines(len(rounds))
+        new_clients = directory.new_client_records(len(rounds))
         # clients.jsonl is written before rounds.jsonl, so it may have one round more.
-        clients = [line for line in directory.client_rounds() if line["round"] <= rounds[-1]["round"]]
-        return cls(directory, about, rounds, clients, table, new_client_lines, frozenset(allowed), by)
+        clients = [record for record in directory.client_records() if record.round <= rounds[-1].round]
+        partition = directory.partition()
+        return cls(directory, about, rounds, clients, partition, new_clients, frozenset(allowed), by)
 
     @property
     def path(self) -> Path:
@@ -270,15 +293,20 @@ class Record:
         return self.directory.path
 
     @property
-    def config(self) -> Mapping[str, Any]:
+    def config(self) -> Mapping[str, Scalar]:
         """The resolved configuration, flat."""
-        found: Mapping[str, Any] = self.about["configuration"]
-        return found
+        return self.about.configuration
+
+    @cached_property
+    def counts(self) -> NDArray[np.int64] | None:
+        """Samples of each class on each client (M, K); None if clients bring their own data."""
+        counts = self.partition.counts
+        return None if counts is None else np.array(counts, dtype=np.int64)
 
     @property
     def primary_predictor(self) -> str:
         """The predictor that the method reports."""
-        return str(self.about["primary_predictor"])
+        return self.about.primary_predictor
 
     @property
     def predictor(self) -> str:
@@ -288,12 +316,7 @@ class Record:
     @property
     def moment(self) -> str:
         """When clients were scored, "before" or "after" their training."""
-        return str(self.about["moment"])
-
-    @cached_property
-    def data(self) -> str | None:
-        """Hash of the partitioned samples; None in runs of older versions."""
-        return self.directory.data()
+        return self.about.moment
 
     @property
     def seed(self) -> int:
@@ -307,7 +330,7 @@ class Record:
 
     @cached_property
     def _names(self) -> dict[int, str]:
-        return {member["client"]: member["name"] for member in self.about["clients"] if member.get("name")}
+        return {client.client: client.name for client in self.about.clients if client.name}
 
     def client_name(self, client: int) -> str:
         """Return a client's name, or its id if it has none, which identifies it across runs.
@@ -326,34 +349,40 @@ class Record:
         """
         if not self.clients:
             return {}
-        return self._accuracies(self.clients[-1].get("final", self.clients[-1]), predictor or self.predictor)
+        last = self.clients[-1]
+        return self._accuracies(last.final or last, predictor or self.predictor)
 
-    def _accuracies(self, line: Mapping[str, Any], name: str) -> dict[int, float]:
+    def _accuracies(self, columns: ClientsRecord, name: str) -> dict[int, float]:
+        counters = zip(columns.client, columns.correct, columns.num_test, strict=True)
         return {
             client: correct[name] / tests
-            for client, correct, tests in zip(line["client"], line["correct"], line["num_test"], strict=True)
-            if tests and name in correct and client not in self.about.get("malicious", [])
+            for client, correct, tests in counters
+            if tests and name in correct and client not in self.about.malicious
         }
 
     def client_curves(self) -> dict[int, list[tuple[int, float]]]:
         """Return client -> [(round, test accuracy from 0 to 1)] for the rounds it was scored in; none for malicious."""
-        found: dict[int, list[tuple[int, float]]] = {}
-        for at, line in client_series(self.rounds, self.clients):
-            for client, share in self._accuracies(line, self.predictor).items():
-                found.setdefault(client, []).append((at, share))
-        return found
+        curves: dict[int, list[tuple[int, float]]] = {}
+        for number, columns in client_series(self.rounds, self.clients):
+            for client, share in self._accuracies(columns, self.predictor).items():
+                curves.setdefault(client, []).append((number, share))
+        return curves
 
     @property
     def scored(self) -> frozenset[int]:
         """The clients that the last accuracy covers, from the last round in which the predictor was scored."""
-        last = [self.clients[-1]["final"]] if self.clients and "final" in self.clients[-1] else []
-        found = (self._accuracies(line, self.predictor) for line in (*last, *reversed(self.clients)))
-        return frozenset(next((each for each in found if each), {}))
+        accuracies = (self._accuracies(columns, self.predictor) for columns in self.latest_clients())
+        return frozenset(next((each for each in accuracies if each), {}))
 
-    def newcomer_accuracy(self) -> float | None:
+    def latest_clients(self) -> list[ClientsRecord]:
+        """Return the clients' counters, the latest first: the final scoring if there was one, then every round."""
+        final = self.clients[-1].final if self.clients else None
+        return [*([final] if final else []), *reversed(self.clients)]
+
+    def new_client_accuracy(self) -> float | None:
         """Return the new clients' sample-weighted accuracy after all their own rounds; None if there is none."""
-        scored = series(self.new_client_lines)[-1][1] if self.new_client_lines else {}
-        return float(scored[self.predictor]["weighted"]) if self.predictor in scored else None
+        scored = series(self.new_clients)[-1][1] if self.new_clients else {}
+        return scored[self.predictor].weighted if self.predictor in scored else None
 
     @property
     def honest(self) -> frozenset[int]:
@@ -363,7 +392,9 @@ class Record:
     def curve(self, predictor: str | None = None) -> list[tuple[int, float]]:
         """Return (round, sample-weighted accuracy) for the rounds in which the predictor was scored."""
         name = predictor or self.predictor
-        return [(at, found[name]["weighted"]) for at, found in series(self.rounds) if name in found]
+        return [
+            (number, accuracy[name].weighted) for number, accuracy in series(self.rounds) if name in accuracy
+        ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -380,7 +411,7 @@ class Group:
 
     @property
     def by(self) -> str:
-        """The requested predictor; empty means each run's primary_predictor."""
+        """The requested predictor; empty means each run's primary predictor."""
         return self.first.by
 
     @property
@@ -406,7 +437,7 @@ def load(paths: Iterable[Path], allowed: Sequence[str] = (), by: str = "") -> li
     """
     places = [expanded(path).absolute() for path in paths]
     if twice := [place for number, place in enumerate(places) if place in places[:number]]:
-        raise PbflError(f"'{twice[0]}' is given twice; allowed is once")
+        raise PbflError(f"'{twice[0]}' is given twice; name it once")
     keyed: dict[tuple[object, int], list[Record]] = {}
     for place in places:
         record = Record.load(place, allowed, by)
@@ -415,8 +446,8 @@ def load(paths: Iterable[Path], allowed: Sequence[str] = (), by: str = "") -> li
         while any(record.seed == other.seed for other in keyed.get((key, repetition), [])):
             repetition += 1
         keyed.setdefault((key, repetition), []).append(record)
-    found = [tuple(sorted(records, key=lambda record: record.seed)) for records in keyed.values()]
-    return [Group(label, records) for label, records in zip(_labels(found), found, strict=True)]
+    ordered = [tuple(sorted(records, key=lambda record: record.seed)) for records in keyed.values()]
+    return [Group(label, records) for label, records in zip(_labels(ordered), ordered, strict=True)]
 
 
 def same_data(one: Record, other: Record) -> bool:
@@ -424,7 +455,7 @@ def same_data(one: Record, other: Record) -> bool:
     keys = [*DataSettings.key_names(), "num-clients"]
     if any(one.config.get(key) != other.config.get(key) for key in keys):
         return False
-    hashes = [one.data, other.data]
+    hashes = [one.partition.data, other.partition.data]
     if None not in hashes and hashes[0] != hashes[1]:
         return False
     if one.counts is None or other.counts is None:
@@ -437,12 +468,12 @@ def changed_weights(records: Iterable[Record]) -> list[str]:
     begun: dict[str, set[frozenset[str]]] = {}
     for record in records:
         known: dict[str, set[str]] = {}
-        for member in record.about["clients"]:
-            if member.get("weights"):
-                known.setdefault(str(member["architecture"]), set()).add(str(member["weights"]))
+        for client in record.about.clients:
+            if client.weights:
+                known.setdefault(client.architecture, set()).add(client.weights)
         for name, hashes in known.items():
             begun.setdefault(name, set()).add(frozenset(hashes))
-    return [name for name, found in begun.items() if len(found) > 1]
+    return [name for name, different in begun.items() if len(different) > 1]
 
 
 def changed_files(records: Sequence[Record]) -> str:
@@ -457,8 +488,8 @@ def changed_lines(rows: Iterable[tuple[str, str]]) -> list[str]:
     Args:
         rows: (label, result of :func:`changed_files`).
     """
-    told = [f"{label} ({what})" for label, what in rows if what]
-    return [f"Runs of one row that differ in more than the seed: {'; '.join(told)}."] if told else []
+    texts = [f"{label} ({what})" for label, what in rows if what]
+    return [f"Runs of one row that differ in more than the seed: {'; '.join(texts)}."] if texts else []
 
 
 def mean_over_seeds(group: Group, seeds: Iterable[int]) -> dict[str, float]:
@@ -468,7 +499,9 @@ def mean_over_seeds(group: Group, seeds: Iterable[int]) -> dict[str, float]:
         for run in map(group.by_seed().__getitem__, seeds)
     ]
     first = each[0] if each else {}
-    return {who: fmean(found[who] for found in each) for who in first if all(who in found for found in each)}
+    return {
+        who: fmean(shares[who] for shares in each) for who in first if all(who in shares for shares in each)
+    }
 
 
 def _labels(groups: Sequence[tuple[Record, ...]]) -> list[str]:
@@ -477,9 +510,9 @@ def _labels(groups: Sequence[tuple[Record, ...]]) -> list[str]:
     Tried in this order: the labels of a comparison if all runs have one; the method's name with the keys that differ
     among groups of this method; directory names, without the seed if a comparison named them and they stay unique.
     """
-    given = [_comparison_label(records) for records in groups]
-    if _usable(given):
-        return given
+    named = [_comparison_label(records) for records in groups]
+    if _usable(named):
+        return named
     labels = []
     for records in groups:
         config = records[0].config
@@ -489,12 +522,12 @@ def _labels(groups: Sequence[tuple[Record, ...]]) -> list[str]:
             for key in config
             if key not in NEUTRAL and any(other.get(key) != config[key] for other in alike)
         )
-        told = ", ".join(f"{key}={config[key]}" for key in keys)
-        labels.append(f"{config['method']} ({told})" if told else str(config["method"]))
+        different = ", ".join(f"{key}={config[key]}" for key in keys)
+        labels.append(f"{config['method']} ({different})" if different else str(config["method"]))
     if _usable(labels):
         return labels
     places = [records[0].path for records in groups]
-    short = [label or place.name for label, place in zip(given, places, strict=True)]
+    short = [label or place.name for label, place in zip(named, places, strict=True)]
     names = [f"{place.parent.name}/{name}" for place, name in zip(places, short, strict=True)]
     for tried in (short, names):
         if len(set(tried)) == len(tried):

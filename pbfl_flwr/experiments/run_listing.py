@@ -19,7 +19,7 @@ from pbfl_flwr.experiments.running import watch
 from pbfl_flwr.experiments.tables import Sheet
 
 DEPTH = 3  # runs/<reproduction>/<block>/<run>
-COLUMNS = ("run", "method", "dataset", "seed", "rounds", "primary_predictor", "last", "state")
+COLUMNS = ("run", "method", "dataset", "seed", "rounds", "primary predictor", "last", "state")
 STATES = {
     "silent": "unfinished",
     "waiting": "unfinished",
@@ -121,7 +121,7 @@ def below(directory: Path) -> list[Listed]:
     try:
         next(directory.iterdir(), None)
     except (FileNotFoundError, NotADirectoryError):
-        raise PbflError(f"'{directory}' is not a directory; allowed is one that holds runs") from None
+        raise PbflError(f"'{directory}' is not a directory that holds runs") from None
     except OSError as error:
         raise PbflError(f"'{directory}' cannot be read ({error.strerror})") from None
     if not (found := [directory] if is_run(directory) else runs_in(directory, DEPTH)):
@@ -190,18 +190,18 @@ def for_a_report(paths: Iterable[Path]) -> tuple[list[Path], list[str]]:
 def _listed(view: watch.View) -> Listed:
     if view.about is None:
         return Listed(view.path)
-    config, primary_predictor = view.about["configuration"], str(view.about["primary_predictor"])
-    own = not any(member["configured_data"] for member in view.about["clients"])
+    config, primary_predictor = view.about.configuration, view.about.primary_predictor
+    own_data = not any(client.configured_data for client in view.about.clients)
     score = scores(view.rounds).get(primary_predictor)
     return Listed(
         view.path,
         str(config["method"]),
-        "own" if own else str(config["dataset"]),
+        "own" if own_data else str(config["dataset"]),
         int(config["seed"]),
         len(view.rounds),
         view.wanted,
         primary_predictor,
-        None if score is None else float(score.last[1]["weighted"]),
+        None if score is None else score.last[1].weighted,
         STATES.get(view.state, view.state),
     )
 

@@ -61,18 +61,18 @@ def summary_sheet(groups: Sequence[Group], title: str = "Accuracy and fairness")
     rows = []
     moments = len({group.first.moment for group in groups}) > 1
     mixed = [group.label for group in groups if len({len(record.rounds) for record in group.records}) > 1]
-    new = any(record.new_client_lines for group in groups for record in group.records)
+    new = any(record.new_clients for group in groups for record in group.records)
     for group in groups:
-        found = [scores(record.rounds)[record.predictor] for record in group.records if _scored(group)]
+        shown = [scores(record.rounds)[record.predictor] for record in group.records if _scored(group)]
         even = [
             fairness(list(record.accuracies().values())) for record in group.records if record.accuracies()
         ]
-        chosen = [score.chosen for score in found if score.chosen is not None]
+        chosen = [score.chosen for score in shown if score.chosen is not None]
         rounds = span(len(record.rounds) for record in group.records)
         cells = [
-            mean_cell([100 * score.last[1]["weighted"] for score in found]),
-            mean_cell([100 * score.best[1]["weighted"] for score in found]),
-            mean_cell([100 * at[1]["weighted"] for at in chosen]),
+            mean_cell([100 * score.last[1].weighted for score in shown]),
+            mean_cell([100 * score.best[1].weighted for score in shown]),
+            mean_cell([100 * accuracy.weighted for _, accuracy in chosen]),
             mean_cell([100 * one.mean for one in even]),
             mean_cell([100 * one.deviation for one in even]),
             mean_cell([100 * one.worst_decile for one in even]),
@@ -81,14 +81,14 @@ def summary_sheet(groups: Sequence[Group], title: str = "Accuracy and fairness")
         ]
         if new:
             cells.append(
-                mean_cell([100 * a for r in group.records if (a := r.newcomer_accuracy()) is not None])
+                mean_cell([100 * a for r in group.records if (a := r.new_client_accuracy()) is not None])
             )
         seeds = str(sum(bool(_shown_scores(record)) for record in group.records))
         scored = [group.first.moment] if moments else []
         rows.append((group.label, group.first.predictor, *scored, seeds, rounds, *cells))
     columns = (
         "run",
-        "by" if groups[0].by else "primary_predictor",
+        "by" if groups[0].by else "primary predictor",
         *(["scored"] if moments else []),
         "seeds",
         "rounds",
@@ -102,7 +102,7 @@ def summary_sheet(groups: Sequence[Group], title: str = "Accuracy and fairness")
         "lowest client",
         *(["new clients"] if new else []),
     )
-    runs = [record.directory for group in groups for record in group.records]
+    partitions = [record.partition for group in groups for record in group.records]
     few = [
         (group.label, partial_coverage((record.about, _shown_scores(record)) for record in group.records))
         for group in groups
@@ -121,8 +121,8 @@ def summary_sheet(groups: Sequence[Group], title: str = "Accuracy and fairness")
         ),
         *coverage_lines(few),
         *([NEW_NOTE] if new else []),
-        *majority_lines(run.majority() for run in runs),
-        *majority_lines((run.new_client_majority() for run in runs), "a new client"),
+        *majority_lines(partition.majority for partition in partitions),
+        *majority_lines((partition.new_client_majority for partition in partitions), "a new client"),
     )
     return Sheet(title, columns, tuple(rows), notes, text_columns=3 if moments else 2)
 
@@ -143,8 +143,8 @@ def paired_sheet(groups: Sequence[Group], title: str = "Paired comparison") -> S
         odd = "; ".join(_differences(one, other, seeds))
         first, second = mean_over_seeds(one, seeds), mean_over_seeds(other, seeds)
         if clients := [who for who in first if who in second]:
-            found = paired([first[who] for who in clients], [second[who] for who in clients])
-            rows.append((label, "clients", found, odd))
+            comparison = paired([first[who] for who in clients], [second[who] for who in clients])
+            rows.append((label, "clients", comparison, odd))
         elif seeds:
             skipped.setdefault(NO_CLIENT, []).append(label)
         if any(_coverage(a) != _coverage(b) for a, b in common):
@@ -191,26 +191,26 @@ def probability(p: float | None) -> str:
 
 
 def _paired_row(row: tuple[str, str, Paired, str], adjusted: float | None) -> tuple[str, ...]:
-    label, over, found, unlike = row
+    label, over, comparison, unlike = row
     interval = "-"
-    if found.low is not None and found.high is not None:
-        interval = f"{100 * found.low:+.2f} to {100 * found.high:+.2f}"
+    if comparison.low is not None and comparison.high is not None:
+        interval = f"{100 * comparison.low:+.2f} to {100 * comparison.high:+.2f}"
     remarks = [unlike] if unlike else []
-    if found.p is None:
+    if comparison.p is None:
         remarks.append("no pair differs")
-    elif found.too_few:
+    elif comparison.too_few:
         remarks.append(
-            f"too few pairs that differ: p cannot be below {found.smallest_p:.3g}, not informative"
+            f"too few pairs that differ: p cannot be below {comparison.smallest_p:.3g}, not informative"
         )
     return (
         label,
         over,
-        str(found.n),
-        f"{100 * found.difference:+.2f}",
+        str(comparison.n),
+        f"{100 * comparison.difference:+.2f}",
         interval,
-        probability(found.p),
+        probability(comparison.p),
         probability(adjusted),
-        f"{found.better} / {found.equal} / {found.worse}",
+        f"{comparison.better} / {comparison.equal} / {comparison.worse}",
         "; ".join(remarks),
     )
 
@@ -224,13 +224,13 @@ def _differences(one: Group, other: Group, seeds: Sequence[int]) -> list[str]:
     """Return remarks on what else differs in two groups: predictor, moment of scoring, rounds, pretrained weights."""
     heads, moments = ([getattr(g.first, name) for g in (one, other)] for name in ("predictor", "moment"))
     rounds = [[len(group.by_seed()[seed].rounds) for seed in seeds] for group in (one, other)]
-    found = [" vs. ".join(heads)] if len({*heads}) > 1 else []
-    found += [f"scored {moments[0]} vs. {moments[1]} local training"] if len({*moments}) > 1 else []
+    remarks = [" vs. ".join(heads)] if len({*heads}) > 1 else []
+    remarks += [f"scored {moments[0]} vs. {moments[1]} local training"] if len({*moments}) > 1 else []
     if len({number for numbers in rounds for number in numbers}) > 1:
-        found.append(f"{' vs. '.join(map(span, rounds))} rounds")
+        remarks.append(f"{' vs. '.join(map(span, rounds))} rounds")
     if names := changed_weights(group.by_seed()[seed] for group in (one, other) for seed in seeds):
-        found.append(f"different weights of {', '.join(names)}")
-    return found
+        remarks.append(f"different weights of {', '.join(names)}")
+    return remarks
 
 
 def _shown_scores(record: Record) -> dict[str, Scores]:
@@ -252,4 +252,4 @@ def _half_scored(groups: Sequence[Group]) -> list[str]:
 
 def _last(group: Group, seed: int) -> float:
     record = group.by_seed()[seed]
-    return scores(record.rounds)[record.predictor].last[1]["weighted"]
+    return scores(record.rounds)[record.predictor].last[1].weighted

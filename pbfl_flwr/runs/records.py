@@ -42,7 +42,7 @@ class Record(BaseModel):
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
             raise DamagedState(
-                f"{source} is damaged, or of another version{f': {where}' if where else ''}: {first['msg']}"
+                f"{source} is damaged, or was written by another version: {where or 'content'}: {first['msg']}"
             ) from None
 
     def to_json(self) -> dict[str, Any]:
@@ -83,6 +83,11 @@ class Failure(Record):
     client: int
     name: str = ""
     reason: str
+
+    @property
+    def label(self) -> str:
+        """The client's name, or its number if it has none."""
+        return self.name or str(self.client)
 
 
 class LateUpload(Record):
@@ -179,6 +184,11 @@ class RoundRecord(Scores):
     gpu_mb: float = 0.0
     joined: list[str] = []
     final: FinalScores | None = None
+
+    @property
+    def all_failures(self) -> list[Failure]:
+        """The failures of the round and of its final scoring."""
+        return [*self.failures, *(self.final.failures if self.final else [])]
 
     @property
     def latest(self) -> Scores:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, deserialize
 
 from pbfl_flwr.runs.directory import RunDirectory
+from pbfl_flwr.runs.records import ClientsRecord
 from pbfl_flwr.util.atomic_files import DamagedState
 
 DIGITS = 12  # among a million different runs, two have the same hash with probability 1/560
@@ -32,30 +33,30 @@ def result_hash(run: RunDirectory, rounds: int) -> str:
         DamagedState: if one of its files is damaged.
     """
     digest = hashlib.sha256()
-    for columns in run.client_rounds():
-        last = columns["round"] == rounds  # an extended run may also have a final scoring of an earlier round
+    for columns in run.client_records():
+        last = columns.round == rounds  # an extended run may also have a final scoring of an earlier round
         _add(digest.update, columns, last)
-    for line in run.new_client_lines(rounds):
-        _add(digest.update, line["columns"], True)
+    for record in run.new_client_records(rounds):
+        _add(digest.update, record.columns, True)
     for part in _state(run.path / "checkpoint.safetensors"):
         digest.update(part)
     return digest.hexdigest()[:DIGITS]
 
 
-def _add(update: Any, columns: Mapping[str, Any], last: bool) -> None:
+def _add(update: Any, columns: ClientsRecord, last: bool) -> None:
     """Add the correct predictions of a round's clients and, if it is the last, of the final scoring."""
-    scored = sorted(zip(columns["client"], columns["correct"], strict=True), key=lambda pair: int(pair[0]))
-    update(json.dumps([columns["round"], scored], sort_keys=True).encode())
-    if last and "final" in columns:
-        _add(update, columns["final"], False)
+    scored = sorted(zip(columns.client, columns.correct, strict=True), key=lambda pair: pair[0])
+    update(json.dumps([columns.round, scored], sort_keys=True).encode())
+    if last and columns.final is not None:
+        _add(update, columns.final, False)
 
 
 def _state(file: Path) -> Iterable[bytes]:
     """Yield names, dtypes with shapes, and bytes of the tensors of a file."""
     try:
-        found = sorted(deserialize(file.read_bytes()))
+        tensors = sorted(deserialize(file.read_bytes()))
     except (SafetensorError, OSError) as error:
         raise DamagedState(f"{file} cannot be read ({error})") from None
-    for name, tensor in found:
+    for name, tensor in tensors:
         yield f"{name} {tensor['dtype']} {tensor['shape']}".encode()
         yield tensor["data"]

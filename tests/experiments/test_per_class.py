@@ -12,7 +12,7 @@ from rich.console import Console
 
 from pbfl_flwr.experiments import per_class, results, show
 from pbfl_flwr.experiments.per_class import Scored
-from tests.runs import entry, write_run
+from tests.runs import columns, entry, write_run
 
 # Class b has no test samples. Of the others 3 of 4 and 0 of 1 are right.
 COUNTED: dict[str, Any] = {
@@ -24,19 +24,15 @@ COUNTED: dict[str, Any] = {
     "by_class": [0.75, None, 0.0],
     "tested": [4, 0, 1],
 }
-COLUMNS: dict[str, Any] = {
-    "round": 1,
-    "client": [0, 1],
-    "num_test": [3, 2],
-    "correct": [{"global": 2, "head": 1}, {"global": 1, "head": 1}],
-    "num_validation": [0, 0],
-    "validated": [{}, {}],
-    "metrics": [{}, {}],
-    "by_class": [
+COLUMNS: dict[str, Any] = columns(
+    1,
+    [{"global": 2, "head": 1}, {"global": 1, "head": 1}],
+    num_test=[3, 2],
+    by_class=[
         {"classes": [0], "tested": [3], "right": {"global": [2]}, "answered": {"global": [3]}},
         {"classes": [0, 1, 2], "tested": [1, 0, 1], "right": {"global": [1, 0, 0]}, "answered": {"global": [1, 1, 0]}},
     ],
-}  # fmt: skip
+)  # fmt: skip
 
 
 def line(**counted: Any) -> dict[str, Any]:
@@ -50,6 +46,11 @@ def run(place: Path, *lines: dict[str, Any], **keys: Any) -> Path:
     path = write_run(place, list(lines), **{"per-class": True, **keys})
     (path / "clients.jsonl").write_text(json.dumps(COLUMNS) + "\n")
     return path
+
+
+def scored(path: Path) -> Scored:
+    record = results.Record.load(path)
+    return Scored("one", record.about, record.rounds)
 
 
 def shown(path: Path, width: int = 120) -> list[str]:
@@ -74,17 +75,16 @@ def test_show_prints_both_tables(tmp_path: Path) -> None:
 def test_show_prints_nothing_of_it_without_the_key(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", [entry(1, 0.5, 0.6)])
     assert not [text for text in shown(path) if "class" in text.lower() and "most frequent" not in text]
-    assert (
-        per_class.sheets([Scored("", json.loads((path / "run.json").read_text()), [entry(1, 0.5, 0.6)])])
-        == []
-    )
+    assert per_class.sheets([scored(path)]) == []
 
 
 def test_the_last_scoring_and_the_other_moment(tmp_path: Path) -> None:
     early = line() | {"accuracy_of_round": 0, "other": line(balanced=0.75)["accuracy"]}
     early["final"] = {"accuracy": line(balanced=1.0)["accuracy"], "failures": []}
-    about = json.loads((write_run(tmp_path / "run", [early]) / "run.json").read_text()) | {"moment": "before"}
-    sheet = per_class.balance_sheet([Scored("one", about, [early])])
+    path = write_run(tmp_path / "run", [early])
+    about = json.loads((path / "run.json").read_text())
+    (path / "run.json").write_text(json.dumps(about | {"moment": "before"}))
+    sheet = per_class.balance_sheet([scored(path)])
     assert sheet is not None
     rows = {row[1]: row for row in sheet.rows}
     assert rows["global (primary)"][2:5] == ("1", "60.00", "100.00")
@@ -95,8 +95,7 @@ def test_a_class_that_another_predictor_was_tested_on_is_shown(tmp_path: Path) -
     found = line()
     found["accuracy"]["head"] |= {"by_class": [0.75, 0.25, None], "tested": [4, 4, 0]}
     path = run(tmp_path / "run", found)
-    about = json.loads((path / "run.json").read_text())
-    sheet = per_class.class_sheet([Scored("one", about, [found])])
+    sheet = per_class.class_sheet([scored(path)])
     assert sheet is not None
     assert sheet.columns[2:] == ("test samples", "head", "global")
     assert [row[1:] for row in sheet.rows] == [

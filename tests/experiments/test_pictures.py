@@ -22,7 +22,7 @@ from pbfl_flwr.experiments.results import Group
 from pbfl_flwr.prototypes.alignment import geometry
 from pbfl_flwr.runs.client_store import ClientState
 from tests.flower.inprocess import federation
-from tests.runs import entry, pbfl, write_run
+from tests.runs import columns, entry, pbfl, write_run
 
 EVERYWHERE = {
     "label-distribution",
@@ -165,7 +165,7 @@ def test_what_may_not_be_read_is_left_out_alone(
 def test_the_alignment_redone_is_the_alignment_done(groups: list[Group]) -> None:
     record = groups[2].first
     found = artefacts.alignment_trajectory(record)
-    figures = record.rounds[-1]["server"]
+    figures = record.rounds[-1].server_metrics
     assert len(found.steps) - 1 == figures["alignment-iterations"]
     assert found.steps[0].energy == pytest.approx(figures["alignment-energy-before"], abs=1e-9)
     assert found.steps[-1].energy == pytest.approx(figures["alignment-energy-after"], abs=1e-9)
@@ -223,16 +223,15 @@ def test_a_line_a_client(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", [entry(1, 0.5, 0.5), entry(2, 0.5, 0.75)], **{"num-clients": 120})
     about = json.loads((path / "run.json").read_text())
     (path / "run.json").write_text(json.dumps({**about, "malicious": [7]}))
-    columns = [
-        {
-            "round": number,
-            "client": list(range(120)),
-            "num_test": [0, *[200] * 119],
-            "correct": [{}, *({"global": number * client % 200} for client in range(1, 120))],
-        }
+    lines = [
+        columns(
+            number,
+            [{}, *({"global": number * client % 200} for client in range(1, 120))],
+            num_test=[0, *[200] * 119],
+        )
         for number in (1, 2)
     ]
-    (path / "clients.jsonl").write_text("".join(json.dumps(line) + "\n" for line in columns))
+    (path / "clients.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     groups = results.load([path])
     curves = groups[0].first.client_curves()
     assert sorted(curves) == [client for client in range(1, 120) if client != 7]

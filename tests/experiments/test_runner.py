@@ -119,7 +119,7 @@ def test_what_a_run_says_of_its_rounds(tmp_path: Path) -> None:
     found = told("rounds.jsonl", *lines)
     assert found[-2].endswith("10.0 s  left 0:30")  # three rounds, the median of the last five is 10 s
     assert found[-1] == "a:   2 clients (1, 0) failed: boom"
-    assert found.count("a:   note: late") == 1
+    assert found.count("a:   warning: late") == 1
     later = entry(14, 0.25, 0.5, after=12, accuracy_of_round=13)
     later |= {"final": {"accuracy": entry(14, 0.25, 0.75)["accuracy"], "failures": []}}
     assert told("new-clients.jsonl", later) == [

@@ -12,19 +12,15 @@ from pbfl_flwr.experiments.report import client_sheet
 from pbfl_flwr.experiments.results import majority_lines, scores
 from pbfl_flwr.experiments.summaries import paired_sheet, probability, summary_sheet
 from pbfl_flwr.runs.directory import RunDirectory
-from tests.runs import entry, over, write_run
+from pbfl_flwr.runs.records import PartitionRecord
+from tests.runs import columns, entry, over, rounds_of, write_run
 
 ROUNDS = {"num-server-rounds": 2}
 
 
 def client_line(number: int, correct: list[int], tests: int = 4) -> dict[str, Any]:
     """One line of clients.jsonl: predictor global, the same number of test samples each."""
-    return {
-        "round": number,
-        "client": list(range(len(correct))),
-        "num_test": [tests] * len(correct),
-        "correct": [{"global": value} for value in correct],
-    }
+    return columns(number, [{"global": value} for value in correct], tests)
 
 
 def run(path: Path, weighted: float, correct: list[int], **changes: Any) -> Path:
@@ -176,15 +172,14 @@ def test_who_holds_what_is_read_once_a_run_however_many_pairs_there_are(
     """The file of a run of 1,000 clients takes some 10 ms."""
     methods = [(name, seed) for name in ("fedproto", "tinyproto", "gfpl", "fedavg") for seed in (0, 1)]
     places = [run(tmp_path / f"{name}{seed}", 0.5, [1, 3], method=name, seed=seed) for name, seed in methods]
-    groups, asked = results.load(places), list[Path]()
-    read = RunDirectory.data
+    read, asked = RunDirectory.partition, list[Path]()
 
-    def counted(directory: RunDirectory) -> str | None:
+    def counted(directory: RunDirectory) -> PartitionRecord:
         asked.append(directory.path)
         return read(directory)
 
-    monkeypatch.setattr(RunDirectory, "data", counted)
-    assert len(paired_sheet(groups).rows) == 12
+    monkeypatch.setattr(RunDirectory, "partition", counted)
+    assert len(paired_sheet(results.load(places)).rows) == 12
     assert sorted(asked) == sorted(places)
 
 
@@ -344,7 +339,7 @@ def test_devices_with_names_are_paired_by_name(tmp_path: Path) -> None:
 def test_a_last_accuracy_is_over_the_clients_of_its_round(tmp_path: Path) -> None:
     path = write_run(tmp_path / "a", [entry(1, 0.25, 0.5), entry(2, 0.25, 0.5)])
     (path / "clients.jsonl").write_text(json.dumps(client_line(1, [1, 3])) + "\n")
-    unheard = {"round": 2, "client": [], "num_test": [], "correct": []}
+    unheard = columns(2, [])
     with (path / "clients.jsonl").open("a") as file:
         file.write(json.dumps(unheard) + "\n")
     assert results.Record.load(path).scored == {0, 1}
@@ -360,7 +355,7 @@ def test_clients_of_a_round_that_is_not_there_yet_do_not_count(tmp_path: Path) -
         file.write(json.dumps(client_line(2, [4, 4])) + "\n")
     record = results.Record.load(path)
     assert record.accuracies() == {0: 0.25, 1: 0.75}
-    assert [line["round"] for line in record.clients] == [1]
+    assert [line.round for line in record.clients] == [1]
 
 
 def test_who_lies_and_who_has_no_test_samples_is_in_no_accuracy(tmp_path: Path) -> None:
@@ -447,14 +442,14 @@ def test_the_validation_chosen_round() -> None:
     def held_out(weighted: float) -> dict[str, Any]:
         return {"global": {"weighted": weighted}}
 
-    rounds = [
+    rounds = rounds_of(
         entry(1, 0.5, 0.5, validation=held_out(0.25)),
         entry(2, 0.5, 0.75, validation=held_out(0.875)),
         entry(3, 0.5, 0.875, validation=held_out(0.75)),
-    ]
+    )
     found = scores(rounds)["global"]
     assert found.chosen is not None
-    assert (found.chosen[0], found.chosen[1]["weighted"]) == (2, 0.75)
+    assert (found.chosen[0], found.chosen[1].weighted) == (2, 0.75)
     assert found.best[0] == 3
     assert scores(rounds)["head"].chosen is None
 
@@ -464,34 +459,35 @@ def test_the_first_of_equally_good_rounds_is_the_best_one_and_the_scoring_at_the
         return {"head": {"weighted": weighted, "mean": mean}}
 
     # Scored before training: a line holds what the round before it came to, the last one its own as well.
-    rounds: list[dict[str, Any]] = [
-        {"round": 1, "accuracy_of_round": 0, "accuracy": at(0.25, 0.5), "validation": at(0.5, 0.0)},
-        {"round": 2, "accuracy_of_round": 1, "accuracy": at(0.75, 0.25), "validation": at(0.5, 0.0)},
-        {"round": 3, "accuracy_of_round": 2, "accuracy": at(0.75, 0.375), "validation": at(0.25, 0.0)},
+    lines = [
+        entry(1, 0, None, accuracy_of_round=0, accuracy=at(0.25, 0.5), validation=at(0.5, 0.0)),
+        entry(2, 0, None, accuracy_of_round=1, accuracy=at(0.75, 0.25), validation=at(0.5, 0.0)),
+        entry(3, 0, None, accuracy_of_round=2, accuracy=at(0.75, 0.375), validation=at(0.25, 0.0)),
     ]
+    rounds = rounds_of(*lines)
     found = scores(rounds)["head"]
     assert (found.last[0], found.best[0]) == (2, 1)
-    assert found.chosen == (0, at(0.25, 0.5)["head"])  # 0.5 on validation samples, first in round 0
+    assert found.chosen is not None
+    assert found.chosen == (0, rounds[0].accuracy["head"])  # 0.5 on validation samples, first in round 0
     assert scores(rounds, "mean")["head"].best[0] == 0
-    rounds[-1]["final"] = {"accuracy": at(0.5, 0.625), "validation": at(0.75, 0.0)}
+    final = {"accuracy": at(0.5, 0.625), "validation": at(0.75, 0.0)}
+    rounds = rounds_of(*lines[:2], {**lines[2], "final": entry(3, 0, None, final=final)["final"]})
     found = scores(rounds)["head"]
-    assert (found.last, found.best[0]) == ((3, at(0.5, 0.625)["head"]), 1)
+    assert (found.last[0], found.last[1].mean, found.best[0]) == (3, 0.625, 1)
     assert found.chosen == found.last == scores(rounds, "mean")["head"].best
     assert set(scores(rounds)) == {"head"}
     assert scores([]) == {}
 
 
 def test_the_other_moment_is_the_last_one_that_was_scored() -> None:
-    def at(weighted: float) -> dict[str, Any]:
-        found: dict[str, Any] = entry(1, 0.5, weighted)["accuracy"]
-        return found
-
-    after = [entry(number, 0.5, 0.5, other=at(number / 8)) for number in (1, 2, 3)]
+    after = [entry(number, 0.5, 0.5, other={"global": {"weighted": number / 8}}) for number in (1, 2, 3)]
     del after[2]["other"]
-    # Scored after the training of round 2, and before it what round 1 came to.
-    assert scores(after)["global"].other == (1, at(0.25)["global"])
     before = [{**line, "accuracy_of_round": line["round"] - 1} for line in after]
-    assert scores(before)["global"].other == (2, at(0.25)["global"])
+    # Scored after the training of round 2, and before it what round 1 came to.
+    for lines, number in ((after, 1), (before, 2)):
+        other = scores(rounds_of(*lines))["global"].other
+        assert other is not None
+        assert (other[0], other[1].weighted) == (number, 0.25)
 
 
 def test_a_predictor_that_one_seed_lacks_is_not_said_to_be_unscored(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from pbfl_flwr.experiments.running import watch
 from pbfl_flwr.runs import locks as holders
 from pbfl_flwr.runs.directory import ERROR, SERVER_LOCK, WAITING, RunDirectory
 from pbfl_flwr.runs.locks import RUN_LOCK, claim, lock_of
-from tests.runs import entry, over, pbfl, records, write_run
+from tests.runs import entry, over, pbfl, records, rounds_of, write_run
 
 
 def shown(view: watch.View) -> str:
@@ -49,7 +49,7 @@ def test_a_run_in_the_middle(tmp_path: Path) -> None:
         "bytes of all clients: up 400 B in the last round, 800 B so far, down 800 B in the last round, 1.6 kB so far"
         in text
     )
-    assert "note: classes held back" in text
+    assert "warning: classes held back" in text
     assert "client 1 failed in round 2: boom" in text
     assert "no output for" not in text
     assert "not cover all participating clients" not in text
@@ -64,7 +64,7 @@ def test_the_pace_is_that_of_the_last_rounds_and_a_note_is_said_once(tmp_path: P
     run = write_run(tmp_path / "run", lines, **{"num-server-rounds": 12})
     text = shown(watch.snapshot(run, time.time()))
     assert "9 of 12 rounds, 0:10 per round, 0:30 left" in text  # the median of 60, 60, 10, 10, 10
-    assert text.count("note: slow") == 1
+    assert text.count("warning: slow") == 1
     (head,) = [line.split() for line in text.splitlines() if "predictor" in line]
     assert head == ["predictor", "round", "last", "std", "worst", "10%", "best", "in", "round"]
 
@@ -102,7 +102,7 @@ def test_silence_is_remarked_when_it_is_long(tmp_path: Path) -> None:
     assert view.state == "silent"
     assert "no output for 3:20, a round takes 0:02: it may have been stopped or killed" in shown(view)
     assert f"pbfl run --resume {run}" in shown(view)
-    slow = [entry(1, 0.5, 0.5, seconds={"total": 100.0})]
+    slow = rounds_of(entry(1, 0.5, 0.5, seconds={"total": 100.0}))
     assert watch.View(run, view.about, slow, "", 200.0).state == "running"  # five rounds' time is 500 s
 
 

@@ -22,7 +22,7 @@ from pbfl_flwr.runs.early_stopping import (
 )
 from pbfl_flwr.runs.records import RoundRecord
 from pbfl_flwr.task import Task
-from tests.flower.inprocess import Federation, federation, plain
+from tests.flower.inprocess import Federation, federation
 from tests.runs import entry, pbfl
 
 DETERMINISTIC: dict[str, Any] = {
@@ -115,7 +115,7 @@ def test_the_last_round_has_its_last_scoring(tmp_path: Path) -> None:
     assert [entry.final is not None for entry in run.strategy.history] == [False, False, True]
     (said,) = [note for note in run.strategy.history[-1].warnings if "patience" in note]
     assert "since round 0:" in said  # as the tables call it
-    assert scores(plain(run.strategy.history))["head"].best[0] == 0
+    assert scores(run.strategy.history)["head"].best[0] == 0
 
 
 def test_fewer_rounds_that_a_caller_asks_for_are_no_end_by_patience(tmp_path: Path) -> None:

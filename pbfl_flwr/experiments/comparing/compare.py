@@ -34,7 +34,7 @@ from pbfl_flwr.experiments.console import say
 from pbfl_flwr.experiments.running import configuration
 from pbfl_flwr.experiments.running.runner import simulate
 from pbfl_flwr.flower.engines.placement import Resources
-from pbfl_flwr.runs.directory import ENDED, RunDirectory
+from pbfl_flwr.runs.directory import RunDirectory
 
 FOLDER = "experiments/comparisons"
 INTERRUPTED = 130
@@ -277,12 +277,12 @@ def check_finished(run: Planned) -> bool:
     Raises:
         PbflError: if it was run with other keys or for more rounds, or is damaged.
     """
-    there = RunDirectory(run.directory)
-    if not there.taken:
+    directory = RunDirectory(run.directory)
+    if not directory.taken:
         return False
     wanted = configuration.check(run.requested)
-    about = there.read()
-    made = configuration.check(configuration.RequestedKeys(about["configuration"]))
+    about = directory.record()
+    made = configuration.check(configuration.RequestedKeys(about.configuration))
     now = wanted.relevant() | {"patience": wanted.run.patience}
     then = made.relevant() | {"patience": made.run.patience}
     if odd := [f"{key} = {value}" for key, value in then.items() if now.get(key) != value]:
@@ -290,16 +290,17 @@ def check_finished(run: Planned) -> bool:
             f"{run.directory} was run with {', '.join(odd)}; allowed are the same keys, or another --out"
         )
     rounds, until = wanted.run.num_server_rounds, made.run.num_server_rounds
-    if (ended := about.get(ENDED, rounds + 1)) <= rounds:
-        rounds = until = ended
+    if about.ended_after is not None and about.ended_after <= rounds:
+        rounds = until = about.ended_after
     # Its first rounds are not the shorter run: the final scoring, new clients and schedules depend on the last round.
-    if len(there.rounds()) >= rounds and until > rounds:
+    done = len(directory.round_records())
+    if done >= rounds and until > rounds:
         raise PbflError(
             f"{run.directory} was run with num-server-rounds = {until}, not {rounds}; allowed are at least as many "
             "rounds, or another --out"
         )
-    new_client_lines = wanted.run.new_client_rounds if wanted.run.new_clients else 0
-    return len(there.rounds()) >= rounds and len(there.new_client_lines(rounds)) >= new_client_lines
+    new_client_rounds = wanted.run.new_client_rounds if wanted.run.new_clients else 0
+    return done >= rounds and len(directory.new_client_records(rounds)) >= new_client_rounds
 
 
 def pending_keys(run: Planned) -> configuration.RequestedKeys | None:

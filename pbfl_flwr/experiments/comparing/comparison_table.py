@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from pbfl_flwr.config import PREDICTORS
 from pbfl_flwr.experiments.comparing.compare import Planned, finished
@@ -76,10 +75,10 @@ class Row:
 
     Attributes:
         label: of the runs.
-        primary_predictor: the predictor of the row: the requested one, or the runs' primary_predictor.
+        primary_predictor: the predictor of the row: the requested one, or the runs' primary predictor.
         runs: number of finished runs, one per seed.
         rounds: their number of rounds; a range such as "18–37" if they differ.
-        last, best: primary_predictor accuracies (sample-weighted, %), one per seed in which it was scored.
+        last, best: primary predictor's accuracies (sample-weighted, %), one per seed in which it was scored.
         chosen: the same at the validation-chosen round; empty without validation data.
         others: predictor -> last accuracies.
         spread: standard deviation over clients, last round.
@@ -88,8 +87,8 @@ class Row:
         total: bytes per round, all clients and both directions, including Flower's objects.
         paper: scalars by the paper's formula; None if unknown.
         seconds: per round.
-        other: primary_predictor accuracies at the other moment; empty if clients are scored at one moment only.
-        new: primary_predictor accuracies of the new clients after their own rounds; empty without new clients.
+        other: primary predictor's accuracies at the other moment; empty if clients are scored at one moment only.
+        new: primary predictor's accuracies of the new clients after their own rounds; empty without new clients.
         majority: accuracy of always predicting a client's majority class, one per seed; None if unknown.
         new_client_majority: the same for the new clients.
         coverage: predictor -> number of clients that its accuracies cover, see :func:`.partial_coverage`.
@@ -172,7 +171,7 @@ def rows(planned: Sequence[Planned], by: str = "") -> list[Row]:
 
     Args:
         planned: the runs.
-        by: the predictor of all rows; empty means each run's primary_predictor.
+        by: the predictor of all rows; empty means each run's primary predictor.
     """
     found = []
     for label in dict.fromkeys(run.label for run in planned):
@@ -183,46 +182,46 @@ def rows(planned: Sequence[Planned], by: str = "") -> list[Row]:
 
 
 def _row(label: str, runs: Sequence[RunDirectory], by: str) -> Row:
-    abouts, histories = [run.read() for run in runs], [run.rounds() for run in runs]
-    primary_predictor = by or str(abouts[0]["primary_predictor"])
-    all_scores = [scores(history) for history in histories]
+    records = [Record.load(run.path, by=by) for run in runs]
+    about, partitions = records[0].about, [record.partition for record in records]
+    primary_predictor = records[0].predictor
+    all_scores = [scores(record.rounds) for record in records]
     # Missing if clients report nothing, have no test samples, or there were no prototypes yet at the last scoring.
-    scored = [found[primary_predictor] for found in all_scores if primary_predictor in found]
-    balanced, macro_f1 = (
-        [100 * found.last[1][key] for found in scored if key in found.last[1]]
-        for key in ("balanced", "macro_f1")
-    )
-    entries: list[Mapping[str, Any]] = [entry for history in histories for entry in history]
-    clients, records = participants(abouts[0]), [Record.load(run.path, by=by) for run in runs]
+    scored = [by_name[primary_predictor] for by_name in all_scores if primary_predictor in by_name]
+    last = [score.last[1] for score in scored]
+    rounds = [entry for record in records for entry in record.rounds]
+    clients = participants(about)
     return Row(
         label,
         primary_predictor,
         len(runs),
-        span(map(len, histories)),
-        [100 * found.last[1]["weighted"] for found in scored],
-        [100 * found.best[1]["weighted"] for found in scored],
-        [100 * at[1]["weighted"] for found in scored if (at := found.chosen) is not None],
+        span(len(record.rounds) for record in records),
+        [100 * accuracy.weighted for accuracy in last],
+        [100 * score.best[1].weighted for score in scored],
+        [100 * score.chosen[1].weighted for score in scored if score.chosen is not None],
         {
-            name: [100 * found[name].last[1]["weighted"] for found in all_scores if name in found]
+            name: [100 * by_name[name].last[1].weighted for by_name in all_scores if name in by_name]
             for name in PREDICTORS
-            if any(name in found for found in all_scores)
+            if any(name in by_name for by_name in all_scores)
         },
-        [100 * found.last[1]["std"] for found in scored],
-        [100 * found.last[1]["worst"] for found in scored],
-        fmean(entry["bytes_up"]["payload"] for entry in entries) / clients,
-        fmean(entry["bytes_down"]["payload"] for entry in entries) / clients,
-        fmean(entry["bytes_up"]["total"] + entry["bytes_down"]["total"] for entry in entries),
-        runs[0].paper_scalars(),
-        fmean(entry["seconds"]["total"] for entry in entries),
-        [100 * at[1]["weighted"] for found in scored if (at := found.other) is not None],
-        [100 * a for record in records if (a := record.newcomer_accuracy()) is not None],
-        [run.majority() for run in runs],
-        [run.new_client_majority() for run in runs],
-        partial_coverage(zip(abouts, all_scores, strict=True)),
-        str(abouts[0]["moment"]),
-        len(honest(abouts[0])),
-        balanced,
-        macro_f1,
+        [100 * accuracy.std for accuracy in last],
+        [100 * accuracy.worst for accuracy in last],
+        fmean(entry.bytes_up.payload for entry in rounds) / clients,
+        fmean(entry.bytes_down.payload for entry in rounds) / clients,
+        fmean(entry.bytes_up.total + entry.bytes_down.total for entry in rounds),
+        partitions[0].paper_scalars,
+        fmean(entry.seconds.total for entry in rounds),
+        [100 * score.other[1].weighted for score in scored if score.other is not None],
+        [100 * a for record in records if (a := record.new_client_accuracy()) is not None],
+        [partition.majority for partition in partitions],
+        [partition.new_client_majority for partition in partitions],
+        partial_coverage(
+            (record.about, by_name) for record, by_name in zip(records, all_scores, strict=True)
+        ),
+        about.moment,
+        len(honest(about)),
+        [100 * accuracy.balanced for accuracy in last if accuracy.balanced is not None],
+        [100 * accuracy.macro_f1 for accuracy in last if accuracy.macro_f1 is not None],
         changed_files(records),
     )
 
@@ -241,7 +240,7 @@ def table(title: str, found: Sequence[Row], by: str = "") -> Sheet:
     moments, lengths = differing(found)
     head = [
         "run",
-        "by" if by else "primary_predictor",
+        "by" if by else "primary predictor",
         *(["scored"] if moments else []),
         *(["rounds"] if lengths else []),
     ]
@@ -312,7 +311,7 @@ def write(out: Path, title: str, found: Sequence[Row], groups: Sequence[Group], 
         title: of the comparison.
         found: the rows.
         groups: their runs.
-        by: the predictor of all rows; empty means each run's primary_predictor.
+        by: the predictor of all rows; empty means each run's primary predictor.
     """
     sheet = table(title, found, by)
     write_atomically(out / "table.md", sheet.markdown().encode())

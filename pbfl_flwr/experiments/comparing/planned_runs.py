@@ -26,12 +26,12 @@ def show(planned: Sequence[Planned], console: Console) -> bool:
         settings = configuration.check(run.requested).run
         wanted = settings.num_server_rounds
         try:
-            there = len(RunDirectory(run.directory).rounds())
+            finished = len(RunDirectory(run.directory).round_records())
             if (requested := pending_keys(run)) is None:
-                state, wanted = "finished", there  # fewer than configured if patience ended it
+                state, wanted = "finished", finished  # fewer than configured if patience ended it
             else:
                 state = "to run" if requested is run.requested else "to resume"
-            rounds = f"{there}/{wanted}"
+            rounds = f"{finished}/{wanted}"
         except PbflError as error:
             state, rounds = "refused", "-"
             refusals.append(f"{run.name}: {error}")

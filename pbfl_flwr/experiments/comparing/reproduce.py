@@ -117,7 +117,7 @@ class Reproduction:
     paper: str
     table: str
     hardware: str
-    accuracy: str
+    accuracy: Literal["weighted", "mean"]
     round: str
     spread: str
     seeds: Sequence[int]

@@ -13,7 +13,6 @@ from pbfl_flwr.experiments.comparing.compare import Planned, finished
 from pbfl_flwr.experiments.comparing.reproduce import Reproduction, Scale, changes
 from pbfl_flwr.experiments.results import (
     Record,
-    Scores,
     changed_files,
     changed_lines,
     coverage_lines,
@@ -81,7 +80,7 @@ def rows(paper: Reproduction, planned: Mapping[str, Sequence[Planned]], by: str 
     Args:
         paper: the published table.
         planned: the runs of each block.
-        by: the predictor of all rows; empty means each run's primary_predictor.
+        by: the predictor of all rows; empty means each run's primary predictor.
     """
     found = []
     for name, runs in planned.items():
@@ -93,12 +92,13 @@ def rows(paper: Reproduction, planned: Mapping[str, Sequence[Planned]], by: str 
 
 
 def _row(paper: Reproduction, block: str, label: str, runs: Sequence[RunDirectory], by: str) -> Row:
-    histories = [run.rounds() for run in runs]
-    found: list[dict[str, Scores]] = [scores(history, by=paper.accuracy) for history in histories]
-    rule = by or str(runs[0].read()["primary_predictor"])
+    records = [Record.load(run.path, by=by) for run in runs]
+    all_scores = [scores(record.rounds, by=paper.accuracy) for record in records]
+    about, rule = records[0].about, records[0].predictor
 
     def column(which: Literal["best", "last"], statistic: str, name: str = rule) -> list[float]:
-        return [100 * getattr(score[name], which)[1][statistic] for score in found if name in score]
+        points = [getattr(by_name[name], which) for by_name in all_scores if name in by_name]
+        return [100 * getattr(accuracy, statistic) for _, accuracy in points]
 
     return Row(
         block,
@@ -112,14 +112,16 @@ def _row(paper: Reproduction, block: str, label: str, runs: Sequence[RunDirector
         {
             name: column("last", paper.accuracy, name)
             for name in PREDICTORS
-            if any(name in score for score in found)
+            if any(name in by_name for by_name in all_scores)
         },
-        span(map(len, histories)),
-        fmean(line["seconds"]["total"] for history in histories for line in history),
-        partial_coverage((run.read(), score) for run, score in zip(runs, found, strict=True)),
-        str(runs[0].read()["moment"]),
-        len(honest(runs[0].read())),
-        changed_files([Record.load(run.path) for run in runs]),
+        span(len(record.rounds) for record in records),
+        fmean(entry.seconds.total for record in records for entry in record.rounds),
+        partial_coverage(
+            (record.about, by_name) for record, by_name in zip(records, all_scores, strict=True)
+        ),
+        about.moment,
+        len(honest(about)),
+        changed_files(records),
     )
 
 

@@ -145,7 +145,7 @@ def table(sweep: Sweep, found: Sequence[Row], planned: Sequence[Planned], title:
         found: the rows.
         planned: all runs, including those not finished.
         title: of the table.
-        by: the predictor of all rows; empty means each run's primary_predictor.
+        by: the predictor of all rows; empty means each run's primary predictor.
     """
     names = [name for name in PREDICTORS if any(name in row.others for row in found)]
     chosen, twice = any(row.chosen for row in found), any(row.other for row in found)
@@ -153,7 +153,7 @@ def table(sweep: Sweep, found: Sequence[Row], planned: Sequence[Planned], title:
     moments, _ = differing(found)
     head = [
         *sweep.swept,
-        "by" if by else "primary_predictor",
+        "by" if by else "primary predictor",
         *(["scored"] if moments else []),
         "last",
         "best (on test data)",

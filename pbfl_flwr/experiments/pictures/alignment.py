@@ -104,16 +104,23 @@ def over_rounds(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
     figure, (above, below) = canvas(4.2, rows=2)
     said = []
     for number, group in enumerate(groups):
-        entries = [entry for entry in group.first.rounds if entry["server"].get(ITERATIONS) is not None]
+        entries = [
+            (
+                record.round,
+                {name: value for name, value in record.server_metrics.items() if value is not None},
+            )
+            for record in group.first.rounds
+            if record.server_metrics.get(ITERATIONS) is not None
+        ]
         if not entries:
             yield NotAvailable(f"{group.label}: {group.first.config['method']} does not align its prototypes")
             continue
-        rounds = [entry["round"] for entry in entries]
-        steps = [entry["server"][ITERATIONS] for entry in entries]
+        rounds = [number for number, _ in entries]
+        steps = [metrics[ITERATIONS] for _, metrics in entries]
         every = marker_interval(len(rounds))
         above.plot(rounds, steps, label=group.label, markevery=every, **curve_style(number))
         angles = {
-            when: [least_angle(entry["server"][f"alignment-min-distance-{when}"]) for entry in entries]
+            when: [least_angle(metrics[f"alignment-min-distance-{when}"]) for _, metrics in entries]
             for when in ("before", "after")
         }
         style = {**curve_style(number), "linestyle": "-"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,14 +31,14 @@ def accuracy_by_class(groups: Sequence[Group]) -> Iterator[Picture | NotAvailabl
         if not run.last:
             yield from _not_scored(group)
             continue
-        tested = np.array(run.last[run.predictor][1]["tested"])
+        tested = np.array(run.last[run.predictor][1].tested)
         figure, (axes, below) = canvas(height=3.9, rows=2)
-        places, said = np.arange(len(tested)), []
-        for place, (name, (_, found)) in enumerate(run.last.items()):
-            each = 100 * np.array(found["by_class"], dtype=float)  # NaN for classes without test samples
+        places, spans = np.arange(len(tested)), []
+        for place, (name, (_, accuracy)) in enumerate(run.last.items()):
+            each = 100 * np.array(accuracy.by_class, dtype=float)  # NaN for classes without test samples
             offset = 0.6 * ((place + 0.5) / len(run.last) - 0.5)  # so that equal accuracies do not overlap
             axes.plot(places + offset, each, label=name, **{**curve_style(place), "linestyle": "none"})
-            said.append(f"{name} {np.nanmin(each):.0f} to {np.nanmax(each):.0f} %")
+            spans.append(f"{name} {np.nanmin(each):.0f} to {np.nanmax(each):.0f} %")
         below.bar(places, tested, color=COLOURS[-1], width=0.7)
         for part, what in ((axes, "accuracy (%)"), (below, "test samples")):
             curve_axes(part, "class", what)
@@ -48,14 +47,14 @@ def accuracy_by_class(groups: Sequence[Group]) -> Iterator[Picture | NotAvailabl
             class_axis(part, record.label_names)
         axes.set_ylim(-6, 106)
         legend_below(figure, axes)
-        balance = run.last[run.predictor][1]
+        shown = run.last[run.predictor][1]
         yield titled_picture(
             f"accuracy-by-class-{number}",
             f"Accuracy by class: {group.label}",
             "Accuracy of each class in the last round over the pooled test samples of all clients, for every "
             f"predictor; below, the number of these samples. Predictor '{run.predictor}': accuracy "
-            f"{100 * balance['weighted']:.1f} %, balanced accuracy {100 * balance['balanced']:.1f} %. First seed.",
-            f"Accuracies of {len(tested)} classes, lowest to highest: {'; '.join(said)}. A class has "
+            f"{100 * shown.weighted:.1f} %, balanced accuracy {100 * (shown.balanced or 0.0):.1f} %. First seed.",
+            f"Accuracies of {len(tested)} classes, lowest to highest: {'; '.join(spans)}. A class has "
             f"{tested.min()} to {tested.max()} test samples.",
             figure,
         )
@@ -65,11 +64,11 @@ def clients_by_class(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable
     """Yield a heatmap of the shown predictor's accuracy by class and client, from the last round it was scored in."""
     for number, group in enumerate(groups):
         record = group.first
-        found = _by_client(record)
-        if found is None:
+        by_client = _by_client(record)
+        if by_client is None:
             yield from _not_scored(group)
             continue
-        clients, matrix = found
+        clients, matrix = by_client
         figure, (axes,) = canvas()
         heatmap(
             axes,
@@ -98,18 +97,14 @@ def _by_client(record: Record) -> tuple[list[int], NDArray[np.float64]] | None:
 
     NaN where a client has no test samples of a class. Malicious clients are excluded.
     """
-    last: list[Any] = (
-        [record.clients[-1]["final"]] if record.clients and "final" in record.clients[-1] else []
-    )
-    malicious = record.about.get("malicious", [])
-    for line in (*last, *reversed(record.clients)):
-        pairs = zip(line["client"], line.get("by_class", []), strict=False)
+    for columns in record.latest_clients():
+        pairs = zip(columns.client, columns.by_class, strict=False)
         named = {
             client: counts
             for client, counts in pairs
             if record.predictor in counts.get("right", {})
             and sum(counts["tested"])
-            and client not in malicious
+            and client not in record.about.malicious
         }
         if named:
             clients = sorted(named)
@@ -117,8 +112,8 @@ def _by_client(record: Record) -> tuple[list[int], NDArray[np.float64]] | None:
             for row, client in enumerate(clients):
                 counts = named[client]
                 tested, right = np.array(counts["tested"]), np.array(counts["right"][record.predictor])
-                held = tested > 0
-                matrix[row, np.array(counts["classes"])[held]] = right[held] / tested[held]
+                some = tested > 0
+                matrix[row, np.array(counts["classes"])[some]] = right[some] / tested[some]
             return clients, matrix
     return None
 

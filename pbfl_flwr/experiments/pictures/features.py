@@ -51,7 +51,7 @@ def data_points(groups: Sequence[Group]) -> Iterator[Picture | NotAvailable]:
         if any(same_data(record, other) for other in seen):
             continue
         try:
-            shards = [data_of(record, member["client"]).test for member in record.about["clients"]]
+            shards = [data_of(record, client.client).test for client in record.about.clients]
         except NotAvailable as error:
             yield NotAvailable(f"{group.label}: {error}")
             continue
@@ -112,7 +112,7 @@ def _prototype_plane(record: Record, label: str, number: int) -> Picture:
 
 
 def _client_planes(record: Record, label: str, number: int) -> Iterator[Picture]:
-    sizes = {member["client"]: member["num_test"] for member in record.about["clients"]}
+    sizes = {client.client: client.num_test for client in record.about.clients}
     chosen = sorted(sizes, key=lambda client: (-sizes[client], client))[:SHOWN_CLIENTS]
     for client, state in client_states(record):
         if client not in chosen:

@@ -188,6 +188,4 @@ def _place(part: str) -> tuple[int, str]:
 
 
 def _architecture(record: Record, client: int) -> str:
-    return next(
-        str(member["architecture"]) for member in record.about["clients"] if member["client"] == client
-    )
+    return next(known.architecture for known in record.about.clients if known.client == client)

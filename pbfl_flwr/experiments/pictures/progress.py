@@ -70,7 +70,7 @@ def bytes_over_rounds(groups: Sequence[Group]) -> Iterator[Picture | NotAvailabl
     totals = {group.label: _travelled(group.first) for group in groups}
     scale, unit = _unit(max(found[-1] for found in totals.values()))
     for number, group in enumerate(groups):
-        rounds = [entry["round"] for entry in group.first.rounds]
+        rounds = [record.round for record in group.first.rounds]
         shown = np.array(totals[group.label]) / scale
         axes.plot(
             rounds, shown, label=group.label, markevery=marker_interval(len(rounds)), **curve_style(number)
@@ -97,7 +97,7 @@ def accuracy_against_bytes(groups: Sequence[Group]) -> Iterator[Picture | NotAva
     said = []
     for number, group in enumerate(groups):
         record = group.first
-        at = dict(zip((entry["round"] for entry in record.rounds), totals[group.label], strict=True))
+        at = dict(zip((entry.round for entry in record.rounds), totals[group.label], strict=True))
         points = [(at[done] / scale, 100 * value) for done, value in record.curve() if done in at]
         if not points or not at[max(at)]:
             yield NotAvailable(
@@ -214,9 +214,7 @@ def _accuracy(groups: Sequence[Group]) -> str:
 
 
 def _travelled(record: Record) -> list[int]:
-    return list(
-        accumulate(entry["bytes_up"]["payload"] + entry["bytes_down"]["payload"] for entry in record.rounds)
-    )
+    return list(accumulate(entry.bytes_up.payload + entry.bytes_down.payload for entry in record.rounds))
 
 
 def _unit(largest: float) -> tuple[float, str]:

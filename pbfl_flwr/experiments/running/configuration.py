@@ -21,7 +21,7 @@ from pbfl_flwr.experiments.running.runner import resume_command, simulated
 from pbfl_flwr.flower.engines.placement import Machine, Resources, places
 from pbfl_flwr.methods import METHODS, SECTIONS, build_method, privacy_notes
 from pbfl_flwr.models.registry import architecture_of, architectures, check_named
-from pbfl_flwr.runs.directory import ENDED, RunDirectory
+from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.sinks import check as check_sinks
 from pbfl_flwr.util.user_code import is_external
 
@@ -180,19 +180,19 @@ def resumed(run: Path, requested: RequestedKeys, *, devices: bool = False) -> Re
         PbflError: if there is no run, if it is a run of devices and ``devices`` is False, if it has more rounds than
             requested, or if the changes would change the results.
     """
-    about = RunDirectory(run).read()
+    about = RunDirectory(run).record()
     RunDirectory(run).check_states()
     if not devices and not simulated(about):
         raise PbflError(
             f"'{run}' is a run of devices with data of their own; resume it with {resume_command(run, about)}"
         )
-    recorded: dict[str, Scalar] = about["configuration"]
+    recorded = about.configuration
     # Where the clients' networks are: in another directory they would start from scratch.
-    kept = recorded.get("state-dir", "")
-    if (state_dir := requested.values.get("state-dir", kept)) != kept:
+    recorded_dir = recorded.get("state-dir", "")
+    if (state_dir := requested.values.get("state-dir", recorded_dir)) != recorded_dir:
         raise PbflError(
             f"state-dir = '{state_dir}': a resumed run keeps its clients' state where it is, "
-            f"{f'state-dir = {kept!r}' if kept else 'in its own directory'}"
+            f"{f'state-dir = {recorded_dir!r}' if recorded_dir else 'in its own directory'}"
         )
     changed = RequestedKeys(
         {**recorded, **requested.values, "run-dir": str(run), "resume": True}, requested.problems
@@ -207,7 +207,7 @@ def resumed(run: Path, requested: RequestedKeys, *, devices: bool = False) -> Re
             f"{', '.join(different)}: changes the results of the resumed run; allowed are {', '.join(CHANGEABLE)}"
         )
     rounds = wanted.run.num_server_rounds
-    if (done := len(RunDirectory(run).rounds())) > rounds:
+    if (done := len(RunDirectory(run).round_records())) > rounds:
         raise PbflError(
             f"num-server-rounds = {rounds}: the run has {done} rounds already; allowed is {done} or more"
         )
@@ -216,11 +216,11 @@ def resumed(run: Path, requested: RequestedKeys, *, devices: bool = False) -> Re
 
 def is_complete(run: Path, settings: Settings) -> bool:
     """Whether a run is finished and has as many rounds as requested, or ended early with the same patience."""
-    there = RunDirectory(run)
-    about, wanted = there.read(), settings.run.num_server_rounds
-    if settings.run.patience == about["configuration"].get("patience", 0):
-        wanted = min(wanted, about.get(ENDED, wanted))
-    return bool(there.result()) and len(there.rounds()) == wanted
+    directory = RunDirectory(run)
+    about, wanted = directory.record(), settings.run.num_server_rounds
+    if about.ended_after is not None and settings.run.patience == about.configuration.get("patience", 0):
+        wanted = min(wanted, about.ended_after)
+    return bool(directory.result()) and len(directory.round_records()) == wanted
 
 
 def run_directory(settings: Settings, wanted: Path | None) -> Path:

@@ -10,7 +10,6 @@ from pathlib import Path
 from shlex import quote
 from threading import Event, Thread
 from types import FrameType
-from typing import Any
 
 from rich.console import Console
 
@@ -21,7 +20,8 @@ from pbfl_flwr.experiments.running.live_log import Follower
 from pbfl_flwr.flower.deploy.processes import HANGUPS, forget_lost_terminal
 from pbfl_flwr.flower.deploy.superlink import ENDED, Engine, ManagedSuperLink
 from pbfl_flwr.flower.engines.placement import Resources
-from pbfl_flwr.runs.directory import ERROR, RunDirectory, RunRefused, last_round
+from pbfl_flwr.runs.directory import ERROR, RunDirectory, RunRefused
+from pbfl_flwr.runs.records import RunRecord
 
 COMPLETED, FAILED, INTERRUPTED = 0, 1, 130
 NODES = "nodes.json"  # the SuperNodes' configuration in the run directory, from pbfl deploy local
@@ -134,17 +134,17 @@ def _interrupted(run_dir: Path, console: Console, resume_with: str) -> int:
 
 def _failed(run_dir: Path, reason: str, console: Console, resume_with: str) -> int:
     say(console, f"the run failed: {reason}", "red")
-    if present := len(RunDirectory(run_dir).rounds()):
+    if present := len(RunDirectory(run_dir).round_records()):
         say(console, f"{present} rounds are saved; resume with: {resume_with}")
     return FAILED
 
 
-def simulated(about: Mapping[str, Any]) -> bool:
-    """Whether a run, given its run.json, is a simulation; devices have data that the simulation engine has not."""
-    return all(member.get("simulated", True) for member in about["clients"])
+def simulated(about: RunRecord) -> bool:
+    """Whether a run is a simulation; devices have data that the simulation engine has not."""
+    return all(client.simulated for client in about.clients)
 
 
-def resume_command(run_dir: Path, about: Mapping[str, Any]) -> str:
+def resume_command(run_dir: Path, about: RunRecord) -> str:
     """Return the command that resumes a run.
 
     Args:
@@ -190,9 +190,9 @@ def follow_run(
             follower.update()
             return _interrupted(run_dir, console, resume_with)
         follower.update()
-        there = RunDirectory(run_dir)
-        present = {line["round"] for line in there.rounds()}
-        num_rounds = last_round(there.read()) if there.taken else num_rounds
+        run = RunDirectory(run_dir)
+        present = {record.round for record in run.round_records()}
+        num_rounds = run.record().last_round if run.taken else num_rounds
         missing = num_rounds - len(present & set(range(1, num_rounds + 1)))
         if status == "finished:completed" and not missing:
             return COMPLETED
@@ -218,9 +218,9 @@ def _written(file: Path) -> int | None:
 
 
 def _reason(run_dir: Path, before: int | None, link: ManagedSuperLink, status: str, details: str) -> str:
-    said = run_dir / ERROR
-    if _written(said) not in (None, before):
-        return said.read_text(encoding="utf-8").strip()
+    error = run_dir / ERROR
+    if _written(error) not in (None, before):
+        return error.read_text(encoding="utf-8").strip()
     about = f"{status}, {details}" if details not in ("", "N/A") else status
     return f"{about}; the last lines of {link.log}:\n{link.tail()}"
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Literal
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
@@ -20,16 +20,23 @@ from rich.table import Table
 from rich.text import Text
 
 from pbfl_flwr.experiments.console import clock, kilobytes
-from pbfl_flwr.experiments.results import Scores, coverage_lines, partial_coverage, scores
+from pbfl_flwr.experiments.results import (
+    Scores,
+    coverage_lines,
+    new_client_rounds,
+    partial_coverage,
+    scores,
+)
 from pbfl_flwr.experiments.running.runner import resume_command
-from pbfl_flwr.experiments.show import failure_lines, rounds_of_new_client_lines, settings_line
-from pbfl_flwr.runs.directory import ERROR, NEW_CLIENTS, WAITING, RunDirectory, last_round
+from pbfl_flwr.experiments.show import failure_lines, settings_line
+from pbfl_flwr.runs.directory import ERROR, NEW_CLIENTS, WAITING, RunDirectory
 from pbfl_flwr.runs.locks import abandoned
+from pbfl_flwr.runs.records import NewClientsRecord, RoundRecord, RunRecord
 
 QUIET_SECONDS = 120.0  # a run is "silent" only after this many seconds without output
 QUIET_ROUNDS = 5  # and after this many rounds' time
 WRITTEN = ("run.json", "rounds.jsonl", NEW_CLIENTS, WAITING)
-LAST = 5  # number of latest failures and notes shown
+LAST = 5  # number of latest failures and warnings shown
 STOPPED_SECONDS = 60.0  # how long a stopped run may take to be resumed before watching ends
 State = Literal["waiting", "running", "silent", "stopped", "finished", "failed"]
 
@@ -41,37 +48,37 @@ class View:
     Attributes:
         path: the directory.
         about: content of run.json; None before it exists.
-        rounds: entries of rounds.jsonl.
+        rounds: finished rounds.
         error: why the run ended early; empty if it did not.
         quiet: seconds since the last write.
-        new_client_lines: entries of new-clients.jsonl for the clients that come after the last of these rounds.
+        new_clients: rounds of the new clients, which come after the last of these rounds.
         waiting: text on the clients that the server has been waiting for; it appears after a minute.
         abandoned: whether it is certain that no process works on the run any more.
     """
 
     path: Path
-    about: Mapping[str, Any] | None
-    rounds: Sequence[Mapping[str, Any]]
+    about: RunRecord | None
+    rounds: Sequence[RoundRecord]
     error: str
     quiet: float
-    new_client_lines: Sequence[Mapping[str, Any]] = ()
+    new_clients: Sequence[NewClientsRecord] = ()
     waiting: str = ""
     abandoned: bool = False
 
     @property
     def wanted(self) -> int:
         """T, the number of rounds; 0 if not known yet."""
-        return last_round(self.about) if self.about else 0
+        return self.about.last_round if self.about else 0
 
     @property
     def wanted_new_client_rounds(self) -> int:
         """Number of rounds that the new clients train after the last one; 0 without new clients."""
-        return rounds_of_new_client_lines(self.about) if self.about else 0
+        return new_client_rounds(self.about) if self.about else 0
 
     @property
     def pace(self) -> float | None:
         """Seconds per round, median of the last five; None before the first."""
-        return median(entry["seconds"]["total"] for entry in self.rounds[-5:]) if self.rounds else None
+        return median(record.seconds.total for record in self.rounds[-5:]) if self.rounds else None
 
     @property
     def state(self) -> State:
@@ -79,7 +86,7 @@ class View:
 
         "silent" if that is not certain, but nothing was written for ``QUIET_SECONDS`` and ``QUIET_ROUNDS`` rounds.
         """
-        done = len(self.rounds) >= self.wanted and len(self.new_client_lines) >= self.wanted_new_client_rounds
+        done = len(self.rounds) >= self.wanted and len(self.new_clients) >= self.wanted_new_client_rounds
         if self.about is not None and done:
             return "finished"
         if self.error:
@@ -110,13 +117,13 @@ def snapshot(path: Path, now: float) -> View:
 
 def _read(path: Path, now: float) -> View:
     run = RunDirectory(path)
-    about = run.read() if (path / "run.json").exists() else None
+    about = run.record() if run.taken else None
     error = (path / ERROR).read_text(encoding="utf-8").strip() if (path / ERROR).exists() else ""
     files = [file for name in WRITTEN if (file := path / name).exists()]
     written = max((file.stat().st_mtime for file in files), default=now)
-    rounds = run.rounds()
+    rounds = run.round_records()
     quiet = max(0.0, now - written)
-    return View(path, about, rounds, error, quiet, run.new_client_lines(len(rounds)), run.waiting())
+    return View(path, about, rounds, error, quiet, run.new_client_records(len(rounds)), run.waiting())
 
 
 def frame(view: View) -> RenderableType:
@@ -128,11 +135,11 @@ def frame(view: View) -> RenderableType:
             style="red",
         )
     if view.about is None:
-        told = f"waiting for a run: {view.path} " + (
+        text = f"waiting for a run: {view.path} " + (
             "has no run.json yet" if view.path.exists() else "does not exist yet"
         )
-        told += f"\n{view.waiting}" if view.waiting else ""
-        return Text(f"{told}\nended with: {view.error}" if view.error else told, style="yellow")
+        text += f"\n{view.waiting}" if view.waiting else ""
+        return Text(f"{text}\nended with: {view.error}" if view.error else text, style="yellow")
     done = len(view.rounds)
     parts: list[RenderableType] = [
         Text(str(view.path), style="bold"),
@@ -141,18 +148,18 @@ def frame(view: View) -> RenderableType:
     ]
     if view.wanted_new_client_rounds:
         parts.append(
-            Text(f"new clients: {len(view.new_client_lines)} of {view.wanted_new_client_rounds} own rounds")
+            Text(f"new clients: {len(view.new_clients)} of {view.wanted_new_client_rounds} own rounds")
         )
     if view.rounds:
-        found = scores(view.rounds)
-        parts.append(_accuracies(found, str(view.about["primary_predictor"])))
-        parts += [Text(line) for line in coverage_lines([("", partial_coverage([(view.about, found)]))])]
+        scored = scores(view.rounds)
+        parts.append(_accuracies(scored, view.about.primary_predictor))
+        parts += [Text(line) for line in coverage_lines([("", partial_coverage([(view.about, scored)]))])]
         parts.append(Text(_traffic(view.rounds)))
-        notes = dict.fromkeys(note for entry in view.rounds for note in entry.get("notes", []))
-        parts += [Text(f"note: {note}", style="yellow") for note in list(notes)[-LAST:]]
+        warnings = dict.fromkeys(warning for record in view.rounds for warning in record.warnings)
+        parts += [Text(f"warning: {warning}", style="yellow") for warning in list(warnings)[-LAST:]]
         parts += [
             Text(line, style="yellow")
-            for line in list(failure_lines([*view.rounds, *view.new_client_lines]))[-LAST:]
+            for line in list(failure_lines([*view.rounds, *view.new_clients]))[-LAST:]
         ]
     if view.waiting and view.state in ("running", "silent"):
         parts.append(Text(view.waiting))
@@ -220,7 +227,7 @@ def _progress(view: View, done: int) -> RenderableType:
     return row
 
 
-def _accuracies(found: Mapping[str, Scores], primary_predictor: str) -> Table:
+def _accuracies(scored: Mapping[str, Scores], primary_predictor: str) -> Table:
     table = Table(
         title="sample-weighted accuracy, %",
         title_justify="left",
@@ -231,27 +238,27 @@ def _accuracies(found: Mapping[str, Scores], primary_predictor: str) -> Table:
     table.add_column("predictor", overflow="fold")
     for name in ("round", "last", "std", "worst 10%", "best", "in round"):
         table.add_column(name, justify="right", min_width=len("99.99"))
-    for name, score in found.items():
-        (number, last), (at, best) = score.last, score.best
-        cells = [f"{100 * last[key]:.2f}" for key in ("weighted", "std", "worst")]
+    for name, score in scored.items():
+        (number, last), (best_round, best) = score.last, score.best
+        cells = [f"{100 * value:.2f}" for value in (last.weighted, last.std, last.worst)]
         label = f"{name} (primary)" if name == primary_predictor else name
         table.add_row(
             label,
             str(number),
             *cells,
-            f"{100 * best['weighted']:.2f}",
-            str(at),
+            f"{100 * best.weighted:.2f}",
+            str(best_round),
             style="bold" if name == primary_predictor else "",
         )
     return table
 
 
-def _traffic(rounds: Sequence[Mapping[str, Any]]) -> str:
-    last = rounds[-1]
-    ways = [
-        (way, last[f"bytes_{way}"]["total"], sum(r[f"bytes_{way}"]["total"] for r in rounds))
-        for way in ("up", "down")
-    ]
+def _traffic(rounds: Sequence[RoundRecord]) -> str:
+    ways = {
+        "up": [record.bytes_up.total for record in rounds],
+        "down": [record.bytes_down.total for record in rounds],
+    }
     return "bytes of all clients: " + ", ".join(
-        f"{way} {kilobytes(now)} in the last round, {kilobytes(total)} so far" for way, now, total in ways
+        f"{way} {kilobytes(totals[-1])} in the last round, {kilobytes(sum(totals))} so far"
+        for way, totals in ways.items()
     )

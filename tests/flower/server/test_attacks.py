@@ -91,7 +91,7 @@ def test_accuracies_are_over_honest_clients(tmp_path: Path, caplog: pytest.LogCa
         "clients"
     )
     assert announced in caplog.text
-    assert announced in show.settings_line(about, 2)
+    assert announced in show.settings_line(directory.record(), 2)
     assert line["trained"] == list(range(NUM_CLIENTS)), "their uploads are aggregated all the same"
     every = directory.client_rounds()[-1]
     assert every["client"] == every["final"]["client"] == list(range(NUM_CLIENTS))
@@ -125,7 +125,7 @@ def test_without_an_attack_nothing_is_said(tmp_path: Path, caplog: pytest.LogCap
     found = federation(tmp_path, on_disk=True, num_server_rounds=1).run()
     assert "malicious" not in found.directory.read()
     assert "attack" not in caplog.text
-    assert "attack" not in show.settings_line(found.directory.read(), 1)
+    assert "attack" not in show.settings_line(found.directory.record(), 1)
 
 
 def test_a_round_that_only_liars_answer_has_no_accuracy(tmp_path: Path) -> None:

@@ -250,7 +250,8 @@ def test_clients_of_another_version_are_one_line(tmp_path: Path) -> None:
     about = tmp_path / "run" / "run.json"
     about.write_text(about.read_text().replace('"num_test"', '"num_tests"'))
     with pytest.raises(
-        PbflError, match=r"run\.json is damaged, or of another version: clients\.0\.num_test: Field required$"
+        PbflError,
+        match=r"run\.json is damaged, or was written by another version: clients\.0\.num_test: Field required$",
     ):
         run(tmp_path, nodes, num_server_rounds=2, resume=True).run()
 

@@ -27,7 +27,7 @@ from pbfl_flwr.prototypes.privacy import epsilon_of
 from pbfl_flwr.runs.directory import RunDirectory
 from pbfl_flwr.serving.export import state_file
 from pbfl_flwr.task import Task
-from tests.flower.inprocess import Answer, Federation, federation, plain, raises, same_tensors
+from tests.flower.inprocess import Answer, Federation, federation, raises, same_tensors
 from tests.runs import entry, write_run
 
 NEW: dict[str, Any] = {"new_clients": 2, "new_client_rounds": 3}
@@ -93,7 +93,7 @@ def test_scored_before_training_they_begin_with_the_broadcast_and_end_with_a_las
     assert [line.final is not None for line in lines] == [False, False, True]
     assert lines[-1].final is not None
     assert lines[-1].final.accuracy["head"].clients == 2
-    assert [at for at, _ in series(plain(lines))] == [2, 3, 4, 5]
+    assert [at for at, _ in series(lines)] == [2, 3, 4, 5]
     assert asked(found, "evaluate") == {2: {0, 1, 2}, 5: {3, 4}}
 
 
@@ -157,7 +157,7 @@ def test_a_round_of_theirs_that_ended_the_run_is_made_again(tmp_path: Path) -> N
 def test_one_that_fails_is_named_and_costs_nobody_else_anything(tmp_path: Path) -> None:
     found = federation(tmp_path, faults={(3, 3): raises}, **NEW).run()
     (failure,) = found.strategy.new_client_rounds[0].failures
-    (line,) = show.failure_lines(plain([*found.strategy.history, *found.strategy.new_client_rounds]))
+    (line,) = show.failure_lines([*found.strategy.history, *found.strategy.new_client_rounds])
     assert line.startswith("new client 3 failed in round 1 of its own: ")
     assert failure.client == 3
     assert "boom" in failure.reason
@@ -230,7 +230,7 @@ def test_tables_and_summaries_show_them(tmp_path: Path) -> None:
     skew = 100 * (theirs.majority(load_pool(found.strategy.settings.data).labels) or 0.0)
     assert f"Always predicting a new client's most frequent training class: {skew:.2f} %" in said
     last = found.strategy.new_client_rounds[-1].accuracy["global"].weighted
-    assert Record.load(path).newcomer_accuracy() == last
+    assert Record.load(path).new_client_accuracy() == last
     sheet = summary_sheet(load([path]))
     assert sheet.columns[-1] == "new clients"
     assert sheet.rows[0][-1] == f"{100 * last:.2f}"

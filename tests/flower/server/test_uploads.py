@@ -11,6 +11,7 @@ import pytest
 import torch
 from flwr.app import Message
 
+from pbfl_flwr.config import Scalar
 from pbfl_flwr.experiments.show import privacy_line
 from pbfl_flwr.method import Client, Update
 from pbfl_flwr.methods import PROTECTED
@@ -37,8 +38,9 @@ def test_noisy_uploads_of_every_method(tmp_path: Path, method: str, unit: str) -
     lines = [json.loads(line) for line in (tmp_path / "run" / "clients.jsonl").read_text().splitlines()]
     for releases, line in enumerate(lines, start=1):
         assert [m["epsilon"] for m in line["metrics"]] == [epsilon_of(2.0, releases, 1e-5)] * NUM_CLIENTS
-    about = {"dp-clip": 5.0, "dp-noise": 2.0, "dp-unit": unit, "dp-delta": 1e-5}
-    assert f"ε = {epsilon_of(2.0, 2, 1e-5):.3g} for client 0" in str(privacy_line(about, lines))
+    about: dict[str, Scalar] = {"dp-clip": 5.0, "dp-noise": 2.0, "dp-unit": unit, "dp-delta": 1e-5}
+    clients = found.directory.client_records()
+    assert f"ε = {epsilon_of(2.0, 2, 1e-5):.3g} for client 0" in str(privacy_line(about, clients))
     assert privacy_line(about, []) is None
 
 
